@@ -8,7 +8,7 @@ from torch import nn
 import ds_ckpt
 import ds_comm
 import ds_zero
-from ds_comm.reduction_group import Assignment, Family, assign
+from ds_comm.reduction_group import ParamSharding, ReductionGroup, set_param_sharding
 from ds_comm.placement import Box
 from ds_testing import world
 
@@ -35,9 +35,9 @@ def make(stage, groups=None):
             param.zero_()
     if groups is not None:
         for name, param in net.experts[0].named_parameters():
-            assign(param, Assignment(Family("expert", groups, 4), f"experts.{mine}.{name}"))
-        assign(net.cut, Assignment(Family("part", groups, 4), None, (6, 10), Box((0, 5 * mine), (6, 5))))
-    policy = ds_zero.UnitPolicy(max_numel=40, persist_numel=6)
+            set_param_sharding(param, ParamSharding(ReductionGroup("expert", groups, 4), f"experts.{mine}.{name}"))
+        set_param_sharding(net.cut, ParamSharding(ReductionGroup("part", groups, 4), None, (6, 10), Box((0, 5 * mine), (6, 5))))
+    policy = ds_zero.UnitSizePolicy(max_numel=40, persist_numel=6)
     return net, ds_zero.shard(net, inner_of(net), stage=stage, policy=policy, clip=1.0)
 
 
@@ -81,7 +81,7 @@ def same(optimizer, truth):
 def whole(path):
     manifest = ds_ckpt.inspect(path)
     truth = {n: torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for n, t in manifest.tensors.items()}
-    ds_ckpt.load(path, ds_ckpt.whole(truth))
+    ds_ckpt.load(path, ds_ckpt.full_shards(truth))
     return truth
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ds_zero
-from ds_comm import single_group
+from ds_comm import self_group
 from ds_compress import compression_scheduler, init_compression
 from ds_testing import world
 
@@ -43,7 +43,7 @@ def one_process(name):
     net = compressed(name)
     schedule = compression_scheduler(net)
     for made in schedule.layers:
-        made.group = single_group("alone")
+        made.group = self_group("alone")
     optimizer, losses = torch.optim.Adam(net.parameters(), lr=0.02), []
     for step in range(STEPS):
         loss = loss_of(net, torch.cat([batch(step, rank) for rank in range(dist.get_world_size())]))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ds_compress.model_export import export_compressed_tensors, export_gptq
-from ds_compress.posttraining import Scheme, round_to_nearest
-from ds_inference import Sampling, load
+from ds_compress.posttraining import QuantScheme, round_to_nearest
+from ds_inference import SamplingParams, load
 
 transformers = pytest.importorskip("transformers")
 
@@ -30,9 +30,9 @@ def test_answers_are_those_of_the_codes(write: Any, symmetric: bool, bits: int, 
     with torch.no_grad():
         for param in model.parameters():
             param.normal_(0.0, 0.3)
-    codes = round_to_nearest(model, Scheme(bits, 16, symmetric))  # the model is left with what its codes are worth
+    codes = round_to_nearest(model, QuantScheme(bits, 16, symmetric))  # the model is left with what its codes are worth
     folder = write(model, codes, tmp_path)
-    how, prompt = Sampling(1, logprobs=97), [5, 6, 7, 8, 9]
+    how, prompt = SamplingParams(1, logprobs=97), [5, 6, 7, 8, 9]
     (wanted,), (found,) = load(model).generate([prompt], how), load(folder).generate([prompt], how)
     # GPTQ folders keep scales in 16 bits.
     assert max(abs(wanted.tops[0][i] - found.tops[0][i]) for i in range(97)) < (

@@ -74,7 +74,7 @@ def main(folder: Path, checkpoints: str, stop: str) -> None:
                         engine.save_checkpoint(checkpoints)
                     if result.step == STEPS:
                         break
-    values = engine.whole_state_dict()
+    values = engine.full_state_dict()
     if rank == 0:
         torch.save({"values": values, "rates": rates}, folder / "end.pt")
     engine.close()

@@ -76,11 +76,11 @@ def ask(url: str, count: int = 9) -> Any:
 
 
 def test_two_ranks_answer_as_one(served: Any, folder: Path) -> None:
-    from ds_inference import Sampling, load
+    from ds_inference import SamplingParams, load
     from ds_inference.text import read_tokenizer
 
     job, url, log = served
-    (wanted,) = load(folder, tokenizer=read_tokenizer(folder)).generate(["hello"], Sampling(9))
+    (wanted,) = load(folder, tokenizer=read_tokenizer(folder)).generate(["hello"], SamplingParams(9))
     for _ in range(2):
         answer = ask(url)
         assert answer.status_code == 200, answer.text

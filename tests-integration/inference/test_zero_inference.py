@@ -10,9 +10,9 @@ import torch
 
 import ds_zero
 from ds_config.errors import UnsupportedError
-from ds_inference import Sampling, load
+from ds_inference import SamplingParams, load
 from ds_testing import world
-from ds_zero import Placement
+from ds_zero import OffloadPolicy
 
 transformers = pytest.importorskip("transformers")
 
@@ -33,15 +33,15 @@ def tiny() -> Any:
 @world(2)
 @pytest.mark.parametrize("tier", ["device", "host", "file"])
 def test_answers_are_the_whole_model_s(tier: str, tmp_path: Path) -> None:
-    prompts, how = [[1], [5, 6, 7] * 9, [9, 8]], Sampling(8)
+    prompts, how = [[1], [5, 6, 7] * 9, [9, 8]], SamplingParams(8)
     wanted = [a.tokens for a in load(tiny()).generate(prompts, how)]
     model = tiny()
     options: dict[str, Any] = (
         {}
         if tier == "device"
-        else {"tier": Placement(tier, str(tmp_path))}
+        else {"tier": OffloadPolicy(tier, str(tmp_path))}
         if tier == "file"
-        else {"tier": Placement(tier)}
+        else {"tier": OffloadPolicy(tier)}
     )
     sharding = ds_zero.shard(model, stage=3, **options)
     engine = load(model, own_forward=True, cache_tokens=128, block=4)

@@ -44,7 +44,7 @@ class Parting:
         if self.kind == "stuck":
             time.sleep(600 if self.deadline_s < LEAST_RENDEZVOUS_S else 2 * self.deadline_s)
         elif self.kind == "slow":
-            with ds_comm.patience(60):
+            with ds_comm.extend_timeout(60):
                 time.sleep(2 * self.deadline_s)
         elif self.kind == "gone":
             sys.exit(0)
@@ -85,7 +85,7 @@ def run(stage: int, transport: str, who: int, moment: str, kind: str, deadline_s
         early.come()
         return  # nobody watches a rank before it came
     world = ds_comm.init_distributed(backend, deadline_s=deadline_s)
-    with ds_comm.patience(WARM_UP_S):
+    with ds_comm.extend_timeout(WARM_UP_S):
         torch.manual_seed(0)
         model = Net()
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)

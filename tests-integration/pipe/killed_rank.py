@@ -46,7 +46,7 @@ def end() -> None:
 def run(backend: str, schedule: str, who: int, moment: str, deadline_s: float) -> None:
     print(f"START {time.monotonic()}", flush=True)
     world = ds_comm.init_distributed(backend, deadline_s=deadline_s)
-    with ds_comm.patience(WARM_UP_S):
+    with ds_comm.extend_timeout(WARM_UP_S):
         layers = [ds_pipe.LayerSpec(Block) for _ in range(world.size)]
         model = ds_pipe.PipelineModule(
             layers, num_stages=world.size, loss_fn=functional.mse_loss, seed_layers=True, schedule=schedule

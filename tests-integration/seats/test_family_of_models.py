@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ds_inference import Sampling, load
-from ds_inference.families import FAMILIES, Config, Family
+from ds_inference import SamplingParams, load
+from ds_inference.families import FAMILIES, Config, DecoderFamily
 from ds_inference.families.family_spec import LLAMA, gated_mlp, grouped_attention, llama_like
-from ds_inference.spec import Source, Spec
+from ds_inference.spec import WeightSource, Spec
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -26,8 +26,8 @@ def spec(config: Config) -> Spec:
     return llama_like(config, [grouped_attention(config)] * count, [gated_mlp(config)] * count)
 
 
-def renamed(source: Source) -> Source:
-    return Source(tuple(name.replace("model.", "toy.") for name in source.names), source.form, source.optional)
+def renamed(source: WeightSource) -> WeightSource:
+    return WeightSource(tuple(name.replace("model.", "toy.") for name in source.names), source.form, source.optional)
 
 
 SOURCES = {role: tuple(map(renamed, found)) for role, found in LLAMA.items()}
@@ -45,6 +45,6 @@ def test_it_generates_what_its_twin_generates(tmp_path):
         tmp_path / "model.safetensors",
     )
     (tmp_path / "config.json").write_text(model.config.to_json_string().replace('"llama"', '"toy"'))
-    with mock.patch.dict(FAMILIES, {"toy": Family(spec, lambda config: SOURCES)}):
-        (found,) = load(tmp_path, cache_tokens=64).generate([[1, 2, 3]], Sampling(max_new_tokens=4))
+    with mock.patch.dict(FAMILIES, {"toy": DecoderFamily(spec, lambda config: SOURCES)}):
+        (found,) = load(tmp_path, cache_tokens=64).generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
     assert found.tokens == expected

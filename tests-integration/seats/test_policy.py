@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_engine
-from ds_engine.transforms import TRANSFORMS, Asked, Site, Transform
+from ds_engine.transforms import TRANSFORMS, TransformInput, BuildContext, Transform
 from ds_testing import world
 
 
@@ -30,10 +30,10 @@ class Average:
 class Averaging(Transform[float, None]):
     name = "average of the weights"
 
-    def decide(self, asked: Asked) -> float:
+    def decide(self, asked: TransformInput) -> float:
         return 0.5
 
-    def apply(self, what: float, site: Site) -> None:
+    def apply(self, what: float, site: BuildContext) -> None:
         site.followers.append(Average(list(site.model.parameters()), what))
 
     def undo(self, made: None) -> None: ...

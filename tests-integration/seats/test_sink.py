@@ -5,7 +5,7 @@ from __future__ import annotations
 from unittest import mock
 
 import ds_monitor
-from ds_monitor import Kind, Record
+from ds_monitor import RecordKind, Measurement
 from ds_monitor.sinks import sink_registry
 
 
@@ -13,8 +13,8 @@ class Latest:
     def __init__(self, prefix: str = "") -> None:
         self.prefix, self.values, self.closed = prefix, {}, False
 
-    def write(self, record: Record) -> None:
-        if record.kind is Kind.GAUGE and record.name.startswith(self.prefix):
+    def write(self, record: Measurement) -> None:
+        if record.kind is RecordKind.GAUGE and record.name.startswith(self.prefix):
             self.values[record.name] = record.value
 
     def end_step(self, step: int) -> None:

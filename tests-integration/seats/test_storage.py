@@ -71,7 +71,7 @@ class InMemory(dict[str, dict[str, Bytes]]):
 def test_a_model_comes_back_from_it():
     storage, model = InMemory(), torch.nn.Linear(4, 3)
     expected = model.weight.detach().clone()
-    ds_ckpt.save(ds_ckpt.At(storage, "one"), ds_ckpt.whole(model.state_dict()), {"step": 1})
+    ds_ckpt.save(ds_ckpt.CheckpointRef(storage, "one"), ds_ckpt.full_shards(model.state_dict()), {"step": 1})
     model.weight.data.zero_()
-    assert ds_ckpt.load(ds_ckpt.At(storage, "one"), ds_ckpt.whole(model.state_dict())) == {"step": 1}
+    assert ds_ckpt.load(ds_ckpt.CheckpointRef(storage, "one"), ds_ckpt.full_shards(model.state_dict())) == {"step": 1}
     assert torch.equal(model.weight, expected)

@@ -12,10 +12,10 @@ import torch
 import ds_zero
 from ds_testing import world
 from ds_zero.layout.units import UnitBytes
-from ds_zero.offload.state_stores import TIERS, Tier
+from ds_zero.offload.state_stores import TIERS, OptimizerStateStore
 
 
-class Elsewhere(Tier):
+class Elsewhere(OptimizerStateStore):
     """Between updates the shard has no memory of its own."""
 
     resident = False
@@ -45,7 +45,7 @@ def test_training_with_it_is_the_same_to_the_bit():
     truth = torch.optim.Adam(expected.parameters())
     with mock.patch.dict(TIERS, {"elsewhere": Elsewhere}):
         inner = torch.optim.Adam(model.parameters())
-        policy = ds_zero.UnitPolicy(max_numel=20)
+        policy = ds_zero.UnitSizePolicy(max_numel=20)
         optimizer = ds_zero.shard(model, inner, stage=1, tier="elsewhere", policy=policy)
         for batch in data:
             for net, update in ((expected, truth), (model, optimizer)):

@@ -9,20 +9,20 @@ import torch
 from torch import nn
 
 import ds_engine
-from ds_engine.transforms import TRANSFORMS, Asked, Site, Transform
+from ds_engine.transforms import TRANSFORMS, TransformInput, BuildContext, Transform
 from ds_testing import world
 
 
 class FreezeNorms(Transform[tuple[str, ...], list[nn.Parameter]]):
     name = "freeze norms"
 
-    def decide(self, asked: Asked) -> tuple[str, ...] | None:
+    def decide(self, asked: TransformInput) -> tuple[str, ...] | None:
         return tuple(info.name for info in asked.shapes.params if "norm" in info.name) or None
 
     def plan_rows(self, what: tuple[str, ...]) -> Mapping[str, str]:
         return {"frozen": f"{len(what)} parameters of norms"}
 
-    def apply(self, what: tuple[str, ...], site: Site) -> list[nn.Parameter]:
+    def apply(self, what: tuple[str, ...], site: BuildContext) -> list[nn.Parameter]:
         changed = [param for name, param in site.model.named_parameters() if name in what]
         for param in changed:
             param.requires_grad_(False)

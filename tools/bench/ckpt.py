@@ -36,7 +36,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import ds_ckpt
-from ds_ckpt.convert.tensor_source import Entry, Source, write_checkpoint
+from ds_ckpt.convert.tensor_source import TensorEntry, TensorSource, write_checkpoint
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_ops.io import AsyncIO, IOSettings
 from ds_ops.mapped import MappedFile
@@ -176,8 +176,8 @@ def export(root: Path) -> dict[str, object]:
     def filled(name: str) -> torch.Tensor:
         return torch.full(shapes[name], values[name], dtype=torch.bfloat16)
 
-    entries = {f"param/{n}": Entry(shape, "bfloat16", lambda n=n: filled(n)) for n, shape in shapes.items()}  # type: ignore[misc]
-    write_checkpoint(Source(entries), root / "llama")
+    entries = {f"param/{n}": TensorEntry(shape, "bfloat16", lambda n=n: filled(n)) for n, shape in shapes.items()}  # type: ignore[misc]
+    write_checkpoint(TensorSource(entries), root / "llama")
     out = root / "exported"
     words = [sys.executable, str(WORKERS / "ckpt_export.py"), str(root / "llama"), str(out)]
     done = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
@@ -210,7 +210,7 @@ def saves(root: Path, full: dict[str, torch.Tensor], memory: mmap.mmap) -> dict[
 
     return {
         "raw": lambda: raw_write(root / "raw", memory),
-        "ds-ckpt": lambda: ds_ckpt.save(root / "runs" / "ours", ds_ckpt.whole(full), {}),
+        "ds-ckpt": lambda: ds_ckpt.save(root / "runs" / "ours", ds_ckpt.full_shards(full), {}),
         "torch.save": torch_save,
         "safetensors": safetensors_save,
         "dcp": lambda: dcp.save(full, checkpoint_id=root / "dcp"),  # syncs its files by default
@@ -232,7 +232,7 @@ def loads(root: Path, target: dict[str, torch.Tensor]) -> dict[str, Callable[[],
 
     path = root / "runs" / "ours"
     return {
-        "ds-ckpt": lambda: ds_ckpt.load(path, ds_ckpt.whole(target)),
+        "ds-ckpt": lambda: ds_ckpt.load(path, ds_ckpt.full_shards(target)),
         "ds-ckpt, as two shards each": lambda: ds_ckpt.load(path, halves(target, 0) + halves(target, 1)),
         "torch.load": lambda: into(torch.load(root / "torch.pt", weights_only=True)),
         "torch.load, mapped": lambda: into(torch.load(root / "torch.pt", weights_only=True, mmap=True)),
@@ -283,8 +283,8 @@ def stalls(root: Path, full: dict[str, torch.Tensor], repeats: int) -> dict[str,
     where there are any, so that the disk of this machine is not what is measured."""
     names = ("ds-ckpt", "ds-ckpt, copied behind", "ds-ckpt, process", "dcp.async_save")
     times: dict[str, list[float]] = {name: [] for name in names}
-    engine, process = ds_ckpt.Asynchronous(), ds_ckpt.Asynchronous(decoupled=True)
-    shards = ds_ckpt.whole(full)
+    engine, process = ds_ckpt.AsyncCheckpointer(), ds_ckpt.AsyncCheckpointer(decoupled=True)
+    shards = ds_ckpt.full_shards(full)
     for turn in range(repeats + 1):
         now = timed(lambda: engine.save(root / "a" / "x", shards, {}))
         engine.wait()
@@ -308,10 +308,10 @@ def stalls(root: Path, full: dict[str, torch.Tensor], repeats: int) -> dict[str,
 
 def memory_slope(root: Path) -> float:
     """Bytes of resident memory per save over 50 saves, after 10."""
-    engine, small = ds_ckpt.Asynchronous(keep=1), {"w": torch.ones(5_000_000)}
+    engine, small = ds_ckpt.AsyncCheckpointer(keep=1), {"w": torch.ones(5_000_000)}
     sizes = []
     for step in range(60):
-        engine.save(root / "m" / f"s{step % 2}", ds_ckpt.whole(small), {})
+        engine.save(root / "m" / f"s{step % 2}", ds_ckpt.full_shards(small), {})
         engine.wait()
         sizes.append(psutil.Process().memory_info().rss)
     engine.close()

@@ -153,7 +153,7 @@ def _status(name: str) -> int:
 def row(kind: str, world: int) -> dict[str, Any]:
     """One rank's part in a save and a load."""
     from ds_ckpt.coordinator import hops, moving, pack, unpack
-    from ds_ckpt.save_planner import described, num_planners, planned, planner_of, told
+    from ds_ckpt.save_planner import described, num_planners, planned, planner_of, entries_of
 
     layout, asked = Layout(kind, world), world
     world = layout.world
@@ -183,7 +183,7 @@ def row(kind: str, world: int) -> dict[str, Any]:
             came[rank] = described(mine, count, world)[busiest]
     answers, table = meter(lambda: planned(came, busiest, world))
     sent += sum(map(len, answers.values())) * len(hops(world)) // 2
-    items = meter(lambda: told({busiest: _answer_like(own, layout, busiest)}, own, busiest))
+    items = meter(lambda: entries_of({busiest: _answer_like(own, layout, busiest)}, own, busiest))
     plan_mb = memory.peak_mb()
     return {
         "layout": kind,
@@ -223,13 +223,13 @@ def in_own_process(name: str, *arguments: object) -> dict[str, Any]:
 
 def manifests(kind: str, world: int) -> dict[str, Any]:
     """Write the index as rank 0 does, and read it as one rank does."""
-    from ds_ckpt.checkpoint_index import Index, encode_index
+    from ds_ckpt.checkpoint_index import CheckpointIndex, encode_index
 
     layout = Layout(kind, world)
     kinds = {s.name: (s.dtype, s.shape) for stage in range(layout.stages) for s in layout.shards(stage * layout.tensor)}
     entries = tuple(_entry(layout, rank) for rank in range(layout.world))
     writing = Meter()
-    index = Index(1, "2026-01-01T00:00:00+00:00", "ds-ckpt", 2**24, kinds, entries, {}, {})
+    index = CheckpointIndex(1, "2026-01-01T00:00:00+00:00", "ds-ckpt", 2**24, kinds, entries, {}, {})
     data = writing(partial(encode_index, index))
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         file.write(data)

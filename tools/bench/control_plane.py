@@ -19,9 +19,9 @@ from typing import Any
 import ckpt_page
 import torch.distributed as dist
 
-from ds_ckpt.coordinator import Ranks, pack, unpack
+from ds_ckpt.coordinator import Coordinator, pack, unpack
 from ds_ckpt.save_planner import described, num_planners
-from ds_comm.launch import Launch
+from ds_comm.launch import LaunchedProcess
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_comm.store_rendezvous import _ALL, _roll_call
 from ds_comm.watch.sidechannel import SideChannel
@@ -84,7 +84,7 @@ class CountingStore(dist.Store):
         self.inner.set_timeout(timeout)
 
 
-class OneRank(Ranks):
+class OneRank(Coordinator):
     """A rank of many that gets what it gives."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -110,7 +110,7 @@ def rendezvous(world: int) -> tuple[int, int]:
     store = CountingStore(dist.HashStore())
     store.inner.add("arrived", world - 2)  # all but this rank and the last one, who says so meanwhile
     store.inner.set("end", _ALL)
-    launch = Launch(rank=world // 3, world_size=world, **_launch_rest())
+    launch = LaunchedProcess(rank=world // 3, world_size=world, **_launch_rest())
     _roll_call(store, launch, time.monotonic() + 5)
     return store.requests, store.nbytes
 
@@ -120,7 +120,7 @@ def _launch_rest() -> dict[str, Any]:
 
     given = {"rank", "world_size"}
     rest: dict[str, Any] = {}
-    for f in dataclasses.fields(Launch):
+    for f in dataclasses.fields(LaunchedProcess):
         if f.name not in given and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             rest[f.name] = {"int": 0, "str": ""}.get(str(f.type))
     return rest

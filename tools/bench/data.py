@@ -25,7 +25,7 @@ import torch
 from peers import ensure
 from torch.utils.data import DataLoader, Dataset
 
-from ds_data import Lane, Packed, Rows, Stream, TokenFile, TokenLoader, TokenWriter
+from ds_data import RankSlice, PackedSequences, RankBatchSampler, SampleStream, TokenFile, TokenLoader, TokenWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs" / "benchmarks" / "data" / "data.json"
@@ -68,8 +68,8 @@ def rate(stream: Iterator[Any], batches: int) -> float:
 
 
 def loaders(file: TokenFile) -> dict[str, Callable[[], Iterator[Any]]]:
-    data, lane = Packed(file, LENGTH), Lane(0, 1, MICRO)
-    rows = Rows(Stream(len(data)), lane, range(0, len(data) // MICRO * MICRO, MICRO))
+    data, lane = PackedSequences(file, LENGTH), RankSlice(0, 1, MICRO)
+    rows = RankBatchSampler(SampleStream(len(data)), lane, range(0, len(data) // MICRO * MICRO, MICRO))
     return {
         "TokenLoader": lambda: iter(TokenLoader(data, lane)),
         "DataLoader(0), same sequences": lambda: iter(DataLoader(data, batch_sampler=rows)),
@@ -82,7 +82,7 @@ def loaders(file: TokenFile) -> dict[str, Callable[[], Iterator[Any]]]:
 def first_batch(file: TokenFile) -> float:
     """Seconds from nothing but an open file to the first batch."""
     begun = time.perf_counter()
-    stream = iter(TokenLoader(Packed(file, LENGTH), Lane(0, 1, MICRO)))
+    stream = iter(TokenLoader(PackedSequences(file, LENGTH), RankSlice(0, 1, MICRO)))
     next(stream)
     took = time.perf_counter() - begun
     stream.close()  # type: ignore[attr-defined]

@@ -295,7 +295,7 @@ def generation(rows: int, prompt: int, new: int) -> dict[str, Any]:
     """A Llama of 1.1 G: seconds of ours and of transformers' generate for the same greedy tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from ds_inference import Sampling, load
+    from ds_inference import SamplingParams, load
 
     config = LlamaConfig(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32,
                          num_key_value_heads=4, vocab_size=32_000, max_position_embeddings=4096,
@@ -314,7 +314,7 @@ def generation(rows: int, prompt: int, new: int) -> dict[str, Any]:
     engine = load(model, share=False)  # a prompt that was seen is computed again, as transformers does
 
     def own(count: int) -> list[list[int]]:
-        return [a.tokens for a in engine.generate(prompts.tolist(), Sampling(max_new_tokens=count))]
+        return [a.tokens for a in engine.generate(prompts.tolist(), SamplingParams(max_new_tokens=count))]
 
     row: dict[str, Any] = {"rows": rows, "prompt": prompt, "new": new}
     answers = {}

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ds_ops.native_decoder import Chunk, DecoderLayer, DecoderProgram, Inputs, KeptLayer, Normed, pack
+from ds_ops.native_decoder import TokenRun, DecoderLayer, DecoderProgram, ProductInputs, KeptLayer, Normed, pack
 from ds_ops.formats import INT4, INT8, QuantTensor
 from ds_ops.quant_linear import quantize_weight
 
@@ -23,7 +23,7 @@ HIDDEN, OUTPUTS, ROWS = 1024, 4096, (1, 4, 12, 96)
 DATA = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "data" / "products.json"
 
 
-def _program(head: Tensor | QuantTensor, inputs: Inputs = Inputs.F32) -> DecoderProgram:
+def _program(head: Tensor | QuantTensor, inputs: ProductInputs = ProductInputs.F32) -> DecoderProgram:
     """A layer of next to nothing, and the matrix as the head."""
     norm = Normed(torch.ones(HIDDEN), eps=1e-5)
     qkv, out, up, down = (pack(torch.rand(s) * 0.02) for s in ((32, HIDDEN), (HIDDEN, 8), (64, HIDDEN), (HIDDEN, 32)))
@@ -40,16 +40,16 @@ def main() -> None:
     weight = torch.empty(OUTPUTS, HIDDEN).uniform_(-0.03, 0.03)
     codes = {"int8": quantize_weight(weight, INT8), "int4": quantize_weight(weight, INT4)}
     programs = {"nothing": _program(weight[:32]), "fp32": _program(weight), "bf16": _program(weight.bfloat16())}
-    programs["bf16 rounded"] = _program(weight.bfloat16(), Inputs.BF16)
+    programs["bf16 rounded"] = _program(weight.bfloat16(), ProductInputs.BF16)
     for name, coded in codes.items():
-        programs[name], programs[f"{name} rounded"] = _program(coded), _program(coded, Inputs.INT8)
+        programs[name], programs[f"{name} rounded"] = _program(coded), _program(coded, ProductInputs.INT8)
     cache = [KeptLayer(torch.zeros(8, 16, 1, 8), torch.zeros(8, 16, 1, 8))]
     best: dict[tuple[str, int], float] = {}
     end = time.monotonic() + args.seconds
     while time.monotonic() < end:
         for name, program in programs.items():
             for rows in ROWS:
-                x, chunk, outputs = torch.rand(rows, HIDDEN), [Chunk(0, rows, 0, (0, 1, 2, 3))], torch.arange(rows)
+                x, chunk, outputs = torch.rand(rows, HIDDEN), [TokenRun(0, rows, 0, (0, 1, 2, 3))], torch.arange(rows)
                 for _ in range(8 if rows == 1 else 2):
                     begin = time.perf_counter()
                     program.step(x, chunk, outputs, cache)

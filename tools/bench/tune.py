@@ -61,10 +61,10 @@ def noted(part: str, found: Any) -> None:
 
 def grid(form: str) -> None:
     """Every configuration of the grid measured, and a tuning beside it."""
-    from ds_tune import Limits
+    from ds_tune import SearchLimits
     from ds_tune.request import asked_of
-    from ds_tune.search import Budget, Step, standing
-    from ds_tune.trial_runner import Job, run_trial
+    from ds_tune.search import TrialBudget, NextTrial, fit_and_predict
+    from ds_tune.trial_runner import TrialRunner, run_trial
     from ds_tune.tuning import Tuning
     from ds_tune.results_writer import rows_of
 
@@ -75,22 +75,22 @@ def grid(form: str) -> None:
     (folder / "ds.json").write_text(json.dumps(CONFIG))
     words = (str(folder / "ds.json"),)
 
-    def job_of(name: str) -> Job:
-        return Job(
+    def job_of(name: str) -> TrialRunner:
+        return TrialRunner(
             CONFIG, words, ("--nproc", "2"), str(WORKER), ("--form", form, "--deepspeed_config", *words), folder / name, folder / f"{name}-exps",
             time_limit_s=120,
         )  # fmt: skip
 
-    def tuning(name: str, budget: Budget, tuner: Any) -> Tuning:
+    def tuning(name: str, budget: TrialBudget, tuner: Any) -> Tuning:
         asked = replace(asked_of(CONFIG), values=values, budget=budget, tuner=tuner)
         return Tuning(asked, job_of(name), 2, told=_tell)
 
     began = time.monotonic()
     # The first trial tells the layers, and with them the space doubles: every candidate is measured once, in the order of the grid.
-    whole = tuning("grid", Budget(1000, 4), "gridsearch").run()
+    whole = tuning("grid", TrialBudget(1000, 4), "gridsearch").run()
     size = len(whole.candidates)
-    ours = tuning("ours", Budget(max(1, size // 4), 4), "model_based").run()
-    known = standing(ours.candidates, ours.results, Limits())
+    ours = tuning("ours", TrialBudget(max(1, size // 4), 4), "model_based").run()
+    known = fit_and_predict(ours.candidates, ours.results, SearchLimits())
     rows = [
         row for row in rows_of(whole.candidates, whole.results, known, "throughput") if row["outcome"] == "measured"
     ]
@@ -103,7 +103,7 @@ def grid(form: str) -> None:
     for round_ in range(ROUNDS):
         for name in random.Random(round_).sample(list(names), len(names)):
             candidate = next(c for c in whole.candidates if c.name == name)
-            result = run_trial(job_of("again"), Step(candidate, round_, 8, "again"), round_)
+            result = run_trial(job_of("again"), NextTrial(candidate, round_, 8, "again"), round_)
             if result.measured is not None:
                 again[name].append(result.measured.step_s * 1e3)
     medians = {name: statistics.median(times) for name, times in again.items() if times}
@@ -181,12 +181,12 @@ def _of_model(sizes: dict[str, int], draw: random.Random, count: int) -> list[di
     from model import GPT, GPTConfig  # type: ignore[import-not-found]
 
     from ds_engine import shapes_of
-    from ds_tune import Limits, Result, Task, candidates_of, standing
+    from ds_tune import SearchLimits, Result, TuningTask, candidates_of, fit_and_predict
 
     with torch.device("meta"):
         shapes = shapes_of(GPT(GPTConfig(**sizes)))
     space = {MICRO: (1, 2, 4, 8), STAGE: STAGES, "activation_checkpointing.modules": ((), ("blocks.*",))}
-    found, _ = candidates_of(Task(CONFIG, shapes, 2), space, Limits())
+    found, _ = candidates_of(TuningTask(CONFIG, shapes, 2), space, SearchLimits())
     by_name = {c.name: c for c in found}
     results = []
     probes = (
@@ -205,7 +205,7 @@ def _of_model(sizes: dict[str, int], draw: random.Random, count: int) -> list[di
         if measured is None:
             raise SystemExit(f"{name} of {sizes} died without a limit")
         results.append(Result(name, 0, "measured", measured))
-    known = standing(found, results, Limits())
+    known = fit_and_predict(found, results, SearchLimits())
     rows = []
     for _ in range(count):
         candidate = draw.choice(found)
@@ -262,11 +262,11 @@ def _rank(rank: int, candidate: Any, sizes: dict[str, int], how: tuple[Path, int
         from model import GPT, GPTConfig
 
         import ds_engine
-        from ds_engine.trial_spec import Order
+        from ds_engine.trial_spec import TrialSpec
         from ds_engine.trial_results import write_json
 
         order = folder / f"order{rank}.json"
-        write_json(order, Order(candidate.changes, 2, 3, str(folder / "measured.json"), detail=detail))
+        write_json(order, TrialSpec(candidate.changes, 2, 3, str(folder / "measured.json"), detail=detail))
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "DS_TRIAL": str(order)}
         import torch.distributed as dist
 

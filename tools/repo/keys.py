@@ -49,7 +49,7 @@ class Row:
 def rows() -> Iterator[Row]:
     """All keys in the order of the models. A path may come again, with another type of optimizer or schedule."""
     from ds_config import keys
-    from ds_config.schema_fields import Unbuilt
+    from ds_config.schema_fields import Unsupported
     from ds_config.shape import describe, of_field, retired
     from ds_engine import Config
 
@@ -59,7 +59,7 @@ def rows() -> Iterator[Row]:
         path = ".".join(map(str, key.path))
         field = key.model.model_fields[key.field]
         reason = retired(field)
-        if isinstance(reason, Unbuilt):
+        if isinstance(reason, Unsupported):
             unbuilt.add(f"{path}.")
         told = field.description or _attribute(key.model, key.field) or _noted(notes["meaning"], path)
         meaning = _said(reason) if reason is not None else told
@@ -90,13 +90,13 @@ def _noted(meanings: Mapping[str, str], path: str) -> str:
 
 
 def _said(reason: object) -> str:
-    from ds_config.schema_fields import Dead, Deprecated, Unbuilt
+    from ds_config.schema_fields import NoEffect, Deprecated, Unsupported
 
     if isinstance(reason, Deprecated):
         return f"*Deprecated*: use `{reason.new}`."
-    if isinstance(reason, Dead):
+    if isinstance(reason, NoEffect):
         return f"*No effect*: {reason.why}."
-    return f"*Not built*: {reason.instead}." if isinstance(reason, Unbuilt) else ""
+    return f"*Not built*: {reason.instead}." if isinstance(reason, Unsupported) else ""
 
 
 def _default(field: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_accel import TABLE, Accelerator, Facts
+from ds_accel import TABLE, Accelerator, DeviceFacts
 from ds_config.errors import UnsupportedError
 
 CUDA = TABLE["cuda"]
@@ -221,7 +221,7 @@ def test_total_memory_from_device_properties() -> None:
 
 
 def test_what_is_required_is_named_when_it_is_missing() -> None:
-    bare = Accelerator(Facts(name="bare", torch_type="bare"), SimpleNamespace(__name__="bare_module"))
+    bare = Accelerator(DeviceFacts(name="bare", torch_type="bare"), SimpleNamespace(__name__="bare_module"))
     with pytest.raises(UnsupportedError, match=r"bare: bare_module has no synchronize\(\)") as caught:
         bare.synchronize()
     assert caught.value.code == "accel-missing-verb"
@@ -231,4 +231,4 @@ def test_what_is_required_is_named_when_it_is_missing() -> None:
 
 
 def test_backend_from_torch_when_the_facts_have_none() -> None:
-    assert Accelerator(Facts(name="other", torch_type="cpu"), torch.cpu).comm_backend == "gloo"
+    assert Accelerator(DeviceFacts(name="other", torch_type="cpu"), torch.cpu).comm_backend == "gloo"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_accel import TABLE, Accelerator, Backend, Facts, Rule, contract, detect, get_accelerator
+from ds_accel import TABLE, Accelerator, CommBackend, DeviceFacts, CapabilityRule, contract, detect, get_accelerator
 
 
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
@@ -51,7 +51,7 @@ def module_of(**functions: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**whole, **functions})
 
 
-SOUND = Facts(name="sound", torch_type="cpu", backends=(Backend("gloo"),), pinned=False, host_timers=True)
+SOUND = DeviceFacts(name="sound", torch_type="cpu", backends=(CommBackend("gloo"),), pinned=False, host_timers=True)
 
 BROKEN = [
     (SOUND, {"device_count": lambda: 0}, "devices_are_counted: device_count() is 0"),
@@ -65,7 +65,7 @@ BROKEN = [
     (dataclasses.replace(SOUND, graph_class="Graph"), {}, "facts_fit_the_module: the module of sound lacks Graph"),
     (dataclasses.replace(SOUND, ranges="marks"), {}, "facts_fit_the_module: the module of sound lacks marks"),
     (
-        dataclasses.replace(SOUND, dtypes={"float99": Rule()}),
+        dataclasses.replace(SOUND, dtypes={"float99": CapabilityRule()}),
         {},
         "facts_fit_the_module: the facts of sound name dtypes",
     ),
@@ -78,7 +78,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("facts", "functions", "failure"), BROKEN)
-def test_a_broken_device_is_told_what_is_wrong(facts: Facts, functions: dict[str, Any], failure: str) -> None:
+def test_a_broken_device_is_told_what_is_wrong(facts: DeviceFacts, functions: dict[str, Any], failure: str) -> None:
     failures = contract.run(Accelerator(facts, module_of(**functions)))
     assert any(line.startswith(failure) for line in failures), failures
 

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from ds_accel import TABLE, Facts, Verdict
-from ds_accel.device_facts import DETECTION_ORDER, Rule
+from ds_accel import TABLE, DeviceFacts, Capability
+from ds_accel.device_facts import DETECTION_ORDER, CapabilityRule
 from ds_accel.probes import (
     comm_backend,
     find_package,
@@ -35,7 +35,7 @@ def test_every_device_of_the_table_is_asked_once_and_the_cpu_last() -> None:
 
 
 @pytest.mark.parametrize("facts", TABLE.values(), ids=lambda facts: facts.name)
-def test_each_row_is_frozen_data_that_torch_understands(facts: Facts) -> None:
+def test_each_row_is_frozen_data_that_torch_understands(facts: DeviceFacts) -> None:
     assert TABLE[facts.name] is facts
     with pytest.raises(dataclasses.FrozenInstanceError):
         facts.name = "other"  # type: ignore[misc]
@@ -53,7 +53,7 @@ def test_backends_follow_the_platform_and_what_is_installed(monkeypatch: pytest.
     assert comm_backend(TABLE["xpu"]) == "xccl"
     monkeypatch.setitem(sys.modules, "oneccl_bindings_for_pytorch", sys)
     assert comm_backend(CPU) == comm_backend(TABLE["xpu"]) == "ccl"
-    assert comm_backend(Facts(name="x", torch_type="x")) == ""
+    assert comm_backend(DeviceFacts(name="x", torch_type="x")) == ""
 
 
 def test_visible_devices_are_read_as_written() -> None:
@@ -94,7 +94,7 @@ def test_dtypes_elsewhere() -> None:
     hpu = TABLE["hpu"]
     assert not supports(hpu, object(), "float16"), "a module that cannot be asked says no"
     asked = type("Hpu", (), {"is_fp16_supported": staticmethod(lambda: True)})
-    assert supports(hpu, asked, "float16") == Verdict(True, "float16 on hpu: is_fp16_supported() says so")
+    assert supports(hpu, asked, "float16") == Capability(True, "float16 on hpu: is_fp16_supported() says so")
 
 
 def test_graphs_and_triton(make_cuda: type, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,10 +110,10 @@ def test_graphs_and_triton(make_cuda: type, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_rules_without_a_capability_to_read() -> None:
-    assert not judge(Rule(min_capability=(8, 0)), object(), 0, "x")
-    assert judge(Rule(native_from=(8, 0)), object(), 0, "x")
+    assert not judge(CapabilityRule(min_capability=(8, 0)), object(), 0, "x")
+    assert judge(CapabilityRule(native_from=(8, 0)), object(), 0, "x")
     properties = type("Xpu", (), {"get_device_capability": staticmethod(lambda index: {"name": "x"})})
-    assert "does not tell its compute capability" in judge(Rule(min_capability=(8, 0)), properties, 0, "x").reason
+    assert "does not tell its compute capability" in judge(CapabilityRule(min_capability=(8, 0)), properties, 0, "x").reason
 
 
 def test_presence_without_importing() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_ckpt.coordinator import Ranks
+from ds_ckpt.coordinator import Coordinator
 from ds_comm.placement import Box, Interval, TensorShard
 
 SHAPES = {
@@ -76,7 +76,7 @@ def expected(shard):
     return part.reshape(-1)[shard.interval.start : shard.interval.stop].clone()
 
 
-class ThreadRanks(Ranks):
+class ThreadRanks(Coordinator):
     """Ranks that are threads of this process: properties over many layouts without processes."""
 
     def __init__(self, rank, size, slots, barrier):

@@ -98,18 +98,18 @@ def trial(order):
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     disk = Deadly(order["last"], log)
     storage = ds_ckpt.LocalStorage(order["root"], disk)
-    ds_ckpt.save(ds_ckpt.At(storage, order["tag"]), ds_ckpt.whole(state(order["step"])), {"step": order["step"]})
+    ds_ckpt.save(ds_ckpt.CheckpointRef(storage, order["tag"]), ds_ckpt.full_shards(state(order["step"])), {"step": order["step"]})
     return disk.count
 
 
 def decoupled(order):
     """Killed in the middle of a save that another process writes; the number of that process."""
-    engine = ds_ckpt.Asynchronous(decoupled=True)
+    engine = ds_ckpt.AsyncCheckpointer(decoupled=True)
     tensors = {"w": torch.ones(1_200_000)}
-    engine.save(os.path.join(order["root"], "a"), ds_ckpt.whole(tensors), {}).wait()
+    engine.save(os.path.join(order["root"], "a"), ds_ckpt.full_shards(tensors), {}).wait()
     writer = engine._place._process.pid
     os.kill(writer, signal.SIGSTOP)
-    engine.save(os.path.join(order["root"], "b"), ds_ckpt.whole(tensors), {})
+    engine.save(os.path.join(order["root"], "b"), ds_ckpt.full_shards(tensors), {})
     return writer
 
 
@@ -117,7 +117,7 @@ def audited(order):
     """Load, find and verify under an audit hook: what ran that could be code, and what was opened."""
     root, path = order["root"], os.path.join(order["root"], order["audited"])
     target = {n: torch.zeros(s, dtype=getattr(torch, d)) for n, s, d in order["tensors"]}
-    ds_ckpt.load(path, ds_ckpt.whole(target))  # imports whatever is imported late
+    ds_ckpt.load(path, ds_ckpt.full_shards(target))  # imports whatever is imported late
     seen, opened = [], []
 
     def hook(event, args):
@@ -135,7 +135,7 @@ def audited(order):
             opened.append(str(args[0]))
 
     sys.addaudithook(hook)
-    meta = ds_ckpt.load(path, ds_ckpt.whole(target))
+    meta = ds_ckpt.load(path, ds_ckpt.full_shards(target))
     found, sound = ds_ckpt.find_latest(root), ds_ckpt.verify(path).num_files
     return json.dumps({"seen": list(seen), "opened": list(opened), "meta": meta, "found": found, "files": sound})
 

@@ -10,7 +10,7 @@ import torch
 
 import ds_ckpt
 import ds_comm
-from ds_ckpt.local_checkpoints import Draining, NearCopies
+from ds_ckpt.local_checkpoints import DrainOptions, LocalCheckpointer
 
 
 class Shard:
@@ -26,7 +26,7 @@ def main():
     folder, store, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
     ds_comm.init_distributed("gloo")
     rank = ds_comm.world_group().rank
-    copies = NearCopies(folder, store, every=2, draining=Draining(every=100))
+    copies = LocalCheckpointer(folder, store, every=2, draining=DrainOptions(every=100))
     mine = Shard(rank)
     found = copies.restore([mine])
     values = sorted(set(mine.data.tolist()))

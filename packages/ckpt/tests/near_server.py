@@ -12,7 +12,7 @@ import threading
 import torch
 
 import ds_ckpt
-from ds_ckpt.local_checkpoints import Draining, NearCopies
+from ds_ckpt.local_checkpoints import DrainOptions, LocalCheckpointer
 
 EVERY, DRAIN, STEPS = 2, 4, 12
 
@@ -57,9 +57,9 @@ def trial(order):
     points = Points(order["last"])
     ds_ckpt.local.Disk = deadly(points)
     told = os.open(order["told"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    copies = NearCopies(order["near"], order["far"], every=EVERY, draining=Draining(every=DRAIN, keep=2))
+    copies = LocalCheckpointer(order["near"], order["far"], every=EVERY, draining=DrainOptions(every=DRAIN, keep=2))
     tensors = state(0)
-    found = copies.restore(ds_ckpt.whole(tensors))
+    found = copies.restore(ds_ckpt.full_shards(tensors))
     start = 0 if found is None else found[0]
     if found is not None and not all(torch.equal(tensors[n], t) for n, t in state(start).items()):
         os.write(told, b"wrong\n")
@@ -68,7 +68,7 @@ def trial(order):
             copies.wait()  # these steps take no time; the store of a run that trains keeps up with its intervals
         for name, t in state(step).items():
             tensors[name].copy_(t)
-        if copies.offer(step, ds_ckpt.whole(tensors), {"step": step}):
+        if copies.offer(step, ds_ckpt.full_shards(tensors), {"step": step}):
             os.write(told, f"{step}\n".encode())
     copies.close()
     os.write(told, b"end\n")

@@ -26,7 +26,7 @@ def root(tmp_path):
     }
     for step in (1, 2):
         state["param/w"] += 1
-        ds_ckpt.save(tmp_path / f"s{step}", ds_ckpt.whole(state), {"step": step}, aliases={"param/v": "param/w"})
+        ds_ckpt.save(tmp_path / f"s{step}", ds_ckpt.full_shards(state), {"step": step}, aliases={"param/v": "param/w"})
     return tmp_path
 
 
@@ -110,7 +110,7 @@ def test_convert_to_deepspeed_and_back(root, tmp_path, capsys):
     """Universal without a stage, as ZeRO writes it with one."""
     state = {"param/w": torch.randn(5, 3), "optim/w/exp_avg": torch.ones(5, 3)}
     names = {"groups": [{"lr": 0.1}], "names": [["w"]], "scalars": {"step": {"w": 2.0}}}
-    ds_ckpt.save(tmp_path / "run", ds_ckpt.whole(state), {"optimizer": names})
+    ds_ckpt.save(tmp_path / "run", ds_ckpt.full_shards(state), {"optimizer": names})
     for number, extra in enumerate(([], ["--stage", 2, "--ranks", 2, "--module-dtype", "bfloat16"], ["--stage", 3])):
         out, back = tmp_path / f"out{number}", tmp_path / f"back{number}"
         words = ["convert", tmp_path / "run", out, "--from", "ds", "--to", "deepspeed", *extra]

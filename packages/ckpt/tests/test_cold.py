@@ -37,7 +37,7 @@ def _cached(path):
 @pytest.fixture
 def cold(tmp_path):
     """A checkpoint whose data is on the device alone."""
-    ds_ckpt.save(tmp_path / "x", ds_ckpt.whole(_state()), {})
+    ds_ckpt.save(tmp_path / "x", ds_ckpt.full_shards(_state()), {})
     _drop(tmp_path / "x" / FILE)
     if _cached(tmp_path / "x" / FILE):
         pytest.skip("this file system keeps its files in memory, or nobody can tell")
@@ -46,7 +46,7 @@ def cold(tmp_path):
 
 def _loaded(path, ranks=None, part=None):
     got = {name: torch.zeros_like(t) for name, t in _state().items()}
-    shards = ds_ckpt.whole(got)
+    shards = ds_ckpt.full_shards(got)
     ds_ckpt.load(path, shards if part is None else part(got), group=ranks)
     return got
 
@@ -71,7 +71,7 @@ def test_blocks_and_tensors_may_begin_and_end_anywhere(tmp_path, model, monkeypa
     for module in (file_reads, reader):
         monkeypatch.setattr(module, "DIRECT_BYTES", 1)
     state = _state()
-    ds_ckpt.save(tmp_path / "x", ds_ckpt.whole(state), {})
+    ds_ckpt.save(tmp_path / "x", ds_ckpt.full_shards(state), {})
     for name, low, high in [("a", 1, 700_000), ("b", 65_533, 1_299_999), ("d", 0, 1), ("b", 1_300_002, 1_300_003)]:
         _drop(tmp_path / "x" / FILE)
         part = torch.zeros(high - low)

@@ -72,10 +72,10 @@ def test_keys_that_no_longer_matter_say_so(caplog):
 @pytest.mark.parametrize(
     ("section", "kind"),
     [
-        ({}, ds_ckpt.Synchronous),
-        ({"writer": {}}, ds_ckpt.Synchronous),
-        ({"writer": {"decoupled": True}}, ds_ckpt.Asynchronous),
-        ({"saving": {"asynchronous": True, "keep": 3, "buffer_bytes": 10**6}}, ds_ckpt.Asynchronous),
+        ({}, ds_ckpt.SyncCheckpointer),
+        ({"writer": {}}, ds_ckpt.SyncCheckpointer),
+        ({"writer": {"decoupled": True}}, ds_ckpt.AsyncCheckpointer),
+        ({"saving": {"asynchronous": True, "keep": 3, "buffer_bytes": 10**6}}, ds_ckpt.AsyncCheckpointer),
     ],
 )
 def test_the_engine_it_asks_for(section, kind):

@@ -50,7 +50,7 @@ META = {
 @pytest.fixture
 def path(tmp_path):
     ds_ckpt.save(
-        tmp_path / "runs" / "step-7", ds_ckpt.whole(STATE), META, aliases={"param/head.weight": "param/embed.weight"}
+        tmp_path / "runs" / "step-7", ds_ckpt.full_shards(STATE), META, aliases={"param/head.weight": "param/embed.weight"}
     )
     return tmp_path / "runs" / "step-7"
 
@@ -301,7 +301,7 @@ def test_weights_go_into_a_module(tmp_path):
 
     saved, fresh = Tied(), Tied()
     state = {f"param/{n}": p.detach() for n, p in saved.named_parameters()}
-    ds_ckpt.save(tmp_path / "t", ds_ckpt.whole(state), {}, aliases={"param/b.weight": "param/a.weight"})
+    ds_ckpt.save(tmp_path / "t", ds_ckpt.full_shards(state), {}, aliases={"param/b.weight": "param/a.weight"})
     load_state_dict_from_zero_checkpoint(fresh, tmp_path, "t")
     assert torch.equal(fresh.a.weight, saved.a.weight)
     assert fresh.b.weight is fresh.a.weight

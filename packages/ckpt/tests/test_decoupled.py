@@ -23,14 +23,14 @@ def _state(value):
 
 def _value(path):
     back = _state(0)
-    ds_ckpt.load(path, ds_ckpt.whole(back))
+    ds_ckpt.load(path, ds_ckpt.full_shards(back))
     assert back["w"].unique().tolist() == [back["b"][0].item()]
     return back["b"][0].item()
 
 
 @pytest.fixture
 def engine():
-    made = ds_ckpt.Asynchronous(decoupled=True)
+    made = ds_ckpt.AsyncCheckpointer(decoupled=True)
     yield made
     made.close()
 
@@ -42,12 +42,12 @@ def _writer(engine):
 def test_it_writes_the_same_files_and_knows_no_torch(tmp_path, engine):
     state = _state(1)
     for step in (1, 2, 3):
-        engine.save(tmp_path / f"s{step}", ds_ckpt.whole(state), {"step": step})
+        engine.save(tmp_path / f"s{step}", ds_ckpt.full_shards(state), {"step": step})
         for tensor in state.values():
             tensor.add_(1)
     engine.wait()
     assert [_value(tmp_path / f"s{step}") for step in (1, 2, 3)] == [1, 2, 3]
-    ds_ckpt.save(tmp_path / "here", ds_ckpt.whole(_state(3)), {"step": 3})
+    ds_ckpt.save(tmp_path / "here", ds_ckpt.full_shards(_state(3)), {"step": 3})
     name = "data-00000.safetensors"
     assert (tmp_path / "s3" / name).read_bytes() == (tmp_path / "here" / name).read_bytes()
     maps = Path(f"/proc/{_writer(engine).pid}/maps").read_text()
@@ -56,7 +56,7 @@ def test_it_writes_the_same_files_and_knows_no_torch(tmp_path, engine):
 
 
 def test_the_process_ends_with_the_engine():
-    engine = ds_ckpt.Asynchronous(decoupled=True)
+    engine = ds_ckpt.AsyncCheckpointer(decoupled=True)
     pid = _writer(engine).pid
     engine.close()
     with pytest.raises(ProcessLookupError):
@@ -64,18 +64,18 @@ def test_the_process_ends_with_the_engine():
 
 
 def test_a_killed_writer_is_an_error_of_that_save_and_the_next_starts_another(tmp_path, engine):
-    engine.save(tmp_path / "a", ds_ckpt.whole(_state(1)), {})
+    engine.save(tmp_path / "a", ds_ckpt.full_shards(_state(1)), {})
     engine.wait()
     pid = _writer(engine).pid
     os.kill(pid, signal.SIGSTOP)  # it is in the middle of the next save
-    engine.save(tmp_path / "b", ds_ckpt.whole(_state(2)), {})
+    engine.save(tmp_path / "b", ds_ckpt.full_shards(_state(2)), {})
     time.sleep(0.05)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(CheckpointError, match="exit status -9") as caught:
         engine.wait()
     assert caught.value.code == "ckpt-writer-died"
     assert ds_ckpt.list_tags(tmp_path) == ["a"]
-    engine.save(tmp_path / "c", ds_ckpt.whole(_state(3)), {})
+    engine.save(tmp_path / "c", ds_ckpt.full_shards(_state(3)), {})
     engine.wait()
     assert _value(ds_ckpt.find_latest(tmp_path)) == 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "c"]
@@ -83,19 +83,19 @@ def test_a_killed_writer_is_an_error_of_that_save_and_the_next_starts_another(tm
 
 def test_errors_of_the_disk_come_back_with_their_number(tmp_path, engine, monkeypatch):
     monkeypatch.setattr("ds_ckpt.local.LocalDraft.data_path", lambda self, name: "/dev/full/none")
-    engine.save(tmp_path / "a", ds_ckpt.whole(_state(1)), {})
+    engine.save(tmp_path / "a", ds_ckpt.full_shards(_state(1)), {})
     with pytest.raises(CheckpointError, match="Not a directory") as caught:
         engine.wait()
     assert caught.value.code == "ckpt-io"
     monkeypatch.undo()
-    engine.save(tmp_path / "a", ds_ckpt.whole(_state(1)), {})
+    engine.save(tmp_path / "a", ds_ckpt.full_shards(_state(1)), {})
     engine.wait()
     assert _value(tmp_path / "a") == 1
 
 
 def test_it_writes_directories_only(engine):
     with pytest.raises(UnsupportedError) as caught:
-        engine.save(ds_ckpt.At(ds_ckpt.MemoryStorage(), "a"), ds_ckpt.whole(_state(1)), {})
+        engine.save(ds_ckpt.CheckpointRef(ds_ckpt.MemoryStorage(), "a"), ds_ckpt.full_shards(_state(1)), {})
     assert caught.value.code == "ckpt-decoupled"
 
 
@@ -109,7 +109,7 @@ def test_a_training_process_that_is_killed_leaves_no_checkpoint_and_no_writer(tm
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert ds_ckpt.list_tags(tmp_path) == ["a"]
-    ds_ckpt.save(tmp_path / "c", ds_ckpt.whole(_state(1)), {})
+    ds_ckpt.save(tmp_path / "c", ds_ckpt.full_shards(_state(1)), {})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "c"]
 
 

@@ -40,7 +40,7 @@ def _state(value, numel=3 * SLAB_BYTES // 4):
 
 def _value(path, numel=3 * SLAB_BYTES // 4):
     back = _state(0, numel)
-    ds_ckpt.load(path, ds_ckpt.whole(back))
+    ds_ckpt.load(path, ds_ckpt.full_shards(back))
     assert len(back["w"].unique()) == 1
     assert back["b"][0] == back["w"][0]
     return back["b"][0].item()
@@ -49,11 +49,11 @@ def _value(path, numel=3 * SLAB_BYTES // 4):
 @pytest.fixture(params=["synchronous", "asynchronous", "double", "small", "decoupled"])
 def engine(request):
     made = {
-        "synchronous": ds_ckpt.Synchronous,
-        "asynchronous": ds_ckpt.Asynchronous,
-        "double": lambda: ds_ckpt.Asynchronous(double=True),
-        "small": lambda: ds_ckpt.Asynchronous(buffer_bytes=SLAB_BYTES),
-        "decoupled": lambda: ds_ckpt.Asynchronous(decoupled=True),
+        "synchronous": ds_ckpt.SyncCheckpointer,
+        "asynchronous": ds_ckpt.AsyncCheckpointer,
+        "double": lambda: ds_ckpt.AsyncCheckpointer(double=True),
+        "small": lambda: ds_ckpt.AsyncCheckpointer(buffer_bytes=SLAB_BYTES),
+        "decoupled": lambda: ds_ckpt.AsyncCheckpointer(decoupled=True),
     }[request.param]()
     yield made
     made.close()
@@ -62,7 +62,7 @@ def engine(request):
 def test_a_change_right_after_the_return_is_not_in_the_file(tmp_path, engine):
     state = _state(1)
     for step in range(1, 6):
-        engine.save(tmp_path / f"s{step}", ds_ckpt.whole(state), {"step": step})
+        engine.save(tmp_path / f"s{step}", ds_ckpt.full_shards(state), {"step": step})
         for tensor in state.values():
             tensor.add_(1)
     engine.wait()
@@ -73,7 +73,7 @@ def test_a_change_right_after_the_return_is_not_in_the_file(tmp_path, engine):
 def test_a_copy_behind_is_finished_before_the_update(tmp_path, engine):
     state = _state(1)
     for step in range(1, 4):
-        pending = engine.save(tmp_path / f"s{step}", ds_ckpt.whole(state), {}, behind=True)
+        pending = engine.save(tmp_path / f"s{step}", ds_ckpt.full_shards(state), {}, behind=True)
         engine.before_update()
         assert pending.copied.is_set()
         for tensor in state.values():
@@ -85,8 +85,8 @@ def test_a_copy_behind_is_finished_before_the_update(tmp_path, engine):
 def test_the_save_returns_before_the_disk_has_written(tmp_path):
     disk = Gate()
     storage = ds_ckpt.LocalStorage(tmp_path, disk)
-    engine = ds_ckpt.Asynchronous()
-    pending = engine.save(ds_ckpt.At(storage, "a"), ds_ckpt.whole(_state(1)), {})
+    engine = ds_ckpt.AsyncCheckpointer()
+    pending = engine.save(ds_ckpt.CheckpointRef(storage, "a"), ds_ckpt.full_shards(_state(1)), {})
     assert not pending.done()
     assert ds_ckpt.list_tags(tmp_path) == []
     disk.open.set()
@@ -98,11 +98,11 @@ def test_the_save_returns_before_the_disk_has_written(tmp_path):
 def test_a_small_buffer_waits_for_the_disk_and_stays_small(tmp_path):
     disk = Gate()
     storage = ds_ckpt.LocalStorage(tmp_path, disk)
-    engine = ds_ckpt.Asynchronous(buffer_bytes=SLAB_BYTES)
+    engine = ds_ckpt.AsyncCheckpointer(buffer_bytes=SLAB_BYTES)
     returned = threading.Event()
 
     def save():
-        engine.save(ds_ckpt.At(storage, "a"), ds_ckpt.whole(_state(1)), {})
+        engine.save(ds_ckpt.CheckpointRef(storage, "a"), ds_ckpt.full_shards(_state(1)), {})
         returned.set()
 
     thread = threading.Thread(target=save)
@@ -122,10 +122,10 @@ def test_an_error_surfaces_at_the_next_call_once_and_the_engine_goes_on(tmp_path
     disk.fail = True
     disk.open.set()
     full = ds_ckpt.LocalStorage(tmp_path, disk)
-    engine = ds_ckpt.Asynchronous()
-    shards = ds_ckpt.whole(_state(1))
+    engine = ds_ckpt.AsyncCheckpointer()
+    shards = ds_ckpt.full_shards(_state(1))
     for surface in (engine.wait, lambda: engine.save(tmp_path / "never", shards, {})):
-        pending = engine.save(ds_ckpt.At(full, "a"), shards, {})
+        pending = engine.save(ds_ckpt.CheckpointRef(full, "a"), shards, {})
         while not pending.done():
             time.sleep(0.01)
         with pytest.raises(CheckpointError, match="No space left on device"):
@@ -143,24 +143,24 @@ def test_close_raises_what_was_never_raised(tmp_path):
     disk = Gate()
     disk.fail = True
     disk.open.set()
-    engine = ds_ckpt.Asynchronous()
-    engine.save(ds_ckpt.At(ds_ckpt.LocalStorage(tmp_path, disk), "a"), ds_ckpt.whole(_state(1)), {})
+    engine = ds_ckpt.AsyncCheckpointer()
+    engine.save(ds_ckpt.CheckpointRef(ds_ckpt.LocalStorage(tmp_path, disk), "a"), ds_ckpt.full_shards(_state(1)), {})
     with pytest.raises(CheckpointError, match="No space left on device"):
         engine.close()
 
 
 def test_a_tensor_that_cannot_be_copied_is_an_error_of_that_save(tmp_path, monkeypatch):
-    engine = ds_ckpt.Asynchronous()
+    engine = ds_ckpt.AsyncCheckpointer()
 
     def broken(target, item, start):
         raise RuntimeError("device lost")
 
     with monkeypatch.context() as patch:
         patch.setattr(ds_ckpt.engines, "copier", lambda local: broken)
-        engine.save(tmp_path / "a", ds_ckpt.whole(_state(1)), {})
+        engine.save(tmp_path / "a", ds_ckpt.full_shards(_state(1)), {})
         with pytest.raises(CheckpointError, match="device lost"):
             engine.wait()
-    engine.save(tmp_path / "b", ds_ckpt.whole(_state(2)), {})
+    engine.save(tmp_path / "b", ds_ckpt.full_shards(_state(2)), {})
     engine.close()
     assert ds_ckpt.list_tags(tmp_path) == ["b"]
 
@@ -169,13 +169,13 @@ def test_retention_keeps_the_newest_after_success_only(tmp_path):
     disk = Gate()
     disk.open.set()
     storage = ds_ckpt.LocalStorage(tmp_path, disk)
-    engine = ds_ckpt.Asynchronous(keep=2)
+    engine = ds_ckpt.AsyncCheckpointer(keep=2)
     for step in range(5):
-        engine.save(ds_ckpt.At(storage, f"s{step}"), ds_ckpt.whole(_state(step, 10)), {})
+        engine.save(ds_ckpt.CheckpointRef(storage, f"s{step}"), ds_ckpt.full_shards(_state(step, 10)), {})
     engine.wait()
     assert ds_ckpt.list_tags(tmp_path) == ["s3", "s4"]
     disk.fail = True
-    engine.save(ds_ckpt.At(storage, "s5"), ds_ckpt.whole(_state(5, 10)), {})
+    engine.save(ds_ckpt.CheckpointRef(storage, "s5"), ds_ckpt.full_shards(_state(5, 10)), {})
     with pytest.raises(CheckpointError):
         engine.close()
     assert ds_ckpt.list_tags(tmp_path) == ["s3", "s4"]
@@ -186,12 +186,12 @@ def test_retention_keeps_the_newest_after_success_only(tmp_path):
 
 def test_many_saves_keep_memory_threads_and_descriptors(tmp_path):
     process = psutil.Process()
-    engine = ds_ckpt.Asynchronous(keep=1)
+    engine = ds_ckpt.AsyncCheckpointer(keep=1)
     state = _state(1)
 
     def round_of_saves(count):
         for step in range(count):
-            engine.save(tmp_path / f"s{step % 3}", ds_ckpt.whole(state), {"step": step})
+            engine.save(tmp_path / f"s{step % 3}", ds_ckpt.full_shards(state), {"step": step})
         engine.wait()
         gc.collect()
         return process.memory_info().rss, len(os.listdir("/proc/self/fd"))

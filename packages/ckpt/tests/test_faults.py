@@ -23,7 +23,7 @@ def _state(step):
 def _load_and_compare(path):
     """The step of a checkpoint, after checking that it holds exactly that step's values."""
     back = {name: torch.zeros_like(t) for name, t in _state(0).items()}
-    step = ds_ckpt.load(path, ds_ckpt.whole(back))["step"]
+    step = ds_ckpt.load(path, ds_ckpt.full_shards(back))["step"]
     assert all(torch.equal(back[name], t) for name, t in _state(step).items())
     return step
 
@@ -49,8 +49,8 @@ def _lose_what_was_not_synced(root, synced):
 def test_kill_9_at_every_write_point(room, crash, tag):
     """At each system call of a save: the newest complete checkpoint is found, loads, and the next save cleans up."""
     trials = 0
-    ds_ckpt.save(room / "before" / "older", ds_ckpt.whole(_state(1)), {"step": 1})
-    ds_ckpt.save(room / "before" / "same", ds_ckpt.whole(_state(2)), {"step": 2})
+    ds_ckpt.save(room / "before" / "older", ds_ckpt.full_shards(_state(1)), {"step": 1})
+    ds_ckpt.save(room / "before" / "same", ds_ckpt.full_shards(_state(2)), {"step": 2})
     for last in range(1, 400):
         root = room / f"r{last}"
         shutil.copytree(room / "before", root)
@@ -64,7 +64,7 @@ def test_kill_9_at_every_write_point(room, crash, tag):
         assert _load_and_compare(latest) in (2, 3), last
         assert _load_and_compare(root / "older") == 1
         assert _load_and_compare(root / "same") in ((2, 3) if tag == "same" else (2,))
-        ds_ckpt.save(root / tag, ds_ckpt.whole(_state(4)), {"step": 4})
+        ds_ckpt.save(root / tag, ds_ckpt.full_shards(_state(4)), {"step": 4})
         assert _load_and_compare(ds_ckpt.find_latest(root)) == 4
         assert not [p.name for p in root.iterdir() if p.name.startswith(".")]
     assert trials >= 50
@@ -103,16 +103,16 @@ def test_a_failing_system_call_is_a_typed_error_and_changes_nothing(room, monkey
     failures = 0
     for first in range(1, 200):
         root = room / f"r{first}"
-        ds_ckpt.save(root / "same", ds_ckpt.whole(_state(2)), {"step": 2})
+        ds_ckpt.save(root / "same", ds_ckpt.full_shards(_state(2)), {"step": 2})
         disk = Failing(first, error, forever)
-        at = ds_ckpt.At(ds_ckpt.LocalStorage(root, disk), tag)
+        at = ds_ckpt.CheckpointRef(ds_ckpt.LocalStorage(root, disk), tag)
         if _fails(at, error):
             failures += 1
         elif disk.count < first:
             break
         assert _load_and_compare(ds_ckpt.find_latest(root)) in (2, 3)
         assert _load_and_compare(root / "same") in ((2, 3) if tag == "same" else (2,))
-        ds_ckpt.save(root / tag, ds_ckpt.whole(_state(4)), {"step": 4})
+        ds_ckpt.save(root / tag, ds_ckpt.full_shards(_state(4)), {"step": 4})
         assert _load_and_compare(ds_ckpt.find_latest(root)) == 4
         assert not [p.name for p in root.iterdir() if p.name.startswith(".")]
     assert failures >= 15
@@ -121,7 +121,7 @@ def test_a_failing_system_call_is_a_typed_error_and_changes_nothing(room, monkey
 def _fails(at, error):
     caught = []
     try:
-        ds_ckpt.save(at, ds_ckpt.whole(_state(3)), {"step": 3})
+        ds_ckpt.save(at, ds_ckpt.full_shards(_state(3)), {"step": 3})
     except CheckpointError as found:
         caught.append(found)
     assert all(c.code == "ckpt-io" and os.strerror(error) in str(c) for c in caught)
@@ -137,9 +137,9 @@ def test_a_real_full_disk(tmp_path):
     if made.returncode:
         pytest.skip(f"cannot mount a small tmpfs here: {made.stderr.strip()}")
     try:
-        ds_ckpt.save(mount / "fits", ds_ckpt.whole({"w": torch.ones(50_000)}), {"step": 1})
+        ds_ckpt.save(mount / "fits", ds_ckpt.full_shards({"w": torch.ones(50_000)}), {"step": 1})
         with pytest.raises(CheckpointError, match="No space left on device"):
-            ds_ckpt.save(mount / "does-not", ds_ckpt.whole({"w": torch.ones(500_000)}), {"step": 2})
+            ds_ckpt.save(mount / "does-not", ds_ckpt.full_shards({"w": torch.ones(500_000)}), {"step": 2})
         assert [p.name for p in mount.iterdir()] == ["fits"]
         assert ds_ckpt.verify(ds_ckpt.find_latest(mount)).nbytes == 200_000
     finally:
@@ -151,7 +151,7 @@ def pair(tmp_path, monkeypatch):
     """Two checkpoints, the newer one with many small blocks."""
     monkeypatch.setattr(ds_ckpt.save_job, "BLOCK_BYTES", 2048)
     for step in (1, 2):
-        ds_ckpt.save(tmp_path / f"step{step}", ds_ckpt.whole(_state(step)), {"step": step})
+        ds_ckpt.save(tmp_path / f"step{step}", ds_ckpt.full_shards(_state(step)), {"step": step})
     return tmp_path
 
 
@@ -235,7 +235,7 @@ def test_a_draft_that_is_being_written_is_left_alone(tmp_path):
     storage = ds_ckpt.LocalStorage(tmp_path)
     draft = storage.draft("slow", "token")
     draft.create()
-    ds_ckpt.save(tmp_path / "quick", ds_ckpt.whole(_state(1)), {"step": 1})
+    ds_ckpt.save(tmp_path / "quick", ds_ckpt.full_shards(_state(1)), {"step": 1})
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".tmp-")] == [".tmp-slow-token"]
     assert ds_ckpt.list_tags(tmp_path) == ["quick"]
     draft.abort()
@@ -261,7 +261,7 @@ def test_a_draft_of_another_host_is_left_alone_until_nothing_has_touched_it_for_
     assert foreign[16:] != own[16:]
     living, leftover = _draft(tmp_path, foreign, 3600), _draft(tmp_path, f"{'0' * 16}{foreign[16:]}", 90_000)
     mine, older = _draft(tmp_path, own, 3600), _draft(tmp_path, "ab12", 3600)
-    ds_ckpt.save(tmp_path / "t", ds_ckpt.whole({"a": torch.ones(3)}), {})
+    ds_ckpt.save(tmp_path / "t", ds_ckpt.full_shards({"a": torch.ones(3)}), {})
     assert living.is_dir()
     assert [path.exists() for path in (leftover, mine, older)] == [False, False, False]
 
@@ -274,6 +274,6 @@ def test_a_file_system_that_cannot_lock_directories_is_saved_to(tmp_path, monkey
 
     monkeypatch.setattr("fcntl.flock", refuse)
     left = _draft(tmp_path, new_token(), 3600)
-    ds_ckpt.save(tmp_path / "t", ds_ckpt.whole({"a": torch.ones(3)}), {})
+    ds_ckpt.save(tmp_path / "t", ds_ckpt.full_shards({"a": torch.ones(3)}), {})
     assert left.is_dir()  # it may be someone's
     assert ds_ckpt.list_tags(tmp_path) == ["t"]

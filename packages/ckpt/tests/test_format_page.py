@@ -27,7 +27,7 @@ def test_the_program_on_the_page_reads_everything(tmp_path, model, mesh, style, 
 
     def save(ranks):
         local = [model.local(s, fill=True) for s in model.layout(ranks.rank, data, tensor, style)]
-        recipe = ds_ckpt.Recipe(incremental=True) if form == "blocks" else None
+        recipe = ds_ckpt.SaveOptions(incremental=True) if form == "blocks" else None
         ds_ckpt.save(tmp_path / "a", local, {"x": 1}, group=ranks, aliases={"tied": "param/prime"}, recipe=recipe)
 
     model.together(data * tensor, save)
@@ -37,7 +37,7 @@ def test_the_program_on_the_page_reads_everything(tmp_path, model, mesh, style, 
 
 
 def test_what_the_page_says_about_files_is_so(tmp_path):
-    ds_ckpt.save(tmp_path / "a", ds_ckpt.whole({"w": torch.ones(5), "v": torch.ones(3, dtype=torch.int8)}), {})
+    ds_ckpt.save(tmp_path / "a", ds_ckpt.full_shards({"w": torch.ones(5), "v": torch.ones(3, dtype=torch.int8)}), {})
     manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
     assert list(manifest)[:4] == ["format", "version", "crc32", "sequence"]
     file = manifest["files"][0]

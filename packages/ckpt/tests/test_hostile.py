@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import ds_ckpt
 from ds_ckpt.convert.deepspeed_layout import write_universal
 from ds_ckpt.convert.huggingface import write_hf
-from ds_ckpt.convert.tensor_source import Entry, Source, write_checkpoint
+from ds_ckpt.convert.tensor_source import TensorEntry, TensorSource, write_checkpoint
 from ds_ckpt.crc import crc32
 from ds_ckpt.format import decode, encode
 from ds_ckpt.jsontext import parse
@@ -24,7 +24,7 @@ from ds_config.errors import CheckpointError, DsError
 def _checkpoint():
     storage = ds_ckpt.MemoryStorage()
     state = {"a": torch.arange(12.0).reshape(3, 4), "b": torch.zeros(0, 2), "c": torch.tensor(7), "d": torch.ones(5)}
-    ds_ckpt.save(ds_ckpt.At(storage, "x"), ds_ckpt.whole(state), {"step": 1}, aliases={"e": "a"})
+    ds_ckpt.save(ds_ckpt.CheckpointRef(storage, "x"), ds_ckpt.full_shards(state), {"step": 1}, aliases={"e": "a"})
     return storage, state
 
 
@@ -88,11 +88,11 @@ def _try(manifest):
     """Decode and, where that works, load what it says from the real data: a typed error or exactly the stored bytes."""
     storage = ds_ckpt.MemoryStorage()
     storage.checkpoints["x"] = {"manifest.json": manifest, "data-00000.safetensors": DATA}
-    at = ds_ckpt.At(storage, "x")
+    at = ds_ckpt.CheckpointRef(storage, "x")
     try:
         found = decode(manifest)
         targets = {n: torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for n, t in found.tensors.items()}
-        ds_ckpt.load(at, ds_ckpt.whole(targets))
+        ds_ckpt.load(at, ds_ckpt.full_shards(targets))
         ds_ckpt.verify(at)
     except CheckpointError as error:
         return error.code
@@ -204,7 +204,7 @@ def test_encode_and_decode_are_inverse():
 
 def test_loading_runs_no_code(tmp_path, crash):
     """The load path under an audit hook: no unpickling, no compile, no exec, no subprocess, nothing opened elsewhere."""
-    ds_ckpt.save(tmp_path / "a", ds_ckpt.whole(STATE), {"step": 1})
+    ds_ckpt.save(tmp_path / "a", ds_ckpt.full_shards(STATE), {"step": 1})
     tensors = [(name, list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in STATE.items()]
     answer, _ = crash.trial(tmp_path, audited="a", tensors=tensors)
     assert answer["status"] == 0, answer
@@ -216,7 +216,7 @@ def test_loading_runs_no_code(tmp_path, crash):
 
 
 def test_a_checkpoint_holds_no_executable_file(tmp_path):
-    ds_ckpt.save(tmp_path / "a", ds_ckpt.whole(STATE), {})
+    ds_ckpt.save(tmp_path / "a", ds_ckpt.full_shards(STATE), {})
     assert all(not p.stat().st_mode & 0o111 for p in (tmp_path / "a").iterdir())
 
 
@@ -240,9 +240,9 @@ def test_converting_names_of_a_stranger_writes_nothing_outside_the_folder(
 ):
     root = tmp_path_factory.mktemp("convert")
     name = ("/" if absolute else "") + sign.join(parts)
-    entry = Entry((2,), "float32", lambda: torch.ones(2))
+    entry = TensorEntry((2,), "float32", lambda: torch.ones(2))
     entries = {f"param/{name}": entry, f"optim/{name}/{state}": entry}
-    source = Source(entries, meta={"optimizer": {"groups": [{"lr": 1.0}]}})
+    source = TensorSource(entries, meta={"optimizer": {"groups": [{"lr": 1.0}]}})
     before = _folder(root)
     target = root / "deep" / "er" / "out"
     for write in (
@@ -258,8 +258,8 @@ def test_converting_names_of_a_stranger_writes_nothing_outside_the_folder(
 
 @pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "a/b", "..", "a\\b"])
 def test_such_a_name_is_refused_before_anything_is_written(tmp_path, name):
-    entry = Entry((2,), "float32", lambda: torch.ones(2))
-    source = Source({f"param/{name}": entry, f"optim/{name}/exp_avg": entry}, meta={"optimizer": {"groups": [{}]}})
+    entry = TensorEntry((2,), "float32", lambda: torch.ones(2))
+    source = TensorSource({f"param/{name}": entry, f"optim/{name}/exp_avg": entry}, meta={"optimizer": {"groups": [{}]}})
     with pytest.raises(CheckpointError, match="leads out of it") as caught:
         write_universal(source, tmp_path / "u", "t", allow_pickle=True)
     assert caught.value.code == "ckpt-foreign"
@@ -268,11 +268,11 @@ def test_such_a_name_is_refused_before_anything_is_written(tmp_path, name):
 
 @pytest.mark.parametrize("state", ["..", "", "a\\b"])
 def test_nor_is_a_state_of_such_a_name(tmp_path, state):
-    entry = Entry((2,), "float32", lambda: torch.ones(2))
-    source = Source({"param/w": entry, f"optim/w/{state}": entry}, meta={"optimizer": {"groups": [{}]}})
+    entry = TensorEntry((2,), "float32", lambda: torch.ones(2))
+    source = TensorSource({"param/w": entry, f"optim/w/{state}": entry}, meta={"optimizer": {"groups": [{}]}})
     with pytest.raises(CheckpointError, match="leads out of it"):
         write_universal(source, tmp_path / "u", "t", allow_pickle=True)
     with pytest.raises(CheckpointError, match="leads out of it"):
         write_universal(
-            Source({"param/w": entry}, meta={"optimizer": {"groups": [{}]}}), tmp_path / "u", "../t", allow_pickle=True
+            TensorSource({"param/w": entry}, meta={"optimizer": {"groups": [{}]}}), tmp_path / "u", "../t", allow_pickle=True
         )

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ds_ckpt
-from ds_ckpt.local_checkpoints import Draining, NearCopies
+from ds_ckpt.local_checkpoints import DrainOptions, LocalCheckpointer
 from ds_config.errors import CheckpointError
 
 EVERY, DRAIN, STEPS = 2, 4, 12
@@ -50,9 +50,9 @@ def _server():
 
 def _restored(root):
     """The step a new process goes on from: 0 for none. What it has is what that step had."""
-    copies = NearCopies(root / "near", root / "far", every=EVERY, draining=Draining(every=DRAIN, keep=2))
+    copies = LocalCheckpointer(root / "near", root / "far", every=EVERY, draining=DrainOptions(every=DRAIN, keep=2))
     back = {name: torch.zeros_like(t) for name, t in _state(0).items()}
-    found = copies.restore(ds_ckpt.whole(back))
+    found = copies.restore(ds_ckpt.full_shards(back))
     copies.close()
     if found is None:
         return 0
@@ -107,7 +107,7 @@ def test_killed_at_a_hundred_drawn_points(tmp_path):
 
 
 def test_a_drained_step_is_an_ordinary_checkpoint(tmp_path, model):
-    copies = NearCopies(tmp_path / "near", tmp_path / "far", draining=Draining(every=2, keep=1))
+    copies = LocalCheckpointer(tmp_path / "near", tmp_path / "far", draining=DrainOptions(every=2, keep=1))
     local = [model.local(s, fill=True) for s in model.layout(0, 1, 1, "flat")]
     taken = [
         copies.offer(step, local, {"v": step, "best": float("inf")}, {"tied": "param/prime"}) for step in (1, 2, 3)
@@ -136,7 +136,7 @@ def test_a_slow_store_delays_the_next_drain_and_no_step(tmp_path, model, monkeyp
         return sync(self, old, new)
 
     monkeypatch.setattr(ds_ckpt.local.Disk, "rename", rename)
-    copies = NearCopies(tmp_path / "near", tmp_path / "far", draining=Draining(every=2))
+    copies = LocalCheckpointer(tmp_path / "near", tmp_path / "far", draining=DrainOptions(every=2))
     local = [model.local(s, fill=True) for s in model.layout(0, 1, 1, "flat")]
     for step in range(1, 10):  # the drain of step 2 does not end
         assert copies.offer(step, local, {})
@@ -159,11 +159,11 @@ def test_what_went_wrong_in_the_store_is_told(tmp_path, model, monkeypatch):
         return sync(self, old, new)
 
     monkeypatch.setattr(ds_ckpt.local.Disk, "rename", rename)
-    copies = NearCopies(tmp_path / "near", tmp_path / "far")
+    copies = LocalCheckpointer(tmp_path / "near", tmp_path / "far")
     local = [model.local(s, fill=True) for s in model.layout(0, 1, 1, "flat")]
     copies.offer(1, local, {})
     with pytest.raises(CheckpointError, match="No space"):
         copies.wait()
     copies.close()
     with pytest.raises(CheckpointError):
-        NearCopies(tmp_path / "other", tmp_path / "far", draining=Draining(every=0))
+        LocalCheckpointer(tmp_path / "other", tmp_path / "far", draining=DrainOptions(every=0))

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 import ds_ckpt
 from ds_ckpt import codecs
 from ds_ckpt.checkpoint_list import collect, shared_files
-from ds_ckpt.block_packing import Recipe
+from ds_ckpt.block_packing import SaveOptions
 from ds_ckpt.local_storage import locate
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_config.errors import CheckpointError, UnsupportedError
 
-INCREMENTAL = Recipe(incremental=True)
+INCREMENTAL = SaveOptions(incremental=True)
 
 
 def _bytes(root):
@@ -27,7 +27,7 @@ def _bytes(root):
 
 def _equal(path, state):
     back = {name: torch.zeros_like(t) for name, t in state.items()}
-    meta = ds_ckpt.load(path, ds_ckpt.whole(back))
+    meta = ds_ckpt.load(path, ds_ckpt.full_shards(back))
     assert all(torch.equal(back[name], t) for name, t in state.items()), path
     return meta
 
@@ -49,15 +49,15 @@ def _train(state):
 
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_run_with_adapters_writes_what_changed(tmp_path, restart):
-    state, engine = _lora(), ds_ckpt.Synchronous(recipe=INCREMENTAL)
+    state, engine = _lora(), ds_ckpt.SyncCheckpointer(recipe=INCREMENTAL)
     changed = sum(t.nbytes for name, t in state.items() if "lora" in name)
-    engine.save(tmp_path / "s0", ds_ckpt.whole(state), {"step": 0})
+    engine.save(tmp_path / "s0", ds_ckpt.full_shards(state), {"step": 0})
     for step in range(1, 5):
         _train(state)
         before = _bytes(tmp_path)
         if restart:
-            engine = ds_ckpt.Synchronous(recipe=INCREMENTAL)
-        engine.save(tmp_path / f"s{step}", ds_ckpt.whole(state), {"step": step})
+            engine = ds_ckpt.SyncCheckpointer(recipe=INCREMENTAL)
+        engine.save(tmp_path / f"s{step}", ds_ckpt.full_shards(state), {"step": step})
         assert changed <= _bytes(tmp_path) - before <= 1.1 * changed
     assert _equal(tmp_path / "s4", state) == {"step": 4}
     assert ds_ckpt.verify(tmp_path / "s4").nbytes == sum(t.nbytes for t in state.values())
@@ -67,10 +67,10 @@ def test_a_run_with_adapters_writes_what_changed(tmp_path, restart):
 def test_equal_blocks_are_stored_once_whatever_they_are_called(tmp_path):
     same = torch.randn(50_000)
     state = {"a": same, "b": same.clone(), "c": same.clone() + 1}
-    engine = ds_ckpt.Synchronous(recipe=INCREMENTAL)
-    engine.save(tmp_path / "x", ds_ckpt.whole(state), {})
+    engine = ds_ckpt.SyncCheckpointer(recipe=INCREMENTAL)
+    engine.save(tmp_path / "x", ds_ckpt.full_shards(state), {})
     assert _bytes(tmp_path) == 2 * same.nbytes
-    engine.save(tmp_path / "y", ds_ckpt.whole({"renamed": same}), {})
+    engine.save(tmp_path / "y", ds_ckpt.full_shards({"renamed": same}), {})
     assert _bytes(tmp_path) == 2 * same.nbytes
     _equal(tmp_path / "x", state)
     _equal(tmp_path / "y", {"renamed": same})
@@ -80,17 +80,17 @@ def test_equal_blocks_are_stored_once_whatever_they_are_called(tmp_path):
 @given(st.lists(st.tuples(st.sampled_from(["save", "overwrite", "remove", "prune"]), st.integers(0, 3)), max_size=9))
 def test_no_order_of_saves_and_removals_loses_a_block(tmp_path_factory, orders):
     root = tmp_path_factory.mktemp("order")
-    engine, saved = ds_ckpt.Synchronous(recipe=INCREMENTAL), {}
+    engine, saved = ds_ckpt.SyncCheckpointer(recipe=INCREMENTAL), {}
     values = torch.arange(4) * 10.0
     for number, (action, pick) in enumerate(orders):
         values[pick] += 1
         state = {f"t{i}": torch.full((100,), float(v)) for i, v in enumerate(values)}
         tags = sorted(saved)
         if action == "save" or not tags:
-            engine.save(root / f"s{number}", ds_ckpt.whole(state), {})
+            engine.save(root / f"s{number}", ds_ckpt.full_shards(state), {})
             saved[f"s{number}"] = state
         elif action == "overwrite":
-            engine.save(root / tags[pick % len(tags)], ds_ckpt.whole(state), {})
+            engine.save(root / tags[pick % len(tags)], ds_ckpt.full_shards(state), {})
             saved[tags[pick % len(tags)]] = state
         elif action == "remove":
             ds_ckpt.remove(root / tags[pick % len(tags)])
@@ -106,9 +106,9 @@ def test_no_order_of_saves_and_removals_loses_a_block(tmp_path_factory, orders):
 
 
 def test_what_a_damaged_manifest_may_refer_to_stays(tmp_path):
-    engine = ds_ckpt.Synchronous(recipe=INCREMENTAL)
+    engine = ds_ckpt.SyncCheckpointer(recipe=INCREMENTAL)
     for step in range(2):
-        engine.save(tmp_path / f"s{step}", ds_ckpt.whole({"t": torch.full((9,), float(step))}), {})
+        engine.save(tmp_path / f"s{step}", ds_ckpt.full_shards({"t": torch.full((9,), float(step))}), {})
     manifest = tmp_path / "s0" / "manifest.json"
     good = manifest.read_bytes()
     manifest.write_bytes(good[:-9])
@@ -119,16 +119,16 @@ def test_what_a_damaged_manifest_may_refer_to_stays(tmp_path):
 
 
 def test_a_save_that_fails_leaves_no_blocks_and_the_next_one_is_right(tmp_path, monkeypatch):
-    engine, state = ds_ckpt.Synchronous(recipe=INCREMENTAL), {"a": torch.ones(1000), "b": torch.zeros(1000)}
-    engine.save(tmp_path / "s0", ds_ckpt.whole(state), {})
+    engine, state = ds_ckpt.SyncCheckpointer(recipe=INCREMENTAL), {"a": torch.ones(1000), "b": torch.zeros(1000)}
+    engine.save(tmp_path / "s0", ds_ckpt.full_shards(state), {})
     before = sorted(p.name for p in (tmp_path / ".blocks").iterdir())
     state["a"] += 1
     with monkeypatch.context() as patch:
         patch.setattr(ds_ckpt.local.LocalDraft, "commit", lambda self, manifest: _full())
         with pytest.raises(CheckpointError, match="No space"):
-            engine.save(tmp_path / "s1", ds_ckpt.whole(state), {})
+            engine.save(tmp_path / "s1", ds_ckpt.full_shards(state), {})
     assert sorted(p.name for p in (tmp_path / ".blocks").iterdir()) == before
-    engine.save(tmp_path / "s1", ds_ckpt.whole(state), {})
+    engine.save(tmp_path / "s1", ds_ckpt.full_shards(state), {})
     _equal(tmp_path / "s1", state)
 
 
@@ -137,18 +137,18 @@ def _full():
 
 
 def test_files_that_somebody_removed_are_written_again(tmp_path):
-    engine, state = ds_ckpt.Synchronous(recipe=INCREMENTAL), {"a": torch.ones(1000)}
-    engine.save(tmp_path / "s0", ds_ckpt.whole(state), {})
+    engine, state = ds_ckpt.SyncCheckpointer(recipe=INCREMENTAL), {"a": torch.ones(1000)}
+    engine.save(tmp_path / "s0", ds_ckpt.full_shards(state), {})
     shutil.rmtree(tmp_path / ".blocks")
     assert ds_ckpt.find_latest(tmp_path) is None
-    engine.save(tmp_path / "s1", ds_ckpt.whole(state), {})
+    engine.save(tmp_path / "s1", ds_ckpt.full_shards(state), {})
     assert ds_ckpt.find_latest(tmp_path) == str(tmp_path / "s1")
     _equal(tmp_path / "s1", state)
 
 
 def test_what_somebody_reads_is_not_removed(tmp_path):
     for step in range(3):
-        ds_ckpt.save(tmp_path / f"s{step}", ds_ckpt.whole({"t": torch.ones(3)}), {})
+        ds_ckpt.save(tmp_path / f"s{step}", ds_ckpt.full_shards({"t": torch.ones(3)}), {})
     over = ds_ckpt.LocalStorage(tmp_path).hold("s0", 60)
     with pytest.raises(CheckpointError) as caught:
         ds_ckpt.remove(tmp_path / "s0")
@@ -162,7 +162,7 @@ def test_what_somebody_reads_is_not_removed(tmp_path):
 def test_an_asynchronous_run_over_ranks_of_any_number(tmp_path, model):
     def save(ranks):
         local = [model.local(s, fill=True) for s in model.layout(ranks.rank, 2, 2, "mixed")]
-        engine = ds_ckpt.Synchronous(ranks, keep=2, recipe=Recipe(True, {"optim/": "zstd"}))
+        engine = ds_ckpt.SyncCheckpointer(ranks, keep=2, recipe=SaveOptions(True, {"optim/": "zstd"}))
         for step in range(4):
             engine.save(tmp_path / f"s{step}", local, {"step": step})
         return True
@@ -173,7 +173,7 @@ def test_an_asynchronous_run_over_ranks_of_any_number(tmp_path, model):
     back = [model.local(s, fill=False) for s in model.layout(0, 1, 1, "flat")]
     assert ds_ckpt.load(tmp_path / "s3", back) == {"step": 3}
     assert all(torch.equal(item.data, model.expected(item.shard)) for item in back)
-    engine = ds_ckpt.Asynchronous(recipe=INCREMENTAL, keep=1)
+    engine = ds_ckpt.AsyncCheckpointer(recipe=INCREMENTAL, keep=1)
     before = _bytes(tmp_path)
     engine.save(tmp_path / "s4", back, {"step": 4})
     engine.save(tmp_path / "s5", back, {"step": 5})
@@ -228,11 +228,11 @@ def test_moments_are_stored_smaller_and_parts_of_them_are_read(tmp_path, monkeyp
         pytest.importorskip("zstandard")
     monkeypatch.setattr(ds_ckpt.save_job, "BLOCK_BYTES", 4096)
     state = {"param/w": torch.randn(30_000), "optim/w/exp_avg": torch.randn(30_000), "optim/w/step": torch.tensor(7)}
-    ds_ckpt.save(tmp_path / "a", ds_ckpt.whole(state), {}, recipe=Recipe(codecs={"optim/": codec}))
+    ds_ckpt.save(tmp_path / "a", ds_ckpt.full_shards(state), {}, recipe=SaveOptions(codecs={"optim/": codec}))
     size = _bytes(tmp_path)
     assert size < state["param/w"].nbytes * {"zstd": 1.96, "bf16": 1.51, "int8": 1.27}[codec]
     back = {name: torch.zeros_like(t) for name, t in state.items()}
-    ds_ckpt.load(tmp_path / "a", ds_ckpt.whole(back))
+    ds_ckpt.load(tmp_path / "a", ds_ckpt.full_shards(back))
     assert torch.equal(back["param/w"], state["param/w"])
     assert back["optim/w/step"] == 7
     error = (back["optim/w/exp_avg"] - state["optim/w/exp_avg"]).abs().max()
@@ -247,13 +247,13 @@ def test_moments_are_stored_smaller_and_parts_of_them_are_read(tmp_path, monkeyp
 def test_damage_of_an_encoded_block_is_named(tmp_path):
     pytest.importorskip("zstandard")
     state = {"a": torch.zeros(100_000)}
-    ds_ckpt.save(tmp_path / "a", ds_ckpt.whole(state), {}, recipe=Recipe(codecs={"": "zstd"}))
+    ds_ckpt.save(tmp_path / "a", ds_ckpt.full_shards(state), {}, recipe=SaveOptions(codecs={"": "zstd"}))
     (file,) = (tmp_path / "a").glob("blocks-*")
     good = file.read_bytes()
     for at in range(len(good)):
         file.write_bytes(good[:at] + bytes([good[at] ^ 0x55]) + good[at + 1 :])
         with pytest.raises(CheckpointError, match=r"is damaged: bytes .* part of 'a'"):
-            ds_ckpt.load(tmp_path / "a", ds_ckpt.whole({"a": torch.zeros(100_000)}))
+            ds_ckpt.load(tmp_path / "a", ds_ckpt.full_shards({"a": torch.zeros(100_000)}))
     with pytest.raises(CheckpointError, match="part of 'a'") as caught:
         ds_ckpt.verify(tmp_path / "a")
     assert caught.value.code == "ckpt-damaged"
@@ -262,20 +262,20 @@ def test_damage_of_an_encoded_block_is_named(tmp_path):
 @pytest.mark.parametrize("asked", [{"param/": "int8"}, {"": "bf16"}, {"optim/": "lzma"}])
 def test_lossy_codecs_are_for_moments(asked):
     with pytest.raises(CheckpointError) as caught:
-        Recipe(codecs=asked)
+        SaveOptions(codecs=asked)
     assert caught.value.code == "ckpt-codec"
 
 
 def test_a_writer_process_packs_nothing():
     with pytest.raises(UnsupportedError) as caught:
-        ds_ckpt.Asynchronous(decoupled=True, recipe=INCREMENTAL)
+        ds_ckpt.AsyncCheckpointer(decoupled=True, recipe=INCREMENTAL)
     assert caught.value.code == "ckpt-decoupled"
 
 
 def test_without_zstandard_it_says_so(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
     with pytest.raises(UnsupportedError) as caught:
-        Recipe(codecs={"": "zstd"})
+        SaveOptions(codecs={"": "zstd"})
     assert caught.value.code == "ckpt-zstd"
 
 

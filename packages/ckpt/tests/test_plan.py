@@ -96,7 +96,7 @@ def test_saved_in_any_layout_loads_in_any_other(model, data, shape, dtype):
             return drafts.setdefault((tag, token), super().draft(tag, token))
 
     storage = Shared()
-    at = ds_ckpt.At(storage, "a")
+    at = ds_ckpt.CheckpointRef(storage, "a")
 
     def save(ranks):
         ds_ckpt.save(at, [fill(s, False)[0] for s in saving[ranks.rank]], {}, group=ranks)

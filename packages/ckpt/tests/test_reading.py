@@ -144,7 +144,7 @@ def test_files_that_were_used_last_stay_open_and_no_more(tmp_path):
 
 def test_what_cannot_be_read_in_place_is_read_a_part_at_a_time(tmp_path, monkeypatch):
     state = {f"t{i}": torch.randn(50_000) for i in range(8)}
-    ds_ckpt.save(tmp_path / "a", ds_ckpt.whole(state), {})
+    ds_ckpt.save(tmp_path / "a", ds_ckpt.full_shards(state), {})
     monkeypatch.setattr(checkpoint_loader, "_STAGING_BYTES", 450_000)
     held, made = [], checkpoint_loader.staging
 
@@ -157,7 +157,7 @@ def test_what_cannot_be_read_in_place_is_read_a_part_at_a_time(tmp_path, monkeyp
     groups, grouped = [], checkpoint_loader.staged_groups
     monkeypatch.setattr(checkpoint_loader, "staged_groups", lambda *a: groups.extend(grouped(*a)) or groups)
     back = {name: torch.zeros(50_000, dtype=torch.float64) for name in state}
-    ds_ckpt.load(tmp_path / "a", ds_ckpt.whole(back), options=ds_ckpt.LoadOptions(cast=True))
+    ds_ckpt.load(tmp_path / "a", ds_ckpt.full_shards(back), options=ds_ckpt.LoadOptions(cast=True))
     assert all(torch.equal(back[name], t.double()) for name, t in state.items())
     assert [len(group) for group in groups] == [2, 2, 2, 2]
     assert held == [200_000] * 8
@@ -165,10 +165,10 @@ def test_what_cannot_be_read_in_place_is_read_a_part_at_a_time(tmp_path, monkeyp
 
 def test_memory_that_processes_share_is_read_into_where_it_is(tmp_path):
     state = {"w": torch.randn(100_000)}
-    ds_ckpt.save(tmp_path / "a", ds_ckpt.whole(state), {})
+    ds_ckpt.save(tmp_path / "a", ds_ckpt.full_shards(state), {})
     shared = torch.zeros(100_000).share_memory_()
     before = shared.data_ptr()
-    ds_ckpt.load(tmp_path / "a", ds_ckpt.whole({"w": shared}))
+    ds_ckpt.load(tmp_path / "a", ds_ckpt.full_shards({"w": shared}))
     assert shared.data_ptr() == before
     assert shared.is_shared()
     assert torch.equal(shared, state["w"])

@@ -28,9 +28,9 @@ def _same(a, b):
 @pytest.mark.parametrize("dtype", sorted(CODE))
 def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, dtype):
     state = {f"t{i}": _random(shape, torch_dtype(dtype)) for i, shape in enumerate(SHAPES)}
-    ds_ckpt.save(tmp_path / "a", ds_ckpt.whole(state), {})
+    ds_ckpt.save(tmp_path / "a", ds_ckpt.full_shards(state), {})
     back = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in state.items()}
-    ds_ckpt.load(tmp_path / "a", ds_ckpt.whole(back))
+    ds_ckpt.load(tmp_path / "a", ds_ckpt.full_shards(back))
     assert all(_same(state[name], back[name]) for name in state)
     assert ds_ckpt.verify(tmp_path / "a").nbytes == sum(t.nbytes for t in state.values())
 
@@ -47,13 +47,13 @@ json_values = st.recursive(
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.text().filter(lambda k: k != "$float"), json_values, max_size=4))
 def test_meta_comes_back_equal(meta):
-    at = ds_ckpt.At(ds_ckpt.MemoryStorage(), "a")
+    at = ds_ckpt.CheckpointRef(ds_ckpt.MemoryStorage(), "a")
     ds_ckpt.save(at, [], meta)
     assert ds_ckpt.load(at, []) == meta
 
 
 def test_meta_keeps_what_json_has_no_word_for():
-    at = ds_ckpt.At(ds_ckpt.MemoryStorage(), "a")
+    at = ds_ckpt.CheckpointRef(ds_ckpt.MemoryStorage(), "a")
     ds_ckpt.save(at, [], {"best": math.inf, "worst": -math.inf, "loss": math.nan, "betas": (0.9, 0.999)})
     meta = ds_ckpt.load(at, [])
     assert (meta["best"], meta["worst"], meta["betas"]) == (math.inf, -math.inf, [0.9, 0.999])
@@ -65,12 +65,12 @@ def test_meta_keeps_what_json_has_no_word_for():
 )
 def test_meta_that_json_cannot_hold_is_refused_with_its_place(value):
     with pytest.raises(CheckpointError, match=r"meta\.key") as caught:
-        ds_ckpt.save(ds_ckpt.At(ds_ckpt.MemoryStorage(), "a"), [], {"key": value})
+        ds_ckpt.save(ds_ckpt.CheckpointRef(ds_ckpt.MemoryStorage(), "a"), [], {"key": value})
     assert caught.value.code == "ckpt-meta-type"
 
 
 def _saved(tmp_path, **tensors):
-    ds_ckpt.save(tmp_path / "a", ds_ckpt.whole(tensors), {"step": 3})
+    ds_ckpt.save(tmp_path / "a", ds_ckpt.full_shards(tensors), {"step": 3})
     return tmp_path / "a"
 
 
@@ -78,7 +78,7 @@ def test_mismatches_are_listed_together_with_the_nearest_names(tmp_path):
     path = _saved(tmp_path, weight=torch.ones(2, 3), bias=torch.ones(3), extra=torch.ones(1))
     asked = {"wieght": torch.ones(2, 3), "bias": torch.ones(4), "extra": torch.ones(1, dtype=torch.int64)}
     with pytest.raises(CheckpointError) as caught:
-        ds_ckpt.load(path, ds_ckpt.whole(asked))
+        ds_ckpt.load(path, ds_ckpt.full_shards(asked))
     text = str(caught.value)
     assert caught.value.code == "ckpt-mismatch"
     assert "missing 'wieght' (nearest: 'weight')" in text
@@ -91,42 +91,42 @@ def test_options_say_what_may_be_partial(tmp_path):
     path = _saved(tmp_path, **{"param/w": torch.full((3,), 1.5), "optim/w/exp_avg": torch.ones(3)})
     target = {"param/w": torch.zeros(3, dtype=torch.bfloat16)}
     with pytest.raises(CheckpointError, match="unexpected 'optim/w/exp_avg'"):
-        ds_ckpt.load(path, ds_ckpt.whole(target), options=ds_ckpt.LoadOptions(cast=True))
+        ds_ckpt.load(path, ds_ckpt.full_shards(target), options=ds_ckpt.LoadOptions(cast=True))
     with pytest.raises(CheckpointError, match="asked for as bfloat16"):
-        ds_ckpt.load(path, ds_ckpt.whole(target), options=ds_ckpt.LoadOptions(prefixes=("param/",)))
-    meta = ds_ckpt.load(path, ds_ckpt.whole(target), options=ds_ckpt.LoadOptions(prefixes=("param/",), cast=True))
+        ds_ckpt.load(path, ds_ckpt.full_shards(target), options=ds_ckpt.LoadOptions(prefixes=("param/",)))
+    meta = ds_ckpt.load(path, ds_ckpt.full_shards(target), options=ds_ckpt.LoadOptions(prefixes=("param/",), cast=True))
     assert meta == {"step": 3}
     assert target["param/w"].tolist() == [1.5, 1.5, 1.5]
     other = {"optim/w/exp_avg": torch.zeros(3)}
-    ds_ckpt.load(path, ds_ckpt.whole(other), options=ds_ckpt.LoadOptions(strict=False))
+    ds_ckpt.load(path, ds_ckpt.full_shards(other), options=ds_ckpt.LoadOptions(strict=False))
     assert other["optim/w/exp_avg"].tolist() == [1, 1, 1]
 
 
 def test_a_tensor_without_elements_may_be_missing_or_unexpected(tmp_path):
     path = _saved(tmp_path, w=torch.ones(2), none=torch.zeros(0, 3))
     back = {"w": torch.zeros(2), "other": torch.zeros(4, 0)}
-    ds_ckpt.load(path, ds_ckpt.whole(back))
+    ds_ckpt.load(path, ds_ckpt.full_shards(back))
     assert back["w"].tolist() == [1, 1]
     with pytest.raises(CheckpointError, match=r"'none' is stored as float32\[0, 3\], asked for as float32\[3, 0\]"):
-        ds_ckpt.load(path, ds_ckpt.whole({"w": torch.zeros(2), "none": torch.zeros(3, 0)}))
+        ds_ckpt.load(path, ds_ckpt.full_shards({"w": torch.zeros(2), "none": torch.zeros(3, 0)}))
 
 
 def test_a_tied_tensor_is_stored_once_and_loads_under_both_names(tmp_path):
     embedding = torch.randn(5, 4)
-    saved = ds_ckpt.save(tmp_path / "a", ds_ckpt.whole({"embed": embedding}), {}, aliases={"lm_head": "embed"})
+    saved = ds_ckpt.save(tmp_path / "a", ds_ckpt.full_shards({"embed": embedding}), {}, aliases={"lm_head": "embed"})
     assert saved.nbytes == embedding.nbytes
     back = {"lm_head": torch.zeros(5, 4)}
-    ds_ckpt.load(tmp_path / "a", ds_ckpt.whole(back))  # strict: the alias counts as having asked for the tensor
+    ds_ckpt.load(tmp_path / "a", ds_ckpt.full_shards(back))  # strict: the alias counts as having asked for the tensor
     assert torch.equal(back["lm_head"], embedding)
     both = {"lm_head": torch.zeros(5, 4), "embed": torch.zeros(5, 4)}
-    ds_ckpt.load(tmp_path / "a", ds_ckpt.whole(both))
+    ds_ckpt.load(tmp_path / "a", ds_ckpt.full_shards(both))
     assert torch.equal(both["lm_head"], both["embed"])
 
 
 @pytest.mark.parametrize("aliases", [{"a": "b"}, {"w": "w"}, {"x#1": "w"}])
 def test_an_alias_must_be_a_new_name_of_a_stored_tensor(tmp_path, aliases):
     with pytest.raises(CheckpointError) as caught:
-        ds_ckpt.save(tmp_path / "a", ds_ckpt.whole({"w": torch.ones(1)}), {}, aliases=aliases)
+        ds_ckpt.save(tmp_path / "a", ds_ckpt.full_shards({"w": torch.ones(1)}), {}, aliases=aliases)
     assert caught.value.code == "ckpt-alias"
     assert ds_ckpt.list_tags(tmp_path) == []
 
@@ -134,7 +134,7 @@ def test_an_alias_must_be_a_new_name_of_a_stored_tensor(tmp_path, aliases):
 @pytest.mark.parametrize("name", ["", "a#b", "__metadata__", "a\nb", "x" * 5000])
 def test_names_the_format_cannot_hold_are_refused(tmp_path, name):
     with pytest.raises(CheckpointError) as caught:
-        ds_ckpt.save(tmp_path / "a", ds_ckpt.whole({name: torch.ones(1)}), {})
+        ds_ckpt.save(tmp_path / "a", ds_ckpt.full_shards({name: torch.ones(1)}), {})
     assert caught.value.code == "ckpt-name"
 
 
@@ -155,9 +155,9 @@ def test_loading_nothing_is_an_error_that_names_the_neighbours(tmp_path):
 
 def test_the_newest_is_the_last_saved_and_overwriting_counts(tmp_path):
     for tag in ("one", "two", "three"):
-        ds_ckpt.save(tmp_path / tag, ds_ckpt.whole({"w": torch.ones(1)}), {"tag": tag})
+        ds_ckpt.save(tmp_path / tag, ds_ckpt.full_shards({"w": torch.ones(1)}), {"tag": tag})
     assert ds_ckpt.list_tags(tmp_path) == ["one", "two", "three"]
-    ds_ckpt.save(tmp_path / "one", ds_ckpt.whole({"w": torch.zeros(1)}), {"tag": "one again"})
+    ds_ckpt.save(tmp_path / "one", ds_ckpt.full_shards({"w": torch.zeros(1)}), {"tag": "one again"})
     assert ds_ckpt.list_tags(tmp_path) == ["two", "three", "one"]
     latest = ds_ckpt.find_latest(tmp_path)
     assert ds_ckpt.load(latest, [], options=ds_ckpt.LoadOptions(strict=False)) == {"tag": "one again"}
@@ -179,28 +179,28 @@ def test_a_directory_with_other_things_in_it_is_not_replaced(tmp_path):
 def test_views_and_columns_are_saved_as_what_they_show(tmp_path):
     base = torch.arange(24.0).reshape(4, 6)
     with pytest.raises(CheckpointError, match="not contiguous"):
-        ds_ckpt.whole({"w": base.t()})
-    ds_ckpt.save(tmp_path / "a", ds_ckpt.whole({"w": base[1:3]}), {})
+        ds_ckpt.full_shards({"w": base.t()})
+    ds_ckpt.save(tmp_path / "a", ds_ckpt.full_shards({"w": base[1:3]}), {})
     assert ds_ckpt.inspect(tmp_path / "a").nbytes == 2 * 6 * 4
     back = torch.zeros(2, 6)
-    ds_ckpt.load(tmp_path / "a", ds_ckpt.whole({"w": back}))
+    ds_ckpt.load(tmp_path / "a", ds_ckpt.full_shards({"w": back}))
     assert torch.equal(back, base[1:3])
 
 
 def test_one_element_of_a_strided_tensor(tmp_path):
     column = torch.arange(6.0).reshape(3, 2)[:, 1][1:2]
-    ds_ckpt.save(tmp_path / "a", ds_ckpt.whole({"w": column}), {})
+    ds_ckpt.save(tmp_path / "a", ds_ckpt.full_shards({"w": column}), {})
     column.zero_()
-    ds_ckpt.load(tmp_path / "a", ds_ckpt.whole({"w": column}))
+    ds_ckpt.load(tmp_path / "a", ds_ckpt.full_shards({"w": column}))
     assert column.tolist() == [3]
 
 
 def test_diff_sees_names_shapes_values_and_meta(tmp_path):
     state = {"same": torch.randn(5), "value": torch.ones(300), "shape": torch.ones(2), "gone": torch.ones(1)}
-    ds_ckpt.save(tmp_path / "a", ds_ckpt.whole(state), {"step": 1, "seed": 0})
+    ds_ckpt.save(tmp_path / "a", ds_ckpt.full_shards(state), {"step": 1, "seed": 0})
     state.pop("gone")
     state |= {"value": torch.cat([torch.ones(299), torch.zeros(1)]), "shape": torch.ones(3), "new": torch.ones(1)}
-    ds_ckpt.save(tmp_path / "b", ds_ckpt.whole(state), {"step": 2, "seed": 0})
+    ds_ckpt.save(tmp_path / "b", ds_ckpt.full_shards(state), {"step": 2, "seed": 0})
     found = ds_ckpt.diff(tmp_path / "a", tmp_path / "b")
     assert found == ds_ckpt.Diff(("gone",), ("new",), ("shape",), ("value",), ("step",))
     assert not ds_ckpt.diff(tmp_path / "a", tmp_path / "a")

@@ -43,7 +43,7 @@ def _state(value, numel=1000):
 
 def _value(path, numel=1000):
     back = _state(0, numel)
-    meta = ds_ckpt.load(path, ds_ckpt.whole(back))
+    meta = ds_ckpt.load(path, ds_ckpt.full_shards(back))
     assert back["w"].unique().tolist() == [back["b"][0].item()] == [meta["v"]]
     return meta["v"]
 
@@ -57,9 +57,9 @@ def _names(root):
 def test_save_load_find_replace_prune(root):
     assert ds_ckpt.find_latest(root) is None
     for v in (1, 2, 3):
-        ds_ckpt.save(f"{root}/s{v}", ds_ckpt.whole(_state(v)), {"v": v})
+        ds_ckpt.save(f"{root}/s{v}", ds_ckpt.full_shards(_state(v)), {"v": v})
     assert ds_ckpt.list_tags(root) == ["s1", "s2", "s3"]
-    ds_ckpt.save(f"{root}/s1", ds_ckpt.whole(_state(4)), {"v": 4})
+    ds_ckpt.save(f"{root}/s1", ds_ckpt.full_shards(_state(4)), {"v": 4})
     assert _value(ds_ckpt.find_latest(root)) == 4
     assert ds_ckpt.verify(f"{root}/s1").nbytes == 4056
     assert ds_ckpt.diff(f"{root}/s2", f"{root}/s3").values == ("b", "w")
@@ -70,15 +70,15 @@ def test_save_load_find_replace_prune(root):
 def test_parts_of_a_large_object_and_of_a_tensor(root):
     """More than one part of a multipart upload, and ranges of an object."""
     numel = 14_000_000  # 56 MB: s3fs sends parts of 50 MB
-    ds_ckpt.save(f"{root}/a", ds_ckpt.whole(_state(5, numel)), {"v": 5})
+    ds_ckpt.save(f"{root}/a", ds_ckpt.full_shards(_state(5, numel)), {"v": 5})
     assert _value(f"{root}/a", numel) == 5
 
 
 def test_saved_behind_the_step(root):
-    engine = ds_ckpt.Asynchronous(keep=1)
+    engine = ds_ckpt.AsyncCheckpointer(keep=1)
     state = _state(1)
     for v in (1, 2):
-        engine.save(f"{root}/s{v}", ds_ckpt.whole(state), {"v": v})
+        engine.save(f"{root}/s{v}", ds_ckpt.full_shards(state), {"v": v})
         for tensor in state.values():
             tensor.add_(1)
     engine.close()
@@ -87,7 +87,7 @@ def test_saved_behind_the_step(root):
 
 
 def test_a_copy_that_fails_leaves_no_object_and_the_older_checkpoint(root, monkeypatch):
-    ds_ckpt.save(f"{root}/s", ds_ckpt.whole(_state(1)), {"v": 1})
+    ds_ckpt.save(f"{root}/s", ds_ckpt.full_shards(_state(1)), {"v": 1})
 
     def broken(local):
         def copy(target, item, start):
@@ -98,7 +98,7 @@ def test_a_copy_that_fails_leaves_no_object_and_the_older_checkpoint(root, monke
     with monkeypatch.context() as patch:
         patch.setattr(ds_ckpt.save_job, "copier", broken)
         with pytest.raises(CheckpointError, match="device lost"):
-            ds_ckpt.save(f"{root}/s", ds_ckpt.whole(_state(2)), {"v": 2})
+            ds_ckpt.save(f"{root}/s", ds_ckpt.full_shards(_state(2)), {"v": 2})
     assert _value(ds_ckpt.find_latest(root)) == 1
     assert _names(root) == ["data", "manifest.json"]
 
@@ -106,7 +106,7 @@ def test_a_copy_that_fails_leaves_no_object_and_the_older_checkpoint(root, monke
 def test_damage_is_found(root):
     import s3fs
 
-    ds_ckpt.save(f"{root}/s", ds_ckpt.whole(_state(1)), {"v": 1})
+    ds_ckpt.save(f"{root}/s", ds_ckpt.full_shards(_state(1)), {"v": 1})
     fs = s3fs.S3FileSystem()
     (path,) = [p for p in fs.find(root) if "data-" in p]
     data = bytearray(fs.cat_file(path))

@@ -18,8 +18,8 @@ server_module = pytest.importorskip("moto.server", reason="the group `tests` of 
 s3fs = pytest.importorskip("s3fs", reason="the group `tests` of ds-ckpt is not installed")
 
 OPTIONS = {"key": "key", "secret": "secret", "use_listings_cache": False}
-QUICK = ds_ckpt.Retries(attempts=6, first_s=0.01, limit_s=0.05)
-NEVER = ds_ckpt.Retries(attempts=2, first_s=0.01, limit_s=0.01)
+QUICK = ds_ckpt.RetryPolicy(attempts=6, first_s=0.01, limit_s=0.05)
+NEVER = ds_ckpt.RetryPolicy(attempts=2, first_s=0.01, limit_s=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def _state(value, numel=300_000):
 
 def _value(at):
     back = _state(0)
-    meta = ds_ckpt.load(at, ds_ckpt.whole(back))
+    meta = ds_ckpt.load(at, ds_ckpt.full_shards(back))
     assert all(torch.equal(back[name], t) for name, t in _state(meta["v"]).items())
     return meta["v"]
 
@@ -72,14 +72,14 @@ def _save_trials(store, count, seed):
     told = []
     for number, faults, hopeless in _trials(seed, count, 24):
         place = storage(store, f"save{seed}-{number}")
-        ds_ckpt.save(ds_ckpt.At(place, "old"), ds_ckpt.whole(_state(1)), {"v": 1})
+        ds_ckpt.save(ds_ckpt.CheckpointRef(place, "old"), ds_ckpt.full_shards(_state(1)), {"v": 1})
         if hopeless:
             faults = dict.fromkeys(range(min(faults), 500), "refused")
         tag = "old" if number % 2 else "new"
         store.arm(faults)
         try:
             target = storage(store, f"save{seed}-{number}", NEVER if hopeless else QUICK)
-            ds_ckpt.save(ds_ckpt.At(target, tag), ds_ckpt.whole(_state(2)), {"v": 2})
+            ds_ckpt.save(ds_ckpt.CheckpointRef(target, tag), ds_ckpt.full_shards(_state(2)), {"v": 2})
             code = None
         except CheckpointError as error:
             code = error.code
@@ -89,23 +89,23 @@ def _save_trials(store, count, seed):
         store.arm({})
         newest = ds_ckpt.find_latest(place)
         assert _value(newest) in ((2,) if done else (1, 2)), (faults, done)
-        assert _value(ds_ckpt.At(place, "old")) in ((1, 2) if tag == "old" else (1,))
+        assert _value(ds_ckpt.CheckpointRef(place, "old")) in ((1, 2) if tag == "old" else (1,))
         assert done or hopeless, faults  # what passes is waited for
         for found in ds_ckpt.list_tags(place):
-            ds_ckpt.verify(ds_ckpt.At(place, found))
+            ds_ckpt.verify(ds_ckpt.CheckpointRef(place, found))
     return told
 
 
 def _load_trials(store, count, seed):
     place = storage(store, f"load{seed}")
-    ds_ckpt.save(ds_ckpt.At(place, "a"), ds_ckpt.whole(_state(3)), {"v": 3})
+    ds_ckpt.save(ds_ckpt.CheckpointRef(place, "a"), ds_ckpt.full_shards(_state(3)), {"v": 3})
     told = []
     for number, faults, hopeless in _trials(seed, count, 7):
         if hopeless:
             faults = dict.fromkeys(range(min(faults), 500), ("short", "refused")[number % 2])
         store.arm(faults)
         try:
-            found = _value(ds_ckpt.At(storage(store, f"load{seed}", NEVER if hopeless else QUICK), "a"))
+            found = _value(ds_ckpt.CheckpointRef(storage(store, f"load{seed}", NEVER if hopeless else QUICK), "a"))
         except CheckpointError as error:
             found = error.code
         assert found in ((3, "ckpt-store", "ckpt-io") if hopeless else (3,)), faults
@@ -134,11 +134,11 @@ def test_twenty_drawn_faults_of_a_load(store):
 def test_a_reader_keeps_what_it_reads(store):
     place = storage(store, "held")
     for v in (1, 2, 3):
-        ds_ckpt.save(ds_ckpt.At(place, f"s{v}"), ds_ckpt.whole(_state(v)), {"v": v})
+        ds_ckpt.save(ds_ckpt.CheckpointRef(place, f"s{v}"), ds_ckpt.full_shards(_state(v)), {"v": v})
     over = place.hold("s1", 60)
-    ds_ckpt.save(ds_ckpt.At(place, "s2"), ds_ckpt.whole(_state(4)), {"v": 4})
+    ds_ckpt.save(ds_ckpt.CheckpointRef(place, "s2"), ds_ckpt.full_shards(_state(4)), {"v": 4})
     assert ds_ckpt.prune(place, 1) == ["s3"]
-    assert _value(ds_ckpt.At(place, "s1")) == 1
+    assert _value(ds_ckpt.CheckpointRef(place, "s1")) == 1
     over()
     assert ds_ckpt.prune(place, 1) == ["s1"]
     assert place.held() == set()
@@ -146,13 +146,13 @@ def test_a_reader_keeps_what_it_reads(store):
 
 def test_incremental_saves_of_objects(store):
     place = storage(store, "incremental")
-    engine, state = ds_ckpt.Synchronous(recipe=ds_ckpt.Recipe(incremental=True), keep=2), _state(1)
+    engine, state = ds_ckpt.SyncCheckpointer(recipe=ds_ckpt.SaveOptions(incremental=True), keep=2), _state(1)
     for v in (1, 2, 3):
         state["b"] = torch.arange(7) + v
-        engine.save(ds_ckpt.At(place, f"s{v}"), ds_ckpt.whole({"w": _state(1)["w"], "b": state["b"]}), {"v": v})
+        engine.save(ds_ckpt.CheckpointRef(place, f"s{v}"), ds_ckpt.full_shards({"w": _state(1)["w"], "b": state["b"]}), {"v": v})
     sizes = {name: int(place.fs.info(f"{place.root}/.blocks/{name}")["size"]) for name, _ in place.shared()}
     assert sorted(sizes.values()) == [56, 56, 1_200_056]
     back = {"w": torch.zeros(300_000), "b": torch.zeros(7, dtype=torch.int64)}
-    assert ds_ckpt.load(ds_ckpt.At(place, "s3"), ds_ckpt.whole(back)) == {"v": 3}
+    assert ds_ckpt.load(ds_ckpt.CheckpointRef(place, "s3"), ds_ckpt.full_shards(back)) == {"v": 3}
     assert torch.equal(back["w"], _state(1)["w"])
     assert torch.equal(back["b"], state["b"])

@@ -14,7 +14,7 @@ from ds_ckpt import save_planner
 from ds_ckpt.coordinator import arrived, hops, moving, pack, unpack
 from ds_ckpt.checkpoint_list import read_for, read_top
 from ds_ckpt.format import encode
-from ds_ckpt.checkpoint_index import Index, decode_index, encode_index
+from ds_ckpt.checkpoint_index import CheckpointIndex, decode_index, encode_index
 from ds_ckpt.manifest_merge import join
 from ds_ckpt.save_plan import plan_save
 from ds_ckpt.records import Manifest
@@ -78,7 +78,7 @@ def test_several_planners_give_every_element_one_writer(model, mesh, style, data
     asked, _ = routed([save_planner.described(own, count, world) for own in shards], world)
     answers, tables = zip(*(save_planner.planned(came, rank, world) for rank, came in enumerate(asked)), strict=True)
     back, _ = routed(answers, world)
-    items = [save_planner.told(back[rank], shards[rank], rank) for rank in range(world)]
+    items = [save_planner.entries_of(back[rank], shards[rank], rank) for rank in range(world)]
     assert sorted(itertools.chain(*tables)) == sorted(model.SHAPES)  # each tensor has one planner
     assert len({i.key for own in items for i in own}) == sum(map(len, items))
     for name, (shape, _) in model.SHAPES.items():
@@ -158,7 +158,7 @@ def test_leaves_are_written_and_read_in_every_layout(tmp_path, model):
 
         assert model.together(data * tensor, save) == [model.nbytes] * data * tensor
         top = read_top(ds_ckpt.local_storage.locate(tmp_path / f"l{i}"))
-        assert isinstance(top, Index if data * tensor > 1 else Manifest)
+        assert isinstance(top, CheckpointIndex if data * tensor > 1 else Manifest)
         ds_ckpt.verify(tmp_path / f"l{i}")
         for other_data, other_tensor, other_style in LAYOUTS:
 
@@ -277,10 +277,10 @@ def _try(path, model):
 def test_what_nobody_could_read_is_not_written(tmp_path, monkeypatch, model):
     monkeypatch.setattr(ds_ckpt.format, "MAX_MANIFEST_BYTES", 2000)
     with pytest.raises(CheckpointError) as caught:
-        ds_ckpt.save(tmp_path / "a", ds_ckpt.whole({f"t{i}": torch.zeros(3) for i in range(40)}), {})
+        ds_ckpt.save(tmp_path / "a", ds_ckpt.full_shards({f"t{i}": torch.zeros(3) for i in range(40)}), {})
     assert caught.value.code == "ckpt-manifest-size"
     assert list(tmp_path.iterdir()) == []
-    ds_ckpt.save(tmp_path / "a", ds_ckpt.whole({"t": torch.zeros(3)}), {})
+    ds_ckpt.save(tmp_path / "a", ds_ckpt.full_shards({"t": torch.zeros(3)}), {})
     assert ds_ckpt.find_latest(tmp_path) == str(tmp_path / "a")
 
 
@@ -299,7 +299,7 @@ def test_nor_are_shapes_beyond_the_format(manifest):
 
 def test_leaves_that_contradict_each_other_are_refused():
     kinds = {"t": ("float32", (4,))}
-    index = Index(1, "", "", 16, kinds, (), {}, {})
+    index = CheckpointIndex(1, "", "", 16, kinds, (), {}, {})
     part = ds_ckpt.records.PartRecord(Box.whole((4,)), (ds_ckpt.records.PieceRecord(0, 0, 3, ("0" * 8,), 0),))
     leaf = ds_ckpt.checkpoint_index.Leaf(
         (ds_ckpt.records.FileRecord("d", 12, 0, "0" * 8),),

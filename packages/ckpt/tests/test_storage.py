@@ -24,13 +24,13 @@ def storage(request, tmp_path):
 
 def _save(storage, tag, value):
     ds_ckpt.save(
-        ds_ckpt.At(storage, tag), ds_ckpt.whole({"w": torch.full((1000,), value), "e": torch.zeros(0)}), {"v": value}
+        ds_ckpt.CheckpointRef(storage, tag), ds_ckpt.full_shards({"w": torch.full((1000,), value), "e": torch.zeros(0)}), {"v": value}
     )
 
 
 def _load(storage, tag):
     w = torch.zeros(1000)
-    meta = ds_ckpt.load(ds_ckpt.At(storage, tag), ds_ckpt.whole({"w": w, "e": torch.zeros(0)}))
+    meta = ds_ckpt.load(ds_ckpt.CheckpointRef(storage, tag), ds_ckpt.full_shards({"w": w, "e": torch.zeros(0)}))
     assert torch.equal(w, torch.full((1000,), meta["v"]))
     return meta["v"]
 
@@ -77,10 +77,10 @@ def test_objects_of_earlier_generations_are_removed_after_the_commit(tmp_path):
 
 def test_a_url_is_a_path(tmp_path):
     url = f"memory://{tmp_path.name}-url/run/step-1"
-    ds_ckpt.save(url, ds_ckpt.whole({"w": torch.ones(3)}), {})
+    ds_ckpt.save(url, ds_ckpt.full_shards({"w": torch.ones(3)}), {})
     assert ds_ckpt.find_latest(url.rpartition("/")[0]) == url
     target = torch.zeros(3)
-    ds_ckpt.load(url, ds_ckpt.whole({"w": target}))
+    ds_ckpt.load(url, ds_ckpt.full_shards({"w": target}))
     assert target.tolist() == [1, 1, 1]
 
 
@@ -93,6 +93,6 @@ def test_without_fsspec_a_url_says_what_to_install(monkeypatch):
 
 def test_a_relative_path_and_a_trailing_slash(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    ds_ckpt.save("step-1/", ds_ckpt.whole({"w": torch.ones(1)}), {})
+    ds_ckpt.save("step-1/", ds_ckpt.full_shards({"w": torch.ones(1)}), {})
     assert ds_ckpt.list_tags(".") == ["step-1"]
     assert ds_ckpt.find_latest(".") == str(tmp_path / "step-1")

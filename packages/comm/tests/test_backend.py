@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from ds_comm.backend import BackendChoice, choose_backend, settle
-from ds_comm.launch import Launch
+from ds_comm.launch import LaunchedProcess
 
 CPU, CUDA = ("cpu", "gloo"), ("cuda", "nccl")
 
 
-def launch(world: int, local: int) -> Launch:
-    return Launch("torchrun", 0, world, 0, local, "host", 1234, "job")
+def launch(world: int, local: int) -> LaunchedProcess:
+    return LaunchedProcess("torchrun", 0, world, 0, local, "host", 1234, "job")
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_comm.grid import Grid
+from ds_comm.grid import RankGrid
 
 NAMES = ("pipe", "data", "model", "expert")
-grids = st.lists(st.integers(1, 4), max_size=4).map(lambda sizes: Grid(NAMES[: len(sizes)], tuple(sizes)))
+grids = st.lists(st.integers(1, 4), max_size=4).map(lambda sizes: RankGrid(NAMES[: len(sizes)], tuple(sizes)))
 
 
 @given(grids)
-def test_rank_and_coordinate_invert_each_other_in_row_major_order(grid: Grid) -> None:
+def test_rank_and_coordinate_invert_each_other_in_row_major_order(grid: RankGrid) -> None:
     points = list(itertools.product(*(range(size) for size in grid.sizes)))
     assert len(points) == grid.world_size
     for rank, point in enumerate(points):
@@ -24,7 +24,7 @@ def test_rank_and_coordinate_invert_each_other_in_row_major_order(grid: Grid) ->
 
 
 @given(grids, st.data())
-def test_groups_along_axes_are_all_ranks_each_once(grid: Grid, data: st.DataObject) -> None:
+def test_groups_along_axes_are_all_ranks_each_once(grid: RankGrid, data: st.DataObject) -> None:
     axes = data.draw(st.lists(st.sampled_from(grid.axes), unique=True)) if grid.axes else []
     groups = grid.groups(*axes)
     assert sorted(itertools.chain(*groups)) == list(range(grid.world_size))
@@ -37,7 +37,7 @@ def test_groups_along_axes_are_all_ranks_each_once(grid: Grid, data: st.DataObje
 
 
 @given(grids, st.data())
-def test_filter_match_is_the_ranks_with_these_indices(grid: Grid, data: st.DataObject) -> None:
+def test_filter_match_is_the_ranks_with_these_indices(grid: RankGrid, data: st.DataObject) -> None:
     axes = data.draw(st.lists(st.sampled_from(grid.axes), unique=True)) if grid.axes else []
     wanted = {axis: data.draw(st.integers(0, 4)) for axis in axes}
     expected = [rank for rank in range(grid.world_size) if wanted.items() <= grid.coordinate(rank).items()]
@@ -45,7 +45,7 @@ def test_filter_match_is_the_ranks_with_these_indices(grid: Grid, data: st.DataO
 
 
 def test_pipe_data_model() -> None:
-    grid = Grid(("pipe", "data", "model"), (2, 2, 2))
+    grid = RankGrid(("pipe", "data", "model"), (2, 2, 2))
     assert grid.groups("model") == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert grid.groups("data") == [(0, 2), (1, 3), (4, 6), (5, 7)]
     assert grid.groups("pipe") == [(0, 4), (1, 5), (2, 6), (3, 7)]
@@ -54,7 +54,7 @@ def test_pipe_data_model() -> None:
 
 
 def test_describe() -> None:
-    grid = Grid(("pipe", "data", "model"), (2, 1, 4))
+    grid = RankGrid(("pipe", "data", "model"), (2, 1, 4))
     assert grid.describe(6) == "pipe=1 model=2"
     assert grid.describe(6, omit=["pipe"], inner="_", outer="-") == "model_2"
 
@@ -62,11 +62,11 @@ def test_describe() -> None:
 @pytest.mark.parametrize(("axes", "sizes"), [(("a", "a"), (1, 1)), (("a",), (1, 2)), (("a",), (0,))])
 def test_impossible_grids_are_refused(axes: tuple[str, ...], sizes: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="distinct axes"):
-        Grid(axes, sizes)
+        RankGrid(axes, sizes)
 
 
 def test_unknown_axes_and_ranks_outside_are_refused() -> None:
-    grid = Grid(("data",), (2,))
+    grid = RankGrid(("data",), (2,))
     with pytest.raises(ValueError, match="no axis"):
         grid.size("pipe")
     with pytest.raises(ValueError, match="no axis"):

@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 import ds_comm
 from ds_comm import process_group, store_rendezvous
-from ds_comm.launch import Launch
+from ds_comm.launch import LaunchedProcess
 from ds_config.errors import CommError
 
-PAIR = Launch("OpenMPI", 0, 2, 0, 2, "", 0, "job")
+PAIR = LaunchedProcess("OpenMPI", 0, 2, 0, 2, "", 0, "job")
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def joined(launch: Launch, timeout_s: float = 30) -> dist.Store:
+def joined(launch: LaunchedProcess, timeout_s: float = 30) -> dist.Store:
     return store_rendezvous.rendezvous(launch, timeout_s)[0]
 
 
@@ -145,7 +145,7 @@ def test_ranks_that_do_not_come_are_told() -> None:
     other.join()
 
 
-def ended(launch: Launch, timeout_s: float) -> None:
+def ended(launch: LaunchedProcess, timeout_s: float) -> None:
     with contextlib.suppress(CommError):
         joined(launch, timeout_s)
 

@@ -15,7 +15,7 @@ import torch
 from ds_comm import shm_group
 from ds_comm.symmetric_arena import _slot_bytes
 from ds_ops import _native
-from ds_ops.shm_collectives import Channel, ChannelSettings, Segment, Verb
+from ds_ops.shm_collectives import Channel, ChannelSettings, SharedSegment, ShmCollective
 
 native = _native.load("_cpu").module
 pytestmark = [
@@ -57,10 +57,10 @@ def test_ctrl_c_in_a_wait_returns_within_half_a_second(case: str) -> None:
 def test_a_forked_child_that_drops_a_channel_goes_on() -> None:
     """A DataLoader's worker has the channel of its parent and none of its threads."""
     settings = ChannelSettings(4096, 4096)
-    segment = Segment(settings.segment_bytes(1))
+    segment = SharedSegment(settings.segment_bytes(1))
     channel = Channel(segment, 0, [os.getpid()], settings)
     x = torch.ones(1 << 16)
-    channel.start(Verb.ALL_REDUCE, x, x).wait()  # its thread runs now
+    channel.start(ShmCollective.ALL_REDUCE, x, x).wait()  # its thread runs now
     child = os.fork()
     if child == 0:
         channel.close()
@@ -72,7 +72,7 @@ def test_a_forked_child_that_drops_a_channel_goes_on() -> None:
         os.kill(child, 9)
         os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(ended[1]) == 7
-    channel.call(Verb.ALL_REDUCE, x, x)  # the parent's is as it was
+    channel.call(ShmCollective.ALL_REDUCE, x, x)  # the parent's is as it was
     channel.close()
 
 
@@ -84,11 +84,11 @@ def test_more_ranks_than_lines_in_a_page_are_laid_out_or_refused(ranks: int) -> 
     assert native.shm_refusal(_slot_bytes(ranks), 4096, ranks) == ""
     assert native.shm_refusal(4000, 4096, ranks)
     if ranks == 65:
-        segment = Segment(1)
+        segment = SharedSegment(1)
         with pytest.raises(ValueError, match="a slot needs 64 bytes for each rank"):
             native.ShmEndpoint(segment.fd, 4096, 4096, 0, [os.getpid()] * ranks)
 
 
 def test_segments_are_their_users_alone() -> None:
-    segment = Segment(4096)
+    segment = SharedSegment(4096)
     assert os.fstat(segment.fd).st_mode & 0o777 == 0o600

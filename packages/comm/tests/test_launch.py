@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_comm.launch import Launch, first_host, read_launch
+from ds_comm.launch import LaunchedProcess, first_host, read_launch
 from ds_config.errors import CommError
 
 TORCHRUN = {
@@ -46,7 +46,7 @@ SAGEMAKER = {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "SM_TRAINING_ENV": '{
 
 
 def test_torchrun() -> None:
-    assert read_launch(TORCHRUN) == Launch("torchrun", 3, 8, 1, 2, "node0", 29501, "job7")
+    assert read_launch(TORCHRUN) == LaunchedProcess("torchrun", 3, 8, 1, 2, "node0", 29501, "job7")
 
 
 PYTORCHJOB = {
@@ -64,7 +64,7 @@ PYTORCHJOB = {
 
 def test_a_pod_of_a_pytorchjob_is_a_rank() -> None:
     launch = read_launch(PYTORCHJOB)
-    assert launch == Launch("Kubernetes", 2, 4, 0, 1, "gpt-master-0", 23456, "")
+    assert launch == LaunchedProcess("Kubernetes", 2, 4, 0, 1, "gpt-master-0", 23456, "")
     assert launch.environment()["LOCAL_RANK"] == "0"
     old = {name: value for name, value in PYTORCHJOB.items() if not name.startswith("PET_")}
     assert read_launch(old) == launch
@@ -73,7 +73,7 @@ def test_a_pod_of_a_pytorchjob_is_a_rank() -> None:
 
 def test_a_pod_of_a_trainjob_is_a_rank() -> None:
     pod = {name: value for name, value in PYTORCHJOB.items() if name.startswith("PET_")}
-    assert read_launch(pod) == Launch("Kubernetes", 2, 4, 0, 1, "gpt-master-0", 23456, "")
+    assert read_launch(pod) == LaunchedProcess("Kubernetes", 2, 4, 0, 1, "gpt-master-0", 23456, "")
 
 
 def test_a_pod_that_was_to_start_ranks_says_how() -> None:
@@ -90,7 +90,7 @@ def test_an_indexed_job_is_a_world_where_its_manifest_says_the_size() -> None:
     pod = {"JOB_COMPLETION_INDEX": "1", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
     assert read_launch(pod) is None
     said = {"WORLD_SIZE": "2", "MASTER_ADDR": "gpt-workers-0-0.gpt", "MASTER_PORT": "29500"}
-    assert read_launch({**pod, **said}) == Launch("Kubernetes", 1, 2, 0, 1, "gpt-workers-0-0.gpt", 29500, "")
+    assert read_launch({**pod, **said}) == LaunchedProcess("Kubernetes", 1, 2, 0, 1, "gpt-workers-0-0.gpt", 29500, "")
     with pytest.raises(CommError, match="MASTER_ADDR or PET_MASTER_ADDR is not set"):
         read_launch({**pod, "WORLD_SIZE": "2"})
 
@@ -119,7 +119,7 @@ def test_a_batch_script_without_srun_is_a_world_of_one() -> None:
 
 def test_openmpi_on_one_host_agrees_on_a_free_port() -> None:
     launch = read_launch(OPENMPI)
-    assert launch == Launch("OpenMPI", 1, 4, 1, 4, "", 0, "prterun-host-17@1")
+    assert launch == LaunchedProcess("OpenMPI", 1, 4, 1, 4, "", 0, "prterun-host-17@1")
 
 
 def test_openmpi_over_hosts_needs_an_address_only() -> None:
@@ -133,7 +133,7 @@ def test_openmpi_over_hosts_needs_an_address_only() -> None:
 
 
 def test_mpich_and_intel_mpi() -> None:
-    assert read_launch(HYDRA) == Launch("MPICH", 2, 4, 2, 4, "", 0, "")
+    assert read_launch(HYDRA) == LaunchedProcess("MPICH", 2, 4, 2, 4, "", 0, "")
 
 
 def test_pals() -> None:

@@ -10,12 +10,12 @@ from ds_comm.bandwidth import bandwidth, message_bytes
 from ds_comm.config import CommsLoggerConfig
 from ds_comm.logger import CommsLogger, table
 from ds_config import ConfigError, validate
-from ds_monitor import Kind, Record
+from ds_monitor import RecordKind, Measurement
 
 
-def span(op: str, seconds: float, nbytes: int = 1000, ranks: int = 4, unit: str = "") -> Record:
+def span(op: str, seconds: float, nbytes: int = 1000, ranks: int = 4, unit: str = "") -> Measurement:
     attrs = {"unit": unit, "group": "world", "ranks": ranks, "nbytes": nbytes, "dtype": "float32"}
-    return Record(Kind.SPAN, f"comm/{op}", seconds, 0, None, 0.0, attrs)
+    return Measurement(RecordKind.SPAN, f"comm/{op}", seconds, 0, None, 0.0, attrs)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_operations_are_counted_by_name_size_and_ranks() -> None:
         span("all_reduce", 1e-3, nbytes=2000),
         span("all_reduce", 1e-3, ranks=2),
         span("all_gather_single", 1e-3, nbytes=250),
-        Record(Kind.SPAN, "step", 1.0, 0, None, 0.0, {}),
-        Record(Kind.GAUGE, "comm/x", 1.0, 0, None, 0.0, {}),
+        Measurement(RecordKind.SPAN, "step", 1.0, 0, None, 0.0, {}),
+        Measurement(RecordKind.GAUGE, "comm/x", 1.0, 0, None, 0.0, {}),
     ]:
         logger.write(record)
     rows = logger.summary()

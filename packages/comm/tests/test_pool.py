@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ds_comm.buffer_pool import Pool
+from ds_comm.buffer_pool import BufferPool
 
 
 def test_a_pool_hands_out_what_came_back_and_drops_the_rest():
-    pool, cpu = Pool(), torch.device("cpu")
+    pool, cpu = BufferPool(), torch.device("cpu")
     held, idle = pool.take(100, torch.float32, cpu), pool.take(100, torch.float32, cpu)
     assert (pool.fresh, pool.bytes) == (2, 800)
     pool.give(idle)

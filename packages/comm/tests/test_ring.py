@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_comm.watch.side_channel import open_peer
-from ds_comm.watch.stamp_ring import OPS, Ring, RingReader
+from ds_comm.watch.stamp_ring import OPS, StampRing, RingReader
 
 
 @pytest.fixture
-def ring() -> Ring:
-    return Ring()
+def ring() -> StampRing:
+    return StampRing()
 
 
 @given(
@@ -31,7 +31,7 @@ def ring() -> Ring:
 def test_a_stamp_is_what_was_stamped(
     mark: int, op: str, unit: str, peer: int, shape: list[int], dtype: torch.dtype
 ) -> None:
-    ring = Ring()
+    ring = StampRing()
     slot = ring.begin("3", "data", mark, (op, unit, peer), torch.empty(shape, dtype=dtype))
     (stamp,) = ring.stamps()
     assert (stamp.key, stamp.group, stamp.mark, stamp.op, stamp.peer) == ("3", "data", mark, op, peer)
@@ -44,12 +44,12 @@ def test_a_stamp_is_what_was_stamped(
     ring.close()
 
 
-def test_the_end_of_a_long_unit_is_kept(ring: Ring) -> None:
+def test_the_end_of_a_long_unit_is_kept(ring: StampRing) -> None:
     ring.begin("0", "world", 1, ("barrier", "model." * 20 + "layers.31.mlp.down_proj", -1), None)
     assert ring.stamps()[0].unit.endswith("layers.31.mlp.down_proj")
 
 
-def test_states(ring: Ring) -> None:
+def test_states(ring: StampRing) -> None:
     slot = ring.begin("0", "world", 1, ("all_reduce", "", -1), torch.ones(2))
     assert not ring.stamps()[0].waits
     assert ring.blocked_since() == 0
@@ -66,7 +66,7 @@ def test_states(ring: Ring) -> None:
     assert ring.blocked_since() == 0
 
 
-def test_the_ring_keeps_the_last_4096_in_half_a_megabyte(ring: Ring) -> None:
+def test_the_ring_keeps_the_last_4096_in_half_a_megabyte(ring: StampRing) -> None:
     x = torch.ones(1)
     for mark in range(1, 5001):
         ring.begin("0", "world", mark, ("all_reduce", f"unit {mark}", -1), x)
@@ -79,7 +79,7 @@ def test_digests_are_equal_exactly_for_equal_operations() -> None:
     x = torch.ones(4)
 
     def digests(odd: tuple[int, tuple[str, str, int], torch.Tensor] | None = None) -> dict[str, dict[int, int]]:
-        ring = Ring()
+        ring = StampRing()
         for mark in range(1, 200):
             what, tensor = ("all_reduce", f"layers.{mark % 7}", -1), x
             if odd is not None and mark == odd[0]:
@@ -102,10 +102,10 @@ def test_digests_are_equal_exactly_for_equal_operations() -> None:
         other = digests((100, what, tensor))
         assert [block for block in other["0"] if other["0"][block] != same["0"][block]] == [1], what
     assert digests((100, ("all_reduce", "layers.2", -1), x)) == same
-    assert Ring.block_marks(1) == (65, 128)
+    assert StampRing.block_marks(1) == (65, 128)
 
 
-def test_known_blocks_are_not_digested_again(ring: Ring) -> None:
+def test_known_blocks_are_not_digested_again(ring: StampRing) -> None:
     for mark in range(1, 130):
         ring.begin("0", "world", mark, ("barrier", "", -1), None)
     assert list(ring.digests({"0": [0]})["0"]) == [1]
@@ -114,7 +114,7 @@ def test_known_blocks_are_not_digested_again(ring: Ring) -> None:
 def test_uneven_operations_may_have_other_sizes_on_other_ranks() -> None:
     found = []
     for n in (1, 2):
-        ring = Ring()
+        ring = StampRing()
         for mark in range(1, 65):
             ring.begin("0", "world", mark, ("all_to_all", "", -1), torch.ones(n))
         found.append(ring.digests({}))
@@ -128,7 +128,7 @@ def test_the_ring_of_a_dead_process_is_read(word: str) -> None:
     told, tell = os.pipe()
     child = os.fork()
     if child == 0:
-        ring = Ring()
+        ring = StampRing()
         ring.begin("0", "world", 7, ("all_reduce", "layers.1", -1), torch.ones(3))
         if word:
             ring.goodbye(word)
@@ -149,7 +149,7 @@ def test_the_ring_of_a_dead_process_is_read(word: str) -> None:
     assert open_peer(child, 3) is None
 
 
-def test_readers_see_what_the_writer_adds_later(ring: Ring) -> None:
+def test_readers_see_what_the_writer_adds_later(ring: StampRing) -> None:
     reader = RingReader(os.getpid(), ring.fd)
     assert reader.stamps() == []
     ring.begin("5", "tensor", 1, ("barrier", "x", -1), None)

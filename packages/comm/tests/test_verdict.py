@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ds_comm.watch.stamp_ring import Stamp
-from ds_comm.watch.verdict import Report, differs, judge, judge_wait
+from ds_comm.watch.verdict import RankReport, differs, judge, judge_wait
 
 WORLD = {"0": (0, 1, 2, 3)}
 STAMP = Stamp("0", "world", 812, "all_reduce", "layers.7.mlp", "float32", (1024,), 1024, -1, 100.0, 100.0, 0.0, 1)
 
 
-def report(rank: int, *stamps: Stamp, gone: str = "", frame: str = "") -> Report:
-    return Report(rank, gone, frame or f"train.py:{rank} in step", 160.0, stamps)
+def report(rank: int, *stamps: Stamp, gone: str = "", frame: str = "") -> RankReport:
+    return RankReport(rank, gone, frame or f"train.py:{rank} in step", 160.0, stamps)
 
 
 def done(stamp: Stamp, mark: int | None = None) -> Stamp:
@@ -82,7 +82,7 @@ def test_a_rank_that_did_its_part_and_left_is_not() -> None:
     mine = report(0, STAMP)
     for other in (
         report(1, done(STAMP), gone="exited"),
-        Report(1, "exited", "", 1.0, (), {"0": 812}),
+        RankReport(1, "exited", "", 1.0, (), {"0": 812}),
         report(1, STAMP),
     ):
         assert judge_wait(STAMP, mine, {1: other}, [1]) is None

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_comm.watch.stamp_ring import Ring
+from ds_comm.watch.stamp_ring import StampRing
 from ds_comm.watch.sidechannel import SideChannel
 from ds_comm.watch.watchdog import EXIT_CODE, Watchdog, WatchSettings
 
@@ -25,7 +25,7 @@ X = torch.ones(4)
 
 @dataclass
 class Rank:
-    ring: Ring
+    ring: StampRing
     watchdog: Watchdog
     ended: threading.Event
     codes: list[int]
@@ -47,7 +47,7 @@ def job(size: int, folder: Path, deadline_s: float = 0.3, warn_s: float = 60.0) 
             codes.append(code)
             ended.set()
 
-        ring = Ring()
+        ring = StampRing()
         settings = WatchSettings(deadline_s, warn_s, local_size=size, dump_dir=folder, end=end)
         watchdog = Watchdog(ring, SideChannel(store, rank), (rank, size), settings)
         watchdog.groups["0"] = tuple(range(size))

@@ -30,7 +30,7 @@ from ds_compress import (
     compression_scheduler,
     decompress,
     export_compressed_tensors,
-    fit_to,
+    resize_to_state_dict,
     init_compression,
     redundancy_clean,
 )
@@ -178,7 +178,7 @@ def test_half_of_the_heads_keep_the_accuracy(task, whole, tmp_path):
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     assert bytes_of(tmp_path) == pytest.approx(plain_bytes(whole) - 2 * before, abs=12_000)
     state = load_file(tmp_path / "model.safetensors")
-    again = fit_to(task.bert(), state)
+    again = resize_to_state_dict(task.bert(), state)
     again.load_state_dict(state)
     torch.testing.assert_close(task.logits(again), compressed, atol=1e-5, rtol=1e-5)
 

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ds_compress import compression_scheduler, init_compression, redundancy_clean
 from ds_compress.model_export import export_compressed_tensors, export_gguf, export_gptq, pack_columns, pack_rows
-from ds_compress.posttraining import Scheme, codes_of_training, gptq, linears_of, round_to_nearest
+from ds_compress.posttraining import QuantScheme, codes_of_training, gptq, linears_of, round_to_nearest
 from ds_compress.sparsity_report import report_of
-from ds_compress.smoothing import folds_of, scale_salient, smooth
+from ds_compress.smoothing import find_foldable_norms, awq, smoothquant
 from ds_config.errors import PlanError, UnsupportedError
 
 
@@ -51,10 +51,10 @@ def test_calibrated_rounding_is_better_than_nearest(model):
     for name, how in {
         "nearest": lambda m, s: round_to_nearest(m, s),
         "gptq": lambda m, s: gptq(m, batches(), s),
-        "awq": lambda m, s: (scale_salient(m, batches(), s), round_to_nearest(m, s))[1],
+        "awq": lambda m, s: (awq(m, batches(), s), round_to_nearest(m, s))[1],
     }.items():
         changed = copy.deepcopy(model)
-        codes = how(changed, Scheme(3, 32, symmetric=False))
+        codes = how(changed, QuantScheme(3, 32, symmetric=False))
         errors[name], kept[name] = error(changed, model, tokens), codes
         for layer, one in codes.items():
             assert torch.equal(changed.get_submodule(layer).weight, one.weight())
@@ -69,19 +69,19 @@ def test_gptq_without_correlation_is_rounding_to_nearest():
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(8, 4))
     nearest = copy.deepcopy(layer)
-    round_to_nearest(nearest, Scheme(4, 4))
-    gptq(layer, [torch.eye(8)], Scheme(4, 4))
+    round_to_nearest(nearest, QuantScheme(4, 4))
+    gptq(layer, [torch.eye(8)], QuantScheme(4, 4))
     torch.testing.assert_close(layer[0].weight, nearest[0].weight, atol=1e-6, rtol=0)
 
 
 def test_folds_change_nothing_and_make_inputs_even(model):
-    found = folds_of(model, batches(1)[0])
+    found = find_foldable_norms(model, batches(1)[0])
     assert {f.norm for f in found} >= {"model.layers.0.input_layernorm", "model.layers.1.post_attention_layernorm"}
     changed = copy.deepcopy(model)
     spread = {}
     for name, one in (("before", model), ("after", changed)):
         if name == "after":
-            smooth(changed, batches(2), 0.5)
+            smoothquant(changed, batches(2), 0.5)
         seen = []
         handle = one.model.layers[0].self_attn.q_proj.register_forward_pre_hook(lambda m, a, s=seen: s.append(a[0]))
         with torch.no_grad():
@@ -102,7 +102,7 @@ def test_folds_change_nothing_and_make_inputs_even(model):
             x = self.norm(x)
             return x + self.layer(x)
 
-    assert folds_of(Residual(), torch.randn(3, 8)) == []
+    assert find_foldable_norms(Residual(), torch.randn(3, 8)) == []
 
 
 def test_packing_puts_the_first_code_lowest():
@@ -111,7 +111,7 @@ def test_packing_puts_the_first_code_lowest():
     assert torch.equal(pack_rows(codes.T, 4), pack_columns(codes, 4).T)
 
 
-@pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(8, -1)], ids=str)
+@pytest.mark.parametrize("scheme", [QuantScheme(4, 32), QuantScheme(8, -1)], ids=str)
 def test_compressed_tensors_load_in_transformers(model, scheme, tmp_path):
     pytest.importorskip("compressed_tensors", reason="transformers reads the format with this library")
     changed, tokens = copy.deepcopy(model), batches(1)[0]
@@ -126,7 +126,7 @@ def test_compressed_tensors_load_in_transformers(model, scheme, tmp_path):
     assert ratio == pytest.approx((scheme.bits / 8 + 4 / (32 if scheme.bits == 4 else 75)) / 4, rel=0.1)
 
 
-@pytest.mark.parametrize("scheme", [Scheme(4, 32, False), Scheme(8, -1, False)], ids=str)
+@pytest.mark.parametrize("scheme", [QuantScheme(4, 32, False), QuantScheme(8, -1, False)], ids=str)
 def test_asymmetric_codes_are_read_by_compressed_tensors(model, scheme, tmp_path):
     """By the library's own reader: transformers 5 with compressed-tensors 0.20 expects zeros unpacked, and then unpacks them."""
     base = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base", reason="the library that reads it")
@@ -158,7 +158,7 @@ def test_what_was_trained_in_few_bits_is_exported_to_the_bit(tmp_path):
     with pytest.raises(PlanError, match="64 groups of 8 bits, asymmetric"):
         codes_of_training(broken)
     codes = codes_of_training(changed)
-    assert {c.scheme for c in codes.values()} == {Scheme(8, -1), Scheme(8, 32)}  # k and v have two scales a row
+    assert {c.scheme for c in codes.values()} == {QuantScheme(8, -1), QuantScheme(8, 32)}  # k and v have two scales a row
     with pytest.raises(PlanError, match="2 schemes in one file"):
         export_gptq(changed, codes, tmp_path)
     redundancy_clean(changed)
@@ -183,7 +183,7 @@ def unpack(words, bits, axis):
     return torch.from_numpy(stacked.reshape(shape))
 
 
-@pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(4, -1, symmetric=False), Scheme(8, 64)], ids=str)
+@pytest.mark.parametrize("scheme", [QuantScheme(4, 32), QuantScheme(4, -1, symmetric=False), QuantScheme(8, 64)], ids=str)
 def test_gptq_files_say_what_the_model_has(model, scheme, tmp_path):
     """transformers loads them with gptqmodel, whose kernels want a GPU: read here as the format says."""
     changed = copy.deepcopy(model)
@@ -215,17 +215,17 @@ def test_gguf_loads_in_transformers(model, kind, limit, tmp_path):
 
 
 def test_what_a_format_cannot_say_is_refused(model, tmp_path):
-    codes = round_to_nearest(copy.deepcopy(model), Scheme(3, 32))
+    codes = round_to_nearest(copy.deepcopy(model), QuantScheme(3, 32))
     with pytest.raises(PlanError, match="3 bits"):
         export_compressed_tensors(model, codes, tmp_path)
     with pytest.raises(PlanError, match="without codes"):
         export_compressed_tensors(model, {}, tmp_path)
     with pytest.raises(PlanError, match="group_size is 48"):
-        gptq(model, batches(1), Scheme(4, 48))
+        gptq(model, batches(1), QuantScheme(4, 48))
     with pytest.raises(PlanError, match="no calibration batch reached"):
-        gptq(model, [], Scheme(4, 32))
+        gptq(model, [], QuantScheme(4, 32))
     with pytest.raises(PlanError, match="9 bits"):
-        Scheme(9)
+        QuantScheme(9)
     with pytest.raises(UnsupportedError, match=r"GGUF names of a Linear model .* llama, mistral, qwen2"):
         export_gguf(nn.Linear(2, 2), tmp_path / "x.gguf")
     for name, more, text in (
@@ -284,8 +284,8 @@ def test_weights_of_torchao_are_reported_and_exported_but_not_compressed_again(m
         "different_groups": {"all": {"params": {"start_bits": 8, "target_bits": 8}, "modules": ["up_proj"]}}}}}  # fmt: skip
     for refused in (
         lambda: init_compression(changed, section),
-        lambda: round_to_nearest(changed, Scheme(4, 32)),
-        lambda: gptq(changed, batches(1), Scheme(4, 32)),
+        lambda: round_to_nearest(changed, QuantScheme(4, 32)),
+        lambda: gptq(changed, batches(1), QuantScheme(4, 32)),
     ):
         with pytest.raises(UnsupportedError, match="quantised already"):
             refused()

@@ -20,7 +20,7 @@ from ds_compress.masks import (
     snip_update,
     top_mask,
 )
-from ds_compress.quantizers import Grid, grid_of, quantize, straight_through
+from ds_compress.quantizers import QuantGrid, grid_of, quantize, straight_through
 from ds_compress.compression_schedules import Bits, dense_share, fall, mixed_ratio, new_mask_at
 from ds_config.errors import PlanError
 
@@ -61,11 +61,11 @@ def by_hand(row: list[float], bits: int, symmetry: str, noise: list[float] | Non
 def test_quantisers_equal_their_formulas(bits: int, symmetry: str, groups: int) -> None:
     if bits <= 2 and symmetry == "asymmetric":
         with pytest.raises(PlanError, match="symmetric only"):
-            grid_of(24, Grid(bits, groups, symmetry), "w")
+            grid_of(24, QuantGrid(bits, groups, symmetry), "w")
         return
     x = drawn(6, 4, seed=bits)
     wanted = [by_hand(row, bits, symmetry) for row in x.reshape(groups, -1).tolist()]
-    found = quantize(x, Grid(bits, groups, symmetry))
+    found = quantize(x, QuantGrid(bits, groups, symmetry))
     torch.testing.assert_close(found, torch.tensor(wanted, dtype=x.dtype).view(6, 4), atol=1e-12, rtol=1e-12)
 
 
@@ -75,11 +75,11 @@ def test_stochastic_rounding_adds_the_noise_and_has_the_right_mean(symmetry: str
     noise = torch.rand(4, 8, generator=torch.Generator().manual_seed(1), dtype=x.dtype) - 0.5
     rows = zip(x.reshape(2, -1).tolist(), noise.reshape(2, -1).tolist(), strict=True)
     wanted = torch.tensor([by_hand(row, 4, symmetry, more) for row, more in rows], dtype=x.dtype).view(4, 8)
-    torch.testing.assert_close(quantize(x, Grid(4, 2, symmetry), noise), wanted, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(quantize(x, QuantGrid(4, 2, symmetry), noise), wanted, atol=1e-12, rtol=1e-12)
     inner = torch.linspace(-0.4, 0.4, 9, dtype=torch.float64).repeat(20_000, 1)
     inner[:, -1] = 1.0  # fixes the range; the clamp does not touch the others
     many = torch.rand(inner.shape, generator=torch.Generator().manual_seed(2), dtype=inner.dtype) - 0.5
-    mean = quantize(inner, Grid(4, 1, "symmetric"), many).mean(0)
+    mean = quantize(inner, QuantGrid(4, 1, "symmetric"), many).mean(0)
     torch.testing.assert_close(mean[:-1], inner[0, :-1], atol=3e-3, rtol=0)
 
 
@@ -87,28 +87,28 @@ def test_stochastic_rounding_adds_the_noise_and_has_the_right_mean(symmetry: str
 @pytest.mark.parametrize("value", [0.0, 3.0])
 def test_a_constant_group_is_no_division_by_zero(bits: int, value: float) -> None:
     x = torch.full((2, 4), value)
-    assert torch.isfinite(quantize(x, Grid(bits, 2))).all()
+    assert torch.isfinite(quantize(x, QuantGrid(bits, 2))).all()
     if not value:
-        assert (quantize(x, Grid(bits, 2)) == 0).all()
+        assert (quantize(x, QuantGrid(bits, 2)) == 0).all()
     if bits > 2:
-        assert (quantize(x, Grid(bits, 2, "asymmetric")) == x).all()
+        assert (quantize(x, QuantGrid(bits, 2, "asymmetric")) == x).all()
 
 
 def test_gradients_go_straight_through() -> None:
     x = drawn(3, 4).requires_grad_()
     weights = drawn(3, 4, seed=9)
-    (straight_through(x, quantize(x, Grid(3))) * weights).sum().backward()
+    (straight_through(x, quantize(x, QuantGrid(3))) * weights).sum().backward()
     assert torch.equal(x.grad, weights)
 
 
 def test_groups_must_divide_and_half_precision_stays_half() -> None:
     with pytest.raises(PlanError, match="quantize_groups is 5"):
-        grid_of(24, Grid(8, 5), "layer.weight")
+        grid_of(24, QuantGrid(8, 5), "layer.weight")
     x = drawn(4, 4, dtype=torch.float32).bfloat16()
-    found = quantize(x, Grid(8, 2))
+    found = quantize(x, QuantGrid(8, 2))
     assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found, quantize(x.float(), Grid(8, 2)).bfloat16(), atol=0, rtol=0)
-    assert quantize(x, Grid(16)) is x
+    torch.testing.assert_close(found, quantize(x.float(), QuantGrid(8, 2)).bfloat16(), atol=0, rtol=0)
+    assert quantize(x, QuantGrid(16)) is x
 
 
 @given(st.integers(1, 200), st.floats(0.01, 1.0))

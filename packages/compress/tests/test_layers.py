@@ -14,13 +14,13 @@ from ds_compress import (
     compressed_layers,
     compression_scheduler,
     decompress,
-    fit_to,
+    resize_to_state_dict,
     init_compression,
     is_compressed,
     redundancy_clean,
 )
 from ds_compress.masks import top_mask
-from ds_compress.quantizers import Grid, quantize
+from ds_compress.quantizers import QuantGrid, quantize
 from ds_config.errors import ConfigError, PlanError, UnsupportedError
 
 spec = spec_from_file_location("compress_models", Path(__file__).parent / "conftest.py")
@@ -67,7 +67,7 @@ def test_weights_are_quantised_and_gradients_pass():
     plain = copy.deepcopy(model)
     decompress(plain)
     weight, bias = weight_seen(model)
-    torch.testing.assert_close(weight, quantize(plain[0].weight, Grid(4, 8)), atol=1e-6, rtol=0)
+    torch.testing.assert_close(weight, quantize(plain[0].weight, QuantGrid(4, 8)), atol=1e-6, rtol=0)
     torch.testing.assert_close(bias, plain[0].bias)
     x, grad = torch.randn(5, 6), torch.randn(5, 8)
     (model(x) * grad).sum().backward()
@@ -127,7 +127,7 @@ def test_inputs_have_a_range_a_token_or_a_running_one():
     dynamic = linear(activation_quantization=technique({"bits": 4}, ["*"], schedule_offset=0))
     x = torch.randn(5, 6, requires_grad=True)
     y = dynamic(x)
-    torch.testing.assert_close(y, nn.functional.linear(quantize(x, Grid(4, 5)), dynamic[0].weight, dynamic[0].bias))
+    torch.testing.assert_close(y, nn.functional.linear(quantize(x, QuantGrid(4, 5)), dynamic[0].weight, dynamic[0].bias))
     y.sum().backward()
     torch.testing.assert_close(x.grad, dynamic[0].weight.sum(0).expand(5, 6))
     static = linear(activation_quantization=technique(
@@ -220,7 +220,7 @@ def test_the_cleaned_model_equals_the_masked_one(name, small, tokens):
     if name in ("rows", "heads", "all"):
         assert sum(p.numel() for p in small.parameters()) < numel
         state = {n: v for n, v in small.state_dict().items() if ".compression." not in n}
-        fresh = fit_to(models.Net().double(), state)
+        fresh = resize_to_state_dict(models.Net().double(), state)
         fresh.load_state_dict(state)
         if name != "all":  # whose inputs are quantised
             torch.testing.assert_close(fresh(tokens), wanted, atol=1e-5, rtol=1e-5)

@@ -21,7 +21,7 @@ from ds_compress.distillation import (
     hidden_loss,
     logit_loss,
 )
-from ds_compress.eigenvalues import Curvature, block_eigenvalues, slow_down
+from ds_compress.eigenvalues import Curvature, block_eigenvalues, stretch_schedule
 from ds_config.errors import PlanError
 
 spec = spec_from_file_location("compress_models", Path(__file__).parent / "conftest.py")
@@ -74,7 +74,7 @@ def test_sharp_layers_keep_their_bits_longer(small, tokens, caplog):
     assert max(curvature.last.values()) == 1.0
     sharp = max(curvature.last, key=curvature.last.get)
     flat = min(curvature.last, key=curvature.last.get)
-    slow_down(small, {sharp: 1.0, flat: 0.0})
+    stretch_schedule(small, {sharp: 1.0, flat: 0.0})
     assert small.get_submodule(sharp).up.compression.factor == 5
     assert small.get_submodule(flat).up.compression.factor == 1
     assert small.get_submodule(sharp).up.compression.bits.bits >= small.head.compression.bits.bits

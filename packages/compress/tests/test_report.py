@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ds_compress import Scheme, export_compressed_tensors, export_gptq, round_to_nearest
+from ds_compress import QuantScheme, export_compressed_tensors, export_gptq, round_to_nearest
 from ds_compress.cli import main, register
 from ds_compress.sparsity_report import picture, report_of, total_of
 from ds_config.errors import PlanError
@@ -24,7 +24,7 @@ def made():
 @pytest.mark.parametrize("export", [export_compressed_tensors, export_gptq])
 def test_packed_layers_count_what_they_stand_for(export, tmp_path):
     model = made()
-    export(model, round_to_nearest(model, Scheme(4, 32)), tmp_path, config={})
+    export(model, round_to_nearest(model, QuantScheme(4, 32)), tmp_path, config={})
     layers = {layer.name: layer for layer in report_of(tmp_path)}
     assert layers["0"].numel == 64 * 32
     assert layers["0"].zeros is None

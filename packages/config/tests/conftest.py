@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field, model_validator
 
-from ds_config import Alias, Dead, Deprecated, StrictModel, Unbuilt
+from ds_config import Alias, NoEffect, Deprecated, StrictModel, Unsupported
 
 
 class Tag(enum.Enum):
@@ -49,8 +49,8 @@ class Zero(StrictModel):
     gather_weights: bool = False
     gather_fp16_weights: Annotated[bool, Deprecated("gather_weights")] = False
     offload_buffers: Annotated[int, Deprecated("offload_optimizer.buffer_count")] = 4
-    elastic_checkpoint: Annotated[bool, Dead("checkpoints are always elastic")] = False
-    round_robin_gradients: Annotated[bool, Unbuilt("leave it out")] = False
+    elastic_checkpoint: Annotated[bool, NoEffect("checkpoints are always elastic")] = False
+    round_robin_gradients: Annotated[bool, Unsupported("leave it out")] = False
 
 
 class Precision(StrictModel):
@@ -79,7 +79,7 @@ class Train(StrictModel):
     groups: dict[str, Group] = Field(default_factory=dict)
     layers: list[Group] = Field(default_factory=list)
     betas: tuple[float, float] = (0.9, 0.999)
-    sparse_attention: Annotated[dict[str, Any] | None, Unbuilt("torch's FlexAttention")] = None
+    sparse_attention: Annotated[dict[str, Any] | None, Unsupported("torch's FlexAttention")] = None
 
     @model_validator(mode="after")
     def _one_precision(self) -> Train:

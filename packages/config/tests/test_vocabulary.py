@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import pytest
 from pydantic import ValidationError
 
-from ds_config import Alias, Deprecated, Provenance, StrictModel, Unbuilt, explain, load
+from ds_config import Alias, Deprecated, Provenance, StrictModel, Unsupported, explain, load
 from ds_config.errors import ConfigError
 
 
@@ -155,7 +155,7 @@ def test_a_deprecated_section_with_a_model_type() -> None:
         new: Inner = Inner()
         old: Annotated[Inner | None, Deprecated("new")] = None
         other: Annotated[int, Alias("o1"), Alias("o2")] = 0
-        gone: Annotated[int | None, Unbuilt("use new")] = None
+        gone: Annotated[int | None, Unsupported("use new")] = None
 
     assert load(Outer, {"old": {"a": 5.0}}).new.a == 5
     with pytest.raises(ConfigError, match=r"old.aa: is unknown|new.aa: is unknown"):
@@ -168,7 +168,7 @@ def test_a_deprecated_section_with_a_model_type() -> None:
 
 def test_false_is_not_off_where_the_default_is_true() -> None:
     class Model(StrictModel):
-        corrected: Annotated[bool, Unbuilt("true")] = True
+        corrected: Annotated[bool, Unsupported("true")] = True
 
     assert load(Model, {"corrected": True}).corrected is True
     with pytest.raises(ConfigError) as caught:
@@ -178,8 +178,8 @@ def test_false_is_not_off_where_the_default_is_true() -> None:
 
 def test_where_the_default_is_true_false_asks_for_something() -> None:
     class Loop(StrictModel):
-        managed: Annotated[bool, Unbuilt("true")] = True
-        factor: Annotated[float, Unbuilt("1")] = 1.0
+        managed: Annotated[bool, Unsupported("true")] = True
+        factor: Annotated[float, Unsupported("1")] = 1.0
 
     assert load(Loop, {"managed": True, "factor": 1}).managed is True
     with pytest.raises(ConfigError, match="managed: asks for false, which is not built here"):
@@ -213,8 +213,8 @@ def test_an_unbuilt_section_is_off_while_it_says_nothing_but_its_defaults() -> N
         number: int | None = None
 
     class Model(StrictModel):
-        tuning: Annotated[Tuning | None, Unbuilt("leave it out")] = None
-        memory: Annotated[Memory | None, Unbuilt("leave it out")] = None
+        tuning: Annotated[Tuning | None, Unsupported("leave it out")] = None
+        memory: Annotated[Memory | None, Unsupported("leave it out")] = None
 
     for off in ({"tuning": {"fast": False}}, {"memory": {"partition": False, "number": None}}, {"memory": {}}):
         assert load(Model, off).memory is None

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ds_config.errors import ConfigError
 from ds_data import DataAnalyzer, Metrics, TokenFile, map_chunks, reduce_chunks
-from ds_data.curriculum import Admission
+from ds_data.curriculum import DifficultyIndex
 
 
 class Rows:
@@ -84,7 +84,7 @@ def test_its_files_are_those_of_sorting(tmp_path_factory: pytest.TempPathFactory
     reduce_chunks(Rows(values), metrics, folder, batch_size=batch, chunk=chunk)
     check(folder, values, names)
     at = folder / "rarity" / "rarity"
-    easy = Admission(f"{at}_index_to_sample", f"{at}_index_to_metric", parts=7, length=len(values))
+    easy = DifficultyIndex(f"{at}_index_to_sample", f"{at}_index_to_metric", parts=7, length=len(values))
     assert sorted(easy(3).tolist()) == sorted(names[i] if names else i for i, v in enumerate(values) if v <= 3)
 
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_config.errors import CheckpointError, ConfigError
-from ds_data import Lane, TokenFile, write_items
+from ds_data import RankSlice, TokenFile, write_items
 from ds_data.config import DataEfficiencyConfig, SamplingCurriculumConfig
-from ds_data.curriculum import Admission, Curriculum, Metric, cluster_name, make_metrics
+from ds_data.curriculum import DifficultyIndex, Curriculum, Metric, cluster_name, make_metrics
 
 LINE = {"total_curriculum_step": 5, "difficulty_step": 1}
 
@@ -104,7 +104,7 @@ def test_interrupted_anywhere_and_resumed_on_other_ranks(data: st.DataObject) ->
             made = curriculum(values, steps, seed=seed if state is None else 7)
             if state is not None:
                 made.load_state_dict(state)
-            rows = made.rows(Lane(rank, ranks, micro), 12, taken)
+            rows = made.rows(RankSlice(rank, ranks, micro), 12, taken)
             for number in range(count * 12 // (ranks * micro)):
                 row = next(rows)
                 batches[number * ranks * micro // 12] += row.samples
@@ -118,17 +118,17 @@ def test_interrupted_anywhere_and_resumed_on_other_ranks(data: st.DataObject) ->
 
 def test_in_the_middle_of_a_batch() -> None:
     made = curriculum([1, 2] * 9, [1, 2], seed=3)
-    rows = made.rows(Lane(0, 1, 2), 6, 0)
+    rows = made.rows(RankSlice(0, 1, 2), 6, 0)
     seen = [next(rows) for _ in range(5)]
     rest = [next(rows).samples for _ in range(4)]
     other = curriculum([1, 2] * 9, [1, 2], seed=9)
     other.load_state_dict(seen[-1].state)
-    assert [row.samples for row, _ in zip(other.rows(Lane(0, 1, 2), 6, seen[-1].taken), range(4), strict=False)] == rest
+    assert [row.samples for row, _ in zip(other.rows(RankSlice(0, 1, 2), 6, seen[-1].taken), range(4), strict=False)] == rest
 
 
 def test_it_ends_with_its_total() -> None:
     made = curriculum([1] * 10, [1], total=25)
-    assert [row.taken for row in made.rows(Lane(0, 1, 2), 4, 0)] == list(range(2, 25, 2))
+    assert [row.taken for row in made.rows(RankSlice(0, 1, 2), 4, 0)] == list(range(2, 25, 2))
 
 
 # ---- files
@@ -149,9 +149,9 @@ def test_files_of_an_analyzer(
     tmp_path_factory: pytest.TempPathFactory, values: list[int], parts: int, difficulty: int
 ) -> None:
     samples, metric = written(tmp_path_factory.mktemp("metric"), values)
-    by_value = Admission(samples, metric, parts=parts, length=len(values))
+    by_value = DifficultyIndex(samples, metric, parts=parts, length=len(values))
     assert sorted(by_value(difficulty).tolist()) == [i for i, v in enumerate(values) if v <= difficulty]
-    by_share = Admission(samples, None, parts=parts, length=len(values))
+    by_share = DifficultyIndex(samples, None, parts=parts, length=len(values))
     count = len(values) if difficulty >= parts else len(values) // parts * difficulty
     easy = sorted(range(len(values)), key=lambda i: (values[i], i))[:count]
     assert sorted(by_share(difficulty).tolist()) == sorted(easy)
@@ -212,13 +212,13 @@ def test_sections_that_do_not_work(tmp_path: Path, change: dict[str, Any], match
 def test_files_that_do_not_fit(tmp_path: Path) -> None:
     samples, metric = written(tmp_path, [1, 2, 3])
     with pytest.raises(ConfigError, match="the data set 2"):
-        Admission(samples, metric, parts=3, length=2)
+        DifficultyIndex(samples, metric, parts=3, length=2)
     write_items(tmp_path / "two", [[1, 2], [3], [4]], np.int32)
     with pytest.raises(ConfigError, match="more than one value"):
-        Admission(samples, str(tmp_path / "two"), parts=3, length=3)
+        DifficultyIndex(samples, str(tmp_path / "two"), parts=3, length=3)
     write_items(tmp_path / "far", [[7]], np.int32)
     with pytest.raises(ConfigError, match="names sample 7 of a data set of 3"):
-        Admission(str(tmp_path / "far"), None, parts=1, length=3)(1)
+        DifficultyIndex(str(tmp_path / "far"), None, parts=1, length=3)(1)
     with pytest.raises(ConfigError, match="curriculum_metrics is empty"):
         make_metrics(SamplingCurriculumConfig(enabled=True), 3)
 

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 
 from ds_config.errors import CheckpointError, ConfigError
 from ds_data.token_loader import TokenLoader
-from ds_data.mixing import Mixed
-from ds_data.sample_order import Lane, Mixture, Rows, Stream, splits
-from ds_data.packed_sequences import IGNORED, FillInMiddle, Packed
-from ds_data.permutation import Permutation
+from ds_data.mixing import BlendedDataset
+from ds_data.sample_order import RankSlice, BlendOrder, RankBatchSampler, SampleStream, split_ranges
+from ds_data.packed_sequences import IGNORE_INDEX, FillInMiddle, PackedSequences
+from ds_data.permutation import KeyedPermutation
 from ds_data.tokens import TokenFile
 from ds_data.token_writer import write_items
 
@@ -26,7 +26,7 @@ from ds_data.token_writer import write_items
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
 def test_a_permutation_has_everything_once(length: int, key: int) -> None:
-    order = Permutation(length, key)(np.arange(length))
+    order = KeyedPermutation(length, key)(np.arange(length))
     assert sorted(order.tolist()) == list(range(length))
 
 
@@ -35,7 +35,7 @@ def test_a_permutation_has_everything_once(length: int, key: int) -> None:
 def test_a_permutation_of_up_to_2_to_the_40_goes_back(length: int, key: int, data: st.DataObject) -> None:
     """A function with an inverse, within the range: a bijection, without looking at every place."""
     places = np.array(data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=20)))
-    order = Permutation(length, key)
+    order = KeyedPermutation(length, key)
     there = order(places)
     assert there.min() >= 0
     assert there.max() < length
@@ -45,16 +45,16 @@ def test_a_permutation_of_up_to_2_to_the_40_goes_back(length: int, key: int, dat
 
 def test_permutations_look_drawn() -> None:
     """Of all 24 orders of four things each comes about as often, and neighbours do not stay neighbours."""
-    seen = Counter(tuple(Permutation(4, key)(np.arange(4)).tolist()) for key in range(2400))
+    seen = Counter(tuple(KeyedPermutation(4, key)(np.arange(4)).tolist()) for key in range(2400))
     assert len(seen) == 24
     assert min(seen.values()) > 50
-    order = Permutation(100_000, 7)(np.arange(100_000))
+    order = KeyedPermutation(100_000, 7)(np.arange(100_000))
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02
     assert (np.abs(np.diff(order)) == 1).mean() < 1e-3
     with pytest.raises(ConfigError):
-        Permutation(0, 1)
+        KeyedPermutation(0, 1)
     with pytest.raises(IndexError):
-        Permutation(3, 1)([3])
+        KeyedPermutation(3, 1)([3])
 
 
 @pytest.fixture(scope="module")
@@ -71,20 +71,20 @@ def ids(loader: TokenLoader, rows: int) -> list[list[tuple[int, ...]]]:
 @pytest.mark.parametrize("trials", [60, pytest.param(500, marks=pytest.mark.slow)])
 def test_interruptions(corpus: TokenFile, trials: int) -> None:
     """Interrupted anywhere and gone on with on 1 to 4 ranks, with other threads: every step has the samples it would have had."""
-    data, train, steps = Packed(corpus, 16), 12, 14
-    stream = Stream(len(data), 5)
+    data, train, steps = PackedSequences(corpus, 16), 12, 14
+    stream = SampleStream(len(data), 5)
     wanted = [Counter(stream.samples(np.arange(k * train, (k + 1) * train)).tolist()) for k in range(steps)]
     names = {tuple(data.tokens([i])[0, :-1].tolist()): i for i in range(len(data))}
     random = np.random.default_rng(0)
     for trial in range(trials):
         threads = [int(random.integers(0, 3)) if trial % 25 == 0 else 0 for _ in range(2)]
         stop, ranks, again = int(random.integers(1, steps - 2)), *random.choice([1, 2, 3, 4], 2).tolist()
-        before = [TokenLoader(data, Lane(r, ranks, train // ranks), seed=5, threads=threads[0]) for r in range(ranks)]
+        before = [TokenLoader(data, RankSlice(r, ranks, train // ranks), seed=5, threads=threads[0]) for r in range(ranks)]
         for loader in before[:1]:
             taken = ids(loader, stop)
             assert len(taken) == stop
         micro = train // again // (2 if trial % 2 and train // again % 2 == 0 else 1)
-        after = [TokenLoader(data, Lane(r, again, micro), seed=9, threads=threads[1]) for r in range(again)]
+        after = [TokenLoader(data, RankSlice(r, again, micro), seed=9, threads=threads[1]) for r in range(again)]
         for loader in after:
             loader.load_state_dict(before[0].state_dict())
         rows = 2 * train // (micro * again)  # two steps
@@ -95,28 +95,28 @@ def test_interruptions(corpus: TokenFile, trials: int) -> None:
 
 
 def test_threads_and_workers_have_no_say(corpus: TokenFile) -> None:
-    data, lane = Packed(corpus, 16), Lane(1, 2, 3)
+    data, lane = PackedSequences(corpus, 16), RankSlice(1, 2, 3)
     orders = [ids(TokenLoader(data, lane, seed=3, threads=n), 30) for n in (0, 1, 3)]
     assert orders[0] == orders[1] == orders[2]
-    rows = Rows(Stream(len(data), 3), lane, range(0, 30 * lane.row, lane.row))
+    rows = RankBatchSampler(SampleStream(len(data), 3), lane, range(0, 30 * lane.row, lane.row))
     for workers in (0, 2):
         batches = DataLoader(data, batch_sampler=rows, num_workers=workers)
         assert [[tuple(r) for r in b["input_ids"].tolist()] for b in batches] == orders[0]
 
 
 def test_other_data_under_a_saved_position(corpus: TokenFile, tmp_path: Path) -> None:
-    state = TokenLoader(Packed(corpus, 16), Lane(0, 1, 2)).state_dict()
+    state = TokenLoader(PackedSequences(corpus, 16), RankSlice(0, 1, 2)).state_dict()
     items = [item.copy() for item in corpus]
     items[1][0] += 1
     other = write_items(tmp_path / "other", items, np.uint16)
     with pytest.raises(CheckpointError, match="fingerprint") as error:
-        TokenLoader(Packed(other, 16), Lane(0, 1, 2)).load_state_dict(state)
+        TokenLoader(PackedSequences(other, 16), RankSlice(0, 1, 2)).load_state_dict(state)
     assert error.value.code == "data-changed"
 
 
 def test_packing_equals_a_loop(corpus: TokenFile) -> None:
     flat = [(d, p, int(v)) for d, item in enumerate(corpus) for p, v in enumerate(item)]
-    data = Packed(corpus, 13)
+    data = PackedSequences(corpus, 13)
     assert len(data) == (len(flat) - 1) // 13
     for i in range(len(data)):
         part, after = flat[i * 13 : (i + 1) * 13], flat[i * 13 + 1 : (i + 1) * 13 + 1]
@@ -124,7 +124,7 @@ def test_packing_equals_a_loop(corpus: TokenFile) -> None:
         firsts = {d: next(k for k, (e, _, _) in enumerate(part) if e == d) for d in names}
         got = {name: row.tolist() for name, row in data[i].items()}
         assert got["input_ids"] == [v for _, _, v in part]
-        assert got["labels"] == [v if p else IGNORED for _, p, v in after]
+        assert got["labels"] == [v if p else IGNORE_INDEX for _, p, v in after]
         assert got["document_ids"] == [names.index(d) for d, _, _ in part]
         assert got["position_ids"] == [k - firsts[d] for k, (d, _, _) in enumerate(part)]
         assert data.boundaries(i) == [*firsts.values(), 13]
@@ -132,13 +132,13 @@ def test_packing_equals_a_loop(corpus: TokenFile) -> None:
 
 
 def test_parts_of_the_documents(corpus: TokenFile) -> None:
-    parts = splits(len(corpus), (8, 1, 1))
+    parts = split_ranges(len(corpus), (8, 1, 1))
     assert [i for part in parts for i in part] == list(range(len(corpus)))
     flat = [v for i in parts[1] for v in corpus[i].tolist()]
-    data = Packed(corpus, 16, documents=parts[1])
+    data = PackedSequences(corpus, 16, documents=parts[1])
     assert data.tokens(range(len(data)))[:, :-1].reshape(-1).tolist() == flat[: 16 * len(data)]
     with pytest.raises(ConfigError) as error:
-        Packed(corpus, 10**6)
+        PackedSequences(corpus, 10**6)
     assert error.value.code == "data-packing"
 
 
@@ -163,7 +163,7 @@ def test_the_middle_goes_to_the_end(seed: int) -> None:
 
 
 def test_filling_in_stays_within_documents(corpus: TokenFile) -> None:
-    plain, turned = Packed(corpus, 32), Packed(corpus, 32, fill_in_middle=FillInMiddle(1, 2, 3, rate=1.0))
+    plain, turned = PackedSequences(corpus, 32), PackedSequences(corpus, 32, fill_in_middle=FillInMiddle(1, 2, 3, rate=1.0))
     changed = 0
     for i in range(len(plain)):
         edges, before, after = plain.boundaries(i), plain.tokens([i])[0], turned.tokens([i])[0]
@@ -175,7 +175,7 @@ def test_filling_in_stays_within_documents(corpus: TokenFile) -> None:
 
 
 def test_a_mixture_keeps_its_shares_and_its_sources_epochs() -> None:
-    mixture = Mixture([Stream(1000, 1), Stream(50, 2), Stream(7, 3)], [0.7, 0.25, 0.05])
+    mixture = BlendOrder([SampleStream(1000, 1), SampleStream(50, 2), SampleStream(7, 3)], [0.7, 0.25, 0.05])
     source, sample = mixture.samples(np.arange(2 * 65536))
     assert np.bincount(source).tolist() == (2 * mixture.quotas).tolist()
     assert np.abs(mixture.quotas / 65536 - [0.7, 0.25, 0.05]).max() < 2e-5
@@ -187,14 +187,14 @@ def test_a_mixture_keeps_its_shares_and_its_sources_epochs() -> None:
     assert np.abs(np.bincount(source[:1000]) / 1000 - [0.7, 0.25, 0.05]).max() < 0.05
     for bad in ([1.0], [1.0, -1.0, 0.0], [1.0, 1e-9, 1.0], [0, 0, 0]):
         with pytest.raises(ConfigError) as error:
-            Mixture([Stream(1), Stream(1), Stream(1)], bad)
+            BlendOrder([SampleStream(1), SampleStream(1), SampleStream(1)], bad)
         assert error.value.code == "data-mixture"
 
 
 def test_mixed_sequences_are_loaded(corpus: TokenFile, tmp_path: Path) -> None:
     other = write_items(tmp_path / "b", [np.full(200, 5)], np.uint16)
-    mixed = Mixed([Packed(corpus, 16), Packed(other, 16)], [3, 1])
-    loader = TokenLoader(mixed, Lane(0, 1, 64), shuffle=False)
+    mixed = BlendedDataset([PackedSequences(corpus, 16), PackedSequences(other, 16)], [3, 1])
+    loader = TokenLoader(mixed, RankSlice(0, 1, 64), shuffle=False)
     batches = list(islice(iter(loader), 20))
     sources = torch.cat([batch["source"] for batch in batches])
     rows = torch.cat([batch["input_ids"] for batch in batches])
@@ -204,8 +204,8 @@ def test_mixed_sequences_are_loaded(corpus: TokenFile, tmp_path: Path) -> None:
 
 
 def test_narrow_on_the_way_and_wide_where_it_is_used(corpus: TokenFile, tmp_path: Path) -> None:
-    lane = Lane(0, 1, 3)
-    wide, narrow = Packed(corpus, 16), Packed(corpus, 16, dtype=np.int32)
+    lane = RankSlice(0, 1, 3)
+    wide, narrow = PackedSequences(corpus, 16), PackedSequences(corpus, 16, dtype=np.int32)
     assert {array.dtype for array in narrow.batch([0, 1]).values()} == {np.dtype(np.int32)}
     ways = TokenLoader(wide, lane), TokenLoader(narrow, lane), TokenLoader(narrow, lane, device="cpu", threads=0)
     for plain, sent, there in islice(zip(*ways, strict=False), 7):
@@ -216,4 +216,4 @@ def test_narrow_on_the_way_and_wide_where_it_is_used(corpus: TokenFile, tmp_path
     assert torch.equal(ways[2].read(0)["labels"], next(iter(TokenLoader(wide, lane)))["labels"])
     wide_file = write_items(tmp_path / "wide", [[1, 2, 3, 4]], np.int64)
     with pytest.raises(ConfigError, match="may not hold"):
-        Packed(wide_file, 2, dtype=np.int32)
+        PackedSequences(wide_file, 2, dtype=np.int32)

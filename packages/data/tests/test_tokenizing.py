@@ -13,7 +13,7 @@ import pytest
 from ds_config.errors import ConfigError
 from ds_data import tokenizing
 from ds_data.cli import main, register
-from ds_data.tokenizing import Source, documents, open_tokenizer, tokenize
+from ds_data.tokenizing import DocumentSource, documents, open_tokenizer, tokenize
 from ds_data.tokens import TokenFile
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
@@ -71,7 +71,7 @@ def test_documents_come_back_in_order(
 
 def test_lines_are_documents(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\r\n\n  \ntwo\nthree")
-    assert [text for text, _ in documents(tmp_path / "a.txt", Source(lines=True))] == ["one", "two", "three"]
+    assert [text for text, _ in documents(tmp_path / "a.txt", DocumentSource(lines=True))] == ["one", "two", "three"]
     assert [text for text, _ in documents(tmp_path / "a.txt")] == ["one\r\n\n  \ntwo\nthree"]
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from ds_config.errors import ConfigError
 from ds_data.file_checks import check_tokens
 from ds_data.cli import main, register
-from ds_data.codes import TABLES, fitting
-from ds_data.token_index import Index, pack_index, parse_index
+from ds_data.codes import TABLES, smallest_int_dtype
+from ds_data.token_index import TokenIndex, pack_index, parse_index
 from ds_data.tokens import TokenFile
 from ds_data.token_writer import TokenWriter, write_items
 
@@ -122,7 +122,7 @@ def test_values_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert error.value.code == "data-dtype"
     with pytest.raises(ConfigError, match="no code"):
         TokenWriter(tmp_path / "b", np.uint64)
-    assert [fitting(0, 255), fitting(0, 256), fitting(-1, 127), fitting(-200, 0)] == [
+    assert [smallest_int_dtype(0, 255), smallest_int_dtype(0, 256), smallest_int_dtype(-1, 127), smallest_int_dtype(-200, 0)] == [
         np.dtype(n) for n in ("u1", "u2", "i1", "i2")
     ]
 
@@ -196,7 +196,7 @@ def test_missing_and_foreign_files(tmp_path: Path) -> None:
 
 
 def test_modes_of_multimodal_files() -> None:
-    index = Index(np.dtype("<i4"), np.array([1, 2]), np.array([0, 1]), np.array([0, 2]), np.array([0, 1], np.int8))
+    index = TokenIndex(np.dtype("<i4"), np.array([1, 2]), np.array([0, 1]), np.array([0, 2]), np.array([0, 1], np.int8))
     read = parse_index(np.frombuffer(pack_index(index, "megatron"), np.uint8), 12)
     assert read.modes is not None
     assert read.modes.tolist() == [0, 1]

@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_config.errors import ConfigError, DsError, PlanError
-from ds_engine.batch import Batch, BatchRequest, resolve_batch
+from ds_engine.batch import BatchSizes, BatchRequest, resolve_batch
 
 small = st.integers(1, 64)
 
 
-def numbers(batch: Batch) -> tuple[int, int, int]:
+def numbers(batch: BatchSizes) -> tuple[int, int, int]:
     return batch.train, batch.micro, batch.accumulation
 
 

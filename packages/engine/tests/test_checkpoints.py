@@ -250,7 +250,7 @@ def test_without_frozen_parameters_and_back_into_another_base(
     first = start(frozen(), asked, rows)
     first.train_batch()
     path = first.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
-    trained = {name: value.clone() for name, value in first.whole_state_dict().items()}
+    trained = {name: value.clone() for name, value in first.full_state_dict().items()}
     first.close()
     names = {name for name in ds_ckpt.inspect(path).tensors if name.startswith("param/")}
     assert names == {"param/second.weight", "param/second.bias"}
@@ -260,7 +260,7 @@ def test_without_frozen_parameters_and_back_into_another_base(
     with pytest.raises(CheckpointError):
         second.load_checkpoint(tmp_path)
     second.load_checkpoint(tmp_path, load_module_strict=False)
-    found = second.whole_state_dict()
+    found = second.full_state_dict()
     second.close()
     assert not found["first.weight"].any()
     assert torch.equal(found["second.weight"], trained["second.weight"])

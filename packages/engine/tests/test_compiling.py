@@ -16,26 +16,26 @@ from ds_engine import Shapes, load_config, make_plan
 from ds_engine.compiling import (
     BUILTIN,
     Contract,
-    Entry,
+    PassEntry,
     Graph,
-    Known,
+    PassInputs,
     Node,
     Pass,
-    Verb,
+    GraphVerb,
     check_schedule,
     default_schedule,
     resolve,
 )
 from ds_engine.compiling.pass_choice import choose_kept, free, insert, keep, prefetch, reduce, store, store_all
-from ds_engine.compiling.graph import Grad, Saved
+from ds_engine.compiling.graph import Grad, SavedResult
 from ds_engine.compiling.ops import OPS
-from ds_engine.compiling.graph_reader import Placed, read
+from ds_engine.compiling.graph_reader import ParamLocation, read
 from ds_engine.compiling.rewriting import put_ends_last, rewrite
 from ds_zero.layout.units import ModuleInfo, ParamInfo
 
 
-def passes(*names: str) -> Entry:
-    return Entry(0, tuple(BUILTIN[name] for name in names))
+def passes(*names: str) -> PassEntry:
+    return PassEntry(0, tuple(BUILTIN[name] for name in names))
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -87,7 +87,7 @@ def test_passes_are_found_by_name_and_by_function() -> None:
 
 
 @st.composite
-def graphs(draw: st.DrawFn, backward: bool = False) -> tuple[Graph, Known]:
+def graphs(draw: st.DrawFn, backward: bool = False) -> tuple[Graph, PassInputs]:
     count, units = draw(st.integers(1, 12)), draw(st.integers(1, 4))
     nodes = []
     for at in range(count):
@@ -98,7 +98,7 @@ def graphs(draw: st.DrawFn, backward: bool = False) -> tuple[Graph, Known]:
     gathered = {u: draw(st.integers(1, 40)) for u in draw(st.sets(st.integers(0, units - 1)))}
     seconds = {u: draw(st.floats(0, 2)) for u in gathered}
     budget = draw(st.none() | st.integers(0, 400))
-    return Graph(tuple(nodes), backward, grads), Known(gathered, seconds, budget, both=frozenset(gathered))
+    return Graph(tuple(nodes), backward, grads), PassInputs(gathered, seconds, budget, both=frozenset(gathered))
 
 
 def held(graph: Graph) -> list[set[int]]:
@@ -107,16 +107,16 @@ def held(graph: Graph) -> list[set[int]]:
     found = []
     for at in range(graph.end):
         for action in graph.actions:
-            if action.at == at and action.verb is Verb.NEED:
+            if action.at == at and action.verb is GraphVerb.NEED:
                 here.add(action.unit)
-            elif action.at == at and action.verb is Verb.SPARE:
+            elif action.at == at and action.verb is GraphVerb.SPARE:
                 here.discard(action.unit)
         found.append(set(here))
     return found
 
 
 @given(graphs())
-def test_units_are_there_exactly_from_their_first_to_their_last_use(case: tuple[Graph, Known]) -> None:
+def test_units_are_there_exactly_from_their_first_to_their_last_use(case: tuple[Graph, PassInputs]) -> None:
     graph, known = case
     made = insert(graph, known)
     for unit in known.gathered:
@@ -126,7 +126,7 @@ def test_units_are_there_exactly_from_their_first_to_their_last_use(case: tuple[
 
 
 @given(graphs(backward=True))
-def test_gradients_of_a_unit_are_handed_over_once_behind_the_last(case: tuple[Graph, Known]) -> None:
+def test_gradients_of_a_unit_are_handed_over_once_behind_the_last(case: tuple[Graph, PassInputs]) -> None:
     graph, known = case
     made = reduce(graph, known)
     assert sorted(a.unit for a in made.actions) == sorted({g.unit for g in graph.grads})
@@ -135,12 +135,12 @@ def test_gradients_of_a_unit_are_handed_over_once_behind_the_last(case: tuple[Gr
 
 
 @given(graphs())
-def test_prefetches_come_in_the_order_of_needs_and_keep_to_the_budget(case: tuple[Graph, Known]) -> None:
+def test_prefetches_come_in_the_order_of_needs_and_keep_to_the_budget(case: tuple[Graph, PassInputs]) -> None:
     graph, known = case
     base = insert(graph, known)
     made = prefetch(base, known)
-    needs = [a for a in made.actions if a.verb is Verb.NEED]
-    early = [a for a in made.actions if a.verb is Verb.EXPECT]
+    needs = [a for a in made.actions if a.verb is GraphVerb.NEED]
+    early = [a for a in made.actions if a.verb is GraphVerb.EXPECT]
     order = [a.unit for a in needs]
     assert [order.index(a.unit) for a in early] == sorted(order.index(a.unit) for a in early)
     assert all(a.at < next(n.at for n in needs if n.unit == a.unit) for a in early)
@@ -153,42 +153,42 @@ def test_prefetches_come_in_the_order_of_needs_and_keep_to_the_budget(case: tupl
 
 
 @given(graphs(), graphs(backward=True))
-def test_kept_units_are_gathered_once_and_fit(one: tuple[Graph, Known], other: tuple[Graph, Known]) -> None:
+def test_kept_units_are_gathered_once_and_fit(one: tuple[Graph, PassInputs], other: tuple[Graph, PassInputs]) -> None:
     known = one[1]
     kept = choose_kept(known)
     if known.budget is not None:
         assert sum(known.gathered[u] for u in kept) <= max(0, int(known.budget * 0.9))
-    known = Known(known.gathered, known.seconds, known.budget, both=known.both, kept=kept)
+    known = PassInputs(known.gathered, known.seconds, known.budget, both=known.both, kept=kept)
     forward, backward = (keep(insert(graph, known), known) for graph in (one[0], other[0]))
-    assert not [a for a in (*forward.actions, *backward.actions) if a.verb is Verb.SPARE and a.unit in kept]
-    assert not [a for a in backward.actions if a.verb is Verb.NEED and a.unit in kept]
-    assert [a for a in forward.actions if a.verb is Verb.NEED] == [
-        a for a in insert(one[0], known).actions if a.verb is Verb.NEED
+    assert not [a for a in (*forward.actions, *backward.actions) if a.verb is GraphVerb.SPARE and a.unit in kept]
+    assert not [a for a in backward.actions if a.verb is GraphVerb.NEED and a.unit in kept]
+    assert [a for a in forward.actions if a.verb is GraphVerb.NEED] == [
+        a for a in insert(one[0], known).actions if a.verb is GraphVerb.NEED
     ]
 
 
 def test_the_costliest_gathers_a_byte_are_kept_first() -> None:
-    known = Known({0: 100, 1: 10, 2: 50}, {0: 1.0, 1: 1.0, 2: 1.0}, 100, both=frozenset({0, 1, 2}), peak=20)
+    known = PassInputs({0: 100, 1: 10, 2: 50}, {0: 1.0, 1: 1.0, 2: 1.0}, 100, both=frozenset({0, 1, 2}), peak=20)
     assert choose_kept(known) == {1, 2}  # 0.9 x 100 - 20 = 70 bytes
-    assert choose_kept(Known(known.gathered, known.seconds, None, both=known.both)) == {0, 1, 2}
+    assert choose_kept(PassInputs(known.gathered, known.seconds, None, both=known.both)) == {0, 1, 2}
 
 
 def test_saved_results_are_freed_or_put_away_by_size_and_by_need() -> None:
     saved = (
-        Saved("a", 100, 0, 0, 1),
-        Saved("b", 10, 1, 1, 2),
-        Saved("c", 80, 2, 2, 2),
-        Saved("d", 90, 2, 2, 2, own=False),
+        SavedResult("a", 100, 0, 0, 1),
+        SavedResult("b", 10, 1, 1, 2),
+        SavedResult("c", 80, 2, 2, 2),
+        SavedResult("d", 90, 2, 2, 2, own=False),
     )
     nodes = tuple(Node(f"n{at}") for at in range(3))
     forward, backward = Graph(nodes, saved=saved), Graph(nodes, backward=True, saved=saved)
-    known = Known(least=50, budget=1000, peak=950)
+    known = PassInputs(least=50, budget=1000, peak=950)
     assert [str(a) for a in free(backward, known).actions] == ["free a", "free c"]
     assert free(forward, known).actions == ()
     assert [(str(a), a.at) for a in store_all(forward, known).actions] == [("offload a", 2), ("offload c", 3)]
     assert [(str(a), a.at) for a in store_all(backward, known).actions] == [("reload a", 0), ("reload c", 2)]
     assert [str(a) for a in store(forward, known).actions] == ["offload a"]  # 950 is 50 more than 0.9 x 1000
-    assert store(forward, Known(least=50, budget=2000, peak=950)).actions == ()
+    assert store(forward, PassInputs(least=50, budget=2000, peak=950)).actions == ()
 
 
 # ---- the section
@@ -242,7 +242,7 @@ def test_views_of_what_the_caller_has_are_nobodys_to_free() -> None:
     for node in graph.nodes:
         if node.op != "output":
             node.meta["val"] = torch.empty(2, 2)
-    read_forward = read(graph, {"primals_2": Placed(0, 0, True)}, backward=False, saved=1)
+    read_forward = read(graph, {"primals_2": ParamLocation(0, 0, True)}, backward=False, saved=1)
     assert {one.name: one.own for one in read_forward.saved} == {
         "mul_tensor": False,
         "add_tensor": True,
@@ -267,7 +267,7 @@ def test_what_reads_a_view_of_a_saved_result_comes_before_its_end(view: Any, arg
         if node.op != "output":
             node.meta["val"] = torch.empty(2, 2)
     facts = read(graph, {}, backward=True, saved=None, ours={"mul_tensor"})
-    assert [(action.verb, action.at) for action in free(facts, Known()).actions] == [(Verb.FREE, 2)]
+    assert [(action.verb, action.at) for action in free(facts, PassInputs()).actions] == [(GraphVerb.FREE, 2)]
 
 
 def test_graphs_of_a_device_move_saved_results_to_the_host_and_back() -> None:
@@ -287,7 +287,7 @@ def test_graphs_of_a_device_move_saved_results_to_the_host_and_back() -> None:
     facts = read(forward, {}, backward=False, saved=1)
     ours = frozenset(one.name for one in facts.saved if one.own)
     behind = read(backward, {}, backward=True, saved=None, ours=ours)
-    known = Known(least=1)
+    known = PassInputs(least=1)
     stored = rewrite(fx.GraphModule({}, forward), store_all(facts, known), {}, 0)
     fetched = rewrite(fx.GraphModule({}, backward), store_all(behind, known), {}, 0)
     results = next(node for node in stored.graph.nodes if node.op == "output").args[0]

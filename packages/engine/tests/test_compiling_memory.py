@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_config.errors import DsError, PlanError
 from ds_engine import Shapes, load_config, make_plan
-from ds_engine.compiling import BUILTIN, Action, Graph, Known, Node, Verb, check_schedule, default_schedule, resolve
+from ds_engine.compiling import BUILTIN, GraphAction, Graph, PassInputs, Node, GraphVerb, check_schedule, default_schedule, resolve
 from ds_engine.compiling.pass_choice import bucket, insert, load, park, park_all, prefetch, reduce
 from ds_engine.compiling.graph import Grad
-from ds_engine.compiling.graph_reader import Placed, read
+from ds_engine.compiling.graph_reader import ParamLocation, read
 from ds_engine.compiling.rewriting import rewrite
 from ds_zero.layout.units import ModuleInfo, ParamInfo
 
@@ -35,7 +35,7 @@ def chain(count: int, units: int, *, backward: bool = False, nbytes: int = 10) -
     return Graph(nodes, backward, grads)
 
 
-def told(graph: Graph, *verbs: Verb) -> list[tuple[str, int]]:
+def told(graph: Graph, *verbs: GraphVerb) -> list[tuple[str, int]]:
     return [(str(action), action.at) for action in graph.actions if action.verb in verbs]
 
 
@@ -43,14 +43,14 @@ def told(graph: Graph, *verbs: Verb) -> list[tuple[str, int]]:
 
 
 def test_gradients_of_a_bucket_are_handed_over_together_behind_the_last() -> None:
-    graph = reduce(chain(6, 3, backward=True), Known())
-    assert told(graph, Verb.ARRIVED) == [("reduce 2", 2), ("reduce 1", 4), ("reduce 0", 6)]
-    joined = bucket(graph, Known(buckets=((2, 1),)))
-    assert told(joined, Verb.ARRIVED) == [("reduce 2 + 1", 4), ("reduce 0", 6)]
+    graph = reduce(chain(6, 3, backward=True), PassInputs())
+    assert told(graph, GraphVerb.ARRIVED) == [("reduce 2", 2), ("reduce 1", 4), ("reduce 0", 6)]
+    joined = bucket(graph, PassInputs(buckets=((2, 1),)))
+    assert told(joined, GraphVerb.ARRIVED) == [("reduce 2 + 1", 4), ("reduce 0", 6)]
     assert joined.lines(lambda unit: f"w{unit}")[0] == "reduce w2 + w1 before n4"
-    assert bucket(graph, Known(buckets=((7, 8),))) == graph
-    alone = reduce(Graph(graph.nodes, True, graph.grads[:1]), Known())
-    assert bucket(alone, Known(buckets=((2, 1), (0, 4)))) == alone  # the others are in another graph
+    assert bucket(graph, PassInputs(buckets=((7, 8),))) == graph
+    alone = reduce(Graph(graph.nodes, True, graph.grads[:1]), PassInputs())
+    assert bucket(alone, PassInputs(buckets=((2, 1), (0, 4)))) == alone  # the others are in another graph
 
 
 def test_one_operation_hands_several_units_over() -> None:
@@ -61,9 +61,9 @@ def test_one_operation_hands_several_units_over() -> None:
     graph.output((first, second))
     for node in (x, first, second):
         node.meta["val"] = torch.empty(2, 2)
-    params = {"primals_1": Placed(4, 1, True), "primals_2": Placed(3, 0, True)}
+    params = {"primals_1": ParamLocation(4, 1, True), "primals_2": ParamLocation(3, 0, True)}
     facts = read(graph, params, backward=True, saved=None)
-    made = rewrite(fx.GraphModule({}, graph), bucket(reduce(facts, Known()), Known(buckets=((4, 3),))), params, 7)
+    made = rewrite(fx.GraphModule({}, graph), bucket(reduce(facts, PassInputs()), PassInputs(buckets=((4, 3),))), params, 7)
     calls = [node for node in made.graph.nodes if "arrived" in str(node.target)]
     assert len(calls) == 1
     grads, params, key, units, members = calls[0].args
@@ -76,7 +76,7 @@ def test_one_operation_hands_several_units_over() -> None:
 
 
 @st.composite
-def measured(draw: st.DrawFn) -> tuple[Graph, Graph, Known]:
+def measured(draw: st.DrawFn) -> tuple[Graph, Graph, PassInputs]:
     units = draw(st.integers(1, 4))
     count = units * draw(st.integers(1, 3))
     nbytes = draw(st.integers(0, 20))
@@ -84,16 +84,16 @@ def measured(draw: st.DrawFn) -> tuple[Graph, Graph, Known]:
     floor = sum(states.values()) + draw(st.integers(0, 50))
     forward, backward = chain(count, units, nbytes=nbytes), chain(count, units, backward=True, nbytes=nbytes)
     peak = max(max(forward.live()), max(backward.live()))
-    return forward, backward, Known(budget=draw(st.integers(0, 500)), floor=floor, peak=peak, states=states)
+    return forward, backward, PassInputs(budget=draw(st.integers(0, 500)), floor=floor, peak=peak, states=states)
 
 
 @given(measured())
-def test_only_as_much_state_leaves_as_the_budget_asks_for(case: tuple[Graph, Graph, Known]) -> None:
+def test_only_as_much_state_leaves_as_the_budget_asks_for(case: tuple[Graph, Graph, PassInputs]) -> None:
     forward, backward, known = case
     gone = [a.unit for a in park(forward, known).actions]
     back = list(park(backward, known).actions)
     assert {a.unit for a in back} <= set(gone)
-    assert all(a.verb is Verb.UNPARK for a in back)
+    assert all(a.verb is GraphVerb.UNPARK for a in back)
     assert known.budget is not None
     over = known.floor + known.peak - int(known.budget * 0.9)
     left = over - sum(known.states[unit] for unit in gone)
@@ -104,7 +104,7 @@ def test_only_as_much_state_leaves_as_the_budget_asks_for(case: tuple[Graph, Gra
 
 
 @given(measured())
-def test_state_comes_back_only_where_memory_lasts_to_the_end(case: tuple[Graph, Graph, Known]) -> None:
+def test_state_comes_back_only_where_memory_lasts_to_the_end(case: tuple[Graph, Graph, PassInputs]) -> None:
     forward, backward, known = case
     gone = {a.unit for a in park(forward, known).actions}
     away = {at: set(gone) for at in range(backward.end)}
@@ -120,41 +120,41 @@ def test_state_comes_back_only_where_memory_lasts_to_the_end(case: tuple[Graph, 
 
 
 def test_without_a_budget_all_state_leaves_at_once_and_comes_back_at_the_end() -> None:
-    known = Known(states={0: 10, 1: 20})
+    known = PassInputs(states={0: 10, 1: 20})
     forward, backward = chain(4, 2), chain(4, 2, backward=True)
-    assert told(park(forward, known), Verb.PARK) == [("offload state of 0", 0), ("offload state of 1", 0)]
-    assert told(park_all(backward, known), Verb.UNPARK) == [("reload state of 1", 4), ("reload state of 0", 4)]
-    assert told(park_all(Graph(backward.nodes, True), known), Verb.UNPARK) == []  # its gradients are made elsewhere
+    assert told(park(forward, known), GraphVerb.PARK) == [("offload state of 0", 0), ("offload state of 1", 0)]
+    assert told(park_all(backward, known), GraphVerb.UNPARK) == [("reload state of 1", 4), ("reload state of 0", 4)]
+    assert told(park_all(Graph(backward.nodes, True), known), GraphVerb.UNPARK) == []  # its gradients are made elsewhere
 
 
 # ---- parameters
 
 
 def test_what_is_sent_is_loaded_while_the_unit_before_is_used() -> None:
-    known = Known(gathered={0: 8, 1: 8, 2: 8}, resting={0: 4, 1: 4, 2: 4})
+    known = PassInputs(gathered={0: 8, 1: 8, 2: 8}, resting={0: 4, 1: 4, 2: 4})
     made = load(insert(chain(6, 3), known), known)
-    assert told(made, Verb.LOAD, Verb.NEED) == [
+    assert told(made, GraphVerb.LOAD, GraphVerb.NEED) == [
         ("load 0", 0), ("load 1", 0), ("gather 0", 0), ("load 2", 2), ("gather 1", 2), ("gather 2", 4),
     ]  # fmt: skip
-    tight = Known(gathered=known.gathered, resting=known.resting, budget=1)
-    assert told(load(insert(chain(6, 3), tight), tight), Verb.LOAD) == [("load 0", 0), ("load 1", 2), ("load 2", 4)]
+    tight = PassInputs(gathered=known.gathered, resting=known.resting, budget=1)
+    assert told(load(insert(chain(6, 3), tight), tight), GraphVerb.LOAD) == [("load 0", 0), ("load 1", 2), ("load 2", 4)]
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.none() | st.integers(0, 200), st.booleans())
 def test_every_gather_of_a_resting_unit_is_loaded_once_and_before_it_begins(
     units: int, each: int, budget: int | None, early: bool
 ) -> None:
-    known = Known(
+    known = PassInputs(
         dict.fromkeys(range(units), 8), dict.fromkeys(range(units), 1.5), budget, resting=dict.fromkeys(range(units), 4)
     )
     graph = insert(chain(units * each, units), known)
     graph = load(prefetch(graph, known) if early else graph, known)
-    loads = [a.unit for a in graph.actions if a.verb is Verb.LOAD]
+    loads = [a.unit for a in graph.actions if a.verb is GraphVerb.LOAD]
     assert sorted(loads) == list(range(units))
     for unit in range(units):
-        order = [a.verb for a in graph.actions if a.unit == unit and a.verb is not Verb.SPARE]
-        assert order[0] is Verb.LOAD
-        assert order[-1] is Verb.NEED
+        order = [a.verb for a in graph.actions if a.unit == unit and a.verb is not GraphVerb.SPARE]
+        assert order[0] is GraphVerb.LOAD
+        assert order[-1] is GraphVerb.NEED
 
 
 # ---- graphs of a device
@@ -171,9 +171,9 @@ def test_graphs_of_a_device_have_the_moves_as_operations() -> None:
     graph.output((out,))
     for node in (param, x, made, out):
         node.meta["val"] = value
-    params = {"primals_1": Placed(0, 0, True)}
+    params = {"primals_1": ParamLocation(0, 0, True)}
     facts = read(graph, params, backward=False, saved=None)
-    known = Known(gathered={0: 128}, resting={0: 64}, states={0: 256, 5: 64})
+    known = PassInputs(gathered={0: 128}, resting={0: 64}, states={0: 256, 5: 64})
     decided = park_all(load(insert(facts, known), known), known)
     again = rewrite(fx.GraphModule({}, graph), decided, params, 3)
     calls = [
@@ -263,5 +263,5 @@ def test_state_that_is_elsewhere_already_is_refused(stage: int, compiled: dict[s
 
 
 def test_actions_say_what_they_do() -> None:
-    assert str(Action(Verb.UNPARK, 0, 3)) == "reload state of 3"
-    assert str(Action(Verb.STORE, 0, name="mul")) == "offload mul"
+    assert str(GraphAction(GraphVerb.UNPARK, 0, 3)) == "reload state of 3"
+    assert str(GraphAction(GraphVerb.STORE, 0, name="mul")) == "offload mul"

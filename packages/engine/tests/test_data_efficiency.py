@@ -19,7 +19,7 @@ from ds_config.errors import CheckpointError, ConfigError, PlanError, Unsupporte
 from ds_data import convert_to_random_ltd, pack_by_seqlens, write_items
 from ds_engine import Engine, shapes_of
 from ds_engine.loader import CurriculumLoader
-from ds_engine.transforms import Asked
+from ds_engine.transforms import TransformInput
 from ds_engine.transforms.token_routing import Routing
 from ds_monitor import MemorySink, metric_names
 
@@ -293,7 +293,7 @@ def test_it_is_the_plain_loop() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    for name, value in engine.whole_state_dict().items():
+    for name, value in engine.full_state_dict().items():
         torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-6, atol=1e-7)
 
 
@@ -302,7 +302,7 @@ def test_with_checkpointed_layers_it_is_the_same_run() -> None:
         engine = start(config(routing=ROUTED, **change), convert_to_random_ltd(Model(), Block))
         torch.manual_seed(1)
         seen(engine, 3)
-        return engine.whole_state_dict()
+        return engine.full_state_dict()
 
     plain = run()
     for name, value in run(activation_checkpointing={"modules": ["layers.*"]}).items():
@@ -318,7 +318,7 @@ def test_without_converted_layers_it_is_an_error() -> None:
 
 @pytest.mark.parametrize("axis", ["tensor", "sequence", "pipe"])
 def test_with_layers_or_sequences_that_are_cut_it_is_an_error(axis: str) -> None:
-    asked = Asked(ds_engine.load_config(config(routing=ROUTED)), shapes_of(Model()), MeshSpec(**{axis: 2}))
+    asked = TransformInput(ds_engine.load_config(config(routing=ROUTED)), shapes_of(Model()), MeshSpec(**{axis: 2}))
     with pytest.raises(UnsupportedError, match=f"{axis}.*other tokens"):
         Routing().decide(asked)
 

@@ -40,7 +40,7 @@ def batches(rows: Any, count: int, size: int = 4) -> Iterator[tuple[Tensor, Tens
 
 
 def values(engine: Engine) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in engine.whole_state_dict().items()}
+    return {name: value.clone() for name, value in engine.full_state_dict().items()}
 
 
 @pytest.mark.parametrize("scaling", [{"prescale_gradients": True}, {"gradient_predivide_factor": 4.0}])
@@ -192,7 +192,7 @@ def test_state_goes_away_and_comes_back(start: Callable[..., Engine], rows: Any,
     engine.offload_states(include=["optimizer"])
     kept = [unit.full.untyped_storage().nbytes() for unit in engine.sharding.units]
     assert all(kept)
-    for call in (lambda: engine.train_batch(iter(halves[1])), lambda: engine.whole_state_dict()):
+    for call in (lambda: engine.train_batch(iter(halves[1])), lambda: engine.full_state_dict()):
         with pytest.raises(PlanError) as caught:
             call()
         assert caught.value.code == "engine-away"
@@ -221,22 +221,22 @@ def test_the_whole_model_in_one_file(start: Callable[..., Engine], tmp_path: Pat
     assert set(found) == set(make_model().state_dict())
     assert {value.dtype for value in found.values()} == {torch.bfloat16}
     make_model().load_state_dict(found)
-    assert "first.bias" not in engine.whole_state_dict(torch.float32, exclude_frozen=True)
+    assert "first.bias" not in engine.full_state_dict(torch.float32, exclude_frozen=True)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_values_can_be_put_in(start: Callable[..., Engine], make_model: Make) -> None:
     engine, fresh = start(zero_optimization={"stage": 3}), make_model()
     state = {name: torch.ones_like(value) for name, value in fresh.state_dict().items()}
-    assert engine.load_whole_state_dict(state) == ([], [])
-    assert all(bool((value == 1).all()) for value in engine.whole_state_dict().values())
+    assert engine.load_full_state_dict(state) == ([], [])
+    assert all(bool((value == 1).all()) for value in engine.full_state_dict().values())
 
 
 def test_tied_parameters_are_written_once(start: Callable[..., Engine], tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].weight = model[0].weight
     engine = start(model)
-    state = engine.whole_state_dict()
+    state = engine.full_state_dict()
     assert state["0.weight"] is state["1.weight"]
     engine.save_16bit_model(tmp_path)
     assert list(load_file(tmp_path / "model.safetensors")) == ["0.weight"]

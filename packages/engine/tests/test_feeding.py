@@ -6,8 +6,8 @@ import pytest
 from torch.utils.data import Dataset
 
 from ds_config.errors import PlanError
-from ds_data.sample_order import Lane
-from ds_engine.batches import Feed
+from ds_data.sample_order import RankSlice
+from ds_engine.batches import BatchSource
 from ds_engine.loader import ResumableLoader
 
 
@@ -21,11 +21,11 @@ class Numbers(Dataset):
 
 @pytest.fixture
 def own():
-    return ResumableLoader(Numbers(), Lane(0, 1, 2), options={"collate_fn": list})
+    return ResumableLoader(Numbers(), RankSlice(0, 1, 2), options={"collate_fn": list})
 
 
 def test_own_data_go_on_over_epochs_and_count_when_the_step_is_complete(own):
-    feed = Feed(own)
+    feed = BatchSource(own)
     seen = [next(feed.stream()) for _ in range(6)]
     assert sorted(number for batch in seen[:4] for number in batch) == list(range(8))
     assert (feed.taken, own.taken, feed.epoch) == (0, 12, 1)
@@ -34,7 +34,7 @@ def test_own_data_go_on_over_epochs_and_count_when_the_step_is_complete(own):
 
 
 def test_what_a_call_brings_goes_on_where_it_ended_and_own_data_where_they_were(own):
-    feed, brought = Feed(own), [1, 2, 3]
+    feed, brought = BatchSource(own), [1, 2, 3]
     first = next(feed.stream())
     assert [next(feed.stream(brought)) for _ in range(4)] == [1, 2, 3, 1]
     assert list(feed.stream(iter(brought))) == brought
@@ -43,7 +43,7 @@ def test_what_a_call_brings_goes_on_where_it_ended_and_own_data_where_they_were(
 
 
 def test_a_loader_in_the_place_of_the_own(own):
-    feed = Feed(own)
+    feed = BatchSource(own)
     next(feed.stream())
     feed.replace([7])
     assert [next(feed.stream()), next(feed.stream())] == [7, 7]
@@ -56,7 +56,7 @@ def test_a_loader_in_the_place_of_the_own(own):
 
 
 def test_an_iterator_is_drawn_to_its_end_and_an_empty_loader_ends():
-    feed = Feed(None)
+    feed = BatchSource(None)
     feed.draw_from(iter([1, 2]))
     assert list(feed.stream()) == [1, 2]
     feed.draw_from([])

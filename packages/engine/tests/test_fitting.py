@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_config.errors import ConfigError
-from ds_engine.memory_fit import Cluster, cluster_of, fits_of, numel_of, shapes_of_numbers
+from ds_engine.memory_fit import DeviceCluster, cluster_of, fits_of, numel_of, shapes_of_numbers
 from ds_launcher.cli import main as ds
 
 
-def _rows(cluster: Cluster, numel: int, layers: int = 32) -> dict[tuple[int, str], tuple[int, int]]:
+def _rows(cluster: DeviceCluster, numel: int, layers: int = 32) -> dict[tuple[int, str], tuple[int, int]]:
     shapes = shapes_of_numbers(numel, layers)
     return {(row.stage, row.tier): (row.device_bytes, row.host_bytes) for row in fits_of(cluster, shapes)}
 
@@ -28,7 +28,7 @@ def test_upstreams_formulas_agree_where_they_are_right(numel: int, ranks: int, l
 
     What passes within a step is not in upstream's stage 2, and at stage 3 it is 4 bytes of the largest layer: two gathered layers.
     """
-    rows = _rows(Cluster(1, ranks, 80 * 10**9), numel, layers)
+    rows = _rows(DeviceCluster(1, ranks, 80 * 10**9), numel, layers)
     layer = numel / layers
     low = 2 * numel + 16 * numel / ranks
     assert low * 0.999 <= rows[2, "device"][0] <= low + 2 * numel * 4 * 3 / min(layers, 8)
@@ -44,7 +44,7 @@ def test_upstreams_formulas_agree_where_they_are_right(numel: int, ranks: int, l
 @given(st.integers(10**6, 10**10), st.sampled_from([1, 2, 8]))
 @settings(max_examples=15, deadline=None)
 def test_higher_stages_and_more_devices_need_less_of_each(numel: int, ranks: int) -> None:
-    rows, more = (_rows(Cluster(1, n, 10**10), numel) for n in (ranks, 2 * ranks))
+    rows, more = (_rows(DeviceCluster(1, n, 10**10), numel) for n in (ranks, 2 * ranks))
     for stage in (1, 2, 3):
         assert more[stage, "device"][0] <= rows[stage, "device"][0] * 1.01
         if ranks > 1:
@@ -53,8 +53,8 @@ def test_higher_stages_and_more_devices_need_less_of_each(numel: int, ranks: int
 
 
 def test_numbers_are_read_as_people_write_them() -> None:
-    assert cluster_of("8x80GB") == Cluster(1, 8, 80 * 10**9)
-    assert cluster_of("4x8x64GiB") == Cluster(4, 8, 64 << 30)
+    assert cluster_of("8x80GB") == DeviceCluster(1, 8, 80 * 10**9)
+    assert cluster_of("4x8x64GiB") == DeviceCluster(4, 8, 64 << 30)
     assert [numel_of(t) for t in ("7B", "350M", "1.3e9", "gpt.py:make")] == [
         7 * 10**9,
         350 * 10**6,

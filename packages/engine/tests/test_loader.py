@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
 from ds_config.errors import CheckpointError, ConfigError, UnsupportedError
-from ds_data import Lane, Stream
-from ds_engine.loader import Order, ResumableLoader
+from ds_data import RankSlice, SampleStream
+from ds_engine.loader import SampleOrder, ResumableLoader
 
 
 class Ids(Dataset[int]):
@@ -26,7 +26,7 @@ class Ids(Dataset[int]):
 
 
 def loaders(length: int, ranks: int, micro: int, multiple: int = 1, seed: int = 3) -> list[ResumableLoader]:
-    return [ResumableLoader(Ids(length), Lane(r, ranks, micro), Order(seed, multiple=multiple)) for r in range(ranks)]
+    return [ResumableLoader(Ids(length), RankSlice(r, ranks, micro), SampleOrder(seed, multiple=multiple)) for r in range(ranks)]
 
 
 def samples(group: list[ResumableLoader], rows: int) -> list[int]:
@@ -38,7 +38,7 @@ def samples(group: list[ResumableLoader], rows: int) -> list[int]:
 @settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 9), st.booleans())
 def test_an_epoch_has_every_sample_at_most_once(length: int, multiple: int, shuffle: bool) -> None:
-    stream = Stream(length, 5, shuffle, multiple)
+    stream = SampleStream(length, 5, shuffle, multiple)
     size = stream.epoch_length
     assert size % multiple == 0
     assert 0 <= length - size < multiple
@@ -66,16 +66,16 @@ def test_any_number_of_ranks_goes_on_with_the_next_sample(length: int, stop: int
 
 
 def test_epochs_are_shuffled_differently_and_reproducibly() -> None:
-    stream = Stream(100, 7)
+    stream = SampleStream(100, 7)
     order = [stream.sample(p) for p in range(200)]
     assert order[:100] != order[100:]
-    assert order == [Stream(100, 7).sample(p) for p in range(200)]
-    assert order != [Stream(100, 8).sample(p) for p in range(200)]
-    assert [Stream(5, 7, shuffle=False).sample(p) for p in range(7)] == [0, 1, 2, 3, 4, 0, 1]
+    assert order == [SampleStream(100, 7).sample(p) for p in range(200)]
+    assert order != [SampleStream(100, 8).sample(p) for p in range(200)]
+    assert [SampleStream(5, 7, shuffle=False).sample(p) for p in range(7)] == [0, 1, 2, 3, 4, 0, 1]
 
 
 def test_read_ahead_of_workers_is_not_counted() -> None:
-    loader = ResumableLoader(Ids(32), Lane(0, 1, 2), options={"num_workers": 1, "prefetch_factor": 4})
+    loader = ResumableLoader(Ids(32), RankSlice(0, 1, 2), options={"num_workers": 1, "prefetch_factor": 4})
     stream = iter(loader)
     next(stream)
     next(stream)
@@ -118,7 +118,7 @@ def test_streams_are_refused() -> None:
             return iter(range(3))
 
     with pytest.raises(UnsupportedError) as caught:
-        ResumableLoader(Endless(), Lane(0, 1, 1))
+        ResumableLoader(Endless(), RankSlice(0, 1, 1))
     assert caught.value.code == "data-iterable"
 
 
@@ -134,7 +134,7 @@ def test_no_order_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     plain = torch.randperm
     monkeypatch.setattr(torch, "randperm", lambda n, **more: made.append(n) or plain(n, **more))
-    loaders = [iter(ResumableLoader(range(12), Lane(0, 1, 2), Order(seed))) for seed in range(5)]  # type: ignore[arg-type]
+    loaders = [iter(ResumableLoader(range(12), RankSlice(0, 1, 2), SampleOrder(seed))) for seed in range(5)]  # type: ignore[arg-type]
     for _ in range(6):
         for loader in loaders:
             next(loader)

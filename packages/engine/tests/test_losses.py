@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from ds_comm import single_group
+from ds_comm import self_group
 from ds_config.errors import PlanError
-from ds_engine.loss_total import Ledger, SumLoss, Totals, loss_of
+from ds_engine.loss_total import LossAccumulator, SumLoss, Totals, loss_of
 
 ONE = torch.tensor(1.5)
 
@@ -36,30 +36,30 @@ def test_no_loss_is_an_error(output: Any) -> None:
 
 
 def test_means_weigh_the_same_and_sums_by_their_count() -> None:
-    ledger = Ledger()
+    ledger = LossAccumulator()
     for value in (1.0, 2.0, 6.0):
         ledger.add(torch.tensor(value))
-    totals = ledger.close(single_group())
+    totals = ledger.close(self_group())
     assert totals is not None
     assert (float(totals.loss), totals.count) == (3.0, None)
     ledger.add(SumLoss(torch.tensor(10.0), 4))
     ledger.add(SumLoss(torch.tensor(2.0), torch.tensor(2)))
-    totals = ledger.close(single_group())
+    totals = ledger.close(self_group())
     assert totals is not None
     assert (float(totals.loss), totals.count) == (2.0, 6.0)
-    assert ledger.close(single_group()) is None
+    assert ledger.close(self_group()) is None
 
 
 def test_nothing_counted_is_zero_not_a_division() -> None:
-    ledger = Ledger()
+    ledger = LossAccumulator()
     ledger.add(SumLoss(torch.tensor(0.0), 0))
-    totals = ledger.close(single_group())
+    totals = ledger.close(self_group())
     assert totals is not None
     assert (float(totals.loss), totals.count) == (0.0, 0.0)
 
 
 def test_mixing_is_an_error() -> None:
-    ledger = Ledger()
+    ledger = LossAccumulator()
     ledger.add(ONE)
     with pytest.raises(PlanError) as caught:
         ledger.add(SumLoss(ONE, 1))
@@ -67,7 +67,7 @@ def test_mixing_is_an_error() -> None:
 
 
 def test_mean_losses_may_be_added_up_by_the_caller() -> None:
-    ledger = Ledger()
+    ledger = LossAccumulator()
     for value in (1.0, 2.0, 6.0):
         ledger.add(torch.tensor(value))
     assert ledger.waits
@@ -78,6 +78,6 @@ def test_mean_losses_may_be_added_up_by_the_caller() -> None:
 
 
 def test_the_count_of_sum_losses_is_needed_at_once() -> None:
-    ledger = Ledger()
+    ledger = LossAccumulator()
     ledger.add(SumLoss(torch.tensor(10.0), 4))
     assert not ledger.waits

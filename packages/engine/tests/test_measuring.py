@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import ds_engine
 from ds_config.errors import ConfigError
 from ds_engine.trial_recorder import layer_groups
-from ds_engine.trial_spec import DS_TRIAL, Order, laid_over
+from ds_engine.trial_spec import DS_TRIAL, TrialSpec, laid_over
 from ds_engine.trial_results import read_measured, write_json
 
 
@@ -44,7 +44,7 @@ def _train(config: dict[str, Any], samples: int = 4) -> None:
 
 
 def test_an_order_changes_the_configuration_measures_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    order = Order({"train_micro_batch_size_per_gpu": 4}, 2, 4, str(tmp_path / "out" / "measured.json"), detail=True)
+    order = TrialSpec({"train_micro_batch_size_per_gpu": 4}, 2, 4, str(tmp_path / "out" / "measured.json"), detail=True)
     write_json(tmp_path / "order.json", order)
     monkeypatch.setenv(DS_TRIAL, str(tmp_path / "order.json"))
     with pytest.raises(SystemExit) as ended:

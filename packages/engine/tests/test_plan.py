@@ -17,7 +17,7 @@ import ds_engine
 from ds_config.errors import ConfigError, DsError, PlanError, UnsupportedError
 from ds_engine import Shapes, load_config, make_plan, shapes_of
 from ds_engine.models import _shapes, decoder_shapes, shapes_from
-from ds_pipe import Staging
+from ds_pipe import PipelineSpec
 from ds_zero.layout.units import ModuleInfo, ParamInfo
 
 
@@ -289,7 +289,7 @@ def test_expected_bytes_are_those_of_a_run(kind: str, stage: int) -> None:
     ],
 )
 def test_a_configuration_that_expects_another_cut_is_refused(section: dict[str, Any], said: str) -> None:
-    cut = replace(shapes(), stages=2, staging=Staging("1f1b", 2, partition="parameters"))
+    cut = replace(shapes(), stages=2, staging=PipelineSpec("1f1b", 2, partition="parameters"))
     agreed = {"stages": 2, "partition": "parameters", "seed_layers": False}
     assert make_plan(load_config({"train_batch_size": 4, "pipeline": agreed}), cut, 2).staging == cut.staging
     with pytest.raises(PlanError, match=said) as refused:

@@ -16,7 +16,7 @@ from ds_config import classify, dotted
 from ds_config.errors import ConfigError, DsError, UnsupportedError
 from ds_config.config_file import read
 from ds_engine import Config, Shapes, load_config, make_plan
-from ds_pipe import Staging
+from ds_pipe import PipelineSpec
 
 FOLDER = Path(__file__).parent / "recipes"
 EXPECTED: dict[str, dict[str, Any]] = json.loads((FOLDER / "expected.json").read_text())
@@ -36,7 +36,7 @@ def ended(name: str) -> DsError | None:
     (path,) = FOLDER.glob(f"{name}.*json")
     shapes = Shapes((), ())
     if cut := expected.get("staging"):
-        shapes = replace(shapes, stages=cut["ranks"], staging=Staging("1f1b", **cut))
+        shapes = replace(shapes, stages=cut["ranks"], staging=PipelineSpec("1f1b", **cut))
     try:
         plan = make_plan(load_config(path, auto=AUTO.get(expected.get("auto", ""))), shapes, expected["world"])
     except DsError as error:

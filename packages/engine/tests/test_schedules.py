@@ -15,7 +15,7 @@ from ds_engine.lr_schedules import (
     LRRangeTest,
     OneCycle,
     Schedule,
-    Scheduler,
+    LRScheduler,
     WarmupCosineLR,
     WarmupDecayLR,
     WarmupLR,
@@ -126,14 +126,14 @@ def groups() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("schedule", ALL, ids=lambda s: type(s).__name__)
 def test_resume_anywhere_gives_the_same_values(schedule: Schedule) -> None:
     straight = groups()
-    scheduler = Scheduler(schedule, straight)
+    scheduler = LRScheduler(schedule, straight)
     seen = []
     for _ in range(30):
         seen.append([dict(group) for group in straight])
         scheduler.step()
     for at in (0, 1, 7, 29):
         resumed = groups()
-        again = Scheduler(schedule, resumed)
+        again = LRScheduler(schedule, resumed)
         again.load_state_dict({"last_batch_iteration": at - 1})
         assert [dict(group) for group in resumed] == seen[at]
         assert again.state_dict() == {"last_batch_iteration": at - 1}
@@ -142,16 +142,16 @@ def test_resume_anywhere_gives_the_same_values(schedule: Schedule) -> None:
 
 def test_base_lr_survives_a_resume_of_the_groups() -> None:
     trained = groups()
-    scheduler = Scheduler(WarmupCosineLR(total_num_steps=10, warmup_num_steps=2), trained)
+    scheduler = LRScheduler(WarmupCosineLR(total_num_steps=10, warmup_num_steps=2), trained)
     for _ in range(5):
         scheduler.step()
-    again = Scheduler(scheduler.schedule, [dict(group) for group in trained])  # lr is already decayed here
+    again = LRScheduler(scheduler.schedule, [dict(group) for group in trained])  # lr is already decayed here
     again.load_state_dict(scheduler.state_dict())
     assert again.get_lr() == scheduler.get_lr()
 
 
 def test_the_first_two_updates_run_at_the_minimum() -> None:
-    scheduler = Scheduler(WarmupLR(warmup_min_lr=0.25, warmup_max_lr=1.0, warmup_num_steps=4), groups())
+    scheduler = LRScheduler(WarmupLR(warmup_min_lr=0.25, warmup_max_lr=1.0, warmup_num_steps=4), groups())
     first = scheduler.get_lr()
     scheduler.step()
     assert first == scheduler.get_lr() == [0.25, 0.25]
@@ -159,7 +159,7 @@ def test_the_first_two_updates_run_at_the_minimum() -> None:
 
 def test_momentum_goes_only_where_there_are_betas() -> None:
     both = groups()
-    Scheduler(ALL[1], both)
+    LRScheduler(ALL[1], both)
     assert both[0]["betas"] == (0.8, 0.99)
     assert "betas" not in both[1]
 
@@ -167,7 +167,7 @@ def test_momentum_goes_only_where_there_are_betas() -> None:
 def test_a_tensor_lr_keeps_its_identity() -> None:
     torch = pytest.importorskip("torch")
     held = torch.tensor(0.5)
-    scheduler = Scheduler(WarmupLR(warmup_max_lr=1.0, warmup_num_steps=2), [{"lr": held}])
+    scheduler = LRScheduler(WarmupLR(warmup_max_lr=1.0, warmup_num_steps=2), [{"lr": held}])
     for _ in range(4):
         scheduler.step()
     assert held.item() == 1.0
@@ -175,7 +175,7 @@ def test_a_tensor_lr_keeps_its_identity() -> None:
 
 def test_per_group_values_must_fit_the_groups() -> None:
     with pytest.raises(ConfigError) as caught:
-        Scheduler(LRRangeTest(lr_range_test_min_lr=(0.1, 0.2, 0.3)), groups())
+        LRScheduler(LRRangeTest(lr_range_test_min_lr=(0.1, 0.2, 0.3)), groups())
     assert caught.value.code == "schedule-groups"
     assert "3 values" in caught.value.message
     assert "2 parameter groups" in caught.value.message
@@ -204,7 +204,7 @@ def test_the_table_is_complete() -> None:
 def test_one_cycle_of_each_group():
     groups = [{"lr": 0.1, "betas": (0.9, 0.99)}, {"lr": 0.2, "betas": (0.9, 0.99)}]
     params = {"cycle_min_lr": (0.001, 0.002), "cycle_max_lr": (0.01, 0.02), "cycle_min_mom": (0.8, 0.85)}
-    scheduler = Scheduler(OneCycle(**params, cycle_max_mom=0.95, cycle_first_step_size=5), groups)
+    scheduler = LRScheduler(OneCycle(**params, cycle_max_mom=0.95, cycle_first_step_size=5), groups)
     assert [group["betas"] for group in groups] == [(0.8, 0.99), (0.85, 0.99)]  # the first update
     scheduler.step(4)
     assert scheduler.get_lr() == pytest.approx([0.01, 0.02])
@@ -215,4 +215,4 @@ def test_one_cycle_of_each_group():
     assert (
         OneCycle(cycle_min_lr=0.1, cycle_max_lr=1.0, cycle_first_step_size=4, cycle_second_step_size=0).lr(2, 0) > 0.7
     )
-    assert Scheduler(WarmupLR(), [{"lr": 0.1}]).get_mom() is None
+    assert LRScheduler(WarmupLR(), [{"lr": 0.1}]).get_mom() is None

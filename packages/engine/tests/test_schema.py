@@ -19,12 +19,12 @@ import ds_ckpt.config
 import ds_monitor.config
 from ds_config import Key, dotted, keys, saying
 from ds_config.errors import DsError
-from ds_config.schema_fields import Dead, Deprecated, Unbuilt
+from ds_config.schema_fields import NoEffect, Deprecated, Unsupported
 from ds_config.shape import aliases, literals, of_field, options, retired
 from ds_engine import Config, load_config, make_plan, shapes_of
 from ds_engine.optimizer_table import make_optimizer
-from ds_engine.lr_schedules import Schedule, Scheduler
-from ds_pipe import Staging
+from ds_engine.lr_schedules import Schedule, LRScheduler
+from ds_pipe import PipelineSpec
 
 REFERENCE = Path(__file__).parent / "data" / "reference_keys.txt"
 OURS = {
@@ -88,8 +88,8 @@ def kind_of(key: Key) -> str:
         why = reason(one)
         if isinstance(why, Deprecated):
             return "deprecated"
-        if isinstance(why, Unbuilt | Dead) and not (one is not key and isinstance(reason(key), Deprecated)):
-            return "unbuilt" if isinstance(why, Unbuilt) else "dead"
+        if isinstance(why, Unsupported | NoEffect) and not (one is not key and isinstance(reason(key), Deprecated)):
+            return "unbuilt" if isinstance(why, Unsupported) else "dead"
     return "alias" if key.path[-1] != key.field else "acts"
 
 
@@ -169,7 +169,7 @@ FROZEN = replace(
     SHAPES,
     params=tuple(replace(p, name=f"some.{p.name}", group=None) if ".0." in p.name else p for p in SHAPES.params),
 )
-STAGED = replace(SHAPES, stages=2, staging=Staging("1f1b", 2))
+STAGED = replace(SHAPES, stages=2, staging=PipelineSpec("1f1b", 2))
 
 
 def observed(document: Mapping[str, Any], made: list[Made]) -> str:
@@ -192,7 +192,7 @@ def observed(document: Mapping[str, Any], made: list[Made]) -> str:
         seen += [(k, v) for k, v in vars(optimizer).items() if isinstance(v, int | float | tuple)]
         seen += [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     if config.scheduler is not None and isinstance(config.scheduler.params, Schedule):
-        scheduler = Scheduler(config.scheduler.params, [{"lr": 0.5, "betas": (0.9, 0.9)}])
+        scheduler = LRScheduler(config.scheduler.params, [{"lr": 0.5, "betas": (0.9, 0.9)}])
         for _ in range(60):
             seen += [scheduler.get_lr(), scheduler.schedule.momentum(scheduler.last_batch_iteration)]
             scheduler.step()

@@ -15,9 +15,9 @@ from torch.utils.data import IterableDataset
 import ds_engine
 from ds_config.errors import DsError, PlanError, UnsupportedError
 from ds_engine import Shapes, load_config, make_plan, shapes_of
-from ds_engine.builder import Parts, build
+from ds_engine.builder import InitArgs, build
 from ds_engine.parallel_degrees import with_degrees
-from ds_engine.transforms import TRANSFORMS, Asked, Site, Transform, decide_all
+from ds_engine.transforms import TRANSFORMS, TransformInput, BuildContext, Transform, decide_all
 from ds_pipe import gpipe, mark_reduce
 
 Make = Callable[[], nn.Module]
@@ -31,7 +31,7 @@ class Doubling(Transform[int, nn.Module]):
     axes: ClassVar[tuple[str, ...]] = ("tensor", "sequence", "expert", "pipe")
     log: ClassVar[list[str]] = []
 
-    def decide(self, asked: Asked) -> int:
+    def decide(self, asked: TransformInput) -> int:
         return len(asked.shapes.params)
 
     def plan_rows(self, what: int) -> Mapping[str, str]:
@@ -40,7 +40,7 @@ class Doubling(Transform[int, nn.Module]):
     def shapes(self, what: int, shapes: Shapes) -> Shapes:
         return replace(shapes, params=shapes.params[:-1])
 
-    def apply(self, what: int, site: Site) -> nn.Module:
+    def apply(self, what: int, site: BuildContext) -> nn.Module:
         self.log.append("apply")
         with torch.no_grad():
             for param in site.model.parameters():
@@ -57,10 +57,10 @@ class Doubling(Transform[int, nn.Module]):
 class Failing(Transform[bool, None]):
     name = "failing"
 
-    def decide(self, asked: Asked) -> bool:
+    def decide(self, asked: TransformInput) -> bool:
         return True
 
-    def apply(self, what: bool, site: Site) -> None:
+    def apply(self, what: bool, site: BuildContext) -> None:
         raise PlanError("it does not fit", code="plan-rules", fix="Leave it out.")
 
     def undo(self, made: None) -> None:
@@ -121,7 +121,7 @@ def test_the_plan_names_what_will_be_done_and_prints_its_rows(make_model: Make, 
 
 
 def test_a_transform_sees_the_shapes_that_the_one_before_left(make_model: Make, config: Settings) -> None:
-    asked = Asked(
+    asked = TransformInput(
         load_config(config()), shapes_of(make_model()), make_plan(load_config(config()), Shapes((), ()), 1).mesh
     )
     changes, left = decide_all((Doubling(), Doubling()), asked)
@@ -278,7 +278,7 @@ def test_several_forwards_may_be_open(make_model: Make, config: Settings, rows: 
         if open_passes:
             program = mark_reduce(gpipe(1, plan.batch.accumulation), every_backward=plan.residency.shard_grads)
             plan = replace(plan, program=program)
-        engine = build(plan, model, Parts(data=rows))
+        engine = build(plan, model, InitArgs(data=rows))
         losses = [engine.train_batch().loss for _ in range(3)]
         engine.close()
         return [torch.tensor(losses), *(p.detach() for p in model.parameters())]
@@ -306,10 +306,10 @@ def test_an_executor_sits_at_its_seat(make_model: Make, config: Settings, rows: 
     class Pipelines(Transform[bool, None]):
         name = "microbatches reversed"
 
-        def decide(self, asked: Asked) -> bool:
+        def decide(self, asked: TransformInput) -> bool:
             return True
 
-        def apply(self, what: bool, site: Site) -> None:
+        def apply(self, what: bool, site: BuildContext) -> None:
             site.executor = Reversed()
 
         def undo(self, made: None) -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from ds_config.errors import CheckpointError, PlanError, UnsupportedError
-from ds_inference import Budget, Quantize, Sampling, load
+from ds_inference import SchedulerConfig, QuantizationOptions, SamplingParams, load
 from ds_inference.sampling import derive_seed
 
 pytest.importorskip("transformers")
@@ -51,7 +51,7 @@ def adapt(model: Any, folder: Path, targets: tuple[str, ...], seed: int, **confi
 
 @pytest.mark.parametrize("family", list(TARGETS))
 def test_several_in_one_batch(family: str, tiny: Any, prompts_of: Any, tmp_path: Path) -> None:
-    model, prompts, how = tiny(family), prompts_of([12, 12, 12, 5]), Sampling(8)
+    model, prompts, how = tiny(family), prompts_of([12, 12, 12, 5]), SamplingParams(8)
     prompts[1] = prompts[2] = prompts[0]  # the same prompt for all: blocks must not be shared between adapters
     merged = [
         adapt(model, tmp_path / "one", TARGETS[family], 1),
@@ -62,7 +62,7 @@ def test_several_in_one_batch(family: str, tiny: Any, prompts_of: Any, tmp_path:
         model,
         cache_tokens=96,
         block=4,
-        budget=Budget(9, 3, length=400),
+        budget=SchedulerConfig(9, 3, max_model_len=400),
         adapters={"one": tmp_path / "one", "two": tmp_path / "two"},
     )
     found = [a.tokens for a in engine.generate(prompts, how, adapters=worn)]
@@ -77,12 +77,12 @@ def test_above_codes_with_samples_and_in_a_folder(tiny: Any, prompts_of: Any, tm
     model, (prompt,) = tiny("llama"), prompts_of([12])
     adapt(model, tmp_path / "one", TARGETS["llama"], 1)
     model.save_pretrained(tmp_path / "base")
-    engine = load(tmp_path / "base", quantize=Quantize("int8", 8), adapters={"one": tmp_path / "one"})
-    how = Sampling(4, temperature=1.0, samples=2, seed=5)
+    engine = load(tmp_path / "base", quantize=QuantizationOptions("int8", 8), adapters={"one": tmp_path / "one"})
+    how = SamplingParams(4, temperature=1.0, n=2, seed=5)
     several = engine.generate([prompt], how, adapters=["one"])
     for n in range(2):
         seed = derive_seed(5, "sample", n)
-        (one,) = engine.generate([prompt], Sampling(4, temperature=1.0, seed=seed), adapters=["one"])
+        (one,) = engine.generate([prompt], SamplingParams(4, temperature=1.0, seed=seed), adapters=["one"])
         assert several[n].tokens == one.tokens
 
 

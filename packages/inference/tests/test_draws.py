@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_inference import Budget, Sampling, init_inference, load
+from ds_inference import SchedulerConfig, SamplingParams, init_inference, load
 from ds_inference.sampling import draw, shaped
 
 transformers = pytest.importorskip("transformers")
@@ -64,7 +64,7 @@ def rows(way: str, model, count: int, length: int, seed: int | None = None) -> l
         ids = torch.tensor([PROMPT] * (count // 2))
         how = {"do_sample": True, "top_k": 0, "max_new_tokens": length, "pad_token_id": 0}
         return engine.generate(ids, num_return_sequences=2, **how)[:, len(PROMPT) :].tolist()
-    engine, how = load(model, cache_tokens=4096), Sampling(length, temperature=1.0, seed=seed)
+    engine, how = load(model, cache_tokens=4096), SamplingParams(length, temperature=1.0, seed=seed)
     if way == "samples":
         return [a.tokens for a in engine.generate([PROMPT], replace(how, samples=count))]
     if way == "equal prompts":
@@ -100,9 +100,9 @@ def test_a_seed_repeats_a_call_whose_rows_differ(model, way):
 
 def test_a_row_is_that_of_its_seed_and_its_number_only(model):
     """Whatever else is in the batch, with drafts, with a small cache, and of whichever length the call is."""
-    how = Sampling(12, temperature=1.0, seed=11, samples=2)
+    how = SamplingParams(12, temperature=1.0, seed=11, n=2)
     wanted = [a.tokens for a in load(model).generate([PROMPT] * 6, how)]
-    for options in ({"speculate": 3}, {"budget": Budget(5, 3)}, {"cache_tokens": 48, "block": 4}):
+    for options in ({"speculate": 3}, {"budget": SchedulerConfig(5, 3)}, {"cache_tokens": 48, "block": 4}):
         assert [a.tokens for a in load(model, **options).generate([PROMPT] * 6, how)] == wanted, options
     assert [a.tokens for a in load(model).generate([PROMPT] * 3, how)] == wanted[:6]
     assert [a.tokens for a in load(model).generate([PROMPT], how)] == wanted[:2]
@@ -110,7 +110,7 @@ def test_a_row_is_that_of_its_seed_and_its_number_only(model):
 
 def test_streams_of_a_call_never_meet(model):
     """Seeds that neighbour each other, prompts and samples: no two rows are drawn alike."""
-    hows = [Sampling(12, temperature=1.0, seed=seed, samples=3) for seed in (0, 1, 0, 2, 1, 0)]
+    hows = [SamplingParams(12, temperature=1.0, seed=seed, n=3) for seed in (0, 1, 0, 2, 1, 0)]
     said = [tuple(a.tokens) for a in load(model).generate([PROMPT] * 6, hows)]
     assert len(set(said)) == 18
     alone = [tuple(a.tokens) for a in load(model).generate([PROMPT], hows[1])]
@@ -120,16 +120,16 @@ def test_streams_of_a_call_never_meet(model):
 @pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-6])
 def test_the_smallest_temperatures_take_the_likeliest(temperature):
     logits = torch.tensor([1.0, -3.0, 9.0, 8.9, 2.0])
-    how = Sampling(temperature=temperature)
+    how = SamplingParams(temperature=temperature)
     assert {draw(logits, replace(how, seed=seed), 0) for seed in range(50)} == {2}
 
 
 @pytest.mark.parametrize(
     "how",
     [
-        Sampling(logit_bias={1: 1e30, 2: 1e30}, presence_penalty=-1e30, temperature=1.0),
-        Sampling(repetition_penalty=1e-30, frequency_penalty=-1e30, temperature=0.5, top_p=0.9),
-        Sampling(repetition_penalty=1e30, frequency_penalty=1e30, temperature=2.0, min_p=0.1),
+        SamplingParams(logit_bias={1: 1e30, 2: 1e30}, presence_penalty=-1e30, temperature=1.0),
+        SamplingParams(repetition_penalty=1e-30, frequency_penalty=-1e30, temperature=0.5, top_p=0.9),
+        SamplingParams(repetition_penalty=1e30, frequency_penalty=1e30, temperature=2.0, min_p=0.1),
     ],
 )
 def test_the_largest_values_leave_numbers(how):

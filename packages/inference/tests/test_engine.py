@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_config.errors import CheckpointError, PlanError, UnsupportedError
-from ds_inference import Budget, Sampling, load
+from ds_inference import SchedulerConfig, SamplingParams, load
 from ds_inference.sampling import derive_seed
 
 transformers = pytest.importorskip("transformers")
@@ -39,9 +39,9 @@ def alone(model, prompt, how, **options):
 
 
 def test_a_cache_that_holds_hardly_one_gives_the_same_answers(model):
-    how = Sampling(max_new_tokens=12)
+    how = SamplingParams(max_new_tokens=12)
     wanted = [alone(model, p, how) for p in PROMPTS]
-    engine = load(model, cache_tokens=60, block=4, budget=Budget(16, 8))
+    engine = load(model, cache_tokens=60, block=4, budget=SchedulerConfig(16, 8))
     requests = []
     add = engine.scheduler.add
     engine.scheduler.add = lambda r: (requests.append(r), add(r))[1]
@@ -51,7 +51,7 @@ def test_a_cache_that_holds_hardly_one_gives_the_same_answers(model):
 
 def test_what_was_computed_is_found_again(model):
     engine = load(model, block=4)
-    how = Sampling(max_new_tokens=6)
+    how = SamplingParams(max_new_tokens=6)
     first = engine.generate([PROMPTS[3]], how)[0]
     engine.submit(PROMPTS[3] + first.tokens[:2], how)
     plan = engine.scheduler.plan()
@@ -63,7 +63,7 @@ def test_what_was_computed_is_found_again(model):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_drafts_change_steps_and_not_answers(model, temperature):
-    how = Sampling(max_new_tokens=30, temperature=temperature, seed=4)
+    how = SamplingParams(max_new_tokens=30, temperature=temperature, seed=4)
     plain, fast = load(model), load(model, speculate=4)
     wanted, found = plain.generate(PROMPTS, how), fast.generate(PROMPTS, how)
     assert [a.tokens for a in found] == [a.tokens for a in wanted]
@@ -78,7 +78,7 @@ def test_drafts_save_steps_where_text_repeats(model):
     steps = []
     for speculate in (0, 4):
         engine, count = load(repeating, speculate=speculate), 0
-        engine.submit([5], Sampling(max_new_tokens=60))
+        engine.submit([5], SamplingParams(max_new_tokens=60))
         while not engine.idle:
             engine.step()
             count += 1
@@ -89,26 +89,26 @@ def test_drafts_save_steps_where_text_repeats(model):
 
 def test_a_draw_does_not_depend_on_the_batch(model):
     hows = [
-        Sampling(max_new_tokens=9, temperature=0.5 + 0.2 * i, seed=i, top_k=20, top_p=0.9, repetition_penalty=1.2)
+        SamplingParams(max_new_tokens=9, temperature=0.5 + 0.2 * i, seed=i, top_k=20, top_p=0.9, repetition_penalty=1.2)
         for i in range(len(PROMPTS))
     ]
-    together = load(model, budget=Budget(7, 5)).generate(PROMPTS, hows)
+    together = load(model, budget=SchedulerConfig(7, 5)).generate(PROMPTS, hows)
     for prompt, how, answer in zip(PROMPTS, hows, together, strict=True):
         assert answer.tokens == alone(model, prompt, how)
 
 
 def test_samples_are_those_of_their_seeds(model):
-    how = Sampling(max_new_tokens=8, temperature=1.0, samples=3, seed=10)
+    how = SamplingParams(max_new_tokens=8, temperature=1.0, n=3, seed=10)
     several = load(model).generate([PROMPTS[1], PROMPTS[2]], how)
     for i, prompt in enumerate((PROMPTS[1], PROMPTS[2])):
         for n in range(3):
             seed = derive_seed(derive_seed(10, "prompt", i), "sample", n)
-            one = alone(model, prompt, Sampling(max_new_tokens=8, temperature=1.0, seed=seed))
+            one = alone(model, prompt, SamplingParams(max_new_tokens=8, temperature=1.0, seed=seed))
             assert several[3 * i + n].tokens == one
 
 
 def test_log_probabilities_are_the_models(model):
-    (answer,) = load(model, budget=Budget(3, 2)).generate([PROMPTS[2]], Sampling(max_new_tokens=5, logprobs=2))
+    (answer,) = load(model, budget=SchedulerConfig(3, 2)).generate([PROMPTS[2]], SamplingParams(max_new_tokens=5, logprobs=2))
     whole = torch.tensor([PROMPTS[2] + answer.tokens])
     with torch.no_grad():
         logs = torch.log_softmax(model(whole).logits[0], -1)
@@ -129,10 +129,10 @@ class Letters:
 
 
 def test_text_in_and_out_and_stop_strings(model):
-    free = load(model, tokenizer=Letters()).generate(["ABC"], Sampling(max_new_tokens=12))[0]
+    free = load(model, tokenizer=Letters()).generate(["ABC"], SamplingParams(max_new_tokens=12))[0]
     assert len(free.text) == 12
     stop = free.text[4:6]
-    (cut,) = load(model, tokenizer=Letters()).generate(["ABC"], Sampling(max_new_tokens=12, stop=(stop,)))
+    (cut,) = load(model, tokenizer=Letters()).generate(["ABC"], SamplingParams(max_new_tokens=12, stop=(stop,)))
     assert cut.text == free.text[: free.text.index(stop)]
     assert cut.reason == "stop"
     with pytest.raises(PlanError, match="no tokenizer"):
@@ -140,16 +140,16 @@ def test_text_in_and_out_and_stop_strings(model):
 
 
 def test_an_end_token_ends(model):
-    free = alone(model, PROMPTS[0], Sampling(max_new_tokens=10))
+    free = alone(model, PROMPTS[0], SamplingParams(max_new_tokens=10))
     end = free[3]
-    (answer,) = load(model).generate([PROMPTS[0]], Sampling(max_new_tokens=10, stop_tokens=(end,)))
+    (answer,) = load(model).generate([PROMPTS[0]], SamplingParams(max_new_tokens=10, stop_token_ids=(end,)))
     assert answer.tokens == free[: free.index(end) + 1]
     assert answer.reason == "stop"
 
 
 def test_cancelled_requests_leave_no_blocks(model):
-    engine = load(model, budget=Budget(6, 4))
-    identities = [engine.submit(p, Sampling(max_new_tokens=20))[0] for p in PROMPTS]
+    engine = load(model, budget=SchedulerConfig(6, 4))
+    identities = [engine.submit(p, SamplingParams(max_new_tokens=20))[0] for p in PROMPTS]
     engine.step()
     assert engine.cancel(identities[0])
     engine.step()
@@ -162,7 +162,7 @@ def test_cancelled_requests_leave_no_blocks(model):
 def test_old_weights_answer_nothing_after_a_change(model):
     other = transformers.LlamaForCausalLM(model.config).eval()
     engine = load(model, block=4)
-    how = Sampling(max_new_tokens=6)
+    how = SamplingParams(max_new_tokens=6)
     engine.generate([PROMPTS[3]], how)
     engine.submit(PROMPTS[4], how)
     engine.step()
@@ -175,7 +175,7 @@ def test_old_weights_answer_nothing_after_a_change(model):
 def test_from_a_folder(model, tmp_path):
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    how = Sampling(max_new_tokens=6)
+    how = SamplingParams(max_new_tokens=6)
     assert alone(tmp_path, PROMPTS[1], how) == alone(model, PROMPTS[1], how)
 
 
@@ -193,7 +193,7 @@ def test_bad_folders_say_what_is_missing(model, tmp_path):
 
 def test_bad_sampling_names_all_rules():
     with pytest.raises(PlanError, match=r"temperature >= 0, 0 < top_p <= 1"):
-        Sampling(temperature=-1, top_p=0)
+        SamplingParams(temperature=-1, top_p=0)
 
 
 def test_a_callback_says_which_tokens_may_come(tiny, prompts_of):
@@ -207,7 +207,7 @@ def test_a_callback_says_which_tokens_may_come(tiny, prompts_of):
         return mask
 
     (prompt,) = prompts_of([12])
-    how = Sampling(max_new_tokens=8, allowed=allowed)
+    how = SamplingParams(max_new_tokens=8, allowed_tokens=allowed)
     (answer,) = load(tiny("llama"), cache_tokens=256).generate([prompt], how)
     assert answer.tokens[1] == 42
     assert all(token % 2 == 0 for token in answer.tokens)
@@ -215,7 +215,7 @@ def test_a_callback_says_which_tokens_may_come(tiny, prompts_of):
     (drafted,) = load(tiny("llama"), cache_tokens=256, speculate=4).generate([prompt], how)
     assert drafted.tokens == answer.tokens
     many = load(tiny("llama"), cache_tokens=256).generate(
-        [prompt], Sampling(max_new_tokens=4, allowed=allowed, samples=3, temperature=1.0)
+        [prompt], SamplingParams(max_new_tokens=4, allowed_tokens=allowed, n=3, temperature=1.0)
     )
     assert all(one.tokens[1] == 42 and all(t % 2 == 0 for t in one.tokens) for one in many)
 
@@ -223,4 +223,4 @@ def test_a_callback_says_which_tokens_may_come(tiny, prompts_of):
 def test_a_callback_that_allows_nothing_is_told(tiny, prompts_of):
     for mask in (torch.zeros(97, dtype=torch.bool), torch.ones(5, dtype=torch.bool), torch.ones(97)):
         with pytest.raises(PlanError, match="structured"):
-            load(tiny("llama"), cache_tokens=256).generate(prompts_of([3]), Sampling(allowed=lambda _, mask=mask: mask))
+            load(tiny("llama"), cache_tokens=256).generate(prompts_of([3]), SamplingParams(allowed_tokens=lambda _, mask=mask: mask))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_inference import Budget, Generator, Sampling, load
+from ds_inference import SchedulerConfig, LLMEngine, SamplingParams, load
 
 
 def expected(model: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
@@ -24,10 +24,10 @@ def expected(model: Any, prompts: list[list[int]], count: int) -> list[list[int]
 def test_greedy_is_transformers_own(every_family: str, tiny: Any, prompts_of: Any) -> None:
     model, prompts = tiny(every_family), prompts_of([1, 5, 23, 12])
     wanted = expected(model, prompts, 10)
-    budgets = (Budget(64, 8, length=500), Budget(5, 3, length=500))
+    budgets = (SchedulerConfig(64, 8, max_model_len=500), SchedulerConfig(5, 3, max_model_len=500))
     for budget, native in itertools.product(budgets, (False, True)):
-        generator: Generator = load(model, cache_tokens=256, block=4, budget=budget, native=native)
-        found = [a.tokens for a in generator.generate(prompts, Sampling(max_new_tokens=10))]
+        generator: LLMEngine = load(model, cache_tokens=256, block=4, budget=budget, native=native)
+        found = [a.tokens for a in generator.generate(prompts, SamplingParams(max_new_tokens=10))]
         assert found == wanted
         assert generator.scheduler.pool.free == generator.scheduler.pool.count
 
@@ -37,8 +37,8 @@ def test_logits_are_transformers_own(every_family: str, tiny: Any, prompts_of: A
     with torch.no_grad():
         wanted = torch.log_softmax(model(torch.tensor([prompt])).logits[0, -1].float(), -1)
     for native in (False, True):
-        (answer,) = load(model, cache_tokens=64, budget=Budget(length=500), native=native).generate(
-            [prompt], Sampling(max_new_tokens=1, logprobs=97)
+        (answer,) = load(model, cache_tokens=64, budget=SchedulerConfig(max_model_len=500), native=native).generate(
+            [prompt], SamplingParams(max_new_tokens=1, logprobs=97)
         )
         found = torch.tensor([answer.tops[0][i] for i in range(97)])
         assert (found - wanted).abs().max() < 1e-4
@@ -55,5 +55,5 @@ def test_from_a_folder_whose_names_are_others(family: str, tiny: Any, prompts_of
     """Files have one matrix an expert where the module has one tensor of all."""
     model, prompts = tiny(family), prompts_of([1, 9])
     model.save_pretrained(tmp_path)
-    found = [a.tokens for a in load(tmp_path, native=False).generate(prompts, Sampling(max_new_tokens=6))]
+    found = [a.tokens for a in load(tmp_path, native=False).generate(prompts, SamplingParams(max_new_tokens=6))]
     assert found == expected(model, prompts, 6)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ds_config.errors import UnsupportedError
-from ds_inference import Budget, RaggedConfig, Sampling, build_hf_engine, load
-from ds_inference.hf_runner import ForeignDecoder
+from ds_inference import SchedulerConfig, RaggedConfig, SamplingParams, build_hf_engine, load
+from ds_inference.hf_runner import HFModelRunner
 from ds_inference.sampling import derive_seed
 
 transformers = pytest.importorskip("transformers")
@@ -48,33 +48,33 @@ def own(model: Any, prompt: list[int], count: int) -> list[int]:
 def test_greedy_is_its_own(kind: str, prompts_of: Any) -> None:
     model, prompts = made(kind), prompts_of([1, 5, 23, 12, 5])
     wanted = [own(model, p, 8) for p in prompts]
-    for budget, blocks in ((Budget(64, 8, length=400), 64), (Budget(5, 3, length=400), 12)):
+    for budget, blocks in ((SchedulerConfig(64, 8, max_model_len=400), 64), (SchedulerConfig(5, 3, max_model_len=400), 12)):
         engine = load(model, cache_tokens=4 * blocks, block=4, budget=budget)
-        assert isinstance(engine.decoder, ForeignDecoder)
-        assert [a.tokens for a in engine.generate(prompts, Sampling(8))] == wanted
+        assert isinstance(engine.decoder, HFModelRunner)
+        assert [a.tokens for a in engine.generate(prompts, SamplingParams(8))] == wanted
         assert engine.scheduler.pool.free == engine.scheduler.pool.count
-        again = engine.generate([prompts[2] + wanted[2][:3]], Sampling(5))[0].tokens  # what is in the cache is found
+        again = engine.generate([prompts[2] + wanted[2][:3]], SamplingParams(5))[0].tokens  # what is in the cache is found
         assert again == wanted[2][3:]
 
 
 def test_samples_drafts_and_a_small_cache(prompts_of: Any) -> None:
     model, (prompt,) = made("Olmo"), prompts_of([9])
-    how = Sampling(7, temperature=0.9, samples=2, seed=3)
+    how = SamplingParams(7, temperature=0.9, n=2, seed=3)
     first, second = load(model).generate([prompt], how)
     for seed, answer in ((3, first), (derive_seed(3, "sample", 1), second)):
         assert (
-            load(model, speculate=3).generate([prompt], Sampling(7, temperature=0.9, seed=seed))[0].tokens
+            load(model, speculate=3).generate([prompt], SamplingParams(7, temperature=0.9, seed=seed))[0].tokens
             == answer.tokens
         )
-    (small,) = load(model, cache_dtype=torch.int8).generate([prompt], Sampling(1, logprobs=97))
-    (whole,) = load(model).generate([prompt], Sampling(1, logprobs=97))
+    (small,) = load(model, cache_dtype=torch.int8).generate([prompt], SamplingParams(1, logprobs=97))
+    (whole,) = load(model).generate([prompt], SamplingParams(1, logprobs=97))
     assert max(abs(small.tops[0][i] - whole.tops[0][i]) for i in range(97)) < 0.2
 
 
 def test_from_a_folder_in_another_dtype_and_by_put(prompts_of: Any, tmp_path: Any) -> None:
     model, (prompt,) = made("Olmo"), prompts_of([9])
     model.save_pretrained(tmp_path)
-    assert load(tmp_path).generate([prompt], Sampling(6))[0].tokens == own(model, prompt, 6)
+    assert load(tmp_path).generate([prompt], SamplingParams(6))[0].tokens == own(model, prompt, 6)
     half = load(model, dtype=torch.bfloat16)
     assert half.decoder.dtype == torch.bfloat16
     assert next(model.parameters()).dtype == torch.float32, "the caller's own module was changed"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_inference import Budget, Sampling, load
+from ds_inference import SchedulerConfig, SamplingParams, load
 
 pytestmark = pytest.mark.slow
 COUNT = 4
@@ -47,13 +47,13 @@ def test_greedy_over_the_grid(every_family: str, tiny: Any) -> None:
     model, draw = tiny(every_family), random.Random(11)
     prompts = work(draw)
     wanted = expected(model, prompts)
-    how = Sampling(COUNT)
+    how = SamplingParams(COUNT)
     cuts = [(1, 512), (16, 512), (512, 512)]
     for chunk, tokens in cuts:
         for batch in (1, 7, 64):
             # A step of one chunk of 1 is slow for 300 tokens: the long prompts go once, with the whole batch.
             rows = list(range(len(prompts))) if batch == 64 else draw.sample(range(len(prompts)), batch)
-            budget = Budget(tokens, min(batch, 64), chunk=chunk, length=500)
+            budget = SchedulerConfig(tokens, min(batch, 64), max_prefill_chunk=chunk, max_model_len=500)
             # Room for hardly more than the longest: with a batch, requests are pushed out and computed again.
             cache = 320 if batch == 7 else 8192
             engine = load(model, cache_tokens=cache, block=16, budget=budget, native=batch != 7)
@@ -63,11 +63,11 @@ def test_greedy_over_the_grid(every_family: str, tiny: Any) -> None:
             again = engine.generate([prompts[i] for i in rows[:3]], how)  # their beginnings are in the cache now
             assert [a.tokens for a in again] == [wanted[i] for i in rows[:3]]
             assert engine.scheduler.pool.free == engine.scheduler.pool.count
-    small = load(model, cache_tokens=320, block=16, budget=Budget(64, 16, length=500))
+    small = load(model, cache_tokens=320, block=16, budget=SchedulerConfig(64, 16, max_model_len=500))
     pushed = _count_preempted(small)
     short = [p for p in prompts if len(p) <= 40]
-    late = load(model, budget=Budget(64, 16, length=500)).generate(short, Sampling(20))
-    assert [a.tokens for a in small.generate(short, Sampling(20))] == [a.tokens for a in late]
+    late = load(model, budget=SchedulerConfig(64, 16, max_model_len=500)).generate(short, SamplingParams(20))
+    assert [a.tokens for a in small.generate(short, SamplingParams(20))] == [a.tokens for a in late]
     assert sum(r.preempted for r in pushed) > 0, "the cache was not small enough to try it"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_inference import Budget, Generator, Quantize, Sampling, build_hf_engine, load
+from ds_inference import SchedulerConfig, LLMEngine, QuantizationOptions, SamplingParams, build_hf_engine, load
 from ds_inference.model_loader import read_decoder
 from ds_inference.decoder_model import Cache
 from ds_ops.native_decoder import obstacle
@@ -17,13 +17,13 @@ from ds_ops.native_decoder import obstacle
 pytestmark = pytest.mark.skipif(bool(obstacle()), reason=obstacle() or "built")
 
 FORMS = {
-    "int8": Quantize("int8"),
-    "int8 in small groups": Quantize("int8", 8, symmetric=False),
-    "int8 rows": Quantize("int8", 0),
-    "int4": Quantize("int4", 16),
-    "int4 with zero points": Quantize("int4", 16, symmetric=False),
+    "int8": QuantizationOptions("int8"),
+    "int8 in small groups": QuantizationOptions("int8", 8, symmetric=False),
+    "int8 rows": QuantizationOptions("int8", 0),
+    "int4": QuantizationOptions("int4", 16),
+    "int4 with zero points": QuantizationOptions("int4", 16, symmetric=False),
 }
-HOW = Sampling(max_new_tokens=6, logprobs=97)
+HOW = SamplingParams(max_new_tokens=6, logprobs=97)
 RUNS = {
     "llama",
     "llama tied",
@@ -46,7 +46,7 @@ RUNS = {
 }
 
 
-def logs(generator: Generator, prompts: list[list[int]]) -> torch.Tensor:
+def logs(generator: LLMEngine, prompts: list[list[int]]) -> torch.Tensor:
     """Log-probabilities of the first tokens [prompts, vocabulary]."""
     answers = generator.generate(prompts, HOW)
     return torch.tensor([[a.tops[0][i] for i in range(97)] for a in answers])
@@ -95,8 +95,8 @@ def test_bf16_is_as_near_to_fp32_as_transformers_is(family: str, tiny: Any, prom
 def test_rounded_inputs_are_near(tiny: Any, prompts_of: Any) -> None:
     model, prompts = tiny("llama"), prompts_of([1, 40, 7])
     for form in ("int8", "int4"):
-        near = load(model, quantize=Quantize(form, 16, activations="int8"), native=True)
-        exact = load(model, quantize=Quantize(form, 16), native=True)
+        near = load(model, quantize=QuantizationOptions(form, 16, activations="int8"), native=True)
+        exact = load(model, quantize=QuantizationOptions(form, 16), native=True)
         difference = (logs(near, prompts) - logs(exact, prompts)).abs().max()
         assert 0 < difference < 0.2
 
@@ -117,7 +117,7 @@ def test_a_cache_of_int8_is_near(family: str, native: bool, tiny: Any, prompts_o
 
 def test_any_number_of_threads(threads: int, tiny: Any, prompts_of: Any) -> None:
     prompts = prompts_of([50, 1, 30, 4, 9])
-    budget = Budget(64, 8, length=400)
+    budget = SchedulerConfig(64, 8, max_model_len=400)
     for family in ("llama", "qwen2-moe", "deepseek-v2"):
         ours = load(tiny(family), native=True, budget=budget)
         wanted = load(tiny(family), native=False, budget=budget)

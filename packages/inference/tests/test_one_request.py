@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from ds_config.errors import PlanError
-from ds_inference import Budget, Sampling, load
+from ds_inference import SchedulerConfig, SamplingParams, load
 from ds_inference.recovery import compute_apart
-from ds_inference.requests import Chunk
+from ds_inference.requests import ScheduledChunk
 
 transformers = pytest.importorskip("transformers")
 
@@ -85,7 +85,7 @@ WRONG = [
 def test_what_no_step_could_compute_is_refused_at_once(model, how, words):
     engine = load(model)
     with pytest.raises(PlanError, match=words):
-        engine.submit(PROMPTS[0], Sampling(**how))
+        engine.submit(PROMPTS[0], SamplingParams(**how))
     assert engine.idle
 
 
@@ -96,7 +96,7 @@ def test_what_no_step_could_compute_is_refused_at_once(model, how, words):
 )
 def test_numbers_that_are_none_are_refused(name, value):
     with pytest.raises(PlanError, match=name):
-        Sampling(**{name: {3: value} if name == "logit_bias" else value})
+        SamplingParams(**{name: {3: value} if name == "logit_bias" else value})
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_numbers_that_are_none_are_refused(name, value):
 )
 def test_sampling_refuses(how, words):
     with pytest.raises(PlanError, match=words):
-        Sampling(**how)
+        SamplingParams(**how)
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -120,8 +120,8 @@ def test_sampling_refuses(how, words):
 def test_several_samples_of_the_full_length(model, share, length, cache):
     """Prompt and limit fill a sequence, or the cache, to the last token."""
     prompt = [1 + i % 50 for i in range(48)]
-    how = Sampling(16, temperature=1.0, seed=1, samples=3)
-    engine = load(model, budget=Budget(32, 8, length=length), cache_tokens=cache, block=4, share=share)
+    how = SamplingParams(16, temperature=1.0, seed=1, n=3)
+    engine = load(model, budget=SchedulerConfig(32, 8, max_model_len=length), cache_tokens=cache, block=4, share=share)
     found = engine.generate([prompt], how)
     assert [len(a.tokens) for a in found] == [16, 16, 16]
     assert [a.tokens for a in found] == [a.tokens for a in load(model, cache_tokens=1024).generate([prompt], how)]
@@ -130,9 +130,9 @@ def test_several_samples_of_the_full_length(model, share, length, cache):
 def test_a_refusal_leaves_nothing_of_its_call(model):
     engine = load(model)
     with pytest.raises(PlanError, match="tokens"):
-        engine.generate([*PROMPTS, [61]], Sampling(4))
+        engine.generate([*PROMPTS, [61]], SamplingParams(4))
     assert engine.idle
-    assert len(engine.generate(PROMPTS, Sampling(4))) == len(PROMPTS)
+    assert len(engine.generate(PROMPTS, SamplingParams(4))) == len(PROMPTS)
 
 
 # ---- in a step
@@ -147,21 +147,21 @@ def late(answer):
         raise ZeroDivisionError("a grammar that fails")
 
 
-FAULTS = [Sampling(8, allowed=never), Sampling(8, allowed=late), Sampling(8, stop=("x",), logit_bias={POISON: 1e6})]
+FAULTS = [SamplingParams(8, allowed_tokens=never), SamplingParams(8, allowed_tokens=late), SamplingParams(8, stop=("x",), logit_bias={POISON: 1e6})]
 
 
 @pytest.mark.parametrize("fault", range(len(FAULTS)))
 @pytest.mark.parametrize("samples", [1, 3])
 def test_what_one_request_raises_ends_it_alone(model, fault, samples):
-    wanted = [a.tokens for a in load(model).generate(PROMPTS, Sampling(8))]
-    engine, failed = load(model, budget=Budget(16, 8), tokenizer=Numbers()), {}
+    wanted = [a.tokens for a in load(model).generate(PROMPTS, SamplingParams(8))]
+    engine, failed = load(model, budget=SchedulerConfig(16, 8), tokenizer=Numbers()), {}
     engine.on_failure = lambda identity, error: failed.update({identity: type(error)})
     said = {}
     for prompt in PROMPTS[:4]:
-        said[engine.submit(prompt, Sampling(8))[0]] = []
+        said[engine.submit(prompt, SamplingParams(8))[0]] = []
     bad = engine.submit([5, 6], replace(FAULTS[fault], samples=samples))
     for prompt in PROMPTS[4:]:
-        said[engine.submit(prompt, Sampling(8))[0]] = []
+        said[engine.submit(prompt, SamplingParams(8))[0]] = []
     for event in engine.stream():
         if event.request in said:
             said[event.request].append(event.token)
@@ -174,12 +174,12 @@ def test_what_one_request_raises_ends_it_alone(model, fault, samples):
 @pytest.mark.parametrize("place", range(5))
 def test_a_batch_that_fails_is_halved_until_the_culprit_is_alone(model, place, speculate):
     prompts = PROMPTS[:4]
-    wanted = [a.tokens for a in load(model).generate(prompts, Sampling(8))]
+    wanted = [a.tokens for a in load(model).generate(prompts, SamplingParams(8))]
     bad = [5, 6, POISON]
-    engine, failed = load(model, budget=Budget(64, 8), speculate=speculate), []
+    engine, failed = load(model, budget=SchedulerConfig(64, 8), speculate=speculate), []
     raised = poisoned(engine)
     engine.on_failure = lambda identity, error: failed.append((identity, type(error)))
-    numbers = [engine.submit(p, Sampling(8))[0] for p in [*prompts[:place], bad, *prompts[place:]]]
+    numbers = [engine.submit(p, SamplingParams(8))[0] for p in [*prompts[:place], bad, *prompts[place:]]]
     said = {number: [] for number in numbers}
     for event in engine.stream():
         said[event.request].append(event.token)
@@ -187,17 +187,17 @@ def test_a_batch_that_fails_is_halved_until_the_culprit_is_alone(model, place, s
     assert failed == [(numbers[place], IndexError)]
     assert 2 <= len(raised) <= 4
     assert engine.scheduler.pool.free == engine.scheduler.pool.count
-    assert [a.tokens for a in engine.generate(prompts, Sampling(8))] == wanted
+    assert [a.tokens for a in engine.generate(prompts, SamplingParams(8))] == wanted
 
 
 def test_two_culprits_and_one_that_fails_late(model):
-    wanted = [a.tokens for a in load(model).generate(PROMPTS[:3], Sampling(8))]
-    engine, failed = load(model, budget=Budget(64, 8)), []
+    wanted = [a.tokens for a in load(model).generate(PROMPTS[:3], SamplingParams(8))]
+    engine, failed = load(model, budget=SchedulerConfig(64, 8)), []
     poisoned(engine)
     engine.on_failure = lambda identity, error: failed.append(identity)
-    first, *rest = engine.submit(PROMPTS[3], Sampling(8, logit_bias={POISON: 1e6}, samples=2))
-    bad = engine.submit([POISON, 5], Sampling(8))[0]
-    said = {engine.submit(p, Sampling(8))[0]: [] for p in PROMPTS[:3]}
+    first, *rest = engine.submit(PROMPTS[3], SamplingParams(8, logit_bias={POISON: 1e6}, n=2))
+    bad = engine.submit([POISON, 5], SamplingParams(8))[0]
+    said = {engine.submit(p, SamplingParams(8))[0]: [] for p in PROMPTS[:3]}
     for event in engine.stream():
         if event.request in said:
             said[event.request].append(event.token)
@@ -217,7 +217,7 @@ def test_states_are_not_counted_twice():
             if "A_log" not in name and "dt_proj.bias" not in name:
                 param.normal_(0, 0.3)
     prompts = [[3, 4], [5, 6, 7], [8, 9]]
-    wanted = [a.tokens for a in load(mamba).generate(prompts, Sampling(8))]
+    wanted = [a.tokens for a in load(mamba).generate(prompts, SamplingParams(8))]
     engine, failed = load(mamba), []
     plain = engine.decoder.forward
     engine.on_failure = lambda identity, error: failed.append(identity)
@@ -229,11 +229,11 @@ def test_states_are_not_counted_twice():
         return logits
 
     engine.decoder.forward = forward
-    said = {engine.submit(p, Sampling(8))[0]: [] for p in prompts}
+    said = {engine.submit(p, SamplingParams(8))[0]: [] for p in prompts}
     for _ in range(3):
         for event in engine.step():
             said[event.request].append(event.token)
-    bad = engine.submit([7, POISON], Sampling(8))[0]
+    bad = engine.submit([7, POISON], SamplingParams(8))[0]
     for event in engine.stream():
         said[event.request].append(event.token)
     assert failed == [bad]
@@ -241,10 +241,10 @@ def test_states_are_not_counted_twice():
 
 
 def test_without_a_listener_the_step_raises_and_the_others_go_on(model):
-    wanted = [a.tokens for a in load(model).generate(PROMPTS, Sampling(8))]
+    wanted = [a.tokens for a in load(model).generate(PROMPTS, SamplingParams(8))]
     engine = load(model)
-    said = {engine.submit(p, Sampling(8))[0]: [] for p in PROMPTS}
-    engine.submit([5], Sampling(8, allowed=late))
+    said = {engine.submit(p, SamplingParams(8))[0]: [] for p in PROMPTS}
+    engine.submit([5], SamplingParams(8, allowed_tokens=late))
     errors = 0
     while not engine.idle:
         try:
@@ -259,18 +259,18 @@ def test_without_a_listener_the_step_raises_and_the_others_go_on(model):
 def test_an_engine_goes_on_after_a_call_that_failed(model):
     engine = load(model)
     with pytest.raises(ZeroDivisionError):
-        engine.generate(PROMPTS, [Sampling(8, allowed=late if i == 2 else None) for i in range(len(PROMPTS))])
+        engine.generate(PROMPTS, [SamplingParams(8, allowed_tokens=late if i == 2 else None) for i in range(len(PROMPTS))])
     assert engine.idle
-    wanted = [a.tokens for a in load(model).generate(PROMPTS, Sampling(8))]
-    assert [a.tokens for a in engine.generate(PROMPTS, Sampling(8))] == wanted
+    wanted = [a.tokens for a in load(model).generate(PROMPTS, SamplingParams(8))]
+    assert [a.tokens for a in engine.generate(PROMPTS, SamplingParams(8))] == wanted
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_an_interrupted_step_is_taken_back(model, error):
-    wanted = [a.tokens for a in load(model).generate(PROMPTS, Sampling(8, samples=2))]
+    wanted = [a.tokens for a in load(model).generate(PROMPTS, SamplingParams(8, n=2))]
     engine = load(model, block=4)
     plain = engine.decoder.forward
-    said = {i: [] for p in PROMPTS for i in engine.submit(p, Sampling(8, samples=2))}
+    said = {i: [] for p in PROMPTS for i in engine.submit(p, SamplingParams(8, n=2))}
     for number in range(200):
         if engine.idle:
             break
@@ -297,7 +297,7 @@ def test_a_broken_engine_says_its_first_error():
     def probe():
         raise RuntimeError("nothing works")
 
-    chunks = [Chunk(i, (1,), 0, (0,), 1) for i in range(5)]
+    chunks = [ScheduledChunk(i, (1,), 0, (0,), 1) for i in range(5)]
     with pytest.raises(ValueError, match="5 chunks"):
         compute_apart(chunks, compute, probe)
     results, failures = compute_apart(chunks, compute, lambda: None)
@@ -311,9 +311,9 @@ def test_a_broken_engine_says_its_first_error():
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("steps", [0, 1, 4])
 def test_cancelling_one_sample_leaves_the_others(model, which, steps):
-    how = Sampling(6, temperature=1.0, seed=3, samples=3)
+    how = SamplingParams(6, temperature=1.0, seed=3, n=3)
     wanted = [a.tokens for a in load(model).generate([PROMPTS[3]], how)]
-    engine = load(model, block=4, budget=Budget(16, 8))
+    engine = load(model, block=4, budget=SchedulerConfig(16, 8))
     numbers = engine.submit(PROMPTS[3], how)
     said = {number: [] for number in numbers}
     for _ in range(steps):
@@ -348,7 +348,7 @@ def test_whoever_waits_when_the_engine_ends_is_told(model):
     worker = Worker(engine, ended.set)
 
     async def ask():
-        async for _ in worker.answer([1, 2], Sampling(4)):
+        async for _ in worker.answer([1, 2], SamplingParams(4)):
             pass
 
     async def all_of():
@@ -373,7 +373,7 @@ def test_orders_that_come_with_the_end_are_told(model):
     worker = Worker(load(model))
 
     async def ask():
-        async for _ in worker.answer([1, 2], Sampling(4)):
+        async for _ in worker.answer([1, 2], SamplingParams(4)):
             pass
 
     async def all_of():
@@ -395,9 +395,9 @@ def test_one_clients_fault_reaches_no_other(model):
     """Many at once, some of whose requests raise in a step: each gets its own error, the others their tokens."""
     from ds_inference.serve.worker import Worker
 
-    prompts = [p for p in PROMPTS if POISON not in load(model).generate([p], Sampling(8))[0].tokens]
-    wanted = [a.tokens for a in load(model).generate(prompts, Sampling(8))]
-    engine = load(model, budget=Budget(64, 16))
+    prompts = [p for p in PROMPTS if POISON not in load(model).generate([p], SamplingParams(8))[0].tokens]
+    wanted = [a.tokens for a in load(model).generate(prompts, SamplingParams(8))]
+    engine = load(model, budget=SchedulerConfig(64, 16))
     poisoned(engine)
     worker = Worker(engine)
 
@@ -405,8 +405,8 @@ def test_one_clients_fault_reaches_no_other(model):
         return [event.token async for event in worker.answer(prompt, how)]
 
     async def all_of():
-        bad = [ask([5, POISON], Sampling(8)), ask([5], Sampling(8, allowed=late)), ask([6], Sampling(9, allowed=never))]
-        work = [*bad, *(ask(p, Sampling(8)) for p in prompts)]
+        bad = [ask([5, POISON], SamplingParams(8)), ask([5], SamplingParams(8, allowed_tokens=late)), ask([6], SamplingParams(9, allowed_tokens=never))]
+        work = [*bad, *(ask(p, SamplingParams(8)) for p in prompts)]
         return await asyncio.wait_for(asyncio.gather(*work, return_exceptions=True), 60)
 
     found = asyncio.run(all_of())

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ds_config.errors import UnsupportedError
-from ds_inference import Sampling, load
+from ds_inference import SamplingParams, load
 from ds_inference.model_loader import read_decoder
-from ds_inference.packed_checkpoints import Packed
+from ds_inference.packed_checkpoints import PackedCheckpoint
 from ds_ops.formats import QuantTensor
 from ds_ops.quant import dequantize
 
@@ -109,7 +109,7 @@ def test_codes_of_a_folder(kind: str, tiny: Any, prompts_of: Any, tmp_path: Any)
         assert torch.allclose(numbers, wanted.weights[role], atol=2e-3 if kind == "gptq reordered" else 1e-6)
     if kind == "gptq reordered":  # numbers, rounded to the scales' 16 bits
         return
-    how = Sampling(6)
+    how = SamplingParams(6)
     expected = [a.tokens for a in load(model).generate(prompts, how)]
     for native in (False, True):
         assert [a.tokens for a in load(tmp_path, native=native).generate(prompts, how)] == expected
@@ -119,7 +119,7 @@ def test_codes_of_a_folder(kind: str, tiny: Any, prompts_of: Any, tmp_path: Any)
 def test_blocks_of_fp8_and_of_mxfp4() -> None:
     torch.manual_seed(1)
     weight, scales = torch.randn(200, 300).to(torch.float8_e4m3fn), torch.rand(2, 3)
-    found = Packed({"a.weight": weight, "a.weight_scale_inv": scales}, {"quant_method": "fp8"})
+    found = PackedCheckpoint({"a.weight": weight, "a.weight_scale_inv": scales}, {"quant_method": "fp8"})
     large = scales.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :300]
     assert list(found) == ["a.weight"]
     assert torch.equal(found["a.weight"], (weight.float() * large).bfloat16())
@@ -128,7 +128,7 @@ def test_blocks_of_fp8_and_of_mxfp4() -> None:
         torch.randint(120, 130, (2, 6, 3)).byte(),
     )
     table = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-    values = Packed({"e_blocks": blocks, "e_scales": exponents}, {"quant_method": "mxfp4"})["e"]
+    values = PackedCheckpoint({"e_blocks": blocks, "e_scales": exponents}, {"quant_method": "mxfp4"})["e"]
     assert values.shape == (2, 96, 6)
     for expert, row, at in ((0, 0, 0), (1, 5, 95), (0, 3, 34), (1, 2, 65)):
         byte = int(blocks[expert, row, at // 32, at % 32 // 2])
@@ -139,6 +139,6 @@ def test_blocks_of_fp8_and_of_mxfp4() -> None:
 
 def test_another_packing_is_told() -> None:
     with pytest.raises(UnsupportedError, match="bitsandbytes"):
-        Packed({}, {"quant_method": "bitsandbytes", "bits": 4})
+        PackedCheckpoint({}, {"quant_method": "bitsandbytes", "bits": 4})
     with pytest.raises(UnsupportedError, match="bits 3"):
-        Packed({}, {"quant_method": "gptq", "bits": 3})
+        PackedCheckpoint({}, {"quant_method": "gptq", "bits": 3})

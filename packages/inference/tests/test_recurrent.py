@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ds_config.errors import UnsupportedError
-from ds_inference import Budget, RaggedConfig, Sampling, build_hf_engine, load
+from ds_inference import SchedulerConfig, RaggedConfig, SamplingParams, build_hf_engine, load
 from ds_inference.cache import States
-from ds_inference.hf_runner import ForeignDecoder
+from ds_inference.hf_runner import HFModelRunner
 from ds_inference.sampling import derive_seed
 
 transformers = pytest.importorskip("transformers", minversion="5.24")
@@ -119,21 +119,21 @@ def test_greedy_is_its_own(kind: str) -> None:
     prompts, answers = wanted(kind)
     assert len({tuple(a) for a in answers}) == 3, "the answers do not depend on the prompts"
     assert any(len(set(a)) > 2 for a in answers), "the answers hardly depend on what was said"
-    engine = load(made(kind), block=4, budget=Budget(64, 8, length=200))
-    assert isinstance(engine.decoder, ForeignDecoder)
+    engine = load(made(kind), block=4, budget=SchedulerConfig(64, 8, max_model_len=200))
+    assert isinstance(engine.decoder, HFModelRunner)
     assert engine.decoder.stateful
     for _ in range(2):  # nothing of the first time is left
-        assert [a.tokens for a in engine.generate(prompts, Sampling(TOKENS))] == answers
+        assert [a.tokens for a in engine.generate(prompts, SamplingParams(TOKENS))] == answers
     assert engine.scheduler.pool.free == engine.scheduler.pool.count
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_prompts_that_are_cut_and_sequences_that_are_pushed_out(kind: str) -> None:
     prompts, answers = wanted(kind)
-    engine = load(made(kind), cache_tokens=44, block=4, budget=Budget(5, 3, length=200))
+    engine = load(made(kind), cache_tokens=44, block=4, budget=SchedulerConfig(5, 3, max_model_len=200))
     requests, add = [], engine.scheduler.add
     engine.scheduler.add = lambda r: (requests.append(r), add(r))[1]  # type: ignore[method-assign, assignment, func-returns-value]
-    assert [a.tokens for a in engine.generate(prompts, Sampling(TOKENS))] == answers
+    assert [a.tokens for a in engine.generate(prompts, SamplingParams(TOKENS))] == answers
     assert sum(r.preempted for r in requests) > 0, "the cache was not small enough to try it"
     engine.step()
     assert len(engine.cache.states) == 0, "states of sequences that are over are kept"
@@ -143,7 +143,7 @@ def test_prompts_that_are_cut_and_sequences_that_are_pushed_out(kind: str) -> No
 def test_from_a_folder_and_by_put(kind: str, tmp_path: Any) -> None:
     prompts, answers = wanted(kind)
     made.__wrapped__(kind).save_pretrained(tmp_path)  # a new one: RWKV changes its weights when it first answers
-    assert [a.tokens for a in load(tmp_path).generate(prompts, Sampling(TOKENS))] == answers
+    assert [a.tokens for a in load(tmp_path).generate(prompts, SamplingParams(TOKENS))] == answers
     manager = {"memory_config": {"mode": "allocate", "size": 6}}
     engine = build_hf_engine(tmp_path, RaggedConfig(state_manager=manager))
     # The long prompt in parts, beside the others' answers; the short one is over early, and another takes its place.
@@ -169,17 +169,17 @@ def test_from_a_folder_and_by_put(kind: str, tmp_path: Any) -> None:
 
 def test_samples_are_those_of_their_seeds() -> None:
     prompts, _ = wanted("Bamba")
-    first, second = load(made("Bamba")).generate([prompts[2]], Sampling(7, temperature=0.9, samples=2, seed=3))
+    first, second = load(made("Bamba")).generate([prompts[2]], SamplingParams(7, temperature=0.9, n=2, seed=3))
     for seed, answer in ((3, first), (derive_seed(3, "sample", 1), second)):
-        alone = load(made("Bamba")).generate([prompts[2]], Sampling(7, temperature=0.9, seed=seed))[0]
+        alone = load(made("Bamba")).generate([prompts[2]], SamplingParams(7, temperature=0.9, seed=seed))[0]
         assert answer.tokens == alone.tokens
 
 
 def test_a_request_that_is_cancelled_leaves_no_state() -> None:
     prompts, answers = wanted("Mamba2")
     engine = load(made("Mamba2"))
-    (over,) = engine.submit(prompts[0], Sampling(TOKENS))
-    (stays,) = engine.submit(prompts[1], Sampling(TOKENS))
+    (over,) = engine.submit(prompts[0], SamplingParams(TOKENS))
+    (stays,) = engine.submit(prompts[1], SamplingParams(TOKENS))
     events = engine.step()
     assert engine.cancel(over)
     events += [e for e in engine.stream() if e.request == stays]
@@ -190,18 +190,18 @@ def test_a_request_that_is_cancelled_leaves_no_state() -> None:
 
 def test_a_module_that_holds_its_states_itself_is_left_without() -> None:
     prompts, answers = wanted("RecurrentGemma")
-    load(made("RecurrentGemma")).generate(prompts[1:], Sampling(3))
+    load(made("RecurrentGemma")).generate(prompts[1:], SamplingParams(3))
     holders = [part for part in made("RecurrentGemma").modules() if "conv1d_state" in part.__dict__]
     assert holders
     assert all(part.conv1d_state is None and part.rg_lru.recurrent_states is None for part in holders)
-    assert load(made("RecurrentGemma")).generate(prompts, Sampling(3))[0].tokens == answers[0][:3]
+    assert load(made("RecurrentGemma")).generate(prompts, SamplingParams(3))[0].tokens == answers[0][:3]
 
 
 def test_in_another_dtype_the_states_are_the_models() -> None:
     prompts, _ = wanted("Mamba2")
     engine = load(made("Mamba2"), dtype=torch.bfloat16)
     own_half = own(copy.deepcopy(made("Mamba2")).to(torch.bfloat16), prompts[1], 3)
-    assert engine.generate([prompts[1]], Sampling(3))[0].tokens == own_half
+    assert engine.generate([prompts[1]], SamplingParams(3))[0].tokens == own_half
 
 
 def test_what_a_state_cannot_do_is_refused() -> None:
@@ -212,7 +212,7 @@ def test_what_a_state_cannot_do_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="no declaration"):
         load(made("Mamba"), quantize="int8")
     small = load(made("Jamba"), cache_dtype=torch.int8)  # its keys and values are small, its states are not touched
-    assert small.generate([[5, 6, 7]], Sampling(2))[0].tokens
+    assert small.generate([[5, 6, 7]], SamplingParams(2))[0].tokens
 
 
 def test_a_memory_of_another_kind_is_refused() -> None:

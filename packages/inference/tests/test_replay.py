@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from ds_config.errors import UnsupportedError
-from ds_inference import Sampling, init_inference, load
+from ds_inference import SamplingParams, init_inference, load
 from ds_inference.decoder_model import replay_obstacle
-from ds_inference.cuda_graphs import Recorded, cuda_graph
+from ds_inference.cuda_graphs import CudaGraphRunner, cuda_graph
 
 PROMPTS = [[5, 9, 2], [7] * 40, [1], [3, 4], [8] * 17]
-HOWS = [Sampling(max_new_tokens=n, temperature=t, seed=3) for n, t in ((6, 0), (30, 0), (12, 0.8), (3, 0), (20, 0))]
+HOWS = [SamplingParams(max_new_tokens=n, temperature=t, seed=3) for n, t in ((6, 0), (30, 0), (12, 0.8), (3, 0), (20, 0))]
 
 
 def rerun(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
@@ -56,7 +56,7 @@ def test_replays_give_the_same_tokens(name: str, device: str, tiny: Any, monkeyp
 
 
 def test_a_recording_is_for_shapes_and_its_results_are_copies(device: str) -> None:
-    recorded = Recorded(
+    recorded = CudaGraphRunner(
         lambda x, scale=1.0: {"twice": x * 2 * scale, "what": "it"}, rerun if device == "cpu" else cuda_graph()
     )
     first = recorded(torch.ones(3, device=device))

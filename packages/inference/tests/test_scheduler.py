@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_config.errors import PlanError
-from ds_inference.blocks import BlockPool, prints_of
-from ds_inference.scheduler import Budget, Outcome, Request, Scheduler, State, StepPlan
+from ds_inference.blocks import BlockPool, block_hashes
+from ds_inference.scheduler import SchedulerConfig, Outcome, Request, Scheduler, RequestState, SchedulerOutput
 
 
 class Model:
@@ -23,7 +23,7 @@ class Model:
     def next(tokens: list[int]) -> int:
         return (sum(tokens) * 31 + len(tokens)) % 50
 
-    def run(self, plan: StepPlan, over: frozenset[int] = frozenset()) -> dict[int, Outcome]:
+    def run(self, plan: SchedulerOutput, over: frozenset[int] = frozenset()) -> dict[int, Outcome]:
         size, found = self.pool.size, {}
         before = {(b, i): self.cache.get((a, i)) for a, b in plan.copies for i in range(size)}
         self.cache.update(before)
@@ -52,11 +52,11 @@ def alone(prompt: list[int], limit: int) -> list[int]:
 
 
 @st.composite
-def work(draw: st.DrawFn) -> tuple[BlockPool, Budget, list[tuple[list[int], int, int]], random.Random]:
+def work(draw: st.DrawFn) -> tuple[BlockPool, SchedulerConfig, list[tuple[list[int], int, int]], random.Random]:
     size = draw(st.integers(1, 5))
     pool = BlockPool(draw(st.integers(4, 16)), size)
     tokens = draw(st.integers(1, 24))
-    budget = Budget(tokens, draw(st.integers(1, tokens)), draw(st.none() | st.integers(1, 8)))
+    budget = SchedulerConfig(tokens, draw(st.integers(1, tokens)), draw(st.none() | st.integers(1, 8)))
     rng = random.Random(draw(st.integers(0, 1 << 30)))
     most = pool.count * size
     base = [rng.randrange(4) for _ in range(most)]
@@ -122,9 +122,9 @@ def run(drawn, *, share: bool, speculate: bool) -> None:
     assert not any(map(pool.holds, range(pool.count)))
     for identity, request in requests.items():
         if identity in cancelled:
-            assert request.state in (State.CANCELLED, State.FINISHED)
+            assert request.state in (RequestState.CANCELLED, RequestState.FINISHED)
         else:
-            assert request.state is State.FINISHED
+            assert request.state is RequestState.FINISHED
             assert request.tokens == alone(jobs[identity][0], jobs[identity][1]), identity
     # Of one priority, nobody starts before an earlier one.
     for priority in (0, 1):
@@ -135,7 +135,7 @@ def run(drawn, *, share: bool, speculate: bool) -> None:
 def test_one_token_for_each_that_generates_and_the_rest_for_prompts() -> None:
     """The rule of SplitFuse: the budget is used up while prompts are there."""
     pool = BlockPool(100, 4)
-    scheduler, model = Scheduler(pool, Budget(16, 8)), Model(pool)
+    scheduler, model = Scheduler(pool, SchedulerConfig(16, 8)), Model(pool)
     scheduler.add(Request(0, [1] * 5, 9))
     scheduler.commit(model.run(scheduler.plan()))
     scheduler.add(Request(1, [2] * 40, 9))
@@ -149,7 +149,7 @@ def test_one_token_for_each_that_generates_and_the_rest_for_prompts() -> None:
 
 def test_a_shared_prompt_is_computed_once() -> None:
     pool = BlockPool(100, 4)
-    scheduler, model = Scheduler(pool, Budget(64, 8)), Model(pool)
+    scheduler, model = Scheduler(pool, SchedulerConfig(64, 8)), Model(pool)
     for identity in (0, 1):
         scheduler.add(Request(identity, [3] * 22, 1))
         plan = scheduler.plan()
@@ -158,14 +158,14 @@ def test_a_shared_prompt_is_computed_once() -> None:
 
 
 def test_another_salt_shares_nothing() -> None:
-    assert prints_of([1, 2, 3, 4], 2) != prints_of([1, 2, 3, 4], 2, b"adapter")
-    assert prints_of([1, 2, 3, 4], 2)[0] == prints_of([1, 2, 9, 9], 2)[0]
-    assert prints_of([1, 2, 3, 4], 2)[1] != prints_of([9, 2, 3, 4], 2)[1]
+    assert block_hashes([1, 2, 3, 4], 2) != block_hashes([1, 2, 3, 4], 2, b"adapter")
+    assert block_hashes([1, 2, 3, 4], 2)[0] == block_hashes([1, 2, 9, 9], 2)[0]
+    assert block_hashes([1, 2, 3, 4], 2)[1] != block_hashes([9, 2, 3, 4], 2)[1]
 
 
 def test_forks_share_what_is_computed_and_go_their_own_way() -> None:
     pool = BlockPool(20, 4)
-    scheduler, model = Scheduler(pool, Budget(32, 8)), Model(pool)
+    scheduler, model = Scheduler(pool, SchedulerConfig(32, 8)), Model(pool)
     parent = Request(0, [1, 2, 3, 4, 5, 6], 8)
     scheduler.add(parent)
     plan = scheduler.plan()
@@ -182,7 +182,7 @@ def test_forks_share_what_is_computed_and_go_their_own_way() -> None:
 
 
 def test_what_never_fits_is_refused_at_once() -> None:
-    scheduler = Scheduler(BlockPool(4, 4), Budget(8, 4))
+    scheduler = Scheduler(BlockPool(4, 4), SchedulerConfig(8, 4))
     with pytest.raises(PlanError, match="may grow to 17 tokens") as caught:
         scheduler.add(Request(0, [1] * 10, 7))
     assert caught.value.code == "inference-too-long"
@@ -192,7 +192,7 @@ def test_what_never_fits_is_refused_at_once() -> None:
 
 
 def test_steps_are_planned_and_committed_in_turn() -> None:
-    scheduler = Scheduler(BlockPool(4, 4), Budget(8, 4))
+    scheduler = Scheduler(BlockPool(4, 4), SchedulerConfig(8, 4))
     with pytest.raises(PlanError, match="without a step"):
         scheduler.commit({})
     scheduler.add(Request(0, [1], 3))

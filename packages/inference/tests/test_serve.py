@@ -22,10 +22,10 @@ httpx = pytest.importorskip("httpx")
 import uvicorn  # noqa: E402
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 
-from ds_inference import Budget, Sampling, load  # noqa: E402
+from ds_inference import SchedulerConfig, SamplingParams, load  # noqa: E402
 from ds_inference.cli_generate import main as generate_main  # noqa: E402
 from ds_inference.cli_generate import register  # noqa: E402
-from ds_inference.serve.app import Limits, make_app  # noqa: E402
+from ds_inference.serve.app import ServerLimits, make_app  # noqa: E402
 from ds_inference.serve.worker import Worker  # noqa: E402
 from ds_inference.text import TextStream, read_tokenizer  # noqa: E402
 
@@ -61,9 +61,9 @@ def folder(tmp_path_factory):
 
 
 class Server:
-    def __init__(self, folder: Path, limits: Limits, **options) -> None:
+    def __init__(self, folder: Path, limits: ServerLimits, **options) -> None:
         tokenizer = read_tokenizer(folder)
-        self.engine = load(folder, cache_tokens=2048, budget=Budget(64, 32), tokenizer=tokenizer, **options)
+        self.engine = load(folder, cache_tokens=2048, budget=SchedulerConfig(64, 32), tokenizer=tokenizer, **options)
         self.tokenizer = read_tokenizer(folder)
         app = make_app(Worker(self.engine), self.tokenizer, "tiny", limits)
         with socket.socket() as probe:
@@ -85,7 +85,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(folder):
-    made = Server(folder, Limits(requests=40, answer=16, longest=300))
+    made = Server(folder, ServerLimits(requests=40, answer=16, longest=300))
     yield made
     made.stop()
     assert made.engine.scheduler.pool.free == made.engine.scheduler.pool.count
@@ -99,7 +99,7 @@ def client(server):
 
 def said(folder, prompt: str, count: int, **how) -> str:
     engine = load(folder, tokenizer=read_tokenizer(folder))
-    return engine.generate([prompt], Sampling(count, **how))[0].text
+    return engine.generate([prompt], SamplingParams(count, **how))[0].text
 
 
 def test_completions_are_the_engines(client, folder):
@@ -136,7 +136,7 @@ def test_samples_seeds_and_several_prompts(client, folder):
     assert [c.index for c in found.choices] == [0, 1, 2, 3]
     texts = [c.text for c in found.choices]
     engine = load(folder, tokenizer=read_tokenizer(folder))
-    wanted = engine.generate(["a", "b"], Sampling(5, temperature=0.9, seed=3, samples=2))
+    wanted = engine.generate(["a", "b"], SamplingParams(5, temperature=0.9, seed=3, n=2))
     assert texts == [answer.text for answer in wanted]
 
 
@@ -212,7 +212,7 @@ def test_bodies_are_bounded_and_every_error_is_the_protocols(server):
 
 
 def test_others_are_answered_while_a_long_prompt_is_read(folder):
-    server = Server(folder, Limits())
+    server = Server(folder, ServerLimits())
     plain, begun, go = server.tokenizer.encode, threading.Event(), threading.Event()
 
     def encode(text):
@@ -240,7 +240,7 @@ def test_others_are_answered_while_a_long_prompt_is_read(folder):
 
 
 def test_streams_whose_clients_leave_hold_no_place(folder):
-    server = Server(folder, Limits(requests=4))
+    server = Server(folder, ServerLimits(requests=4))
     body = json.dumps({"prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
     for _ in range(40):
@@ -297,7 +297,7 @@ def test_a_seed_makes_a_list_of_equal_prompts_repeat(server):
 
 
 def test_a_template_that_refuses_is_the_clients_error(folder):
-    server = Server(folder, Limits())
+    server = Server(folder, ServerLimits())
     try:
         inner = server.tokenizer.inner
         inner.chat_template = "{{ raise_exception('only users may speak') }}"
@@ -312,7 +312,7 @@ def test_a_template_that_refuses_is_the_clients_error(folder):
 
 
 def test_a_request_that_raises_in_a_step_ends_alone(folder):
-    server = Server(folder, Limits())
+    server = Server(folder, ServerLimits())
     plain = server.engine.decoder.forward
 
     def forward(batch, cache):
@@ -332,7 +332,7 @@ def test_a_request_that_raises_in_a_step_ends_alone(folder):
             return await asyncio.gather(*asked)
 
     answers = asyncio.run(all_of())
-    wanted = load(folder, tokenizer=read_tokenizer(folder)).generate(["hello"], Sampling(20, ignore_end=True))[0].text
+    wanted = load(folder, tokenizer=read_tokenizer(folder)).generate(["hello"], SamplingParams(20, ignore_eos=True))[0].text
     for i, answer in enumerate(answers):
         if i % 3 == 1:
             assert "index out of range" in answer.text
@@ -399,7 +399,7 @@ def test_an_adapter_is_a_model(folder, tmp_path):
     name = "base_model.model.model.layers.1.self_attn.q_proj.lora_"
     save_file({f"{name}A.weight": down, f"{name}B.weight": up}, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 8}')
-    made = Server(folder, Limits(requests=40, answer=16, longest=300), adapters={"poet": tmp_path})
+    made = Server(folder, ServerLimits(requests=40, answer=16, longest=300), adapters={"poet": tmp_path})
     try:
         with openai.OpenAI(base_url=f"{made.url}/v1", api_key="none", max_retries=0) as asked:
             assert [m.id for m in asked.models.list()] == ["tiny", "poet"]
@@ -411,7 +411,7 @@ def test_an_adapter_is_a_model(folder, tmp_path):
     finally:
         made.stop()
     engine = load(folder, tokenizer=read_tokenizer(folder), adapters={"poet": tmp_path})
-    (wanted,) = engine.generate(["def test"], Sampling(12), adapters=["poet"])
+    (wanted,) = engine.generate(["def test"], SamplingParams(12), adapters=["poet"])
     assert texts == {"tiny": said(folder, "def test", 12), "poet": wanted.text}
     assert texts["tiny"] != texts["poet"]
 
@@ -435,7 +435,7 @@ def crowd(server, folder, clients: int, seconds: float) -> list[float]:
     rng = random.Random(1)
     engine = load(folder, tokenizer=read_tokenizer(folder))
     prompts = ["".join(rng.choice("abcdef ") for _ in range(rng.randint(1, 40))) for _ in range(12)]
-    answers = engine.generate(prompts, Sampling(8, ignore_end=True))
+    answers = engine.generate(prompts, SamplingParams(8, ignore_eos=True))
     wanted = {p: a.text for p, a in zip(prompts, answers, strict=True)}
     times: list[float] = []
     outcomes: list[str] = []
@@ -493,7 +493,7 @@ def test_a_crowd_gets_right_answers_and_leaves_nothing(server, folder):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_hundred_clients_for_two_minutes(folder):
-    server = Server(folder, Limits(requests=200, longest=300))
+    server = Server(folder, ServerLimits(requests=200, longest=300))
     times = crowd(server, folder, 200, 120.0)
     server.stop()
     at = {p: times[int(len(times) * p / 100)] for p in (50, 99)}
@@ -503,7 +503,7 @@ def test_two_hundred_clients_for_two_minutes(folder):
 
 
 def test_an_engine_that_fails_tells_everybody(folder):
-    server = Server(folder, Limits())
+    server = Server(folder, ServerLimits())
     server.engine.decoder.forward = None  # type: ignore[assignment,method-assign]
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
     assert answer.status_code == 500

@@ -9,14 +9,14 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_launcher.heartbeat import CENTRE, LAUNCHER, Heartbeats, Line, Message, Told, decode_message, encode_message
-from ds_launcher.launch_plan import Launch, Watch, from_json, to_json
+from ds_launcher.heartbeat import CENTRE, LAUNCHER, Heartbeats, HeartbeatSocket, Heartbeat, JobEnd, decode_message, encode_message
+from ds_launcher.launch_plan import LaunchPlan, HostWatch, from_json, to_json
 
 NAMES = ("alpha", "beta", "gamma")
 
 
-def watch(member: int, port: int = 29500, key: str = "k") -> Watch:
-    return Watch(member, NAMES, "127.0.0.1", port, key, 3.0)
+def watch(member: int, port: int = 29500, key: str = "k") -> HostWatch:
+    return HostWatch(member, NAMES, "127.0.0.1", port, key, 3.0)
 
 
 def test_who_was_never_heard_is_not_missed() -> None:
@@ -25,8 +25,8 @@ def test_who_was_never_heard_is_not_missed() -> None:
 
 def test_silence_is_named_once() -> None:
     beats = Heartbeats(watch(CENTRE))
-    beats.heard(Message(1), 0.0)
-    beats.heard(Message(2), 2.0)
+    beats.heard(Heartbeat(1), 0.0)
+    beats.heard(Heartbeat(2), 2.0)
     assert beats.lost(3.0) is None
     told = beats.lost(3.1)
     assert told is not None
@@ -38,7 +38,7 @@ def test_silence_is_named_once() -> None:
 
 def test_the_launcher_is_no_host() -> None:
     beats = Heartbeats(watch(CENTRE))
-    beats.heard(Message(LAUNCHER), 0.0)
+    beats.heard(Heartbeat(LAUNCHER), 0.0)
     told = beats.lost(4.0)
     assert told is not None
     assert told.host == ""
@@ -47,15 +47,15 @@ def test_the_launcher_is_no_host() -> None:
 
 def test_a_bye_ends_the_wait() -> None:
     beats = Heartbeats(watch(1))
-    beats.heard(Message(CENTRE), 0.0)
-    beats.heard(Message(CENTRE, bye=True), 1.0)
+    beats.heard(Heartbeat(CENTRE), 0.0)
+    beats.heard(Heartbeat(CENTRE, bye=True), 1.0)
     assert beats.lost(1e9) is None
 
 
 def test_members_speak_often_until_they_are_heard() -> None:
     beats = Heartbeats(watch(1))
     assert [beats.due(tenths / 10) for tenths in range(5)] == [True, False, True, False, True]
-    beats.heard(Message(CENTRE), 0.4)
+    beats.heard(Heartbeat(CENTRE), 0.4)
     assert [beats.due(tenths / 10) for tenths in range(5, 11)] == [False] * 5 + [True]
     assert not Heartbeats(watch(CENTRE)).due(0.0)  # which answers only
 
@@ -64,7 +64,7 @@ def test_members_speak_often_until_they_are_heard() -> None:
 def test_only_who_has_the_key_is_understood(
     member: int, text: str, status: int, bye: bool, key: str, other: str
 ) -> None:
-    message = Message(member, Told("beta", text[:800], status), bye)
+    message = Heartbeat(member, JobEnd("beta", text[:800], status), bye)
     data = encode_message(message, key)
     assert decode_message(data, key) == message
     if other.encode().rstrip(b"\0") != key.encode().rstrip(b"\0"):  # HMAC pads keys with zeros
@@ -76,9 +76,9 @@ def test_a_failure_reaches_all_through_the_centre() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    centre, beta, launcher = (Line(watch(member, port)) for member in (CENTRE, 1, LAUNCHER))
+    centre, beta, launcher = (HeartbeatSocket(watch(member, port)) for member in (CENTRE, 1, LAUNCHER))
     lines = (centre, beta, launcher)
-    told = Told("beta", "rank 1 on host beta failed first", 7)
+    told = JobEnd("beta", "rank 1 on host beta failed first", 7)
     try:
         for turn in (1.0, 2.0):
             for line in lines:
@@ -89,10 +89,10 @@ def test_a_failure_reaches_all_through_the_centre() -> None:
         time.sleep(0.02)
         beta.listen(3.0)
         assert beta.beats.lost(9.0) is not None  # the centre had answered
-        beta.tell(Message(1, told))
+        beta.tell(Heartbeat(1, told))
         time.sleep(0.02)
         assert {message.told for message in centre.listen(3.0)} == {told}
-        centre.tell(Message(CENTRE, told))
+        centre.tell(Heartbeat(CENTRE, told))
         time.sleep(0.02)
         assert {message.told for message in launcher.listen(3.0)} == {told}
     finally:
@@ -104,9 +104,9 @@ def test_hosts_with_other_versions_are_named() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    centre = Line(replace(watch(CENTRE, port), about="torch 2.13"))
+    centre = HeartbeatSocket(replace(watch(CENTRE, port), about="torch 2.13"))
     others = [
-        Line(replace(watch(member, port), about=about)) for member, about in ((1, "torch 2.13"), (2, "torch 2.12"))
+        HeartbeatSocket(replace(watch(member, port), about=about)) for member, about in ((1, "torch 2.13"), (2, "torch 2.12"))
     ]
     try:
         for line in others:
@@ -122,5 +122,5 @@ def test_hosts_with_other_versions_are_named() -> None:
 
 
 def test_a_launch_carries_its_watch() -> None:
-    launch = Launch((), watch=watch(1))
+    launch = LaunchPlan((), watch=watch(1))
     assert from_json(to_json(launch)) == launch

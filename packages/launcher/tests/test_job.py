@@ -13,11 +13,11 @@ import pytest
 from ds_config.errors import ConfigError
 from ds_launcher.devices import Devices
 from ds_launcher.inventory import Host, decode, encode
-from ds_launcher.job import Facts, make_launch, remote_hosts
+from ds_launcher.job import HostFacts, make_launch, remote_hosts
 from ds_launcher.launch_options import RunOptions, joined, options_of, parse_nnodes, register, without_option
-from ds_launcher.launch_plan import Launch, Process, describe, from_json, to_json
+from ds_launcher.launch_plan import LaunchPlan, Process, describe, from_json, to_json
 
-FACTS = Facts(
+FACTS = HostFacts(
     env={}, hostname="head", cores=8, devices=Devices(), python="/venv/bin/python", cwd="/home/me/my job",
     run_id="id1", port=40000,
 )  # fmt: skip
@@ -30,7 +30,7 @@ def asked(line: str) -> RunOptions:
     return options_of(parser.parse_args(joined(shlex.split(line))))
 
 
-def launch(line: str, **facts: object) -> Launch:
+def launch(line: str, **facts: object) -> LaunchPlan:
     return make_launch(asked(line), replace(FACTS, **facts))  # type: ignore[arg-type]
 
 
@@ -159,8 +159,8 @@ def test_ranks_get_cores_of_their_own() -> None:
     one, two = launch("--nproc 2 --bind_cores_to_rank t.py", core_ids=(0, 1, 2, 5, 6)).processes
     assert (one.cores, two.cores) == ((0, 1), (2, 5))
     assert (one.env["OMP_NUM_THREADS"], two.env["OMP_NUM_THREADS"]) == ("2", "2")
-    assert "(cores 2, 5)" in describe(Launch((two,)))
-    assert from_json(to_json(Launch((one, two)))).processes[1].cores == (2, 5)
+    assert "(cores 2, 5)" in describe(LaunchPlan((two,)))
+    assert from_json(to_json(LaunchPlan((one, two)))).processes[1].cores == (2, 5)
     (alone,) = launch("--core-list 4-6 t.py", core_ids=tuple(range(8))).processes
     assert alone.cores == (4, 5, 6)
     chosen = launch("--bind-cores t.py", core_ids=(0, 1), env={"OMP_NUM_THREADS": "1"}).processes[0]
@@ -295,7 +295,7 @@ def test_a_launch_survives_the_socket() -> None:
 
 
 def test_the_description_is_a_line_a_shell_would_take() -> None:
-    text = describe(Launch((Process("rank 0", ("python", "t.py", "a b"), {"RANK": "0", "X": "$Y"}, log="my log"),)))
+    text = describe(LaunchPlan((Process("rank 0", ("python", "t.py", "a b"), {"RANK": "0", "X": "$Y"}, log="my log"),)))
     assert text == "# rank 0\nenv RANK=0 'X=$Y' python t.py 'a b'  > 'my log'"
 
 

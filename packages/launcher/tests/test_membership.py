@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ds_launcher.membership import AGAIN, DONE, LEFT, Line, Pulse, Round, WatchedRendezvous
+from ds_launcher.membership import AGAIN, DONE, LEFT, HostBeats, Pulse, Round, WatchedRendezvous
 
 if TYPE_CHECKING:
     from conftest import Sandbox
@@ -80,10 +80,10 @@ def test_who_says_its_last_word_is_not_waited_for(word: int, line: str) -> None:
     assert [text.split()[1] for text in pulse.lost(1000)] == ["gamma"]
 
 
-def lines(store: Memory, lost_after_s: float, *numbers: int) -> tuple[list[Line], list[str], threading.Event]:
+def lines(store: Memory, lost_after_s: float, *numbers: int) -> tuple[list[HostBeats], list[str], threading.Event]:
     said: list[str] = []
     cut = threading.Event()
-    made = [Line(Round("t", n, NAMES), lost_after_s, lambda: store, said.append, cut.set) for n in numbers]
+    made = [HostBeats(Round("t", n, NAMES), lost_after_s, lambda: store, said.append, cut.set) for n in numbers]
     return made, said, cut
 
 
@@ -126,7 +126,7 @@ def test_a_connection_that_breaks_is_made_again() -> None:
             raise ConnectionError
         return store
 
-    line = Line(MET, 10.0, open_store, lambda line: None, lambda: None)
+    line = HostBeats(MET, 10.0, open_store, lambda line: None, lambda: None)
     within(lambda: store.values.get("ds/beat/t/0"))
     line.close(DONE)
     assert store.values["ds/beat/t/0"] >= WORD
@@ -157,9 +157,9 @@ def test_a_lost_host_is_a_reason_to_meet_again() -> None:
     store.set("ds/name/1", "beta")
     rounds: list[Round] = []
 
-    def line(met: Round) -> Line:
+    def line(met: Round) -> HostBeats:
         rounds.append(met)
-        return Line(met, 1.0, lambda: store, lambda line: None, lambda: None)
+        return HostBeats(met, 1.0, lambda: store, lambda line: None, lambda: None)
 
     inner = Inner(store)
     handler = WatchedRendezvous(inner, "ds", line)

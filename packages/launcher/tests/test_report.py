@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ds_config.report_tables import GROUP, Check, Report, Table, Verdict
+from ds_config.report_tables import GROUP, Check, PackageReport, TextTable, ReportLevel
 from ds_launcher import launch_report
 from ds_launcher.cli import main
 from ds_launcher.commands import report as command
@@ -18,16 +18,16 @@ from ds_launcher.commands import report as command
 if TYPE_CHECKING:
     from conftest import Sandbox
 
-SLOW = Check("files", "io_uring", Verdict.SLOWER, "not allowed [here]", "allow it")
-FINE = Check("files", "threads", Verdict.FINE, "works")
-TABLE = Table("ops", "who runs them", ("op", "backend"), (("update", "cpu [avx2]"),))
+SLOW = Check("files", "io_uring", ReportLevel.SLOWER, "not allowed [here]", "allow it")
+FINE = Check("files", "threads", ReportLevel.FINE, "works")
+TABLE = TextTable("ops", "who runs them", ("op", "backend"), (("update", "cpu [avx2]"),))
 
 
-def part(quick: bool) -> Report:
-    return Report((FINE,) if quick else (FINE, SLOW), (TABLE,), {"ops": [{"op": "update"}]})
+def part(quick: bool) -> PackageReport:
+    return PackageReport((FINE,) if quick else (FINE, SLOW), (TABLE,), {"ops": [{"op": "update"}]})
 
 
-def ill(quick: bool) -> Report:
+def ill(quick: bool) -> PackageReport:
     raise OSError("libcudart.so.13: cannot open shared object file")
 
 
@@ -47,9 +47,9 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_same_thing_is_told_once_by_the_graver_verdict() -> None:
-    one = Report((Check("system", "cores", Verdict.INFO, "8"), Check("device", "visible", Verdict.INFO, "none")))
-    two = Report((Check("system", "cores", Verdict.INFO, "9"), Check("device", "visible", Verdict.BROKEN, "driver")))
-    three = Report((Check("system", "memory", Verdict.INFO, "1 GiB"),), data={"x": 1})
+    one = PackageReport((Check("system", "cores", ReportLevel.INFO, "8"), Check("device", "visible", ReportLevel.INFO, "none")))
+    two = PackageReport((Check("system", "cores", ReportLevel.INFO, "9"), Check("device", "visible", ReportLevel.BROKEN, "driver")))
+    three = PackageReport((Check("system", "memory", ReportLevel.INFO, "1 GiB"),), data={"x": 1})
     found = launch_report.merged([one, two, three])
     assert [(c.section, c.name, c.found) for c in found.checks] == [
         ("system", "cores", "8"),
@@ -89,7 +89,7 @@ def test_a_part_that_fails_is_a_line_and_an_exit_status(parts: list[str], capsys
 
 
 def test_a_report_without_anything_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    command.show(Report())
+    command.show(PackageReport())
     assert capsys.readouterr().out == "nothing is broken\n"
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ds_config.errors import PlanError
-from ds_moe import GateRule, Stream, gate, top1gating, top2gating, topkgating
+from ds_moe import GateRule, NoiseStream, gate, top1gating, top2gating, topkgating
 
 SHAPES = [(16, 4), (33, 8), (64, 5), (7, 3), (4, 4)]
 
@@ -69,7 +69,7 @@ def test_top1_keeps_the_first_tokens(tokens: int, experts: int, factor: float, u
 def test_random_token_selection_keeps_the_tokens_with_the_largest_lots(tokens: int, experts: int) -> None:
     logits = logits_of(tokens, experts, 2)
     lots = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(9))
-    routed = gate(logits, GateRule(1, 0.5, 1), Stream("lots", torch.Generator().manual_seed(9)))
+    routed = gate(logits, GateRule(1, 0.5, 1), NoiseStream("lots", torch.Generator().manual_seed(9)))
     best = logits.argmax(-1)
     for e in range(experts):
         wanted = [t for t in range(tokens) if best[t] == e]
@@ -128,7 +128,7 @@ def test_topk(tokens: int, experts: int, policy: str) -> None:
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_without_capacity_nothing_is_dropped(k: int) -> None:
     logits = logits_of(20, 4, 5)
-    routed = gate(logits, GateRule(k, drop_tokens=False, second_sampling=False), Stream("none"))
+    routed = gate(logits, GateRule(k, drop_tokens=False, second_sampling=False), NoiseStream("none"))
     assert routed.dropped == 0
     assert routed.capacity is None
     assert torch.equal(routed.experts, logits.sort(-1, descending=True).indices[:, :k])
@@ -146,7 +146,7 @@ def test_without_capacity_nothing_is_dropped(k: int) -> None:
 def test_the_second_expert_is_drawn_by_its_probability() -> None:
     logits = torch.tensor([[3.0, 1.0, 0.0, -1.0]]).expand(20_000, 4).contiguous()
     kept = logits.clone()
-    routed = gate(logits, GateRule(2, drop_tokens=False), Stream("x", torch.Generator().manual_seed(0)))
+    routed = gate(logits, GateRule(2, drop_tokens=False), NoiseStream("x", torch.Generator().manual_seed(0)))
     assert torch.equal(logits, kept)
     drawn = torch.bincount(routed.experts[:, 1], minlength=4).double() / 20_000
     want = torch.tensor([0.0, *softmax([1.0, 0.0, -1.0])], dtype=torch.float64)
@@ -156,7 +156,7 @@ def test_the_second_expert_is_drawn_by_its_probability() -> None:
 def test_noise_draws_the_first_expert_by_its_probability() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0]]).expand(20_000, 3)
     routed = gate(
-        logits, GateRule(1, drop_tokens=False, noise="RSample"), Stream("x", torch.Generator().manual_seed(0))
+        logits, GateRule(1, drop_tokens=False, noise="RSample"), NoiseStream("x", torch.Generator().manual_seed(0))
     )
     drawn = routed.counts.double() / 20_000
     torch.testing.assert_close(drawn, torch.tensor(softmax([2.0, 1.0, 0.0]), dtype=torch.float64), atol=0.015, rtol=0)
@@ -164,11 +164,11 @@ def test_noise_draws_the_first_expert_by_its_probability() -> None:
 
 def test_a_recomputed_forward_draws_the_same_noise_and_another_layer_other_noise() -> None:
     state = torch.get_rng_state()
-    a = Stream("a").uniform((8,), torch.device("cpu"))
+    a = NoiseStream("a").uniform((8,), torch.device("cpu"))
     torch.set_rng_state(state)
-    again = Stream("a").uniform((8,), torch.device("cpu"))
+    again = NoiseStream("a").uniform((8,), torch.device("cpu"))
     torch.set_rng_state(state)
-    b = Stream("b").uniform((8,), torch.device("cpu"))
+    b = NoiseStream("b").uniform((8,), torch.device("cpu"))
     assert torch.equal(a, again)
     assert not torch.equal(a, b)
 
@@ -179,7 +179,7 @@ def test_gradients_are_those_of_autograd_through_the_formula(k: int) -> None:
     rule = GateRule(k, 0.7, 1, use_rts=False, second_sampling=False)
 
     def weigh(x: Tensor) -> Tensor:
-        routed = gate(x, rule, Stream("g"))
+        routed = gate(x, rule, NoiseStream("g"))
         return torch.cat((routed.weights.flatten(), routed.loss[None]))
 
     assert torch.autograd.gradcheck(weigh, logits)
@@ -187,13 +187,13 @@ def test_gradients_are_those_of_autograd_through_the_formula(k: int) -> None:
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_no_tokens_and_nan(k: int) -> None:
-    routed = gate(torch.empty(0, 4, requires_grad=True), GateRule(k), Stream("e"))
+    routed = gate(torch.empty(0, 4, requires_grad=True), GateRule(k), NoiseStream("e"))
     routed.loss.backward()
     assert routed.experts.shape == (0, k)
     assert routed.loss == 0
     broken = torch.zeros(3, 4)
     broken[1] = float("nan")
-    routed = gate(broken, GateRule(k, drop_tokens=False), Stream("n"))
+    routed = gate(broken, GateRule(k, drop_tokens=False), NoiseStream("n"))
     assert routed.weights[1].isnan().all()
     assert not routed.weights[[0, 2]].isnan().any()
     assert ((routed.experts >= 0) & (routed.experts < 4)).all()
@@ -201,7 +201,7 @@ def test_no_tokens_and_nan(k: int) -> None:
 
 def test_one_expert_takes_all() -> None:
     logits = torch.tensor([[5.0, 0.0, 0.0, 0.0]]).expand(16, 4)
-    routed = gate(logits, GateRule(1, 1.0, 1, use_rts=False), Stream("o"))
+    routed = gate(logits, GateRule(1, 1.0, 1, use_rts=False), NoiseStream("o"))
     assert routed.counts.tolist() == [16, 0, 0, 0]
     assert routed.dropped == 12
     assert routed.kept[:, 0].tolist() == [True] * 4 + [False] * 12
@@ -210,10 +210,10 @@ def test_one_expert_takes_all() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda: gate(torch.zeros(3, 2), GateRule(3), Stream("x")),
-        lambda: gate(torch.zeros(3), GateRule(1), Stream("x")),
-        lambda: gate(torch.zeros(3, 2), GateRule(2), Stream("x"), torch.ones(3)),
-        lambda: gate(torch.zeros(3, 2), GateRule(1), Stream("x"), torch.ones(4)),
+        lambda: gate(torch.zeros(3, 2), GateRule(3), NoiseStream("x")),
+        lambda: gate(torch.zeros(3), GateRule(1), NoiseStream("x")),
+        lambda: gate(torch.zeros(3, 2), GateRule(2), NoiseStream("x"), torch.ones(3)),
+        lambda: gate(torch.zeros(3, 2), GateRule(1), NoiseStream("x"), torch.ones(4)),
         lambda: GateRule(0),
         lambda: GateRule(capacity_factor=0.0),
         lambda: topkgating(torch.zeros(3, 4), 2, 1.0, 1),

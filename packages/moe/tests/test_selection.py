@@ -7,21 +7,21 @@ import torch
 from torch import Tensor
 
 from ds_config.errors import PlanError
-from ds_moe import Selection, balance_bias, balance_loss, capacity_of, jitter, select, z_loss
+from ds_moe import RouterOptions, update_expert_bias, load_balancing_loss, capacity_of, jitter, select_experts, z_loss
 from ds_moe.balancing_losses import entropy
-from ds_moe.noise import Stream
+from ds_moe.noise import NoiseStream
 
 RULES = [
-    Selection(2, normalize=True),
-    Selection(3),
-    Selection(2, "softmax_of_chosen"),
-    Selection(2, "sigmoid", normalize=True, scale=2.5, groups=4, limited_groups=2, group_score="top2", epsilon=1e-20),
-    Selection(3, scale=16.0, groups=2, limited_groups=1),
-    Selection(1, "sigmoid"),
+    RouterOptions(2, normalize=True),
+    RouterOptions(3),
+    RouterOptions(2, "softmax_of_chosen"),
+    RouterOptions(2, "sigmoid", normalize=True, scale=2.5, groups=4, limited_groups=2, group_score="top2", epsilon=1e-20),
+    RouterOptions(3, scale=16.0, groups=2, limited_groups=1),
+    RouterOptions(1, "sigmoid"),
 ]
 
 
-def one_token(logits: list[float], how: Selection, bias: list[float]) -> tuple[list[int], list[float]]:
+def one_token(logits: list[float], how: RouterOptions, bias: list[float]) -> tuple[list[int], list[float]]:
     count = len(logits)
     scores = [1 / (1 + math.exp(-v)) for v in logits]
     if how.score == "softmax":
@@ -46,11 +46,11 @@ def one_token(logits: list[float], how: Selection, bias: list[float]) -> tuple[l
 
 @pytest.mark.parametrize("how", RULES)
 @pytest.mark.parametrize("biased", [False, True])
-def test_selection_is_its_definition(how: Selection, biased: bool) -> None:
+def test_selection_is_its_definition(how: RouterOptions, biased: bool) -> None:
     torch.manual_seed(3)
     logits = torch.randn(40, 8, dtype=torch.float64)
     bias = torch.randn(8, dtype=torch.float64) * 0.3 if biased else torch.zeros(8, dtype=torch.float64)
-    routed = select(logits, how, bias)
+    routed = select_experts(logits, how, bias)
     for token in range(40):
         chosen, weights = one_token(logits[token].tolist(), how, bias.tolist())
         assert routed.experts[token].tolist() == chosen
@@ -59,32 +59,32 @@ def test_selection_is_its_definition(how: Selection, biased: bool) -> None:
 
 
 @pytest.mark.parametrize("how", RULES)
-def test_weights_have_the_gradient_of_the_formula(how: Selection) -> None:
+def test_weights_have_the_gradient_of_the_formula(how: RouterOptions) -> None:
     torch.manual_seed(4)
     logits = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: select(x, how).weights, logits)
+    assert torch.autograd.gradcheck(lambda x: select_experts(x, how).weights, logits)
 
 
 def test_chosen_before_means_only_weights_are_computed() -> None:
     logits = torch.randn(10, 8)
-    first = select(logits, RULES[0])
-    again = select(logits + 0.01 * torch.randn(10, 8), RULES[0], experts=first.experts)
+    first = select_experts(logits, RULES[0])
+    again = select_experts(logits + 0.01 * torch.randn(10, 8), RULES[0], experts=first.experts)
     assert torch.equal(first.experts, again.experts)
     assert not torch.equal(first.weights, again.weights)
 
 
 def test_equal_scores_take_the_lowest_expert() -> None:
-    assert select(torch.zeros(2, 6), Selection(3)).experts.tolist() == [[0, 1, 2]] * 2
+    assert select_experts(torch.zeros(2, 6), RouterOptions(3)).experts.tolist() == [[0, 1, 2]] * 2
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda: Selection(0),
-        lambda: Selection(1, groups=2, limited_groups=3),
-        lambda: select(torch.zeros(2, 6), Selection(4, groups=2)),
-        lambda: select(torch.zeros(2, 6), Selection(1, groups=4)),
-        lambda: select(torch.zeros(6), Selection(1)),
+        lambda: RouterOptions(0),
+        lambda: RouterOptions(1, groups=2, limited_groups=3),
+        lambda: select_experts(torch.zeros(2, 6), RouterOptions(4, groups=2)),
+        lambda: select_experts(torch.zeros(2, 6), RouterOptions(1, groups=4)),
+        lambda: select_experts(torch.zeros(6), RouterOptions(1)),
     ],
 )
 def test_what_cannot_be_is_said(wrong: object) -> None:
@@ -98,29 +98,29 @@ def test_losses() -> None:
     scores = logits.softmax(-1)
     chosen = torch.nn.functional.one_hot(scores.argmax(-1), 4)
     me, ce = scores.sum(0) / 9, chosen.sum(0) / 9
-    torch.testing.assert_close(balance_loss(scores, chosen), 4 * (me * ce).sum())
+    torch.testing.assert_close(load_balancing_loss(scores, chosen), 4 * (me * ce).sum())
     torch.testing.assert_close(z_loss(logits), (logits.exp().sum(-1).log() ** 2).sum() / 9)
     even = torch.full((8, 4), 0.25)
-    assert balance_loss(even, torch.ones(8, 4), 4) == pytest.approx(1.0)
+    assert load_balancing_loss(even, torch.ones(8, 4), 4) == pytest.approx(1.0)
     empty = torch.empty(0, 4, requires_grad=True)
-    (z_loss(empty) + balance_loss(empty, empty)).backward()
+    (z_loss(empty) + load_balancing_loss(empty, empty)).backward()
     assert empty.grad is not None
 
 
 def test_balancing_moves_the_bias_against_the_load() -> None:
     bias = torch.zeros(4)
-    balance_bias(bias, torch.tensor([10, 2, 5, 3]), 0.1)
+    update_expert_bias(bias, torch.tensor([10, 2, 5, 3]), 0.1)
     torch.testing.assert_close(bias, torch.tensor([-0.1, 0.1, 0.0, 0.1]))
 
     def load(bias: Tensor) -> Tensor:
-        return select(logits, Selection(2, "sigmoid"), bias).counts
+        return select_experts(logits, RouterOptions(2, "sigmoid"), bias).counts
 
     torch.manual_seed(0)
     logits = torch.randn(512, 4) + torch.tensor([2.0, 0.0, 0.0, -2.0])
     bias = torch.zeros(4)
     before = load(bias)
     for _ in range(200):
-        balance_bias(bias, load(bias), 0.01)
+        update_expert_bias(bias, load(bias), 0.01)
     assert load(bias).max() < 300 < before.max()
 
 
@@ -131,6 +131,6 @@ def test_entropy_capacity_and_jitter() -> None:
     assert capacity_of(10, 4, 1.0, 1) == 3
     assert capacity_of(10, 4, 1.0, 4) == 4
     assert capacity_of(0, 4, 1.0, 4) == 4
-    noisy = jitter(torch.ones(1000), Stream("j", torch.Generator().manual_seed(0)))
+    noisy = jitter(torch.ones(1000), NoiseStream("j", torch.Generator().manual_seed(0)))
     assert 0.99 <= noisy.min() < 0.992
     assert 1.008 < noisy.max() <= 1.01

@@ -8,7 +8,7 @@ from torch import nn
 
 from ds_comm import MeshSpec
 from ds_config.errors import PlanError
-from ds_moe import MoE, Selection, expert_load, place_ranks, report_load, select, utils
+from ds_moe import MoE, RouterOptions, expert_load, place_ranks, report_load, select_experts, utils
 from ds_moe.dispatch import exchange_of, reorder, through_experts
 from ds_moe.expert_groups import alone
 from ds_monitor import MemorySink, configure, shutdown
@@ -87,7 +87,7 @@ def test_weights_before_experts() -> None:
     scales = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
 
     def run(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        routed = select(logits, Selection(2))
+        routed = select_experts(logits, RouterOptions(2))
 
         def compute(rows: torch.Tensor, at: object) -> torch.Tensor:
             numbers = routed.experts.flatten().sort(stable=True).values
@@ -96,7 +96,7 @@ def test_weights_before_experts() -> None:
         return through_experts(x, routed, compute, alone(), weigh_first=True)
 
     assert torch.autograd.gradcheck(run, (x, logits))
-    routed = select(logits, Selection(2))
+    routed = select_experts(logits, RouterOptions(2))
     each = (x[:, None] * routed.weights[..., None] * scales[routed.experts][..., None]) ** 2
     torch.testing.assert_close(run(x, logits), each.sum(1))
 

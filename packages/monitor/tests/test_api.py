@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import ds_monitor as m
-from ds_monitor import Kind, MemorySink, Record
+from ds_monitor import RecordKind, MemorySink, Measurement
 
 
 class BrokenSink(MemorySink):
@@ -23,7 +23,7 @@ class BrokenSink(MemorySink):
         super().__init__()
         self.verb = verb
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Measurement) -> None:
         if self.verb == "write":
             raise OSError("no space left on device")
         super().write(record)
@@ -46,10 +46,10 @@ def test_records_carry_kind_value_position_and_attributes(memory: MemorySink) ->
     m.counter("steps")
     m.event("saved", path="here", size=3)
     assert [(r.kind, r.name, r.value, r.step, r.samples) for r in memory.records] == [
-        (Kind.GAUGE, "loss", 2.5, 3, 96),
-        (Kind.COUNTER, "tokens", 128.0, 3, 96),
-        (Kind.COUNTER, "steps", 1.0, 3, 96),
-        (Kind.EVENT, "saved", 0.0, 3, 96),
+        (RecordKind.GAUGE, "loss", 2.5, 3, 96),
+        (RecordKind.COUNTER, "tokens", 128.0, 3, 96),
+        (RecordKind.COUNTER, "steps", 1.0, 3, 96),
+        (RecordKind.EVENT, "saved", 0.0, 3, 96),
     ]
     assert dict(memory.records[3].attrs) == {"path": "here", "size": 3}
     assert dict(memory.records[0].attrs) == {}

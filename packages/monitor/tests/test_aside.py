@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ds_monitor as m
-from ds_monitor import AsideSink, Kind, MemorySink, Record
+from ds_monitor import BackgroundSink, RecordKind, MemorySink, Measurement
 
 
 def steps(count: int) -> None:
@@ -23,13 +23,13 @@ def steps(count: int) -> None:
 
 def test_all_arrives_in_order_from_one_other_thread() -> None:
     class Watching(MemorySink):
-        def write(self, record: Record) -> None:
+        def write(self, record: Measurement) -> None:
             super().write(record)
             seen.add(threading.get_ident())
 
     seen: set[int] = set()
     direct, inner = MemorySink(), Watching()
-    m.configure([direct, AsideSink(inner)])
+    m.configure([direct, BackgroundSink(inner)])
     m.event("config", stage=2)
     steps(50)
     m.shutdown()
@@ -42,12 +42,12 @@ def test_all_arrives_in_order_from_one_other_thread() -> None:
 
 def test_an_event_does_not_wait_for_the_step() -> None:
     inner = MemorySink()
-    m.configure([AsideSink(inner)])
+    m.configure([BackgroundSink(inner)])
     m.event("config", stage=2)
     deadline = time.monotonic() + 10
     while not inner.records and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert [record.kind for record in inner.records] == [Kind.EVENT]
+    assert [record.kind for record in inner.records] == [RecordKind.EVENT]
 
 
 def test_a_full_disk_is_told_once_and_the_others_go_on(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_full_disk_is_told_once_and_the_others_go_on(tmp_path: Path) -> None:
         pytest.skip("this system has no /dev/full")
     (tmp_path / "loss.csv").symlink_to("/dev/full")
     whole = MemorySink()
-    m.configure([AsideSink(m.CsvSink(tmp_path)), AsideSink(m.JsonlSink("/dev/full")), AsideSink(whole)])
+    m.configure([BackgroundSink(m.CsvSink(tmp_path)), BackgroundSink(m.JsonlSink("/dev/full")), BackgroundSink(whole)])
 
     def train() -> None:
         for step in range(1, 41):
@@ -73,13 +73,13 @@ def test_a_full_disk_is_told_once_and_the_others_go_on(tmp_path: Path) -> None:
 
 def test_a_sink_that_falls_behind_loses_its_oldest_records_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(MemorySink):
-        def write(self, record: Record) -> None:
+        def write(self, record: Measurement) -> None:
             go.wait(10)
             super().write(record)
 
     go, inner = threading.Event(), Slow()
     monkeypatch.setattr("ds_monitor.sinks.aside.EVERY_S", 0.0)
-    m.configure([aside := AsideSink(inner, limit=20)])
+    m.configure([aside := BackgroundSink(inner, limit=20)])
     with pytest.warns(RuntimeWarning, match="Slow is slower than the run") as caught:
         steps(100)
     go.set()
@@ -95,7 +95,7 @@ def test_what_fails_at_the_end_is_logged_and_the_process_goes_on(caplog: pytest.
         def close(self) -> None:
             raise OSError("no space left on device")
 
-    m.configure([AsideSink(Unclosable())])
+    m.configure([BackgroundSink(Unclosable())])
     steps(1)
     m.shutdown()
     assert "Unclosable could not be closed cleanly: OSError('no space left" in caplog.text

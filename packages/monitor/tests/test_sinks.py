@@ -16,7 +16,7 @@ import pytest
 
 import ds_monitor as m
 from ds_config.errors import UnsupportedError
-from ds_monitor import Kind, metric_names
+from ds_monitor import RecordKind, metric_names
 from ds_monitor.sinks.sink import ScalarSink
 from ds_monitor.sinks.progress import duration
 
@@ -108,7 +108,7 @@ def test_jsonl_keeps_every_record_and_values_json_has_no_number_for(tmp_path: Pa
 
 def test_jsonl_leaves_out_kinds_and_lines_are_visible_at_once(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    m.configure([m.JsonlSink(path, kinds=[Kind.GAUGE])])
+    m.configure([m.JsonlSink(path, kinds=[RecordKind.GAUGE])])
     m.set_step(1)
     m.gauge("loss", 1.0)
     m.counter("tokens", 5)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import ds_monitor as m
 from ds_monitor import MemorySink
 from ds_monitor.stats import trimmed_mean
-from ds_monitor.throughput import ThroughputMeter, Work, transformer_flops_per_token
+from ds_monitor.throughput import ThroughputMeter, StepWork, transformer_flops_per_token
 from ds_monitor.timers import Timers
 
 
@@ -90,15 +90,15 @@ def test_rates_leave_out_warmup_and_pauses() -> None:
     clock = Clock()
     meter = ThroughputMeter(peak_flops_per_s=1000.0, warmup_steps=1, clock=clock)
     clock.now_s += 60
-    meter.step(Work(samples=4, tokens=40, flops=400))  # warm-up
+    meter.step(StepWork(samples=4, tokens=40, flops=400))  # warm-up
     assert meter.rates() is None
     for _ in range(4):
         clock.now_s += 2
-        meter.step(Work(samples=4, tokens=40, flops=400))
+        meter.step(StepWork(samples=4, tokens=40, flops=400))
     clock.now_s += 500  # an evaluation
     meter.pause()
     clock.now_s += 2
-    meter.step(Work(samples=4, tokens=40, flops=400))
+    meter.step(StepWork(samples=4, tokens=40, flops=400))
     rates = meter.rates()
     assert rates is not None
     assert (rates.steps, rates.step_s) == (5, 2.0)
@@ -111,7 +111,7 @@ def test_rates_speak_of_the_window_only() -> None:
     meter = ThroughputMeter(warmup_steps=0, window=2, clock=clock)
     for seconds in (50, 1, 1):
         clock.now_s += seconds
-        meter.step(Work(samples=3))
+        meter.step(StepWork(samples=3))
     rates = meter.rates()
     assert rates is not None
     assert (rates.samples_per_s, rates.mfu) == (3.0, None)

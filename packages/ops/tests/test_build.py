@@ -14,7 +14,7 @@ import pytest
 
 from ds_config.errors import KernelError
 from ds_ops import cli_ops, module_cache
-from ds_ops.build_native import Plan, build, first_error, missing_tools, plan
+from ds_ops.build_native import BuildPlan, build, first_error, missing_tools, plan
 from ds_ops.toolchain import Tool, find_tools
 
 _CMAKE = """
@@ -35,7 +35,7 @@ def tools() -> dict[str, Tool]:
 
 
 @pytest.fixture
-def small(tmp_path: Path, tools: dict[str, Tool], monkeypatch: pytest.MonkeyPatch) -> Plan:
+def small(tmp_path: Path, tools: dict[str, Tool], monkeypatch: pytest.MonkeyPatch) -> BuildPlan:
     """A plan for a project of one function, in place of native/."""
     monkeypatch.setenv("DS_OPS_CACHE", str(tmp_path / "cache"))
     sources = tmp_path / "sources"
@@ -47,7 +47,7 @@ def small(tmp_path: Path, tools: dict[str, Tool], monkeypatch: pytest.MonkeyPatc
     return plan("cpu", sources, tools)
 
 
-def test_a_build_is_made_once_and_found_again(small: Plan, tmp_path: Path) -> None:
+def test_a_build_is_made_once_and_found_again(small: BuildPlan, tmp_path: Path) -> None:
     said: list[str] = []
     first = build(small, say=said.append)
     assert first.fresh
@@ -59,7 +59,7 @@ def test_a_build_is_made_once_and_found_again(small: Plan, tmp_path: Path) -> No
     assert not list(small.folder.glob("work-*"))
 
 
-def test_a_build_of_other_sources_is_never_loaded(small: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_of_other_sources_is_never_loaded(small: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = build(small).module
     assert module_cache.built_modules("_cpu") == [made]
     (tmp_path / "sources" / "one.cpp").write_text("int one() { return 2; }\n")
@@ -105,7 +105,7 @@ def test_an_nvcc_that_does_not_work_costs_no_cpu_kernel(how: str, tmp_path: Path
     assert "DS_WITH_CUDA=ON, but" in asked.stderr
 
 
-def test_the_key_follows_sources_and_compiler(small: Plan, tmp_path: Path, tools: dict[str, Tool]) -> None:
+def test_the_key_follows_sources_and_compiler(small: BuildPlan, tmp_path: Path, tools: dict[str, Tool]) -> None:
     sources = tmp_path / "sources"
     assert plan("cpu", sources, tools).key == small.key
     other = {**tools, "c++ compiler": Tool("/usr/bin/other", "9")}
@@ -114,7 +114,7 @@ def test_the_key_follows_sources_and_compiler(small: Plan, tmp_path: Path, tools
     assert plan("cpu", sources, tools).key != small.key
 
 
-def test_the_first_error_is_shown_and_nothing_stays_half_built(small: Plan, tmp_path: Path) -> None:
+def test_the_first_error_is_shown_and_nothing_stays_half_built(small: BuildPlan, tmp_path: Path) -> None:
     (tmp_path / "sources" / "one.cpp").write_text("int one() { return two; }\nint three() { return four; }\n")
     with pytest.raises(KernelError, match=r"one\.cpp:1:20: error: .two. was not declared") as caught:
         build(small)
@@ -125,7 +125,7 @@ def test_the_first_error_is_shown_and_nothing_stays_half_built(small: Plan, tmp_
     assert not list(small.folder.glob("work-*"))
 
 
-def test_a_compiler_that_does_not_work_is_named(small: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_does_not_work_is_named(small: BuildPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/bin/false")
     with pytest.raises(KernelError, match=r"/bin/false") as caught:
         build(small)
@@ -142,7 +142,7 @@ with locked(Path(sys.argv[1]), print):
 """
 
 
-def test_a_killed_builder_leaves_nothing_that_blocks(small: Plan) -> None:
+def test_a_killed_builder_leaves_nothing_that_blocks(small: BuildPlan) -> None:
     small.folder.mkdir(parents=True)
     (small.folder / "work-left-behind").mkdir()
     holder = subprocess.Popen(
@@ -173,7 +173,7 @@ print(build(plan("cpu", Path(sys.argv[1]), find_tools(os.environ))).fresh)
 """
 
 
-def test_of_many_builders_one_builds(small: Plan, tmp_path: Path) -> None:
+def test_of_many_builders_one_builds(small: BuildPlan, tmp_path: Path) -> None:
     command = [sys.executable, "-c", _BUILDER, str(tmp_path / "sources")]
     jobs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     assert sorted(job.communicate(timeout=60)[0].strip() for job in jobs) == ["False", "False", "True"]
@@ -181,7 +181,7 @@ def test_of_many_builders_one_builds(small: Plan, tmp_path: Path) -> None:
 
 
 def test_sources_without_the_module_and_a_folder_that_cannot_be_written(
-    small: Plan, tmp_path: Path, tools: dict[str, Tool], monkeypatch: pytest.MonkeyPatch
+    small: BuildPlan, tmp_path: Path, tools: dict[str, Tool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cmake = tmp_path / "sources" / "CMakeLists.txt"
     cmake.write_text(cmake.read_text().replace("_cpu", "_another"))
@@ -236,7 +236,7 @@ def test_missing_tools_are_listed_together(
 
 
 def test_the_command_builds_and_says_where(
-    small: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cli_ops, "source_dir", lambda: tmp_path / "sources")
     assert run("build", "--jobs", "1") == 0

@@ -9,10 +9,10 @@ import torch
 
 from ds_config.errors import KernelError
 from ds_ops import UpdateSpec, UpdateTensors, convert, fill, sum_squares, update
-from ds_ops.update_rules import Rule
+from ds_ops.update_rules import UpdateRule
 
 pytestmark = pytest.mark.usefixtures("native")
-SPEC = UpdateSpec(Rule.LION, (1.0, 0.9, 0.1, 0.99, 0.01, 0.1))
+SPEC = UpdateSpec(UpdateRule.LION, (1.0, 0.9, 0.1, 0.99, 0.01, 0.1))
 
 
 def lion(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, copies: tuple[torch.Tensor, ...] = ()) -> None:

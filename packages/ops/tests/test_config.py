@@ -11,7 +11,7 @@ import pytest
 from ds_config import ConfigError, StrictModel, UnsupportedConfigError, keys, load
 from ds_ops.config import AioConfig
 from ds_ops.io import IOSettings
-from ds_ops.io_bench import Case, Measured, best_section
+from ds_ops.io_bench import IOCase, IOBandwidth, best_section
 
 
 class Document(StrictModel):
@@ -71,5 +71,5 @@ def test_what_is_not_built_or_not_possible_is_an_error() -> None:
 
 def test_what_tune_prints_is_a_section() -> None:
     settings = IOSettings(block_bytes=1 << 23, queue_depth=32, workers=2)
-    rows = [Measured(Case(write, settings), 1.0) for write in (True, False)]
+    rows = [IOBandwidth(IOCase(write, settings), 1.0) for write in (True, False)]
     assert aio(**best_section(rows)).settings() == settings

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_config.errors import KernelError
-from ds_ops.native_decoder import Chunk, DecoderLayer, DecoderProgram, Inputs, KeptLayer, Normed, Packed, obstacle, pack
+from ds_ops.native_decoder import TokenRun, DecoderLayer, DecoderProgram, ProductInputs, KeptLayer, Normed, PackedWeight, obstacle, pack
 from ds_ops.formats import FP8_E4M3, INT4, INT8
 from ds_ops.quant import dequantize
 from ds_ops.quant_linear import quantize_weight
@@ -18,7 +18,7 @@ def norm() -> Normed:
     return Normed(torch.ones(HIDDEN), eps=1e-5)
 
 
-def program(matrices: tuple[Packed, ...], head: Packed) -> DecoderProgram:
+def program(matrices: tuple[PackedWeight, ...], head: PackedWeight) -> DecoderProgram:
     qkv, out, up, down = matrices
     norms = (norm(), Normed(), norm(), Normed(), Normed(), Normed())
     layer = DecoderLayer((qkv, out, up, down), HEADS, HEADS, WIDTH, WIDTH, WIDTH**-0.5, norms)
@@ -37,7 +37,7 @@ def weights() -> list[torch.Tensor]:
     return [torch.randn(shape) * 0.2 for shape in shapes]
 
 
-def packed(given: list[torch.Tensor]) -> tuple[tuple[Packed, ...], Packed]:
+def packed(given: list[torch.Tensor]) -> tuple[tuple[PackedWeight, ...], PackedWeight]:
     *matrices, head = (pack(w, gated=i == 2) for i, w in enumerate(given))
     return tuple(matrices), head
 
@@ -69,12 +69,12 @@ needs_native = pytest.mark.skipif(bool(obstacle()), reason=obstacle() or "built"
 def test_a_step_is_the_layer(length: int) -> None:
     given, x = weights(), torch.randn(length, HIDDEN)
     made, rows = program(*packed(given)), torch.arange(length)
-    found = made.step(x.clone(), [Chunk(0, length, 0, tuple(range(8)))], rows, [room()])
+    found = made.step(x.clone(), [TokenRun(0, length, 0, tuple(range(8)))], rows, [room()])
     assert (found - plain(x, given)).abs().max() < 1e-4
     again, kept = [], room()  # in two chunks: the second reads what the first kept
     for start, end in ((0, length // 2), (length // 2, length)):
         if end > start:
-            chunk = Chunk(0, end - start, start, (5, 1, 0, 7, 3, 2, 6, 4))
+            chunk = TokenRun(0, end - start, start, (5, 1, 0, 7, 3, 2, 6, 4))
             again.append(made.step(x[start:end].clone(), [chunk], torch.arange(end - start), [kept]))
     assert (torch.cat(again) - found).abs().max() < 1e-4
 
@@ -86,10 +86,10 @@ def test_codes_are_as_good_as_their_numbers(kind: object, symmetric: bool) -> No
     given, x = weights(), torch.randn(9, HIDDEN)
     codes = [quantize_weight(w, kind, group=16, symmetric=symmetric) for w in given]  # type: ignore[arg-type]
     *matrices, head = (pack(w, gated=i == 2) for i, w in enumerate(codes))
-    chunk = [Chunk(0, 9, 0, tuple(range(8)))]
+    chunk = [TokenRun(0, 9, 0, tuple(range(8)))]
     found = program(tuple(matrices), head).step(x.clone(), chunk, torch.arange(9), [room()])
     assert (found - plain(x, [dequantize(w) for w in codes])).abs().max() < 1e-4
-    *matrices, head = (pack(w, gated=i == 2, inputs=Inputs.INT8) for i, w in enumerate(codes))
+    *matrices, head = (pack(w, gated=i == 2, inputs=ProductInputs.INT8) for i, w in enumerate(codes))
     rounded = program(tuple(matrices), head).step(x.clone(), chunk, torch.arange(9), [room()])
     assert 0 < (found - rounded).abs().max() < 0.1 * found.abs().max()
 
@@ -103,23 +103,23 @@ def test_what_cannot_be_packed_is_refused() -> None:
         with pytest.raises(KernelError, match="cannot be packed"):
             pack(weight)
     with pytest.raises(KernelError, match="cannot be packed"):
-        pack(torch.zeros(4, 8), inputs=Inputs.INT8)
+        pack(torch.zeros(4, 8), inputs=ProductInputs.INT8)
 
 
 @needs_native
 @pytest.mark.parametrize(
     ("chunks", "outputs"),
     [
-        ([Chunk(0, 2, 0, (0,))], [0]),
-        ([Chunk(1, 3, 0, (0,))], [0]),
-        ([Chunk(0, 3, 2, (0,))], [0]),
-        ([Chunk(0, 3, 0, (9,))], [0]),
-        ([Chunk(0, 3, 0, (-1,))], [0]),
-        ([Chunk(0, 3, 0, (0,))], [3]),
-        ([Chunk(0, 3, 0, (0,))], [-1]),
+        ([TokenRun(0, 2, 0, (0,))], [0]),
+        ([TokenRun(1, 3, 0, (0,))], [0]),
+        ([TokenRun(0, 3, 2, (0,))], [0]),
+        ([TokenRun(0, 3, 0, (9,))], [0]),
+        ([TokenRun(0, 3, 0, (-1,))], [0]),
+        ([TokenRun(0, 3, 0, (0,))], [3]),
+        ([TokenRun(0, 3, 0, (0,))], [-1]),
     ],
 )
-def test_no_address_outside_of_a_tensor(chunks: list[Chunk], outputs: list[int]) -> None:
+def test_no_address_outside_of_a_tensor(chunks: list[TokenRun], outputs: list[int]) -> None:
     made = program(*packed(weights()))
     with pytest.raises(KernelError, match="decoder step"):
         made.step(torch.zeros(3, HIDDEN), chunks, torch.tensor(outputs), [room()])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_config.errors import KernelError
 from ds_ops import (
-    Rule,
+    UpdateRule,
     UpdateSpec,
     UpdateTensors,
     convert,
@@ -90,16 +90,16 @@ def agree(ours: UpdateTensors, expected: UpdateTensors) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rule", [Rule.ADAM, Rule.LION, Rule.SGD])
-def test_updates(device: torch.device, rule: Rule, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rule", [UpdateRule.ADAM, UpdateRule.LION, UpdateRule.SGD])
+def test_updates(device: torch.device, rule: UpdateRule, dtype: torch.dtype) -> None:
     coefficients = {
-        Rule.ADAM: adam_coefficients(HYPER, 3),
-        Rule.LION: lion_coefficients(1e-2, (0.9, 0.99), 0.1),
-        Rule.SGD: sgd_coefficients(1e-2, 0.9, 0.1, 0.1),
+        UpdateRule.ADAM: adam_coefficients(HYPER, 3),
+        UpdateRule.LION: lion_coefficients(1e-2, (0.9, 0.99), 0.1),
+        UpdateRule.SGD: sgd_coefficients(1e-2, 0.9, 0.1, 0.1),
     }[rule]
     spec = UpdateSpec(rule, coefficients, 0.5, zero_grad=True)
     ours, expected = lists(dtype, device), lists(dtype, torch.device("cpu"))
-    if rule is not Rule.ADAM:
+    if rule is not UpdateRule.ADAM:
         ours, expected = (replace(t, states=t.states[:1]) for t in (ours, expected))
     update(spec, ours)
     update_reference.update(spec, expected)
@@ -109,15 +109,15 @@ def test_updates(device: torch.device, rule: Rule, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_lamb(device: torch.device, inside: bool) -> None:
-    spec = UpdateSpec(Rule.LAMB_MOMENTS, lamb_coefficients(HYPER, 2, eps_inside_sqrt=inside), 0.5)
+    spec = UpdateSpec(UpdateRule.LAMB_MOMENTS, lamb_coefficients(HYPER, 2, eps_inside_sqrt=inside), 0.5)
     ours, expected = lists(torch.float32, device), lists(torch.float32, torch.device("cpu"))
     sums = lamb_moments(spec, replace(ours, copies=()))
     torch.testing.assert_close(
         sums.cpu(), update_reference.lamb_moments(spec, replace(expected, copies=())), rtol=1e-5, atol=1e-9
     )
     ratios = torch.linspace(0.5, 2.0, len(SIZES))
-    lamb_apply(replace(spec, rule=Rule.LAMB_APPLY), ours, ratios)
-    update_reference.lamb_apply(replace(spec, rule=Rule.LAMB_APPLY), expected, ratios)
+    lamb_apply(replace(spec, rule=UpdateRule.LAMB_APPLY), ours, ratios)
+    update_reference.lamb_apply(replace(spec, rule=UpdateRule.LAMB_APPLY), expected, ratios)
     agree(ours, expected)
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ds_config.report_tables import Report
+from ds_config.report_tables import PackageReport
 from ds_ops import machine, ops_report, toolchain
-from ds_ops.doctor import Check, Diagnosis, OpRow, Verdict, diagnose
-from ds_ops.machine import Machine, Stage, parse_stages, read_machine, run_probe
+from ds_ops.doctor import Check, Diagnosis, OpRow, ReportLevel, diagnose
+from ds_ops.machine import Machine, ProbeStage, parse_stages, read_machine, run_probe
 from ds_ops.ops_report import report, report_of
 from ds_ops.toolchain import Tool
 
@@ -30,10 +30,10 @@ def row(dtype: str, backend: str = "cpu", *why: tuple[str, str, str], error: str
     }
 
 
-def stages(**changed: Stage) -> dict[str, Stage]:
+def stages(**changed: ProbeStage) -> dict[str, ProbeStage]:
     return {
-        "torch": Stage({"version": "2.13.0", "cuda": "", "hip": "", "cpu_capability": "AVX2", "threads": 2}),
-        "native": Stage(
+        "torch": ProbeStage({"version": "2.13.0", "cuda": "", "hip": "", "cpu_capability": "AVX2", "threads": 2}),
+        "native": ProbeStage(
             {
                 "reasons": {"_cpu": "", "_cuda": "module _cuda was not built"},
                 "isa": "avx2",
@@ -41,11 +41,11 @@ def stages(**changed: Stage) -> dict[str, Stage]:
                 "build": {},
             }
         ),
-        "trial": Stage({"backend": "cpu", "difference": 0.0}),
-        "io": Stage({"backends": {"io_uring": "", "libaio": "", "threads": "", "python": ""}}),
-        "cuda": Stage({"available": False, "devices": []}),
-        "triton": Stage(error="ModuleNotFoundError: no triton"),
-        "ops": Stage({"rows": [row("float32"), row("bfloat16")], "broken": [], "backends": ["cpu", "reference"]}),
+        "trial": ProbeStage({"backend": "cpu", "difference": 0.0}),
+        "io": ProbeStage({"backends": {"io_uring": "", "libaio": "", "threads": "", "python": ""}}),
+        "cuda": ProbeStage({"available": False, "devices": []}),
+        "triton": ProbeStage(error="ModuleNotFoundError: no triton"),
+        "ops": ProbeStage({"rows": [row("float32"), row("bfloat16")], "broken": [], "backends": ["cpu", "reference"]}),
         **changed,
     }
 
@@ -63,29 +63,29 @@ GOOD = Machine(
 )
 
 
-def checks(m: Machine, verdict: Verdict) -> dict[str, Check]:
+def checks(m: Machine, verdict: ReportLevel) -> dict[str, Check]:
     return {check.name: check for check in diagnose(m).checks if check.verdict is verdict}
 
 
-def broken_by(**changed: Stage) -> dict[str, Check]:
-    return checks(replace(GOOD, stages=stages(**changed)), Verdict.BROKEN)
+def broken_by(**changed: ProbeStage) -> dict[str, Check]:
+    return checks(replace(GOOD, stages=stages(**changed)), ReportLevel.BROKEN)
 
 
 def test_a_good_machine_has_nothing_to_mend() -> None:
-    assert checks(GOOD, Verdict.BROKEN) == checks(GOOD, Verdict.SLOWER) == {}
+    assert checks(GOOD, ReportLevel.BROKEN) == checks(GOOD, ReportLevel.SLOWER) == {}
 
 
 def test_every_fix_is_about_something_that_is_not_fine() -> None:
     for check in diagnose(GOOD).checks:
         assert not check.fix, check
     for check in diagnose(Machine("3.11", "?", 1)).checks:
-        assert check.fix or check.verdict in (Verdict.FINE, Verdict.INFO), check
+        assert check.fix or check.verdict in (ReportLevel.FINE, ReportLevel.INFO), check
 
 
 def test_dtypes_that_are_treated_alike_share_a_row() -> None:
     why = ("cpu", "does not take torch.float64", "convert")
     rows = [row("float32"), row("bfloat16"), row("float64", "reference", why)]
-    found = diagnose(replace(GOOD, stages=stages(ops=Stage({"rows": rows}))))
+    found = diagnose(replace(GOOD, stages=stages(ops=ProbeStage({"rows": rows}))))
     assert [(r.dtypes, r.backend, r.why_not) for r in found.ops] == [
         (("float32", "bfloat16"), "cpu", ()),
         (("float64",), "reference", (why,)),
@@ -93,7 +93,7 @@ def test_dtypes_that_are_treated_alike_share_a_row() -> None:
 
 
 def test_torch_that_does_not_load_is_one_finding_not_seven() -> None:
-    same = Stage(error="OSError: libcublas.so.13: cannot open shared object file")
+    same = ProbeStage(error="OSError: libcublas.so.13: cannot open shared object file")
     found = broken_by(**dict.fromkeys(("torch", "native", "trial", "io", "cuda", "triton", "ops"), same))
     assert list(found) == ["torch"]
     assert "libcublas" in found["torch"].found
@@ -103,36 +103,36 @@ def test_torch_that_does_not_load_is_one_finding_not_seven() -> None:
 @pytest.mark.parametrize(
     ("changed", "name", "fix"),
     [
-        ({"native": Stage(error="did not answer within 120 s")}, "_cpu", "ds ops build --force cpu"),
+        ({"native": ProbeStage(error="did not answer within 120 s")}, "_cpu", "ds ops build --force cpu"),
         (
             {
-                "native": Stage(
+                "native": ProbeStage(
                     {"reasons": {"_cpu": "module _cpu does not load: GLIBC", "_cuda": "module was not built"}}
                 )
             },
             "_cpu",
             "ds ops build --force cpu",
         ),
-        ({"trial": Stage(error="ended with signal 4")}, "trial step", "DS_OPS=reference"),
-        ({"trial": Stage({"backend": "cpu", "difference": 0.5})}, "trial step", "DS_OPS=reference"),
-        ({"cuda": Stage(error="did not answer within 120 s")}, "accelerator", "nvidia-smi"),
-        ({"ops": Stage({"rows": [], "broken": [["ds_ops.norm", "ImportError: x"]]})}, "ds_ops.norm", "pip install"),
-        ({"ops": Stage({"rows": [row("float32", "", error="cpu: no")]})}, "update on cpu", "unset DS_OPS"),
+        ({"trial": ProbeStage(error="ended with signal 4")}, "trial step", "DS_OPS=reference"),
+        ({"trial": ProbeStage({"backend": "cpu", "difference": 0.5})}, "trial step", "DS_OPS=reference"),
+        ({"cuda": ProbeStage(error="did not answer within 120 s")}, "accelerator", "nvidia-smi"),
+        ({"ops": ProbeStage({"rows": [], "broken": [["ds_ops.norm", "ImportError: x"]]})}, "ds_ops.norm", "pip install"),
+        ({"ops": ProbeStage({"rows": [row("float32", "", error="cpu: no")]})}, "update on cpu", "unset DS_OPS"),
     ],
 )
-def test_what_fails_is_broken_and_has_a_command(changed: dict[str, Stage], name: str, fix: str) -> None:
+def test_what_fails_is_broken_and_has_a_command(changed: dict[str, ProbeStage], name: str, fix: str) -> None:
     found = broken_by(**changed)
     assert list(found) == [name]
     assert fix in found[name].fix
 
 
 def test_a_module_that_was_not_built_is_slower_not_broken() -> None:
-    missing = Stage({"reasons": {"_cpu": "module _cpu was not built", "_cuda": "module _cuda was not built"}})
+    missing = ProbeStage({"reasons": {"_cpu": "module _cpu was not built", "_cuda": "module _cuda was not built"}})
     m = replace(
         GOOD, stages=stages(native=missing), tools={"cmake": Tool(), "c++ compiler": Tool("/bin/false", "", "no")}
     )
-    assert not checks(m, Verdict.BROKEN)
-    slower = checks(m, Verdict.SLOWER)
+    assert not checks(m, ReportLevel.BROKEN)
+    slower = checks(m, ReportLevel.SLOWER)
     assert slower["_cpu"].fix == "ds ops build cpu"
     assert "ds-ops[build]" in slower["cmake"].fix
     assert "CXX" in slower["c++ compiler"].fix
@@ -140,27 +140,27 @@ def test_a_module_that_was_not_built_is_slower_not_broken() -> None:
 
 def test_a_device_that_torch_cannot_use_is_broken() -> None:
     m = replace(GOOD, device_files=("nvidia0",))
-    assert "CPU only" in checks(m, Verdict.BROKEN)["accelerator"].found
-    for_cuda = stages(torch=Stage({**stages()["torch"].found, "cuda": "13.0"}))
-    assert "driver" in checks(replace(m, stages=for_cuda), Verdict.BROKEN)["accelerator"].found
+    assert "CPU only" in checks(m, ReportLevel.BROKEN)["accelerator"].found
+    for_cuda = stages(torch=ProbeStage({**stages()["torch"].found, "cuda": "13.0"}))
+    assert "driver" in checks(replace(m, stages=for_cuda), ReportLevel.BROKEN)["accelerator"].found
     hidden = replace(m, stages=for_cuda, variables={"CUDA_VISIBLE_DEVICES": ""})
-    assert not checks(hidden, Verdict.BROKEN)
+    assert not checks(hidden, ReportLevel.BROKEN)
 
 
 def test_settings_that_do_nothing_are_broken_and_those_that_slow_down_are_named() -> None:
     m = replace(GOOD, variables={"DS_OPS": "referense", "DS_CPU_ISA": "avx1024"})
-    assert set(checks(m, Verdict.BROKEN)) == {"DS_OPS", "DS_CPU_ISA"}
+    assert set(checks(m, ReportLevel.BROKEN)) == {"DS_OPS", "DS_CPU_ISA"}
     m = replace(GOOD, variables={"DS_OPS": "reference", "DS_CPU_ISA": "avx2", "OMP_NUM_THREADS": "1"})
-    assert set(checks(m, Verdict.SLOWER)) == {"DS_OPS", "DS_CPU_ISA"}
+    assert set(checks(m, ReportLevel.SLOWER)) == {"DS_OPS", "DS_CPU_ISA"}
 
 
 def test_small_shared_memory_and_blocked_io_say_what_to_do() -> None:
-    blocked = Stage({"backends": {"io_uring": "refused", "libaio": "", "threads": "", "python": ""}})
+    blocked = ProbeStage({"backends": {"io_uring": "refused", "libaio": "", "threads": "", "python": ""}})
     m = replace(GOOD, shm_bytes=(64 << 20, 64 << 20), huge_pages="never", stages=stages(io=blocked))
-    slower = checks(m, Verdict.SLOWER)
+    slower = checks(m, ReportLevel.SLOWER)
     assert "--shm-size" in slower["/dev/shm"].fix
     assert "transparent_hugepage" in slower["transparent huge pages"].fix
-    info = checks(m, Verdict.INFO)
+    info = checks(m, ReportLevel.INFO)
     assert "io_uring_disabled" in info["io_uring transfers"].fix
 
 
@@ -170,8 +170,8 @@ def test_small_shared_memory_and_blocked_io_say_what_to_do() -> None:
 def test_a_stage_that_kills_the_process_is_told_from_those_before() -> None:
     text = '{"begin": "torch"}\nnoise\n{"stage": "torch", "found": {"version": "2"}}\n[1]\n{"begin": "native"}\n'
     found = parse_stages(text, "ended with signal 4")
-    assert found == {"torch": Stage({"version": "2"}), "native": Stage(error="ended with signal 4")}
-    assert parse_stages("", "cannot be started") == {"probe": Stage(error="cannot be started")}
+    assert found == {"torch": ProbeStage({"version": "2"}), "native": ProbeStage(error="ended with signal 4")}
+    assert parse_stages("", "cannot be started") == {"probe": ProbeStage(error="cannot be started")}
 
 
 _DIES = 'import os, sys; print(\'{"begin": "native"}\', flush=True); os.kill(os.getpid(), 4)'
@@ -179,14 +179,14 @@ _HANGS = 'import time; print(\'{"begin": "cuda"}\', flush=True); time.sleep(60)'
 
 
 def test_death_and_silence_of_the_probe_are_findings() -> None:
-    assert run_probe(30, (sys.executable, "-c", _DIES)) == {"native": Stage(error="ended with signal 4")}
-    assert run_probe(1.5, (sys.executable, "-c", _HANGS)) == {"cuda": Stage(error="did not answer within 2 s")}
+    assert run_probe(30, (sys.executable, "-c", _DIES)) == {"native": ProbeStage(error="ended with signal 4")}
+    assert run_probe(1.5, (sys.executable, "-c", _HANGS)) == {"cuda": ProbeStage(error="did not answer within 2 s")}
     assert "cannot be started" in run_probe(5, ("/no/such/python",))["probe"].error
-    assert set(broken_by(probe=Stage(error="cannot be started"))) == {"probe"}
+    assert set(broken_by(probe=ProbeStage(error="cannot be started"))) == {"probe"}
 
 
 def test_a_machine_without_proc_sys_dev_and_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "run_probe", lambda: {"probe": Stage(error="nothing works")})
+    monkeypatch.setattr(machine, "run_probe", lambda: {"probe": ProbeStage(error="nothing works")})
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CXX", "/bin/false -O2")
     m = read_machine(tmp_path)
@@ -223,7 +223,7 @@ def test_report_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_quick_report_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops_report, "read_machine", lambda: pytest.fail("looked at the machine"))
-    assert report(quick=True) == Report()
+    assert report(quick=True) == PackageReport()
 
 
 def test_ops_that_are_treated_alike_share_a_row() -> None:
@@ -237,8 +237,8 @@ def test_ops_that_are_treated_alike_share_a_row() -> None:
 
 
 def test_what_is_wrong_is_broken_with_its_cure() -> None:
-    ill = replace(GOOD, stages=stages(native=Stage({"reasons": {"_cpu": "module _cpu does not load: [GLIBC_2.99]"}})))
-    (broken,) = [check for check in report_of(diagnose(ill)).checks if check.verdict is Verdict.BROKEN]
+    ill = replace(GOOD, stages=stages(native=ProbeStage({"reasons": {"_cpu": "module _cpu does not load: [GLIBC_2.99]"}})))
+    (broken,) = [check for check in report_of(diagnose(ill)).checks if check.verdict is ReportLevel.BROKEN]
     assert (broken.section, broken.name, broken.fix) == ("native", "_cpu", "ds ops build --force cpu")
     assert "[GLIBC_2.99]" in broken.found
-    assert not [check for check in report_of(diagnose(GOOD)).checks if check.verdict is Verdict.BROKEN]
+    assert not [check for check in report_of(diagnose(GOOD)).checks if check.verdict is ReportLevel.BROKEN]

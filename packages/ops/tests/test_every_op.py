@@ -28,7 +28,7 @@ from ds_ops import update_rules, apply_update
 from ds_ops.activation_functions import bias_gelu, geglu, swiglu
 from ds_ops.attention import evoformer_attention, masked_softmax
 from ds_ops.all_ops import every_op
-from ds_ops.native_decoder import Inputs, pack
+from ds_ops.native_decoder import ProductInputs, pack
 from ds_ops.formats import INT4, INT8, Format, QuantSpec, QuantTensor
 from ds_ops.grouped import grouped_matmul, grouped_outer
 from ds_ops.norms import add_rms_norm, layer_norm, rms_norm
@@ -38,7 +38,7 @@ from ds_ops.module_cache import source_dir
 from ds_ops.quant import dequantize, quantize, reduce, reduce_quantized
 from ds_ops.quant_linear import quantize_weight, quantized_linear
 from ds_ops.rotary import rotary_tables, rotate
-from ds_ops.moe_routing import Permutation, Pulls, permute, pulls_of, sort_slots, top_k_gating, unpermute
+from ds_ops.moe_routing import RowPermutation, Pulls, permute, pulls_of, sort_slots, top_k_gating, unpermute
 from ds_ops.row_ops import gather_rows, gather_sum
 from ds_ops.sparse_attention import Sparsity, bigbird, block_sparse_attention
 from ds_ops.stream import copy_ranges
@@ -91,7 +91,7 @@ def same_shape(count: int) -> Callable[[Draw], Tensors]:
     return lambda d: tuple(d.tensor(d.rows, d.n, seed=i) for i in range(count))
 
 
-def stepped(rule: update_rules.Rule, coefficients: tuple[float, ...], states: int) -> Case:
+def stepped(rule: update_rules.UpdateRule, coefficients: tuple[float, ...], states: int) -> Case:
     def make(d: Draw) -> Tensors:
         moments = [d.tensor(d.rows, d.n, dtype=torch.float32, seed=i).abs() for i in range(states)]
         return (d.tensor(d.rows, d.n), d.tensor(d.rows, d.n, seed=9), *moments)
@@ -105,14 +105,14 @@ def stepped(rule: update_rules.Rule, coefficients: tuple[float, ...], states: in
 
 def lamb(apply: bool, inside: bool = False) -> Case:
     def call(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Sequence[Tensor]:
-        spec = UpdateSpec(update_rules.Rule.LAMB_MOMENTS, update_rules.lamb_coefficients(HYPER, 2, eps_inside_sqrt=inside), 0.5)
+        spec = UpdateSpec(update_rules.UpdateRule.LAMB_MOMENTS, update_rules.lamb_coefficients(HYPER, 2, eps_inside_sqrt=inside), 0.5)
         tensors = UpdateTensors([p], [g], ([m], [v]), ())
         if not apply:
             return (apply_update.lamb_moments(spec, tensors), m, v)
-        apply_update.lamb_apply(replace(spec, rule=update_rules.Rule.LAMB_APPLY), tensors, torch.full((1,), 0.7))
+        apply_update.lamb_apply(replace(spec, rule=update_rules.UpdateRule.LAMB_APPLY), tensors, torch.full((1,), 0.7))
         return (p,)
 
-    return Case(stepped(update_rules.Rule.ADAM, (), 2).make, call, grads=False)
+    return Case(stepped(update_rules.UpdateRule.ADAM, (), 2).make, call, grads=False)
 
 
 def quantized(d: Draw, spec: QuantSpec, rows: int) -> QuantTensor:
@@ -146,13 +146,13 @@ def from_wire(call: Callable[[QuantTensor], Sequence[Tensor]]) -> Case:
     )
 
 
-def routed(d: Draw) -> tuple[Tensor, Permutation]:
+def routed(d: Draw) -> tuple[Tensor, RowPermutation]:
     g = torch.Generator().manual_seed(d.n)
     experts = torch.rand(d.rows, 3, generator=g).argsort(-1)[:, :2]
     return experts, sort_slots(experts, 3)
 
 
-def parts(numbers: Permutation | Pulls) -> Tensors:
+def parts(numbers: RowPermutation | Pulls) -> Tensors:
     return tuple(getattr(numbers, field.name) for field in fields(numbers))
 
 
@@ -163,7 +163,7 @@ def with_permutation(op: Callable[..., Tensor], rows: int, weights: bool) -> Cas
         return (d.tensor(rows * d.rows, d.n), *extra, p.slots, p.rows, p.ends)
 
     def call(x: Tensor, *rest: Tensor) -> Sequence[Tensor]:
-        return (op(x, Permutation(*rest[-3:]), *rest[:-3]),)
+        return (op(x, RowPermutation(*rest[-3:]), *rest[:-3]),)
 
     last = 3 + weights
     fine = {(0, "dtype")} if not weights else set()
@@ -333,10 +333,10 @@ CASES: dict[str, list[Case]] = {
         for how in (
             lambda w, b: pack(w.float(), b, gated=True),
             lambda w, b: pack(w.bfloat16(), b),
-            lambda w, b: pack(w.bfloat16(), b, inputs=Inputs.BF16),
+            lambda w, b: pack(w.bfloat16(), b, inputs=ProductInputs.BF16),
             lambda w, b: pack(coded(w, INT8, True), b),
-            lambda w, b: pack(coded(w, INT8, True), b, inputs=Inputs.INT8),
-            lambda w, b: pack(coded(w, INT4, False), b, inputs=Inputs.INT8),
+            lambda w, b: pack(coded(w, INT8, True), b, inputs=ProductInputs.INT8),
+            lambda w, b: pack(coded(w, INT4, False), b, inputs=ProductInputs.INT8),
         )
     ],
     "reduce": [from_wire(lambda q: (reduce(q, 2, factor=0.5),))],
@@ -380,11 +380,11 @@ CASES: dict[str, list[Case]] = {
     ],
     "unpermute": [with_permutation(unpermute, 2, weights=True)],
     "update": [
-        stepped(update_rules.Rule.ADAM, update_rules.adam_coefficients(HYPER, 3), 2),
-        stepped(update_rules.Rule.LION, update_rules.lion_coefficients(1e-2, (0.9, 0.99), 0.1), 1),
-        stepped(update_rules.Rule.ADAGRAD, update_rules.adagrad_coefficients(1e-2, 1e-10, 0.1), 1),
-        stepped(update_rules.Rule.SGD, update_rules.sgd_coefficients(1e-2, 0.9, 0.1, 0.1), 1),
-        stepped(update_rules.Rule.SGD_PLAIN, update_rules.sgd_plain_coefficients(1e-2, 0.1), 0),
+        stepped(update_rules.UpdateRule.ADAM, update_rules.adam_coefficients(HYPER, 3), 2),
+        stepped(update_rules.UpdateRule.LION, update_rules.lion_coefficients(1e-2, (0.9, 0.99), 0.1), 1),
+        stepped(update_rules.UpdateRule.ADAGRAD, update_rules.adagrad_coefficients(1e-2, 1e-10, 0.1), 1),
+        stepped(update_rules.UpdateRule.SGD, update_rules.sgd_coefficients(1e-2, 0.9, 0.1, 0.1), 1),
+        stepped(update_rules.UpdateRule.SGD_PLAIN, update_rules.sgd_plain_coefficients(1e-2, 0.1), 0),
     ],
 }
 LEAST_N = {

@@ -136,7 +136,7 @@ def test_what_runs_on_a_device(sizes: list[int], rest: int, transpose: bool, bia
     x, ends = made(rows, 16, dtype=torch.bfloat16), ends_of(sizes)
     w = made(e, 8, 16, dtype=torch.bfloat16) if transpose else made(e, 16, 8, dtype=torch.bfloat16)
     bias = made(e, 8, dtype=torch.bfloat16) if biased else None
-    job = grouped._Job(transpose)
+    job = grouped._GroupedProduct(transpose)
     theirs = grouped._torch_matmul(x, w, ends, bias, None, job)
     torch.testing.assert_close(theirs, grouped_matmul(x, w, ends, transpose=transpose, bias=bias), rtol=2e-2, atol=5e-2)
     y = made(rows, 8, dtype=torch.bfloat16)

@@ -10,11 +10,11 @@ import pytest
 
 from ds_ops import cli_io
 from ds_ops.io import IOSettings
-from ds_ops.io_bench import Case, Grid, Measured, best_section, cases, measure, table
+from ds_ops.io_bench import IOCase, IOGrid, IOBandwidth, best_section, cases, measure, table
 
 
 def test_the_grid_is_every_combination_writes_first() -> None:
-    todo = cases(Grid(backends=("threads", "python"), block_bytes=(4096, 8192), queue_depths=(1,), workers=(1, 2)))
+    todo = cases(IOGrid(backends=("threads", "python"), block_bytes=(4096, 8192), queue_depths=(1,), workers=(1, 2)))
     assert len(todo) == len(set(todo)) == 2 * 2 * 2 * 2
     assert [case.write for case in todo] == [True] * 8 + [False] * 8
 
@@ -22,17 +22,17 @@ def test_the_grid_is_every_combination_writes_first() -> None:
 def test_the_best_settings_are_good_in_both_directions() -> None:
     lopsided, balanced = IOSettings(block_bytes=4096), IOSettings(block_bytes=8192, queue_depth=3, workers=2)
     rows = [
-        Measured(Case(True, lopsided), 10.0),
-        Measured(Case(False, lopsided), 1.0),
-        Measured(Case(True, balanced), 8.0),
-        Measured(Case(False, balanced), 8.0),
+        IOBandwidth(IOCase(True, lopsided), 10.0),
+        IOBandwidth(IOCase(False, lopsided), 1.0),
+        IOBandwidth(IOCase(True, balanced), 8.0),
+        IOBandwidth(IOCase(False, balanced), 8.0),
     ]
     assert best_section(rows) == {"block_size": 8192, "queue_depth": 3, "intra_op_parallelism": 2}
     assert table(rows).splitlines()[1].endswith("0.00")
 
 
 def test_a_measurement_leaves_nothing_behind(tmp_path: Path) -> None:
-    grid = Grid(
+    grid = IOGrid(
         backends=("python",), block_bytes=(65536,), queue_depths=(1,), workers=(1,), total_bytes=1 << 20, loops=2
     )
     rows = measure(grid, tmp_path)

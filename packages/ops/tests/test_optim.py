@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_config.errors import ConfigError, KernelError
-from ds_ops.optim import SGD, Adagrad, AdamW, Fusion, Lamb, Lion, Muon, OpsOptimizer, orthogonalize
+from ds_ops.optim import SGD, Adagrad, AdamW, FusedOps, Lamb, Lion, Muon, OpsOptimizer, orthogonalize
 
 SHAPES = [(30, 17), (1,), (4097,), (0,), (3, 5, 7)]
 EVERY: list[Callable[[Any], OpsOptimizer]] = [
@@ -276,7 +276,7 @@ def test_fusion_equals_the_sequence_it_replaces(backend: str, make: Callable[[An
         for p, q in zip(a, b, strict=True):
             q.grad = grads[p].float() * 0.25
         copies = {p: torch.empty_like(p, dtype=torch.float16) for p in a}
-        fused.step(fusion=Fusion(0.25, True, grads, copies))
+        fused.step(fusion=FusedOps(0.25, True, grads, copies))
         plain.step()
         for p, q in zip(a, b, strict=True):
             torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
@@ -303,7 +303,7 @@ def test_a_refused_step_changes_nothing(make: Callable[[Any], OpsOptimizer]) -> 
     assert overlapping is not None
     a[1].grad = torch.ones(7)
     with pytest.raises((KernelError, RuntimeError)):
-        optimizer.step(fusion=Fusion(copies={p: torch.zeros(3, dtype=torch.bfloat16) for p in a}))
+        optimizer.step(fusion=FusedOps(copies={p: torch.zeros(3, dtype=torch.bfloat16) for p in a}))
     assert all(torch.equal(p, q) for p, q in zip(a, before, strict=True)) or not optimizer.elementwise
     if optimizer.elementwise:
         assert [optimizer.state[p]["step"] for p in a] == [1, 1]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_config.errors import ConfigError, KernelError, UnsupportedError
-from ds_ops.optim import Adagrad, Adam, AdamW, Fusion, Lamb
+from ds_ops.optim import Adagrad, Adam, AdamW, FusedOps, Lamb
 
 SHAPES = [(300, 17), (1,), (4097,), (0,), (3, 5, 7)]
 
@@ -83,7 +83,7 @@ def test_fused_pass_equals_the_sequence_it_replaces(backend: str) -> None:
     plain = AdamW(b, lr=0.1)
     plain.step()
     fused = AdamW(a, lr=0.1)
-    fused.step(fusion=Fusion(0.25, True, dict(zip(a, grads, strict=True)), copies))
+    fused.step(fusion=FusedOps(0.25, True, dict(zip(a, grads, strict=True)), copies))
     for p, q, g in zip(a, b, grads, strict=True):
         assert torch.equal(p, q)
         assert torch.equal(copies[p], q.bfloat16())
@@ -257,5 +257,5 @@ def test_wrong_tensors_are_typed_errors() -> None:
         optimizer.step()
     p.grad = torch.ones(3, 2)
     with pytest.raises(KernelError, match="copy"):
-        optimizer.step(fusion=Fusion(copies={p: torch.ones(5, dtype=torch.bfloat16)}))
+        optimizer.step(fusion=FusedOps(copies={p: torch.ones(5, dtype=torch.bfloat16)}))
     assert AdamW.elementwise is True

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_ops import optim
 from ds_ops.capacity import within_capacity
-from ds_ops.grouped import _Job, _torch_matmul, _torch_outer
-from ds_ops.optim import Fusion
+from ds_ops.grouped import _GroupedProduct, _torch_matmul, _torch_outer
+from ds_ops.optim import FusedOps
 from ds_ops.partial_attention import View, merge_partial, partial_attention
 from ds_ops.moe_routing import permute, regroup, sort_slots, top_k_gating, unpermute
 from ds_ops.stream import clip_scale, grad_norm, total_squares
@@ -74,10 +74,10 @@ def test_no_read_in_an_optimizer_step(
             p.grad = torch.randn_like(p)
         before = [p.detach().clone() for p in params]
         with Reads() as reads:
-            fusion = Fusion()
+            fusion = FusedOps()
             if clip != "none":
                 squares = total_squares([p.grad for p in params if p.grad is not None])
-                fusion = Fusion(clip_scale(squares, 0.5), zero_grads=clip.endswith("zeroed"))
+                fusion = FusedOps(clip_scale(squares, 0.5), zero_grads=clip.endswith("zeroed"))
             optimizer.step(fusion=fusion)
         assert reads.found == []
         if dtype is torch.float32:  # 16 bits do not hold every small step
@@ -101,7 +101,7 @@ def test_no_read_in_routing_and_grouped_products(monkeypatch: pytest.MonkeyPatch
     # What CUDA runs; torch's loop in place of its kernel, which is what reads here.
     monkeypatch.setattr(torch, "_grouped_mm", lambda a, b, offs: _multiplied(a, b))
     with Reads() as more:
-        _torch_matmul(rows, w, p.ends, torch.randn(4, 16, dtype=torch.bfloat16), None, _Job(False))
+        _torch_matmul(rows, w, p.ends, torch.randn(4, 16, dtype=torch.bfloat16), None, _GroupedProduct(False))
         _torch_outer(rows, rows, p.ends, None, False)
     assert reads.found + more.found == []
 

@@ -9,7 +9,7 @@ import torch
 
 from ds_config.errors import KernelError, UnsupportedError
 from ds_ops.rotary import scaled_tables
-from ds_ops.rotary_scaling import Rope, rotary_frequencies
+from ds_ops.rotary_scaling import RotarySpec, rotary_frequencies
 
 TRAINED = "original_max_position_embeddings"
 SCALINGS: list[dict[str, Any]] = [
@@ -42,7 +42,7 @@ def test_against_transformers(scaling: dict[str, Any], length: int) -> None:
         max_position_embeddings=2048,
         rope_parameters={"rope_theta": 5000.0, **scaling},
     )
-    ours = rotary_frequencies(Rope(32, 5000.0, scaling, 2048), length)
+    ours = rotary_frequencies(RotarySpec(32, 5000.0, scaling, 2048), length)
     if scaling["rope_type"] == "default":
         theirs, magnitude = 5000.0 ** -(torch.arange(0, 32, 2) / 32), 1.0
     else:
@@ -53,8 +53,8 @@ def test_against_transformers(scaling: dict[str, Any], length: int) -> None:
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: str(s["rope_type"]))
 def test_no_pair_turns_faster_than_unscaled_or_slower_than_the_factor_asks(scaling: dict[str, Any]) -> None:
-    plain = rotary_frequencies(Rope(32)).angles
-    scaled = rotary_frequencies(Rope(32, scaling=scaling, max_positions=2048)).angles
+    plain = rotary_frequencies(RotarySpec(32)).angles
+    scaled = rotary_frequencies(RotarySpec(32, scaling=scaling, max_positions=2048)).angles
     factor = max([scaling.get("factor", 1.0), *scaling.get("short_factor", [])])
     assert bool((scaled <= plain * (1 + 1e-12)).all())
     assert bool((scaled >= plain / factor * (1 - 1e-12)).all())
@@ -63,8 +63,8 @@ def test_no_pair_turns_faster_than_unscaled_or_slower_than_the_factor_asks(scali
 def test_tables_carry_angles_and_magnitude() -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, TRAINED: 64}
     positions = torch.tensor([[0, 3], [70, 255]])
-    cos, sin = scaled_tables(positions, Rope(8, 100.0, scaling), length=256)
-    f = rotary_frequencies(Rope(8, 100.0, scaling), 256)
+    cos, sin = scaled_tables(positions, RotarySpec(8, 100.0, scaling), length=256)
+    f = rotary_frequencies(RotarySpec(8, 100.0, scaling), 256)
     angles = positions.double()[..., None] * f.angles
     torch.testing.assert_close(cos, (angles.cos() * f.magnitude).float())
     torch.testing.assert_close(sin, (angles.sin() * f.magnitude).float())
@@ -73,7 +73,7 @@ def test_tables_carry_angles_and_magnitude() -> None:
 
 def test_refusals() -> None:
     with pytest.raises(UnsupportedError, match="llama3"):
-        rotary_frequencies(Rope(8, scaling={"rope_type": "other"}))
+        rotary_frequencies(RotarySpec(8, scaling={"rope_type": "other"}))
     for scaling, words in (
         ({"rope_type": "yarn"}, f"factor, {TRAINED} missing"),
         ({"rope_type": "linear", "factor": -1.0}, "factor = -1.0"),
@@ -85,6 +85,6 @@ def test_refusals() -> None:
         ),
     ):
         with pytest.raises(KernelError, match=words):
-            rotary_frequencies(Rope(8, scaling=scaling))
+            rotary_frequencies(RotarySpec(8, scaling=scaling))
     with pytest.raises(KernelError, match="even"):
-        rotary_frequencies(Rope(3))
+        rotary_frequencies(RotarySpec(3))

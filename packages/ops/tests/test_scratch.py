@@ -17,7 +17,7 @@ import torch
 from ds_config.errors import PlanError
 from ds_ops import scratch
 from ds_ops.io import FileTransferError, IOSettings
-from ds_ops.scratch import Record, Ring, RingSettings, Scratch, host_bytes
+from ds_ops.scratch import ScratchRecord, BufferRing, RingSettings, ScratchFile, host_bytes
 
 CPU = torch.device("cpu")
 
@@ -54,8 +54,8 @@ class Copy:
 
 @pytest.mark.parametrize("put", [False, True])
 def test_a_slot_is_lent_again_after_the_device_has_read_it(tmp_path: Path, put: bool) -> None:
-    ring = Ring(RingSettings(str(tmp_path), 2), CPU)
-    records = [Record(ring, 4096) for _ in range(4)]
+    ring = BufferRing(RingSettings(str(tmp_path), 2), CPU)
+    records = [ScratchRecord(ring, 4096) for _ in range(4)]
     for number, record in enumerate(records):
         record.blank().fill_(number)
     for record in records:  # two slots are made, and two beside the bound
@@ -79,8 +79,8 @@ def test_a_slot_is_lent_again_after_the_device_has_read_it(tmp_path: Path, put: 
 
 
 def test_a_slot_beside_the_bound_is_freed_after_the_device_has_read_it(tmp_path: Path) -> None:
-    ring = Ring(RingSettings(str(tmp_path), 1), CPU)
-    records = [Record(ring, 4096) for _ in range(2)]
+    ring = BufferRing(RingSettings(str(tmp_path), 1), CPU)
+    records = [ScratchRecord(ring, 4096) for _ in range(2)]
     copies = [Copy(record.blank()) for record in records]
     for record, copy in zip(reversed(records), reversed(copies), strict=True):
         record.drop([copy])
@@ -94,8 +94,8 @@ def test_a_slot_beside_the_bound_is_freed_after_the_device_has_read_it(tmp_path:
 def test_records_keep_their_bytes(tmp_path: Path, buffers: int, behind: bool) -> None:
     chance = random.Random(buffers)
     folder = str(tmp_path / "deep" / "folder")
-    ring = Ring(RingSettings(folder, buffers, write_behind=behind, io=IOSettings(block_bytes=4096)), CPU)
-    records = [Record(ring, n) for n in (1, 4096, 4097, 100_000, 3, 65_537, 10)]
+    ring = BufferRing(RingSettings(folder, buffers, write_behind=behind, io=IOSettings(block_bytes=4096)), CPU)
+    records = [ScratchRecord(ring, n) for n in (1, 4096, 4097, 100_000, 3, 65_537, 10)]
     truth = [torch.full((r.nbytes,), i, dtype=torch.uint8) for i, r in enumerate(records)]
     for record, value in zip(records, truth, strict=True):
         record.blank().copy_(value)
@@ -137,8 +137,8 @@ def test_records_keep_their_bytes(tmp_path: Path, buffers: int, behind: bool) ->
 
 
 def test_reads_ahead_follow_the_order_of_uses(tmp_path: Path) -> None:
-    ring = Ring(RingSettings(str(tmp_path), buffers=3), CPU)
-    records = [Record(ring, 4096) for _ in range(4)]
+    ring = BufferRing(RingSettings(str(tmp_path), buffers=3), CPU)
+    records = [ScratchRecord(ring, 4096) for _ in range(4)]
     for record in records:
         record.blank().zero_()
         record.put()
@@ -155,7 +155,7 @@ def test_reads_ahead_follow_the_order_of_uses(tmp_path: Path) -> None:
 def test_drawn_sizes(tmp_path: Path) -> None:
     chance = random.Random(1)
     for _ in range(12):
-        scratch = Scratch(
+        scratch = ScratchFile(
             str(tmp_path), IOSettings(block_bytes=4096 * chance.randint(1, 300), workers=chance.randint(1, 3))
         )
         sizes = [int(10 ** chance.uniform(0, 7)) for _ in range(8)]
@@ -177,12 +177,12 @@ def test_drawn_sizes(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PlanError, match="file") as caught:
-        Scratch(str(tmp_path / "file" / "folder"), IOSettings())
+        ScratchFile(str(tmp_path / "file" / "folder"), IOSettings())
     assert caught.value.code == "offload-folder"
 
 
 def test_a_full_disk_says_what_was_planned_and_what_is_free(tmp_path: Path) -> None:
-    scratch = Scratch(str(tmp_path), IOSettings())
+    scratch = ScratchFile(str(tmp_path), IOSettings())
     scratch.reserve(4096)
     with pytest.raises(PlanError, match=r"holds 4 KiB and has no room for 4096 PiB more.*free") as caught:
         scratch.reserve(1 << 62)
@@ -191,7 +191,7 @@ def test_a_full_disk_says_what_was_planned_and_what_is_free(tmp_path: Path) -> N
 
 
 def test_a_file_that_is_cut_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
-    scratch = Scratch(str(tmp_path), IOSettings())
+    scratch = ScratchFile(str(tmp_path), IOSettings())
     at = scratch.reserve(10_000)
     os.truncate(scratch.path, 5000)
     with pytest.raises(FileTransferError, match=f"scratch file in {tmp_path}") as caught:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_ops import Rule, UpdateSpec, UpdateTensors, _native, foreach, lamb_apply, lamb_moments, reference, update
+from ds_ops import UpdateRule, UpdateSpec, UpdateTensors, _native, foreach, lamb_apply, lamb_moments, reference, update
 from ds_ops.update_rules import (
     AdamHyper,
     adagrad_coefficients,
@@ -29,13 +29,13 @@ from ds_ops.update_rules import (
 
 pytestmark = pytest.mark.usefixtures("native")
 HYPER = AdamHyper(1e-2, (0.9, 0.99), 1e-8, 0.1)
-RULES: dict[Rule, tuple[tuple[float, ...], int]] = {
-    Rule.ADAM: (adam_coefficients(HYPER, 3), 2),
-    Rule.ADAM_UNDO: (adam_undo_coefficients(HYPER, 3), 2),
-    Rule.LION: (lion_coefficients(1e-2, (0.9, 0.99), 0.1), 1),
-    Rule.ADAGRAD: (adagrad_coefficients(1e-2, 1e-10, 0.1), 1),
-    Rule.SGD: (sgd_coefficients(1e-2, 0.9, 0.1, 0.1), 1),
-    Rule.SGD_PLAIN: (sgd_plain_coefficients(1e-2, 0.1), 0),
+RULES: dict[UpdateRule, tuple[tuple[float, ...], int]] = {
+    UpdateRule.ADAM: (adam_coefficients(HYPER, 3), 2),
+    UpdateRule.ADAM_UNDO: (adam_undo_coefficients(HYPER, 3), 2),
+    UpdateRule.LION: (lion_coefficients(1e-2, (0.9, 0.99), 0.1), 1),
+    UpdateRule.ADAGRAD: (adagrad_coefficients(1e-2, 1e-10, 0.1), 1),
+    UpdateRule.SGD: (sgd_coefficients(1e-2, 0.9, 0.1, 0.1), 1),
+    UpdateRule.SGD_PLAIN: (sgd_plain_coefficients(1e-2, 0.1), 0),
 }
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # One operation of each formula may round once more in torch (its square root is not correctly rounded).
@@ -79,7 +79,7 @@ sizes = st.lists(st.one_of(st.integers(0, 70), st.sampled_from([2047, 2048, 2049
 @settings(max_examples=60, deadline=None)
 @given(sizes, st.sampled_from(list(RULES)), st.tuples(*[st.sampled_from(DTYPES)] * 4), st.integers(0, 3), st.booleans())
 def test_native_equals_reference(
-    lengths: list[int], rule: Rule, dtypes: tuple[torch.dtype, ...], offset: int, zero: bool
+    lengths: list[int], rule: UpdateRule, dtypes: tuple[torch.dtype, ...], offset: int, zero: bool
 ) -> None:
     coefficients, num_states = RULES[rule]
     spec = UpdateSpec(rule, coefficients, 0.5, zero)
@@ -92,18 +92,18 @@ def test_native_equals_reference(
         assert all(bool((g == 0).all()) for g in ours.grads)
 
 
-DITHERED = {Rule.ADAM: 1, Rule.ADAGRAD: 0, Rule.LAMB_MOMENTS: 1}
+DITHERED = {UpdateRule.ADAM: 1, UpdateRule.ADAGRAD: 0, UpdateRule.LAMB_MOMENTS: 1}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rule", list(DITHERED))
 @pytest.mark.parametrize("by", ["native", "torch"])
-def test_dithered_states_equal_the_reference(by: str, rule: Rule, dtype: torch.dtype) -> None:
+def test_dithered_states_equal_the_reference(by: str, rule: UpdateRule, dtype: torch.dtype) -> None:
     """To the bit of what is stored, from numbers below the smallest to infinite ones; other states are rounded to nearest."""
-    coefficients = lamb_coefficients(HYPER, 2) if rule is Rule.LAMB_MOMENTS else RULES[rule][0]
+    coefficients = lamb_coefficients(HYPER, 2) if rule is UpdateRule.LAMB_MOMENTS else RULES[rule][0]
     moments = {"native": lamb_moments, "torch": foreach.lamb_moments}[by]
-    run = moments if rule is Rule.LAMB_MOMENTS else {"native": update, "torch": foreach.update}[by]
-    expect = reference.update.lamb_moments if rule is Rule.LAMB_MOMENTS else reference.update.update
+    run = moments if rule is UpdateRule.LAMB_MOMENTS else {"native": update, "torch": foreach.update}[by]
+    expect = reference.update.lamb_moments if rule is UpdateRule.LAMB_MOMENTS else reference.update.update
     for dither in (-0.5, -0.3, 0.0, 0.2, 0.49):
         spec = UpdateSpec(rule, coefficients, 1.0, False, dither)
         ours = problem([777], (dtype, dtype, dtype, torch.float32), DITHERED[rule] + 1)
@@ -136,7 +136,7 @@ def test_dithers_fill_the_interval() -> None:
 @settings(max_examples=20, deadline=None)
 @given(sizes, st.sampled_from(DTYPES), st.integers(1, 3))
 def test_lamb_equals_reference(lengths: list[int], dtype: torch.dtype, threads: int) -> None:
-    spec = UpdateSpec(Rule.LAMB_MOMENTS, lamb_coefficients(HYPER, 2), 0.5)
+    spec = UpdateSpec(UpdateRule.LAMB_MOMENTS, lamb_coefficients(HYPER, 2), 0.5)
     ours = problem(lengths, (dtype, dtype, torch.float32, torch.bfloat16), 2)
     theirs = clone(ours)
     before = torch.get_num_threads()
@@ -148,7 +148,7 @@ def test_lamb_equals_reference(lengths: list[int], dtype: torch.dtype, threads: 
     expected = reference.update.lamb_moments(spec, replace(theirs, copies=()))
     torch.testing.assert_close(sums, expected, rtol=1e-5, atol=1e-9)
     ratios = torch.linspace(0.5, 2.0, len(lengths))
-    apply = replace(spec, rule=Rule.LAMB_APPLY)
+    apply = replace(spec, rule=UpdateRule.LAMB_APPLY)
     lamb_apply(apply, ours, ratios)
     reference.update.lamb_apply(apply, theirs, ratios)
     close(ours, theirs)
@@ -157,9 +157,9 @@ def test_lamb_equals_reference(lengths: list[int], dtype: torch.dtype, threads: 
 def test_undo_takes_a_step_back() -> None:
     step = problem([5000], (torch.float32, torch.float32, torch.float32, torch.bfloat16), 2)
     before = clone(step)
-    update(UpdateSpec(Rule.ADAM, adam_coefficients(HYPER, 3)), step)
+    update(UpdateSpec(UpdateRule.ADAM, adam_coefficients(HYPER, 3)), step)
     assert not torch.equal(step.params[0], before.params[0])
-    update(UpdateSpec(Rule.ADAM_UNDO, adam_undo_coefficients(HYPER, 3)), step)
+    update(UpdateSpec(UpdateRule.ADAM_UNDO, adam_undo_coefficients(HYPER, 3)), step)
     torch.testing.assert_close(step.params[0], before.params[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(step.states[0][0], before.states[0][0], rtol=1e-5, atol=1e-6)
 
@@ -167,8 +167,8 @@ def test_undo_takes_a_step_back() -> None:
 def test_undo_of_an_overflowed_step_is_finite() -> None:
     step = problem([40], (torch.float32,) * 4, 2)
     step.grads[0][3] = float("inf")
-    update(UpdateSpec(Rule.ADAM, adam_coefficients(HYPER, 3)), step)
-    update(UpdateSpec(Rule.ADAM_UNDO, adam_undo_coefficients(HYPER, 3)), step)
+    update(UpdateSpec(UpdateRule.ADAM, adam_coefficients(HYPER, 3)), step)
+    update(UpdateSpec(UpdateRule.ADAM_UNDO, adam_undo_coefficients(HYPER, 3)), step)
     for t in (step.params[0], step.states[0][0], step.states[1][0]):
         assert bool(torch.isfinite(t).all())
 
@@ -177,15 +177,15 @@ def test_huge_second_moment_stops_the_step_instead_of_poisoning_it() -> None:
     step = problem([33], (torch.float32,) * 4, 2)
     step.grads[0].fill_(1e25)
     before = clone(step)
-    update(UpdateSpec(Rule.ADAM, adam_coefficients(replace(HYPER, weight_decay=0.0), 3)), step)
-    reference.update.update(UpdateSpec(Rule.ADAM, adam_coefficients(replace(HYPER, weight_decay=0.0), 3)), before)
+    update(UpdateSpec(UpdateRule.ADAM, adam_coefficients(replace(HYPER, weight_decay=0.0), 3)), step)
+    reference.update.update(UpdateSpec(UpdateRule.ADAM, adam_coefficients(replace(HYPER, weight_decay=0.0), 3)), before)
     assert torch.equal(step.params[0], before.params[0])
 
 
 def test_copy_is_the_cast_of_the_stored_parameter(ulps: Callable[[Tensor, Tensor], int]) -> None:
     for dtype in DTYPES:
         step = problem([10_007], (torch.float32, torch.bfloat16, torch.float32, dtype), 2, offset=1)
-        update(UpdateSpec(Rule.ADAM, adam_coefficients(HYPER, 3)), step)
+        update(UpdateSpec(UpdateRule.ADAM, adam_coefficients(HYPER, 3)), step)
         assert ulps(step.copies[0], step.params[0].to(dtype)) == 0
 
 

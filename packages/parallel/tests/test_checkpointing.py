@@ -16,16 +16,16 @@ from torch import Tensor, nn
 import ds_monitor
 from ds_config.errors import PlanError
 from ds_monitor import MemorySink
-from ds_parallel import ActivationCheckpointing, Keeping, checkpoint, checkpoint_modules, checkpoint_reentrant, current
+from ds_parallel import ActivationCheckpointing, ActivationPolicy, checkpoint, checkpoint_modules, checkpoint_reentrant, current_checkpointing
 from ds_parallel.trees import flatten
 
 FORMS = ("checkpoint", "checkpoint_reentrant")
 KEEPINGS = [
-    Keeping(),
-    Keeping(slots=4),
-    Keeping(host=True),
-    Keeping(host=True, slots=4),
-    Keeping(synchronize=True, profile=True),
+    ActivationPolicy(),
+    ActivationPolicy(slots=4),
+    ActivationPolicy(host=True),
+    ActivationPolicy(host=True, slots=4),
+    ActivationPolicy(synchronize=True, profile=True),
 ]
 
 
@@ -47,7 +47,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(("form", "keeping"), list(itertools.product(FORMS, KEEPINGS)), ids=str)
-def test_loss_and_gradients_are_those_without_it(stack: Any, elsewhere: Any, form: str, keeping: Keeping) -> None:
+def test_loss_and_gradients_are_those_without_it(stack: Any, elsewhere: Any, form: str, keeping: ActivationPolicy) -> None:
     """With dropout, keywords and nested arguments, over several iterations (buffers are used again)."""
     model = stack(dropout=0.4)
     scale, shift = torch.full((8,), 1.5, requires_grad=True), torch.ones(6, 8, requires_grad=True)
@@ -97,7 +97,7 @@ def test_a_checkpointed_model_keeps_fewer_bytes(stack: Any, live: Any) -> None:
 
 def test_moved_inputs_free_the_originals(live: Any, elsewhere: Any) -> None:
     """What is on the host is not on the device: of the originals none is alive when the forward is done."""
-    policy = ActivationCheckpointing(Keeping(host=True), accelerator=elsewhere)
+    policy = ActivationCheckpointing(ActivationPolicy(host=True), accelerator=elsewhere)
     weight = torch.ones(32, requires_grad=True)
     with live() as seen:
         x = torch.ones(64, 32) * weight
@@ -137,7 +137,7 @@ def test_results_of_chosen_operations_are_kept() -> None:
 
 def test_inputs_that_stay_as_they_are(elsewhere: Any) -> None:
     """Integers, marked tensors, parameters and expanded views are held; a late write to one is an error."""
-    policy = ActivationCheckpointing(Keeping(host=True), accelerator=elsewhere)
+    policy = ActivationCheckpointing(ActivationPolicy(host=True), accelerator=elsewhere)
     marked = torch.ones(4)
     marked.no_checkpointing = True
     table, ids = nn.Parameter(torch.randn(5, 4)), torch.tensor([1, 2, 2, 4])
@@ -151,7 +151,7 @@ def test_inputs_that_stay_as_they_are(elsewhere: Any) -> None:
 
 
 def test_a_layout_that_is_not_rowmajor_comes_back(elsewhere: Any) -> None:
-    policy = ActivationCheckpointing(Keeping(host=True), accelerator=elsewhere)
+    policy = ActivationCheckpointing(ActivationPolicy(host=True), accelerator=elsewhere)
     strides: list[tuple[int, ...]] = []
     x = torch.randn(6, 4, requires_grad=True)
 
@@ -165,7 +165,7 @@ def test_a_layout_that_is_not_rowmajor_comes_back(elsewhere: Any) -> None:
 
 
 def test_buffers_run_out_grow_and_are_made_once(elsewhere: Any) -> None:
-    policy = ActivationCheckpointing(Keeping(host=True, slots=2), accelerator=elsewhere)
+    policy = ActivationCheckpointing(ActivationPolicy(host=True, slots=2), accelerator=elsewhere)
     weight = torch.ones((), requires_grad=True)
 
     def chain(count: int, rows: int) -> Tensor:
@@ -195,7 +195,7 @@ def test_buffers_run_out_grow_and_are_made_once(elsewhere: Any) -> None:
 
 
 def test_graphs_that_are_dropped_give_their_memory_back(elsewhere: Any) -> None:
-    policy = ActivationCheckpointing(Keeping(host=True), accelerator=elsewhere)
+    policy = ActivationCheckpointing(ActivationPolicy(host=True), accelerator=elsewhere)
     x = torch.ones(100, requires_grad=True)
     out = policy.checkpoint(torch.sin, x * 1)
     assert policy.account.host == 400
@@ -212,7 +212,7 @@ def test_profile_tells_of_every_call() -> None:
     ds_monitor.attach([sink])
     try:
         for form in FORMS:
-            policy = ActivationCheckpointing(Keeping(profile=True))
+            policy = ActivationCheckpointing(ActivationPolicy(profile=True))
             x = torch.ones(3, requires_grad=True)
             getattr(policy, form)(torch.sin, getattr(policy, form)(torch.cos, x)).sum().backward()
             with torch.no_grad():
@@ -225,19 +225,19 @@ def test_profile_tells_of_every_call() -> None:
 
 
 def test_which_policy_a_forward_means() -> None:
-    first, second = ActivationCheckpointing(Keeping(slots=3)), ActivationCheckpointing()
+    first, second = ActivationCheckpointing(ActivationPolicy(slots=3)), ActivationCheckpointing()
     x = torch.ones(3, requires_grad=True)
 
     def nested(t: Tensor) -> Tensor:
         return checkpoint(torch.sin, t) * 2
 
     with first.active():
-        assert current() is first
+        assert current_checkpointing() is first
         out = checkpoint_reentrant(nested, x)
         with second.active():
             checkpoint_reentrant(torch.sin, x)
-        assert current() is first
-    assert current() is not first
+        assert current_checkpointing() is first
+    assert current_checkpointing() is not first
     assert (first.calls, second.calls) == (2, 1)
     out.sum().backward()  # outside: the recomputation still means the first
     assert (first.calls, second.calls) == (3, 1)
@@ -245,18 +245,18 @@ def test_which_policy_a_forward_means() -> None:
 
 def test_a_policy_that_nothing_asks_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "ds_parallel"):
-        idle = ActivationCheckpointing(Keeping(host=True, slices=True))
+        idle = ActivationCheckpointing(ActivationPolicy(host=True, slices=True))
         for _ in range(2):
             with idle.active():
                 torch.ones(3).sin()
-        used = ActivationCheckpointing(Keeping(host=True))
+        used = ActivationCheckpointing(ActivationPolicy(host=True))
         x = torch.ones(3, requires_grad=True)
         used.checkpoint(torch.sin, x * 1).sum().backward()
         used.checkpoint(torch.sin, x * 1)
         for policy in (used, ActivationCheckpointing()):
             with policy.active():
                 torch.ones(3).sin()
-        with torch.no_grad(), ActivationCheckpointing(Keeping(host=True)).active():
+        with torch.no_grad(), ActivationCheckpointing(ActivationPolicy(host=True)).active():
             torch.ones(3).sin()
     said = [record.getMessage() for record in caplog.records]
     assert [text.split()[0] for text in said] == [

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ds_config.errors import PlanError
-from ds_parallel import ActivationCheckpointing, checkpoint_modules, matching
+from ds_parallel import ActivationCheckpointing, checkpoint_modules, match_modules
 
 NAMES = ["embed", "layers", "layers.0", "layers.0.mlp", "layers.1", "layers.1.mlp", "layers.10", "head"]
 
@@ -26,12 +26,12 @@ NAMES = ["embed", "layers", "layers.0", "layers.0.mlp", "layers.1", "layers.1.ml
     ],
 )
 def test_patterns(patterns: list[str], expected: list[str]) -> None:
-    assert list(matching(NAMES, patterns)) == expected
+    assert list(match_modules(NAMES, patterns)) == expected
 
 
 def test_a_pattern_without_a_match_is_refused() -> None:
     with pytest.raises(PlanError, match=r"'layer\.0'") as caught:
-        matching(NAMES, ["head", "layer.0"])
+        match_modules(NAMES, ["head", "layer.0"])
     assert caught.value.code == "activations-modules"
     assert "layers.0" in caught.value.fix
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_config.errors import PlanError
 from ds_parallel.config import LayerSpecConfig
-from ds_parallel.tensor import HeadCounts, Kind, Part, TensorOptions, Unit, facts_of, make_tensor_plan
+from ds_parallel.tensor import HeadCounts, ShardKind, ShardPart, TensorOptions, HeadUnit, facts_of, make_tensor_plan
 from ds_parallel.tensor.dim_shards import cut_dim
 from ds_parallel.tensor.layer_rules import first_match, rules_of_specs, rules_of_tp_plan
 
@@ -34,7 +34,7 @@ def test_query_heads_stay_with_the_key_value_head_they_use(keys: int, group: int
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 5))
 def test_parts_are_cut_each_for_itself(units: list[int], grain: int, degree: int) -> None:
     sizes = [unit * grain * degree for unit in units]
-    cut = cut_dim(sum(sizes), 0, [Part(size=size) for size in sizes], degree, grain=grain)
+    cut = cut_dim(sum(sizes), 0, [ShardPart(size=size) for size in sizes], degree, grain=grain)
     seen = sorted(i for part in cut.parts for start, stop in part for i in range(start, stop))
     assert seen == list(range(sum(sizes)))
     assert sum(cut.width(rank) for rank in range(degree)) == sum(sizes)
@@ -42,7 +42,7 @@ def test_parts_are_cut_each_for_itself(units: list[int], grain: int, degree: int
 
 def test_a_fused_weight_with_unequal_parts() -> None:
     """8 query heads and 2 key-value heads of 4: q 32, k 8, v 8. Four ranks: two of them share a key-value head."""
-    parts = (Part(Unit.QUERY), Part(Unit.KEY_VALUE), Part(Unit.KEY_VALUE))
+    parts = (ShardPart(HeadUnit.QUERY), ShardPart(HeadUnit.KEY_VALUE), ShardPart(HeadUnit.KEY_VALUE))
     cut = cut_dim(48, 0, parts, 4, heads=HeadCounts(8, 2))
     assert cut.parts[0] == ((0, 8), (8, 16), (16, 24), (24, 32))
     assert cut.parts[1] == ((32, 36), (32, 36), (36, 40), (36, 40))
@@ -53,13 +53,13 @@ def test_a_fused_weight_with_unequal_parts() -> None:
 
 def test_what_does_not_fit_is_said() -> None:
     with pytest.raises(PlanError, match="cannot be cut over 4 ranks"):
-        cut_dim(3, 0, [Part()], 4)
+        cut_dim(3, 0, [ShardPart()], 4)
     with pytest.raises(PlanError, match="add up to"):
-        cut_dim(10, 0, [Part(size=4), Part(size=4)], 2)
+        cut_dim(10, 0, [ShardPart(size=4), ShardPart(size=4)], 2)
     with pytest.raises(PlanError, match="how many there are is not known"):
-        cut_dim(8, 0, [Part(Unit.QUERY)], 2)
+        cut_dim(8, 0, [ShardPart(HeadUnit.QUERY)], 2)
     with pytest.raises(PlanError, match="interleaved in one weight"):
-        cut_dim(24, 0, [Part(Unit.GROUP)], 4, heads=HeadCounts(8, 2))
+        cut_dim(24, 0, [ShardPart(HeadUnit.GROUP)], 4, heads=HeadCounts(8, 2))
 
 
 def spec(**values: object) -> LayerSpecConfig:
@@ -78,8 +78,8 @@ def test_a_users_patterns_are_matched_from_the_start_of_a_parameters_path() -> N
         "mine",
     )
     found = {name: first_match(rules, f"model.layers.0.{name}") for name in ("o_proj", "gate_up_proj", "qkv", "q_norm")}
-    assert [found[name].kind for name in found] == [Kind.ROW, Kind.COLUMN, Kind.COLUMN, Kind.SKIP]
-    assert found["gate_up_proj"].parts == (Part(), Part())
+    assert [found[name].kind for name in found] == [ShardKind.ROW, ShardKind.COLUMN, ShardKind.COLUMN, ShardKind.SKIP]
+    assert found["gate_up_proj"].parts == (ShardPart(), ShardPart())
     assert [part.size for part in found["qkv"].parts] == [32, 8, 8]
     assert found["q_norm"].sum_gradient
     assert first_match(rules, "lm_head") is None
@@ -99,8 +99,8 @@ def test_a_models_own_plan() -> None:
         "layers.*.n": "replicated",
     }
     rules = rules_of_tp_plan(plan, ("", "model."))
-    assert first_match(rules, "model.layers.11.q").kind is Kind.COLUMN
-    assert first_match(rules, "layers.0.o").kind is Kind.ROW
+    assert first_match(rules, "model.layers.11.q").kind is ShardKind.COLUMN
+    assert first_match(rules, "layers.0.o").kind is ShardKind.ROW
     assert first_match(rules, "head").gather_output
     assert first_match(rules, "model.layers.0.x.q") is None
     with pytest.raises(PlanError, match=r"styles \['mystery'\]"):
@@ -124,7 +124,7 @@ SPECS = (spec(patterns=[r".*\.up"]), spec(patterns=[r".*\.down"], partition_type
 
 def test_the_plan_is_a_table_of_decisions() -> None:
     plan = make_tensor_plan(facts_of(Model()), TensorOptions(2, specs=SPECS))
-    assert [decision.kind for decision in plan.decisions[:3]] == [Kind.COLUMN, Kind.ROW, Kind.SKIP]
+    assert [decision.kind for decision in plan.decisions[:3]] == [ShardKind.COLUMN, ShardKind.ROW, ShardKind.SKIP]
     text = str(plan)
     assert "layers.*.up (x3)" in text
     assert "16 -> 8" in text

@@ -37,7 +37,7 @@ def main(backend: str, deadline_s: float, note: Path) -> None:
     layers = [Layer(fatal if number == 1 else 0, note) for number in range(3)]
     model = ds_pipe.PipelineModule(layers, num_stages=3, partition_method="uniform", loss_fn=nn.functional.mse_loss)
     step = ds_pipe.pipeline(model, microbatches, "zb-h1")
-    with ds_comm.patience(60):  # the first step makes connections, which a busy machine may take long for
+    with ds_comm.extend_timeout(60):  # the first step makes connections, which a busy machine may take long for
         step([(torch.randn(2, 8), torch.randn(2, 8)) for _ in range(microbatches)])
     for _ in range(steps - 1):
         step([(torch.randn(2, 8), torch.randn(2, 8)) for _ in range(microbatches)])

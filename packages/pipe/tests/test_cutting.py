@@ -19,7 +19,7 @@ from ds_pipe import (
     profile_layers,
 )
 from ds_pipe.partition import balanced, matching, uniform
-from ds_pipe.stage_link import Link, Signature, describe
+from ds_pipe.stage_link import StageLink, ValueStructure, describe
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -151,8 +151,8 @@ def test_messages_of_another_program_are_refused() -> None:
     unknown = torch.tensor([3, *[0] * 7], dtype=torch.uint8)
     one, two = torch.zeros(2, requires_grad=True), torch.zeros(3, requires_grad=True)
     signature, _ = describe((one, two), "here")
-    upper = Link(Mute([unknown]), 0, 0, below=False)  # type: ignore[arg-type]
-    lower = Link(Mute([torch.zeros(2)]), 1, 0, below=True)  # type: ignore[arg-type]
+    upper = StageLink(Mute([unknown]), 0, 0, below=False)  # type: ignore[arg-type]
+    lower = StageLink(Mute([torch.zeros(2)]), 1, 0, below=True)  # type: ignore[arg-type]
     for receive, said in (
         (upper.receive, "signature 3 of 0"),
         (lambda: lower.receive_gradients(signature), "1 gradients of 2"),
@@ -169,7 +169,7 @@ def test_signatures_survive_their_description() -> None:
         "rest": (None, True, 2, 0.5, "a", [torch.ones(1, dtype=torch.bool)]),
     }
     signature, tensors = describe(value, "here")
-    assert Signature.decoded(signature.encoded()) == signature
+    assert ValueStructure.decoded(signature.encoded()) == signature
     assert [t.shape for t in tensors] == [(2, 3), (1,)]
     assert signature.gradients == 1
 

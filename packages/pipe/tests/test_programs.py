@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_config.errors import PlanError
-from ds_pipe import Action, Op, Program, accumulation, add_comms, gpipe, mark_reduce, one_f_one_b, verify
+from ds_pipe import Action, ActionKind, Program, accumulation, add_comms, gpipe, mark_reduce, one_f_one_b, verify
 
 sizes = st.tuples(st.integers(1, 8), st.integers(1, 16))
 actions = st.builds(
-    lambda op, stage, micro, reduce: Action(op, stage, micro, reduce and op is Op.BACKWARD),
-    st.sampled_from(Op),
+    lambda op, stage, micro, reduce: Action(op, stage, micro, reduce and op is ActionKind.BACKWARD),
+    st.sampled_from(ActionKind),
     st.integers(0, 200),
     st.integers(0, 10_000),
     st.booleans(),
@@ -29,9 +29,9 @@ def test_text_of_a_program_round_trips(ranks: tuple[tuple[Action, ...], ...]) ->
 
 
 def test_text_is_what_the_docs_say() -> None:
-    assert str(Action(Op.FORWARD, 0, 3)) == "0F3"
-    assert str(Action(Op.BACKWARD, 0, 3, reduce=True)) == "0B3*"
-    assert str(Action(Op.SEND_F, 1, 3)) == "1SEND_F3"
+    assert str(Action(ActionKind.FORWARD, 0, 3)) == "0F3"
+    assert str(Action(ActionKind.BACKWARD, 0, 3, reduce=True)) == "0B3*"
+    assert str(Action(ActionKind.SEND_F, 1, 3)) == "1SEND_F3"
     assert str(mark_reduce(accumulation(2), every_backward=True)) == "0F0 0B0* 0F1 0B1*"
     assert str(mark_reduce(accumulation(2), every_backward=False)) == "0F0 0B0 0F1 0B1*"
 

@@ -12,7 +12,7 @@ from ds_config.errors import PlanError
 from ds_pipe import (
     SCHEDULES,
     Costs,
-    Op,
+    ActionKind,
     Program,
     ScheduleError,
     add_comms,
@@ -20,7 +20,7 @@ from ds_pipe import (
     add_reduces,
     inference,
     interleaved,
-    listed,
+    list_scheduled,
     looped,
     make_program,
     mark_reduce,
@@ -104,12 +104,12 @@ def draw(rng: random.Random) -> tuple[int, Costs, tuple[int, ...], tuple[float, 
 
 def check_drawn(seed: int) -> None:
     microbatches, costs, rank_of, caps = draw(random.Random(seed))
-    program = listed(microbatches, costs, rank_of, caps)
+    program = list_scheduled(microbatches, costs, rank_of, caps)
     report = checked(program, costs=costs, caps=caps)
     assert all(held <= cap * (1 + 1e-9) for held, cap in zip(report.peak_memory, caps, strict=True))
     busiest = max(
         microbatches
-        * sum(costs.of(op, s) for s, r in enumerate(rank_of) if r == rank for op in (Op.FORWARD, Op.BACKWARD))
+        * sum(costs.of(op, s) for s, r in enumerate(rank_of) if r == rank for op in (ActionKind.FORWARD, ActionKind.BACKWARD))
         for rank in range(len(caps))
     )
     assert report.period >= busiest * (1 - 1e-9)
@@ -129,14 +129,14 @@ def test_two_thousand_drawn_schedules_hold_their_caps(block: int) -> None:
 
 def test_measured_costs_beat_the_schedule_made_for_even_ones() -> None:
     costs = Costs((1.0, 1.0, 1.0, 2.0), (1.0, 1.0, 1.0, 2.0), (1.0, 1.0, 1.0, 1.0), (1.0,) * 4)
-    ours = checked(listed(8, costs, range(4), 4.0), costs=costs)
+    ours = checked(list_scheduled(8, costs, range(4), 4.0), costs=costs)
     for name in ("1f1b", "zb-h1"):
         assert ours.period <= checked(make_program(name, 4, 8), costs=costs).period
 
 
 def test_a_cap_that_one_microbatch_exceeds_is_refused() -> None:
     with pytest.raises(PlanError) as caught:
-        listed(4, Costs.even(4), vee(2), cap=1.5)
+        list_scheduled(4, Costs.even(4), vee(2), cap=1.5)
     assert caught.value.code == "program-cap"
     assert "one microbatch in its stages is 2" in caught.value.message
 
@@ -172,8 +172,8 @@ def test_gathers_surround_every_use(name: str, ahead: int) -> None:
     program = add_gathers(add_comms(mark_reduce(make_program(name, 4, 8), every_backward=True)), ahead)
     verify(program)
     for row in program.ranks:
-        gathers = [a for a in row if a.op is Op.GATHER]
-        assert len(gathers) == len([a for a in row if a.op is Op.RELEASE])
+        gathers = [a for a in row if a.op is ActionKind.GATHER]
+        assert len(gathers) == len([a for a in row if a.op is ActionKind.RELEASE])
         if name == "1f1b":
             assert len(gathers) == 1
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_config.errors import PlanError
-from ds_pipe import Op, Program, ScheduleError, add_comms, mark_reduce, one_f_one_b, run, verify
+from ds_pipe import ActionKind, Program, ScheduleError, add_comms, mark_reduce, one_f_one_b, run, verify
 
 
 def refused(text: str) -> ScheduleError:
@@ -98,7 +98,7 @@ def test_runner_calls_handlers_in_order() -> None:
     program = mark_reduce(one_f_one_b(1, 3), every_backward=False)
     run(
         program.ranks[0],
-        {Op.FORWARD: lambda a: seen.append(str(a)), Op.BACKWARD: lambda a: seen.append(str(a).lower())},
+        {ActionKind.FORWARD: lambda a: seen.append(str(a)), ActionKind.BACKWARD: lambda a: seen.append(str(a).lower())},
     )
     assert seen == ["0F0", "0b0", "0F1", "0b1", "0F2", "0b2*"]
 
@@ -107,7 +107,7 @@ def test_runner_refuses_before_it_runs() -> None:
     seen: list[str] = []
     program = add_comms(one_f_one_b(2, 1))
     with pytest.raises(PlanError) as caught:
-        run(program.ranks[0], {Op.FORWARD: lambda a: seen.append(str(a))})
+        run(program.ranks[0], {ActionKind.FORWARD: lambda a: seen.append(str(a))})
     assert caught.value.code == "program-handler"
     assert "BACKWARD, RECV_B, SEND_F" in caught.value.message
     assert seen == []

@@ -15,21 +15,21 @@ from torch import nn
 from ds_config.errors import ConfigError
 from ds_engine import load_config, shapes_of
 from ds_engine.autotuning import AutotuningConfig
-from ds_engine.trial_results import LayerFacts, Link, Measured
+from ds_engine.trial_results import LayerFacts, LinkCost, TrialResult
 from ds_tune import (
-    Budget,
+    TrialBudget,
     Candidate,
-    Limits,
+    SearchLimits,
     Result,
-    Task,
+    TuningTask,
     Trial,
     asked_by_section,
     asked_of,
     calibrate,
     candidates_of,
-    chosen,
-    following,
-    halving,
+    best_candidate,
+    next_trial,
+    rung_sizes,
     predict,
 )
 from ds_tune.request import parse_setting
@@ -40,22 +40,22 @@ from ds_tune.results_writer import best_text, explained, rows_of, summary_text
 CONFIG: Mapping[str, Any] = {"train_batch_size": 16, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 SPACE: Mapping[str, Sequence[Any]] = {MICRO: (1, 2, 4, 8), STAGE: (0, 1, 2, 3), CHECKPOINTED: ((), ("*",))}
 PROCESS, SAMPLE = 400_000_000, 3_000_000
-LINK = Link(1e-4, 1e9)
-NO_LIMITS = Limits()
+LINK = LinkCost(1e-4, 1e9)
+NO_LIMITS = SearchLimits()
 
 
-def _task(world: int = 2) -> Task:
+def _task(world: int = 2) -> TuningTask:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
-    return Task(CONFIG, shapes_of(model), world)
+    return TuningTask(CONFIG, shapes_of(model), world)
 
 
 TASK = _task()
-CANDIDATES, LEFT = candidates_of(TASK, SPACE, Limits())
+CANDIDATES, LEFT = candidates_of(TASK, SPACE, SearchLimits())
 BY_NAME = {c.name: c for c in CANDIDATES}
 
 
-def _measured(candidate: Candidate, *, detail: bool = False, step_s: float | None = None) -> Measured:
+def _measured(candidate: Candidate, *, detail: bool = False, step_s: float | None = None) -> TrialResult:
     """A machine that is as the model of time and memory says, but for stage 3, which takes 2 ms a microbatch more."""
     batch, plan = candidate.plan.batch, candidate.plan
     again = bool(candidate.settings.get(CHECKPOINTED))
@@ -66,7 +66,7 @@ def _measured(candidate: Candidate, *, detail: bool = False, step_s: float | Non
     taken = compute + sent + update + extra if step_s is None else step_s
     kept = SAMPLE * batch.micro - (SAMPLE * batch.micro // 2 if again else 0)
     memory = plan.memory
-    return Measured(
+    return TrialResult(
         world=2, micro=batch.micro, accumulation=batch.accumulation, steps_s=(taken, taken, taken), forward_s=compute / 3,
         backward_s=compute * 2 / 3, update_s=update, comm_s=sent, peak_bytes=PROCESS + memory.total_bytes + memory.passing_bytes + kept,
         start_bytes=PROCESS, model_bytes=1, device="cpu", saved_bytes=kept,
@@ -76,10 +76,10 @@ def _measured(candidate: Candidate, *, detail: bool = False, step_s: float | Non
     )  # fmt: skip
 
 
-def _run(budget: Budget, *, dead: frozenset[str] = frozenset(), limits: Limits = NO_LIMITS, **how: Any) -> list[Result]:
+def _run(budget: TrialBudget, *, dead: frozenset[str] = frozenset(), limits: SearchLimits = NO_LIMITS, **how: Any) -> list[Result]:
     """Every trial that is asked for, on that machine."""
     results: list[Result] = []
-    while (step := following(CANDIDATES, results, limits, budget, **how)) is not None:
+    while (step := next_trial(CANDIDATES, results, limits, budget, **how)) is not None:
         name = step.candidate.name
         died = name in dead
         found = None if died else _measured(step.candidate, detail=step.detail)
@@ -93,7 +93,7 @@ def _run(budget: Budget, *, dead: frozenset[str] = frozenset(), limits: Limits =
 def test_every_combination_is_planned_or_has_a_reason() -> None:
     assert len(CANDIDATES) + len(LEFT) == 32
     assert all(c.plan.batch.train == 16 and c.plan.batch.micro == c.settings[MICRO] for c in CANDIDATES)
-    found, left = candidates_of(TASK, {MICRO: (3, 4), STAGE: (1,)}, Limits(micro=(1, 4)))
+    found, left = candidates_of(TASK, {MICRO: (3, 4), STAGE: (1,)}, SearchLimits(micro=(1, 4)))
     assert [c.name for c in found] == ["z1_gas2_tmbspg4"]
     assert [(one.code, one.settings[MICRO]) for one in left] == [("batch-arithmetic", 3)]
 
@@ -101,7 +101,7 @@ def test_every_combination_is_planned_or_has_a_reason() -> None:
 @given(st.integers(1, 40_000_000), st.sampled_from([1, 2, 4, 8]))
 @settings(max_examples=40, deadline=None)
 def test_nothing_that_a_limit_forbids_is_a_candidate(memory: int, most: int) -> None:
-    found, left = candidates_of(TASK, SPACE, Limits(memory, micro=(1, most)))
+    found, left = candidates_of(TASK, SPACE, SearchLimits(memory, micro=(1, most)))
     assert all(c.plan.memory.total_bytes <= memory and c.plan.batch.micro <= most for c in found)
     assert len(found) + len(left) == 32
     assert {one.code for one in left} <= {"limit-memory", "limit-micro"}
@@ -114,7 +114,7 @@ def test_names_are_deepspeeds_and_differ() -> None:
 
 
 def test_a_variable_of_the_environment_is_a_setting() -> None:
-    found, _ = candidates_of(TASK, {MICRO: (4,), "env.DS_COMM_BACKEND": ("gloo", "shm")}, Limits())
+    found, _ = candidates_of(TASK, {MICRO: (4,), "env.DS_COMM_BACKEND": ("gloo", "shm")}, SearchLimits())
     assert [c.environ for c in found] == [{"DS_COMM_BACKEND": "gloo"}, {"DS_COMM_BACKEND": "shm"}]
     assert all("env.DS_COMM_BACKEND" not in c.changes for c in found)
 
@@ -176,7 +176,7 @@ def test_more_bytes_travel_at_higher_stages() -> None:
 
 @pytest.mark.parametrize("count", range(1, 40))
 def test_halving_ends_with_two(count: int) -> None:
-    rungs = halving(count)
+    rungs = rung_sizes(count)
     assert list(rungs) == sorted(rungs, reverse=True)
     assert rungs == () if count < 3 else rungs[-1] == 2
 
@@ -184,7 +184,7 @@ def test_halving_ends_with_two(count: int) -> None:
 @given(st.integers(1, 20), st.sets(st.sampled_from(sorted(BY_NAME)), max_size=20))
 @settings(max_examples=60, deadline=None)
 def test_the_budget_holds_whatever_dies(trials: int, dead: set[str]) -> None:
-    results = _run(Budget(trials), dead=frozenset(dead))
+    results = _run(TrialBudget(trials), dead=frozenset(dead))
     assert 1 <= len(results) <= trials
     assert len({(r.name, r.rung) for r in results}) == len(results)
     sizes = {r.name: BY_NAME[r.name] for r in results}
@@ -199,9 +199,9 @@ def test_the_budget_holds_whatever_dies(trials: int, dead: set[str]) -> None:
 
 
 def test_a_quarter_of_the_grid_finds_the_best() -> None:
-    results = _run(Budget(8))
+    results = _run(TrialBudget(8))
     best = min(CANDIDATES, key=lambda c: _measured(c).step_s)
-    found = chosen(CANDIDATES, results)
+    found = best_candidate(CANDIDATES, results)
     assert found is not None
     assert _measured(found[0]).step_s <= 1.03 * _measured(best).step_s
     assert len(results) <= 8
@@ -209,7 +209,7 @@ def test_a_quarter_of_the_grid_finds_the_best() -> None:
 
 def test_what_does_not_fit_is_never_started() -> None:
     bound = PROCESS + 20_000_000
-    results = _run(Budget(32), limits=Limits(bound))
+    results = _run(TrialBudget(32), limits=SearchLimits(bound))
     assert len(results) > 3
     # Its first trials teach the tuner; what comes after them fits.
     assert all(_measured(BY_NAME[r.name]).peak_bytes <= bound for r in results[2:])
@@ -218,31 +218,31 @@ def test_what_does_not_fit_is_never_started() -> None:
 @given(st.integers(1, 8))
 @settings(max_examples=8, deadline=None)
 def test_an_interrupted_tuning_goes_on_where_it_was(kept: int) -> None:
-    whole = _run(Budget(8))
-    step = following(CANDIDATES, whole[:kept], Limits(), Budget(8))
+    whole = _run(TrialBudget(8))
+    step = next_trial(CANDIDATES, whole[:kept], SearchLimits(), TrialBudget(8))
     after = [(r.name, r.rung) for r in whole[kept : kept + 1]]
     assert ([] if step is None else [(step.candidate.name, step.rung)]) == after
 
 
 @pytest.mark.parametrize("tuner", ["gridsearch", "random"])
 def test_other_tuners_take_their_own_order_and_stop_early(tuner: Any) -> None:
-    every = _run(Budget(50), tuner=tuner)
+    every = _run(TrialBudget(50), tuner=tuner)
     assert {r.name for r in every} == set(BY_NAME)
     assert ([r.name for r in every] == list(BY_NAME)) == (tuner == "gridsearch")
-    assert len(_run(Budget(50, stopping=5), tuner=tuner)) < 32
+    assert len(_run(TrialBudget(50, stopping=5), tuner=tuner)) < 32
 
 
 def test_latency_is_better_when_it_is_smaller() -> None:
     space = {MICRO: (4,), ACCUMULATION: (1, 8)}
-    found, _ = candidates_of(TASK, space, Limits())
+    found, _ = candidates_of(TASK, space, SearchLimits())
     results = [Result(c.name, 0, "measured", _measured(c, detail=True)) for c in found]
-    best = chosen(found, results, "latency")
+    best = best_candidate(found, results, "latency")
     assert best is not None
     assert best[0].plan.batch.accumulation == 1
 
 
 def test_nothing_measured_is_no_choice() -> None:
-    assert chosen(CANDIDATES, [Result(CANDIDATES[0].name, 0, "failed")]) is None
+    assert best_candidate(CANDIDATES, [Result(CANDIDATES[0].name, 0, "failed")]) is None
 
 
 # ---- what is asked and what is written
@@ -275,8 +275,8 @@ def test_settings_are_read_as_json_or_text() -> None:
 
 
 def test_the_best_file_is_read_as_a_configuration() -> None:
-    results = _run(Budget(8))
-    found = chosen(CANDIDATES, results)
+    results = _run(TrialBudget(8))
+    found = best_candidate(CANDIDATES, results)
     assert found is not None
     text = best_text({**CONFIG, "zero_optimization": {"stage": 1}, "autotuning": {"enabled": True}}, *found, results)
     read = load_config(text)
@@ -287,10 +287,10 @@ def test_the_best_file_is_read_as_a_configuration() -> None:
 
 
 def test_a_table_and_a_summary_say_what_became_of_every_trial() -> None:
-    from ds_tune import standing
+    from ds_tune import fit_and_predict
 
-    results = [*_run(Budget(6)), Result("z3_gas1_tmbspg8", 0, "memory", None, "killed")]
-    rows = rows_of(CANDIDATES, results, standing(CANDIDATES, results, Limits()), "throughput")
+    results = [*_run(TrialBudget(6)), Result("z3_gas1_tmbspg8", 0, "memory", None, "killed")]
+    rows = rows_of(CANDIDATES, results, fit_and_predict(CANDIDATES, results, SearchLimits()), "throughput")
     assert [row["outcome"] for row in rows].count("memory") == 1
     json.dumps(rows)
     text = summary_text(CANDIDATES, results, "throughput")

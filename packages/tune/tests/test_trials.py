@@ -13,12 +13,12 @@ from torch import nn
 
 from ds_config.errors import ConfigError, LaunchError
 from ds_engine import load_config, shapes_of
-from ds_engine.trial_results import Measured, write_json
+from ds_engine.trial_results import TrialResult, write_json
 from ds_launcher.cli import main as ds
 from ds_tune.autotuner import ResourceManager, get_val_by_key, set_val_by_key
 from ds_tune.cli import HELP
 from ds_tune.tuning_plot import draw
-from ds_tune.trial_runner import Job, command_of, ended, script_words
+from ds_tune.trial_runner import TrialRunner, command_of, ended, script_words
 
 # What an engine does of a trial, without one: a step of this machine takes 1 ms, and 2 ms for each microbatch.
 SCRIPT = """
@@ -57,14 +57,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.py").write_text(SCRIPT)
     with torch.device("meta"):
         shapes = shapes_of(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))))
-    template = Measured(1, 1, 1, (0.1,), 0.001, 0.001, 0.0005, 0.0, 10**8, 10**7, 10**6, "cpu", 10**5, shapes=shapes)
+    template = TrialResult(1, 1, 1, (0.1,), 0.001, 0.001, 0.0005, 0.0, 10**8, 10**7, 10**6, "cpu", 10**5, shapes=shapes)
     write_json(tmp_path / "template.json", template)
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     return tmp_path
 
 
-def _job(*arguments: str, **more: object) -> Job:
-    return Job(CONFIG, ("ds.json",), ("--nproc", "2"), "train.py", arguments, Path("r"), Path("e"), **more)  # type: ignore[arg-type]
+def _job(*arguments: str, **more: object) -> TrialRunner:
+    return TrialRunner(CONFIG, ("ds.json",), ("--nproc", "2"), "train.py", arguments, Path("r"), Path("e"), **more)  # type: ignore[arg-type]
 
 
 # ---- words

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from ds_config import Dead, Deprecated, StrictModel, Unbuilt, UnsupportedConfigError, load
+from ds_config import NoEffect, Deprecated, StrictModel, Unsupported, UnsupportedConfigError, load
 from ds_ops.io import IOSettings
-from ds_zero import Nodes, Placement, ShardOptions, UnitPolicy, plan
+from ds_zero import NodeTopology, OffloadPolicy, ShardOptions, UnitSizePolicy, plan
 from ds_zero.config import BF16Config, DataTypesConfig, FP16Config, TorchAutocastConfig, ZeroConfig
 from ds_zero.layout.units import ModuleInfo, ParamInfo
-from ds_zero.policies.quantized_comm import EXACT, QGZ, QWZ, Correction, Wire
+from ds_zero.policies.quantized_comm import EXACT, QGZ, QWZ, ErrorFeedbackOptions, QuantizedComm
 
 
 class Document(StrictModel):
@@ -78,22 +78,22 @@ def test_offloading_sections_are_placements() -> None:
     off = zero(offload_optimizer={}, offload_param={"device": "none"})
     assert (off.offload_optimizer.placement(io), off.offload_param.placement(io)) == ("device", "device")
     host = zero(cpu_offload=True, cpu_offload_param=True)
-    assert (host.offload_optimizer.placement(io), host.offload_param.placement(io)) == (Placement(), Placement())
+    assert (host.offload_optimizer.placement(io), host.offload_param.placement(io)) == (OffloadPolicy(), OffloadPolicy())
     part = zero(offload_optimizer={"device": "cpu", "pin_memory": False, "ratio": 0.3})
-    assert part.offload_optimizer.placement(io) == Placement(pin=False, share=0.3)
+    assert part.offload_optimizer.placement(io) == OffloadPolicy(pin=False, ratio=0.3)
     early = {"device": "cpu", "cpuadam_cores_perc": 0.5}
-    assert zero(offload_optimizer=early).offload_optimizer.placement(io) == Placement()
-    assert zero(offload_optimizer={**early, "super_offload": True}).offload_optimizer.placement(io) == Placement(
-        early=0.5
+    assert zero(offload_optimizer=early).offload_optimizer.placement(io) == OffloadPolicy()
+    assert zero(offload_optimizer={**early, "super_offload": True}).offload_optimizer.placement(io) == OffloadPolicy(
+        overlap_ratio=0.5
     )
     files = {"device": "nvme", "nvme_path": "/local", "buffer_count": 1}
     found = zero(
         offload_optimizer={**files, "pipeline_read": False, "pipeline_write": False},
         offload_param={**files, "max_in_cpu": 7},
     )
-    slow = Placement("file", "/local/ds-zero", buffers=2, read_ahead=False, write_behind=False, io=io)
+    slow = OffloadPolicy("file", "/local/ds-zero", buffer_count=2, read_ahead=False, write_behind=False, io=io)
     assert found.offload_optimizer.placement(io) == slow
-    assert found.offload_param.placement(io) == Placement("file", "/local/ds-zero", buffers=2, near=7, io=io)
+    assert found.offload_param.placement(io) == OffloadPolicy("file", "/local/ds-zero", buffer_count=2, max_in_cpu=7, io=io)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_values_are_checked(document: dict[str, Any]) -> None:
 
 def retired(name: str) -> object | None:
     """Why a key of the section does nothing; None if it does something."""
-    found = [m for m in ZeroConfig.model_fields[name].metadata if isinstance(m, Dead | Deprecated | Unbuilt)]
+    found = [m for m in ZeroConfig.model_fields[name].metadata if isinstance(m, NoEffect | Deprecated | Unsupported)]
     return found[0] if found else None
 
 
@@ -131,36 +131,36 @@ def another(name: str) -> Any:
 KEYS = list(ZeroConfig.model_fields)
 
 
-@pytest.mark.parametrize("name", [n for n in KEYS if isinstance(retired(n), Dead)])
+@pytest.mark.parametrize("name", [n for n in KEYS if isinstance(retired(n), NoEffect)])
 def test_every_key_without_effect_says_what_took_its_place(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         zero(**{name: another(name)})
     assert [name in r.getMessage() and "has no effect: " in r.getMessage() for r in caplog.records] == [True]
 
 
-@pytest.mark.parametrize("name", [n for n in KEYS if isinstance(retired(n), Unbuilt)])
+@pytest.mark.parametrize("name", [n for n in KEYS if isinstance(retired(n), Unsupported)])
 def test_every_key_that_is_not_built_is_an_error(name: str) -> None:
     with pytest.raises(UnsupportedConfigError, match=name):
         zero(**{name: another(name)})
 
 
-def units(stage: int = 3, shard_size: int | None = None, nodes: Nodes | None = None, **policy: Any) -> Any:
+def units(stage: int = 3, shard_size: int | None = None, nodes: NodeTopology | None = None, **policy: Any) -> Any:
     """What is observed of a policy: the units of one model."""
     params = [ParamInfo(f"{m}.{i}", (10, 10), "float32", m, 0) for m in ("a.x", "a.y", "b.x") for i in range(3)]
     modules = [ModuleInfo(m) for m in ("", "a", "a.x", "a.y", "b", "b.x")]
-    chosen = UnitPolicy(**{"max_numel": 400, "persist_numel": 0, **policy})
+    chosen = UnitSizePolicy(**{"max_numel": 400, "persist_numel": 0, **policy})
     options = ShardOptions(stage=stage, policy=chosen, shard_size=shard_size, nodes=nodes)
     return plan(params, 4, options, modules=modules)
 
 
-def wired(wire: Wire = EXACT) -> Any:
+def wired(wire: QuantizedComm = EXACT) -> Any:
     """The plan of a bf16 model whose messages are codes."""
     params = [ParamInfo(f"a.{i}", (10, 10), "bfloat16", "a", 0) for i in range(3)]
-    options = ShardOptions(stage=3, policy=UnitPolicy(persist_numel=0), wire=wire)
+    options = ShardOptions(stage=3, policy=UnitSizePolicy(persist_numel=0), wire=wire)
     return plan(params, 4, options, modules=[ModuleInfo(""), ModuleInfo("a")])
 
 
-def sent(what: str, wire: Wire = EXACT) -> int:
+def sent(what: str, wire: QuantizedComm = EXACT) -> int:
     """Bytes of one gather, or one reduction, of everything."""
     return sum(unit.sent[what] for unit in wired(wire).units)
 
@@ -174,13 +174,13 @@ CHANGES = {
         units(persist_numel=100, persist_total=250).kept["full"],
     ),
     "mics_shard_size": lambda: (units().kept, units(shard_size=2).kept),
-    "zero_hpz_partition_size": lambda: (units().kept["full"], units(nodes=Nodes(2, secondary=True)).kept["full"]),
-    "mics_hierarchical_params_gather": lambda: (units().passing, units(nodes=Nodes(2, two_steps=True)).passing),
-    "zero_quantized_weights": lambda: (sent("gather"), sent("gather", Wire(weights=QWZ))),
-    "zero_quantized_gradients": lambda: (sent("reduce"), sent("reduce", Wire(gradients=QGZ))),
+    "zero_hpz_partition_size": lambda: (units().kept["full"], units(nodes=NodeTopology(2, secondary_partition=True)).kept["full"]),
+    "mics_hierarchical_params_gather": lambda: (units().passing, units(nodes=NodeTopology(2, hierarchical=True)).passing),
+    "zero_quantized_weights": lambda: (sent("gather"), sent("gather", QuantizedComm(weights=QWZ))),
+    "zero_quantized_gradients": lambda: (sent("reduce"), sent("reduce", QuantizedComm(gradients=QGZ))),
     "zeropp_loco_param": lambda: (
-        wired(Wire(gradients=QGZ)).kept["grads"],
-        wired(Wire(gradients=QGZ, correction=Correction())).kept["grads"],
+        wired(QuantizedComm(gradients=QGZ)).kept["grads"],
+        wired(QuantizedComm(gradients=QGZ, correction=ErrorFeedbackOptions())).kept["grads"],
     ),
     "leaf_module": lambda: (len(units().units), len(units(leaves=frozenset({"a"})).units)),
 }

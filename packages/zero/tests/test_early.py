@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from ds_config.errors import PlanError
-from ds_zero import Placement, ShardOptions, plan
-from ds_zero.layout.units import ModuleInfo, ParamInfo, UnitPolicy
-from ds_zero.update.overlap_plan import Ledger, Outlook, State, Terms
+from ds_zero import OffloadPolicy, ShardOptions, plan
+from ds_zero.layout.units import ModuleInfo, ParamInfo, UnitSizePolicy
+from ds_zero.update.overlap_plan import OverlapLedger, Outlook, OverlapState, Terms
 
 TERMS = Terms(0.5, False, (("lr", 0.1), ("betas", (0.9, 0.99))), 3)
 
@@ -56,22 +56,22 @@ def test_an_update_holds_on_the_very_terms_it_was_made_on() -> None:
         Terms(0.5, False, (("lr", 0.2), ("betas", (0.9, 0.99))), 3),
         Terms(0.5, False, TERMS.settings, 4),
     ]
-    ledger = Ledger([4])
+    ledger = OverlapLedger([4])
     early(ledger, 4)
     assert not any(ledger.holds(4, terms) for terms in others)
-    assert ledger.state(4) is State.EARLY
+    assert ledger.state(4) is OverlapState.EARLY
     assert ledger.holds(4, TERMS)
-    assert (ledger.state(4), ledger.held, ledger.undone) == (State.PLAIN, 1, 0)
+    assert (ledger.state(4), ledger.held, ledger.undone) == (OverlapState.PLAIN, 1, 0)
 
 
-def early(ledger: Ledger, unit: int, terms: Terms | None = TERMS) -> None:
+def early(ledger: OverlapLedger, unit: int, terms: Terms | None = TERMS) -> None:
     ledger.line_up(unit)
     assert ledger.begin(unit)
     ledger.end(unit, terms)
 
 
 def test_a_sum_is_ready_once_in_the_backward_that_collected_it() -> None:
-    ledger, outlook = Ledger([0]), calm(2)
+    ledger, outlook = OverlapLedger([0]), calm(2)
     ledger.collect(0, 1)
     assert not ledger.ready(0, 1, outlook)  # another backward is expected
     assert not ledger.ready(0, 2, outlook)  # a sum of the first one that ends late
@@ -82,7 +82,7 @@ def test_a_sum_is_ready_once_in_the_backward_that_collected_it() -> None:
 
 
 def test_what_is_in_line_can_be_called_off_and_what_is_written_cannot() -> None:
-    ledger = Ledger([0, 1])
+    ledger = OverlapLedger([0, 1])
     ledger.line_up(0)
     assert ledger.call_off(0)
     assert not ledger.call_off(0)
@@ -97,16 +97,16 @@ def test_what_is_in_line_can_be_called_off_and_what_is_written_cannot() -> None:
 
 
 def test_a_failed_update_never_holds() -> None:
-    ledger = Ledger([0])
+    ledger = OverlapLedger([0])
     early(ledger, 0, None)
-    assert ledger.state(0) is State.BROKEN
+    assert ledger.state(0) is OverlapState.BROKEN
     assert not ledger.holds(0, TERMS)
     ledger.undo(0)
-    assert (ledger.state(0), ledger.held, ledger.undone) == (State.PLAIN, 0, 1)
+    assert (ledger.state(0), ledger.held, ledger.undone) == (OverlapState.PLAIN, 0, 1)
 
 
 def test_verbs_check_where_they_start() -> None:
-    ledger = Ledger([0])
+    ledger = OverlapLedger([0])
     for wrong in (lambda: ledger.end(0, TERMS), lambda: ledger.undo(0)):
         with pytest.raises(RuntimeError, match="unit 0 is PLAIN"):
             wrong()
@@ -120,23 +120,23 @@ def test_verbs_check_where_they_start() -> None:
 def test_drawn_histories_lose_no_update_and_count_each_once(seed: int) -> None:
     """Against the plainest model there is: of each unit, how many updates its state has, and how many it should have."""
     chance, units = random.Random(seed), range(4)
-    ledger, outlook = Ledger(units), calm()
+    ledger, outlook = OverlapLedger(units), calm()
     state, steps, written = dict.fromkeys(units, 0), 0, 0
 
     def take_back(unit: int) -> None:
-        if ledger.call_off(unit) or ledger.state(unit) is State.PLAIN:
+        if ledger.call_off(unit) or ledger.state(unit) is OverlapState.PLAIN:
             return
-        if ledger.state(unit) is State.WRITING:
+        if ledger.state(unit) is OverlapState.WRITING:
             thread(unit)
-        if ledger.state(unit) is State.EARLY:
+        if ledger.state(unit) is OverlapState.EARLY:
             state[unit] -= 1
         ledger.undo(unit)
 
     def thread(unit: int) -> None:
         nonlocal written
-        if ledger.state(unit) is State.WAITING:
+        if ledger.state(unit) is OverlapState.WAITING:
             assert ledger.begin(unit)
-        elif ledger.state(unit) is State.WRITING:
+        elif ledger.state(unit) is OverlapState.WRITING:
             broken = chance.random() < 0.1
             state[unit] += not broken
             written += 1
@@ -159,9 +159,9 @@ def test_drawn_histories_lose_no_update_and_count_each_once(seed: int) -> None:
             steps += 1
             for each in units:
                 ledger.call_off(each)
-                if ledger.state(each) is State.WRITING:
+                if ledger.state(each) is OverlapState.WRITING:
                     thread(each)
-                if ledger.state(each) is State.EARLY and ledger.holds(each, terms):
+                if ledger.state(each) is OverlapState.EARLY and ledger.holds(each, terms):
                     continue
                 take_back(each)
                 state[each] += 1
@@ -179,24 +179,24 @@ def test_drawn_histories_lose_no_update_and_count_each_once(seed: int) -> None:
 @pytest.mark.parametrize("wrong", [{"early": 1.5}, {"early": -0.1}, {"where": "file", "folder": "x", "early": 0.5}])
 def test_early_updates_that_cannot_be(wrong: dict[str, object]) -> None:
     with pytest.raises(PlanError, match="early = ") as caught:
-        Placement(**wrong)  # type: ignore[arg-type]
+        OffloadPolicy(**wrong)  # type: ignore[arg-type]
     assert caught.value.code == "offload-placement"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_plan_counts_what_is_kept_to_take_updates_back(stage: int) -> None:
     params = [ParamInfo(f"{m}.{i}", (16, 16), "float32", m, 0, states=2) for m in ("a", "b") for i in range(3)]
-    options = ShardOptions(stage=stage, precision="bf16", policy=UnitPolicy(max_numel=768, persist_numel=0))
+    options = ShardOptions(stage=stage, precision="bf16", policy=UnitSizePolicy(max_numel=768, persist_numel=0))
 
-    def found(place: Placement) -> object:
+    def found(place: OffloadPolicy) -> object:
         return plan(params, 2, replace(options, tier=place), modules=[ModuleInfo(m) for m in ("", "a", "b")])
 
-    late, early = found(Placement()), found(Placement(early=0.8))
+    late, early = found(OffloadPolicy()), found(OffloadPolicy(overlap_ratio=0.8))
     state = 6 * 256 * 12 // (1 if stage == 0 else 2)
     assert (late.early, late.undo, late.host) == (0, 0, state)  # type: ignore[attr-defined]
     assert (early.early, early.undo, early.host) == (2, state, 2 * state)  # type: ignore[attr-defined]
     assert early.kept == late.kept  # type: ignore[attr-defined]
     assert "2 units are updated while backward goes on" in str(early)
     assert "while backward goes on" not in str(late)
-    half = found(Placement(early=0.8, share=0.5))
+    half = found(OffloadPolicy(overlap_ratio=0.8, ratio=0.5))
     assert (half.early, half.undo) == (1, state // 2)  # type: ignore[attr-defined]

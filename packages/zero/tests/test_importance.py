@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from ds_config.errors import PlanError
 from ds_zero.config import ZenFlowConfig
-from ds_zero.policies.zenflow import Calendar, Importance, Votes, columns_of, top_columns
+from ds_zero.policies.zenflow import Calendar, ZenFlowOptions, Votes, columns_of, top_columns
 
 
 @settings(deadline=None)
 @given(st.integers(0, 5), st.integers(1, 5), st.integers(0, 4))
 def test_intervals_end_in_time_and_before_columns_change(warm_up: int, interval: int, more: int) -> None:
     every = interval + more
-    calendar, since = Calendar(Importance(choose_every=every, interval=interval, warm_up=warm_up)), 0
+    calendar, since = Calendar(ZenFlowOptions(choose_every=every, interval=interval, warm_up=warm_up)), 0
     for step in range(40):
         turn = calendar.next()
         if step < warm_up:
@@ -34,7 +34,7 @@ def test_intervals_end_in_time_and_before_columns_change(warm_up: int, interval:
 
 
 def test_an_interval_without_a_length_ends_by_votes() -> None:
-    calendar = Calendar(Importance(interval=0))
+    calendar = Calendar(ZenFlowOptions(interval=0))
     turns = [calendar.next(voted=voted) for voted in (False, False, True, False)]
     assert [(turn.choose, turn.end) for turn in turns] == [(True, False), (False, False), (False, True), (False, False)]
     votes = Votes()
@@ -60,11 +60,11 @@ def test_the_largest_columns_and_at_least_one() -> None:
 
 def test_the_section() -> None:
     auto = ZenFlowConfig(update_interval=4)
-    assert auto.importance() == Importance(0.1, 0, 4)
-    assert auto.importance(7) == Importance(0.1, 7, 4)
-    assert auto.importance(3) == Importance(0.1, 4, 4)
+    assert auto.importance() == ZenFlowOptions(0.1, 0, 4)
+    assert auto.importance(7) == ZenFlowOptions(0.1, 7, 4)
+    assert auto.importance(3) == ZenFlowOptions(0.1, 4, 4)
     told = ZenFlowConfig(topk_ratio=0.2, select_strategy="epoch", select_interval=2, full_warm_up_rounds=3)
-    assert told.importance(7) == Importance(0.2, 14, 0, warm_up=3)
+    assert told.importance(7) == ZenFlowOptions(0.2, 14, 0, warm_up=3)
     assert ZenFlowConfig(select_strategy="step", select_interval=8, update_interval=2).importance(7).choose_every == 8
     overlapping = ZenFlowConfig(overlap_step=True, update_interval=4), ZenFlowConfig(overlap_step=True), auto
     assert [section.overlaps for section in overlapping] == [True, False, False]

@@ -6,11 +6,11 @@ from unittest import mock
 
 import pytest
 
-from ds_accel import HostMemory
+from ds_accel import ProcessMemory
 from ds_config.errors import PlanError
-from ds_zero import Placement, ShardOptions, plan
+from ds_zero import OffloadPolicy, ShardOptions, plan
 from ds_zero.layout.shard_options import placed_numel
-from ds_zero.layout.units import ModuleInfo, ParamInfo, UnitPolicy
+from ds_zero.layout.units import ModuleInfo, ParamInfo, UnitSizePolicy
 from ds_zero.runtime import sharded_model
 
 
@@ -20,7 +20,7 @@ from ds_zero.runtime import sharded_model
 )
 def test_placements_that_cannot_be(wrong: dict[str, object]) -> None:
     with pytest.raises(PlanError) as caught:
-        Placement(**wrong)  # type: ignore[arg-type]
+        OffloadPolicy(**wrong)  # type: ignore[arg-type]
     assert caught.value.code == "offload-placement"
 
 
@@ -37,9 +37,9 @@ def test_a_share_is_counted_from_the_end_in_whole_units() -> None:
 def test_the_plan_moves_bytes_and_loses_none(stage: int, precision: str) -> None:
     params = [ParamInfo(f"{m}.{i}", (16, 16), "float32", m, 0, states=2) for m in ("a", "b") for i in range(3)]
     modules = [ModuleInfo(m) for m in ("", "a", "b")]
-    policy = UnitPolicy(max_numel=768, persist_numel=0)
+    policy = UnitSizePolicy(max_numel=768, persist_numel=0)
 
-    def found(tier: str | Placement, rest: str | Placement = "device") -> object:
+    def found(tier: str | OffloadPolicy, rest: str | OffloadPolicy = "device") -> object:
         return plan(
             params,
             2,
@@ -48,7 +48,7 @@ def test_the_plan_moves_bytes_and_loses_none(stage: int, precision: str) -> None
         )
 
     shards = 1 if stage == 0 else 2
-    here, host, file = found("device"), found(Placement()), found(Placement("file", "/x", buffers=2))
+    here, host, file = found("device"), found(OffloadPolicy()), found(OffloadPolicy("file", "/x", buffer_count=2))
     masters = 1536 * 12 // shards
     assert host.host == masters == file.file  # type: ignore[attr-defined]
     assert file.host == 2 * -(-masters // 2 // 4096) * 4096  # type: ignore[attr-defined]  # two buffers, in pages
@@ -57,7 +57,7 @@ def test_the_plan_moves_bytes_and_loses_none(stage: int, precision: str) -> None
     if stage < 3 and precision == "fp32":
         assert sum(host.kept.values()) == kept  # type: ignore[attr-defined]  # the master was a part of the parameters
     if stage == 3:
-        both = found(Placement(), Placement())
+        both = found(OffloadPolicy(), OffloadPolicy())
         assert both.kept["full"] == 0  # type: ignore[attr-defined]
         assert both.host - host.host == host.kept["full"]  # type: ignore[attr-defined]
     assert "host" in str(host)
@@ -65,7 +65,7 @@ def test_the_plan_moves_bytes_and_loses_none(stage: int, precision: str) -> None
 
 
 def test_more_than_the_host_has_is_refused() -> None:
-    few = HostMemory(0, 0, 0, 1 << 20, 1 << 30)
+    few = ProcessMemory(0, 0, 0, 1 << 20, 1 << 30)
     with mock.patch.object(sharded_model, "host_memory", return_value=few):
         assert sharded_model.room_refusal(1 << 19, 2, what="nothing") == ""
         assert "2 ranks of this host would keep 640 KiB each" in sharded_model.room_refusal(5 << 17, 2, what="the plan")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ds_zero
-from ds_zero.layout.unit_plan import Ranks, Reduction, Storage, passing_bytes, plan_unit
+from ds_zero.layout.unit_plan import ShardGroupInfo, ReduceStrategy, ParamStorage, passing_bytes, plan_unit
 from ds_zero.layout.dtypes_plan import Precision
 from ds_zero.layout.units import STAGES, ModuleInfo, ParamInfo, UnitBytes, plan_units
 
@@ -19,7 +19,7 @@ def net():
 
 
 NUMEL = 4 * (64 * 64 + 64)
-NO_PERSIST = ds_zero.UnitPolicy(max_numel=64 * 64 + 64, persist_numel=0)
+NO_PERSIST = ds_zero.UnitSizePolicy(max_numel=64 * 64 + 64, persist_numel=0)
 
 
 @pytest.mark.parametrize(
@@ -111,11 +111,11 @@ def test_the_unit_in_use_the_next_one_and_two_or_three_buffers_pass(stage, passi
 @pytest.mark.parametrize(
     ("ranks", "stage", "storage", "reduction"),
     [
-        (Ranks(4), 2, Storage.PRIVATE, Reduction.ARENA),
-        (Ranks(4, anywhere=True), 2, Storage.PRIVATE, Reduction.EXCHANGE),
-        (Ranks(4, anywhere=True), 3, Storage.RELEASED, Reduction.EXCHANGE),
-        (Ranks(4, shared=True), 3, Storage.SHARED, Reduction.POSTING),
-        (Ranks(4, anywhere=True), 0, Storage.PRIVATE, Reduction.ARENA),
+        (ShardGroupInfo(4), 2, ParamStorage.PRIVATE, ReduceStrategy.ARENA),
+        (ShardGroupInfo(4, anywhere=True), 2, ParamStorage.PRIVATE, ReduceStrategy.EXCHANGE),
+        (ShardGroupInfo(4, anywhere=True), 3, ParamStorage.RELEASED, ReduceStrategy.EXCHANGE),
+        (ShardGroupInfo(4, shared=True), 3, ParamStorage.SHARED, ReduceStrategy.POSTING),
+        (ShardGroupInfo(4, anywhere=True), 0, ParamStorage.PRIVATE, ReduceStrategy.ARENA),
     ],
 )
 def test_a_unit_is_kept_and_reduced_as_its_ranks_can(ranks, stage, storage, reduction):

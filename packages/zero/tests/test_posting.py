@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_comm.shm_units import Slot
+from ds_comm.shm_units import ReductionBuffers
 from ds_zero.layout.elements import plan_layout, plan_sums
 from ds_zero.layout.shard_options import PLAIN
-from ds_zero.runtime.reduce_strategies import Posting
+from ds_zero.runtime.reduce_strategies import ShmReduceScatter
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=6)
 KINDS = st.sampled_from(["flat", "dim0", "whole"])
@@ -27,7 +27,7 @@ class FakeHost:
         self.rows, self.rank = rows, rank
 
     def open_slot(self, numel, dtype, finish):
-        return Slot(1, self.rows[self.rank], self.rows)
+        return ReductionBuffers(1, self.rows[self.rank], self.rows)
 
     def post(self, slot, what):
         pass
@@ -42,7 +42,7 @@ class FakeHost:
 def posting_of(layout, rows, rank):
     plan = SimpleNamespace(name="unit", layout=layout, wire=PLAIN)
     seat = SimpleNamespace(shards=SimpleNamespace(rank=rank), replicas=SimpleNamespace(size=1), levels=None)
-    return Posting(plan, seat, FakeHost(rows, rank))
+    return ShmReduceScatter(plan, seat, FakeHost(rows, rank))
 
 
 def named(shapes):

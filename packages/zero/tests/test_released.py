@@ -11,10 +11,10 @@ from torch.nn import Parameter
 
 from ds_config.errors import ShardedAccessError
 from ds_zero.runtime import sharded_parameter as answers
-from ds_zero.runtime.sharded_parameter import Placeholder, Released, keep, placeholder_of, release, restore, unkeep
+from ds_zero.runtime.sharded_parameter import Placeholder, ShardedParameter, keep, placeholder_of, release, restore, unkeep
 
 
-class Keeper(answers.Keeper):
+class Keeper(answers.AccessHandler):
     def __init__(self, gathers):
         self.gathers, self.asked = gathers, []
 
@@ -125,7 +125,7 @@ def test_a_model_that_is_where_it_should_be_is_moved_there_and_not_converted():
     keep(model.weight, Showing(False))
     release(model.weight)
     assert model.to("cpu").weight is model.weight
-    assert type(model.weight) is Released
+    assert type(model.weight) is ShardedParameter
     with pytest.raises(ShardedAccessError, match="data"):
         model.half()
 
@@ -141,5 +141,5 @@ def test_restored_and_forgotten_nothing_is_left():
     unkeep(param)
     assert type(param) is Parameter
     assert not param.__dict__
-    assert not isinstance(param, Released)
+    assert not isinstance(param, ShardedParameter)
     assert param.sum() == 15

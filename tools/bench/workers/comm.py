@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_comm
-from ds_comm.symmetric_arena import Arena, Wish
+from ds_comm.symmetric_arena import Arena, TensorRequest
 from ds_comm.lossy.onebit import OnebitAdam
 from ds_comm.lossy.signs import SignErrors
 from ds_comm.watch.recorder import start_recorder, stop_recorder
@@ -155,7 +155,7 @@ def arena() -> dict[str, Any]:
     READY[0] = place.barrier
     for nbytes in SIZES:
         numel = nbytes // 4
-        (shared,), symmetric = place.allocate([Wish(numel, torch.float32, shared=True), Wish(numel, torch.float32)])
+        (shared,), symmetric = place.allocate([TensorRequest(numel, torch.float32, shared=True), TensorRequest(numel, torch.float32)])
         mine = slice(rank * numel // n, (rank + 1) * numel // n)
         shared[mine] = 1.0
         symmetric[rank].fill_(1.0)

@@ -66,10 +66,10 @@ class Ours:
     """The paged engine over the native loop."""
 
     def __init__(self, form: str, folder: Path) -> None:
-        from ds_inference import Budget, Quantize, load
+        from ds_inference import SchedulerConfig, QuantizationOptions, load
 
-        how = None if form == "bf16" else Quantize(FORMS[form][0], activations=FORMS[form][1])
-        self.engine = load(folder, quantize=how, native=True, budget=Budget(512, 64, length=2048), share=False)
+        how = None if form == "bf16" else QuantizationOptions(FORMS[form][0], activations=FORMS[form][1])
+        self.engine = load(folder, quantize=how, native=True, budget=SchedulerConfig(512, 64, max_model_len=2048), share=False)
         if self.engine.decoder.obstacle:
             raise SystemExit(self.engine.decoder.obstacle)
         program = self.engine.decoder._native._program
@@ -77,9 +77,9 @@ class Ours:
         self.bytes = sum(m.data.nbytes + (0 if m.params is None else m.params.nbytes) for m in packed)
 
     def run(self, prompts: list[list[int]], count: int) -> None:
-        from ds_inference import Sampling
+        from ds_inference import SamplingParams
 
-        self.engine.generate(prompts, Sampling(count, ignore_end=True))
+        self.engine.generate(prompts, SamplingParams(count, ignore_eos=True))
 
     def read(self) -> float:
         return read_bandwidth()

@@ -58,13 +58,13 @@ def batch(config: tuple, rank: int, step: int) -> Tensor:
 
 
 def ours(config: tuple, *, drop: bool) -> nn.Module:
-    from ds_moe import MoE, place
+    from ds_moe import MoE, place_experts
 
     _, width, inner, experts, k, _ = config
     size = dist.get_world_size()
     layer = MoE(width, Mlp(width, inner), experts, size, k, drop_tokens=drop, top2_2nd_expert_sampling=False)
     fill(layer, config, dist.get_rank(), size)
-    place(layer)
+    place_experts(layer)
     return layer
 
 

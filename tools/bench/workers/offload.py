@@ -27,9 +27,9 @@ def ours(config: Config, model: nn.Module, stage: int, where: str, bf16: bool, f
 
     tier = {
         "device": "device",
-        "host": ds_zero.Placement(),
-        "early": ds_zero.Placement(early=1.0),
-        "file": ds_zero.Placement("file", folder) if where == "file" else None,
+        "host": ds_zero.OffloadPolicy(),
+        "early": ds_zero.OffloadPolicy(overlap_ratio=1.0),
+        "file": ds_zero.OffloadPolicy("file", folder) if where == "file" else None,
     }[where]
     made = adamw(model.parameters())
     if where == "early":  # torch's optimizers cannot be undone
@@ -72,30 +72,30 @@ def deepspeed(config: Config, model: nn.Module, stage: int, where: str, bf16: bo
 def timeline(config: Config, folder: str, rank: int) -> dict[str, list[tuple[str, float, float]]]:
     """What one step did when, in milliseconds from its begin: (what, from, to)."""
     import ds_zero
-    from ds_ops.scratch import Moving, Scratch
+    from ds_ops.scratch import Moving, ScratchFile
 
     model = config.model()
-    place = ds_zero.Placement("file", folder)
+    place = ds_zero.OffloadPolicy("file", folder)
     optimizer = ds_zero.shard(model, adamw(model.parameters()), stage=3, clip=CLIP, tier=place)
     under_way: list[list] = []  # (what, from, to, transfer)
-    started = Scratch._moving
+    started = ScratchFile._moving
 
-    def noted(self: Scratch, start: object) -> Moving:
+    def noted(self: ScratchFile, start: object) -> Moving:
         moving = started(self, start)
         under_way.append([kind[0], time.perf_counter(), None, moving])
         return moving
 
     kind = ["read"]
-    read, write = Scratch.read, Scratch.write
+    read, write = ScratchFile.read, ScratchFile.write
 
     def named(name: str, act: object) -> object:
-        def call(self: Scratch, *args: object) -> Moving:
+        def call(self: ScratchFile, *args: object) -> Moving:
             kind[0] = name
             return act(self, *args)
 
         return call
 
-    Scratch._moving, Scratch.read, Scratch.write = noted, named("read", read), named("write", write)
+    ScratchFile._moving, ScratchFile.read, ScratchFile.write = noted, named("read", read), named("write", write)
     over = threading.Event()
 
     def watch() -> None:

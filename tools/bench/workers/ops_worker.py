@@ -68,7 +68,7 @@ def ours_fused() -> Case:
     """bf16 gradients in, bf16 parameters out: norm, then unscale + clip + step + cast + zero in one pass."""
     from ds_ops import grad_norm
     from ds_ops.host_arena import zeros_huge
-    from ds_ops.optim import AdamW, Fusion
+    from ds_ops.optim import AdamW, FusedOps
 
     (master,), (grad,), (low,) = (zeros_huge([N], d, stream=s) for d, s in
                                   ((torch.float32, 0), (torch.bfloat16, 3), (torch.bfloat16, 4)))  # fmt: skip
@@ -78,7 +78,7 @@ def ours_fused() -> Case:
     def step() -> None:
         norm = grad_norm([grad]) / 1024
         scale = min(1.0, 1.0 / (norm + 1e-6)) / 1024
-        optimizer.step(fusion=Fusion(scale, True, {p: grad}, {p: low}))
+        optimizer.step(fusion=FusedOps(scale, True, {p: grad}, {p: low}))
 
     return step
 

@@ -82,14 +82,14 @@ def stepping(model: nn.Module) -> Step:
 def tensor_ours() -> Step:
     import ds_comm
     from ds_parallel.config import LayerSpecConfig
-    from ds_parallel.tensor import TensorOptions, cut_model, facts_of, make_tensor_plan
+    from ds_parallel.tensor import TensorOptions, parallelize_model, facts_of, make_tensor_plan
 
     specs = (
         LayerSpecConfig(patterns=tuple(rf".*\.{n}\.weight" for n in COLUMNS), partition_type="column"),
         LayerSpecConfig(patterns=tuple(rf".*\.{n}\.weight" for n in ROWS), partition_type="row"),
     )
     model, group = Model(), ds_comm.world_group()
-    cut_model(model, make_tensor_plan(facts_of(model), TensorOptions(degree=group.size, specs=specs)), group)
+    parallelize_model(model, make_tensor_plan(facts_of(model), TensorOptions(degree=group.size, specs=specs)), group)
     return stepping(model)
 
 

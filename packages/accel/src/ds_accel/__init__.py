@@ -2,19 +2,19 @@
 
 from ds_accel.accelerator import Accelerator
 from ds_accel.detection import Detection, detect, get_accelerator, known_devices, set_accelerator
-from ds_accel.device_facts import TABLE, Backend, Facts, Rule, Verdict
-from ds_accel.device_memory import HostMemory, MemoryStats, host_memory
+from ds_accel.device_facts import TABLE, CommBackend, DeviceFacts, CapabilityRule, Capability
+from ds_accel.device_memory import ProcessMemory, MemoryStats, host_memory
 from ds_accel.pinned import PinnedBuffer, PinnedMemoryError, PinnedPool, PoolStats
 from ds_accel.rng import RngError, RngStreams, derive_seed
-from ds_accel.device_timer import Timer
+from ds_accel.device_timer import DeviceTimer
 
 __all__ = [
     "TABLE",
     "Accelerator",
-    "Backend",
+    "CommBackend",
     "Detection",
-    "Facts",
-    "HostMemory",
+    "DeviceFacts",
+    "ProcessMemory",
     "MemoryStats",
     "PinnedBuffer",
     "PinnedMemoryError",
@@ -22,9 +22,9 @@ __all__ = [
     "PoolStats",
     "RngError",
     "RngStreams",
-    "Rule",
-    "Timer",
-    "Verdict",
+    "CapabilityRule",
+    "DeviceTimer",
+    "Capability",
     "derive_seed",
     "detect",
     "get_accelerator",

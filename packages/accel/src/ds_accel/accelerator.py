@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_accel.device_facts import Facts, Verdict
+from ds_accel.device_facts import DeviceFacts, Capability
 from ds_accel.device_memory import MemoryStats, device_memory, host_memory, reset_host_peak
 from ds_accel.pinned import PinnedPool
 from ds_accel.probes import comm_backend, graphs, supports, triton
 from ds_accel.rng import RngStreams
-from ds_accel.device_timer import Timer, device_timer, host_timer
+from ds_accel.device_timer import DeviceTimer, device_timer, host_timer
 from ds_config.errors import UnsupportedError
 
 __all__ = ["Accelerator"]
@@ -32,7 +32,7 @@ class Accelerator:
         module: The device's torch module (`torch.cuda`, ...), for what has no verb here.
     """
 
-    def __init__(self, facts: Facts, module: Any) -> None:
+    def __init__(self, facts: DeviceFacts, module: Any) -> None:
         self.facts, self.module = facts, module
 
     def __repr__(self) -> str:
@@ -138,7 +138,7 @@ class Accelerator:
         event = getattr(self.module, "Event", None)
         return _DoneEvent() if event is None or self.facts.synchronous else event()
 
-    def timer(self) -> Timer:
+    def timer(self) -> DeviceTimer:
         """A timer of work on the current stream: on the device's clock where it has one that can be read, else on the host's."""
         if self.facts.host_timers or not hasattr(self.module, "Event"):
             return host_timer(self.synchronize)
@@ -196,15 +196,15 @@ class Accelerator:
 
     # --- what it can
 
-    def supports(self, dtype: torch.dtype) -> Verdict:
+    def supports(self, dtype: torch.dtype) -> Capability:
         """Whether tensors of `dtype` can be computed with here, and why. May start the device, to read its capability."""
         return supports(self.facts, self.module, str(dtype).removeprefix("torch."))
 
-    def graphs(self) -> Verdict:
+    def graphs(self) -> Capability:
         """Whether work can be recorded once and replayed, and why."""
         return graphs(self.facts, self.module)
 
-    def triton(self) -> Verdict:
+    def triton(self) -> Capability:
         """Whether Triton kernels can run, and why. May start the device, to read its capability."""
         return triton(self.facts, self.module)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ds_accel.accelerator import Accelerator
-from ds_accel.device_facts import DETECTION_ORDER, TABLE, Facts, Verdict
+from ds_accel.device_facts import DETECTION_ORDER, TABLE, DeviceFacts, Capability
 from ds_accel.probes import present
 from ds_config.errors import ConfigError, UnsupportedError
 from ds_config.did_you_mean import nearest
@@ -42,7 +42,7 @@ class Detection:
     """What was chosen, and what each device that was asked answered, in the order of asking."""
 
     accelerator: Accelerator
-    tried: tuple[tuple[str, Verdict], ...]
+    tried: tuple[tuple[str, Capability], ...]
 
     def __str__(self) -> str:
         lines = [f"{'yes' if verdict else 'no ':3} {verdict.reason}" for _, verdict in self.tried]
@@ -66,7 +66,7 @@ def _order(others: Collection[str]) -> tuple[str, ...]:
     return (*sorted(others), *(name for name in DETECTION_ORDER if name not in others))
 
 
-def facts_of(name: str, others: Mapping[str, EntryPoint] | None = None) -> Facts:
+def facts_of(name: str, others: Mapping[str, EntryPoint] | None = None) -> DeviceFacts:
     """The facts of a known device: those of a third party's entry point of this name, or of the table.
 
     An entry point that cannot be imported gives facts whose device does not load, so that the reason is given where the
@@ -84,9 +84,9 @@ def facts_of(name: str, others: Mapping[str, EntryPoint] | None = None) -> Facts
     try:
         facts = entry.load()
     except (ImportError, AttributeError):
-        return Facts(name=name, torch_type=name, module=entry.module)
-    if not isinstance(facts, Facts) or facts.name != name:
-        found = f"the Facts of {facts.name!r}" if isinstance(facts, Facts) else f"a {type(facts).__name__}"
+        return DeviceFacts(name=name, torch_type=name, module=entry.module)
+    if not isinstance(facts, DeviceFacts) or facts.name != name:
+        found = f"the Facts of {facts.name!r}" if isinstance(facts, DeviceFacts) else f"a {type(facts).__name__}"
         raise ConfigError(
             f"the entry point {name} = {entry.value} of {ENTRY_POINTS} is {found}, not the Facts of {name!r}.",
             code="accel-plugin",
@@ -95,7 +95,7 @@ def facts_of(name: str, others: Mapping[str, EntryPoint] | None = None) -> Facts
     return facts
 
 
-def load_device(facts: Facts, environ: Mapping[str, str] = os.environ) -> tuple[Any, Verdict]:
+def load_device(facts: DeviceFacts, environ: Mapping[str, str] = os.environ) -> tuple[Any, Capability]:
     """Import what a device needs and count its devices: (module, verdict). The module is None where the verdict is no."""
     verdict = present(facts, environ)
     if not verdict:
@@ -106,16 +106,16 @@ def load_device(facts: Facts, environ: Mapping[str, str] = os.environ) -> tuple[
         module = importlib.import_module(facts.module) if facts.module else torch.get_device_module(facts.torch_type)
     except (ImportError, OSError, RuntimeError) as error:
         # RuntimeError: torch does not know the type. OSError: a shared library of the vendor is missing.
-        return None, Verdict(False, f"{facts.name}: {type(error).__name__}: {str(error).splitlines()[0]}")
+        return None, Capability(False, f"{facts.name}: {type(error).__name__}: {str(error).splitlines()[0]}")
     try:
         count = int(module.device_count())
         if count > 0 and facts.probe:
             getattr(module, facts.probe)()
     except (RuntimeError, AttributeError) as error:
-        return None, Verdict(False, f"{facts.name}: asking for devices failed: {error}")
+        return None, Capability(False, f"{facts.name}: asking for devices failed: {error}")
     if count < 1:
-        return None, Verdict(False, f"{facts.name}: torch {torch.__version__} finds no device")
-    return module, Verdict(True, f"{facts.name}: {count} device{'s' if count > 1 else ''}")
+        return None, Capability(False, f"{facts.name}: torch {torch.__version__} finds no device")
+    return module, Capability(True, f"{facts.name}: {count} device{'s' if count > 1 else ''}")
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> Detection:
@@ -130,7 +130,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> Detection:
     forced, others = environ.get(FORCE, "").strip().lower(), _others()
     if forced:
         return _forced(forced, environ, others)
-    tried: list[tuple[str, Verdict]] = []
+    tried: list[tuple[str, Capability]] = []
     for name in _order(others):
         facts = facts_of(name, others)
         module, verdict = load_device(facts, environ)

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-__all__ = ["DETECTION_ORDER", "TABLE", "Backend", "Facts", "Rule", "Verdict"]
+__all__ = ["DETECTION_ORDER", "TABLE", "CommBackend", "DeviceFacts", "CapabilityRule", "Capability"]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Capability:
     """Whether something is possible here, and why. True and false in conditions."""
 
     ok: bool
@@ -27,7 +27,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class CapabilityRule:
     """When a capability is there.
 
     Attributes:
@@ -45,18 +45,18 @@ class Rule:
     note: str = ""
 
 
-YES = Rule()
-NO = Rule(ok=False, note="this device has none")
+YES = CapabilityRule()
+NO = CapabilityRule(ok=False, note="this device has none")
 
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-_NO_FLOAT8 = {name: Rule(ok=False, note="no float8 arithmetic here") for name in _FLOAT8}
+_NO_FLOAT8 = {name: CapabilityRule(ok=False, note="no float8 arithmetic here") for name in _FLOAT8}
 _ALL_FLOATS = {"float32": YES, "bfloat16": YES, "float16": YES, **_NO_FLOAT8}
-_NO_FLOAT64 = {"float64": Rule(ok=False, note="the device has no float64")}
+_NO_FLOAT64 = {"float64": CapabilityRule(ok=False, note="the device has no float64")}
 
 
 @dataclass(frozen=True, slots=True)
-class Backend:
+class CommBackend:
     """A torch.distributed backend and when it is the one to take: its package is there, and this is its platform."""
 
     name: str
@@ -65,7 +65,7 @@ class Backend:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class DeviceFacts:
     """Everything about one kind of device that torch does not say itself.
 
     Attributes:
@@ -97,13 +97,13 @@ class Facts:
     vendor_package: str = ""
     probe: str = ""
     needs_env: tuple[str, ...] = ()
-    backends: tuple[Backend, ...] = ()
+    backends: tuple[CommBackend, ...] = ()
     visible_env: str = ""
     exported_prefixes: tuple[str, ...] = ()
     launch_env: tuple[tuple[str, str], ...] = ()
-    dtypes: Mapping[str, Rule] = field(default_factory=lambda: MappingProxyType(_ALL_FLOATS))
+    dtypes: Mapping[str, CapabilityRule] = field(default_factory=lambda: MappingProxyType(_ALL_FLOATS))
     graph_class: str = ""
-    triton: Rule = NO
+    triton: CapabilityRule = NO
     compile_backend: str = "inductor"
     pinned: bool = True
     synchronous: bool = False
@@ -114,95 +114,95 @@ class Facts:
 
 
 _ROWS = (
-    Facts(
+    DeviceFacts(
         name="cpu",
         torch_type="cpu",
-        backends=(Backend("ccl", package="oneccl_bindings_for_pytorch"), Backend("gloo")),
+        backends=(CommBackend("ccl", package="oneccl_bindings_for_pytorch"), CommBackend("gloo")),
         dtypes={
             **_ALL_FLOATS,
-            "float16": Rule(note="through float32 on CPUs without float16 arithmetic: right, but slow"),
+            "float16": CapabilityRule(note="through float32 on CPUs without float16 arithmetic: right, but slow"),
         },
         pinned=False,
         synchronous=True,
         host_timers=True,
     ),
-    Facts(
+    DeviceFacts(
         name="cuda",  # ROCm too: torch shows AMD devices as "cuda"
         torch_type="cuda",
-        backends=(Backend("gloo", platform="win32"), Backend("nccl")),
+        backends=(CommBackend("gloo", platform="win32"), CommBackend("nccl")),
         visible_env="CUDA_VISIBLE_DEVICES",
         exported_prefixes=("NCCL",),
         dtypes={
             "float32": YES,
-            "bfloat16": Rule(native_from=(8, 0)),
-            "float16": Rule(min_capability=(7, 0)),
-            **{name: Rule(min_capability=(8, 9)) for name in _FLOAT8},
+            "bfloat16": CapabilityRule(native_from=(8, 0)),
+            "float16": CapabilityRule(min_capability=(7, 0)),
+            **{name: CapabilityRule(min_capability=(8, 9)) for name in _FLOAT8},
         },
         graph_class="CUDAGraph",
-        triton=Rule(min_capability=(8, 0)),
+        triton=CapabilityRule(min_capability=(8, 0)),
         ranges="nvtx",
     ),
-    Facts(
+    DeviceFacts(
         name="xpu",
         torch_type="xpu",
-        backends=(Backend("ccl", package="oneccl_bindings_for_pytorch"), Backend("xccl")),
+        backends=(CommBackend("ccl", package="oneccl_bindings_for_pytorch"), CommBackend("xccl")),
         visible_env="ZE_AFFINITY_MASK",
-        triton=Rule(ok=False, note="not validated on xpu"),
+        triton=CapabilityRule(ok=False, note="not validated on xpu"),
     ),
-    Facts(
+    DeviceFacts(
         name="npu",
         torch_type="npu",
         vendor_package="torch_npu",
         needs_env=("ASCEND_HOME_PATH",),
-        backends=(Backend("hccl"),),
+        backends=(CommBackend("hccl"),),
         visible_env="ASCEND_RT_VISIBLE_DEVICES",
         exported_prefixes=("ASCEND", "HCCL", "LD_LIBRARY", "PATH"),
     ),
-    Facts(
+    DeviceFacts(
         name="sdaa",
         torch_type="sdaa",
         vendor_package="torch_sdaa",
-        backends=(Backend("tccl"),),
+        backends=(CommBackend("tccl"),),
         visible_env="SDAA_VISIBLE_DEVICES",
         exported_prefixes=("NCCL", "LD_LIBRARY", "PATH"),
     ),
-    Facts(
+    DeviceFacts(
         name="mps",
         torch_type="mps",
         probe="current_allocated_memory",
-        backends=(Backend("gloo"),),
+        backends=(CommBackend("gloo"),),
         dtypes={**_ALL_FLOATS, **_NO_FLOAT64},
         pinned=False,
         host_timers=True,
     ),
-    Facts(
+    DeviceFacts(
         name="hpu",
         torch_type="hpu",
         vendor_package="habana_frameworks.torch",
-        backends=(Backend("hccl"),),
+        backends=(CommBackend("hccl"),),
         visible_env="HABANA_VISIBLE_MODULES",
         launch_env=(("PT_HPU_LAZY_ACC_PAR_MODE", "0"), ("PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES", "0")),
-        dtypes={**_ALL_FLOATS, "float16": Rule(ask="is_fp16_supported")},
+        dtypes={**_ALL_FLOATS, "float16": CapabilityRule(ask="is_fp16_supported")},
         graph_class="HPUGraph",
         compile_backend="hpu_backend",
         resolves_data_dependency=True,
         handles_memory_backpressure=True,
     ),
-    Facts(
+    DeviceFacts(
         name="mlu",
         torch_type="mlu",
         vendor_package="torch_mlu",
-        backends=(Backend("cncl"),),
+        backends=(CommBackend("cncl"),),
         visible_env="MLU_VISIBLE_DEVICES",
         exported_prefixes=("NEUWARE_HOME", "CNCL", "LD_LIBRARY", "PATH"),
         graph_class="MLUGraph",
         triton=YES,
     ),
-    Facts(
+    DeviceFacts(
         name="supa",
         torch_type="supa",
         vendor_package="torch_supa",
-        backends=(Backend("gloo", platform="win32"), Backend("bccl")),
+        backends=(CommBackend("gloo", platform="win32"), CommBackend("bccl")),
         visible_env="SUPA_VISIBLE_DEVICES",
         exported_prefixes=("BCCL", "BIREN", "SUPA", "LD_LIBRARY", "PATH"),
         graph_class="SUPAGraph",
@@ -210,7 +210,7 @@ _ROWS = (
     ),
 )
 
-TABLE: Mapping[str, Facts] = MappingProxyType({facts.name: facts for facts in _ROWS})
+TABLE: Mapping[str, DeviceFacts] = MappingProxyType({facts.name: facts for facts in _ROWS})
 """The devices that are known without anything installed, by name."""
 
 # supa stands before cuda because its package also answers as torch.cuda.

@@ -13,7 +13,7 @@ from typing import Any
 from ds_accel.probes import find_package
 from ds_config.errors import UnsupportedError
 
-__all__ = ["HostMemory", "MemoryStats", "device_memory", "host_memory", "reset_host_peak"]
+__all__ = ["ProcessMemory", "MemoryStats", "device_memory", "host_memory", "reset_host_peak"]
 
 _PROC = Path("/proc/self")
 _CGROUPS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory"))
@@ -41,7 +41,7 @@ class MemoryStats:
 
 
 @dataclass(frozen=True, slots=True)
-class HostMemory:
+class ProcessMemory:
     """This process and its host, in bytes.
 
     Attributes:
@@ -59,7 +59,7 @@ class HostMemory:
     total: int
 
 
-def host_memory(*, pss: bool = False, proc: Path = _PROC, cgroups: tuple[Path, ...] = _CGROUPS) -> HostMemory:
+def host_memory(*, pss: bool = False, proc: Path = _PROC, cgroups: tuple[Path, ...] = _CGROUPS) -> ProcessMemory:
     """Read the memory of this process and of its host.
 
     Args:
@@ -77,7 +77,7 @@ def host_memory(*, pss: bool = False, proc: Path = _PROC, cgroups: tuple[Path, .
     if limit < total:
         total, available = limit, min(available, max(limit - used, 0))
     shared = _kilobytes(proc / "smaps_rollup").get("Pss", -1) if pss and (proc / "smaps_rollup").exists() else -1
-    return HostMemory(status["VmRSS"], shared, status["VmHWM"], available, total)
+    return ProcessMemory(status["VmRSS"], shared, status["VmHWM"], available, total)
 
 
 def reset_host_peak(proc: Path = _PROC) -> bool:
@@ -146,7 +146,7 @@ def _container(cgroups: tuple[Path, ...]) -> tuple[int, int]:
     return 1 << 62, 0
 
 
-def _from_psutil() -> HostMemory:
+def _from_psutil() -> ProcessMemory:
     if not find_package("psutil"):
         raise UnsupportedError(
             "the memory of this process: this system has no /proc, and psutil is not installed.",
@@ -155,4 +155,4 @@ def _from_psutil() -> HostMemory:
         )
     psutil = importlib.import_module("psutil")
     mine, machine = psutil.Process().memory_info(), psutil.virtual_memory()
-    return HostMemory(mine.rss, -1, getattr(mine, "peak_wset", mine.rss), machine.available, machine.total)
+    return ProcessMemory(mine.rss, -1, getattr(mine, "peak_wset", mine.rss), machine.available, machine.total)

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Timer", "device_timer", "host_timer"]
+__all__ = ["DeviceTimer", "device_timer", "host_timer"]
 
 
-class Timer:
+class DeviceTimer:
     """Measures from `start` to `stop` on the current stream; may be used again and again, also with `with`.
 
     `start` and `stop` only mark; `elapsed_ms` waits until the end mark was reached.
@@ -47,7 +47,7 @@ class Timer:
             raise RuntimeError("this timer was read, but not started and stopped")
         return self._between_ms(*self._marks)
 
-    def __enter__(self) -> Timer:
+    def __enter__(self) -> DeviceTimer:
         self.start()
         return self
 
@@ -55,17 +55,17 @@ class Timer:
         self.stop()
 
 
-def host_timer(synchronize: Callable[[], None]) -> Timer:
+def host_timer(synchronize: Callable[[], None]) -> DeviceTimer:
     """A timer on the host's clock; `synchronize` waits for the device before each reading (free on the CPU)."""
 
     def mark() -> float:
         synchronize()
         return time.perf_counter()
 
-    return Timer(mark, lambda start, stop: (stop - start) * 1e3)
+    return DeviceTimer(mark, lambda start, stop: (stop - start) * 1e3)
 
 
-def device_timer(module: Any) -> Timer:
+def device_timer(module: Any) -> DeviceTimer:
     """A timer on the device's own clock, by a pair of the module's timing events; the host is not held up."""
 
     def mark() -> Any:
@@ -77,4 +77,4 @@ def device_timer(module: Any) -> Timer:
         stop.synchronize()
         return float(start.elapsed_time(stop))
 
-    return Timer(mark, between_ms)
+    return DeviceTimer(mark, between_ms)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ds_accel.device_facts import Backend, Facts, Rule, Verdict
+from ds_accel.device_facts import CommBackend, DeviceFacts, CapabilityRule, Capability
 
 __all__ = [
     "comm_backend",
@@ -37,77 +37,77 @@ def find_package(name: str) -> bool:
         return False
 
 
-def judge(rule: Rule, module: Any, index: int, what: str) -> Verdict:
+def judge(rule: CapabilityRule, module: Any, index: int, what: str) -> Capability:
     """Apply a rule to device `index` of `module`; `what` names the capability in the reason."""
     if rule.ask:
         ask = getattr(module, rule.ask, None)
         if ask is None:
-            return Verdict(False, f"{what}: {_name(module)} has no {rule.ask}() to ask")
-        return Verdict(bool(ask()), f"{what}: {rule.ask}() says so")
+            return Capability(False, f"{what}: {_name(module)} has no {rule.ask}() to ask")
+        return Capability(bool(ask()), f"{what}: {rule.ask}() says so")
     if not rule.ok:
-        return Verdict(False, f"{what}: {rule.note}")
+        return Capability(False, f"{what}: {rule.note}")
     needed = rule.min_capability or rule.native_from
     if needed is None:
-        return Verdict(True, f"{what}: {rule.note or 'supported'}")
+        return Capability(True, f"{what}: {rule.note or 'supported'}")
     capability = _capability(module, index)
     if capability is None:
-        return Verdict(rule.native_from is not None, f"{what}: {_name(module)} does not tell its compute capability")
+        return Capability(rule.native_from is not None, f"{what}: {_name(module)} does not tell its compute capability")
     enough = capability >= needed
     found = f"compute capability {_dots(capability)} {'>=' if enough else '<'} {_dots(needed)}"
     if rule.min_capability is None:
-        return Verdict(True, f"{what}: {'native' if enough else 'emulated'}, {found}")
-    return Verdict(enough, f"{what}: {found}")
+        return Capability(True, f"{what}: {'native' if enough else 'emulated'}, {found}")
+    return Capability(enough, f"{what}: {found}")
 
 
-def supports(facts: Facts, module: Any, dtype: str, index: int = 0) -> Verdict:
+def supports(facts: DeviceFacts, module: Any, dtype: str, index: int = 0) -> Capability:
     """Whether tensors of `dtype` ("bfloat16") can be computed with on device `index`."""
-    rule = facts.dtypes.get(dtype, facts.dtypes.get("float32", Rule()))
+    rule = facts.dtypes.get(dtype, facts.dtypes.get("float32", CapabilityRule()))
     return judge(rule, module, index, f"{dtype} on {facts.name}")
 
 
-def graphs(facts: Facts, module: Any) -> Verdict:
+def graphs(facts: DeviceFacts, module: Any) -> Capability:
     """Whether work can be recorded once and replayed."""
     if not facts.graph_class:
-        return Verdict(False, f"graphs on {facts.name}: this device has none")
+        return Capability(False, f"graphs on {facts.name}: this device has none")
     if not hasattr(module, facts.graph_class):
-        return Verdict(False, f"graphs on {facts.name}: {_name(module)} has no {facts.graph_class}")
-    return Verdict(True, f"graphs on {facts.name}: {facts.graph_class}")
+        return Capability(False, f"graphs on {facts.name}: {_name(module)} has no {facts.graph_class}")
+    return Capability(True, f"graphs on {facts.name}: {facts.graph_class}")
 
 
-def triton(facts: Facts, module: Any, index: int = 0) -> Verdict:
+def triton(facts: DeviceFacts, module: Any, index: int = 0) -> Capability:
     """Whether Triton kernels can run on device `index`."""
     verdict = judge(facts.triton, module, index, f"Triton on {facts.name}")
     if verdict and not find_package("triton"):
-        return Verdict(False, f"Triton on {facts.name}: the package triton is not installed")
+        return Capability(False, f"Triton on {facts.name}: the package triton is not installed")
     return verdict
 
 
-def comm_backend(facts: Facts, platform: str = sys.platform) -> str:
+def comm_backend(facts: DeviceFacts, platform: str = sys.platform) -> str:
     """The torch.distributed backend for this device; empty when the facts name none that fits this machine."""
 
-    def fits(backend: Backend) -> bool:
+    def fits(backend: CommBackend) -> bool:
         return backend.platform in ("", platform) and (not backend.package or find_package(backend.package))
 
     return next((backend.name for backend in facts.backends if fits(backend)), "")
 
 
-def present(facts: Facts, environ: Mapping[str, str] = os.environ) -> Verdict:
+def present(facts: DeviceFacts, environ: Mapping[str, str] = os.environ) -> Capability:
     """Whether the vendor's software for the device is there, as far as can be known without importing or starting it."""
     if facts.vendor_package and not find_package(facts.vendor_package):
-        return Verdict(False, f"{facts.name}: the package {facts.vendor_package} is not installed")
+        return Capability(False, f"{facts.name}: the package {facts.vendor_package} is not installed")
     missing = [name for name in facts.needs_env if name not in environ]
     if missing:
-        return Verdict(False, f"{facts.name}: the environment has no {', '.join(missing)}")
-    return Verdict(True, f"{facts.name}: its software is installed")
+        return Capability(False, f"{facts.name}: the environment has no {', '.join(missing)}")
+    return Capability(True, f"{facts.name}: its software is installed")
 
 
-def visible_devices(facts: Facts, environ: Mapping[str, str]) -> tuple[str, ...] | None:
+def visible_devices(facts: DeviceFacts, environ: Mapping[str, str]) -> tuple[str, ...] | None:
     """The devices that `environ` lets a process see, as written there (ids, UUIDs); None when it does not say."""
     text = environ.get(facts.visible_env) if facts.visible_env else None
     return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def visible_env(facts: Facts, devices: tuple[str, ...]) -> dict[str, str]:
+def visible_env(facts: DeviceFacts, devices: tuple[str, ...]) -> dict[str, str]:
     """The environment that shows a process only `devices`; empty where the device has no such variable."""
     return {facts.visible_env: ",".join(devices)} if facts.visible_env else {}
 

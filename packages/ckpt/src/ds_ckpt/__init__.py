@@ -5,41 +5,41 @@
 """
 
 from ds_ckpt.checkpoint_list import find_latest, inspect, list_tags, prune, remove
-from ds_ckpt.check import Diff, Verified, diff, verify
-from ds_ckpt.engines import Asynchronous, Checkpointer, Pending, Synchronous
+from ds_ckpt.check import Diff, VerifyReport, diff, verify
+from ds_ckpt.engines import AsyncCheckpointer, Checkpointer, SaveHandle, SyncCheckpointer
 from ds_ckpt.checkpoint_loader import load
 from ds_ckpt.local import LocalStorage
 from ds_ckpt.load_validation import LoadOptions
 from ds_ckpt.buffer_limits import MemoryStorage
-from ds_ckpt.local_checkpoints import Draining, NearCopies
+from ds_ckpt.local_checkpoints import DrainOptions, LocalCheckpointer
 from ds_ckpt.python_objects import ObjectStorage
-from ds_ckpt.block_packing import Recipe
+from ds_ckpt.block_packing import SaveOptions
 from ds_ckpt.peer_reads import PeerSnapshots
 from ds_ckpt.records import Manifest
-from ds_ckpt.retrying import Retries
-from ds_ckpt.save_job import Saved, save
-from ds_ckpt.local_storage import At
-from ds_ckpt.shard_tensors import whole
+from ds_ckpt.retrying import RetryPolicy
+from ds_ckpt.save_job import SaveResult, save
+from ds_ckpt.local_storage import CheckpointRef
+from ds_ckpt.shard_tensors import full_shards
 
 __all__ = [
-    "Asynchronous",
-    "At",
+    "AsyncCheckpointer",
+    "CheckpointRef",
     "Checkpointer",
     "Diff",
-    "Draining",
+    "DrainOptions",
     "LoadOptions",
     "LocalStorage",
     "Manifest",
     "MemoryStorage",
-    "NearCopies",
+    "LocalCheckpointer",
     "ObjectStorage",
     "PeerSnapshots",
-    "Pending",
-    "Recipe",
-    "Retries",
-    "Saved",
-    "Synchronous",
-    "Verified",
+    "SaveHandle",
+    "SaveOptions",
+    "RetryPolicy",
+    "SaveResult",
+    "SyncCheckpointer",
+    "VerifyReport",
     "diff",
     "find_latest",
     "inspect",
@@ -49,5 +49,5 @@ __all__ = [
     "remove",
     "save",
     "verify",
-    "whole",
+    "full_shards",
 ]

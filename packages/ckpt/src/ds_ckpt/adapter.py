@@ -14,9 +14,9 @@ from torch import Tensor
 from ds_ckpt.checkpoint_list import inspect
 from ds_ckpt.jsontext import Json
 from ds_ckpt.checkpoint_loader import load
-from ds_ckpt.save_job import Saved, save
-from ds_ckpt.local_storage import At
-from ds_ckpt.shard_tensors import byte_view, dtype_name, whole
+from ds_ckpt.save_job import SaveResult, save
+from ds_ckpt.local_storage import CheckpointRef
+from ds_ckpt.shard_tensors import byte_view, dtype_name, full_shards
 from ds_config.errors import CheckpointError
 
 __all__ = ["base_hash", "load_adapter", "save_adapter"]
@@ -35,17 +35,17 @@ def base_hash(base: Mapping[str, Tensor]) -> str:
 
 
 def save_adapter(
-    path: str | os.PathLike[str] | At,
+    path: str | os.PathLike[str] | CheckpointRef,
     adapter: Mapping[str, Tensor],
     base: Mapping[str, Tensor],
     meta: Mapping[str, Json],
-) -> Saved:
+) -> SaveResult:
     """Write the adapter's tensors and the hash of the base. Every rank must hold both completely."""
-    return save(path, whole(dict(adapter)), {**meta, _KEY: base_hash(base)})
+    return save(path, full_shards(dict(adapter)), {**meta, _KEY: base_hash(base)})
 
 
 def load_adapter(
-    path: str | os.PathLike[str] | At, adapter: Mapping[str, Tensor], base: Mapping[str, Tensor]
+    path: str | os.PathLike[str] | CheckpointRef, adapter: Mapping[str, Tensor], base: Mapping[str, Tensor]
 ) -> dict[str, Json]:
     """Fill the adapter's tensors in place and return the meta.
 
@@ -59,5 +59,5 @@ def load_adapter(
             code="ckpt-base-differs",
             fix="Load the base it was trained on, in the same dtype.",
         )
-    meta = load(path, whole(dict(adapter)))
+    meta = load(path, full_shards(dict(adapter)))
     return {key: value for key, value in meta.items() if key != _KEY}

@@ -16,25 +16,25 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import ds_monitor
-from ds_ckpt.coordinator import Ranks
+from ds_ckpt.coordinator import Coordinator
 from ds_ckpt.checkpoint_list import newest_tag, read_for
 from ds_ckpt.codecs import CODECS, LOSSY, encode, require
 from ds_ckpt.crc import crc32
 from ds_ckpt.checkpoint_index import Kind, Leaf
 from ds_ckpt.save_plan import Item
 from ds_ckpt.protocols import Draft, WriteFile
-from ds_ckpt.records import FileRecord, Manifest, PartRecord, PieceRecord, Stored, TensorRecord
-from ds_ckpt.local_storage import At
+from ds_ckpt.records import FileRecord, Manifest, PartRecord, PieceRecord, BlockLocation, TensorRecord
+from ds_ckpt.local_storage import CheckpointRef
 from ds_comm.placement import Box, TensorShard
 from ds_config.errors import CheckpointError
 
-__all__ = ["Packing", "Recipe"]
+__all__ = ["BlockPacker", "SaveOptions"]
 
 _EMPTY_CRC: Final = "00000000"
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class SaveOptions:
     """What of a save is written, and how. The default: all of it, as it is.
 
     Attributes:
@@ -68,17 +68,17 @@ _Key = tuple[str, str, str]  # digest, codec, dtype
 _Place = tuple[str, int, int, str]  # file, byte, bytes there, checksum of what comes out
 
 
-class Packing:
+class BlockPacker:
     """What one rank knows of the blocks that are stored, from save to save. One save at a time."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: SaveOptions) -> None:
         self.recipe = recipe
         self._known: dict[_Key, _Place] = {}
         self._files: dict[str, FileRecord] = {}
         self._looked = ""
         self._file: _BlockFile | None = None
 
-    def look(self, ranks: Ranks, at: At, shards: Sequence[TensorShard]) -> None:
+    def look(self, ranks: Coordinator, at: CheckpointRef, shards: Sequence[TensorShard]) -> None:
         """Learn of what is stored in this root, before a save. Collective.
 
         Cost: the first time the leaves of the newest checkpoint that this rank needs; later nothing but one look at each file.
@@ -88,7 +88,7 @@ class Packing:
         root = at.storage.where("")
         if root != self._looked:
             tag = ranks.first(lambda: newest_tag(at.storage))
-            ranks.settle(lambda: self._learn(At(at.storage, tag), shards) if tag is not None else None)
+            ranks.settle(lambda: self._learn(CheckpointRef(at.storage, tag), shards) if tag is not None else None)
             self._looked = root
         there = set(ranks.first(lambda: [name for name, _ in at.storage.shared()]))
         self.forget(set(self._files) - there)
@@ -132,7 +132,7 @@ class Packing:
             self._known = {key: place for key, place in self._known.items() if place[0] not in names}
             self._files = {name: record for name, record in self._files.items() if name not in names}
 
-    def _learn(self, at: At, shards: Sequence[TensorShard]) -> None:
+    def _learn(self, at: CheckpointRef, shards: Sequence[TensorShard]) -> None:
         manifest: Manifest = read_for(at, shards)
         self._files = {f.name: f for f in manifest.files if f.shared}
         for tensor in manifest.tensors.values():
@@ -148,7 +148,7 @@ class Packing:
 class _PackingDraft:
     """The draft of a packed save, as the stream sees it."""
 
-    def __init__(self, packing: Packing, draft: Draft, items: Sequence[Item], block_bytes: int) -> None:
+    def __init__(self, packing: BlockPacker, draft: Draft, items: Sequence[Item], block_bytes: int) -> None:
         self._packing, self._draft, self._items, self._block_bytes = packing, draft, items, block_bytes
         self._rank = 0
 
@@ -184,7 +184,7 @@ class _BlockFile:
 
     def __init__(
         self,
-        packing: Packing,
+        packing: BlockPacker,
         name: str,
         make: Callable[[], WriteFile],
         what: tuple[Sequence[Item], tuple[int, int]],
@@ -267,7 +267,7 @@ class _BlockFile:
         kinds: dict[str, Kind] = {}
         for item, places in zip(self._items, self._places, strict=True):
             blocks = tuple(
-                Stored(files.setdefault(name, len(files)), at, nbytes, key[1], key[0])
+                BlockLocation(files.setdefault(name, len(files)), at, nbytes, key[1], key[0])
                 for key, (name, at, nbytes, _) in places
             )
             piece = PieceRecord(0, 0, item.piece.numel, tuple(crc for _, (_, _, _, crc) in places), item.at, blocks)

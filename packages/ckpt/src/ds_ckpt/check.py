@@ -18,11 +18,11 @@ from ds_ckpt.jsontext import Json, parse
 from ds_ckpt.save_plan import all_blocks, plan_load
 from ds_ckpt.reader import check_block, read_blocks
 from ds_ckpt.records import FileRecord, Manifest, TensorRecord
-from ds_ckpt.local_storage import At, locate
+from ds_ckpt.local_storage import CheckpointRef, locate
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_config.errors import CheckpointError
 
-__all__ = ["Diff", "Verified", "diff", "verify"]
+__all__ = ["Diff", "VerifyReport", "diff", "verify"]
 
 _THREADS: Final = 4
 _MAX_HEADER: Final = 2**30
@@ -30,7 +30,7 @@ _COMPARE_BYTES: Final = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class VerifyReport:
     """How much a successful `verify` read."""
 
     num_files: int
@@ -55,7 +55,7 @@ class Diff:
         return any((self.only_first, self.only_second, self.kind, self.values, self.meta))
 
 
-def verify(path: str | os.PathLike[str] | At) -> Verified:
+def verify(path: str | os.PathLike[str] | CheckpointRef) -> VerifyReport:
     """Read every byte of a checkpoint and check it.
 
     Raises:
@@ -83,10 +83,10 @@ def verify(path: str | os.PathLike[str] | At) -> Verified:
             code="ckpt-damaged",
             fix="Use another checkpoint; blocks that are not listed are sound.",
         )
-    return Verified(len(manifest.files), len(blocks), sum(b.nbytes for b in blocks))
+    return VerifyReport(len(manifest.files), len(blocks), sum(b.nbytes for b in blocks))
 
 
-def diff(first: str | os.PathLike[str] | At, second: str | os.PathLike[str] | At) -> Diff:
+def diff(first: str | os.PathLike[str] | CheckpointRef, second: str | os.PathLike[str] | CheckpointRef) -> Diff:
     """Compare two checkpoints as logical tensors, whatever their layouts.
 
     Cost: equal layouts are compared by their checksums, without reading data; others by reading, 16 MiB at a time.

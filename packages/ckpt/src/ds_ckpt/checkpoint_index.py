@@ -30,12 +30,12 @@ from ds_ckpt.format import (
     valid_name,
 )
 from ds_ckpt.jsontext import Json, dump, parse
-from ds_ckpt.records import FileRecord, PartRecord, PieceRecord, Stored, TensorRecord
+from ds_ckpt.records import FileRecord, PartRecord, PieceRecord, BlockLocation, TensorRecord
 from ds_ckpt.zone_maps import SCALE, Bounds, Zone, bounds_of, zones_of
 from ds_comm.placement import Box
 
 __all__ = [
-    "Index",
+    "CheckpointIndex",
     "Kind",
     "Leaf",
     "LeafEntry",
@@ -77,7 +77,7 @@ class LeafEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
+class CheckpointIndex:
     """A checkpoint without its places. `crc32` as in Manifest."""
 
     sequence: int
@@ -167,7 +167,7 @@ def entry_from(body: Json) -> LeafEntry:
     return LeafEntry(name, nbytes, crc, tuple((n, size, bool(shared)) for n, size, shared in files), found)
 
 
-def encode_index(index: Index) -> bytes:
+def encode_index(index: CheckpointIndex) -> bytes:
     """The bytes of `manifest.json`, version 2.
 
     Raises:
@@ -196,7 +196,7 @@ def encode_index(index: Index) -> bytes:
     return seal(2, rest)
 
 
-def decode_index(data: bytes, where: str = MANIFEST) -> Index:
+def decode_index(data: bytes, where: str = MANIFEST) -> CheckpointIndex:
     """Read and check an index.
 
     Raises:
@@ -222,7 +222,7 @@ def decode_index(data: bytes, where: str = MANIFEST) -> Index:
     for name, target in aliases.items():
         if not valid_name(name) or name in tensors or type(target) is not str or target not in tensors:
             raise invalid(where, f"the alias {name[:80]!r} must be a new name for a stored tensor")
-    return Index(
+    return CheckpointIndex(
         sequence=r.integer(f["sequence"], "sequence", 0, 10**18 - 1),
         created=r.text(f["created"], "created", LINE),
         writer=r.text(f["writer"], "writer", LINE),
@@ -278,7 +278,7 @@ def _zone(r: Reader, value: Json, path: str, order: Sequence[str]) -> Zone:
     return Zone(order[first], order[last], r.integer(row[2], path, 0, 2**16), bounds)
 
 
-def decode_leaf(data: bytes, entry: LeafEntry, index: Index, where: str) -> Leaf:
+def decode_leaf(data: bytes, entry: LeafEntry, index: CheckpointIndex, where: str) -> Leaf:
     """Read and check a leaf: bytes as the index says, pieces inside their files and tensors, every byte of own files accounted for.
 
     Raises:
@@ -337,7 +337,7 @@ def _piece(
         raise invalid(r.where, f"{path} has {total} elements, a piece is at {start}..{start + numel}")
     nbytes = numel * itemsize
     count = -(-nbytes // block_bytes)
-    blocks: list[Stored] = []
+    blocks: list[BlockLocation] = []
     if len(row) == 5:
         sums = [r.text(c, path, CRC) for c in r.items(row[4], path, _MAX_ITEMS)]
         file, at = r.integer(row[2], path, 0, len(used) - 1), r.integer(row[3], path)
@@ -348,7 +348,7 @@ def _piece(
             number, first, stored, crc, codec, digest = _row(r, item, path, 6)
             if codec not in CODECS:
                 raise invalid(r.where, f"{path}: the codec {str(codec)[:80]!r} is not one of {', '.join(CODECS)}")
-            block = Stored(
+            block = BlockLocation(
                 r.integer(number, path, 0, len(used) - 1),
                 r.integer(first, path),
                 r.integer(stored, path, 1, 2 * block_bytes + 4096),

@@ -10,11 +10,11 @@ from typing import Final
 import ds_monitor
 from ds_ckpt.file_reads import Files
 from ds_ckpt.format import MANIFEST, MAX_MANIFEST_BYTES, decode, peek_sequence, version_of
-from ds_ckpt.checkpoint_index import Index, Leaf, LeafEntry, decode_index, decode_leaf
+from ds_ckpt.checkpoint_index import CheckpointIndex, Leaf, LeafEntry, decode_index, decode_leaf
 from ds_ckpt.manifest_merge import join, select
-from ds_ckpt.protocols import Storage
+from ds_ckpt.protocols import CheckpointStorage
 from ds_ckpt.records import FileRecord, Manifest
-from ds_ckpt.local_storage import At, locate, open_storage
+from ds_ckpt.local_storage import CheckpointRef, locate, open_storage
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError
 
@@ -38,7 +38,7 @@ _THREADS: Final = 8
 _LEFTOVER_S: Final = 86_400.0  # of a save that never ended: a file that nothing refers to, and that is older
 
 
-def read_top(at: At) -> Manifest | Index:
+def read_top(at: CheckpointRef) -> Manifest | CheckpointIndex:
     """`manifest.json` of one checkpoint, checked: all of it in version 1, the index in version 2.
 
     Raises:
@@ -49,13 +49,13 @@ def read_top(at: At) -> Manifest | Index:
     return decode_index(data, where) if version_of(data, where) == 2 else decode(data, where)
 
 
-def read_manifest(at: At) -> Manifest:
+def read_manifest(at: CheckpointRef) -> Manifest:
     """All of one checkpoint's manifest, checked: with every leaf. Raises CheckpointError as `read_top`."""
     top = read_top(at)
     return top if isinstance(top, Manifest) else join(top, _leaves(at, top, top.leaves), whole=True)
 
 
-def read_for(at: At, shards: Sequence[TensorShard]) -> Manifest:
+def read_for(at: CheckpointRef, shards: Sequence[TensorShard]) -> Manifest:
     """The manifest of one checkpoint with at least the pieces that these shards need, in memory that grows with them.
 
     Raises:
@@ -64,12 +64,12 @@ def read_for(at: At, shards: Sequence[TensorShard]) -> Manifest:
     return resolve(at, read_top(at), shards)
 
 
-def resolve(at: At, top: Manifest | Index, shards: Sequence[TensorShard]) -> Manifest:
+def resolve(at: CheckpointRef, top: Manifest | CheckpointIndex, shards: Sequence[TensorShard]) -> Manifest:
     """`read_for`, of what `read_top` returned."""
     return top if isinstance(top, Manifest) else join(top, _leaves(at, top, select(top, shards)), whole=False)
 
 
-def _leaves(at: At, index: Index, entries: Sequence[LeafEntry]) -> list[Leaf]:
+def _leaves(at: CheckpointRef, index: CheckpointIndex, entries: Sequence[LeafEntry]) -> list[Leaf]:
     def one(entry: LeafEntry) -> Leaf:
         data = at.storage.read(at.tag, entry.name, entry.nbytes + 1)
         return decode_leaf(data, entry, index, f"{at.storage.where(at.tag)}/{entry.name}")
@@ -80,12 +80,12 @@ def _leaves(at: At, index: Index, entries: Sequence[LeafEntry]) -> list[Leaf]:
         return list(pool.map(one, entries))
 
 
-def inspect(path: str | os.PathLike[str] | At) -> Manifest:
+def inspect(path: str | os.PathLike[str] | CheckpointRef) -> Manifest:
     """What a checkpoint holds: its manifest, without reading tensor data."""
     return read_manifest(locate(path))
 
 
-def list_tags(root: str | os.PathLike[str] | Storage) -> list[str]:
+def list_tags(root: str | os.PathLike[str] | CheckpointStorage) -> list[str]:
     """Tags of the complete checkpoints below `root`, oldest first. Complete: a sound manifest, every file of its size.
 
     One that is not complete is left out and reported as the event `ckpt.skipped`.
@@ -94,7 +94,7 @@ def list_tags(root: str | os.PathLike[str] | Storage) -> list[str]:
     return [tag for tag in _by_age(storage) if _complete(storage, tag)]
 
 
-def find_latest(root: str | os.PathLike[str] | Storage) -> str | At | None:
+def find_latest(root: str | os.PathLike[str] | CheckpointStorage) -> str | CheckpointRef | None:
     """The newest complete checkpoint below `root`, as `load` takes it; None where there is none (a first start).
 
     Newest is the highest sequence number in the manifests: no file names it, so none can be wrong.
@@ -103,20 +103,20 @@ def find_latest(root: str | os.PathLike[str] | Storage) -> str | At | None:
     tag = newest_tag(storage)
     if tag is None:
         return None
-    return storage.where(tag) if isinstance(root, str | os.PathLike) else At(storage, tag)
+    return storage.where(tag) if isinstance(root, str | os.PathLike) else CheckpointRef(storage, tag)
 
 
-def next_sequence(storage: Storage) -> int:
+def next_sequence(storage: CheckpointStorage) -> int:
     """One more than the highest sequence number below the root, damaged checkpoints included."""
     return 1 + max((peek_sequence(storage.read(tag, MANIFEST, 256)) for tag in storage.tags()), default=0)
 
 
-def newest_tag(storage: Storage) -> str | None:
+def newest_tag(storage: CheckpointStorage) -> str | None:
     """The tag of the newest complete checkpoint; None where there is none."""
     return next((tag for tag in reversed(_by_age(storage)) if _complete(storage, tag)), None)
 
 
-def remove(path: str | os.PathLike[str] | At) -> None:
+def remove(path: str | os.PathLike[str] | CheckpointRef) -> None:
     """Delete one checkpoint, and the blocks that no other refers to. Readers see all of it or none.
 
     Raises:
@@ -134,7 +134,7 @@ def remove(path: str | os.PathLike[str] | At) -> None:
     collect(at.storage, mine)
 
 
-def prune(root: str | os.PathLike[str] | Storage, keep: int) -> list[str]:
+def prune(root: str | os.PathLike[str] | CheckpointStorage, keep: int) -> list[str]:
     """Remove all but the `keep` newest complete checkpoints below `root`; the removed tags, oldest first.
 
     Checkpoints that are not complete are not counted and not touched. One that is being read stays until the next time. Blocks that a
@@ -149,13 +149,13 @@ def prune(root: str | os.PathLike[str] | Storage, keep: int) -> list[str]:
     old = [tag for tag in list_tags(storage)[:-keep] if tag not in held]
     free: set[str] = set()
     for tag in old:
-        free |= shared_files(At(storage, tag))
+        free |= shared_files(CheckpointRef(storage, tag))
         storage.remove(tag)
     collect(storage, free)
     return old
 
 
-def shared_files(at: At) -> set[str]:
+def shared_files(at: CheckpointRef) -> set[str]:
     """Files beside the checkpoints that one refers to; none when there is no such checkpoint.
 
     Raises:
@@ -172,7 +172,7 @@ def shared_files(at: At) -> set[str]:
     return {name for leaf in top.leaves for name, _, shared in leaf.files if shared}
 
 
-def collect(storage: Storage, free: set[str]) -> None:
+def collect(storage: CheckpointStorage, free: set[str]) -> None:
     """Remove files beside the checkpoints that nothing refers to: those of `free`, and what was left a day ago.
 
     Where a manifest cannot be read, nothing is removed: it may refer to anything.
@@ -181,20 +181,20 @@ def collect(storage: Storage, free: set[str]) -> None:
     if not there:
         return
     try:
-        used = {name for tag in storage.tags() for name in shared_files(At(storage, tag))}
+        used = {name for tag in storage.tags() for name in shared_files(CheckpointRef(storage, tag))}
     except CheckpointError as error:
         ds_monitor.event("ckpt.kept", why=error.message)
         return
     storage.remove_shared([name for name, age in there if name not in used and (name in free or age > _LEFTOVER_S)])
 
 
-def _by_age(storage: Storage) -> list[str]:
+def _by_age(storage: CheckpointStorage) -> list[str]:
     return [tag for _, tag in sorted((peek_sequence(storage.read(tag, MANIFEST, 256)), tag) for tag in storage.tags())]
 
 
-def _complete(storage: Storage, tag: str) -> bool:
+def _complete(storage: CheckpointStorage, tag: str) -> bool:
     try:
-        top = read_top(At(storage, tag))
+        top = read_top(CheckpointRef(storage, tag))
         records = top.files if isinstance(top, Manifest) else _data_files(top)
         with Files(storage, tag, records, direct=False) as files:
             for index in range(len(records)):
@@ -205,7 +205,7 @@ def _complete(storage: Storage, tag: str) -> bool:
     return True
 
 
-def _data_files(index: Index) -> tuple[FileRecord, ...]:
+def _data_files(index: CheckpointIndex) -> tuple[FileRecord, ...]:
     """Every file of a checkpoint as far as its size can be checked: the leaves, and what they say they need."""
     leaves = [FileRecord(leaf.name, leaf.nbytes, 0, "") for leaf in index.leaves]
     data = dict.fromkeys(file for leaf in index.leaves for file in leaf.files)

@@ -15,18 +15,18 @@ from typing import Any, Final
 import torch
 
 import ds_monitor
-from ds_ckpt.coordinator import TRANSFER_S, Ranks
+from ds_ckpt.coordinator import TRANSFER_S, Coordinator
 from ds_ckpt.checkpoint_list import read_top, resolve
 from ds_ckpt.crc import crc32
 from ds_ckpt.file_reads import Files
-from ds_ckpt.checkpoint_index import Index
+from ds_ckpt.checkpoint_index import CheckpointIndex
 from ds_ckpt.manifest_merge import join
 from ds_ckpt.jsontext import Json, from_json
 from ds_ckpt.load_validation import LoadOptions, check_load
 from ds_ckpt.save_plan import BlockRead, all_blocks, of_shards, plan_load
-from ds_ckpt.reader import Partial, check_block, missing_bytes, read_blocks, unproven
+from ds_ckpt.reader import PartialRead, check_block, missing_bytes, read_blocks, unproven
 from ds_ckpt.records import FileRecord, Manifest
-from ds_ckpt.local_storage import At, locate
+from ds_ckpt.local_storage import CheckpointRef, locate
 from ds_ckpt.shard_tensors import Local, byte_view, check_local, staged_groups, staging
 from ds_config.errors import CheckpointError
 
@@ -37,7 +37,7 @@ _STAGING_BYTES: Final = 2**28  # host memory for tensors that cannot be read int
 
 
 def load(
-    path: str | os.PathLike[str] | At,
+    path: str | os.PathLike[str] | CheckpointRef,
     shards: Iterable[Local],
     *,
     group: Any = None,
@@ -52,7 +52,7 @@ def load(
             other shape or dtype; all of them listed), "ckpt-block-damaged" (names file, bytes and tensor), and those of
             `format.decode`. The tensors are then partly filled.
     """
-    ranks = Ranks.of(group)
+    ranks = Coordinator.of(group)
     chosen = options or LoadOptions()
     with ds_monitor.span("ckpt.load", checkpoint=str(path)):
         at = locate(path)
@@ -64,9 +64,9 @@ def load(
                 over()
 
 
-def _load(ranks: Ranks, at: At, shards: Iterable[Local], options: LoadOptions) -> dict[str, Json]:
+def _load(ranks: Coordinator, at: CheckpointRef, shards: Iterable[Local], options: LoadOptions) -> dict[str, Json]:
     local: list[Local] = []
-    found: list[Manifest | Index] = []
+    found: list[Manifest | CheckpointIndex] = []
 
     def look() -> None:
         local.extend(check_local(shards))
@@ -101,13 +101,13 @@ def _load(ranks: Ranks, at: At, shards: Iterable[Local], options: LoadOptions) -
     most = ranks.spread(wanted, max) * ranks.size
     stored = sum(manifest.tensors[name].nbytes for name in {known[name] for name in asked})
     with Files(at.storage, at.tag, manifest.files, direct=most <= _SHARED * stored) as files:
-        partials: list[Partial] = []
+        partials: list[PartialRead] = []
         ranks.settle(lambda: partials.extend(_read(files, manifest, local, reads)), patience_s=TRANSFER_S)
         _prove(ranks, at, manifest, partials)
     return dict(from_json(top.meta))
 
 
-def _asked(ranks: Ranks, order: Sequence[str], own: set[str]) -> set[str]:
+def _asked(ranks: Coordinator, order: Sequence[str], own: set[str]) -> set[str]:
     """Names of the checkpoint that any rank asks for: one bit a name travels."""
     mask = sum(1 << i for i, name in enumerate(order) if name in own)
     merged = int(ranks.spread(f"{mask:x}", lambda a, b: f"{int(a, 16) | int(b, 16):x}"), 16)
@@ -115,9 +115,9 @@ def _asked(ranks: Ranks, order: Sequence[str], own: set[str]) -> set[str]:
     return {name for name, bit in zip(order, bits, strict=False) if bit == "1"}
 
 
-def _read(files: Files, manifest: Manifest, local: Sequence[Local], reads: Sequence[BlockRead]) -> list[Partial]:
+def _read(files: Files, manifest: Manifest, local: Sequence[Local], reads: Sequence[BlockRead]) -> list[PartialRead]:
     """Fill the shards, as many at a time as `_STAGING_BYTES` are enough for; what is not proven yet."""
-    out: list[Partial] = []
+    out: list[PartialRead] = []
     dtypes = [manifest.tensors[manifest.aliases.get(i.shard.name, i.shard.name)].dtype for i in local]
     for chosen in staged_groups(local, dtypes, _STAGING_BYTES):
         targets = [staging(local[i], dtypes[i]) if i in chosen else (torch.empty(0), False) for i in range(len(local))]
@@ -138,7 +138,7 @@ def _read(files: Files, manifest: Manifest, local: Sequence[Local], reads: Seque
     return out
 
 
-def _prove(ranks: Ranks, at: At, manifest: Manifest, partials: Sequence[Partial]) -> None:
+def _prove(ranks: Coordinator, at: CheckpointRef, manifest: Manifest, partials: Sequence[PartialRead]) -> None:
     """Each block that ranks read in parts is checked by one of them, which receives the checksums of all parts. Collective."""
     touched = {(p.file, p.at) for p in partials}
     blocks = {(b.file, b.at): b for b in all_blocks(manifest) if (b.file, b.at) in touched}
@@ -160,7 +160,7 @@ def _prove(ranks: Ranks, at: At, manifest: Manifest, partials: Sequence[Partial]
         for file, byte, name, nbytes, crc, ranges, got in rows:
             key = (numbers[file[0]], byte)
             expected[key] = BlockRead(name, *key, nbytes, crc, ())
-            parts.append(Partial(*key, tuple((low, high) for low, high in ranges), got))
+            parts.append(PartialRead(*key, tuple((low, high) for low, high in ranges), got))
         left = unproven(parts, {key: (b.nbytes, int(b.crc32, 16)) for key, b in expected.items()})
         with Files(at.storage, at.tag, [records[name] for name in names], direct=False) as files:
             for key in left:

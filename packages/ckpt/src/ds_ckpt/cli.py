@@ -14,7 +14,7 @@ from ds_config.errors import CheckpointError, DsError
 from ds_config.sizes import parse_bytes
 
 if TYPE_CHECKING:
-    from ds_ckpt.convert.tensor_source import Source
+    from ds_ckpt.convert.tensor_source import TensorSource
     from ds_ckpt.records import Manifest
 
 __all__ = ["HELP", "main", "register"]
@@ -202,7 +202,7 @@ def _convert(args: argparse.Namespace) -> int:
     return 0
 
 
-def _open(path: str, form: str, allow_pickle: bool) -> Source:
+def _open(path: str, form: str, allow_pickle: bool) -> TensorSource:
     from ds_ckpt.convert.dcp import open_dcp
     from ds_ckpt.convert.deepspeed_layout import open_deepspeed
     from ds_ckpt.convert.huggingface import open_hf

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ds_ckpt.engines import Asynchronous, Checkpointer, Synchronous
-from ds_ckpt.local_checkpoints import Draining, NearCopies
-from ds_ckpt.block_packing import Recipe
-from ds_config import Dead, StrictModel, Unbuilt
+from ds_ckpt.engines import AsyncCheckpointer, Checkpointer, SyncCheckpointer
+from ds_ckpt.local_checkpoints import DrainOptions, LocalCheckpointer
+from ds_ckpt.block_packing import SaveOptions
+from ds_config import NoEffect, StrictModel, Unsupported
 
 __all__ = [
     "CheckpointConfig",
@@ -31,23 +31,23 @@ _Validation = Literal["Ignore", "Warn", "Fail", "IGNORE", "WARN", "FAIL", "ignor
 class ParallelWriteConfig(StrictModel):
     """`checkpoint.parallel_write`."""
 
-    pipeline_stage: Annotated[bool, Dead("what several ranks hold is always shared out among them for writing")] = False
+    pipeline_stage: Annotated[bool, NoEffect("what several ranks hold is always shared out among them for writing")] = False
 
 
 class WriterConfig(StrictModel):
     """`checkpoint.writer`: how DeepSpeed's fast engine writes. `decoupled` is what remains a choice here."""
 
-    type: Annotated[str, Dead("files are always written by threads, past the page cache where possible")] = "fast"
+    type: Annotated[str, NoEffect("files are always written by threads, past the page cache where possible")] = "fast"
     decoupled: bool = False
-    io_buffer_size: Annotated[int, Dead("buffers are slabs of 4 MiB; saving.buffer_bytes bounds their sum")] = (
+    io_buffer_size: Annotated[int, NoEffect("buffers are slabs of 4 MiB; saving.buffer_bytes bounds their sum")] = (
         64 * 2**20
     )
     io_buffer_double: bool = True
-    show_statistics: Annotated[bool, Dead("the spans ckpt.save, ckpt.write and ckpt.commit carry bytes and times")] = (
+    show_statistics: Annotated[bool, NoEffect("the spans ckpt.save, ckpt.write and ckpt.commit carry bytes and times")] = (
         False
     )
-    data_parallel: Annotated[str | None, Dead("what several ranks hold is always shared out among them")] = None
-    io_multiplier: Annotated[int, Dead("each writing rank writes one file")] = 1
+    data_parallel: Annotated[str | None, NoEffect("what several ranks hold is always shared out among them")] = None
+    io_multiplier: Annotated[int, NoEffect("each writing rank writes one file")] = 1
 
 
 class SavingConfig(StrictModel):
@@ -68,13 +68,13 @@ class SavingConfig(StrictModel):
     incremental: bool = False
     codecs: dict[str, Literal["zstd", "bf16", "int8"]] = Field(default_factory=dict)
 
-    def recipe(self) -> Recipe | None:
+    def recipe(self) -> SaveOptions | None:
         """What a save does beyond writing everything as it is; None: nothing.
 
         Raises:
             CheckpointError: "ckpt-codec".
         """
-        return Recipe(self.incremental, dict(self.codecs)) if self.incremental or self.codecs else None
+        return SaveOptions(self.incremental, dict(self.codecs)) if self.incremental or self.codecs else None
 
 
 class NearConfig(StrictModel):
@@ -108,16 +108,16 @@ class CheckpointConfig(StrictModel):
 
     tag_validation: Annotated[
         _Validation,
-        Dead("tags that differ between ranks are always an error, before anything is written"),
+        NoEffect("tags that differ between ranks are always an error, before anything is written"),
     ] = "Warn"
     load_universal: Annotated[
-        bool, Dead("every checkpoint loads in any layout; bring others in with `ds ckpt convert --from deepspeed`")
+        bool, NoEffect("every checkpoint loads in any layout; bring others in with `ds ckpt convert --from deepspeed`")
     ] = False
     use_node_local_storage: Annotated[
-        bool, Unbuilt("`near` keeps copies on the nodes, and drains them to a directory that all share")
+        bool, Unsupported("`near` keeps copies on the nodes, and drains them to a directory that all share")
     ] = False
     parallel_write: ParallelWriteConfig = ParallelWriteConfig()
-    checkpoint_serialization: Annotated[bool, Dead("files are safetensors; there is no pickle to choose a form of")] = (
+    checkpoint_serialization: Annotated[bool, NoEffect("files are safetensors; there is no pickle to choose a form of")] = (
         True
     )
     writer: WriterConfig | None = None
@@ -134,7 +134,7 @@ def make_engine(config: CheckpointConfig, group: Any = None) -> Checkpointer:
     decoupled = writer is not None and writer.decoupled
     if saving.asynchronous or decoupled:
         double = writer is not None and writer.io_buffer_double
-        return Asynchronous(
+        return AsyncCheckpointer(
             group,
             buffer_bytes=saving.buffer_bytes,
             double=double,
@@ -142,13 +142,13 @@ def make_engine(config: CheckpointConfig, group: Any = None) -> Checkpointer:
             decoupled=decoupled,
             recipe=saving.recipe(),
         )
-    return Synchronous(group, keep=saving.keep, recipe=saving.recipe())
+    return SyncCheckpointer(group, keep=saving.keep, recipe=saving.recipe())
 
 
-def make_near(config: CheckpointConfig, group: Any = None) -> NearCopies | None:
+def make_near(config: CheckpointConfig, group: Any = None) -> LocalCheckpointer | None:
     """The near copies that `config` asks for, if any. Collective over `group`."""
     near, saving = config.near, config.saving
     if near is None:
         return None
-    draining = Draining(near.drain_every, saving.keep, saving.recipe())
-    return NearCopies(near.folder, near.root, group, every=near.every, draining=draining)
+    draining = DrainOptions(near.drain_every, saving.keep, saving.recipe())
+    return LocalCheckpointer(near.folder, near.root, group, every=near.every, draining=draining)

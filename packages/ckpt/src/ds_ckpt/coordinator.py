@@ -27,17 +27,17 @@ from ds_comm import (
     all_gather_json,
     as_group,
     batch_isend_irecv,
-    drop_group,
+    destroy_group,
     irecv,
     isend,
-    patience,
-    single_group,
-    twin_group,
+    extend_timeout,
+    self_group,
+    duplicate_group,
 )
 from ds_comm.metadata import metadata_device
 from ds_config.errors import CheckpointError, DsError
 
-__all__ = ["TRANSFER_S", "Message", "Ranks", "arrived", "as_checkpoint_error", "hops", "moving", "pack", "unpack"]
+__all__ = ["TRANSFER_S", "Message", "Coordinator", "arrived", "as_checkpoint_error", "hops", "moving", "pack", "unpack"]
 
 TRANSFER_S: Final = 3600.0  # patience for reading or writing a whole checkpoint
 _FRAME_BYTES: Final = 1024  # what goes with the length of a message; longer ones take a second
@@ -46,7 +46,7 @@ _HEAD: Final = struct.Struct("<IIQ")
 Message = tuple[int, int, bytes]  # to which rank, from which, what
 
 
-class Ranks:
+class Coordinator:
     """The ranks that take part. `group`: a ds_comm Group, a torch ProcessGroup, or None (all ranks, or a world of one)."""
 
     def __init__(self, group: GroupLike = None) -> None:
@@ -59,22 +59,22 @@ class Ranks:
         return self._group
 
     @staticmethod
-    def alone() -> Ranks:
+    def alone() -> Coordinator:
         """A world of one, whatever process groups there are."""
-        return Ranks(single_group("ckpt"))
+        return Coordinator(self_group("ckpt"))
 
     @staticmethod
-    def of(group: Any) -> Ranks:
+    def of(group: Any) -> Coordinator:
         """`group` itself when it is one (a caller that keeps it, or a test that replaces `swap`), else a new one."""
-        return group if isinstance(group, Ranks) else Ranks(group)
+        return group if isinstance(group, Coordinator) else Coordinator(group)
 
-    def twin(self) -> Ranks:
+    def twin(self) -> Coordinator:
         """The same ranks over a CPU group of their own, for another thread. Collective; `close` it."""
-        return Ranks(twin_group(self._group, "ckpt"))
+        return Coordinator(duplicate_group(self._group, "ckpt"))
 
     def close(self) -> None:
         """Destroy the group of a `twin`."""
-        drop_group(self._group)
+        destroy_group(self._group)
 
     def settle(self, action: Callable[[], Json], *, patience_s: float = 0.0) -> Json:
         """Run `action` on every rank and return this rank's result when all went well. Collective.
@@ -89,7 +89,7 @@ class Ranks:
         result: Json = None
         mine: CheckpointError | None = None
         try:
-            with patience(patience_s) if patience_s and self.size > 1 else nullcontext():
+            with extend_timeout(patience_s) if patience_s and self.size > 1 else nullcontext():
                 result = action()
         except Exception as error:
             mine = as_checkpoint_error(error)

@@ -21,7 +21,7 @@ from pathlib import Path
 from ds_ckpt.jsontext import Json
 from ds_ckpt.local import LocalDraft
 from ds_ckpt.protocols import Draft, WriteFile
-from ds_ckpt.writer import SLAB_BYTES, Pool
+from ds_ckpt.writer import SLAB_BYTES, SlabPool
 from ds_config.errors import CheckpointError, UnsupportedError
 
 __all__ = ["SharedPool", "WriterProcess"]
@@ -36,7 +36,7 @@ class _Slab(mmap.mmap):
     start = 0
 
 
-class SharedPool(Pool):
+class SharedPool(SlabPool):
     """A pool whose slabs another process can map: they lie in the memory `fd`, end to end."""
 
     def __init__(self, limit_bytes: int) -> None:

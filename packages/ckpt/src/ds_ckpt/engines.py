@@ -20,31 +20,31 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import ds_monitor
-from ds_ckpt.coordinator import Ranks
+from ds_ckpt.coordinator import Coordinator
 from ds_ckpt.checkpoint_list import prune
 from ds_ckpt.decoupled import SharedPool, WriterProcess
 from ds_ckpt.jsontext import Json
-from ds_ckpt.block_packing import Packing, Recipe
-from ds_ckpt.save_job import Gathered, Job, PlanCache, Saved, prepare, publish
-from ds_ckpt.local_storage import At
+from ds_ckpt.block_packing import BlockPacker, SaveOptions
+from ds_ckpt.save_job import Gathered, SaveJob, PlanCache, SaveResult, prepare, publish
+from ds_ckpt.local_storage import CheckpointRef
 from ds_ckpt.shard_tensors import Local, copier
-from ds_ckpt.writer import Copy, Pool, Stream
+from ds_ckpt.writer import Copy, SlabPool, FileStream
 from ds_config.errors import CheckpointError, UnsupportedError
 
-__all__ = ["Asynchronous", "Checkpointer", "Pending", "Synchronous"]
+__all__ = ["AsyncCheckpointer", "Checkpointer", "SaveHandle", "SyncCheckpointer"]
 
 
-class Pending:
+class SaveHandle:
     """A save under way. `copied` is set when the shards may change; `wait()` returns when the checkpoint is visible."""
 
-    def __init__(self, copied: threading.Event, future: Future[Saved]) -> None:
+    def __init__(self, copied: threading.Event, future: Future[SaveResult]) -> None:
         self.copied, self._future = copied, future
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
         return self._future.done()
 
-    def wait(self) -> Saved:
+    def wait(self) -> SaveResult:
         """Raises CheckpointError: what went wrong, the same on every rank."""
         return self._future.result()
 
@@ -54,13 +54,13 @@ class Checkpointer(Protocol):
 
     def save(
         self,
-        path: str | os.PathLike[str] | At,
+        path: str | os.PathLike[str] | CheckpointRef,
         shards: Iterable[Local],
         meta: Mapping[str, Json],
         *,
         aliases: Mapping[str, str] | None = None,
         behind: bool = False,
-    ) -> Pending:
+    ) -> SaveHandle:
         """As `ds_ckpt.save`; the shards may change when `Pending.copied` is set (without `behind`: at return)."""
 
     def before_update(self) -> None:
@@ -73,7 +73,7 @@ class Checkpointer(Protocol):
         """`wait`, then give back memory, threads and process groups."""
 
 
-class Synchronous:
+class SyncCheckpointer:
     """Saves before it returns.
 
     Args:
@@ -81,20 +81,20 @@ class Synchronous:
         recipe: As in `ds_ckpt.save`.
     """
 
-    def __init__(self, group: Any = None, *, keep: int | None = None, recipe: Recipe | None = None) -> None:
-        self._ranks, self._keep = Ranks.of(group), keep
-        self._cache, self._pool = PlanCache(), Pool()
-        self._packing = None if recipe is None else Packing(recipe)
+    def __init__(self, group: Any = None, *, keep: int | None = None, recipe: SaveOptions | None = None) -> None:
+        self._ranks, self._keep = Coordinator.of(group), keep
+        self._cache, self._pool = PlanCache(), SlabPool()
+        self._packing = None if recipe is None else BlockPacker(recipe)
 
     def save(
         self,
-        path: str | os.PathLike[str] | At,
+        path: str | os.PathLike[str] | CheckpointRef,
         shards: Iterable[Local],
         meta: Mapping[str, Json],
         *,
         aliases: Mapping[str, str] | None = None,
         behind: bool = False,
-    ) -> Pending:
+    ) -> SaveHandle:
         with ds_monitor.span("ckpt.save", checkpoint=str(path)):
             gathered = Gathered(shards)
             job = prepare(self._ranks, path, gathered, (meta, aliases or {}), self._cache, self._packing)
@@ -103,9 +103,9 @@ class Synchronous:
             _retain(self._ranks, job, self._keep)
         copied = threading.Event()
         copied.set()
-        future: Future[Saved] = Future()
+        future: Future[SaveResult] = Future()
         future.set_result(saved)
-        return Pending(copied, future)
+        return SaveHandle(copied, future)
 
     def before_update(self) -> None:
         """No save is ever under way."""
@@ -114,10 +114,10 @@ class Synchronous:
         """No save is ever under way."""
 
     def close(self) -> None:
-        self._pool = Pool()
+        self._pool = SlabPool()
 
 
-class Asynchronous:
+class AsyncCheckpointer:
     """Copies, returns, and writes behind.
 
     Args:
@@ -142,7 +142,7 @@ class Asynchronous:
         double: bool = False,
         keep: int | None = None,
         decoupled: bool = False,
-        recipe: Recipe | None = None,
+        recipe: SaveOptions | None = None,
     ) -> None:
         if decoupled and recipe is not None:
             raise UnsupportedError(
@@ -150,8 +150,8 @@ class Asynchronous:
                 code="ckpt-decoupled",
                 fix="Leave checkpoint.writer.decoupled false where checkpoint.saving has incremental or codecs.",
             )
-        self._packing = None if recipe is None else Packing(recipe)
-        self._ranks = Ranks.of(group)
+        self._packing = None if recipe is None else BlockPacker(recipe)
+        self._ranks = Coordinator.of(group)
         self._background = self._ranks.twin()
         self._rooms = 0 if buffer_bytes is not None else 1 + double
         self._place: _InProcess | _InWriter = (
@@ -161,18 +161,18 @@ class Asynchronous:
         self._keep, self._cache = keep, PlanCache()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="ds-ckpt-behind")
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="ds-ckpt-copy")
-        self._saves: list[Pending] = []
+        self._saves: list[SaveHandle] = []
         self._closed = False
 
     def save(
         self,
-        path: str | os.PathLike[str] | At,
+        path: str | os.PathLike[str] | CheckpointRef,
         shards: Iterable[Local],
         meta: Mapping[str, Json],
         *,
         aliases: Mapping[str, str] | None = None,
         behind: bool = False,
-    ) -> Pending:
+    ) -> SaveHandle:
         if self._closed:
             raise CheckpointError(
                 "this engine is closed", code="ckpt-closed", fix="Make a new one, or save before close()."
@@ -188,7 +188,7 @@ class Asynchronous:
             if self._rooms:
                 self._pool.at_least(self._rooms * self._pool.room(stream.nbytes))
             future = self._writer.submit(self._publish, job, stream)
-            pending = Pending(stream.filled, future)
+            pending = SaveHandle(stream.filled, future)
             self._saves.append(pending)
             copy = copier(gathered.local)
             if behind:
@@ -218,16 +218,16 @@ class Asynchronous:
             self._writer.shutdown()
             self._background.close()
             self._place.close()
-            self._pool = Pool(0)
+            self._pool = SlabPool(0)
 
-    def _fill(self, stream: Stream, copy: Copy) -> None:
+    def _fill(self, stream: FileStream, copy: Copy) -> None:
         # An error of this copy ends the save on every rank, through the stream; it is raised where all errors of saves are.
         try:
             stream.fill(copy)
         except Exception as error:
             ds_monitor.event("ckpt.snapshot_failed", why=str(error))
 
-    def _publish(self, job: Job, stream: Stream) -> Saved:
+    def _publish(self, job: SaveJob, stream: FileStream) -> SaveResult:
         try:
             saved = publish(self._background, job, lambda: job.write(stream))
             _retain(self._background, job, self._keep)
@@ -248,9 +248,9 @@ class _InProcess:
     """Where the writing happens: on a thread of this process."""
 
     def __init__(self, buffer_bytes: int) -> None:
-        self.pool = Pool(buffer_bytes)
+        self.pool = SlabPool(buffer_bytes)
 
-    def job(self, job: Job) -> Job:
+    def job(self, job: SaveJob) -> SaveJob:
         return job
 
     def close(self) -> None:
@@ -265,7 +265,7 @@ class _InWriter:
         self._process = WriterProcess(self.pool)
         self._process.start()  # it is there when the first save comes
 
-    def job(self, job: Job) -> Job:
+    def job(self, job: SaveJob) -> SaveJob:
         return replace(job, draft=self._process.draft(job.draft))
 
     def close(self) -> None:
@@ -273,7 +273,7 @@ class _InWriter:
         self.pool.close()
 
 
-def _error(pending: Pending) -> BaseException | None:
+def _error(pending: SaveHandle) -> BaseException | None:
     try:
         pending.wait()
     except Exception as error:
@@ -281,6 +281,6 @@ def _error(pending: Pending) -> BaseException | None:
     return None
 
 
-def _retain(ranks: Ranks, job: Job, keep: int | None) -> None:
+def _retain(ranks: Coordinator, job: SaveJob, keep: int | None) -> None:
     if keep is not None:
         ranks.first(lambda: prune(job.at.storage, keep))

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Final
 
-from ds_ckpt.protocols import SHARED, OnDisk, ReadFile, Remote, Storage
+from ds_ckpt.protocols import SHARED, OnDisk, ReadFile, Remote, CheckpointStorage
 from ds_ckpt.records import FileRecord
-from ds_ckpt.writer import SLAB_BYTES, Pool
+from ds_ckpt.writer import SLAB_BYTES, SlabPool
 from ds_config.errors import CheckpointError
 from ds_ops.io import AsyncIO, IOSettings, Transfer
 
@@ -30,7 +30,7 @@ _PAGE: Final = 4096
 _VIEWED_BYTES: Final = 2**27  # of all open files together, about
 
 
-class _Handle:
+class _OpenFile:
     """An open file, how many use it now, and whether it is worth reading past the page cache.
 
     What was looked at stays in this process's memory as long as the file is open, if it is mapped: `viewed` bytes. A handle that has seen
@@ -50,18 +50,18 @@ class Files:
     """
 
     def __init__(
-        self, storage: Storage, tag: str, records: Sequence[FileRecord], *, direct: bool = True, limit: int = 0
+        self, storage: CheckpointStorage, tag: str, records: Sequence[FileRecord], *, direct: bool = True, limit: int = 0
     ) -> None:
         self._storage, self._tag, self._records, self._direct = storage, tag, records, direct
         # Bytes to read at once, at most, and not across a multiple of it.
         self.stretch_bytes = storage.range_bytes if isinstance(storage, Remote) else STRETCH_BYTES
         self._limit = limit or _most_open()
-        self._open: OrderedDict[int, _Handle] = OrderedDict()
+        self._open: OrderedDict[int, _OpenFile] = OrderedDict()
         self._viewed = 0
         self._stack = ExitStack()
         self._lock = threading.Lock()
         self._io: AsyncIO | None = None
-        self._pool = Pool(_AHEAD_BYTES)
+        self._pool = SlabPool(_AHEAD_BYTES)
 
     def __enter__(self) -> Files:
         return self
@@ -88,7 +88,7 @@ class Files:
             pass
 
     @contextmanager
-    def _handle(self, index: int) -> Iterator[_Handle]:
+    def _handle(self, index: int) -> Iterator[_OpenFile]:
         with self._lock:
             handle = self._open.get(index)
             if handle is not None:
@@ -120,7 +120,7 @@ class Files:
         for handle in closing:
             handle.file.close()
 
-    def _saw(self, handle: _Handle, nbytes: int) -> None:
+    def _saw(self, handle: _OpenFile, nbytes: int) -> None:
         """Count what was looked at; when it is much, close every file as soon as it is not used."""
         with self._lock:
             handle.viewed += nbytes
@@ -135,7 +135,7 @@ class Files:
         for h in closing:
             h.file.close()
 
-    def _opened(self, index: int) -> _Handle:
+    def _opened(self, index: int) -> _OpenFile:
         record = self._records[index]
         file = self._storage.open(SHARED if record.shared else self._tag, record.name)
         if file.nbytes != record.nbytes:
@@ -147,7 +147,7 @@ class Files:
                 fix="The file was cut or replaced; use another checkpoint.",
             )
         cold = self._direct and isinstance(file, OnDisk) and file.on_disk(0, file.nbytes) is not None
-        return _Handle(file, cold)
+        return _OpenFile(file, cold)
 
     def name(self, index: int) -> str:
         record = self._records[index]

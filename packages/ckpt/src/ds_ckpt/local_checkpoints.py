@@ -20,28 +20,28 @@ from dataclasses import dataclass
 import torch
 
 import ds_monitor
-from ds_ckpt.coordinator import TRANSFER_S, Ranks
+from ds_ckpt.coordinator import TRANSFER_S, Coordinator
 from ds_ckpt.checkpoint_list import inspect, newest_tag, prune
 from ds_ckpt.jsontext import Json
 from ds_ckpt.checkpoint_loader import load
 from ds_ckpt.load_validation import LoadOptions
-from ds_ckpt.block_packing import Packing, Recipe
+from ds_ckpt.block_packing import BlockPacker, SaveOptions
 from ds_ckpt.peer_reads import PeerSnapshots, shards_of
-from ds_ckpt.protocols import Storage
+from ds_ckpt.protocols import CheckpointStorage
 from ds_ckpt.save_job import PlanCache, prepare, publish
-from ds_ckpt.local_storage import At, open_storage
-from ds_ckpt.shard_tensors import Local, copier, whole
-from ds_ckpt.writer import Pool
+from ds_ckpt.local_storage import CheckpointRef, open_storage
+from ds_ckpt.shard_tensors import Local, copier, full_shards
+from ds_ckpt.writer import SlabPool
 from ds_comm import GroupLike
 from ds_config.errors import CheckpointError
 
-__all__ = ["Draining", "NearCopies"]
+__all__ = ["DrainOptions", "LocalCheckpointer"]
 
 _STEP = "near_step"
 
 
 @dataclass(frozen=True, slots=True)
-class Draining:
+class DrainOptions:
     """What goes to the slow store.
 
     Attributes:
@@ -52,10 +52,10 @@ class Draining:
 
     every: int = 1
     keep: int | None = None
-    recipe: Recipe | None = None
+    recipe: SaveOptions | None = None
 
 
-class NearCopies:
+class LocalCheckpointer:
     """Making one is collective over `group`, as is every method.
 
     Args:
@@ -67,20 +67,20 @@ class NearCopies:
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        root: str | os.PathLike[str] | Storage,
+        root: str | os.PathLike[str] | CheckpointStorage,
         group: GroupLike = None,
         *,
         every: int = 1,
-        draining: Draining | None = None,
+        draining: DrainOptions | None = None,
     ) -> None:
-        self._draining = draining or Draining()
+        self._draining = draining or DrainOptions()
         if self._draining.every < 1:
             raise CheckpointError(
                 f"draining.every is {self._draining.every}; a step is drained when it divides it",
                 code="ckpt-keep",
                 fix="Use 1 or more.",
             )
-        self._ranks = Ranks.of(group)
+        self._ranks = Coordinator.of(group)
         self._near, self._every = PeerSnapshots(folder, group, every=every), every
         self._storage = open_storage(root)
         self._behind = self._ranks.twin()
@@ -88,9 +88,9 @@ class NearCopies:
         self._under_way: Future[None] | None = None
         self._due = False  # a drain has yet to begin
         self._taken = -1  # the last step that is on this node, or soon will be: what a drain takes
-        self._cache, self._pool = PlanCache(), Pool()
+        self._cache, self._pool = PlanCache(), SlabPool()
         recipe = self._draining.recipe
-        self._packing = None if recipe is None else Packing(recipe)
+        self._packing = None if recipe is None else BlockPacker(recipe)
 
     def due(self, step: int) -> bool:
         """Whether `offer` takes this step."""
@@ -126,13 +126,13 @@ class NearCopies:
         """Fill `shards` from the newest copy, on the nodes or in the store; its step and meta. None: there is none."""
         local = list(shards)
         tag = self._ranks.first(lambda: newest_tag(self._storage))
-        far = -1 if tag is None else int(self._ranks.first(lambda: inspect(At(self._storage, tag)).meta.get(_STEP, -1)))
+        far = -1 if tag is None else int(self._ranks.first(lambda: inspect(CheckpointRef(self._storage, tag)).meta.get(_STEP, -1)))
         found = self._near.restore(local, newer_than=far)
         if found is not None:
             return found[0], dict(found[1]["meta"])
         if tag is None:
             return None
-        meta = load(At(self._storage, tag), local, group=self._ranks, options=options)
+        meta = load(CheckpointRef(self._storage, tag), local, group=self._ranks, options=options)
         return int(meta.pop(_STEP, -1)), meta
 
     def restore_near(
@@ -195,20 +195,20 @@ class NearCopies:
         if under_way is not None:
             under_way.result()
 
-    def _drain(self, step: int, at: At, record: Mapping[str, Json]) -> None:
+    def _drain(self, step: int, at: CheckpointRef, record: Mapping[str, Json]) -> None:
         with ds_monitor.span("ckpt.drain", step=step):
             local: list[Local] = []
 
             def read() -> None:
                 data = torch.empty(inspect(at).nbytes, dtype=torch.uint8)
-                load(at, whole({"bytes": data}), group=Ranks.alone())
+                load(at, full_shards({"bytes": data}), group=Coordinator.alone())
                 hidden = set(record["meta"]["near_only"])
                 local.extend(item for item in shards_of(record, data) if item.shard.name not in hidden)
 
             self._behind.settle(read, patience_s=TRANSFER_S)
             told = record["meta"]
             what = ({**told["meta"], _STEP: step}, told["aliases"])
-            target = At(self._storage, f"step-{step}")
+            target = CheckpointRef(self._storage, f"step-{step}")
             job = prepare(
                 self._behind, target, lambda: [item.shard for item in local], what, self._cache, self._packing
             )

@@ -8,24 +8,24 @@ from dataclasses import dataclass
 
 from ds_ckpt.local import LocalStorage
 from ds_ckpt.python_objects import ObjectStorage
-from ds_ckpt.protocols import Storage
+from ds_ckpt.protocols import CheckpointStorage
 from ds_config.errors import CheckpointError
 
-__all__ = ["At", "locate", "open_storage"]
+__all__ = ["CheckpointRef", "locate", "open_storage"]
 
 _TAG = re.compile(r"[^./\\\x00-\x1f][^/\\\x00-\x1f]{0,127}")
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://")
 
 
 @dataclass(frozen=True, slots=True)
-class At:
+class CheckpointRef:
     """A tag in a storage object: what `save` and `load` take where a path does not say enough."""
 
-    storage: Storage
+    storage: CheckpointStorage
     tag: str
 
 
-def open_storage(root: str | os.PathLike[str] | Storage) -> Storage:
+def open_storage(root: str | os.PathLike[str] | CheckpointStorage) -> CheckpointStorage:
     """The storage of a directory or URL; a storage object is returned as it is."""
     if not isinstance(root, str | os.PathLike):
         return root
@@ -35,13 +35,13 @@ def open_storage(root: str | os.PathLike[str] | Storage) -> Storage:
     return ObjectStorage(text) if _URL.match(text) else LocalStorage(text)
 
 
-def locate(path: str | os.PathLike[str] | At) -> At:
+def locate(path: str | os.PathLike[str] | CheckpointRef) -> CheckpointRef:
     """Split `<root>/<tag>` into a storage and a tag.
 
     Raises:
         CheckpointError: "ckpt-tag": the last component cannot be a tag (empty, hidden, control characters, too long).
     """
-    if isinstance(path, At):
+    if isinstance(path, CheckpointRef):
         at = path
     else:
         text = os.fspath(path).rstrip("/")
@@ -49,7 +49,7 @@ def locate(path: str | os.PathLike[str] | At) -> At:
             root, _, tag = text.rpartition("/")
         else:
             root, tag = os.path.split(os.path.abspath(text))
-        at = At(open_storage(root), tag)
+        at = CheckpointRef(open_storage(root), tag)
     if not _TAG.fullmatch(at.tag) or len(at.tag.encode()) > 200:
         raise CheckpointError(
             f"{at.tag!r} cannot be the name of a checkpoint",

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from ds_ckpt.json_reader import invalid
 from ds_ckpt.format import MANIFEST, check_cover
-from ds_ckpt.checkpoint_index import Index, Leaf, LeafEntry
-from ds_ckpt.records import FileRecord, Manifest, PartRecord, PieceRecord, Stored, TensorRecord
+from ds_ckpt.checkpoint_index import CheckpointIndex, Leaf, LeafEntry
+from ds_ckpt.records import FileRecord, Manifest, PartRecord, PieceRecord, BlockLocation, TensorRecord
 from ds_ckpt.zone_maps import bounds_of, meet, zones_of
 from ds_comm.placement import Box, TensorShard
 
 __all__ = ["join", "select"]
 
 
-def select(index: Index, shards: Sequence[TensorShard]) -> list[LeafEntry]:
+def select(index: CheckpointIndex, shards: Sequence[TensorShard]) -> list[LeafEntry]:
     """The leaves in which pieces of these shards may be. Never too few.
 
     Cost: the zones of the leaves, times those of the shards (a few).
@@ -28,7 +28,7 @@ def select(index: Index, shards: Sequence[TensorShard]) -> list[LeafEntry]:
     return [leaf for leaf in index.leaves if any(meet(own, zone) for zone in leaf.zones for own in zones)]
 
 
-def join(index: Index, leaves: Sequence[Leaf], *, whole: bool) -> Manifest:
+def join(index: CheckpointIndex, leaves: Sequence[Leaf], *, whole: bool) -> Manifest:
     """One manifest out of an index and its leaves, or some of them.
 
     Args:
@@ -77,7 +77,7 @@ def join(index: Index, leaves: Sequence[Leaf], *, whole: bool) -> Manifest:
 
 
 def _moved(piece: PieceRecord, numbers: Sequence[int]) -> PieceRecord:
-    blocks = tuple(Stored(numbers[b.file], b.at, b.nbytes, b.codec, b.digest) for b in piece.blocks)
+    blocks = tuple(BlockLocation(numbers[b.file], b.at, b.nbytes, b.codec, b.digest) for b in piece.blocks)
     file = 0 if blocks else numbers[piece.file]
     return PieceRecord(file, piece.at, piece.numel, piece.crc32, piece.start, blocks)
 

@@ -28,15 +28,15 @@ import torch
 from torch import Tensor
 
 import ds_monitor
-from ds_ckpt.coordinator import TRANSFER_S, Ranks
+from ds_ckpt.coordinator import TRANSFER_S, Coordinator
 from ds_ckpt.checkpoint_list import inspect, list_tags, prune
 from ds_ckpt.dtypes import ITEMSIZE
 from ds_ckpt.jsontext import Json, dump, from_json, to_json
 from ds_ckpt.checkpoint_loader import load
 from ds_ckpt.local import LocalStorage
 from ds_ckpt.save_job import save
-from ds_ckpt.local_storage import At
-from ds_ckpt.shard_tensors import Local, check_local, torch_dtype, whole
+from ds_ckpt.local_storage import CheckpointRef
+from ds_ckpt.shard_tensors import Local, check_local, torch_dtype, full_shards
 from ds_comm import GroupLike, irecv, isend
 from ds_comm.placement import Box, Interval, LocalShard, TensorShard
 from ds_config.errors import CheckpointError
@@ -92,7 +92,7 @@ class PeerSnapshots:
                 fix="Use 1 or more.",
             )
         self._folder, self._every = _private(Path(folder)), every
-        self._ranks = Ranks.of(group)
+        self._ranks = Coordinator.of(group)
         self._behind = self._ranks.twin()
         near = distance if distance is not None else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._distance = near % self._ranks.size or min(1, self._ranks.size - 1)
@@ -161,9 +161,9 @@ class PeerSnapshots:
             _fill(local, self._moved(giver, read, record))
             return step, record["meta"]
 
-    def copy_of(self, step: int) -> tuple[At, dict[str, Json]]:
+    def copy_of(self, step: int) -> tuple[CheckpointRef, dict[str, Json]]:
         """This rank's own snapshot of a step, where it lies on this host, and its record."""
-        at = At(LocalStorage(self._place(self._ranks.rank, self._ranks.rank)), f"step-{step}")
+        at = CheckpointRef(LocalStorage(self._place(self._ranks.rank, self._ranks.rank)), f"step-{step}")
         return at, dict(from_json(inspect(at).meta))
 
     # -- behind the steps
@@ -186,8 +186,8 @@ class PeerSnapshots:
         def store() -> None:
             for whose, snapshot in kept:
                 storage = LocalStorage(self._place(rank, whose))
-                at = At(storage, f"step-{step}")
-                save(at, whole({"bytes": snapshot.data}), snapshot.record, group=Ranks.alone())
+                at = CheckpointRef(storage, f"step-{step}")
+                save(at, full_shards({"bytes": snapshot.data}), snapshot.record, group=Coordinator.alone())
 
         self._behind.settle(store, patience_s=TRANSFER_S)
 
@@ -235,7 +235,7 @@ class PeerSnapshots:
             try:
                 path = found[owner][step]
                 data = torch.empty(inspect(path).nbytes, dtype=torch.uint8)
-                read[owner] = _Snapshot(data, load(path, whole({"bytes": data}), group=Ranks.alone()))
+                read[owner] = _Snapshot(data, load(path, full_shards({"bytes": data}), group=Coordinator.alone()))
             except (CheckpointError, KeyError) as error:
                 ds_monitor.event("ckpt.peer_skipped", step=step, owner=owner, why=str(error))
             answers[owner] = dump(to_json(read[owner].record) if owner in read else None).encode()

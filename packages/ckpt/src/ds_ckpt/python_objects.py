@@ -18,7 +18,7 @@ import ds_monitor
 from ds_ckpt.format import MANIFEST
 from ds_ckpt.read_leases import READERS, held_tags, hold_name
 from ds_ckpt.protocols import SHARED, Draft, ReadFile, WriteFile, not_found, truncated
-from ds_ckpt.retrying import IncompleteError, Retries
+from ds_ckpt.retrying import IncompleteError, RetryPolicy
 from ds_ckpt.uploads import PartsFile, PlainFile, put_object
 from ds_config.errors import CheckpointError, UnsupportedError
 
@@ -93,14 +93,14 @@ class ObjectStorage:
 
     range_bytes = 32 * 2**20  # of a request that reads; a load has four of them in memory
 
-    def __init__(self, url: str, *, retries: Retries | None = None, **options: Any) -> None:
+    def __init__(self, url: str, *, retries: RetryPolicy | None = None, **options: Any) -> None:
         try:
             import fsspec
         except ImportError as error:
             raise UnsupportedError(
                 f"{url} needs fsspec, which is not installed", code="ckpt-fsspec", fix="pip install 'ds-ckpt[fsspec]'"
             ) from error
-        self.url, self.retries = url.rstrip("/"), retries or Retries()
+        self.url, self.retries = url.rstrip("/"), retries or RetryPolicy()
         self.fs, root = fsspec.core.url_to_fs(self.url, **options)
         self.root = root.rstrip("/")
 

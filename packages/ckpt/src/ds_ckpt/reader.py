@@ -22,10 +22,10 @@ from typing import Final
 from ds_ckpt.codecs import decode
 from ds_ckpt.crc import copy_crc32, crc32, shifted
 from ds_ckpt.file_reads import DIRECT_BYTES, Files
-from ds_ckpt.save_plan import BlockRead, Run
+from ds_ckpt.save_plan import BlockRead, CopyRun
 from ds_config.errors import CheckpointError
 
-__all__ = ["Partial", "bad_block", "check_block", "missing_bytes", "read_blocks", "unproven"]
+__all__ = ["PartialRead", "bad_block", "check_block", "missing_bytes", "read_blocks", "unproven"]
 
 _GAP: Final = 4096  # bytes between two runs that are read through: a disk reads pages anyway
 _THREADS: Final = 4
@@ -33,7 +33,7 @@ _LARGE: Final = 2**16
 
 
 @dataclass(frozen=True, slots=True)
-class Partial:
+class PartialRead:
     """What one rank read of a block: which ranges (merged, in order), and their contribution to its checksum."""
 
     file: int
@@ -66,8 +66,8 @@ class _Block:
         if over and self.whole and self._crc != int(self.read.crc32, 16):
             raise bad_block(self._files, self.read)
 
-    def partial(self) -> Partial:
-        return Partial(self.read.file, self.read.at, tuple(self.ranges), self._crc)
+    def partial(self) -> PartialRead:
+        return PartialRead(self.read.file, self.read.at, tuple(self.ranges), self._crc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class _Piece:
     block: _Block
     low: int
     high: int
-    runs: Sequence[Run]
+    runs: Sequence[CopyRun]
     file: int
     start: int
     stop: int
@@ -86,7 +86,7 @@ class _Piece:
 _Stretch = list[_Piece]  # pieces that are read at once: in order, of one file, with at most _GAP bytes between them
 
 
-def read_blocks(files: Files, reads: Sequence[BlockRead], buffers: Sequence[memoryview]) -> list[Partial]:
+def read_blocks(files: Files, reads: Sequence[BlockRead], buffers: Sequence[memoryview]) -> list[PartialRead]:
     """Fill `buffers` (one per shard, bytes) and return the parts of blocks that are not proven yet.
 
     Raises:
@@ -204,7 +204,7 @@ def _take(stretch: _Stretch, fetched: AbstractContextManager[memoryview], buffer
             piece.block.add(piece.low, piece.high, _place(part, (piece.low, piece.high), piece.runs, buffers))
 
 
-def _place(view: memoryview, span: tuple[int, int], runs: Sequence[Run], buffers: Sequence[memoryview]) -> int:
+def _place(view: memoryview, span: tuple[int, int], runs: Sequence[CopyRun], buffers: Sequence[memoryview]) -> int:
     """Put each run's bytes of a stretch where they belong; the checksum of the stretch."""
     low, high = span
     if len(runs) == 1 and runs[0].at <= low and high <= runs[0].at + runs[0].nbytes:
@@ -218,12 +218,12 @@ def _place(view: memoryview, span: tuple[int, int], runs: Sequence[Run], buffers
     return crc32(view)
 
 
-def _spans(runs: Sequence[Run], nbytes: int) -> list[tuple[int, int, list[Run]]]:
+def _spans(runs: Sequence[CopyRun], nbytes: int) -> list[tuple[int, int, list[CopyRun]]]:
     """Runs grouped into disjoint ranges to read, in order: (low, high, runs inside).
 
     Small gaps and block edges are read through; a large run is a range of its own, so that it is copied and checked at once.
     """
-    spans: list[tuple[int, int, list[Run]]] = []
+    spans: list[tuple[int, int, list[CopyRun]]] = []
     for run in runs:
         stop = run.at + run.nbytes
         if spans:
@@ -241,7 +241,7 @@ def _spans(runs: Sequence[Run], nbytes: int) -> list[tuple[int, int, list[Run]]]
     return spans
 
 
-def unproven(partials: Iterable[Partial], expected: Mapping[tuple[int, int], tuple[int, int]]) -> list[tuple[int, int]]:
+def unproven(partials: Iterable[PartialRead], expected: Mapping[tuple[int, int], tuple[int, int]]) -> list[tuple[int, int]]:
     """Blocks (file, at) whose checksum the ranks' parts do not confirm: not covered exactly once, or with another checksum.
 
     Args:

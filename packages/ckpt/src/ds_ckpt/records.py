@@ -10,7 +10,7 @@ from ds_ckpt.dtypes import ITEMSIZE
 from ds_ckpt.jsontext import Json
 from ds_comm.placement import Box
 
-__all__ = ["FileRecord", "Manifest", "PartRecord", "PieceRecord", "Stored", "TensorRecord"]
+__all__ = ["FileRecord", "Manifest", "PartRecord", "PieceRecord", "BlockLocation", "TensorRecord"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class BlockLocation:
     """Where one block is: `nbytes` at byte `at` of file number `file`, made by `codec` from the block's own bytes.
 
     `digest` names the block's own bytes (BLAKE2b of 16 bytes, hexadecimal), so that the next save need not write them again.
@@ -53,7 +53,7 @@ class PieceRecord:
     numel: int
     crc32: tuple[str, ...]
     start: int = 0
-    blocks: tuple[Stored, ...] = ()
+    blocks: tuple[BlockLocation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 import ds_monitor
 from ds_config.errors import CheckpointError
 
-__all__ = ["IncompleteError", "Retries", "transient"]
+__all__ = ["IncompleteError", "RetryPolicy", "transient"]
 
 _T = TypeVar("_T")
 _CLIENTS: Final = ("aiohttp", "aiobotocore", "botocore", "google", "azure", "requests", "urllib3", "httpx")
@@ -30,7 +30,7 @@ def transient(error: Exception) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Retries:
+class RetryPolicy:
     """How often and how long to ask.
 
     Attributes:

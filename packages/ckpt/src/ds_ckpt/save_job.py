@@ -23,12 +23,12 @@ from typing import Any
 from torch import Tensor
 
 import ds_monitor
-from ds_ckpt.coordinator import TRANSFER_S, Ranks
+from ds_ckpt.coordinator import TRANSFER_S, Coordinator
 from ds_ckpt.checkpoint_list import collect, next_sequence, shared_files
 from ds_ckpt.crc import copy_crc32, crc32
 from ds_ckpt.format import BLOCK_BYTES, encode, valid_name
 from ds_ckpt.checkpoint_index import (
-    Index,
+    CheckpointIndex,
     Kind,
     Leaf,
     encode_index,
@@ -42,22 +42,22 @@ from ds_ckpt.checkpoint_index import (
 from ds_ckpt.manifest_merge import join
 from ds_ckpt.jsontext import Json, dump, to_json
 from ds_ckpt.local import new_token
-from ds_ckpt.block_packing import Packing, Recipe
+from ds_ckpt.block_packing import BlockPacker, SaveOptions
 from ds_ckpt.save_plan import Item
-from ds_ckpt.save_planner import described, num_planners, planned, told
+from ds_ckpt.save_planner import described, num_planners, planned, entries_of
 from ds_ckpt.protocols import Draft, put
 from ds_ckpt.records import PartRecord, PieceRecord, TensorRecord
-from ds_ckpt.local_storage import At, locate
+from ds_ckpt.local_storage import CheckpointRef, locate
 from ds_ckpt.shard_tensors import Local, byte_view, check_local, copier
-from ds_ckpt.writer import Copy, Pool, Stream, Written
+from ds_ckpt.writer import Copy, SlabPool, FileStream, Written
 from ds_comm.placement import Box, TensorShard
 from ds_config.errors import CheckpointError
 
-__all__ = ["Gathered", "Job", "PlanCache", "Saved", "Share", "prepare", "publish", "save", "save_from", "undo"]
+__all__ = ["Gathered", "SaveJob", "PlanCache", "SaveResult", "RankSavePlan", "prepare", "publish", "save", "save_from", "undo"]
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SaveResult:
     """What a save wrote: where, the bytes of its tensors, and its place in the order of checkpoints."""
 
     path: str
@@ -66,7 +66,7 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankSavePlan:
     """One rank's share of a plan: the entries of its file, the tensors it planned, and whether there are other planners."""
 
     items: tuple[Item, ...] = ()
@@ -79,20 +79,20 @@ class PlanCache:
     """The last plan and the shards of this rank it was made for: layouts rarely change between saves."""
 
     shards: list[TensorShard] | None = None
-    share: Share = field(default_factory=Share)
+    share: RankSavePlan = field(default_factory=RankSavePlan)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SaveJob:
     """A save that is decided and not yet written: all that the writing needs to know, on one rank."""
 
-    at: At
+    at: CheckpointRef
     draft: Draft
-    share: Share
+    share: RankSavePlan
     rank: int
     meta: Json
     aliases: Mapping[str, str]
-    packing: Packing | None = None
+    packing: BlockPacker | None = None
 
     @property
     def nbytes(self) -> int:
@@ -104,11 +104,11 @@ class Job:
         """This rank's entries."""
         return self.share.items
 
-    def stream(self, pool: Pool) -> Stream:
+    def stream(self, pool: SlabPool) -> FileStream:
         """This rank's file, to be filled and drained."""
-        return Stream(self.items, pool, BLOCK_BYTES)
+        return FileStream(self.items, pool, BLOCK_BYTES)
 
-    def write(self, stream: Stream, copy: Copy | None = None) -> Leaf | None:
+    def write(self, stream: FileStream, copy: Copy | None = None) -> Leaf | None:
         """Write and sync this rank's file; what it holds, None when there is nothing to write.
 
         `copy` fills the stream here; without it the caller does.
@@ -152,7 +152,7 @@ class Job:
             _check_aliases(self.aliases, tensors)
             created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             entries = tuple(entry_from(answer["entry"]) for answer in answers if "entry" in answer)
-            index = Index(sequence, created, "ds-ckpt", BLOCK_BYTES, tensors, entries, self.aliases, self.meta)
+            index = CheckpointIndex(sequence, created, "ds-ckpt", BLOCK_BYTES, tensors, entries, self.aliases, self.meta)
             if self.inline:
                 leaves = [leaf_of(answer["leaf"]) for answer in answers if "leaf" in answer]
                 self.draft.commit(encode(join(index, leaves, whole=True)))
@@ -164,14 +164,14 @@ class Job:
 
 
 def save(
-    path: str | os.PathLike[str] | At,
+    path: str | os.PathLike[str] | CheckpointRef,
     shards: Iterable[Local],
     meta: Mapping[str, Json],
     *,
     group: Any = None,
     aliases: Mapping[str, str] | None = None,
-    recipe: Recipe | None = None,
-) -> Saved:
+    recipe: SaveOptions | None = None,
+) -> SaveResult:
     """Write a checkpoint and return when it is durable and visible. Collective over `group`.
 
     Args:
@@ -186,28 +186,28 @@ def save(
         CheckpointError: on every rank when it is raised on one. Earlier checkpoints are untouched.
     Cost: every element is written once, by one rank, in parallel over ranks and threads, through 32 MiB of host memory.
     """
-    ranks = Ranks.of(group)
+    ranks = Coordinator.of(group)
     with ds_monitor.span("ckpt.save", checkpoint=str(path)):
         gathered = Gathered(shards)
-        packing = None if recipe is None else Packing(recipe)
+        packing = None if recipe is None else BlockPacker(recipe)
         job = prepare(ranks, path, gathered, (meta, aliases or {}), PlanCache(), packing)
-        stream = job.stream(Pool())
+        stream = job.stream(SlabPool())
         return publish(ranks, job, lambda: job.write(stream, copier(gathered.local)))
 
 
 def save_from(
-    path: str | os.PathLike[str] | At,
+    path: str | os.PathLike[str] | CheckpointRef,
     readers: Mapping[TensorShard, Callable[[], Tensor]],
     meta: Mapping[str, Json],
     aliases: Mapping[str, str],
-) -> Saved:
+) -> SaveResult:
     """`save` from one process, of tensors that are read one after another, each dropped once it is written.
 
     Cost: the largest tensor, and 32 MiB, of host memory.
     """
-    ranks = Ranks.alone()
+    ranks = Coordinator.alone()
     job = prepare(ranks, path, lambda: list(readers), (meta, aliases), PlanCache())
-    stream, read = job.stream(Pool()), list(readers.values())
+    stream, read = job.stream(SlabPool()), list(readers.values())
     present: list[tuple[int, memoryview]] = []
 
     def copy(target: memoryview, item: Item, start: int) -> int:
@@ -227,13 +227,13 @@ def save_from(
 
 
 def prepare(
-    ranks: Ranks,
-    path: str | os.PathLike[str] | At,
+    ranks: Coordinator,
+    path: str | os.PathLike[str] | CheckpointRef,
     shards: Callable[[], list[TensorShard]],
     record: tuple[Mapping[str, Json], Mapping[str, str]],
     cache: PlanCache,
-    packing: Packing | None = None,
-) -> Job:
+    packing: BlockPacker | None = None,
+) -> SaveJob:
     """Steps 1 and 2 of a save. `record` is (meta, aliases). Collective; one small agreement while the layout stays the same.
 
     `shards` gives this rank's; an error it raises is an error on every rank.
@@ -269,7 +269,7 @@ def prepare(
     draft = at.storage.draft(at.tag, common["token"])
     if packing is not None:
         packing.look(ranks, at, own)
-    return Job(at, draft, cache.share, ranks.rank, to_json(record[0]), dict(sorted(common["aliases"].items())), packing)
+    return SaveJob(at, draft, cache.share, ranks.rank, to_json(record[0]), dict(sorted(common["aliases"].items())), packing)
 
 
 def _common(mine: Json, theirs: Json) -> Json:
@@ -291,7 +291,7 @@ def _common(mine: Json, theirs: Json) -> Json:
     }
 
 
-def _share(ranks: Ranks, own: list[TensorShard], most: int) -> Share:
+def _share(ranks: Coordinator, own: list[TensorShard], most: int) -> RankSavePlan:
     count = num_planners(most, ranks.size)
     came = ranks.route(described(own, count, ranks.size))
     answers: dict[int, bytes] = {}
@@ -304,7 +304,7 @@ def _share(ranks: Ranks, own: list[TensorShard], most: int) -> Share:
             table.update(kinds)
 
     ranks.settle(plan)
-    return Share(told(ranks.route(answers), own, ranks.rank), table, count == 1)
+    return RankSavePlan(entries_of(ranks.route(answers), own, ranks.rank), table, count == 1)
 
 
 class Gathered:
@@ -318,7 +318,7 @@ class Gathered:
         return [item.shard for item in self.local]
 
 
-def publish(ranks: Ranks, job: Job, write: Callable[[], Leaf | None]) -> Saved:
+def publish(ranks: Coordinator, job: SaveJob, write: Callable[[], Leaf | None]) -> SaveResult:
     """Steps 3 to 6 of a save; `write` is step 4. Collective."""
     said: list[bytes] = []
 
@@ -336,7 +336,7 @@ def publish(ranks: Ranks, job: Job, write: Callable[[], Leaf | None]) -> Saved:
         raise
     if job.packing is not None:
         job.packing.committed()
-    return Saved(job.at.storage.where(job.at.tag), nbytes, sequence)
+    return SaveResult(job.at.storage.where(job.at.tag), nbytes, sequence)
 
 
 def undo(draft: Draft, error: BaseException) -> None:

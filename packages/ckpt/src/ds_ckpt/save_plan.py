@@ -17,7 +17,7 @@ from typing import Final
 
 from ds_ckpt.dtypes import CODE, ITEMSIZE
 from ds_ckpt.format import BLOCK_BYTES, disjoint, valid_name
-from ds_ckpt.records import Manifest, PartRecord, PieceRecord, Stored, TensorRecord
+from ds_ckpt.records import Manifest, PartRecord, PieceRecord, BlockLocation, TensorRecord
 from ds_comm.placement import Box, TensorShard
 from ds_config.errors import CheckpointError
 
@@ -28,7 +28,7 @@ __all__ = [
     "PlannedPart",
     "PlannedPiece",
     "PlannedTensor",
-    "Run",
+    "CopyRun",
     "SavePlan",
     "all_blocks",
     "in_file_order",
@@ -103,7 +103,7 @@ class SavePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class CopyRun:
     """`nbytes` from byte `at` of a block to byte `to` of the data of shard number `shard`."""
 
     at: int
@@ -124,7 +124,7 @@ class BlockRead:
     at: int
     nbytes: int
     crc32: str
-    runs: tuple[Run, ...]
+    runs: tuple[CopyRun, ...]
     codec: str = ""
     stored_nbytes: int = 0
 
@@ -326,7 +326,7 @@ def plan_load(shards: Sequence[TensorShard], manifest: Manifest) -> tuple[BlockR
     caller that casts reads into a buffer of that dtype first.
     Cost: one run per contiguous stretch; a rank with the layout of the writer has one per block.
     """
-    wanted: dict[tuple[int, int], tuple[BlockRead, list[Run]]] = {}
+    wanted: dict[tuple[int, int], tuple[BlockRead, list[CopyRun]]] = {}
     for index, shard in enumerate(shards):
         name = manifest.aliases.get(shard.name, shard.name)
         record = manifest.tensors[name]
@@ -341,9 +341,9 @@ def plan_load(shards: Sequence[TensorShard], manifest: Manifest) -> tuple[BlockR
                     to = (in_shard + done) * itemsize
                     last = runs[-1] if runs else None
                     if last and last.shard == index and (last.at + last.nbytes, last.to + last.nbytes) == (offset, to):
-                        runs[-1] = Run(last.at, index, last.to, last.nbytes + count)
+                        runs[-1] = CopyRun(last.at, index, last.to, last.nbytes + count)
                     else:
-                        runs.append(Run(offset, index, to, count))
+                        runs.append(CopyRun(offset, index, to, count))
     return tuple(
         replace(block, runs=tuple(sorted(runs, key=lambda r: (r.at, r.shard))))
         for _, (block, runs) in sorted(wanted.items())
@@ -371,7 +371,7 @@ def all_blocks(manifest: Manifest) -> tuple[BlockRead, ...]:
 def _block(name: str, itemsize: int, piece: PieceRecord, number: int, block_bytes: int) -> BlockRead:
     low = number * block_bytes
     nbytes = min(block_bytes, piece.numel * itemsize - low)
-    where = piece.blocks[number] if piece.blocks else Stored(piece.file, piece.at + low, nbytes, "", "")
+    where = piece.blocks[number] if piece.blocks else BlockLocation(piece.file, piece.at + low, nbytes, "", "")
     return BlockRead(name, where.file, where.at, nbytes, piece.crc32[number], (), where.codec, where.nbytes)
 
 

@@ -18,7 +18,7 @@ from ds_ckpt.jsontext import Json
 from ds_ckpt.save_plan import Item, PlannedPiece, in_file_order, plan_save
 from ds_comm.placement import Box, Interval, TensorShard
 
-__all__ = ["SHARDS_ALONE", "SHARDS_PER_PLANNER", "described", "num_planners", "planned", "planner_of", "told"]
+__all__ = ["SHARDS_ALONE", "SHARDS_PER_PLANNER", "described", "num_planners", "planned", "planner_of", "entries_of"]
 
 SHARDS_ALONE: Final = 40_000
 SHARDS_PER_PLANNER: Final = 4_000
@@ -68,7 +68,7 @@ def planned(came: Mapping[int, bytes], rank: int, world: int) -> tuple[dict[int,
     return answers, {name: (t.dtype, t.shape) for name, t in plan.tensors.items()}
 
 
-def told(answers: Mapping[int, bytes], shards: Sequence[TensorShard], rank: int) -> tuple[Item, ...]:
+def entries_of(answers: Mapping[int, bytes], shards: Sequence[TensorShard], rank: int) -> tuple[Item, ...]:
     """The entries of this rank's file, out of what the planners answered, in file order."""
     items = []
     for data in answers.values():

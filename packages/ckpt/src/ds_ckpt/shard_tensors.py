@@ -23,7 +23,7 @@ __all__ = [
     "staged_groups",
     "staging",
     "torch_dtype",
-    "whole",
+    "full_shards",
 ]
 
 
@@ -142,7 +142,7 @@ class _Whole:
         self.data = data.detach().reshape(-1)
 
 
-def whole(tensors: dict[str, Tensor]) -> list[Local]:
+def full_shards(tensors: dict[str, Tensor]) -> list[Local]:
     """Shards of tensors that this process holds completely: `ds_ckpt.save(path, ds_ckpt.whole(model.state_dict()), {})`.
 
     A load fills them in place, so every tensor must be contiguous.

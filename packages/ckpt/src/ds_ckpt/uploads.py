@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
-from ds_ckpt.retrying import IncompleteError, Retries
+from ds_ckpt.retrying import IncompleteError, RetryPolicy
 from ds_config.errors import CheckpointError
 
 __all__ = ["PartsFile", "PlainFile", "put_object", "size_of"]
@@ -27,7 +27,7 @@ def size_of(fs: Any, path: str) -> int:
     return int(fs.info(path)["size"])
 
 
-def put_object(fs: Any, retries: Retries, path: str, data: bytes) -> None:
+def put_object(fs: Any, retries: RetryPolicy, path: str, data: bytes) -> None:
     """Write a small object and see that it is there. Atomic where the store's puts are."""
 
     def ask() -> None:
@@ -78,7 +78,7 @@ class PlainFile(_InOrder):
 class PartsFile(_InOrder):
     """An object in parts of S3. `nbytes`: how many will come, or 0 where that is not known."""
 
-    def __init__(self, fs: Any, retries: Retries, path: str, nbytes: int) -> None:
+    def __init__(self, fs: Any, retries: RetryPolicy, path: str, nbytes: int) -> None:
         super().__init__(path)
         self._fs, self._retries = fs, retries
         self._bucket, self._key, _ = fs.split_path(path)
@@ -133,7 +133,7 @@ class PartsFile(_InOrder):
 
     def _complete(self, parts: list[dict[str, Any]]) -> None:
         try:
-            self._ask("complete_multipart_upload", UploadId=self._upload, MultipartUpload={"Parts": parts})
+            self._ask("complete_multipart_upload", UploadId=self._upload, MultipartUpload={"BlockParts": parts})
         except FileNotFoundError:
             # An answer that was lost: the upload is over, and the object there, or not.
             if size_of(self._fs, self._path) != self._at:

@@ -32,7 +32,7 @@ from ds_ckpt.protocols import Draft, WriteFile
 from ds_ckpt.records import FileRecord
 from ds_config.errors import CheckpointError
 
-__all__ = ["SLAB_BYTES", "Copy", "Pool", "Stream", "Written", "safetensors_header"]
+__all__ = ["SLAB_BYTES", "Copy", "SlabPool", "FileStream", "Written", "safetensors_header"]
 
 SLAB_BYTES: Final = 4 * 2**20
 _POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE, Linux 5.14
@@ -53,7 +53,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class _Segment:
+class _FileSegment:
     entry: int
     block: int
     start: int  # byte of the entry
@@ -66,7 +66,7 @@ class _Segment:
 class _Range:
     at: int
     nbytes: int
-    segments: tuple[_Segment, ...]
+    segments: tuple[_FileSegment, ...]
 
 
 # The next slab to write, None after the last: it may end writes that are under way, and has ended all at the end.
@@ -90,7 +90,7 @@ def safetensors_header(entries: Sequence[tuple[str, str, tuple[int, ...]]]) -> b
     return padded.to_bytes(8, "little") + text.ljust(padded)
 
 
-class Pool:
+class SlabPool:
     """Slabs of host memory, made when first needed, at most `limit_bytes` of them, reused for ever.
 
     Thread-safe. `acquire` waits for a slab when all are in use: that is the back-pressure.
@@ -163,10 +163,10 @@ class Pool:
         return mmap.mmap(-1, SLAB_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-class Stream:
+class FileStream:
     """One file on its way from tensors to storage: `fill` and `drain` in two threads, or `through` in one, once."""
 
-    def __init__(self, items: Sequence[Item], pool: Pool, block_bytes: int = BLOCK_BYTES) -> None:
+    def __init__(self, items: Sequence[Item], pool: SlabPool, block_bytes: int = BLOCK_BYTES) -> None:
         self._items, self._pool, self._block_bytes = items, pool, block_bytes
         self._head = safetensors_header([(item.key, item.dtype, item.shape) for item in items])
         self.nbytes = len(self._head) + sum(item.nbytes for item in items)
@@ -320,7 +320,7 @@ class Stream:
 
     def _ranges(self) -> Iterator[_Range]:
         """The stream cut at multiples of SLAB_BYTES."""
-        segments: list[_Segment] = []
+        segments: list[_FileSegment] = []
         at, position = 0, len(self._head)
         while position - at >= SLAB_BYTES:  # slabs that hold nothing but header
             yield _Range(at, SLAB_BYTES, ())
@@ -331,7 +331,7 @@ class Stream:
                 block = start // self._block_bytes
                 block_stop = min((block + 1) * self._block_bytes, item.nbytes)
                 stop = min(block_stop, start + at + SLAB_BYTES - position)
-                segments.append(_Segment(entry, block, start, position - at, stop - start, block_stop - stop))
+                segments.append(_FileSegment(entry, block, start, position - at, stop - start, block_stop - stop))
                 position += stop - start
                 start = stop
                 if position == at + SLAB_BYTES:

@@ -14,7 +14,7 @@ from ds_testing import world
 def test_saves_behind_training_collectives(tmp_path, model):
     rank = dist.get_rank()
     local = [model.local(s, fill=True) for s in model.layout(rank, 2, 1, "flat")]
-    engine = ds_ckpt.Asynchronous(keep=2)
+    engine = ds_ckpt.AsyncCheckpointer(keep=2)
     traffic = torch.ones(1000)
     for step in range(4):
         engine.save(tmp_path / f"s{step}", local, {"step": step}, behind=step % 2 == 1)
@@ -39,7 +39,7 @@ def test_a_plan_is_made_again_only_when_a_layout_changes(tmp_path, model, monkey
         return plan_save(*args, **options)
 
     monkeypatch.setattr(ds_ckpt.save_planner, "plan_save", counted)
-    engine = ds_ckpt.Synchronous()
+    engine = ds_ckpt.SyncCheckpointer()
     for step, style in enumerate(("flat", "flat", "replica", "replica", "flat")):
         # In step 2 only rank 1 changes: rank 0 must notice.
         style = "flat" if rank == 0 and step == 2 else style
@@ -61,9 +61,9 @@ def test_an_error_of_one_rank_surfaces_on_both(tmp_path, model):
         def write(self, fd, data, offset):
             raise OSError(5, "Input/output error")
 
-    engine = ds_ckpt.Asynchronous()
+    engine = ds_ckpt.AsyncCheckpointer()
     broken = ds_ckpt.LocalStorage(tmp_path, Broken() if rank == 1 else None)
-    engine.save(ds_ckpt.At(broken, "a"), local, {})
+    engine.save(ds_ckpt.CheckpointRef(broken, "a"), local, {})
     with pytest.raises(CheckpointError, match="Input/output error"):
         engine.wait()
     engine.save(tmp_path / "b", local, {})

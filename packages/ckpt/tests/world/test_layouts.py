@@ -97,7 +97,7 @@ def test_ranks_that_disagree_are_told_in_what(tmp_path, model):
         assert caught.value.code == expected
     odd = torch.zeros((), dtype=torch.float64 if rank else torch.float32)
     with pytest.raises(CheckpointError, match=re.escape("float64[]")) as caught:
-        ds_ckpt.save(tmp_path / "a", ds_ckpt.whole({"x": odd}), {})
+        ds_ckpt.save(tmp_path / "a", ds_ckpt.full_shards({"x": odd}), {})
     assert caught.value.code == "ckpt-shape-conflict"
 
 
@@ -113,7 +113,7 @@ def test_a_write_that_fails_on_one_rank_fails_on_both_and_leaves_nothing(tmp_pat
 
     storage = ds_ckpt.LocalStorage(tmp_path, Full() if rank == 1 else None)
     with pytest.raises(CheckpointError, match="No space left on device") as caught:
-        ds_ckpt.save(ds_ckpt.At(storage, "bad"), shards, {"step": 2})
+        ds_ckpt.save(ds_ckpt.CheckpointRef(storage, "bad"), shards, {"step": 2})
     assert caught.value.code == "ckpt-io"
     # Other ranks name the rank that failed. What stands before it (this rank's place) depends on what ran earlier in this process.
     assert ("rank 1: OSError" in str(caught.value)) == (rank == 0)

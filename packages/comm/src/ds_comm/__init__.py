@@ -25,23 +25,23 @@ from ds_comm.collectives import (
     reduce_scatter_tensor,
     scatter,
 )
-from ds_comm.reduction_group import Assignment, Family, assign, assignment_of
-from ds_comm.grid import Grid
+from ds_comm.reduction_group import ParamSharding, ReductionGroup, set_param_sharding, param_sharding
+from ds_comm.grid import RankGrid
 from ds_comm.groups import (
     Group,
     GroupLike,
     as_group,
-    drop_group,
+    destroy_group,
     new_group,
-    part_group,
-    single_group,
-    twin_group,
+    new_local_group,
+    self_group,
+    duplicate_group,
     world_group,
 )
 from ds_comm.process_group import destroy_process_group, ensure_world, init_distributed, local_rank
 from ds_comm.mesh import Mesh, MeshSpec
-from ds_comm.metadata import all_gather_json, broadcast_json, exchange_counts
-from ds_comm.notices import hear, tell
+from ds_comm.metadata import all_gather_json, broadcast_json, all_to_all_counts
+from ds_comm.notices import collect_notices, post_notice
 from ds_comm.object_collectives import (
     all_gather_object,
     broadcast_object_list,
@@ -52,14 +52,14 @@ from ds_comm.object_collectives import (
 )
 from ds_comm.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from ds_comm.placement import Box, Interval, LocalShard, Partial, Replicate, Shard, TensorShard
-from ds_comm.watch.recorder import patience
+from ds_comm.watch.recorder import extend_timeout
 from ds_comm.work import Work
 
 __all__ = [
-    "Assignment",
+    "ParamSharding",
     "Box",
-    "Family",
-    "Grid",
+    "ReductionGroup",
+    "RankGrid",
     "Group",
     "GroupLike",
     "Interval",
@@ -85,8 +85,8 @@ __all__ = [
     "all_to_all_pieces",
     "all_to_all_single",
     "as_group",
-    "assign",
-    "assignment_of",
+    "set_param_sharding",
+    "param_sharding",
     "barrier",
     "batch_isend_irecv",
     "broadcast",
@@ -94,20 +94,20 @@ __all__ = [
     "broadcast_object_list",
     "destroy_process_group",
     "differentiable",
-    "drop_group",
+    "destroy_group",
     "ensure_world",
-    "exchange_counts",
+    "all_to_all_counts",
     "gather",
     "gather_object",
-    "hear",
+    "collect_notices",
     "init_distributed",
     "irecv",
     "isend",
     "local_rank",
     "monitored_barrier",
     "new_group",
-    "part_group",
-    "patience",
+    "new_local_group",
+    "extend_timeout",
     "recv",
     "recv_object_list",
     "reduce",
@@ -119,8 +119,8 @@ __all__ = [
     "scatter_object_list",
     "send",
     "send_object_list",
-    "single_group",
-    "tell",
-    "twin_group",
+    "self_group",
+    "post_notice",
+    "duplicate_group",
     "world_group",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_comm.launch import Launch
+from ds_comm.launch import LaunchedProcess
 
 __all__ = ["BACKEND_VARIABLE", "BackendChoice", "choose_backend", "settle"]
 
@@ -26,7 +26,7 @@ class BackendChoice:
     otherwise: str = ""
 
 
-def choose_backend(asked: str | None, env: Mapping[str, str], launch: Launch, device: tuple[str, str]) -> BackendChoice:
+def choose_backend(asked: str | None, env: Mapping[str, str], launch: LaunchedProcess, device: tuple[str, str]) -> BackendChoice:
     """The argument wins over DS_COMM_BACKEND, which wins over what fits the device and the ranks' places.
 
     Args:

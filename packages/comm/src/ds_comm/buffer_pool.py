@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Pool"]
+__all__ = ["BufferPool"]
 
 
-class Pool:
+class BufferPool:
     """Reusable flat buffers.
 
     Attributes:

@@ -14,14 +14,14 @@ from ds_comm.groups import Group
 from ds_comm.transports import Started, Transport
 from ds_comm.watch.recorder import current
 from ds_comm.watch.stamp_ring import MESSAGES
-from ds_comm.work import DONE, Pending, Work, failed
+from ds_comm.work import DONE, PendingWork, Work, failed
 from ds_config.errors import CommError
 
-__all__ = ["Call"]
+__all__ = ["CollectiveCall"]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CollectiveCall:
     """What is called: `op` on `group`, for `unit`. Checks raise before anything is sent; `start` sends.
 
     Attributes:
@@ -188,7 +188,7 @@ class Call:
             span.__exit__(None, None, None)
             told = failed(self, recorder.explain(slot), error)
             raise told from (None if isinstance(error, CommError) else error)
-        work = Pending(
+        work = PendingWork(
             started if back is None else _then(started, back), self, (recorder, slot, order.key), span, host_waits
         )
         if async_op:

@@ -15,7 +15,7 @@ from ds_config.errors import DsError
 from ds_config.sizes import parse_bytes, size_argument
 
 if TYPE_CHECKING:
-    from ds_comm.sweep import Timing
+    from ds_comm.sweep import BenchTiming
 
 __all__ = ["HELP", "OPERATIONS", "SCREEN", "main", "register"]
 
@@ -139,7 +139,7 @@ def _bench(args: argparse.Namespace) -> int:
 _HEAD = f"{'op':<16}{'backend':<10}{'dtype':<10}{'bytes':>12}{'median us':>12}{'best us':>12}{'alg GB/s':>10}{'bus GB/s':>10}"
 
 
-def _line(timing: Timing) -> str:
+def _line(timing: BenchTiming) -> str:
     case, gbytes = timing.case, 1 / 8
     dtype = str(case.dtype).removeprefix("torch.")
     times = f"{timing.median_s * 1e6:>12.1f}{timing.best_s * 1e6:>12.1f}"
@@ -147,7 +147,7 @@ def _line(timing: Timing) -> str:
     return f"{case.op:<16}{case.backend:<10}{dtype:<10}{case.nbytes:>12}{times}{speeds}"
 
 
-def _plain(timing: Timing) -> dict[str, object]:
+def _plain(timing: BenchTiming) -> dict[str, object]:
     plain = asdict(timing)
     plain["case"]["dtype"] = str(timing.case.dtype).removeprefix("torch.")
     return plain

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_comm.call import Call
+from ds_comm.call import CollectiveCall
 from ds_comm.groups import DEFAULT_TIMEOUT, GroupLike, as_group
 from ds_comm.transports import Started
-from ds_comm.watch.recorder import patience
+from ds_comm.watch.recorder import extend_timeout
 from ds_comm.work import Work
 from ds_config.errors import CommError
 
@@ -61,7 +61,7 @@ def all_reduce(
 
     Cost: 2 (N-1)/N S.
     """
-    call = Call("all_reduce", as_group(group), unit)
+    call = CollectiveCall("all_reduce", as_group(group), unit)
     call.check(tensor)
     return call.start(tensor, async_op, lambda to: to.all_reduce(tensor, op))
 
@@ -70,7 +70,7 @@ def all_reduce_coalesced(
     tensors: Sequence[Tensor], op: Any = _SUM, group: GroupLike = None, async_op: bool = False, *, unit: str = ""
 ) -> Work:
     """`all_reduce` of several tensors of one dtype as one message. Costs a copy of them in and out."""
-    call = Call("all_reduce_coalesced", as_group(group), unit)
+    call = CollectiveCall("all_reduce_coalesced", as_group(group), unit)
     call.check(*tensors)
     flat, back = _fused(tensors)
     return call.start(flat, async_op, lambda to: to.all_reduce(flat, op), back)
@@ -87,7 +87,7 @@ def reduce(
     unit: str = "",
 ) -> Work:
     """Leave the reduction over the group in `tensor` of rank `dst`; elsewhere its content is undefined afterwards."""
-    call = Call("reduce", as_group(group), unit)
+    call = CollectiveCall("reduce", as_group(group), unit)
     root = call.root(dst, group_dst)
     call.check(tensor)
     return call.start(tensor, async_op, lambda to: to.reduce(tensor, root, op), peer=root)
@@ -110,7 +110,7 @@ def reduce_scatter_single(
     Cost: (N-1)/N S. On gloo sums are made in rank order, in fp32 for fp16 and bf16; for two ranks they are the bits of
         an all_reduce.
     """
-    call = Call("reduce_scatter_single", as_group(group), unit)
+    call = CollectiveCall("reduce_scatter_single", as_group(group), unit)
     call.check(output, input)
     call.check_parts("output", output.numel(), "input", input.numel())
     call.copy_alone(output, input)
@@ -127,7 +127,7 @@ def reduce_scatter(
     unit: str = "",
 ) -> Work:
     """`output` is the reduction of every rank's `input_list[rank]`. Costs a copy of the list into one message."""
-    call = Call("reduce_scatter", as_group(group), unit)
+    call = CollectiveCall("reduce_scatter", as_group(group), unit)
     call.check(output, *input_list)
     call.check_list("input_list", input_list, output.numel())
     flat, _ = _fused(input_list)
@@ -145,7 +145,7 @@ def reduce_scatter_coalesced(
     unit: str = "",
 ) -> Work:
     """`reduce_scatter_single` of several pairs of one dtype as one message. Costs a copy of them in and out."""
-    call = Call("reduce_scatter_coalesced", as_group(group), unit)
+    call = CollectiveCall("reduce_scatter_coalesced", as_group(group), unit)
     call.check(*outputs, *inputs)
     call.check_pairs("outputs", outputs, "inputs", inputs)
     flat_in = torch.cat([whole.view(call.group.size, -1) for whole in inputs], dim=1) if inputs else torch.empty(0)
@@ -164,7 +164,7 @@ def all_gather_single(
         input_tensor: n elements. May be `output_tensor`'s own part for this rank.
     Cost: (N-1)/N of the output's bytes.
     """
-    call = Call("all_gather_single", as_group(group), unit)
+    call = CollectiveCall("all_gather_single", as_group(group), unit)
     call.check(output_tensor, input_tensor)
     call.check_parts("input_tensor", input_tensor.numel(), "output_tensor", output_tensor.numel())
     call.copy_alone(output_tensor, input_tensor)
@@ -175,7 +175,7 @@ def all_gather(
     tensor_list: Sequence[Tensor], tensor: Tensor, group: GroupLike = None, async_op: bool = False, *, unit: str = ""
 ) -> Work:
     """`tensor_list[r]` becomes rank r's `tensor`. Sizes may differ between ranks where the backend allows it (gloo does)."""
-    call = Call("all_gather", as_group(group), unit)
+    call = CollectiveCall("all_gather", as_group(group), unit)
     call.check(tensor, *tensor_list)
     call.check_list("tensor_list", tensor_list)
     call.check_parts(
@@ -194,7 +194,7 @@ def all_gather_coalesced(
     unit: str = "",
 ) -> Work:
     """`all_gather_single` of several pairs of one dtype as one message. Costs a copy of them in and out."""
-    call = Call("all_gather_coalesced", as_group(group), unit)
+    call = CollectiveCall("all_gather_coalesced", as_group(group), unit)
     call.check(*output_tensors, *input_tensors)
     call.check_pairs("input_tensors", input_tensors, "output_tensors", output_tensors)
     flat_in, _ = _fused(input_tensors)
@@ -226,7 +226,7 @@ def all_to_all_single(
         input_split_sizes: Rows that go to each rank; equal parts when None or empty.
     Cost: (N-1)/N S for equal parts.
     """
-    call = Call("all_to_all_single", as_group(group), unit)
+    call = CollectiveCall("all_to_all_single", as_group(group), unit)
     call.check(output, input)
     receive = call.cut("output", _rows(output), output_split_sizes)
     send = call.cut("input", _rows(input), input_split_sizes)
@@ -248,7 +248,7 @@ def all_to_all(
 
     Tensors are contiguous; on shm they may be views, which are moved as they lie.
     """
-    call = Call("all_to_all", as_group(group), unit)
+    call = CollectiveCall("all_to_all", as_group(group), unit)
     first = next(iter((*output_tensor_list, *input_tensor_list)), torch.empty(0))
     call.check(*output_tensor_list, *input_tensor_list, views=call.takes_views(first.device))
     call.check_list("output_tensor_list", output_tensor_list)
@@ -274,7 +274,7 @@ def all_to_all_pieces(
         inputs: Contiguous tensors that lie anywhere and must not change before the end: nothing is copied on this side.
     Cost: what is sent; a message a tensor. Worth it from some 256 KiB a tensor on gloo; copy smaller ones together.
     """
-    call = Call("all_to_all_pieces", as_group(group), unit)
+    call = CollectiveCall("all_to_all_pieces", as_group(group), unit)
     call.check_count("outputs", outputs)
     call.check_count("inputs", inputs)
     others = [r for r in range(call.group.size) if r != call.group.rank]
@@ -295,7 +295,7 @@ def broadcast(
     unit: str = "",
 ) -> Work:
     """Copy rank `src`'s `tensor` into everyone's. Cost: S received per rank."""
-    call = Call("broadcast", as_group(group), unit)
+    call = CollectiveCall("broadcast", as_group(group), unit)
     root = call.root(src, group_src)
     call.check(tensor)
     return call.start(tensor, async_op, lambda to: to.broadcast(tensor, root), peer=root)
@@ -312,7 +312,7 @@ def gather(
     unit: str = "",
 ) -> Work:
     """On rank `dst` (default 0) `gather_list[r]` becomes rank r's `tensor`. The others pass no list."""
-    call = Call("gather", as_group(group), unit)
+    call = CollectiveCall("gather", as_group(group), unit)
     root = call.root(dst, group_dst, default=0)
     call.check(tensor, *(gather_list or ()))
     parts = call.at_root("gather_list", gather_list, root, tensor.numel())
@@ -332,7 +332,7 @@ def scatter(
     unit: str = "",
 ) -> Work:
     """Rank r's `tensor` becomes `scatter_list[r]` of rank `src` (default 0). The others pass no list."""
-    call = Call("scatter", as_group(group), unit)
+    call = CollectiveCall("scatter", as_group(group), unit)
     root = call.root(src, group_src, default=0)
     call.check(tensor, *(scatter_list or ()))
     parts = call.at_root("scatter_list", scatter_list, root, tensor.numel())
@@ -345,7 +345,7 @@ def barrier(
     group: GroupLike = None, async_op: bool = False, device_ids: Sequence[int] | None = None, *, unit: str = ""
 ) -> Work:
     """Return when every rank of the group has called it. `device_ids` is torch's, for backends that need it."""
-    call = Call("barrier", as_group(group), unit)
+    call = CollectiveCall("barrier", as_group(group), unit)
     if device_ids is None:
         return call.start(None, async_op, lambda to: to.barrier())
     ids = list(device_ids)
@@ -365,9 +365,9 @@ def monitored_barrier(
     if group.link is None:
         return
     limit = timeout or DEFAULT_TIMEOUT
-    call = Call("monitored_barrier", group, unit)
+    call = CollectiveCall("monitored_barrier", group, unit)
     try:
-        with patience(limit.total_seconds()):  # it has a limit of its own
+        with extend_timeout(limit.total_seconds()):  # it has a limit of its own
             call.start(None, False, lambda to: to.monitored_barrier(limit, wait_all_ranks))
     except RuntimeError as error:
         raise CommError(

@@ -32,9 +32,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ds_comm.call import Call
+from ds_comm.call import CollectiveCall
 from ds_comm.groups import GroupLike, as_group
-from ds_comm.differentiable_ops import AllGather, Copy, Cut, Exchange, Move, Reduce, ReduceScatter, Rows, Split
+from ds_comm.differentiable_ops import AllGather, Copy, DimSizes, SequenceAllToAll, CollectiveOp, Reduce, ReduceScatter, RowMove, SplitForward
 from ds_comm.work import DONE
 
 __all__ = [
@@ -42,7 +42,7 @@ __all__ = [
     "all_gather",
     "all_to_all_rows",
     "copy",
-    "exchange",
+    "seq_all_to_all",
     "gather",
     "reduce",
     "reduce_scatter",
@@ -71,13 +71,13 @@ def all_to_all_rows(
         CommError: the sizes are not one per rank or do not sum to the rows ("comm-size").
     Cost: the rows for other ranks, from where they lie.
     """
-    call = Call("all_to_all_single", as_group(group), unit)
+    call = CollectiveCall("all_to_all_single", as_group(group), unit)
     send, receive = tuple(call.cut("x dim 0", x.shape[0], send)), tuple(receive)
     call.cut("the result", sum(receive), receive)
-    return _run(Rows(call, send, receive), x, async_op)
+    return _run(RowMove(call, send, receive), x, async_op)
 
 
-def exchange(
+def seq_all_to_all(
     x: Tensor,
     group: GroupLike,
     *,
@@ -100,13 +100,13 @@ def exchange(
         CommError: the sizes do not fit, or both dims are one ("comm-size").
     Cost: (N-1)/N S. One copy before, none where `scatter_dim` is the outermost; as much after for `gather_dim`.
     """
-    call = Call("all_to_all_single", as_group(group), unit)
+    call = CollectiveCall("all_to_all_single", as_group(group), unit)
     cut, put = _dim(call, x, scatter_dim), _dim(call, x, gather_dim)
     if cut == put:
         raise call.size_error(f"dim {cut} is to be scattered and gathered")
     scattered = call.cut(f"dim {cut}", x.shape[cut], scatter_sizes)
     gathered = _everyones(call, f"dim {put}", x.shape[put], gather_sizes)
-    return _run(Exchange(call, (cut, tuple(scattered)), (put, tuple(gathered))), x, async_op)
+    return _run(SequenceAllToAll(call, (cut, tuple(scattered)), (put, tuple(gathered))), x, async_op)
 
 
 def all_gather(
@@ -126,9 +126,9 @@ def all_gather(
         `x`'s shape with the sum of sizes in `dim`. Its gradients are summed over the ranks.
     Cost: (N-1)/N S, and a copy where `dim` is not the outermost.
     """
-    call = Call("all_gather_single", as_group(group), unit)
+    call = CollectiveCall("all_gather_single", as_group(group), unit)
     dim = _dim(call, x, dim)
-    cut = Cut(dim, tuple(_everyones(call, f"dim {dim}", x.shape[dim], sizes)))
+    cut = DimSizes(dim, tuple(_everyones(call, f"dim {dim}", x.shape[dim], sizes)))
     return _run(AllGather(call, cut, common=False), x, async_op)
 
 
@@ -149,14 +149,14 @@ def reduce_scatter(
         `x`'s shape with sizes[rank] in `dim`.
     Cost: (N-1)/N of x's bytes, and a copy where `dim` is not the outermost.
     """
-    call = Call("reduce_scatter_single", as_group(group), unit)
+    call = CollectiveCall("reduce_scatter_single", as_group(group), unit)
     dim = _dim(call, x, dim)
-    return _run(ReduceScatter(call, Cut(dim, tuple(call.cut(f"dim {dim}", x.shape[dim], sizes)))), x, async_op)
+    return _run(ReduceScatter(call, DimSizes(dim, tuple(call.cut(f"dim {dim}", x.shape[dim], sizes)))), x, async_op)
 
 
 def copy(x: Tensor, group: GroupLike, *, unit: str = "") -> Tensor:
     """`x`, which all ranks have; its gradients are summed over the group. What a part of a cut layer reads."""
-    return cast(Tensor, _run(Copy(Call("all_reduce", as_group(group), unit)), x, False))
+    return cast(Tensor, _run(Copy(CollectiveCall("all_reduce", as_group(group), unit)), x, False))
 
 
 def reduce(x: Tensor, group: GroupLike, *, async_op: bool = False, unit: str = "") -> Any:
@@ -164,7 +164,7 @@ def reduce(x: Tensor, group: GroupLike, *, async_op: bool = False, unit: str = "
 
     Cost: 2 (N-1)/N S; its gradient costs nothing.
     """
-    return _run(Reduce(Call("all_reduce", as_group(group), unit)), x, async_op)
+    return _run(Reduce(CollectiveCall("all_reduce", as_group(group), unit)), x, async_op)
 
 
 def gather(
@@ -180,9 +180,9 @@ def gather(
 
     Args, returns and cost: as `all_gather`; its gradient costs nothing.
     """
-    call = Call("all_gather_single", as_group(group), unit)
+    call = CollectiveCall("all_gather_single", as_group(group), unit)
     dim = _dim(call, x, dim)
-    cut = Cut(dim, tuple(_everyones(call, f"dim {dim}", x.shape[dim], sizes)))
+    cut = DimSizes(dim, tuple(_everyones(call, f"dim {dim}", x.shape[dim], sizes)))
     return _run(AllGather(call, cut, common=True), x, async_op)
 
 
@@ -193,10 +193,10 @@ def split(x: Tensor, group: GroupLike, dim: int, sizes: Sequence[int] | None = N
         sizes: Places of `dim` for each rank; equal parts when None.
     Cost: a copy of the part. Its gradient is a `gather`.
     """
-    call = Call("all_gather_single", as_group(group), unit)
+    call = CollectiveCall("all_gather_single", as_group(group), unit)
     dim = _dim(call, x, dim)
-    cut = Cut(dim, tuple(call.cut(f"dim {dim}", x.shape[dim], sizes)))
-    return cast(Tensor, _run(Split(call, cut), x, False))
+    cut = DimSizes(dim, tuple(call.cut(f"dim {dim}", x.shape[dim], sizes)))
+    return cast(Tensor, _run(SplitForward(call, cut), x, False))
 
 
 class InFlight:
@@ -236,9 +236,9 @@ class _Journey:
 
     __slots__ = ("async_op", "back", "finish", "keep", "move", "work")
 
-    def __init__(self, move: Move, async_op: bool) -> None:
+    def __init__(self, move: CollectiveOp, async_op: bool) -> None:
         self.move = move
-        self.async_op = async_op and not isinstance(move, Copy | Split)
+        self.async_op = async_op and not isinstance(move, Copy | SplitForward)
         self.work, self.finish = DONE, cast(Callable[[], object] | None, None)
         self.keep: Tensor | None = None
         self.back: InFlight | None = None
@@ -288,7 +288,7 @@ class _Arrive(torch.autograd.Function):
         return grads[0], None
 
 
-def _run(move: Move, x: Tensor, async_op: bool) -> Any:
+def _run(move: CollectiveOp, x: Tensor, async_op: bool) -> Any:
     if move.call.group.size == 1:
         return InFlight(x, None) if async_op else x
     journey = _Journey(move, async_op)
@@ -301,13 +301,13 @@ def _run(move: Move, x: Tensor, async_op: bool) -> Any:
 # ---- sizes and layouts
 
 
-def _dim(call: Call, x: Tensor, dim: int) -> int:
+def _dim(call: CollectiveCall, x: Tensor, dim: int) -> int:
     if not -x.dim() <= dim < x.dim():
         raise call.size_error(f"dim {dim} of a tensor of shape {tuple(x.shape)}")
     return dim % x.dim()
 
 
-def _everyones(call: Call, name: str, mine: int, sizes: Sequence[int] | None) -> list[int]:
+def _everyones(call: CollectiveCall, name: str, mine: int, sizes: Sequence[int] | None) -> list[int]:
     if sizes is None:
         return [mine] * call.group.size
     if len(sizes) != call.group.size or sizes[call.group.rank] != mine or min(sizes) < 0:

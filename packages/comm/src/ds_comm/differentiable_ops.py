@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import ds_comm.collectives as collectives
-from ds_comm.call import Call
+from ds_comm.call import CollectiveCall
 from ds_comm.work import DONE, Work
 
-__all__ = ["AllGather", "Copy", "Cut", "Exchange", "Launched", "Move", "Reduce", "ReduceScatter", "Rows", "Split"]
+__all__ = ["AllGather", "Copy", "DimSizes", "SequenceAllToAll", "Launched", "CollectiveOp", "Reduce", "ReduceScatter", "RowMove", "SplitForward"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +26,18 @@ class Launched:
     finish: Callable[[], object] | None = None
 
 
-class Move(Protocol):
+class CollectiveOp(Protocol):
     @property
-    def call(self) -> Call: ...
+    def call(self) -> CollectiveCall: ...
 
     def launch(self, x: Tensor, async_op: bool) -> Launched: ...
 
-    def reverse(self) -> Move: ...
+    def reverse(self) -> CollectiveOp: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    call: Call
+class RowMove:
+    call: CollectiveCall
     send: tuple[int, ...]
     receive: tuple[int, ...]
 
@@ -48,15 +48,15 @@ class Rows:
         )
         return Launched(out, work)
 
-    def reverse(self) -> Move:
-        return Rows(_back(self.call), self.receive, self.send)
+    def reverse(self) -> CollectiveOp:
+        return RowMove(_back(self.call), self.receive, self.send)
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class SequenceAllToAll:
     """`scatter` and `gather`: a dim and its sizes by rank."""
 
-    call: Call
+    call: CollectiveCall
     scatter: tuple[int, tuple[int, ...]]
     gather: tuple[int, tuple[int, ...]]
 
@@ -82,12 +82,12 @@ class Exchange:
         parts = [part.view(s) for part, s in zip(flat.split(receive), shapes, strict=True)]
         return Launched(out, work, lambda: torch.cat(parts, put, out=out))
 
-    def reverse(self) -> Move:
-        return Exchange(_back(self.call), self.gather, self.scatter)
+    def reverse(self) -> CollectiveOp:
+        return SequenceAllToAll(_back(self.call), self.gather, self.scatter)
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class DimSizes:
     """A dim that the ranks share: `sizes[r]` places of it are rank r's."""
 
     dim: int
@@ -104,8 +104,8 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class AllGather:
-    call: Call
-    cut: Cut
+    call: CollectiveCall
+    cut: DimSizes
     common: bool
 
     def launch(self, x: Tensor, async_op: bool) -> Launched:
@@ -121,14 +121,14 @@ class AllGather:
         parts = [of[: math.prod(s)].view(s) for of, s in zip(rows, shapes, strict=True)]
         return Launched(out, work, lambda: torch.cat(parts, dim, out=out))
 
-    def reverse(self) -> Move:
-        return (Split if self.common else ReduceScatter)(_back(self.call), self.cut)
+    def reverse(self) -> CollectiveOp:
+        return (SplitForward if self.common else ReduceScatter)(_back(self.call), self.cut)
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter:
-    call: Call
-    cut: Cut
+    call: CollectiveCall
+    cut: DimSizes
 
     def launch(self, x: Tensor, async_op: bool) -> Launched:
         dim, sizes, group = self.cut.dim, self.cut.sizes, self.call.group
@@ -144,43 +144,43 @@ class ReduceScatter:
             return Launched(out, work)
         return Launched(out, work, lambda: out.view(-1).copy_(part[: out.numel()]))
 
-    def reverse(self) -> Move:
+    def reverse(self) -> CollectiveOp:
         return AllGather(_back(self.call), self.cut, common=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    call: Call
-    cut: Cut
+class SplitForward:
+    call: CollectiveCall
+    cut: DimSizes
 
     def launch(self, x: Tensor, async_op: bool) -> Launched:
         mine = x.split(self.cut.sizes, self.cut.dim)[self.call.group.rank]
         return Launched(mine.clone(memory_format=torch.contiguous_format))
 
-    def reverse(self) -> Move:
+    def reverse(self) -> CollectiveOp:
         return AllGather(_back(self.call), self.cut, common=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    call: Call
+    call: CollectiveCall
 
     def launch(self, x: Tensor, async_op: bool) -> Launched:
         return Launched(x)
 
-    def reverse(self) -> Move:
+    def reverse(self) -> CollectiveOp:
         return Reduce(_back(self.call))
 
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    call: Call
+    call: CollectiveCall
 
     def launch(self, x: Tensor, async_op: bool) -> Launched:
         out = x.clone(memory_format=torch.contiguous_format)
         return Launched(out, collectives.all_reduce(out, group=self.call.group, async_op=async_op, unit=self.call.unit))
 
-    def reverse(self) -> Move:
+    def reverse(self) -> CollectiveOp:
         return Copy(_back(self.call))
 
 
@@ -208,6 +208,6 @@ def _padded(x: Tensor, numel: int) -> Tensor:
     return flat
 
 
-def _back(call: Call) -> Call:
+def _back(call: CollectiveCall) -> CollectiveCall:
     """The call of a gradient: `layers.0` becomes `layers.0.grad`, and that of its gradient `layers.0` again."""
     return replace(call, unit=call.unit.removesuffix(".grad") if call.unit.endswith(".grad") else f"{call.unit}.grad")

@@ -10,11 +10,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Grid"]
+__all__ = ["RankGrid"]
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class RankGrid:
     """`prod(sizes)` ranks, numbered row-major over `axes`.
 
     Attributes:

@@ -25,14 +25,14 @@ __all__ = [
     "DEFAULT_TIMEOUT",
     "Group",
     "GroupLike",
-    "Order",
+    "OpSequence",
     "as_group",
-    "drop_group",
+    "destroy_group",
     "new_group",
     "node_groups",
-    "part_group",
-    "single_group",
-    "twin_group",
+    "new_local_group",
+    "self_group",
+    "duplicate_group",
     "use_timeout",
     "world_group",
 ]
@@ -48,7 +48,7 @@ def use_timeout(timeout: timedelta | None) -> None:
 
 
 @dataclass(slots=True, eq=False)
-class Order:
+class OpSequence:
     """The order of operations on one process group, as this process sees it. Lives as long as the group.
 
     Attributes:
@@ -82,7 +82,7 @@ class Group:
     ranks: tuple[int, ...]
     rank: int
     link: dist.ProcessGroup | None = None
-    order: Order | None = field(init=False)
+    order: OpSequence | None = field(init=False)
     _alone: dist.ProcessGroup | None = field(init=False, default=None)  # torch's group of one that this one was made of
 
     def __post_init__(self) -> None:
@@ -136,7 +136,7 @@ class Group:
 GroupLike = Group | dist.ProcessGroup | None
 
 
-def single_group(name: str = "single", rank: int = 0) -> Group:
+def self_group(name: str = "single", rank: int = 0) -> Group:
     """A group of one: this process, rank `rank` of the world."""
     return Group(name, (rank,), 0)
 
@@ -144,7 +144,7 @@ def single_group(name: str = "single", rank: int = 0) -> Group:
 def world_group() -> Group:
     """All ranks; a group of one when no process group was initialised."""
     if not dist.is_initialized():
-        return single_group("world")
+        return self_group("world")
     return as_group(dist.group.WORLD)
 
 
@@ -189,7 +189,7 @@ def new_group(ranks: Sequence[int], name: str, backend: str | None = None) -> Gr
     return Group(name, members, members.index(world.global_rank), pg)
 
 
-def part_group(ranks: Sequence[int], name: str, backend: str | None = None) -> Group:
+def new_local_group(ranks: Sequence[int], name: str, backend: str | None = None) -> Group:
     """A group that only its members make: other ranks may make others meanwhile, or none. Collective over `ranks`.
 
     Every member makes its groups of these ranks in the same order. `drop_group` ends it; it may be made again.
@@ -222,11 +222,11 @@ def node_groups(group: Group, size: int, names: tuple[str, str]) -> tuple[Group,
         names: Of the two.
     """
     number, place = divmod(group.rank, size)
-    inside = part_group(group.ranks[number * size : (number + 1) * size], names[0])
-    return inside, part_group(group.ranks[place::size], names[1])
+    inside = new_local_group(group.ranks[number * size : (number + 1) * size], names[0])
+    return inside, new_local_group(group.ranks[place::size], names[1])
 
 
-def twin_group(group: GroupLike, name: str, backend: str | None = "gloo") -> Group:
+def duplicate_group(group: GroupLike, name: str, backend: str | None = "gloo") -> Group:
     """The same ranks over a process group of their own: another thread, or another order of operations, may use it at any time.
 
     Collective over `group` alone; a group of one is its own twin. `drop_group` ends it.
@@ -235,10 +235,10 @@ def twin_group(group: GroupLike, name: str, backend: str | None = "gloo") -> Gro
         backend: For host tensors unless told; None: that of the world.
     """
     group = as_group(group)
-    return group if group.link is None else part_group(group.ranks, name, backend)
+    return group if group.link is None else new_local_group(group.ranks, name, backend)
 
 
-def drop_group(group: Group) -> None:
+def destroy_group(group: Group) -> None:
     """Destroy the process group of `group`, which nobody may use any more. A group of one has none."""
     if group.link is not None:
         dist.destroy_process_group(group.link)
@@ -273,13 +273,13 @@ _singles: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDicti
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]] = WeakKeyDictionary()
 
 # Nothing here keeps a process group alive: destroy_process_group() ends it, and its order with it.
-_orders: WeakKeyDictionary[dist.ProcessGroup, Order] = WeakKeyDictionary()
+_orders: WeakKeyDictionary[dist.ProcessGroup, OpSequence] = WeakKeyDictionary()
 
 
-def _order(pg: dist.ProcessGroup, name: str) -> Order:
+def _order(pg: dist.ProcessGroup, name: str) -> OpSequence:
     found = _orders.get(pg)
     if found is None:
-        found = Order(pg.group_name, name, tuple(dist.get_process_group_ranks(pg)), transports(pg))
+        found = OpSequence(pg.group_name, name, tuple(dist.get_process_group_ranks(pg)), transports(pg))
         _orders[pg] = found
     return found
 

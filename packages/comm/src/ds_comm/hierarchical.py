@@ -18,13 +18,13 @@ from torch import Tensor
 
 from ds_comm.collectives import all_gather_single
 from ds_comm.groups import Group
-from ds_comm.buffer_pool import Pool
+from ds_comm.buffer_pool import BufferPool
 from ds_comm.work import Work
 
-__all__ = ["Route"]
+__all__ = ["HierarchicalGather"]
 
 
-class Route:
+class HierarchicalGather:
     """The way gathers take; see the module's docstring. All ranks make the same calls in the same order.
 
     Args:
@@ -32,7 +32,7 @@ class Route:
         pool: Where the buffers of first steps come from.
     """
 
-    def __init__(self, inside: Group, across: Group, pool: Pool) -> None:
+    def __init__(self, inside: Group, across: Group, pool: BufferPool) -> None:
         self.inside, self.across = inside, across
         self._pool = pool
         self._line: deque[_Trip] = deque()
@@ -77,7 +77,7 @@ class Route:
 class _Trip:
     """One gather in two steps."""
 
-    def __init__(self, route: Route, out: Tensor, staged: Tensor, first: Work, unit: str) -> None:
+    def __init__(self, route: HierarchicalGather, out: Tensor, staged: Tensor, first: Work, unit: str) -> None:
         self._route, self._out, self._staged, self._first, self._unit = route, out, staged, first, unit
         self._second: list[Work] = []
         self._over = False

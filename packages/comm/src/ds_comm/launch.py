@@ -24,13 +24,13 @@ from dataclasses import dataclass
 
 from ds_config.errors import CommError
 
-__all__ = ["Launch", "first_host", "read_launch"]
+__all__ = ["LaunchedProcess", "first_host", "read_launch"]
 
 _PORTS = range(20_000, 32_000)  # below the ephemeral range of Linux, which a busy host hands out to anyone
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class LaunchedProcess:
     """One process of a job.
 
     Attributes:
@@ -67,7 +67,7 @@ class Launch:
         }
 
 
-def read_launch(env: Mapping[str, str]) -> Launch | None:
+def read_launch(env: Mapping[str, str]) -> LaunchedProcess | None:
     """Who started this process and as what; None when no launcher did: a world of one.
 
     Raises:
@@ -94,7 +94,7 @@ def first_host(nodelist: str) -> str:
     return prefix if numbers is None else f"{prefix}{re.split('[-,]', numbers)[0]}{suffix}"
 
 
-def _kubernetes(env: Mapping[str, str]) -> Launch | None:
+def _kubernetes(env: Mapping[str, str]) -> LaunchedProcess | None:
     """A pod's only process. Who starts ranks in a pod gives each a LOCAL_RANK."""
     index = next((name for name in ("RANK", "PET_NODE_RANK", "JOB_COMPLETION_INDEX") if env.get(name)), "")
     size = next((name for name in ("WORLD_SIZE", "PET_NNODES") if env.get(name)), "")
@@ -102,7 +102,7 @@ def _kubernetes(env: Mapping[str, str]) -> Launch | None:
     # The index alone, of one of many jobs that have nothing to do with each other, makes no world.
     if "LOCAL_RANK" in env or not pod or not index or not size:
         return None
-    read = _Reader("Kubernetes", env)
+    read = _ProcReader("Kubernetes", env)
     ranks = read.number("PET_NPROC_PER_NODE", default=1) if env.get("PET_NPROC_PER_NODE", "").isdigit() else 1
     if ranks > 1:
         raise CommError(
@@ -117,10 +117,10 @@ def _kubernetes(env: Mapping[str, str]) -> Launch | None:
     return read.launch(world, (0, 1), env.get("PET_RDZV_ID", ""), address, port)
 
 
-def _torchrun(env: Mapping[str, str]) -> Launch | None:
+def _torchrun(env: Mapping[str, str]) -> LaunchedProcess | None:
     if "RANK" not in env and not ("WORLD_SIZE" in env and "LOCAL_RANK" in env):
         return None
-    read = _Reader("torchrun", env)
+    read = _ProcReader("torchrun", env)
     rank, size = read.number("RANK"), read.number("WORLD_SIZE")
     local = read.number("LOCAL_RANK", default=rank if size == 1 else None)
     if size > 1:
@@ -131,7 +131,7 @@ def _torchrun(env: Mapping[str, str]) -> Launch | None:
     )
 
 
-def _sagemaker(env: Mapping[str, str]) -> Launch | None:
+def _sagemaker(env: Mapping[str, str]) -> LaunchedProcess | None:
     if "SM_TRAINING_ENV" not in env:
         return None
     try:
@@ -142,27 +142,27 @@ def _sagemaker(env: Mapping[str, str]) -> Launch | None:
             code="comm-env",
             fix="Start through SageMaker's MPI launcher, or with torchrun.",
         ) from error
-    return _Reader("SageMaker", env).over_mpi(hosts[0], _port(env.get("TRAINING_JOB_NAME", "sagemaker")))
+    return _ProcReader("SageMaker", env).over_mpi(hosts[0], _port(env.get("TRAINING_JOB_NAME", "sagemaker")))
 
 
-def _azure(env: Mapping[str, str]) -> Launch | None:
+def _azure(env: Mapping[str, str]) -> LaunchedProcess | None:
     if "AZUREML_EXPERIMENT_ID" not in env or "OMPI_COMM_WORLD_RANK" not in env:
         return None
-    read = _Reader("AzureML", env)
+    read = _ProcReader("AzureML", env)
     if "AZ_BATCH_MASTER_NODE" in env:
         host, _, port = env["AZ_BATCH_MASTER_NODE"].partition(":")
         return read.over_mpi(host, int(port) if port.isdigit() else _port(env["AZUREML_EXPERIMENT_ID"]))
     return read.over_mpi(read.text("AZ_BATCHAI_MPI_MASTER_NODE"), _port(env["AZUREML_EXPERIMENT_ID"]))
 
 
-def _openmpi(env: Mapping[str, str]) -> Launch | None:
-    return _Reader("OpenMPI", env).over_mpi("", 0) if "OMPI_COMM_WORLD_RANK" in env else None
+def _openmpi(env: Mapping[str, str]) -> LaunchedProcess | None:
+    return _ProcReader("OpenMPI", env).over_mpi("", 0) if "OMPI_COMM_WORLD_RANK" in env else None
 
 
-def _mpich(env: Mapping[str, str]) -> Launch | None:
+def _mpich(env: Mapping[str, str]) -> LaunchedProcess | None:
     if "PMI_RANK" not in env and "PALS_RANKID" not in env:
         return None
-    read = _Reader("MPICH", env)
+    read = _ProcReader("MPICH", env)
     rank = read.number("PMI_RANK", "PALS_RANKID")
     size = read.number("PMI_SIZE", "PALS_SIZE")
     alone = 0 if size == 1 else None
@@ -171,10 +171,10 @@ def _mpich(env: Mapping[str, str]) -> Launch | None:
     return read.launch((rank, size), (local, on_host), env.get("PALS_APID", ""))
 
 
-def _slurm(env: Mapping[str, str]) -> Launch | None:
+def _slurm(env: Mapping[str, str]) -> LaunchedProcess | None:
     if "SLURM_PROCID" not in env or "SLURM_STEP_NUM_TASKS" not in env:
         return None
-    read = _Reader("Slurm", env)
+    read = _ProcReader("Slurm", env)
     size = read.number("SLURM_STEP_NUM_TASKS")
     nodes = read.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=0)
     job = f"{read.text('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID', '0')}"
@@ -186,7 +186,7 @@ def _slurm(env: Mapping[str, str]) -> Launch | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class _ProcReader:
     launcher: str
     env: Mapping[str, str]
 
@@ -213,7 +213,7 @@ class _Reader:
             )
         return int(value)
 
-    def over_mpi(self, address: str, port: int) -> Launch:
+    def over_mpi(self, address: str, port: int) -> LaunchedProcess:
         world = self.number("OMPI_COMM_WORLD_RANK"), self.number("OMPI_COMM_WORLD_SIZE")
         here = self.number("OMPI_COMM_WORLD_LOCAL_RANK"), self.number("OMPI_COMM_WORLD_LOCAL_SIZE", default=0)
         job = self.env.get("PMIX_NAMESPACE", self.env.get("OMPI_MCA_ess_base_jobid", ""))
@@ -221,12 +221,12 @@ class _Reader:
 
     def launch(
         self, world: tuple[int, int], here: tuple[int, int], job: str, address: str = "", port: int = 0
-    ) -> Launch:
+    ) -> LaunchedProcess:
         address = self.env.get("MASTER_ADDR") or address
         port = self.number("MASTER_PORT", default=port)
         if not port and here[1] != world[1]:  # no common host on which to agree on a free one
             port = _port(job)
-        return Launch(self.launcher, *world, *here, address, port, job)
+        return LaunchedProcess(self.launcher, *world, *here, address, port, job)
 
 
 def _port(job: str) -> int:
@@ -235,7 +235,7 @@ def _port(job: str) -> int:
     return _PORTS[number % len(_PORTS)]
 
 
-def _check(launch: Launch) -> None:
+def _check(launch: LaunchedProcess) -> None:
     if not 0 <= launch.rank < launch.world_size:
         raise CommError(
             f"{launch.launcher} says rank {launch.rank} in a world of {launch.world_size}",

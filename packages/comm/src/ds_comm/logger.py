@@ -18,7 +18,7 @@ from ds_comm.groups import GroupLike, as_group
 from ds_comm.object_collectives import all_gather_object
 from ds_comm.work import time_device_operations
 from ds_config.sizes import bytes_text
-from ds_monitor import Kind, Record, tell
+from ds_monitor import RecordKind, Measurement, log_requested
 from ds_monitor.stats import trimmed_mean
 
 __all__ = ["CommsLogger", "SummaryRow"]
@@ -58,9 +58,9 @@ class CommsLogger:
         self._latencies_s: dict[_Key, array[float]] = {}
         time_device_operations(True)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Measurement) -> None:
         """Count a collective; other records do not concern it."""
-        if record.kind is not Kind.SPAN or not record.name.startswith(_PREFIX) or "ranks" not in record.attrs:
+        if record.kind is not RecordKind.SPAN or not record.name.startswith(_PREFIX) or "ranks" not in record.attrs:
             return
         op, unit = record.name.removeprefix(_PREFIX), record.attrs["unit"]
         if not self.config.prof_all and not {op, unit} & set(self.config.prof_ops):
@@ -72,7 +72,7 @@ class CommsLogger:
         if self.config.verbose:
             speed = bandwidth(op, record.attrs["nbytes"], ranks, record.value)
             text = f"{op}[{unit}] {size} bytes, {ranks} ranks: {record.value * 1e3:.3f} ms"
-            tell(_log, f"{text}, {speed.algorithm_gbps:.2f} Gbps, bus {speed.bus_gbps:.2f} Gbps")
+            log_requested(_log, f"{text}, {speed.algorithm_gbps:.2f} Gbps, bus {speed.bus_gbps:.2f} Gbps")
 
     def end_step(self, step: int) -> None:
         """Totals run over steps."""
@@ -99,7 +99,7 @@ class CommsLogger:
     def log_summary(self, show_straggler: bool = False, group: GroupLike = None) -> str:
         """Log the table and return it. With `show_straggler` all ranks of `group` call it together."""
         text = table(self.summary(self._fastest(group) if show_straggler else None))
-        tell(_log, f"communication so far\n{text}")
+        log_requested(_log, f"communication so far\n{text}")
         return text
 
     def as_dict(self, show_straggler: bool = False, group: GroupLike = None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from types import MappingProxyType
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ds_comm.grid import Grid
+from ds_comm.grid import RankGrid
 from ds_comm.groups import Group, new_group, world_group
 from ds_config.errors import CommError, PlanError, set_place
 
@@ -126,14 +126,14 @@ class MeshSpec:
         return self.data_replicate * self.data_shard
 
     @property
-    def grid(self) -> Grid:
+    def grid(self) -> RankGrid:
         """Ranks by `AXES`."""
-        return Grid(AXES, tuple(getattr(self, axis) for axis in AXES))
+        return RankGrid(AXES, tuple(getattr(self, axis) for axis in AXES))
 
     @property
-    def expert_grid(self) -> Grid:
+    def expert_grid(self) -> RankGrid:
         """The same ranks as experts see them: pipe, expert_data, expert, tensor."""
-        return Grid(_EXPERT_AXES, tuple(getattr(self, axis) for axis in _EXPERT_AXES))
+        return RankGrid(_EXPERT_AXES, tuple(getattr(self, axis) for axis in _EXPERT_AXES))
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Index of `rank` along every axis, the expert axes included."""
@@ -160,7 +160,7 @@ class MeshSpec:
         """`rank 3/8 data_shard=1 tensor=1`: what error messages start with."""
         return f"rank {rank}/{self.world_size} {self.grid.describe(rank)}".rstrip()
 
-    def _grid_of(self, name: str) -> Grid:
+    def _grid_of(self, name: str) -> RankGrid:
         if name not in GROUPS:
             raise ValueError(f"no group {name!r}; a mesh has {tuple(GROUPS)}")
         return self.expert_grid if name.startswith("expert") else self.grid

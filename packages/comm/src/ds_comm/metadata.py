@@ -15,12 +15,12 @@ from ds_comm.collectives import all_gather_single, all_to_all_single, broadcast
 from ds_comm.groups import Group, GroupLike, as_group
 from ds_config.errors import CommError
 
-__all__ = ["all_gather_json", "broadcast_json", "exchange_counts", "metadata_device"]
+__all__ = ["all_gather_json", "broadcast_json", "all_to_all_counts", "metadata_device"]
 
 _LIMIT_BYTES = 1 << 30  # of one rank's text, unpacked: more is a mistake or an attack
 
 
-def exchange_counts(counts: Tensor, group: GroupLike = None, *, unit: str = "") -> Tensor:
+def all_to_all_counts(counts: Tensor, group: GroupLike = None, *, unit: str = "") -> Tensor:
     """Row r goes to rank r, and row r of the result came from it: how many rows the ranks will send each other.
 
     Args:

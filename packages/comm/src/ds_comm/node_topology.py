@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import ds_ops._native as _native
 from ds_comm.groups import Group
 from ds_comm.metadata import all_gather_json
-from ds_ops.shm_collectives import neighbourhood
+from ds_ops.shm_collectives import pid_namespace_id
 
 __all__ = ["Neighbour", "neighbours"]
 
@@ -34,5 +34,5 @@ def neighbours(group: Group, *, unit: str = "neighbours") -> list[Neighbour]:
     """Of each rank of `group`. Collective over it."""
     able = _native.load("_cpu").module is not None and hasattr(os, "memfd_create")
     return [
-        Neighbour(*told) for told in all_gather_json([neighbourhood() if able else "", os.getpid()], group, unit=unit)
+        Neighbour(*told) for told in all_gather_json([pid_namespace_id() if able else "", os.getpid()], group, unit=unit)
     ]

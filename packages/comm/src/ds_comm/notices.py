@@ -14,15 +14,15 @@ import torch.distributed as dist
 from ds_comm._torch import second_connection
 from ds_comm.groups import world_group
 
-__all__ = ["hear", "tell"]
+__all__ = ["collect_notices", "post_notice"]
 
 
-def tell(topic: str, word: str) -> None:
+def post_notice(topic: str, word: str) -> None:
     """Leave a word of this rank, where process groups are; the last one counts. Returns at once."""
     _notes().set(f"{topic}/{dist.get_rank()}", word)
 
 
-def hear(topic: str, wait_s: float, enough: Callable[[Mapping[int, str]], bool]) -> dict[int, str]:
+def collect_notices(topic: str, wait_s: float, enough: Callable[[Mapping[int, str]], bool]) -> dict[int, str]:
     """What ranks of the world have left under `topic`, as soon as it is `enough` or all have; after `wait_s` seconds, what is there."""
     notes, end, found = _notes(), time.monotonic() + wait_s, dict[int, str]()
     while True:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_comm.call import Call
+from ds_comm.call import CollectiveCall
 from ds_comm.collectives import all_gather_single, broadcast, gather, scatter
 from ds_comm.groups import Group, GroupLike, as_group
 from ds_comm.metadata import metadata_device
@@ -31,7 +31,7 @@ __all__ = [
 def all_gather_object(object_list: list[Any], obj: Any, group: GroupLike = None, *, unit: str = "") -> None:
     """`object_list[r]` becomes rank r's `obj`. The list has one place per rank."""
     group = as_group(group)
-    Call("all_gather_object", group, unit).check_count("object_list", object_list)
+    CollectiveCall("all_gather_object", group, unit).check_count("object_list", object_list)
     mine = _pack(obj, group)
     sizes = _all_sizes(mine, group, unit)
     rows = mine.new_empty((group.size, max(sizes)))
@@ -50,7 +50,7 @@ def gather_object(
 ) -> None:
     """On rank `dst` (default 0) `object_gather_list[r]` becomes rank r's `obj`. The others pass no list."""
     group = as_group(group)
-    call = Call("gather_object", group, unit)
+    call = CollectiveCall("gather_object", group, unit)
     root = call.root(dst, group_dst, default=0)
     mine = _pack(obj, group)
     sizes = _all_sizes(mine, group, unit)
@@ -71,7 +71,7 @@ def broadcast_object_list(
 ) -> None:
     """Every rank's list becomes rank `src`'s (default 0), element by element. Lists are of one length."""
     group = as_group(group)
-    call = Call("broadcast_object_list", group, unit)
+    call = CollectiveCall("broadcast_object_list", group, unit)
     root = call.root(src, group_src, default=0)
     packed = _pack(list(object_list) if group.rank == root else None, group, device)
     size = torch.tensor([packed.numel()], dtype=torch.int64, device=packed.device)
@@ -95,7 +95,7 @@ def scatter_object_list(
 ) -> None:
     """`scatter_object_output_list[0]` becomes element `rank` of the list that rank `src` (default 0) passes."""
     group = as_group(group)
-    call = Call("scatter_object_list", group, unit)
+    call = CollectiveCall("scatter_object_list", group, unit)
     root = call.root(src, group_src, default=0)
     parts: list[Tensor] | None = None
     sizes = torch.zeros(group.size, dtype=torch.int64, device=metadata_device(group))
@@ -142,7 +142,7 @@ def recv_object_list(
     packed = torch.empty(int(size), dtype=torch.uint8, device=size.device)
     recv(packed, src, group, group_src=group_src, unit=unit)
     received = _unpack(packed)
-    Call("recv_object_list", group, unit).check_count("object_list", object_list, len(received))
+    CollectiveCall("recv_object_list", group, unit).check_count("object_list", object_list, len(received))
     object_list[:] = received
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_comm.call import Call
+from ds_comm.call import CollectiveCall
 from ds_comm.groups import GroupLike, as_group
 from ds_comm.work import Work
 from ds_config.errors import CommError
@@ -31,7 +31,7 @@ def isend(
     unit: str = "",
 ) -> Work:
     """Start sending `tensor` to rank `dst`. It must not change before `wait()` returns."""
-    call = Call("send", as_group(group), unit)
+    call = CollectiveCall("send", as_group(group), unit)
     peer = call.peer(dst, group_dst)
     call.check(tensor)
     return call.start(tensor, True, lambda to: to.send(tensor, peer, tag), peer=peer)
@@ -47,7 +47,7 @@ def irecv(
     unit: str = "",
 ) -> Work:
     """Start receiving into `tensor` from rank `src`, or from any rank when none is given and the backend can (gloo)."""
-    call = Call("recv", as_group(group), unit)
+    call = CollectiveCall("recv", as_group(group), unit)
     peer = None if src is None and group_src is None else call.peer(src, group_src)
     call.check(tensor)
     return call.start(tensor, True, lambda to: to.recv(tensor, peer, tag), peer=-1 if peer is None else peer)
@@ -121,7 +121,7 @@ def _fused(messages: Sequence[P2POp]) -> list[Work]:
         groups.setdefault(as_group(message.group).link, []).append(message)
     works = []
     for batch in groups.values():
-        call = Call("batch_isend_irecv", as_group(batch[0].group), batch[0].unit)
+        call = CollectiveCall("batch_isend_irecv", as_group(batch[0].group), batch[0].unit)
         ops = [_as_torch(message) for message in batch]
         largest = max((message.tensor for message in batch), key=Tensor.numel)
         nbytes = sum(message.tensor.nbytes for message in batch)
@@ -131,7 +131,7 @@ def _fused(messages: Sequence[P2POp]) -> list[Work]:
 
 def _as_torch(p2p: P2POp) -> Any:
     group = as_group(p2p.group)
-    call = Call("batch_isend_irecv", group, p2p.unit)
+    call = CollectiveCall("batch_isend_irecv", group, p2p.unit)
     call.check(p2p.tensor)
     op = dist.isend if p2p.op is isend else dist.irecv
     return dist.P2POp(op, p2p.tensor, group.ranks[call.peer(p2p.peer, p2p.group_peer)], group.link, p2p.tag)

@@ -160,7 +160,7 @@ class TensorShard:
         common = self.box & other.box
         if common is None:
             return
-        rows = _Rows.of(common, self.box, other.box)
+        rows = _SharedRuns.of(common, self.box, other.box)
         first = max(rows.first_after(self.box, self.interval.start), rows.first_after(other.box, other.interval.start))
         for row in range(first, rows.count):
             mine, theirs = rows.start(self.box, row), rows.start(other.box, row)
@@ -173,7 +173,7 @@ class TensorShard:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _SharedRuns:
     """A common box as `count` runs of `width` elements, each contiguous in both boxes that share it.
 
     Attributes:
@@ -187,7 +187,7 @@ class _Rows:
     width: int
 
     @classmethod
-    def of(cls, common: Box, mine: Box, theirs: Box) -> _Rows:
+    def of(cls, common: Box, mine: Box, theirs: Box) -> _SharedRuns:
         outer = len(common.shape)
         while outer > 0 and common.shape[outer - 1] == mine.shape[outer - 1] == theirs.shape[outer - 1]:
             outer -= 1  # this dim is covered fully on both sides: it joins the run

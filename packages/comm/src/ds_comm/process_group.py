@@ -18,13 +18,13 @@ import torch.distributed as dist
 from ds_accel import get_accelerator
 from ds_comm.backend import choose_backend, settle
 from ds_comm.groups import DEFAULT_TIMEOUT, Group, use_timeout, world_group
-from ds_comm.launch import Launch, read_launch
+from ds_comm.launch import LaunchedProcess, read_launch
 from ds_comm.store_rendezvous import rendezvous
 from ds_comm.shm_group import available
 from ds_comm.watch.recorder import deadline_from, start_recorder, stop_recorder
 from ds_comm.watch.watchdog import WatchSettings
 from ds_config.errors import CommError, set_place
-from ds_ops.shm_collectives import Segment, neighbourhood
+from ds_ops.shm_collectives import SharedSegment, pid_namespace_id
 
 __all__ = ["DEFAULT_TIMEOUT", "destroy_process_group", "ensure_world", "init_distributed", "local_rank"]
 
@@ -148,7 +148,7 @@ def _tell_torch(variables: Mapping[str, str]) -> None:
             _told.append(name)
 
 
-def _choose_device(launch: Launch) -> None:
+def _choose_device(launch: LaunchedProcess) -> None:
     """Each rank of a host takes a device of its own, unless the launcher gives it only one."""
     accelerator = get_accelerator()
     if accelerator.name != "cpu" and launch.local_rank < accelerator.device_count():
@@ -161,7 +161,7 @@ def _own_device() -> torch.device | None:
     return None if accelerator.name == "cpu" else accelerator.device(accelerator.current_index())
 
 
-def _backend(asked: str | None, launch: Launch, store: dist.Store) -> str:
+def _backend(asked: str | None, launch: LaunchedProcess, store: dist.Store) -> str:
     accelerator = get_accelerator()
     choice = choose_backend(asked, os.environ, launch, (accelerator.device().type, accelerator.comm_backend))
     if not choice.otherwise:
@@ -172,10 +172,10 @@ def _backend(asked: str | None, launch: Launch, store: dist.Store) -> str:
     return final.name
 
 
-def _refusals(launch: Launch, store: dist.Store) -> list[str]:
+def _refusals(launch: LaunchedProcess, store: dist.Store) -> list[str]:
     """Why each rank cannot share memory with the others; all ranks get the same list. Rank 0's memory is tried."""
-    here, why = neighbourhood(), available()
-    probe = Segment(_PROBE_BYTES) if launch.rank == 0 and not why else None
+    here, why = pid_namespace_id(), available()
+    probe = SharedSegment(_PROBE_BYTES) if launch.rank == 0 and not why else None
     if launch.rank == 0:
         store.set("share/0", f"{here}|{probe.token if probe else ''}|{why}")
     else:
@@ -191,7 +191,7 @@ def _refusals(launch: Launch, store: dist.Store) -> list[str]:
 
 def _cannot_attach(token: str) -> str:
     try:
-        Segment.attach(token, _PROBE_BYTES).close()
+        SharedSegment.attach(token, _PROBE_BYTES).close()
     except CommError as error:
         return str(error).splitlines()[0]
     return ""

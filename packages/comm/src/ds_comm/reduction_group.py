@@ -19,11 +19,11 @@ from ds_comm.groups import Group
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_config.errors import PlanError
 
-__all__ = ["Assignment", "Family", "Logical", "assign", "assignment_of", "logical_of"]
+__all__ = ["ParamSharding", "ReductionGroup", "Logical", "set_param_sharding", "param_sharding", "logical_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Family:
+class ReductionGroup:
     """Ranks of a set of parameters, and how their gradients become one.
 
     Attributes:
@@ -54,7 +54,7 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Assignment:
+class ParamSharding:
     """A parameter's family, and which part of which logical tensor it is.
 
     Attributes:
@@ -65,7 +65,7 @@ class Assignment:
             shape, row-major.
     """
 
-    family: Family | None = None
+    family: ReductionGroup | None = None
     name: str | None = None
     shape: tuple[int, ...] | None = None
     box: Box | None = None
@@ -80,10 +80,10 @@ class Assignment:
 
 
 _MARK = "_ds_assignment"
-_DENSE = Assignment()
+_DENSE = ParamSharding()
 
 
-def assign(param: Tensor, assignment: Assignment) -> None:
+def set_param_sharding(param: Tensor, assignment: ParamSharding) -> None:
     """Say what a parameter or a buffer is. Before the model is sharded; the last word counts."""
     setattr(param, _MARK, assignment)
     if assignment.family is not None:
@@ -92,13 +92,13 @@ def assign(param: Tensor, assignment: Assignment) -> None:
 
 def _strangers(param: Tensor, ranks: Collection[int]) -> Collection[int]:
     """Those of `ranks` that are not of the family."""
-    family = assignment_of(param).family
+    family = param_sharding(param).family
     return () if family is None else set(ranks) - set(family.group.ranks)
 
 
-def assignment_of(param: Tensor) -> Assignment:
+def param_sharding(param: Tensor) -> ParamSharding:
     """What was said of `param`; dense and whole if nothing was."""
-    found: Assignment = getattr(param, _MARK, _DENSE)
+    found: ParamSharding = getattr(param, _MARK, _DENSE)
     return found
 
 
@@ -128,7 +128,7 @@ def logical_of(name: str, tensor: Tensor, shape: tuple[int, ...] | None = None) 
     Raises:
         PlanError: it does not have the shape of its box ("zero-family").
     """
-    said: Assignment = assignment_of(tensor)
+    said: ParamSharding = param_sharding(tensor)
     own = tuple(tensor.shape) if shape is None else shape
     box, of = said.box or Box.whole(own), said.shape or own
     inside = len(box.shape) == len(of) and all(o + s <= n for o, s, n in zip(box.offset, box.shape, of, strict=True))

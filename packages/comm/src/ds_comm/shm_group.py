@@ -29,19 +29,19 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 import ds_ops._native as _native
 from ds_config.errors import CommError, UnsupportedError
-from ds_ops.shm_collectives import Channel, ChannelSettings, Op, Segment, Task, Verb, neighbourhood, rows_of
+from ds_ops.shm_collectives import Channel, ChannelSettings, ShmReduceOp, SharedSegment, ShmTask, ShmCollective, pid_namespace_id, rows_of
 
 __all__ = ["ShmProcessGroup", "available", "register"]
 
 _OPS = {
-    dist.ReduceOp.SUM: Op.SUM,
-    dist.ReduceOp.AVG: Op.AVERAGE,
-    dist.ReduceOp.PRODUCT: Op.PRODUCT,
-    dist.ReduceOp.MIN: Op.MIN,
-    dist.ReduceOp.MAX: Op.MAX,
-    dist.ReduceOp.BAND: Op.BAND,
-    dist.ReduceOp.BOR: Op.BOR,
-    dist.ReduceOp.BXOR: Op.BXOR,
+    dist.ReduceOp.SUM: ShmReduceOp.SUM,
+    dist.ReduceOp.AVG: ShmReduceOp.AVERAGE,
+    dist.ReduceOp.PRODUCT: ShmReduceOp.PRODUCT,
+    dist.ReduceOp.MIN: ShmReduceOp.MIN,
+    dist.ReduceOp.MAX: ShmReduceOp.MAX,
+    dist.ReduceOp.BAND: ShmReduceOp.BAND,
+    dist.ReduceOp.BOR: ShmReduceOp.BOR,
+    dist.ReduceOp.BXOR: ShmReduceOp.BXOR,
 }
 _EMPTY = torch.empty(0)
 _ROW_BYTES = 64  # rows that are shorter are put together first
@@ -58,7 +58,7 @@ def available() -> str:
     if loaded.module is None:
         return loaded.reason
     try:
-        Segment(1).close()
+        SharedSegment(1).close()
     except (AttributeError, OSError) as error:  # another kernel, or a sandbox that forbids the call
         return f"this system gives no memfd: {error}"
     return ""
@@ -67,7 +67,7 @@ def available() -> str:
 class _ShmWork(dist.Work):
     """One call: native tasks, then what is left to do in Python (copies out of staging memory)."""
 
-    def __init__(self, group: ShmProcessGroup, tasks: Sequence[Task], result: Sequence[Tensor]) -> None:
+    def __init__(self, group: ShmProcessGroup, tasks: Sequence[ShmTask], result: Sequence[Tensor]) -> None:
         super().__init__()
         self._group, self._tasks, self._result = group, list(tasks), list(result)
         self._finish: list[Callable[[], None]] = []
@@ -193,28 +193,28 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         opts = opts or dist.AllreduceOptions()
-        return self._each(Verb.ALL_REDUCE, [(t, t) for t in tensors], opts, tensors)
+        return self._each(ShmCollective.ALL_REDUCE, [(t, t) for t in tensors], opts, tensors)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         return self.allreduce(tensors, opts or dist.AllreduceCoalescedOptions())
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
-        return self._each(Verb.BROADCAST, [(t, t) for t in tensors], opts, tensors)
+        return self._each(ShmCollective.BROADCAST, [(t, t) for t in tensors], opts, tensors)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
         at_root = self._rank == opts.rootRank
         pairs = [(t, t if at_root else t.new_empty(0)) for t in tensors]
-        return self._each(Verb.REDUCE, pairs, opts, tensors)
+        return self._each(ShmCollective.REDUCE, pairs, opts, tensors)
 
     def _allgather_base(self, output: Tensor, inp: Tensor, opts: Any = None) -> dist.Work:
-        return self._each(Verb.ALL_GATHER, [(inp, output)], opts or AllgatherOptions(), [output])
+        return self._each(ShmCollective.ALL_GATHER, [(inp, output)], opts or AllgatherOptions(), [output])
 
     all_gather_single = _allgather_base
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         opts = opts or AllgatherOptions()
         staged = [t.new_empty((self._size, t.numel())) for t in inputs]
-        work = self._each(Verb.ALL_GATHER, list(zip(inputs, staged, strict=True)), opts, inputs)
+        work = self._each(ShmCollective.ALL_GATHER, list(zip(inputs, staged, strict=True)), opts, inputs)
         for parts, rows in zip(outputs, staged, strict=True):
             work.then(lambda parts=parts, rows=rows: _spread(parts, rows))  # type: ignore[misc]
         return self._now_or_later(work, opts)
@@ -225,37 +225,37 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         pairs = list(zip(inputs, outputs, strict=True))
-        return self._each(Verb.ALL_GATHER, pairs, opts or AllgatherOptions(), outputs)
+        return self._each(ShmCollective.ALL_GATHER, pairs, opts or AllgatherOptions(), outputs)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def _reduce_scatter_base(self, output: Tensor, inp: Tensor, opts: Any = None) -> dist.Work:
-        return self._each(Verb.REDUCE_SCATTER, [(inp, output)], opts or dist.ReduceScatterOptions(), [output])
+        return self._each(ShmCollective.REDUCE_SCATTER, [(inp, output)], opts or dist.ReduceScatterOptions(), [output])
 
     reduce_scatter_single = _reduce_scatter_base
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Any, opts: Any = None) -> dist.Work:
         pairs = [(_stack(parts), out) for out, parts in zip(outputs, inputs, strict=True)]
-        return self._each(Verb.REDUCE_SCATTER, pairs, opts or dist.ReduceScatterOptions(), outputs)
+        return self._each(ShmCollective.REDUCE_SCATTER, pairs, opts or dist.ReduceScatterOptions(), outputs)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         pairs = list(zip(inputs, outputs, strict=True))
-        return self._each(Verb.REDUCE_SCATTER, pairs, opts or dist.ReduceScatterOptions(), outputs)
+        return self._each(ShmCollective.REDUCE_SCATTER, pairs, opts or dist.ReduceScatterOptions(), outputs)
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def gather(self, outputs: Any, inputs: Sequence[Tensor], opts: Any) -> dist.Work:
         (inp,) = inputs
         if self._rank != opts.rootRank:
-            return self._each(Verb.GATHER, [(inp, inp.new_empty(0))], opts, [])
+            return self._each(ShmCollective.GATHER, [(inp, inp.new_empty(0))], opts, [])
         rows = inp.new_empty((self._size, inp.numel()))
-        work = self._each(Verb.GATHER, [(inp, rows)], opts, outputs[0])
+        work = self._each(ShmCollective.GATHER, [(inp, rows)], opts, outputs[0])
         return self._now_or_later(work.then(lambda: _spread(outputs[0], rows)), opts)
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Any, opts: Any) -> dist.Work:
         (out,) = outputs
         inp = _stack(inputs[0]) if self._rank == opts.rootRank else out.new_empty(0)
-        return self._each(Verb.SCATTER, [(inp, out)], opts, outputs)
+        return self._each(ShmCollective.SCATTER, [(inp, out)], opts, outputs)
 
     def alltoall_base(
         self, output: Tensor, inp: Tensor, output_sizes: Any, input_sizes: Any, opts: Any = None
@@ -283,8 +283,8 @@ class ShmProcessGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> dist.Work:
         if opts is not None and opts.asyncOp:
             nothing = torch.empty(0, dtype=torch.uint8)
-            return _ShmWork(self, [self._channel.start(Verb.ALL_REDUCE, nothing, nothing)], [])
-        self._channel.call(Verb.ALL_REDUCE, _EMPTY.byte(), _EMPTY.byte())
+            return _ShmWork(self, [self._channel.start(ShmCollective.ALL_REDUCE, nothing, nothing)], [])
+        self._channel.call(ShmCollective.ALL_REDUCE, _EMPTY.byte(), _EMPTY.byte())
         return _ShmWork(self, [], [])
 
     def rendezvous_within(self, timeout: timedelta) -> None:
@@ -314,9 +314,9 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     # ---- how a call runs
 
-    def _each(self, verb: Verb, pairs: Any, opts: Any, result: Sequence[Tensor]) -> _ShmWork:
+    def _each(self, verb: ShmCollective, pairs: Any, opts: Any, result: Sequence[Tensor]) -> _ShmWork:
         """One native call per (input, output); outputs that are not contiguous are staged and copied back."""
-        op, root = _OPS[_plain(opts.reduceOp)] if hasattr(opts, "reduceOp") else Op.SUM, getattr(opts, "rootRank", 0)
+        op, root = _OPS[_plain(opts.reduceOp)] if hasattr(opts, "reduceOp") else ShmReduceOp.SUM, getattr(opts, "rootRank", 0)
         copies, tasks = [], []
         for given, out in pairs:
             into = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
@@ -395,8 +395,8 @@ def _connect(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Cha
     spin_us = SETTINGS.spin_us if size <= len(os.sched_getaffinity(0)) else _CROWDED_SPIN_US
     settings = replace(SETTINGS, spin_us=spin_us, timeout_s=timeout.total_seconds())
     nbytes = settings.segment_bytes(size)
-    segment = Segment(nbytes) if rank == 0 else None
-    store.set(f"shm/{rank}", f"{neighbourhood()}|{os.getpid()}|{segment.token if segment else ''}")
+    segment = SharedSegment(nbytes) if rank == 0 else None
+    store.set(f"shm/{rank}", f"{pid_namespace_id()}|{os.getpid()}|{segment.token if segment else ''}")
     told = [store.get(f"shm/{r}").decode().split("|") for r in range(size)]
     hosts = sorted({host for host, _, _ in told})
     if len(hosts) > 1:
@@ -406,7 +406,7 @@ def _connect(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Cha
             code="shm-hosts",
             fix="Use gloo across hosts.",
         )
-    segment = segment or Segment.attach(told[0][2], nbytes)
+    segment = segment or SharedSegment.attach(told[0][2], nbytes)
     channel = Channel(segment, rank, [int(pid) for _, pid, _ in told], settings)
     channel.barrier()  # everyone has mapped it; from here on nothing names it
     segment.close()

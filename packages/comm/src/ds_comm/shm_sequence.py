@@ -20,15 +20,15 @@ from ds_comm.shm_wait import LIMIT_S, SLICE_S, own_order, wait_until
 from ds_comm.watch.recorder import current
 from ds_comm.work import failed
 from ds_config.errors import CommError
-from ds_ops.shm_collectives import Counters, Segment
+from ds_ops.shm_collectives import HostCounters, SharedSegment
 
-__all__ = ["Tally"]
+__all__ = ["ShmSequence"]
 
 _KEPT = 64  # numbers whose meaning stays readable; a power of two
 _WORD = 2**31
 
 
-class Tally:
+class ShmSequence:
     """One number per rank, from 0 up. Construction is not collective; the memory is, and one collective came before.
 
     Args:
@@ -42,19 +42,19 @@ class Tally:
     """
 
     def __init__(
-        self, segment: Segment, offset: int, group: Group, pids: Sequence[int], limit_s: float = LIMIT_S
+        self, segment: SharedSegment, offset: int, group: Group, pids: Sequence[int], limit_s: float = LIMIT_S
     ) -> None:
-        self._counters = Counters(segment, offset, group.rank, pids)
+        self._counters = HostCounters(segment, offset, group.rank, pids)
         self._group, self._limit_s = group, limit_s
         self._order = own_order(group, f"tally{offset}")
         self._slots = [-1] * _KEPT
-        words = segment.tensor(group.size * _KEPT, torch.int64, offset + Counters.nbytes_for(group.size))
+        words = segment.tensor(group.size * _KEPT, torch.int64, offset + HostCounters.nbytes_for(group.size))
         self._meanings = words.view(group.size, _KEPT).numpy()
 
     @staticmethod
     def nbytes_for(world: int) -> int:
         """Bytes that the numbers of `world` ranks take; a multiple of 4096."""
-        return Counters.nbytes_for(world) + -(-world * _KEPT * 8 // 4096) * 4096
+        return HostCounters.nbytes_for(world) + -(-world * _KEPT * 8 // 4096) * 4096
 
     @property
     def value(self) -> int:

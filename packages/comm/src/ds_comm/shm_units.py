@@ -27,10 +27,10 @@ from ds_comm.symmetric_arena import arena_refusal
 from ds_comm.groups import Group
 from ds_comm.metadata import all_gather_json, broadcast_json
 from ds_comm.node_topology import neighbours
-from ds_comm.shm_sequence import Tally
-from ds_ops.shm_collectives import Segment
+from ds_comm.shm_sequence import ShmSequence
+from ds_ops.shm_collectives import SharedSegment
 
-__all__ = ["HostMemory", "Slot", "host_refusal"]
+__all__ = ["ShmUnitMemory", "ReductionBuffers", "host_refusal"]
 
 
 _PAGE = mmap.PAGESIZE
@@ -42,7 +42,7 @@ _NOT_OURS = bytes(top for top in range(256) if not top & 0xC0 or top & 0x20)
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ReductionBuffers:
     """One reduction's buffers.
 
     Attributes:
@@ -63,7 +63,7 @@ def host_refusal(group: Group) -> str:
     return next((why for why in told if why), "") or arena_refusal(group)
 
 
-class HostMemory:
+class ShmUnitMemory:
     """The shared memory of several units on one host. Construction is collective over the group.
 
     Args:
@@ -75,7 +75,7 @@ class HostMemory:
 
     def __init__(self, group: Group, fulls: Mapping[int, tuple[int, torch.dtype]], slot_bytes: int) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
-        places, end = [], Tally.nbytes_for(group.size)
+        places, end = [], ShmSequence.nbytes_for(group.size)
         for place, (numel, dtype) in enumerate(fulls.values()):
             places.append(end + place % _STAGGERS * _STAGGER)
             end += -(-(numel * dtype.itemsize + _STAGGER * _STAGGERS) // _PAGE) * _PAGE
@@ -86,7 +86,7 @@ class HostMemory:
             end += -(-(slot_bytes + _STAGGER * _STAGGERS) // _PAGE) * _PAGE
         self.nbytes = end
         segment, pids = self._attach(end)
-        self._posted = Tally(segment, 0, group, pids)
+        self._posted = ShmSequence(segment, 0, group, pids)
         spans = [(number, n, d, at) for (number, (n, d)), at in zip(fulls.items(), places, strict=True)]
         self._homes = {number: segment.tensor(n, d, at) for number, n, d, at in spans}
         self._overlay = _Overlay(segment.fd, self._overlaid)
@@ -100,13 +100,13 @@ class HostMemory:
         self.barrier("begin")
         segment.close()
 
-    def _attach(self, nbytes: int) -> tuple[Segment, list[int]]:
+    def _attach(self, nbytes: int) -> tuple[SharedSegment, list[int]]:
         # Each parameter's old pages are free when the next is copied here. Huge pages would have to be found elsewhere: twice the
         # setup, a tenth more memory, and no shorter steps.
-        mine = Segment(nbytes, small_pages=True) if self.rank == 0 else None
+        mine = SharedSegment(nbytes, small_pages=True) if self.rank == 0 else None
         pids = [one.pid for one in neighbours(self.group, unit="host")]
         token = broadcast_json(mine.token if mine else "", self.group, unit="host")
-        return mine or Segment.attach(token, nbytes), pids
+        return mine or SharedSegment.attach(token, nbytes), pids
 
     def full(self, number: int) -> tuple[Tensor, Tensor]:
         """(home, overlay) of a unit; both [numel], zero at first."""
@@ -121,7 +121,7 @@ class HostMemory:
 
     # ---- reductions
 
-    def open_slot(self, numel: int, dtype: torch.dtype, finish: Callable[[], None]) -> Slot:
+    def open_slot(self, numel: int, dtype: torch.dtype, finish: Callable[[], None]) -> ReductionBuffers:
         """The buffers of the next reduction, [numel] each, of unspecified content; fill mine, then `post`.
 
         Args:
@@ -131,7 +131,7 @@ class HostMemory:
         self._pending = finish
         self._number += 1
         rows = self._rows_of(self._number % 2, numel, dtype)
-        return Slot(self._number, rows[self.rank], rows)
+        return ReductionBuffers(self._number, rows[self.rank], rows)
 
     def _rows_of(self, parity: int, numel: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         rows = self._rows.get((parity, numel, dtype))
@@ -156,17 +156,17 @@ class HostMemory:
         if mark is not None and self._posted.reached(mark):
             self.finish_pending()
 
-    def post(self, slot: Slot, what: str) -> None:
+    def post(self, slot: ReductionBuffers, what: str) -> None:
         """My part of a slot is filled; `what` it is, the same on all ranks."""
         self._marks[slot.number] = self._posted.advance(what)
 
-    def wait(self, slot: Slot, what: str) -> None:
+    def wait(self, slot: ReductionBuffers, what: str) -> None:
         """Return when every rank has posted its part of a slot."""
         mark = self._marks.get(slot.number)
         if mark is not None:
             self._posted.wait(mark, what)
 
-    def pulled(self, slot: Slot) -> None:
+    def pulled(self, slot: ReductionBuffers) -> None:
         """This rank needs a slot no more."""
         self._marks.pop(slot.number, None)
 

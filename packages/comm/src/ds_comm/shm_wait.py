@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ds_comm.groups import Group, Order
+from ds_comm.groups import Group, OpSequence
 from ds_comm.watch.recorder import current
 from ds_comm.work import failed
 from ds_config.errors import CommError
@@ -17,13 +17,13 @@ SLICE_S = 0.5  # of a native wait, so that Python handles signals in between
 _FOREVER_S = 1e9
 
 
-def own_order(group: Group, name: str) -> Order | None:
+def own_order(group: Group, name: str) -> OpSequence | None:
     """An order of operations beside that of the group, for what its ranks do in shared memory; None for a group of one.
 
     All ranks come to the same collective before they make one: its mark is what tells it from others of the group.
     """
     order = group.order
-    return None if order is None else Order(f"{order.key}/{name}@{order.mark}", group.name, order.ranks, {})
+    return None if order is None else OpSequence(f"{order.key}/{name}@{order.mark}", group.name, order.ranks, {})
 
 
 def patient_s(limit_s: float) -> float:

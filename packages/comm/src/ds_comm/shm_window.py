@@ -16,14 +16,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ds_comm.symmetric_arena import Arena, Wish
+from ds_comm.symmetric_arena import Arena, TensorRequest
 from ds_comm.groups import GroupLike, as_group
 from ds_config.errors import CommError
 
-__all__ = ["Window"]
+__all__ = ["ShmWindow"]
 
 
-class Window:
+class ShmWindow:
     """A buffer of rows for each rank of a group on one host. Construction, `publish` and `grow` are collective.
 
     Attributes:
@@ -50,7 +50,7 @@ class Window:
         """Allocate at least `rows` rows a rank; what was published can be pulled no more. The same on every rank."""
         self.rows, self._turn = rows, 0
         every = (self.group.size * rows, self.width)
-        wish = Wish(every[0] * every[1], self.dtype, shared=True)
+        wish = TensorRequest(every[0] * every[1], self.dtype, shared=True)
         self._buffers = [shared.view(every) for (shared,) in self._arena.allocate([wish, wish])]
         if not self._buffers:
             self._buffers = [torch.empty(every, dtype=self.dtype)] * 2

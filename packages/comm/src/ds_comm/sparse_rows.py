@@ -18,11 +18,11 @@ from ds_comm.collectives import all_gather_single, all_reduce
 from ds_comm.groups import Group
 from ds_comm.work import Work
 
-__all__ = ["Table", "by_rows", "sum_rows"]
+__all__ = ["EmbeddingTable", "by_rows", "sum_rows"]
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class EmbeddingTable:
     """An embedding in a flat buffer: `rows` x `width` elements from `offset`."""
 
     offset: int
@@ -35,12 +35,12 @@ class Table:
         return self.offset + self.rows * self.width
 
 
-def by_rows(table: Table, most: int, world: int, itemsize: int) -> bool:
+def by_rows(table: EmbeddingTable, most: int, world: int, itemsize: int) -> bool:
     """Whether `most` rows a rank send fewer bytes than the whole table does. Pure."""
     return world * most * (8 + table.width * itemsize) < 2 * table.rows * table.width * itemsize
 
 
-def sum_rows(flat: Tensor, tables: Sequence[Table], group: Group, unit: str = "") -> list[Work]:
+def sum_rows(flat: Tensor, tables: Sequence[EmbeddingTable], group: Group, unit: str = "") -> list[Work]:
     """Sum `flat` in place over the ranks: its tables by rows, the ranges between them as they are. Collective.
 
     Tables are done on return, the rest when the works are waited for.

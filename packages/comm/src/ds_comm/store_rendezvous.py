@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ds_comm.launch import Launch
+from ds_comm.launch import LaunchedProcess
 from ds_comm.watch.secret import SECRET_VARIABLE, new_secret
 from ds_comm.watch.verdict import rank_names
 from ds_config.errors import CommError
@@ -37,7 +37,7 @@ _NOTE = re.compile(r"([1-9][0-9]{0,8}) ([0-9]{1,5}) ([!-~]+)")  # pid, port, sec
 _NOTE_BYTES = 4096
 
 
-def rendezvous(launch: Launch, limit_s: float) -> tuple[dist.Store, dict[str, str]]:
+def rendezvous(launch: LaunchedProcess, limit_s: float) -> tuple[dist.Store, dict[str, str]]:
     """Return when all ranks of the job are here.
 
     Args:
@@ -73,7 +73,7 @@ def rendezvous(launch: Launch, limit_s: float) -> tuple[dist.Store, dict[str, st
     return store, variables
 
 
-def _roll_call(store: dist.Store, launch: Launch, end_s: float) -> None:
+def _roll_call(store: dist.Store, launch: LaunchedProcess, end_s: float) -> None:
     """Wait until every rank has written that it is here.
 
     The first rank whose time is over ends the wait of all: rank 0 would take the store with it, and with the store who is missing.
@@ -105,7 +105,7 @@ def _roll_call(store: dist.Store, launch: Launch, end_s: float) -> None:
         raise TimeoutError(f"{found} did not come")
 
 
-def _until_read(store: dist.Store, launch: Launch) -> None:
+def _until_read(store: dist.Store, launch: LaunchedProcess) -> None:
     """Rank 0 stays until everybody else knows why."""
     read = store.add("read", 1)
     until_s = time.monotonic() + _READING_S
@@ -117,7 +117,7 @@ def _until_read(store: dist.Store, launch: Launch) -> None:
 # -- at an address that the launcher said
 
 
-def _at_address(address: str, launch: Launch, limit_s: float) -> dist.Store:
+def _at_address(address: str, launch: LaunchedProcess, limit_s: float) -> dist.Store:
     limit = timedelta(seconds=limit_s)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torch's agent serves, and torch knows how
         return next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=limit))[0]
@@ -158,7 +158,7 @@ def _await_server(address: str, port: int, limit_s: float) -> None:
 # -- on one host, where the launcher said no port
 
 
-def _on_free_port(launch: Launch, limit_s: float) -> tuple[dist.Store, dict[str, str], Path | None]:
+def _on_free_port(launch: LaunchedProcess, limit_s: float) -> tuple[dist.Store, dict[str, str], Path | None]:
     """Rank 0 takes a free port and tells the others of this host through a file that only this job knows.
 
     No two jobs can clash: the kernel gives each its own port, and the file is named after the job and its starter.

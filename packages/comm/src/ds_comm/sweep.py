@@ -14,13 +14,13 @@ import ds_comm.collectives as collectives
 from ds_comm.bandwidth import bandwidth
 from ds_comm.groups import Group
 
-__all__ = ["OPERATIONS", "Case", "Timing", "cases", "measure", "sweep"]
+__all__ = ["OPERATIONS", "BenchCase", "BenchTiming", "cases", "measure", "sweep"]
 
 Operation = Callable[[Tensor, Group], Callable[[], object]]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class BenchCase:
     """One operation on a message of `nbytes` in all, on the backend of one of the groups."""
 
     op: str
@@ -30,10 +30,10 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class BenchTiming:
     """What a case took on the slowest rank: the median, the fastest and the 99th percentile of the repeats."""
 
-    case: Case
+    case: BenchCase
     ranks: int
     median_s: float
     best_s: float
@@ -86,15 +86,15 @@ _SPELLED = {
 
 def cases(
     ops: Sequence[str], backends: Sequence[str], dtypes: Sequence[torch.dtype], sizes: Iterable[int]
-) -> Iterator[list[Case]]:
+) -> Iterator[list[BenchCase]]:
     """Lists of cases to alternate between: the same message on each backend."""
     for op in ops:
         for dtype in dtypes[:1] if op == "barrier" else dtypes:
             for nbytes in (0,) if op == "barrier" else sizes:
-                yield [Case(op, backend, dtype, nbytes) for backend in backends]
+                yield [BenchCase(op, backend, dtype, nbytes) for backend in backends]
 
 
-def sweep(groups: Mapping[str, Group], together: Iterable[list[Case]], budget_s: float) -> Iterator[Timing]:
+def sweep(groups: Mapping[str, Group], together: Iterable[list[BenchCase]], budget_s: float) -> Iterator[BenchTiming]:
     """Measure lists of cases in order. Collective over the groups, which are the same ranks on each backend.
 
     Args:
@@ -105,7 +105,7 @@ def sweep(groups: Mapping[str, Group], together: Iterable[list[Case]], budget_s:
         yield from measure(groups, alternating, budget_s)
 
 
-def measure(groups: Mapping[str, Group], alternating: Sequence[Case], budget_s: float) -> list[Timing]:
+def measure(groups: Mapping[str, Group], alternating: Sequence[BenchCase], budget_s: float) -> list[BenchTiming]:
     """Repeat cases alternately, at least three times each, and report each on its slowest rank."""
     runs = [_prepare(case, groups[case.backend]) for case in alternating]
     first_s = max(_time(run, groups[case.backend]) for case, run in zip(alternating, runs, strict=True))
@@ -124,7 +124,7 @@ def measure(groups: Mapping[str, Group], alternating: Sequence[Case], budget_s: 
     return [_timing(case, any_group.size, seconds[:, i].tolist()) for i, case in enumerate(alternating)]
 
 
-def _prepare(case: Case, group: Group) -> Callable[[], object]:
+def _prepare(case: BenchCase, group: Group) -> Callable[[], object]:
     numel = -(-case.nbytes // case.dtype.itemsize // group.size) * group.size
     message = torch.ones(numel).to(case.dtype)
     return OPERATIONS[case.op](message, group)
@@ -137,10 +137,10 @@ def _time(run: Callable[[], object], group: Group) -> float:
     return time.perf_counter() - began
 
 
-def _timing(case: Case, ranks: int, seconds: list[float]) -> Timing:
+def _timing(case: BenchCase, ranks: int, seconds: list[float]) -> BenchTiming:
     median_s = statistics.median(seconds)
     op = _SPELLED.get(case.op, case.op)
     passed = case.nbytes // ranks if case.op == "all_gather" else case.nbytes
     speed = bandwidth(op, passed, ranks, median_s)
     p99_s = sorted(seconds)[min(len(seconds) - 1, int(len(seconds) * 0.99))]
-    return Timing(case, ranks, median_s, min(seconds), p99_s, speed.algorithm_gbps, speed.bus_gbps)
+    return BenchTiming(case, ranks, median_s, min(seconds), p99_s, speed.algorithm_gbps, speed.bus_gbps)

@@ -31,9 +31,9 @@ from ds_comm.shm_wait import LIMIT_S, own_order, patient_s
 from ds_comm.watch.recorder import current
 from ds_comm.work import failed
 from ds_config.errors import CommError
-from ds_ops.shm_collectives import Channel, ChannelSettings, Op, Segment
+from ds_ops.shm_collectives import Channel, ChannelSettings, ShmReduceOp, SharedSegment
 
-__all__ = ["Arena", "Wish", "arena_refusal"]
+__all__ = ["Arena", "TensorRequest", "arena_refusal"]
 
 _PAGE = 4096
 _LINE = 64
@@ -43,7 +43,7 @@ _STAGGER = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class TensorRequest:
     """A tensor to allocate: [numel] of dtype, one for all ranks (`shared`) or one per rank."""
 
     numel: int
@@ -97,7 +97,7 @@ class Arena:
         self.barrier("arena")
         segment.close()
 
-    def allocate(self, wishes: Sequence[Wish]) -> list[tuple[Tensor, ...]]:
+    def allocate(self, wishes: Sequence[TensorRequest]) -> list[tuple[Tensor, ...]]:
         """One tuple per wish: (tensor,) if shared, else one tensor per rank of the group. Zero-filled.
 
         All wishes of one call are one segment: ask for everything at once. Pages take memory when they are first written.
@@ -131,7 +131,7 @@ class Arena:
         """Return when every rank came: what they wrote before is visible after. About 3 us when all are ready."""
         self._run("barrier", unit, None, self._channel.barrier)
 
-    def reduce_scatter(self, out: Tensor, parts: Sequence[Tensor], op: Op = Op.SUM, unit: str = "") -> None:
+    def reduce_scatter(self, out: Tensor, parts: Sequence[Tensor], op: ShmReduceOp = ShmReduceOp.SUM, unit: str = "") -> None:
         """out = sum over ranks of this rank's part of their symmetric tensor; in rank order, half types in fp32.
 
         Args:
@@ -178,10 +178,10 @@ class Arena:
             recorder.ended(slot)
         return None
 
-    def _segment(self, nbytes: int) -> Segment:
-        mine = Segment(nbytes) if self.rank == 0 else None
+    def _segment(self, nbytes: int) -> SharedSegment:
+        mine = SharedSegment(nbytes) if self.rank == 0 else None
         token = broadcast_json(mine.token if mine else "", self.group, unit="arena")
-        return mine or Segment.attach(token, nbytes)
+        return mine or SharedSegment.attach(token, nbytes)
 
 
 def _slot_bytes(ranks: int) -> int:

@@ -15,7 +15,7 @@ from ds_comm.watch.recorder import Recorder
 from ds_comm.watch.verdict import Finding
 from ds_config.errors import CommError
 
-__all__ = ["DONE", "Chained", "Pending", "Work", "failed", "time_device_operations"]
+__all__ = ["DONE", "Chained", "PendingWork", "Work", "failed", "time_device_operations"]
 
 
 class Work(Protocol):
@@ -70,7 +70,7 @@ def time_device_operations(on: bool) -> None:
     _time_device[0] = on
 
 
-class Pending:
+class PendingWork:
     """An operation on its way, with what remains to do at its end, and the stamp and span that end with it."""
 
     __slots__ = ("_host_waits", "_key", "_name", "_recorder", "_slot", "_span", "_started")

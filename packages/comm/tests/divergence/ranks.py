@@ -13,21 +13,21 @@ import ds_comm
 from ds_comm.symmetric_arena import Arena
 from ds_comm.channels import Channels
 from ds_comm.node_topology import neighbours
-from ds_comm.shm_sequence import Tally
-from ds_ops.shm_collectives import Segment
+from ds_comm.shm_sequence import ShmSequence
+from ds_ops.shm_collectives import SharedSegment
 
 
 def shared_memory(world: ds_comm.Group, case: str, deadline_s: float) -> None:
     """Numbers, arenas and channels that a rank does not come to."""
     pids = [one.pid for one in neighbours(world)]
-    segment = Segment(Tally.nbytes_for(world.size)) if world.rank == 0 else None
+    segment = SharedSegment(ShmSequence.nbytes_for(world.size)) if world.rank == 0 else None
     token = ds_comm.broadcast_json(segment.token if segment else "", world)
-    tally = Tally(segment or Segment.attach(token, Tally.nbytes_for(world.size)), 0, world, pids)
+    tally = ShmSequence(segment or SharedSegment.attach(token, ShmSequence.nbytes_for(world.size)), 0, world, pids)
     arena, channels = Arena(world), Channels(world)
     tally.wait(tally.advance("layers.0"), "layers.0")
     stuck = world.rank == 1
     if stuck and "slow" in case:
-        with ds_comm.patience(60):
+        with ds_comm.extend_timeout(60):
             time.sleep(2 * deadline_s)
     elif stuck and "gone" in case:
         raise SystemExit(0)
@@ -62,7 +62,7 @@ def run(case: str, backend: str, deadline_s: float) -> None:
     def save() -> None:
         ds_comm.barrier(unit="save")
 
-    with ds_comm.patience(WARM_UP_S):
+    with ds_comm.extend_timeout(WARM_UP_S):
         for _ in range(steps):
             forward()
     if case == "skips a submodule":
@@ -101,7 +101,7 @@ def run(case: str, backend: str, deadline_s: float) -> None:
         shared_memory(world, case, deadline_s)
     elif case == "asks for patience":
         if rank == 1:
-            with ds_comm.patience(60):
+            with ds_comm.extend_timeout(60):
                 time.sleep(2 * deadline_s)
         forward()
         print("finished")

@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_comm import single_group, world_group
-from ds_comm.symmetric_arena import Arena, Wish, arena_refusal
+from ds_comm import self_group, world_group
+from ds_comm.symmetric_arena import Arena, TensorRequest, arena_refusal
 from ds_testing import world
 
 
 def check(arena: Arena) -> None:
     rank, size, n = arena.rank, arena.size, 1003
-    wishes = [Wish(n * size, torch.float32, shared=True), Wish(n * size, torch.bfloat16), Wish(0, torch.float32)]
+    wishes = [TensorRequest(n * size, torch.float32, shared=True), TensorRequest(n * size, torch.bfloat16), TensorRequest(0, torch.float32)]
     (full,), grads, nothing = arena.allocate(wishes)
     assert len(grads) == len(nothing) == size
     assert not full.any()
@@ -54,7 +54,7 @@ def test_three_ranks_on_two_cores() -> None:
 
 
 def test_a_group_of_one_takes_the_same_path() -> None:
-    check(Arena(single_group()))
+    check(Arena(self_group()))
 
 
 @world(2)
@@ -62,7 +62,7 @@ def test_nothing_is_left_open() -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         arena = Arena(world_group())
-        arena.allocate([Wish(10, torch.float32, shared=True)])
+        arena.allocate([TensorRequest(10, torch.float32, shared=True)])
         arena.close()
     dist.barrier()
     assert len(os.listdir("/proc/self/fd")) <= before

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_comm.channels import Channels
 from ds_comm.channels.shm_ring import plan_ring
-from ds_comm.channels.signature import Signature
+from ds_comm.channels.signature import MessageSignature
 from ds_config.errors import CommError
 from ds_testing import world
 
@@ -168,7 +168,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 def test_cells_hold_every_byte_once() -> None:
-    signature = Signature(
+    signature = MessageSignature(
         ((torch.float32, torch.Size((7, 9))), (torch.int8, torch.Size((130,))), (torch.half, torch.Size(())))
     )
     for cell_bytes in (64, 100, 4096):
@@ -179,7 +179,7 @@ def test_cells_hold_every_byte_once() -> None:
                 for at in range(piece.start, piece.stop):
                     seen[piece.leaf][at] += 1
         assert all(set(one) == {1} for one in seen)
-    assert Signature.parse(signature.text()) == signature
+    assert MessageSignature.parse(signature.text()) == signature
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_cells_hold_every_byte_once() -> None:
 )
 def test_a_signature_that_is_none_is_refused(text: bytes) -> None:
     with pytest.raises(CommError, match="signature that is none"):
-        Signature.parse(text)
+        MessageSignature.parse(text)
 
 
 @pytest.mark.parametrize(("nbytes", "depth"), [(0, 1), (1, 1), (65536, 2), (256 << 10, 4), ((256 << 10) + 1, 2)])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import ds_comm
 from ds_comm import ReduceOp, shm_group
-from ds_comm.lossy.compressed import Feedback, Quantized
+from ds_comm.lossy.compressed import ErrorFeedback, Quantized
 from ds_comm.lossy.hierarchy import Hierarchy
 from ds_config.errors import CommError
 from ds_ops.formats import FP8_E4M3, INT4, INT8, QuantSpec
@@ -102,7 +102,7 @@ def test_feedback_takes_the_error_back(local: int) -> None:
     group = ds_comm.world_group()
     hierarchy = Hierarchy.split(group, local) if local else None
     steps, found = range(30), {}
-    for name, feedback in (("without", None), ("with", Feedback(decay=0.0))):
+    for name, feedback in (("without", None), ("with", ErrorFeedback(decay=0.0))):
         quantized, total = Quantized(QuantSpec(INT4, 64), hierarchy, feedback), torch.zeros(N)
         for _ in steps:  # the same message: without feedback the same error every time
             out = torch.empty(N)
@@ -121,7 +121,7 @@ def test_what_cannot_be_is_refused() -> None:
     x, out = torch.ones(8), torch.ones(4)
     for quantized, op, code in (
         (Quantized(), ReduceOp.MAX, "comm-quantized-op"),
-        (Quantized(feedback=Feedback()), ReduceOp.SUM, "comm-feedback"),
+        (Quantized(feedback=ErrorFeedback()), ReduceOp.SUM, "comm-feedback"),
     ):
         with pytest.raises(CommError) as caught:
             quantized.reduce_scatter_single(out, x, op)
@@ -130,7 +130,7 @@ def test_what_cannot_be_is_refused() -> None:
         Hierarchy.split(group, 3)
     assert caught.value.code == "comm-hierarchy"
     with pytest.raises(CommError) as caught:
-        Quantized(hierarchy=Hierarchy.split(group, 2)).reduce_scatter_single(x, x, group=ds_comm.single_group())
+        Quantized(hierarchy=Hierarchy.split(group, 2)).reduce_scatter_single(x, x, group=ds_comm.self_group())
     assert caught.value.code == "comm-hierarchy"
     with pytest.raises(CommError, match="8 elements"):
         Quantized().reduce_scatter_single(x, x)
@@ -173,7 +173,7 @@ def test_hierarchies_of_groups_that_are_not_the_world() -> None:
 
 
 def test_one_rank_loses_nothing() -> None:
-    group, x = ds_comm.single_group(), torch.randn(10)
+    group, x = ds_comm.self_group(), torch.randn(10)
     out = torch.empty(10)
     Quantized(QuantSpec(INT4, 2)).reduce_scatter_single(out, x, group=group)
     assert torch.equal(out, x)
@@ -183,7 +183,7 @@ def test_one_rank_loses_nothing() -> None:
 
 
 def test_feedback_by_unit() -> None:
-    feedback = Feedback(decay=0.5, reset_after=2)
+    feedback = ErrorFeedback(decay=0.5, reset_after=2)
     x = torch.ones(4)
     feedback.error("a", 0, x).fill_(1.0)
     assert feedback.error("b", 0, x).sum() == feedback.error("a", 1, x).sum() == 0
@@ -194,4 +194,4 @@ def test_feedback_by_unit() -> None:
     feedback.clear()
     assert feedback.nbytes == 0
     with pytest.raises(CommError):
-        Feedback(decay=1.0)
+        ErrorFeedback(decay=1.0)

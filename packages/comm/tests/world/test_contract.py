@@ -284,7 +284,7 @@ def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_group_of_one_needs_no_process_group() -> None:
-    check_all(ds_comm.single_group(), SIZES)
+    check_all(ds_comm.self_group(), SIZES)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

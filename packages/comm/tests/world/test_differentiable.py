@@ -66,7 +66,7 @@ def cases(size: int) -> list[Case]:
             name,
             shapes,
             lambda x, r, a: waited(
-                d.exchange(
+                d.seq_all_to_all(
                     x,
                     None,
                     scatter_dim=cut_dim,
@@ -282,7 +282,7 @@ def test_anomaly_detection_reads_nothing_unfinished() -> None:
 
 def test_a_group_of_one_is_the_identity() -> None:
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
-    assert d.exchange(x, None, scatter_dim=0, gather_dim=1) is x
+    assert d.seq_all_to_all(x, None, scatter_dim=0, gather_dim=1) is x
     assert d.all_to_all_rows(x, None, [4], [4], async_op=True).wait() is x
     for run in (d.copy, d.reduce, d.all_gather, d.reduce_scatter):
         assert run(x, None) is x
@@ -293,7 +293,7 @@ def test_a_group_of_one_is_the_identity() -> None:
 @pytest.mark.parametrize(
     ("run", "found"),
     [
-        (lambda x: d.exchange(x, None, scatter_dim=0, gather_dim=-2), "dim 0 is to be scattered and gathered"),
+        (lambda x: d.seq_all_to_all(x, None, scatter_dim=0, gather_dim=-2), "dim 0 is to be scattered and gathered"),
         (lambda x: d.all_gather(x, None, 2), "dim 2 of a tensor of shape (4, 6)"),
         (lambda x: d.all_gather(x, None, 0, [3]), "dim 0 has 4 places on rank 0 of the group, the sizes are [3]"),
         (lambda x: d.all_to_all_rows(x, None, [3], [3]), "x dim 0 has 4 places, its sizes are [3]"),

@@ -14,11 +14,11 @@ from ds_comm import (
     all_gather_single,
     all_reduce,
     as_group,
-    drop_group,
+    destroy_group,
     new_group,
-    part_group,
-    single_group,
-    twin_group,
+    new_local_group,
+    self_group,
+    duplicate_group,
 )
 from ds_config.errors import CommError
 from ds_testing import world
@@ -28,7 +28,7 @@ from ds_testing import world
 def test_a_twin_is_made_by_its_members_alone_and_does_not_mix_with_them():
     inner = new_group([0, 2], "inner")
     if inner is not None:
-        twin = twin_group(inner, "behind")
+        twin = duplicate_group(inner, "behind")
         assert (twin.ranks, twin.rank, twin.name) == (inner.ranks, inner.rank, "behind")
         assert twin.pg is not inner.pg
         rows = torch.zeros(2, dtype=torch.int64)
@@ -46,7 +46,7 @@ def test_a_twin_is_made_by_its_members_alone_and_does_not_mix_with_them():
             thread.start()
         thread.join(30)
         assert (total.item(), rows.tolist()) == (2, [0, 2])
-        drop_group(twin)
+        destroy_group(twin)
     dist.barrier()
 
 
@@ -54,26 +54,26 @@ def test_a_twin_is_made_by_its_members_alone_and_does_not_mix_with_them():
 def test_members_alone_make_a_group_again_and_again():
     rank = dist.get_rank()
     ranks = ((0, 2), (1, 3))[rank % 2]
-    more = part_group((0, 1), "more") if rank < 2 else None  # ranks 0 and 2 have unequal numbers of groups now
+    more = new_local_group((0, 1), "more") if rank < 2 else None  # ranks 0 and 2 have unequal numbers of groups now
     for number in range(3):
-        group = part_group(ranks, "part")
-        twin = twin_group(group, "twin", None)
+        group = new_local_group(ranks, "part")
+        twin = duplicate_group(group, "twin", None)
         total = torch.tensor([float(number)])
         all_reduce(total, group=twin)
         all_reduce(total, group=group)
         assert (total.item(), group.rank, group.ranks) == (4.0 * number, rank // 2, ranks)
-        drop_group(twin)
-        drop_group(group)
+        destroy_group(twin)
+        destroy_group(group)
     if more is not None:
-        drop_group(more)
+        destroy_group(more)
     with pytest.raises(CommError, match="Make it on its members only"):
-        part_group([other for other in range(4) if other != rank], "others")
+        new_local_group([other for other in range(4) if other != rank], "others")
 
 
 def test_a_group_of_one_is_its_own_twin():
-    alone = single_group()
-    assert twin_group(alone, "behind") is alone
-    drop_group(alone)
+    alone = self_group()
+    assert duplicate_group(alone, "behind") is alone
+    destroy_group(alone)
 
 
 @world(2)
@@ -81,12 +81,12 @@ def test_a_group_of_one_is_one_rank_to_torch():
     """Its `pg` was None, which is the world to torch."""
     rank = dist.get_rank()
     mesh = Mesh.build(MeshSpec(tensor=2))
-    for group in (mesh["data"], mesh["pipe"], single_group("own", rank)):
+    for group in (mesh["data"], mesh["pipe"], self_group("own", rank)):
         total = torch.tensor([rank + 1.0])
         dist.all_reduce(total, group=group.pg)
         assert (total.item(), dist.get_world_size(group.pg), dist.get_rank(group.pg)) == (rank + 1, 1, 0)
         assert dist.get_process_group_ranks(group.pg) == [rank]
-    assert mesh["data"].pg is single_group("other", rank).pg  # one of a process, whatever shares nothing
+    assert mesh["data"].pg is self_group("other", rank).pg  # one of a process, whatever shares nothing
     again = as_group(mesh["data"].pg)
     assert (again.ranks, again.size, again.pg) == ((rank,), 1, mesh["data"].pg)
     model = nn.Linear(2, 1, bias=False)
@@ -100,7 +100,7 @@ def test_a_group_of_one_is_one_rank_to_torch():
 @world(2)
 def test_a_group_of_one_needs_no_other_rank():
     if dist.get_rank() == 1:
-        group = single_group("own", 1)
+        group = self_group("own", 1)
         first = group.pg
         dist.destroy_process_group(first)
         assert group.pg is not first  # and is made again where somebody has destroyed it

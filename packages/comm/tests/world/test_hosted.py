@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 import ds_comm as comm
-from ds_comm.shm_units import HostMemory
+from ds_comm.shm_units import ShmUnitMemory
 from ds_ops.reduce import sum_sources
 from ds_testing import world
 
 
 @world(2)
 def test_an_edit_of_one_rank_is_seen_by_no_other():
-    host = HostMemory(comm.as_group(None), {0: (5000, torch.float32), 1: (10, torch.float32)}, 0)
+    host = ShmUnitMemory(comm.as_group(None), {0: (5000, torch.float32), 1: (10, torch.float32)}, 0)
     (home, mine), (_, second) = host.full(0), host.full(1)
     if host.rank == 0:
         home[:2500] = 1.0
@@ -42,7 +42,7 @@ def test_an_edit_of_one_rank_is_seen_by_no_other():
 
 @world(3)
 def test_slots_sum_in_rank_order_while_one_rank_is_ahead():
-    host = HostMemory(comm.as_group(None), {}, 4 * 12)
+    host = ShmUnitMemory(comm.as_group(None), {}, 4 * 12)
     sums = []
     for step in range(50):
         if (step + host.rank) % 7 == 0:

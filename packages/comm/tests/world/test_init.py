@@ -89,7 +89,7 @@ def test_what_was_said_in_a_world_that_is_over_explains_nothing_of_the_next(tmp_
 def test_no_limit_of_a_backend_ends_a_rank_whose_patience_is_longer() -> None:
     for deadline_s, days in ((60.0, 7), (0.0, 0)):
         ds_comm.init_distributed("gloo", deadline_s=deadline_s)
-        groups = [dist.group.WORLD, ds_comm.twin_group(None, "twin").pg]
+        groups = [dist.group.WORLD, ds_comm.duplicate_group(None, "twin").pg]
         limits = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
         assert [limit.days for limit in limits] == [days, days]
         ds_comm.destroy_process_group()
@@ -106,7 +106,7 @@ def test_zero_turns_the_watchdog_off() -> None:
 @world(2)
 def test_a_forgotten_watchdog_ends_with_the_process_group() -> None:
     ds_comm.init_distributed()
-    with ds_comm.patience(5):
+    with ds_comm.extend_timeout(5):
         ds_comm.barrier()
         assert watchdogs() == 1
         dist.destroy_process_group()

@@ -16,9 +16,9 @@ from ds_testing import world
 def check_counts() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     table = torch.arange(size * size * 3).view(size, size, 3)  # row a, column b: what a tells b
-    assert torch.equal(ds_comm.exchange_counts(table[rank]), table[:, rank])
+    assert torch.equal(ds_comm.all_to_all_counts(table[rank]), table[:, rank])
     flat = table[..., 0]
-    assert torch.equal(ds_comm.exchange_counts(flat[rank].clone()), flat[:, rank])
+    assert torch.equal(ds_comm.all_to_all_counts(flat[rank].clone()), flat[:, rank])
 
 
 @world(3)
@@ -44,7 +44,7 @@ def test_json_of_any_length_reaches_everyone(monkeypatch: pytest.MonkeyPatch) ->
 def test_alone_it_is_what_the_others_would_see() -> None:
     assert ds_comm.all_gather_json({1: (2, 3)}) == [{"1": [2, 3]}]
     assert ds_comm.broadcast_json((1, None)) == [1, None]
-    assert ds_comm.exchange_counts(torch.tensor([5])).tolist() == [5]
+    assert ds_comm.all_to_all_counts(torch.tensor([5])).tolist() == [5]
 
 
 def test_what_is_cut_short_is_refused() -> None:
@@ -58,4 +58,4 @@ def test_what_is_cut_short_is_refused() -> None:
 @pytest.mark.parametrize("counts", [torch.zeros(1), torch.zeros(2, dtype=torch.int64), torch.tensor(1)])
 def test_counts_that_are_none_are_refused(counts: torch.Tensor) -> None:
     with pytest.raises(CommError, match="exchange_counts"):
-        ds_comm.exchange_counts(counts)
+        ds_comm.all_to_all_counts(counts)

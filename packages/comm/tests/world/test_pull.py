@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_comm import differentiable, exchange_counts, single_group, world_group
+from ds_comm import differentiable, all_to_all_counts, self_group, world_group
 from ds_comm.groups import Group
-from ds_comm.shm_window import Window
+from ds_comm.shm_window import ShmWindow
 from ds_config.errors import CommError
 from ds_testing import world
 
@@ -18,7 +18,7 @@ def rows_of(rank: int, step: int, rows: int = 50, width: int = 7) -> torch.Tenso
 
 
 def check(group: Group) -> None:
-    window = Window(group, 50, 7, torch.bfloat16)
+    window = ShmWindow(group, 50, 7, torch.bfloat16)
     for step in range(5):
         if step == 3:
             window.grow(80)
@@ -51,8 +51,8 @@ def test_three_ranks() -> None:
 
 
 def test_alone() -> None:
-    check(single_group())
-    Window(single_group(), 0, 7, torch.float32).publish()
+    check(self_group())
+    ShmWindow(self_group(), 0, 7, torch.float32).publish()
 
 
 @world(2)
@@ -61,9 +61,9 @@ def test_it_is_an_exchange_of_sorted_rows() -> None:
     group, rank = world_group(), dist.get_rank()
     x, to = rows_of(rank, 9), torch.randint(2, (50,), generator=torch.Generator().manual_seed(rank))
     send = torch.bincount(to, minlength=2)
-    receive = exchange_counts(send)
+    receive = all_to_all_counts(send)
     sent = differentiable.all_to_all_rows(x[to.argsort(stable=True)], group, send.tolist(), receive.tolist())
-    window = Window(group, 50, 7, torch.bfloat16)
+    window = ShmWindow(group, 50, 7, torch.bfloat16)
     window.mine.copy_(x)
     window.publish()
     every = [torch.randint(2, (50,), generator=torch.Generator().manual_seed(r)) for r in range(2)]

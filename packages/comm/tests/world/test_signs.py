@@ -70,7 +70,7 @@ def test_equal_magnitudes_survive_exactly() -> None:
 
 
 def test_one_rank_and_what_does_not_fit() -> None:
-    group, errors = ds_comm.single_group(), SignErrors.zeros(4, 1)
+    group, errors = ds_comm.self_group(), SignErrors.zeros(4, 1)
     x = torch.tensor([1.0, -1.0, 1.0, -1.0])
     mean_of_signs(x, errors, group)
     assert x.tolist() == [1.0, -1.0, 1.0, -1.0]

@@ -45,7 +45,7 @@ def steps(model: nn.Module) -> list[float]:
 def test_ddp_and_fsdp_in_a_group_of_one() -> None:
     """Every rank trains a model of its own."""
     rank = dist.get_rank()
-    group = ds_comm.single_group("own", rank).pg
+    group = ds_comm.self_group("own", rank).pg
 
     def build() -> nn.Module:
         torch.manual_seed(rank)
@@ -67,7 +67,7 @@ def test_several_ranks_are_refused() -> None:
 
 @world(2)
 def test_a_message_has_nobody_to_go_to() -> None:
-    group = ds_comm.single_group("own", dist.get_rank()).pg
+    group = ds_comm.self_group("own", dist.get_rank()).pg
     with pytest.raises(CommError, match="has no other") as error:
         group.send([torch.ones(1)], 0, 0)  # type: ignore[union-attr]
     assert error.value.code == "comm-rank"

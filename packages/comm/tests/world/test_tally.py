@@ -11,21 +11,21 @@ import torch.distributed as dist
 import ds_comm
 from ds_comm.groups import Group
 from ds_comm.node_topology import neighbours
-from ds_comm.shm_sequence import Tally
+from ds_comm.shm_sequence import ShmSequence
 from ds_config.errors import CommError
-from ds_ops.shm_collectives import Segment
+from ds_ops.shm_collectives import SharedSegment
 from ds_testing import world
 
 
-def made(group: Group, limit_s: float = 30.0) -> tuple[Tally, torch.Tensor]:
+def made(group: Group, limit_s: float = 30.0) -> tuple[ShmSequence, torch.Tensor]:
     """A tally, and a tensor with a word for each rank behind it."""
     pids = [one.pid for one in neighbours(group)]
-    nbytes = Tally.nbytes_for(group.size) + 4096
-    mine = Segment(nbytes) if group.rank == 0 else None
+    nbytes = ShmSequence.nbytes_for(group.size) + 4096
+    mine = SharedSegment(nbytes) if group.rank == 0 else None
     token = ds_comm.broadcast_json(mine.token if mine else "", group)
-    segment = mine or Segment.attach(token, nbytes)
+    segment = mine or SharedSegment.attach(token, nbytes)
     words = segment.tensor(group.size, torch.int64, nbytes - 4096)
-    tally = Tally(segment, 0, group, pids, limit_s)
+    tally = ShmSequence(segment, 0, group, pids, limit_s)
     dist.barrier() if group.size > 1 else None
     return tally, words
 
@@ -72,7 +72,7 @@ def test_one_who_does_not_come_is_named() -> None:
 
 
 def test_alone_nobody_is_waited_for() -> None:
-    tally, _ = made(ds_comm.single_group())
+    tally, _ = made(ds_comm.self_group())
     assert tally.advance("x") == 1
     assert tally.reached(1)
     tally.wait(1)

@@ -66,12 +66,12 @@ def test_heads_of_a_long_sequence() -> None:
     """Several chunks, whose ends lie within rows, and there and back again."""
     group = world_group()
     x = torch.randn(1, 700, 6, 50, generator=torch.Generator().manual_seed(group.rank))
-    heads = differentiable.exchange(x, group, scatter_dim=2, gather_dim=1, scatter_sizes=(4, 2))
+    heads = differentiable.seq_all_to_all(x, group, scatter_dim=2, gather_dim=1, scatter_sizes=(4, 2))
     theirs = torch.randn(1, 700, 6, 50, generator=torch.Generator().manual_seed(1 - group.rank))
     both = (x, theirs) if group.rank == 0 else (theirs, x)
     mine = slice(0, 4) if group.rank == 0 else slice(4, 6)
     assert torch.equal(heads, torch.cat([one[:, :, mine] for one in both], 1))
-    back = differentiable.exchange(heads, group, scatter_dim=1, gather_dim=2, gather_sizes=(4, 2))
+    back = differentiable.seq_all_to_all(heads, group, scatter_dim=1, gather_dim=2, gather_sizes=(4, 2))
     assert torch.equal(back, x)
 
 

@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 
 from deepspeed._errors import UnsupportedImportError, UnsupportedNameError, missing
-from deepspeed._surface import SURFACE, Constant, Missing
+from deepspeed._surface import SURFACE, ConstantRow, Missing
 
 __all__ = ["TableFinder", "fill", "install", "resolve"]
 
@@ -48,7 +48,7 @@ def resolve(module: str, name: str) -> object:
     if isinstance(row, Missing):
         raise missing(UnsupportedNameError, path, row)
     if row is not None:
-        value = row.value if isinstance(row, Constant) else _at(row)
+        value = row.value if isinstance(row, ConstantRow) else _at(row)
         setattr(sys.modules[module], name, value)
         return value
     if path not in SURFACE:

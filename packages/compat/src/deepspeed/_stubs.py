@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deepspeed._surface import SURFACE, Constant, Missing
+from deepspeed._surface import SURFACE, ConstantRow, Missing
 
 __all__ = ["stub", "write"]
 
@@ -13,7 +13,7 @@ def stub(module: str) -> str:
     """The text of `module`'s stub: where each of its names is from. Refused names are not in it."""
     lines = [f"# {module}, from the table deepspeed._surface."]
     for name, row in sorted(SURFACE[module].items()):
-        if isinstance(row, Constant):
+        if isinstance(row, ConstantRow):
             lines.append(f"{name}: {type(row.value).__name__}" if row.value is not None else f"{name}: None")
         elif not isinstance(row, Missing):
             home, _, attribute = row.partition(":")

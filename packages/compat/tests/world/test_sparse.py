@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ds_testing import world
-from ds_zero.runtime.reduce_strategies import Rows
+from ds_zero.runtime.reduce_strategies import EmbeddingRowReducer
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -21,7 +21,7 @@ def test_sparse_gradients_enabled_is_what_was_asked(asked):
     engine.backward(engine(torch.tensor([3, 7])).sum())
     engine.step()
     assert engine.sparse_gradients_enabled() is asked
-    assert isinstance(engine.sharding.units[0].gradients.way, Rows) == asked
+    assert isinstance(engine.sharding.units[0].gradients.way, EmbeddingRowReducer) == asked
     changed = (model.weight != before).any(1).nonzero().view(-1).tolist()
     assert changed == [3, 7]
     engine.destroy()

@@ -1,6 +1,6 @@
 """Smaller models: quantisation-aware training, pruning, layer reduction, distillation, post-training quantisation, export."""
 
-from ds_compress.cleaning import fit_to, redundancy_clean
+from ds_compress.cleaning import resize_to_state_dict, redundancy_clean
 from ds_compress.compress import (
     CompressionScheduler,
     compress,
@@ -12,20 +12,20 @@ from ds_compress.compress import (
 )
 from ds_compress.distillation import Distillation, Distiller, TeacherCache, attention_loss, hidden_loss, logit_loss
 from ds_compress.divergence import Divergence, generalized_divergence
-from ds_compress.eigenvalues import Curvature, block_eigenvalues, slow_down
+from ds_compress.eigenvalues import Curvature, block_eigenvalues, stretch_schedule
 from ds_compress.model_export import export_compressed_tensors, export_gguf, export_gptq
-from ds_compress.posttraining import Codes, Scheme, codes_of_training, gptq, round_to_nearest
-from ds_compress.smoothing import folds_of, scale_salient, smooth
+from ds_compress.posttraining import QuantizedWeight, QuantScheme, codes_of_training, gptq, round_to_nearest
+from ds_compress.smoothing import find_foldable_norms, awq, smoothquant
 from ds_compress.students import convert_conv1d_to_linear, student_initialization
 
 __all__ = [
-    "Codes",
+    "QuantizedWeight",
     "CompressionScheduler",
     "Curvature",
     "Distillation",
     "Distiller",
     "Divergence",
-    "Scheme",
+    "QuantScheme",
     "TeacherCache",
     "attention_loss",
     "block_eigenvalues",
@@ -38,8 +38,8 @@ __all__ = [
     "export_compressed_tensors",
     "export_gguf",
     "export_gptq",
-    "fit_to",
-    "folds_of",
+    "resize_to_state_dict",
+    "find_foldable_norms",
     "generalized_divergence",
     "gptq",
     "hidden_loss",
@@ -48,8 +48,8 @@ __all__ = [
     "logit_loss",
     "redundancy_clean",
     "round_to_nearest",
-    "scale_salient",
-    "slow_down",
-    "smooth",
+    "awq",
+    "stretch_schedule",
+    "smoothquant",
     "student_initialization",
 ]

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from ds_compress.compress import compressed_layers, is_compressed
 from ds_compress.config import CompressionConfig, compression_of
-from ds_compress.layer_compression import Compression, attach, detach
+from ds_compress.layer_compression import LayerCompression, attach, detach
 from ds_compress.recipe import LayerRecipe
 from ds_config.errors import PlanError
 from ds_config.config_file import Source
 
-__all__ = ["fit_to", "redundancy_clean"]
+__all__ = ["resize_to_state_dict", "redundancy_clean"]
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads")
 
@@ -121,7 +121,7 @@ def _maybe(module: nn.Module, name: str) -> nn.Parameter | None:
     return module._parameters.get(name)
 
 
-def _plan(name: str, module: nn.Module, made: Compression, cuts: _Cuts) -> None:
+def _plan(name: str, module: nn.Module, made: LayerCompression, cuts: _Cuts) -> None:
     weight, recipe = _param(module, "weight"), made.recipe
     for kind, pruned in (("row", recipe.rows), ("channel", recipe.channels)):
         if pruned is not None and pruned.related:
@@ -174,7 +174,7 @@ def _resize(module: Any) -> None:
         module.out_features, module.in_features = shape[0], shape[1]
 
 
-def _finish(module: nn.Module, made: Compression) -> None:
+def _finish(module: nn.Module, made: LayerCompression) -> None:
     """Only quantised inputs stay."""
     inputs, buffers = made.recipe.inputs, dict(made.named_buffers())
     steps, group, layer = made.steps, made.group, made.recipe.layer
@@ -191,7 +191,7 @@ def _finish(module: nn.Module, made: Compression) -> None:
 # ---- heads
 
 
-def _heads(model: nn.Module, found: list[tuple[str, nn.Module, Compression]]) -> dict[str, tuple[int, int]]:
+def _heads(model: nn.Module, found: list[tuple[str, nn.Module, LayerCompression]]) -> dict[str, tuple[int, int]]:
     """Per related projection, (heads, rows) before."""
     told = {}
     for _, _, made in found:
@@ -203,7 +203,7 @@ def _heads(model: nn.Module, found: list[tuple[str, nn.Module, Compression]]) ->
 
 
 def _tell_heads(
-    model: nn.Module, found: list[tuple[str, nn.Module, Compression]], before: Mapping[str, tuple[int, int]]
+    model: nn.Module, found: list[tuple[str, nn.Module, LayerCompression]], before: Mapping[str, tuple[int, int]]
 ) -> None:
     counts = set()
     for other, (heads, rows) in before.items():
@@ -234,7 +234,7 @@ def _renumber(owner: Any, heads: Mapping[int, int], sizes: Mapping[int, int]) ->
             setattr(owner, name, sizes[getattr(owner, name)])
 
 
-def fit_to(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
+def resize_to_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     """Give the layers of a new model the sizes that they have in the state dict of a cleaned one. Values are not loaded.
 
     So that `fit_to(model, state).load_state_dict(state)` works for models whose configuration cannot say the sizes: each layer has its

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from ds_comm import Group, all_reduce_coalesced, as_group, world_group
 from ds_compress.config import CompressionConfig, compression_of
-from ds_compress.layer_compression import Compression, attach, attached, detach
+from ds_compress.layer_compression import LayerCompression, attach, attached, detach
 from ds_compress.quantised import refuse_quantised
-from ds_compress.recipe import Kind, Layer, Recipe, make_recipe
+from ds_compress.recipe import Kind, CompressibleLayer, CompressionRecipe, make_recipe
 from ds_compress.students import student_initialization
 from ds_config.errors import PlanError, UnsupportedError
 from ds_config.config_file import Source
@@ -30,13 +30,13 @@ __all__ = [
 _PARALLEL = ("ColumnParallelLinear", "RowParallelLinear", "LinearLayer", "LinearAllreduce")  # of Megatron and of AutoTP
 
 
-def layers_of(model: nn.Module) -> list[Layer]:
+def layers_of(model: nn.Module) -> list[CompressibleLayer]:
     """The layers of a model that can be compressed, and norms that shrink with them, in the model's order."""
     found = []
     for name, module in model.named_modules():
         kind, weight = _kind(module), getattr(module, "weight", None)
         if kind is not None and isinstance(weight, Tensor):
-            found.append(Layer(name, kind, tuple(getattr(weight, "ds_shape", weight.shape))))
+            found.append(CompressibleLayer(name, kind, tuple(getattr(weight, "ds_shape", weight.shape))))
     return found
 
 
@@ -87,7 +87,7 @@ def init_compression(
     return model
 
 
-def compress(model: nn.Module, recipe: Recipe, group: Group | None = None) -> list[Compression]:
+def compress(model: nn.Module, recipe: CompressionRecipe, group: Group | None = None) -> list[LayerCompression]:
     """Attach a recipe. `group`: ranks whose batches are one batch; None is all ranks, looked up when needed."""
     _check(model, recipe)
     made = []
@@ -103,7 +103,7 @@ def decompress(model: nn.Module) -> None:
         detach(module)
 
 
-def compressed_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Compression]]:
+def compressed_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerCompression]]:
     """(name, module, compression) of each compressed layer."""
     for name, module in model.named_modules():
         made = attached(module)
@@ -116,7 +116,7 @@ def is_compressed(model: nn.Module) -> bool:
     return any(True for _ in compressed_layers(model))
 
 
-def _check(model: nn.Module, recipe: Recipe) -> None:
+def _check(model: nn.Module, recipe: CompressionRecipe) -> None:
     for name, _, _ in compressed_layers(model):
         raise PlanError(
             f"{name} is compressed already",

@@ -12,8 +12,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ds_compress.layer_groups import ActivationGroup, Bits, DensityGroup, Group, Share, WeightGroup, WeightParams
-from ds_config import Alias, Dead, StrictModel, validate
+from ds_compress.layer_groups import ActivationGroup, Bits, DensityGroup, LayerGroup, Share, WeightGroup, WeightParams
+from ds_config import Alias, NoEffect, StrictModel, validate
 from ds_config.errors import UnsupportedError
 from ds_config.config_file import Source, read_all
 
@@ -26,7 +26,7 @@ __all__ = [
     "PruningConfig",
     "QuantizeTrainingConfig",
     "SparsePruningConfig",
-    "WeightQuantizationConfig",
+    "CompressionWeightConfig",
     "compression_of",
 ]
 
@@ -64,13 +64,13 @@ class WeightShared(SharedConfig):
     """`weight_quantization.shared_parameters`."""
 
     schedule_offset: Offset = 0
-    quantizer_kernel: Annotated[bool, Dead(_KERNEL)] = False
+    quantizer_kernel: Annotated[bool, NoEffect(_KERNEL)] = False
     quantize_groups: Positive = Field(default=1, description="Parts of a weight that have a scale of their own.")
     quantize_verbose: bool = Field(default=False, description="Log when the bits of a layer fall.")
     quantization_type: Symmetry = Field(default="symmetric", description="Whether zero is in the middle of the range.")
     rounding: Literal["nearest", "stochastic"] = Field(default="nearest", description="How weights are rounded.")
     quantize_weight_in_forward: Annotated[
-        bool, Dead("forward sees quantised weights, the optimizer whole ones, either way")
+        bool, NoEffect("forward sees quantised weights, the optimizer whole ones, either way")
     ] = False
     fp16_mixed_quantize: MixedConfig = MixedConfig()
 
@@ -144,7 +144,7 @@ class Technique(StrictModel):
     """What layers have in common, and groups of layers."""
 
     shared_parameters: SharedConfig = SharedConfig()
-    different_groups: Mapping[str, Group] = Field(default_factory=dict)
+    different_groups: Mapping[str, LayerGroup] = Field(default_factory=dict)
 
     @property
     def enabled(self) -> bool:
@@ -162,7 +162,7 @@ class Technique(StrictModel):
         return self
 
 
-class WeightQuantizationConfig(Technique):
+class CompressionWeightConfig(Technique):
     """`weight_quantization`."""
 
     shared_parameters: WeightShared = WeightShared()
@@ -237,7 +237,7 @@ class LayerReductionConfig(StrictModel):
 class CompressionConfig(StrictModel):
     """`compression_training`."""
 
-    weight_quantization: WeightQuantizationConfig = WeightQuantizationConfig()
+    weight_quantization: CompressionWeightConfig = CompressionWeightConfig()
     activation_quantization: ActivationQuantizationConfig = ActivationQuantizationConfig()
     sparse_pruning: SparsePruningConfig = SparsePruningConfig()
     row_pruning: PruningConfig = PruningConfig()
@@ -303,7 +303,7 @@ class QuantizeTrainingConfig(StrictModel):
 
     enabled: bool = Field(default=False, description="Whether weights are quantised.")
     quantize_verbose: bool = Field(default=False, description="Log when the bits of a layer fall.")
-    quantizer_kernel: Annotated[bool, Dead(_KERNEL)] = False
+    quantizer_kernel: Annotated[bool, NoEffect(_KERNEL)] = False
     quantize_groups: Positive = Field(default=1, description="Parts of a weight that have a scale of their own.")
     quantize_algo: Annotated[AlgorithmConfig, Alias("quantize-algo")] = AlgorithmConfig()
     quantize_bits: QuantizeBitsConfig = QuantizeBitsConfig()
@@ -338,7 +338,7 @@ class QuantizeTrainingConfig(StrictModel):
         )
         groups = {"all": WeightGroup(params=params)}
         return CompressionConfig(
-            weight_quantization=WeightQuantizationConfig(shared_parameters=shared, different_groups=groups)
+            weight_quantization=CompressionWeightConfig(shared_parameters=shared, different_groups=groups)
         )
 
 

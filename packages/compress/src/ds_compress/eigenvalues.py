@@ -17,7 +17,7 @@ from ds_compress.compress import compressed_layers
 from ds_compress.config import EigenvalueConfig
 from ds_config.errors import PlanError
 
-__all__ = ["Curvature", "block_eigenvalues", "slow_down"]
+__all__ = ["Curvature", "block_eigenvalues", "stretch_schedule"]
 
 _log = logging.getLogger("ds_compress")
 
@@ -94,7 +94,7 @@ def _power(used: list[tuple[nn.Parameter, Tensor]], config: EigenvalueConfig, se
     return value
 
 
-def slow_down(model: nn.Module, values: Mapping[str, float]) -> None:
+def stretch_schedule(model: nn.Module, values: Mapping[str, float]) -> None:
     """Periods of bits that begin from now on are 1 + floor(4 * value) times longer, in layers whose name starts with one of `values`.
 
     Args:
@@ -122,5 +122,5 @@ class Curvature:
         """Call it before the schedule's step. `loss` is called only if it is time: at every `gas_boundary_resolution`-th step."""
         if self.config.enabled and self._steps % self.config.gas_boundary_resolution == 0:
             self.last = block_eigenvalues(self.model, loss, self.config)
-            slow_down(self.model, self.last)
+            stretch_schedule(self.model, self.last)
         self._steps += 1

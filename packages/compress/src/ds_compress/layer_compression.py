@@ -31,18 +31,18 @@ from ds_compress.masks import (
     snip_update,
     top_mask,
 )
-from ds_compress.quantizers import Grid, quantize, straight_through
-from ds_compress.recipe import Inputs, LayerRecipe, Pruned, Sparse, Weights
+from ds_compress.quantizers import QuantGrid, quantize, straight_through
+from ds_compress.recipe import InputQuantization, LayerRecipe, Pruned, SparsePruning, Weights
 from ds_compress.compression_schedules import Bits, dense_share, fall, mixed_ratio, new_mask_at, starts
 
-__all__ = ["CHILD", "Compression", "attach", "attached", "detach"]
+__all__ = ["CHILD", "LayerCompression", "attach", "attached", "detach"]
 
 CHILD = "compression"
 _MOMENTUM = 0.95  # of running ranges
 _log = logging.getLogger("ds_compress")
 
 
-class Compression(nn.Module):
+class LayerCompression(nn.Module):
     """What is done to one layer's weight and input, and its state.
 
     Attributes:
@@ -93,7 +93,7 @@ class Compression(nn.Module):
                 nn.init.kaiming_uniform_(scores.view(scores.shape[0], -1), a=math.sqrt(5))
                 self.register_parameter(f"{name}_scores", nn.Parameter(scores))
 
-    def _pruning(self) -> dict[str, Sparse | Pruned]:
+    def _pruning(self) -> dict[str, SparsePruning | Pruned]:
         found = {
             "sparse": self.recipe.sparse, "row": self.recipe.rows, "head": self.recipe.heads,
             "channel": self.recipe.channels,
@@ -191,7 +191,7 @@ class Compression(nn.Module):
             self._made.add(name)
         return mask
 
-    def _size(self, name: str, what: Sparse | Pruned, weight: Tensor) -> Tensor:
+    def _size(self, name: str, what: SparsePruning | Pruned, weight: Tensor) -> Tensor:
         if name == "sparse":
             return weight.detach().abs()
         if name == "head" and isinstance(what, Pruned):
@@ -226,7 +226,7 @@ class Compression(nn.Module):
             drawn = torch.Generator(weight.device).manual_seed(seed)
             noise = torch.rand(weight.shape, generator=drawn, device=weight.device) - 0.5
         with torch.no_grad():
-            return quantize(weight, Grid(bits, weights.groups, weights.symmetry), noise)
+            return quantize(weight, QuantGrid(bits, weights.groups, weights.symmetry), noise)
 
     def _senses(self) -> bool:
         sparse = self.recipe.sparse
@@ -260,7 +260,7 @@ class Compression(nn.Module):
             x = x * self.shaped("head", mask, 2).reshape(-1).to(x.dtype)
         if not inputs.static:
             groups = x.numel() // x.shape[-1]
-            return straight_through(x, quantize(x.detach(), Grid(inputs.bits, groups, inputs.symmetry)))
+            return straight_through(x, quantize(x.detach(), QuantGrid(inputs.bits, groups, inputs.symmetry)))
         if self.training and not in_backward():
             self._widen(x)
         return straight_through(x, _on_range(x.detach(), self.input_range, inputs))
@@ -276,7 +276,7 @@ class Compression(nn.Module):
         old.copy_(torch.where(old.isfinite(), _MOMENTUM * old + (1 - _MOMENTUM) * now, now))
 
 
-def _on_range(x: Tensor, span: Tensor, inputs: Inputs) -> Tensor:
+def _on_range(x: Tensor, span: Tensor, inputs: InputQuantization) -> Tensor:
     """As `quantizers.symmetric` and `asymmetric`, with a range that was measured before; without one `x` stays as it is."""
     low, high = span[0], span[1]
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -296,9 +296,9 @@ def _on_range(x: Tensor, span: Tensor, inputs: Inputs) -> Tensor:
 # ---- on a module
 
 
-def attach(module: nn.Module, recipe: LayerRecipe) -> Compression:
+def attach(module: nn.Module, recipe: LayerRecipe) -> LayerCompression:
     """Compress one module from now on."""
-    made = Compression(recipe, module.weight.device)  # type: ignore[arg-type]
+    made = LayerCompression(recipe, module.weight.device)  # type: ignore[arg-type]
     made.train(module.training)
     module.add_module(CHILD, made)
     made._handles = [
@@ -308,10 +308,10 @@ def attach(module: nn.Module, recipe: LayerRecipe) -> Compression:
     return made
 
 
-def attached(module: nn.Module) -> Compression | None:
+def attached(module: nn.Module) -> LayerCompression | None:
     """The compression of a module, if it has one."""
     found = module._modules.get(CHILD)
-    return found if isinstance(found, Compression) else None
+    return found if isinstance(found, LayerCompression) else None
 
 
 def detach(module: nn.Module) -> None:
@@ -347,5 +347,5 @@ def _after(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _loaded(made: nn.Module, keys: Any) -> None:
-    if isinstance(made, Compression) and not made.state.is_meta:
+    if isinstance(made, LayerCompression) and not made.state.is_meta:
         made.pull()

@@ -15,7 +15,7 @@ __all__ = [
     "Bits",
     "DensityGroup",
     "DensityParams",
-    "Group",
+    "LayerGroup",
     "Share",
     "WeightGroup",
     "WeightParams",
@@ -26,7 +26,7 @@ Bits = Annotated[int, Field(ge=1, le=16)]
 InputBits = Annotated[int, Field(ge=3, le=16)]
 
 
-class Group(StrictModel):
+class LayerGroup(StrictModel):
     """One of `different_groups`: which layers."""
 
     modules: tuple[str, ...] = Field(
@@ -90,7 +90,7 @@ class WeightParams(StrictModel):
         return self
 
 
-class WeightGroup(Group):
+class WeightGroup(LayerGroup):
     """Layers whose weights have the same bits."""
 
     params: WeightParams
@@ -102,7 +102,7 @@ class ActivationParams(StrictModel):
     bits: InputBits = Field(description="Bits of a layer's input.")
 
 
-class ActivationGroup(Group):
+class ActivationGroup(LayerGroup):
     """Layers whose inputs have the same bits."""
 
     params: ActivationParams
@@ -114,7 +114,7 @@ class DensityParams(StrictModel):
     dense_ratio: Share = Field(description="Share of weights, rows, heads or channels that is kept.")
 
 
-class DensityGroup(Group):
+class DensityGroup(LayerGroup):
     """Layers that keep the same share."""
 
     params: DensityParams

@@ -22,11 +22,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ds_compress.posttraining import Codes, Scheme
+from ds_compress.posttraining import QuantizedWeight, QuantScheme
 from ds_compress.quantised import is_quantised, values_of
 from ds_config.errors import PlanError, UnsupportedError
 
-__all__ = ["FAMILIES", "Family", "export_compressed_tensors", "export_gguf", "export_gptq", "pack_columns", "pack_rows"]
+__all__ = ["FAMILIES", "GgufFamily", "export_compressed_tensors", "export_gguf", "export_gptq", "pack_columns", "pack_rows"]
 
 
 def pack_columns(codes: Tensor, bits: int) -> Tensor:
@@ -47,7 +47,7 @@ def pack_rows(codes: Tensor, bits: int) -> Tensor:
 
 def export_compressed_tensors(
     model: nn.Module,
-    codes: Mapping[str, Codes],
+    codes: Mapping[str, QuantizedWeight],
     folder: str | os.PathLike[str],
     config: Mapping[str, Any] | None = None,
 ) -> Path:
@@ -67,7 +67,7 @@ def export_compressed_tensors(
     for one in codes.values():
         if one.scheme.bits not in (4, 8):
             raise _export(f"{one.scheme.bits} bits", "Use 4 or 8 bits.")
-    state, alike = _plain_state(model, codes), dict[Scheme, list[str]]()
+    state, alike = _plain_state(model, codes), dict[QuantScheme, list[str]]()
     for name, one in codes.items():
         alike.setdefault(one.scheme, []).append(name)
         state[f"{name}.weight_packed"] = pack_columns(one.codes, one.scheme.bits)
@@ -90,7 +90,7 @@ def export_compressed_tensors(
     return _write(model, state, folder, config, section)
 
 
-def _weights_section(scheme: Scheme) -> dict[str, Any]:
+def _weights_section(scheme: QuantScheme) -> dict[str, Any]:
     rows = scheme.group_size == -1
     return {
         "num_bits": scheme.bits, "type": "int", "symmetric": scheme.symmetric, "dynamic": False,
@@ -100,7 +100,7 @@ def _weights_section(scheme: Scheme) -> dict[str, Any]:
 
 def export_gptq(
     model: nn.Module,
-    codes: Mapping[str, Codes],
+    codes: Mapping[str, QuantizedWeight],
     folder: str | os.PathLike[str],
     config: Mapping[str, Any] | None = None,
 ) -> Path:
@@ -128,7 +128,7 @@ def export_gptq(
     return _write(model, state, folder, config, section)
 
 
-def _one_scheme(codes: Mapping[str, Codes], bits: tuple[int, ...]) -> Scheme:
+def _one_scheme(codes: Mapping[str, QuantizedWeight], bits: tuple[int, ...]) -> QuantScheme:
     schemes = {one.scheme for one in codes.values()}
     if len(schemes) != 1:
         raise _export(f"{len(schemes)} schemes in one file", "Quantise at least one layer, and all layers alike.")
@@ -142,7 +142,7 @@ def _export(found: str, fix: str) -> PlanError:
     return PlanError(f"the format has no place for {found}", code="compress-export", fix=fix)
 
 
-def _plain_state(model: nn.Module, codes: Mapping[str, Codes]) -> dict[str, Tensor]:
+def _plain_state(model: nn.Module, codes: Mapping[str, QuantizedWeight]) -> dict[str, Tensor]:
     """What is not quantised, each tensor once (tied ones under their first name)."""
     state, seen = {}, set()
     left_out = {f"{name}.weight" for name in codes}
@@ -178,7 +178,7 @@ def _write(
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class GgufFamily:
     """How GGUF says models of one `model_type`.
 
     Attributes:
@@ -195,12 +195,12 @@ class Family:
 
 
 # llama.cpp's own converter writes Mistral as Llama, too. Gemma's norms multiply by 1 + weight.
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family("llama", pairs=True),
-    "mistral": Family("llama", pairs=True),
-    "qwen2": Family("qwen2"),
-    "qwen3": Family("qwen3"),
-    "gemma2": Family("gemma2", norm_shift=1.0, activation="gelu_pytorch_tanh"),
+FAMILIES: Mapping[str, GgufFamily] = {
+    "llama": GgufFamily("llama", pairs=True),
+    "mistral": GgufFamily("llama", pairs=True),
+    "qwen2": GgufFamily("qwen2"),
+    "qwen3": GgufFamily("qwen3"),
+    "gemma2": GgufFamily("gemma2", norm_shift=1.0, activation="gelu_pytorch_tanh"),
 }
 
 
@@ -272,7 +272,7 @@ def export_gguf(
     return Path(path)
 
 
-def _sayable(config: Any, family: Family) -> None:
+def _sayable(config: Any, family: GgufFamily) -> None:
     """Refuse what readers of the format would take for something else."""
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", family.activation)
     scalar = getattr(config, "query_pre_attn_scalar", None)

@@ -23,8 +23,8 @@ from ds_compress.quantised import refuse_quantised
 from ds_config.errors import PlanError
 
 __all__ = [
-    "Codes",
-    "Scheme",
+    "QuantizedWeight",
+    "QuantScheme",
     "codes_of_training",
     "gptq",
     "linears_of",
@@ -37,7 +37,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Scheme:
+class QuantScheme:
     """Format of codes.
 
     Attributes:
@@ -71,7 +71,7 @@ class Scheme:
 
 
 @dataclass(frozen=True, slots=True)
-class Codes:
+class QuantizedWeight:
     """One quantised weight.
 
     Attributes:
@@ -81,7 +81,7 @@ class Codes:
         zeros: [out, groups], uint8.
     """
 
-    scheme: Scheme
+    scheme: QuantScheme
     codes: Tensor
     scales: Tensor
     zeros: Tensor
@@ -130,7 +130,7 @@ def observed(layers: Mapping[str, nn.Linear], note: Callable[[str, Tensor], None
             handle.remove()
 
 
-def row_grid(rows: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+def row_grid(rows: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
     """Scale and zero [rows, 1] of groups that are rows; scales are numbers of fp16."""
     top = 2**scheme.bits - 1
     if scheme.symmetric:
@@ -145,21 +145,21 @@ def row_grid(rows: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     return scale.clamp(min=torch.finfo(torch.float16).smallest_normal).half().to(rows.dtype), zero.clamp(0, top)
 
 
-def to_codes(values: Tensor, scale: Tensor, zero: Tensor, scheme: Scheme) -> Tensor:
+def to_codes(values: Tensor, scale: Tensor, zero: Tensor, scheme: QuantScheme) -> Tensor:
     """The nearest codes of values, in the dtype of the values."""
     return ((values / scale).round() + zero).clamp(0, 2**scheme.bits - 1)
 
 
 @torch.no_grad()
 def round_to_nearest(
-    model: nn.Module, scheme: Scheme | None = None, exclude: Iterable[str] = ("lm_head",)
-) -> dict[str, Codes]:
+    model: nn.Module, scheme: QuantScheme | None = None, exclude: Iterable[str] = ("lm_head",)
+) -> dict[str, QuantizedWeight]:
     """Quantise linear layers by their weights alone. The model gets the values that the codes stand for.
 
     Returns:
         By name of the layer, for the functions of `ds_compress.model_export`.
     """
-    scheme, made = scheme or Scheme(), {}
+    scheme, made = scheme or QuantScheme(), {}
     layers = linears_of(model, exclude)
     for name, module in layers.items():
         refuse_quantised(name, module)
@@ -170,7 +170,7 @@ def round_to_nearest(
         rows = weight.reshape(-1, size)
         scale, zero = row_grid(rows, scheme)
         groups = module.in_features // size
-        made[name] = Codes(
+        made[name] = QuantizedWeight(
             scheme,
             to_codes(rows, scale, zero, scheme).view(weight.shape).to(torch.uint8),
             scale.view(-1, groups),
@@ -184,10 +184,10 @@ def round_to_nearest(
 def gptq(
     model: nn.Module,
     batches: Iterable[Any],
-    scheme: Scheme | None = None,
+    scheme: QuantScheme | None = None,
     exclude: Iterable[str] = ("lm_head",),
     damp: float = 0.01,
-) -> dict[str, Codes]:
+) -> dict[str, QuantizedWeight]:
     """Quantise linear layers so that their outputs on calibration batches change little.
 
     Args:
@@ -200,7 +200,7 @@ def gptq(
         PlanError: groups do not divide ("compress-scheme"), a layer was given no inputs ("compress-calibration"); nothing was changed.
     Cost: for each layer in^2 floats while it is calibrated, and in^3 + out * in^2 operations.
     """
-    scheme, layers = scheme or Scheme(), linears_of(model, exclude)
+    scheme, layers = scheme or QuantScheme(), linears_of(model, exclude)
     for name, module in layers.items():
         refuse_quantised(name, module)
         scheme.size(module.in_features, name)
@@ -231,7 +231,7 @@ def gptq(
     return made
 
 
-def _gptq_layer(weight: Tensor, product: Tensor, scheme: Scheme, size: int, damp: float) -> Codes:
+def _gptq_layer(weight: Tensor, product: Tensor, scheme: QuantScheme, size: int, damp: float) -> QuantizedWeight:
     weight, columns = weight.clone(), weight.shape[1]
     diagonal = product.diagonal()
     dead = diagonal == 0
@@ -252,11 +252,11 @@ def _gptq_layer(weight: Tensor, product: Tensor, scheme: Scheme, size: int, damp
             codes[:, column : column + 1] = code
             error = (value - (code - zero) * scale) / upper[column, column]
             weight[:, column + 1 :] -= error @ upper[column : column + 1, column + 1 :]
-    return Codes(scheme, codes.to(torch.uint8), torch.cat(scales, 1).float(), torch.cat(zeros, 1).to(torch.uint8))
+    return QuantizedWeight(scheme, codes.to(torch.uint8), torch.cat(scales, 1).float(), torch.cat(zeros, 1).to(torch.uint8))
 
 
 @torch.no_grad()
-def codes_of_training(model: nn.Module) -> dict[str, Codes]:
+def codes_of_training(model: nn.Module) -> dict[str, QuantizedWeight]:
     """Codes of layers whose weights were quantised while they were trained. Call it before `redundancy_clean`.
 
     For symmetric grids of 3 to 8 bits whose groups lie within rows (`quantize_groups` is a multiple of the layer's outputs). The weights that
@@ -284,9 +284,9 @@ def codes_of_training(model: nn.Module) -> dict[str, Codes]:
         scale = rows.abs().amax(1, keepdim=True) * 2 / 2**weights.target
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
         codes = (rows / scale).round().clamp(-half, half - 1) + half
-        scheme = Scheme(weights.target, size if per_row > 1 else -1)
+        scheme = QuantScheme(weights.target, size if per_row > 1 else -1)
         zeros = torch.full((module.out_features, per_row), half, dtype=torch.uint8)
-        made[name] = Codes(
+        made[name] = QuantizedWeight(
             scheme, codes.view(module.weight.shape).to(torch.uint8), scale.view(module.out_features, per_row), zeros
         )
     return made

@@ -18,7 +18,7 @@ from torch import Tensor
 from ds_config.errors import PlanError
 
 __all__ = [
-    "Grid",
+    "QuantGrid",
     "Symmetry",
     "asymmetric",
     "binary",
@@ -67,7 +67,7 @@ def binary(x: Tensor, groups: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class QuantGrid:
     """How values are quantised.
 
     Attributes:
@@ -81,7 +81,7 @@ class Grid:
     symmetry: Symmetry = "symmetric"
 
 
-def grid_of(numel: int, grid: Grid, name: str) -> Grid:
+def grid_of(numel: int, grid: QuantGrid, name: str) -> QuantGrid:
     """`grid`, if `numel` elements can be quantised so.
 
     Raises:
@@ -102,7 +102,7 @@ def grid_of(numel: int, grid: Grid, name: str) -> Grid:
     return grid
 
 
-def quantize(x: Tensor, grid: Grid, noise: Tensor | None = None) -> Tensor:
+def quantize(x: Tensor, grid: QuantGrid, noise: Tensor | None = None) -> Tensor:
     """`x` on the grid; no gradient. Computed in fp32 for half-precision values.
 
     Args:

@@ -15,18 +15,18 @@ from functools import partial
 from typing import Any, Literal
 
 from ds_compress.config import CompressionConfig, SparseShared
-from ds_compress.layer_groups import Group
-from ds_compress.quantizers import Grid, Symmetry, grid_of
+from ds_compress.layer_groups import LayerGroup
+from ds_compress.quantizers import QuantGrid, Symmetry, grid_of
 from ds_config.errors import PlanError
 
-__all__ = ["Inputs", "Kind", "Layer", "LayerRecipe", "Pruned", "Recipe", "Sparse", "Weights", "found_by", "make_recipe"]
+__all__ = ["InputQuantization", "Kind", "CompressibleLayer", "LayerRecipe", "Pruned", "CompressionRecipe", "SparsePruning", "Weights", "found_by", "make_recipe"]
 
 _log = logging.getLogger("ds_compress")
 Kind = Literal["linear", "conv", "embedding", "norm"]
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class CompressibleLayer:
     """A module that can be compressed, or shrinks with one.
 
     Attributes:
@@ -56,7 +56,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class InputQuantization:
     """Quantised inputs. `static`: one running range; otherwise one for each token."""
 
     bits: int
@@ -66,7 +66,7 @@ class Inputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Sparse:
+class SparsePruning:
     """Single weights, or blocks of them, that are dropped. `end`, `stride` and `block` are of snip_momentum."""
 
     method: Literal["l1", "topk", "snip_momentum"]
@@ -92,17 +92,17 @@ class Pruned:
 class LayerRecipe:
     """What is done to one layer."""
 
-    layer: Layer
+    layer: CompressibleLayer
     weights: Weights | None = None
-    inputs: Inputs | None = None
-    sparse: Sparse | None = None
+    inputs: InputQuantization | None = None
+    sparse: SparsePruning | None = None
     rows: Pruned | None = None
     heads: Pruned | None = None
     channels: Pruned | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class CompressionRecipe:
     """What is done to all of them, by name."""
 
     layers: Mapping[str, LayerRecipe] = field(default_factory=dict)
@@ -120,7 +120,7 @@ def found_by(pattern: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if pattern == "*" or re.search(pattern, name) is not None]
 
 
-def make_recipe(config: CompressionConfig, layers: Sequence[Layer]) -> Recipe:
+def make_recipe(config: CompressionConfig, layers: Sequence[CompressibleLayer]) -> CompressionRecipe:
     """Decide what is done to each of `layers`.
 
     Raises:
@@ -150,7 +150,7 @@ def make_recipe(config: CompressionConfig, layers: Sequence[Layer]) -> Recipe:
     if inputs.enabled:
         told = inputs.shared_parameters
         for group_name, activations in inputs.different_groups.items():
-            what = Inputs(
+            what = InputQuantization(
                 activations.params.bits,
                 told.schedule_offset,
                 told.quantization_type,
@@ -174,7 +174,7 @@ def make_recipe(config: CompressionConfig, layers: Sequence[Layer]) -> Recipe:
             place = f"{'row' if name == 'rows' else name.removesuffix('s')}_pruning.different_groups.{group_name}"
             making.put(name, place, pruning, kinds, partial(_pruned, pruned))
     used = {name: r for name, r in making.recipes.items() if r != LayerRecipe(r.layer)}
-    return Recipe(used)
+    return CompressionRecipe(used)
 
 
 @dataclass(slots=True)
@@ -185,9 +185,9 @@ class _Making:
         self,
         technique: str,
         place: str,
-        group: Group,
+        group: LayerGroup,
         kinds: tuple[str, ...],
-        make: Callable[[Layer, tuple[str, ...]], Any],
+        make: Callable[[CompressibleLayer, tuple[str, ...]], Any],
     ) -> None:
         able = [name for name, recipe in self.recipes.items() if recipe.layer.kind in kinds]
         related_rows = group.related_modules or ((),) * len(group.modules)
@@ -224,18 +224,18 @@ class _Making:
                 self.recipes[name] = replace(recipe, **{technique: made})
 
 
-def _as_it_is(what: Any, layer: Layer, related: tuple[str, ...]) -> Any:
+def _as_it_is(what: Any, layer: CompressibleLayer, related: tuple[str, ...]) -> Any:
     del layer, related
     return what
 
 
-def _weights(weights: Weights, layer: Layer, related: tuple[str, ...]) -> Weights:
+def _weights(weights: Weights, layer: CompressibleLayer, related: tuple[str, ...]) -> Weights:
     del related
     groups = layer.shape[0] if layer.kind == "embedding" else weights.groups
     numel = 1
     for size in layer.shape:
         numel *= size
-    grid_of(numel, Grid(weights.target, groups, weights.symmetry), f"{layer.name}.weight {list(layer.shape)}")
+    grid_of(numel, QuantGrid(weights.target, groups, weights.symmetry), f"{layer.name}.weight {list(layer.shape)}")
     return replace(weights, groups=groups)
 
 
@@ -244,7 +244,7 @@ def _sparse(config: CompressionConfig, making: _Making) -> None:
     end = shared.schedule_offset if shared.schedule_offset_end is None else shared.schedule_offset_end
     for group_name, group in config.sparse_pruning.different_groups.items():
         place = f"sparse_pruning.different_groups.{group_name}"
-        made = Sparse(
+        made = SparsePruning(
             shared.method,
             group.params.dense_ratio,
             shared.schedule_offset,
@@ -254,7 +254,7 @@ def _sparse(config: CompressionConfig, making: _Making) -> None:
         )
         making.put("sparse", place, group, ("linear", "conv"), partial(_as_it_is, made))
     if shared.method == "snip_momentum":
-        rest = Sparse(
+        rest = SparsePruning(
             shared.method, shared.dense_ratio, shared.schedule_offset, end, shared.schedule_offset_stride, shared.block
         )
         for name, recipe in making.recipes.items():
@@ -269,7 +269,7 @@ def _sparse(config: CompressionConfig, making: _Making) -> None:
         making.recipes[name] = replace(making.recipes[name], sparse=None)
 
 
-def _pruned(pruned: Pruned, layer: Layer, related: tuple[str, ...]) -> Pruned:
+def _pruned(pruned: Pruned, layer: CompressibleLayer, related: tuple[str, ...]) -> Pruned:
     if pruned.heads and layer.shape[1] % pruned.heads:
         raise PlanError(
             f"{layer.name} has {layer.shape[1]} inputs, head_pruning.num_heads is {pruned.heads}",

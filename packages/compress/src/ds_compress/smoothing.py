@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_compress.posttraining import Scheme, linears_of, observed, row_grid, run, to_codes
+from ds_compress.posttraining import QuantScheme, linears_of, observed, row_grid, run, to_codes
 from ds_config.errors import PlanError
 
-__all__ = ["Fold", "folds_of", "scale_salient", "smooth"]
+__all__ = ["Fold", "find_foldable_norms", "awq", "smoothquant"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Fold:
 
 
 @torch.no_grad()
-def folds_of(model: nn.Module, batch: Any) -> list[Fold]:
+def find_foldable_norms(model: nn.Module, batch: Any) -> list[Fold]:
     """Where scales can be moved, found by running `batch`: every candidate is tried, and kept if outputs stay the same.
 
     A norm whose output also goes elsewhere (a residual, a router) fails that and is left out.
@@ -109,14 +109,14 @@ def _move(model: nn.Module, fold: Fold, scale: Tensor) -> None:
 
 
 @torch.no_grad()
-def smooth(model: nn.Module, batches: Sequence[Any], alpha: float = 0.5) -> list[Fold]:
+def smoothquant(model: nn.Module, batches: Sequence[Any], alpha: float = 0.5) -> list[Fold]:
     """SmoothQuant: make inputs of linear layers even, feature by feature. Returns where it was done.
 
     Args:
         batches: Calibration inputs; the first also finds the places.
         alpha: 1 moves all unevenness from inputs to weights, 0 none.
     """
-    folds = folds_of(model, _first(batches))
+    folds = find_foldable_norms(model, _first(batches))
     most: dict[str, Tensor] = {}
 
     def note(name: str, inputs: Tensor) -> None:
@@ -132,8 +132,8 @@ def smooth(model: nn.Module, batches: Sequence[Any], alpha: float = 0.5) -> list
 
 
 @torch.no_grad()
-def scale_salient(
-    model: nn.Module, batches: Sequence[Any], scheme: Scheme | None = None, steps: int = 20, rows: int = 512
+def awq(
+    model: nn.Module, batches: Sequence[Any], scheme: QuantScheme | None = None, steps: int = 20, rows: int = 512
 ) -> dict[str, float]:
     """AWQ: protect the columns that large inputs are multiplied with. Quantise afterwards, with `round_to_nearest` or `gptq` of the same scheme.
 
@@ -144,7 +144,7 @@ def scale_salient(
     Returns:
         The exponent by norm; 0.0 where nothing was better than leaving it.
     """
-    scheme, folds = scheme or Scheme(), folds_of(model, _first(batches))
+    scheme, folds = scheme or QuantScheme(), find_foldable_norms(model, _first(batches))
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
     samples: dict[str, Tensor] = {}
@@ -173,7 +173,7 @@ def scale_salient(
     return chosen
 
 
-def _error(weight: Tensor, inputs: Tensor, scale: Tensor, scheme: Scheme) -> float:
+def _error(weight: Tensor, inputs: Tensor, scale: Tensor, scheme: QuantScheme) -> float:
     size = scheme.size(weight.shape[1])
     rows = (weight * scale).reshape(-1, size)
     step, zero = row_grid(rows, scheme)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ds_config.classifying import KeyReport, classify
     from ds_config.errors import ConfigError, DsError, UnsupportedConfigError, UnsupportedError
     from ds_config.explaining import explain
-    from ds_config.schema_fields import Alias, Dead, Deprecated, Unbuilt
+    from ds_config.schema_fields import Alias, NoEffect, Deprecated, Unsupported
     from ds_config.issues import Issue
     from ds_config.strict_model import StrictModel
     from ds_config.did_you_mean import nearest
@@ -28,7 +28,7 @@ __all__ = [
     "USE_DEFAULT",
     "Alias",
     "ConfigError",
-    "Dead",
+    "NoEffect",
     "Deprecated",
     "Document",
     "DsError",
@@ -39,7 +39,7 @@ __all__ = [
     "Origin",
     "Provenance",
     "StrictModel",
-    "Unbuilt",
+    "Unsupported",
     "UnsupportedConfigError",
     "UnsupportedError",
     "classify",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ds_config.schema_fields import Dead, Deprecated, Unbuilt
+from ds_config.schema_fields import NoEffect, Deprecated, Unsupported
 from ds_config.migrate import migrate
 from ds_config.origin import Origin
 from ds_config.parse import KeyPath, dotted
@@ -60,9 +60,9 @@ def _walk(model: Model, data: Mapping[str, Any], path: KeyPath) -> Iterator[tupl
         reason = retired(field)
         if isinstance(reason, Deprecated):
             yield here, "moved", f"to {dotted((*path, *reason.new.split('.')))}"
-        elif isinstance(reason, Dead):
+        elif isinstance(reason, NoEffect):
             yield from _all(here, value, "no effect", reason.why)
-        elif isinstance(reason, Unbuilt):
+        elif isinstance(reason, Unsupported):
             yield from _all(here, value, "not built" if owner in refused else "off", reason.instead)
         else:
             yield from _value(of_field(field), value, here, "moved" if name != owner else "used")

@@ -9,15 +9,15 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from ds_config.schema_fields import Dead, Deprecated, Unbuilt
+from ds_config.schema_fields import NoEffect, Deprecated, Unsupported
 from ds_config.issues import shown
 from ds_config.shape import Model, aliases, coerce, of_field, retired
 
-__all__ = ["Level", "Move", "Problem", "migrate"]
+__all__ = ["Level", "MovedKey", "KeyProblem", "migrate"]
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class MovedKey:
     """The value of key `old` now stands at `new`, seen from the same level; `whole` when it was moved unchanged."""
 
     old: str
@@ -26,7 +26,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class KeyProblem:
     """What is wrong with the key `name` of this level."""
 
     code: str
@@ -47,9 +47,9 @@ class Level:
     """
 
     values: dict[str, Any]
-    moves: list[Move] = field(default_factory=list)
-    notes: list[tuple[str, Deprecated | Dead]] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    moves: list[MovedKey] = field(default_factory=list)
+    notes: list[tuple[str, Deprecated | NoEffect]] = field(default_factory=list)
+    problems: list[KeyProblem] = field(default_factory=list)
 
 
 def migrate(model: Model, given: Mapping[str, Any]) -> Level:
@@ -58,7 +58,7 @@ def migrate(model: Model, given: Mapping[str, Any]) -> Level:
     for name, info in model.model_fields.items():
         for old in aliases(info):
             if old in level.values:
-                _move(level, Move(old, (name,), whole=True), level.values[old])
+                _move(level, MovedKey(old, (name,), whole=True), level.values[old])
         reason = retired(info)
         if reason is None or name not in level.values:
             continue
@@ -70,27 +70,27 @@ def migrate(model: Model, given: Mapping[str, Any]) -> Level:
         if parsed is _WRONG:
             continue  # left where it is: validation will say what is wrong with it
         if isinstance(reason, Deprecated):
-            move = Move(name, tuple(reason.new.split(".")), whole=reason.convert is None)
+            move = MovedKey(name, tuple(reason.new.split(".")), whole=reason.convert is None)
             try:
                 value = reason.convert(value) if reason.convert else value
             except ValueError as error:
                 del level.values[name]
-                level.problems.append(Problem("config-value", name, f"found {shown(value)}: {error}.", ""))
+                level.problems.append(KeyProblem("config-value", name, f"found {shown(value)}: {error}.", ""))
                 continue
             if _move(level, move, value):
                 level.notes.append((name, reason))
-        elif isinstance(reason, Dead):
+        elif isinstance(reason, NoEffect):
             del level.values[name]
             level.notes.append((name, reason))
-        elif isinstance(reason, Unbuilt):
+        elif isinstance(reason, Unsupported):
             del level.values[name]
             if not _is_off(parsed, info.get_default(call_default_factory=True)):
                 message = f"asks for {shown(value)}, which is not built here."
-                level.problems.append(Problem("config-unbuilt", name, message, f"Instead: {reason.instead}."))
+                level.problems.append(KeyProblem("config-unbuilt", name, message, f"Instead: {reason.instead}."))
     return level
 
 
-def _move(level: Level, move: Move, value: Any) -> bool:
+def _move(level: Level, move: MovedKey, value: Any) -> bool:
     """Put `value` at the new place; a new place that is taken is a problem."""
     del level.values[move.old]
     new = ".".join(move.new)
@@ -103,7 +103,7 @@ def _move(level: Level, move: Move, value: Any) -> bool:
         target = target[section]
     if taken or last in target:
         message = f"and {new!r} are two names of one setting, and both are given."
-        level.problems.append(Problem("config-both-keys", move.old, message, f"Keep {new!r}."))
+        level.problems.append(KeyProblem("config-both-keys", move.old, message, f"Keep {new!r}."))
         return False
     target[last] = value
     level.moves.append(move)

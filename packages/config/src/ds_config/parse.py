@@ -81,12 +81,12 @@ def parse(text: str, name: str = "text") -> Parsed:
         ConfigError: it is not HJSON ("config-syntax"), with line and column.
     Cost: linear in the text; about 3 MB/s.
     """
-    reader = _Reader(text.removeprefix("\ufeff"), name)
+    reader = _JsonParser(text.removeprefix("\ufeff"), name)
     data = reader.document()
     return Parsed(data, MappingProxyType(reader.lines), tuple(reader.duplicates))
 
 
-class _Reader:
+class _JsonParser:
     """One pass over one text. `pos` is the next character; each method consumes what it is named after."""
 
     def __init__(self, text: str, name: str) -> None:

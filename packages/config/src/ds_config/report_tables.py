@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["GROUP", "Check", "Report", "Table", "Verdict"]
+__all__ = ["GROUP", "Check", "PackageReport", "TextTable", "ReportLevel"]
 
 GROUP = "ds.reports"
 
 
-class Verdict(enum.Enum):
+class ReportLevel(enum.Enum):
     """fine: as good as it gets. info: says what is there. slower: works, something better is possible. broken: fails."""
 
     FINE = "fine"
@@ -34,13 +34,13 @@ class Check:
 
     section: str
     name: str
-    verdict: Verdict
+    verdict: ReportLevel
     found: str
     fix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class TextTable:
     """Rows of texts below their heads; `note` says in one line what they are."""
 
     title: str
@@ -50,7 +50,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class PackageReport:
     """One package's part.
 
     Attributes:
@@ -60,5 +60,5 @@ class Report:
     """
 
     checks: tuple[Check, ...] = ()
-    tables: tuple[Table, ...] = ()
+    tables: tuple[TextTable, ...] = ()
     data: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 
-__all__ = ["FORMAT", "LastResort", "Once", "speak", "tell", "this_rank"]
+__all__ = ["FORMAT", "LastResort", "Once", "speak", "log_requested", "this_rank"]
 
 FORMAT = "[%(asctime)s] [%(levelname)s] [%(name)s] %(message)s"
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -79,7 +79,7 @@ def speak(*names: str) -> None:
             logger.addHandler(_LAST_RESORT)
 
 
-def tell(logger: logging.Logger, text: str) -> None:
+def log_requested(logger: logging.Logger, text: str) -> None:
     """Write what the configuration asked to have logged: an INFO record, written to standard error of rank 0 where INFO goes nowhere."""
     if logger.isEnabledFor(logging.INFO):
         logger.info("%s", text)

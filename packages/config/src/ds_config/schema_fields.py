@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Alias", "Dead", "Deprecated", "Retired", "Unbuilt", "said"]
+__all__ = ["Alias", "NoEffect", "Deprecated", "Retired", "Unsupported", "said"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,14 @@ class Deprecated:
 
 
 @dataclass(frozen=True, slots=True)
-class Dead:
+class NoEffect:
     """The field does nothing, here or where it came from: accepted with one line that says `why`, or what replaced it."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Unbuilt:
+class Unsupported:
     """The field is known elsewhere and not built here: any value but "off" is an error that says what to use `instead`.
 
     Off is: the field's default, null, an object with `"enabled": false` (or whose model says so by default), an object
@@ -58,11 +58,11 @@ class Unbuilt:
     instead: str
 
 
-Retired = Deprecated | Dead | Unbuilt
+Retired = Deprecated | NoEffect | Unsupported
 
 
 def said(reason: Retired, section: str = "") -> str:
     """Say what became of a retired key that stands in `section` (dotted, empty for the outermost object)."""
     if isinstance(reason, Deprecated):
         return f"is deprecated: use {section + '.' if section else ''}{reason.new}"
-    return f"has no effect: {reason.why}" if isinstance(reason, Dead) else f"is not built here: {reason.instead}"
+    return f"has no effect: {reason.why}" if isinstance(reason, NoEffect) else f"is not built here: {reason.instead}"

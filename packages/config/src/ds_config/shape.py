@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from ds_config.schema_fields import Alias, Dead, Deprecated, Retired, Unbuilt
+from ds_config.schema_fields import Alias, NoEffect, Deprecated, Retired, Unsupported
 from ds_config.issues import shown
 from ds_config.parse import KeyPath
 
@@ -224,7 +224,7 @@ def aliases(field: FieldInfo) -> list[str]:
 
 def retired(field: FieldInfo) -> Retired | None:
     """Why the field is retired, or None for a field that is in use."""
-    return next((item for item in field.metadata if isinstance(item, Deprecated | Dead | Unbuilt)), None)
+    return next((item for item in field.metadata if isinstance(item, Deprecated | NoEffect | Unsupported)), None)
 
 
 def known_names(model: Model) -> set[str]:

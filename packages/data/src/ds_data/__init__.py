@@ -1,15 +1,15 @@
 """Token files, and an order of samples that survives any restart; curricula and what they read, batches by length, random-LTD."""
 
 from ds_data.analyzing import DataAnalyzer, DistributedDataAnalyzer, Metrics, map_chunks, reduce_chunks
-from ds_data.file_checks import Report, check_tokens
-from ds_data.codes import fitting
-from ds_data.curriculum import Admission, Curriculum, Metric, make_metrics
-from ds_data.token_index import Index, pack_index, parse_index
+from ds_data.file_checks import TokenFileReport, check_tokens
+from ds_data.codes import smallest_int_dtype
+from ds_data.curriculum import DifficultyIndex, Curriculum, Metric, make_metrics
+from ds_data.token_index import TokenIndex, pack_index, parse_index
 from ds_data.token_loader import Batches, TokenLoader
-from ds_data.mixing import Mixed
-from ds_data.sample_order import Lane, Mixture, Rows, Stream, splits
-from ds_data.packed_sequences import IGNORED, FillInMiddle, Packed
-from ds_data.permutation import Permutation, mix, uniform
+from ds_data.mixing import BlendedDataset
+from ds_data.sample_order import RankSlice, BlendOrder, RankBatchSampler, SampleStream, split_ranges
+from ds_data.packed_sequences import IGNORE_INDEX, FillInMiddle, PackedSequences
+from ds_data.permutation import KeyedPermutation, mix_keys, uniform
 from ds_data.token_dropping import (
     RandomLayerTokenDrop,
     Router,
@@ -22,7 +22,7 @@ from ds_data.token_dropping import (
 )
 from ds_data.difficulty_schedules import make_schedule
 from ds_data.seqlens import batch_by_seqlens, pack_by_seqlens, scale_lr
-from ds_data.tokenizing import Source, Tokenized, open_tokenizer, tokenize
+from ds_data.tokenizing import DocumentSource, Tokenized, open_tokenizer, tokenize
 from ds_data.tokens import TokenFile
 from ds_data.variable import (
     PackedDataset,
@@ -35,29 +35,29 @@ from ds_data.variable import (
 from ds_data.token_writer import TokenWriter, write_items
 
 __all__ = [
-    "IGNORED",
-    "Admission",
+    "IGNORE_INDEX",
+    "DifficultyIndex",
     "Batches",
     "Curriculum",
     "DataAnalyzer",
     "DistributedDataAnalyzer",
     "FillInMiddle",
-    "Index",
-    "Lane",
+    "TokenIndex",
+    "RankSlice",
     "Metric",
     "Metrics",
-    "Mixed",
-    "Mixture",
-    "Packed",
+    "BlendedDataset",
+    "BlendOrder",
+    "PackedSequences",
     "PackedDataset",
-    "Permutation",
+    "KeyedPermutation",
     "RandomLayerTokenDrop",
-    "Report",
+    "TokenFileReport",
     "Router",
     "RouterConfig",
-    "Rows",
-    "Source",
-    "Stream",
+    "RankBatchSampler",
+    "DocumentSource",
+    "SampleStream",
     "TokenFile",
     "TokenLoader",
     "TokenWriter",
@@ -67,13 +67,13 @@ __all__ = [
     "check_tokens",
     "convert_to_random_ltd",
     "dataloader_for_variable_batch_size",
-    "fitting",
+    "smallest_int_dtype",
     "get_dataloader_and_lr_scheduler_for_variable_batch_size",
     "lr_scheduler_for_variable_batch_size",
     "make_metrics",
     "make_schedule",
     "map_chunks",
-    "mix",
+    "mix_keys",
     "open_tokenizer",
     "pack_by_seqlens",
     "pack_index",
@@ -83,7 +83,7 @@ __all__ = [
     "save_without_random_ltd",
     "scale_lr",
     "seqlens_of",
-    "splits",
+    "split_ranges",
     "start_routing",
     "stop_routing",
     "tokenize",

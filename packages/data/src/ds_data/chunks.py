@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
 from ds_config.errors import ConfigError
-from ds_data.codes import fitting
+from ds_data.codes import smallest_int_dtype
 from ds_data.token_writer import TokenWriter
 
 __all__ = ["MetricType", "Metrics", "map_chunks", "reduce_chunks"]
@@ -237,8 +237,8 @@ def _ids(batch: Any, places: range, names: Sequence[int] | None) -> NDArray[np.i
 
 
 def _write_values(path: Path, values: Values, ids: NDArray[np.int64]) -> None:
-    kind = fitting(int(values.min(initial=0)), int(values.max(initial=0)))
-    names = fitting(0, int(ids.max(initial=0)))
+    kind = smallest_int_dtype(int(values.min(initial=0)), int(values.max(initial=0)))
+    names = smallest_int_dtype(0, int(ids.max(initial=0)))
     by_id = np.argsort(ids, kind="stable")
     own = values[by_id] if bool((ids[by_id] == np.arange(len(ids))).all()) else values
     _write(f"{path}_sample_to_metric", own, np.ones(len(own), np.int64), kind)
@@ -255,7 +255,7 @@ def _write_values(path: Path, values: Values, ids: NDArray[np.int64]) -> None:
 
 
 def _write(path: str, values: Values, sizes: Any, dtype: Any = None) -> None:
-    kind = fitting(int(values.min(initial=0)), int(values.max(initial=0))) if dtype is None else dtype
+    kind = smallest_int_dtype(int(values.min(initial=0)), int(values.max(initial=0))) if dtype is None else dtype
     with TokenWriter(path, kind, table="deepspeed") as out:
         out.add_flat(values.astype(kind), np.asarray(sizes, np.int64), ends_documents=False)
         out.end_document()

@@ -54,10 +54,10 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _tokenize(args: argparse.Namespace) -> int:
-    from ds_data.tokenizing import Source, open_tokenizer, tokenize
+    from ds_data.tokenizing import DocumentSource, open_tokenizer, tokenize
 
     tokenizer = open_tokenizer(args.tokenizer)
-    source = Source(args.key, args.lines)
+    source = DocumentSource(args.key, args.lines)
     with _bar(args.files) as progress:
         made = tokenize(
             args.files, args.out, tokenizer, source=source, end=args.end, table=args.table, progress=progress

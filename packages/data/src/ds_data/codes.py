@@ -17,7 +17,7 @@ import numpy as np
 
 from ds_config.errors import ConfigError
 
-__all__ = ["TABLES", "DType", "Table", "choose", "code_of", "fitting"]
+__all__ = ["TABLES", "DType", "Table", "choose", "code_of", "smallest_int_dtype"]
 
 DType = np.dtype[Any]
 Table = Literal["megatron", "deepspeed"]
@@ -62,7 +62,7 @@ def code_of(dtype: DType, table: Table) -> int:
     )
 
 
-def fitting(low: int, high: int) -> DType:
+def smallest_int_dtype(low: int, high: int) -> DType:
     """The smallest integer format that holds `low` and `high`; unsigned where nothing is negative."""
     names = ("<u1", "<u2", "<u4", "<u8") if low >= 0 else ("<i1", "<i2", "<i4", "<i8")
     for name in names:

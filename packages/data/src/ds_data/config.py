@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ds_config import StrictModel
 from ds_config.errors import ConfigError
-from ds_config.schema_fields import Dead, Unbuilt
+from ds_config.schema_fields import NoEffect, Unsupported
 from ds_data.difficulty_schedules import Schedule, make_schedule
 
 __all__ = [
@@ -145,10 +145,10 @@ class RandomLTDScheduleConfig(StrictModel):
 class LayerTokenScheduleConfig(StrictModel):
     """`...random_ltd.layer_token_lr_schedule`."""
 
-    enabled: Annotated[bool, Unbuilt("a schedule by steps; DeepSpeed refuses it, too")] = False
-    total_layer_tokens: Annotated[int | None, Dead("it belongs to a schedule that nobody built")] = None
-    warmup_type: Annotated[str | None, Dead("it belongs to a schedule that nobody built")] = None
-    warmup_layer_tokens: Annotated[int | None, Dead("it belongs to a schedule that nobody built")] = None
+    enabled: Annotated[bool, Unsupported("a schedule by steps; DeepSpeed refuses it, too")] = False
+    total_layer_tokens: Annotated[int | None, NoEffect("it belongs to a schedule that nobody built")] = None
+    warmup_type: Annotated[str | None, NoEffect("it belongs to a schedule that nobody built")] = None
+    warmup_layer_tokens: Annotated[int | None, NoEffect("it belongs to a schedule that nobody built")] = None
 
 
 class RandomLTDConfig(StrictModel):
@@ -170,8 +170,8 @@ class RandomLTDConfig(StrictModel):
     )
     random_ltd_schedule: RandomLTDScheduleConfig = RandomLTDScheduleConfig()
     layer_token_lr_schedule: LayerTokenScheduleConfig = LayerTokenScheduleConfig()
-    global_batch_size: Annotated[int | None, Dead("the engine knows its batch")] = None
-    micro_batch_size: Annotated[int | None, Dead("the engine knows its batch")] = None
+    global_batch_size: Annotated[int | None, NoEffect("the engine knows its batch")] = None
+    micro_batch_size: Annotated[int | None, NoEffect("the engine knows its batch")] = None
 
 
 class DataRoutingConfig(StrictModel):

@@ -22,19 +22,19 @@ from numpy.typing import NDArray
 
 from ds_config.errors import CheckpointError, ConfigError
 from ds_data.config import CurriculumMetricConfig, SamplingCurriculumConfig
-from ds_data.sample_order import Lane
-from ds_data.permutation import Permutation, mix, uniform
+from ds_data.sample_order import RankSlice
+from ds_data.permutation import KeyedPermutation, mix_keys, uniform
 from ds_data.difficulty_schedules import Schedule, make_schedule
 from ds_data.tokens import TokenFile
 from ds_data.token_writer import write_items
 
-__all__ = ["Admission", "Cluster", "Curriculum", "Metric", "Row", "cluster_name", "make_metrics"]
+__all__ = ["DifficultyIndex", "AdmittedCluster", "Curriculum", "Metric", "RankMicrobatch", "cluster_name", "make_metrics"]
 
 _AHEAD = 1024  # samples of a cluster that are drawn at once
 Samples = NDArray[np.int64]
 
 
-class Admission:
+class DifficultyIndex:
     """The samples of a data set, easy first, as an analyzer wrote them. Read through memory maps.
 
     Args:
@@ -145,12 +145,12 @@ def _metric(name: str, told: CurriculumMetricConfig, length: int) -> Metric:
         )
     values = told.index_to_metric_path if by_value else None
     return Metric(
-        name, schedule, Admission(str(told.index_to_sample_path), values, parts=told.max_difficulty, length=length)
+        name, schedule, DifficultyIndex(str(told.index_to_sample_path), values, parts=told.max_difficulty, length=length)
     )
 
 
 @dataclass
-class Cluster:
+class AdmittedCluster:
     """Samples that were admitted together.
 
     Attributes:
@@ -181,12 +181,12 @@ class Cluster:
         times, places = np.divmod(np.arange(start, start + count), len(self.samples))
         for time in np.unique(times[times > 0]):
             inside = times == time
-            places[inside] = _permuted(len(self.samples), mix(self.key, int(time)), places[inside])
+            places[inside] = _permuted(len(self.samples), mix_keys(self.key, int(time)), places[inside])
         return self.samples[places]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RankMicrobatch:
     """One microbatch of a rank.
 
     Attributes:
@@ -226,7 +226,7 @@ class Curriculum:
     taken: int = 0
     step: int = 0
     difficulties: dict[str, int] = field(default_factory=dict)
-    clusters: list[Cluster] = field(default_factory=list)
+    clusters: list[AdmittedCluster] = field(default_factory=list)
 
     def set_schedules(self, functions: Mapping[str, Schedule]) -> None:
         """Use these functions of the step, by metric; others stay.
@@ -260,13 +260,13 @@ class Curriculum:
             )
         self.step, self.difficulties = self.step + 1, now
         ends = np.cumsum([len(cluster.samples) for cluster in self.clusters])
-        chosen = uniform(mix(self.seed, 4), np.arange(self.taken, self.taken + batch)) * int(ends[-1])
+        chosen = uniform(mix_keys(self.seed, 4), np.arange(self.taken, self.taken + batch)) * int(ends[-1])
         counts = np.bincount(np.searchsorted(ends, chosen, side="right"), minlength=len(ends))
         drawn = [cluster.draw(int(count)) for cluster, count in zip(self.clusters, counts, strict=True) if count]
         self.taken += batch
-        return np.concatenate(drawn)[np.argsort(uniform(mix(self.seed, 5, self.step), np.arange(batch)), kind="stable")]
+        return np.concatenate(drawn)[np.argsort(uniform(mix_keys(self.seed, 5, self.step), np.arange(batch)), kind="stable")]
 
-    def rows(self, lane: Lane, batch: int, taken: int) -> Iterator[Row]:
+    def rows(self, lane: RankSlice, batch: int, taken: int) -> Iterator[RankMicrobatch]:
         """This rank's rows from position `taken` on, which lies in the batch that is drawn next.
 
         Args:
@@ -280,7 +280,7 @@ class Curriculum:
                 own, end = lane.positions(start - begun), start + lane.row
                 if start >= taken:
                     state = before if end < begun + batch else after
-                    yield Row(samples[own.start : own.stop].tolist(), end, state, told)
+                    yield RankMicrobatch(samples[own.start : own.stop].tolist(), end, state, told)
 
     def told(self) -> dict[str, Any]:
         """Where the curriculum stands, by the names of DeepSpeed's sampler."""
@@ -340,9 +340,9 @@ class Curriculum:
         fresh = np.flatnonzero(open_)
         if not len(fresh):
             return
-        key = mix(self.seed, 6, len(self.clusters))
-        samples = fresh[_permuted(len(fresh), mix(key, 0), np.arange(len(fresh)))]
-        self.clusters.append(Cluster(dict(now), samples, key))
+        key = mix_keys(self.seed, 6, len(self.clusters))
+        samples = fresh[_permuted(len(fresh), mix_keys(key, 0), np.arange(len(fresh)))]
+        self.clusters.append(AdmittedCluster(dict(now), samples, key))
         if self.folder is not None:
             Path(self.folder).mkdir(parents=True, exist_ok=True)
             write_items(os.path.join(self.folder, cluster_name(now)), [samples], np.int64)
@@ -351,7 +351,7 @@ class Curriculum:
 def _permuted(length: int, key: int, places: Samples) -> Samples:
     """What stands at these places of an order of `length` things. A short order is sorted whole, which costs less than a few places."""
     if length > _AHEAD:
-        return Permutation(length, key)(places)
+        return KeyedPermutation(length, key)(places)
     return np.argsort(uniform(key, np.arange(length)), kind="stable")[places]
 
 

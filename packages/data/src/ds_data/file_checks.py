@@ -10,13 +10,13 @@ import numpy as np
 from ds_data.codes import Table
 from ds_data.tokens import TokenFile
 
-__all__ = ["Report", "check_tokens"]
+__all__ = ["TokenFileReport", "check_tokens"]
 
 _BLOCK = 1 << 22  # values that are looked at together
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class TokenFileReport:
     """What was found in a token file.
 
     Attributes:
@@ -57,7 +57,7 @@ class Report:
         return "\n".join(f"{name:<9} {text}" for name, text in rows.items())
 
 
-def check_tokens(path: str | PathLike[str], *, vocabulary: int | None = None, table: Table | None = None) -> Report:
+def check_tokens(path: str | PathLike[str], *, vocabulary: int | None = None, table: Table | None = None) -> TokenFileReport:
     """Look at a whole token file.
 
     Args:
@@ -86,7 +86,7 @@ def check_tokens(path: str | PathLike[str], *, vocabulary: int | None = None, ta
         problems.append(f"ids go up to {high:g}, the vocabulary ends at {vocabulary - 1}")
     if overlaps:
         problems.append(f"{overlaps} items overlap the one before them")
-    return Report(
+    return TokenFileReport(
         prefix=file.prefix,
         dtype=str(file.dtype),
         items=len(file),

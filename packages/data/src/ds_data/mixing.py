@@ -8,16 +8,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ds_config.errors import ConfigError
-from ds_data.sample_order import Mixture, Stream
-from ds_data.packed_sequences import Packed
-from ds_data.permutation import mix
+from ds_data.sample_order import BlendOrder, SampleStream
+from ds_data.packed_sequences import PackedSequences
+from ds_data.permutation import mix_keys
 
-__all__ = ["Mixed"]
+__all__ = ["BlendedDataset"]
 
 _ENDLESS = 1 << 62
 
 
-class Mixed:
+class BlendedDataset:
     """Sources in shares, each shuffled in epochs of its own. Load it with `TokenLoader(mixed, lane, shuffle=False)`.
 
     Args:
@@ -31,15 +31,15 @@ class Mixed:
         ConfigError: weights that say nothing, or sequences of different length ("data-mixture").
     """
 
-    def __init__(self, sources: Sequence[Packed], weights: Sequence[float], *, seed: int = 1234) -> None:
+    def __init__(self, sources: Sequence[PackedSequences], weights: Sequence[float], *, seed: int = 1234) -> None:
         lengths = sorted({source.length for source in sources})
         if len(lengths) > 1:
             raise ConfigError(
                 f"sequences of {lengths} tokens cannot be in one batch", code="data-mixture", fix="Give one length."
             )
         self.sources = tuple(sources)
-        streams = [Stream(len(source), mix(seed, 2, number)) for number, source in enumerate(sources)]
-        self.mixture = Mixture(streams, weights, seed)
+        streams = [SampleStream(len(source), mix_keys(seed, 2, number)) for number, source in enumerate(sources)]
+        self.mixture = BlendOrder(streams, weights, seed)
         parts = (f"{q}:{source.fingerprint}" for q, source in zip(self.mixture.quotas, sources, strict=True))
         self.fingerprint = f"{seed} " + " ".join(parts)
 

@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ds_config.errors import ConfigError
-from ds_data.permutation import mix, uniform
+from ds_data.permutation import mix_keys, uniform
 from ds_data.tokens import TokenFile
 
-__all__ = ["IGNORED", "FillInMiddle", "Packed"]
+__all__ = ["IGNORE_INDEX", "FillInMiddle", "PackedSequences"]
 
-IGNORED = -100  # the label that torch's cross entropy leaves out
+IGNORE_INDEX = -100  # the label that torch's cross entropy leaves out
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class FillInMiddle:
 
     def indices(self, length: int, piece: int) -> NDArray[np.int64]:
         """int64 [length]: what stands where, of piece number `piece`; -1, -2 and -3 are prefix, middle and suffix sentinel."""
-        chosen, first, one, two = uniform(mix(self.seed, piece), np.arange(4))
+        chosen, first, one, two = uniform(mix_keys(self.seed, piece), np.arange(4))
         own = np.arange(length, dtype=np.int64)
         if length < 4 or chosen >= self.rate:
             return own
@@ -63,7 +63,7 @@ class FillInMiddle:
         return np.concatenate([tokens, sentinels])[indices]
 
 
-class Packed(Sequence[dict[str, NDArray[Any]]]):
+class PackedSequences(Sequence[dict[str, NDArray[Any]]]):
     """Sequences of a token file. Map-style: torch's DataLoader takes it, and `ds_data.TokenLoader` reads it faster.
 
     Args:
@@ -169,7 +169,7 @@ class Packed(Sequence[dict[str, NDArray[Any]]]):
         for row, start in enumerate(starts.tolist()):
             begin = 0
             for document, edge in enumerate((self._begins[first[row] : last[row]] - start).tolist()):
-                labels[row, edge - 1] = IGNORED
+                labels[row, edge - 1] = IGNORE_INDEX
                 positions[row, begin:edge] = counted[: edge - begin]
                 documents[row, begin:edge] = document
                 begin = edge

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ds_config.errors import ConfigError
 
-__all__ = ["Permutation", "hashed", "mix", "uniform"]
+__all__ = ["KeyedPermutation", "hashed", "mix_keys", "uniform"]
 
 _ROUNDS = 8
 _MASK = (1 << 64) - 1
@@ -32,7 +32,7 @@ def hashed(words: Words) -> Words:
 
 
 @lru_cache(maxsize=1024)
-def mix(*numbers: int) -> int:
+def mix_keys(*numbers: int) -> int:
     """One 64-bit key of several integers; the order counts."""
     key = 0
     for number in numbers:
@@ -47,7 +47,7 @@ def uniform(key: int, counters: ArrayLike) -> NDArray[np.float64]:
 
 
 @dataclass(frozen=True, slots=True)
-class Permutation:
+class KeyedPermutation:
     """One of the orders of `length` things, chosen by `key`.
 
     Attributes:

@@ -20,16 +20,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ds_config.errors import ConfigError
-from ds_data.permutation import Permutation, mix
+from ds_data.permutation import KeyedPermutation, mix_keys
 
-__all__ = ["Lane", "Mixture", "Rows", "Stream", "splits"]
+__all__ = ["RankSlice", "BlendOrder", "RankBatchSampler", "SampleStream", "split_ranges"]
 
 Places = NDArray[np.int64]
 _BLOCK = 1 << 16  # places of a mixture among which shares are exact
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class RankSlice:
     """The part of every row that one rank reads.
 
     Ranks that differ only in their tensor, sequence or pipeline coordinate have one lane: they read the same samples.
@@ -56,7 +56,7 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class SampleStream:
     """The endless order of samples. Pure: `sample(position)` is the same on every rank and after every resume.
 
     Attributes:
@@ -88,20 +88,20 @@ class Stream:
         out = np.empty_like(places)
         for epoch in np.unique(epochs):
             inside = epochs == epoch
-            out[inside] = Permutation(self.length, mix(self.seed, int(epoch)))(places[inside])
+            out[inside] = KeyedPermutation(self.length, mix_keys(self.seed, int(epoch)))(places[inside])
         return out
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RankBatchSampler:
     """Samples of one rank, one list a row: a `batch_sampler` for torch's DataLoader, whatever number of workers it has.
 
     Attributes:
         starts: Positions at which rows begin: `range(taken, end, lane.row)`.
     """
 
-    stream: Stream
-    lane: Lane
+    stream: SampleStream
+    lane: RankSlice
     starts: range
 
     def __len__(self) -> int:
@@ -113,7 +113,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class BlendOrder:
     """Several streams in shares. Of every 65,536 places in a row each source has its exact number, in an order drawn anew.
 
     Attributes:
@@ -124,7 +124,7 @@ class Mixture:
         ConfigError: no source, another number of weights, a weight that is negative or rounds to nothing ("data-mixture").
     """
 
-    streams: Sequence[Stream]
+    streams: Sequence[SampleStream]
     weights: Sequence[float]
     seed: int = 1234
 
@@ -160,7 +160,7 @@ class Mixture:
         drawn = np.empty_like(slots)
         for block in np.unique(blocks):
             inside = blocks == block
-            drawn[inside] = Permutation(_BLOCK, mix(self.seed, 1, int(block)))(slots[inside])
+            drawn[inside] = KeyedPermutation(_BLOCK, mix_keys(self.seed, 1, int(block)))(slots[inside])
         source = np.searchsorted(ends, drawn, side="right")
         places = blocks * self.quotas[source] + drawn - (ends - self.quotas)[source]
         out = np.empty_like(places)
@@ -170,7 +170,7 @@ class Mixture:
         return source, out
 
 
-def splits(length: int, shares: Sequence[float]) -> tuple[range, ...]:
+def split_ranges(length: int, shares: Sequence[float]) -> tuple[range, ...]:
     """0..length-1 cut into ranges in these shares ("969, 30, 1"); each end is rounded, nothing is lost.
 
     Raises:

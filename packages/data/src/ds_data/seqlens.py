@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ds_config.errors import ConfigError
-from ds_data.permutation import Permutation, mix
+from ds_data.permutation import KeyedPermutation, mix_keys
 
-__all__ = ["Packing", "PickingOrder", "batch_by_seqlens", "pack_by_seqlens", "scale_lr"]
+__all__ = ["BatchPacking", "PickingOrder", "batch_by_seqlens", "pack_by_seqlens", "scale_lr"]
 
 _log = logging.getLogger("ds_data")
 
@@ -27,7 +27,7 @@ PickingOrder = Literal["dataloader", "random", "seqlen"]
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class BatchPacking:
     """Microbatches of whole batches.
 
     Attributes:
@@ -54,7 +54,7 @@ def pack_by_seqlens(
     per_batch: int = 1,
     same_size: bool = False,
     seed: int = 1234,
-) -> Packing:
+) -> BatchPacking:
     """Put samples together by length.
 
     Args:
@@ -90,7 +90,7 @@ def pack_by_seqlens(
             fix="Give a larger max_tokens, a smaller min_batch_size, or more data.",
         )
     batches = [full[at : at + per_batch] for at in range(0, len(full), per_batch)]
-    return Packing(
+    return BatchPacking(
         tuple(map(tuple, full)),
         tuple(sum(map(len, batch)) for batch in batches),
         tuple(max(int(lengths[i]) for micro in batch for i in micro) for batch in batches),
@@ -170,7 +170,7 @@ def _ordered(lengths: NDArray[np.int64], order: str, seed: int) -> NDArray[Any]:
     if order == "dataloader" or not len(lengths):
         return own
     if order == "random":
-        return Permutation(len(lengths), mix(seed, 3))(own)
+        return KeyedPermutation(len(lengths), mix_keys(seed, 3))(own)
     raise ConfigError(
         f"there is no picking order {order!r}", code="data-max-tokens", fix="Use dataloader, random or seqlen."
     )

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ds_config.errors import ConfigError
 from ds_data.codes import TABLES, DType, Table, choose, code_of
 
-__all__ = ["MAGIC", "Index", "pack_index", "parse_index"]
+__all__ = ["MAGIC", "TokenIndex", "pack_index", "parse_index"]
 
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY = b"TNTIDX\x00\x00"
@@ -35,7 +35,7 @@ Raw = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
+class TokenIndex:
     """Where every item of a data file is.
 
     Attributes:
@@ -68,7 +68,7 @@ class Index:
         return self.documents
 
 
-def parse_index(raw: Raw, data_bytes: int, *, table: Table | None = None, name: str = "index") -> Index:
+def parse_index(raw: Raw, data_bytes: int, *, table: Table | None = None, name: str = "index") -> TokenIndex:
     """Read an index.
 
     Args:
@@ -89,7 +89,7 @@ def parse_index(raw: Raw, data_bytes: int, *, table: Table | None = None, name: 
     raise _bad(name, f"it begins with {head!r}, not with {MAGIC!r}", "Give a .idx file of Megatron-LM or DeepSpeed.")
 
 
-def pack_index(index: Index, table: Table) -> bytes:
+def pack_index(index: TokenIndex, table: Table) -> bytes:
     """The bytes of an index file.
 
     Raises:
@@ -112,7 +112,7 @@ def pack_index(index: Index, table: Table) -> bytes:
     return head + b"".join(part.tobytes() for part in parts)
 
 
-def _parse(raw: Raw, data_bytes: int, table: Table | None, name: str) -> Index:
+def _parse(raw: Raw, data_bytes: int, table: Table | None, name: str) -> TokenIndex:
     if len(raw) < _HEAD.size:
         raise _short(name, _HEAD.size, len(raw))
     _, version, code, items, bounds = _HEAD.unpack(raw[: _HEAD.size].tobytes())
@@ -133,10 +133,10 @@ def _parse(raw: Raw, data_bytes: int, table: Table | None, name: str) -> Index:
             code="data-dtype",
             fix="The index is damaged or of another program. Write the file again.",
         )
-    return _checked(Index(dtype, sizes, pointers, documents, modes), data_bytes, name)
+    return _checked(TokenIndex(dtype, sizes, pointers, documents, modes), data_bytes, name)
 
 
-def _parse_legacy(raw: Raw, data_bytes: int, name: str) -> Index:
+def _parse_legacy(raw: Raw, data_bytes: int, name: str) -> TokenIndex:
     if len(raw) < _LEGACY_HEAD.size - 8:
         raise _short(name, _LEGACY_HEAD.size, len(raw))
     padded = np.concatenate([raw[: _LEGACY_HEAD.size], np.zeros(8, np.uint8)])[: _LEGACY_HEAD.size]
@@ -169,10 +169,10 @@ def _parse_legacy(raw: Raw, data_bytes: int, name: str) -> Index:
     products = [int(np.prod(shape[a:b], dtype=object)) for a, b in pairwise(dim_offsets)]
     if products != sizes.tolist():
         raise _bad(name, "sizes and offsets contradict each other")
-    return _checked(Index(np.dtype(found), sizes, offsets[:-1] * width, documents), data_bytes, name)
+    return _checked(TokenIndex(np.dtype(found), sizes, offsets[:-1] * width, documents), data_bytes, name)
 
 
-def _checked(index: Index, data_bytes: int, name: str) -> Index:
+def _checked(index: TokenIndex, data_bytes: int, name: str) -> TokenIndex:
     """`index` with pointers in bytes, checked; pointers in values."""
     sizes, pointers, width, documents = index.sizes, index.starts, index.dtype.itemsize, index.documents
     if len(sizes):
@@ -197,7 +197,7 @@ def _checked(index: Index, data_bytes: int, name: str) -> Index:
             raise _bad(name, f"its document bounds do not count up from 0 to at most {len(sizes)} items")
         if len(documents) > 1 and int(documents[-1]) != len(sizes):
             raise _bad(name, f"its documents end at item {int(documents[-1])} of {len(sizes)}")
-    return Index(index.dtype, sizes, pointers // width, documents, index.modes)
+    return TokenIndex(index.dtype, sizes, pointers // width, documents, index.modes)
 
 
 def _fits(dtype: DType, sizes: NDArray[Any], pointers: NDArray[Any], data_bytes: int) -> bool:

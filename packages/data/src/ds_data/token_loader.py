@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from ds_config.errors import CheckpointError, ConfigError
-from ds_data.sample_order import Lane, Stream
+from ds_data.sample_order import RankSlice, SampleStream
 
 __all__ = ["Batches", "TokenLoader", "check_state"]
 
@@ -58,7 +58,7 @@ class TokenLoader:
     def __init__(
         self,
         data: Batches,
-        lane: Lane,
+        lane: RankSlice,
         *,
         seed: int = 1234,
         shuffle: bool = True,
@@ -69,7 +69,7 @@ class TokenLoader:
     ) -> None:
         if not len(data):
             raise ConfigError("there are no sequences to load", code="data-empty", fix="Give more data.")
-        self.data, self.lane, self.stream = data, lane, Stream(len(data), seed, shuffle)
+        self.data, self.lane, self.stream = data, lane, SampleStream(len(data), seed, shuffle)
         self.taken, self.waited_s = 0, 0.0
         self._threads, self._ahead, self._pin, self._device = threads, max(1, ahead), pin_memory, device
 
@@ -150,7 +150,7 @@ class TokenLoader:
             CheckpointError: the data is other data ("data-changed").
         """
         check_state(state, self.state_dict())
-        self.stream = Stream(self.stream.length, int(state["seed"]), self.stream.shuffle)
+        self.stream = SampleStream(self.stream.length, int(state["seed"]), self.stream.shuffle)
         self.taken = int(state["taken"])
 
 

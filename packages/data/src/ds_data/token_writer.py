@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ds_config.errors import ConfigError
 from ds_data.codes import DType, Table, code_of
-from ds_data.token_index import Index, pack_index
+from ds_data.token_index import TokenIndex, pack_index
 from ds_data.tokens import TokenFile, prefix_of
 
 __all__ = ["TokenWriter", "write_items"]
@@ -120,7 +120,7 @@ class TokenWriter:
         os.fsync(file.fileno())
         file.close()
         self._file = None
-        index = Index(self.dtype, _joined(self._sizes), _joined(self._starts), _joined(self._documents))
+        index = TokenIndex(self.dtype, _joined(self._sizes), _joined(self._starts), _joined(self._documents))
         draft = f"{self.prefix}.idx.{os.getpid()}.part"
         with open(draft, "wb") as out:
             out.write(pack_index(index, self._table))

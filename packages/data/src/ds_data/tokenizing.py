@@ -20,20 +20,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ds_config.errors import ConfigError
-from ds_data.codes import Table, fitting
+from ds_data.codes import Table, smallest_int_dtype
 from ds_data.token_writer import TokenWriter
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["Source", "Tokenized", "documents", "open_tokenizer", "tokenize"]
+__all__ = ["DocumentSource", "Tokenized", "documents", "open_tokenizer", "tokenize"]
 
 _BATCH_CHARACTERS = 1 << 21  # texts that are cut together
 _JSON = (".jsonl", ".ndjson", ".json")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class DocumentSource:
     """How documents lie in files.
 
     Attributes:
@@ -90,7 +90,7 @@ def open_tokenizer(path: str | PathLike[str]) -> Tokenizer:
         ) from error
 
 
-def documents(path: str | PathLike[str], source: Source = Source()) -> Iterator[tuple[str, int]]:
+def documents(path: str | PathLike[str], source: DocumentSource = DocumentSource()) -> Iterator[tuple[str, int]]:
     """The documents of one file, each with the bytes of the file that were read so far (as they lie on the disk).
 
     Raises:
@@ -122,7 +122,7 @@ def tokenize(
     path: str | PathLike[str],
     tokenizer: Tokenizer,
     *,
-    source: Source = Source(),
+    source: DocumentSource = DocumentSource(),
     end: str | None = None,
     table: Table = "megatron",
     progress: Callable[[int], None] | None = None,
@@ -155,7 +155,7 @@ def tokenize(
             f"the vocabulary has no token {end!r}", code="data-tokenizer", fix="Give one that it has, or none."
         )
     behind = [] if last is None else [last]
-    dtype = fitting(0, max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0))
+    dtype = smallest_int_dtype(0, max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0))
     if dtype == np.uint32 and table == "megatron":
         dtype = np.dtype("<i4")  # Megatron-LM's table has no unsigned 32 bits; ids of 2**31 do not exist
     written = tokens = empty = 0
@@ -187,7 +187,7 @@ def _cut(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     return [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
 
 
-def _batches(names: Sequence[str], source: Source) -> Iterator[tuple[list[str], int]]:
+def _batches(names: Sequence[str], source: DocumentSource) -> Iterator[tuple[list[str], int]]:
     """Documents that are cut together, and how many bytes were read since the batch before."""
     texts: list[str] = []
     characters = read = 0

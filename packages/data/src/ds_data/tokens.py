@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ds_config.errors import ConfigError
 from ds_data.codes import DType, Table
-from ds_data.token_index import Index, parse_index
+from ds_data.token_index import TokenIndex, parse_index
 
 __all__ = ["TokenFile", "prefix_of"]
 
@@ -51,7 +51,7 @@ class TokenFile:
                 fix="Give the common name of a .bin and a .idx file.",
             )
         data_bytes = os.path.getsize(names[1])
-        self.index: Index = parse_index(np.fromfile(names[0], np.uint8), data_bytes, table=table, name=names[0])
+        self.index: TokenIndex = parse_index(np.fromfile(names[0], np.uint8), data_bytes, table=table, name=names[0])
         self._data_bytes = data_bytes
         count = data_bytes // self.index.dtype.itemsize
         self.values: NDArray[Any] = np.zeros(0, self.index.dtype)

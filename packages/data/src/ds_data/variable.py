@@ -22,7 +22,7 @@ from ds_data.seqlens import batch_by_seqlens, scale_lr
 from ds_data.tokens import TokenFile
 
 __all__ = [
-    "Constant",
+    "ConstantSchedule",
     "Joined",
     "PackedDataset",
     "VariableBatchSizeLR",
@@ -179,7 +179,7 @@ class VariableBatchSizeLR:
             _log.info("batch %d of %d samples: rates %s, scaled from %s", self.last_epoch, size, rates, self._unscaled)
 
 
-class Constant:
+class ConstantSchedule:
     """A schedule that leaves the rates alone.
 
     Attributes:
@@ -219,7 +219,7 @@ def lr_scheduler_for_variable_batch_size(
     """
     base = lr_scheduler_or_optimizer
     if isinstance(base, Optimizer) or (hasattr(base, "param_groups") and not hasattr(base, "optimizer")):
-        base = Constant(base)
+        base = ConstantSchedule(base)
     elif not hasattr(getattr(base, "optimizer", None), "param_groups"):
         raise ConfigError(
             f"a {type(base).__name__} has no rates", code="data-max-tokens", fix="Pass a scheduler or an optimizer."

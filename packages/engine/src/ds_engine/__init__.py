@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ds_engine.arguments import add_config_arguments
-    from ds_engine.batch import Batch, BatchRequest, resolve_batch
-    from ds_engine.builder import Parts, build, initialize, shapes_of
+    from ds_engine.batch import BatchSizes, BatchRequest, resolve_batch
+    from ds_engine.builder import InitArgs, build, initialize, shapes_of
     from ds_engine.config import Config, explain_config, load_config
     from ds_engine.engine import Engine
     from ds_engine.generating import HybridEngine
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
     from ds_engine.planner import make_plan
     from ds_engine.result import StepResult
     from ds_engine.rollout import Rollout
-    from ds_engine.lr_schedules import Scheduler
+    from ds_engine.lr_schedules import LRScheduler
     from ds_engine.transforms.sparse import SparseSelfAttention
-    from ds_engine.uneven_inputs import Share, even
+    from ds_engine.uneven_inputs import WeightedBatch, even_batches
 
 __all__ = [
-    "Batch",
+    "BatchSizes",
     "BatchRequest",
     "Config",
     "Engine",
     "HybridEngine",
-    "Parts",
+    "InitArgs",
     "Plan",
     "Rollout",
-    "Scheduler",
+    "LRScheduler",
     "Shapes",
-    "Share",
+    "WeightedBatch",
     "SparseSelfAttention",
     "StepResult",
     "SumLoss",
     "add_config_arguments",
     "build",
-    "even",
+    "even_batches",
     "explain_config",
     "initialize",
     "load_config",
@@ -57,7 +57,7 @@ __all__ = [
 _HOMES = {
     "arguments": ("add_config_arguments",),
     "batch": ("Batch", "BatchRequest", "resolve_batch"),
-    "builder": ("Parts", "build", "initialize", "shapes_of"),
+    "builder": ("BlockParts", "build", "initialize", "shapes_of"),
     "config": ("Config", "explain_config", "load_config"),
     "engine": ("Engine",),
     "uneven_inputs": ("Share", "even"),

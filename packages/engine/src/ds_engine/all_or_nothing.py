@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ds_ckpt.coordinator import Ranks
+from ds_ckpt.coordinator import Coordinator
 from ds_comm import Group
 from ds_config.errors import CommError, PlanError
 
-__all__ = ["together"]
+__all__ = ["all_or_nothing"]
 
 _T = TypeVar("_T")
 
 
-def together(group: Group, action: Callable[[], _T]) -> _T:
+def all_or_nothing(group: Group, action: Callable[[], _T]) -> _T:
     """Run `action` on every rank of `group`; return its result when it went well on all of them. Collective.
 
     Raises:
@@ -29,7 +29,7 @@ def together(group: Group, action: Callable[[], _T]) -> _T:
     except Exception as error:
         mine = error
     said = None if mine is None else [group.rank, f"{type(mine).__name__}: {getattr(mine, 'message', mine)}"]
-    first = Ranks(group).spread(said, _first)
+    first = Coordinator(group).spread(said, _first)
     if mine is not None:
         raise mine
     if first is not None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ds_config.errors import ConfigError, PlanError
 
-__all__ = ["Batch", "BatchRequest", "resolve_batch"]
+__all__ = ["BatchSizes", "BatchRequest", "resolve_batch"]
 
 _KEYS = {
     "train": "train_batch_size",
@@ -33,7 +33,7 @@ class BatchRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchSizes:
     """The resolved numbers, with why each that was not given has its value.
 
     Attributes:
@@ -54,7 +54,7 @@ class Batch:
         return f"{self.train} = {self.micro} per rank x {self.accumulation} microbatches x {self.ranks} data-parallel ranks"
 
 
-def resolve_batch(asked: BatchRequest, ranks: int) -> Batch:
+def resolve_batch(asked: BatchRequest, ranks: int) -> BatchSizes:
     """The three numbers for `ranks` data-parallel ranks.
 
     Raises:
@@ -66,16 +66,16 @@ def resolve_batch(asked: BatchRequest, ranks: int) -> Batch:
     if train is not None and micro is not None:
         if steps is None:
             steps = _divide(train, micro * ranks, f"micro {micro} x ranks {ranks}", "accumulation", asked, ranks)
-            return Batch(train, micro, steps, ranks, _because("accumulation", "train_batch_size / (micro x ranks)"))
+            return BatchSizes(train, micro, steps, ranks, _because("accumulation", "train_batch_size / (micro x ranks)"))
         if train != micro * steps * ranks:
             raise _does_not_fit(asked, ranks, f"{micro} x {steps} x {ranks} = {micro * steps * ranks}")
-        return Batch(train, micro, steps, ranks)
+        return BatchSizes(train, micro, steps, ranks)
     if train is not None:
         why = _because("micro", "train_batch_size / (accumulation x ranks)")
         if steps is None:
             steps, why = 1, _because("accumulation", "one microbatch a step unless given") + why
         micro = _divide(train, steps * ranks, f"accumulation {steps} x ranks {ranks}", "micro", asked, ranks)
-        return Batch(train, micro, steps, ranks, why)
+        return BatchSizes(train, micro, steps, ranks, why)
     if micro is None:
         given = f"gradient_accumulation_steps = {steps}" if steps is not None else "none of the three batch keys"
         raise ConfigError(
@@ -86,7 +86,7 @@ def resolve_batch(asked: BatchRequest, ranks: int) -> Batch:
     why = _because("train", "micro x accumulation x ranks")
     if steps is None:
         steps, why = 1, _because("accumulation", "one microbatch a step unless given") + why
-    return Batch(micro * steps * ranks, micro, steps, ranks, why)
+    return BatchSizes(micro * steps * ranks, micro, steps, ranks, why)
 
 
 def _because(name: str, reason: str) -> tuple[tuple[str, str], ...]:

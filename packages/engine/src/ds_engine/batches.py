@@ -13,10 +13,10 @@ from typing import Any
 from ds_config.errors import PlanError
 from ds_engine.loader import PackedLoader, ResumableLoader
 
-__all__ = ["Feed"]
+__all__ = ["BatchSource"]
 
 
-class Feed:
+class BatchSource:
     """The training data of one engine.
 
     Attributes:

@@ -24,8 +24,8 @@ from ds_comm import Mesh, init_distributed, world_group
 from ds_comm.logger import CommsLogger
 from ds_config.errors import PlanError
 from ds_config.config_file import Source
-from ds_data.sample_order import Lane
-from ds_data.variable import Constant, VariableBatchSizeLR
+from ds_data.sample_order import RankSlice
+from ds_data.variable import ConstantSchedule, VariableBatchSizeLR
 from ds_engine.components import Components
 from ds_engine.config import load_config, source_of
 from ds_engine.parallel_degrees import with_degrees
@@ -33,22 +33,22 @@ from ds_engine.engine import Engine
 from ds_engine.generating import HybridEngine
 from ds_engine.health import HealthWatch
 from ds_engine.loader import PackedLoader, ResumableLoader, make_loader
-from ds_engine.trial_recorder import Place, is_trial, watch_of
-from ds_engine.init_args import OptimizerLike, Parts, SchedulerLike
+from ds_engine.trial_recorder import TrialSetup, is_trial, watch_of
+from ds_engine.init_args import OptimizerLike, InitArgs, SchedulerLike
 from ds_engine.pipelining import PipelineEngine
 from ds_engine.device_placement import placed
 from ds_engine.plan import Plan, Shapes
 from ds_engine.planner import make_plan
 from ds_engine.step_telemetry import Telemetry
-from ds_engine.all_or_nothing import together
-from ds_engine.transforms import TRANSFORMS, Site, apply_all
+from ds_engine.all_or_nothing import all_or_nothing
+from ds_engine.transforms import TRANSFORMS, BuildContext, apply_all
 from ds_monitor.config import make_sinks
 from ds_parallel.tensor import facts_of
-from ds_pipe import Staging
+from ds_pipe import PipelineSpec
 from ds_zero import ShardedOptimizer
-from ds_zero.layout.shard_options import Habits, describe
+from ds_zero.layout.shard_options import OptimizerTraits, describe
 
-__all__ = ["Parts", "assemble", "build", "initialize", "shapes_of"]
+__all__ = ["InitArgs", "assemble", "build", "initialize", "shapes_of"]
 
 _log = logging.getLogger("ds_engine")
 
@@ -98,26 +98,26 @@ def initialize(
             os.environ.setdefault("MASTER_PORT", str(distributed_port))
         init_distributed()
     plan = make_plan(resolved, shapes_of(model), world_group().size)
-    engine = build(plan, model, Parts(optimizer, model_parameters, lr_scheduler, training_data, collate_fn))
+    engine = build(plan, model, InitArgs(optimizer, model_parameters, lr_scheduler, training_data, collate_fn))
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def shapes_of(model: nn.Module) -> Shapes:
     """The shapes that planning needs. Works on a model on meta, too. A model in stages says how it was cut: `pipe_staging`."""
-    params, modules = describe(model, {id(p): 0 for p in model.parameters() if p.requires_grad}, Habits())
-    staging: Staging | None = getattr(model, "pipe_staging", None)
+    params, modules = describe(model, {id(p): 0 for p in model.parameters() if p.requires_grad}, OptimizerTraits())
+    staging: PipelineSpec | None = getattr(model, "pipe_staging", None)
     stages = 1 if staging is None else staging.ranks
     return Shapes(tuple(params), tuple(modules), stages, facts_of(model), staging)
 
 
-def build(plan: Plan, model: nn.Module, parts: Parts) -> Engine:
+def build(plan: Plan, model: nn.Module, parts: InitArgs) -> Engine:
     """Make the components of a plan and the engine that holds them. Collective; `model` is changed in place."""
     plain = Engine if plan.answer_tokens is None else HybridEngine
     made = PipelineEngine if plan.staging is not None else plain
     return made(plan, assemble(plan, model, parts))
 
 
-def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
+def assemble(plan: Plan, model: nn.Module, parts: InitArgs) -> Components:
     """Make the components of a plan, for an engine of any class. Collective; `model` is changed in place, or not at all."""
     if plan.telling.level is not None:
         for name in _LOGGERS:
@@ -127,11 +127,11 @@ def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
     index = int(os.environ.get("LOCAL_RANK", "0"))  # init_distributed has set it, whatever the launcher
     accelerator.set_device(index)
     device = accelerator.device(index)
-    watch = watch_of(plan, model, Place(mesh, accelerator, shapes_of(model))) if is_trial(plan) else None
-    loader, sinks, comms = together(mesh["world"], lambda: _beside(plan, mesh, parts))
+    watch = watch_of(plan, model, TrialSetup(mesh, accelerator, shapes_of(model))) if is_trial(plan) else None
+    loader, sinks, comms = all_or_nothing(mesh["world"], lambda: _beside(plan, mesh, parts))
     with (
         placed(model, device, plan.casting.buffers),
-        apply_all(TRANSFORMS, site := Site(model, plan, mesh, device, parts)) as applied,
+        apply_all(TRANSFORMS, site := BuildContext(model, plan, mesh, device, parts)) as applied,
     ):
         checkpointer = make_engine(plan.config.checkpoint, mesh["world"])
         near = make_near(plan.config.checkpoint, mesh["world"])
@@ -142,7 +142,7 @@ def assemble(plan: Plan, model: nn.Module, parts: Parts) -> Components:
     ds_monitor.attach(sinks)
     ds_monitor.event("engine/plan", plan=str(plan), config=plan.config.model_dump_json())
     if plan.telling.state and mesh.rank == 0:
-        ds_monitor.tell(_log, f"[Rank 0] configuration:\n{plan.config.model_dump_json(indent=1)}\nplan:\n{plan}")
+        ds_monitor.log_requested(_log, f"[Rank 0] configuration:\n{plan.config.model_dump_json(indent=1)}\nplan:\n{plan}")
     return Components(
         module=site.model,
         optimizer=site.optimizer,
@@ -169,13 +169,13 @@ def _samples(loader: ResumableLoader | None) -> Sequence[int]:
     return () if loader is None else loader.samples
 
 
-def _following(site: Site, loader: ResumableLoader | None) -> Any:
+def _following(site: BuildContext, loader: ResumableLoader | None) -> Any:
     """The schedule; where batches differ in size, one whose rates follow them."""
     batching, optimizer = site.plan.reading.batching, site.optimizer
     if batching is None or optimizer is None or not isinstance(loader, PackedLoader):
         return site.scheduler
     return VariableBatchSizeLR(
-        site.scheduler or Constant(optimizer),
+        site.scheduler or ConstantSchedule(optimizer),
         site.plan.batch.train,
         loader.packing.sizes,
         lr_scaling_method=batching.lr_scaling_method,
@@ -185,7 +185,7 @@ def _following(site: Site, loader: ResumableLoader | None) -> Any:
 
 
 def _beside(
-    plan: Plan, mesh: Mesh, parts: Parts
+    plan: Plan, mesh: Mesh, parts: InitArgs
 ) -> tuple[ResumableLoader | None, tuple[ds_monitor.Sink, ...], CommsLogger | None]:
     """Parts that do not change the model: the data, and the sinks of metrics."""
     loader = _loader(plan, mesh, parts)
@@ -203,9 +203,9 @@ def _check_model(model: object) -> nn.Module:
     return model
 
 
-def _loader(plan: Plan, mesh: Mesh, parts: Parts) -> ResumableLoader | None:
+def _loader(plan: Plan, mesh: Mesh, parts: InitArgs) -> ResumableLoader | None:
     if parts.data is None:
         return None
     data = mesh["data"]
-    lane = Lane(data.rank, data.size, plan.batch.micro)
+    lane = RankSlice(data.rank, data.size, plan.batch.micro)
     return make_loader(plan, lane, parts.data, {"collate_fn": parts.collate_fn}, lead=mesh.rank == 0)

@@ -22,22 +22,22 @@ from torch import Tensor, nn
 
 import ds_ckpt
 import ds_monitor
-from ds_ckpt import LoadOptions, NearCopies
+from ds_ckpt import LoadOptions, LocalCheckpointer
 from ds_ckpt.engines import Checkpointer
 from ds_comm import LocalShard, Mesh
-from ds_comm.reduction_group import assignment_of, logical_of
+from ds_comm.reduction_group import param_sharding, logical_of
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError
 from ds_engine.plan import Plan
-from ds_zero import ShardedOptimizer, Sharding
+from ds_zero import ShardedOptimizer, ShardedModel
 
-__all__ = ["Contents", "Run", "contents_of", "keep_near", "load_run", "save_run"]
+__all__ = ["Contents", "CheckpointedRun", "contents_of", "keep_near", "load_run", "save_run"]
 
 _FORMAT = 1
 _log = logging.getLogger("ds_engine")
 
 
-class Run(Protocol):
+class CheckpointedRun(Protocol):
     """What is saved of an engine."""
 
     plan: Plan
@@ -50,7 +50,7 @@ class Run(Protocol):
     device: torch.device
 
     @property
-    def sharding(self) -> Sharding:
+    def sharding(self) -> ShardedModel:
         """The units of the model."""
 
     def progress(self) -> dict[str, int]:
@@ -72,7 +72,7 @@ class Contents:
     aliases: dict[str, str]
 
 
-def contents_of(run: Run, client: Mapping[str, Any], *, frozen: bool = True, buffers: bool = False) -> Contents:
+def contents_of(run: CheckpointedRun, client: Mapping[str, Any], *, frozen: bool = True, buffers: bool = False) -> Contents:
     """What a checkpoint of `run` holds. Collective.
 
     Args:
@@ -103,7 +103,7 @@ def contents_of(run: Run, client: Mapping[str, Any], *, frozen: bool = True, buf
     return Contents(shards, meta, aliases)
 
 
-def save_run(run: Run, path: str, client: Mapping[str, Any], *, frozen: bool = True) -> str:
+def save_run(run: CheckpointedRun, path: str, client: Mapping[str, Any], *, frozen: bool = True) -> str:
     """Write a checkpoint of `run`. Collective. Returns where it is.
 
     Args:
@@ -117,7 +117,7 @@ def save_run(run: Run, path: str, client: Mapping[str, Any], *, frozen: bool = T
     return path
 
 
-def keep_near(run: Run, near: NearCopies) -> None:
+def keep_near(run: CheckpointedRun, near: LocalCheckpointer) -> None:
     """Take a copy of `run` on the nodes, if it is time for one. Collective."""
     step = run.progress()["steps"]
     if not near.due(step):
@@ -130,7 +130,7 @@ def keep_near(run: Run, near: NearCopies) -> None:
 
 
 def load_run(
-    run: Run, root: str, tag: str | None, parts: frozenset[str], near: NearCopies | None = None
+    run: CheckpointedRun, root: str, tag: str | None, parts: frozenset[str], near: LocalCheckpointer | None = None
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Go on from the checkpoint `root/tag`, or from the newest in `root`. Collective.
 
@@ -174,7 +174,7 @@ class _Wanted:
     resumed: bool
 
 
-def _wanted(run: Run, meta: Mapping[str, Any], names: Collection[str], parts: frozenset[str]) -> _Wanted:
+def _wanted(run: CheckpointedRun, meta: Mapping[str, Any], names: Collection[str], parts: frozenset[str]) -> _Wanted:
     """What of a checkpoint with this meta and these tensors goes into `run`."""
     # A checkpoint that was converted from another library's has no random states.
     random_states = any(name.startswith("rng/") for name in names)
@@ -200,7 +200,7 @@ def _wanted(run: Run, meta: Mapping[str, Any], names: Collection[str], parts: fr
 
 
 def _taken_up(
-    run: Run, path: str, meta: Mapping[str, Any], what: tuple[_Wanted, frozenset[str]]
+    run: CheckpointedRun, path: str, meta: Mapping[str, Any], what: tuple[_Wanted, frozenset[str]]
 ) -> tuple[str, dict[str, Any]]:
     """Go on with what was read."""
     want, parts = what
@@ -218,7 +218,7 @@ def _taken_up(
     return path, meta["client"]
 
 
-def _restore(run: Run, meta: Mapping[str, Any], parts: frozenset[str]) -> None:
+def _restore(run: CheckpointedRun, meta: Mapping[str, Any], parts: frozenset[str]) -> None:
     if "optimizer" in parts and run.optimizer is not None and meta["optimizer"] is not None:
         run.optimizer.load_state_dict(meta["optimizer"])
     run.sharding.refresh()
@@ -257,12 +257,12 @@ def _buffers(module: nn.Module) -> list[tuple[str, LocalShard]]:
     ]
 
 
-def _gives(run: Run, name: str) -> bool:
+def _gives(run: CheckpointedRun, name: str) -> bool:
     """Whether a buffer is saved as this rank has it.
 
     Buffers differ between ranks (running means of a BatchNorm): all are of one rank, always the same; of a family, of its first.
     """
-    family = assignment_of(run.module.get_buffer(name)).family
+    family = param_sharding(run.module.get_buffer(name)).family
     if family is None:
         return all(run.mesh[axis].rank == 0 for axis in ("gradient", "tensor"))
     return family.group.rank == 0
@@ -282,22 +282,22 @@ def _has_buffers(module: nn.Module) -> bool:
     return next(module.buffers(), None) is not None
 
 
-def _optim_shards(run: Run) -> list[LocalShard]:
+def _optim_shards(run: CheckpointedRun) -> list[LocalShard]:
     if run.optimizer is None:
         return []
     return [shard for shard in run.optimizer.shards() if shard.shard.name.startswith("optim/")]
 
 
-def _inner(run: Run) -> torch.optim.Optimizer | None:
+def _inner(run: CheckpointedRun) -> torch.optim.Optimizer | None:
     return None if run.optimizer is None else run.optimizer.inner
 
 
-def _error_shards(run: Run) -> list[LocalShard]:
+def _error_shards(run: CheckpointedRun) -> list[LocalShard]:
     errors: dict[str, Tensor] = getattr(_inner(run), "error_tensors", dict)()
     return [_whole(f"onebit/{run.mesh.rank}/{name}", tensor) for name, tensor in errors.items()]
 
 
-def _expect_errors(run: Run, saved: Mapping[str, int], as_many: bool) -> None:
+def _expect_errors(run: CheckpointedRun, saved: Mapping[str, int], as_many: bool) -> None:
     expect = getattr(_inner(run), "expect_errors", None)
     if expect is None:
         return
@@ -306,7 +306,7 @@ def _expect_errors(run: Run, saved: Mapping[str, int], as_many: bool) -> None:
         _log.info("error feedback of the 1-bit optimizer is of another number of ranks and starts at zero")
 
 
-def _random_shards(run: Run, states: Mapping[str, Tensor]) -> list[LocalShard]:
+def _random_shards(run: CheckpointedRun, states: Mapping[str, Tensor]) -> list[LocalShard]:
     return [_whole(f"rng/{run.mesh.rank}/{name}", state) for name, state in states.items()]
 
 
@@ -315,7 +315,7 @@ def _whole(name: str, tensor: Tensor) -> LocalShard:
     return LocalShard(TensorShard.whole(name, tuple(tensor.shape), dtype), tensor.detach().reshape(-1).contiguous())
 
 
-def _aliases(run: Run) -> dict[str, str]:
+def _aliases(run: CheckpointedRun) -> dict[str, str]:
     """Second names of tied parameters, so that other readers find them."""
     first: dict[int, str] = {id(p): name for name, p in run.module.named_parameters()}
     every: Iterable[tuple[str, nn.Parameter]] = run.module.named_parameters(remove_duplicate=False)

@@ -9,20 +9,20 @@ import torch
 from torch import nn
 
 import ds_monitor
-from ds_ckpt import NearCopies
+from ds_ckpt import LocalCheckpointer
 from ds_ckpt.engines import Checkpointer
 from ds_comm import Mesh
 from ds_engine.compiling import Shares
-from ds_engine.executor import Executor
+from ds_engine.executor import ProgramExecutor
 from ds_engine.health import HealthWatch
 from ds_engine.loader import ResumableLoader
 from ds_engine.init_args import Follower
 from ds_engine.step_telemetry import Telemetry
 from ds_engine.transforms import Applied
 from ds_parallel import ActivationCheckpointing
-from ds_zero import ShardedOptimizer, Sharding
+from ds_zero import ShardedOptimizer, ShardedModel
 
-__all__ = ["Components", "Counters"]
+__all__ = ["Components", "RunCounters"]
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class Components:
 
     module: nn.Module
     optimizer: ShardedOptimizer | None
-    sharding: Sharding
+    sharding: ShardedModel
     scheduler: Any
     loader: ResumableLoader | None
     mesh: Mesh
@@ -59,17 +59,17 @@ class Components:
     telemetry: Telemetry
     checkpointer: Checkpointer
     activations: ActivationCheckpointing
-    executor: Executor
+    executor: ProgramExecutor
     health: HealthWatch
     applied: Applied
     followers: tuple[Follower, ...] = ()
     shares: Shares | None = None
-    near: NearCopies | None = None
+    near: LocalCheckpointer | None = None
     sinks: tuple[ds_monitor.Sink, ...] = ()
 
 
 @dataclass(slots=True)
-class Counters:
+class RunCounters:
     """How far a run is. Saved and resumed.
 
     Attributes:

@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, Field
 from ds_ckpt.config import CheckpointConfig
 from ds_comm.config import CommsLoggerConfig
 from ds_compress.config import CompressionConfig, QuantizeTrainingConfig
-from ds_config import USE_DEFAULT, Alias, Dead, Document, Provenance, Unbuilt, dotted, examine, explain, keys, validate
+from ds_config import USE_DEFAULT, Alias, NoEffect, Document, Provenance, Unsupported, dotted, examine, explain, keys, validate
 from ds_config.file_check import Auto
 from ds_config.errors import ConfigError
 from ds_config.config_file import Source, read, read_all
@@ -97,7 +97,7 @@ class Config(MonitorConfig):
         default=False, description="Send only the rows of embedding gradients that are not zero. At ZeRO stage 0."
     )
     progressive_layer_drop: LayerDropConfig | None = Field(default=None, description="Tell the model to drop layers.")
-    eigenvalue: Annotated[Section, Dead("it cannot be enabled where it comes from, either")] = None
+    eigenvalue: Annotated[Section, NoEffect("it cannot be enabled where it comes from, either")] = None
 
     # State and precision
     zero_optimization: ZeroConfig = ZeroConfig()
@@ -105,13 +105,13 @@ class Config(MonitorConfig):
     bf16: Annotated[BF16Config, Alias("bfloat16")] = BF16Config()
     data_types: DataTypesConfig = DataTypesConfig()
     torch_autocast: TorchAutocastConfig = TorchAutocastConfig()
-    amp: Annotated[Section, Unbuilt("bf16 or fp16; apex is no longer maintained")] = None
+    amp: Annotated[Section, Unsupported("bf16 or fp16; apex is no longer maintained")] = None
     communication_data_type: DType | None = Field(
         default=None, description="Format that gradients travel in; null is that of the parameters."
     )
-    seq_parallel_communication_data_type: Annotated[str, Unbuilt("communication_data_type")] = "fp32"
-    zero_allow_untested_optimizer: Annotated[bool, Dead("every elementwise optimizer is sharded the same way")] = False
-    zero_force_ds_cpu_optimizer: Annotated[bool, Dead("every optimizer works with offloaded state")] = True
+    seq_parallel_communication_data_type: Annotated[str, Unsupported("communication_data_type")] = "fp32"
+    zero_allow_untested_optimizer: Annotated[bool, NoEffect("every elementwise optimizer is sharded the same way")] = False
+    zero_force_ds_cpu_optimizer: Annotated[bool, NoEffect("every optimizer works with offloaded state")] = True
 
     # Parallelism
     data_parallel_size: int | None = Field(default=None, ge=1, description="Data-parallel ranks; inferred if null.")
@@ -127,9 +127,9 @@ class Config(MonitorConfig):
     # Saving
     checkpoint: CheckpointConfig = CheckpointConfig()
     nebula: Annotated[
-        NebulaConfig | None, Unbuilt("checkpoint.saving.asynchronous = true, and save_checkpoint() to any fsspec URL")
+        NebulaConfig | None, Unsupported("checkpoint.saving.asynchronous = true, and save_checkpoint() to any fsspec URL")
     ] = None
-    datastates_ckpt: Annotated[Any, Unbuilt("save_checkpoint()")] = None
+    datastates_ckpt: Annotated[Any, Unsupported("save_checkpoint()")] = None
 
     # Telling
     steps_per_print: Annotated[int | None, BeforeValidator(_never)] = Field(
@@ -172,11 +172,11 @@ class Config(MonitorConfig):
     aio: AioConfig = AioConfig()
 
     # Nothing reads these, here or there
-    disable_allgather: Annotated[bool, Dead("parameters are gathered when they are needed")] = False
-    graph_harvesting: Annotated[bool, Dead("torch.compile captures graphs")] = False
-    vocabulary_size: Annotated[int | None, Dead("it only chose a warning about multiples of 8")] = None
-    allgather_size: Annotated[int | None, Dead("zero_optimization.allgather_bucket_size")] = None
-    session_params: Annotated[Any, Dead("it names no setting")] = None
+    disable_allgather: Annotated[bool, NoEffect("parameters are gathered when they are needed")] = False
+    graph_harvesting: Annotated[bool, NoEffect("torch.compile captures graphs")] = False
+    vocabulary_size: Annotated[int | None, NoEffect("it only chose a warning about multiples of 8")] = None
+    allgather_size: Annotated[int | None, NoEffect("zero_optimization.allgather_bucket_size")] = None
+    session_params: Annotated[Any, NoEffect("it names no setting")] = None
 
     @property
     def batch(self) -> BatchRequest:

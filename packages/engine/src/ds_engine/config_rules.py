@@ -18,11 +18,11 @@ from ds_engine.optimizer_table import apart, check_optimizer, check_scheduler, r
 from ds_engine.config_sections import AdamParams
 from ds_engine.support import features_of, refused
 
-__all__ = ["AXES", "RULES", "Rule", "asked_batch", "broken_rules", "check_rules", "lasting_problems"]
+__all__ = ["AXES", "RULES", "ConfigRule", "asked_batch", "broken_rules", "check_rules", "lasting_problems"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ConfigRule:
     """One illegal combination.
 
     Attributes:
@@ -43,26 +43,26 @@ _WORLDS = tuple(
     n * 2**power for n in (1, 3, 5, 7) for power in range(11)
 )  # tried where the number of ranks is not given
 
-RULES: tuple[Rule, ...] = (
-    Rule(
+RULES: tuple[ConfigRule, ...] = (
+    ConfigRule(
         "precision-both",
         lambda c, mesh: c.fp16.enabled and c.bf16.enabled,
         lambda c, mesh: "fp16.enabled and bf16.enabled are both true",
         "Keep one; bf16 needs no loss scale.",
     ),
-    Rule(
+    ConfigRule(
         "precision-autocast",
         lambda c, mesh: c.torch_autocast.enabled and (c.fp16.enabled or c.bf16.enabled),
         lambda c, mesh: f"torch_autocast and {'fp16' if c.fp16.enabled else 'bf16'} are both enabled",
         "Keep one: autocast casts operations, fp16 and bf16 cast the parameters.",
     ),
-    Rule(
+    ConfigRule(
         "precision-param-dtype",
         lambda c, mesh: c.data_types.param_dtype not in (None, _mode(c)),
         lambda c, mesh: f"data_types.param_dtype = {c.data_types.param_dtype}, the enabled mode is {_mode(c)}",
         "Leave param_dtype out, or enable the section of that format.",
     ),
-    Rule(
+    ConfigRule(
         "mics-shard-size",
         lambda c, mesh: (
             _mics(c) != -1 and (_mics(c) == 0 or c.zero_optimization.stage == 0 or _gradient(mesh) % _mics(c) != 0)
@@ -72,7 +72,7 @@ RULES: tuple[Rule, ...] = (
         ),
         "Use stage 1, 2 or 3 and a size that divides the ranks, or leave it out: then all ranks share one copy.",
     ),
-    Rule(
+    ConfigRule(
         "zero-nodes",
         lambda c, mesh: bool(_near(c)) and (c.zero_optimization.stage != 3 or bool(_shards(c, mesh) % _hpz(c))),
         lambda c, mesh: (
@@ -80,61 +80,61 @@ RULES: tuple[Rule, ...] = (
         ),
         "Use stage 3 and a size that divides those ranks, or leave it out: gathers are then flat.",
     ),
-    Rule(
+    ConfigRule(
         "offload-stage",
         lambda c, mesh: _offloads(c, "param") and c.zero_optimization.stage != 3,
         lambda c, mesh: f"zero_optimization.offload_param with stage {c.zero_optimization.stage}",
         "Use stage 3, or remove the section: at other stages every rank needs all parameters all the time.",
     ),
-    Rule(
+    ConfigRule(
         "offload-placement",
         lambda c, mesh: bool(_without_folder(c)),
         lambda c, mesh: f"{' and '.join(_without_folder(c))}: device = nvme without nvme_path",
         "Set nvme_path to a folder of a fast disk.",
     ),
-    Rule(
+    ConfigRule(
         "zero-early",
         lambda c, mesh: bool(_against_early(c)),
         lambda c, mesh: f"{_early_key(c)} with {' and with '.join(_against_early(c))}",
         "Use device: cpu and Adam or AdamW without torch_adam, or leave it out: all updates then begin after backward.",
     ),
-    Rule(
+    ConfigRule(
         "zero-wire",
         lambda c, mesh: bool(_vain_codes(c)),
         lambda c, mesh: f"{_vain_codes(c)} with stage {c.zero_optimization.stage}",
         "Quantize weights at stage 3, gradients at stages 1 to 3, and give zeropp_loco_param with quantized gradients only.",
     ),
-    Rule(
+    ConfigRule(
         "precision-states",
         lambda c, mesh: c.bf16.bf16_optimizer_states and not c.bf16.bf16_master_weights_and_grads,
         lambda c, mesh: "bf16_optimizer_states is true and bf16_master_weights_and_grads is not",
         "Set both, or neither.",
     ),
-    Rule(
+    ConfigRule(
         "precision-off",
         lambda c, mesh: bool(_needs_mode(c)),
         lambda c, mesh: f"{', '.join(_needs_mode(c))} given, but the section is not enabled",
         "Enable the section, or remove the keys.",
     ),
-    Rule(
+    ConfigRule(
         "checkpoint-layout",
         lambda c, mesh: c.checkpoint.layout == "deepspeed" and c.zero_optimization.stage == 0,
         lambda c, mesh: "checkpoint.layout = deepspeed with ZeRO stage 0, whose files are not written here",
         "Use stage 1, 2 or 3, or leave the layout out.",
     ),
-    Rule(
+    ConfigRule(
         "gradients-scaling",
         lambda c, mesh: len(_scalings(c)) > 1,
         lambda c, mesh: f"{' and '.join(_scalings(c))} are different ways to scale gradients",
         "Keep one.",
     ),
-    Rule(
+    ConfigRule(
         "zero-sparse",
         lambda c, mesh: c.sparse_gradients and c.zero_optimization.stage > 0,
         lambda c, mesh: f"sparse_gradients = true with zero_optimization.stage = {c.zero_optimization.stage}",
         "Use stage 0, or remove the key: shards of a gradient are summed, not rows.",
     ),
-    Rule(
+    ConfigRule(
         "optimizer-torch-adam",
         lambda c, mesh: bool(_not_of_torch(c)),
         lambda c, mesh: (
@@ -142,7 +142,7 @@ RULES: tuple[Rule, ...] = (
         ),
         "Keep one: without torch_adam and amsgrad the flag is obeyed.",
     ),
-    Rule(
+    ConfigRule(
         "tensor-sizes",
         lambda c, mesh: c.tensor_parallel is not None and bool(c.tensor_parallel.other_degrees),
         lambda c, mesh: (
@@ -153,19 +153,19 @@ RULES: tuple[Rule, ...] = (
         ),
         "Give the number of tensor-parallel ranks in one place.",
     ),
-    Rule(
+    ConfigRule(
         "tensor-dtype",
         lambda c, mesh: _tensor_dtype(c) not in (None, _mode(c)),
         lambda c, mesh: f"tensor_parallel.dtype = {_tensor_dtype(c)}, the precision sections say {_mode(c)}",
         "Leave dtype out, or enable the section of that format.",
     ),
-    Rule(
+    ConfigRule(
         "optimizer-owns-reduction",
         lambda c, mesh: reduces_itself(c.optimizer) and bool(_of_the_reduction(c)),
         lambda c, mesh: f"{c.optimizer and c.optimizer.type} reduces gradients itself, and {_of_the_reduction(c)[0]}",
         "Remove the key, or use AdamW; with a 1-bit optimizer stage 0 is the only one.",
     ),
-    Rule(
+    ConfigRule(
         "hybrid-ranks",
         lambda c, mesh: (
             c.hybrid_engine.enabled and (c.hybrid_engine.inference_tp_size > 1 or mesh.pipe * mesh.sequence > 1)
@@ -175,13 +175,13 @@ RULES: tuple[Rule, ...] = (
         ),
         "Leave inference_tp_size at 1, and stages and shared sequences out.",
     ),
-    Rule(
+    ConfigRule(
         "elasticity-batch",
         lambda c, mesh: c.elasticity.enabled and not c.elasticity.ignore_non_elastic_batch_info and bool(_given(c)),
         lambda c, mesh: f"elasticity decides the batch, and {', '.join(_given(c))} is given, too",
         "Remove the batch keys, or set elasticity.ignore_non_elastic_batch_info = true to override them.",
     ),
-    Rule(
+    ConfigRule(
         "support-refused",
         lambda c, mesh: bool(refused(features_of(c, mesh))),
         lambda c, mesh: "; ".join(
@@ -190,7 +190,7 @@ RULES: tuple[Rule, ...] = (
         ),
         "Leave one of the two out; docs/reference/support-matrix.md says what goes together.",
     ),
-    Rule(
+    ConfigRule(
         "mesh-size",
         lambda c, mesh: c.data_parallel_size not in (None, mesh.data),
         lambda c, mesh: f"data_parallel_size = {c.data_parallel_size}, where {_degrees_text(mesh)} leave {mesh.data}",

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from ds_config import Dead, StrictModel, Unbuilt
+from ds_config import NoEffect, StrictModel, Unsupported
 from ds_engine.lr_schedules import SCHEDULES, LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = [
@@ -71,7 +71,7 @@ def _spelled(name: str) -> BeforeValidator:
 
 
 class _OptimizerParams(StrictModel):
-    max_grad_norm: Annotated[float | None, Unbuilt("gradient_clipping, next to the optimizer section")] = None
+    max_grad_norm: Annotated[float | None, Unsupported("gradient_clipping, next to the optimizer section")] = None
 
 
 class _StateParams(_OptimizerParams):
@@ -129,7 +129,7 @@ class LambParams(_StateParams):
     max_coeff: float = Field(default=10.0, gt=0, description="Largest trust ratio.")
     min_coeff: float = Field(default=0.01, ge=0, description="Smallest trust ratio.")
     eps_inside_sqrt: bool = Field(default=False, description="Add eps to the second mean before its root is taken.")
-    amsgrad: Annotated[bool, Unbuilt("false; a trust ratio is not defined for a maximum of variances")] = False
+    amsgrad: Annotated[bool, Unsupported("false; a trust ratio is not defined for a maximum of variances")] = False
 
 
 class MuonParams(_StateParams):
@@ -154,9 +154,9 @@ class _OneBitParams(_OptimizerParams):
     eps: Rate = Field(default=1e-8, description="Added to the root of the second mean.")
     weight_decay: Rate = Field(default=0.0, description="Decay of the parameters per step, times lr.")
     bias_correction: bool = Field(default=True, description="Correct the means for their start at zero.")
-    amsgrad: Annotated[bool, Unbuilt("false; a maximum of variances has no frozen phase")] = False
-    cuda_aware: Annotated[bool, Dead("signs travel in the collectives of the process group")] = False
-    comm_backend_name: Annotated[str, Dead("signs travel in the collectives of the process group")] = "nccl"
+    amsgrad: Annotated[bool, Unsupported("false; a maximum of variances has no frozen phase")] = False
+    cuda_aware: Annotated[bool, NoEffect("signs travel in the collectives of the process group")] = False
+    comm_backend_name: Annotated[str, NoEffect("signs travel in the collectives of the process group")] = "nccl"
 
 
 class OneBitAdamParams(_OneBitParams):
@@ -195,7 +195,7 @@ class OneBitLambParams(_OneBitParams):
 
 
 class _Optimizer(StrictModel):
-    legacy_fusion: Annotated[bool, Dead("there is one implementation of each optimizer")] = False
+    legacy_fusion: Annotated[bool, NoEffect("there is one implementation of each optimizer")] = False
 
 
 class AdamSection(_Optimizer):

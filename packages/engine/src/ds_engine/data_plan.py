@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from ds_config.errors import ConfigError
 from ds_data.config import DataEfficiencyConfig, DynamicBatchingConfig, SamplingCurriculumConfig
 
-__all__ = ["Order", "Reading", "reading_of"]
+__all__ = ["SampleOrder", "DataLoaderPlan", "reading_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class SampleOrder:
     """How a loader goes through its samples.
 
     Attributes:
@@ -28,7 +28,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class DataLoaderPlan:
     """How training data are read.
 
     Attributes:
@@ -39,14 +39,14 @@ class Reading:
         pin_memory: Whether they read into page-locked memory.
     """
 
-    order: Order
+    order: SampleOrder
     curriculum: SamplingCurriculumConfig | None = None
     batching: DynamicBatchingConfig | None = None
     workers: int = 0
     pin_memory: bool = False
 
 
-def reading_of(section: DataEfficiencyConfig, *, multiple: int, shuffle: bool) -> Reading:
+def reading_of(section: DataEfficiencyConfig, *, multiple: int, shuffle: bool) -> DataLoaderPlan:
     """What `data_efficiency` says.
 
     Args:
@@ -56,7 +56,7 @@ def reading_of(section: DataEfficiencyConfig, *, multiple: int, shuffle: bool) -
     """
     sampling = section.sampling
     if sampling is None:
-        return Reading(Order(section.seed, shuffle, multiple))
+        return DataLoaderPlan(SampleOrder(section.seed, shuffle, multiple))
     batching = section.batching
     if batching is not None and (batching.max_tokens is None or section.curriculum is not None):
         found = "no max_tokens" if batching.max_tokens is None else "a curriculum, which chooses samples by other rules"
@@ -65,5 +65,5 @@ def reading_of(section: DataEfficiencyConfig, *, multiple: int, shuffle: bool) -
             code="data-max-tokens",
             fix="Give max_tokens, and leave curriculum_learning of data_sampling out.",
         )
-    order = Order(section.seed, shuffle, multiple, sampling.num_epochs)
-    return Reading(order, section.curriculum, batching, sampling.num_workers, sampling.pin_memory)
+    order = SampleOrder(section.seed, shuffle, multiple, sampling.num_epochs)
+    return DataLoaderPlan(order, section.curriculum, batching, sampling.num_workers, sampling.pin_memory)

@@ -16,21 +16,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_ckpt import NearCopies
+from ds_ckpt import LocalCheckpointer
 from ds_ckpt.convert.deepspeed_layout import open_deepspeed
 from ds_ckpt.convert.regular import Regular, write_regular
 from ds_ckpt.convert.tensor_source import open_checkpoint, write_checkpoint
 from ds_ckpt.format import MANIFEST
 from ds_comm import Group, barrier, broadcast_object_list
 from ds_config.errors import CheckpointError, UnsupportedError
-from ds_engine.checkpoints import Run, load_run, save_run
+from ds_engine.checkpoints import CheckpointedRun, load_run, save_run
 from ds_pipe import PipelineModule, TiedLayerSpec
-from ds_zero import STAGES, Residency
+from ds_zero import STAGES, ShardingStrategy
 
 __all__ = ["latest_tag", "layout_of", "load", "save", "translated"]
 
 
-def save(run: Run, root: str, tag: str, client: Mapping[str, Any], *, frozen: bool) -> str:
+def save(run: CheckpointedRun, root: str, tag: str, client: Mapping[str, Any], *, frozen: bool) -> str:
     """Write `root/tag` in the plan's layout. Collective. Returns its path. For the rest see `checkpoints.save_run`."""
     plan = run.plan
     layout = plan.foreign and layout_of(plan.residency, run.mesh["data"], plan.precision.param, run.module)
@@ -43,7 +43,7 @@ def save(run: Run, root: str, tag: str, client: Mapping[str, Any], *, frozen: bo
 
 
 def load(
-    run: Run, root: str, tag: str | None, parts: frozenset[str], near: NearCopies | None = None
+    run: CheckpointedRun, root: str, tag: str | None, parts: frozenset[str], near: LocalCheckpointer | None = None
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Go on from `root/tag`, or from the newest of `root`, in whichever layout it is. Collective. See `checkpoints.load_run`."""
     if not run.plan.foreign:
@@ -54,7 +54,7 @@ def load(
     return (f"{root}/{tag}" if copy and path else path), client
 
 
-def layout_of(residency: Residency, group: Group, dtype: torch.dtype | None, model: nn.Module) -> Regular:
+def layout_of(residency: ShardingStrategy, group: Group, dtype: torch.dtype | None, model: nn.Module) -> Regular:
     """How the files of a run are cut over the ranks that share the optimizer's state.
 
     A PipelineModule is written with one file per layer and with ZeRO 1, the one stage that DeepSpeed's pipelines resume with.

@@ -25,15 +25,15 @@ from ds_config.errors import PlanError
 from ds_engine.batch import BatchRequest
 from ds_engine.checkpoints import keep_near
 from ds_engine.executor import Passes
-from ds_engine.loader import ResumableLoader, Route, loader_of
-from ds_engine.loss_total import Ledger, SumLoss, loss_of
+from ds_engine.loader import ResumableLoader, LoaderRole, loader_of
+from ds_engine.loss_total import LossAccumulator, SumLoss, loss_of
 from ds_engine.device_placement import to_device
 from ds_engine.planner import rebatched
 from ds_engine.result import StepResult
 from ds_engine.lr_schedules import advance, momentum_of
 from ds_engine.engine_state import EngineState
-from ds_engine.step_telemetry import Standing
-from ds_engine.uneven_inputs import Share
+from ds_engine.step_telemetry import RunStatus
+from ds_engine.uneven_inputs import WeightedBatch
 from ds_engine.optimizer_step import settle, totals_after
 from ds_pipe import Action
 
@@ -154,7 +154,7 @@ class Engine(EngineState):
         """
         count = num_micro_batches or len(self._backwards)
         # One by one: a frozen BatchNorm evaluates in a model that trains.
-        ledger, training = Ledger(), [module for module in self.module.modules() if module.training]
+        ledger, training = LossAccumulator(), [module for module in self.module.modules() if module.training]
         self.module.eval()
         try:
             for loss in self._executor.evaluate(count, iter(data_iter), self._passes()):
@@ -187,7 +187,7 @@ class Engine(EngineState):
             route: `train` shuffles; `eval` and `predict` keep the dataset's order.
             options: Passed to torch's DataLoader (`collate_fn`, `num_workers`, ...).
         """
-        return loader_of(self.plan, self.mesh["data"], dataset, Route(route, batch_size), options)
+        return loader_of(self.plan, self.mesh["data"], dataset, LoaderRole(route, batch_size), options)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Take another number of microbatches a step, from the next step on. Raises PlanError if it does not fit."""
@@ -221,7 +221,7 @@ class Engine(EngineState):
         self._feed.rebatch(self.plan.batch.micro, self.plan.batch.train)
 
     def _call(self, batch: Any) -> Any:
-        if isinstance(batch, Share):
+        if isinstance(batch, WeightedBatch):
             return batch.weigh(loss_of(self._call(batch.batch)))
         if isinstance(batch, Mapping):
             return self(**batch)
@@ -284,7 +284,7 @@ class Engine(EngineState):
         if self._near is not None:
             keep_near(self, self._near)
         momentum = momentum_of(optimizer.param_groups)
-        standing = Standing(counters.samples, counters.skipped, counters.micro_steps, feed.epoch, momentum)
+        standing = RunStatus(counters.samples, counters.skipped, counters.micro_steps, feed.epoch, momentum)
         self._telemetry.step(result, standing)
         self._health.step(result)
         return result

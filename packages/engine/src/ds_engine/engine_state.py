@@ -20,17 +20,17 @@ import ds_monitor
 from ds_config.errors import PlanError
 from ds_engine.compiling.schedule_passes import Contract
 from ds_engine.compiling.compiled_run import CompiledRun
-from ds_engine.components import Components, Counters
+from ds_engine.components import Components, RunCounters
 from ds_engine.full_state import load_whole, save_whole, whole_state
-from ds_engine.batches import Feed
+from ds_engine.batches import BatchSource
 from ds_engine.deepspeed_checkpoints import load, save
-from ds_engine.loss_total import Ledger
+from ds_engine.loss_total import LossAccumulator
 from ds_engine.plan import Plan
 from ds_engine.pretrained import SavesWhole
 from ds_engine.result import StepResult
 from ds_engine.lr_schedules import momentum_of, set_momentum, set_rates
 from ds_pipe import Action
-from ds_zero import ShardedOptimizer, Sharding
+from ds_zero import ShardedOptimizer, ShardedModel
 from ds_zero.offload.suspend import KINDS
 
 __all__ = ["EngineState"]
@@ -59,9 +59,9 @@ class EngineState(nn.Module):
         self.module = components.module
         self.optimizer, self._sharding = components.optimizer, components.sharding
         self.lr_scheduler = components.scheduler
-        self._feed = Feed(components.loader)
+        self._feed = BatchSource(components.loader)
         self.mesh, self.device = components.mesh, components.device
-        self.counters = Counters()
+        self.counters = RunCounters()
         self.last: StepResult | None = None
         self.checkpointer = components.checkpointer
         self.activations, self._applied = components.activations, components.applied
@@ -80,7 +80,7 @@ class EngineState(nn.Module):
         self._autocast = _autocast(plan.casting.autocast, self.device)
         self._backwards = self._own_backwards()
         self._position = 0  # which microbatch of the program comes next
-        self._ledger = Ledger()
+        self._ledger = LossAccumulator()
         cut = self.plan.residency.shard_params or self.mesh["tensor"].size > 1
         self._saves = SavesWhole.all_in(self) if cut else []
 
@@ -96,7 +96,7 @@ class EngineState(nn.Module):
     # ---- what a loop asks
 
     @property
-    def sharding(self) -> Sharding:
+    def sharding(self) -> ShardedModel:
         """The units of the model; others after the optimizer has replanned."""
         return self._sharding if self.optimizer is None else self.optimizer.sharding
 
@@ -159,7 +159,7 @@ class EngineState(nn.Module):
 
     # ---- the model's values, and where its state is
 
-    def whole_state_dict(self, dtype: torch.dtype | None = None, exclude_frozen: bool = False) -> dict[str, Tensor]:
+    def full_state_dict(self, dtype: torch.dtype | None = None, exclude_frozen: bool = False) -> dict[str, Tensor]:
         """The model's state dict in host memory on rank 0, {} elsewhere. Collective. See `exporting.whole_state`."""
         lead = self.sharding.group.rank == 0 and self.mesh["tensor"].rank == 0
         return self.whole_state_of(self.module, lead=lead, dtype=dtype, exclude_frozen=exclude_frozen)
@@ -171,7 +171,7 @@ class EngineState(nn.Module):
             self.optimizer.synchronise()
         return whole_state(module, self.sharding, lead=lead, **options)
 
-    def load_whole_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
+    def load_full_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
         """Load such a dict, given alike on every rank. Collective. Returns missing and unexpected keys."""
         self._present("load_whole_state_dict")
         return load_whole(self.module, state, strict=strict)
@@ -189,7 +189,7 @@ class EngineState(nn.Module):
             save_filename: Ends in .safetensors, or torch's pickle is written.
             dtype: Format of the values; None is the one the model is trained in.
         """
-        state = self.whole_state_dict(dtype, exclude_frozen_parameters)
+        state = self.full_state_dict(dtype, exclude_frozen_parameters)
         save_whole(state, Path(save_dir) / save_filename, self.mesh["world"])
         return True
 
@@ -327,7 +327,7 @@ class EngineState(nn.Module):
     def set_progress(self, saved: Mapping[str, int]) -> None:
         """Go on with these counters."""
         self._position, self._feed.taken = 0, saved.get("taken", 0)  # another library's checkpoint does not say
-        self.counters = Counters(**{name: value for name, value in saved.items() if name != "taken"})
+        self.counters = RunCounters(**{name: value for name, value in saved.items() if name != "taken"})
         ds_monitor.set_step(self.counters.steps, self.counters.samples)
         for follower in self._followers:
             follower.resume(self.counters.steps - self.counters.skipped)
@@ -377,7 +377,7 @@ class EngineState(nn.Module):
     def _drop_step(self) -> None:
         """Forget the microbatches of a step that will not be complete."""
         self._trains("zero_grad").zero_grad()
-        self._ledger, self._position = Ledger(), 0
+        self._ledger, self._position = LossAccumulator(), 0
         self._health.drop()
 
 

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ds_engine.loss_total import SumLoss, loss_of
-from ds_pipe import Action, Op, run
+from ds_pipe import Action, ActionKind, run
 
-__all__ = ["Executor", "OneStage", "Passes"]
+__all__ = ["ProgramExecutor", "OneStage", "Passes"]
 
 
 class Passes(Protocol):
@@ -47,7 +47,7 @@ class Passes(Protocol):
         """Reduce what backwards without reduction have left. Collective."""
 
 
-class Executor(Protocol):
+class ProgramExecutor(Protocol):
     """Runs programs. Collective over the ranks that share the program."""
 
     def train(self, actions: Sequence[Action], data: Iterator[Any], passes: Passes) -> None:
@@ -75,7 +75,7 @@ class OneStage:
             with passes.backward(action):
                 passes.start(loss).backward()
 
-        run(actions, {Op.FORWARD: forward, Op.BACKWARD: backward})
+        run(actions, {ActionKind.FORWARD: forward, ActionKind.BACKWARD: backward})
 
     def evaluate(self, count: int, data: Iterator[Any], passes: Passes) -> Iterator[Tensor | SumLoss]:
         for _ in range(count):

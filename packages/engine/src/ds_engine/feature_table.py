@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from ds_config import Dead, StrictModel
+from ds_config import NoEffect, StrictModel
 
 __all__ = ["ElasticityConfig", "FlopsProfilerConfig", "HybridEngineConfig", "LayerDropConfig"]
 
@@ -49,10 +49,10 @@ class HybridEngineConfig(StrictModel):
     enabled: bool = Field(default=False, description="Make an engine that generates, too.")
     max_out_tokens: Positive = Field(default=512, description="Most tokens of a prompt and its answer together.")
     inference_tp_size: Positive = Field(default=1, description="Ranks that share a layer while generating; 1.")
-    release_inference_cache: Annotated[bool, Dead("no cache is kept between two calls")] = False
-    pin_parameters: Annotated[bool, Dead("the whole model is gathered once for each call")] = True
-    tp_gather_partition_size: Annotated[int, Dead("the whole model is gathered once for each call")] = 8
-    enable_cuda_graph: Annotated[bool, Dead("generation runs the model's own code")] = False
+    release_inference_cache: Annotated[bool, NoEffect("no cache is kept between two calls")] = False
+    pin_parameters: Annotated[bool, NoEffect("the whole model is gathered once for each call")] = True
+    tp_gather_partition_size: Annotated[int, NoEffect("the whole model is gathered once for each call")] = 8
+    enable_cuda_graph: Annotated[bool, NoEffect("generation runs the model's own code")] = False
 
 
 class ElasticityConfig(StrictModel):
@@ -67,7 +67,7 @@ class ElasticityConfig(StrictModel):
     max_gpus: Positive = Field(default=10_000, description="Most ranks.")
     model_parallel_size: Positive = Field(default=1, description="Ranks that share one copy of the model.")
     num_gpus_per_node: Positive = Field(default=1, description="Version 0.2 counts whole nodes of so many ranks.")
-    min_time: Annotated[int, Dead("when a run gets another number of ranks is the choice of who starts it")] = 0
+    min_time: Annotated[int, NoEffect("when a run gets another number of ranks is the choice of who starts it")] = 0
     prefer_larger_batch: bool = Field(default=True, description="Of equally good sizes the larger.")
     ignore_non_elastic_batch_info: bool = Field(
         default=False, description="Override batch keys instead of refusing them."

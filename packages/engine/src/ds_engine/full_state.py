@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ds_comm import Box, Group, all_gather_object, all_reduce, assignment_of, barrier
-from ds_zero import GatheredParameters, Sharding
+from ds_comm import Box, Group, all_gather_object, all_reduce, param_sharding, barrier
+from ds_zero import GatheredParameters, ShardedModel
 
 __all__ = ["load_whole", "save_whole", "whole_state"]
 
 
 def whole_state(
-    module: nn.Module, sharding: Sharding, *, lead: bool, dtype: torch.dtype | None = None, exclude_frozen: bool = False
+    module: nn.Module, sharding: ShardedModel, *, lead: bool, dtype: torch.dtype | None = None, exclude_frozen: bool = False
 ) -> dict[str, Tensor]:
     """The state dict of `module` in host memory where `lead` says so, and {} elsewhere. Collective.
 
@@ -55,19 +55,19 @@ def _parts(module: nn.Module) -> dict[nn.Parameter, list[str]]:
     """The parameters that are parts of larger tensors, and their names in the module."""
     found: dict[nn.Parameter, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
-        if assignment_of(param).box is not None:
+        if param_sharding(param).box is not None:
             found.setdefault(param, []).append(name)
     return found
 
 
 def _own_names(parts: Mapping[nn.Parameter, Sequence[str]]) -> dict[str, str]:
     """What a part's name in the module is in the uncut one: several parts of one tensor are numbered at the end."""
-    several = Counter(assignment_of(param).name for param in parts)
-    numbered = [param for param in parts if several[assignment_of(param).name] > 1]
+    several = Counter(param_sharding(param).name for param in parts)
+    numbered = [param for param in parts if several[param_sharding(param).name] > 1]
     return {name: name.rpartition("_")[0] for param in numbered for name in parts[param]}
 
 
-def _join(module: nn.Module, sharding: Sharding, copies: dict[int, Tensor]) -> dict[str, str]:
+def _join(module: nn.Module, sharding: ShardedModel, copies: dict[int, Tensor]) -> dict[str, str]:
     """Put wholes in the place of parts, in `copies`. Returns what names become. Collective over all ranks of the model.
 
     One rank of those that hold the same part gives it; the axis by which a tensor was cut does not matter.
@@ -75,11 +75,11 @@ def _join(module: nn.Module, sharding: Sharding, copies: dict[int, Tensor]) -> d
     parts, everyone = _parts(module), sharding.everyone
     held: dict[str, list[nn.Parameter]] = {}
     for param in parts:
-        held.setdefault(str(assignment_of(param).name), []).append(param)
+        held.setdefault(str(param_sharding(param).name), []).append(param)
     mine = [
         (name, said.shape, said.box, copies[id(param)].dtype)
         for name, params in held.items()
-        for param, said in ((p, assignment_of(p)) for p in params)
+        for param, said in ((p, param_sharding(p)) for p in params)
         if sharding.group.rank == 0
     ]
     told: list[Any] = [None] * everyone.size
@@ -90,7 +90,7 @@ def _join(module: nn.Module, sharding: Sharding, copies: dict[int, Tensor]) -> d
     for name, (shape, dtype) in sorted(wholes.items()):
         whole = torch.zeros(shape, dtype=dtype, device=device)
         for param in held.get(name, ()):
-            box = assignment_of(param).box
+            box = param_sharding(param).box
             if box is not None and givers[name, box] == everyone.rank:
                 whole[_of(box)] = copies[id(param)]
         all_reduce(whole, group=everyone, unit=name)
@@ -137,10 +137,10 @@ def load_whole(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> 
     parts = _parts(module)
     own, given = _own_names(parts), dict(state)
     for param, names in parts.items():
-        box = assignment_of(param).box
+        box = param_sharding(param).box
         for name in names:
             whole = state.get(own.get(name, name))
-            if box is not None and isinstance(whole, Tensor) and whole.shape == assignment_of(param).shape:
+            if box is not None and isinstance(whole, Tensor) and whole.shape == param_sharding(param).shape:
                 given.pop(own.get(name, name), None)
                 given[name] = whole[_of(box)]
     state = given

@@ -23,7 +23,7 @@ from ds_comm import Group, all_gather_json
 from ds_config.errors import TrainingError
 from ds_engine.result import StepResult
 from ds_monitor import metric_names
-from ds_zero import NonfiniteSearch
+from ds_zero import NonfiniteDetector
 
 __all__ = ["Health", "HealthWatch", "LossTrend", "Seen", "SkipRun", "finding_text"]
 
@@ -234,7 +234,7 @@ class HealthWatch:
         return Seen(self._group.rank, tuple(bad), tuple(samples), tensor)
 
     def _first(self, microbatch: _Microbatch) -> str | None:
-        with _undisturbed(self._model), NonfiniteSearch(self._model) as search:
+        with _undisturbed(self._model), NonfiniteDetector(self._model) as search:
             self._model(*microbatch.args, **microbatch.kwargs)
         found = search.first
         return None if found is None else f"{found.name or 'the model'}: {found.what} in {found.phase}"

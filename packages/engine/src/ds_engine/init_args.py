@@ -10,7 +10,7 @@ import torch
 
 from ds_zero import ShardedOptimizer
 
-__all__ = ["Follower", "OptimizerLike", "Parts", "SchedulerLike"]
+__all__ = ["Follower", "OptimizerLike", "InitArgs", "SchedulerLike"]
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer] | None
 SchedulerLike = Any
@@ -27,7 +27,7 @@ class Follower(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class InitArgs:
     """What the caller brings besides the model; everything else comes from the plan.
 
     Attributes:

@@ -18,19 +18,19 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from ds_comm import Group
 from ds_config.errors import CheckpointError, ConfigError, UnsupportedError
-from ds_data.curriculum import Curriculum, Row, make_metrics
+from ds_data.curriculum import Curriculum, RankMicrobatch, make_metrics
 from ds_data.token_loader import check_state
-from ds_data.sample_order import Lane, Stream
-from ds_data.seqlens import Packing, pack_by_seqlens
+from ds_data.sample_order import RankSlice, SampleStream
+from ds_data.seqlens import BatchPacking, pack_by_seqlens
 from ds_data.variable import Joined, PackedDataset, seqlens_of
 from ds_engine.plan import Plan
-from ds_engine.data_plan import Order
+from ds_engine.data_plan import SampleOrder
 
-__all__ = ["CurriculumLoader", "PackedLoader", "ResumableLoader", "Route", "loader_of", "make_loader"]
+__all__ = ["CurriculumLoader", "PackedLoader", "ResumableLoader", "LoaderRole", "loader_of", "make_loader"]
 
 _log = logging.getLogger("ds_engine")
 
-_PLAIN = Order()
+_PLAIN = SampleOrder()
 PostProcess = Callable[[Any, Mapping[str, Any]], Any]
 
 
@@ -54,7 +54,7 @@ class ResumableLoader:
     """
 
     def __init__(
-        self, dataset: Dataset[Any], lane: Lane, order: Order = _PLAIN, options: Mapping[str, Any] | None = None
+        self, dataset: Dataset[Any], lane: RankSlice, order: SampleOrder = _PLAIN, options: Mapping[str, Any] | None = None
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise UnsupportedError(
@@ -65,7 +65,7 @@ class ResumableLoader:
         self.dataset, self.lane, self.taken, self.waited_s = dataset, lane, 0, 0.0
         self.samples: Sequence[int] = ()
         self.post_process: PostProcess | None = None
-        self.stream = Stream(len(dataset), order.seed, order.shuffle, order.multiple)
+        self.stream = SampleStream(len(dataset), order.seed, order.shuffle, order.multiple)
         self._epochs, self._options = order.epochs, options or {}
         if self.stream.epoch_length == 0:
             raise ConfigError(
@@ -84,7 +84,7 @@ class ResumableLoader:
         return -(-self.stream.epoch_length // self.lane.row)
 
     def __iter__(self) -> Iterator[Any]:
-        ahead: deque[Row] = deque()
+        ahead: deque[RankMicrobatch] = deque()
 
         def samples() -> Iterator[list[int]]:
             for row in self._rows():
@@ -115,7 +115,7 @@ class ResumableLoader:
     def rebatch(self, micro: int, train: int) -> None:
         """Give microbatches of `micro` samples from the next iteration on, of steps that take `train` over all ranks."""
         del train
-        self.lane = Lane(self.lane.rank, self.lane.ranks, micro)
+        self.lane = RankSlice(self.lane.rank, self.lane.ranks, micro)
 
     def state_dict(self) -> dict[str, Any]:
         """What to resume from, on any number of ranks. JSON-able. A dataset with a `fingerprint` is known again by it."""
@@ -138,20 +138,20 @@ class ResumableLoader:
                 code="data-changed",
                 fix="Keep data_efficiency.data_sampling as it was, or begin the data anew: load_checkpoint(..., load_data_state=False).",
             )
-        self.stream = Stream(self.stream.length, state["seed"], self.stream.shuffle, self.stream.multiple)
+        self.stream = SampleStream(self.stream.length, state["seed"], self.stream.shuffle, self.stream.multiple)
         self.taken = state["taken"]
 
     def _ended(self) -> bool:
         return self._epochs is not None and self.epoch >= self._epochs
 
-    def _rows(self) -> Iterator[Row]:
+    def _rows(self) -> Iterator[RankMicrobatch]:
         """What is still to come of this epoch."""
         row = self.lane.row
         end = self.taken if self._ended() else (self.epoch + 1) * self.stream.epoch_length
         for start in range(self.taken, end, row):
-            yield Row(self.stream.samples(list(self.lane.positions(start))).tolist(), start + row)
+            yield RankMicrobatch(self.stream.samples(list(self.lane.positions(start))).tolist(), start + row)
 
-    def _hand_out(self, row: Row) -> None:
+    def _hand_out(self, row: RankMicrobatch) -> None:
         self.samples = row.samples
         self.taken = row.taken  # counted when returned, not when sampled: workers read ahead
 
@@ -167,13 +167,13 @@ class CurriculumLoader(ResumableLoader):
     def __init__(
         self,
         dataset: Dataset[Any],
-        lane: Lane,
+        lane: RankSlice,
         curriculum: Curriculum,
         *,
         train: int,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(dataset, lane, Order(curriculum.seed), options)
+        super().__init__(dataset, lane, SampleOrder(curriculum.seed), options)
         self.curriculum, self._train = curriculum, train
         self._before: Mapping[str, Any] = curriculum.state_dict()
 
@@ -200,11 +200,11 @@ class CurriculumLoader(ResumableLoader):
         total = self.curriculum.total
         return total is not None and self.taken + self._train > total
 
-    def _rows(self) -> Iterator[Row]:
+    def _rows(self) -> Iterator[RankMicrobatch]:
         self.curriculum.load_state_dict(self._before)  # what was drawn ahead, and never returned, is drawn again
         return self.curriculum.rows(self.lane, self._train, self.taken)
 
-    def _hand_out(self, row: Row) -> None:
+    def _hand_out(self, row: RankMicrobatch) -> None:
         super()._hand_out(row)
         self._before = row.state
 
@@ -222,9 +222,9 @@ class PackedLoader(ResumableLoader):
     def __init__(
         self,
         dataset: Dataset[Any],
-        lane: Lane,
-        order: Order,
-        packing: Packing,
+        lane: RankSlice,
+        order: SampleOrder,
+        packing: BatchPacking,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         told = dict(options or {})
@@ -255,7 +255,7 @@ class PackedLoader(ResumableLoader):
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class LoaderRole:
     """What a loader is for.
 
     Attributes:
@@ -268,7 +268,7 @@ class Route:
 
 
 def loader_of(
-    plan: Plan, data: Group, dataset: Dataset[Any], route: Route, options: Mapping[str, Any]
+    plan: Plan, data: Group, dataset: Dataset[Any], route: LoaderRole, options: Mapping[str, Any]
 ) -> ResumableLoader:
     """A loader of this rank's microbatches.
 
@@ -279,14 +279,14 @@ def loader_of(
         raise UnsupportedError(
             f"there is no data route {route.name!r}", code="data-route", fix="Use train, eval or predict."
         )
-    lane = Lane(data.rank, data.size, route.micro or plan.batch.micro)
+    lane = RankSlice(data.rank, data.size, route.micro or plan.batch.micro)
     if route.name != "train":
-        return ResumableLoader(dataset, lane, Order(shuffle=False), options)
+        return ResumableLoader(dataset, lane, SampleOrder(shuffle=False), options)
     return make_loader(plan, lane, dataset, options)
 
 
 def make_loader(
-    plan: Plan, lane: Lane, dataset: Dataset[Any], options: Mapping[str, Any], *, lead: bool = False
+    plan: Plan, lane: RankSlice, dataset: Dataset[Any], options: Mapping[str, Any], *, lead: bool = False
 ) -> ResumableLoader:
     """The loader of a plan for a data set.
 
@@ -311,11 +311,11 @@ def make_loader(
                 fix="get_dataloader_and_lr_scheduler_for_variable_batch_size with sample_padding_fn, and train_batch(data_iter).",
             )
         packing = pack_for(plan, length, train)
-        return PackedLoader(dataset, lane, Order(order.seed, shuffle=False, epochs=order.epochs), packing, options)
+        return PackedLoader(dataset, lane, SampleOrder(order.seed, shuffle=False, epochs=order.epochs), packing, options)
     return plain
 
 
-def pack_for(plan: Plan, length: int, train: int) -> Packing:
+def pack_for(plan: Plan, length: int, train: int) -> BatchPacking:
     """The microbatches of `dynamic_batching` for a data set of `length` samples, `train` of them a step.
 
     Raises:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_comm import Group, all_reduce
 from ds_config.errors import PlanError
 
-__all__ = ["Ledger", "SumLoss", "Totals", "loss_of"]
+__all__ = ["LossAccumulator", "SumLoss", "Totals", "loss_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Totals:
         return cls(torch.tensor(total / count), None) if count else None
 
 
-class Ledger:
+class LossAccumulator:
     """Adds up the losses of one step. Empty after `close`.
 
     Attributes:

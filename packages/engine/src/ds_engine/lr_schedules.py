@@ -25,7 +25,7 @@ __all__ = [
     "LRRangeTest",
     "OneCycle",
     "Schedule",
-    "Scheduler",
+    "LRScheduler",
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
@@ -210,7 +210,7 @@ def _of(value: PerGroup, group: int) -> float:
     return value[group] if isinstance(value, tuple) else value
 
 
-class Scheduler:
+class LRScheduler:
     """Writes a schedule's values into the parameter groups of an optimizer, in place.
 
     Args:

@@ -18,7 +18,7 @@ from ds_engine.plan import Shapes
 from ds_engine.planner import make_plan
 from ds_zero.layout.units import ModuleInfo, ParamInfo
 
-__all__ = ["Cluster", "Fit", "cluster_of", "fit_table", "fits_of", "numel_of", "shapes_of_numbers", "size_of"]
+__all__ = ["DeviceCluster", "Fit", "cluster_of", "fit_table", "fits_of", "numel_of", "shapes_of_numbers", "size_of"]
 
 _CLUSTER = re.compile(r"(?:(\d+)x)?(\d+)x([0-9.]+\s*[KMGTP]?(?:iB|B)?)", re.IGNORECASE)
 _COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMBT]?)", re.IGNORECASE)
@@ -32,7 +32,7 @@ _TIERS: Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class DeviceCluster:
     """So many devices of so much memory on each of so many hosts."""
 
     hosts: int
@@ -75,7 +75,7 @@ def size_of(text: str) -> int:
         raise ConfigError(str(error), code="plan-size", fix="Write bytes, or 64K, 16MiB, 80GB.") from error
 
 
-def cluster_of(text: str) -> Cluster:
+def cluster_of(text: str) -> DeviceCluster:
     """`8x80GB`: devices of one host; `4x8x80GB`: of four hosts.
 
     Raises:
@@ -88,7 +88,7 @@ def cluster_of(text: str) -> Cluster:
             code="plan-size",
             fix="Write 8x80GB, or 4x8x80GB for four hosts.",
         )
-    return Cluster(int(found[1] or 1), int(found[2]), size_of(found[3]))
+    return DeviceCluster(int(found[1] or 1), int(found[2]), size_of(found[3]))
 
 
 def numel_of(text: str) -> int | None:
@@ -114,7 +114,7 @@ def shapes_of_numbers(numel: int, layers: int = 32) -> Shapes:
     return Shapes(params, (ModuleInfo(""), *(ModuleInfo(p.module) for p in params)))
 
 
-def fits_of(cluster: Cluster, shapes: Shapes) -> Iterator[Fit]:
+def fits_of(cluster: DeviceCluster, shapes: Shapes) -> Iterator[Fit]:
     """Every stage and tier, by what a step has to move: the least first."""
     for tier, (stages, section) in _TIERS.items():
         for stage in stages:
@@ -129,7 +129,7 @@ def fits_of(cluster: Cluster, shapes: Shapes) -> Iterator[Fit]:
             yield Fit(stage, tier, device, zero.host * cluster.devices, cluster.device_bytes - device)
 
 
-def fit_table(cluster: Cluster, shapes: Shapes) -> str:
+def fit_table(cluster: DeviceCluster, shapes: Shapes) -> str:
     """The rows in words, and which to take."""
     rows = list(fits_of(cluster, shapes))
     lines = [

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ds_config import Dead, StrictModel, Unbuilt
+from ds_config import NoEffect, StrictModel, Unsupported
 
 __all__ = ["NebulaConfig", "PipelineConfig", "SparseAttentionConfig", "WeightQuantizationConfig"]
 
@@ -23,9 +23,9 @@ class PipelineConfig(StrictModel):
     activation_checkpoint_interval: Count = Field(
         default=0, description="Layers that keep only their input; 0 as the model says."
     )
-    pipe_partitioned: Annotated[bool, Dead("what passes between stages passes whole")] = True
-    grad_partitioned: Annotated[bool, Dead("what passes between stages passes whole")] = True
-    use_reentrant: Annotated[bool, Dead("layers of a stage are always computed again in one way")] = True
+    pipe_partitioned: Annotated[bool, NoEffect("what passes between stages passes whole")] = True
+    grad_partitioned: Annotated[bool, NoEffect("what passes between stages passes whole")] = True
+    use_reentrant: Annotated[bool, NoEffect("layers of a stage are always computed again in one way")] = True
 
 
 class SparseAttentionConfig(StrictModel):
@@ -75,7 +75,7 @@ class LayerQuantization(StrictModel):
 
     num_bits: Literal[4, 8] = Field(default=8, description="Bits of a code.")
     group_size: Positive = Field(default=128, description="Inputs of one output that share a scale, a multiple of 8.")
-    group_dim: Annotated[int, Unbuilt("group_dim = 1: groups lie along a row")] = 1
+    group_dim: Annotated[int, Unsupported("group_dim = 1: groups lie along a row")] = 1
     symmetric: bool = Field(default=True, description="Without zero points.")
 
     @model_validator(mode="after")

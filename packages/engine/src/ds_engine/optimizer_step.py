@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ds_comm import Group
-from ds_engine.loss_total import Ledger, Totals
+from ds_engine.loss_total import LossAccumulator, Totals
 from ds_engine.plan import Plan
 from ds_zero import ShardedOptimizer
 
@@ -31,7 +31,7 @@ def divisor(plan: Plan, given: float, count: float | None, *, ranks: int, scaled
 
 
 def settle(
-    ledger: Ledger, optimizer: ShardedOptimizer, plan: Plan, group: Group, device: torch.device
+    ledger: LossAccumulator, optimizer: ShardedOptimizer, plan: Plan, group: Group, device: torch.device
 ) -> Totals | None:
     """Before the update: add up the losses over `group`, and set the optimizer's divisor. Collective.
 

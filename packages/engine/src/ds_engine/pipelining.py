@@ -11,7 +11,7 @@ from torch import Tensor
 import ds_comm
 from ds_config.errors import UnsupportedError
 from ds_engine.engine import Engine
-from ds_engine.loss_total import Ledger
+from ds_engine.loss_total import LossAccumulator
 from ds_engine.result import StepResult
 from ds_engine.transforms.stages import StagedExecutor
 from ds_pipe import StagedModel
@@ -89,7 +89,7 @@ class StagedMethods(Engine):
         """
         count = num_micro_batches or len(self._backwards)
         outputs: dict[int, Any] = {}
-        ledger, training, stages = Ledger(), self.module.training, self.stages
+        ledger, training, stages = LossAccumulator(), self.module.training, self.stages
 
         def done(microbatch: int, out: Any, labels: Any) -> None:
             outputs[microbatch] = (out, stages.loss(out, labels) if compute_loss else None)

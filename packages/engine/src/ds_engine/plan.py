@@ -13,23 +13,23 @@ from ds_comm.config import CommsLoggerConfig
 from ds_config.sizes import bytes_text
 from ds_data.difficulty_schedules import Schedule
 from ds_engine.autotuning import AutotuningConfig
-from ds_engine.batch import Batch
+from ds_engine.batch import BatchSizes
 from ds_engine.compiling.backends import Compiling
 from ds_engine.config import Config
 from ds_engine.feature_table import FlopsProfilerConfig, LayerDropConfig
 from ds_engine.health import Health
 from ds_engine.optimizer_table import reduces_itself
 from ds_engine.mixed_precision import Casting, precision_text
-from ds_engine.data_plan import Reading
+from ds_engine.data_plan import DataLoaderPlan
 from ds_engine.support import features_of, never_run
 from ds_parallel.tensor import ModelFacts
-from ds_pipe import Program, Staging
-from ds_zero import Placement, Precision, Residency, UnitPlan, UnitPolicy, ZeroPlan
+from ds_pipe import Program, PipelineSpec
+from ds_zero import OffloadPolicy, Precision, ShardingStrategy, UnitPlan, UnitSizePolicy, ZeroPlan
 from ds_zero.config import ZenFlowConfig
 from ds_zero.layout.units import ModuleInfo, ParamInfo
-from ds_zero.policies.quantized_comm import EXACT, Wire, certificates
+from ds_zero.policies.quantized_comm import EXACT, QuantizedComm, certificates
 
-__all__ = ["Memory", "Plan", "Shapes", "ShardPlan", "Telling"]
+__all__ = ["MemoryEstimate", "Plan", "Shapes", "ShardPlan", "LoggingPlan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Shapes:
     modules: tuple[ModuleInfo, ...]
     stages: int = 1
     facts: ModelFacts | None = None
-    staging: Staging | None = None
+    staging: PipelineSpec | None = None
 
     @property
     def numel(self) -> int:
@@ -55,7 +55,7 @@ class Shapes:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryEstimate:
     """Expected bytes of model state on one rank, padding included. Activations are not in it.
 
     Attributes:
@@ -73,7 +73,7 @@ class Memory:
     file_bytes: int = 0
 
     @classmethod
-    def of(cls, zero: ZeroPlan) -> Memory:
+    def of(cls, zero: ZeroPlan) -> MemoryEstimate:
         """What ds-zero says of every unit, added up."""
         kept = zero.kept
         return cls(kept["full"], kept["grads"], kept["shard"], kept["optim"], zero.passing, zero.host, zero.file)
@@ -102,21 +102,21 @@ class ShardPlan:
         split: How updates are split by importance; steps of an epoch are known with the data. None: they are not.
     """
 
-    policy: UnitPolicy
+    policy: UnitSizePolicy
     overlap: bool
     strict: bool
     shard_size: int | None = None
     sparse: bool = False
     near: int = 1
     two_steps: bool = False
-    tier: str | Placement = "device"
-    param_tier: str | Placement = "device"
-    wire: Wire = EXACT
+    tier: str | OffloadPolicy = "device"
+    param_tier: str | OffloadPolicy = "device"
+    wire: QuantizedComm = EXACT
     split: ZenFlowConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Telling:
+class LoggingPlan:
     """What is said about a run.
 
     Attributes:
@@ -147,7 +147,7 @@ class Telling:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class TransformPlan:
     """One thing that will be done to the model.
 
     Attributes:
@@ -196,9 +196,9 @@ class Plan:
 
     config: Config
     mesh: MeshSpec
-    batch: Batch
+    batch: BatchSizes
     program: Program
-    residency: Residency
+    residency: ShardingStrategy
     precision: Precision
     zero: ZeroPlan
     states: torch.dtype | None
@@ -206,15 +206,15 @@ class Plan:
     sharding: ShardPlan
     clip: float | None
     sums: bool
-    reading: Reading
-    telling: Telling
+    reading: DataLoaderPlan
+    telling: LoggingPlan
     health: Health
     predivide: float = 1.0
     managed: bool = True
     layer_drop: LayerDropConfig | None = None
     curriculum: Schedule | None = None
-    transforms: tuple[Change, ...] = ()
-    staging: Staging | None = None
+    transforms: tuple[TransformPlan, ...] = ()
+    staging: PipelineSpec | None = None
     foreign: bool = False
     answer_tokens: int | None = None
     compiling: Compiling | None = None
@@ -226,9 +226,9 @@ class Plan:
         return self.zero.units
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryEstimate:
         """Expected bytes of model state per rank."""
-        return Memory.of(self.zero)
+        return MemoryEstimate.of(self.zero)
 
     def arguments(self, step: int) -> Mapping[str, object]:
         """Keywords that the forward gets besides the batch's, in training, after `step` steps."""
@@ -249,7 +249,7 @@ class Plan:
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
 
 
-def _reading_text(reading: Reading) -> str:
+def _reading_text(reading: DataLoaderPlan) -> str:
     curriculum, batching = reading.curriculum, reading.batching
     if curriculum is not None:
         return f"samples chosen by {', '.join(curriculum.curriculum_metrics)}; seed {reading.order.seed}"
@@ -321,12 +321,12 @@ def _split_text(split: ZenFlowConfig) -> str:
 def _offload_text(zero: ZeroPlan) -> str:
     """What rests where, and what a step moves over each link."""
     tiers, rests = (
-        {str(p) for u in zero.units if isinstance(p := getattr(u, role), Placement) and _counts(u, role)}
+        {str(p) for u in zero.units if isinstance(p := getattr(u, role), OffloadPolicy) and _counts(u, role)}
         for role in ("tier", "param_tier")
     )
     if not tiers | rests:
         return ""
-    trained = [u for u in zero.units if u.spec.trained and isinstance(u.tier, Placement)]
+    trained = [u for u in zero.units if u.spec.trained and isinstance(u.tier, OffloadPolicy)]
     grads = sum(u.layout.shard_numel * u.dtypes.accumulate.itemsize for u in trained)
     params = sum(u.layout.shard_numel * u.dtypes.param.itemsize for u in trained)
     filed = sum(u.bytes.file for u in trained)
@@ -377,7 +377,7 @@ def _gradients_text(plan: Plan) -> str:
     return text if plan.managed else f"{text}; every step() is the end of a step"
 
 
-def _wire_text(wire: Wire) -> str:
+def _wire_text(wire: QuantizedComm) -> str:
     """What is sent as codes, and how far from exact messages that was seen to end."""
     known = certificates()
     rows = {mode: [row["loss"] / row["exact"] - 1 for row in known.get(mode, {}).values()] for mode in wire.modes}

@@ -10,18 +10,18 @@ from dataclasses import replace
 
 import torch
 
-from ds_engine.batch import Batch, BatchRequest, resolve_batch
+from ds_engine.batch import BatchSizes, BatchRequest, resolve_batch
 from ds_engine.compiling.backends import compiling_of
 from ds_engine.config import Config
 from ds_engine.health import Health
 from ds_engine.optimizer_table import state_tensors
-from ds_engine.plan import Plan, Shapes, ShardPlan, Telling
+from ds_engine.plan import Plan, Shapes, ShardPlan, LoggingPlan
 from ds_engine.mixed_precision import casting_of, precision_of
 from ds_engine.data_plan import reading_of
 from ds_engine.config_rules import asked_batch, check_rules
-from ds_engine.transforms import TRANSFORMS, Asked, decide_all
-from ds_pipe import Program, Staging, add_comms, mark_reduce, verify
-from ds_zero import QGZ, QWZ, STAGES, Correction, Nodes, Placement, Precision, Residency, ShardOptions, UnitPolicy, Wire
+from ds_engine.transforms import TRANSFORMS, TransformInput, decide_all
+from ds_pipe import Program, PipelineSpec, add_comms, mark_reduce, verify
+from ds_zero import QGZ, QWZ, STAGES, ErrorFeedbackOptions, NodeTopology, OffloadPolicy, Precision, ShardingStrategy, ShardOptions, UnitSizePolicy, QuantizedComm
 from ds_zero import plan as plan_sharding
 from ds_zero.config import ZeroConfig
 from ds_zero.layout.units import ModuleInfo
@@ -37,7 +37,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
     Cost: linear in the number of parameters and modules; about 1 s for 100,000.
     """
     mesh = check_rules(config, world, known_axes(), shapes.stages)
-    transforms, shapes = decide_all(TRANSFORMS, Asked(config, shapes, mesh))
+    transforms, shapes = decide_all(TRANSFORMS, TransformInput(config, shapes, mesh))
     batch = resolve_batch(asked_batch(config, mesh.data), mesh.data)
     residency = STAGES[config.zero_optimization.stage]
     sharding = ShardPlan(
@@ -64,7 +64,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         policy=sharding.policy,
         shard_size=sharding.shard_size,
         wire=sharding.wire,
-        nodes=Nodes(sharding.near, secondary=True) if sharding.near > 1 else None,
+        nodes=NodeTopology(sharding.near, secondary_partition=True) if sharding.near > 1 else None,
         tier=sharding.tier,
         param_tier=sharding.param_tier,
     )
@@ -76,7 +76,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         config=config,
         mesh=mesh,
         batch=batch,
-        program=_program(batch, residency, shapes.staging or Staging("1f1b", mesh.pipe)),
+        program=_program(batch, residency, shapes.staging or PipelineSpec("1f1b", mesh.pipe)),
         residency=residency,
         precision=precision,
         zero=zero,
@@ -102,16 +102,16 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
     )
 
 
-def _places(config: Config) -> tuple[str | Placement, str | Placement]:
+def _places(config: Config) -> tuple[str | OffloadPolicy, str | OffloadPolicy]:
     """Where optimizer state and parameters are between uses."""
     zero, io = config.zero_optimization, config.aio.settings()
     tier = "device" if zero.offload_optimizer is None else zero.offload_optimizer.placement(io)
-    if isinstance(tier, Placement) and zero.zenflow is not None and zero.zenflow.overlaps:
-        tier = replace(tier, early=tier.early or 1.0 - zero.zenflow.pt_reserved_cores_perc)
+    if isinstance(tier, OffloadPolicy) and zero.zenflow is not None and zero.zenflow.overlaps:
+        tier = replace(tier, early=tier.overlap_ratio or 1.0 - zero.zenflow.pt_reserved_cores_perc)
     param_tier = "device" if zero.offload_param is None else zero.offload_param.placement(io)
     compiled = config.compile
     if param_tier == "device" and compiled is not None and compiled.deepcompile and compiled.offload_parameters:
-        param_tier = Placement("host")
+        param_tier = OffloadPolicy("host")
     return tier, param_tier
 
 
@@ -120,7 +120,7 @@ def known_axes() -> frozenset[str]:
     return frozenset(axis for transform in TRANSFORMS for axis in transform.axes)
 
 
-def _program(batch: Batch, residency: Residency, staging: Staging) -> Program:
+def _program(batch: BatchSizes, residency: ShardingStrategy, staging: PipelineSpec) -> Program:
     """Gradient accumulation is the program of one stage."""
     program = add_comms(staging.program(batch.accumulation))
     program = mark_reduce(program, every_backward=residency.shard_grads)
@@ -135,22 +135,22 @@ def rebatched(plan: Plan, asked: BatchRequest) -> Plan:
         PlanError, ConfigError: the numbers do not fit; see `resolve_batch`.
     """
     batch = resolve_batch(asked, plan.batch.ranks)
-    program = _program(batch, plan.residency, plan.staging or Staging("1f1b", plan.mesh.pipe))
+    program = _program(batch, plan.residency, plan.staging or PipelineSpec("1f1b", plan.mesh.pipe))
     order = replace(plan.reading.order, multiple=_multiple(plan.config, batch))
     return replace(plan, batch=batch, program=program, reading=replace(plan.reading, order=order))
 
 
-def _multiple(config: Config, batch: Batch) -> int:
+def _multiple(config: Config, batch: BatchSizes) -> int:
     return batch.train if config.dataloader_drop_last else 1
 
 
-def _wire(section: ZeroConfig) -> Wire:
+def _wire(section: ZeroConfig) -> QuantizedComm:
     loco = section.zeropp_loco_param
-    return Wire(
+    return QuantizedComm(
         QWZ if section.zero_quantized_weights else None,
         QWZ if section.zero_quantized_weights or section.zero_quantized_nontrainable_weights else None,
         QGZ if section.zero_quantized_gradients else None,
-        None if loco is None else Correction(loco.err_beta, loco.reset_T),
+        None if loco is None else ErrorFeedbackOptions(loco.err_beta, loco.reset_T),
     )
 
 
@@ -161,9 +161,9 @@ def _states(config: Config, shapes: Shapes, precision: Precision) -> torch.dtype
     return None if wide else precision.param or of_model
 
 
-def _telling(config: Config) -> Telling:
+def _telling(config: Config) -> LoggingPlan:
     throughput = config.timers.throughput
-    return Telling(
+    return LoggingPlan(
         every=config.steps_per_print,
         phases=config.wall_clock_breakdown or config.flops_profiler.enabled,
         breakdown=config.wall_clock_breakdown,
@@ -178,14 +178,14 @@ def _telling(config: Config) -> Telling:
     )
 
 
-def _policy(config: Config, modules: Sequence[ModuleInfo]) -> UnitPolicy:
+def _policy(config: Config, modules: Sequence[ModuleInfo]) -> UnitSizePolicy:
     zero = config.zero_optimization
     leaf = zero.leaf_module
     leaves = {m.name for m in modules if m.name in leaf.names or (m.name and m.name.endswith(leaf.name_suffixes))}
     # The schema's default (half a billion elements) would make one unit of most models, with nothing to overlap. Stage 0 is plain
     # data parallelism, whose reductions no key of this section cuts; clients fill in tiny sizes for small models at any stage.
     asked = zero.stage > 0 and "reduce_bucket_size" in zero.model_fields_set
-    return UnitPolicy(
+    return UnitSizePolicy(
         max_numel=zero.reduce_bucket_size if asked else None,
         persist_numel=zero.param_persistence_threshold,
         persist_total=zero.model_persistence_threshold,

@@ -16,17 +16,17 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
-from ds_comm import Mesh, barrier, hear, tell
+from ds_comm import Mesh, barrier, collect_notices, post_notice
 from ds_config.errors import ShardedAccessError
 
-__all__ = ["Cut", "SavesWhole"]
+__all__ = ["ExportedModel", "SavesWhole"]
 
 _NAME = "save_pretrained"
 _WAIT_S = 600.0
 _GIVEN, _IDLE = "given", "idle"
 
 
-class Cut(Protocol):
+class ExportedModel(Protocol):
     """An engine, as far as its model is saved."""
 
     mesh: Mesh
@@ -53,12 +53,12 @@ class SavesWhole:
 
     wait_s = _WAIT_S
 
-    def __init__(self, model: nn.Module, engine: Cut) -> None:
+    def __init__(self, model: nn.Module, engine: ExportedModel) -> None:
         self._model, self._engine = weakref.ref(model), weakref.ref(engine)
         vars(model)[_NAME] = self
 
     @classmethod
-    def all_in(cls, engine: Cut) -> list[SavesWhole]:
+    def all_in(cls, engine: ExportedModel) -> list[SavesWhole]:
         """One for each model and model inside it that has the method."""
         return [cls(module, engine) for module in engine.module.modules() if hasattr(type(module), _NAME)]
 
@@ -94,15 +94,15 @@ class SavesWhole:
         finally:
             barrier(engine.mesh["world"])
 
-    def _writes(self, engine: Cut, folder: str, has: bool, main: bool) -> bool | None:
+    def _writes(self, engine: ExportedModel, folder: str, has: bool, main: bool) -> bool | None:
         """Whether this rank writes what all gather: the first of those on a host that would write; None: no rank gathers."""
         world = engine.mesh["world"]
         if world.size == 1:
             return not has and bool(main)
         topic = f"{_NAME}/{engine.global_steps}.{engine.micro_steps}/{folder}"
         mine = _GIVEN if has else socket.gethostname() if main else _IDLE
-        tell(topic, mine)
-        words = {} if has else hear(topic, self.wait_s, lambda heard: _GIVEN in heard.values())
+        post_notice(topic, mine)
+        words = {} if has else collect_notices(topic, self.wait_s, lambda heard: _GIVEN in heard.values())
         if has or _GIVEN in words.values():
             return None
         if len(words) < world.size:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ds_config.errors import PlanError
 from ds_engine.engine import Engine
-from ds_inference import Answer, Budget, Generator, Sampling, Tokenizer, load
+from ds_inference import RequestOutput, SchedulerConfig, LLMEngine, SamplingParams, Tokenizer, load
 from ds_inference.sampling import derive_seed
 from ds_zero import GatheredParameters
 
@@ -45,7 +45,7 @@ class Rollout:
         *,
         dtype: torch.dtype | None = None,
         cache_tokens: int = 8192,
-        budget: Budget | None = None,
+        budget: SchedulerConfig | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
         if not hasattr(engine.module, "config"):
@@ -57,7 +57,7 @@ class Rollout:
         self.engine = engine
         self._options: dict[str, Any] = {"cache_tokens": cache_tokens, "budget": budget, "tokenizer": tokenizer}
         self._dtype = dtype
-        self._generator: Generator | None = None
+        self._generator: LLMEngine | None = None
 
     @property
     def version(self) -> int | None:
@@ -79,8 +79,8 @@ class Rollout:
         return self._generator.version
 
     def generate(
-        self, prompts: Sequence[str | Sequence[int]], how: Sampling | Sequence[Sampling] | None = None
-    ) -> list[Answer]:
+        self, prompts: Sequence[str | Sequence[int]], how: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
         """Answers by the engine's present weights. Collective if the engine stepped since the last `sync`; ranks may have
         different prompts, and different numbers of them.
 
@@ -91,7 +91,7 @@ class Rollout:
             self.sync()
         if self._generator is None:
             return []
-        hows = [how or Sampling()] * len(prompts) if how is None or isinstance(how, Sampling) else list(how)
+        hows = [how or SamplingParams()] * len(prompts) if how is None or isinstance(how, SamplingParams) else list(how)
         return self._generator.generate(prompts, [_of_this_rank(one) for one in hows])
 
     def release(self) -> None:
@@ -99,7 +99,7 @@ class Rollout:
         self._generator = None
 
 
-def _of_this_rank(how: Sampling) -> Sampling:
+def _of_this_rank(how: SamplingParams) -> SamplingParams:
     """With the stream that this rank has below the seed."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     return how if how.seed is None else replace(how, seed=derive_seed(how.seed, "rank", rank))

@@ -26,14 +26,14 @@ import ds_monitor
 from ds_accel.device_memory import MemoryStats
 from ds_comm.logger import CommsLogger
 from ds_engine.flops import ForwardCounter
-from ds_engine.plan import Telling
+from ds_engine.plan import LoggingPlan
 from ds_engine.profiling import Profile, profile_text
 from ds_engine.result import StepResult
-from ds_monitor import metric_names, tell
-from ds_monitor.throughput import Rates, ThroughputMeter, Work
+from ds_monitor import metric_names, log_requested
+from ds_monitor.throughput import Rates, ThroughputMeter, StepWork
 from ds_monitor.timers import Timers
 
-__all__ = ["Device", "Standing", "Telemetry"]
+__all__ = ["TelemetryDevice", "RunStatus", "Telemetry"]
 
 _log = logging.getLogger("ds_engine")
 _GIB = 2**30
@@ -48,7 +48,7 @@ _SHORT = {
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RunStatus:
     """Where a run stands after a step.
 
     Attributes:
@@ -66,7 +66,7 @@ class Standing:
     momentum: list[Any]
 
 
-class Device(Protocol):
+class TelemetryDevice(Protocol):
     """What is asked of the accelerator."""
 
     def synchronize(self) -> None:
@@ -79,7 +79,7 @@ class Device(Protocol):
 class _Listener:
     """Listens to nothing: while it does, collectives say how long they take, which the breakdown of times needs."""
 
-    def write(self, record: ds_monitor.Record) -> None:
+    def write(self, record: ds_monitor.Measurement) -> None:
         """Pass it over."""
 
     def end_step(self, step: int) -> None:
@@ -102,7 +102,7 @@ class Telemetry:
         counter: Holds the operations of the profiled step's forward; None where nothing is counted.
     """
 
-    def __init__(self, telling: Telling, lead: bool, device: Device, comms: CommsLogger | None = None) -> None:
+    def __init__(self, telling: LoggingPlan, lead: bool, device: TelemetryDevice, comms: CommsLogger | None = None) -> None:
         self._telling, self._lead, self._device, self.comms = telling, lead, device, comms
         self._timers = Timers(enabled=telling.phases, synchronize=device.synchronize)
         self._meter = ThroughputMeter() if telling.speed else None
@@ -172,11 +172,11 @@ class Telemetry:
         if self._meter is not None:
             self._meter.pause()
 
-    def step(self, result: StepResult, standing: Standing) -> None:
+    def step(self, result: StepResult, standing: RunStatus) -> None:
         """Tell of one step: what it did, and where the run stands after it."""
         self._steps = result.step
         due = self._lead and bool(self._telling.every) and result.step % (self._telling.every or 1) == 0
-        listened = any(sink is not self._listener for sink in ds_monitor.listening())
+        listened = any(sink is not self._listener for sink in ds_monitor.active_sinks())
         rates = self._speed(result, due or listened)
         if due:
             self._tell_step(result, standing, rates)
@@ -236,10 +236,10 @@ class Telemetry:
         if self.comms is not None and self._lead and self.comms.has_data():
             self.comms.log_summary()
 
-    def _tell_step(self, result: StepResult, standing: Standing, rates: Rates | None) -> None:
+    def _tell_step(self, result: StepResult, standing: RunStatus, rates: Rates | None) -> None:
         loss = "" if result.mean is None else f", loss={result.loss:.6g}"
         text = f"step={result.step}, skipped={standing.skipped}, lr={list(result.lr)}, mom={standing.momentum}{loss}"
-        tell(_log, f"[Rank 0] {text}")
+        log_requested(_log, f"[Rank 0] {text}")
         if rates is not None:
             memory = self._device.memory()
             where = f"epoch={standing.epoch}/micro_step={standing.micro_steps}/global_step={result.step}"
@@ -247,25 +247,25 @@ class Telemetry:
                 f"RunningAvgSamplesPerSec={rates.samples_per_s:.6g}, CurrSamplesPerSec={rates.last_samples_per_s:.6g}"
             )
             used = f"MemAllocated={memory.allocated / _GIB:.2f}GB, MaxMemAllocated={memory.peak / _GIB:.2f}GB"
-            tell(_log, f"[Rank 0] {where}, {speed}, {used}")
+            log_requested(_log, f"[Rank 0] {where}, {speed}, {used}")
 
     def _tell_more(self, result: StepResult) -> None:
         flops, counter = self._telling.flops, self.counter
         if self._lead and result.step % (self._telling.every or 1) == 0:
             if self._telling.breakdown and result.timings:
                 for ending in ("_microstep", ""):
-                    tell(_log, f"[Rank 0] time (ms) | {self._times(result, ending)}")
+                    log_requested(_log, f"[Rank 0] time (ms) | {self._times(result, ending)}")
             if self._memory:
                 used = ", ".join(f"{name} {m.allocated / _GIB:.2f} GiB" for name, m in self._memory.items())
                 peak = max(m.peak for m in self._memory.values())
                 text = f"memory after each phase of step {result.step}: {used}; peak {peak / _GIB:.2f} GiB"
-                tell(_log, f"[Rank 0] {text}")
+                log_requested(_log, f"[Rank 0] {text}")
         if flops is not None and counter is not None and counter.modules and result.step == flops.profile_step:
             backward = counter.backward if counter.has_backward else None
             profile = Profile(counter.modules, result.timings, result.samples, backward, counter.again)
             text = profile_text(profile, flops)
             if flops.output_file is None:
-                tell(_log, f"[Rank 0] {text}")
+                log_requested(_log, f"[Rank 0] {text}")
             else:
                 Path(flops.output_file).write_text(text + "\n")
 
@@ -284,5 +284,5 @@ class Telemetry:
             return None
         if read and self._telling.synchronize:
             self._device.synchronize()
-        self._meter.step(Work(result.samples, result.tokens))
+        self._meter.step(StepWork(result.samples, result.tokens))
         return self._meter.rates() if read else None

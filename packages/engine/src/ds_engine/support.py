@@ -17,7 +17,7 @@ from importlib import resources
 from ds_comm import MeshSpec
 from ds_engine.config import Config
 
-__all__ = ["FEATURES", "Pair", "Verdict", "features_of", "matrix", "never_run", "refused"]
+__all__ = ["FEATURES", "Pair", "PairVerdict", "features_of", "matrix", "never_run", "refused"]
 
 FEATURES = ("data", "tensor", "sequence", "pipe", "experts", "zero0", "zero1", "zero2", "zero3", "checkpointing", "fp32",
             "bf16", "fp16")  # fmt: skip
@@ -26,7 +26,7 @@ Pair = tuple[str, str]
 
 
 @dataclass(slots=True)
-class Verdict:
+class PairVerdict:
     """The results of runs with two features.
 
     Attributes:
@@ -55,15 +55,15 @@ def features_of(config: Config, mesh: MeshSpec) -> tuple[str, ...]:
 
 
 @cache
-def matrix() -> Mapping[Pair, Verdict]:
+def matrix() -> Mapping[Pair, PairVerdict]:
     """What the recorded runs say of every pair of features that was drawn; pairs are in the order of `FEATURES`."""
     rows = json.loads(resources.files("ds_engine").joinpath("support.json").read_text())["combinations"]
-    found: dict[Pair, Verdict] = {}
+    found: dict[Pair, PairVerdict] = {}
     for row in rows:
         used = {axis for axis in _AXES if row[axis] > 1} | {f"zero{row['zero']}", row["precision"]}
         used |= {"checkpointing"} if row["checkpointing"] else set()
         for pair in itertools.combinations([feature for feature in FEATURES if feature in used], 2):
-            verdict = found.setdefault(pair, Verdict())
+            verdict = found.setdefault(pair, PairVerdict())
             if row["found"] == "equal":
                 verdict.equal += 1
             else:

@@ -24,21 +24,21 @@ from torch.utils.flop_counter import flop_registry
 import ds_monitor
 from ds_accel.device_memory import MemoryStats
 from ds_comm import Group, Mesh, all_gather_object
-from ds_comm.sweep import Case, measure
+from ds_comm.sweep import BenchCase, measure
 from ds_config.errors import ConfigError
 from ds_engine.autotuning import AutotuningConfig
-from ds_engine.trial_spec import Order, order_here
+from ds_engine.trial_spec import TrialSpec, order_here
 from ds_engine.plan import Plan, Shapes
-from ds_engine.trial_results import LayerFacts, Link, Measured, write_json
-from ds_monitor import Kind, Record
+from ds_engine.trial_results import LayerFacts, LinkCost, TrialResult, write_json
+from ds_monitor import RecordKind, Measurement
 
-__all__ = ["Place", "TrialWatch", "is_trial", "layer_groups", "metrics_of", "order_of", "watch_of"]
+__all__ = ["TrialSetup", "TrialWatch", "is_trial", "layer_groups", "metrics_of", "order_of", "watch_of"]
 
 _SWEPT = (1 << 16, 1 << 22)
 _OPS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
-class Device(Protocol):
+class DeviceProbe(Protocol):
     """What is asked of the accelerator."""
 
     def synchronize(self) -> None:
@@ -49,15 +49,15 @@ class Device(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TrialSetup:
     """Where a trial runs, and the shapes of its model as they were."""
 
     mesh: Mesh
-    device: Device
+    device: DeviceProbe
     shapes: Shapes
 
 
-def order_of(section: AutotuningConfig | None) -> Order | None:
+def order_of(section: AutotuningConfig | None) -> TrialSpec | None:
     """What this process is to measure: the order of `ds tune`, or what the configuration says; None: nothing.
 
     Raises:
@@ -65,7 +65,7 @@ def order_of(section: AutotuningConfig | None) -> Order | None:
     """
     order = order_here()
     if order is None and section is not None:
-        order = Order(
+        order = TrialSpec(
             start_step=section.start_profile_step,
             end_step=section.end_profile_step,
             metric_path=section.metric_path or "autotuning_metric.json",
@@ -82,7 +82,7 @@ def order_of(section: AutotuningConfig | None) -> Order | None:
     return order
 
 
-def watch_of(plan: Plan, model: nn.Module, place: Place) -> TrialWatch | None:
+def watch_of(plan: Plan, model: nn.Module, place: TrialSetup) -> TrialWatch | None:
     """The watch of a run that is a trial; call it before the model is changed. None: it is none."""
     order = order_of(plan.tuning)
     return None if order is None else TrialWatch(order, plan, model, place)
@@ -121,7 +121,7 @@ class _Flops(TorchDispatchMode):
         return out
 
 
-class _Saved:
+class _SavedActivations:
     """What one forward keeps for backward, by layer; hooks that take themselves away after it."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -195,12 +195,12 @@ class _Saved:
 class TrialWatch:
     """Follows the updates of one engine, and listens to its spans."""
 
-    def __init__(self, order: Order, plan: Plan, model: nn.Module, place: Place) -> None:
+    def __init__(self, order: TrialSpec, plan: Plan, model: nn.Module, place: TrialSetup) -> None:
         self._order, self._plan, self._place = order, plan, place
         self._model_bytes = sum(p.nbytes for p in model.parameters())
         self._trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self._start = place.device.memory().allocated
-        self._saved = _Saved(model)
+        self._saved = _SavedActivations(model)
         self._steps, self._ends = 0, [0.0]
         self._sums: list[dict[str, float]] = []
         self._now: dict[str, float] = {}
@@ -209,9 +209,9 @@ class TrialWatch:
 
     # ---- a sink
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Measurement) -> None:
         """Add up spans by name."""
-        if record.kind is Kind.SPAN:
+        if record.kind is RecordKind.SPAN:
             name = "comm" if record.name.startswith("comm/") else record.name
             self._now[name] = self._now.get(name, 0.0) + record.value
 
@@ -266,7 +266,7 @@ class TrialWatch:
         numbers = _largest(numbers, world)
         links = _links(mesh["gradient"]) if order.detail and mesh["gradient"].size > 1 else {}
         batch = self._plan.batch
-        measured = Measured(
+        measured = TrialResult(
             world=world.size,
             micro=batch.micro,
             accumulation=batch.accumulation,
@@ -291,7 +291,7 @@ class TrialWatch:
         ds_monitor.shutdown()
         raise SystemExit(0)
 
-    def _write(self, measured: Measured) -> None:
+    def _write(self, measured: TrialResult) -> None:
         order = self._order
         if order.out:
             write_json(Path(order.out), measured)
@@ -315,7 +315,7 @@ class TrialWatch:
         raise SystemExit(0)
 
 
-def metrics_of(measured: Measured, samples: int) -> dict[str, float]:
+def metrics_of(measured: TrialResult, samples: int) -> dict[str, float]:
     """What DeepSpeed writes of a trial: milliseconds of a step, samples a second, operations a second of one rank."""
     step_s = measured.step_s
     return {
@@ -335,16 +335,16 @@ def _largest(numbers: list[float], group: Group) -> list[float]:
     return [max(column) for column in zip(*gathered, strict=True)]
 
 
-def _links(group: Group) -> Mapping[str, Link]:
+def _links(group: Group) -> Mapping[str, LinkCost]:
     """Latency and rate of the collectives that training uses, from a small and a large message. Collective."""
     backend = "training"
     found = {}
     for op in _OPS:
         small, large = (
-            measure({backend: group}, [Case(op, backend, torch.float32, size)], 0.1)[0].median_s for size in _SWEPT
+            measure({backend: group}, [BenchCase(op, backend, torch.float32, size)], 0.1)[0].median_s for size in _SWEPT
         )
         rate = (_SWEPT[1] - _SWEPT[0]) / max(large - small, 1e-9)
-        found[op] = Link(max(0.0, small - _SWEPT[0] / rate), rate)
+        found[op] = LinkCost(max(0.0, small - _SWEPT[0] / rate), rate)
     return found
 
 

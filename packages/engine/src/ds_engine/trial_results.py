@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from ds_engine.plan import Shapes
 
-__all__ = ["LayerFacts", "Link", "Measured", "read_measured", "write_json"]
+__all__ = ["LayerFacts", "LinkCost", "TrialResult", "read_measured", "write_json"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class LayerFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkCost:
     """What a message between the ranks takes: a fixed time, and time by size."""
 
     latency_s: float
@@ -46,7 +46,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class TrialResult:
     """What one trial measured; of several ranks the slowest and the largest.
 
     Attributes:
@@ -78,7 +78,7 @@ class Measured:
     device: str
     saved_bytes: int = 0
     layers: tuple[LayerFacts, ...] = ()
-    links: Mapping[str, Link] = field(default_factory=dict)
+    links: Mapping[str, LinkCost] = field(default_factory=dict)
     shapes: Shapes | None = None
     flops: int = 0
 
@@ -90,9 +90,9 @@ class Measured:
         return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
-def read_measured(path: Path) -> Measured:
+def read_measured(path: Path) -> TrialResult:
     """What a trial wrote. Raises OSError or ValueError where it did not."""
-    return TypeAdapter(Measured).validate_json(path.read_bytes())
+    return TypeAdapter(TrialResult).validate_json(path.read_bytes())
 
 
 def write_json(path: Path, record: Any) -> None:

@@ -12,13 +12,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from ds_config.errors import ConfigError
 
-__all__ = ["DS_TRIAL", "Order", "laid_over", "order_here"]
+__all__ = ["DS_TRIAL", "TrialSpec", "laid_over", "order_here"]
 
 DS_TRIAL = "DS_TRIAL"  # path of this process's order
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class TrialSpec:
     """What one trial is to do.
 
     Attributes:
@@ -41,7 +41,7 @@ class Order:
     memory_bytes: int = 0
 
 
-def order_here(environ: Mapping[str, str] | None = None) -> Order | None:
+def order_here(environ: Mapping[str, str] | None = None) -> TrialSpec | None:
     """The order of this process; None outside a trial.
 
     Raises:
@@ -51,7 +51,7 @@ def order_here(environ: Mapping[str, str] | None = None) -> Order | None:
     if not path:
         return None
     try:
-        return TypeAdapter(Order).validate_json(Path(path).read_bytes())
+        return TypeAdapter(TrialSpec).validate_json(Path(path).read_bytes())
     except (OSError, ValidationError) as error:
         raise ConfigError(
             f"{DS_TRIAL} = {path}: {error}", code="trial-order", fix=f"Unset {DS_TRIAL}; `ds tune` sets it."

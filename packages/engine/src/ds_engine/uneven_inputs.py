@@ -32,13 +32,13 @@ from ds_comm import Group, all_reduce
 from ds_config.errors import PlanError
 from ds_engine.loss_total import SumLoss
 
-__all__ = ["Policy", "Share", "even"]
+__all__ = ["Policy", "WeightedBatch", "even_batches"]
 
 Policy = Literal["stop", "fill", "error"]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class WeightedBatch:
     """A microbatch and whether it counts; what `even(policy="fill")` yields. `train_batch` and `eval_batch` understand it.
 
     Attributes:
@@ -58,7 +58,7 @@ class Share:
         return SumLoss(torch.where(never, found.total, 0.0), 0.0)  # with its graph: backward runs on every rank
 
 
-def even(batches: Iterable[Any], group: Group, policy: Policy = "stop", *, together: int = 1) -> Iterator[Any]:
+def even_batches(batches: Iterable[Any], group: Group, policy: Policy = "stop", *, together: int = 1) -> Iterator[Any]:
     """Yield `batches` such that every rank of `group` gets the same number of microbatches.
 
     Args:
@@ -79,8 +79,8 @@ def even(batches: Iterable[Any], group: Group, policy: Policy = "stop", *, toget
             return
         _check(counts, policy)
         if policy == "fill":
-            yield from (Share(batch, counts=True) for batch in taken)
-            yield from (Share(last, counts=False) for _ in range(together - len(taken)))
+            yield from (WeightedBatch(batch, counts=True) for batch in taken)
+            yield from (WeightedBatch(last, counts=False) for _ in range(together - len(taken)))
         elif min(counts) == together:
             yield from taken
         else:

@@ -53,7 +53,7 @@ def trained(stage: int, section: dict[str, Any], own: bool = False) -> tuple[lis
         losses.append(loss.item())
         engine.backward(loss)
         engine.step()
-    found, policy = engine.whole_state_dict(), engine.activations
+    found, policy = engine.full_state_dict(), engine.activations
     kinds = {type(layer) for layer in model.layers}
     engine.close()
     assert {type(layer) for layer in model.layers} == {Block}

@@ -22,7 +22,7 @@ from ds_config.errors import PlanError
 from ds_engine.compiling.session import Session
 from ds_testing import world
 from ds_zero.runtime.gradients import Gradients
-from ds_zero.runtime.reduce_runtime import Reducing
+from ds_zero.runtime.reduce_runtime import GradientReductions
 
 WIDTH = 12
 torch.hub.tqdm.monitor_interval = 0  # else torch.fx starts a thread that outlives the test
@@ -128,9 +128,9 @@ def test_every_pass_at_stage_3_leaves_the_numbers_alone() -> None:
 def test_a_unit_is_summed_once_in_each_step_and_inside_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     # autograd calls the hooks of parameters whose gradients a graph has handed over: no second gradient, and nothing late.
     summed, left = [], []
-    reduce, finish = Gradients.reduce, Reducing.finish_backward
+    reduce, finish = Gradients.reduce, GradientReductions.finish_backward
     monkeypatch.setattr(Gradients, "reduce", lambda self: [summed.append(self.seat), reduce(self)][1])
-    monkeypatch.setattr(Reducing, "finish_backward", lambda self: [left.append(len(summed)), finish(self)][1])
+    monkeypatch.setattr(GradientReductions, "finish_backward", lambda self: [left.append(len(summed)), finish(self)][1])
     config = configured(3, gradient_accumulation_steps=1)
     made, _, _, _ = ds_engine.initialize(model=known("gpt"), config={**config, "compile": {"deepcompile": True}})
     made.compile(backend="eager")

@@ -13,7 +13,7 @@ import ds_comm
 import ds_engine
 from ds_compress import compression_scheduler, init_compression, is_compressed, redundancy_clean
 from ds_config.errors import PlanError, UnsupportedError
-from ds_parallel.tensor import TensorOptions, cut_model, facts_of, make_tensor_plan
+from ds_parallel.tensor import TensorOptions, parallelize_model, facts_of, make_tensor_plan
 from ds_testing import world
 
 
@@ -134,7 +134,7 @@ def test_a_layer_that_is_cut_is_refused_and_those_beside_it_are_compressed():
     whole = Stack()
     net = copy.deepcopy(whole)
     plan = make_tensor_plan(facts_of(net), TensorOptions(degree=2))
-    cut_model(net, plan, ds_comm.world_group())
+    parallelize_model(net, plan, ds_comm.world_group())
     assert net.body[0].weight.shape == (8, 8)
     params = {"start_bits": 4, "target_bits": 4}
     with pytest.raises(UnsupportedError, match=r"body\.0 is cut over 2 ranks"):

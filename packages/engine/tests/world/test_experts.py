@@ -14,9 +14,9 @@ import ds_engine
 import ds_zero
 from ds_comm import Mesh, MeshSpec
 from ds_config.errors import CommError, ConfigError, PlanError
-from ds_moe import MoE, place
-from ds_parallel.tensor import CutModel, TensorOptions, cut_model, facts_of, make_tensor_plan
-from ds_parallel.tensor.layer_rules import Kind, Rule
+from ds_moe import MoE, place_experts
+from ds_parallel.tensor import TensorParallelModel, TensorOptions, parallelize_model, facts_of, make_tensor_plan
+from ds_parallel.tensor.layer_rules import ShardKind, LayerRule
 from ds_testing import world
 
 WIDTH, EXPERTS = 8, 4
@@ -87,7 +87,7 @@ def dense(
 def check(ep_size: int, stage: int, k: int, drop: bool, clip: float | None) -> None:
     norms, wanted = dense(dist.get_world_size(), k, drop, clip=clip)
     net = Net(ep_size, k, drop).double()
-    placed = place(net)
+    placed = place_experts(net)
     optimizer = ds_zero.shard(net, torch.optim.AdamW(net.parameters(), lr=1e-2), stage=stage, clip=clip)
     for step in range(3):
         net(batch(dist.get_rank(), step, torch.float64)).backward()
@@ -128,7 +128,7 @@ def test_state_of_experts_is_cut_over_their_copies():
         net = nn.Sequential(MoE(32, nn.Linear(32, 64), EXPERTS, 2), nn.Linear(32, 32))
         mine = [p for n, p in net.named_parameters() if "deepspeed_experts" in n]
         experts = 2 * sum(p.numel() for p in mine)
-        place(net)
+        place_experts(net)
         optimizer = ds_zero.shard(net, torch.optim.AdamW(net.parameters()), stage=stage)
         units = [unit for unit in optimizer.sharding.units if unit.spec.family.startswith("expert")]
         held = sum(unit.layout.shard_numel for unit in units)
@@ -306,13 +306,13 @@ class Summed(Net):
         return self.last(x).square().sum() / 10
 
 
-def cut_inside(net: nn.Module, mesh: Mesh) -> CutModel:
+def cut_inside(net: nn.Module, mesh: Mesh) -> TensorParallelModel:
     rules = (
-        Rule(r".*deepspeed_experts\.\d+\.up", Kind.COLUMN, "test"),
-        Rule(r".*deepspeed_experts\.\d+\.down", Kind.ROW, "test"),
+        LayerRule(r".*deepspeed_experts\.\d+\.up", ShardKind.COLUMN, "test"),
+        LayerRule(r".*deepspeed_experts\.\d+\.down", ShardKind.ROW, "test"),
     )
     plan = make_tensor_plan(facts_of(net), TensorOptions(mesh["tensor"].size, rules=rules))
-    cut = cut_model(net, plan, mesh["tensor"])
+    cut = parallelize_model(net, plan, mesh["tensor"])
     cut.assign(mesh["gradient"], mesh["gradient"].size)
     return cut
 
@@ -330,7 +330,7 @@ def test_gradients_of_parts_of_experts_equal_one_process():
         whole = Summed(1, k, drop, 0, one=one).double()
         batches = [batch(0, 0, torch.float64), batch(1, 0, torch.float64)[:tokens]]
         cut = cut_inside(net, mesh)
-        placed = place(net, mesh)
+        placed = place_experts(net, mesh)
         loss = net(batches[data])
         loss.backward()
         losses = [whole(x) for x in batches]
@@ -339,7 +339,7 @@ def test_gradients_of_parts_of_experts_equal_one_process():
         wanted = {name: p.grad for name, p in whole.named_parameters()}
         parts = 0
         for name, param in net.named_parameters():
-            said = ds_comm.assignment_of(param)
+            said = ds_comm.param_sharding(param)
             if said.family.group.size > 1:
                 dist.all_reduce(param.grad, group=said.family.group.pg)
             expected = wanted[said.name or name]
@@ -361,7 +361,7 @@ def test_ranks_with_parts_of_experts_that_route_differently_are_an_error():
     mesh = Mesh.build(MeshSpec(tensor=2))
     net = Summed(one=False)
     cut = cut_inside(net, mesh)
-    placed = place(net, mesh)
+    placed = place_experts(net, mesh)
     net(batch(0, 0))
     with torch.no_grad():
         net.moes[0].deepspeed_moe.gate.wg.weight.mul_(1 - 2 * dist.get_rank())

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_comm as comm
 import ds_zero
-from ds_engine.compiling.joint import Joint
+from ds_engine.compiling.joint import JointMessage
 from ds_engine.compiling.verbs import Graphs
 from ds_testing import world
 
@@ -57,7 +57,7 @@ def train(stage, limit, monkeypatch, *, steps=3, kind="plain"):
     torch.manual_seed(0)
     net = Net(kind)
     inner = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2, foreach=False)
-    optimizer = ds_zero.shard(net, inner, stage=stage, policy=ds_zero.UnitPolicy(max_numel=600))
+    optimizer = ds_zero.shard(net, inner, stage=stage, policy=ds_zero.UnitSizePolicy(max_numel=600))
     graphs = Graphs(optimizer.sharding)
     if limit:
         graphs.sum_together(graphs.buckets(limit))
@@ -108,6 +108,6 @@ def test_units_that_are_tied_unused_frozen_or_used_twice_keep_their_bucket(monke
 @world(2, backend="shm")
 def test_ranks_that_share_memory_send_nothing_together(monkeypatch):
     made = []
-    monkeypatch.setattr(Joint, "send", lambda self: made.append(self))
+    monkeypatch.setattr(JointMessage, "send", lambda self: made.append(self))
     train(2, 10**6, monkeypatch, steps=1)
     assert made == []

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import ds_engine
-from ds_accel import HostMemory
+from ds_accel import ProcessMemory
 from ds_config.errors import PlanError
 from ds_engine import Engine
 from ds_testing import world
 from ds_zero import safe_get_full_optimizer_state, safe_set_full_fp32_param
 from ds_zero.runtime import sharded_model
-from ds_zero.update.overlap_plan import Ledger, State
+from ds_zero.update.overlap_plan import OverlapLedger, OverlapState
 
 WIDTH = 24
 
@@ -70,7 +70,7 @@ def start(stage: int, **changes: Any) -> Engine:
 
 
 def values(engine: Engine) -> dict[str, Tensor]:
-    found = {name: value.clone() for name, value in engine.whole_state_dict(torch.float32).items()}
+    found = {name: value.clone() for name, value in engine.full_state_dict(torch.float32).items()}
     for name, param in engine.module.named_parameters():
         state = safe_get_full_optimizer_state(param, "exp_avg_sq")
         assert state is not None
@@ -180,7 +180,7 @@ def test_what_cannot_be_is_refused_with_the_plan() -> None:
         early = {"offload_optimizer": {**CPU, "super_offload": True}}
         with pytest.raises(PlanError, match=f"super_offload with optimizer {kind}"):
             start(2, zero=early, optimizer={"type": kind, "params": {"lr": 0.02}})
-    few = HostMemory(0, 0, 0, 1 << 10 if dist.get_rank() == 1 else 1 << 40, 1 << 40)
+    few = ProcessMemory(0, 0, 0, 1 << 10 if dist.get_rank() == 1 else 1 << 40, 1 << 40)
     with mock.patch.object(sharded_model, "host_memory", return_value=few), pytest.raises(PlanError) as caught:
         start(2, zero={"offload_optimizer": CPU})
     assert caught.value.code == "offload-host-memory"
@@ -205,14 +205,14 @@ def test_the_plan_says_what_is_where_and_what_moves(tmp_path: Any) -> None:
 EARLY = {"offload_optimizer": {**CPU, "super_offload": True}}
 
 
-def patient(engine: Engine) -> Ledger:
+def patient(engine: Engine) -> OverlapLedger:
     """A step begins when the thread has nothing left to do."""
     ahead = engine.optimizer.ahead  # type: ignore[union-attr]
     finish = ahead.finish
 
     def waits() -> BaseException | None:
         end = time.monotonic() + 60
-        while any(ahead.ledger.state(unit) in (State.WAITING, State.WRITING) for unit in ahead.ledger.busy):
+        while any(ahead.ledger.state(unit) in (OverlapState.WAITING, OverlapState.WRITING) for unit in ahead.ledger.busy):
             assert time.monotonic() < end
             time.sleep(1e-4)
         return finish()
@@ -285,7 +285,7 @@ def test_zenflow_is_the_same_at_every_stage_and_tier(stage: int) -> None:
     assert "20% of the columns" in str(plain.plan)
     for _ in range(8):
         assert plain.train_batch().loss == pytest.approx(offloaded.train_batch().loss, rel=1e-6)
-    found, other = plain.whole_state_dict(torch.float32), offloaded.whole_state_dict(torch.float32)
+    found, other = plain.full_state_dict(torch.float32), offloaded.full_state_dict(torch.float32)
     for name, value in found.items():
         torch.testing.assert_close(other[name], value, rtol=1e-5, atol=1e-7)
 
@@ -305,8 +305,8 @@ def test_zenflow_goes_on_from_a_checkpoint_of_another_stage(tmp_path: Any, stage
         first.train_batch()
         second.train_batch()
         assert plain.train_batch().applied
-    found = first.whole_state_dict(torch.float32)
-    for name, value in second.whole_state_dict(torch.float32).items():
+    found = first.full_state_dict(torch.float32)
+    for name, value in second.full_state_dict(torch.float32).items():
         torch.testing.assert_close(value, found[name], rtol=1e-5, atol=1e-7)
 
 

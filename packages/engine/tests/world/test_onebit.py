@@ -85,7 +85,7 @@ def test_it_trains_on_signs_in_every_format(name: str, mode: str) -> None:
     engine = start(name, {**EARLY[name], "lr": 0.02, next(iter(EARLY[name])): 6}, gradient_clipping=1.0, **changes)
     losses = train(engine, range(32), formats[mode])  # each batch four times
     assert sum(losses[-8:]) < 0.9 * sum(losses[:8])  # AdamW: 0.81
-    engine.whole_state_dict()  # ends the local steps of 0/1 Adam
+    engine.full_state_dict()  # ends the local steps of 0/1 Adam
     assert the_same_everywhere(values(engine))
     engine.close()
 

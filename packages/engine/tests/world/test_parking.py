@@ -26,7 +26,7 @@ def train(stage, *, park, steps=4):
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.GELU(), nn.Linear(16, 4))
     inner = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    optimizer = ds_zero.shard(net, inner, stage=stage, policy=ds_zero.UnitPolicy(max_numel=600))
+    optimizer = ds_zero.shard(net, inner, stage=stage, policy=ds_zero.UnitSizePolicy(max_numel=600))
     graphs, least = Graphs(optimizer.sharding), []
     parking = graphs.park(pin=True) if park else None
     for step in range(steps):

@@ -16,7 +16,7 @@ import ds_zero
 from ds_config.errors import PlanError
 from ds_engine import Rollout
 from ds_engine.generating import HybridEngine
-from ds_inference import Sampling
+from ds_inference import SamplingParams
 from ds_testing import world
 
 transformers = pytest.importorskip("transformers")
@@ -66,7 +66,7 @@ def test_answers_follow_training(stage: int) -> None:
     prompts = [[3, 4, 5, 6 + rank], [9]][: 2 - rank]  # ranks ask different things
     said = []
     for steps in range(3):
-        answers = rollout.generate(prompts, Sampling(max_new_tokens=6, logprobs=0))
+        answers = rollout.generate(prompts, SamplingParams(max_new_tokens=6, logprobs=0))
         assert {v for a in answers for v in a.versions} == {steps}
         state = engine.whole_state_dict()
         everyone = [state]
@@ -92,9 +92,9 @@ def test_answers_follow_training(stage: int) -> None:
 def test_groups_of_one_prompt_differ(stage: int) -> None:
     """400 draws for one prompt, half of them on each rank, follow the distribution; a seed makes a call repeat."""
     rollout = Rollout(trained(stage), cache_tokens=256)
-    how = Sampling(max_new_tokens=1, temperature=1.0)
+    how = SamplingParams(max_new_tokens=1, temperature=1.0)
     drawn = [a.tokens[0] for a in rollout.generate([[3, 4, 5]] * 200, how)]
-    (answer,) = rollout.generate([[3, 4, 5]], Sampling(max_new_tokens=1, logprobs=31))
+    (answer,) = rollout.generate([[3, 4, 5]], SamplingParams(max_new_tokens=1, logprobs=31))
     seeded = replace(how, max_new_tokens=8, seed=5)
     twice = [[a.tokens for a in rollout.generate([[3, 4, 5]] * 4, seeded)] for _ in range(2)]
     everyone: list[Any] = [None, None]
@@ -121,7 +121,7 @@ def goodness_of_fit(drawn: list[int], logs: Mapping[int, float]) -> float:
 def test_bf16_weights_are_those_of_the_forward() -> None:
     engine = trained(1, bf16=True)
     rollout = Rollout(engine, cache_tokens=64)
-    (answer,) = rollout.generate([[1, 2, 3]], Sampling(max_new_tokens=4, logprobs=0))
+    (answer,) = rollout.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4, logprobs=0))
     with torch.no_grad():
         logs = torch.log_softmax(engine(torch.tensor([[1, 2, 3, *answer.tokens]])).logits[0].float(), -1)
     found = logs[torch.arange(2, 6), torch.tensor(answer.tokens)]

@@ -34,7 +34,7 @@ def trained(sparse: bool) -> tuple[dict[str, Tensor], int]:
             engine.train_batch(iter([torch.randint(0, 500, (2, 3), generator=generator) for _ in range(2)]))
     finally:
         ds_monitor.detach([sink])
-    found = engine.whole_state_dict()
+    found = engine.full_state_dict()
     engine.close()
     return found, sum(
         r.attrs["nbytes"] for r in sink.records if r.name in ("comm/all_reduce", "comm/all_gather_single")

@@ -121,14 +121,14 @@ def test_five_steps(stage: int, tensor: int) -> None:
     assert engine.mesh["tensor"].size == tensor
     found = train(engine, batches(5))
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-    whole = engine.whole_state_dict()
+    whole = engine.full_state_dict()
     assert list(whole) == (list(state) if torch.distributed.get_rank() == 0 else [])
     for name, value in whole.items():
         torch.testing.assert_close(value, state[name], atol=1e-5, rtol=1e-4, msg=lambda said, n=name: f"{n}: {said}")
     if whole:
         assert whole["lm_head.weight"] is whole["embed_tokens.weight"]
-    engine.load_whole_state_dict(state)
-    again = engine.whole_state_dict()
+    engine.load_full_state_dict(state)
+    again = engine.full_state_dict()
     assert all(torch.equal(value, state[name]) for name, value in again.items())
     engine.close()
     for name, value in model.state_dict().items():

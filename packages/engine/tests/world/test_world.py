@@ -19,7 +19,7 @@ import ds_engine.transforms as ds_engine_transforms
 from ds_config.errors import PlanError
 from ds_engine import Engine, SumLoss
 from ds_testing import world
-from ds_zero import Nodes
+from ds_zero import NodeTopology
 
 SAMPLES, WIDTH = 40, 6
 
@@ -71,11 +71,11 @@ def reference(steps: int, summed: bool) -> tuple[list[float], dict[str, Tensor]]
     """One process, the whole train batch at once, in double precision where sums are long."""
     model, data = Model(summed), Data()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0)
-    from ds_data import Stream
-    from ds_engine.lr_schedules import Scheduler, WarmupDecayLR
+    from ds_data import SampleStream
+    from ds_engine.lr_schedules import LRScheduler, WarmupDecayLR
 
-    scheduler = Scheduler(WarmupDecayLR(warmup_num_steps=3, total_num_steps=12), optimizer.param_groups)
-    stream, losses = Stream(SAMPLES), []
+    scheduler = LRScheduler(WarmupDecayLR(warmup_num_steps=3, total_num_steps=12), optimizer.param_groups)
+    stream, losses = SampleStream(SAMPLES), []
     for step in range(steps):
         ids = [stream.sample(12 * step + i) for i in range(12)]
         output = model(data.x[ids], data.y[ids], data.keep[ids])
@@ -122,7 +122,7 @@ def test_gathers_by_way_of_nodes_change_no_number(two_steps: bool) -> None:
     seat = engine.optimizer.sharding.units[0].seat
     route = seat.route
     assert route is not None
-    assert seat.nodes == Nodes(2, two_steps, secondary=True)
+    assert seat.nodes == NodeTopology(2, two_steps, secondary_partition=True)
     assert (route.inside.size, route.across.size) == (2, 2)
     check(engine, [engine.train_batch().loss for _ in range(5)], reference(5, False))
 
@@ -276,7 +276,7 @@ def test_data_that_end_on_one_rank_first(policy: Any, summed: bool, steps: int) 
     settings = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0.0, "scheduler": None}
     config = configured(2, train_batch_size=4, train_micro_batch_size_per_gpu=1, **settings)
     engine = ds_engine.initialize(model=Counted(summed), config=config)[0]
-    batches = ds_engine.even(microbatches(dist.get_rank()), engine.mesh["data"], policy, together=2)
+    batches = ds_engine.even_batches(microbatches(dist.get_rank()), engine.mesh["data"], policy, together=2)
     losses = [engine.train_batch(batches).loss for _ in range(steps)]
     with pytest.raises(StopIteration):
         engine.train_batch(batches)
@@ -297,12 +297,12 @@ def test_data_that_end_on_one_rank_first(policy: Any, summed: bool, steps: int) 
 def test_data_that_end_on_one_rank_are_an_error_on_both() -> None:
     group = ds_comm.world_group()
     with pytest.raises(PlanError, match=r"rank 1 ended.*\[1, 0\]") as caught:
-        list(ds_engine.even(range(3 - group.rank), group, "error"))
+        list(ds_engine.even_batches(range(3 - group.rank), group, "error"))
     assert caught.value.code == "data-uneven"
     with pytest.raises(PlanError, match=r"\[1, -1\]") as caught:
-        list(ds_engine.even(range(1 - group.rank), group, "fill"))
+        list(ds_engine.even_batches(range(1 - group.rank), group, "fill"))
     assert caught.value.code == "data-none"
-    assert list(ds_engine.even(range(5), group, "error", together=2)) == [0, 1, 2, 3]
+    assert list(ds_engine.even_batches(range(5), group, "error", together=2)) == [0, 1, 2, 3]
 
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -409,11 +409,11 @@ def test_whole_values_and_state_away_on_two_ranks(stage: int) -> None:
     engine.resume()
     for one in (engine, other):
         one.train_batch()
-    state, expected = engine.whole_state_dict(), other.whole_state_dict()
+    state, expected = engine.full_state_dict(), other.full_state_dict()
     assert list(state) == (list(Model().state_dict()) if dist.get_rank() == 0 else [])
     assert all(torch.equal(value, expected[name]) for name, value in state.items())
-    other.load_whole_state_dict({name: torch.zeros_like(value) for name, value in Model().state_dict().items()})
-    assert all(not value.any() for value in other.whole_state_dict().values())
+    other.load_full_state_dict({name: torch.zeros_like(value) for name, value in Model().state_dict().items()})
+    assert all(not value.any() for value in other.full_state_dict().values())
     engine.close()
     other.close()
 
@@ -423,10 +423,10 @@ class Sequences(ds_engine_transforms.Transform[bool, None]):
 
     name, axes = "sequence parallel", ("sequence",)
 
-    def decide(self, asked: ds_engine_transforms.Asked) -> bool:
+    def decide(self, asked: ds_engine_transforms.TransformInput) -> bool:
         return True
 
-    def apply(self, what: bool, site: ds_engine_transforms.Site) -> None:
+    def apply(self, what: bool, site: ds_engine_transforms.BuildContext) -> None:
         if os.environ.get("DS_TEST_BREAKS") == str(site.mesh.rank):
             raise RuntimeError("only here")
 

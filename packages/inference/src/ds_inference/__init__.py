@@ -11,26 +11,26 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ds_inference.config import InferenceConfig, RaggedConfig
     from ds_inference.embedding import Embedder, load_embedder
-    from ds_inference.llm_engine import Answer, Event, Generator, Tokenizer
+    from ds_inference.llm_engine import RequestOutput, TokenOutput, LLMEngine, Tokenizer
     from ds_inference.injection import InferenceEngine, init_inference
     from ds_inference.model_loader import load
-    from ds_inference.quantize import Quantize
+    from ds_inference.quantize import QuantizationOptions
     from ds_inference.ragged import RaggedEngine, SchedulingError, SchedulingResult, build_hf_engine
-    from ds_inference.sampling import Sampling
-    from ds_inference.scheduler import Budget
+    from ds_inference.sampling import SamplingParams
+    from ds_inference.scheduler import SchedulerConfig
 
 __all__ = [
-    "Answer",
-    "Budget",
+    "RequestOutput",
+    "SchedulerConfig",
     "Embedder",
-    "Event",
-    "Generator",
+    "TokenOutput",
+    "LLMEngine",
     "InferenceConfig",
     "InferenceEngine",
-    "Quantize",
+    "QuantizationOptions",
     "RaggedConfig",
     "RaggedEngine",
-    "Sampling",
+    "SamplingParams",
     "SchedulingError",
     "SchedulingResult",
     "Tokenizer",
@@ -49,7 +49,7 @@ _HOMES = {
     "quantize": ("Quantize",),
     "ragged": ("RaggedEngine", "SchedulingError", "SchedulingResult", "build_hf_engine"),
     "sampling": ("Sampling",),
-    "scheduler": ("Budget",),
+    "scheduler": ("TrialBudget",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ds_config.errors import CheckpointError, UnsupportedError
 from ds_inference.families import Sources
-from ds_inference.spec import Experts, Mlp, Source, Spec
+from ds_inference.spec import ExpertsSpec, Mlp, WeightSource, Spec
 from ds_inference.decoder_weights import Prefixed, arranged
 
 __all__ = ["Adapter", "read_adapter"]
@@ -120,13 +120,13 @@ def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _delta(source: Source, i: int, pairs: Prefixed, spec: Spec, role: str) -> tuple[Tensor, Tensor] | None:
+def _delta(source: WeightSource, i: int, pairs: Prefixed, spec: Spec, role: str) -> tuple[Tensor, Tensor] | None:
     """The role's A and B, whose rows are in the role's order; modules that are not adapted count as zeros."""
     names = [name.replace("{i}", str(i)) for name in source.names]
     if not any(name in pairs for name in names):
         return None
     sizes = _sizes(role, spec, i) if len(names) > 1 else [0]
-    rows = Source(source.names, source.form if source.form in ("heads", "groups", "shards") else "rows")
+    rows = WeightSource(source.names, source.form if source.form in ("heads", "groups", "shards") else "rows")
     downs, ups = [], []
     for at, name in enumerate(names):
         if name in pairs:
@@ -142,5 +142,5 @@ def _sizes(role: str, spec: Spec, i: int) -> list[int]:
     a, feed = spec.layers[i].attention, spec.layers[i].feed
     if role.endswith("qkv.weight"):
         return [a.heads * a.width, a.kv_heads * a.width, a.kv_heads * a.value_width]
-    width = feed.shared if isinstance(feed, Experts) and ".shared." in role else feed.width
+    width = feed.shared if isinstance(feed, ExpertsSpec) and ".shared." in role else feed.width
     return [width, width] if isinstance(feed, Mlp) or ".shared." in role else [width]

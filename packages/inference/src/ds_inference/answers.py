@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-__all__ = ["Answer", "Event", "Tokenizer"]
+__all__ = ["RequestOutput", "TokenOutput", "Tokenizer"]
 
 
 class Tokenizer(Protocol):
@@ -17,7 +17,7 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class TokenOutput:
     """One token of one request.
 
     Attributes:
@@ -38,7 +38,7 @@ class Event:
 
 
 @dataclass(slots=True)
-class Answer:
+class RequestOutput:
     """The result of one request.
 
     Attributes:

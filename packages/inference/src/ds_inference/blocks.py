@@ -15,10 +15,10 @@ from collections.abc import Iterable, Sequence
 
 from ds_config.errors import PlanError
 
-__all__ = ["BlockPool", "prints_of"]
+__all__ = ["BlockPool", "block_hashes"]
 
 
-def prints_of(tokens: Sequence[int], size: int, salt: bytes = b"") -> list[bytes]:
+def block_hashes(tokens: Sequence[int], size: int, salt: bytes = b"") -> list[bytes]:
     """One print for every full block of `tokens`; equal exactly when all tokens up to the block's end are (128-bit digests).
 
     Args:

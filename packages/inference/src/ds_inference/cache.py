@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_config.errors import UnsupportedError
-from ds_inference.spec import Layer, Spec
+from ds_inference.spec import DecoderLayerSpec, Spec
 from ds_ops.host_arena import zeros_huge
 
 __all__ = ["Cache", "States"]
@@ -114,7 +114,7 @@ class Cache:
                     tensor[target] = tensor[source]
 
 
-def _kept(layer: Layer) -> tuple[tuple[int, int], ...]:
+def _kept(layer: DecoderLayerSpec) -> tuple[tuple[int, int], ...]:
     attention = layer.attention
     if attention.latent is not None:
         return ((1, attention.latent.rank + attention.latent.rotated),)

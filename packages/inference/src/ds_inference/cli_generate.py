@@ -42,7 +42,7 @@ def read_engine(args: argparse.Namespace) -> tuple[Any, Any]:
     import torch
 
     from ds_inference.model_loader import load
-    from ds_inference.sampling import Sampling
+    from ds_inference.sampling import SamplingParams
     from ds_inference.text import read_tokenizer
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
@@ -50,7 +50,7 @@ def read_engine(args: argparse.Namespace) -> tuple[Any, Any]:
     engine = load(
         args.folder, dtype=dtype, tokenizer=read_tokenizer(args.folder), quantize=args.quantize, cache_dtype=kept
     )
-    return engine, Sampling(args.max_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed)
+    return engine, SamplingParams(args.max_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -54,8 +54,8 @@ def main(args: argparse.Namespace) -> int:
     import ds_comm
     from ds_inference.model_loader import load
     from ds_inference.rank_worker import follow, leading
-    from ds_inference.scheduler import Budget
-    from ds_inference.serve.app import Limits, make_app
+    from ds_inference.scheduler import SchedulerConfig
+    from ds_inference.serve.app import ServerLimits, make_app
     from ds_inference.serve.worker import Worker
     from ds_inference.text import read_tokenizer
 
@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
         args.folder,
         dtype=None if args.dtype is None else getattr(torch, args.dtype),
         cache_tokens=args.cache_tokens,
-        budget=Budget(args.step_tokens, min(args.step_tokens, args.max_requests), length=args.max_length),
+        budget=SchedulerConfig(args.step_tokens, min(args.step_tokens, args.max_requests), max_model_len=args.max_length),
         tokenizer=tokenizer,
         quantize=args.quantize,
         cache_dtype=None if args.cache_dtype is None else torch.int8,
@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
     name = args.name or Path(args.folder).resolve().name
     with leading(engine) if group.size > 1 else nullcontext():
         worker = Worker(engine, lambda: setattr(server, "should_exit", True))
-        app = make_app(worker, tokenizer, name, Limits(args.max_requests, longest=args.max_length))
+        app = make_app(worker, tokenizer, name, ServerLimits(args.max_requests, longest=args.max_length))
         # Idle connections stay longer than clients keep them (5 s of httpx, and so of openai, is uvicorn's own default, too): else
         # a client may ask on a connection in the moment in which the server closes it.
         config = uvicorn.Config(

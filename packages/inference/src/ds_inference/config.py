@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BeforeValidator, Field
 
-from ds_config import Alias, Dead, Deprecated, StrictModel, Unbuilt
+from ds_config import Alias, NoEffect, Deprecated, StrictModel, Unsupported
 
-__all__ = ["InferenceConfig", "RaggedConfig", "TensorParallelConfig"]
+__all__ = ["InferenceConfig", "RaggedConfig", "InferenceTensorParallelConfig"]
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -38,13 +38,13 @@ def _dtype(value: Any) -> Any:
 Dtype = Annotated[torch.dtype, BeforeValidator(_dtype)]
 
 
-class TensorParallelConfig(StrictModel):
+class InferenceTensorParallelConfig(StrictModel):
     """`tensor_parallel` of `init_inference`."""
 
     enabled: bool = Field(default=True, description="False counts as a size of 1.")
     tp_size: Positive = Field(default=1, description="Ranks that each layer is cut over.")
-    tp_grain_size: Annotated[int, Dead("layers are cut at whole heads and, in the feed-forward part, evenly")] = 64
-    mpu: Annotated[Any, Unbuilt("give tp_group")] = None
+    tp_grain_size: Annotated[int, NoEffect("layers are cut at whole heads and, in the feed-forward part, evenly")] = 64
+    mpu: Annotated[Any, Unsupported("give tp_group")] = None
     tp_group: Any = Field(default=None, description="The group of these ranks; null: all ranks.")
 
 
@@ -56,9 +56,9 @@ class QuantWeightConfig(StrictModel):
     q_type: Literal["symmetric", "asymmetric"] = Field(default="symmetric", description="Without or with a zero point.")
     q_groups: Positive = Field(default=1, description="Scales of one output of a matrix, each for as many inputs.")
     quantized_initialization: Annotated[
-        Mapping[str, Any], Unbuilt("give num_bits; weights are quantised one by one")
+        Mapping[str, Any], Unsupported("give num_bits; weights are quantised one by one")
     ] = Field(default_factory=dict)
-    post_init_quant: Annotated[Mapping[str, Any], Unbuilt("give num_bits; weights are quantised one by one")] = Field(
+    post_init_quant: Annotated[Mapping[str, Any], Unsupported("give num_bits; weights are quantised one by one")] = Field(
         default_factory=dict
     )
 
@@ -68,8 +68,8 @@ class QuantActivationConfig(StrictModel):
 
     enabled: bool = Field(default=True, description="False: products multiply floats.")
     num_bits: Literal[8] | None = Field(default=None, description="8: what products read is rounded to 8 bits, too.")
-    q_type: Annotated[str, Dead("activations are symmetric")] = "symmetric"
-    q_groups: Annotated[int, Dead("activations have the groups of the weights")] = 1
+    q_type: Annotated[str, NoEffect("activations are symmetric")] = "symmetric"
+    q_groups: Annotated[int, NoEffect("activations have the groups of the weights")] = 1
 
 
 class QuantConfig(StrictModel):
@@ -80,7 +80,7 @@ class QuantConfig(StrictModel):
         default_factory=QuantActivationConfig, description="What the products of quantised weights read."
     )
     weight: QuantWeightConfig = Field(default_factory=QuantWeightConfig, description="Of linears and the head.")
-    qkv: Annotated[Mapping[str, Any], Dead("queries, keys and values are weights as the others")] = Field(
+    qkv: Annotated[Mapping[str, Any], NoEffect("queries, keys and values are weights as the others")] = Field(
         default_factory=dict
     )
 
@@ -89,7 +89,7 @@ class CheckpointPlace(StrictModel):
     """`checkpoint_config`: three keys in one."""
 
     checkpoint_dir: str | None = Field(default=None, description="As `checkpoint`.")
-    save_mp_checkpoint_path: Annotated[str | None, Unbuilt("save_pretrained of the module")] = None
+    save_mp_checkpoint_path: Annotated[str | None, Unsupported("save_pretrained of the module")] = None
     base_dir: str | None = Field(default=None, description="Before the names of files.")
 
 
@@ -104,16 +104,16 @@ class InferenceConfig(StrictModel):
         default=False, description="`generate` runs through the paged engine, if the model's family is declared."
     )
     dtype: Dtype = Field(default=torch.float16, description="Format the module is cast to.")
-    tensor_parallel: Annotated[TensorParallelConfig, Alias("tp")] = Field(
-        default_factory=TensorParallelConfig, description="Over how many ranks layers are cut."
+    tensor_parallel: Annotated[InferenceTensorParallelConfig, Alias("tp")] = Field(
+        default_factory=InferenceTensorParallelConfig, description="Over how many ranks layers are cut."
     )
     enable_cuda_graph: bool = Field(default=False, description="Capture the forward; needs CUDA and one rank.")
-    use_triton: Annotated[bool, Dead("the kernels are those of torch and ds-ops")] = False
-    triton_autotune: Annotated[bool, Dead("the kernels are those of torch and ds-ops")] = False
-    zero: Annotated[Mapping[str, Any], Unbuilt("shard the module with ds_zero.shard(model, stage=3)")] = Field(
+    use_triton: Annotated[bool, NoEffect("the kernels are those of torch and ds-ops")] = False
+    triton_autotune: Annotated[bool, NoEffect("the kernels are those of torch and ds-ops")] = False
+    zero: Annotated[Mapping[str, Any], Unsupported("shard the module with ds_zero.shard(model, stage=3)")] = Field(
         default_factory=dict
     )
-    triangular_masking: Annotated[bool, Alias("tm"), Dead("the module says what it masks")] = True
+    triangular_masking: Annotated[bool, Alias("tm"), NoEffect("the module says what it masks")] = True
     moe: bool | Mapping[str, Any] = Field(
         default_factory=dict, description="Accepted for models that have experts themselves."
     )
@@ -124,33 +124,33 @@ class InferenceConfig(StrictModel):
         description="A folder, a descriptor's path, or a descriptor: weights for the module, which may be on meta.",
     )
     base_dir: str = Field(default="", description="Before the names of a descriptor's files.")
-    set_empty_params: Annotated[bool, Dead("build the module on meta and give a checkpoint")] = False
-    save_mp_checkpoint_path: Annotated[str | None, Unbuilt("save_pretrained of the module")] = None
+    set_empty_params: Annotated[bool, NoEffect("build the module on meta and give a checkpoint")] = False
+    save_mp_checkpoint_path: Annotated[str | None, Unsupported("save_pretrained of the module")] = None
     checkpoint_config: Annotated[CheckpointPlace, Alias("ckpt_config")] = Field(
         default_factory=CheckpointPlace, description="`checkpoint` and `base_dir` in one object."
     )
-    return_tuple: Annotated[bool, Dead("the module returns what it always returned")] = True
-    training_mp_size: Annotated[int, Dead("checkpoints hold whole tensors")] = 1
+    return_tuple: Annotated[bool, NoEffect("the module returns what it always returned")] = True
+    training_mp_size: Annotated[int, NoEffect("checkpoints hold whole tensors")] = 1
     injection_policy: Annotated[Mapping[Any, Any] | None, Alias("injection_dict")] = Field(
         default=None, description="{class: names of its row-parallel linears}."
     )
     injection_policy_tuple: tuple[str, ...] | None = Field(default=None, description="The names alone.")
-    config: Annotated[Mapping[str, Any] | None, Alias("args"), Unbuilt("give the module its configuration")] = None
+    config: Annotated[Mapping[str, Any] | None, Alias("args"), Unsupported("give the module its configuration")] = None
     max_out_tokens: Annotated[int, Alias("max_tokens")] = Field(
         default=1024, description="Most tokens of a sequence, prompt and answer."
     )
     min_out_tokens: Annotated[int, Alias("min_tokens")] = Field(
         default=1, description="Room for at least so many tokens in an answer."
     )
-    transposed_mode: Annotated[bool, Dead("weights are taken as the module has them")] = False
+    transposed_mode: Annotated[bool, NoEffect("weights are taken as the module has them")] = False
     mp_size: Annotated[int, Deprecated("tensor_parallel", convert=_size)] = 1
-    mpu: Annotated[Any, Unbuilt("give tensor_parallel.tp_group")] = None
-    ep_size: Annotated[int, Unbuilt("load the model on each rank")] = 1
-    ep_group: Annotated[Any, Alias("expert_group"), Unbuilt("load the model on each rank")] = None
-    ep_mp_group: Annotated[Any, Alias("expert_mp_group"), Unbuilt("load the model on each rank")] = None
-    moe_experts: Annotated[Any, Dead("the module knows its experts")] = Field(default_factory=lambda: [1])
-    moe_type: Annotated[str, Dead("the module knows its experts")] = "standard"
-    replace_method: Annotated[str, Dead("there is one method")] = "auto"
+    mpu: Annotated[Any, Unsupported("give tensor_parallel.tp_group")] = None
+    ep_size: Annotated[int, Unsupported("load the model on each rank")] = 1
+    ep_group: Annotated[Any, Alias("expert_group"), Unsupported("load the model on each rank")] = None
+    ep_mp_group: Annotated[Any, Alias("expert_mp_group"), Unsupported("load the model on each rank")] = None
+    moe_experts: Annotated[Any, NoEffect("the module knows its experts")] = Field(default_factory=lambda: [1])
+    moe_type: Annotated[str, NoEffect("the module knows its experts")] = "standard"
+    replace_method: Annotated[str, NoEffect("there is one method")] = "auto"
 
 
 class MemoryConfig(StrictModel):
@@ -170,7 +170,7 @@ class StateManagerConfig(StrictModel):
     max_ragged_sequence_count: Positive = Field(default=512, description="Sequences of one forward.")
     max_context: Positive = Field(default=8192, description="Tokens of one sequence.")
     memory_config: MemoryConfig = Field(default_factory=MemoryConfig, description="Size of the cache.")
-    offload: Annotated[bool, Unbuilt("a smaller cache; what does not fit is computed again")] = False
+    offload: Annotated[bool, Unsupported("a smaller cache; what does not fit is computed again")] = False
 
 
 class _TpSize(StrictModel):
@@ -179,7 +179,7 @@ class _TpSize(StrictModel):
     tp_size: Positive = Field(default=1, description="Ranks that each layer is cut over.")
 
 
-class QuantizationConfig(StrictModel):
+class InferenceQuantizationConfig(StrictModel):
     """`quantization` of the ragged engine."""
 
     quantization_mode: Literal["wf6af16", "int8", "int4", "fp8"] | None = Field(
@@ -197,4 +197,4 @@ class RaggedConfig(StrictModel):
     state_manager: Annotated[StateManagerConfig, Alias("manager")] = Field(
         default_factory=StateManagerConfig, description="How much is under way."
     )
-    quantization: QuantizationConfig = Field(default_factory=QuantizationConfig, description="Of weights.")
+    quantization: InferenceQuantizationConfig = Field(default_factory=InferenceQuantizationConfig, description="Of weights.")

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree
 
-from ds_inference.paged_attention import Batch
+from ds_inference.paged_attention import BatchIndices
 
-__all__ = ["Record", "Recorded", "cuda_graph", "padded"]
+__all__ = ["Record", "CudaGraphRunner", "cuda_graph", "padded"]
 
 _MOST = 64  # recordings of one function; other shapes run without one
 _LEAST_BLOCKS = 4
@@ -53,7 +53,7 @@ class _Recording:
     output: Any
 
 
-class Recorded:
+class CudaGraphRunner:
     """Calls `function` by a replay; the first call with its shapes makes the recording.
 
     Arguments that are no tensors have to be hashable, else the call is made as it is. Results are copies; what in them is no
@@ -97,7 +97,7 @@ class Recorded:
         return _Recording([x for x in places if isinstance(x, Tensor)], replay, output)
 
 
-def padded(batch: Batch, spare: int) -> Batch:
+def padded(batch: BatchIndices, spare: int) -> BatchIndices:
     """A batch of one-token chunks [D] with rows and columns of `tables` up to powers of two, so that few shapes occur.
 
     Args:

@@ -15,14 +15,14 @@ import ds_comm
 from ds_comm.symmetric_arena import Arena, arena_refusal
 from ds_config.errors import UnsupportedError
 from ds_inference.adapters import Adapter
-from ds_inference.paged_attention import Batch, alibi_slopes, attend, keep
+from ds_inference.paged_attention import BatchIndices, alibi_slopes, attend, keep
 from ds_inference.cache import Cache
-from ds_inference.tensor_parallel import Cut
-from ds_inference.native import NativeDecoder, Shared, native_obstacle
+from ds_inference.tensor_parallel import RankShard
+from ds_inference.native import NativeDecoder, TensorParallelShard, native_obstacle
 from ds_inference.quantize import Weight, grouped_linear, linear
-from ds_inference.cuda_graphs import Record, Recorded, padded
+from ds_inference.cuda_graphs import Record, CudaGraphRunner, padded
 from ds_inference.rope import Rotation
-from ds_inference.spec import Attention, Experts, Latent, Layer, Mlp, Norm, Rope, Spec
+from ds_inference.spec import AttentionSpec, ExpertsSpec, Latent, DecoderLayerSpec, Mlp, Norm, RopeSpec, Spec
 from ds_ops.host_arena import trim
 from ds_ops.moe_routing import permute, sort_slots, unpermute
 
@@ -49,7 +49,7 @@ def replay_obstacle(spec: Spec, cut: bool) -> str:
     """Why steps of this spec cannot be recorded; empty: they can."""
     if cut:
         return "ranks that hold it together meet in every layer"
-    if any(isinstance(layer.feed, Experts) for layer in spec.layers):
+    if any(isinstance(layer.feed, ExpertsSpec) for layer in spec.layers):
         return "the host is told which experts were chosen"
     return ""
 
@@ -68,16 +68,16 @@ class Runner(Protocol):
     adapters: dict[str, Adapter]
     stateful: bool
 
-    def forward(self, batch: Batch, cache: Cache) -> Tensor: ...
+    def forward(self, batch: BatchIndices, cache: Cache) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Step:
     """What a layer needs besides its input: the batch, its part of the cache, and the rotations of the batch's positions."""
 
-    batch: Batch
+    batch: BatchIndices
     cache: tuple[Tensor, ...]
-    turns: Mapping[Rope, tuple[Tensor, Tensor]]
+    turns: Mapping[RopeSpec, tuple[Tensor, Tensor]]
 
 
 class Decoder:
@@ -107,15 +107,15 @@ class Decoder:
         *,
         native: bool = False,
         rounded: bool = False,
-        cut: Cut | None = None,
+        cut: RankShard | None = None,
         group: ds_comm.GroupLike = None,
         record: Record | None = None,
     ) -> None:
         self.spec, self.weights = spec, dict(weights)
         self._record: Record | None = None
-        self._replayed: tuple[Cache, Recorded] | None = None
+        self._replayed: tuple[Cache, CudaGraphRunner] | None = None
         self.cut = cut
-        self.group = ds_comm.single_group() if cut is None else ds_comm.as_group(group)
+        self.group = ds_comm.self_group() if cut is None else ds_comm.as_group(group)
         self.adapters: dict[str, Adapter] = {}
         self._worn: tuple[tuple[Adapter, Tensor], ...] = ()
         # The same table, for the roles that are never quantised: who changes weights changes one table.
@@ -151,12 +151,12 @@ class Decoder:
             for role in self.weights.keys() - set(NativeDecoder.packed_roles(spec)):
                 left = self.weights[role]  # a piece of a file that is mapped would keep the whole in memory
                 self.weights[role] = left.clone() if isinstance(left, Tensor) else left
-            shared = None if cut is None else Shared(Arena(self.group), cut.words())
+            shared = None if cut is None else TensorParallelShard(Arena(self.group), cut.words())
             self._native = NativeDecoder(spec, self.weights, self._rotations, rounded=rounded, shared=shared)
             trim()
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, cache: Cache) -> Tensor:
+    def forward(self, batch: BatchIndices, cache: Cache) -> Tensor:
         """Compute the batch's tokens, write their keys and values, and return logits.
 
         Returns: fp32 [R, vocab], a row for each of `batch.outputs`.
@@ -164,17 +164,17 @@ class Decoder:
         if self._record is None or not batch.single or batch.spans or batch.worn:
             return self._forward(batch, cache)
         if self._replayed is None or self._replayed[0] is not cache:
-            self._replayed = cache, Recorded(partial(self._singles, cache), self._record)
+            self._replayed = cache, CudaGraphRunner(partial(self._singles, cache), self._record)
         whole = padded(batch, cache.spare)
         logits: Tensor = self._replayed[1](*(getattr(whole, name) for name in _SINGLES))
         return logits[batch.outputs]
 
     def _singles(self, cache: Cache, *tensors: Tensor) -> Tensor:
         tokens, positions, slots, outputs, tables, lengths = tensors
-        batch = Batch(tokens, positions, slots, outputs, single=len(tokens), tables=tables, lengths=lengths, spans=())
+        batch = BatchIndices(tokens, positions, slots, outputs, single=len(tokens), tables=tables, lengths=lengths, spans=())
         return self._forward(batch, cache)
 
-    def _forward(self, batch: Batch, cache: Cache) -> Tensor:
+    def _forward(self, batch: BatchIndices, cache: Cache) -> Tensor:
         spec = self.spec
         x = F.embedding(batch.tokens, self._floats["embed.weight"])
         scale = torch.tensor(spec.embed_scale, dtype=x.dtype)  # rounded as the model was trained
@@ -234,7 +234,7 @@ class Decoder:
 
     # ---- a layer
 
-    def _layer(self, at: str, layer: Layer, x: Tensor, step: _Step) -> Tensor:
+    def _layer(self, at: str, layer: DecoderLayerSpec, x: Tensor, step: _Step) -> Tensor:
         def a(y: Tensor) -> Tensor:
             out = self._summed(self._attention(f"{at}.attention", layer.attention, y, step))
             return out if layer.residual == 1.0 else out * layer.residual
@@ -263,7 +263,7 @@ class Decoder:
         x = n(1, x + a(x))
         return n(2, x + m(x))
 
-    def _attention(self, at: str, spec: Attention, x: Tensor, step: _Step) -> Tensor:
+    def _attention(self, at: str, spec: AttentionSpec, x: Tensor, step: _Step) -> Tensor:
         if spec.latent is not None:
             out = self._latent(at, spec, spec.latent, x, step)
         else:
@@ -293,14 +293,14 @@ class Decoder:
             out = attend(q, step.cache, step.batch, spec, extra)
         return self._linear(f"{at}.out", out.flatten(1))
 
-    def _turned(self, rope: Rope, q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _turned(self, rope: RopeSpec, q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         turn = self._rotations[rope].turn
         if q.device.type == "cpu":
             return turn(q, tables), turn(k, tables)
         # Half the launches, for one copy.
         return cast("tuple[Tensor, Tensor]", turn(torch.cat([q, k], 1), tables).split([q.shape[1], k.shape[1]], 1))
 
-    def _latent(self, at: str, spec: Attention, latent: Latent, x: Tensor, step: _Step) -> Tensor:
+    def _latent(self, at: str, spec: AttentionSpec, latent: Latent, x: Tensor, step: _Step) -> Tensor:
         # Keys are latent @ up_k; instead of making them, queries go to the latent's space: q @ up_k^T (DeepSeek-V2, 2.1.2), so
         # that all heads read the same `rank + rotated` numbers a token. Values likewise, after the weighted sum.
         if latent.query_rank is None:
@@ -323,11 +323,11 @@ class Decoder:
         up = self._floats[f"{at}.kv_up.weight"].view(spec.heads, latent.plain + spec.value_width, latent.rank)
         up_k, up_v = up.split([latent.plain, spec.value_width], dim=1)
         inside = torch.einsum("thp,hpr->thr", plain, up_k)
-        read = Attention(spec.heads, 1, latent.rank + latent.rotated, latent.rank, spec.scale, window=spec.window)
+        read = AttentionSpec(spec.heads, 1, latent.rank + latent.rotated, latent.rank, spec.scale, window=spec.window)
         mixed = attend(torch.cat([inside, turned], -1), (keys, keys[..., : latent.rank]), step.batch, read)
         return torch.einsum("thr,hvr->thv", mixed, up_v)
 
-    def _feed(self, at: str, spec: Mlp | Experts, x: Tensor) -> Tensor:
+    def _feed(self, at: str, spec: Mlp | ExpertsSpec, x: Tensor) -> Tensor:
         act = _ACTIVATIONS[spec.activation]
         if isinstance(spec, Mlp):
             return self._mlp(at, act, spec.gated, x)
@@ -348,7 +348,7 @@ class Decoder:
             y = act(y)
         return self._linear(f"{at}.down", y)
 
-    def _experts(self, at: str, spec: Experts, act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def _experts(self, at: str, spec: ExpertsSpec, act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         router = self._floats[f"{at}.router.weight"]
         wide = spec.score == "sigmoid" or spec.groups > 1
         bias = self._floats.get(f"{at}.router.bias")
@@ -396,7 +396,7 @@ class Decoder:
         mean = self._summed(wide.square().sum(-1, keepdim=True)) / features
         return weight * (wide * torch.rsqrt(mean + norm.eps)).to(x.dtype)
 
-    def _head_normed(self, role: str, x: Tensor, spec: Attention) -> Tensor:
+    def _head_normed(self, role: str, x: Tensor, spec: AttentionSpec) -> Tensor:
         """Every head of x [T, heads, width] by itself."""
         if spec.head_norm is None:
             return x
@@ -407,7 +407,7 @@ class Decoder:
         return _normed(x, self._floats[f"{role}.weight"], self._floats.get(f"{role}.bias"), self.spec.norm)
 
 
-def _all_heads(attention: Attention) -> int:
+def _all_heads(attention: AttentionSpec) -> int:
     return attention.heads if attention.of is None else attention.of[0]
 
 
@@ -425,7 +425,7 @@ def _normed(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tenso
     return weight * wide.to(x.dtype)
 
 
-def route(logits: Tensor, spec: Experts, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, spec: ExpertsSpec, correction: Tensor | None) -> tuple[Tensor, Tensor]:
     """(weights, experts), each [T, chosen], fp32 and int64, of router logits [T, count]."""
     if spec.score == "softmax_chosen":
         best, chosen = logits.float().topk(spec.chosen, dim=-1)

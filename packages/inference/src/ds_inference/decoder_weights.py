@@ -20,7 +20,7 @@ from torch import Tensor
 from ds_config.errors import CheckpointError
 from ds_inference.families import Sources
 from ds_inference.quantize import Weight, dequantised
-from ds_inference.spec import Experts, Source, Spec
+from ds_inference.spec import ExpertsSpec, WeightSource, Spec
 from ds_ops.formats import QuantTensor
 
 __all__ = ["Folder", "Prefixed", "arranged", "read_config", "read_weights"]
@@ -150,16 +150,16 @@ class Prefixed(Mapping[str, Any]):
         return name in self._names
 
 
-def _choose(choices: tuple[Source, ...], i: int, checkpoint: Mapping[str, Weight]) -> Source | None:
+def _choose(choices: tuple[WeightSource, ...], i: int, checkpoint: Mapping[str, Weight]) -> WeightSource | None:
     for choice in choices:
         if all(name.replace("{i}", str(i)).replace("{e}", "0") in checkpoint for name in choice.names):
             return choice
     return None
 
 
-def _make(source: Source, i: int, checkpoint: Mapping[str, Weight], spec: Spec, feed: Any) -> Weight:
+def _make(source: WeightSource, i: int, checkpoint: Mapping[str, Weight], spec: Spec, feed: Any) -> Weight:
     names = [name.replace("{i}", str(i)) for name in source.names]
-    if source.form == "stack" and isinstance(feed, Experts):
+    if source.form == "stack" and isinstance(feed, ExpertsSpec):
         each = [[dequantised(checkpoint[name.replace("{e}", str(e))]) for name in names] for e in range(feed.count)]
         return torch.stack([torch.cat(parts) if len(parts) > 1 else parts[0] for parts in each])
     found = [checkpoint[name] for name in names]
@@ -172,7 +172,7 @@ def _make(source: Source, i: int, checkpoint: Mapping[str, Weight], spec: Spec, 
     return arranged(source, [dequantised(part) for part in found], i, spec)
 
 
-def arranged(source: Source, parts: list[Tensor], i: int, spec: Spec) -> Tensor:
+def arranged(source: WeightSource, parts: list[Tensor], i: int, spec: Spec) -> Tensor:
     """The role's tensor of the tensors that its source names, by the source's form."""
     if source.form == "columns":
         parts = [part.t() for part in parts]

@@ -21,17 +21,17 @@ from torch import Tensor, nn
 
 from ds_config.errors import UnsupportedError
 from ds_inference.adapters import Adapter
-from ds_inference.paged_attention import Batch, keep
+from ds_inference.paged_attention import BatchIndices, keep
 from ds_inference.cache import Cache
-from ds_inference.recurrent_state import Memory, strange
-from ds_inference.spec import Attention, Layer, Mlp, Norm, Spec
+from ds_inference.recurrent_state import RecurrentState, strange
+from ds_inference.spec import AttentionSpec, DecoderLayerSpec, Mlp, Norm, Spec
 
-__all__ = ["ForeignDecoder", "read_module"]
+__all__ = ["HFModelRunner", "read_module"]
 
 _Piece = tuple[int, int, tuple[int, ...]]  # of a batch: its first token, the position of that, the sequence's blocks
 
 
-class ForeignDecoder:
+class HFModelRunner:
     """Runs batches through a module. The face is `Decoder`'s.
 
     Args:
@@ -54,12 +54,12 @@ class ForeignDecoder:
         self.adapters: dict[str, Adapter] = {}
         known = inspect.signature(module.forward).parameters
         self._positions, self._last = "position_ids" in known, "logits_to_keep" in known
-        self._memory = Memory(module)
+        self._memory = RecurrentState(module)
         self.spec = self._learn()
         self.stateful = self._memory.stateful
 
     @torch.no_grad()  # not inference_mode: hooks of a sharded module keep tensors beyond a call
-    def forward(self, batch: Batch, cache: Cache) -> Tensor:
+    def forward(self, batch: BatchIndices, cache: Cache) -> Tensor:
         """Compute the batch's tokens, keep their keys, values and states, and return logits fp32 [R, vocab] of `batch.outputs`."""
         out = torch.empty(len(batch.outputs), self.spec.vocab, device=self.device)
         groups: dict[tuple[int, bool, int], list[_Piece]] = defaultdict(list)
@@ -74,7 +74,7 @@ class ForeignDecoder:
                 )
         return out
 
-    def _compute(self, batch: Batch, pieces: Sequence[_Piece], count: int, cache: Cache, out: Tensor) -> None:
+    def _compute(self, batch: BatchIndices, pieces: Sequence[_Piece], count: int, cache: Cache, out: Tensor) -> None:
         """One forward: `count` tokens of each piece. With states, either all pieces begin or none does."""
         row = {token: i for i, token in enumerate(batch.outputs.tolist())}
         at = torch.tensor([[first + i for i in range(count)] for first, _, _ in pieces], device=self.device)
@@ -104,7 +104,7 @@ class ForeignDecoder:
         except (AttributeError, ValueError, TypeError, IndexError, NotImplementedError) as error:
             raise strange(kind, f"its forward with a past fails: {error}") from error
         layers = tuple(
-            Layer(Attention(k.shape[1], k.shape[1], k.shape[-1], v.shape[-1], 1.0), Mlp(0, "silu", gated=False))
+            DecoderLayerSpec(AttentionSpec(k.shape[1], k.shape[1], k.shape[-1], v.shape[-1], 1.0), Mlp(0, "silu", gated=False))
             for k, v in kept
         )
         ends = getattr(getattr(self.module, "generation_config", None), "eos_token_id", None)

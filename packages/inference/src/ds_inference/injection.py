@@ -24,14 +24,14 @@ from ds_config import load as load_config
 from ds_config.errors import CheckpointError, PlanError, UnsupportedError
 from ds_inference.config import InferenceConfig, QuantConfig
 from ds_inference.tensor_parallel import ranks_of
-from ds_inference.llm_engine import Generator
+from ds_inference.llm_engine import LLMEngine
 from ds_inference.families import FAMILIES
 from ds_inference.model_loader import load
-from ds_inference.quantize import Quantize
-from ds_inference.cuda_graphs import Recorded, cuda_graph
-from ds_inference.sampling import Sampling
+from ds_inference.quantize import QuantizationOptions
+from ds_inference.cuda_graphs import CudaGraphRunner, cuda_graph
+from ds_inference.sampling import SamplingParams
 from ds_parallel.config import LayerSpecConfig
-from ds_parallel.tensor import CutModel, TensorOptions, cut_model, facts_of, make_tensor_plan
+from ds_parallel.tensor import TensorParallelModel, TensorOptions, parallelize_model, facts_of, make_tensor_plan
 
 __all__ = ["InferenceEngine", "init_inference"]
 
@@ -91,14 +91,14 @@ class InferenceEngine(nn.Module):
         if not config.keep_module_on_host and torch.cuda.is_available():
             model.to(torch.device("cuda", torch.cuda.current_device()))
         model.eval()
-        self._cut: CutModel | None = None
+        self._cut: TensorParallelModel | None = None
         if self._ranks is not None and not config.replace_with_kernel_inject:
-            self._cut = cut_model(
+            self._cut = parallelize_model(
                 model, make_tensor_plan(facts_of(model), _options(config, self._ranks.size)), self._ranks
             )
         self._times: list[float] | None = None
-        self._generator: Generator | None = None
-        self._recorded = Recorded(model, cuda_graph()) if config.enable_cuda_graph else None
+        self._generator: LLMEngine | None = None
+        self._recorded = CudaGraphRunner(model, cuda_graph()) if config.enable_cuda_graph else None
         self.is_compiled = False
 
     def _check(self, model: nn.Module) -> None:
@@ -208,14 +208,14 @@ class InferenceEngine(nn.Module):
             )
         answers = self._generator.generate(prompts, how)
         longest = max(len(answer.tokens) for answer in answers)
-        rows = ids.repeat_interleave(how.samples, 0)
+        rows = ids.repeat_interleave(how.n, 0)
         out = torch.full((len(answers), ids.shape[1] + longest), pad, dtype=ids.dtype, device=ids.device)
         out[:, : ids.shape[1]] = rows
         for row, answer in zip(out, answers, strict=True):
             row[ids.shape[1] : ids.shape[1] + len(answer.tokens)] = torch.tensor(answer.tokens, dtype=ids.dtype)
         return out
 
-    def _sampling(self, prompt: int, keywords: dict[str, Any]) -> tuple[Sampling, int]:
+    def _sampling(self, prompt: int, keywords: dict[str, Any]) -> tuple[SamplingParams, int]:
         """From transformers' keywords, with the module's own generation configuration below them."""
         own = getattr(self.module, "generation_config", None)
         given = {**(own.to_diff_dict() if own is not None else {}), **keywords}
@@ -251,7 +251,7 @@ class InferenceEngine(nn.Module):
                 code="inference-generate",
                 fix="Leave these out, or leave replace_with_kernel_inject out: the module's own generate takes everything.",
             )
-        return Sampling(**how), int(pad if pad is not None else ends[0] if ends else 0)
+        return SamplingParams(**how), int(pad if pad is not None else ends[0] if ends else 0)
 
     # ---- measuring, compiling, ending
 
@@ -298,14 +298,14 @@ def _options(config: InferenceConfig, degree: int) -> TensorOptions:
     return TensorOptions(degree=degree, specs=specs)
 
 
-def _quantize(quant: QuantConfig, inputs: int) -> Quantize | None:
+def _quantize(quant: QuantConfig, inputs: int) -> QuantizationOptions | None:
     """The `quant` section, for matrices of so many inputs."""
     weight, activation = quant.weight, quant.activation
     if not (quant.enabled and weight.enabled and weight.num_bits):
         return None
     group = 0 if weight.q_groups == 1 else max(8, -(-inputs // weight.q_groups) // 8 * 8)
     small = activation.enabled and activation.num_bits == 8
-    return Quantize(
+    return QuantizationOptions(
         "int8" if weight.num_bits == 8 else "int4", group, weight.q_type == "symmetric", "int8" if small else "float"
     )
 

@@ -18,15 +18,15 @@ from torch import Tensor
 
 import ds_comm
 from ds_config.errors import PlanError, UnsupportedError
-from ds_inference.answers import Answer, Event, Tokenizer
+from ds_inference.answers import RequestOutput, TokenOutput, Tokenizer
 from ds_inference.paged_attention import make_batch
 from ds_inference.blocks import BlockPool
 from ds_inference.decoder_model import Cache, Runner
 from ds_inference.recovery import compute_apart
-from ds_inference.sampling import Sampling, derive_seed, draw, draw_seed, separate, shaped
-from ds_inference.scheduler import Budget, Chunk, Outcome, Request, Scheduler, StepPlan
+from ds_inference.sampling import SamplingParams, derive_seed, draw, draw_seed, separate, shaped
+from ds_inference.scheduler import SchedulerConfig, ScheduledChunk, Outcome, Request, Scheduler, SchedulerOutput
 
-__all__ = ["Answer", "Event", "Generator", "Tokenizer"]
+__all__ = ["RequestOutput", "TokenOutput", "LLMEngine", "Tokenizer"]
 
 
 @dataclass(slots=True, eq=False)
@@ -34,8 +34,8 @@ class _Ask:
     """A request, how it is sampled, and where its text is."""
 
     request: Request
-    how: Sampling
-    copies: dict[int, Sampling] = field(
+    how: SamplingParams
+    copies: dict[int, SamplingParams] = field(
         default_factory=dict
     )  # further samples, which begin when the prompt is computed
 
@@ -44,12 +44,12 @@ class _Ask:
 class _Rows:
     """What a forward gave: logits [R, vocab] of the outputs of its chunks in order, and the likeliest token of each row."""
 
-    order: list[Chunk]
+    order: list[ScheduledChunk]
     logits: Tensor
     likeliest: list[int]
 
 
-class Generator:
+class LLMEngine:
     """Generates. Made by `load`.
 
     What raises in a step because of one request ends that request: `on_failure` is told, or, where nobody listens, the step raises it
@@ -73,7 +73,7 @@ class Generator:
         *,
         blocks: int,
         size: int = 16,
-        budget: Budget | None = None,
+        budget: SchedulerConfig | None = None,
         share: bool | None = None,
         speculate: int = 0,
         tokenizer: Tokenizer | None = None,
@@ -81,26 +81,26 @@ class Generator:
     ) -> None:
         self.decoder: Any = decoder
         self.tokenizer, self.speculate = tokenizer, speculate
-        budget = budget or Budget()
+        budget = budget or SchedulerConfig()
         if decoder.stateful:
             _check_states(decoder, share, speculate, cache_dtype)
         self.scheduler = Scheduler(
             BlockPool(blocks, size),
-            replace(budget, length=min(budget.length, decoder.spec.longest)),
+            replace(budget, length=min(budget.max_model_len, decoder.spec.longest)),
             share=not decoder.stateful if share is None else share,
         )
         self.cache = Cache(decoder.spec, blocks, size, cache_dtype or decoder.dtype, decoder.device)
-        self.before_step: Callable[[StepPlan], None] | None = None
+        self.before_step: Callable[[SchedulerOutput], None] | None = None
         self.on_failure: Callable[[int, Exception], None] | None = None
         self.version = 0
         self._asks: dict[int, _Ask] = {}
-        self._late: list[Event] = []  # of a step that raised what one request did
+        self._late: list[TokenOutput] = []  # of a step that raised what one request did
         self._next = 0
 
     # ---- step by step
 
     def submit(
-        self, prompt: str | Sequence[int], how: Sampling | None = None, *, priority: int = 0, adapter: str | None = None
+        self, prompt: str | Sequence[int], how: SamplingParams | None = None, *, priority: int = 0, adapter: str | None = None
     ) -> list[int]:
         """Queue a prompt. Returns one identity for every sample.
 
@@ -109,20 +109,20 @@ class Generator:
         Raises:
             PlanError: see `check`.
         """
-        how = how or Sampling()
+        how = how or SamplingParams()
         tokens = self._tokens(prompt)
         self.check(tokens, how, adapter)
         (how,) = self._seeded([how])
-        identities = tuple(range(self._next, self._next + how.samples))
+        identities = tuple(range(self._next, self._next + how.n))
         salt = b"" if adapter is None else adapter.encode()
         request = Request(identities[0], tokens, how.max_new_tokens, priority, salt)
         self.scheduler.add(request)
-        self._next += how.samples
+        self._next += how.n
         copies = {identity: _sample(how, number) for number, identity in enumerate(identities)}
         self._asks[identities[0]] = _Ask(request, copies.pop(identities[0]), copies)
         return list(identities)
 
-    def check(self, prompt: Sequence[int], how: Sampling, adapter: str | None = None) -> None:
+    def check(self, prompt: Sequence[int], how: SamplingParams, adapter: str | None = None) -> None:
         """Refuse what no step could compute, before anything is queued. Changes nothing; any thread may ask.
 
         Raises:
@@ -132,7 +132,7 @@ class Generator:
                 ("inference-tokenizer").
         """
         vocab = self.decoder.spec.vocab
-        for what, tokens in (("a prompt", prompt), ("logit_bias", how.logit_bias), ("stop_tokens", how.stop_tokens)):
+        for what, tokens in (("a prompt", prompt), ("logit_bias", how.logit_bias), ("stop_tokens", how.stop_token_ids)):
             foreign = [t for t in tokens if not 0 <= t < vocab]
             if foreign:
                 raise PlanError(
@@ -173,7 +173,7 @@ class Generator:
             self._asks[first] = _Ask(heir, ask.copies.pop(first), ask.copies)
         return True
 
-    def step(self) -> list[Event]:
+    def step(self) -> list[TokenOutput]:
         """Compute one step. Empty when prompts are still under way; see `idle`.
 
         Raises:
@@ -196,7 +196,7 @@ class Generator:
                 self.on_failure(identity, error)
         return events
 
-    def _computed(self, plan: StepPlan) -> tuple[list[Event], dict[int, Exception]]:
+    def _computed(self, plan: SchedulerOutput) -> tuple[list[TokenOutput], dict[int, Exception]]:
         """The events of a planned step, which is committed; and the requests that failed, which are over."""
         if not plan.chunks:
             self.cache.states.forget(plan.gone)
@@ -211,7 +211,7 @@ class Generator:
         else:
             parts, lost = compute_apart(plan.chunks, self._forward, self._probe)
         failures = {each: e for i, e in lost.items() if (a := self._asks.get(i)) for each in (i, *a.copies)}
-        events, outcomes, children = list[Event](), dict[int, Outcome](), list[tuple[_Ask, _Ask, Event | Exception]]()
+        events, outcomes, children = list[TokenOutput](), dict[int, Outcome](), list[tuple[_Ask, _Ask, TokenOutput | Exception]]()
         for part in parts:
             row = 0
             for chunk in part.order:
@@ -241,7 +241,7 @@ class Generator:
         self._begin(children)
         return events, failures
 
-    def _forward(self, chunks: Sequence[Chunk], again: bool) -> _Rows:
+    def _forward(self, chunks: Sequence[ScheduledChunk], again: bool) -> _Rows:
         """Compute some of a step's chunks.
 
         again: some were tried before. States may have gone on then, so that those of sequences are computed from their beginning.
@@ -254,7 +254,7 @@ class Generator:
         logits = self.decoder.forward(batch, self.cache)
         return _Rows(order, logits, logits.argmax(-1).tolist() if len(logits) else [])  # of all rows at once
 
-    def _from_beginning(self, chunk: Chunk) -> Chunk:
+    def _from_beginning(self, chunk: ScheduledChunk) -> ScheduledChunk:
         before = self.scheduler.requests[chunk.request].tokens[: chunk.start]
         return replace(chunk, tokens=(*before, *chunk.tokens), start=0)
 
@@ -262,7 +262,7 @@ class Generator:
         """Compute one token in the spare block, of one of two tokens: a model that can do neither is broken."""
         spare = self.scheduler.pool.count
         for token in (0, self.decoder.spec.vocab - 1):
-            batch, _ = make_batch([Chunk(-1, (token,), 0, (spare,), 1)], self.cache.size, self.decoder.device)
+            batch, _ = make_batch([ScheduledChunk(-1, (token,), 0, (spare,), 1)], self.cache.size, self.decoder.device)
             try:
                 self.decoder.forward(batch, self.cache).argmax(-1).tolist()
             except Exception:
@@ -285,7 +285,7 @@ class Generator:
             )
         return bool(group.size > 1)
 
-    def _worn(self, order: Sequence[Chunk]) -> tuple[tuple[str, Tensor], ...]:
+    def _worn(self, order: Sequence[ScheduledChunk]) -> tuple[tuple[str, Tensor], ...]:
         """Which tokens of a batch wear which adapter."""
         rows: dict[str, list[int]] = {}
         first = 0
@@ -305,10 +305,10 @@ class Generator:
     def generate(
         self,
         prompts: Sequence[str | Sequence[int]],
-        how: Sampling | Sequence[Sampling] | None = None,
+        how: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapters: Sequence[str | None] | None = None,
-    ) -> list[Answer]:
+    ) -> list[RequestOutput]:
         """Answers in the order of the prompts; with several samples a prompt, those follow each other.
 
         Equal prompts are drawn for apart from each other, with a seed and without; with one, the call repeats.
@@ -318,13 +318,13 @@ class Generator:
         Raises:
             Exception: what one request raised. Then nothing of this call goes on.
         """
-        hows = [how or Sampling()] * len(prompts) if how is None or isinstance(how, Sampling) else list(how)
+        hows = [how or SamplingParams()] * len(prompts) if how is None or isinstance(how, SamplingParams) else list(how)
         hows = self._seeded(hows)
-        answers: dict[int, Answer] = {}
+        answers: dict[int, RequestOutput] = {}
         try:
             for prompt, one, adapter in zip(prompts, hows, adapters or [None] * len(prompts), strict=True):
                 for identity in self.submit(prompt, one, adapter=adapter):
-                    answers[identity] = Answer(tuple(self._tokens(prompt)))
+                    answers[identity] = RequestOutput(tuple(self._tokens(prompt)))
             for event in self.stream():
                 answer = answers[event.request]
                 answer.tokens.append(event.token)
@@ -339,12 +339,12 @@ class Generator:
             self._late = [event for event in self._late if event.request not in answers]
             raise
         if self.tokenizer is not None:
-            stops = [one.stop for one in hows for _ in range(one.samples)]
+            stops = [one.stop for one in hows for _ in range(one.n)]
             for answer, stop in zip(answers.values(), stops, strict=True):
                 answer.text = _cut(self.tokenizer.decode(answer.tokens), stop)
         return list(answers.values())
 
-    def stream(self) -> Iterator[Event]:
+    def stream(self) -> Iterator[TokenOutput]:
         """Events until nothing is left to do."""
         while not self.idle:
             yield from self.step()
@@ -367,7 +367,7 @@ class Generator:
             )
         return list(self.tokenizer.encode(prompt))
 
-    def _choose(self, ask: _Ask, logits: Tensor, drafts: Sequence[int], likeliest: Sequence[int] = ()) -> list[Event]:
+    def _choose(self, ask: _Ask, logits: Tensor, drafts: Sequence[int], likeliest: Sequence[int] = ()) -> list[TokenOutput]:
         """The tokens that a request's rows give: the drafts as long as they are what would have been chosen, and one more.
 
         likeliest: of each row as it is, where that is known already.
@@ -386,20 +386,20 @@ class Generator:
                 break
         return found
 
-    def _event(self, ask: _Ask, token: int, logits: Tensor, answer: list[int]) -> Event:
+    def _event(self, ask: _Ask, token: int, logits: Tensor, answer: list[int]) -> TokenOutput:
         how, identity = ask.how, ask.request.identity
-        ends = how.stop_tokens if how.ignore_end else (*self.decoder.spec.ends, *how.stop_tokens)
+        ends = how.stop_token_ids if how.ignore_eos else (*self.decoder.spec.ends, *how.stop_token_ids)
         reason: Literal["stop", "length"] | None = None
         if token in ends or (how.stop and self._says_stop(answer, how.stop)):
             reason = "stop"
         elif len(answer) >= how.max_new_tokens:
             reason = "length"
         if how.logprobs is None:
-            return Event(identity, token, reason=reason, version=self.version)
+            return TokenOutput(identity, token, reason=reason, version=self.version)
         logs = torch.log_softmax(logits, -1)
         values, at = logs.topk(how.logprobs)
         top = dict(zip(at.tolist(), values.tolist(), strict=True))
-        return Event(identity, token, float(logs[token]), top, reason, self.version)
+        return TokenOutput(identity, token, float(logs[token]), top, reason, self.version)
 
     def _says_stop(self, answer: Sequence[int], stops: tuple[str, ...]) -> bool:
         if self.tokenizer is None:  # such a request is refused: see `check`
@@ -408,28 +408,28 @@ class Generator:
         text = self.tokenizer.decode(answer[-(max(map(len, stops)) + 4) :])
         return any(stop in text for stop in stops)
 
-    def _fork(self, ask: _Ask, logits: Tensor) -> Iterator[tuple[_Ask, Event | Exception]]:
+    def _fork(self, ask: _Ask, logits: Tensor) -> Iterator[tuple[_Ask, TokenOutput | Exception]]:
         """Further samples of a prompt whose last row this is, each with its first token, or why there is none."""
         for identity, how in ask.copies.items():
             child = _Ask(_renamed(ask.request, identity), how)
-            result: Event | Exception
+            result: TokenOutput | Exception
             try:
                 (result,) = self._choose(child, logits, ())
             except Exception as error:
                 result = error
             yield child, result
 
-    def _begin(self, children: list[tuple[_Ask, _Ask, Event | Exception]]) -> None:
+    def _begin(self, children: list[tuple[_Ask, _Ask, TokenOutput | Exception]]) -> None:
         """Samples that go on by themselves, after their first token."""
         for parent, child, first in children:
             parent.copies = {}
-            if isinstance(first, Event) and first.reason is None:
+            if isinstance(first, TokenOutput) and first.reason is None:
                 identity, prompt = child.request.identity, parent.request.prompt
                 child.request = self.scheduler.fork(parent.request, identity)
                 child.request.tokens[prompt:] = [first.token]
                 self._asks[identity] = child
 
-    def _seeded(self, hows: Sequence[Sampling]) -> list[Sampling]:
+    def _seeded(self, hows: Sequence[SamplingParams]) -> list[SamplingParams]:
         """Every request of a call with a seed of its own, which is the same on ranks that draw for the same requests."""
         fresh = [draw_seed() for _ in hows]
         group = getattr(self.decoder, "group", None)
@@ -462,7 +462,7 @@ def _check_states(decoder: Runner, share: bool | None, speculate: int, cache_dty
         )
 
 
-def _sample(how: Sampling, number: int) -> Sampling:
+def _sample(how: SamplingParams, number: int) -> SamplingParams:
     """Of several samples, one."""
     seed = draw_seed() if how.seed is None else how.seed
     return replace(how, seed=derive_seed(seed, "sample", number), samples=1)

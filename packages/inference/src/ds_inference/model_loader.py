@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from ds_comm import GroupLike, as_group
 from ds_config.errors import UnsupportedError
 from ds_inference.adapters import read_adapter
-from ds_inference.tensor_parallel import Cut
-from ds_inference.llm_engine import Generator, Tokenizer
+from ds_inference.tensor_parallel import RankShard
+from ds_inference.llm_engine import LLMEngine, Tokenizer
 from ds_inference.families import family_of
-from ds_inference.hf_runner import ForeignDecoder, read_module
+from ds_inference.hf_runner import HFModelRunner, read_module
 from ds_inference.decoder_model import Decoder, replay_obstacle
-from ds_inference.packed_checkpoints import Packed, unpacked
-from ds_inference.quantize import Quantize, Weight, as_quantize, as_read, dequantised, quantised
+from ds_inference.packed_checkpoints import PackedCheckpoint, unpacked
+from ds_inference.quantize import QuantizationOptions, Weight, as_quantize, as_read, dequantised, quantised
 from ds_inference.cuda_graphs import cuda_graph
-from ds_inference.scheduler import Budget
+from ds_inference.scheduler import SchedulerConfig
 from ds_inference.spec import Spec
 from ds_inference.decoder_weights import Folder, read_config, read_weights
 from ds_ops.host_arena import trim
@@ -36,12 +36,12 @@ def load(
     device: torch.device | str | None = None,
     cache_tokens: int = 8192,
     block: int = 16,
-    budget: Budget | None = None,
+    budget: SchedulerConfig | None = None,
     share: bool | None = None,
     speculate: int = 0,
     tokenizer: Tokenizer | None = None,
     weights: Mapping[str, Tensor] | None = None,
-    quantize: Quantize | str | None = None,
+    quantize: QuantizationOptions | str | None = None,
     native: bool | None = None,
     cache_dtype: torch.dtype | None = None,
     adapters: Mapping[str, str | PathLike[str]] | None = None,
@@ -49,7 +49,7 @@ def load(
     by_expert: bool = False,
     own_forward: bool = False,
     graphs: bool | None = None,
-) -> Generator:
+) -> LLMEngine:
     """A generator from a folder of safetensors or a Hugging Face module.
 
     A family that is declared (`families`) runs through this package's own forward; any other decoder through its own, slower.
@@ -86,7 +86,7 @@ def load(
         dtype=dtype,
         device=device,
         weights=weights,
-        length=budget.length if budget else None,
+        length=budget.max_model_len if budget else None,
         quantize=quantize,
         native=native,
         adapters=adapters,
@@ -97,7 +97,7 @@ def load(
     )
     if decoder.device.type == "cpu":
         trim()  # what reading and quantising took is free only now
-    return Generator(
+    return LLMEngine(
         decoder,
         blocks=-(-cache_tokens // block),
         size=block,
@@ -116,14 +116,14 @@ def read_decoder(
     device: torch.device | str | None = None,
     weights: Mapping[str, Tensor] | None = None,
     length: int | None = None,
-    quantize: Quantize | str | None = None,
+    quantize: QuantizationOptions | str | None = None,
     native: bool | None = None,
     adapters: Mapping[str, str | PathLike[str]] | None = None,
     group: GroupLike = None,
     by_expert: bool = False,
     own_forward: bool = False,
     graphs: bool | None = None,
-) -> Decoder | ForeignDecoder:
+) -> Decoder | HFModelRunner:
     """The runner of a folder or module; arguments and errors are those of `load`."""
     if isinstance(source, nn.Module):
         config: dict[str, Any] = source.config.to_dict()  # type: ignore[operator, union-attr]
@@ -141,14 +141,14 @@ def read_decoder(
                 code="inference-foreign",
                 fix="Leave own_forward out, or these.",
             )
-        return ForeignDecoder(read_module(source, dtype, device, weights))
+        return HFModelRunner(read_module(source, dtype, device, weights))
     try:
         family = family_of(config)
         spec: Spec = family.spec(config)
     except UnsupportedError:
         if more:
             raise
-        return ForeignDecoder(read_module(source, dtype, device, weights))
+        return HFModelRunner(read_module(source, dtype, device, weights))
 
     if native and adapters:
         raise UnsupportedError(
@@ -157,8 +157,8 @@ def read_decoder(
             fix="Leave native out.",
         )
     place = None if group is None else as_group(group)
-    cut = None if place is None or place.size == 1 else Cut(spec, place.rank, place.size, by_expert)
-    if dtype is None and isinstance(checkpoint, Packed):
+    cut = None if place is None or place.size == 1 else RankShard(spec, place.rank, place.size, by_expert)
+    if dtype is None and isinstance(checkpoint, PackedCheckpoint):
         dtype = checkpoint.dtype
 
     def keep(role: str, weight: Weight) -> Weight | None:

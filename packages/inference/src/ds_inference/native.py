@@ -10,28 +10,28 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ds_comm.symmetric_arena import Arena
-from ds_inference.paged_attention import Batch, alibi_slopes
+from ds_inference.paged_attention import BatchIndices, alibi_slopes
 from ds_inference.quantize import Weight, dequantised
 from ds_inference.rope import Rotation
-from ds_inference.spec import Attention, Experts, Latent, Layer, Mlp, Norm, Rope, Spec
+from ds_inference.spec import AttentionSpec, ExpertsSpec, Latent, DecoderLayerSpec, Mlp, Norm, RopeSpec, Spec
 from ds_ops.native_decoder import (
     Activation,
-    Chunk,
+    TokenRun,
     DecoderExperts,
     DecoderLatent,
     DecoderLayer,
     DecoderProgram,
-    Inputs,
+    ProductInputs,
     KeptLayer,
     Normed,
-    Packed,
+    PackedWeight,
     Score,
     obstacle,
     pack,
 )
 from ds_ops.formats import INT4, INT8, QuantTensor
 
-__all__ = ["NativeDecoder", "Shared", "native_obstacle"]
+__all__ = ["NativeDecoder", "TensorParallelShard", "native_obstacle"]
 
 _ACTIVATIONS = {
     "silu": Activation.SILU,
@@ -68,7 +68,7 @@ def native_obstacle(spec: Spec, weights: Mapping[str, Weight]) -> str:
     reasons = {
         f"the weights are on {embed.device if isinstance(embed, Tensor) else '?'}": not _on_cpu(embed),
         "experts beside attention": any(
-            isinstance(y.feed, Experts) and y.order.startswith("parallel") for y in spec.layers
+            isinstance(y.feed, ExpertsSpec) and y.order.startswith("parallel") for y in spec.layers
         ),
         "ALiBi rounded to bf16": any(y.attention.alibi is not None and y.attention.alibi.rounded for y in spec.layers),
         "a projection before the head": "embed_out.weight" in weights,
@@ -90,7 +90,7 @@ def _tails() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class TensorParallelShard:
     """Of a rank that holds a part of each layer.
 
     Attributes:
@@ -115,10 +115,10 @@ class NativeDecoder:
         self,
         spec: Spec,
         weights: dict[str, Weight],
-        rotations: Mapping[Rope, Rotation],
+        rotations: Mapping[RopeSpec, Rotation],
         *,
         rounded: bool,
-        shared: Shared | None = None,
+        shared: TensorParallelShard | None = None,
     ) -> None:
         self._weights, self._rotations, self._rounded = weights, rotations, rounded
         self._ropes = list(rotations)
@@ -141,7 +141,7 @@ class NativeDecoder:
         each = (*(f"{m}.weight" for m in (*_MATRICES, *_SHARED, *_LATENT)), *_EXPERTS)
         return [f"layers.{i}.{role}" for i in range(len(spec.layers)) for role in each] + ["head.weight"]
 
-    def step(self, x: Tensor, batch: Batch, cache: list[tuple[Tensor, ...]]) -> Tensor:
+    def step(self, x: Tensor, batch: BatchIndices, cache: list[tuple[Tensor, ...]]) -> Tensor:
         """Embeddings [T, hidden] to logits, fp32 [R, vocab]; keys and values are kept."""
         turns = None
         if self._ropes:
@@ -151,7 +151,7 @@ class NativeDecoder:
             turns = torch.stack([F.pad(kind, (0, most - kind.shape[-1])) for kind in both], 1)
         if cache is not self._cache:
             self._cache, self._kept = cache, [KeptLayer(*tensors) for tensors in cache]
-        chunks = [Chunk(*c) for c in batch.chunks]
+        chunks = [TokenRun(*c) for c in batch.chunks]
         return self._program.step(x.float().contiguous(), chunks, batch.outputs, self._kept, turns)
 
     # ---- packing
@@ -164,17 +164,17 @@ class NativeDecoder:
         weight = self._float(f"{role}.weight")
         return Normed(weight, self._float(f"{role}.bias"), norm.eps, norm.offset, norm.kind == "layer")
 
-    def _packed(self, role: str, gated: bool = False, bias: str | None = None) -> Packed:
+    def _packed(self, role: str, gated: bool = False, bias: str | None = None) -> PackedWeight:
         keep = role == "embed"
         weight = self._weights[f"{role}.weight"] if keep else self._weights.pop(f"{role}.weight")
         return pack(weight, self._float(bias or f"{role}.bias"), gated=gated, inputs=self._inputs(weight))
 
-    def _inputs(self, weight: Weight) -> Inputs:
+    def _inputs(self, weight: Weight) -> ProductInputs:
         if isinstance(weight, QuantTensor):
-            return Inputs.INT8 if self._rounded else Inputs.F32
-        return Inputs.BF16 if weight.dtype == torch.bfloat16 else Inputs.F32
+            return ProductInputs.INT8 if self._rounded else ProductInputs.F32
+        return ProductInputs.BF16 if weight.dtype == torch.bfloat16 else ProductInputs.F32
 
-    def _grouped(self, role: str, gated: bool) -> list[Packed]:
+    def _grouped(self, role: str, gated: bool) -> list[PackedWeight]:
         """Every expert's matrix."""
         weight, bias = self._weights.pop(role), self._float(f"{role}_bias")
         count = weight.shape[0]
@@ -182,7 +182,7 @@ class NativeDecoder:
         inputs = self._inputs(weight)
         return [pack(w, None if bias is None else bias[e], gated=gated, inputs=inputs) for e, w in enumerate(each)]
 
-    def _latent(self, at: str, spec: Attention, latent: Latent) -> tuple[Packed, DecoderLatent]:
+    def _latent(self, at: str, spec: AttentionSpec, latent: Latent) -> tuple[PackedWeight, DecoderLatent]:
         """What the layer's input is multiplied with, and the rest."""
         small = latent.query_rank is not None
         names = (f"{at}.{'q_down' if small else 'q'}", f"{at}.kv_down")
@@ -209,7 +209,7 @@ class NativeDecoder:
             self._packed(f"{at}.q_up") if small else None,
         )
 
-    def _experts(self, at: str, spec: Experts) -> DecoderExperts:
+    def _experts(self, at: str, spec: ExpertsSpec) -> DecoderExperts:
         router = dequantised(self._weights[f"{at}.router.weight"]).float().contiguous()
         bias, gate = self._float(f"{at}.router.bias"), self._float(f"{at}.shared_gate.weight")
         if gate is not None:
@@ -234,11 +234,11 @@ class NativeDecoder:
             gate is not None,
         )
 
-    def _layer(self, at: str, layer: Layer, spec: Spec) -> DecoderLayer:
+    def _layer(self, at: str, layer: DecoderLayerSpec, spec: Spec) -> DecoderLayer:
         a, feed = layer.attention, layer.feed
         own: Callable[[str], Normed] = lambda n: Normed() if n == "." else self._norm(f"{at}.norm{n}", spec.norm)  # noqa: E731
         inner = a.whole_norm or a.head_norm
-        gated = isinstance(feed, Experts) or feed.gated
+        gated = isinstance(feed, ExpertsSpec) or feed.gated
         norms = [own(n) for n in _NORMS[layer.order]]
         norms += [self._norm(f"{at}.attention.{p}_norm", inner) if inner else Normed() for p in "qk"]
         slopes = None
@@ -276,7 +276,7 @@ class NativeDecoder:
             norm_late=a.head_norm_late,
             clip=a.clip or 0.0,
             residual=layer.residual,
-            experts=self._experts(f"{at}.feed", feed) if isinstance(feed, Experts) else None,
+            experts=self._experts(f"{at}.feed", feed) if isinstance(feed, ExpertsSpec) else None,
             latent=latent,
         )
 

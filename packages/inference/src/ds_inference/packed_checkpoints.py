@@ -26,7 +26,7 @@ from ds_config.errors import UnsupportedError
 from ds_inference.quantize import Weight
 from ds_ops.formats import INT4, INT8, QuantSpec, QuantTensor
 
-__all__ = ["Packed", "unpacked"]
+__all__ = ["PackedCheckpoint", "unpacked"]
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -47,10 +47,10 @@ def unpacked(checkpoint: Mapping[str, Tensor], config: Mapping[str, Any]) -> Map
     section: Mapping[str, Any] | None = config.get("quantization_config")
     if not section:
         return checkpoint
-    return Packed(checkpoint, section)
+    return PackedCheckpoint(checkpoint, section)
 
 
-class Packed(Mapping[str, Weight]):
+class PackedCheckpoint(Mapping[str, Weight]):
     """Tensors of a folder, matrices unpacked when they are asked for."""
 
     def __init__(self, inner: Mapping[str, Tensor], section: Mapping[str, Any]) -> None:

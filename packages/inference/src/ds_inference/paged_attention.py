@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ds_inference.scheduler import Chunk
-from ds_inference.spec import Attention
+from ds_inference.scheduler import ScheduledChunk
+from ds_inference.spec import AttentionSpec
 
-__all__ = ["Batch", "alibi_slopes", "attend", "keep", "make_batch"]
+__all__ = ["BatchIndices", "alibi_slopes", "attend", "keep", "make_batch"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class BatchIndices:
     """A step's chunks as indices. T tokens in all, of which the first D are one-token chunks, in that order.
 
     Attributes:
@@ -48,7 +48,7 @@ class Batch:
     worn: tuple[tuple[str, Tensor], ...] = ()
 
 
-def make_batch(chunks: Sequence[Chunk], size: int, device: torch.device) -> tuple[Batch, list[Chunk]]:
+def make_batch(chunks: Sequence[ScheduledChunk], size: int, device: torch.device) -> tuple[BatchIndices, list[ScheduledChunk]]:
     """The batch, and the chunks in its order: `outputs` belong to them in this order.
 
     size: tokens of a block. All index tensors are made on the host and sent to the device at once.
@@ -71,7 +71,7 @@ def make_batch(chunks: Sequence[Chunk], size: int, device: torch.device) -> tupl
             spans.append((first, count, chunk.start, torch.tensor(chunk.blocks, device=device)))
     longest = max((len(c.blocks) for c in order[:single]), default=0)
     tables = [[*c.blocks, *([0] * (longest - len(c.blocks)))] for c in order[:single]]
-    batch = Batch(
+    batch = BatchIndices(
         torch.tensor(tokens, device=device),
         torch.tensor(positions, device=device),
         torch.tensor(slots, device=device),
@@ -109,8 +109,8 @@ def alibi_slopes(heads: int, rounded: bool = False) -> Tensor:
 def attend(
     q: Tensor,
     cache: tuple[Tensor, ...],
-    batch: Batch,
-    spec: Attention,
+    batch: BatchIndices,
+    spec: AttentionSpec,
     extra: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """What each token sees of its sequence.
@@ -153,7 +153,7 @@ def attend(
     return out
 
 
-def _plain(spec: Attention, extra: tuple[Tensor | None, Tensor | None], length: int) -> bool:
+def _plain(spec: AttentionSpec, extra: tuple[Tensor | None, Tensor | None], length: int) -> bool:
     """Whether each token sees all before it and nothing else changes scores: a device has one kernel for that, without a mask."""
     return all(t is None for t in extra) and spec.softcap is None and (spec.window is None or length <= spec.window)
 
@@ -163,7 +163,7 @@ def _core(
     k: Tensor,
     v: Tensor,
     positions: tuple[Tensor, Tensor],
-    spec: Attention,
+    spec: AttentionSpec,
     extra: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
     """q [B, n, heads, width], k and v [B, L, kv heads, .]; positions of queries [B, n] and of keys [L]. Returns [B, n, heads, .]."""

@@ -19,7 +19,7 @@ from ds_ops.grouped import grouped_matmul
 from ds_ops.quant import dequantize
 from ds_ops.quant_linear import quantize_weight, quantized_grouped_matmul, quantized_linear
 
-__all__ = ["Quantize", "Weight", "as_quantize", "as_read", "dequantised", "grouped_linear", "linear", "quantised"]
+__all__ = ["QuantizationOptions", "Weight", "as_quantize", "as_read", "dequantised", "grouped_linear", "linear", "quantised"]
 
 Weight = Tensor | QuantTensor
 """A role's weight; a quantised one has the shape, and the dtype of what it was made from."""
@@ -29,7 +29,7 @@ _KEPT = ("embed.weight", "positions.weight", "router.weight", "kv_up.weight", "s
 
 
 @dataclass(frozen=True, slots=True)
-class Quantize:
+class QuantizationOptions:
     """How weights are quantised.
 
     Attributes:
@@ -61,20 +61,20 @@ def _refuse(found: str, fix: str) -> PlanError:
     return PlanError(f"weights cannot be quantised as {found}", code="inference-quantize", fix=fix)
 
 
-def as_quantize(asked: Quantize | str | None) -> Quantize | None:
+def as_quantize(asked: QuantizationOptions | str | None) -> QuantizationOptions | None:
     """A name is a format with groups of 128.
 
     Raises:
         PlanError: no such format ("inference-quantize").
     """
-    if asked is None or isinstance(asked, Quantize):
+    if asked is None or isinstance(asked, QuantizationOptions):
         return asked
     if asked not in _FORMATS:
         raise _refuse(repr(asked), f"Use one of {', '.join(_FORMATS)}, or a Quantize.")
-    return Quantize(asked)  # type: ignore[arg-type]
+    return QuantizationOptions(asked)  # type: ignore[arg-type]
 
 
-def quantised(role: str, weight: Tensor, how: Quantize) -> Weight:
+def quantised(role: str, weight: Tensor, how: QuantizationOptions) -> Weight:
     """The weight of a role: its codes if it is a matrix [N, K] or experts [E, N, K] that products read, else itself."""
     if weight.dim() < 2 or role.endswith(_KEPT) or not role.endswith(("weight", ".up", ".down")):
         return weight.contiguous()

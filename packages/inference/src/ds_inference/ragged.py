@@ -22,8 +22,8 @@ from ds_inference.config import RaggedConfig
 from ds_inference.tensor_parallel import ranks_of
 from ds_inference.model_loader import read_decoder
 from ds_inference.decoder_model import Cache, Runner
-from ds_inference.quantize import Quantize
-from ds_inference.scheduler import Chunk
+from ds_inference.quantize import QuantizationOptions
+from ds_inference.scheduler import ScheduledChunk
 
 __all__ = ["RaggedEngine", "SchedulingError", "SchedulingResult", "build_hf_engine"]
 
@@ -111,7 +111,7 @@ class RaggedEngine:
             if taken is None:
                 raise SchedulingError(SchedulingResult.KVCacheLimitExceeded)
             known.blocks += taken
-            chunks.append(Chunk(uid, tuple(new), known.seen, tuple(known.blocks), 1))
+            chunks.append(ScheduledChunk(uid, tuple(new), known.seen, tuple(known.blocks), 1))
         batch, order = make_batch(chunks, _BLOCK, self.model.device)
         logits = self.model.forward(batch, self._cache)
         for chunk in chunks:
@@ -177,7 +177,7 @@ def build_hf_engine(
     config = engine_config or RaggedConfig()
     group = ranks_of(config.tensor_parallel.tp_size)
     mode = config.quantization.quantization_mode
-    how = Quantize("fp6", group=0) if mode == "wf6af16" else mode
+    how = QuantizationOptions("fp6", group=0) if mode == "wf6af16" else mode
     return RaggedEngine(read_decoder(path, dtype=dtype, quantize=how, group=group), config)
 
 

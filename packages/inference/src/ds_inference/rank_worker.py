@@ -18,8 +18,8 @@ from typing import Any
 
 import ds_comm
 from ds_inference.paged_attention import make_batch
-from ds_inference.llm_engine import Generator
-from ds_inference.scheduler import Chunk, StepPlan
+from ds_inference.llm_engine import LLMEngine
+from ds_inference.scheduler import ScheduledChunk, SchedulerOutput
 
 __all__ = ["follow", "leading"]
 
@@ -27,26 +27,26 @@ _LONG = 10.0 * 365 * 86400
 
 
 @contextmanager
-def leading(engine: Generator) -> Iterator[None]:
+def leading(engine: LLMEngine) -> Iterator[None]:
     """Every step that `engine` computes meanwhile is said to the other ranks of its group, which `follow`.
 
     Others wait for this rank as long as it has nothing to do; if it ends, they do, with an error that says so.
     """
     group = engine.decoder.group
 
-    def tell(plan: StepPlan) -> None:
+    def tell(plan: SchedulerOutput) -> None:
         ds_comm.broadcast_json(_said(plan), group, unit="step")
 
     engine.before_step = tell
     try:
-        with ds_comm.patience(_LONG):
+        with ds_comm.extend_timeout(_LONG):
             yield
         ds_comm.broadcast_json(None, group, unit="step")
     finally:
         engine.before_step = None
 
 
-def follow(engine: Generator) -> None:
+def follow(engine: LLMEngine) -> None:
     """Compute what the first rank of the group says, until it says no more."""
     group = engine.decoder.group
     while (said := ds_comm.broadcast_json(None, group, unit="step")) is not None:
@@ -56,14 +56,14 @@ def follow(engine: Generator) -> None:
         engine.decoder.forward(batch, engine.cache)
 
 
-def _said(plan: StepPlan) -> dict[str, Any]:
+def _said(plan: SchedulerOutput) -> dict[str, Any]:
     chunks = [[c.request, list(c.tokens), c.start, list(c.blocks), c.outputs] for c in plan.chunks]
     return {"chunks": chunks, "copies": [list(pair) for pair in plan.copies]}
 
 
-def _heard(said: dict[str, Any]) -> StepPlan:
+def _heard(said: dict[str, Any]) -> SchedulerOutput:
     chunks = [
-        Chunk(request, tuple(tokens), start, tuple(blocks), outputs)
+        ScheduledChunk(request, tuple(tokens), start, tuple(blocks), outputs)
         for request, tokens, start, blocks, outputs in said["chunks"]
     ]
-    return StepPlan(tuple(chunks), tuple((a, b) for a, b in said["copies"]))
+    return SchedulerOutput(tuple(chunks), tuple((a, b) for a, b in said["copies"]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ds_inference.requests import Chunk
+from ds_inference.requests import ScheduledChunk
 
 __all__ = ["compute_apart"]
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def compute_apart(
-    chunks: Sequence[Chunk], compute: Callable[[Sequence[Chunk], bool], T], probe: Callable[[], object]
+    chunks: Sequence[ScheduledChunk], compute: Callable[[Sequence[ScheduledChunk], bool], T], probe: Callable[[], object]
 ) -> tuple[list[T], dict[int, Exception]]:
     """Compute a step's chunks together; if that raises, in halves, and the halves' halves.
 
@@ -31,7 +31,7 @@ def compute_apart(
     results: list[T] = []
     failures: dict[int, Exception] = {}
 
-    def attempt(some: Sequence[Chunk], again: bool) -> None:
+    def attempt(some: Sequence[ScheduledChunk], again: bool) -> None:
         try:
             results.append(compute(some, again))
         except Exception as error:

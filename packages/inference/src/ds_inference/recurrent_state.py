@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ds_config.errors import UnsupportedError
 
-__all__ = ["Memory", "strange"]
+__all__ = ["RecurrentState", "strange"]
 
 # A forward of several tokens begins with the states that these were given. The scans of the others (Mamba 1 and its kin) begin
 # with zeros whatever they are given, so that tokens which follow others need a forward each.
@@ -54,7 +54,7 @@ _ATTRIBUTES: Mapping[str, tuple[str, ...]] = {"recurrent_gemma": ("conv1d_state"
 _STATES = ("conv_states", "recurrent_states")
 
 
-class Memory:
+class RecurrentState:
     """The memory of one module.
 
     Attributes:

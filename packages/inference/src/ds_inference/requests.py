@@ -8,10 +8,10 @@ from enum import Enum, auto
 
 from ds_config.errors import PlanError
 
-__all__ = ["Budget", "Chunk", "Outcome", "Request", "State", "StepPlan"]
+__all__ = ["SchedulerConfig", "ScheduledChunk", "Outcome", "Request", "RequestState", "SchedulerOutput"]
 
 
-class State(Enum):
+class RequestState(Enum):
     """Where a request is, by what it holds."""
 
     WAITING = auto()  # no blocks
@@ -21,7 +21,7 @@ class State(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class SchedulerConfig:
     """What a step may hold at most.
 
     Attributes:
@@ -31,21 +31,21 @@ class Budget:
         length: Tokens of one request, prompt and answer.
     """
 
-    tokens: int = 512
-    requests: int = 64
-    chunk: int | None = None
-    length: int = 1 << 20
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    max_prefill_chunk: int | None = None
+    max_model_len: int = 1 << 20
 
     def __post_init__(self) -> None:
-        if min(self.tokens, self.requests, self.length) < 1 or (self.chunk is not None and self.chunk < 1):
+        if min(self.max_num_batched_tokens, self.max_num_seqs, self.max_model_len) < 1 or (self.max_prefill_chunk is not None and self.max_prefill_chunk < 1):
             raise PlanError(
                 f"a step's budget needs positive numbers, got {self}", code="inference-budget", fix="Use 1 or more."
             )
-        if self.requests > self.tokens:
+        if self.max_num_seqs > self.max_num_batched_tokens:
             raise PlanError(
-                f"{self.requests} requests may run with {self.tokens} tokens a step: not each could generate",
+                f"{self.max_num_seqs} requests may run with {self.max_num_batched_tokens} tokens a step: not each could generate",
                 code="inference-budget",
-                fix=f"Allow at most {self.tokens} requests, or more tokens a step.",
+                fix=f"Allow at most {self.max_num_batched_tokens} requests, or more tokens a step.",
             )
 
 
@@ -76,7 +76,7 @@ class Request:
     salt: bytes = b""
     prompt: int = field(init=False)
     arrival: int = -1
-    state: State = State.WAITING
+    state: RequestState = RequestState.WAITING
     computed: int = 0
     cached: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ScheduledChunk:
     """Part of a step.
 
     Attributes:
@@ -123,7 +123,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
+class SchedulerOutput:
     """One step.
 
     Attributes:
@@ -132,7 +132,7 @@ class StepPlan:
         gone: First blocks of sequences that gave theirs back since the last step: their states are not needed after the copies.
     """
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ScheduledChunk, ...]
     copies: tuple[tuple[int, int], ...] = ()
     gone: tuple[int, ...] = ()
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ds_inference.spec import Rope
-from ds_ops.rotary_scaling import Rope as Scaled
+from ds_inference.spec import RopeSpec
+from ds_ops.rotary_scaling import RotarySpec as Scaled
 from ds_ops.rotary_scaling import rotary_frequencies
 
 __all__ = ["Rotation"]
@@ -25,7 +25,7 @@ class Rotation:
         UnsupportedError: a kind of scaling that is not known ("rotary-scaling").
     """
 
-    def __init__(self, rope: Rope, length: int, device: torch.device) -> None:
+    def __init__(self, rope: RopeSpec, length: int, device: torch.device) -> None:
         scaling = {k: v for k, v in rope.parameters.items() if k != "max_position_embeddings"}
         longest = int(rope.parameters.get("max_position_embeddings", 0) or 0)
         found = rotary_frequencies(Scaled(rope.dim, rope.theta, scaling, longest), min(length, longest))

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from ds_config.errors import PlanError
 
-__all__ = ["Sampling", "derive_seed", "draw", "draw_seed", "separate", "shaped"]
+__all__ = ["SamplingParams", "derive_seed", "draw", "draw_seed", "separate", "shaped"]
 
 _FLOATS = 1e30
 """Biases and penalties reach no further, so that fp32 has room for their sums."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingParams:
     """How a request's tokens are chosen, and when it ends.
 
     Attributes:
@@ -55,11 +55,11 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    stop_tokens: tuple[int, ...] = ()
-    ignore_end: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
     logprobs: int | None = None
-    samples: int = 1
-    allowed: Callable[[Sequence[int]], Tensor | None] | None = None
+    n: int = 1
+    allowed_tokens: Callable[[Sequence[int]], Tensor | None] | None = None
 
     def __post_init__(self) -> None:
         wrong = {
@@ -76,7 +76,7 @@ class Sampling:
                 for token, bias in self.logit_bias.items()
             ),
             "a seed of 64 bits": self.seed is None or -(1 << 63) <= self.seed < 1 << 64,
-            "samples >= 1": self.samples >= 1,
+            "samples >= 1": self.n >= 1,
             "logprobs >= 0": self.logprobs is None or self.logprobs >= 0,
         }
         broken = [rule for rule, holds in wrong.items() if not holds]
@@ -99,10 +99,10 @@ class Sampling:
     def plain(self) -> bool:
         """Whether logits are taken as they are, but for the temperature."""
         same = self.repetition_penalty == 1 and self.presence_penalty == 0 and self.frequency_penalty == 0
-        return same and not self.logit_bias and self.allowed is None
+        return same and not self.logit_bias and self.allowed_tokens is None
 
 
-def shaped(logits: Tensor, how: Sampling, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
+def shaped(logits: Tensor, how: SamplingParams, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
     """Logits [vocab], fp32, after penalties and biases; a new tensor if there are any."""
     if how.plain:
         return logits
@@ -118,7 +118,7 @@ def shaped(logits: Tensor, how: Sampling, prompt: Sequence[int], answer: Sequenc
         at = torch.tensor(list(how.logit_bias), device=logits.device)
         logits[at] += torch.tensor(list(how.logit_bias.values()), dtype=logits.dtype, device=logits.device)
     logits.clamp_(-_FLOATS, _FLOATS)  # a sum or a quotient that left fp32 would be NaN in the softmax
-    mask = None if how.allowed is None else how.allowed(answer)
+    mask = None if how.allowed_tokens is None else how.allowed_tokens(answer)
     return logits if mask is None else _masked(logits, mask)
 
 
@@ -133,7 +133,7 @@ def _masked(logits: Tensor, mask: Tensor) -> Tensor:
     return logits.masked_fill(~mask.to(logits.device), -torch.inf)
 
 
-def draw(logits: Tensor, how: Sampling, position: int) -> int:
+def draw(logits: Tensor, how: SamplingParams, position: int) -> int:
     """One token from logits [vocab] that are shaped. `position`: of the token in its sequence."""
     if how.greedy:
         return int(logits.argmax())
@@ -146,7 +146,7 @@ def draw(logits: Tensor, how: Sampling, position: int) -> int:
     return int((kept - noise.log()).argmax())
 
 
-def _kept(logits: Tensor, how: Sampling) -> Tensor:
+def _kept(logits: Tensor, how: SamplingParams) -> Tensor:
     if how.top_k and how.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(how.top_k)[0][-1], -torch.inf)
     if how.top_p < 1 or how.min_p > 0:
@@ -160,7 +160,7 @@ def _kept(logits: Tensor, how: Sampling) -> Tensor:
     return logits
 
 
-def separate(hows: Sequence[Sampling], seeds: Sequence[int] | None = None) -> list[Sampling]:
+def separate(hows: Sequence[SamplingParams], seeds: Sequence[int] | None = None) -> list[SamplingParams]:
     """Give every prompt of one call a stream of its own: of those with equal seeds, the first keeps it, others get derived ones.
 
     seeds: For those that have none, as many as `hows`; None: drawn.

@@ -24,10 +24,10 @@ import bisect
 from collections.abc import Mapping, Sequence
 
 from ds_config.errors import PlanError
-from ds_inference.blocks import BlockPool, prints_of
-from ds_inference.requests import Budget, Chunk, Outcome, Request, State, StepPlan
+from ds_inference.blocks import BlockPool, block_hashes
+from ds_inference.requests import SchedulerConfig, ScheduledChunk, Outcome, Request, RequestState, SchedulerOutput
 
-__all__ = ["Budget", "Chunk", "Outcome", "Request", "Scheduler", "State", "StepPlan"]
+__all__ = ["SchedulerConfig", "ScheduledChunk", "Outcome", "Request", "Scheduler", "RequestState", "SchedulerOutput"]
 
 
 class Scheduler:
@@ -39,14 +39,14 @@ class Scheduler:
         share: Whether blocks with equal content are shared between requests. Without, a fork computes all its tokens.
     """
 
-    def __init__(self, pool: BlockPool, budget: Budget, *, share: bool = True) -> None:
+    def __init__(self, pool: BlockPool, budget: SchedulerConfig, *, share: bool = True) -> None:
         self.pool, self.budget, self.share = pool, budget, share
         self.requests: dict[int, Request] = {}
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._copies: list[tuple[int, int]] = []
         self._gone: list[int] = []
-        self._planned: tuple[Chunk, ...] | None = None
+        self._planned: tuple[ScheduledChunk, ...] | None = None
         self._arrivals = 0
 
     # ---- requests
@@ -66,7 +66,7 @@ class Scheduler:
             )
         self.check(request.prompt, request.limit)
         request.arrival, self._arrivals = self._arrivals, self._arrivals + 1
-        request.state = State.WAITING
+        request.state = RequestState.WAITING
         self.requests[request.identity] = request
         bisect.insort(self._waiting, request, key=lambda r: r.rank)
 
@@ -77,10 +77,10 @@ class Scheduler:
             PlanError: a sequence or the cache is too small for it ("inference-too-long").
         """
         most = prompt + limit
-        if most > self.budget.length or self.pool.needed(most) > self.pool.count:
+        if most > self.budget.max_model_len or self.pool.needed(most) > self.pool.count:
             raise PlanError(
                 f"a request may grow to {most} tokens ({prompt} of prompt and {limit} more); a sequence may have "
-                f"{self.budget.length}, the cache holds {self.pool.count * self.pool.size}",
+                f"{self.budget.max_model_len}, the cache holds {self.pool.count * self.pool.size}",
                 code="inference-too-long",
                 fix="Shorten the prompt, lower the limit, or make the cache larger.",
             )
@@ -94,7 +94,7 @@ class Scheduler:
         child.prompt = parent.prompt  # before it is checked: tokens of the answer count against the limit
         self.add(child)
         full, rest = divmod(parent.computed, self.pool.size)
-        if not self.share or parent.state is not State.RUNNING or len(self._running) >= self.budget.requests:
+        if not self.share or parent.state is not RequestState.RUNNING or len(self._running) >= self.budget.max_num_seqs:
             return child
         own = self.pool.take(1 if rest else 0)
         if own is None:
@@ -113,7 +113,7 @@ class Scheduler:
         request = self.requests.get(identity)
         if request is None:
             return False
-        self._end(request, State.CANCELLED)
+        self._end(request, RequestState.CANCELLED)
         return True
 
     @property
@@ -123,7 +123,7 @@ class Scheduler:
 
     # ---- a step
 
-    def plan(self, drafts: Mapping[int, Sequence[int]] | None = None) -> StepPlan:
+    def plan(self, drafts: Mapping[int, Sequence[int]] | None = None) -> SchedulerOutput:
         """The next step. Not empty unless `idle`.
 
         Args:
@@ -136,13 +136,13 @@ class Scheduler:
                 code="inference-order",
                 fix="Call commit() with what the step gave.",
             )
-        left, chunks = self.budget.tokens, list[Chunk]()
+        left, chunks = self.budget.max_num_batched_tokens, list[ScheduledChunk]()
         settled: set[int] = set()  # have their chunk, so they keep their blocks in this step
         generating = [r for r in self._running if r.generates]
         waiting_turns = len(generating)
         for request in generating:
             waiting_turns -= 1
-            if request.state is not State.RUNNING:  # was pushed out meanwhile
+            if request.state is not RequestState.RUNNING:  # was pushed out meanwhile
                 continue
             wanted = (drafts or {}).get(request.identity, ())
             room = min(left - 1 - waiting_turns, request.limit - len(request.sampled) - 1)
@@ -155,7 +155,7 @@ class Scheduler:
         for request in [r for r in self._running if not r.generates]:
             if left < 1:
                 break
-            if request.state is not State.RUNNING or request.identity in settled:
+            if request.state is not RequestState.RUNNING or request.identity in settled:
                 continue
             while self._reach(request) < 1 and (later := self._later(request, settled)) is not None:
                 self._push_out(later)
@@ -167,7 +167,7 @@ class Scheduler:
             settled.add(request.identity)
             chunks.append(self._chunk(request, count))
             left -= count
-        while self._waiting and left > 0 and not blocked and len(self._running) < self.budget.requests:
+        while self._waiting and left > 0 and not blocked and len(self._running) < self.budget.max_num_seqs:
             request = self._waiting[0]
             if not self._admit(request):
                 break
@@ -178,7 +178,7 @@ class Scheduler:
             left -= count
         copies, gone, self._copies, self._gone = tuple(self._copies), tuple(self._gone), [], []
         self._planned = tuple(chunks)
-        return StepPlan(self._planned, copies, gone)
+        return SchedulerOutput(self._planned, copies, gone)
 
     def commit(self, outcomes: Mapping[int, Outcome]) -> list[Request]:
         """The step was computed: what its outputs became, by request. Returns the requests that ended.
@@ -200,14 +200,14 @@ class Scheduler:
         over = []
         for chunk in planned:
             request = self.requests.get(chunk.request)
-            if request is None or request.state is not State.RUNNING:  # was cancelled during the step
+            if request is None or request.state is not RequestState.RUNNING:  # was cancelled during the step
                 continue
             given = outcomes[chunk.request].tokens if chunk.outputs else ()
             request.computed += len(chunk.tokens) - max(0, chunk.outputs - 1) + max(0, len(given) - 1)
             request.tokens += given[: request.limit - len(request.sampled)]
             self._print(request)
             if chunk.outputs and (outcomes[chunk.request].over or len(request.sampled) >= request.limit):
-                self._end(request, State.FINISHED)
+                self._end(request, RequestState.FINISHED)
                 over.append(request)
         return over
 
@@ -228,15 +228,15 @@ class Scheduler:
 
     # ---- how
 
-    def _chunk(self, request: Request, count: int, guess: tuple[int, ...] = ()) -> Chunk:
+    def _chunk(self, request: Request, count: int, guess: tuple[int, ...] = ()) -> ScheduledChunk:
         start = request.computed
         tokens = (*request.tokens[start : start + count], *guess)
         last = start + count == len(request.tokens)
         used = self.pool.needed(start + len(tokens))
-        return Chunk(request.identity, tokens, start, tuple(request.blocks[:used]), 1 + len(guess) if last else 0)
+        return ScheduledChunk(request.identity, tokens, start, tuple(request.blocks[:used]), 1 + len(guess) if last else 0)
 
     def _portion(self, request: Request, left: int) -> int:
-        return min(len(request.tokens) - request.computed, left, self.budget.chunk or left)
+        return min(len(request.tokens) - request.computed, left, self.budget.max_prefill_chunk or left)
 
     def _reach(self, request: Request) -> int:
         """Tokens that the request can compute without blocks of others."""
@@ -282,25 +282,25 @@ class Scheduler:
         return True
 
     def _start(self, request: Request) -> None:
-        request.state = State.RUNNING
+        request.state = RequestState.RUNNING
         bisect.insort(self._running, request, key=lambda r: r.rank)
 
     def _push_out(self, request: Request) -> None:
         self._release(request)
         request.preempted += 1
-        request.state, request.computed, request.printed = State.WAITING, 0, 0
+        request.state, request.computed, request.printed = RequestState.WAITING, 0, 0
         bisect.insort(self._waiting, request, key=lambda r: r.rank)
 
     def _release(self, request: Request) -> None:
-        if request.state is State.RUNNING:
+        if request.state is RequestState.RUNNING:
             self._running.remove(request)
             self._copies = [(a, b) for a, b in self._copies if b not in request.blocks]
             self.pool.give_back(reversed(request.blocks))
             self._gone += request.blocks[:1]
             request.blocks = []
 
-    def _end(self, request: Request, state: State) -> None:
-        if request.state is State.WAITING:
+    def _end(self, request: Request, state: RequestState) -> None:
+        if request.state is RequestState.WAITING:
             self._waiting.remove(request)
         self._release(request)
         request.state = state
@@ -312,7 +312,7 @@ class Scheduler:
         if len(request.prints) < full:
             done = len(request.prints)
             before = request.prints[-1] if done else request.salt
-            request.prints += prints_of(request.tokens[done * size : full * size], size, before)
+            request.prints += block_hashes(request.tokens[done * size : full * size], size, before)
         return request.prints
 
     def _print(self, request: Request) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Alibi", "Attention", "Experts", "Latent", "Layer", "Mlp", "Norm", "Order", "Rope", "Source", "Spec"]
+__all__ = ["Alibi", "AttentionSpec", "ExpertsSpec", "Latent", "DecoderLayerSpec", "Mlp", "Norm", "Order", "RopeSpec", "WeightSource", "Spec"]
 
 Order = Literal["pre", "parallel", "parallel_norms", "sandwich", "post", "after"]
 """Where norms and residuals are in a layer; a is attention, m is the feed-forward part:
@@ -34,7 +34,7 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rope:
+class RopeSpec:
     """Rotary positions: the first `dim` features of each head are rotated.
 
     Attributes:
@@ -78,7 +78,7 @@ class Alibi:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class AttentionSpec:
     """How a layer attends.
 
     Attributes:
@@ -104,7 +104,7 @@ class Attention:
     width: int
     value_width: int
     scale: float
-    rope: Rope | None = None
+    rope: RopeSpec | None = None
     window: int | None = None
     softcap: float | None = None
     alibi: Alibi | None = None
@@ -129,7 +129,7 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertsSpec:
     """A router and experts, each a gated Mlp of `width`.
 
     Attributes:
@@ -165,11 +165,11 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class DecoderLayerSpec:
     """One block: attention and a feed-forward part. What both give is multiplied by `residual` before it joins the stream."""
 
-    attention: Attention
-    feed: Mlp | Experts
+    attention: AttentionSpec
+    feed: Mlp | ExpertsSpec
     order: Order = "pre"
     residual: float = 1.0
 
@@ -198,7 +198,7 @@ class Spec:
     family: str
     hidden: int
     vocab: int
-    layers: tuple[Layer, ...]
+    layers: tuple[DecoderLayerSpec, ...]
     norm: Norm
     longest: int
     embed: int | None = None
@@ -213,7 +213,7 @@ class Spec:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class WeightSource:
     """From which tensors of a checkpoint a role is made.
 
     Attributes:

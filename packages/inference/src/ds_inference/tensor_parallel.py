@@ -17,17 +17,17 @@ from torch import Tensor
 
 from ds_comm import Group, as_group, init_distributed
 from ds_config.errors import PlanError, UnsupportedError
-from ds_inference.spec import Attention, Experts, Layer, Mlp, Spec
+from ds_inference.spec import AttentionSpec, ExpertsSpec, DecoderLayerSpec, Mlp, Spec
 from ds_parallel.heads import HeadCounts, Stretch, spread
 
-__all__ = ["Cut", "ranks_of"]
+__all__ = ["RankShard", "ranks_of"]
 
 _SUMMED = (".out.bias", ".down.bias", ".down_bias")
 """Biases of what is summed over ranks: one rank adds them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class RankShard:
     """How one rank takes part.
 
     Attributes:
@@ -47,7 +47,7 @@ class Cut:
     def __post_init__(self) -> None:
         for layer in self.whole.layers:
             a, feed = layer.attention, layer.feed
-            units = feed.count if isinstance(feed, Experts) and self.by_expert else feed.width
+            units = feed.count if isinstance(feed, ExpertsSpec) and self.by_expert else feed.width
             if min(units, self.whole.vocab) < self.size:
                 raise PlanError(
                     f"{units} {'experts' if self.by_expert else 'units'} of a {self.whole.family} layer over {self.size} ranks",
@@ -88,13 +88,13 @@ class Cut:
 
     # ---- what a rank computes
 
-    def _heads(self, a: Attention) -> tuple[Stretch, Stretch]:
+    def _heads(self, a: AttentionSpec) -> tuple[Stretch, Stretch]:
         return HeadCounts(a.heads, a.kv_heads).stretches(self.size)[self.rank]
 
     def _units(self, count: int) -> Stretch:
         return spread(count, self.size)[self.rank]
 
-    def _layer(self, layer: Layer) -> Layer:
+    def _layer(self, layer: DecoderLayerSpec) -> DecoderLayerSpec:
         a, feed = layer.attention, layer.feed
         (first, last), (kv_first, kv_last) = self._heads(a)
         near = replace(a, heads=last - first, kv_heads=kv_last - kv_first, first=first, of=(a.heads, a.kv_heads))
@@ -108,7 +108,7 @@ class Cut:
 
     # ---- what a rank holds
 
-    def _attention_part(self, role: str, weight: Tensor, a: Attention) -> Tensor:
+    def _attention_part(self, role: str, weight: Tensor, a: AttentionSpec) -> Tensor:
         (first, last), (kv_first, kv_last) = self._heads(a)
         queries = (first * a.width, last * a.width)
         keys = (kv_first * a.width, kv_last * a.width)
@@ -130,13 +130,13 @@ class Cut:
             return weight[slice(*(queries if name.startswith("q") else keys))]
         return weight
 
-    def _feed_part(self, role: str, weight: Tensor, feed: Mlp | Experts) -> Tensor:
+    def _feed_part(self, role: str, weight: Tensor, feed: Mlp | ExpertsSpec) -> Tensor:
         name = role.split(".", 3)[3]
-        if name.startswith("experts.") and isinstance(feed, Experts) and self.by_expert:
+        if name.startswith("experts.") and isinstance(feed, ExpertsSpec) and self.by_expert:
             return weight[slice(*self._units(feed.count))]
-        total = feed.shared if name.startswith("shared.") and isinstance(feed, Experts) else feed.width
+        total = feed.shared if name.startswith("shared.") and isinstance(feed, ExpertsSpec) else feed.width
         mine = self._units(total)
-        gated = isinstance(feed, Experts) or feed.gated
+        gated = isinstance(feed, ExpertsSpec) or feed.gated
         dim = 1 if name.startswith("experts.") else 0
         if name.endswith((".up", "up.weight", "up.bias", ".up_bias")):
             halves = 2 if gated else 1

@@ -11,7 +11,7 @@ import torch
 
 import ds_comm
 from ds_config.errors import PlanError
-from ds_inference import Budget, Quantize, RaggedConfig, Sampling, build_hf_engine, init_inference, load
+from ds_inference import SchedulerConfig, QuantizationOptions, RaggedConfig, SamplingParams, build_hf_engine, init_inference, load
 from ds_inference.rank_worker import follow, leading
 from ds_testing import world
 
@@ -32,7 +32,7 @@ EXPERTS = ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "deepseek-v2", "deepsee
 
 def same(name: str, **options: Any) -> None:
     model, prompts = families._tiny(name), families._prompts_of([1, 5, 23, 12])
-    budget, how = Budget(16, 4, length=400), Sampling(8)
+    budget, how = SchedulerConfig(16, 4, max_model_len=400), SamplingParams(8)
     alone = load(model, cache_tokens=128, block=4, budget=budget, native=False)
     ours = load(model, cache_tokens=128, block=4, budget=budget, group=ds_comm.world_group(), **options)
     assert ours.decoder.group.size == 2
@@ -70,7 +70,7 @@ NATIVE = [
 
 @world(2, backend="shm")
 def test_the_native_loop_sums_over_ranks() -> None:
-    prompts, how = families._prompts_of([1, 5, 23, 12]), Sampling(8)
+    prompts, how = families._prompts_of([1, 5, 23, 12]), SamplingParams(8)
     for name in NATIVE:
         model = families._tiny(name)
         ours = load(model, native=True, group=ds_comm.world_group())
@@ -82,7 +82,7 @@ def test_the_native_loop_sums_over_ranks() -> None:
 @pytest.mark.parametrize("by_expert", [False, True])
 @world(2, backend="shm")
 def test_experts_of_the_native_loop_are_cut_or_given_to_ranks(by_expert: bool) -> None:
-    prompts, how = families._prompts_of([1, 5, 23, 12]), Sampling(8)
+    prompts, how = families._prompts_of([1, 5, 23, 12]), SamplingParams(8)
     for name in ("mixtral", "qwen2-moe", "deepseek-v3", "gpt-oss"):
         model = families._tiny(name)
         ours = load(model, native=True, group=ds_comm.world_group(), by_expert=by_expert)
@@ -94,7 +94,7 @@ def test_experts_of_the_native_loop_are_cut_or_given_to_ranks(by_expert: bool) -
 @world(2, backend="shm")
 def test_over_shared_memory_with_codes() -> None:
     model, prompts = families._tiny("llama"), families._prompts_of([1, 30, 9])
-    how, few = Sampling(1, logprobs=97), Quantize("int8", 8)
+    how, few = SamplingParams(1, logprobs=97), QuantizationOptions("int8", 8)
     alone = load(model, quantize=few, native=False).generate(prompts, how)
     ours = load(model, quantize=few, group=ds_comm.world_group()).generate(prompts, how)
     for a, b in zip(ours, alone, strict=True):
@@ -104,16 +104,16 @@ def test_over_shared_memory_with_codes() -> None:
 @world(2)
 def test_one_leads() -> None:
     model, prompts = families._tiny("llama"), families._prompts_of([1, 5, 23, 12])
-    engine = load(model, cache_tokens=64, block=4, budget=Budget(16, 4), group=ds_comm.world_group())
+    engine = load(model, cache_tokens=64, block=4, budget=SchedulerConfig(16, 4), group=ds_comm.world_group())
     if torch.distributed.get_rank() == 1:
         follow(engine)
         assert engine.idle
         return
-    how = Sampling(8, temperature=0.7, samples=2, seed=0)
+    how = SamplingParams(8, temperature=0.7, n=2, seed=0)
     with leading(engine):
         found = [a.tokens for a in engine.generate(prompts, how)]
         again = [a.tokens for a in engine.generate(prompts[:1], how)]
-    alone = load(model, cache_tokens=64, block=4, budget=Budget(16, 4), native=False)
+    alone = load(model, cache_tokens=64, block=4, budget=SchedulerConfig(16, 4), native=False)
     assert found == [a.tokens for a in alone.generate(prompts, how)]
     assert again == found[:2]
 
@@ -123,7 +123,7 @@ def test_ranks_that_call_alike_draw_alike_without_a_seed() -> None:
     """Each rank's own entropy, and generators that differ, lead to the same tokens: else the sums are of different sequences."""
     torch.manual_seed(torch.distributed.get_rank())
     model, prompts = families._tiny("gpt2"), families._prompts_of([5, 5])
-    how = Sampling(6, temperature=1.0, samples=2)
+    how = SamplingParams(6, temperature=1.0, n=2)
     engine = load(model, cache_tokens=128, block=4, group=ds_comm.world_group())
     said = [[a.tokens for a in engine.generate(prompts, how)] for _ in range(2)]
     drawn = []

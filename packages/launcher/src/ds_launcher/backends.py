@@ -17,11 +17,11 @@ from ds_launcher.exports import split_secrets
 from ds_launcher.inventory import Inventory, encode
 from ds_launcher.launch_plan import Process
 
-__all__ = ["BACKENDS", "Backend", "Job", "node_command"]
+__all__ = ["BACKENDS", "LaunchBackend", "LaunchJob", "node_command"]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class LaunchJob:
     """What every backend is told.
 
     Attributes:
@@ -45,7 +45,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Backend:
+class LaunchBackend:
     """A way to reach nodes.
 
     Attributes:
@@ -54,26 +54,26 @@ class Backend:
     """
 
     tool: str
-    build: Callable[[Job], tuple[Process, ...]]
+    build: Callable[[LaunchJob], tuple[Process, ...]]
 
 
-def node_command(job: Job, node_rank: str, *extra: str) -> tuple[str, ...]:
+def node_command(job: LaunchJob, node_rank: str, *extra: str) -> tuple[str, ...]:
     """What starts the ranks of one host, on that host; `node_rank` is its place in the inventory, or `auto`."""
     world = ("--world-info", encode(job.inventory), "--node-rank", node_rank)
     return (job.python, "-P", "-m", "ds_launcher", "run", *world, *extra, *job.options, *job.command)
 
 
-def _with_exports(job: Job, argv: tuple[str, ...]) -> tuple[str, ...]:
+def _with_exports(job: LaunchJob, argv: tuple[str, ...]) -> tuple[str, ...]:
     plain, _ = split_secrets(job.exports)
     return ("env", *(f"{name}={value}" for name, value in plain.items()), *argv) if plain else argv
 
 
-def _shell(job: Job, argv: tuple[str, ...]) -> str:
+def _shell(job: LaunchJob, argv: tuple[str, ...]) -> str:
     """One line for a login shell on the node."""
     return f"cd {shlex.quote(job.cwd)} && exec {shlex.join(_with_exports(job, argv))}"
 
 
-def _ssh(job: Job) -> tuple[Process, ...]:
+def _ssh(job: LaunchJob) -> tuple[Process, ...]:
     port = ("-p", str(job.ssh_port)) if job.ssh_port is not None else ()
     # BatchMode: a question for a password would wait for ever. Keep-alives notice a dead host within a minute.
     _, secrets = split_secrets(job.exports)
@@ -101,7 +101,7 @@ def _ssh(job: Job) -> tuple[Process, ...]:
     )
 
 
-def _pdsh(job: Job) -> tuple[Process, ...]:
+def _pdsh(job: LaunchJob) -> tuple[Process, ...]:
     names = ",".join(host.name for host in job.inventory)
     if secrets := split_secrets(job.exports)[1]:
         raise ConfigError(
@@ -120,7 +120,7 @@ def _pdsh(job: Job) -> tuple[Process, ...]:
     return (Process("pdsh", ("pdsh", "-S", "-N", "-f", "1024", "-w", names, *job.launcher_args, line), env),)
 
 
-def _slurm(job: Job) -> tuple[Process, ...]:
+def _slurm(job: LaunchJob) -> tuple[Process, ...]:
     count, names = str(len(job.inventory)), ",".join(host.name for host in job.inventory)
     base = ("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--nodelist", names)
     # One task is one core to srun, unless it is told; what each rank may use is divided on the node.
@@ -132,7 +132,7 @@ def _slurm(job: Job) -> tuple[Process, ...]:
     )
 
 
-def _openmpi(job: Job) -> tuple[Process, ...]:
+def _openmpi(job: LaunchJob) -> tuple[Process, ...]:
     names = ",".join(f"{host.name}:1" for host in job.inventory)
     base = (
         "mpirun",
@@ -154,7 +154,7 @@ def _openmpi(job: Job) -> tuple[Process, ...]:
     )
 
 
-def _hydra(job: Job, all_cores: Mapping[str, str] | None = None) -> tuple[Process, ...]:
+def _hydra(job: LaunchJob, all_cores: Mapping[str, str] | None = None) -> tuple[Process, ...]:
     """MPICH's process manager, which is Intel MPI's and MVAPICH's, too; those two bind the one task of a node unless told."""
     names = ",".join(host.name for host in job.inventory)
     base = ("mpirun", "-n", str(len(job.inventory)), "-ppn", "1", "-hosts", names, "-wdir", job.cwd)
@@ -165,20 +165,20 @@ def _hydra(job: Job, all_cores: Mapping[str, str] | None = None) -> tuple[Proces
     return (Process("mpirun", (*base, *named, *free, *job.launcher_args, *command), secrets),)
 
 
-def _impi(job: Job) -> tuple[Process, ...]:
+def _impi(job: LaunchJob) -> tuple[Process, ...]:
     return _hydra(job, {"I_MPI_PIN": "0"})
 
 
-def _mvapich(job: Job) -> tuple[Process, ...]:
+def _mvapich(job: LaunchJob) -> tuple[Process, ...]:
     return _hydra(job, {"MV2_ENABLE_AFFINITY": "0"})
 
 
-BACKENDS: dict[str, Backend] = {
-    "ssh": Backend("ssh", _ssh),
-    "pdsh": Backend("pdsh", _pdsh),
-    "slurm": Backend("srun", _slurm),
-    "openmpi": Backend("mpirun", _openmpi),
-    "mpich": Backend("mpirun", _hydra),
-    "impi": Backend("mpirun", _impi),
-    "mvapich": Backend("mpirun", _mvapich),
+BACKENDS: dict[str, LaunchBackend] = {
+    "ssh": LaunchBackend("ssh", _ssh),
+    "pdsh": LaunchBackend("pdsh", _pdsh),
+    "slurm": LaunchBackend("srun", _slurm),
+    "openmpi": LaunchBackend("mpirun", _openmpi),
+    "mpich": LaunchBackend("mpirun", _hydra),
+    "impi": LaunchBackend("mpirun", _impi),
+    "mvapich": LaunchBackend("mpirun", _mvapich),
 }

@@ -19,7 +19,7 @@ from ds_launcher.output import LineSplitter, Screen
 from ds_launcher.launch_plan import Process
 from ds_launcher.procfs import die_with, open_pidfd
 
-__all__ = ["HANDLED", "Child", "Stream", "before_exec", "start_child"]
+__all__ = ["HANDLED", "Child", "OutputStream", "before_exec", "start_child"]
 
 # By name: Windows, which only gets as far as the message that it is not supported, has two of them.
 HANDLED = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
@@ -82,7 +82,7 @@ class Child:
             self.pidfd = None
 
 
-class Stream:
+class OutputStream:
     """One output of one child, on its way to the screen, the log file and the tail.
 
     Args:
@@ -130,7 +130,7 @@ class Stream:
                 self._child.traceback_s = time.monotonic()
 
 
-def start_child(process: Process, screen: Screen, forks: Forks | None = None) -> tuple[Child, list[Stream]]:
+def start_child(process: Process, screen: Screen, forks: Forks | None = None) -> tuple[Child, list[OutputStream]]:
     """Start it in a session of its own, to be killed when this process dies. No thread may exist yet.
 
     Args:
@@ -163,7 +163,7 @@ def start_child(process: Process, screen: Screen, forks: Forks | None = None) ->
             popen.stdin.flush()
     child = Child(process, popen, open_pidfd(popen.pid), log)
     streams = [
-        Stream(child, name, pipe, raw=plain and screen.is_terminal(name))
+        OutputStream(child, name, pipe, raw=plain and screen.is_terminal(name))
         for name, pipe in (("out", popen.stdout), ("err", popen.stderr))
         if pipe is not None
     ]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_launcher.failures import closing_lines, exit_status, explain
-from ds_launcher.membership import LEFT, Line, Round, Store, WatchedRendezvous
+from ds_launcher.membership import LEFT, HostBeats, Round, Store, WatchedRendezvous
 
 __all__ = ["main"]
 
@@ -111,7 +111,7 @@ def _register(spec: dict[str, Any], made: list[WatchedRendezvous]) -> None:
     rendezvous_handler_registry.register(_BACKEND, create)
 
 
-def _line(spec: dict[str, Any], met: Round) -> Line | None:
+def _line(spec: dict[str, Any], met: Round) -> HostBeats | None:
     from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
@@ -132,7 +132,7 @@ def _line(spec: dict[str, Any], met: Round) -> Line | None:
         )
         os._exit(1)  # the agent may be inside a call to the store that never ends; the keeper ends the ranks
 
-    return Line(met, lost_after_s, open_store, _say, cut_off)
+    return HostBeats(met, lost_after_s, open_store, _say, cut_off)
 
 
 def _say(text: str) -> None:

@@ -18,9 +18,9 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ds_launcher.launch_plan import Watch
+from ds_launcher.launch_plan import HostWatch
 
-__all__ = ["CENTRE", "LAUNCHER", "Heartbeats", "Line", "Message", "Told", "decode_message", "encode_message"]
+__all__ = ["CENTRE", "LAUNCHER", "Heartbeats", "HeartbeatSocket", "Heartbeat", "JobEnd", "decode_message", "encode_message"]
 
 CENTRE, LAUNCHER = 0, -1
 _DIGEST_BYTES = 16
@@ -29,7 +29,7 @@ _LEAST_PERIOD_S, _PARTS = 0.2, 5
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class JobEnd:
     """Why a job ends, as its first host to know says it.
 
     Attributes:
@@ -44,16 +44,16 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class Heartbeat:
     """One datagram: a sign of life, with `told` a failure, with `bye` the last one of a member."""
 
     member: int
-    told: Told | None = None
+    told: JobEnd | None = None
     bye: bool = False
     about: str = ""
 
 
-def encode_message(message: Message, key: str) -> bytes:
+def encode_message(message: Heartbeat, key: str) -> bytes:
     """Digest and JSON."""
     told = message.told
     words = [told.host, told.text[:800], told.status] if told else None
@@ -61,13 +61,13 @@ def encode_message(message: Message, key: str) -> bytes:
     return _digest(body, key) + body
 
 
-def decode_message(data: bytes, key: str) -> Message | None:
+def decode_message(data: bytes, key: str) -> Heartbeat | None:
     """What `encode_message` made with this key; None for anything else."""
     digest, body = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
     if not hmac.compare_digest(digest, _digest(body, key)):
         return None
     found = json.loads(body)
-    return Message(found["from"], Told(*found["told"]) if found["told"] else None, found["bye"], found["about"])
+    return Heartbeat(found["from"], JobEnd(*found["told"]) if found["told"] else None, found["bye"], found["about"])
 
 
 def _digest(body: bytes, key: str) -> bytes:
@@ -77,7 +77,7 @@ def _digest(body: bytes, key: str) -> bytes:
 class Heartbeats:
     """Who was heard when. Pure: the caller brings the time."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: HostWatch) -> None:
         self._watch = watch
         self._heard_s: dict[int, float] = {}
         self._sent_s = float("-inf")
@@ -94,14 +94,14 @@ class Heartbeats:
         self._sent_s = now_s
         return True
 
-    def heard(self, message: Message, now_s: float) -> None:
+    def heard(self, message: Heartbeat, now_s: float) -> None:
         """A sign of life; none is expected after a bye."""
         if message.bye:
             self._heard_s.pop(message.member, None)
         else:
             self._heard_s[message.member] = now_s
 
-    def lost(self, now_s: float) -> Told | None:
+    def lost(self, now_s: float) -> JobEnd | None:
         """Who was heard and fell silent, the longest silent first."""
         member = min(self._heard_s, key=self._heard_s.__getitem__, default=None)
         if member is None or now_s - self._heard_s[member] <= self._watch.lost_after_s:
@@ -111,17 +111,17 @@ class Heartbeats:
         who = f"host {name}" if name else "the host of `ds run`"
         here = "" if self._watch.member == LAUNCHER else f" on host {self._watch.names[self._watch.member]}"
         silent = f"{self._watch.lost_after_s:g} s"
-        return Told(name, f"{who} was lost: nothing heard from it for {silent}{here} (--host-timeout)", 1)
+        return JobEnd(name, f"{who} was lost: nothing heard from it for {silent}{here} (--host-timeout)", 1)
 
 
-class Line:
+class HeartbeatSocket:
     """The socket of one keeper.
 
     Raises:
         OSError: the port is in use, or the centre's name means nothing here.
     """
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: HostWatch) -> None:
         self.beats, self._watch = Heartbeats(watch), watch
         self._centre: tuple[object, ...]
         family, _, _, _, self._centre = socket.getaddrinfo(watch.address, watch.port, type=socket.SOCK_DGRAM)[0]
@@ -134,9 +134,9 @@ class Line:
     def speak(self, now_s: float) -> None:
         """Send a sign of life when it is time."""
         if self.beats.due(now_s):
-            self._send(Message(self._watch.member, about=self._watch.about), {CENTRE: self._centre})
+            self._send(Heartbeat(self._watch.member, about=self._watch.about), {CENTRE: self._centre})
 
-    def listen(self, now_s: float) -> list[Message]:
+    def listen(self, now_s: float) -> list[Heartbeat]:
         """Take what came; return those that tell something."""
         told = []
         with contextlib.suppress(BlockingIOError):
@@ -152,28 +152,28 @@ class Line:
                 if self._watch.member == CENTRE:
                     self._members[message.member] = sender
                     if message.told is None and not message.bye:
-                        self._send(Message(CENTRE), {message.member: sender})
+                        self._send(Heartbeat(CENTRE), {message.member: sender})
                 if (unlike := _unlike(self._watch, message)) is not None:
-                    message = Message(message.member, unlike)
+                    message = Heartbeat(message.member, unlike)
                 if message.told is not None:
                     told.append(message)
         return told
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: Heartbeat) -> None:
         """Say something last: to the centre, or as the centre to all."""
         for _ in range(_REPEATS):
             self._send(message, self._members if self._watch.member == CENTRE else {CENTRE: self._centre})
 
-    def _send(self, message: Message, to: Mapping[int, tuple[object, ...]]) -> None:
+    def _send(self, message: Heartbeat, to: Mapping[int, tuple[object, ...]]) -> None:
         data = encode_message(message, self._watch.key)
         for address in to.values():
             with contextlib.suppress(OSError):  # no network just now: that is what silence is for
                 self.socket.sendto(data, address)
 
 
-def _unlike(watch: Watch, message: Message) -> Told | None:
+def _unlike(watch: HostWatch, message: Heartbeat) -> JobEnd | None:
     """Other versions on a host than on node 0: said before ranks wait for each other, or agree on what they do not share."""
     if watch.member != CENTRE or not (watch.about and message.about) or message.about == watch.about:
         return None
     host, first = watch.names[message.member], watch.names[CENTRE]
-    return Told(host, f"host {host} has {message.about}; host {first} has {watch.about}: install the same on both", 1)
+    return JobEnd(host, f"host {host} has {message.about}; host {first} has {watch.about}: install the same on both", 1)

@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ds_config.errors import ConfigError
-from ds_launcher.backends import BACKENDS, Job
+from ds_launcher.backends import BACKENDS, LaunchJob
 from ds_launcher.cpu_binding import parse_ranges, share_cores
 from ds_launcher.devices import Devices, restrict
 from ds_launcher.heartbeat import LAUNCHER
 from ds_launcher.inventory import Host, Inventory, decode, from_slurm, limit, select, slurm_gpus
 from ds_launcher.launch_options import RunOptions, node_options, parse_nnodes
-from ds_launcher.launch_plan import Launch, Process, Watch
+from ds_launcher.launch_plan import LaunchPlan, Process, HostWatch
 from ds_launcher.rank_env import World, node_rank_from, omp_threads, rank_env
 
-__all__ = ["MANY_HOSTS_PORT", "SECRET", "Facts", "is_elastic", "make_launch", "remote_hosts", "world_of"]
+__all__ = ["MANY_HOSTS_PORT", "SECRET", "HostFacts", "is_elastic", "make_launch", "remote_hosts", "world_of"]
 
 MANY_HOSTS_PORT = 29500
 SECRET = "DS_JOB_SECRET"  # what ds-comm's watchdogs and rendezvous show each other
@@ -25,7 +25,7 @@ _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class HostFacts:
     """What is true here.
 
     Attributes:
@@ -58,7 +58,7 @@ def is_elastic(options: RunOptions) -> bool:
     return low != high or options.max_restarts > 0 or bool(options.rdzv_endpoint)
 
 
-def make_launch(options: RunOptions, facts: Facts) -> Launch:
+def make_launch(options: RunOptions, facts: HostFacts) -> LaunchPlan:
     """Decide everything.
 
     Raises:
@@ -80,20 +80,20 @@ def make_launch(options: RunOptions, facts: Facts) -> Launch:
         key = facts.env.get(SECRET) or options.run_id or f"{address}:{facts.port}"
         watch = _watch(options, inventory, node_rank, (address, facts.port, key))
         watch = watch and replace(watch, about=facts.about)
-    return Launch(processes, options.grace, options.stop_on_eof, watch)
+    return LaunchPlan(processes, options.grace, options.stop_on_eof, watch)
 
 
-def _watch(options: RunOptions, hosts: Inventory, member: int, centre: tuple[str, int, str]) -> Watch | None:
+def _watch(options: RunOptions, hosts: Inventory, member: int, centre: tuple[str, int, str]) -> HostWatch | None:
     """How the hosts notice each other's end; a host that is alone has nobody to notice."""
     if not options.host_timeout or (len(hosts) == 1 and not options.world_info and member != LAUNCHER):
         return None
-    return Watch(member, tuple(host.name for host in hosts), *centre, options.host_timeout)
+    return HostWatch(member, tuple(host.name for host in hosts), *centre, options.host_timeout)
 
 
 # -- this host
 
 
-def _local(options: RunOptions, facts: Facts) -> tuple[Process, ...]:
+def _local(options: RunOptions, facts: HostFacts) -> tuple[Process, ...]:
     inventory, node_rank = world_of(options, facts)
     host = inventory[node_rank]
     world = World(
@@ -115,7 +115,7 @@ def _local(options: RunOptions, facts: Facts) -> tuple[Process, ...]:
     return tuple(replace(process, cores=own) for process, own in zip(made, cores, strict=True))
 
 
-def _cores(options: RunOptions, facts: Facts, ranks: int) -> tuple[tuple[int, ...], ...]:
+def _cores(options: RunOptions, facts: HostFacts, ranks: int) -> tuple[tuple[int, ...], ...]:
     """The cores of each rank of this host; empty where none are bound."""
     if not (options.bind_cores or options.core_list):
         return ((),) * ranks
@@ -135,12 +135,12 @@ def _cores(options: RunOptions, facts: Facts, ranks: int) -> tuple[tuple[int, ..
     return share_cores(listed, ranks)
 
 
-def _secret(facts: Facts) -> dict[str, str]:
+def _secret(facts: HostFacts) -> dict[str, str]:
     """For ranks that this launch starts, all of them: nodes that are started by hand, each alone, cannot agree on one."""
     return {SECRET: facts.secret} if facts.secret and SECRET not in facts.env else {}
 
 
-def _rank(options: RunOptions, facts: Facts, world: World, local: tuple[int, Mapping[str, str]]) -> Process:
+def _rank(options: RunOptions, facts: HostFacts, world: World, local: tuple[int, Mapping[str, str]]) -> Process:
     local_rank, shared = local
     rank = world.first_rank + local_rank
     return Process(
@@ -165,7 +165,7 @@ def _command(options: RunOptions, python: str) -> tuple[str, ...]:
     return (*sourced, *command) if options.venv_script else command
 
 
-def world_of(options: RunOptions, facts: Facts) -> tuple[Inventory, int]:
+def world_of(options: RunOptions, facts: HostFacts) -> tuple[Inventory, int]:
     """All hosts of a job of fixed size with their slots, and which one this is.
 
     Raises:
@@ -198,7 +198,7 @@ def world_of(options: RunOptions, facts: Facts) -> tuple[Inventory, int]:
     return inventory, node_rank
 
 
-def _local_slots(options: RunOptions, facts: Facts) -> int:
+def _local_slots(options: RunOptions, facts: HostFacts) -> int:
     if options.nproc > 0:
         return options.nproc
     # Where `ds run` itself has no devices (a login or batch node), Slurm says what the nodes of the allocation have.
@@ -212,7 +212,7 @@ def _narrowed(options: RunOptions, inventory: Inventory) -> Inventory:
     return limit(inventory, low, options.nproc)
 
 
-def _slots_matter(options: RunOptions, facts: Facts) -> bool:
+def _slots_matter(options: RunOptions, facts: HostFacts) -> bool:
     return bool(options.world_info or options.include or options.exclude or facts.hosts is not None)
 
 
@@ -224,7 +224,7 @@ def _restricted(devices: Devices, host: Host) -> dict[str, str]:
 # -- other hosts
 
 
-def remote_hosts(options: RunOptions, facts: Facts) -> Inventory:
+def remote_hosts(options: RunOptions, facts: HostFacts) -> Inventory:
     """The hosts that are started from here; empty when the job runs on this host, or this is one node of it."""
     if options.no_ssh or options.world_info:
         return ()
@@ -238,12 +238,12 @@ def remote_hosts(options: RunOptions, facts: Facts) -> Inventory:
     return inventory if options.force_multi or not local else ()
 
 
-def _remote_job(options: RunOptions, facts: Facts, inventory: Inventory) -> Job:
+def _remote_job(options: RunOptions, facts: HostFacts, inventory: Inventory) -> LaunchJob:
     addr = options.master_addr or inventory[0].name
     exports = {name: value for name, value in (facts.exports or {}).items() if name != SECRET}
     if options.launcher != "pdsh":  # which can carry none
         exports |= {SECRET: facts.env[SECRET]} if SECRET in facts.env else _secret(facts)
-    return Job(
+    return LaunchJob(
         inventory,
         facts.python,
         facts.cwd,
@@ -259,7 +259,7 @@ def _remote_job(options: RunOptions, facts: Facts, inventory: Inventory) -> Job:
 # -- hosts that come and go
 
 
-def _elastic(options: RunOptions, facts: Facts) -> Process:
+def _elastic(options: RunOptions, facts: HostFacts) -> Process:
     low, high = parse_nnodes(options.nnodes)
     nproc = _local_slots(options, facts)
     if high > 1 and not options.rdzv_endpoint:

@@ -22,15 +22,15 @@ from collections.abc import Callable
 from enum import Enum
 
 from ds_launcher.failures import Ending, closing_lines, exit_status, explain, first_failure
-from ds_launcher.child import HANDLED, Child, Stream, start_child
+from ds_launcher.child import HANDLED, Child, OutputStream, start_child
 from ds_launcher.forked import BecomeRank, Forks, become
-from ds_launcher.heartbeat import CENTRE, Line, Message, Told
+from ds_launcher.heartbeat import CENTRE, HeartbeatSocket, Heartbeat, JobEnd
 from ds_launcher.link import receive_launch
 from ds_launcher.output import Screen
-from ds_launcher.launch_plan import Launch
+from ds_launcher.launch_plan import LaunchPlan
 from ds_launcher.procfs import Proc, adopt_orphans, descendants, kill_descendants, send
 
-__all__ = ["Keeper", "main"]
+__all__ = ["LaunchSupervisor", "main"]
 
 _LEAST_SETTLE_S, _SETTLE_S = 0.1, 3.0
 _LEAVE_S = 2.0
@@ -40,7 +40,7 @@ _TICK_S = 0.02
 _CANNOT_START = 127
 
 
-class _State(Enum):
+class _LaunchState(Enum):
     """In this order, never back; some are left out."""
 
     RUNNING = "nobody failed, nobody asked us to stop"
@@ -50,7 +50,7 @@ class _State(Enum):
     KILLING = "whoever is left is killed"
 
 
-class Keeper:
+class LaunchSupervisor:
     """Runs one launch to its end.
 
     Args:
@@ -59,16 +59,16 @@ class Keeper:
         screen: where output goes; not started yet.
     """
 
-    def __init__(self, launch: Launch, control: socket.socket, screen: Screen) -> None:
+    def __init__(self, launch: LaunchPlan, control: socket.socket, screen: Screen) -> None:
         self._launch, self._control, self._screen = launch, control, screen
         self._children: list[Child] = []
         self._selector = selectors.DefaultSelector()
         self._open_streams = 0
-        self._state, self._began_s = _State.RUNNING, time.monotonic()
+        self._state, self._began_s = _LaunchState.RUNNING, time.monotonic()
         self._signal = 0  # the first one that asked us to stop
         self._status: int | None = None  # decided without any rank's ending
         self._caught = _caught_signals()
-        self._told: Told | None = None  # why the job ends, by the host that knew first
+        self._told: JobEnd | None = None  # why the job ends, by the host that knew first
         self._line = _line(launch, self._say)
         self._adopts = False  # whether orphans become our children; then nobody can be missed
 
@@ -127,7 +127,7 @@ class Keeper:
             time.sleep(_TICK_S)  # nobody reads us: let the ranks wait too, but keep watching
         return bool(events)
 
-    def _on_output(self, stream: Stream) -> None:
+    def _on_output(self, stream: OutputStream) -> None:
         if self._screen.full:
             return
         pipe = stream.pipe
@@ -145,7 +145,7 @@ class Keeper:
             self._on_signal(number)
         if not data:
             self._selector.unregister(self._control)
-            if self._state in (_State.RUNNING, _State.SETTLING):
+            if self._state in (_LaunchState.RUNNING, _LaunchState.SETTLING):
                 self._on_signal(signal.SIGTERM)
 
     def _on_own_signal(self) -> None:
@@ -170,55 +170,55 @@ class Keeper:
             if (told := self._line.beats.lost(now_s)) is not None:
                 self._on_told(told)
 
-    def _on_told(self, told: Told, *, last: bool = False) -> None:
+    def _on_told(self, told: JobEnd, *, last: bool = False) -> None:
         """Another host failed or was lost: so does the job, here too. The last word says how the job ended: mpirun may not."""
-        if last and self._told is None and self._state is _State.STOPPING:
+        if last and self._told is None and self._state is _LaunchState.STOPPING:
             self._told = told
-        if self._told is None and self._state in (_State.RUNNING, _State.SETTLING) and self._first() is None:
+        if self._told is None and self._state in (_LaunchState.RUNNING, _LaunchState.SETTLING) and self._first() is None:
             self._told = told
             self._stop(signal.SIGTERM)
 
     def _on_signal(self, number: int) -> None:
         self._signal = self._signal or number
-        if self._state in (_State.RUNNING, _State.SETTLING):
+        if self._state in (_LaunchState.RUNNING, _LaunchState.SETTLING):
             self._stop(number)
         else:
-            self._enter(_State.KILLING)  # asked again: no more waiting
+            self._enter(_LaunchState.KILLING)  # asked again: no more waiting
 
     def _on_exit(self, child: Child) -> None:
         if child.pidfd is not None:
             self._selector.unregister(child.pidfd)
         child.reap()
-        if child.code != 0 and self._state is _State.RUNNING:
-            self._enter(_State.SETTLING)
+        if child.code != 0 and self._state is _LaunchState.RUNNING:
+            self._enter(_LaunchState.SETTLING)
 
     # -- the way to the end
 
-    def _enter(self, state: _State) -> None:
+    def _enter(self, state: _LaunchState) -> None:
         if state is not self._state:
             self._state, self._began_s = state, time.monotonic()
 
     def _advance(self) -> None:
         since_s = time.monotonic() - self._began_s
         running = self._running()
-        if self._state is _State.RUNNING and not running:
+        if self._state is _LaunchState.RUNNING and not running:
             self._leave()
-        elif self._state is _State.SETTLING:
+        elif self._state is _LaunchState.SETTLING:
             failing = [
                 child for child in running if child.traceback_s and child.traceback_s > self._began_s - _SETTLE_S
             ]
             if not running or since_s > (_SETTLE_S if failing else _LEAST_SETTLE_S):
                 self._stop(signal.SIGTERM)
-        elif (self._state is _State.STOPPING and (not running or since_s > self._launch.grace_s)) or (
-            self._state is _State.LEAVING and (not self._others() or since_s > min(_LEAVE_S, self._launch.grace_s))
+        elif (self._state is _LaunchState.STOPPING and (not running or since_s > self._launch.grace_s)) or (
+            self._state is _LaunchState.LEAVING and (not self._others() or since_s > min(_LEAVE_S, self._launch.grace_s))
         ):
-            self._enter(_State.KILLING)
-        if self._state is _State.KILLING:
+            self._enter(_LaunchState.KILLING)
+        if self._state is _LaunchState.KILLING:
             self._kill()
 
     def _stop(self, number: int) -> None:
         """Ask every process to end."""
-        self._enter(_State.STOPPING)
+        self._enter(_LaunchState.STOPPING)
         self._tell_others()
         for child in self._running():
             child.asked = True
@@ -235,22 +235,22 @@ class Keeper:
         told = self._told
         if told is None and first is not None and here:
             name = self._children[first.index].process.name
-            told = Told(here, f"{name} on host {here} failed first ({explain(first.code)})", exit_status(first.code))
+            told = JobEnd(here, f"{name} on host {here} failed first ({explain(first.code)})", exit_status(first.code))
         if told is None and self._signal:
             where = f"on host {here}" if here else "where `ds run` was started"
-            told = Told("", f"stopped by {signal.Signals(self._signal).name} {where}", 128 + self._signal)
+            told = JobEnd("", f"stopped by {signal.Signals(self._signal).name} {where}", 128 + self._signal)
         if told is not None:
-            self._line.tell(Message(watch.member, told))
+            self._line.tell(Heartbeat(watch.member, told))
 
     def _part(self, status: int) -> None:
         watch = self._launch.watch
         if self._line is not None and watch is not None and (status == 0 or watch.member == CENTRE):
-            told = Told("", f"the ranks on host {watch.names[CENTRE]} ended with {status}", status) if status else None
-            self._line.tell(Message(watch.member, told, bye=True))
+            told = JobEnd("", f"the ranks on host {watch.names[CENTRE]} ended with {status}", status) if status else None
+            self._line.tell(Heartbeat(watch.member, told, bye=True))
 
     def _leave(self) -> None:
         """All ended well: a clean job leaves nothing running either."""
-        self._enter(_State.LEAVING)
+        self._enter(_LaunchState.LEAVING)
         left = self._others()
         if left:
             self._say(f"all ranks ended; stopping what they left running: process {_ids(left)}")
@@ -290,10 +290,10 @@ class Keeper:
     def _patience_s(self) -> float:
         watched = all(child.pidfd is not None for child in self._children)
         long_s = 1.0 if self._line is None else min(1.0, self._line.beats.period_s)
-        return long_s if self._state is _State.RUNNING and watched and self._running() else _TICK_S
+        return long_s if self._state is _LaunchState.RUNNING and watched and self._running() else _TICK_S
 
     def _finished(self) -> bool:
-        if self._state is not _State.KILLING:
+        if self._state is not _LaunchState.KILLING:
             return False
         left = [child.popen.pid for child in self._running()] + [proc.pid for proc in self._others()]
         if left and time.monotonic() - self._began_s < _KILL_S:
@@ -346,9 +346,9 @@ class Keeper:
         self._screen.line("err", b"ds run: ", text.encode(errors="replace"))
 
 
-def _line(launch: Launch, say: Callable[[str], None]) -> Line | None:
+def _line(launch: LaunchPlan, say: Callable[[str], None]) -> HeartbeatSocket | None:
     try:
-        return Line(launch.watch) if launch.watch is not None else None
+        return HeartbeatSocket(launch.watch) if launch.watch is not None else None
     except socket.gaierror:  # a name that only ssh's settings know; ranks that need it say so themselves
         return None
     except OSError as error:
@@ -382,7 +382,7 @@ def main(argv: list[str]) -> int:
         return 128 + signal.SIGTERM
     screen = Screen({"out": sys.stdout.buffer, "err": sys.stderr.buffer})
     try:
-        status = Keeper(launch, control, screen).run()
+        status = LaunchSupervisor(launch, control, screen).run()
     except BecomeRank as rank:  # in a fork
         process = rank.process
     except BaseException:

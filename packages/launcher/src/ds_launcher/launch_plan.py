@@ -14,7 +14,7 @@ from typing import Any
 
 from ds_launcher.exports import is_secret
 
-__all__ = ["Launch", "Process", "Watch", "describe", "from_json", "to_json", "without_secrets"]
+__all__ = ["LaunchPlan", "Process", "HostWatch", "describe", "from_json", "to_json", "without_secrets"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class HostWatch:
     """How the hosts of a job watch each other; see `ds_launcher.heartbeat`.
 
     Attributes:
@@ -73,7 +73,7 @@ class Watch:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class LaunchPlan:
     """All processes of a job on this host.
 
     Attributes:
@@ -85,15 +85,15 @@ class Launch:
     processes: tuple[Process, ...]
     grace_s: float = 5.0
     stop_on_eof: bool = False
-    watch: Watch | None = None
+    watch: HostWatch | None = None
 
 
-def to_json(launch: Launch) -> str:
+def to_json(launch: LaunchPlan) -> str:
     """Text that `from_json` reads back."""
     return json.dumps(asdict(launch))
 
 
-def from_json(text: str) -> Launch:
+def from_json(text: str) -> LaunchPlan:
     """The launch that `to_json` wrote."""
     raw = json.loads(text)
     processes = tuple(
@@ -101,11 +101,11 @@ def from_json(text: str) -> Launch:
         for process in raw.pop("processes")
     )
     if watch := raw.pop("watch"):
-        watch = Watch(**{**watch, "names": tuple(watch["names"])})
-    return Launch(processes, **raw, watch=watch)
+        watch = HostWatch(**{**watch, "names": tuple(watch["names"])})
+    return LaunchPlan(processes, **raw, watch=watch)
 
 
-def without_secrets(launch: Launch) -> dict[str, Any]:
+def without_secrets(launch: LaunchPlan) -> dict[str, Any]:
     """The launch as plain values for people's eyes: those of secrets are `...`."""
     plain = asdict(launch)
     for process in plain["processes"]:
@@ -120,7 +120,7 @@ def _shown(env: Mapping[str, str]) -> dict[str, str]:
     return {key: "..." if is_secret(key) else value for key, value in env.items()}
 
 
-def describe(launch: Launch) -> str:
+def describe(launch: LaunchPlan) -> str:
     """One paragraph per process: its name and a line that a shell would take."""
     lines = []
     for process in launch.processes:

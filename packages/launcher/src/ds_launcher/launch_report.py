@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, distributions, entry_points
 from typing import Any
 
-from ds_config.report_tables import GROUP, Check, Report, Table, Verdict
+from ds_config.report_tables import GROUP, Check, PackageReport, TextTable, ReportLevel
 from ds_launcher.backends import BACKENDS
 from ds_launcher.devices import KINDS, find_devices
 from ds_launcher.exports import ALLOWED
@@ -30,30 +30,30 @@ _SHOWN = (
     "SLURM_JOB_ID",
     *(k.variable for k in KINDS),
 )
-_GRAVITY = tuple(Verdict)
+_GRAVITY = tuple(ReportLevel)
 
 
-def gather(quick: bool = False) -> Report:
+def gather(quick: bool = False) -> PackageReport:
     """Every part, of the packages in the order of their names."""
     points = sorted(entry_points(group=GROUP), key=lambda point: point.name)
     return merged(_part(point, quick) for point in points)
 
 
-def _part(point: EntryPoint, quick: bool) -> Report:
+def _part(point: EntryPoint, quick: bool) -> PackageReport:
     try:
-        part: Report = point.load()(quick)
+        part: PackageReport = point.load()(quick)
     except Exception as error:
         package = point.dist.name if point.dist is not None else point.value
         fix = f"pip install --force-reinstall --no-deps {package}"
         found = f"its part of the report failed: {type(error).__name__}: {error}"
-        return Report((Check("report", package, Verdict.BROKEN, found, fix),))
+        return PackageReport((Check("report", package, ReportLevel.BROKEN, found, fix),))
     return part
 
 
-def merged(parts: Iterable[Report]) -> Report:
+def merged(parts: Iterable[PackageReport]) -> PackageReport:
     """One report. What two packages tell of the same thing is told once, by the graver verdict; the first of equals."""
     checks: dict[tuple[str, str], Check] = {}
-    tables: list[Table] = []
+    tables: list[TextTable] = []
     data: dict[str, Any] = {}
     for part in parts:
         for check in part.checks:
@@ -63,22 +63,22 @@ def merged(parts: Iterable[Report]) -> Report:
         tables += part.tables
         data |= part.data
     order = list(dict.fromkeys(section for section, _ in checks))
-    return Report(tuple(sorted(checks.values(), key=lambda check: order.index(check.section))), tuple(tables), data)
+    return PackageReport(tuple(sorted(checks.values(), key=lambda check: order.index(check.section))), tuple(tables), data)
 
 
-def as_dict(report: Report) -> dict[str, Any]:
+def as_dict(report: PackageReport) -> dict[str, Any]:
     """Plain values for JSON."""
     checks = [
         {"section": c.section, "name": c.name, "verdict": c.verdict.value, "found": c.found, "fix": c.fix}
         for c in report.checks
     ]
-    return {"ok": all(c.verdict is not Verdict.BROKEN for c in report.checks), "checks": checks, **report.data}
+    return {"ok": all(c.verdict is not ReportLevel.BROKEN for c in report.checks), "checks": checks, **report.data}
 
 
 # -- our own part
 
 
-def environment(quick: bool = False) -> Report:
+def environment(quick: bool = False) -> PackageReport:
     """What is installed and visible here. Imports nothing of what it reports on. Variables that may hold secrets are not shown."""
     del quick  # it is quick
     data = _facts()
@@ -92,7 +92,7 @@ def environment(quick: bool = False) -> Report:
         *(("tools", name, found) for name, found in data["tools"].items()),
         *(("settings", name, found) for name, found in data["variables"].items()),
     ]
-    return Report(tuple(Check(section, name, Verdict.INFO, found) for section, name, found in checks), data=data)
+    return PackageReport(tuple(Check(section, name, ReportLevel.INFO, found) for section, name, found in checks), data=data)
 
 
 def _facts() -> dict[str, dict[str, Any]]:
@@ -121,13 +121,13 @@ def _plain() -> tuple[str, ...]:
     return tuple(prefix for prefix in ALLOWED if prefix not in ("DS_", "MLFLOW"))
 
 
-def torch_here() -> Report:
+def torch_here() -> PackageReport:
     """What torch says of itself when it is imported into this process: its build and devices."""
     told = _torch()
     broken = "import" in told
-    verdict = Verdict.BROKEN if broken else Verdict.INFO
+    verdict = ReportLevel.BROKEN if broken else ReportLevel.INFO
     fix = "pip install --force-reinstall torch" if broken else ""
-    return Report(
+    return PackageReport(
         tuple(Check("torch", name, verdict, str(value), fix) for name, value in told.items()), data={"torch": told}
     )
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import socket
 
-from ds_launcher.launch_plan import Launch, from_json, to_json
+from ds_launcher.launch_plan import LaunchPlan, from_json, to_json
 
 __all__ = ["receive_launch", "send_launch"]
 
 
-def send_launch(control: socket.socket, launch: Launch) -> None:
+def send_launch(control: socket.socket, launch: LaunchPlan) -> None:
     """Write the launch, after its length in 8 bytes."""
     data = os.fsencode(to_json(launch))
     control.sendall(len(data).to_bytes(8, "big") + data)
 
 
-def receive_launch(control: socket.socket) -> Launch:
+def receive_launch(control: socket.socket) -> LaunchPlan:
     """Read what `send_launch` wrote.
 
     Raises:

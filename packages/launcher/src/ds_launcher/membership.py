@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["AGAIN", "DONE", "LEFT", "Line", "Pulse", "Round", "Store", "WatchedRendezvous"]
+__all__ = ["AGAIN", "DONE", "LEFT", "HostBeats", "Pulse", "Round", "Store", "WatchedRendezvous"]
 
 _PARTS, _LEAST_PERIOD_S = 5, 0.2
 _WORD = 10**12  # beats are fewer
@@ -82,7 +82,7 @@ class Pulse:
         return [f"host {self._names[number]} was lost: {after}; the others go on without it" for number in silent]
 
 
-class Line:
+class HostBeats:
     """The beats of this host in one round, from threads of its own: any call to a store may take as long as a network is down.
 
     Args:
@@ -163,9 +163,9 @@ class WatchedRendezvous:
         line: makes the `Line` of a round; None: nobody is watched.
     """
 
-    def __init__(self, inner: Any, backend: str, line: Callable[[Round], Line | None]) -> None:
+    def __init__(self, inner: Any, backend: str, line: Callable[[Round], HostBeats | None]) -> None:
         self._inner, self._backend, self._make_line = inner, backend, line
-        self._line: Line | None = None
+        self._line: HostBeats | None = None
         self._broken = False  # a host was lost before the round had begun
 
     def __getattr__(self, name: str) -> Any:

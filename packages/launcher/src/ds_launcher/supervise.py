@@ -13,7 +13,7 @@ from types import FrameType
 from ds_launcher.failures import exit_status, explain
 from ds_launcher.child import HANDLED
 from ds_launcher.link import send_launch
-from ds_launcher.launch_plan import Launch
+from ds_launcher.launch_plan import LaunchPlan
 from ds_launcher.procfs import adopt_orphans, kill_descendants
 
 __all__ = ["supervise"]
@@ -26,7 +26,7 @@ class _Link:
         self._control = control
         self._early: list[int] | None = []
 
-    def start(self, launch: Launch) -> None:
+    def start(self, launch: LaunchPlan) -> None:
         """Send the launch and what waited."""
         with contextlib.suppress(BrokenPipeError):  # the keeper was killed already; its exit code says so
             send_launch(self._control, launch)
@@ -42,7 +42,7 @@ class _Link:
             self._control.send(bytes([number]))
 
 
-def supervise(launch: Launch) -> int:
+def supervise(launch: LaunchPlan) -> int:
     """Run the launch to its end; return the exit status for the shell. Signals are handled meanwhile; main thread only."""
     adopt_orphans()
     ours, theirs = socket.socketpair()
@@ -64,7 +64,7 @@ def supervise(launch: Launch) -> int:
     return exit_status(code)
 
 
-def _blank(launch: Launch) -> str:
+def _blank(launch: LaunchPlan) -> str:
     """Room in the keeper's command line for those of ranks that are its forks."""
     longest = max((sum(len(word) + 1 for word in p.argv) for p in launch.processes if p.fork), default=0)
     return " " * min(longest, 32_000)

@@ -11,23 +11,23 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ds_comm import Assignment, Family, Mesh, all_gather_json, all_reduce, assign, assignment_of, world_group
+from ds_comm import ParamSharding, ReductionGroup, Mesh, all_gather_json, all_reduce, set_param_sharding, param_sharding, world_group
 from ds_comm.ddp import leave_out
 from ds_moe.experts import Experts
 from ds_moe.moe_layer import MOELayer
-from ds_moe.expert_groups import Places, alone, make_places
+from ds_moe.expert_groups import ExpertGroups, alone, make_places
 
-__all__ = ["Placed", "place"]
+__all__ = ["ExpertPlacement", "place_experts"]
 
 _NUMBER = re.compile(r"(experts\.deepspeed_experts\.)\d+\.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placed:
+class ExpertPlacement:
     """What `place` made."""
 
     layers: dict[str, MOELayer]
-    places: tuple[Places, ...]
+    places: tuple[ExpertGroups, ...]
 
     def close(self) -> None:
         """End the groups that were made; layers whose experts are on several ranks cannot run any more. Collective."""
@@ -37,7 +37,7 @@ class Placed:
             places.close()
 
 
-def place(model: nn.Module, mesh: Mesh | None = None, *, data_first: bool = False) -> Placed:
+def place_experts(model: nn.Module, mesh: Mesh | None = None, *, data_first: bool = False) -> ExpertPlacement:
     """Give every MoE layer of `model` its ranks, and tell what its experts are to ds-zero and to checkpoints.
 
     Parameters get their family (which ranks hold them and sum their gradients) and the name of the logical tensor: of
@@ -73,38 +73,38 @@ def place(model: nn.Module, mesh: Mesh | None = None, *, data_first: bool = Fals
         layer.places = places
         _settle(layer, places, name)
     _leave_out_of_ddp(model, {name: layers[name] for name in apart})
-    return Placed(dict(layers), tuple(made.values()))
+    return ExpertPlacement(dict(layers), tuple(made.values()))
 
 
 def _leave_out_of_ddp(model: nn.Module, apart: dict[str, MOELayer]) -> None:
     own = {id(t) for layer in apart.values() for t in [*layer.experts.parameters(), *layer.experts.buffers()]}
     reduce: dict[str, Callable[[Tensor], Tensor]] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        family = assignment_of(tensor).family
+        family = param_sharding(tensor).family
         if id(tensor) in own and family is not None:
             reduce[name] = partial(_averaged, family)
     if reduce:
         leave_out(model, reduce)
 
 
-def _averaged(family: Family, grad: Tensor) -> Tensor:
+def _averaged(family: ReductionGroup, grad: Tensor) -> Tensor:
     """The gradient of the mean loss of all ranks. Collective over the family."""
     total = grad.clone(memory_format=torch.contiguous_format)
     all_reduce(total, group=family.group, unit="moe.gradients")
     return total.div_(family.divisor)
 
 
-def _settle(layer: MOELayer, places: Places, name: str) -> None:
+def _settle(layer: MOELayer, places: ExpertGroups, name: str) -> None:
     """Say of the experts of `layer` who holds them and what they are called; parts that tensor parallelism made stay parts."""
     first, many = places.local(layer.num_experts).start, world_group().size > 1
     experts = cast(Experts, layer.experts).deepspeed_experts
-    if places.tensor.size > 1 and any(assignment_of(param).box is not None for param in experts.parameters()):
+    if places.tensor.size > 1 and any(param_sharding(param).box is not None for param in experts.parameters()):
         # A part of an expert is of use only if its peers see the same rows, and their sums wait for each other.
         layer.how = replace(layer.how, split=False, compare=True)
-    families: dict[int, Family] = {}
+    families: dict[int, ReductionGroup] = {}
     for number, expert in enumerate(experts):
         for rest, param in [*expert.named_parameters(), *expert.named_buffers()]:
-            was = assignment_of(param)
+            was = param_sharding(param)
             full = was.name or f"{name}.experts.deepspeed_experts.0.{rest}".lstrip(".")
             full = _NUMBER.sub(lambda found, at=first + number: f"{found[1]}{at}.", full)  # type: ignore[misc]
             if layer.how.split:
@@ -112,10 +112,10 @@ def _settle(layer: MOELayer, places: Places, name: str) -> None:
             else:
                 copies = places.tensor.size if was.family is None else was.family.copies
                 family = families.setdefault(copies, _whole_rows(places, copies))
-            assign(param, Assignment(family if many else None, full, was.shape, was.box))
+            set_param_sharding(param, ParamSharding(family if many else None, full, was.shape, was.box))
 
 
-def _whole_rows(places: Places, copies: int) -> Family:
+def _whole_rows(places: ExpertGroups, copies: int) -> ReductionGroup:
     """The family of what sees all rows of its tensor-parallel ranks, `copies` of which hold the same."""
     title = f"{places.family.name}-tensor" + (f"-{copies}" if copies > 1 else "")
-    return Family(title, places.data, places.family.divisor, copies=copies)
+    return ReductionGroup(title, places.data, places.family.divisor, copies=copies)

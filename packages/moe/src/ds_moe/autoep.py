@@ -14,23 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_comm import Assignment, Mesh, assign, assignment_of, broadcast
+from ds_comm import ParamSharding, Mesh, set_param_sharding, param_sharding, broadcast
 from ds_config.errors import UnsupportedConfigError
 from ds_moe.config import ExpertParallelConfig
 from ds_moe.packed_block import HeldBlock
 from ds_moe.module_list_block import ListedBlock
 from ds_moe.packed_experts import PackedExperts, gather_experts
-from ds_moe.expert_groups import Places, alone, make_places
-from ds_moe.detect import Found, recognise
+from ds_moe.expert_groups import ExpertGroups, alone, make_places
+from ds_moe.detect import MoEBlock, recognise
 from ds_moe.selection import weigh
 
-__all__ = ["Cut", "cut_experts"]
+__all__ = ["ExpertParallelModel", "apply_expert_parallel"]
 
 Layer = PackedExperts | ListedBlock
 
 
 @dataclass(slots=True, eq=False)
-class Cut:
+class ExpertParallelModel:
     """What `cut_experts` made.
 
     Attributes:
@@ -40,8 +40,8 @@ class Cut:
 
     model: nn.Module
     layers: dict[str, Layer]
-    found: tuple[Found, ...]
-    places: Places
+    found: tuple[MoEBlock, ...]
+    places: ExpertGroups
     _hooks: list[Any] = field(default_factory=list)
     _blocks: dict[str, nn.Module] = field(default_factory=dict)
 
@@ -60,14 +60,14 @@ class Cut:
         self.layers, self._hooks, self._blocks = {}, [], {}
 
 
-def cut_experts(
+def apply_expert_parallel(
     model: nn.Module,
     section: ExpertParallelConfig,
     mesh: Mesh | None = None,
     *,
     data_first: bool = False,
     required: bool = True,
-) -> Cut:
+) -> ExpertParallelModel:
     """Replace the blocks with experts of `model` by ones that have this rank's experts only.
 
     Args:
@@ -96,7 +96,7 @@ def cut_experts(
     )
     for one in found:
         places.local(one.experts)
-    cut = Cut(model, {}, (), places)
+    cut = ExpertParallelModel(model, {}, (), places)
     for one, module in ready:
         _put(model, one.name, module)
         layer: Layer
@@ -117,7 +117,7 @@ def cut_experts(
     return cut
 
 
-def _ready(model: nn.Module, one: Found) -> Layer | HeldBlock:
+def _ready(model: nn.Module, one: MoEBlock) -> Layer | HeldBlock:
     module = model.get_submodule(one.name)
     if one.parts is None or one.rule is None:
         return PackedExperts(module, one.experts)
@@ -131,7 +131,7 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
     model.get_submodule(parent).register_module(child, module)
 
 
-def _replayed(layer: PackedExperts, one: Found) -> Callable[..., Any]:
+def _replayed(layer: PackedExperts, one: MoEBlock) -> Callable[..., Any]:
     """A hook on the family's own router: while a tape runs, its choices are the tape's, weighed by the current scores."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
@@ -150,12 +150,12 @@ def _replayed(layer: PackedExperts, one: Found) -> Callable[..., Any]:
     return hook
 
 
-def _whole(layer: Layer, places: Places) -> nn.Module:
+def _whole(layer: Layer, places: ExpertGroups) -> nn.Module:
     """The module that was replaced, with the values of all experts."""
     original: nn.Module = layer.original[0]
     for param in layer.parameters():  # whole again: of no family, and no part
-        if assignment_of(param).family is not None:
-            assign(param, Assignment(None, assignment_of(param).name))
+        if param_sharding(param).family is not None:
+            set_param_sharding(param, ParamSharding(None, param_sharding(param).name))
     if isinstance(layer, PackedExperts):
         for param in layer.parameters(recurse=False):
             param.data = gather_experts(param, places)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ds_moe.router_output import wide
 
-__all__ = ["balance_bias", "balance_loss", "entropy", "z_loss"]
+__all__ = ["update_expert_bias", "load_balancing_loss", "entropy", "z_loss"]
 
 
-def balance_loss(scores: Tensor, chosen: Tensor, k: int = 1) -> Tensor:
+def load_balancing_loss(scores: Tensor, chosen: Tensor, k: int = 1) -> Tensor:
     """E / k * sum over e of me[e] * ce[e]: k tokens' worth of 1 when all is even (Shazeer 2017; Lepikhin 2020, algorithm 1).
 
     Args:
@@ -31,7 +31,7 @@ def z_loss(logits: Tensor) -> Tensor:
     return torch.logsumexp(wide(logits), -1).square().mean()
 
 
-def balance_bias(bias: Tensor, counts: Tensor, rate: float) -> None:
+def update_expert_bias(bias: Tensor, counts: Tensor, rate: float) -> None:
     """bias[e] += rate * sign(mean load - load of e), in place (Wang et al. 2024, algorithm 1).
 
     Args:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ds_config import Dead, StrictModel, Unbuilt
+from ds_config import NoEffect, StrictModel, Unsupported
 
 __all__ = ["ExpertParallelConfig"]
 
@@ -30,15 +30,15 @@ class ExpertParallelConfig(StrictModel):
     moe_layer_pattern: str | None = Field(default=None, description="Regular expression: names of the MoE blocks.")
     expert_pattern: Attribute | None = Field(default=None, description="The experts' name in a block.")
     router_pattern: Attribute | None = Field(default=None, description="The router's name in a block.")
-    use_grouped_mm: Annotated[bool, Dead("ds_ops.grouped_matmul chooses by device and dtype")] = True
-    disable_triton_grouped_mm: Annotated[bool, Dead("there are no Triton kernels")] = False
+    use_grouped_mm: Annotated[bool, NoEffect("ds_ops.grouped_matmul chooses by device and dtype")] = True
+    disable_triton_grouped_mm: Annotated[bool, NoEffect("there are no Triton kernels")] = False
     route_norm: bool | None = Field(default=None, description=f"Divide weights by their sum. {_CHECKED}")
     route_scale: float = Field(default=1.0, description=f"Weights times this. {_CHECKED}")
     score_apply: Literal["auto", "pre", "post"] = Field(
         default="auto", description='Weigh what goes into experts ("pre") or what comes out of them.'
     )
     combine_impl: Annotated[
-        Literal["auto", "weighted_sum", "legacy_bmm"], Dead("there is one combine: a weighted sum in fp32")
+        Literal["auto", "weighted_sum", "legacy_bmm"], NoEffect("there is one combine: a weighted sum in fp32")
     ] = "auto"
     num_expert_groups: Positive | None = Field(default=None, description=f"Groups of experts. {_CHECKED}")
     num_limited_groups: Positive | None = Field(
@@ -50,16 +50,16 @@ class ExpertParallelConfig(StrictModel):
     top_k: Positive | Literal["auto"] = Field(default="auto", description=f"Experts a token. {_CHECKED}")
     load_balance_coeff: Annotated[
         float | None,
-        Unbuilt(
+        Unsupported(
             "null, or omit the key: a model's own auxiliary loss stays as it is; an expert_bias that training moves is not supported by this key but by ds_moe.balance_bias"
         ),
     ] = None
     routed_scaling_factor: float | Literal["auto"] = Field(
         default="auto", description=f"Another name of route_scale. {_CHECKED}"
     )
-    expert_w1: Annotated[Attribute | None, Unbuilt(_FOUND)] = None
-    expert_w2: Annotated[Attribute | None, Unbuilt(_FOUND)] = None
-    expert_w3: Annotated[Attribute | None, Unbuilt(_FOUND)] = None
+    expert_w1: Annotated[Attribute | None, Unsupported(_FOUND)] = None
+    expert_w2: Annotated[Attribute | None, Unsupported(_FOUND)] = None
+    expert_w3: Annotated[Attribute | None, Unsupported(_FOUND)] = None
     num_experts_attr: Attribute | None = Field(default=None, description="In the model's config: number of experts.")
     top_k_attr: Attribute | None = Field(default=None, description="In the model's config: experts a token.")
     has_shared_experts: bool | None = Field(default=None, description="Whether a block has experts for all tokens.")

@@ -11,19 +11,19 @@ from torch import nn
 
 from ds_config.errors import PlanError
 from ds_moe.config import ExpertParallelConfig
-from ds_moe.moe_families import FAMILIES, Family, family_of
+from ds_moe.moe_families import FAMILIES, MoEFamily, family_of
 from ds_moe.packed_block import held_experts
-from ds_moe.module_list_block import Parts
-from ds_moe.selection import Selection
+from ds_moe.module_list_block import BlockParts
+from ds_moe.selection import RouterOptions
 
-__all__ = ["Found", "recognise"]
+__all__ = ["MoEBlock", "recognise"]
 
 _ROUTERS = ("gate", "router")
 _SHARED = ("shared_expert", "shared_experts")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class MoEBlock:
     """One block.
 
     Attributes:
@@ -37,13 +37,13 @@ class Found:
 
     name: str
     experts: int
-    family: Family | None
-    rule: Selection | None
+    family: MoEFamily | None
+    rule: RouterOptions | None
     router: str
-    parts: Parts | None = None
+    parts: BlockParts | None = None
 
 
-def recognise(model: nn.Module, section: ExpertParallelConfig, *, required: bool = True) -> tuple[Found, ...]:
+def recognise(model: nn.Module, section: ExpertParallelConfig, *, required: bool = True) -> tuple[MoEBlock, ...]:
     """The blocks of `model`.
 
     Args:
@@ -58,7 +58,7 @@ def recognise(model: nn.Module, section: ExpertParallelConfig, *, required: bool
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     family = _family(section, config)
     pattern = re.compile(section.moe_layer_pattern) if section.moe_layer_pattern else None
-    found: list[Found] = []
+    found: list[MoEBlock] = []
     for name, block in model.named_modules():
         if pattern is not None and not pattern.search(name):
             continue
@@ -81,7 +81,7 @@ def recognise(model: nn.Module, section: ExpertParallelConfig, *, required: bool
     return tuple(_complete(one, family, rule) for one in found)
 
 
-def _family(section: ExpertParallelConfig, config: Any) -> Family | None:
+def _family(section: ExpertParallelConfig, config: Any) -> MoEFamily | None:
     if section.preset_model is None:
         return family_of(config)
     if section.preset_model not in FAMILIES:
@@ -93,7 +93,7 @@ def _family(section: ExpertParallelConfig, config: Any) -> Family | None:
     return FAMILIES[section.preset_model]
 
 
-def _look(name: str, block: nn.Module, section: ExpertParallelConfig) -> Found | None:
+def _look(name: str, block: nn.Module, section: ExpertParallelConfig) -> MoEBlock | None:
     """What `block` is, by its parts; None if it is no block of experts."""
     children = dict(block.named_children())
     experts = children.get(section.expert_pattern or "experts")
@@ -115,19 +115,19 @@ def _look(name: str, block: nn.Module, section: ExpertParallelConfig) -> Found |
                 code="moe-model",
                 fix="Name shared experts and their gate in expert_parallel, or leave this block out of moe_layer_pattern.",
             )
-        parts = Parts(router, section.expert_pattern or "experts", shared, gate)
-        return Found(name, len(experts), None, None, router, parts)
+        parts = BlockParts(router, section.expert_pattern or "experts", shared, gate)
+        return MoEBlock(name, len(experts), None, None, router, parts)
     held = held_experts(experts, children[router])
     others = [
         c for c in children if c not in (router, section.expert_pattern or "experts") and list(children[c].parameters())
     ]
     if held and not others:
-        return Found(name, held, None, None, router, Parts(router, section.expert_pattern or "experts"))
+        return MoEBlock(name, held, None, None, router, BlockParts(router, section.expert_pattern or "experts"))
     packed = [p for p in experts.parameters(recurse=False) if p.dim() == 3]
     if not packed or not hasattr(experts, "has_gate"):
         return None
     count = packed[0].shape[0]
-    return Found(
+    return MoEBlock(
         f"{name}.{section.expert_pattern or 'experts'}".lstrip("."), count, None, None, f"{name}.{router}".lstrip(".")
     )
 
@@ -136,7 +136,7 @@ def _names(given: str | None, usual: tuple[str, ...]) -> Iterator[str]:
     yield from ((given,) if given is not None else usual)
 
 
-def _complete(found: Found, family: Family | None, rule: Selection | None) -> Found:
+def _complete(found: MoEBlock, family: MoEFamily | None, rule: RouterOptions | None) -> MoEBlock:
     if found.parts is not None and rule is None:
         raise PlanError(
             f"{found.name}: a block with a list of experts, or their weights alone, of a family that is not known; how does its router choose?",
@@ -146,7 +146,7 @@ def _complete(found: Found, family: Family | None, rule: Selection | None) -> Fo
     return replace(found, family=family, rule=rule)
 
 
-def _rule(section: ExpertParallelConfig, family: Family | None, config: Any, experts: int) -> Selection | None:
+def _rule(section: ExpertParallelConfig, family: MoEFamily | None, config: Any, experts: int) -> RouterOptions | None:
     """The router's rule: the family's, which the section must not contradict; else what the section says."""
     said: dict[str, Any] = {}
     if section.top_k != "auto":
@@ -168,7 +168,7 @@ def _rule(section: ExpertParallelConfig, family: Family | None, config: Any, exp
     if family is None:
         if wrong:
             raise _disagree(wrong)
-        return Selection(**said) if "k" in said else None
+        return RouterOptions(**said) if "k" in said else None
     rule = family.selection(config)
     wrong += [
         f"{key} = {value}, and the router of {family.name} has {getattr(rule, key)}"

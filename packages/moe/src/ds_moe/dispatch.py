@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 
 from ds_comm import Group, all_to_all_single, differentiable
-from ds_moe.expert_groups import Places
+from ds_moe.expert_groups import ExpertGroups
 from ds_moe.shm_dispatch import check_alike, pull_home, pull_rows, pull_tokens, way_of
-from ds_moe.router_output import Routed
-from ds_ops.moe_routing import Permutation, permute, sort_slots, unpermute
+from ds_moe.router_output import RouterOutput
+from ds_ops.moe_routing import RowPermutation, permute, sort_slots, unpermute
 
-__all__ = ["Compute", "Exchange", "Rows", "exchange_of", "through_experts"]
+__all__ = ["Compute", "TokenExchange", "DispatchRows", "exchange_of", "through_experts"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class DispatchRows:
     """Which rows are whose.
 
     Attributes:
@@ -48,12 +48,12 @@ class Rows:
 class Compute(Protocol):
     """The experts of this rank."""
 
-    def __call__(self, x: Tensor, rows: Rows) -> Tensor:
+    def __call__(self, x: Tensor, rows: DispatchRows) -> Tensor:
         """y[r] = expert of row r (x[r]). Rows past the last end may become anything finite."""
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class TokenExchange:
     """Who sends how many rows to whom, from the place of one rank. Pure numbers.
 
     Attributes:
@@ -71,7 +71,7 @@ class Exchange:
     bounds: tuple[int, ...]
 
 
-def exchange_of(mine: Sequence[int], theirs: Sequence[Sequence[int]]) -> Exchange:
+def exchange_of(mine: Sequence[int], theirs: Sequence[Sequence[int]]) -> TokenExchange:
     """The exchange of a rank.
 
     Args:
@@ -85,7 +85,7 @@ def exchange_of(mine: Sequence[int], theirs: Sequence[Sequence[int]]) -> Exchang
     for total in totals:
         end += total
         bounds.append(end)
-    return Exchange(
+    return TokenExchange(
         send=tuple(sum(mine[r * local : (r + 1) * local]) for r in range(ranks)),
         receive=tuple(sum(row) for row in theirs),
         chunks=tuple(count for row in theirs for count in row),
@@ -95,7 +95,7 @@ def exchange_of(mine: Sequence[int], theirs: Sequence[Sequence[int]]) -> Exchang
 
 
 def through_experts(
-    x: Tensor, routed: Routed, compute: Compute, places: Places, *, weigh_first: bool = False
+    x: Tensor, routed: RouterOutput, compute: Compute, places: ExpertGroups, *, weigh_first: bool = False
 ) -> Tensor:
     """Each token's experts' outputs, weighted and summed in fp32.
 
@@ -118,21 +118,21 @@ def through_experts(
             x, weights = _weighed(permute(x, choices), choices, routed)
         way = way_of(x, choices, places.expert, places.windows, is_sorted=weigh_first)
         arrived = pull_rows(x, way) if weigh_first else pull_tokens(x, way)
-        return pull_home(compute(arrived, Rows(way.ends())), weights, way)
+        return pull_home(compute(arrived, DispatchRows(way.ends())), weights, way)
     rows = permute(x, choices)
     if weigh_first:
         rows, weights = _weighed(rows, choices, routed)
     if places.expert.size == 1:
-        out = compute(rows, Rows(choices.ends))
+        out = compute(rows, DispatchRows(choices.ends))
     else:
         out = _elsewhere(rows, choices.ends, compute, places.expert)
     return unpermute(out, choices, weights)
 
 
-def _weighed(rows: Tensor, choices: Permutation, routed: Routed) -> tuple[Tensor, Tensor]:
+def _weighed(rows: Tensor, choices: RowPermutation, routed: RouterOutput) -> tuple[Tensor, Tensor]:
     """Rows times their weights, and what then remains to be weighed with."""
     weights = routed.weights
-    rows = rows * _Slots.apply(weights, choices.slots, choices.rows)[:, None].to(rows.dtype)
+    rows = rows * _ChoiceRows.apply(weights, choices.slots, choices.rows)[:, None].to(rows.dtype)
     return rows, torch.ones_like(weights) if routed.kept is None else routed.kept.to(weights.dtype)
 
 
@@ -152,7 +152,7 @@ def _elsewhere(rows: Tensor, ends: Tensor, compute: Compute, group: Group) -> Te
     arrived = differentiable.all_to_all_rows(kept, group, plan.send, plan.receive, unit="moe dispatch")
     in_order = reorder(arrived, plan.chunks, plan.order)
     bounds = torch.tensor(plan.bounds, dtype=torch.int64).to(rows.device, non_blocking=True)
-    out = compute(in_order, Rows(bounds, plan.bounds))
+    out = compute(in_order, DispatchRows(bounds, plan.bounds))
     back = reorder(out, [plan.chunks[i] for i in plan.order], _inverse(plan.order))
     home = differentiable.all_to_all_rows(back, group, plan.receive, plan.send, unit="moe combine")
     if sent == rows.shape[0]:
@@ -187,7 +187,7 @@ class _Reorder(torch.autograd.Function):
         return reorder(grads[0], there, _inverse(ctx.order)), None, None
 
 
-class _Slots(torch.autograd.Function):
+class _ChoiceRows(torch.autograd.Function):
     """Values of choices [T, k] in the order of rows; the gradient goes back by the inverse order."""
 
     @staticmethod

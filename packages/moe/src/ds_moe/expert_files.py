@@ -17,17 +17,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ds_comm import assignment_of
+from ds_comm import param_sharding
 from ds_config.errors import CheckpointError
-from ds_moe.autoep import Cut
-from ds_moe.moe_families import Family
+from ds_moe.autoep import ExpertParallelModel
+from ds_moe.moe_families import MoEFamily
 from ds_moe.packed_experts import PackedExperts, gather_experts
-from ds_moe.detect import Found
+from ds_moe.detect import MoEBlock
 
-__all__ = ["load_experts", "whole_state"]
+__all__ = ["load_experts", "full_state"]
 
 
-def load_experts(cut: Cut, path: str | os.PathLike[str]) -> tuple[str, ...]:
+def load_experts(cut: ExpertParallelModel, path: str | os.PathLike[str]) -> tuple[str, ...]:
     """Fill the experts of a model that was cut; before ZeRO. Also of a model on the meta device: experts get memory here.
 
     Args:
@@ -40,14 +40,14 @@ def load_experts(cut: Cut, path: str | os.PathLike[str]) -> tuple[str, ...]:
     """
     used: list[str] = []
     with ExitStack() as stack:
-        files = _Files(Path(path), stack)
+        files = _ExpertFiles(Path(path), stack)
         for one in cut.found:
             layer = cut.layers[one.name]
             for name, param in layer.named_parameters():
                 if isinstance(layer, PackedExperts) and "." not in name:
                     value, names = _packed(files, one, name, param)
                 elif one.parts is not None and name.startswith(f"{one.parts.experts}."):
-                    full = assignment_of(param).name or f"{one.name}.{name}"
+                    full = param_sharding(param).name or f"{one.name}.{name}"
                     value, names = files.part(full, None), [full]
                 else:
                     continue
@@ -62,7 +62,7 @@ def load_experts(cut: Cut, path: str | os.PathLike[str]) -> tuple[str, ...]:
     return tuple(used)
 
 
-def whole_state(cut: Cut, *, listed: bool = False) -> Iterator[tuple[str, Tensor]]:
+def full_state(cut: ExpertParallelModel, *, listed: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Names and values of the whole model, all experts included, on every rank; one layer at a time. Collective.
 
     Args:
@@ -89,9 +89,9 @@ def whole_state(cut: Cut, *, listed: bool = False) -> Iterator[tuple[str, Tensor
             yield from _listed(one, key, whole, files) if files else [(name, whole)]
 
 
-def _everyones(cut: Cut, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _everyones(cut: ExpertParallelModel, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     """An expert of a list: this rank's and its peers' in the expert group, each under its number among all."""
-    mine = assignment_of(value).name or name
+    mine = param_sharding(value).name or name
     before, number, after = _numbered(name, mine)
     group = cut.places.expert
     layer = next(layer for at, layer in cut.layers.items() if name.startswith(f"{at}."))
@@ -110,9 +110,9 @@ def _numbered(name: str, logical: str) -> tuple[str, int, str]:
     return ".".join(parts[:at]) + ".", int(parts[at]), "." + ".".join(parts[at + 1 :])
 
 
-def _packed(files: _Files, one: Found, name: str, param: Tensor) -> tuple[Tensor, list[str]]:
+def _packed(files: _ExpertFiles, one: MoEBlock, name: str, param: Tensor) -> tuple[Tensor, list[str]]:
     """This rank's part of one packed weight, from a packed or a listed file."""
-    box = assignment_of(param).box
+    box = param_sharding(param).box
     first = 0 if box is None else box.offset[0]
     full = f"{one.name}.{name}"
     if files.has(full):
@@ -128,7 +128,7 @@ def _packed(files: _Files, one: Found, name: str, param: Tensor) -> tuple[Tensor
     return torch.stack(matrices), names
 
 
-def _listed(one: Found, key: str, whole: Tensor, files: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+def _listed(one: MoEBlock, key: str, whole: Tensor, files: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
     stem = _in_files(one.name, one.family)
     for number, matrix in enumerate(whole):
         if key == "gate_up_proj":
@@ -139,14 +139,14 @@ def _listed(one: Found, key: str, whole: Tensor, files: tuple[str, ...]) -> Iter
             yield f"{stem}.{number}.{files[1 if key == 'up_proj' else 2]}", matrix.contiguous()
 
 
-def _in_files(name: str, family: Family | None) -> str:
+def _in_files(name: str, family: MoEFamily | None) -> str:
     if family is None or family.block_in_files is None:
         return name
     memory, files = family.block_in_files
     return name.replace(f".{memory}.", f".{files}.")
 
 
-class _Files:
+class _ExpertFiles:
     """Tensors of a folder of safetensors, opened when they are needed."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ds_comm import Family, Group, Mesh, MeshSpec, drop_group, new_group, single_group, world_group
+from ds_comm import ReductionGroup, Group, Mesh, MeshSpec, destroy_group, new_group, self_group, world_group
 from ds_config.errors import PlanError
 from ds_moe.shm_dispatch import Windows
 
-__all__ = ["Places", "Ranks", "make_places", "place_ranks"]
+__all__ = ["ExpertGroups", "ExpertRanks", "make_places", "place_ranks"]
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class ExpertRanks:
     """The groups of `place_ranks`: lists of ranks of the world, each group in order."""
 
     expert: tuple[tuple[int, ...], ...]
@@ -28,7 +28,7 @@ class Ranks:
     tensor: tuple[tuple[int, ...], ...]
 
 
-def place_ranks(spec: MeshSpec, ep_size: int, *, data_first: bool = False) -> Ranks:
+def place_ranks(spec: MeshSpec, ep_size: int, *, data_first: bool = False) -> ExpertRanks:
     """Cut the ranks of a mesh into expert groups. Pure arithmetic.
 
     Args:
@@ -57,11 +57,11 @@ def place_ranks(spec: MeshSpec, ep_size: int, *, data_first: bool = False) -> Ra
     tensor = spec.groups("tensor")
     peers = {rank: group for group in tensor for rank in group}
     holders = {tuple(sorted(r for rank in group for r in peers[rank])) for group in data}
-    return Ranks(tuple(expert), tuple(data), tuple(sorted(holders)), tuple(tensor))
+    return ExpertRanks(tuple(expert), tuple(data), tuple(sorted(holders)), tuple(tensor))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Places:
+class ExpertGroups:
     """This rank's groups.
 
     Attributes:
@@ -81,9 +81,9 @@ class Places:
     windows: Windows = field(default_factory=Windows)
 
     @property
-    def family(self) -> Family:
+    def family(self) -> ReductionGroup:
         """What ds-zero needs to know of the experts."""
-        return Family(f"expert{self.expert.size}", self.holders, self.expert.size * self.data.size)
+        return ReductionGroup(f"expert{self.expert.size}", self.holders, self.expert.size * self.data.size)
 
     def local(self, experts: int) -> range:
         """The experts of this rank.
@@ -104,16 +104,16 @@ class Places:
         """End the groups that were made for this. Collective over them."""
         self.windows.close()
         for group in self.made:
-            drop_group(group)
+            destroy_group(group)
 
 
-def alone() -> Places:
+def alone() -> ExpertGroups:
     """One rank, all experts."""
-    one = single_group("expert", world_group().global_rank)
-    return Places(one, one, one, one)
+    one = self_group("expert", world_group().global_rank)
+    return ExpertGroups(one, one, one, one)
 
 
-def make_places(ep_size: int, mesh: Mesh | None = None, *, data_first: bool = False) -> Places:
+def make_places(ep_size: int, mesh: Mesh | None = None, *, data_first: bool = False) -> ExpertGroups:
     """Make this rank's groups. Collective over the world; groups that the mesh has are used.
 
     Args:
@@ -142,4 +142,4 @@ def make_places(ep_size: int, mesh: Mesh | None = None, *, data_first: bool = Fa
     expert, data = own("expert", ranks.expert), own("data", ranks.data)
     holders, tensor = own("holders", ranks.holders), own("tensor", ranks.tensor)
     mine = tuple(g for g in made.values() if g is not None and g.size > 1 and g.ranks != world.ranks)
-    return Places(expert, data, holders, tensor, made=mine)
+    return ExpertGroups(expert, data, holders, tensor, made=mine)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ds_moe.dispatch import Rows
+from ds_moe.dispatch import DispatchRows
 
 __all__ = ["Experts", "each"]
 
@@ -33,12 +33,12 @@ class Experts(nn.Module):
             param.allreduce = False  # type: ignore[attr-defined]
             param.group_name = expert_group_name  # type: ignore[attr-defined]
 
-    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+    def forward(self, x: Tensor, rows: DispatchRows) -> Tensor:
         """y[r] = expert of row r (x[r]); zeros for rows of no expert."""
         return each(self.deepspeed_experts, x, rows)
 
 
-def each(experts: Iterable[nn.Module], x: Tensor, rows: Rows) -> Tensor:
+def each(experts: Iterable[nn.Module], x: Tensor, rows: DispatchRows) -> Tensor:
     """y[r] = expert of row r (x[r]) for modules; zeros for rows of no expert."""
     bounds = rows.on_host()
     sizes = [end - start for start, end in zip((0, *bounds), bounds, strict=False)]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ds_comm import GroupLike, ReduceOp, all_reduce, as_group
-from ds_moe.balancing_losses import balance_loss
-from ds_moe.noise import Stream, gumbel
-from ds_moe.router_output import Routed, bad_routing, capacity_of, positions, probabilities
+from ds_moe.balancing_losses import load_balancing_loss
+from ds_moe.noise import NoiseStream, gumbel
+from ds_moe.router_output import RouterOutput, bad_routing, capacity_of, positions, probabilities
 
 __all__ = ["GateRule", "Noise", "gate", "top1gating", "top2gating", "topkgating"]
 
@@ -57,8 +57,8 @@ class GateRule:
 
 
 def gate(
-    logits: Tensor, rule: GateRule, stream: Stream, used_token: Tensor | None = None, *, experts: Tensor | None = None
-) -> Routed:
+    logits: Tensor, rule: GateRule, stream: NoiseStream, used_token: Tensor | None = None, *, experts: Tensor | None = None
+) -> RouterOutput:
     """Route tokens by the rule.
 
     Args:
@@ -90,7 +90,7 @@ def gate(
         kept = (used_token != 0)[:, None]
         counted = counted * kept
         asking = experts.masked_fill(~kept, count)
-    loss = balance_loss(scores, counted, 1 if rule.k == 2 else rule.k)
+    loss = load_balancing_loss(scores, counted, 1 if rule.k == 2 else rule.k)
     counts = _counts(asking, count)
     if rule.drop_tokens:
         capacity = capacity_of(tokens, count, rule.capacity_factor * rule.k, rule.min_capacity)
@@ -101,10 +101,10 @@ def gate(
         weights = weights.masked_fill(~kept, 0.0)
     if rule.k > 1:
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
-    return Routed(experts, weights, counts, loss, scores.detach(), kept, capacity)
+    return RouterOutput(experts, weights, counts, loss, scores.detach(), kept, capacity)
 
 
-def _choose(logits: Tensor, scores: Tensor, rule: GateRule, stream: Stream) -> Tensor:
+def _choose(logits: Tensor, scores: Tensor, rule: GateRule, stream: NoiseStream) -> Tensor:
     """int64 [T, k]. Of equal ones the lowest expert."""
     if rule.k == 1:
         noisy = logits + gumbel(logits.shape, stream, logits.device) if rule.noise == "RSample" else scores
@@ -118,7 +118,7 @@ def _choose(logits: Tensor, scores: Tensor, rule: GateRule, stream: Stream) -> T
     return scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, : rule.k]
 
 
-def _order(experts: Tensor, scores: Tensor, rule: GateRule, stream: Stream) -> Tensor | None:
+def _order(experts: Tensor, scores: Tensor, rule: GateRule, stream: NoiseStream) -> Tensor | None:
     """Who comes first at an expert: choices from first to last, None as they are numbered."""
     if rule.k == 1:
         if not rule.use_rts:
@@ -160,7 +160,7 @@ def top1gating(
     """
     noise: Noise = "RSample" if noisy_gate_policy == "RSample" else None
     rule = GateRule(1, capacity_factor, min_capacity, drop_tokens, use_rts, noise)
-    return _dense(gate(logits, rule, Stream("top1gating"), used_token), rule, ep_group)
+    return _dense(gate(logits, rule, NoiseStream("top1gating"), used_token), rule, ep_group)
 
 
 def top2gating(
@@ -173,7 +173,7 @@ def top2gating(
 ) -> Dense:
     """As `top1gating`, with two choices."""
     rule = GateRule(2, capacity_factor, min_capacity, drop_tokens, second_sampling=top2_2nd_expert_sampling)
-    return _dense(gate(logits, rule, Stream("top2gating")), rule, ep_group)
+    return _dense(gate(logits, rule, NoiseStream("top2gating")), rule, ep_group)
 
 
 def topkgating(
@@ -189,10 +189,10 @@ def topkgating(
     if k < 3:
         raise bad_routing(f"topkgating with k = {k}", "Use top1gating or top2gating, whose losses differ.")
     rule = GateRule(k, capacity_factor, min_capacity, drop_tokens, drop_policy=drop_policy)
-    return _dense(gate(logits, rule, Stream("topkgating")), rule, ep_group)
+    return _dense(gate(logits, rule, NoiseStream("topkgating")), rule, ep_group)
 
 
-def _dense(routed: Routed, rule: GateRule, group: GroupLike) -> Dense:
+def _dense(routed: RouterOutput, rule: GateRule, group: GroupLike) -> Dense:
     tokens, count = routed.scores.shape
     capacity = routed.capacity
     if capacity is None:
@@ -201,7 +201,7 @@ def _dense(routed: Routed, rule: GateRule, group: GroupLike) -> Dense:
             all_reduce(most, ReduceOp.MAX, as_group(group), unit="moe capacity")
         capacity = min(int(most), tokens) if rule.k == 1 else int(most)
     # GShard numbers the places of two choices before it drops any; the others number what is kept.
-    order = _order(routed.experts, routed.scores, rule, Stream("unused")) if rule.k == 2 else None
+    order = _order(routed.experts, routed.scores, rule, NoiseStream("unused")) if rule.k == 2 else None
     gone = torch.zeros_like(routed.experts, dtype=torch.bool) if routed.kept is None else ~routed.kept
     place = positions(routed.experts if rule.k == 2 else routed.experts.masked_fill(gone, count), count, order)
     width = max(capacity, 1)

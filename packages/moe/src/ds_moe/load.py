@@ -11,12 +11,12 @@ from torch import Tensor, nn
 import ds_monitor
 from ds_moe._torch import in_backward
 from ds_moe.balancing_losses import entropy
-from ds_moe.router_output import Routed
+from ds_moe.router_output import RouterOutput
 
-__all__ = ["LayerLoad", "Load", "expert_load", "loads", "report_load"]
+__all__ = ["LayerLoad", "ExpertLoad", "expert_load", "loads", "report_load"]
 
 
-class Load:
+class ExpertLoad:
     """What the forwards of one layer added up to, on this rank. Tensors on the layer's device, which nothing here reads.
 
     Attributes:
@@ -40,7 +40,7 @@ class Load:
             self.counts += counts
             self.dropped += gone
 
-    def note(self, routed: Routed) -> None:
+    def note(self, routed: RouterOutput) -> None:
         """Count what a router said."""
         self.add(routed.counts, None if routed.kept is None else routed.dropped)
 
@@ -66,10 +66,10 @@ class LayerLoad:
     largest: float
 
 
-def loads(model: nn.Module) -> dict[str, Load]:
+def loads(model: nn.Module) -> dict[str, ExpertLoad]:
     """The `Load` of every layer that has one, by the layer's name."""
     found = ((name, getattr(module, "load", None)) for name, module in model.named_modules())
-    return {name: load for name, load in found if isinstance(load, Load)}
+    return {name: load for name, load in found if isinstance(load, ExpertLoad)}
 
 
 def expert_load(model: nn.Module, *, clear: bool = True) -> dict[str, LayerLoad]:

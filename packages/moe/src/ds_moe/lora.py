@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ds_accel import derive_seed
-from ds_comm import Assignment, Box, assign, assignment_of
+from ds_comm import ParamSharding, Box, set_param_sharding, param_sharding
 from ds_config.errors import PlanError
-from ds_moe.dispatch import Rows
+from ds_moe.dispatch import DispatchRows
 from ds_moe.packed_experts import PackedExperts
 from ds_ops.grouped import grouped_matmul
 
@@ -39,7 +39,7 @@ class ExpertLora(nn.Module):
             generator = torch.Generator().manual_seed(derive_seed(seed, name, first + number))
             matrix.copy_(torch.empty(matrix.shape).uniform_(-bound, bound, generator=generator))
 
-    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+    def forward(self, x: Tensor, rows: DispatchRows) -> Tensor:
         """[N, in] to [N, out]."""
         low = grouped_matmul(x, self.lora_A.to(x.dtype), rows.ends, transpose=True)
         return grouped_matmul(low, self.lora_B.to(x.dtype), rows.ends, transpose=True) * self.scale
@@ -69,14 +69,14 @@ def attach_lora(
             base = getattr(layer, target)
             wide = (base.shape[1], base.shape[2]) if layer.transposed else (base.shape[2], base.shape[1])
             extra = ExpertLora((base.shape[0], *wide), rank, alpha / rank).to(base.device)
-            said = assignment_of(base)
+            said = param_sharding(base)
             first = 0 if said.box is None else said.box.offset[0]
             extra.draw(f"{name}.{target}", first, seed)
             layer.lora[target] = extra
             for key, param in extra.named_parameters():
                 whole = (layer.num_experts, *param.shape[1:])
                 box = Box((first, 0, 0), tuple(param.shape))
-                assign(param, Assignment(said.family, f"{name}.lora.{target}.{key}", whole, box))
+                set_param_sharding(param, ParamSharding(said.family, f"{name}.lora.{target}.{key}", whole, box))
                 param.allreduce = False  # type: ignore[attr-defined]
                 param.group_name = getattr(base, "group_name", None)  # type: ignore[attr-defined]
                 made.append(param)

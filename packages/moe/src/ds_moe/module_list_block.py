@@ -8,22 +8,22 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ds_comm import Assignment, assign
+from ds_comm import ParamSharding, set_param_sharding
 from ds_config.errors import PlanError
-from ds_moe.dispatch import Rows
+from ds_moe.dispatch import DispatchRows
 from ds_moe.experts import each
 from ds_moe.moe_layer import RoutingOptions, route_through
-from ds_moe.load import Load
-from ds_moe.expert_groups import Places, alone
+from ds_moe.load import ExpertLoad
+from ds_moe.expert_groups import ExpertGroups, alone
 from ds_moe.router_replay import _Track
 from ds_moe.router_output import wide
-from ds_moe.selection import Selection, select
+from ds_moe.selection import RouterOptions, select_experts
 
-__all__ = ["ListedBlock", "Parts"]
+__all__ = ["ListedBlock", "BlockParts"]
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class BlockParts:
     """Names of what a block consists of.
 
     Attributes:
@@ -49,7 +49,7 @@ class ListedBlock(nn.Module):
         returns_logits: Whether it returns (output, router logits [T, E]), or the output alone.
     """
 
-    def __init__(self, original: nn.Module, parts: Parts, rule: Selection, returns_logits: bool) -> None:
+    def __init__(self, original: nn.Module, parts: BlockParts, rule: RouterOptions, returns_logits: bool) -> None:
         super().__init__()
         self.original, self.parts, self.rule, self.returns_logits = (original,), parts, rule, returns_logits
         for name in (parts.router, parts.experts, parts.shared, parts.shared_gate):
@@ -66,12 +66,12 @@ class ListedBlock(nn.Module):
                 code="moe-model",
                 fix="Name the block's router in expert_parallel.router_pattern.",
             )
-        self.places: Places | None = alone()
+        self.places: ExpertGroups | None = alone()
         self.how = RoutingOptions()
-        self.load = Load()
+        self.load = ExpertLoad()
         self.track: _Track | None = None
 
-    def settle(self, places: Places, name: str) -> None:
+    def settle(self, places: ExpertGroups, name: str) -> None:
         """Keep this rank's experts only. No communication."""
         mine = places.local(self.num_experts)
         everyone = list(self.get_submodule(self.parts.experts).children())
@@ -83,7 +83,7 @@ class ListedBlock(nn.Module):
         family = places.family if places.holders.size * places.expert.size > 1 else None
         for number, expert in zip(mine, experts, strict=True):
             for rest, param in expert.named_parameters():
-                assign(param, Assignment(family, f"{name}.{self.parts.experts}.{number}.{rest}".lstrip(".")))
+                set_param_sharding(param, ParamSharding(family, f"{name}.{self.parts.experts}.{number}.{rest}".lstrip(".")))
                 param.allreduce = False  # type: ignore[attr-defined]
                 param.group_name = f"ep_size_{places.expert.size}"  # type: ignore[attr-defined]
         self.places, self.ep_size = places, places.expert.size
@@ -98,7 +98,7 @@ class ListedBlock(nn.Module):
         logits = nn.functional.linear(wide(x), wide(weight), None if bias is None else wide(bias))
         correction = getattr(router, "e_score_correction_bias", None)
         given = None if self.track is None else self.track.given(x.shape[0])
-        routed = select(logits, self.rule, correction, experts=given)
+        routed = select_experts(logits, self.rule, correction, experts=given)
         if self.track is not None:
             self.track.took(routed.experts)
         self.load.note(routed)
@@ -111,5 +111,5 @@ class ListedBlock(nn.Module):
         out = out.reshape(hidden_states.shape)
         return (out, logits.to(x.dtype)) if self.returns_logits else out
 
-    def _compute(self, x: Tensor, rows: Rows) -> Tensor:
+    def _compute(self, x: Tensor, rows: DispatchRows) -> Tensor:
         return each(self.get_submodule(self.parts.experts).children(), x, rows)

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ds_moe.selection import GroupScore, Score, Selection
+from ds_moe.selection import GroupScore, Score, RouterOptions
 
-__all__ = ["FAMILIES", "Family", "family_of"]
+__all__ = ["FAMILIES", "MoEFamily", "family_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class MoEFamily:
     """One family.
 
     Attributes:
@@ -48,13 +48,13 @@ class Family:
     block_in_files: tuple[str, str] | None = None
     returns_logits: bool = True
 
-    def selection(self, config: Any) -> Selection:
+    def selection(self, config: Any) -> RouterOptions:
         """The router's rule, for a model of this configuration."""
         normalize = getattr(config, self.normalize, False) if isinstance(self.normalize, str) else self.normalize
         limited = self.grouped is not None and getattr(config, "n_group", None) is not None
         if self.grouped_if is not None and getattr(config, "topk_method", None) != self.grouped_if:
             limited = False
-        return Selection(
+        return RouterOptions(
             k=int(getattr(config, self.k_attr)),
             score=self.score,
             normalize=bool(normalize),
@@ -67,20 +67,20 @@ class Family:
 
 
 _MIXTRAL_FILES = ("w1.weight", "w3.weight", "w2.weight")
-_V3 = Family(
+_V3 = MoEFamily(
     "deepseek_v3", "sigmoid", "norm_topk_prob", scaled=True, grouped="top2", epsilon=1e-20, returns_logits=False
 )
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: Mapping[str, MoEFamily] = {
     family.name: family
     for family in (
-        Family("mixtral", files=_MIXTRAL_FILES, block_in_files=("mlp", "block_sparse_moe")),
-        Family("minimax", files=_MIXTRAL_FILES, block_in_files=("mlp", "block_sparse_moe")),
-        Family("qwen2_moe", normalize="norm_topk_prob"),
-        Family("qwen3_moe", normalize="norm_topk_prob"),
-        Family("olmoe", normalize="norm_topk_prob"),
-        Family("flex_olmo", normalize="norm_topk_prob"),
-        Family(
+        MoEFamily("mixtral", files=_MIXTRAL_FILES, block_in_files=("mlp", "block_sparse_moe")),
+        MoEFamily("minimax", files=_MIXTRAL_FILES, block_in_files=("mlp", "block_sparse_moe")),
+        MoEFamily("qwen2_moe", normalize="norm_topk_prob"),
+        MoEFamily("qwen3_moe", normalize="norm_topk_prob"),
+        MoEFamily("olmoe", normalize="norm_topk_prob"),
+        MoEFamily("flex_olmo", normalize="norm_topk_prob"),
+        MoEFamily(
             "deepseek_v2",
             normalize=False,
             scaled=True,
@@ -91,11 +91,11 @@ FAMILIES: Mapping[str, Family] = {
         _V3,
         replace(_V3, name="glm4_moe"),
         replace(_V3, name="dots1"),
-        Family("gpt_oss", score="softmax_of_chosen", normalize=False, files=()),
+        MoEFamily("gpt_oss", score="softmax_of_chosen", normalize=False, files=()),
     )
 }
 
 
-def family_of(config: Any) -> Family | None:
+def family_of(config: Any) -> MoEFamily | None:
     """The family of a model's configuration; None if this table does not have it."""
     return FAMILIES.get(str(getattr(config, "model_type", "")))

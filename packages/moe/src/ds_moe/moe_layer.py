@@ -22,11 +22,11 @@ from ds_config.errors import CommError, PlanError
 from ds_moe.dispatch import Compute, through_experts
 from ds_moe.experts import Experts
 from ds_moe.gates import GateRule, Noise, gate
-from ds_moe.load import Load
-from ds_moe.noise import Stream, jitter
-from ds_moe.expert_groups import Places, alone
+from ds_moe.load import ExpertLoad
+from ds_moe.noise import NoiseStream, jitter
+from ds_moe.expert_groups import ExpertGroups, alone
 from ds_moe.router_replay import _Track
-from ds_moe.router_output import Routed, wide
+from ds_moe.router_output import RouterOutput, wide
 
 __all__ = ["MOELayer", "MoE", "TopKGate", "route_through"]
 
@@ -47,9 +47,9 @@ class TopKGate(nn.Module):
         self._eval_rule = replace(rule, capacity_factor=eval_capacity_factor, noise=None)
         self.track: _Track | None = None
 
-    def forward(self, x: Tensor, used_token: Tensor | None = None) -> Routed:
+    def forward(self, x: Tensor, used_token: Tensor | None = None) -> RouterOutput:
         """Route tokens x [T, n]; `used_token` as in `ds_moe.gate`."""
-        rule, stream = self.rule if self.training else self._eval_rule, Stream(self.name)
+        rule, stream = self.rule if self.training else self._eval_rule, NoiseStream(self.name)
         with torch.autocast(x.device.type, enabled=False):
             x = wide(x)
             if rule.noise == "Jitter":
@@ -77,7 +77,7 @@ class RoutingOptions:
     compare: bool = False
 
 
-def route_through(x: Tensor, routed: Routed, compute: Compute, places: Places, how: RoutingOptions) -> Tensor:
+def route_through(x: Tensor, routed: RouterOutput, compute: Compute, places: ExpertGroups, how: RoutingOptions) -> Tensor:
     """`through_experts`, for ranks that may have the same tokens as their tensor-parallel peers.
 
     Raises:
@@ -102,7 +102,7 @@ def route_through(x: Tensor, routed: Routed, compute: Compute, places: Places, h
     return cast(Tensor, differentiable.gather(out, tensor, 0, sizes, unit="moe tokens"))
 
 
-def _compare(routed: Routed, places: Places) -> None:
+def _compare(routed: RouterOutput, places: ExpertGroups) -> None:
     flat = routed.experts.reshape(-1)
     place = torch.arange(1, flat.numel() + 1, device=flat.device)
     digest = torch.stack((((flat + 1) * place * 0x9E3779B1).sum(), flat.sum(), place.new_tensor(flat.numel())))
@@ -128,9 +128,9 @@ class MOELayer(nn.Module):
         super().__init__()
         self.gate, self.experts = gate_, experts
         self.num_experts, self.ep_size = num_experts, ep_size
-        self.places: Places | None = alone() if ep_size == 1 else None
+        self.places: ExpertGroups | None = alone() if ep_size == 1 else None
         self.how = RoutingOptions()
-        self.load = Load()
+        self.load = ExpertLoad()
         self.l_aux: Tensor | None = None
         self.exp_counts: Tensor | None = None
 

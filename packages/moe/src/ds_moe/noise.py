@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ds_accel import derive_seed
 
-__all__ = ["Stream", "gumbel", "jitter"]
+__all__ = ["NoiseStream", "gumbel", "jitter"]
 
 
-class Stream:
+class NoiseStream:
     """A named source of random numbers.
 
     Args:
@@ -35,13 +35,13 @@ class Stream:
         return torch.rand(shape, generator=generator, device=generator.device).to(device)
 
 
-def jitter(x: Tensor, stream: Stream, epsilon: float = 1e-2) -> Tensor:
+def jitter(x: Tensor, stream: NoiseStream, epsilon: float = 1e-2) -> Tensor:
     """x times numbers from U(1 - epsilon, 1 + epsilon) (Fedus et al. 2021). Float32."""
     x = x.float()
     return x if epsilon == 0 else x * stream.uniform(x.shape, x.device).mul_(2 * epsilon).add_(1 - epsilon)
 
 
-def gumbel(shape: torch.Size | tuple[int, ...], stream: Stream, device: torch.device) -> Tensor:
+def gumbel(shape: torch.Size | tuple[int, ...], stream: NoiseStream, device: torch.device) -> Tensor:
     """Gumbel(0, 1) fp32: -log(-log(u)). An argmax of logits plus these is a draw from their softmax."""
     tiny = torch.finfo(torch.float32).tiny
     waiting = -torch.log(stream.uniform(shape, device).clamp_(min=tiny))

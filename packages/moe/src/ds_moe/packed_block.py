@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ds_config.errors import PlanError
-from ds_moe.module_list_block import Parts
+from ds_moe.module_list_block import BlockParts
 from ds_moe.packed_experts import PackedExperts
 from ds_moe.router_output import wide
-from ds_moe.selection import Selection, select
+from ds_moe.selection import RouterOptions, select_experts
 
 __all__ = ["HeldBlock", "held_experts"]
 
@@ -38,7 +38,7 @@ def held_experts(experts: nn.Module, router: nn.Module) -> int:
     return count if fits else 0
 
 
-class _Held(nn.Module):
+class _PackedExperts(nn.Module):
     """The experts' parameters, with what `PackedExperts` asks of a module of transformers 5."""
 
     has_gate, has_bias, is_transposed = True, False, False
@@ -66,7 +66,7 @@ class HeldBlock(nn.Module):
         PlanError: the block computes something else than its parts and `rule` say ("moe-model").
     """
 
-    def __init__(self, original: nn.Module, parts: Parts, rule: Selection) -> None:
+    def __init__(self, original: nn.Module, parts: BlockParts, rule: RouterOptions) -> None:
         super().__init__()
         self.original, self.parts, self.rule, self.returns_logits = (original,), parts, rule, False
         experts = original.get_submodule(parts.experts)
@@ -74,7 +74,7 @@ class HeldBlock(nn.Module):
         self.add_module(parts.router, original.get_submodule(parts.router))
         count = experts.get_parameter("down_proj").shape[0]
         rule.check(count)
-        self.add_module(parts.experts, PackedExperts(_Held(experts, act_fn), count))
+        self.add_module(parts.experts, PackedExperts(_PackedExperts(experts, act_fn), count))
         self._compare(original)
 
     @property
@@ -88,7 +88,7 @@ class HeldBlock(nn.Module):
         logits = self.get_submodule(self.parts.router)(x)
         track = self.packed.track
         given = None if track is None else track.given(x.shape[0])
-        routed = select(wide(logits), self.rule, experts=given)
+        routed = select_experts(wide(logits), self.rule, experts=given)
         out = self.packed(x, routed.experts, routed.weights).reshape(hidden_states.shape)
         return (out, logits) if self.returns_logits else out
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_comm import Assignment, Box, all_gather, assign, assignment_of
+from ds_comm import ParamSharding, Box, all_gather, set_param_sharding, param_sharding
 from ds_config.errors import PlanError, UnsupportedError
-from ds_moe.dispatch import Rows
+from ds_moe.dispatch import DispatchRows
 from ds_moe.moe_layer import RoutingOptions, route_through
-from ds_moe.load import Load
-from ds_moe.expert_groups import Places, alone
+from ds_moe.load import ExpertLoad
+from ds_moe.expert_groups import ExpertGroups, alone
 from ds_moe.router_replay import _Track
-from ds_moe.router_output import Routed
+from ds_moe.router_output import RouterOutput
 from ds_ops.grouped import grouped_matmul
 
 __all__ = ["PackedExperts"]
@@ -65,9 +65,9 @@ class PackedExperts(nn.Module):
                     fix="Leave this block out of moe_layer_pattern.",
                 )
         self.num_experts, self.ep_size = num_experts, 1
-        self.places: Places | None = alone()
+        self.places: ExpertGroups | None = alone()
         self.how = RoutingOptions()
-        self.load = Load()
+        self.load = ExpertLoad()
         self.track: _Track | None = None
         self.lora: nn.ModuleDict = nn.ModuleDict()
 
@@ -76,7 +76,7 @@ class PackedExperts(nn.Module):
         """Whether weights are [E, in, out]; torch's linears have [out, in]."""
         return bool(self.original[0].is_transposed)
 
-    def settle(self, places: Places, name: str) -> None:
+    def settle(self, places: ExpertGroups, name: str) -> None:
         """Keep this rank's experts only. No communication: every rank has all of them, or none has values yet (meta)."""
         mine = places.local(self.num_experts)
         for key, param in self.named_parameters(recurse=False):
@@ -85,8 +85,8 @@ class PackedExperts(nn.Module):
             part = param.detach()[mine.start : mine.stop]
             param.data = part.clone() if places.expert.size > 1 else part
             family = places.family if places.holders.size * places.expert.size > 1 else None
-            logical = assignment_of(param).name or f"{name}.{key}".lstrip(".")  # a stage knows it by another name
-            assign(param, Assignment(family, logical, whole, box))
+            logical = param_sharding(param).name or f"{name}.{key}".lstrip(".")  # a stage knows it by another name
+            set_param_sharding(param, ParamSharding(family, logical, whole, box))
             param.allreduce = False  # type: ignore[attr-defined]
             param.group_name = f"ep_size_{places.expert.size}"  # type: ignore[attr-defined]
         self.places, self.ep_size = places, places.expert.size
@@ -107,11 +107,11 @@ class PackedExperts(nn.Module):
         counts.scatter_add_(0, experts.reshape(-1), torch.ones_like(experts.reshape(-1)))
         self.load.add(counts)
         none = top_k_weights.new_zeros(())
-        routed = Routed(experts, top_k_weights, counts, none, top_k_weights.detach())
+        routed = RouterOutput(experts, top_k_weights, counts, none, top_k_weights.detach())
         out = route_through(hidden_states, routed, self._compute, self.places, self.how)
         return out.to(hidden_states.dtype)
 
-    def _compute(self, x: Tensor, rows: Rows) -> Tensor:
+    def _compute(self, x: Tensor, rows: DispatchRows) -> Tensor:
         own: Any = self.original[0]
         first = "gate_up_proj" if own.has_gate else "up_proj"
         wanted = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
@@ -121,7 +121,7 @@ class PackedExperts(nn.Module):
         y = self._product("down_proj", y, rows)
         return own.post_expert_norm(y) if getattr(own, "has_post_expert_norm", False) else y
 
-    def _product(self, name: str, x: Tensor, rows: Rows) -> Tensor:
+    def _product(self, name: str, x: Tensor, rows: DispatchRows) -> Tensor:
         own: Any = self.original[0]
         weight, bias = getattr(self, name), getattr(self, f"{name}_bias") if own.has_bias else None
         bias = None if bias is None else bias.to(x.dtype)
@@ -129,7 +129,7 @@ class PackedExperts(nn.Module):
         return y + self.lora[name](x, rows) if name in self.lora else y
 
 
-def gather_experts(param: Tensor, places: Places) -> Tensor:
+def gather_experts(param: Tensor, places: ExpertGroups) -> Tensor:
     """[E, ...] of this rank's [E / ranks, ...]. Collective over the expert group."""
     if places.expert.size == 1:
         return param.detach()

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ds_config.errors import PlanError
 
-__all__ = ["Routed", "bad_routing", "capacity_of", "positions", "probabilities", "wide"]
+__all__ = ["RouterOutput", "bad_routing", "capacity_of", "positions", "probabilities", "wide"]
 
 
 _NARROW = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Routed:
+class RouterOutput:
     """The decision of a router about T tokens.
 
     Attributes:

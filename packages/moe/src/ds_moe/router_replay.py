@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ds_config.errors import PlanError
 from ds_moe._torch import in_backward
 
-__all__ = ["Replayable", "Tape", "record", "replay"]
+__all__ = ["Replayable", "RoutingTrace", "record_routing", "replay_routing"]
 
 
 class _Track:
@@ -61,7 +61,7 @@ class Replayable(Protocol):
     track: _Track | None
 
 
-class Tape:
+class RoutingTrace:
     """Recorded choices: for each router by name, int64 [T, k] of each forward. `choices` may be saved and sent as it is."""
 
     def __init__(self, choices: dict[str, list[Tensor]] | None = None) -> None:
@@ -77,15 +77,15 @@ def _routers(model: nn.Module) -> dict[str, Replayable]:
 
 
 @contextmanager
-def record(model: nn.Module) -> Iterator[Tape]:
+def record_routing(model: nn.Module) -> Iterator[RoutingTrace]:
     """Note the choices of all routers of `model`. Choices on devices stay there."""
-    tape = Tape({name: [] for name in _routers(model)})
+    tape = RoutingTrace({name: [] for name in _routers(model)})
     with _running(model, tape, playing=False):
         yield tape
 
 
 @contextmanager
-def replay(model: nn.Module, tape: Tape) -> Iterator[None]:
+def replay_routing(model: nn.Module, tape: RoutingTrace) -> Iterator[None]:
     """Let all routers of `model` choose what is on the tape.
 
     Raises:
@@ -102,7 +102,7 @@ def replay(model: nn.Module, tape: Tape) -> Iterator[None]:
 
 
 @contextmanager
-def _running(model: nn.Module, tape: Tape, *, playing: bool) -> Iterator[None]:
+def _running(model: nn.Module, tape: RoutingTrace, *, playing: bool) -> Iterator[None]:
     routers = _routers(model)
     if any(router.track is not None for router in routers.values()):
         raise PlanError("a tape is running already", code="moe-replay", fix="End one `with` block before the next.")

@@ -11,16 +11,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ds_moe.router_output import Routed, bad_routing, probabilities, wide
+from ds_moe.router_output import RouterOutput, bad_routing, probabilities, wide
 
-__all__ = ["GroupScore", "Score", "Selection", "select", "weigh"]
+__all__ = ["GroupScore", "Score", "RouterOptions", "select_experts", "weigh"]
 
 Score = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 GroupScore = Literal["max", "top2"]
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class RouterOptions:
     """How experts are chosen and weighed.
 
     Attributes:
@@ -64,7 +64,7 @@ class Selection:
             )
 
 
-def select(logits: Tensor, how: Selection, bias: Tensor | None = None, *, experts: Tensor | None = None) -> Routed:
+def select_experts(logits: Tensor, how: RouterOptions, bias: Tensor | None = None, *, experts: Tensor | None = None) -> RouterOutput:
     """Choose experts by score and bias; weigh them by score alone. Of equal scores the lowest expert is chosen.
 
     Args:
@@ -87,10 +87,10 @@ def select(logits: Tensor, how: Selection, bias: Tensor | None = None, *, expert
     counts = torch.zeros(logits.shape[1], dtype=torch.int64, device=logits.device)
     counts.scatter_add_(0, experts.reshape(-1), torch.ones_like(experts.reshape(-1)))
     zero = scores.new_zeros(())
-    return Routed(experts, weigh(ranked, experts, how), counts, zero, scores.detach())
+    return RouterOutput(experts, weigh(ranked, experts, how), counts, zero, scores.detach())
 
 
-def weigh(scores: Tensor, experts: Tensor, how: Selection) -> Tensor:
+def weigh(scores: Tensor, experts: Tensor, how: RouterOptions) -> Tensor:
     """Weights [T, k] of chosen experts. `scores` are logits if the rule is the softmax of the chosen."""
     weights = scores.gather(-1, experts)
     if how.score == "softmax_of_chosen":
@@ -100,7 +100,7 @@ def weigh(scores: Tensor, experts: Tensor, how: Selection) -> Tensor:
     return weights if how.scale == 1.0 else weights * how.scale
 
 
-def _choose(scores: Tensor, how: Selection, bias: Tensor | None) -> Tensor:
+def _choose(scores: Tensor, how: RouterOptions, bias: Tensor | None) -> Tensor:
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
     if how.limited_groups < how.groups:

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from ds_comm import Group
 from ds_comm.symmetric_arena import arena_refusal
-from ds_comm.shm_window import Window
+from ds_comm.shm_window import ShmWindow
 from ds_config.errors import CommError
-from ds_ops.moe_routing import Permutation, Pulls, pulls_of
+from ds_ops.moe_routing import RowPermutation, Pulls, pulls_of
 from ds_ops.row_ops import gather_rows, gather_sum, row_products, weighed
 
-__all__ = ["Way", "Windows", "check_alike", "pull_home", "pull_rows", "pull_tokens", "way_of"]
+__all__ = ["DispatchPlan", "Windows", "check_alike", "pull_home", "pull_rows", "pull_tokens", "way_of"]
 
 _FEWEST_ROWS = 256
 
@@ -40,7 +40,7 @@ class Windows:
     def __init__(self) -> None:
         self.usable: bool | None = None
         self.rows = _FEWEST_ROWS
-        self._made: dict[tuple[int, torch.dtype], Window] = {}
+        self._made: dict[tuple[int, torch.dtype], ShmWindow] = {}
 
     def ask(self, group: Group) -> bool:
         """Whether the ranks of `group` can share memory. Collective the first time."""
@@ -52,11 +52,11 @@ class Windows:
         """Whether there is such a window: the same on all ranks."""
         return (width, dtype) in self._made
 
-    def of(self, group: Group, width: int, dtype: torch.dtype) -> Window:
+    def of(self, group: Group, width: int, dtype: torch.dtype) -> ShmWindow:
         """The window of that width and dtype. Collective the first time."""
         found = self._made.get((width, dtype))
         if found is None:
-            found = self._made[width, dtype] = Window(group, self.rows, width, dtype)
+            found = self._made[width, dtype] = ShmWindow(group, self.rows, width, dtype)
         return found
 
     def grow(self, rows: int) -> None:
@@ -73,7 +73,7 @@ class Windows:
         self._made.clear()
 
 
-class Way:
+class DispatchPlan:
     """One call of one layer: where each row of this rank's experts is, and where each choice's result is.
 
     Args:
@@ -83,13 +83,13 @@ class Way:
         first: What was published before any gradient: tokens, or rows.
     """
 
-    def __init__(self, group: Group, windows: Windows, choices: Permutation, counts: Tensor, first: Window) -> None:
+    def __init__(self, group: Group, windows: Windows, choices: RowPermutation, counts: Tensor, first: ShmWindow) -> None:
         self.first = first
         self._group, self._windows, self._choices, self._counts = group, windows, choices, counts
         self._made_for = -1
         self._tokens: Tensor | None = None
 
-    def publish(self, x: Tensor, unit: str, beside: Tensor | None = None) -> tuple[Window, Window | None]:
+    def publish(self, x: Tensor, unit: str, beside: Tensor | None = None) -> tuple[ShmWindow, ShmWindow | None]:
         """Write rows, and one number for each row sorted by expert, and let the others take them. Collective."""
         written = self._windows.of(self._group, x.shape[1], x.dtype)
         written.mine[: x.shape[0]].copy_(x)
@@ -106,15 +106,15 @@ class Way:
         """int64 [E / P]: where the rows of each of this rank's experts end."""
         return self._at().ends
 
-    def keep_tokens(self, numbers: Window) -> None:
+    def keep_tokens(self, numbers: ShmWindow) -> None:
         """Published numbers say which token each row is."""
         self._tokens = self.arriving(numbers).view(-1)
 
-    def arriving(self, window: Window) -> Tensor:
+    def arriving(self, window: ShmWindow) -> Tensor:
         """Published rows, which are sorted by expert at home, in the order of this rank's experts."""
         return gather_rows(window.everyone, self._at().inward)
 
-    def of_tokens(self, window: Window) -> Tensor:
+    def of_tokens(self, window: ShmWindow) -> Tensor:
         """Published tokens in that order: each as often as an expert of this rank was chosen for it."""
         at = self._at()
         if self._tokens is None:  # rows were published sorted, so nobody was told
@@ -148,12 +148,12 @@ class Way:
         return self._pulls
 
 
-def _tokens_of(choices: Permutation) -> Tensor:
+def _tokens_of(choices: RowPermutation) -> Tensor:
     """[T * k]: the token of each row."""
     return torch.div(choices.slots, max(1, choices.rows.shape[1]), rounding_mode="floor")
 
 
-def way_of(x: Tensor, choices: Permutation, group: Group, windows: Windows, *, is_sorted: bool) -> Way:
+def way_of(x: Tensor, choices: RowPermutation, group: Group, windows: Windows, *, is_sorted: bool) -> DispatchPlan:
     """Publish rows, and tell all ranks how many each expert gets. Collective; the ranks meet once if the windows have room.
 
     Args:
@@ -184,12 +184,12 @@ def way_of(x: Tensor, choices: Permutation, group: Group, windows: Windows, *, i
     if all(early_ones) and most < windows.rows:
         for _, window in written:
             window.show()
-        way = Way(group, windows, choices, table[:, :experts], written[0][1])
+        way = DispatchPlan(group, windows, choices, table[:, :experts], written[0][1])
         if tokens is not None:
             way.keep_tokens(written[1][1])
         return way
     windows.grow(most + 1)
-    way = Way(group, windows, choices, table[:, :experts], windows.of(group, x.shape[1], x.dtype))
+    way = DispatchPlan(group, windows, choices, table[:, :experts], windows.of(group, x.shape[1], x.dtype))
     _, numbers = way.publish(x, "moe dispatch", tokens)
     if numbers is not None:
         way.keep_tokens(numbers)
@@ -210,19 +210,19 @@ def check_alike(theirs: Sequence[Sequence[int]], mine: Sequence[int], group: Gro
         )
 
 
-def pull_tokens(x: Tensor, way: Way) -> Tensor:
+def pull_tokens(x: Tensor, way: DispatchPlan) -> Tensor:
     """The rows of this rank's experts, of tokens [T, n] on all ranks, which `way_of` published. Its gradient is collective."""
     out: Tensor = _Tokens.apply(x, way)
     return out
 
 
-def pull_rows(rows: Tensor, way: Way) -> Tensor:
+def pull_rows(rows: Tensor, way: DispatchPlan) -> Tensor:
     """The same of rows [T * k, n] that are sorted by expert."""
-    out: Tensor = _Rows.apply(rows, way)
+    out: Tensor = _PulledRows.apply(rows, way)
     return out
 
 
-def pull_home(results: Tensor, weights: Tensor, way: Way) -> Tensor:
+def pull_home(results: Tensor, weights: Tensor, way: DispatchPlan) -> Tensor:
     """Results of this rank's experts to the ranks whose rows they are, weighed and summed there: [T, m].
 
     Args:
@@ -235,7 +235,7 @@ def pull_home(results: Tensor, weights: Tensor, way: Way) -> Tensor:
 
 class _Tokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, way: Way) -> Tensor:
+    def forward(ctx: Any, x: Tensor, way: DispatchPlan) -> Tensor:
         ctx.way = way
         return way.of_tokens(way.first)
 
@@ -245,9 +245,9 @@ class _Tokens(torch.autograd.Function):
         return gather_sum(window.everyone, ctx.way.home_of_choices()), None
 
 
-class _Rows(torch.autograd.Function):
+class _PulledRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, way: Way) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, way: DispatchPlan) -> Tensor:
         ctx.way = way
         return way.arriving(way.first)
 
@@ -261,7 +261,7 @@ class _Home(torch.autograd.Function):
     """Gradients of the sums are taken by the ranks of the experts, which have the results too: so nothing is kept at home."""
 
     @staticmethod
-    def forward(ctx: Any, results: Tensor, weights: Tensor, way: Way) -> Tensor:
+    def forward(ctx: Any, results: Tensor, weights: Tensor, way: DispatchPlan) -> Tensor:
         ctx.way = way
         window, _ = way.publish(results, "moe combine")
         out = gather_sum(window.everyone, way.home_of_choices(), weights)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_moe import GateRule, MoE, Stream, gate
+from ds_moe import GateRule, MoE, NoiseStream, gate
 
 WIDTH, EXPERTS = 8, 8
 
@@ -71,7 +71,7 @@ class Bench:
         """The loss of `net`, which has all experts, by a loop over them in which each sees every token."""
         layer, hidden = net.moe.deepspeed_moe, net.first(x)
         rule: GateRule = layer.gate.rule
-        routed = gate(nn.functional.linear(hidden, layer.gate.wg.weight), rule, Stream("dense"))
+        routed = gate(nn.functional.linear(hidden, layer.gate.wg.weight), rule, NoiseStream("dense"))
         out = torch.zeros_like(hidden)
         for number, expert in enumerate(layer.experts.deepspeed_experts):
             weight = (routed.weights * (routed.experts == number)).sum(1)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_comm.ddp import leave_out
 from ds_config.errors import PlanError
-from ds_moe import place
+from ds_moe import place_experts
 from ds_testing import world
 
 RATE, STEPS = 0.05, 3
@@ -24,7 +24,7 @@ def trained(bench, ep_size, outer=False):
     rank = dist.get_rank()
     net = bench.model(ep_size, rank % ep_size, k=2)
     whole = nn.Sequential(net) if outer else net
-    placed = place(whole)
+    placed = place_experts(whole)
     model = DistributedDataParallel(whole)
     optimizer = torch.optim.SGD(model.parameters(), RATE)
     for step in range(STEPS):
@@ -71,7 +71,7 @@ def test_experts_that_two_ranks_hold_train_as_in_one_process(bench):
 def test_a_module_around_the_model_is_refused_unless_it_is_placed(bench):
     net = bench.model(2, dist.get_rank())
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
-    place(net)
+    place_experts(net)
     with pytest.raises(PlanError, match="would overwrite 16 tensors") as error:
         DistributedDataParallel(nn.Sequential(net))
     assert error.value.code == "comm-ddp"
@@ -83,14 +83,14 @@ def test_a_module_around_the_model_is_refused_unless_it_is_placed(bench):
 def test_what_somebody_leaves_out_himself_is_his(bench):
     rank = dist.get_rank()
     net = bench.model(2, rank, k=2)
-    place(net)
+    place_experts(net)
     whole = nn.Sequential(net)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         whole, [name for name, _ in whole.named_parameters() if "deepspeed_experts" in name]
     )
     DistributedDataParallel(whole)(bench.batch(rank)).backward()
     plain = bench.model(2, rank, k=2)
-    place(plain)
+    place_experts(plain)
     plain(bench.batch(rank)).backward()
     for mine, same in zip(*(m.moe.deepspeed_moe.experts.parameters() for m in (net, plain)), strict=True):
         assert torch.equal(mine.grad, same.grad)  # not averaged
@@ -100,7 +100,7 @@ def test_what_somebody_leaves_out_himself_is_his(bench):
 def test_gradients_are_reduced_only_while_there_is_a_ddp(bench):
     rank = dist.get_rank()
     net = bench.model(2, rank, k=2)
-    place(net)
+    place_experts(net)
     x = bench.batch(rank)
 
     def grad(model):

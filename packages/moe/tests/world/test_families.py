@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import ds_comm
 from ds_config.errors import PlanError
-from ds_moe import cut_experts, expert_load, load_experts, record, replay, whole_state
+from ds_moe import apply_expert_parallel, expert_load, load_experts, record_routing, replay_routing, full_state
 from ds_moe.config import ExpertParallelConfig
 from ds_testing import world
 
@@ -85,7 +85,7 @@ def dense(family, size, steps, lr=0.1):
 
 def averaged(model):
     for param in model.parameters():
-        family = ds_comm.assignment_of(param).family
+        family = ds_comm.param_sharding(param).family
         if family is None:
             dist.all_reduce(param.grad)
             param.grad /= dist.get_world_size()
@@ -96,7 +96,7 @@ def averaged(model):
 
 
 def part_of(param, whole):
-    box = ds_comm.assignment_of(param).box
+    box = ds_comm.param_sharding(param).box
     return whole if box is None else whole[box.offset[0] : box.offset[0] + box.shape[0]]
 
 
@@ -104,7 +104,7 @@ def check(family):
     rank = dist.get_rank()
     losses, grads, after = dense(family, 2, 5)
     model = build(family)
-    cut = cut_experts(model, EP2)
+    cut = apply_expert_parallel(model, EP2)
     names = [name for name, _ in model.named_parameters()]
     assert names == [name for name, _ in after.named_parameters()]
     for step in range(5):
@@ -118,7 +118,7 @@ def check(family):
                     torch.testing.assert_close(param.grad, part_of(param, grads[name]), atol=1e-5, rtol=1e-4)
                 param -= 0.1 * param.grad
                 param.grad = None
-    state = dict(whole_state(cut))
+    state = dict(full_state(cut))
     for name, value in after.named_parameters():
         torch.testing.assert_close(state[name], value.detach(), atol=1e-5, rtol=1e-4)
     files(family, cut, after)
@@ -134,7 +134,7 @@ def files(family, cut, after):
     """What is exported loads in transformers, packed and listed, and back into shards."""
     transformers = pytest.importorskip("transformers")
     for listed in (False, True):
-        state = {name: value.contiguous().clone() for name, value in whole_state(cut, listed=listed)}
+        state = {name: value.contiguous().clone() for name, value in full_state(cut, listed=listed)}
         if listed and family != "gpt_oss":
             assert any(
                 name.endswith(".experts.1.w2.weight" if family == "mixtral" else ".experts.1.down_proj.weight")
@@ -171,11 +171,11 @@ def test_packed_experts_of_the_other_families():
 @world(2, timeout=120)
 def test_choices_of_a_family_are_recorded_and_applied():
     model = build("deepseek_v3")
-    cut = cut_experts(model, EP2)
+    cut = apply_expert_parallel(model, EP2)
     tokens = batch(dist.get_rank(), 0)
-    with record(model) as tape:
+    with record_routing(model) as tape:
         first = loss_of(model, tokens)
-    with replay(model, tape):
+    with replay_routing(model, tape):
         again = loss_of(model, tokens)
     torch.testing.assert_close(first, again, atol=1e-6, rtol=0)
     with torch.no_grad():
@@ -183,7 +183,7 @@ def test_choices_of_a_family_are_recorded_and_applied():
             if name.endswith("gate.weight"):
                 param.neg_()
     expert_load(model)
-    with replay(model, tape):
+    with replay_routing(model, tape):
         loss_of(model, tokens)
     load = expert_load(model)
     for name, choices in tape.choices.items():
@@ -204,13 +204,13 @@ def test_what_is_not_recognised_or_contradicts_is_an_error_and_changes_nothing()
         ({"autoep_size": 3}, "expert groups of 3"),
     ):
         with pytest.raises(PlanError, match=told):
-            cut_experts(model, ExpertParallelConfig(**{"enabled": True, "autoep_size": 2} | section))
+            apply_expert_parallel(model, ExpertParallelConfig(**{"enabled": True, "autoep_size": 2} | section))
     assert {name: tuple(p.shape) for name, p in model.named_parameters()} == names
     with pytest.raises(PlanError, match="no block of experts"):
-        cut_experts(copy.deepcopy(model.lm_head), EP2)
+        apply_expert_parallel(copy.deepcopy(model.lm_head), EP2)
     odd = copy.deepcopy(model)
     odd.config.num_local_experts = 4
-    cut = cut_experts(odd, EP2)
+    cut = apply_expert_parallel(odd, EP2)
     with pytest.raises(PlanError, match="no block of experts"):
-        cut_experts(odd, EP2)
+        apply_expert_parallel(odd, EP2)
     cut.undo()

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_comm
 from ds_config.errors import CommError, PlanError
-from ds_moe import GateRule, MoE, expert_load, place, record, replay
+from ds_moe import GateRule, MoE, expert_load, place_experts, record_routing, replay_routing
 from ds_moe.moe_layer import TopKGate
 from ds_testing import world
 
@@ -31,12 +31,12 @@ def found(bench, ep_size, k, drop, kind):
     """This rank's loss, its averaged gradients by logical name."""
     size = dist.get_world_size()
     net = bench.model(ep_size, dist.get_rank() % ep_size, k, drop, kind)
-    placed = place(net)
+    placed = place_experts(net)
     loss = net(bench.batch(dist.get_rank(), kind))
     loss.backward()
     grads = {}
     for name, param in net.named_parameters():
-        family = ds_comm.assignment_of(param).family
+        family = ds_comm.param_sharding(param).family
         dist.all_reduce(param.grad, group=None if family is None else family.group.pg) if (
             family is None or family.group.size > 1
         ) else None
@@ -69,10 +69,10 @@ def test_four_ranks_equal_a_dense_loop(bench, ep_size):
 @world(2)
 def test_names_in_checkpoints_do_not_depend_on_ranks(bench):
     net = bench.model(2, dist.get_rank())
-    place(net)
-    names = [ds_comm.assignment_of(p).name for p in net.moe.deepspeed_moe.experts.parameters()]
+    place_experts(net)
+    names = [ds_comm.param_sharding(p).name for p in net.moe.deepspeed_moe.experts.parameters()]
     assert names[0] == f"moe.deepspeed_moe.experts.deepspeed_experts.{4 * dist.get_rank()}.up.weight"
-    family = ds_comm.assignment_of(next(net.moe.deepspeed_moe.experts.parameters())).family
+    family = ds_comm.param_sharding(next(net.moe.deepspeed_moe.experts.parameters())).family
     assert (family.group.size, family.divisor) == (1, 2)
 
 
@@ -80,7 +80,7 @@ def test_names_in_checkpoints_do_not_depend_on_ranks(bench):
 def test_a_checkpointed_layer_routes_once(bench):
     net = bench.model(2, dist.get_rank(), k=2)
     net.moe.deepspeed_moe.gate = TopKGate(8, 8, GateRule(2, 0.7, 1, use_rts=True)).double()  # draws the second expert
-    place(net)
+    place_experts(net)
     x = bench.batch(dist.get_rank())
     torch.manual_seed(7)
     plain = net(x)
@@ -100,19 +100,19 @@ def test_a_checkpointed_layer_routes_once(bench):
 def test_recorded_choices_are_applied_also_under_checkpointing(bench):
     rank = dist.get_rank()
     net = bench.model(2, rank, k=2)
-    place(net)
+    place_experts(net)
     x = bench.batch(rank)
-    with record(net) as tape:
+    with record_routing(net) as tape:
         net(x)
     choices = tape.choices["moe.deepspeed_moe.gate"][0].clone()
     with torch.no_grad():
         net.moe.deepspeed_moe.gate.wg.weight.neg_()  # by itself it would choose others now
-    with replay(net, tape):
+    with replay_routing(net, tape):
         loss = checkpoint(net, x, use_reentrant=False)
         loss.backward()
     wanted = torch.bincount(choices.flatten(), minlength=8)
     assert torch.equal(net.moe.deepspeed_moe.exp_counts, wanted)
-    with pytest.raises(PlanError, match="moe-replay"), replay(net, tape):
+    with pytest.raises(PlanError, match="moe-replay"), replay_routing(net, tape):
         net(x[:3])
 
 
@@ -125,8 +125,8 @@ def test_bad_input_is_an_error_on_every_rank(bench):
     with pytest.raises(PlanError, match="moe-places"):
         MoE(8, torch.nn.Linear(8, 8), num_experts=5, ep_size=2)
     with pytest.raises(PlanError, match="moe-places"):
-        place(MoE(8, torch.nn.Linear(8, 8), num_experts=6, ep_size=3))
-    place(unplaced)
+        place_experts(MoE(8, torch.nn.Linear(8, 8), num_experts=6, ep_size=3))
+    place_experts(unplaced)
     with pytest.raises(CommError, match="moe-ranks-differ"):
         unplaced(torch.randn(3, 8, dtype=torch.float64 if rank else torch.float32))
     broken = torch.full((3, 8), float("nan")) if rank else torch.ones(3, 8)
@@ -137,7 +137,7 @@ def test_bad_input_is_an_error_on_every_rank(bench):
 @world(2)
 def test_load_is_read_once_for_all_layers(bench):
     net = bench.model(2, dist.get_rank(), k=2, drop=True, kind="one")
-    place(net)
+    place_experts(net)
     for _ in range(3):
         net(bench.batch(dist.get_rank(), "one"))
     load = expert_load(net)["moe.deepspeed_moe"]

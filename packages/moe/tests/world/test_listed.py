@@ -11,7 +11,7 @@ from torch import nn
 
 import ds_comm
 from ds_config.errors import PlanError, UnsupportedConfigError
-from ds_moe import Selection, attach_lora, cut_experts, select, whole_state
+from ds_moe import RouterOptions, attach_lora, apply_expert_parallel, select_experts, full_state
 from ds_moe.config import ExpertParallelConfig
 from ds_testing import world
 
@@ -68,19 +68,19 @@ EP2 = {"enabled": True, "autoep_size": 2}
 def test_lists_of_experts_cut_over_two_ranks():
     rank = dist.get_rank()
     model, wanted = Model(), Model()
-    cut = cut_experts(model, ExpertParallelConfig(**EP2))
+    cut = apply_expert_parallel(model, ExpertParallelConfig(**EP2))
     x = torch.randn(2, 2, 5, 8, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(model(x[rank]), wanted(x[rank]), atol=1e-6, rtol=1e-5)
     model(x[rank]).square().sum().backward()
     (wanted(x[0]).square().sum() + wanted(x[1]).square().sum()).div(2).backward()
     grads = {name: param.grad for name, param in wanted.named_parameters()}
     for name, param in model.named_parameters():
-        said = ds_comm.assignment_of(param)
+        said = ds_comm.param_sharding(param)
         if said.family is None:
             dist.all_reduce(param.grad)
         torch.testing.assert_close(param.grad / 2, grads[said.name or name], atol=1e-5, rtol=1e-4)
     assert sum(p.numel() for p in model.layers[0].experts.parameters()) == 2 * 3 * 48
-    state = dict(whole_state(cut))
+    state = dict(full_state(cut))
     assert set(state) == set(wanted.state_dict())
     for name, value in wanted.state_dict().items():
         assert torch.equal(state[name], value), name
@@ -94,17 +94,17 @@ def test_a_users_own_block_is_described_by_the_configuration():
     rank = dist.get_rank()
     model, wanted = Model("mine", shared=False), Model("mine", shared=False)
     with pytest.raises(PlanError, match="how does its router choose"):
-        cut_experts(model, ExpertParallelConfig(**EP2))
+        apply_expert_parallel(model, ExpertParallelConfig(**EP2))
     section = ExpertParallelConfig(**EP2, top_k=2, score_func="softmax", moe_layer_pattern=r"layers\.\d+$")
-    cut = cut_experts(model, section)
+    cut = apply_expert_parallel(model, section)
     x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(rank))
     torch.testing.assert_close(model(x), wanted(x), atol=1e-6, rtol=1e-5)
     cut.undo()
     model.layers[0].extra = nn.Linear(2, 2)
     with pytest.raises(PlanError, match="not known what they do"):
-        cut_experts(model, section)
+        apply_expert_parallel(model, section)
     with pytest.raises(UnsupportedConfigError, match="expert_tensor_parallel_size"):
-        cut_experts(wanted, ExpertParallelConfig(**EP2, expert_tensor_parallel_size=2))
+        apply_expert_parallel(wanted, ExpertParallelConfig(**EP2, expert_tensor_parallel_size=2))
 
 
 class Weights(nn.Module):
@@ -134,17 +134,17 @@ def test_a_block_that_computes_with_weights_that_its_experts_hold():
     rank = dist.get_rank()
     model, wanted = nn.Sequential(Holding(), Holding()), nn.Sequential(Holding(), Holding())
     section = ExpertParallelConfig(**EP2, top_k=2, score_func="softmax", route_norm=True)
-    cut = cut_experts(model, section)
+    cut = apply_expert_parallel(model, section)
     x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(rank))
     torch.testing.assert_close(model(x), wanted(x), atol=1e-5, rtol=1e-4)
     assert tuple(model[1].experts.down_proj.shape) == (2, 8, 6)
-    state = dict(whole_state(cut))
+    state = dict(full_state(cut))
     assert all(torch.equal(state[name], value) for name, value in wanted.state_dict().items())
     cut.undo()
     assert isinstance(model[0], Holding)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), wanted.parameters(), strict=True))
     with pytest.raises(PlanError, match="gives other values"):
-        cut_experts(wanted, ExpertParallelConfig(**EP2, top_k=2, score_func="softmax"))
+        apply_expert_parallel(wanted, ExpertParallelConfig(**EP2, top_k=2, score_func="softmax"))
 
 
 class Packed(nn.Module):
@@ -168,7 +168,7 @@ class PackedBlock(nn.Module):
         self.gate, self.experts = nn.Linear(8, 4, bias=False), Packed()
 
     def forward(self, x):
-        routed = select(self.gate(x), Selection(2))
+        routed = select_experts(self.gate(x), RouterOptions(2))
         return self.experts(x, routed.experts, routed.weights)
 
 
@@ -176,7 +176,7 @@ class PackedBlock(nn.Module):
 def test_low_rank_updates_are_attached_without_communication():
     rank = dist.get_rank()
     model = nn.Sequential(PackedBlock())
-    cut = cut_experts(model, ExpertParallelConfig(**EP2))
+    cut = apply_expert_parallel(model, ExpertParallelConfig(**EP2))
     ours = [
         name
         for name in dir(dist)
@@ -208,7 +208,7 @@ def test_low_rank_updates_are_attached_without_communication():
     torch.testing.assert_close(model(x), after, atol=1e-4, rtol=1e-4)
     # Drawn by the expert's number among all, so that another cut draws the same.
     alone = nn.Sequential(PackedBlock())
-    whole = cut_experts(alone, ExpertParallelConfig(enabled=True))
+    whole = apply_expert_parallel(alone, ExpertParallelConfig(enabled=True))
     attach_lora(alone, 2, alpha=4.0)
     assert torch.equal(
         layer.lora["down_proj"].lora_A, alone[0].experts.lora["down_proj"].lora_A[2 * rank : 2 * rank + 2]

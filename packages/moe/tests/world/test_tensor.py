@@ -11,7 +11,7 @@ import torch.distributed as dist
 import ds_comm
 from ds_comm import Mesh, MeshSpec
 from ds_config.errors import CommError
-from ds_moe import place
+from ds_moe import place_experts
 from ds_testing import world
 
 
@@ -20,11 +20,11 @@ def check(bench, spec, ep_size, *, data_first=False):
     mesh = Mesh.build(spec)
     data = mesh["gradient"].rank
     probe = bench.model(ep_size, 0, k=2)
-    placed = place(probe, mesh, data_first=data_first)
+    placed = place_experts(probe, mesh, data_first=data_first)
     at = probe.moe.deepspeed_moe.places.expert.rank
     placed.close()
     net = bench.model(ep_size, at, k=2)
-    placed = place(net, mesh, data_first=data_first)
+    placed = place_experts(net, mesh, data_first=data_first)
     loss = net(bench.batch(data, "uneven"))
     loss.backward()
     dense = bench.model(k=2)
@@ -33,7 +33,7 @@ def check(bench, spec, ep_size, *, data_first=False):
     torch.testing.assert_close(loss, losses[data], atol=1e-9, rtol=1e-9)
     grads = {}
     for name, param in net.named_parameters():
-        family = ds_comm.assignment_of(param).family
+        family = ds_comm.param_sharding(param).family
         group = mesh["gradient"] if family is None else family.group
         if group.size > 1:
             dist.all_reduce(param.grad, group=group.pg)

@@ -16,16 +16,16 @@ from ds_monitor.recording import (
     detach,
     event,
     gauge,
-    listening,
+    active_sinks,
     set_step,
     shutdown,
     span,
     span_seconds,
 )
-from ds_monitor.logs import configure_logging, tell
-from ds_monitor.record import Kind, Record
+from ds_monitor.logs import configure_logging, log_requested
+from ds_monitor.record import RecordKind, Measurement
 from ds_monitor.sinks import (
-    AsideSink,
+    BackgroundSink,
     CometSink,
     CsvSink,
     JsonlSink,
@@ -42,17 +42,17 @@ from ds_monitor.sinks import (
 )
 
 __all__ = [
-    "AsideSink",
+    "BackgroundSink",
     "CometSink",
     "CsvSink",
     "JsonlSink",
-    "Kind",
+    "RecordKind",
     "MemorySink",
     "MlflowSink",
     "OpenTelemetrySink",
     "ProgressSink",
     "PrometheusSink",
-    "Record",
+    "Measurement",
     "ScalarSink",
     "Sink",
     "TensorBoardSink",
@@ -66,12 +66,12 @@ __all__ = [
     "detach",
     "event",
     "gauge",
-    "listening",
+    "active_sinks",
     "make_sink",
     "set_step",
     "shutdown",
     "sink_names",
     "span",
     "span_seconds",
-    "tell",
+    "log_requested",
 ]

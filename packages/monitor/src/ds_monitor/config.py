@@ -18,7 +18,7 @@ from pydantic import Field, SecretStr, field_validator
 from ds_config import StrictModel
 from ds_config.errors import DsError
 from ds_monitor.recording import Sink
-from ds_monitor.sinks import AsideSink, CometSink, CsvSink, TensorBoardSink, WandbSink
+from ds_monitor.sinks import BackgroundSink, CometSink, CsvSink, TensorBoardSink, WandbSink
 from ds_monitor.sinks.sink_registry import make_sink, takes_rank
 
 __all__ = [
@@ -150,7 +150,7 @@ def make_sinks(config: MonitorConfig, *, rank: int = 0) -> list[Sink]:
         ConfigError: a sink has no such option ("monitor-sink-options").
     """
     made = [_started(name, make) for name, make in _makers(config, rank)]
-    return [AsideSink(sink) for sink in made if sink is not None]
+    return [BackgroundSink(sink) for sink in made if sink is not None]
 
 
 def _started(name: str, make: Callable[[], Sink]) -> Sink | None:

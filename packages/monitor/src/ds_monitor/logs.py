@@ -11,9 +11,9 @@ import logging
 import sys
 from typing import IO
 
-from ds_config.saying import Once, speak, tell
+from ds_config.saying import Once, speak, log_requested
 
-__all__ = ["PACKAGES", "configure_logging", "tell"]
+__all__ = ["PACKAGES", "configure_logging", "log_requested"]
 
 PACKAGES = tuple(
     f"ds_{name}"

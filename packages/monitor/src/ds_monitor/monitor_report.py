@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
-from ds_config.report_tables import Check, Report, Verdict
+from ds_config.report_tables import Check, PackageReport, ReportLevel
 from ds_monitor.sinks.sink_registry import GROUP
 
 __all__ = ["report"]
@@ -21,10 +21,10 @@ _LIBRARIES = {
 }
 
 
-def report(quick: bool = False) -> Report:
+def report(quick: bool = False) -> PackageReport:
     """Every registered sink. Looks for libraries and imports none, so `quick` makes no difference."""
     del quick
-    return Report(tuple(_sinks()))
+    return PackageReport(tuple(_sinks()))
 
 
 def _sinks() -> Iterator[Check]:
@@ -32,7 +32,7 @@ def _sinks() -> Iterator[Check]:
         library = _LIBRARIES.get(point.name) if point.value.startswith("ds_monitor.") else None
         if library is None or find_spec(library) is not None:
             package = point.dist.name if point.dist is not None else point.value
-            yield Check("sinks", point.name, Verdict.FINE, f"of {package}")
+            yield Check("sinks", point.name, ReportLevel.FINE, f"of {package}")
         else:
             fix = f"pip install 'ds-monitor[{point.name}]'"
-            yield Check("sinks", point.name, Verdict.INFO, f"{library} is not installed", fix)
+            yield Check("sinks", point.name, ReportLevel.INFO, f"{library} is not installed", fix)

@@ -7,12 +7,12 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-__all__ = ["Kind", "Record"]
+__all__ = ["RecordKind", "Measurement"]
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class Kind(Enum):
+class RecordKind(Enum):
     """What `Record.value` means."""
 
     SPAN = "span"  # seconds between enter and exit
@@ -21,7 +21,7 @@ class Kind(Enum):
     EVENT = "event"  # nothing (0.0); an event is its name, its time and its attributes
 
 
-class Record(NamedTuple):
+class Measurement(NamedTuple):
     """One measurement, placed on the axis of training. A tuple, which is made four times as fast as a frozen dataclass.
 
     Attributes:
@@ -33,7 +33,7 @@ class Record(NamedTuple):
         attrs: what the caller added by keyword. Never changed after the record is made.
     """
 
-    kind: Kind
+    kind: RecordKind
     name: str
     value: float
     step: int

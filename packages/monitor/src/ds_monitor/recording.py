@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol
 
-from ds_monitor.record import Kind, Record
+from ds_monitor.record import RecordKind, Measurement
 
 __all__ = [
     "Sink",
@@ -34,7 +34,7 @@ __all__ = [
     "detach",
     "event",
     "gauge",
-    "listening",
+    "active_sinks",
     "set_step",
     "shutdown",
     "span",
@@ -50,7 +50,7 @@ class Sink(Protocol):
     A sink may raise: it is then closed, removed and named in a warning.
     """
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Measurement) -> None:
         """Take one record. Called for every report of every kind; ignore kinds that do not concern you."""
 
     def end_step(self, step: int) -> None:
@@ -60,7 +60,7 @@ class Sink(Protocol):
         """Make everything durable and release files and threads. Called once."""
 
 
-class _State:
+class _MonitorState:
     """Where training stands, and who is told. One instance a process."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class _State:
         self.inherited: list[Sink] = []  # in a forked child: the parent's sinks, unused
 
 
-_state = _State()
+_state = _MonitorState()
 _sinks = _state.sinks
 
 
@@ -104,7 +104,7 @@ class _Span(AbstractContextManager[None]):
         took_s = time.perf_counter() - self.began_s
         if kind is not None:
             self.attrs["error"] = kind.__name__
-        _emit(Kind.SPAN, self.name, took_s, self.attrs, self.time_s)
+        _emit(RecordKind.SPAN, self.name, took_s, self.attrs, self.time_s)
 
 
 _NO_SPAN = _NoSpan()
@@ -120,7 +120,7 @@ def span(name: str, /, **attrs: Any) -> AbstractContextManager[None]:
 def counter(name: str, value: float = 1, /) -> None:
     """Add `value` to a running total (bytes sent, tokens trained). Totals are kept by the sinks, from their start."""
     if _sinks:
-        _emit(Kind.COUNTER, name, value, None, time.time())
+        _emit(RecordKind.COUNTER, name, value, None, time.time())
 
 
 def gauge(name: str, value: float, /) -> None:
@@ -130,13 +130,13 @@ def gauge(name: str, value: float, /) -> None:
     device: report such values once per step, not per layer.
     """
     if _sinks:
-        _emit(Kind.GAUGE, name, value, None, time.time())
+        _emit(RecordKind.GAUGE, name, value, None, time.time())
 
 
 def event(name: str, /, **attrs: Any) -> None:
     """Say that something happened once (configuration resolved, checkpoint saved, step skipped)."""
     if _sinks:
-        _emit(Kind.EVENT, name, 0.0, attrs, time.time())
+        _emit(RecordKind.EVENT, name, 0.0, attrs, time.time())
 
 
 def active() -> bool:
@@ -144,7 +144,7 @@ def active() -> bool:
     return bool(_sinks)
 
 
-def listening() -> tuple[Sink, ...]:
+def active_sinks() -> tuple[Sink, ...]:
     """The sinks that listen now, in the order in which they were attached."""
     return tuple(_sinks)
 
@@ -222,16 +222,16 @@ def shutdown() -> None:
             _close(sink)
 
 
-def _emit(kind: Kind, name: str, value: Any, attrs: dict[str, Any] | None, time_s: float) -> None:
+def _emit(kind: RecordKind, name: str, value: Any, attrs: dict[str, Any] | None, time_s: float) -> None:
     with _state.lock:
         number = float(value)
         record = (
-            Record(kind, name, number, _state.step, _state.samples, time_s, attrs)
+            Measurement(kind, name, number, _state.step, _state.samples, time_s, attrs)
             if attrs
-            else Record(kind, name, number, _state.step, _state.samples, time_s)
+            else Measurement(kind, name, number, _state.step, _state.samples, time_s)
         )
         _state.open_step = True
-        if kind is Kind.SPAN:
+        if kind is RecordKind.SPAN:
             _state.spent_s[name] = _state.spent_s.get(name, 0.0) + number
         for sink in tuple(_sinks):
             try:

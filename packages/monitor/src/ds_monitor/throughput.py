@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from ds_monitor.stats import trimmed_mean
 
-__all__ = ["Rates", "ThroughputMeter", "Work", "transformer_flops_per_token"]
+__all__ = ["Rates", "ThroughputMeter", "StepWork", "transformer_flops_per_token"]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepWork:
     """What one step did, over all ranks or on one rank: the same for `peak_flops_per_s`."""
 
     samples: int
@@ -63,11 +63,11 @@ class ThroughputMeter:
         self._skip = warmup_steps
         self._window = window
         self._seconds: deque[float] = deque()
-        self._works: deque[Work] = deque()
+        self._works: deque[StepWork] = deque()
         self._total_s, self._samples, self._tokens, self._flops = 0.0, 0, 0, 0.0  # over the window
         self._last_s = clock()
 
-    def step(self, work: Work) -> None:
+    def step(self, work: StepWork) -> None:
         """A step ended now and did `work`; it began when the step before it ended."""
         now_s = self._clock()
         took_s, self._last_s = now_s - self._last_s, now_s
@@ -80,7 +80,7 @@ class ThroughputMeter:
         if len(self._works) > self._window:
             self._count(self._seconds.popleft(), self._works.popleft(), -1)
 
-    def _count(self, took_s: float, work: Work, sign: int) -> None:
+    def _count(self, took_s: float, work: StepWork, sign: int) -> None:
         # Running totals: to sum a hundred steps at each step would be most of what reporting costs.
         self._total_s += sign * took_s
         self._samples += sign * work.samples

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ds_monitor.recording import gauge
 from ds_monitor.stats import trimmed_mean
 
-__all__ = ["Timers", "Timing"]
+__all__ = ["Timers", "TimerStats"]
 
 
 def _nothing() -> None:
@@ -22,7 +22,7 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class TimerStats:
     """What one timer saw since the last reset. Seconds."""
 
     count: int
@@ -85,14 +85,14 @@ class Timers:
         finally:
             self.stop(name)
 
-    def read(self, *, reset: bool = True) -> dict[str, Timing]:
+    def read(self, *, reset: bool = True) -> dict[str, TimerStats]:
         """What each finished timer saw, in order of first use. `reset` forgets the laps; running timers go on."""
-        seen = {name: Timing(len(laps), sum(laps), trimmed_mean(laps)) for name, laps in self._laps.items()}
+        seen = {name: TimerStats(len(laps), sum(laps), trimmed_mean(laps)) for name, laps in self._laps.items()}
         if reset:
             self._laps.clear()
         return seen
 
-    def report(self, prefix: str = "Timers/") -> dict[str, Timing]:
+    def report(self, prefix: str = "Timers/") -> dict[str, TimerStats]:
         """`read()`, and one gauge of the mean in milliseconds per timer: `Timers/forward_ms`."""
         seen = self.read()
         for name, timing in seen.items():

@@ -29,7 +29,7 @@ from ds_config.errors import KernelError
 from ds_ops.module_cache import build_folder, module_file, sources_key
 from ds_ops.toolchain import Tool
 
-__all__ = ["Built", "Kind", "Plan", "build", "first_error", "locked", "missing_tools", "plan"]
+__all__ = ["Built", "Kind", "BuildPlan", "build", "first_error", "locked", "missing_tools", "plan"]
 
 Kind = Literal["cpu", "cuda"]
 Say = Callable[[str], None]
@@ -38,7 +38,7 @@ _CONTEXT = 8  # lines of the first error that are shown
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BuildPlan:
     """One build. commands: configure, compile, install, with {work} for the temporary folder."""
 
     kind: Kind
@@ -61,7 +61,7 @@ class Built:
     seconds: float
 
 
-def plan(kind: Kind, sources: Path, tools: Mapping[str, Tool], *, jobs: int = 0) -> Plan:
+def plan(kind: Kind, sources: Path, tools: Mapping[str, Tool], *, jobs: int = 0) -> BuildPlan:
     """Decide a build. Reads the sources for the key, starts nothing.
 
     Args:
@@ -84,7 +84,7 @@ def plan(kind: Kind, sources: Path, tools: Mapping[str, Tool], *, jobs: int = 0)
         configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tools['ninja'].path}"]
     count = str(jobs or len(os.sched_getaffinity(0)))
     key = _key(kind, sources, tools)
-    return Plan(
+    return BuildPlan(
         kind,
         key,
         build_folder(kind, key),
@@ -112,7 +112,7 @@ def missing_tools(kind: Kind, tools: Mapping[str, Tool]) -> tuple[str, ...]:
     )
 
 
-def build(todo: Plan, *, force: bool = False, say: Say = lambda _line: None) -> Built:
+def build(todo: BuildPlan, *, force: bool = False, say: Say = lambda _line: None) -> Built:
     """Make the module of `todo`, unless it is there. Many processes may call this at once: one builds, the others wait.
 
     Args:
@@ -160,7 +160,7 @@ def locked(path: Path, say: Say) -> Iterator[None]:
         yield
 
 
-def _make(todo: Plan, say: Say) -> None:
+def _make(todo: BuildPlan, say: Say) -> None:
     for left_behind in todo.folder.glob("work-*"):
         shutil.rmtree(left_behind, ignore_errors=True)
     work = tempfile.mkdtemp(prefix="work-", dir=todo.folder)
@@ -175,7 +175,7 @@ def _make(todo: Plan, say: Say) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _publish(made: Path, todo: Plan) -> None:
+def _publish(made: Path, todo: BuildPlan) -> None:
     if not (made / todo.module.name).is_file():
         raise KernelError(
             f"the sources define no module _{todo.kind}.",

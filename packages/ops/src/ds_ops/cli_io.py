@@ -46,7 +46,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     from ds_ops.io import backends  # which imports torch; `ds io --help` must not
-    from ds_ops.io_bench import Grid, best_section, measure, table
+    from ds_ops.io_bench import IOGrid, best_section, measure, table
 
     found = backends()
     wanted = args.backend or [name for name, why in found.items() if not why and name != "python"] or ["python"]
@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
     if not usable or (args.no_read and args.no_write):
         print("nothing to measure: no backend works, or both directions are switched off", file=sys.stderr)
         return 2
-    grid = Grid(
+    grid = IOGrid(
         backends=usable,
         block_bytes=tuple(args.block_size),
         queue_depths=tuple(args.queue_depth),

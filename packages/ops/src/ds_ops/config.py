@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ds_config import Deprecated, StrictModel, Unbuilt
+from ds_config import Deprecated, StrictModel, Unsupported
 from ds_ops.io import IOSettings
 
 __all__ = ["AioConfig"]
@@ -29,7 +29,7 @@ class AioConfig(StrictModel):
         default=True, description="Refill the queue as requests end; false waits until all of it has ended."
     )
     use_gds: Annotated[
-        bool, Unbuilt('leave it out; offloaded state moves through host memory (ds_ops.io has backend="gds")')
+        bool, Unsupported('leave it out; offloaded state moves through host memory (ds_ops.io has backend="gds")')
     ] = False
     thread_count: Annotated[int, Deprecated("intra_op_parallelism")] = 1
 

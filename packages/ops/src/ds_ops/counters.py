@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import ds_ops._call as _call
 from ds_config.errors import CommError
-from ds_ops.segment import Segment
+from ds_ops.segment import SharedSegment
 
-__all__ = ["Counters", "outcome_error"]
+__all__ = ["HostCounters", "outcome_error"]
 
 _SPIN_US, _CROWDED_SPIN_US = 200, 20  # where ranks outnumber cores, one that waits must not keep another from running
 _MASK = 2**32 - 1  # native counters wrap
@@ -17,7 +17,7 @@ _TIMEOUT = 2
 _SIGNALS_MS = 500
 
 
-class Counters:
+class HostCounters:
     """One number per rank of a host that only grows, from 0: how a rank says what it has finished without waiting for it.
 
     Construction is not collective; the memory is.
@@ -34,7 +34,7 @@ class Counters:
 
     __slots__ = ("_native", "_spin_us", "_world", "value")
 
-    def __init__(self, segment: Segment, offset: int, rank: int, pids: Sequence[int]) -> None:
+    def __init__(self, segment: SharedSegment, offset: int, rank: int, pids: Sequence[int]) -> None:
         self._native = _call.native().ShmCounters(segment.fd, offset, rank, list(pids))
         self._world, self.value = len(pids), 0
         roomy = len(pids) <= len(os.sched_getaffinity(0))

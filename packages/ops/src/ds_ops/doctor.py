@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_config.report_tables import Check, Verdict
-from ds_ops.machine import Machine, Stage
+from ds_config.report_tables import Check, ReportLevel
+from ds_ops.machine import Machine, ProbeStage
 from ds_ops.toolchain import Tool
 
-__all__ = ["Check", "Diagnosis", "OpRow", "Verdict", "diagnose"]
+__all__ = ["Check", "Diagnosis", "OpRow", "ReportLevel", "diagnose"]
 
 _SMALL_SHM = 512 << 20
 _LEVELS = ("baseline", "avx2", "avx512", "neon")
@@ -48,7 +48,7 @@ class Diagnosis:
     @property
     def broken(self) -> tuple[Check, ...]:
         """What makes `ds report` fail."""
-        return tuple(check for check in self.checks if check.verdict is Verdict.BROKEN)
+        return tuple(check for check in self.checks if check.verdict is ReportLevel.BROKEN)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -74,7 +74,7 @@ class Diagnosis:
 
 def diagnose(machine: Machine) -> Diagnosis:
     """Every check and every op row of `machine`, in the order they are shown."""
-    ops = op_rows(machine.stages.get("ops", Stage()).found)
+    ops = op_rows(machine.stages.get("ops", ProbeStage()).found)
     checks = [
         *_system(machine),
         *_torch(machine),
@@ -100,13 +100,13 @@ def op_rows(found: Mapping[str, Any]) -> tuple[OpRow, ...]:
     return tuple(OpRow(o, s, d, tuple(dtypes), b, why) for (o, s, d, b, why), dtypes in merged.items())
 
 
-def _check(section: str, name: str, found: str, good: bool, otherwise: tuple[Verdict, str]) -> Check:
-    verdict, fix = (Verdict.FINE, "") if good else otherwise
+def _check(section: str, name: str, found: str, good: bool, otherwise: tuple[ReportLevel, str]) -> Check:
+    verdict, fix = (ReportLevel.FINE, "") if good else otherwise
     return Check(section, name, verdict, found, fix)
 
 
 def _info(section: str, name: str, found: str) -> Check:
-    return Check(section, name, Verdict.INFO, found)
+    return Check(section, name, ReportLevel.INFO, found)
 
 
 def _gib(size: float) -> str:
@@ -121,15 +121,15 @@ def _system(m: Machine) -> Iterator[Check]:
     yield _info("system", "NUMA nodes", str(m.numa_nodes or "unknown"))
     huge = m.huge_pages or "unknown"
     fix = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled   (as root; a third more optimizer bandwidth)"
-    yield _check("system", "transparent huge pages", huge, m.huge_pages != "never", (Verdict.SLOWER, fix))
+    yield _check("system", "transparent huge pages", huge, m.huge_pages != "never", (ReportLevel.SLOWER, fix))
     if m.shm_bytes is None:
         yield Check(
-            "system", "/dev/shm", Verdict.SLOWER, "absent: ranks of a host cannot share memory", "mount a tmpfs"
+            "system", "/dev/shm", ReportLevel.SLOWER, "absent: ranks of a host cannot share memory", "mount a tmpfs"
         )
     else:
         small = "docker run --shm-size=8g (or mount -o remount,size=8g /dev/shm): ranks of a host share memory there"
         text = f"{_gib(m.shm_bytes[0])}, {_gib(m.shm_bytes[1])} free"
-        yield _check("system", "/dev/shm", text, m.shm_bytes[1] >= _SMALL_SHM, (Verdict.SLOWER, small))
+        yield _check("system", "/dev/shm", text, m.shm_bytes[1] >= _SMALL_SHM, (ReportLevel.SLOWER, small))
 
 
 def _torch(m: Machine) -> Iterator[Check]:
@@ -137,40 +137,40 @@ def _torch(m: Machine) -> Iterator[Check]:
         yield Check(
             "torch",
             "probe",
-            Verdict.BROKEN,
+            ReportLevel.BROKEN,
             broken.error,
             f"run `{m.python.split('(')[-1].rstrip(')')} -m ds_ops.probe`",
         )
-    stage = m.stages.get("torch", Stage(error="not asked"))
+    stage = m.stages.get("torch", ProbeStage(error="not asked"))
     if stage.error:
-        yield Check("torch", "torch", Verdict.BROKEN, stage.error, "pip install --force-reinstall 'torch>=2.11'")
+        yield Check("torch", "torch", ReportLevel.BROKEN, stage.error, "pip install --force-reinstall 'torch>=2.11'")
         return
     built = [f"CUDA {stage.found['cuda']}"] if stage.found["cuda"] else []
     built += [f"ROCm {stage.found['hip']}"] if stage.found["hip"] else []
     yield _info("torch", "torch", f"{stage.found['version']}, built for {' and '.join(built) or 'CPU only'}")
     yield _info("torch", "threads", f"{stage.found['threads']} of torch, on {m.cpus} cores")
     yield _info("torch", "instruction set of torch", str(stage.found["cpu_capability"]))
-    triton = m.stages.get("triton", Stage(error="not asked"))
+    triton = m.stages.get("triton", ProbeStage(error="not asked"))
     yield _info("torch", "triton", str(triton.found.get("version") or triton.error))
 
 
 def _device(m: Machine) -> Iterator[Check]:
-    stage, torch = m.stages.get("cuda", Stage()), m.stages.get("torch", Stage())
+    stage, torch = m.stages.get("cuda", ProbeStage()), m.stages.get("torch", ProbeStage())
     files = ", ".join(f"/dev/{name}" for name in m.device_files)
     if torch.error:
         return
     if stage.error:
-        yield Check("device", "accelerator", Verdict.BROKEN, stage.error, "look at `nvidia-smi` or `rocm-smi` first")
+        yield Check("device", "accelerator", ReportLevel.BROKEN, stage.error, "look at `nvidia-smi` or `rocm-smi` first")
     elif stage.found.get("available"):
         for i, text in enumerate(stage.found["devices"]):
-            yield Check("device", f"device {i}", Verdict.FINE, text)
+            yield Check("device", f"device {i}", ReportLevel.FINE, text)
     elif files and not torch.found.get("cuda") and not torch.found.get("hip"):
         fix = "install a torch that is built for this device (pytorch.org/get-started)"
-        yield Check("device", "accelerator", Verdict.BROKEN, f"{files} is there, torch is built for CPU only", fix)
+        yield Check("device", "accelerator", ReportLevel.BROKEN, f"{files} is there, torch is built for CPU only", fix)
     elif files:
         hidden = m.variables.get("CUDA_VISIBLE_DEVICES")
         reason = f"CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None else "the driver is too old or not running"
-        verdict = Verdict.INFO if hidden is not None else Verdict.BROKEN
+        verdict = ReportLevel.INFO if hidden is not None else ReportLevel.BROKEN
         fix = "unset CUDA_VISIBLE_DEVICES" if hidden is not None else "nvidia-smi   (then update the driver)"
         yield Check("device", "accelerator", verdict, f"{files} is there, torch sees no device: {reason}", fix)
     else:
@@ -178,51 +178,51 @@ def _device(m: Machine) -> Iterator[Check]:
 
 
 def _native(m: Machine) -> Iterator[Check]:
-    stage = m.stages.get("native", Stage())
-    if m.stages.get("torch", Stage()).error:
+    stage = m.stages.get("native", ProbeStage())
+    if m.stages.get("torch", ProbeStage()).error:
         return
     if stage.error:
-        yield Check("native", "_cpu", Verdict.BROKEN, stage.error, "ds ops build --force cpu")
+        yield Check("native", "_cpu", ReportLevel.BROKEN, stage.error, "ds ops build --force cpu")
         return
     reasons, build = stage.found.get("reasons", {}), stage.found.get("build", {})
     for name, kind, wanted in (("_cpu", "cpu", True), ("_cuda", "cuda", bool(m.device_files))):
         reason = reasons.get(name, "not asked")
         fix = f"ds ops build {kind}"
         if not reason:
-            yield Check("native", name, Verdict.FINE, stage.found.get("files", {}).get(name, ""))
+            yield Check("native", name, ReportLevel.FINE, stage.found.get("files", {}).get(name, ""))
         elif "does not load" in reason:
-            yield Check("native", name, Verdict.BROKEN, reason, f"ds ops build --force {kind}")
+            yield Check("native", name, ReportLevel.BROKEN, reason, f"ds ops build --force {kind}")
         else:
-            verdict = Verdict.SLOWER if wanted else Verdict.INFO
+            verdict = ReportLevel.SLOWER if wanted else ReportLevel.INFO
             yield Check("native", name, verdict, f"{reason}; its ops run in plain torch", fix if wanted else "")
     if stage.found.get("isa"):
         yield _info("native", "instruction set", f"{stage.found['isa']} of {stage.found['isa_supported']}")
     if build:
         yield _info("native", "built with", f"{build.get('compiler', '')}, {build.get('build_type', '')}")
-        one = (Verdict.SLOWER, "build with a compiler that has OpenMP: ds ops build --force cpu")
+        one = (ReportLevel.SLOWER, "build with a compiler that has OpenMP: ds ops build --force cpu")
         yield _check("native", "threads", f"OpenMP {build.get('openmp')}", build.get("openmp") == "ON", one)
-    yield from _trial(m.stages.get("trial", Stage(error="not asked")))
+    yield from _trial(m.stages.get("trial", ProbeStage(error="not asked")))
 
 
-def _trial(stage: Stage) -> Iterator[Check]:
+def _trial(stage: ProbeStage) -> Iterator[Check]:
     fix = "DS_OPS=reference avoids it; please report this with the output of `ds report`"
     if stage.error:
-        yield Check("native", "trial step", Verdict.BROKEN, stage.error, fix)
+        yield Check("native", "trial step", ReportLevel.BROKEN, stage.error, fix)
     elif stage.found:
         worst = float(stage.found["difference"])
         text = f"{stage.found['backend']}, {worst:.1e} from the reference"
-        yield _check("native", "trial step", text, worst <= _MAX_TRIAL_DIFFERENCE, (Verdict.BROKEN, fix))
+        yield _check("native", "trial step", text, worst <= _MAX_TRIAL_DIFFERENCE, (ReportLevel.BROKEN, fix))
 
 
 def _compilers(m: Machine) -> Iterator[Check]:
-    built = not m.stages.get("native", Stage()).found.get("reasons", {}).get("_cpu", "unknown")
+    built = not m.stages.get("native", ProbeStage()).found.get("reasons", {}).get("_cpu", "unknown")
     for name, tool in m.tools.items():
         if tool.works:
             yield _info("compilers", name, f"{tool.path}  {tool.version}")
             continue
         needed = not built and name not in ("ninja", "nvcc", "hipcc")
         found = f"{tool.path}: {tool.problem}" if tool.path else "not found"
-        verdict = Verdict.SLOWER if needed else Verdict.INFO
+        verdict = ReportLevel.SLOWER if needed else ReportLevel.INFO
         yield Check("compilers", name, verdict, found, _install(name, tool) if needed else "")
     yield _info("compilers", "native sources", m.native_sources or "not installed: `ds ops build` cannot work")
 
@@ -236,16 +236,16 @@ def _install(name: str, tool: Tool) -> str:
 
 
 def _files(m: Machine) -> Iterator[Check]:
-    stage = m.stages.get("io", Stage())
+    stage = m.stages.get("io", ProbeStage())
     backends: Mapping[str, str] = stage.found.get("backends", {})
     native = [name for name in backends if name != "python"]
     for name, why in backends.items():
         others = [other for other in native if not backends[other]]
-        verdict = Verdict.FINE if not why else Verdict.INFO if others else Verdict.SLOWER
+        verdict = ReportLevel.FINE if not why else ReportLevel.INFO if others else ReportLevel.SLOWER
         fix = "" if not why else _io_fix(name, why)
         yield Check("files", f"{name} transfers", verdict, why or "works", fix)
-    if stage.error and not m.stages.get("torch", Stage()).error:
-        yield Check("files", "transfers", Verdict.BROKEN, stage.error, "ds ops build --force cpu")
+    if stage.error and not m.stages.get("torch", ProbeStage()).error:
+        yield Check("files", "transfers", ReportLevel.BROKEN, stage.error, "ds ops build --force cpu")
     if "gds" in stage.found:
         yield _info("files", "GPUDirect Storage", stage.found["gds"] or "works")
     if m.memlock_bytes:
@@ -253,7 +253,7 @@ def _files(m: Machine) -> Iterator[Check]:
         yield _info("files", "locked memory", f"{soft}, may be raised to {hard} (ulimit -l); pinned buffers need it")
     if m.aio_requests:
         used, most = m.aio_requests
-        full = (Verdict.SLOWER, "sysctl -w fs.aio-max-nr=1048576")
+        full = (ReportLevel.SLOWER, "sysctl -w fs.aio-max-nr=1048576")
         yield _check("files", "kernel AIO requests", f"{used} of {most} in use", used < most // 2, full)
 
 
@@ -270,30 +270,30 @@ def _limit(value: int) -> str:
 
 
 def _settings(m: Machine) -> Iterator[Check]:
-    known = {*m.stages.get("ops", Stage()).found.get("backends", ()), _REFERENCE, "cpu", "cuda"}
+    known = {*m.stages.get("ops", ProbeStage()).found.get("backends", ()), _REFERENCE, "cpu", "cuda"}
     for name, value in m.variables.items():
         if name == "DS_OPS" and value and value not in known:
             fix = f"unset DS_OPS, or set it to one of {', '.join(sorted(known))}"
-            yield Check("settings", name, Verdict.BROKEN, f"{value!r} is no backend, so it does nothing", fix)
+            yield Check("settings", name, ReportLevel.BROKEN, f"{value!r} is no backend, so it does nothing", fix)
         elif name == "DS_CPU_ISA" and value and value not in _LEVELS:
             fix = f"unset DS_CPU_ISA, or set it to one of {', '.join(_LEVELS)}"
-            yield Check("settings", name, Verdict.BROKEN, f"{value!r} is no level, so it does nothing", fix)
+            yield Check("settings", name, ReportLevel.BROKEN, f"{value!r} is no level, so it does nothing", fix)
         elif name in ("DS_OPS", "DS_CPU_ISA") and value:
-            yield Check("settings", name, Verdict.SLOWER, value, f"unset {name}   (unless you are testing)")
+            yield Check("settings", name, ReportLevel.SLOWER, value, f"unset {name}   (unless you are testing)")
         else:
             yield _info("settings", name, value)
 
 
 def _op_checks(m: Machine, ops: Sequence[OpRow]) -> Iterator[Check]:
-    stage = m.stages.get("ops", Stage())
-    if m.stages.get("torch", Stage()).error:
+    stage = m.stages.get("ops", ProbeStage())
+    if m.stages.get("torch", ProbeStage()).error:
         return
     if stage.error:
-        yield Check("ops", "registry", Verdict.BROKEN, stage.error, "pip install --force-reinstall --no-deps ds-ops")
+        yield Check("ops", "registry", ReportLevel.BROKEN, stage.error, "pip install --force-reinstall --no-deps ds-ops")
     for module, why in stage.found.get("broken", ()):
         fix = "pip install --force-reinstall --no-deps ds-ops"
-        yield Check("ops", module, Verdict.BROKEN, why, fix)
+        yield Check("ops", module, ReportLevel.BROKEN, why, fix)
     for row in ops:
         if not row.backend:
             _backend, reason, fix = row.why_not[0]
-            yield Check("ops", f"{row.op} on {row.device}", Verdict.BROKEN, reason, fix)
+            yield Check("ops", f"{row.op} on {row.device}", ReportLevel.BROKEN, reason, fix)

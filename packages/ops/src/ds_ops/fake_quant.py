@@ -23,11 +23,11 @@ def fake_quantize(x: Tensor, spec: QuantSpec, *, rows: int = 1, draw: Draw | Non
     Returns: like x.
     Cost: two passes over x and its codes; nothing is kept for the backward.
     """
-    out: Tensor = _StraightThrough.apply(x, spec, rows, draw or Draw())
+    out: Tensor = _FakeQuantize.apply(x, spec, rows, draw or Draw())
     return out
 
 
-class _StraightThrough(torch.autograd.Function):
+class _FakeQuantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, spec: QuantSpec, rows: int, draw: Draw) -> Tensor:
         return dequantize(quantize(x, spec, rows=rows, draw=draw))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import ds_ops._torch as _torch
 from ds_ops.reference import reference_update as reference
-from ds_ops.update_rules import SECOND_MOMENT, Rule, UpdateSpec, UpdateTensors
+from ds_ops.update_rules import SECOND_MOMENT, UpdateRule, UpdateSpec, UpdateTensors
 
 __all__ = ["lamb_apply", "lamb_moments", "update"]
 
@@ -24,7 +24,7 @@ Formula = Callable[[tuple[float, ...], Tensors, Tensors, list[Tensors]], Tensors
 
 def update(spec: UpdateSpec, tensors: UpdateTensors) -> None:
     """`reference.update`, by lists. Cost: up to 12 passes and fp32 copies of 16-bit streams; fused Adam: one pass."""
-    if spec.rule is Rule.ADAM and _fusable(spec, tensors):
+    if spec.rule is UpdateRule.ADAM and _fusable(spec, tensors):
         _fused_adam(spec, tensors)
         return _leave(spec, tensors)
     if spec.rule not in _FORMULAS:  # AdamW's step taken back: rarely called
@@ -218,10 +218,10 @@ def _lamb_direction(c: tuple[float, ...], p: Tensors, m: Tensors, v: Tensors) ->
     return u
 
 
-_FORMULAS: dict[Rule, Formula] = {
-    Rule.ADAM: _adam,
-    Rule.LION: _lion,
-    Rule.ADAGRAD: _adagrad,
-    Rule.SGD: _sgd,
-    Rule.SGD_PLAIN: _sgd_plain,
+_FORMULAS: dict[UpdateRule, Formula] = {
+    UpdateRule.ADAM: _adam,
+    UpdateRule.LION: _lion,
+    UpdateRule.ADAGRAD: _adagrad,
+    UpdateRule.SGD: _sgd,
+    UpdateRule.SGD_PLAIN: _sgd_plain,
 }

@@ -35,14 +35,14 @@ class _Error(ctypes.Structure):
     _fields_ = (("err", ctypes.c_int), ("cuda", ctypes.c_int))
 
 
-class _Handle(ctypes.Union):
+class _GdsHandle(ctypes.Union):
     _fields_ = (("fd", ctypes.c_int), ("handle", ctypes.c_void_p))
 
 
 class _Description(ctypes.Structure):
     """CUfileDescr_t."""
 
-    _fields_ = (("type", ctypes.c_int), ("handle", _Handle), ("operations", ctypes.c_void_p))
+    _fields_ = (("type", ctypes.c_int), ("handle", _GdsHandle), ("operations", ctypes.c_void_p))
 
 
 class CuFile:
@@ -81,7 +81,7 @@ class CuFile:
 
     def register(self, fd: int) -> int:
         """A handle of an open file, or a negative code."""
-        handle, description = ctypes.c_void_p(), _Description(type=_OPAQUE_FD, handle=_Handle(fd=fd))
+        handle, description = ctypes.c_void_p(), _Description(type=_OPAQUE_FD, handle=_GdsHandle(fd=fd))
         failed = self._register(ctypes.byref(handle), ctypes.byref(description)).err
         return -failed if failed else handle.value or 0
 
@@ -178,7 +178,7 @@ class Flight:
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _GdsTransfer:
     """One transfer, cut into blocks. The thread that ends its last block ends it."""
 
     flight: Flight
@@ -229,7 +229,7 @@ class GdsEngine:
         handle = self._library.register(direct_fd if direct_fd >= 0 else buffered_fd)
         starts = range(0, memory.nbytes, self._block) if handle >= 0 else range(0)
         fds = tuple(fd for fd in (direct_fd, buffered_fd) if fd >= 0)
-        job = _Job(Flight(), memory, fds, handle, offset, write, last, max(len(starts), 1))
+        job = _GdsTransfer(Flight(), memory, fds, handle, offset, write, last, max(len(starts), 1))
         if handle < 0:
             job.failed = (-handle, offset)
         if not starts:
@@ -238,7 +238,7 @@ class GdsEngine:
             self._pool.submit(self._run, job, start)
         return job.flight
 
-    def _run(self, job: _Job, start: int) -> None:
+    def _run(self, job: _GdsTransfer, start: int) -> None:
         if job.memory.keep.is_cuda:  # the library works on the calling thread's device
             torch.cuda.set_device(job.memory.keep.device)
         at, end = start, min(start + self._block, job.memory.nbytes)
@@ -253,7 +253,7 @@ class GdsEngine:
             at += max(moved, 0)
         self._end_block(job, failed)
 
-    def _end_block(self, job: _Job, failed: tuple[int, int] | None) -> None:
+    def _end_block(self, job: _GdsTransfer, failed: tuple[int, int] | None) -> None:
         with self._lock:
             if failed and (job.failed is None or failed[1] < job.failed[1]):
                 job.failed = failed

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import ds_ops._call as _call
 import ds_ops._torch as _torch
-from ds_ops.registry import Backend, Obstacle, Op, absent_backend, choose, reference_backend, register
+from ds_ops.registry import Backend, Unavailable, Op, absent_backend, choose, reference_backend, register
 
 __all__ = ["group_bounds", "grouped_matmul", "grouped_outer"]
 
@@ -49,7 +49,7 @@ def grouped_matmul(
         nothing. The gradient of x is another such product, that of weights one `grouped_outer`; the second use of a
         transposed weight moves no memory. On CUDA one launch where torch has it (bf16); else `ends` is read on the host.
     """
-    job = _Job(transpose, accumulate)
+    job = _GroupedProduct(transpose, accumulate)
     _require(x, weights, ends, bias, job)
     if out is not None:
         _require_out(out, [x.shape[0], weights.shape[1 if transpose else 2]], x, (x, weights, bias), "x's dtype")
@@ -100,7 +100,7 @@ def grouped_outer(x: Tensor, y: Tensor, ends: Tensor, *, out: Tensor | None = No
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _GroupedProduct:
     """weights are [E, N, K]; the product is added to what is there."""
 
     transpose: bool = False
@@ -111,7 +111,7 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     return a.dtype is b.dtype and a.device == b.device
 
 
-def _require(x: Tensor, weights: Tensor, ends: Tensor, bias: Tensor | None, job: _Job) -> None:
+def _require(x: Tensor, weights: Tensor, ends: Tensor, bias: Tensor | None, job: _GroupedProduct) -> None:
     fits = x.dim() == 2 and weights.dim() == 3 and weights.shape[2 if job.transpose else 1] == x.shape[1]
     if not fits or not _alike(x, weights) or not x.is_floating_point():
         layout = "[E, N, K]" if job.transpose else "[E, K, N]"
@@ -152,7 +152,7 @@ def group_bounds(ends: Tensor, rows: int) -> list[int]:
 
 
 def _product(x: Tensor, weights: Tensor, ends: Tensor, bias: Tensor | None, transpose: bool) -> Tensor:
-    y: Tensor = choose(_MATMUL, x.device.type, x.dtype).backend.run(x, weights, ends, bias, None, _Job(transpose))
+    y: Tensor = choose(_MATMUL, x.device.type, x.dtype).backend.run(x, weights, ends, bias, None, _GroupedProduct(transpose))
     return y
 
 
@@ -261,7 +261,7 @@ def _parts(t: Tensor, bounds: list[int]) -> tuple[Tensor, ...]:
 
 
 def _loop_matmul(
-    x: Tensor, weights: Tensor, ends: Tensor, bias: Tensor | None, out: Tensor | None, job: _Job
+    x: Tensor, weights: Tensor, ends: Tensor, bias: Tensor | None, out: Tensor | None, job: _GroupedProduct
 ) -> Tensor:
     out = x.new_empty(x.shape[0], weights.shape[1 if job.transpose else 2]) if out is None else out
     bounds = group_bounds(ends, x.shape[0])
@@ -301,7 +301,7 @@ def _loop_outer(x: Tensor, y: Tensor, ends: Tensor, out: Tensor | None, accumula
 
 
 def _torch_matmul(
-    x: Tensor, weights: Tensor, ends: Tensor, bias: Tensor | None, out: Tensor | None, job: _Job
+    x: Tensor, weights: Tensor, ends: Tensor, bias: Tensor | None, out: Tensor | None, job: _GroupedProduct
 ) -> Tensor:
     matrices = weights.transpose(1, 2) if job.transpose else weights
     if not _aligned(x, matrices):
@@ -347,11 +347,11 @@ def _aligned(*tensors: Tensor) -> bool:
 def _no_grouped_mm(device_type: str, dtype: torch.dtype) -> str:
     """Why torch's kernel does not run there. On the CPU it is a loop of its own, no faster than the reference's."""
     if device_type != "cuda":
-        return Obstacle("torch has a kernel for CUDA only", elsewhere=True)
+        return Unavailable("torch has a kernel for CUDA only", elsewhere=True)
     if dtype is not torch.bfloat16:
-        return Obstacle(f"torch's kernel does not take {dtype}", fix="convert to torch.bfloat16")
+        return Unavailable(f"torch's kernel does not take {dtype}", fix="convert to torch.bfloat16")
     if torch.cuda.get_device_capability() < (8, 0):
-        return Obstacle("torch's kernel wants compute capability 8.0")
+        return Unavailable("torch's kernel wants compute capability 8.0")
     return ""
 
 

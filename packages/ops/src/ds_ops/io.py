@@ -26,7 +26,7 @@ import torch
 
 from ds_config.errors import KernelError
 from ds_ops.gds import FIRST_OWN_ERROR
-from ds_ops.io_engines import _END_OF_FILE, Backend, Engine, IOSettings, _choose, _Flight, _open_engine, backends
+from ds_ops.io_engines import _END_OF_FILE, Backend, IOEngine, IOSettings, _choose, _InFlight, _open_engine, backends
 
 __all__ = ["AsyncIO", "Backend", "FileTransferError", "IOSettings", "Transfer", "backends"]
 
@@ -48,7 +48,7 @@ class Transfer:
 
     __slots__ = ("_flight", "_told", "nbytes", "offset", "path", "write")
 
-    def __init__(self, flight: _Flight, path: str, span: tuple[int, int], write: bool) -> None:
+    def __init__(self, flight: _InFlight, path: str, span: tuple[int, int], write: bool) -> None:
         self._flight, self.path, self.write = flight, path, write
         self.offset, self.nbytes = span
         self._told = False  # a failure is raised by the first wait, and not again at close
@@ -94,7 +94,7 @@ class AsyncIO:
         self.backend = _choose(settings.backend)
         self._active: list[Transfer] = []
         self._lock = threading.Lock()
-        self._engine: Engine | None = _open_engine(self.backend, settings)
+        self._engine: IOEngine | None = _open_engine(self.backend, settings)
 
     def read(self, path: str | os.PathLike[str], into: torch.Tensor | Any, offset: int = 0) -> Transfer:
         """Fill `into` with the bytes of `path` from `offset` on. A file that ends earlier is an error."""
@@ -181,7 +181,7 @@ class _Mode:
 
 
 @dataclass(frozen=True, slots=True)
-class _Files:
+class _Descriptors:
     """Descriptors of one file; the engine closes them. `direct` is -1 where O_DIRECT does not work."""
 
     direct: int
@@ -194,7 +194,7 @@ class _Files:
                 os.close(fd)
 
 
-def _open_files(path: str, mode: _Mode, direct: bool, engine: Engine) -> _Files:
+def _open_files(path: str, mode: _Mode, direct: bool, engine: IOEngine) -> _Descriptors:
     flags = (os.O_RDWR | os.O_CREAT) if mode.write else os.O_RDONLY
     try:
         buffered = os.open(path, flags | os.O_CLOEXEC, 0o666)
@@ -202,11 +202,11 @@ def _open_files(path: str, mode: _Mode, direct: bool, engine: Engine) -> _Files:
         raise _open_failure(error, path, mode.write) from None
     alignment = engine.direct_alignment(buffered) if direct else 0
     if not alignment:
-        return _Files(-1, buffered, 1)
+        return _Descriptors(-1, buffered, 1)
     try:
-        return _Files(os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT), buffered, alignment)
+        return _Descriptors(os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT), buffered, alignment)
     except OSError:  # a file system without O_DIRECT says EINVAL; buffered transfers are right everywhere
-        return _Files(-1, buffered, 1)
+        return _Descriptors(-1, buffered, 1)
 
 
 def _open_failure(error: OSError, path: str, write: bool) -> FileTransferError:

@@ -20,11 +20,11 @@ import torch
 from ds_ops.host_arena import zeros_huge
 from ds_ops.io import AsyncIO, Backend, IOSettings
 
-__all__ = ["Case", "Grid", "Measured", "aligned_bytes", "best_section", "cases", "measure", "table", "uncached"]
+__all__ = ["IOCase", "IOGrid", "IOBandwidth", "aligned_bytes", "best_section", "cases", "measure", "table", "uncached"]
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class IOGrid:
     """The values to combine, and how much to move."""
 
     backends: tuple[Backend, ...] = ("io_uring", "libaio", "threads")
@@ -39,7 +39,7 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class IOCase:
     """One direction with one set of settings."""
 
     write: bool
@@ -47,10 +47,10 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class IOBandwidth:
     """A case and its median bandwidth, bytes a second."""
 
-    case: Case
+    case: IOCase
     bytes_per_s: float
 
     def as_dict(self) -> dict[str, object]:
@@ -62,18 +62,18 @@ class Measured:
         }
 
 
-def cases(grid: Grid) -> list[Case]:
+def cases(grid: IOGrid) -> list[IOCase]:
     """Every combination, writes first. Pure."""
     directions = [True] * grid.write + [False] * grid.read
     return [
-        Case(write, IOSettings(block, depth, workers, backend, grid.direct))
+        IOCase(write, IOSettings(block, depth, workers, backend, grid.direct))
         for write, backend, block, depth, workers in itertools.product(
             directions, grid.backends, grid.block_bytes, grid.queue_depths, grid.workers
         )
     ]
 
 
-def measure(grid: Grid, folder: str | os.PathLike[str]) -> list[Measured]:
+def measure(grid: IOGrid, folder: str | os.PathLike[str]) -> list[IOBandwidth]:
     """Run every case `grid.loops` times in `folder`, one after another. Takes total_bytes of memory and of disk; cleans up.
 
     Raises:
@@ -82,7 +82,7 @@ def measure(grid: Grid, folder: str | os.PathLike[str]) -> list[Measured]:
     path = Path(folder) / f".ds-io-bench-{os.getpid()}"
     data = aligned_bytes(grid.total_bytes)
     todo = cases(grid)
-    seconds: dict[Case, list[float]] = {case: [] for case in todo}
+    seconds: dict[IOCase, list[float]] = {case: [] for case in todo}
     try:
         with AsyncIO(replace(todo[0].settings, backend="auto")) as io:
             io.write_file(path, data, sync=True).wait()
@@ -91,10 +91,10 @@ def measure(grid: Grid, folder: str | os.PathLike[str]) -> list[Measured]:
                 seconds[case].append(_once(case, path, data))
     finally:
         path.unlink(missing_ok=True)
-    return [Measured(case, grid.total_bytes / statistics.median(times)) for case, times in seconds.items()]
+    return [IOBandwidth(case, grid.total_bytes / statistics.median(times)) for case, times in seconds.items()]
 
 
-def _once(case: Case, path: Path, data: torch.Tensor) -> float:
+def _once(case: IOCase, path: Path, data: torch.Tensor) -> float:
     with AsyncIO(case.settings) as io, uncached(path):
         start = time.perf_counter()
         transfer = io.write(path, data) if case.write else io.read(path, data)
@@ -125,7 +125,7 @@ def aligned_bytes(nbytes: int) -> torch.Tensor:
     return memory[start : start + nbytes].fill_(1)
 
 
-def table(rows: Sequence[Measured]) -> str:
+def table(rows: Sequence[IOBandwidth]) -> str:
     """One line a case, best first in each direction. Bandwidth in GB/s (1e9 bytes)."""
     head = f"{'':<6} {'backend':<9} {'block':>8} {'depth':>6} {'workers':>8} {'GB/s':>7}"
     lines = [head]
@@ -143,7 +143,7 @@ def _size(nbytes: int) -> str:
     return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
 
 
-def best_section(rows: Sequence[Measured]) -> dict[str, int]:
+def best_section(rows: Sequence[IOBandwidth]) -> dict[str, int]:
     """The `aio` section of a configuration: settings whose slower direction, relative to the best one, is fastest."""
     top = {w: max((r.bytes_per_s for r in rows if r.case.write is w), default=0.0) for w in (True, False)}
     share: dict[IOSettings, float] = {}

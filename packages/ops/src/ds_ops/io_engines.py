@@ -17,7 +17,7 @@ import ds_ops._native as _native_modules
 from ds_config.errors import ConfigError, KernelError
 from ds_ops.gds import Flight, GdsEngine, find_library
 
-__all__ = ["Backend", "Engine", "Flight", "IOSettings", "backends"]
+__all__ = ["Backend", "IOEngine", "Flight", "IOSettings", "backends"]
 
 
 Backend = Literal["auto", "io_uring", "libaio", "threads", "python", "gds"]
@@ -104,13 +104,13 @@ def _bytes_of(memory: Any, *, writable: bool) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(bytearray())
 
 
-class _Flight(Protocol):
+class _InFlight(Protocol):
     def wait(self, seconds: float) -> bool: ...
     def ended(self) -> bool: ...
     def outcome(self) -> tuple[int, int]: ...
 
 
-class Engine(Protocol):
+class IOEngine(Protocol):
     def view(self, memory: Any, writable: bool) -> Any: ...
 
     def submit(
@@ -123,7 +123,7 @@ class Engine(Protocol):
         write: bool,
         truncate: bool,
         sync: bool,
-    ) -> _Flight: ...
+    ) -> _InFlight: ...
 
     def direct_alignment(self, fd: int) -> int: ...
     def close(self) -> None: ...
@@ -145,7 +145,7 @@ def _choose(wanted: Backend) -> str:
     return wanted
 
 
-def _open_engine(backend: str, settings: IOSettings) -> Engine:
+def _open_engine(backend: str, settings: IOSettings) -> IOEngine:
     if backend == "python":
         return _PythonEngine(settings)
     if backend == "gds":
@@ -187,8 +187,8 @@ class _NativeEngine:
         write: bool,
         truncate: bool,
         sync: bool,
-    ) -> _Flight:
-        flight: _Flight = self._engine.submit(memory, direct_fd, buffered_fd, alignment, offset, write, truncate, sync)
+    ) -> _InFlight:
+        flight: _InFlight = self._engine.submit(memory, direct_fd, buffered_fd, alignment, offset, write, truncate, sync)
         return flight
 
     def direct_alignment(self, fd: int) -> int:
@@ -224,7 +224,7 @@ class _PythonEngine:
         write: bool,
         truncate: bool,
         sync: bool,
-    ) -> _Flight:
+    ) -> _InFlight:
         flight = Flight()
         tail: Sequence[bool] = (write and truncate, write and sync)
         self._pool.submit(self._run, flight, memory, buffered_fd, offset, write, tail)

@@ -21,7 +21,7 @@ from typing import Any
 from ds_ops.module_cache import source_dir
 from ds_ops.toolchain import Tool, find_tools
 
-__all__ = ["Machine", "Pair", "Stage", "parse_stages", "read_machine", "run_probe"]
+__all__ = ["Machine", "Pair", "ProbeStage", "parse_stages", "read_machine", "run_probe"]
 
 Pair = tuple[int, int]
 _VARIABLES = ("DS_OPS", "DS_CPU_ISA", "DS_OPS_CACHE", "OMP_NUM_THREADS", "CC", "CXX", "CUDA_HOME", "CUDACXX", "CUDA_VISIBLE_DEVICES")  # fmt: skip
@@ -30,7 +30,7 @@ _PROBE_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class ProbeStage:
     """What one stage of the probe found, or why it could not: exactly one of the two is filled."""
 
     found: Mapping[str, Any] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Machine:
     native_sources: str = ""
     tools: Mapping[str, Tool] = field(default_factory=lambda: MappingProxyType({}))
     variables: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    stages: Mapping[str, Stage] = field(default_factory=lambda: MappingProxyType({}))
+    stages: Mapping[str, ProbeStage] = field(default_factory=lambda: MappingProxyType({}))
 
 
 def read_machine(root: Path = Path("/")) -> Machine:
@@ -90,7 +90,7 @@ def read_machine(root: Path = Path("/")) -> Machine:
     )
 
 
-def run_probe(seconds: float = _PROBE_SECONDS, command: tuple[str, ...] = ()) -> dict[str, Stage]:
+def run_probe(seconds: float = _PROBE_SECONDS, command: tuple[str, ...] = ()) -> dict[str, ProbeStage]:
     """Run `ds_ops.probe` in another process. A stage that killed it, or did not answer in time, says so."""
     command = command or (sys.executable, "-m", "ds_ops.probe")
     try:
@@ -106,9 +106,9 @@ def run_probe(seconds: float = _PROBE_SECONDS, command: tuple[str, ...] = ()) ->
     return parse_stages(done.stdout, f"ended with {how} {last[0]}".strip())
 
 
-def parse_stages(text: str, end: str) -> dict[str, Stage]:
+def parse_stages(text: str, end: str) -> dict[str, ProbeStage]:
     """The probe's lines as stages. `end` is what happened to a stage that began and did not report; "probe" if none began."""
-    stages: dict[str, Stage] = {}
+    stages: dict[str, ProbeStage] = {}
     begun = ""
     for line in text.splitlines():
         try:
@@ -119,9 +119,9 @@ def parse_stages(text: str, end: str) -> dict[str, Stage]:
             continue
         begun = str(said.get("begin", "")) if "begin" in said else ""
         if "stage" in said:
-            stages[str(said["stage"])] = Stage(said.get("found", {}), str(said.get("error", "")))
+            stages[str(said["stage"])] = ProbeStage(said.get("found", {}), str(said.get("error", "")))
     if begun or not stages:
-        stages[begun or "probe"] = Stage(error=end)
+        stages[begun or "probe"] = ProbeStage(error=end)
     return stages
 
 

@@ -20,7 +20,7 @@ from ds_ops.row_ops import gather_rows, gather_sum, row_products, weighed
 
 __all__ = [
     "Gating",
-    "Permutation",
+    "RowPermutation",
     "Pulls",
     "permute",
     "pulls_of",
@@ -41,7 +41,7 @@ class Gating:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Permutation:
+class RowPermutation:
     """slots [T * k]: the slot of each row; rows [T, k]: the row of each slot; ends [E]: where each expert's rows end.
 
     All int64. Rows at ends[-1] and later are slots that were dropped.
@@ -73,7 +73,7 @@ def top_k_gating(logits: Tensor, k: int, *, renormalize: bool = False) -> Gating
     return out
 
 
-def sort_slots(experts: Tensor, num_experts: int, *, keep: Tensor | None = None) -> Permutation:
+def sort_slots(experts: Tensor, num_experts: int, *, keep: Tensor | None = None) -> RowPermutation:
     """Sort slots by expert, keeping the order of tokens (a stable sort: slots of row r ascend within an expert).
 
     Args:
@@ -90,11 +90,11 @@ def sort_slots(experts: Tensor, num_experts: int, *, keep: Tensor | None = None)
         raise _call.refuse(f"keep: expected bool {list(experts.shape)}; found {_call.describe(keep)}.")
     if keep is not None and keep.device != experts.device:
         raise _call.refuse(f"keep: expected it on {experts.device}; found {_call.describe(keep)}.")
-    out: Permutation = choose(_SORT, experts.device.type, experts.dtype).backend.run(experts, num_experts, keep)
+    out: RowPermutation = choose(_SORT, experts.device.type, experts.dtype).backend.run(experts, num_experts, keep)
     return out
 
 
-def _native_sort(experts: Tensor, num_experts: int, keep: Tensor | None) -> Permutation:
+def _native_sort(experts: Tensor, num_experts: int, keep: Tensor | None) -> RowPermutation:
     experts = _call.require("experts", experts.contiguous(), dtypes=(torch.int64,))
     kept = None if keep is None else _call.require("keep", keep.contiguous(), dtypes=(torch.bool,))
     slots, rows, ends = experts.new_empty(experts.numel()), torch.empty_like(experts), experts.new_empty(num_experts)
@@ -104,14 +104,14 @@ def _native_sort(experts: Tensor, num_experts: int, keep: Tensor | None) -> Perm
     )  # fmt: skip
     if status:
         raise _outside(experts, num_experts)
-    return Permutation(slots, rows, ends)
+    return RowPermutation(slots, rows, ends)
 
 
 def _outside(experts: Tensor, num_experts: int) -> KernelError:
     return _call.refuse(f"experts: {int(experts.min())}..{int(experts.max())} is outside 0..{num_experts - 1}.")
 
 
-def _reference_sort(experts: Tensor, num_experts: int, keep: Tensor | None) -> Permutation:
+def _reference_sort(experts: Tensor, num_experts: int, keep: Tensor | None) -> RowPermutation:
     # On a GPU torch's own kernel traps; asking there would wait for the device, and a compiler has nothing to ask.
     known = experts.device.type == "cpu" and experts.numel() > 0 and not torch.compiler.is_compiling()
     if known and not 0 <= int(experts.numpy().min()) <= int(experts.numpy().max()) < num_experts:
@@ -123,7 +123,7 @@ def _reference_sort(experts: Tensor, num_experts: int, keep: Tensor | None) -> P
     rows = torch.empty_like(slots)
     rows[slots] = torch.arange(slots.numel(), device=slots.device)
     numbers = torch.arange(num_experts, device=slots.device, dtype=ordered.values.dtype)
-    return Permutation(slots, rows.view(experts.shape), torch.searchsorted(ordered.values, numbers, right=True))
+    return RowPermutation(slots, rows.view(experts.shape), torch.searchsorted(ordered.values, numbers, right=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,7 +213,7 @@ def _runs(starts: Tensor, number: Tensor) -> Tensor:
     return (starts - before).repeat_interleave(number) + torch.arange(int(number.sum()))
 
 
-def regroup(counts: Tensor, rows: int) -> Permutation:
+def regroup(counts: Tensor, rows: int) -> RowPermutation:
     """How rows that came as chunks [source, expert] become chunks [expert, source]: what follows an all-to-all of rows.
 
     Args:
@@ -239,10 +239,10 @@ def regroup(counts: Tensor, rows: int) -> Permutation:
     back = torch.empty_like(slots)
     back[slots] = place
     own = ends.view(experts, sources)[:, -1] if sources else ends.new_zeros(experts)
-    return Permutation(slots, back.view(rows, 1), own.contiguous())
+    return RowPermutation(slots, back.view(rows, 1), own.contiguous())
 
 
-def permute(x: Tensor, p: Permutation) -> Tensor:
+def permute(x: Tensor, p: RowPermutation) -> Tensor:
     """Rows of tokens: out[r] = x[slot of row r / k]. The gradient gathers by `p.rows`, without atomic additions.
 
     Args:
@@ -258,7 +258,7 @@ def permute(x: Tensor, p: Permutation) -> Tensor:
     return out
 
 
-def unpermute(y: Tensor, p: Permutation, weights: Tensor | None = None) -> Tensor:
+def unpermute(y: Tensor, p: RowPermutation, weights: Tensor | None = None) -> Tensor:
     """Tokens of rows: out[t] = the sum over choices c of weights[t, c] * y[row of (t, c)], in fp32, rounded to y's dtype.
 
     Args:
@@ -278,7 +278,7 @@ def unpermute(y: Tensor, p: Permutation, weights: Tensor | None = None) -> Tenso
     return out
 
 
-def _require_permutation(x: Tensor, p: Permutation, *, tokens: bool) -> None:
+def _require_permutation(x: Tensor, p: RowPermutation, *, tokens: bool) -> None:
     """Whether x can be moved by p; its rows are tokens or slots."""
     whole = p.slots.dim() == 1 and p.rows.dim() == 2 and p.slots.numel() == p.rows.numel()
     kinds = all(t.dtype is torch.int64 and t.device == x.device for t in (p.slots, p.rows))
@@ -306,14 +306,14 @@ def _count(values: Tensor, size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
 
 
-def _reference_permute(x: Tensor, p: Permutation) -> Tensor:
+def _reference_permute(x: Tensor, p: RowPermutation) -> Tensor:
     if torch.compiler.is_compiling():
         return x[p.slots // max(1, p.rows.shape[1])]
     out: Tensor = _Permute.apply(x, p.slots, p.rows)
     return out
 
 
-def _reference_unpermute(y: Tensor, p: Permutation, weights: Tensor) -> Tensor:
+def _reference_unpermute(y: Tensor, p: RowPermutation, weights: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         wide = torch.promote_types(y.dtype, torch.float32)
         return (y[p.rows].to(wide) * weights.to(wide)[..., None]).sum(1).to(y.dtype)

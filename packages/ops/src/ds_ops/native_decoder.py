@@ -16,21 +16,21 @@ from torch import Tensor
 
 from ds_config.errors import KernelError
 from ds_ops import _call, _native
-from ds_ops.packed_weights import Inputs, Packed, address, pack
+from ds_ops.packed_weights import ProductInputs, PackedWeight, address, pack
 from ds_ops.shm_collectives import Channel
 from ds_ops.threads import kernel_threads
 
 __all__ = [
     "Activation",
-    "Chunk",
+    "TokenRun",
     "DecoderExperts",
     "DecoderLatent",
     "DecoderLayer",
     "DecoderProgram",
-    "Inputs",
+    "ProductInputs",
     "KeptLayer",
     "Normed",
-    "Packed",
+    "PackedWeight",
     "Score",
     "obstacle",
     "pack",
@@ -104,9 +104,9 @@ class DecoderExperts:
         own_gated: The layer's own part is multiplied by a sigmoid of the router's last output.
     """
 
-    router: Packed
-    up: Sequence[Packed]
-    down: Sequence[Packed]
+    router: PackedWeight
+    up: Sequence[PackedWeight]
+    down: Sequence[PackedWeight]
     count: int
     chosen: int
     first: int = 0
@@ -146,14 +146,14 @@ class DecoderLatent:
     """
 
     norm: Normed
-    key_up: Sequence[Packed]
-    value_up: Sequence[Packed]
+    key_up: Sequence[PackedWeight]
+    value_up: Sequence[PackedWeight]
     rank: int
     plain: int
     rotated: int
     value_width: int
     query_norm: Normed = _NO_NORM
-    query_up: Packed | None = None
+    query_up: PackedWeight | None = None
     _tables: tuple[np.ndarray, np.ndarray] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -185,7 +185,7 @@ class DecoderLayer:
         residual: Outputs of both parts are multiplied by it.
     """
 
-    matrices: tuple[Packed, Packed, Packed | None, Packed | None]
+    matrices: tuple[PackedWeight, PackedWeight, PackedWeight | None, PackedWeight | None]
     heads: int
     kv_heads: int
     width: int
@@ -234,7 +234,7 @@ class KeptLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class TokenRun:
     """Consecutive tokens of one sequence: rows [first, first + count) of the batch, at positions from `start` on."""
 
     first: int
@@ -258,7 +258,7 @@ class DecoderProgram:
     hidden: int
     layers: Sequence[DecoderLayer]
     last: Normed
-    head: Packed
+    head: PackedWeight
     ranks: Channel | None = None
     _table: np.ndarray = field(init=False)
     _parts: list[np.ndarray] = field(init=False)
@@ -280,7 +280,7 @@ class DecoderProgram:
     def step(
         self,
         x: Tensor,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[TokenRun],
         outputs: Tensor,
         cache: Sequence[KeptLayer],
         turns: Tensor | None = None,
@@ -337,7 +337,7 @@ class DecoderProgram:
         _call.finish("decoder_step", status)
         return logits[:, : self.head.outputs]
 
-    def _require(self, x: Tensor, chunks: Sequence[Chunk], outputs: Tensor, cache: Sequence[KeptLayer]) -> int:
+    def _require(self, x: Tensor, chunks: Sequence[TokenRun], outputs: Tensor, cache: Sequence[KeptLayer]) -> int:
         """Every address that the step follows is inside of its tensor."""
         _call.require("x", x, dtypes=(torch.float32,), numel=x.shape[0] * self.hidden)
         _call.require("outputs", outputs, dtypes=(torch.int64,))

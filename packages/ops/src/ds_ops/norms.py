@@ -118,7 +118,7 @@ def _torch_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps:
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
+class _NormState:
     """What a forward leaves for its backward. h [..., n]: what was normalized; weight fp32 [n]; rstd fp32 [rows]."""
 
     h: Tensor
@@ -135,7 +135,7 @@ def _scratch(device: torch.device, rows: int, cols: int) -> tuple[Tensor, ...]:
     return (torch.empty(rows, cols),) if device.type == "cpu" else ()
 
 
-def _forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, _Saved]:
+def _forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, _NormState]:
     cols = x.shape[-1]
     rows = x.numel() // cols if cols else 0
     module, tail = _call.target(x.device)
@@ -146,11 +146,11 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: flo
     addresses = tuple(map(_at, (x, residual, wide, total, y, rstd)))
     status = module.norm(eps, rows, cols, _call.DTYPES[x.dtype], addresses, *map(_at, scratch), *tail)
     _call.finish("rms_norm", status)
-    return y, _Saved(x if total is None else total, wide, rstd)
+    return y, _NormState(x if total is None else total, wide, rstd)
 
 
 def _backward(
-    saved: _Saved, dy: Tensor, dsum: Tensor | None, wanted: torch.dtype | None
+    saved: _NormState, dy: Tensor, dsum: Tensor | None, wanted: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of what was normalized (dsum: what reached it by another way), and of the weight in dtype `wanted`."""
     h, cols = saved.h, saved.h.shape[-1]
@@ -199,7 +199,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return (*_backward(_Saved(*ctx.saved_tensors), grads[0].contiguous(), None, ctx.wanted), None)
+        return (*_backward(_NormState(*ctx.saved_tensors), grads[0].contiguous(), None, ctx.wanted), None)
 
 
 class _AddRmsNorm(torch.autograd.Function):
@@ -214,7 +214,7 @@ class _AddRmsNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         dy, dsum = (g.contiguous() for g in grads)
-        dx, dweight = _backward(_Saved(*ctx.saved_tensors), dy, dsum, ctx.wanted)
+        dx, dweight = _backward(_NormState(*ctx.saved_tensors), dy, dsum, ctx.wanted)
         return dx, dx, dweight, None
 
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds_config.report_tables import Report, Table
+from ds_config.report_tables import PackageReport, TextTable
 from ds_ops.doctor import Diagnosis, OpRow, diagnose
 from ds_ops.machine import read_machine
 
 __all__ = ["report", "report_of"]
 
 
-def report(quick: bool = False) -> Report:
+def report(quick: bool = False) -> PackageReport:
     """Look at this machine; nothing with `quick`, since that takes seconds, most of them torch's import in another process."""
-    return Report() if quick else report_of(diagnose(read_machine()))
+    return PackageReport() if quick else report_of(diagnose(read_machine()))
 
 
-def report_of(diagnosis: Diagnosis) -> Report:
+def report_of(diagnosis: Diagnosis) -> PackageReport:
     """A diagnosis as it is shown; JSON has every op by itself."""
     heads = ("device", "dtypes", "backend", "why not better", "ops")
-    table = Table("ops", "the backend that runs, and why a better one does not", heads, tuple(_rows(diagnosis.ops)))
-    return Report(diagnosis.checks, (table,), {"ops": diagnosis.as_dict()["ops"]})
+    table = TextTable("ops", "the backend that runs, and why a better one does not", heads, tuple(_rows(diagnosis.ops)))
+    return PackageReport(diagnosis.checks, (table,), {"ops": diagnosis.as_dict()["ops"]})
 
 
 def _rows(ops: Sequence[OpRow]) -> list[tuple[str, ...]]:

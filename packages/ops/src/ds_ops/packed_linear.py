@@ -8,14 +8,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ds_ops import _call
-from ds_ops.packed_weights import UNIT, Inputs, Packed
+from ds_ops.packed_weights import UNIT, ProductInputs, PackedWeight
 from ds_ops.registry import Op, choose, cpu_backend, reference_backend, register
 from ds_ops.threads import kernel_threads
 
 __all__ = ["packed_linear", "unpacked"]
 
 
-def packed_linear(x: Tensor, weight: Packed) -> Tensor:
+def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
     """y = x @ W^T + bias, inputs rounded as the packing says, sums in fp32, in the order of the outputs as they were packed.
 
     Args:
@@ -37,7 +37,7 @@ def packed_linear(x: Tensor, weight: Packed) -> Tensor:
     return _in_order(y, weight).view(*x.shape[:-1], weight.outputs)
 
 
-def unpacked(weight: Packed) -> Tensor:
+def unpacked(weight: PackedWeight) -> Tensor:
     """The numbers, fp32 [n, k], padded and in the order of the packing."""
     units, k = weight.n // UNIT, weight.k
     if weight.kind == 0:
@@ -56,7 +56,7 @@ def unpacked(weight: Packed) -> Tensor:
     return ((numbers - zero) * scale).flatten(0, 1)
 
 
-def _in_order(y: Tensor, weight: Packed) -> Tensor:
+def _in_order(y: Tensor, weight: PackedWeight) -> Tensor:
     """[rows, n] of units to [rows, outputs]: gate and value alternate in the packing, and each is padded to whole units."""
     if not weight.gated:
         return y[:, : weight.outputs]
@@ -64,10 +64,10 @@ def _in_order(y: Tensor, weight: Packed) -> Tensor:
     return halves[:, :, : weight.outputs // 2].flatten(1)
 
 
-def _rounded(x: Tensor, weight: Packed) -> Tensor:
-    if weight.inputs is Inputs.BF16:
+def _rounded(x: Tensor, weight: PackedWeight) -> Tensor:
+    if weight.inputs is ProductInputs.BF16:
         return x.bfloat16().float()
-    if weight.inputs is Inputs.F32:
+    if weight.inputs is ProductInputs.F32:
         return x
     found = []
     for part in x.split(weight.group, -1):
@@ -77,12 +77,12 @@ def _rounded(x: Tensor, weight: Packed) -> Tensor:
     return torch.cat(found, -1)
 
 
-def _reference(x: Tensor, weight: Packed) -> Tensor:
+def _reference(x: Tensor, weight: PackedWeight) -> Tensor:
     y = _rounded(x, weight) @ unpacked(weight).t()
     return y if weight.bias is None else y + weight.bias
 
 
-def _cpu(x: Tensor, weight: Packed) -> Tensor:
+def _cpu(x: Tensor, weight: PackedWeight) -> Tensor:
     module, words = _call.native(), np.array(weight.words(), dtype=np.int64)
     wide, y = x.contiguous(), torch.empty(len(x), weight.n)
     scratch = torch.zeros(module.decoder_product_scratch(words.ctypes.data, len(words), len(wide)))

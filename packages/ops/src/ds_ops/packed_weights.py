@@ -13,13 +13,13 @@ from ds_ops import _call
 from ds_ops.host_arena import zeros_huge
 from ds_ops.formats import INT4, INT8, QuantTensor
 
-__all__ = ["UNIT", "Inputs", "Packed", "address", "pack"]
+__all__ = ["UNIT", "ProductInputs", "PackedWeight", "address", "pack"]
 
 UNIT = 32
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 
 
-class Inputs(enum.IntEnum):
+class ProductInputs(enum.IntEnum):
     """What weights are multiplied with: fp32 inputs; codes, with inputs rounded to 8 bits by row and group; bf16, with bf16."""
 
     F32 = 0
@@ -33,7 +33,7 @@ def address(t: Tensor | None) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Packed:
+class PackedWeight:
     """A matrix as the native products read it. Made by `pack`.
 
     Attributes:
@@ -52,7 +52,7 @@ class Packed:
     k: int
     group: int
     kind: int
-    inputs: Inputs
+    inputs: ProductInputs
     inner: int
     gated: bool
 
@@ -71,8 +71,8 @@ class Packed:
 
 
 def pack(
-    weight: Tensor | QuantTensor, bias: Tensor | None = None, *, gated: bool = False, inputs: Inputs = Inputs.F32
-) -> Packed:
+    weight: Tensor | QuantTensor, bias: Tensor | None = None, *, gated: bool = False, inputs: ProductInputs = ProductInputs.F32
+) -> PackedWeight:
     """Pack a matrix.
 
     Args:
@@ -86,10 +86,10 @@ def pack(
     """
     if isinstance(weight, Tensor):
         kind, group, params = _KINDS.get(weight.dtype, -1), weight.shape[-1], None
-        allowed: tuple[Inputs, ...] = (Inputs.F32, Inputs.BF16) if kind == 1 else (Inputs.F32,)
+        allowed: tuple[ProductInputs, ...] = (ProductInputs.F32, ProductInputs.BF16) if kind == 1 else (ProductInputs.F32,)
     else:
         kind = {INT8: 2, INT4: 3}.get(weight.spec.format, -1)
-        group, allowed = weight.spec.group, (Inputs.F32, Inputs.INT8)
+        group, allowed = weight.spec.group, (ProductInputs.F32, ProductInputs.INT8)
         params = None if kind < 0 else _units(_params(weight), gated)
     if kind < 0 or len(weight.shape) != 2 or inputs not in allowed or (kind >= 2 and group % 8):
         raise _call.refuse(
@@ -120,7 +120,7 @@ def pack(
     outputs = weight.shape[0]
     (room,) = zeros_huge([data.numel()], data.dtype)  # small pages cost a tenth of the bandwidth of one row
     room.view(data.shape).copy_(data)
-    return Packed(room, params, wide, outputs, units * UNIT, k, max(group, 8), kind, inputs, weight.shape[1], gated)
+    return PackedWeight(room, params, wide, outputs, units * UNIT, k, max(group, 8), kind, inputs, weight.shape[1], gated)
 
 
 def _units(rows: Tensor, gated: bool) -> Tensor:

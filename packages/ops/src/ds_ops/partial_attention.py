@@ -20,7 +20,7 @@ from torch import Tensor
 
 import ds_ops._call as _call
 import ds_ops._torch as _torch
-from ds_ops.registry import Backend, Obstacle, Op, choose, reference_backend, register
+from ds_ops.registry import Backend, Unavailable, Op, choose, reference_backend, register
 from ds_ops.sparse_attention import Sparsity
 
 __all__ = ["View", "merge_partial", "partial_attention", "partial_attention_grad"]
@@ -124,7 +124,7 @@ def merge_partial(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tup
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Job:
+class _AttentionProblem:
     """A view without cases: mask is floats of q's dtype to add, or None; causal only where Lq is Lk and there is no mask."""
 
     mask: Tensor | None
@@ -157,7 +157,7 @@ def _require(q: Tensor, k: Tensor, v: Tensor, view: View) -> None:
         raise _call.refuse("mask: it requires a gradient, and has none here.")
 
 
-def _job(q: Tensor, k: Tensor, view: View) -> _Job:
+def _job(q: Tensor, k: Tensor, view: View) -> _AttentionProblem:
     scale = max(q.shape[-1], 1) ** -0.5 if view.scale is None else view.scale
     queries, keys = q.shape[2], k.shape[2]
     mask, causal = view.mask, view.causal
@@ -173,11 +173,11 @@ def _job(q: Tensor, k: Tensor, view: View) -> _Job:
             mask = mask & seen if mask.dtype is torch.bool else mask.masked_fill(~seen, -torch.inf)
         causal = False
     if mask is None:
-        return _Job(None, causal, scale)
+        return _AttentionProblem(None, causal, scale)
     if mask.dtype is torch.bool:
         mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
     mask = mask.to(q.dtype)
-    return _Job(mask[(None,) * (4 - mask.dim())], causal, scale)
+    return _AttentionProblem(mask[(None,) * (4 - mask.dim())], causal, scale)
 
 
 # ---- reference ---------------------------------------------------------------------------------------------------------
@@ -296,9 +296,9 @@ def _flashes(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
 
 def _no_flash(device_type: str, dtype: torch.dtype) -> str:
     if device_type not in ("cpu", "cuda"):
-        return Obstacle("torch has kernels for CPU and CUDA", elsewhere=True)
+        return Unavailable("torch has kernels for CPU and CUDA", elsewhere=True)
     kinds = (torch.bfloat16, torch.float16) if device_type == "cuda" else tuple(_CPU_DTYPES)
-    return "" if dtype in kinds else Obstacle(f"does not take {dtype}", fix=f"convert to {kinds[0]}")
+    return "" if dtype in kinds else Unavailable(f"does not take {dtype}", fix=f"convert to {kinds[0]}")
 
 
 _CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

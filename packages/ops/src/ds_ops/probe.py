@@ -70,11 +70,11 @@ def _trial() -> dict[str, Any]:
 
     import ds_ops.registry as registry
     from ds_ops.reference import reference_update as reference
-    from ds_ops.update_rules import AdamHyper, Rule, UpdateSpec, UpdateTensors, adam_coefficients
+    from ds_ops.update_rules import AdamHyper, UpdateRule, UpdateSpec, UpdateTensors, adam_coefficients
     from ds_ops.apply_update import update
 
     (op,) = [each for each in registry.ops() if each.name == "update"]
-    spec = UpdateSpec(Rule.ADAM, adam_coefficients(AdamHyper(1e-3, (0.9, 0.999), 1e-8, 0.01), 1))
+    spec = UpdateSpec(UpdateRule.ADAM, adam_coefficients(AdamHyper(1e-3, (0.9, 0.999), 1e-8, 0.01), 1))
 
     def stepped(run: Callable[..., Any]) -> torch.Tensor:
         p, g, m, v = (torch.linspace(0.1, 1.0 + k, 1003) for k in range(4))

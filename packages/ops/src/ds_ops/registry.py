@@ -22,7 +22,7 @@ from ds_ops._call import DTYPES
 __all__ = [
     "Backend",
     "Choice",
-    "Obstacle",
+    "Unavailable",
     "Op",
     "absent_backend",
     "choose",
@@ -37,7 +37,7 @@ __all__ = [
 Reason = Callable[[str, torch.dtype], str]
 
 
-class Obstacle(str):
+class Unavailable(str):
     """Why a backend cannot run, as text, and what a user can do about it.
 
     Attributes:
@@ -50,7 +50,7 @@ class Obstacle(str):
     fix: str
     elsewhere: bool
 
-    def __new__(cls, reason: str, *, fix: str = "", elsewhere: bool = False) -> Obstacle:
+    def __new__(cls, reason: str, *, fix: str = "", elsewhere: bool = False) -> Unavailable:
         obstacle = super().__new__(cls, reason)
         obstacle.fix, obstacle.elsewhere = fix, elsewhere
         return obstacle
@@ -124,7 +124,7 @@ def _choose(op: Op, device_type: str, dtype: torch.dtype, forced: str) -> Choice
     for backend in op.backends:
         reason = backend.obstacle(device_type, dtype)
         if not reason and has_forced and backend.name != forced:
-            reason = Obstacle(f"DS_OPS={forced} forces another backend", fix="unset DS_OPS")
+            reason = Unavailable(f"DS_OPS={forced} forces another backend", fix="unset DS_OPS")
         if not reason:
             return Choice(backend, tuple(rejected))
         rejected.append((backend.name, reason))
@@ -158,7 +158,7 @@ def torch_backend(run: Callable[..., Any]) -> Backend:
 
 def absent_backend(name: str, why: str) -> Backend:
     """A backend that was not written; `why` says what the reference costs in its place."""
-    return Backend(name, _absent, lambda _device, _dtype: Obstacle(why))
+    return Backend(name, _absent, lambda _device, _dtype: Unavailable(why))
 
 
 def _anything(_device: str, _dtype: torch.dtype) -> str:
@@ -168,7 +168,7 @@ def _anything(_device: str, _dtype: torch.dtype) -> str:
 def _floats(_device: str, dtype: torch.dtype) -> str:
     # Floats of one byte or less are for storage: torch itself computes nothing with them.
     takes = dtype.is_floating_point and dtype.itemsize > 1
-    return "" if takes else Obstacle(f"does not take {dtype}", fix="convert to torch.float32")
+    return "" if takes else Unavailable(f"does not take {dtype}", fix="convert to torch.float32")
 
 
 def _absent(*_arguments: object) -> None:
@@ -179,12 +179,12 @@ def _native_obstacle(
     module: str, kind: str, dtypes: tuple[torch.dtype, ...], device_type: str, dtype: torch.dtype
 ) -> str:
     if device_type != kind:
-        return Obstacle(f"runs on {kind} tensors only", elsewhere=True)
+        return Unavailable(f"runs on {kind} tensors only", elsewhere=True)
     if dtype not in dtypes:
-        return Obstacle(f"does not take {dtype}", fix=f"convert to {dtypes[0]}")
+        return Unavailable(f"does not take {dtype}", fix=f"convert to {dtypes[0]}")
     loaded = _native.load(module)
     if loaded.reason:
-        return Obstacle(loaded.reason, fix=f"ds ops build {kind}")
+        return Unavailable(loaded.reason, fix=f"ds ops build {kind}")
     return _no_device(loaded.module) if kind == "cuda" else ""
 
 
@@ -192,4 +192,4 @@ def _native_obstacle(
 def _no_device(module: Any) -> str:
     """Why the CUDA runtime inside our module sees no device, where torch's own may: it can want a newer driver."""
     count, why = module.devices()
-    return "" if count else Obstacle(f"its CUDA runtime finds no device: {why}", fix="ds ops build cuda")
+    return "" if count else Unavailable(f"its CUDA runtime finds no device: {why}", fix="ds ops build cuda")

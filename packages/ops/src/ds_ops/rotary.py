@@ -10,7 +10,7 @@ from torch import Tensor
 import ds_ops._call as _call
 from ds_config.errors import KernelError
 from ds_ops.registry import Op, absent_backend, choose, reference_backend, register
-from ds_ops.rotary_scaling import Rope, rotary_frequencies
+from ds_ops.rotary_scaling import RotarySpec, rotary_frequencies
 
 __all__ = ["rotary_tables", "rotate", "scaled_tables"]
 
@@ -27,7 +27,7 @@ def rotary_tables(positions: Tensor, dim: int, *, base: float = 10000.0) -> tupl
     return angles.cos().float(), angles.sin().float()
 
 
-def scaled_tables(positions: Tensor, rope: Rope, *, length: int = 0) -> tuple[Tensor, Tensor]:
+def scaled_tables(positions: Tensor, rope: RotarySpec, *, length: int = 0) -> tuple[Tensor, Tensor]:
     """`rotary_tables` of a rotary embedding with linear, dynamic, YaRN, longrope or llama3 scaling.
 
     length: positions in use; what "dynamic" and "longrope" choose by (not read from `positions`, which may be on a device).

@@ -18,11 +18,11 @@ from torch import Tensor
 import ds_ops._call as _call
 from ds_config.errors import UnsupportedError
 
-__all__ = ["Frequencies", "Rope", "rotary_frequencies"]
+__all__ = ["Frequencies", "RotarySpec", "rotary_frequencies"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rope:
+class RotarySpec:
     """A rotary embedding without scaling, and what scales it.
 
     Attributes:
@@ -46,7 +46,7 @@ class Frequencies:
     magnitude: float = 1.0
 
 
-def rotary_frequencies(rope: Rope, length: int = 0) -> Frequencies:
+def rotary_frequencies(rope: RotarySpec, length: int = 0) -> Frequencies:
     """The angle a position of each pair, and the factor of the tables.
 
     Args:
@@ -85,19 +85,19 @@ def _plain(dim: int, base: float) -> Tensor:
     return base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
 
-def _trained(rope: Rope, given: Mapping[str, Any]) -> int:
+def _trained(rope: RotarySpec, given: Mapping[str, Any]) -> int:
     return int(given.get(_TRAINED) or rope.max_positions)
 
 
-def _default(rope: Rope, given: Mapping[str, Any], length: int) -> Frequencies:
+def _default(rope: RotarySpec, given: Mapping[str, Any], length: int) -> Frequencies:
     return Frequencies(_plain(rope.dim, rope.base))
 
 
-def _linear(rope: Rope, given: Mapping[str, Any], length: int) -> Frequencies:
+def _linear(rope: RotarySpec, given: Mapping[str, Any], length: int) -> Frequencies:
     return Frequencies(_plain(rope.dim, rope.base) / given["factor"])
 
 
-def _dynamic(rope: Rope, given: Mapping[str, Any], length: int) -> Frequencies:
+def _dynamic(rope: RotarySpec, given: Mapping[str, Any], length: int) -> Frequencies:
     """The base grows with the length, so that the slowest pair is stretched by the factor and the fastest not at all."""
     factor, trained = given["factor"], rope.max_positions or _trained(rope, given)
     stretch = factor * max(length, trained) / trained - (factor - 1)
@@ -105,7 +105,7 @@ def _dynamic(rope: Rope, given: Mapping[str, Any], length: int) -> Frequencies:
     return Frequencies(_plain(rope.dim, rope.base * stretch**exponent))
 
 
-def _yarn(rope: Rope, given: Mapping[str, Any], length: int) -> Frequencies:
+def _yarn(rope: RotarySpec, given: Mapping[str, Any], length: int) -> Frequencies:
     """Pairs with many rotations within the trained length keep their frequency, those with few are stretched, others mix."""
     factor, trained = given["factor"], _trained(rope, given)
 
@@ -134,7 +134,7 @@ def _yarn_magnitude(given: Mapping[str, Any], factor: float) -> float:
     return of(above) / of(below) if above and below else of(1.0)
 
 
-def _longrope(rope: Rope, given: Mapping[str, Any], length: int) -> Frequencies:
+def _longrope(rope: RotarySpec, given: Mapping[str, Any], length: int) -> Frequencies:
     """Each pair has its own stretch, found by search; one set for lengths trained on, one for longer ones."""
     trained = _trained(rope, given)
     key = "long_factor" if length > trained else "short_factor"
@@ -150,7 +150,7 @@ def _longrope(rope: Rope, given: Mapping[str, Any], length: int) -> Frequencies:
     return Frequencies(_plain(rope.dim, rope.base) / stretch, float(magnitude))
 
 
-def _llama3(rope: Rope, given: Mapping[str, Any], length: int) -> Frequencies:
+def _llama3(rope: RotarySpec, given: Mapping[str, Any], length: int) -> Frequencies:
     """Waves much shorter than the trained length stay, much longer ones are stretched, those between are interpolated by their number of rotations."""
     plain, trained = _plain(rope.dim, rope.base), _trained(rope, given)
     slow, fast = given["low_freq_factor"], given["high_freq_factor"]
@@ -173,7 +173,7 @@ _NUMBERS = (
     "high_freq_factor",
     _TRAINED,
 )
-_KINDS: dict[str, tuple[tuple[str, ...], Callable[[Rope, Mapping[str, Any], int], Frequencies]]] = {
+_KINDS: dict[str, tuple[tuple[str, ...], Callable[[RotarySpec, Mapping[str, Any], int], Frequencies]]] = {
     "default": ((), _default),
     "linear": (("factor",), _linear),
     "dynamic": (("factor", _TRAINED), _dynamic),

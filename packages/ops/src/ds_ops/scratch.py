@@ -27,7 +27,7 @@ from ds_config.errors import PlanError
 from ds_config.sizes import bytes_text
 from ds_ops.io import AsyncIO, FileTransferError, IOSettings, Transfer
 
-__all__ = ["Event", "Moving", "Record", "Ring", "RingSettings", "Scratch", "host_bytes"]
+__all__ = ["Event", "Moving", "ScratchRecord", "BufferRing", "RingSettings", "ScratchFile", "host_bytes"]
 
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -98,7 +98,7 @@ class Moving:
         return told
 
 
-class Scratch:
+class ScratchFile:
     """One file of one rank, which grows by extents.
 
     Args:
@@ -190,7 +190,7 @@ class Event(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class ScratchSlot:
     """Memory of at least one record.
 
     Attributes:
@@ -238,7 +238,7 @@ class RingSettings:
     io: IOSettings = field(default_factory=IOSettings)
 
 
-class Ring:
+class BufferRing:
     """The slots of one scratch file.
 
     Args:
@@ -253,25 +253,25 @@ class Ring:
 
     def __init__(self, settings: RingSettings, device: torch.device) -> None:
         self.settings, self.device = settings, device
-        self.scratch = Scratch(settings.folder, settings.io)
+        self.scratch = ScratchFile(settings.folder, settings.io)
         self.extras = self.reads = self.writes = 0
         self._made = 0
-        self._free: deque[Slot] = deque()
-        self.ahead: list[Record] = []
-        self._after: dict[tuple[int, int], Record] = {}
+        self._free: deque[ScratchSlot] = deque()
+        self.ahead: list[ScratchRecord] = []
+        self._after: dict[tuple[int, int], ScratchRecord] = {}
         self._last = (-1, -1)
         self.numbers = count()
 
-    def take(self, nbytes: int) -> Slot:
+    def take(self, nbytes: int) -> ScratchSlot:
         """A slot of at least so many bytes; waits for the oldest write or copy if all are being read."""
         if not self._free and self._made < self.settings.buffers:
             self._made += 1
-            return Slot(self._memory(nbytes))
+            return ScratchSlot(self._memory(nbytes))
         if not self._free and self.ahead:
             self.ahead[0].drop()  # it was read for a use that did not come
         if not self._free:
             self.extras += 1
-            return Slot(self._memory(nbytes), extra=True)
+            return ScratchSlot(self._memory(nbytes), extra=True)
         slot = self._free.popleft()
         slot.settle()
         if slot.memory.numel() < nbytes:
@@ -284,12 +284,12 @@ class Ring:
             return self._free[0].settled()
         return self._made < self.settings.buffers
 
-    def forget(self, record: Record) -> None:
+    def forget(self, record: ScratchRecord) -> None:
         """It is not read ahead any more: it is used, or let go."""
         if record in self.ahead:
             self.ahead.remove(record)
 
-    def give(self, slot: Slot) -> None:
+    def give(self, slot: ScratchSlot) -> None:
         """Back; a write or copies from it may be under way."""
         if slot.extra:
             slot.settle()
@@ -299,7 +299,7 @@ class Ring:
         else:
             self._free.append(slot)
 
-    def used(self, record: Record) -> Record | None:
+    def used(self, record: ScratchRecord) -> ScratchRecord | None:
         """A record was used. Returns the one that followed when the same two were used last: training repeats itself."""
         before, self._last = self._last, (self._last[1], record.number)
         self._after[before] = record
@@ -315,18 +315,18 @@ class Ring:
         self.scratch.close()
 
 
-class Record:
+class ScratchRecord:
     """Bytes of one owner: in a slot, in the file, or on the way.
 
     Args:
         nbytes: Space that is reserved; `grow` asks for more.
     """
 
-    def __init__(self, ring: Ring, nbytes: int) -> None:
+    def __init__(self, ring: BufferRing, nbytes: int) -> None:
         self.ring, self.number = ring, next(ring.numbers)
         self.nbytes = -(-nbytes // _PAGE) * _PAGE
         self._offset = ring.scratch.reserve(self.nbytes)
-        self._slot: Slot | None = None
+        self._slot: ScratchSlot | None = None
         self._reading: Moving | None = None
         self._writing: Moving | None = None
 

@@ -12,13 +12,13 @@ from torch import Tensor
 import ds_ops._call as _call
 from ds_config.errors import CommError, KernelError
 
-__all__ = ["Segment", "neighbourhood"]
+__all__ = ["SharedSegment", "pid_namespace_id"]
 
 
 _HUGE_FROM_BYTES = 8 << 20  # below, half-empty huge pages and the mount cost more than they give
 
 
-class Segment:
+class SharedSegment:
     """A file without a name of `nbytes` zero bytes; `Segment.attach(token, nbytes)` opens that of another process.
 
     The file is a memfd. From 8 MiB on, where the system keeps memfds from huge pages
@@ -51,7 +51,7 @@ class Segment:
         return f"{os.getpid()}:{self.fd}:{_identity(os.fstat(self.fd))}"
 
     @classmethod
-    def attach(cls, token: str, nbytes: int) -> Segment:
+    def attach(cls, token: str, nbytes: int) -> SharedSegment:
         """The segment behind `token`, opened in this process."""
         pid, fd, identity = token.split(":")
         try:
@@ -105,7 +105,7 @@ def _memfds_are_small() -> bool:
     return setting.exists() and "[never]" in setting.read_text()
 
 
-def neighbourhood() -> str:
+def pid_namespace_id() -> str:
     """Where a token of this process is valid: processes that say the same text run on one boot and in one PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     name = boot.read_text().strip() if boot.exists() else os.uname().nodename

@@ -22,24 +22,24 @@ from torch import Tensor
 
 import ds_ops._call as _call
 from ds_config.errors import KernelError
-from ds_ops.counters import Counters, outcome_error
-from ds_ops.segment import Segment, neighbourhood
+from ds_ops.counters import HostCounters, outcome_error
+from ds_ops.segment import SharedSegment, pid_namespace_id
 
 __all__ = [
     "Channel",
     "ChannelSettings",
-    "Counters",
-    "Op",
-    "Segment",
-    "Task",
-    "Verb",
+    "HostCounters",
+    "ShmReduceOp",
+    "SharedSegment",
+    "ShmTask",
+    "ShmCollective",
     "combine",
-    "neighbourhood",
+    "pid_namespace_id",
     "rows_of",
 ]
 
 
-class Verb(IntEnum):
+class ShmCollective(IntEnum):
     """What a collective does; numbers shared with native/include/ds/shm.h."""
 
     BARRIER = 0
@@ -53,7 +53,7 @@ class Verb(IntEnum):
     SCATTER = 8
 
 
-class Op(IntEnum):
+class ShmReduceOp(IntEnum):
     """How elements of several ranks become one. The bit operations take integers and booleans only."""
 
     SUM = 0
@@ -80,7 +80,7 @@ _ELEMENTS = {
 }
 _CPU = torch.device("cpu")
 _BYTES = _ELEMENTS[torch.uint8]
-_MOVES = (Verb.ALL_GATHER, Verb.ALL_TO_ALL, Verb.BROADCAST, Verb.GATHER, Verb.SCATTER)
+_MOVES = (ShmCollective.ALL_GATHER, ShmCollective.ALL_TO_ALL, ShmCollective.BROADCAST, ShmCollective.GATHER, ShmCollective.SCATTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class ChannelSettings:
         return int(_call.native().shm_total_bytes(self.slot_bytes, self.mailbox_bytes, world))
 
 
-class Task:
+class ShmTask:
     """A call under way; keeps its tensors alive until it ended."""
 
     __slots__ = ("_channel", "_job", "_keep", "_what")
@@ -143,21 +143,21 @@ class Channel:
     """
 
     def __init__(
-        self, segment: Segment, rank: int, pids: Sequence[int], settings: ChannelSettings | None = None
+        self, segment: SharedSegment, rank: int, pids: Sequence[int], settings: ChannelSettings | None = None
     ) -> None:
         self.settings = settings or ChannelSettings()
         self.rank, self.world = rank, len(pids)
         self._end = _call.native().ShmEndpoint(
             segment.fd, self.settings.slot_bytes, self.settings.mailbox_bytes, rank, list(pids)
         )
-        self._under_way: deque[Task] = deque()
+        self._under_way: deque[ShmTask] = deque()
 
     def barrier(self, timeout_s: float | None = None) -> None:
         """Return when every rank came; by default waits as long as the settings say. About 1 us on two idle cores."""
         limit_ms = self._timeout_ms if timeout_s is None else int(timeout_s * 1e3)
         self.check("barrier", self._end.run(0, _BYTES, 0, 0, 0, 0, 0, (), (), self.settings.spin_us, limit_ms))
 
-    def call(self, verb: Verb, inp: Tensor, out: Tensor, *, op: Op = Op.SUM, root: int = 0) -> None:
+    def call(self, verb: ShmCollective, inp: Tensor, out: Tensor, *, op: ShmReduceOp = ShmReduceOp.SUM, root: int = 0) -> None:
         """Run one collective and return when it is complete on this rank.
 
         Shapes, with n the elements of one rank's part: all_reduce, reduce, broadcast [n] -> [n];
@@ -167,7 +167,7 @@ class Channel:
         words = self._words(verb, inp, out, op, root)
         self.check(verb.name.lower(), self._end.run(*words, self.settings.spin_us, self._timeout_ms))
 
-    def pull(self, out: Tensor, sources: Sequence[Tensor], op: Op = Op.SUM, *, first: int = 0) -> None:
+    def pull(self, out: Tensor, sources: Sequence[Tensor], op: ShmReduceOp = ShmReduceOp.SUM, *, first: int = 0) -> None:
         """A barrier, then `combine` of elements [first, first + out.numel()) of each source, as every rank wrote them."""
         words = _combined(out, sources, op, first)
         self.check("pull", self._end.pull(*words, self.settings.spin_us, self._timeout_ms))
@@ -192,16 +192,16 @@ class Channel:
         """Raise the error of the last of those sums."""
         self.check("sum", self._end.summed())
 
-    def start(self, verb: Verb, inp: Tensor, out: Tensor, *, op: Op = Op.SUM, root: int = 0) -> Task:
+    def start(self, verb: ShmCollective, inp: Tensor, out: Tensor, *, op: ShmReduceOp = ShmReduceOp.SUM, root: int = 0) -> ShmTask:
         """The same without waiting; the tensors must not change before the task ended.
 
         What is small is shown to the others at once and taken from them by `Task.wait`, `Task.done` or the next call; the rest
         runs on the channel's own thread.
         """
         job = self._end.start(*self._words(verb, inp, out, op, root), self._timeout_ms, self.settings.spin_us)
-        return self._kept(Task(self, job, (inp, out), verb.name.lower()))
+        return self._kept(ShmTask(self, job, (inp, out), verb.name.lower()))
 
-    def all_to_all(self, inp: Tensor, out: Tensor, send: Sequence[int], receive: Sequence[int]) -> Task:
+    def all_to_all(self, inp: Tensor, out: Tensor, send: Sequence[int], receive: Sequence[int]) -> ShmTask:
         """Give `send[r]` elements of `inp` to rank r, take `receive[r]` of rank r into `out`, in rank order."""
         if len(send) != self.world or sum(send) != inp.numel() or sum(receive) != out.numel():
             raise KernelError(
@@ -211,11 +211,11 @@ class Channel:
                 fix="Give one size per rank; their sum is the tensor's length.",
             )
         element, width = _moved(inp, out)
-        words = (Verb.ALL_TO_ALL, element, 0, 0, 0, _pointer(inp), _pointer(out))
+        words = (ShmCollective.ALL_TO_ALL, element, 0, 0, 0, _pointer(inp), _pointer(out))
         sizes = [n * width for n in send], [n * width for n in receive]
-        return self._kept(Task(self, self._end.start(*words, *sizes, self._timeout_ms), (inp, out), "all_to_all"))
+        return self._kept(ShmTask(self, self._end.start(*words, *sizes, self._timeout_ms), (inp, out), "all_to_all"))
 
-    def all_to_all_parts(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Task:
+    def all_to_all_parts(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> ShmTask:
         """Give `inputs[r]` to rank r, take `outputs[r]` of rank r. Tensors may be views that lie in rows (`rows_of`): a part of the
         heads of a sequence, say. Other ranks may call `all_to_all`.
 
@@ -239,22 +239,22 @@ class Channel:
             parts.append((tensor.data_ptr(), lies[0] * width, lies[1] * width))
             sizes.append(tensor.numel() * width)
         send, receive = sizes[: self.world], sizes[self.world :]
-        job = self._end.start_parts(Verb.ALL_TO_ALL, element, send, receive, parts, self._timeout_ms)
-        return self._kept(Task(self, job, (*inputs, *outputs), "all_to_all"))
+        job = self._end.start_parts(ShmCollective.ALL_TO_ALL, element, send, receive, parts, self._timeout_ms)
+        return self._kept(ShmTask(self, job, (*inputs, *outputs), "all_to_all"))
 
-    def send(self, data: Tensor, to: int, tag: int = 0) -> Task:
+    def send(self, data: Tensor, to: int, tag: int = 0) -> ShmTask:
         """Hand `data` to rank `to`, in order per pair of ranks. Ends when the other rank has taken all but 2 cells."""
         nbytes = data.numel() * data.element_size()
         job = self._end.post(True, self._peer(to), tag, _pointer(data), nbytes, self._timeout_ms)
-        return self._kept(Task(self, job, (data,), f"send to rank {to}"))
+        return self._kept(ShmTask(self, job, (data,), f"send to rank {to}"))
 
-    def receive(self, data: Tensor, source: int, tag: int = 0) -> Task:
+    def receive(self, data: Tensor, source: int, tag: int = 0) -> ShmTask:
         """Fill `data` with the next message of rank `source`; its size and tag must be the same."""
         nbytes = data.numel() * data.element_size()
         job = self._end.post(False, self._peer(source), tag, _pointer(data), nbytes, self._timeout_ms)
-        return self._kept(Task(self, job, (data,), f"receive from rank {source}"))
+        return self._kept(ShmTask(self, job, (data,), f"receive from rank {source}"))
 
-    def _kept(self, task: Task) -> Task:
+    def _kept(self, task: ShmTask) -> ShmTask:
         """The task, whose tensors are kept until it ended, also when the caller drops them."""
         while self._under_way and self._under_way[0].done():
             self._under_way.popleft()
@@ -289,11 +289,11 @@ class Channel:
             )
         return rank
 
-    def _words(self, verb: Verb, inp: Tensor, out: Tensor, op: Op, root: int) -> tuple[Any, ...]:
+    def _words(self, verb: ShmCollective, inp: Tensor, out: Tensor, op: ShmReduceOp, root: int) -> tuple[Any, ...]:
         numel = {
-            Verb.REDUCE_SCATTER: out.numel(),
-            Verb.SCATTER: out.numel(),
-            Verb.BROADCAST: out.numel(),
+            ShmCollective.REDUCE_SCATTER: out.numel(),
+            ShmCollective.SCATTER: out.numel(),
+            ShmCollective.BROADCAST: out.numel(),
         }.get(verb, inp.numel())
         self._fits(verb, inp, out, root, numel)
         if verb in _MOVES:
@@ -302,16 +302,16 @@ class Channel:
             element, width = _element(inp, op), 1
         return (verb, element, op, root, numel * width, _pointer(inp), _pointer(out), (), ())
 
-    def _fits(self, verb: Verb, inp: Tensor, out: Tensor, root: int, n: int) -> None:
+    def _fits(self, verb: ShmCollective, inp: Tensor, out: Tensor, root: int, n: int) -> None:
         whole, at_root = self.world * n, self.rank == root
         wanted = {
-            Verb.ALL_REDUCE: (n, n),
-            Verb.REDUCE: (n, n if at_root else out.numel()),
-            Verb.BROADCAST: (n if at_root else inp.numel(), n),
-            Verb.REDUCE_SCATTER: (whole, n),
-            Verb.SCATTER: (whole if at_root else inp.numel(), n),
-            Verb.ALL_GATHER: (n, whole),
-            Verb.GATHER: (n, whole if at_root else out.numel()),
+            ShmCollective.ALL_REDUCE: (n, n),
+            ShmCollective.REDUCE: (n, n if at_root else out.numel()),
+            ShmCollective.BROADCAST: (n if at_root else inp.numel(), n),
+            ShmCollective.REDUCE_SCATTER: (whole, n),
+            ShmCollective.SCATTER: (whole if at_root else inp.numel(), n),
+            ShmCollective.ALL_GATHER: (n, whole),
+            ShmCollective.GATHER: (n, whole if at_root else out.numel()),
         }[verb]
         if (inp.numel(), out.numel()) != wanted or not 0 <= root < self.world:
             raise KernelError(
@@ -322,7 +322,7 @@ class Channel:
             )
 
 
-def combine(out: Tensor, sources: Sequence[Tensor], op: Op = Op.SUM) -> None:
+def combine(out: Tensor, sources: Sequence[Tensor], op: ShmReduceOp = ShmReduceOp.SUM) -> None:
     """out = op over `sources`, in their order; half types in fp32. `out` may be one of them.
 
     With sources in the arenas of all ranks this is a reduce-scatter that copies nothing.
@@ -332,7 +332,7 @@ def combine(out: Tensor, sources: Sequence[Tensor], op: Op = Op.SUM) -> None:
 
 
 def _combined(
-    out: Tensor, sources: Sequence[Tensor], op: Op, first: int | None = None
+    out: Tensor, sources: Sequence[Tensor], op: ShmReduceOp, first: int | None = None
 ) -> tuple[int, list[int], int, int, int]:
     """What the native function takes. The sources are as long as `out`, or long enough from `first` on."""
     if not sources:
@@ -364,12 +364,12 @@ def _pointer(tensor: Tensor) -> int:
     return _call.address(_call.require("tensor", tensor, dtypes=(tensor.dtype,)))
 
 
-def _element(tensor: Tensor, op: Op) -> int:
+def _element(tensor: Tensor, op: ShmReduceOp) -> int:
     element = _ELEMENTS.get(tensor.dtype)
-    if op is Op.SUM and element is not None:
+    if op is ShmReduceOp.SUM and element is not None:
         return element
-    bits = op in (Op.BAND, Op.BOR, Op.BXOR)
-    averaged = op is Op.AVERAGE and not tensor.dtype.is_floating_point
+    bits = op in (ShmReduceOp.BAND, ShmReduceOp.BOR, ShmReduceOp.BXOR)
+    averaged = op is ShmReduceOp.AVERAGE and not tensor.dtype.is_floating_point
     if element is None or (bits and tensor.dtype.is_floating_point) or averaged:
         raise KernelError(
             f"{op.name.lower()} of {tensor.dtype} is not defined",

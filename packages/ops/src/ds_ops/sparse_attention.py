@@ -235,19 +235,19 @@ def _reference_sparse(q: Tensor, k: Tensor, v: Tensor, s: Sparsity, key_mask: Te
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _EqualRows:
     """Rows of blocks that see equally many blocks. rows [R]; cols [R, c]: what each row sees."""
 
     rows: Tensor
     cols: Tensor
 
 
-def _parts(seen: Tensor) -> Iterator[_Part]:
+def _parts(seen: Tensor) -> Iterator[_EqualRows]:
     """The visible part of one head's layout [blocks, blocks], in pieces that are one dense product each."""
     counts = seen.sum(-1)
     for count in counts[counts > 0].unique().tolist():
         rows = (counts == count).nonzero()[:, 0]
-        yield _Part(rows, seen[rows].nonzero()[:, 1].view(-1, count))
+        yield _EqualRows(rows, seen[rows].nonzero()[:, 1].view(-1, count))
 
 
 def _torch_sparse(q: Tensor, k: Tensor, v: Tensor, s: Sparsity, key_mask: Tensor | None) -> Tensor:
@@ -270,7 +270,7 @@ def _torch_sparse(q: Tensor, k: Tensor, v: Tensor, s: Sparsity, key_mask: Tensor
     return torch.cat(outs, 1).flatten(2, 3)[:, :, :length]
 
 
-def _visible(part: _Part, s: Sparsity, shown: Tensor) -> Tensor:
+def _visible(part: _EqualRows, s: Sparsity, shown: Tensor) -> Tensor:
     """bool [batch or 1, 1, R, block, c * block]: which keys, in the order of part.cols, each query sees."""
     inside = torch.arange(s.block, device=shown.device)
     keys = (part.cols[..., None] * s.block + inside).flatten(1)
@@ -281,7 +281,7 @@ def _visible(part: _Part, s: Sparsity, shown: Tensor) -> Tensor:
     return visible.expand(-1, -1, -1, s.block, -1)
 
 
-def _attend(a: Tensor, b: Tensor, c: Tensor, visible: Tensor, part: _Part) -> Tensor:
+def _attend(a: Tensor, b: Tensor, c: Tensor, visible: Tensor, part: _EqualRows) -> Tensor:
     """[batch, heads, R, block, d] for the rows of `part`; a, b, c: [batch, heads, blocks, block, d]."""
     batch, heads = a.shape[:2]
     queries = a[:, :, part.rows].flatten(1, 2)

@@ -16,7 +16,7 @@ from torch import Tensor
 __all__ = [
     "SECOND_MOMENT",
     "AdamHyper",
-    "Rule",
+    "UpdateRule",
     "UpdateSpec",
     "UpdateTensors",
     "adagrad_coefficients",
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-class Rule(enum.IntEnum):
+class UpdateRule(enum.IntEnum):
     """The arithmetic of one element. Numbers are shared with native/include/ds/update.h."""
 
     ADAM = 0
@@ -54,14 +54,14 @@ class UpdateSpec:
         round(x + dither * spacing(x)). See `dither_of`; 0 rounds to nearest.
     """
 
-    rule: Rule
+    rule: UpdateRule
     coefficients: tuple[float, ...]
     grad_scale: float | Tensor = 1.0
     zero_grad: bool = False
     dither: float = 0.0
 
 
-SECOND_MOMENT: Mapping[Rule, int] = {Rule.ADAM: 1, Rule.LAMB_MOMENTS: 1, Rule.ADAGRAD: 0}
+SECOND_MOMENT: Mapping[UpdateRule, int] = {UpdateRule.ADAM: 1, UpdateRule.LAMB_MOMENTS: 1, UpdateRule.ADAGRAD: 0}
 """The state that is dithered, by rule."""
 
 

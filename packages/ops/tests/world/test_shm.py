@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ds_config.errors import CommError, KernelError
 from ds_ops import segment as segments
-from ds_ops.shm_collectives import Channel, ChannelSettings, Counters, Op, Segment, Verb, combine
+from ds_ops.shm_collectives import Channel, ChannelSettings, HostCounters, ShmReduceOp, SharedSegment, ShmCollective, combine
 from ds_testing import world
 
 SMALL = ChannelSettings(slot_bytes=4096, mailbox_bytes=4096, spin_us=20, timeout_s=20.0)
@@ -28,10 +28,10 @@ SIZES = [0, 1, 7, 64, 1023, 5000]
 def channel(settings: ChannelSettings = SMALL) -> Iterator[Channel]:
     n, rank = dist.get_world_size(), dist.get_rank()
     nbytes = settings.segment_bytes(n)
-    segment = Segment(nbytes) if rank == 0 else None
+    segment = SharedSegment(nbytes) if rank == 0 else None
     told: list[object] = [segment.token if segment else None]
     dist.broadcast_object_list(told)
-    segment = segment or Segment.attach(str(told[0]), nbytes)
+    segment = segment or SharedSegment.attach(str(told[0]), nbytes)
     pids: list[object] = [None] * n
     dist.all_gather_object(pids, os.getpid())
     end = Channel(segment, rank, [int(str(p)) for p in pids], settings)
@@ -51,27 +51,27 @@ def part(rank: int, numel: int, dtype: torch.dtype, salt: int = 0) -> torch.Tens
     return torch.randint(0, 2 if dtype is torch.bool else 5, (numel,), generator=g).to(dtype)
 
 
-def total(parts: list[torch.Tensor], op: Op = Op.SUM) -> torch.Tensor:
+def total(parts: list[torch.Tensor], op: ShmReduceOp = ShmReduceOp.SUM) -> torch.Tensor:
     """The definition: in rank order, half types in fp32, rounded once."""
     dtype = parts[0].dtype
     wide = [p.float() if dtype in (torch.bfloat16, torch.float16) else p for p in parts]
     acc = wide[0].clone()
     for p in wide[1:]:
-        if op in (Op.SUM, Op.AVERAGE):
+        if op in (ShmReduceOp.SUM, ShmReduceOp.AVERAGE):
             acc = acc | p if dtype is torch.bool else acc + p
-        elif op is Op.MAX:
+        elif op is ShmReduceOp.MAX:
             acc = torch.maximum(acc, p)
-        elif op is Op.MIN:
+        elif op is ShmReduceOp.MIN:
             acc = torch.minimum(acc, p)
-        elif op is Op.PRODUCT:
+        elif op is ShmReduceOp.PRODUCT:
             acc = acc * p
-        elif op is Op.BAND:
+        elif op is ShmReduceOp.BAND:
             acc = acc & p
-        elif op is Op.BOR:
+        elif op is ShmReduceOp.BOR:
             acc = acc | p
         else:
             acc = acc ^ p
-    return (acc / len(parts) if op is Op.AVERAGE else acc).to(dtype)
+    return (acc / len(parts) if op is ShmReduceOp.AVERAGE else acc).to(dtype)
 
 
 Run = Callable[..., None]
@@ -83,35 +83,35 @@ def check_everything(end: Channel, run: Run) -> None:
         for n in SIZES:
             mine, parts = part(rank, n, dtype), [part(r, n, dtype) for r in range(w)]
             out = torch.empty(n, dtype=dtype)
-            run(Verb.ALL_REDUCE, mine, out)
+            run(ShmCollective.ALL_REDUCE, mine, out)
             assert torch.equal(out, total(parts)), (dtype, n)
             in_place = mine.clone()
-            run(Verb.ALL_REDUCE, in_place, in_place)
+            run(ShmCollective.ALL_REDUCE, in_place, in_place)
             assert torch.equal(in_place, total(parts))
 
             whole = [part(r, n * w, dtype, salt=1) for r in range(w)]
-            run(Verb.REDUCE_SCATTER, whole[rank], out)
+            run(ShmCollective.REDUCE_SCATTER, whole[rank], out)
             assert torch.equal(out, total([p[rank * n : (rank + 1) * n] for p in whole])), (dtype, n)
 
             gathered = torch.empty(n * w, dtype=dtype)
-            run(Verb.ALL_GATHER, mine, gathered)
+            run(ShmCollective.ALL_GATHER, mine, gathered)
             assert torch.equal(gathered, torch.cat(parts))
             gathered[rank * n : (rank + 1) * n] = mine  # in place, as ZeRO gathers
-            run(Verb.ALL_GATHER, gathered[rank * n : (rank + 1) * n], gathered)
+            run(ShmCollective.ALL_GATHER, gathered[rank * n : (rank + 1) * n], gathered)
             assert torch.equal(gathered, torch.cat(parts))
 
             for root in {0, w - 1}:
                 held = part(rank, n, dtype)
-                run(Verb.BROADCAST, held, held, root=root)
+                run(ShmCollective.BROADCAST, held, held, root=root)
                 assert torch.equal(held, parts[root])
-                run(Verb.REDUCE, mine, out if rank == root else torch.empty(0, dtype=dtype), root=root)
+                run(ShmCollective.REDUCE, mine, out if rank == root else torch.empty(0, dtype=dtype), root=root)
                 if rank == root:
                     assert torch.equal(out, total(parts))
-                run(Verb.GATHER, mine, gathered if rank == root else torch.empty(0, dtype=dtype), root=root)
+                run(ShmCollective.GATHER, mine, gathered if rank == root else torch.empty(0, dtype=dtype), root=root)
                 if rank == root:
                     assert torch.equal(gathered, torch.cat(parts))
                 source = whole[root] if rank == root else torch.empty(0, dtype=dtype)
-                run(Verb.SCATTER, source, out, root=root)
+                run(ShmCollective.SCATTER, source, out, root=root)
                 assert torch.equal(out, whole[root][rank * n : (rank + 1) * n])
 
 
@@ -144,7 +144,7 @@ def test_definition_4() -> None:
 def test_calls_that_are_started_have_the_same_definition(how: str) -> None:
     """Small ones have two halves, the second in `wait` or `done`; large ones run on the channel's thread."""
 
-    def run(verb: Verb, inp: torch.Tensor, out: torch.Tensor, root: int = 0) -> None:
+    def run(verb: ShmCollective, inp: torch.Tensor, out: torch.Tensor, root: int = 0) -> None:
         task = end.start(verb, inp, out, root=root)
         while how == "look" and not task.done():
             time.sleep(0)
@@ -162,16 +162,16 @@ def test_what_is_large_is_written_past_the_cache_to_the_same_bits() -> None:
             parts = [part(r, n, dtype) for r in range(2)]
             for start in (0, 1):  # an odd address has a head and a tail that are not whole vectors
                 out = torch.zeros(n + 2, dtype=dtype)
-                end.call(Verb.ALL_REDUCE, parts[end.rank], out[start : start + n])
+                end.call(ShmCollective.ALL_REDUCE, parts[end.rank], out[start : start + n])
                 assert torch.equal(out[start : start + n], total(parts))
                 assert not out[n + start :].any()
                 combine(out[start : start + n], parts[::-1])
                 assert torch.equal(out[start : start + n], total(parts[::-1]))
             gathered = torch.empty(2 * n, dtype=dtype)
-            end.call(Verb.ALL_GATHER, parts[end.rank], gathered)
+            end.call(ShmCollective.ALL_GATHER, parts[end.rank], gathered)
             assert torch.equal(gathered, torch.cat(parts))
             out = torch.empty(n, dtype=dtype)
-            end.call(Verb.REDUCE_SCATTER, gathered, out)
+            end.call(ShmCollective.REDUCE_SCATTER, gathered, out)
             assert torch.equal(out, total([parts[end.rank]] * 2))
 
 
@@ -179,14 +179,14 @@ def test_what_is_large_is_written_past_the_cache_to_the_same_bits() -> None:
 def test_every_reduction() -> None:
     with channel() as end:
         for dtype in (torch.float32, torch.int32, torch.bfloat16):
-            for op in Op:
-                bits = op in (Op.BAND, Op.BOR, Op.BXOR)
-                if (bits and dtype.is_floating_point) or (op is Op.AVERAGE and not dtype.is_floating_point):
+            for op in ShmReduceOp:
+                bits = op in (ShmReduceOp.BAND, ShmReduceOp.BOR, ShmReduceOp.BXOR)
+                if (bits and dtype.is_floating_point) or (op is ShmReduceOp.AVERAGE and not dtype.is_floating_point):
                     with pytest.raises(KernelError, match="not defined"):
-                        end.call(Verb.ALL_REDUCE, part(0, 3, dtype), torch.empty(3, dtype=dtype), op=op)
+                        end.call(ShmCollective.ALL_REDUCE, part(0, 3, dtype), torch.empty(3, dtype=dtype), op=op)
                     continue
                 out = torch.empty(3000, dtype=dtype)
-                end.call(Verb.ALL_REDUCE, part(end.rank, 3000, dtype), out, op=op)
+                end.call(ShmCollective.ALL_REDUCE, part(end.rank, 3000, dtype), out, op=op)
                 assert torch.equal(out, total([part(r, 3000, dtype) for r in range(3)], op)), (dtype, op)
 
 
@@ -211,7 +211,7 @@ def test_queued_calls_run_in_order_and_overlap_with_blocking_ones() -> None:
     with channel() as end:
         for _ in range(30):
             outs = [torch.empty(3000) for _ in range(4)]
-            tasks = [end.start(Verb.ALL_REDUCE, torch.full((3000,), i + 1.0), out) for i, out in enumerate(outs)]
+            tasks = [end.start(ShmCollective.ALL_REDUCE, torch.full((3000,), i + 1.0), out) for i, out in enumerate(outs)]
             end.barrier()
             for i, (task, out) in enumerate(zip(tasks, outs, strict=True)):
                 task.wait(10)
@@ -223,7 +223,7 @@ def test_queued_calls_run_in_order_and_overlap_with_blocking_ones() -> None:
 def test_a_small_call_needs_no_rank_that_waits_for_it() -> None:
     with channel() as end:
         out = torch.zeros(10)
-        task = end.start(Verb.ALL_REDUCE, torch.ones(10), out)
+        task = end.start(ShmCollective.ALL_REDUCE, torch.ones(10), out)
         if end.rank == 1:
             task.wait()
             assert out.sum() == 20
@@ -240,7 +240,7 @@ def test_what_follows_a_small_call_need_not_wait_for_the_others() -> None:
         outs, word = [torch.zeros(10), torch.zeros(10)], torch.zeros(1)
         if end.rank == 1:  # comes to the calls only when rank 0 has started both
             end.receive(word, 0).wait()
-        tasks = [end.start(Verb.ALL_REDUCE, torch.ones(10) * (i + 1), out) for i, out in enumerate(outs)]
+        tasks = [end.start(ShmCollective.ALL_REDUCE, torch.ones(10) * (i + 1), out) for i, out in enumerate(outs)]
         if end.rank == 0:
             end.send(word, 1).wait()
         for i, task in enumerate(tasks):
@@ -253,7 +253,7 @@ def test_a_call_that_nobody_keeps_is_completed_by_the_next() -> None:
     with channel() as end:
         for n in (10, 5000):
             out = torch.zeros(n)
-            end.start(Verb.ALL_REDUCE, torch.ones(n), out)
+            end.start(ShmCollective.ALL_REDUCE, torch.ones(n), out)
             end.barrier()
             assert out.sum() == 2 * n
 
@@ -264,7 +264,7 @@ def test_a_limit_ends_the_waiting_and_not_the_call() -> None:
         out = torch.zeros(10)
         if end.rank == 1:
             dist.barrier()
-        task = end.start(Verb.ALL_REDUCE, torch.ones(10), out)
+        task = end.start(ShmCollective.ALL_REDUCE, torch.ones(10), out)
         if end.rank == 0:
             with pytest.raises(TimeoutError, match="all_reduce"):
                 task.wait(0.05)
@@ -274,8 +274,8 @@ def test_a_limit_ends_the_waiting_and_not_the_call() -> None:
 
 
 def test_closing_ends_what_nobody_waited_for() -> None:
-    end = Channel(Segment(SMALL.segment_bytes(2)), 0, [os.getpid(), os.getppid()], SMALL)
-    task = end.start(Verb.ALL_REDUCE, torch.ones(10), torch.zeros(10))
+    end = Channel(SharedSegment(SMALL.segment_bytes(2)), 0, [os.getpid(), os.getppid()], SMALL)
+    task = end.start(ShmCollective.ALL_REDUCE, torch.ones(10), torch.zeros(10))
     assert not task.done()
     end.close()
     with pytest.raises(CommError, match="aborted"):
@@ -299,7 +299,7 @@ def test_both_ranks_send_before_they_receive() -> None:
 def test_ranks_that_came_with_different_calls_are_named() -> None:
     n = 10 + dist.get_rank()
     with channel() as end, pytest.raises(CommError, match="came with another operation") as caught:
-        end.call(Verb.ALL_REDUCE, torch.ones(n), torch.empty(n))
+        end.call(ShmCollective.ALL_REDUCE, torch.ones(n), torch.empty(n))
     assert caught.value.code == "shm-mismatch"
     with channel() as end:
         if end.rank == 0:
@@ -326,13 +326,13 @@ def test_a_rank_that_does_not_come_ends_in_a_timeout_for_all() -> None:
 
 
 def victim(settings: ChannelSettings, token: str, nbytes: int, parent: int, send: int) -> None:
-    end = Channel(Segment.attach(token, nbytes), 1, [parent, os.getpid()], settings)
+    end = Channel(SharedSegment.attach(token, nbytes), 1, [parent, os.getpid()], settings)
     end.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_killed_rank_is_noticed() -> None:
-    segment = Segment(SMALL.segment_bytes(2))
+    segment = SharedSegment(SMALL.segment_bytes(2))
     started = time.monotonic()
     child = os.fork()
     if child == 0:
@@ -352,13 +352,13 @@ def test_a_killed_rank_is_noticed() -> None:
 
 
 def test_who_only_looks_learns_of_a_rank_that_died() -> None:
-    segment = Segment(SMALL.segment_bytes(2))
+    segment = SharedSegment(SMALL.segment_bytes(2))
     child = os.fork()
     if child == 0:
         os._exit(0)
     end = Channel(segment, 0, [os.getpid(), child], SMALL)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    task = end.start(Verb.ALL_REDUCE, torch.ones(10), torch.zeros(10))
+    task = end.start(ShmCollective.ALL_REDUCE, torch.ones(10), torch.zeros(10))
     limit = time.monotonic() + 60
     while not task.done() and time.monotonic() < limit:
         time.sleep(1e-4)
@@ -372,17 +372,17 @@ def test_who_only_looks_learns_of_a_rank_that_died() -> None:
 @world(2)
 def test_an_arena_is_one_memory_and_a_reduction_over_it_copies_nothing() -> None:
     n, rank = 1000, dist.get_rank()
-    segment = Segment(4 * n * 2) if rank == 0 else None
+    segment = SharedSegment(4 * n * 2) if rank == 0 else None
     told: list[object] = [segment.token if segment else None]
     dist.broadcast_object_list(told)
-    segment = segment or Segment.attach(str(told[0]), 4 * n * 2)
+    segment = segment or SharedSegment.attach(str(told[0]), 4 * n * 2)
     parts = [segment.tensor(n, torch.float32, 4 * n * r) for r in range(2)]
     parts[rank].fill_(rank + 1.5)
     dist.barrier()
     out = torch.empty(n)
     combine(out, parts)
     assert out.unique().item() == 4.0
-    combine(out, parts, Op.MAX)
+    combine(out, parts, ShmReduceOp.MAX)
     assert out.unique().item() == 2.5
 
 
@@ -410,10 +410,10 @@ def test_a_large_segment_is_in_huge_pages_on_all_ranks_where_its_maker_may_mount
         pytest.skip(f"no file in huge pages here: {os.strerror(-probe)}")
     os.close(probe)
     rank = dist.get_rank()
-    segment = Segment(LARGE) if rank == 0 else None
+    segment = SharedSegment(LARGE) if rank == 0 else None
     told: list[object] = [segment.token if segment else None]
     dist.broadcast_object_list(told)
-    segment = segment or Segment.attach(str(told[0]), LARGE)
+    segment = segment or SharedSegment.attach(str(told[0]), LARGE)
     whole = segment.tensor(LARGE // 4, torch.float32)
     assert not whole.any()
     dist.barrier()
@@ -428,14 +428,14 @@ def test_a_large_segment_is_in_huge_pages_on_all_ranks_where_its_maker_may_mount
 
 def test_without_the_right_to_mount_a_large_segment_is_a_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "_huge_file", lambda: -1)
-    segment = Segment(LARGE)
+    segment = SharedSegment(LARGE)
     assert "memfd" in os.readlink(f"/proc/self/fd/{segment.fd}")
-    assert Segment.attach(segment.token, LARGE).tensor(LARGE, torch.uint8)[-1] == 0
+    assert SharedSegment.attach(segment.token, LARGE).tensor(LARGE, torch.uint8)[-1] == 0
 
 
 def test_a_large_segment_leaves_no_descriptor_and_no_mount() -> None:
     def cycle() -> tuple[int, int]:
-        Segment(LARGE).close()
+        SharedSegment(LARGE).close()
         return len(os.listdir("/proc/self/fd")), len(Path("/proc/self/mounts").read_text().splitlines())
 
     first = cycle()
@@ -443,18 +443,18 @@ def test_a_large_segment_leaves_no_descriptor_and_no_mount() -> None:
 
 
 def test_a_token_of_nobody_and_sizes_that_do_not_fit_are_refused() -> None:
-    segment = Segment(4096)
+    segment = SharedSegment(4096)
     with pytest.raises(CommError, match="cannot attach"):
-        Segment.attach("999999999:3:7", 4096)
+        SharedSegment.attach("999999999:3:7", 4096)
     with pytest.raises(CommError, match="another file"):
-        Segment.attach(segment.token, 8192)
+        SharedSegment.attach(segment.token, 8192)
     with pytest.raises(KernelError, match="do not fit"):
         segment.tensor(1025, torch.float32)
-    end = Channel(Segment(SMALL.segment_bytes(1)), 0, [os.getpid()], SMALL)
+    end = Channel(SharedSegment(SMALL.segment_bytes(1)), 0, [os.getpid()], SMALL)
     with pytest.raises(KernelError, match="expected 4 and 4"):
-        end.call(Verb.ALL_REDUCE, torch.ones(4), torch.empty(5))
+        end.call(ShmCollective.ALL_REDUCE, torch.ones(4), torch.empty(5))
     with pytest.raises(KernelError, match="contiguous"):
-        end.call(Verb.ALL_REDUCE, torch.ones(4, 4).t(), torch.empty(16))
+        end.call(ShmCollective.ALL_REDUCE, torch.ones(4, 4).t(), torch.empty(16))
     with pytest.raises(KernelError, match="not another rank"):
         end.send(torch.ones(1), 0)
     end.close()
@@ -462,10 +462,10 @@ def test_a_token_of_nobody_and_sizes_that_do_not_fit_are_refused() -> None:
 
 def test_descriptors_and_threads_are_given_back() -> None:
     def cycle() -> tuple[int, int]:
-        segment = Segment(SMALL.segment_bytes(1))
+        segment = SharedSegment(SMALL.segment_bytes(1))
         end = Channel(segment, 0, [os.getpid()], SMALL)
         out = torch.empty(10)
-        end.start(Verb.ALL_REDUCE, torch.ones(10), out).wait(5)
+        end.start(ShmCollective.ALL_REDUCE, torch.ones(10), out).wait(5)
         end.close()
         segment.close()
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
@@ -475,18 +475,18 @@ def test_descriptors_and_threads_are_given_back() -> None:
 
 
 def _count_once(token: str, parent: int) -> None:
-    counters = Counters(Segment.attach(token, Counters.nbytes_for(2)), 0, 1, [parent, os.getpid()])
+    counters = HostCounters(SharedSegment.attach(token, HostCounters.nbytes_for(2)), 0, 1, [parent, os.getpid()])
     counters.advance()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_counters_name_who_is_behind_and_notice_who_died() -> None:
-    segment = Segment(Counters.nbytes_for(2))
+    segment = SharedSegment(HostCounters.nbytes_for(2))
     context = multiprocessing.get_context("fork")
     process = context.Process(target=_count_once, args=(segment.token, os.getpid()))
     process.start()
     assert process.pid is not None
-    counters = Counters(segment, 0, 0, [os.getpid(), process.pid])
+    counters = HostCounters(segment, 0, 0, [os.getpid(), process.pid])
     assert (counters.advance(), counters.value) == (1, 1)
     assert counters.wait(1, timeout_s=60) is None
     assert counters.behind(1) is None
@@ -500,13 +500,13 @@ def test_counters_name_who_is_behind_and_notice_who_died() -> None:
 @world(2)
 def test_counters_are_waited_for_without_a_call_of_the_others() -> None:
     rank = dist.get_rank()
-    segment = Segment(Counters.nbytes_for(2)) if rank == 0 else None
+    segment = SharedSegment(HostCounters.nbytes_for(2)) if rank == 0 else None
     told: list[object] = [segment.token if segment else None]
     dist.broadcast_object_list(told)
-    segment = segment or Segment.attach(str(told[0]), Counters.nbytes_for(2))
+    segment = segment or SharedSegment.attach(str(told[0]), HostCounters.nbytes_for(2))
     pids: list[object] = [None] * 2
     dist.all_gather_object(pids, os.getpid())
-    counters = Counters(segment, 0, rank, [int(str(p)) for p in pids])
+    counters = HostCounters(segment, 0, rank, [int(str(p)) for p in pids])
     dist.barrier()
     if rank == 0:
         assert counters.advance() == 1
@@ -533,7 +533,7 @@ def test_what_is_pulled_was_written_before_the_others_came() -> None:
         into = torch.zeros(2, 3, dtype=torch.complex64)
         end.fetch(into, ours.to(torch.complex64))
         assert torch.equal(into.view(-1).real, ours)
-        end.pull(out := torch.zeros(6), [ours, ours], Op.AVERAGE)
+        end.pull(out := torch.zeros(6), [ours, ours], ShmReduceOp.AVERAGE)
         assert torch.equal(out, ours)
         end.pull(out[:2], [ours, ours], first=3)
         assert out[:2].tolist() == [6.0, 8.0]

@@ -23,17 +23,17 @@ from torch import Tensor, nn
 
 import ds_comm as comm
 from ds_accel import Accelerator, PinnedBuffer, PinnedPool, get_accelerator, host_memory
-from ds_comm import Group, single_group
+from ds_comm import Group, self_group
 from ds_config.errors import PlanError
 from ds_parallel._torch import version_of
 
-__all__ = ["Account", "Keeper", "Keeping", "Kept"]
+__all__ = ["ActivationMemory", "ActivationStore", "ActivationPolicy", "Kept"]
 
 _log = logging.getLogger("ds_parallel")
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
+class ActivationPolicy:
     """What is kept of the inputs of checkpointed calls, as a decision. The default holds them as they are.
 
     Attributes:
@@ -67,7 +67,7 @@ class Keeping:
         return ", ".join(words)
 
 
-class Account:
+class ActivationMemory:
     """Bytes that are kept for backward in memory of our own (inputs that are held as they are do not count).
 
     Attributes:
@@ -91,7 +91,7 @@ class Account:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _SavedInput:
     """An input that is held as it is; writing to it before backward is an error, as it is without checkpointing."""
 
     tensor: Tensor
@@ -118,7 +118,7 @@ class Kept:
         self.before: Callable[[], Kept | None] = _nothing  # what was kept before it, which backward needs next
 
 
-class _Slots:
+class _BufferSlots:
     """Buffers of one size for the inputs at one position of a call. A slot is free again when the graph that used it is."""
 
     def __init__(self, count: int, allocate: Callable[[int], Tensor]) -> None:
@@ -157,7 +157,7 @@ class _Slots:
         return self._buffer[start : start + numel], lambda: free.append(slot)
 
 
-class Keeper:
+class ActivationStore:
     """Packs inputs and unpacks them again, as a `Keeping` says.
 
     Args:
@@ -171,16 +171,16 @@ class Keeper:
 
     def __init__(
         self,
-        keeping: Keeping,
+        keeping: ActivationPolicy,
         group: Group | None = None,
         accelerator: Accelerator | None = None,
         host_bytes: int | None = None,
     ) -> None:
-        self.keeping, self.group = keeping, group or single_group("tensor")
-        self.account = Account()
+        self.keeping, self.group = keeping, group or self_group("tensor")
+        self.account = ActivationMemory()
         self._accelerator, self._host_bytes = accelerator, host_bytes
         self._known: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Kept]]] = {}
-        self._slots: dict[tuple[int, torch.dtype, torch.device], _Slots] = {}
+        self._slots: dict[tuple[int, torch.dtype, torch.device], _BufferSlots] = {}
         self._pool: PinnedPool | None = None
         self._stream: Any = None
         self._latest: Callable[[], Kept | None] = _nothing
@@ -207,14 +207,14 @@ class Keeper:
             and _dense(tensor)
         )
 
-    def pack(self, tensor: Tensor, position: int) -> Kept | _Held:
+    def pack(self, tensor: Tensor, position: int) -> Kept | _SavedInput:
         """Keep the input at `position` of a call. Costs a copy of the piece, on a stream of its own if it goes to the host.
 
         Raises:
             PlanError: see `Keeping.slots` ("activations-slots", "activations-size").
         """
         if not self.eligible(tensor):
-            return _Held(tensor, None if isinstance(tensor, nn.Parameter) else version_of(tensor))
+            return _SavedInput(tensor, None if isinstance(tensor, nn.Parameter) else version_of(tensor))
         known = self._known.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1] == version_of(tensor):
             again = known[2]()
@@ -225,19 +225,19 @@ class Keeper:
         if self.keeping.host and not away:
             self._say("cpu_checkpointing has no effect: the inputs are in host memory already")
         if not (sliced or away or self.keeping.slots is not None):
-            return _Held(tensor, version_of(tensor))
+            return _SavedInput(tensor, version_of(tensor))
         with torch.no_grad():
             kept = self._keep(tensor, position, sliced, away)
         self._remember(tensor, kept)
         return kept
 
-    def unpack(self, kept: Kept | _Held) -> Tensor:
+    def unpack(self, kept: Kept | _SavedInput) -> Tensor:
         """The input again. Gathers it over the group if it was cut: collective then, and sends (N-1)/N of its bytes.
 
         Raises:
             PlanError: it was held as it is, and written since ("activations-written").
         """
-        if isinstance(kept, _Held):
+        if isinstance(kept, _SavedInput):
             if kept.version is not None and version_of(kept.tensor) != kept.version:
                 raise PlanError(
                     f"an input of a checkpointed call, {tuple(kept.tensor.shape)}, was written in place after it",
@@ -280,7 +280,7 @@ class Keeper:
             return torch.empty(part, dtype=tensor.dtype, device=tensor.device), None
         key = (position, tensor.dtype, tensor.device)
         if key not in self._slots:
-            self._slots[key] = _Slots(self.keeping.slots, self._allocator(tensor, away))
+            self._slots[key] = _BufferSlots(self.keeping.slots, self._allocator(tensor, away))
         return self._slots[key].take(part)
 
     def _allocator(self, tensor: Tensor, away: bool) -> Callable[[int], Tensor]:

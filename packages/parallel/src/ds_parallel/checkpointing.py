@@ -30,11 +30,11 @@ import ds_monitor
 from ds_accel import Accelerator
 from ds_comm import Group
 from ds_config.errors import PlanError
-from ds_parallel.activation_store import Account, Keeper, Keeping
+from ds_parallel.activation_store import ActivationMemory, ActivationStore, ActivationPolicy
 from ds_parallel.rng_tracker import RngTracker
 from ds_parallel.trees import flatten, tensors_in
 
-__all__ = ["ActivationCheckpointing", "checkpoint", "checkpoint_reentrant", "current"]
+__all__ = ["ActivationCheckpointing", "checkpoint", "checkpoint_reentrant", "current_checkpointing"]
 
 _log = logging.getLogger("ds_parallel")
 _active: ContextVar[ActivationCheckpointing | None] = ContextVar("ds_parallel.checkpointing", default=None)
@@ -55,25 +55,25 @@ class ActivationCheckpointing:
 
     def __init__(
         self,
-        keeping: Keeping | None = None,
+        keeping: ActivationPolicy | None = None,
         group: Group | None = None,
         *,
         tracker: RngTracker | None = None,
         save_ops: Collection[Any] = (),
         accelerator: Accelerator | None = None,
     ) -> None:
-        self.keeping = keeping or Keeping()
+        self.keeping = keeping or ActivationPolicy()
         self.tracker = tracker or RngTracker(accelerator)
         self.save_ops = tuple(save_ops)
         self.calls = 0
-        self._keeper = Keeper(self.keeping, group, accelerator)
+        self._keeper = ActivationStore(self.keeping, group, accelerator)
         self._unused_told = False
 
     def __repr__(self) -> str:
         return f"ActivationCheckpointing({self.keeping})"
 
     @property
-    def account(self) -> Account:
+    def account(self) -> ActivationMemory:
         """Bytes of pieces that are kept now, and most at once."""
         return self._keeper.account
 
@@ -86,7 +86,7 @@ class ActivationCheckpointing:
         """
         saves = partial(torch_checkpoint.create_selective_checkpoint_contexts, list(self.save_ops))
         context: dict[str, Any] = {"context_fn": saves} if self.save_ops else {}
-        if torch.compiler.is_compiling() and self.keeping == Keeping():
+        if torch.compiler.is_compiling() and self.keeping == ActivationPolicy():
             # torch's compiler knows this very call, keeps its inputs and replays its random numbers itself.
             return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **context, **kwargs)
         return self._run(partial(torch_checkpoint.checkpoint, use_reentrant=False, **context), function, args, kwargs)
@@ -119,7 +119,7 @@ class ActivationCheckpointing:
 
     def _check_used(self) -> None:
         """Warn, once, if calls were to be treated in another way and a forward made none."""
-        if self.calls == 0 and self.keeping != Keeping() and torch.is_grad_enabled() and not self._unused_told:
+        if self.calls == 0 and self.keeping != ActivationPolicy() and torch.is_grad_enabled() and not self._unused_told:
             self._unused_told = True
             _log.warning(
                 "activation_checkpointing asks for %s, and the model's forward made no checkpointed call: name modules in "
@@ -215,16 +215,16 @@ class _Call:
             self.policy.boundary()
 
 
-def current() -> ActivationCheckpointing:
+def current_checkpointing() -> ActivationCheckpointing:
     """The active policy; one that keeps inputs as they are where none is active."""
     return _active.get() or ActivationCheckpointing()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`function(*args, **kwargs)` as the active policy checkpoints it. For a model's forward."""
-    return current().checkpoint(function, *args, **kwargs)
+    return current_checkpointing().checkpoint(function, *args, **kwargs)
 
 
 def checkpoint_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The same in the reentrant form."""
-    return current().checkpoint_reentrant(function, *args, **kwargs)
+    return current_checkpointing().checkpoint_reentrant(function, *args, **kwargs)

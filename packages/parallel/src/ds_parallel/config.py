@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ds_config import Alias, StrictModel, Unbuilt
-from ds_parallel.activation_store import Keeping
+from ds_config import Alias, StrictModel, Unsupported
+from ds_parallel.activation_store import ActivationPolicy
 from ds_parallel.tensor.tp_plan import TensorOptions
-from ds_parallel.tensor.layer_rules import Kind
+from ds_parallel.tensor.layer_rules import ShardKind
 
 __all__ = [
     "ActivationCheckpointingConfig",
@@ -54,9 +54,9 @@ class ActivationCheckpointingConfig(StrictModel):
         return self
 
     @property
-    def keeping(self) -> Keeping:
+    def keeping(self) -> ActivationPolicy:
         """The same as what `ActivationCheckpointing` takes."""
-        return Keeping(
+        return ActivationPolicy(
             slices=self.partition_activations,
             host=self.cpu_checkpointing,
             slots=self.number_checkpoints if self.contiguous_memory_optimization else None,
@@ -113,8 +113,8 @@ class TensorParallelDegreeConfig(StrictModel):
     tp_grain_size: Annotated[int, Field(gt=0)] = Field(
         default=1, description="Elements that stay together where a dim is cut evenly."
     )
-    mpu: Annotated[Any, Unbuilt("leave it out: the engine makes the groups from autotp_size")] = None
-    tp_group: Annotated[Any, Unbuilt("leave it out: the engine makes the groups from autotp_size")] = None
+    mpu: Annotated[Any, Unsupported("leave it out: the engine makes the groups from autotp_size")] = None
+    tp_group: Annotated[Any, Unsupported("leave it out: the engine makes the groups from autotp_size")] = None
 
 
 class TensorParallelConfig(StrictModel):
@@ -125,10 +125,10 @@ class TensorParallelConfig(StrictModel):
         default="torch.float16", description="If given, it must be the format that the precision sections say."
     )
     tp_overlap_comm: Annotated[
-        bool, Unbuilt("leave it out: the layers that read one input sum its gradient in one all-reduce")
+        bool, Unsupported("leave it out: the layers that read one input sum its gradient in one all-reduce")
     ] = False
     tp: Annotated[TensorParallelDegreeConfig, Alias("tensor_parallel")] = TensorParallelDegreeConfig()
-    injection_policy_tuple: Annotated[tuple[str, ...] | None, Unbuilt("partition_config.layer_specs")] = None
+    injection_policy_tuple: Annotated[tuple[str, ...] | None, Unsupported("partition_config.layer_specs")] = None
     own_layers: bool = Field(
         default=False,
         description="The model's layers are parallel by themselves (Megatron's): nothing is cut; marked parameters are parts.",
@@ -139,10 +139,10 @@ class TensorParallelConfig(StrictModel):
     )
     partition_config: PartitionConfig | None = Field(default=None, description="Which layer is cut how.")
     keep_module_on_host: Annotated[
-        bool, Unbuilt("build the model on meta and read weights with ds_parallel.tensor.load_parts")
+        bool, Unsupported("build the model on meta and read weights with ds_parallel.tensor.load_parts")
     ] = False
     replace_with_kernel_inject: Annotated[
-        bool, Alias("kernel_inject"), Unbuilt("leave it out: it is an option of inference")
+        bool, Alias("kernel_inject"), Unsupported("leave it out: it is an option of inference")
     ] = False
 
     @property
@@ -171,5 +171,5 @@ class TensorParallelConfig(StrictModel):
             heads=part.lm_head_patterns,
             grain=self.tp.tp_grain_size,
             strict=part.strict_mode,
-            embeddings=Kind.FEATURES if by_features else Kind.VOCABULARY,
+            embeddings=ShardKind.FEATURES if by_features else ShardKind.VOCABULARY,
         )

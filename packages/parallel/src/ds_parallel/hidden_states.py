@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ds_config.errors import ConfigError, UnsupportedError
-from ds_parallel.activation_store import Keeper, Keeping, Kept
+from ds_parallel.activation_store import ActivationStore, ActivationPolicy, Kept
 
 __all__ = ["CheckpointActivationOffloadStats", "CheckpointHiddenStatesOffload"]
 
@@ -33,7 +33,7 @@ class CheckpointActivationOffloadStats:
 
 
 @dataclass(slots=True, weakref_slot=True)
-class _Saved:
+class _SavedHidden:
     value: Any  # the tensor; what the keeper made of it once it has left
 
 
@@ -63,9 +63,9 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         del use_pin_memory, use_streams
         self.stats = CheckpointActivationOffloadStats()
         self._least, self._last = min_offload_bytes, keep_last_count
-        self._keeper = Keeper(Keeping(host=True))
+        self._keeper = ActivationStore(ActivationPolicy(host=True))
         self._marked: dict[int, Tensor] = {}
-        self._latest: deque[weakref.ref[_Saved]] = deque()
+        self._latest: deque[weakref.ref[_SavedHidden]] = deque()
         super().__init__(self._pack, self._unpack)
 
     def mark(self, tensor: Tensor) -> None:
@@ -98,7 +98,7 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         self._marked.clear()
         super().__exit__(*told)
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Saved:
+    def _pack(self, tensor: Tensor) -> Tensor | _SavedHidden:
         self.stats.saved_tensors_seen += 1
         if self._marked.pop(id(tensor), None) is None:
             return tensor
@@ -107,7 +107,7 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         if stays or not self._keeper.eligible(tensor):
             self.stats.skipped_marked_tensors += 1
             return tensor
-        saved = _Saved(tensor)
+        saved = _SavedHidden(tensor)
         self._latest.append(weakref.ref(saved))
         while len(self._latest) > self._last:
             oldest = self._latest.popleft()()
@@ -117,7 +117,7 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
                 oldest.value = self._keeper.pack(oldest.value, 0)
         return saved
 
-    def _unpack(self, saved: Tensor | _Saved) -> Tensor:
+    def _unpack(self, saved: Tensor | _SavedHidden) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         if not isinstance(saved.value, Kept):

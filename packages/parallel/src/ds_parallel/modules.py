@@ -11,9 +11,9 @@ from torch import nn
 
 from ds_config import nearest
 from ds_config.errors import PlanError
-from ds_parallel.checkpointing import ActivationCheckpointing, current
+from ds_parallel.checkpointing import ActivationCheckpointing, current_checkpointing
 
-__all__ = ["Checkpointed", "checkpoint_modules", "matching"]
+__all__ = ["Checkpointed", "checkpoint_modules", "match_modules"]
 
 _NO_FORWARD = nn.Module.forward  # of a ModuleList: there is nothing to checkpoint
 
@@ -26,7 +26,7 @@ class _Forward:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         kind = type(self)
-        return (kind._policy or current()).checkpoint(MethodType(kind._plain.forward, self), *args, **kwargs)
+        return (kind._policy or current_checkpointing()).checkpoint(MethodType(kind._plain.forward, self), *args, **kwargs)
 
 
 class Checkpointed:
@@ -61,7 +61,7 @@ def checkpoint_modules(
             class's ("activations-forward").
     """
     callables = [name for name, module in model.named_modules() if name and type(module).forward is not _NO_FORWARD]
-    names = matching(callables, tuple(patterns))
+    names = match_modules(callables, tuple(patterns))
     found = [module for name, module in model.named_modules() if name in names]
     own = [name for name, module in zip(names, found, strict=True) if "forward" in vars(module)]
     if own:
@@ -82,7 +82,7 @@ def checkpoint_modules(
     return Checkpointed(names, found)
 
 
-def matching(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, ...]:
+def match_modules(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, ...]:
     """The names that match a pattern, in their order. Pure.
 
     Raises:

@@ -85,11 +85,11 @@ def tiled_cross_entropy(
         )
     flat, wanted = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     count = (wanted != ignore_index).sum() if reduction == "mean" else None
-    total: Tensor = _CrossEntropy.apply(flat, weight, bias, wanted, tiles, ignore_index)
+    total: Tensor = _TiledCrossEntropy.apply(flat, weight, bias, wanted, tiles, ignore_index)
     return total if count is None else total / count
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _TiledCrossEntropy(torch.autograd.Function):
     """The sum of losses; its gradients are made with the logits."""
 
     @staticmethod

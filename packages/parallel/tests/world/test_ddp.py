@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_comm import Mesh, MeshSpec
 from ds_config.errors import PlanError
-from ds_parallel.tensor import TensorOptions, cut_model, facts_of, make_tensor_plan
+from ds_parallel.tensor import TensorOptions, parallelize_model, facts_of, make_tensor_plan
 from ds_testing import world
 
 
@@ -19,7 +19,7 @@ def test_ddp_over_tensor_parallel_ranks_is_refused(tiny) -> None:
     """It made the parts of rank 1 those of rank 0."""
     model, batch = tiny("llama")
     mesh = Mesh.build(MeshSpec(tensor=2))
-    cut = cut_model(model, make_tensor_plan(facts_of(model), TensorOptions(2)), mesh["tensor"])
+    cut = parallelize_model(model, make_tensor_plan(facts_of(model), TensorOptions(2)), mesh["tensor"])
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for say in (lambda: None, lambda: cut.assign(mesh["data"])):
         say()
@@ -39,7 +39,7 @@ def test_ddp_over_tensor_parallel_ranks_is_refused(tiny) -> None:
 def test_ddp_over_ranks_with_the_same_parts(tiny) -> None:
     model, batch = tiny("llama")
     mesh = Mesh.build(MeshSpec(tensor=2, data_shard=2))
-    cut = cut_model(model, make_tensor_plan(facts_of(model), TensorOptions(2)), mesh["tensor"])
+    cut = parallelize_model(model, make_tensor_plan(facts_of(model), TensorOptions(2)), mesh["tensor"])
     cut.assign(mesh["data"], 2)
     DistributedDataParallel(model, process_group=mesh["data"].pg)(**batch).loss.backward()
     for held in cut.held.values():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ds_comm import Mesh, MeshSpec
 from ds_config.errors import PlanError, set_place
-from ds_parallel.tensor import CutModel, TensorOptions, cut_model, facts_of, make_tensor_plan
+from ds_parallel.tensor import TensorParallelModel, TensorOptions, parallelize_model, facts_of, make_tensor_plan
 from ds_testing import world
 
 FAMILIES = [
@@ -44,19 +44,19 @@ FAMILIES = [
 Tiny = Callable[[str], tuple[nn.Module, dict[str, Tensor]]]
 
 
-def cut_over(model: nn.Module, mesh: Mesh, **options: object) -> CutModel:
+def cut_over(model: nn.Module, mesh: Mesh, **options: object) -> TensorParallelModel:
     degree = mesh["tensor"].size
-    return cut_model(model, make_tensor_plan(facts_of(model), TensorOptions(degree, **options)), mesh["tensor"])
+    return parallelize_model(model, make_tensor_plan(facts_of(model), TensorOptions(degree, **options)), mesh["tensor"])
 
 
-def part_of(whole: Tensor, cut: CutModel, name: str) -> Tensor:
+def part_of(whole: Tensor, cut: TensorParallelModel, name: str) -> Tensor:
     box = cut.held[name].box(cut.group.rank)
     for dim, (offset, size) in enumerate(zip(box.offset, box.shape, strict=True)):
         whole = whole.narrow(dim, offset, size)
     return whole
 
 
-def compare_gradients(model: nn.Module, reference: nn.Module, cut: CutModel) -> int:
+def compare_gradients(model: nn.Module, reference: nn.Module, cut: TensorParallelModel) -> int:
     """How many gradients were compared; replicated ones are equal on all ranks, parts are their part of the whole."""
     wanted = {name: param.grad for name, param in reference.named_parameters(remove_duplicate=False)}
     compared = 0

@@ -9,14 +9,14 @@ from torch import Tensor
 import ds_comm
 from ds_comm import Mesh, MeshSpec
 from ds_config.errors import set_place
-from ds_parallel import ActivationCheckpointing, Keeping
+from ds_parallel import ActivationCheckpointing, ActivationPolicy
 from ds_testing import world
 
 
-@pytest.mark.parametrize("keeping", [Keeping(slices=True), Keeping(slices=True, slots=3)], ids=str)
+@pytest.mark.parametrize("keeping", [ActivationPolicy(slices=True), ActivationPolicy(slices=True, slots=3)], ids=str)
 @pytest.mark.parametrize("form", ["checkpoint", "checkpoint_reentrant"])
 @world(2)
-def test_each_rank_keeps_its_part(form: str, keeping: Keeping) -> None:
+def test_each_rank_keeps_its_part(form: str, keeping: ActivationPolicy) -> None:
     """35 elements on two ranks: the last part is padded. A scalar is too small to be cut."""
     policy = ActivationCheckpointing(keeping, ds_comm.world_group())
     weight, scale = torch.randn(5, generator=torch.Generator().manual_seed(1)).requires_grad_(), torch.tensor(2.0)
@@ -39,7 +39,7 @@ def test_each_rank_keeps_its_part(form: str, keeping: Keeping) -> None:
 @world(4)
 def test_the_group_is_the_tensor_axis() -> None:
     mesh = Mesh.build(MeshSpec.fit(4, tensor=2))
-    policy = ActivationCheckpointing(Keeping(slices=True), mesh["tensor"])
+    policy = ActivationCheckpointing(ActivationPolicy(slices=True), mesh["tensor"])
     x = torch.full((6,), float(mesh["data"].rank + 1), requires_grad=True)  # differs over data, alike over tensor
     policy.checkpoint(torch.exp, x * 1).sum().backward()
     assert torch.equal(x.grad, x.detach().exp())

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import ds_comm
 from ds_config.errors import PlanError
-from ds_parallel.tensor import Kind, TensorOptions, cut_model, facts_of, make_tensor_plan
+from ds_parallel.tensor import ShardKind, TensorOptions, parallelize_model, facts_of, make_tensor_plan
 from ds_testing import world
 
 
@@ -56,10 +56,10 @@ def model() -> nn.Sequential:
 def test_what_is_proven_is_cut_and_the_rest_is_whole() -> None:
     plan = make_tensor_plan(facts_of(model()), TensorOptions(degree=2))
     kinds = {d.name.removeprefix("0."): d.kind for d in plan.decisions if d.name.startswith("0.")}
-    assert {name for name, kind in kinds.items() if kind is Kind.COLUMN} == {
+    assert {name for name, kind in kinds.items() if kind is ShardKind.COLUMN} == {
         "att.wq", "att.wk", "att.wv", "gated.a", "gated.b", "plain.0"
     }  # fmt: skip
-    assert {name for name, kind in kinds.items() if kind is Kind.ROW} == {"att.wo", "gated.c", "plain.2"}
+    assert {name for name, kind in kinds.items() if kind is ShardKind.ROW} == {"att.wo", "gated.c", "plain.2"}
     assert "structure: reads a, b only" in str(plan)
     with pytest.raises(PlanError, match="tensor-unmatched"):  # the last layer feeds nobody
         make_tensor_plan(facts_of(model()), TensorOptions(degree=2, strict=True))
@@ -114,7 +114,7 @@ def test_two_ranks_equal_one() -> None:
     whole, net = model(), model()
     x = torch.randn(3, 5, 12, generator=torch.Generator().manual_seed(1))
     whole(x).square().mean().backward()
-    cut = cut_model(net, make_tensor_plan(facts_of(net), TensorOptions(degree=2)), ds_comm.world_group())
+    cut = parallelize_model(net, make_tensor_plan(facts_of(net), TensorOptions(degree=2)), ds_comm.world_group())
     loss = net(x).square().mean()
     loss.backward()
     torch.testing.assert_close(loss, whole(x).square().mean(), atol=1e-6, rtol=1e-6)

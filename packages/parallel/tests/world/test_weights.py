@@ -15,11 +15,11 @@ from ds_config.errors import CheckpointError, set_place
 from ds_parallel.tensor import (
     TensorOptions,
     causal_loss,
-    cut_model,
+    parallelize_model,
     facts_of,
-    load_parts,
+    load_sharded_weights,
     make_tensor_plan,
-    vocabulary_cross_entropy,
+    vocab_parallel_cross_entropy,
 )
 from ds_testing import world
 
@@ -40,8 +40,8 @@ def test_safetensors_are_read_into_parts(name: str, tiny: Tiny, tmp_path: Path) 
     torch.distributed.barrier()
     with torch.device("meta"):
         model, _ = tiny(name)
-    cut = cut_model(model, make_tensor_plan(facts_of(model), TensorOptions(4)), mesh["tensor"])
-    load_parts(cut, tmp_path)
+    cut = parallelize_model(model, make_tensor_plan(facts_of(model), TensorOptions(4)), mesh["tensor"])
+    load_sharded_weights(cut, tmp_path)
     assert not any(param.is_meta for param in model.parameters())
     whole = cut.state_dict()
     assert all(torch.equal(whole[key], value) for key, value in reference.state_dict().items())
@@ -58,9 +58,9 @@ def test_what_is_missing_is_listed(tiny: Tiny, tmp_path: Path) -> None:
     del state["output_layer.weight"]
     state["embedding.word_embeddings.weight"] = torch.zeros(3, 32)
     safetensors.save_file(state, file)
-    cut = cut_model(model, make_tensor_plan(facts_of(model), TensorOptions(2)), mesh["tensor"])
+    cut = parallelize_model(model, make_tensor_plan(facts_of(model), TensorOptions(2)), mesh["tensor"])
     with pytest.raises(CheckpointError, match=r"output_layer\.weight is missing") as caught:
-        load_parts(cut, file)
+        load_sharded_weights(cut, file)
     assert "word_embeddings.weight is (3, 32), the model's (67, 32)" in str(caught.value)
     set_place("")
 
@@ -77,7 +77,7 @@ def test_cross_entropy_of_a_cut_vocabulary(widths: list[int]) -> None:
     (wanted * weight).sum().backward()
     start = sum(widths[: group.rank])
     mine = whole.detach()[:, start : start + widths[group.rank]].clone().requires_grad_()
-    found = vocabulary_cross_entropy(mine, labels, group, widths=widths)
+    found = vocab_parallel_cross_entropy(mine, labels, group, widths=widths)
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
     (found * weight).sum().backward()
     torch.testing.assert_close(mine.grad, whole.grad[:, start : start + widths[group.rank]], atol=1e-6, rtol=1e-6)
@@ -90,7 +90,7 @@ def test_a_model_whose_logits_stay_cut(tiny: Tiny) -> None:
     mesh = Mesh.build(MeshSpec.fit(2, tensor=2))
     model, _ = tiny("llama")
     plan = make_tensor_plan(facts_of(model), TensorOptions(2, gather_logits=False))
-    cut = cut_model(model, plan, mesh["tensor"])
+    cut = parallelize_model(model, plan, mesh["tensor"])
     head = cut.held["lm_head.weight"].cut
     model.loss_function = causal_loss(mesh["tensor"], [head.width(rank) for rank in range(2)])
     found, wanted = model(**batch), reference(**batch)

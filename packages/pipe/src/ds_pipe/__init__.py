@@ -8,7 +8,7 @@ they are compared by (`timing`); passes, verify, runner: none of these needs tor
 layers and module cut them, a stage runs one part of one, links carry values between them, the executor runs a rank's program.
 """
 
-from ds_pipe.actions import Action, Op, Program
+from ds_pipe.actions import Action, ActionKind, Program
 from ds_pipe.pipeline_api import Pipeline, pipeline, split_batch
 from ds_pipe.costs import Costs
 from ds_pipe.decoder_stages import DecoderStages
@@ -19,13 +19,13 @@ from ds_pipe.stage_placement import looped, vee
 from ds_pipe.profile import profile_layers
 from ds_pipe.programs import (
     SCHEDULES,
-    Staging,
+    PipelineSpec,
     accumulation,
     dualpipe_v,
     gpipe,
     inference,
     interleaved,
-    listed,
+    list_scheduled,
     make_program,
     one_f_one_b,
     placement_of,
@@ -36,16 +36,16 @@ from ds_pipe.programs import (
 from ds_pipe.gradient_reduction import clip_grad_norm, global_norm
 from ds_pipe.runner import Handler, run
 from ds_pipe.staged import StagedModel, Tie
-from ds_pipe.schedule_timing import Timing, simulate
+from ds_pipe.schedule_timing import ScheduleTiming, simulate
 from ds_pipe.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
     PipeModelDataParallelTopology,
-    Places,
+    PipelineGroups,
     ProcessTopology,
 )
 from ds_pipe.trace import Trace, tracing
-from ds_pipe.verify import Report, ScheduleError, verify
+from ds_pipe.verify import ScheduleReport, ScheduleError, verify
 
 __all__ = [
     "SCHEDULES",
@@ -54,22 +54,22 @@ __all__ = [
     "DecoderStages",
     "Handler",
     "LayerSpec",
-    "Op",
+    "ActionKind",
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",
     "Pipeline",
     "PipelineModule",
     "PipelineParallelGrid",
-    "Places",
+    "PipelineGroups",
     "ProcessTopology",
     "Program",
-    "Report",
+    "ScheduleReport",
     "ScheduleError",
     "StagedModel",
-    "Staging",
+    "PipelineSpec",
     "Tie",
     "TiedLayerSpec",
-    "Timing",
+    "ScheduleTiming",
     "Trace",
     "accumulation",
     "add_comms",
@@ -81,7 +81,7 @@ __all__ = [
     "gpipe",
     "inference",
     "interleaved",
-    "listed",
+    "list_scheduled",
     "looped",
     "make_program",
     "mark_reduce",

@@ -28,10 +28,10 @@ from enum import Enum
 
 from ds_config.errors import PlanError
 
-__all__ = ["Action", "Op", "Program"]
+__all__ = ["Action", "ActionKind", "Program"]
 
 
-class Op(Enum):
+class ActionKind(Enum):
     """What an action does. Transfers name the pass they belong to: forward sends activations, backward gradients."""
 
     FORWARD = "F"
@@ -49,12 +49,12 @@ class Op(Enum):
     @property
     def computes(self) -> bool:
         """Whether the action runs the model (the others move tensors between ranks)."""
-        return self in (Op.FORWARD, Op.BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)
+        return self in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD)
 
     @property
     def differentiates(self) -> bool:
         """Whether the action adds to the gradients of weights, so that they can be reduced when it ends."""
-        return self in (Op.BACKWARD, Op.WEIGHT_GRAD)
+        return self in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD)
 
 
 _ACTION = re.compile(
@@ -73,7 +73,7 @@ class Action:
         reduce: Only on a backward or weight gradient: the stage's gradients are reduced over the data-parallel ranks when it ends.
     """
 
-    op: Op
+    op: ActionKind
     stage: int
     microbatch: int
     reduce: bool = False
@@ -102,9 +102,9 @@ class Action:
             raise PlanError(
                 f"{text!r} is not an action",
                 code="program-text",
-                fix=f"Write stage, operation ({', '.join(op.value for op in Op)}), microbatch, and * to reduce: 0B3*.",
+                fix=f"Write stage, operation ({', '.join(op.value for op in ActionKind)}), microbatch, and * to reduce: 0B3*.",
             )
-        return cls(Op(found["op"]), int(found["stage"]), int(found["microbatch"]), bool(found["reduce"]))
+        return cls(ActionKind(found["op"]), int(found["stage"]), int(found["microbatch"]), bool(found["reduce"]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 import ds_comm
-from ds_comm import Assignment, Family, Group
+from ds_comm import ParamSharding, ReductionGroup, Group
 from ds_comm.ddp import mark_unlike
 from ds_pipe.staged import StagedModel, Tie
-from ds_pipe.topology import GRADIENT_AXES, Places
+from ds_pipe.topology import GRADIENT_AXES, PipelineGroups
 
-__all__ = ["broadcast_ties", "tell", "tie"]
+__all__ = ["broadcast_ties", "annotate_params", "tie"]
 
 
-def tie(places: Places, holders: Mapping[str, Sequence[int]], params: Mapping[str, nn.Parameter]) -> tuple[Tie, ...]:
+def tie(places: PipelineGroups, holders: Mapping[str, Sequence[int]], params: Mapping[str, nn.Parameter]) -> tuple[Tie, ...]:
     """Groups of the ranks that hold each tied parameter. Collective over the world.
 
     Args:
@@ -54,20 +54,20 @@ def broadcast_ties(ties: Sequence[Tie]) -> None:
         ds_comm.broadcast(one.param.data, group=one.group, group_src=0, unit="tied")
 
 
-def tell(model: StagedModel) -> None:
+def annotate_params(model: StagedModel) -> None:
     """Say of every parameter what it is called in the unsplit model, and of tied ones that their gradients are summed over stages."""
     tied = {id(one.param): one for one in model.ties}
     copies = model.places.gradient.size
-    families: dict[tuple[int, ...], Family] = {}
+    families: dict[tuple[int, ...], ReductionGroup] = {}
     for name, param in model.module.named_parameters():
         one = tied.get(id(param))
         if one is not None:
             ranks = one.everyone.ranks
             title = f"tied over {','.join(map(str, ranks))}"
-            family = families.setdefault(ranks, Family(title, one.everyone, copies))
-            ds_comm.assign(param, Assignment(family, one.name))
+            family = families.setdefault(ranks, ReductionGroup(title, one.everyone, copies))
+            ds_comm.set_param_sharding(param, ParamSharding(family, one.name))
         elif model.logical_name(name) != name:
-            ds_comm.assign(param, Assignment(None, model.logical_name(name)))
+            ds_comm.set_param_sharding(param, ParamSharding(None, model.logical_name(name)))
     grid = model.places.topology.grid
     stage = grid.coordinate(model.places.world.global_rank)["pipe"]
     elsewhere = [rank for rank in model.places.world.ranks if grid.coordinate(rank)["pipe"] != stage]

@@ -165,10 +165,10 @@ def _trace(args: argparse.Namespace) -> None:
 
 
 def _program(args: argparse.Namespace, costs: Costs, rank_of: tuple[int, ...]) -> Program:
-    from ds_pipe.programs import listed, make_program
+    from ds_pipe.programs import list_scheduled, make_program
 
     if args.name == "listed":
-        return listed(args.microbatches, costs, rank_of, float("inf") if args.cap is None else args.cap)
+        return list_scheduled(args.microbatches, costs, rank_of, float("inf") if args.cap is None else args.cap)
     return make_program(args.name, args.stages, args.microbatches, args.virtual)
 
 

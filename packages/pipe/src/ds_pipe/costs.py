@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_config.errors import PlanError
-from ds_pipe.actions import Op
+from ds_pipe.actions import ActionKind
 
 __all__ = ["Costs"]
 
@@ -61,12 +61,12 @@ class Costs:
         f, i, w = zip(*rows, strict=True) if rows else ((), (), ())
         return cls(tuple(f), tuple(i), tuple(w), (1.0,) * len(rows), transfer)
 
-    def of(self, op: Op, stage: int) -> float:
+    def of(self, op: ActionKind, stage: int) -> float:
         """Time of an action; what does not compute takes none."""
-        if op is Op.FORWARD:
+        if op is ActionKind.FORWARD:
             return self.forward[stage]
-        if op is Op.INPUT_GRAD:
+        if op is ActionKind.INPUT_GRAD:
             return self.input_grad[stage]
-        if op is Op.WEIGHT_GRAD:
+        if op is ActionKind.WEIGHT_GRAD:
             return self.weight_grad[stage]
-        return self.input_grad[stage] + self.weight_grad[stage] if op is Op.BACKWARD else 0.0
+        return self.input_grad[stage] + self.weight_grad[stage] if op is ActionKind.BACKWARD else 0.0

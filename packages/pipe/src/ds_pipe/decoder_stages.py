@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from ds_config.errors import UnsupportedError
-from ds_pipe.building import broadcast_ties, tell, tie
+from ds_pipe.building import broadcast_ties, annotate_params, tie
 from ds_pipe.partition import balanced, uniform
-from ds_pipe.programs import Staging, placement_of
+from ds_pipe.programs import PipelineSpec, placement_of
 from ds_pipe.recompute import Backwards, checkpointed
 from ds_pipe.staged import StagedModel
-from ds_pipe.topology import Places, ProcessTopology, plain_topology
+from ds_pipe.topology import PipelineGroups, ProcessTopology, plain_topology
 
 __all__ = ["DecoderStages"]
 
@@ -65,14 +65,14 @@ class DecoderStages(nn.Module):
         super().__init__()
         _check(model)
         whole: Any = model
-        places = Places.build(topology or plain_topology(num_stages))
-        self.pipe_staging = Staging(schedule, places.pipe.size, virtual, partition_method)
+        places = PipelineGroups.build(topology or plain_topology(num_stages))
+        self.pipe_staging = PipelineSpec(schedule, places.pipe.size, virtual, partition_method)
         rank_of = placement_of(schedule, places.pipe.size, virtual)
         self.parts = _bounds(whole, partition_method, len(rank_of))
         mine = [s for s, r in enumerate(rank_of) if r == places.pipe.rank]
         self.loss_function, self.vocab_size = whole.loss_function, whole.config.vocab_size
         self.config = whole.config
-        parts = {s: _Part(whole, (self.parts[s], self.parts[s + 1]), s == 0, s + 1 == len(rank_of)) for s in mine}
+        parts = {s: _DecoderPart(whole, (self.parts[s], self.parts[s + 1]), s == 0, s + 1 == len(rank_of)) for s in mine}
         for s, part in parts.items():
             self.add_module(f"stage{s}", part)
         names = {id(p): name for name, p in model.named_parameters()}
@@ -85,7 +85,7 @@ class DecoderStages(nn.Module):
         if not any(p.is_meta for p in self.parameters()):
             broadcast_ties(ties)
         self._staged = StagedModel(self, parts, rank_of, places, loss_fn or self.loss, local, ties)
-        tell(self._staged)
+        annotate_params(self._staged)
 
     @property
     def staged(self) -> StagedModel:
@@ -109,7 +109,7 @@ class DecoderStages(nn.Module):
         return value
 
 
-class _Part(nn.Module):
+class _DecoderPart(nn.Module):
     def __init__(self, model: Any, layers: tuple[int, int], first: bool, last: bool) -> None:
         super().__init__()
         self.first, self.last, self.again = first, last, False

@@ -17,16 +17,16 @@ import ds_monitor
 from ds_comm.channels import Channels
 from ds_config.errors import PlanError
 from ds_pipe._torch import tree_leaves
-from ds_pipe.actions import Action, Op
-from ds_pipe.stage import Stage
+from ds_pipe.actions import Action, ActionKind
+from ds_pipe.stage import PipelineStage
 from ds_pipe.staged import StagedModel
 from ds_pipe.schedule_timing import Span
-from ds_pipe.stage_link import Link, Signature
+from ds_pipe.stage_link import StageLink, ValueStructure
 
-__all__ = ["Criterion", "Executor", "Feed", "Reduction"]
+__all__ = ["Criterion", "PipelineExecutor", "MicrobatchSource", "GradientReduction"]
 
 
-class Reduction(Protocol):
+class GradientReduction(Protocol):
     """How gradients of weights become one over the ranks that hold them: the seat of data parallelism and ZeRO."""
 
     def around(self, action: Action) -> AbstractContextManager[None]:
@@ -53,7 +53,7 @@ Criterion = Callable[[int, Any, Any], Tensor]
 
 
 @dataclass(slots=True)
-class Feed:
+class MicrobatchSource:
     """Microbatches of one step, drawn when first needed and dropped when last.
 
     Attributes:
@@ -88,7 +88,7 @@ class Feed:
         return held[what]
 
 
-class Executor:
+class PipelineExecutor:
     """One rank of one pipeline.
 
     Args:
@@ -100,37 +100,37 @@ class Executor:
 
     def __init__(self, model: StagedModel, splits: bool, depth: int) -> None:
         self.model = model
-        self.stages = {s: Stage(s, part, splits) for s, part in model.parts.items()}
+        self.stages = {s: PipelineStage(s, part, splits) for s, part in model.parts.items()}
         for s, part in model.parts.items():
             if hasattr(part, "backwards"):  # it can compute activations again, and needs to know for what
                 setattr(part, "backwards", self.stages[s].backwards)  # noqa: B010
         group = model.places.pipe
         self._channels = Channels(group, depth=depth) if group.size > 1 else None
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, StageLink] = {}
         self.timeline: list[Span] | None = None
         self._reset()
 
     def _reset(self) -> None:
         self._values: dict[tuple[int, int], Any] = {}  # (stage, microbatch) -> its input
         self._grads: dict[tuple[int, int], list[Tensor | None]] = {}  # -> gradients of its output
-        self._sent: dict[tuple[int, int], tuple[Any, Signature | None]] = {}  # -> its output, while it is to be sent
-        self._shapes: dict[tuple[int, int], Signature] = {}  # -> of its output (sender) for the gradient to come
+        self._sent: dict[tuple[int, int], tuple[Any, ValueStructure | None]] = {}  # -> its output, while it is to be sent
+        self._shapes: dict[tuple[int, int], ValueStructure] = {}  # -> of its output (sender) for the gradient to come
         self._given: dict[tuple[int, int], list[Tensor]] = {}  # -> tensors of its input whose gradients are to be sent
         self._back: dict[tuple[int, int], list[Tensor | None]] = {}  # -> gradients of its input, while to be sent
 
-    def link(self, low: int) -> Link:
+    def link(self, low: int) -> StageLink:
         """The link between stage `low` and the next one, one of which is another rank's."""
         if low not in self._links:
             if self._channels is None:
                 raise RuntimeError("a link in a pipeline of one rank")
             below = low in self.stages
             peer = self.model.rank_of[low + 1 if below else low]
-            self._links[low] = Link(self._channels, peer, low, below)
+            self._links[low] = StageLink(self._channels, peer, low, below)
         return self._links[low]
 
     # ---- a step
 
-    def run(self, actions: Sequence[Action], feed: Feed, reduction: Reduction, criterion: Criterion) -> None:
+    def run(self, actions: Sequence[Action], feed: MicrobatchSource, reduction: GradientReduction, criterion: Criterion) -> None:
         """Run this rank's row of a training program."""
         self._lend(feed, reduction, criterion)
         handlers = self._handlers()
@@ -152,7 +152,7 @@ class Executor:
         finally:
             self._lend(None, None, None)
 
-    def _lend(self, feed: Feed | None, reduction: Reduction | None, criterion: Criterion | None) -> None:
+    def _lend(self, feed: MicrobatchSource | None, reduction: GradientReduction | None, criterion: Criterion | None) -> None:
         # Typed as what they are in a step; between steps nothing of the caller is kept.
         self._feed: Any = feed
         self._reduction: Any = reduction
@@ -174,19 +174,19 @@ class Executor:
         self._flush()
         self._reduction.reduce(action.stage)
 
-    def _handlers(self) -> dict[Op, Callable[[Action], None]]:
+    def _handlers(self) -> dict[ActionKind, Callable[[Action], None]]:
         return {
-            Op.FORWARD: self._forward,
-            Op.BACKWARD: self._backward,
-            Op.INPUT_GRAD: self._backward,
-            Op.WEIGHT_GRAD: self._weight_grad,
-            Op.SEND_F: self._send_forward,
-            Op.RECV_F: self._recv_forward,
-            Op.SEND_B: self._send_backward,
-            Op.RECV_B: self._recv_backward,
-            Op.GATHER: lambda action: self._reduction.gather(action.stage),
-            Op.RELEASE: lambda action: self._reduction.release(action.stage),
-            Op.REDUCE: self._reduce,
+            ActionKind.FORWARD: self._forward,
+            ActionKind.BACKWARD: self._backward,
+            ActionKind.INPUT_GRAD: self._backward,
+            ActionKind.WEIGHT_GRAD: self._weight_grad,
+            ActionKind.SEND_F: self._send_forward,
+            ActionKind.RECV_F: self._recv_forward,
+            ActionKind.SEND_B: self._send_backward,
+            ActionKind.RECV_B: self._recv_backward,
+            ActionKind.GATHER: lambda action: self._reduction.gather(action.stage),
+            ActionKind.RELEASE: lambda action: self._reduction.release(action.stage),
+            ActionKind.REDUCE: self._reduce,
         }
 
     def _forward(self, action: Action) -> None:
@@ -224,7 +224,7 @@ class Executor:
         last = s + 1 == len(self.model.rank_of)
         grads = None if last else self._grads.pop((s, m))
         stage = self.stages[s]
-        if action.op is Op.INPUT_GRAD:
+        if action.op is ActionKind.INPUT_GRAD:
             found = stage.input_grad(m, grads)
         else:
             with self._differentiating(action):
@@ -251,15 +251,15 @@ class Executor:
     # ---- evaluation
 
     @torch.no_grad()
-    def evaluate(self, actions: Sequence[Action], feed: Feed, done: Callable[[int, Any, Any], object]) -> None:
+    def evaluate(self, actions: Sequence[Action], feed: MicrobatchSource, done: Callable[[int, Any, Any], object]) -> None:
         """Run this rank's row of a program of forwards; `done` gets number, output and labels of every microbatch at the last stage."""
         last = len(self.model.rank_of) - 1
         self._lend(feed, None, None)
         for action in actions:
             s, m = action.stage, action.microbatch
-            if action.op is Op.SEND_F:
+            if action.op is ActionKind.SEND_F:
                 self._send_forward(action)
-            elif action.op is Op.RECV_F:
+            elif action.op is ActionKind.RECV_F:
                 self._recv_forward(action)
             else:
                 value = feed.take(m, 0) if s == 0 else self._values.pop((s, m))

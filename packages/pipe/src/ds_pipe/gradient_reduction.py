@@ -13,13 +13,13 @@ from torch import Tensor
 
 import ds_comm
 from ds_comm import Group
-from ds_pipe.actions import Action, Op
+from ds_pipe.actions import Action, ActionKind
 from ds_pipe.staged import StagedModel
 
 __all__ = [
     "OptimizerReduction",
     "PlainReduction",
-    "Reducing",
+    "BackwardReducer",
     "ReducingOptimizer",
     "StageReduction",
     "clip_grad_norm",
@@ -80,7 +80,7 @@ class ReducingOptimizer(Protocol):
         """The loss as it is differentiated."""
 
 
-class Reducing(Protocol):
+class BackwardReducer(Protocol):
     """What reduces gradients while backwards run: an engine's passes, or an optimizer."""
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
@@ -102,14 +102,14 @@ class StageReduction:
         every_backward: Only a share of gradients is kept (ZeRO 2 and 3), so that every microbatch is reduced.
     """
 
-    def __init__(self, model: StagedModel, reducing: Reducing, every_backward: bool) -> None:
+    def __init__(self, model: StagedModel, reducing: BackwardReducer, every_backward: bool) -> None:
         self._reducing, self._every, self._last = reducing, every_backward, model.last
         self._left = self._stages = len(model.parts)
 
     @contextmanager
     def around(self, action: Action) -> Iterator[None]:
         """One stage a rank: whole backwards reduce while they run. Else what a rank has is reduced when all of it is there."""
-        inside = action.op is Op.BACKWARD and self._stages == 1
+        inside = action.op is ActionKind.BACKWARD and self._stages == 1
         if not self._last:
             self._reducing.given()
         with self._reducing.backward(action if inside else replace(action, reduce=False)):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ds_config.errors import PlanError
-from ds_monitor import tell
+from ds_monitor import log_requested
 
 __all__ = ["LayerSpec", "TiedLayerSpec", "class_name", "parameters_of"]
 
@@ -37,7 +37,7 @@ class LayerSpec:
     def build(self, log: bool = False) -> nn.Module:
         """Make the module. `log` is called with what is made."""
         if log:
-            tell(_log, f"building {self!r}")
+            log_requested(_log, f"building {self!r}")
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def __repr__(self) -> str:

@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ds_config.errors import PlanError
-from ds_pipe.actions import Action, Op, Program
+from ds_pipe.actions import Action, ActionKind, Program
 from ds_pipe.costs import Costs
 
-__all__ = ["Problem", "Rule", "generate"]
+__all__ = ["ScheduleProblem", "SchedulePriority", "generate"]
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ScheduleProblem:
     """What is to be scheduled.
 
     Attributes:
@@ -60,7 +60,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class SchedulePriority:
     """What a rank prefers to do next.
 
     Attributes:
@@ -80,7 +80,7 @@ class Rule:
 
 
 @dataclass(slots=True)
-class _Rank:
+class _ListedRank:
     stages: list[int]
     row: list[Action] = field(default_factory=list)
     free_at: float = 0.0
@@ -94,9 +94,9 @@ class _Rank:
 class _Simulation:
     """One run of the generator. Per stage, microbatches are taken in order, so a queue of arrival times is all there is."""
 
-    def __init__(self, problem: Problem, rule: Rule) -> None:
+    def __init__(self, problem: ScheduleProblem, rule: SchedulePriority) -> None:
         stages, self.problem, self.rule, self.ahead = len(problem.rank_of), problem, rule, problem.ahead
-        self.ranks = [_Rank([s for s, r in enumerate(problem.rank_of) if r == rank]) for rank in range(problem.ranks)]
+        self.ranks = [_ListedRank([s for s, r in enumerate(problem.rank_of) if r == rank]) for rank in range(problem.ranks)]
         for rank in self.ranks:
             rank.left = len(rank.stages) * problem.microbatches
         self.forwards: list[deque[float]] = [deque() for _ in range(stages)]  # when the next inputs are there
@@ -134,7 +134,7 @@ class _Simulation:
 
     # ---- which
 
-    def _choose(self, rank: _Rank, number: int, now: float) -> Action | None:
+    def _choose(self, rank: _ListedRank, number: int, now: float) -> Action | None:
         forward, backward = self._forward(rank, number, now), self._backward(rank, now)
         if forward is not None and backward is not None:
             return forward if self.rule.pair and rank.after_backward else backward
@@ -146,9 +146,9 @@ class _Simulation:
         patience = self.rule.patience * self.problem.costs.weight_grad[stage]
         if patience and any(now < queue[0] <= now + patience for s in rank.stages if (queue := self.gradients[s])):
             return None
-        return Action(Op.WEIGHT_GRAD, stage, microbatch)
+        return Action(ActionKind.WEIGHT_GRAD, stage, microbatch)
 
-    def _forward(self, rank: _Rank, number: int, now: float) -> Action | None:
+    def _forward(self, rank: _ListedRank, number: int, now: float) -> Action | None:
         problem, memory, group = self.problem, self.problem.costs.activation, self.rule.grouped
         if not rank.left or (self.ahead and rank.ahead >= self.ahead[number]):
             return None
@@ -161,9 +161,9 @@ class _Simulation:
         if not ready:
             return None
         stage = min(ready, key=lambda s: (self.next_forward[s] // group, s)) if group else max(ready)
-        return Action(Op.FORWARD, stage, self.next_forward[stage])
+        return Action(ActionKind.FORWARD, stage, self.next_forward[stage])
 
-    def _backward(self, rank: _Rank, now: float) -> Action | None:
+    def _backward(self, rank: _ListedRank, now: float) -> Action | None:
         if self.rule.flush and rank.left:
             return None
         group = self.rule.grouped
@@ -172,15 +172,15 @@ class _Simulation:
             return None
         stage = min(ready, key=lambda s: (self.next_backward[s] // group, -s)) if group else min(ready)
         split = self.rule.split == "always" or (self.rule.split == "end" and not rank.left)
-        return Action(Op.INPUT_GRAD if split else Op.BACKWARD, stage, self.next_backward[stage])
+        return Action(ActionKind.INPUT_GRAD if split else ActionKind.BACKWARD, stage, self.next_backward[stage])
 
     # ---- then
 
-    def _take(self, rank: _Rank, number: int, action: Action, now: float) -> None:
+    def _take(self, rank: _ListedRank, number: int, action: Action, now: float) -> None:
         costs, stage = self.problem.costs, action.stage
         end = rank.free_at = now + costs.of(action.op, stage)
         rank.row.append(action)
-        if action.op is Op.FORWARD:
+        if action.op is ActionKind.FORWARD:
             rank.held += costs.activation[stage]
             rank.left -= 1
             rank.ahead += 1
@@ -190,19 +190,19 @@ class _Simulation:
             self._arrive(
                 self.gradients[stage] if last else self.forwards[stage + 1], stage, stage if last else stage + 1, end
             )
-        elif action.op is Op.WEIGHT_GRAD:
+        elif action.op is ActionKind.WEIGHT_GRAD:
             rank.weights.popleft()
         else:
             rank.ahead -= 1
             self.next_backward[stage] += 1
             self.gradients[stage].popleft()
-            if action.op is Op.INPUT_GRAD:
+            if action.op is ActionKind.INPUT_GRAD:
                 rank.weights.append((stage, action.microbatch))
             if stage:
                 self._arrive(self.gradients[stage - 1], stage, stage - 1, end)
         if action.op.differentiates:
             rank.held -= costs.activation[stage]
-        rank.after_backward = action.op in (Op.BACKWARD, Op.INPUT_GRAD)
+        rank.after_backward = action.op in (ActionKind.BACKWARD, ActionKind.INPUT_GRAD)
         heapq.heappush(self.moments, (end, number))
 
     def _arrive(self, queue: deque[float], source: int, target: int, end: float) -> None:
@@ -212,7 +212,7 @@ class _Simulation:
         heapq.heappush(self.moments, (when, there))
 
 
-def generate(problem: Problem, rule: Rule) -> Program:
+def generate(problem: ScheduleProblem, rule: SchedulePriority) -> Program:
     """The program that `rule` makes of `problem`. It always exists: see "a forward leaves memory".
 
     Cost: one heap entry or three an action; 1,000 actions in about 5 ms.

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 import ds_comm
 from ds_config.errors import PlanError, UnsupportedError
 from ds_pipe._torch import tree_leaves, tree_map
-from ds_pipe.building import broadcast_ties, tell, tie
+from ds_pipe.building import broadcast_ties, annotate_params, tie
 from ds_pipe.layer_specs import LayerSpec, TiedLayerSpec, class_name, parameters_of
 from ds_pipe.partition import balanced, matching, uniform
 from ds_pipe.profile import profile_layers
-from ds_pipe.programs import Staging, placement_of
+from ds_pipe.programs import PipelineSpec, placement_of
 from ds_pipe.recompute import Backwards, checkpointed
 from ds_pipe.staged import StagedModel
-from ds_pipe.topology import PipelineParallelGrid, Places, ProcessTopology, plain_topology
+from ds_pipe.topology import PipelineParallelGrid, PipelineGroups, ProcessTopology, plain_topology
 
 __all__ = ["PipelineModule"]
 
@@ -81,7 +81,7 @@ class PipelineModule(nn.Module):
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers = None if checkpointable_layers is None else list(checkpointable_layers)
         self.micro_offset = 0
-        self.places = Places.build(topology or plain_topology(num_stages))
+        self.places = PipelineGroups.build(topology or plain_topology(num_stages))
         self.schedule, self.virtual = schedule, virtual
         self.num_stages = self.places.pipe.size
         self.rank_of = placement_of(schedule, self.num_stages, virtual)
@@ -175,7 +175,7 @@ class PipelineModule(nn.Module):
 
     def _stages(self) -> StagedModel:
         mine = [s for s, r in enumerate(self.rank_of) if r == self.places.pipe.rank]
-        parts = {s: _Part(self, range(self.parts[s], self.parts[s + 1])) for s in mine}
+        parts = {s: _StageModule(self, range(self.parts[s], self.parts[s + 1])) for s in mine}
         holders: dict[str, list[int]] = {}
         names: dict[str, str] = {}
         for index, layer in enumerate(self.specs):
@@ -203,13 +203,13 @@ class PipelineModule(nn.Module):
         ties = tie(self.places, holders, {name: own[name] for name in holders if name in own})
         broadcast_ties(ties)
         staged = StagedModel(self, parts, self.rank_of, self.places, self.loss_fn, names, ties)
-        tell(staged)
+        annotate_params(staged)
         return staged
 
     @property
-    def pipe_staging(self) -> Staging:
+    def pipe_staging(self) -> PipelineSpec:
         """How this model is cut, for those who plan its steps."""
-        return Staging(self.schedule, self.num_stages, self.virtual, self._method, self.seed_layers)
+        return PipelineSpec(self.schedule, self.num_stages, self.virtual, self._method, self.seed_layers)
 
     @property
     def staged(self) -> StagedModel:
@@ -265,7 +265,7 @@ class PipelineModule(nn.Module):
             ds_comm.all_reduce(one.param.grad, group=one.group, unit="tied")
 
 
-class _Part(nn.Module):
+class _StageModule(nn.Module):
     """The layers of one stage, as one module: segments of them may be computed again in the backward."""
 
     def __init__(self, owner: PipelineModule, layers: range) -> None:

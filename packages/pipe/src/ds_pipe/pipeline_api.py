@@ -10,13 +10,13 @@ from torch import Tensor
 
 import ds_comm
 from ds_config.errors import PlanError
-from ds_pipe.actions import Action, Op, Program
+from ds_pipe.actions import Action, ActionKind, Program
 from ds_pipe.costs import Costs
 from ds_pipe.decoder_stages import DecoderStages
-from ds_pipe.executor import Executor, Feed, Reduction
+from ds_pipe.executor import PipelineExecutor, MicrobatchSource, GradientReduction
 from ds_pipe.module import PipelineModule
 from ds_pipe.program_passes import add_comms, mark_reduce
-from ds_pipe.programs import inference, listed, make_program
+from ds_pipe.programs import inference, list_scheduled, make_program
 from ds_pipe.gradient_reduction import OptimizerReduction, PlainReduction, ReducingOptimizer
 from ds_pipe.staged import StagedModel
 from ds_pipe.verify import verify
@@ -55,9 +55,9 @@ class Pipeline:
         self.model, self.microbatches = model, microbatches
         self._make, self._programs = make, dict[tuple[int, bool], Program]()
         program = make(microbatches)
-        splits = any(a.op is Op.INPUT_GRAD for row in program.ranks for a in row)
-        self.executor = Executor(model, splits, max(verify(add_comms(program)).peak_activations) + 1)
-        self.reduction: Reduction = PlainReduction(model)
+        splits = any(a.op is ActionKind.INPUT_GRAD for row in program.ranks for a in row)
+        self.executor = PipelineExecutor(model, splits, max(verify(add_comms(program)).peak_activations) + 1)
+        self.reduction: GradientReduction = PlainReduction(model)
         self.losses = torch.zeros(0, dtype=torch.float64)
         self.reduces_every_backward = False
         self.batch_fn: Callable[[Any], tuple[Any, Any]] = split_batch
@@ -137,9 +137,9 @@ class Pipeline:
     def _row(self, program: Program) -> tuple[Action, ...]:
         return program.ranks[self.model.places.pipe.rank]
 
-    def _feed(self, data: Iterable[Any]) -> Feed:
+    def _feed(self, data: Iterable[Any]) -> MicrobatchSource:
         users = self.model.first + self.model.last
-        return Feed(iter(data if users else ()), self.batch_fn, users)
+        return MicrobatchSource(iter(data if users else ()), self.batch_fn, users)
 
     def _shared(self, found: Mapping[int, Tensor], count: int) -> Tensor:
         self.losses = torch.stack(
@@ -182,7 +182,7 @@ def pipeline(
 
     def make(count: int) -> Program:
         if costs is not None:
-            return listed(count, costs, staged.rank_of, cap)
+            return list_scheduled(count, costs, staged.rank_of, cap)
         program = name(count) if callable(name) else make_program(name, ranks, count, virtual)
         owners = program.owners()
         if tuple(owners.get(s, -1) for s in range(program.stages)) != staged.rank_of:

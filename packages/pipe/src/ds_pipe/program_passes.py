@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ds_pipe.actions import Action, Op, Program
+from ds_pipe.actions import Action, ActionKind, Program
 
 __all__ = ["add_comms", "add_gathers", "add_reduces", "mark_reduce"]
 
@@ -34,7 +34,7 @@ def add_reduces(program: Program) -> Program:
     def after(action: Action) -> tuple[Action, ...]:
         if not action.reduce:
             return (action,)
-        return (replace(action, reduce=False), Action(Op.REDUCE, action.stage, action.microbatch))
+        return (replace(action, reduce=False), Action(ActionKind.REDUCE, action.stage, action.microbatch))
 
     return Program(tuple(tuple(cell for action in actions for cell in after(action)) for actions in program.ranks))
 
@@ -57,9 +57,9 @@ def _gather_row(actions: tuple[Action, ...], ahead: int) -> tuple[Action, ...]:
         if n == 0 or actions[uses[n - 1]].stage != stage:
             # Not before the action that gives the stage back: with short runs that one may be among the last `ahead`.
             held = next((k for k in range(n - 1, -1, -1) if actions[uses[k]].stage == stage), -1)
-            before.setdefault(uses[max(n - ahead, held + 1, 0)], []).append(Action(Op.GATHER, stage, microbatch))
+            before.setdefault(uses[max(n - ahead, held + 1, 0)], []).append(Action(ActionKind.GATHER, stage, microbatch))
         if n + 1 == len(uses) or actions[uses[n + 1]].stage != stage:
-            after.setdefault(i, []).append(Action(Op.RELEASE, stage, microbatch))
+            after.setdefault(i, []).append(Action(ActionKind.RELEASE, stage, microbatch))
     return tuple(c for i, action in enumerate(actions) for c in (*before.get(i, ()), action, *after.get(i, ())))
 
 
@@ -77,12 +77,12 @@ def add_comms(program: Program) -> Program:
 
     def around(action: Action) -> tuple[Action, ...]:
         s, m = action.stage, action.microbatch
-        if not action.op.computes or action.op is Op.WEIGHT_GRAD:
+        if not action.op.computes or action.op is ActionKind.WEIGHT_GRAD:
             return (action,)
-        forward = action.op is Op.FORWARD
+        forward = action.op is ActionKind.FORWARD
         source, target = (s - 1, s + 1) if forward else (s + 1, s - 1)
-        before = (Action(Op.RECV_F if forward else Op.RECV_B, s, m),) if away(s, source) else ()
-        after = (Action(Op.SEND_F if forward else Op.SEND_B, s, m),) if away(s, target) else ()
+        before = (Action(ActionKind.RECV_F if forward else ActionKind.RECV_B, s, m),) if away(s, source) else ()
+        after = (Action(ActionKind.SEND_F if forward else ActionKind.SEND_B, s, m),) if away(s, target) else ()
         return (*before, action, *after)
 
     return Program(tuple(tuple(cell for action in actions for cell in around(action)) for actions in program.ranks))

@@ -22,21 +22,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ds_config.errors import PlanError
-from ds_pipe.actions import Action, Op, Program
+from ds_pipe.actions import Action, ActionKind, Program
 from ds_pipe.costs import Costs
-from ds_pipe.listing import Problem, Rule, generate
+from ds_pipe.listing import ScheduleProblem, SchedulePriority, generate
 from ds_pipe.stage_placement import check_size, looped, vee
 from ds_pipe.schedule_timing import simulate
 
 __all__ = [
     "SCHEDULES",
-    "Staging",
+    "PipelineSpec",
     "accumulation",
     "dualpipe_v",
     "gpipe",
     "inference",
     "interleaved",
-    "listed",
+    "list_scheduled",
     "make_program",
     "one_f_one_b",
     "placement_of",
@@ -54,13 +54,13 @@ def accumulation(microbatches: int) -> Program:
 def gpipe(stages: int, microbatches: int) -> Program:
     """All forwards, then all backwards. Keeps the activations of every microbatch alive."""
     check_size(stages, microbatches)
-    return generate(_even(looped(stages, stages), microbatches, [math.inf] * stages), Rule(flush=True))
+    return generate(_even(looped(stages, stages), microbatches, [math.inf] * stages), SchedulePriority(flush=True))
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Program:
     """One forward, one backward: the bubble of GPipe; stage s holds at most `stages - s` microbatches."""
     check_size(stages, microbatches)
-    return generate(_even(looped(stages, stages), microbatches, range(stages, 0, -1)), Rule())
+    return generate(_even(looped(stages, stages), microbatches, range(stages, 0, -1)), SchedulePriority())
 
 
 def interleaved(ranks: int, microbatches: int, virtual: int = 2) -> Program:
@@ -68,7 +68,7 @@ def interleaved(ranks: int, microbatches: int, virtual: int = 2) -> Program:
     check_size(ranks, microbatches)
     problem = _even(looped(ranks, ranks * virtual), microbatches, [math.inf] * ranks)
     ahead = tuple(2 * (ranks - r - 1) + (virtual - 1) * ranks + 1 for r in range(ranks))
-    return _best(replace(problem, ahead=ahead), [Rule(grouped=ranks, pair=True), Rule(grouped=ranks)])
+    return _best(replace(problem, ahead=ahead), [SchedulePriority(grouped=ranks, pair=True), SchedulePriority(grouped=ranks)])
 
 
 def zb_h1(stages: int, microbatches: int) -> Program:
@@ -100,7 +100,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Program:
     """ZBV's placement; forwards and whole backwards in pairs, so that one's transfers run under the other; the end is split."""
     check_size(ranks, microbatches)
     problem = _even(vee(ranks), microbatches, [2 * ranks + 2] * ranks)
-    return generate(problem, Rule("end", pair=True))
+    return generate(problem, SchedulePriority("end", pair=True))
 
 
 def inference(stages: int, microbatches: int, rank_of: Sequence[int] | None = None) -> Program:
@@ -109,11 +109,11 @@ def inference(stages: int, microbatches: int, rank_of: Sequence[int] | None = No
     ranks = tuple(range(stages)) if rank_of is None else tuple(rank_of)
     order = sorted((m + s, s, m) for m in range(microbatches) for s in range(stages))
     return Program(
-        tuple(tuple(Action(Op.FORWARD, s, m) for _, s, m in order if ranks[s] == r) for r in range(max(ranks) + 1))
+        tuple(tuple(Action(ActionKind.FORWARD, s, m) for _, s, m in order if ranks[s] == r) for r in range(max(ranks) + 1))
     )
 
 
-def listed(microbatches: int, costs: Costs, rank_of: Sequence[int], cap: float | Sequence[float] = math.inf) -> Program:
+def list_scheduled(microbatches: int, costs: Costs, rank_of: Sequence[int], cap: float | Sequence[float] = math.inf) -> Program:
     """The best program found for measured costs under a memory cap: shortest period, then span, then least memory.
 
     Args:
@@ -133,17 +133,17 @@ def listed(microbatches: int, costs: Costs, rank_of: Sequence[int], cap: float |
         )
     ranks = max(rank_of) + 1
     caps = (float(cap),) * ranks if isinstance(cap, (int, float)) else tuple(map(float, cap))
-    problem = Problem(tuple(rank_of), microbatches, costs, caps)
+    problem = ScheduleProblem(tuple(rank_of), microbatches, costs, caps)
     depth = len(rank_of)
     bounds: list[tuple[int, ...]] = [(), (depth,) * ranks, (2 * depth - 1,) * ranks]
     first = [min(s for s, r in enumerate(rank_of) if r == rank) for rank in range(ranks)]
     bounds += [tuple(depth - s for s in first), tuple(2 * (depth - s) - 1 for s in first)]
     rules = [replace(rule, grouped=g, patience=w) for rule in _SPLIT for g in (0, ranks) for w in (0.0, 0.5)]
-    rules += [Rule(), Rule(pair=True), Rule("end", pair=True)]
+    rules += [SchedulePriority(), SchedulePriority(pair=True), SchedulePriority("end", pair=True)]
     return _best_of((replace(problem, ahead=ahead), rules) for ahead in bounds)
 
 
-_SPLIT = (Rule("always"), Rule("always", pair=True))
+_SPLIT = (SchedulePriority("always"), SchedulePriority("always", pair=True))
 
 SCHEDULES: dict[str, Callable[[int, int], Program]] = {
     "gpipe": gpipe,
@@ -186,7 +186,7 @@ def make_program(name: str, ranks: int, microbatches: int, virtual: int = 2) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Staging:
+class PipelineSpec:
     """How a model was cut: enough to make its programs, without the model.
 
     Attributes:
@@ -208,15 +208,15 @@ class Staging:
         return make_program(self.schedule, self.ranks, microbatches, self.virtual)
 
 
-def _even(rank_of: tuple[int, ...], microbatches: int, caps: Iterable[float]) -> Problem:
-    return Problem(rank_of, microbatches, Costs.even(len(rank_of)), tuple(map(float, caps)))
+def _even(rank_of: tuple[int, ...], microbatches: int, caps: Iterable[float]) -> ScheduleProblem:
+    return ScheduleProblem(rank_of, microbatches, Costs.even(len(rank_of)), tuple(map(float, caps)))
 
 
-def _best(problem: Problem, rules: Iterable[Rule]) -> Program:
+def _best(problem: ScheduleProblem, rules: Iterable[SchedulePriority]) -> Program:
     return _best_of([(problem, rules)])
 
 
-def _best_of(asked: Iterable[tuple[Problem, Iterable[Rule]]]) -> Program:
+def _best_of(asked: Iterable[tuple[ScheduleProblem, Iterable[SchedulePriority]]]) -> Program:
     """Of the programs of all problems and rules the one with the shortest period, then span; the first of equals."""
     found: tuple[float, float] | None = None
     best = Program(())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_pipe._torch import TreeSpec, tree_flatten, tree_unflatten
-from ds_pipe.splitting import Capture, Job, Recorder, split_backward
+from ds_pipe.splitting import Capture, WeightGradJob, WeightGradRecorder, split_backward
 
 __all__ = ["Backwards", "Mode", "checkpointed"]
 
@@ -37,13 +37,13 @@ class Backwards:
         forwards: Entered around every forward of the stage, also around those that are made again (autocast).
     """
 
-    recorder: Recorder
+    recorder: WeightGradRecorder
     forwards: Callable[[], AbstractContextManager[None]] = nullcontext
     mode: Mode = Mode.WHOLE
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[WeightGradJob] = field(default_factory=list)
 
     @contextmanager
-    def running(self, mode: Mode) -> Iterator[list[Job]]:
+    def running(self, mode: Mode) -> Iterator[list[WeightGradJob]]:
         """A backward inside is of this kind; gives the list its jobs come into."""
         before = (self.mode, self.jobs)
         self.mode, self.jobs = mode, []
@@ -54,7 +54,7 @@ class Backwards:
 
 
 @dataclass(slots=True)
-class _Segment:
+class _RecomputedSegment:
     run: Callable[[Any], Any]
     backwards: Backwards
     spec: TreeSpec
@@ -74,7 +74,7 @@ def checkpointed(run: Callable[[Any], Any], value: Any, backwards: Backwards) ->
     leaves, spec = tree_flatten(value)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     kept = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    segment = _Segment(run, backwards, spec, kept, at, torch.get_rng_state())
+    segment = _RecomputedSegment(run, backwards, spec, kept, at, torch.get_rng_state())
     anchor = torch.empty(0, requires_grad=True)  # weights need gradients even where no input does
     backwards.recorder.anchor(anchor)
     found = _Checkpointed.apply(segment, anchor, *(leaves[i] for i in at))
@@ -91,7 +91,7 @@ class _Slot:
 
 class _Checkpointed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, segment: _Segment, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, segment: _RecomputedSegment, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.segment = segment
         ctx.save_for_backward(*tensors)
         with segment.backwards.recorder.into(None):
@@ -105,7 +105,7 @@ class _Checkpointed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        segment: _Segment = ctx.segment
+        segment: _RecomputedSegment = ctx.segment
         backwards = segment.backwards
         tensors = [_leaf(t, n) for t, n in zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)]
         capture = Capture() if backwards.mode is Mode.INPUT else None
@@ -143,7 +143,7 @@ def _leaf(tensor: Tensor, needs_grad: bool) -> Tensor:
     return tensor.detach().requires_grad_(needs_grad and tensor.is_floating_point())
 
 
-def _value(segment: _Segment, tensors: Sequence[Tensor]) -> Any:
+def _value(segment: _RecomputedSegment, tensors: Sequence[Tensor]) -> Any:
     leaves = list(segment.leaves)
     for i, tensor in zip(segment.at, tensors, strict=True):
         leaves[i] = tensor

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from ds_config.errors import PlanError
-from ds_pipe.actions import Action, Op
+from ds_pipe.actions import Action, ActionKind
 
 __all__ = ["Handler", "run"]
 
 Handler = Callable[[Action], None]
 
 
-def run(actions: Iterable[Action], handlers: Mapping[Op, Handler]) -> None:
+def run(actions: Iterable[Action], handlers: Mapping[ActionKind, Handler]) -> None:
     """Call `handlers[action.op](action)` for every action, in order.
 
     Handlers keep their own state (activations, losses); an error of a handler ends the run and is passed on.

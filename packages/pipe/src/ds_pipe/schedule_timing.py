@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_pipe.actions import Action, Op, Program
+from ds_pipe.actions import Action, ActionKind, Program
 from ds_pipe.costs import Costs
 
-__all__ = ["Span", "Timing", "simulate"]
+__all__ = ["Span", "ScheduleTiming", "simulate"]
 
 Span = tuple[float, float, Action]  # begin, end, what
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class ScheduleTiming:
     """When everything happens.
 
     Attributes:
@@ -33,7 +33,7 @@ class Timing:
         return 1 - busy / (len(self.ranks) * self.span) if self.span else 0.0
 
 
-def simulate(program: Program, costs: Costs, steps: int = 3) -> Timing:
+def simulate(program: Program, costs: Costs, steps: int = 3) -> ScheduleTiming:
     """Run the program on paper `steps` times in a row. It must be one that `verify` accepts.
 
     Each rank runs its row in order; an action starts when the rank is free and its input has arrived. The period is that of the
@@ -50,7 +50,7 @@ def simulate(program: Program, costs: Costs, steps: int = 3) -> Timing:
         ends.append(max(clocks, default=0.0))
         if step == 0:
             spans = timed
-    return Timing(tuple(spans), ends[1], ends[-1] - ends[-2])
+    return ScheduleTiming(tuple(spans), ends[1], ends[-1] - ends[-2])
 
 
 def _one_step(
@@ -73,8 +73,8 @@ def _one_step(
                     away = owner[needed[1]] != r
                     begin = max(begin, done[needed] + (costs.transfer if away else 0.0))
                 end = clocks[r] = begin + costs.of(action.op, action.stage)
-                if action.op is not Op.WEIGHT_GRAD:
-                    done[action.op is Op.FORWARD, action.stage, action.microbatch] = end
+                if action.op is not ActionKind.WEIGHT_GRAD:
+                    done[action.op is ActionKind.FORWARD, action.stage, action.microbatch] = end
                 spans[r].append((begin, end, action))
                 at[r] += 1
                 moved = True
@@ -84,8 +84,8 @@ def _one_step(
 def _input_of(action: Action, last: int) -> tuple[bool, int, int] | None:
     """What an action waits for."""
     s, m = action.stage, action.microbatch
-    if action.op is Op.FORWARD:
+    if action.op is ActionKind.FORWARD:
         return (True, s - 1, m) if s else None
-    if action.op is Op.WEIGHT_GRAD:
+    if action.op is ActionKind.WEIGHT_GRAD:
         return (False, s, m)
     return (False, s + 1, m) if s < last else (True, s, m)

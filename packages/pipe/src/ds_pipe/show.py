@@ -7,12 +7,12 @@ from os import PathLike
 from typing import Any
 
 from ds_config.errors import UnsupportedError
-from ds_pipe.actions import Op
+from ds_pipe.actions import ActionKind
 from ds_pipe.schedule_timing import Span
 
 __all__ = ["as_gantt", "as_table"]
 
-_COLOURS = {Op.FORWARD: "#6fa8dc", Op.BACKWARD: "#93c47d", Op.INPUT_GRAD: "#93c47d", Op.WEIGHT_GRAD: "#ffd966"}
+_COLOURS = {ActionKind.FORWARD: "#6fa8dc", ActionKind.BACKWARD: "#93c47d", ActionKind.INPUT_GRAD: "#93c47d", ActionKind.WEIGHT_GRAD: "#ffd966"}
 
 
 def as_table(ranks: Sequence[Sequence[Span]], columns: int = 160) -> str:

@@ -24,11 +24,11 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from ds_pipe._torch import tree_leaves
 
-__all__ = ["Capture", "Job", "Recorder", "run_jobs", "split_backward"]
+__all__ = ["Capture", "WeightGradJob", "WeightGradRecorder", "run_jobs", "split_backward"]
 
 
 @dataclass(slots=True)
-class Job:
+class WeightGradJob:
     """Weight gradients that are left: `grads` arrive at `edges`, and end where `leaves` accumulate theirs.
 
     Leaves are named by their places in the graph: a parameter that ZeRO has released may not be touched.
@@ -52,7 +52,7 @@ class Capture:
     anchors: list[Tensor] = field(default_factory=list)
 
 
-class Recorder:
+class WeightGradRecorder:
     """Hooks on every module of `part` that has parameters of its own. Only forwards inside `into` are recorded."""
 
     def __init__(self, part: nn.Module) -> None:
@@ -93,7 +93,7 @@ class Recorder:
 
 def split_backward(
     outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor], capture: Capture
-) -> tuple[list[Tensor | None], list[Job]]:
+) -> tuple[list[Tensor | None], list[WeightGradJob]]:
     """The gradients of `inputs`, and the jobs that give those of weights. The graph stays until the jobs are freed.
 
     Args:
@@ -112,13 +112,13 @@ def split_backward(
         pairs = [(edge, grad) for edge, grad in zip(of_call, at_edges, strict=False) if grad is not None]
         mine = [GradientEdge(node, 0) for p in params if (node := single.get((id(p), number))) is not None]
         if pairs and mine:
-            jobs.append(Job([e for e, _ in pairs], [g for _, g in pairs], mine))
+            jobs.append(WeightGradJob([e for e, _ in pairs], [g for _, g in pairs], mine))
     if rest:
-        jobs.append(Job([get_gradient_edge(t) for t in outputs], list(grads), rest))
+        jobs.append(WeightGradJob([get_gradient_edge(t) for t in outputs], list(grads), rest))
     return list(found[: len(inputs)]), jobs
 
 
-def run_jobs(jobs: Sequence[Job]) -> None:
+def run_jobs(jobs: Sequence[WeightGradJob]) -> None:
     """Add the weight gradients. A parameter is reached by one job only."""
     for job in jobs:
         # Jobs of nested modules share parts of the graph.

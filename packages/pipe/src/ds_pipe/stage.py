@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from ds_config.errors import PlanError
 from ds_pipe._torch import tree_flatten, tree_unflatten
 from ds_pipe.recompute import Backwards, Mode
-from ds_pipe.splitting import Capture, Job, Recorder, run_jobs, split_backward
+from ds_pipe.splitting import Capture, WeightGradJob, WeightGradRecorder, run_jobs, split_backward
 
-__all__ = ["Stage"]
+__all__ = ["PipelineStage"]
 
 
 @dataclass(slots=True)
-class _Flight:
+class _MicrobatchState:
     """A microbatch between its forward and the end of its backward."""
 
     inputs: list[Tensor]  # leaves of the input that require gradients
@@ -26,7 +26,7 @@ class _Flight:
     capture: Capture | None
 
 
-class Stage:
+class PipelineStage:
     """Runs a module on microbatches.
 
     Args:
@@ -37,10 +37,10 @@ class Stage:
 
     def __init__(self, index: int, module: nn.Module, splits: bool) -> None:
         self.index, self.module, self.splits = index, module, splits
-        self._recorder = Recorder(module)
+        self._recorder = WeightGradRecorder(module)
         self.backwards = Backwards(self._recorder)
-        self._flights: dict[int, _Flight] = {}
-        self._jobs: dict[int, list[Job]] = {}
+        self._flights: dict[int, _MicrobatchState] = {}
+        self._jobs: dict[int, list[WeightGradJob]] = {}
 
     def forward(self, microbatch: int, value: Any, finish: Callable[[Any], Any] | None = None) -> Any:
         """Run the module and keep what the backward needs.
@@ -62,7 +62,7 @@ class Stage:
                 out = finish(out)
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         outputs = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
-        self._flights[microbatch] = _Flight(inputs, outputs, capture)
+        self._flights[microbatch] = _MicrobatchState(inputs, outputs, capture)
         return out
 
     def backward(self, microbatch: int, grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:

@@ -20,13 +20,13 @@ from ds_comm.channels import Channels, Receiver, Sender
 from ds_config.errors import CommError, UnsupportedError
 from ds_pipe._torch import TreeSpec, tree_flatten_with_path, tree_unflatten, treespec_dumps, treespec_loads
 
-__all__ = ["Link", "Signature", "describe"]
+__all__ = ["StageLink", "ValueStructure", "describe"]
 
 _NUMBER = 8  # bytes of a head that is a number
 
 
 @dataclass(frozen=True, slots=True)
-class Signature:
+class ValueStructure:
     """Structure of a value.
 
     Attributes:
@@ -47,13 +47,13 @@ class Signature:
         return json.dumps([self.tree, self.leaves]).encode().ljust(_NUMBER + 1)
 
     @classmethod
-    def decoded(cls, data: bytes) -> Signature:
+    def decoded(cls, data: bytes) -> ValueStructure:
         """What `encoded` was given."""
         tree, leaves = json.loads(data)
         return cls(tree, tuple(tuple(leaf) for leaf in leaves))
 
 
-def describe(value: Any, where: str) -> tuple[Signature, list[Tensor]]:
+def describe(value: Any, where: str) -> tuple[ValueStructure, list[Tensor]]:
     """The signature of a value and its tensors.
 
     Raises:
@@ -75,7 +75,7 @@ def describe(value: Any, where: str) -> tuple[Signature, list[Tensor]]:
                 code="pipe-travel",
                 fix="Pass tensors, None, bool, int, float and str, in tuples, lists and dicts; make anything else from them.",
             )
-    return Signature(_dump(spec, where), tuple(leaves)), tensors
+    return ValueStructure(_dump(spec, where), tuple(leaves)), tensors
 
 
 def _dump(spec: TreeSpec, where: str) -> str:
@@ -100,7 +100,7 @@ class _Work(Protocol):
     def wait(self) -> object: ...
 
 
-class Link:
+class StageLink:
     """Between stage `low` on one rank and stage `low + 1` on another. Each end sends one way and receives the other.
 
     Args:
@@ -115,13 +115,13 @@ class Link:
         forward, backward = 2 * low, 2 * low + 1
         self._sender: Sender = channels.sender(peer, forward if below else backward, unit="pipe")
         self._receiver: Receiver = channels.receiver(peer, backward if below else forward, unit="pipe")
-        self._known: list[Signature] = []
-        self._heads: dict[Signature, Tensor] = {}
+        self._known: list[ValueStructure] = []
+        self._heads: dict[ValueStructure, Tensor] = {}
         self._sending: deque[tuple[_Work, object]] = deque()
 
     # ---- forward
 
-    def send(self, value: Any) -> Signature:
+    def send(self, value: Any) -> ValueStructure:
         """Start sending a value. From the lower stage."""
         signature, tensors = describe(value, self.name)
         head = self._heads.get(signature)
@@ -132,12 +132,12 @@ class Link:
         self._start([head, *(t.detach() for t in tensors)])
         return signature
 
-    def receive(self) -> tuple[Any, Signature]:
+    def receive(self) -> tuple[Any, ValueStructure]:
         """The next value and its signature. At the upper stage."""
         head, *tensors = self._receiver.recv()
         told = head.numpy().tobytes()
         if len(told) > _NUMBER:
-            self._known.append(Signature.decoded(told))
+            self._known.append(ValueStructure.decoded(told))
             signature = self._known[-1]
         else:
             number = int.from_bytes(told, "little")
@@ -157,7 +157,7 @@ class Link:
         if like:
             self._start([torch.zeros_like(t) if g is None else g for g, t in zip(grads, like, strict=True)])
 
-    def receive_gradients(self, signature: Signature) -> list[Tensor | None]:
+    def receive_gradients(self, signature: ValueStructure) -> list[Tensor | None]:
         """The gradients of a value with this signature, which was sent."""
         if not signature.gradients:
             return []
@@ -186,7 +186,7 @@ class Link:
             self._sending.popleft()[0].wait()
 
 
-def _value(signature: Signature, tensors: list[Tensor]) -> Any:
+def _value(signature: ValueStructure, tensors: list[Tensor]) -> Any:
     rest = iter(tensors)
     leaves: list[Any] = []
     for kind, value in signature.leaves:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_comm import Group
-from ds_pipe.topology import Places
+from ds_pipe.topology import PipelineGroups
 
 __all__ = ["StagedModel", "Tie"]
 
@@ -46,7 +46,7 @@ class StagedModel:
     module: nn.Module
     parts: Mapping[int, nn.Module]
     rank_of: tuple[int, ...]
-    places: Places
+    places: PipelineGroups
     loss: Callable[..., Any] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     ties: tuple[Tie, ...] = ()

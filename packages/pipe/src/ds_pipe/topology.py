@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import ds_comm
-from ds_comm import Grid, Group
+from ds_comm import RankGrid, Group
 from ds_config.errors import PlanError
 
 __all__ = [
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",
     "PipelineParallelGrid",
-    "Places",
+    "PipelineGroups",
     "ProcessTopology",
 ]
 
@@ -31,7 +31,7 @@ class ProcessTopology:
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         try:
-            self.grid = Grid(tuple(axes), tuple(dims))
+            self.grid = RankGrid(tuple(axes), tuple(dims))
         except ValueError as error:
             raise PlanError(
                 str(error), code="pipe-topology", fix="Name every axis once, with a size of at least 1."
@@ -96,7 +96,7 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class PipelineGroups:
     """Where a rank is in the pipeline, and whom it works with.
 
     Attributes:
@@ -118,7 +118,7 @@ class Places:
     slice: Group
 
     @classmethod
-    def build(cls, topology: ProcessTopology) -> Places:
+    def build(cls, topology: ProcessTopology) -> PipelineGroups:
         """Make the groups. Collective over the world.
 
         Raises:
@@ -157,7 +157,7 @@ class PipelineParallelGrid:
         places: Of this rank.
     """
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: PipelineGroups) -> None:
         self._places, self._topo = places, places.topology
         self.global_rank, self.world_size = places.world.global_rank, places.world.size
         self.data_parallel_size = max(1, self._topo.get_dim("data"))

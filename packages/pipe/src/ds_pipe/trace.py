@@ -24,10 +24,10 @@ from typing import Any
 
 import ds_comm
 from ds_config.errors import PlanError
-from ds_pipe.actions import Action, Op, Program
+from ds_pipe.actions import Action, ActionKind, Program
 from ds_pipe.pipeline_api import Pipeline
 from ds_pipe.costs import Costs
-from ds_pipe.schedule_timing import Span, Timing, simulate
+from ds_pipe.schedule_timing import Span, ScheduleTiming, simulate
 
 __all__ = ["Trace", "tracing"]
 
@@ -73,28 +73,28 @@ class Trace:
         Raises:
             PlanError: a stage of the pipeline ran nothing ("pipe-trace").
         """
-        took: dict[tuple[int, Op], list[float]] = {}
+        took: dict[tuple[int, ActionKind], list[float]] = {}
         for begin, end, action in (span for row in self.computing for span in row):
             took.setdefault((action.stage, action.op), []).append(end - begin)
 
-        def median(stage: int, op: Op) -> float:
+        def median(stage: int, op: ActionKind) -> float:
             return statistics.median(took.get((stage, op), [0.0]))
 
         rows = []
         for stage in range(self.program.stages):
-            if (stage, Op.FORWARD) not in took:
+            if (stage, ActionKind.FORWARD) not in took:
                 raise _wrong(f"no forward of stage {stage} was measured")
-            half = median(stage, Op.BACKWARD) / 2
+            half = median(stage, ActionKind.BACKWARD) / 2
             rows.append(
                 (
-                    median(stage, Op.FORWARD),
-                    half or median(stage, Op.INPUT_GRAD),
-                    half or median(stage, Op.WEIGHT_GRAD),
+                    median(stage, ActionKind.FORWARD),
+                    half or median(stage, ActionKind.INPUT_GRAD),
+                    half or median(stage, ActionKind.WEIGHT_GRAD),
                 )
             )
         return Costs.measured(rows)
 
-    def planned(self) -> Timing:
+    def planned(self) -> ScheduleTiming:
         """The same program on paper: every action takes its stage's median, transfers take nothing."""
         return simulate(self.program, self.costs())
 

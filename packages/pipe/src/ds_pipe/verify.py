@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ds_config.errors import PlanError
-from ds_pipe.actions import Action, Op, Program
+from ds_pipe.actions import Action, ActionKind, Program
 from ds_pipe.costs import Costs
 from ds_pipe.schedule_timing import simulate
 
-__all__ = ["Report", "ScheduleError", "verify"]
+__all__ = ["ScheduleReport", "ScheduleError", "verify"]
 
 _GRID_BEFORE, _GRID_AFTER = 6, 2  # cells shown around the failing one: enough to see what led to it
 
@@ -27,7 +27,7 @@ class ScheduleError(PlanError):
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ScheduleReport:
     """What a program costs, in the units of its `Costs`.
 
     Attributes:
@@ -50,7 +50,7 @@ class Report:
 
 
 @dataclass(slots=True)
-class _Rank:
+class _SimulatedRank:
     """Where one rank stands."""
 
     at: int = 0
@@ -69,7 +69,7 @@ class _Paper:
     costs: Costs
     caps: tuple[float, ...] | None
     owner: dict[int, int]
-    ranks: list[_Rank]
+    ranks: list[_SimulatedRank]
     done: set[Action] = field(default_factory=set)  # every finished action, without its mark
     splits: set[Action] = field(default_factory=set)  # input gradients of the program
     sends: int = 0
@@ -77,7 +77,7 @@ class _Paper:
     gathers: bool = False
 
 
-def verify(program: Program, costs: Costs | None = None, caps: Sequence[float] | None = None) -> Report:
+def verify(program: Program, costs: Costs | None = None, caps: Sequence[float] | None = None) -> ScheduleReport:
     """Simulate `program` and report its cost.
 
     Every forward must have exactly one backward, whole or split (or none in the whole program: evaluation); inputs must
@@ -103,10 +103,10 @@ def verify(program: Program, costs: Costs | None = None, caps: Sequence[float] |
             fix="Give one number a stage.",
         )
     paper = _Paper(
-        program, costs, None if caps is None else tuple(caps), program.owners(), [_Rank() for _ in program.ranks]
+        program, costs, None if caps is None else tuple(caps), program.owners(), [_SimulatedRank() for _ in program.ranks]
     )
-    paper.splits = {a for actions in program.ranks for a in actions if a.op is Op.INPUT_GRAD}
-    paper.trains, paper.gathers = bool(ops & {Op.BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD}), Op.GATHER in ops
+    paper.splits = {a for actions in program.ranks for a in actions if a.op is ActionKind.INPUT_GRAD}
+    paper.trains, paper.gathers = bool(ops & {ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD}), ActionKind.GATHER in ops
     while any(rank.at < len(actions) for rank, actions in zip(paper.ranks, program.ranks, strict=True)):
         moved = [_advance(paper, r) for r in range(len(program.ranks))]
         if not any(moved):
@@ -115,7 +115,7 @@ def verify(program: Program, costs: Costs | None = None, caps: Sequence[float] |
     reductions = _check_reductions(paper)
     timing = simulate(program, costs)
     ranks = paper.ranks
-    return Report(
+    return ScheduleReport(
         span=timing.span,
         bubble=timing.bubble,
         peak_activations=tuple(rank.peak for rank in ranks),
@@ -132,19 +132,19 @@ def _advance(paper: _Paper, r: int) -> bool:
     while rank.at < len(actions):
         action = actions[rank.at]
         bare = Action(action.op, action.stage, action.microbatch)
-        if bare in paper.done and action.op not in (Op.GATHER, Op.RELEASE, Op.REDUCE):
+        if bare in paper.done and action.op not in (ActionKind.GATHER, ActionKind.RELEASE, ActionKind.REDUCE):
             raise _order(paper, r, f"{action} comes twice")
-        if action.op in (Op.RECV_F, Op.RECV_B):
+        if action.op in (ActionKind.RECV_F, ActionKind.RECV_B):
             if _sender(action) not in paper.done:
                 break
-        elif action.op in (Op.SEND_F, Op.SEND_B):
-            _need(paper, r, action, _result(paper, action.op is Op.SEND_F, action.stage, action.microbatch))
+        elif action.op in (ActionKind.SEND_F, ActionKind.SEND_B):
+            _need(paper, r, action, _result(paper, action.op is ActionKind.SEND_F, action.stage, action.microbatch))
             paper.sends += 1
-        elif action.op is Op.GATHER:
+        elif action.op is ActionKind.GATHER:
             if action.stage in rank.gathered:
                 raise _order(paper, r, f"{action} gathers what is gathered")
             rank.gathered.add(action.stage)
-        elif action.op is Op.RELEASE:
+        elif action.op is ActionKind.RELEASE:
             if action.stage not in rank.gathered:
                 raise _order(paper, r, f"{action} gives back what is not gathered")
             rank.gathered.discard(action.stage)
@@ -159,18 +159,18 @@ def _compute(paper: _Paper, r: int, action: Action) -> None:
     rank, s, m = paper.ranks[r], action.stage, action.microbatch
     if paper.gathers and s not in rank.gathered:
         raise _order(paper, r, f"{action} uses stage {s}, which is not gathered")
-    forward = action.op is Op.FORWARD
+    forward = action.op is ActionKind.FORWARD
     if not forward:
-        _need(paper, r, action, Action(Op.FORWARD, s, m))
-    if action.op is Op.WEIGHT_GRAD:
-        _need(paper, r, action, Action(Op.INPUT_GRAD, s, m))
+        _need(paper, r, action, Action(ActionKind.FORWARD, s, m))
+    if action.op is ActionKind.WEIGHT_GRAD:
+        _need(paper, r, action, Action(ActionKind.INPUT_GRAD, s, m))
     else:
         if not forward and _other_backward(action) in paper.done:
             raise _order(paper, r, f"{action} and {_other_backward(action)} are the same backward")
         source = s - 1 if forward else s + 1
         if 0 <= source < paper.program.stages:
             here = paper.owner.get(source) == r
-            receive = Op.RECV_F if forward else Op.RECV_B
+            receive = ActionKind.RECV_F if forward else ActionKind.RECV_B
             _need(paper, r, action, _result(paper, forward, source, m) if here else Action(receive, s, m))
     if forward:
         rank.live += 1
@@ -191,21 +191,21 @@ def _compute(paper: _Paper, r: int, action: Action) -> None:
 def _result(paper: _Paper, forward: bool, stage: int, microbatch: int) -> Action:
     """The action whose result a neighbour stage waits for."""
     if forward:
-        return Action(Op.FORWARD, stage, microbatch)
-    split = Action(Op.INPUT_GRAD, stage, microbatch)
-    return split if split in paper.splits else Action(Op.BACKWARD, stage, microbatch)
+        return Action(ActionKind.FORWARD, stage, microbatch)
+    split = Action(ActionKind.INPUT_GRAD, stage, microbatch)
+    return split if split in paper.splits else Action(ActionKind.BACKWARD, stage, microbatch)
 
 
 def _other_backward(action: Action) -> Action:
-    return Action(Op.INPUT_GRAD if action.op is Op.BACKWARD else Op.BACKWARD, action.stage, action.microbatch)
+    return Action(ActionKind.INPUT_GRAD if action.op is ActionKind.BACKWARD else ActionKind.BACKWARD, action.stage, action.microbatch)
 
 
 def _sender(receive: Action) -> Action:
-    if receive.op is Op.RECV_F:
+    if receive.op is ActionKind.RECV_F:
         if receive.stage == 0:
             return receive  # nobody sends to the first stage: never in `done`, so it shows as a deadlock
-        return Action(Op.SEND_F, receive.stage - 1, receive.microbatch)
-    return Action(Op.SEND_B, receive.stage + 1, receive.microbatch)
+        return Action(ActionKind.SEND_F, receive.stage - 1, receive.microbatch)
+    return Action(ActionKind.SEND_B, receive.stage + 1, receive.microbatch)
 
 
 def _need(paper: _Paper, r: int, action: Action, needed: Action) -> None:
@@ -218,19 +218,19 @@ def _check_complete(paper: _Paper) -> None:
         for i, action in enumerate(actions):
             s, m = action.stage, action.microbatch
             if (
-                action.op is Op.FORWARD
+                action.op is ActionKind.FORWARD
                 and paper.trains
-                and not paper.done & {Action(Op.BACKWARD, s, m), Action(Op.INPUT_GRAD, s, m)}
+                and not paper.done & {Action(ActionKind.BACKWARD, s, m), Action(ActionKind.INPUT_GRAD, s, m)}
             ):
                 raise _order(paper, r, f"{action} has no backward", i)
-            if action.op is Op.INPUT_GRAD and Action(Op.WEIGHT_GRAD, s, m) not in paper.done:
+            if action.op is ActionKind.INPUT_GRAD and Action(ActionKind.WEIGHT_GRAD, s, m) not in paper.done:
                 raise _order(paper, r, f"{action} has no weight gradient", i)
-            if action.op is Op.SEND_F and Action(Op.RECV_F, s + 1, m) not in paper.done:
+            if action.op is ActionKind.SEND_F and Action(ActionKind.RECV_F, s + 1, m) not in paper.done:
                 raise _order(paper, r, f"{action} is received by no one", i)
-            if action.op is Op.SEND_B and (s == 0 or Action(Op.RECV_B, s - 1, m) not in paper.done):
+            if action.op is ActionKind.SEND_B and (s == 0 or Action(ActionKind.RECV_B, s - 1, m) not in paper.done):
                 raise _order(paper, r, f"{action} is received by no one", i)
     for s in range(paper.program.stages):
-        missing = [m for m in range(paper.program.microbatches) if Action(Op.FORWARD, s, m) not in paper.done]
+        missing = [m for m in range(paper.program.microbatches) if Action(ActionKind.FORWARD, s, m) not in paper.done]
         if missing:
             raise ScheduleError(
                 f"stage {s} never runs the forward of microbatch {missing[0]}:\n{paper.program}",
@@ -249,7 +249,7 @@ def _check_reductions(paper: _Paper) -> tuple[int, ...]:
                 count[action.stage] += action.reduce
                 last[action.stage] = (r, i)
                 closed.discard(action.stage)
-            elif action.op is Op.REDUCE:
+            elif action.op is ActionKind.REDUCE:
                 count[action.stage] += 1
                 closed.add(action.stage)
     if any(count):

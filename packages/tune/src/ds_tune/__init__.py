@@ -12,37 +12,37 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ds_tune.request import Asked, asked_by_section, asked_of
-    from ds_tune.search import Budget, Result, Step, chosen, following, halving, standing
+    from ds_tune.request import TuningRequest, asked_by_section, asked_of
+    from ds_tune.search import TrialBudget, Result, NextTrial, best_candidate, next_trial, rung_sizes, fit_and_predict
     from ds_tune.cost_model import Calibration, Prediction, Trial, calibrate, predict
-    from ds_tune.space import Candidate, LeftOut, Limits, Task, candidates_of
+    from ds_tune.space import Candidate, Rejected, SearchLimits, TuningTask, candidates_of
 
 __all__ = [
-    "Asked",
-    "Budget",
+    "TuningRequest",
+    "TrialBudget",
     "Calibration",
     "Candidate",
-    "LeftOut",
-    "Limits",
+    "Rejected",
+    "SearchLimits",
     "Prediction",
     "Result",
-    "Step",
-    "Task",
+    "NextTrial",
+    "TuningTask",
     "Trial",
     "asked_by_section",
     "asked_of",
     "calibrate",
     "candidates_of",
-    "chosen",
-    "following",
-    "halving",
+    "best_candidate",
+    "next_trial",
+    "rung_sizes",
     "predict",
-    "standing",
+    "fit_and_predict",
 ]
 
 _HOMES = {
-    "request": ("Asked", "asked_by_section", "asked_of"),
-    "search": ("Budget", "Result", "Step", "chosen", "following", "halving", "standing"),
+    "request": ("TransformInput", "asked_by_section", "asked_of"),
+    "search": ("TrialBudget", "Result", "Step", "chosen", "following", "halving", "standing"),
     "cost_model": ("Calibration", "Prediction", "Trial", "calibrate", "predict"),
     "space": ("Candidate", "LeftOut", "Limits", "Task", "candidates_of"),
 }

@@ -10,9 +10,9 @@ from typing import Any
 from ds_config import read
 from ds_config.errors import ConfigError
 from ds_engine import Shapes
-from ds_tune.search import Result, Step, value_of
-from ds_tune.space import Limits, Task, candidates_of
-from ds_tune.trial_runner import Job, run_trial
+from ds_tune.search import Result, NextTrial, value_of
+from ds_tune.space import SearchLimits, TuningTask, candidates_of
+from ds_tune.trial_runner import TrialRunner, run_trial
 from ds_tune.upstream import autotune, section_of
 
 __all__ = ["Autotuner", "ResourceManager", "get_val_by_key", "set_val_by_key"]
@@ -89,14 +89,14 @@ class ResourceManager:
             experiment = self.experiments.pop(0)
             config, name = experiment["ds_config"], experiment["name"]
             (found, *_), _left = candidates_of(
-                Task(config, Shapes((), ()), self.num_gpus_per_node), {"steps_per_print": (None,)}, Limits()
+                TuningTask(config, Shapes((), ()), self.num_gpus_per_node), {"steps_per_print": (None,)}, SearchLimits()
             )
             words = [word for i, word in enumerate(self.args.user_args) if i and self.args.user_args[i - 1] in _CONFIG]
-            job = Job(
+            job = TrialRunner(
                 config, tuple(words), ("--nproc", str(self.num_gpus_per_node)), self.args.user_script, tuple(self.args.user_args),
                 Path(self.results_dir) / name, Path(self.exps_dir), mappings=self.arg_mappings,
             )  # fmt: skip
-            result = run_trial(job, Step(found, 0, 3, "scheduled"), len(self.finished_experiments))
+            result = run_trial(job, NextTrial(found, 0, 3, "scheduled"), len(self.finished_experiments))
             self.finished_experiments[name] = (result, found.plan.batch.train)
 
     def parse_results(self, metric: str) -> tuple[str | None, float | None]:

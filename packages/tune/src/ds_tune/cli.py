@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ds_tune.request import Asked
-    from ds_tune.search import Result, Step
-    from ds_tune.trial_runner import Job
-    from ds_tune.tuning import Found, Tuning
+    from ds_tune.request import TuningRequest
+    from ds_tune.search import Result, NextTrial
+    from ds_tune.trial_runner import TrialRunner
+    from ds_tune.tuning import TuningResult, Tuning
 
 __all__ = ["HELP", "devices_here", "main", "register", "show", "teller"]
 
@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
     from ds_config.config_file import read
     from ds_engine.models import shapes_from
     from ds_tune.request import asked_of, parse_setting
-    from ds_tune.search import Budget
+    from ds_tune.search import TrialBudget
     from ds_tune.tuning import Tuning
 
     words, file = _config_words(args)
@@ -81,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
         values={**asked.values, **tries},
         kept=frozenset(args.keep),
         limits=replace(asked.limits, memory_bytes=_bytes_of(args.memory), micro=_range_of(args.micro)),
-        budget=Budget(_positive("--trials", args.trials), _positive("--steps", args.steps)),
+        budget=TrialBudget(_positive("--trials", args.trials), _positive("--steps", args.steps)),
         metric=args.metric,
     )
     launch = (*(["--nproc", str(args.nproc)] if args.nproc else []), *shlex.split(args.launch))
@@ -93,7 +93,7 @@ def main(args: argparse.Namespace) -> int:
     return _tune(tuning, asked, (args.overwrite, args.json))
 
 
-def _tune(tuning: Tuning, asked: Asked, how: tuple[bool, bool]) -> int:
+def _tune(tuning: Tuning, asked: TuningRequest, how: tuple[bool, bool]) -> int:
     overwrite, as_json = how
     if overwrite:
         tuning.forget()
@@ -109,9 +109,9 @@ def _tune(tuning: Tuning, asked: Asked, how: tuple[bool, bool]) -> int:
     return 0
 
 
-def _job(args: argparse.Namespace, what: tuple[Any, tuple[str, ...], tuple[str, ...]]) -> Job:
+def _job(args: argparse.Namespace, what: tuple[Any, tuple[str, ...], tuple[str, ...]]) -> TrialRunner:
     from ds_config.errors import LaunchError
-    from ds_tune.trial_runner import Job
+    from ds_tune.trial_runner import TrialRunner
 
     config, words, launch = what
     if "--module" not in launch and "-m" not in launch and not Path(args.script).is_file():
@@ -124,7 +124,7 @@ def _job(args: argparse.Namespace, what: tuple[Any, tuple[str, ...], tuple[str, 
     if not any(word in given for word in words) and args.config_option:
         given += [args.config_option, words[0]]
     limit = _positive("--time-limit", args.time_limit)
-    return Job(
+    return TrialRunner(
         config, words, launch, args.script, tuple(given), Path(args.results), Path(args.exps), limit, warmup=max(0, args.warmup)
     )  # fmt: skip
 
@@ -185,11 +185,11 @@ def devices_here() -> int:
 # ---- showing
 
 
-def teller() -> Callable[[Step, Result | None], None]:
+def teller() -> Callable[[NextTrial, Result | None], None]:
     """What tells of each trial as it begins and ends, on standard error."""
     made = [0]
 
-    def tell(step: Step, result: Result | None) -> None:
+    def tell(step: NextTrial, result: Result | None) -> None:
         if result is None:
             made[0] += 1
             print(f"[{made[0]:>2}] {step.candidate.name:<28} {step.why} ... ", end="", file=sys.stderr, flush=True)
@@ -206,7 +206,7 @@ def teller() -> Callable[[Step, Result | None], None]:
     return tell
 
 
-def show(found: Found, files: dict[str, str], asked: Asked, as_json: bool) -> None:
+def show(found: TuningResult, files: dict[str, str], asked: TuningRequest, as_json: bool) -> None:
     from ds_config.errors import UnsupportedError
     from ds_tune.tuning_plot import draw
     from ds_tune.results_writer import left_text, rows_of
@@ -263,7 +263,7 @@ def _cell(value: float | None, scale: float) -> str:
     return "" if value is None else f"{value * scale:.1f}"
 
 
-def _explain(tuning: Tuning, name: str, as_json: bool, job: Job) -> int:
+def _explain(tuning: Tuning, name: str, as_json: bool, job: TrialRunner) -> int:
     """What is known without starting anything."""
     from ds_config.errors import ConfigError
     from ds_config.did_you_mean import nearest

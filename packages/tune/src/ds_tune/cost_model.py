@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ds_engine import Plan
-from ds_engine.trial_results import Link, Measured
+from ds_engine.trial_results import LinkCost, TrialResult
 from ds_pipe import verify
 from ds_tune.space import CHECKPOINTED, Candidate
 
@@ -29,7 +29,7 @@ class Trial:
     """A candidate and what was measured of it."""
 
     candidate: Candidate
-    measured: Measured
+    measured: TrialResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Calibration:
     reference: Mapping[str, Any]
     compute: tuple[tuple[int, float], ...]
     update_s: float
-    links: Mapping[str, Link]
+    links: Mapping[str, LinkCost]
     process_bytes: float
     sample_bytes: float
     layer_bytes: Mapping[str, float] = field(default_factory=dict)
@@ -114,7 +114,7 @@ def traffic_of(plan: Plan) -> dict[str, tuple[float, float]]:
     }
 
 
-def _message_s(traffic: Mapping[str, tuple[float, float]], links: Mapping[str, Link]) -> float:
+def _message_s(traffic: Mapping[str, tuple[float, float]], links: Mapping[str, LinkCost]) -> float:
     return sum(
         count * links[op].latency_s + nbytes / links[op].bytes_per_s
         for op, (count, nbytes) in traffic.items()
@@ -197,7 +197,7 @@ def calibrate(trials: Sequence[Trial]) -> Calibration:
     return replace(plain, differences=differences)
 
 
-def _gathers_s(trial: Trial, links: Mapping[str, Link]) -> float:
+def _gathers_s(trial: Trial, links: Mapping[str, LinkCost]) -> float:
     traffic = traffic_of(trial.candidate.plan)
     after_update = not trial.candidate.plan.residency.shard_params and "all_gather" in traffic
     return _message_s({"all_gather": traffic["all_gather"]}, links) if after_update else 0.0
@@ -218,7 +218,7 @@ def _memory_of(same: Sequence[Trial]) -> tuple[float, float]:
     return small - sample * low, sample
 
 
-def _layers_of(measured: Measured) -> tuple[dict[str, float], dict[str, float]]:
+def _layers_of(measured: TrialResult) -> tuple[dict[str, float], dict[str, float]]:
     """What checkpointing the layers of a pattern saves of one sample, and what it computes again."""
     saved, shares = {}, {}
     whole = (measured.forward_s + measured.backward_s) / measured.accumulation

@@ -16,10 +16,10 @@ from ds_engine import load_config
 from ds_engine.autotuning import AutotuningConfig
 from ds_engine.trial_spec import laid_over
 from ds_engine.trial_results import LayerFacts
-from ds_tune.search import Budget, Metric, Tuner
-from ds_tune.space import ACCUMULATION, CHECKPOINTED, MICRO, OFFLOAD, STAGE, TRAIN, Limits, default_space
+from ds_tune.search import TrialBudget, Metric, Tuner
+from ds_tune.space import ACCUMULATION, CHECKPOINTED, MICRO, OFFLOAD, STAGE, TRAIN, SearchLimits, default_space
 
-__all__ = ["Asked", "asked_by_section", "asked_of", "parse_setting"]
+__all__ = ["TuningRequest", "asked_by_section", "asked_of", "parse_setting"]
 
 _LOOKED_AT = (MICRO, ACCUMULATION, TRAIN, STAGE, OFFLOAD, CHECKPOINTED)
 BUCKET = "zero_optimization.reduce_bucket_size"
@@ -31,7 +31,7 @@ _FULL: Mapping[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TuningRequest:
     """What the user asked for.
 
     Attributes:
@@ -43,8 +43,8 @@ class Asked:
     config: Mapping[str, Any]
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
-    limits: Limits = field(default_factory=Limits)
-    budget: Budget = field(default_factory=lambda: Budget(8))
+    limits: SearchLimits = field(default_factory=SearchLimits)
+    budget: TrialBudget = field(default_factory=lambda: TrialBudget(8))
     tuner: Tuner = "model_based"
     metric: Metric = "throughput"
     sizes: int | None = None
@@ -69,7 +69,7 @@ class Asked:
         return found
 
 
-def asked_of(config: Mapping[str, Any]) -> Asked:
+def asked_of(config: Mapping[str, Any]) -> TuningRequest:
     """What a configuration says by itself: lists and "auto" in the keys that are looked at; `ds tune` adds its options."""
     values: dict[str, tuple[Any, ...]] = {}
     changes: dict[str, Any] = {}
@@ -81,10 +81,10 @@ def asked_of(config: Mapping[str, Any]) -> Asked:
             changes[key] = None
     plain = laid_over(config, changes)
     plain.pop("autotuning", None)
-    return Asked(plain, values)
+    return TuningRequest(plain, values)
 
 
-def asked_by_section(config: Mapping[str, Any], section: AutotuningConfig) -> Asked:
+def asked_by_section(config: Mapping[str, Any], section: AutotuningConfig) -> TuningRequest:
     """What `--autotuning` means: the section's limits and number of trials, and DeepSpeed's rules of what stays."""
     plain = asked_of(config)
     given = [key for key in (MICRO, STAGE) if isinstance(_at(plain.config, key), int)]
@@ -93,18 +93,18 @@ def asked_by_section(config: Mapping[str, Any], section: AutotuningConfig) -> As
         width = section.model_info.hidden_size
         full = dict(_FULL) if width is None else {**_FULL, BUCKET: (*_BUCKETS, width * width)}
         values |= {key: value for key, value in full.items() if _at(config, key) is None}
-    limits = Limits(
+    limits = SearchLimits(
         train=(section.min_train_batch_size, section.max_train_batch_size),
         micro=(section.min_train_micro_batch_size_per_gpu, section.max_train_micro_batch_size_per_gpu),
     )
-    budget = Budget(
+    budget = TrialBudget(
         max(1, section.tuner_num_trials),
         section.end_profile_step - section.start_profile_step + 1,
         section.tuner_early_stopping,
     )
     # DeepSpeed looks at what is written in the section only; layers are checkpointed where the model says so.
     kept = frozenset([*given, CHECKPOINTED])
-    return Asked(
+    return TuningRequest(
         plain.config, values, kept, limits, budget, section.tuner_type, section.metric, section.num_tuning_micro_batch_sizes, section.mp_size
     )  # fmt: skip
 

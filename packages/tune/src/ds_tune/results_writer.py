@@ -8,10 +8,10 @@ from typing import Any
 
 from ds_config.sizes import bytes_text
 from ds_engine.trial_spec import laid_over
-from ds_engine.trial_results import Measured
-from ds_tune.search import Metric, Result, Standing, value_of
+from ds_engine.trial_results import TrialResult
+from ds_tune.search import Metric, Result, SearchState, value_of
 from ds_tune.cost_model import Prediction
-from ds_tune.space import ACCUMULATION, MICRO, TRAIN, Candidate, LeftOut
+from ds_tune.space import ACCUMULATION, MICRO, TRAIN, Candidate, Rejected
 
 __all__ = ["best_text", "explained", "left_text", "rows_of", "summary_text", "tuned"]
 
@@ -23,7 +23,7 @@ def tuned(config: Mapping[str, Any], candidate: Candidate) -> dict[str, Any]:
     return made
 
 
-def best_text(config: Mapping[str, Any], candidate: Candidate, measured: Measured, tried: Sequence[Result]) -> str:
+def best_text(config: Mapping[str, Any], candidate: Candidate, measured: TrialResult, tried: Sequence[Result]) -> str:
     """JSON with comments, which `ds_engine.load_config` reads: what changed and what was measured."""
     made = tuned(config, candidate)
     counts = {outcome: sum(r.outcome == outcome for r in tried) for outcome in dict.fromkeys(r.outcome for r in tried)}
@@ -63,7 +63,7 @@ def _object(made: Mapping[str, Any], before: Mapping[str, Any], under: str, dept
     return [*lines, "  " * depth + "}"]
 
 
-def explained(candidate: Candidate, prediction: Prediction, measured: Measured | None = None) -> str:
+def explained(candidate: Candidate, prediction: Prediction, measured: TrialResult | None = None) -> str:
     """One candidate in words: every part of its prediction, and what was measured."""
     lines = [f"{candidate.name}: {candidate.plan.batch}"]
     found = "" if measured is None else f", measured {bytes_text(measured.peak_bytes)}"
@@ -80,7 +80,7 @@ def _bytes(value: float) -> str:
 
 
 def rows_of(
-    candidates: Sequence[Candidate], results: Sequence[Result], known: Standing, metric: Metric
+    candidates: Sequence[Candidate], results: Sequence[Result], known: SearchState, metric: Metric
 ) -> list[dict[str, Any]]:
     """One row a trial, in the order they were made: what was predicted, with all that is known now, and what was measured."""
     by_name = {c.name: c for c in candidates}
@@ -124,9 +124,9 @@ def summary_text(candidates: Sequence[Candidate], results: Sequence[Result], met
     )
 
 
-def left_text(left: Sequence[LeftOut]) -> str:
+def left_text(left: Sequence[Rejected]) -> str:
     """What was left out, by reason: how often, and the first of each."""
-    reasons: dict[str, list[LeftOut]] = {}
+    reasons: dict[str, list[Rejected]] = {}
     for one in left:
         reasons.setdefault(one.code, []).append(one)
     return "\n".join(

@@ -14,22 +14,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ds_engine.trial_results import Measured
+from ds_engine.trial_results import TrialResult
 from ds_tune.cost_model import Calibration, Prediction, Trial, calibrate, predict
-from ds_tune.space import Candidate, LeftOut, Limits
+from ds_tune.space import Candidate, Rejected, SearchLimits
 
 __all__ = [
-    "Budget",
+    "TrialBudget",
     "Metric",
     "Outcome",
     "Result",
-    "Standing",
-    "Step",
+    "SearchState",
+    "NextTrial",
     "Tuner",
-    "chosen",
-    "following",
-    "halving",
-    "standing",
+    "best_candidate",
+    "next_trial",
+    "rung_sizes",
+    "fit_and_predict",
     "value_of",
 ]
 
@@ -56,13 +56,13 @@ class Result:
     name: str
     rung: int
     outcome: Outcome
-    measured: Measured | None = None
+    measured: TrialResult | None = None
     message: str = ""
     seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class TrialBudget:
     """How much is tried.
 
     Attributes:
@@ -77,7 +77,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class NextTrial:
     """The next trial."""
 
     candidate: Candidate
@@ -88,15 +88,15 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class SearchState:
     """What is known: numbers of the model of time and memory (None: nothing yet), a prediction of each candidate, and what is left out by it."""
 
     numbers: Calibration | None
     predicted: Mapping[str, Prediction] = field(default_factory=dict)
-    left: tuple[LeftOut, ...] = ()
+    left: tuple[Rejected, ...] = ()
 
 
-def value_of(measured: Measured, samples: int, metric: Metric) -> float:
+def value_of(measured: TrialResult, samples: int, metric: Metric) -> float:
     """What is compared; more is better for every metric."""
     if metric == "latency":
         return -measured.step_s
@@ -105,13 +105,13 @@ def value_of(measured: Measured, samples: int, metric: Metric) -> float:
     return samples / measured.step_s
 
 
-def standing(candidates: Sequence[Candidate], results: Sequence[Result], limits: Limits) -> Standing:
+def fit_and_predict(candidates: Sequence[Candidate], results: Sequence[Result], limits: SearchLimits) -> SearchState:
     """Predict every candidate from the trials that went well."""
     by_name = {c.name: c for c in candidates}
     trials = [Trial(by_name[r.name], r.measured) for r in results if r.measured is not None and r.name in by_name]
     detailed = [t for t in trials if t.measured.shapes is not None]
     if not detailed:
-        return Standing(None)
+        return SearchState(None)
     trials = [detailed[0], *(t for t in trials if t is not detailed[0])]
     numbers = calibrate(trials)
     predicted = {c.name: predict(c, numbers) for c in candidates}
@@ -121,14 +121,14 @@ def standing(candidates: Sequence[Candidate], results: Sequence[Result], limits:
             peak = predicted[candidate.name].peak_bytes
             if peak > most:
                 reason = f"needs {peak:,.0f} bytes of {most:,}, by what was measured"
-                left.append(LeftOut(candidate.settings, "limit-memory", reason))
-    return Standing(numbers, predicted, tuple(left))
+                left.append(Rejected(candidate.settings, "limit-memory", reason))
+    return SearchState(numbers, predicted, tuple(left))
 
 
-def following(
-    candidates: Sequence[Candidate], results: Sequence[Result], limits: Limits, budget: Budget, *, tuner: Tuner = "model_based",
+def next_trial(
+    candidates: Sequence[Candidate], results: Sequence[Result], limits: SearchLimits, budget: TrialBudget, *, tuner: Tuner = "model_based",
     metric: Metric = "throughput",
-) -> Step | None:  # fmt: skip
+) -> NextTrial | None:  # fmt: skip
     """The next trial, or None at the end."""
     if len(results) >= budget.trials or _stopped(candidates, results, budget, metric):
         return None
@@ -138,8 +138,8 @@ def following(
         if tuner == "random":
             random.Random(0).shuffle(order)
         rest = [c for c in order if c.name not in tried]
-        return Step(rest[0], 0, budget.steps, tuner, detail=not results) if rest else None
-    known = standing(candidates, results, limits)
+        return NextTrial(rest[0], 0, budget.steps, tuner, detail=not results) if rest else None
+    known = fit_and_predict(candidates, results, limits)
     if known.numbers is None:
         return _first(candidates, results, budget)
     hopeless = {_key(left) for left in known.left}
@@ -155,11 +155,11 @@ def following(
     )
 
 
-def _key(of: Candidate | LeftOut) -> str:
+def _key(of: Candidate | Rejected) -> str:
     return repr(sorted((k, repr(v)) for k, v in of.settings.items()))
 
 
-def _first(candidates: Sequence[Candidate], results: Sequence[Result], budget: Budget) -> Step | None:
+def _first(candidates: Sequence[Candidate], results: Sequence[Result], budget: TrialBudget) -> NextTrial | None:
     """The smallest candidate, and smaller ones of other structures when it died."""
     tried = {r.name for r in results}
     order = sorted(
@@ -167,7 +167,7 @@ def _first(candidates: Sequence[Candidate], results: Sequence[Result], budget: B
     )
     if results:  # what needs least memory, whatever else
         order.sort(key=lambda c: (_states(c), c.plan.batch.micro))
-    return Step(order[0], 0, budget.steps, "the smallest, with every detail", detail=True) if order else None
+    return NextTrial(order[0], 0, budget.steps, "the smallest, with every detail", detail=True) if order else None
 
 
 def _plainness(candidate: Candidate) -> int:
@@ -192,8 +192,8 @@ def _larger_died(candidate: Candidate, candidates: Sequence[Candidate], results:
 
 
 def _probe(
-    open_: Sequence[Candidate], candidates: Sequence[Candidate], results: Sequence[Result], budget: Budget
-) -> Step | None:
+    open_: Sequence[Candidate], candidates: Sequence[Candidate], results: Sequence[Result], budget: TrialBudget
+) -> NextTrial | None:
     """A second size of the reference, then one trial of each other setting; with half of the budget at most."""
     if len(results) >= max(2, (budget.trials + 1) // 2):
         return None
@@ -207,7 +207,7 @@ def _probe(
     )
     same = sorted((c for c in open_ if c.structure == first.structure), key=lambda c: c.plan.batch.micro)
     if same and not any(c.structure == first.structure for c in measured if c is not first):
-        return Step(same[-1], 0, budget.steps, "the reference at its largest microbatch")
+        return NextTrial(same[-1], 0, budget.steps, "the reference at its largest microbatch")
     seen = {
         (key, repr(value))
         for c in candidates
@@ -220,7 +220,7 @@ def _probe(
         only = [c for c in open_ if repr(c.structure.get(key)) == value and _alike(c, first, key)]
         if only:
             middle = sorted(only, key=lambda c: c.plan.batch.micro)[len(only) // 2]
-            return Step(middle, 0, budget.steps, f"{key.rsplit('.', 1)[-1]} = {value}, for the first time")
+            return NextTrial(middle, 0, budget.steps, f"{key.rsplit('.', 1)[-1]} = {value}, for the first time")
     return None
 
 
@@ -231,8 +231,8 @@ def _alike(candidate: Candidate, first: Candidate, but: str) -> bool:
 
 
 def _promising(
-    open_: Sequence[Candidate], known: Standing, candidates: Sequence[Candidate], results: Sequence[Result], budget: Budget, metric: Metric
-) -> Step | None:  # fmt: skip
+    open_: Sequence[Candidate], known: SearchState, candidates: Sequence[Candidate], results: Sequence[Result], budget: TrialBudget, metric: Metric
+) -> NextTrial | None:  # fmt: skip
     """The best predicted of what was not tried, unless something measured is clearly better, or the repeats need what is left."""
     repeats = max(1, budget.trials // 4)
     if not open_ or len(results) >= budget.trials - repeats:
@@ -242,10 +242,10 @@ def _promising(
     bound = max(had)
     value = _predicted(best, known, metric)
     slower = value < bound * (_NEAR if bound < 0 else 1 / _NEAR)
-    return None if slower else Step(best, 0, budget.steps, "the best predicted of what was not tried")
+    return None if slower else NextTrial(best, 0, budget.steps, "the best predicted of what was not tried")
 
 
-def _predicted(candidate: Candidate, known: Standing, metric: Metric) -> float:
+def _predicted(candidate: Candidate, known: SearchState, metric: Metric) -> float:
     seconds = known.predicted[candidate.name].step_s
     batch = candidate.plan.batch
     return (
@@ -261,7 +261,7 @@ def _samples(candidates: Sequence[Candidate], name: str) -> int:
     return next((c.plan.batch.train for c in candidates if c.name == name), 1)
 
 
-def halving(count: int) -> tuple[int, ...]:
+def rung_sizes(count: int) -> tuple[int, ...]:
     """How many of `count` measured candidates are measured again, rung by rung, until two are left: 8 -> 4, 2.
 
     The last rung compares two: there is nothing to learn from measuring one alone.
@@ -274,7 +274,7 @@ def halving(count: int) -> tuple[int, ...]:
     return tuple(rungs)
 
 
-def _again(candidates: Sequence[Candidate], results: Sequence[Result], budget: Budget, metric: Metric) -> Step | None:
+def _again(candidates: Sequence[Candidate], results: Sequence[Result], budget: TrialBudget, metric: Metric) -> NextTrial | None:
     """The next repeat of successive halving."""
     measured = [r for r in results if r.measured is not None]
     near = _ranked(measured, 0, candidates, metric)
@@ -290,13 +290,13 @@ def _again(candidates: Sequence[Candidate], results: Sequence[Result], budget: B
     ]
     if len(near) < 2:
         return None
-    for rung, keep in enumerate(halving(len(near)) or (2,), 1):
+    for rung, keep in enumerate(rung_sizes(len(near)) or (2,), 1):
         inside = _ranked(measured, rung - 1, candidates, metric)[: max(2, keep)]
         inside = [n for n in inside if n in near]
         for name in inside:
             if not any(r.name == name and r.rung == rung for r in results):
                 candidate = next(c for c in candidates if c.name == name)
-                return Step(candidate, rung, budget.steps << rung, f"among the best {len(inside)}, measured longer")
+                return NextTrial(candidate, rung, budget.steps << rung, f"among the best {len(inside)}, measured longer")
     return None
 
 
@@ -305,7 +305,7 @@ def _ranked(measured: Sequence[Result], rung: int, candidates: Sequence[Candidat
     return [r.name for r in sorted(of_rung, key=lambda r: -value_of(r.measured, _samples(candidates, r.name), metric))]  # type: ignore[arg-type]
 
 
-def _stopped(candidates: Sequence[Candidate], results: Sequence[Result], budget: Budget, metric: Metric) -> bool:
+def _stopped(candidates: Sequence[Candidate], results: Sequence[Result], budget: TrialBudget, metric: Metric) -> bool:
     """Whether the last trials brought nothing better."""
     if not budget.stopping:
         return False
@@ -320,9 +320,9 @@ def _stopped(candidates: Sequence[Candidate], results: Sequence[Result], budget:
     return since >= budget.stopping
 
 
-def chosen(
+def best_candidate(
     candidates: Sequence[Candidate], results: Sequence[Result], metric: Metric = "throughput"
-) -> tuple[Candidate, Measured] | None:
+) -> tuple[Candidate, TrialResult] | None:
     """The best candidate: among those that reached the last rung, the fastest there; None where nothing was measured."""
     measured = [r for r in results if r.measured is not None and any(c.name == r.name for c in candidates)]
     if not measured:

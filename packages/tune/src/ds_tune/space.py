@@ -25,9 +25,9 @@ __all__ = [
     "STAGE",
     "TRAIN",
     "Candidate",
-    "LeftOut",
-    "Limits",
-    "Task",
+    "Rejected",
+    "SearchLimits",
+    "TuningTask",
     "candidates_of",
     "default_space",
 ]
@@ -43,7 +43,7 @@ Space = Mapping[str, Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class TuningTask:
     """What is to be configured.
 
     Attributes:
@@ -60,7 +60,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SearchLimits:
     """What the user does not want.
 
     Attributes:
@@ -111,7 +111,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class Rejected:
     """Settings that are not looked at, and why: the code of an error or of a limit, and words."""
 
     settings: Mapping[str, Any]
@@ -129,7 +129,7 @@ def _word(key: str, value: Any) -> str:
 
 
 def default_space(
-    config: Config, world: int, limits: Limits, layers: Sequence[LayerFacts] = ()
+    config: Config, world: int, limits: SearchLimits, layers: Sequence[LayerFacts] = ()
 ) -> dict[str, tuple[Any, ...]]:
     """What is looked at when nobody says: sizes of a microbatch, ZeRO stages, and checkpointing of the layers that were seen.
 
@@ -145,7 +145,7 @@ def default_space(
     return space
 
 
-def candidates_of(task: Task, space: Space, limits: Limits) -> tuple[list[Candidate], list[LeftOut]]:
+def candidates_of(task: TuningTask, space: Space, limits: SearchLimits) -> tuple[list[Candidate], list[Rejected]]:
     """Every combination of the space's values, planned.
 
     Of the three batch keys two are enough: where the configuration or the space gives `train_batch_size`, accumulation follows.
@@ -157,7 +157,7 @@ def candidates_of(task: Task, space: Space, limits: Limits) -> tuple[list[Candid
     if empty:
         raise ConfigError(f"no values for {', '.join(empty)}", code="tune-space", fix="Give one value at least.")
     found: list[Candidate] = []
-    left: list[LeftOut] = []
+    left: list[Rejected] = []
     for values in itertools.product(*space.values()):
         made = _planned(task, dict(zip(space, values, strict=True)), limits)
         (found if isinstance(made, Candidate) else left).append(made)  # type: ignore[arg-type]
@@ -172,7 +172,7 @@ def _distinct(found: Sequence[Candidate]) -> Iterator[Candidate]:
             yield candidate
 
 
-def _planned(task: Task, chosen: dict[str, Any], limits: Limits) -> Candidate | LeftOut:
+def _planned(task: TuningTask, chosen: dict[str, Any], limits: SearchLimits) -> Candidate | Rejected:
     given = {key: chosen.get(key, task.config.get(key)) for key in _BATCH}
     given = {key: value for key, value in given.items() if isinstance(value, int)}
     train = given.get(TRAIN)
@@ -185,18 +185,18 @@ def _planned(task: Task, chosen: dict[str, Any], limits: Limits) -> Candidate | 
         config = load_config(laid_over(task.config, changes))
         plan = make_plan(config, task.shapes, task.world // task.model_ranks)
     except DsError as error:
-        return LeftOut(chosen, error.code, error.message.splitlines()[-1].strip() or error.message)
+        return Rejected(chosen, error.code, error.message.splitlines()[-1].strip() or error.message)
     batch = plan.batch
     settings = chosen | {MICRO: batch.micro, ACCUMULATION: batch.accumulation, TRAIN: batch.train}
     if not limits.micro[0] <= batch.micro <= limits.micro[1]:
-        return LeftOut(
+        return Rejected(
             chosen, "limit-micro", f"a microbatch of {batch.micro}, asked for {limits.micro[0]} to {limits.micro[1]}"
         )
     least, most = limits.train
     if batch.train < least or (most is not None and batch.train > most):
-        return LeftOut(
+        return Rejected(
             chosen, "limit-train", f"a step of {batch.train} samples, asked for {least} to {most or 'any number'}"
         )
     if (bound := limits.memory_bytes) is not None and (states := plan.memory.total_bytes) > bound:
-        return LeftOut(chosen, "limit-memory", f"model states alone take {states:,} bytes of {bound:,}")
+        return Rejected(chosen, "limit-memory", f"model states alone take {states:,} bytes of {bound:,}")
     return Candidate(settings, plan)

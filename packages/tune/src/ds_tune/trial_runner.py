@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from ds_config.errors import LaunchError
-from ds_engine.trial_spec import DS_TRIAL, Order
+from ds_engine.trial_spec import DS_TRIAL, TrialSpec
 from ds_engine.trial_results import read_measured, write_json
-from ds_tune.search import Outcome, Result, Step
+from ds_tune.search import Outcome, Result, NextTrial
 from ds_tune.results_writer import tuned
 
-__all__ = ["Job", "command_of", "ended", "results_on_disk", "run_trial", "script_words"]
+__all__ = ["TrialRunner", "command_of", "ended", "results_on_disk", "run_trial", "script_words"]
 
 _MEMORY = (
     "MemoryError",
@@ -44,7 +44,7 @@ _TOLD = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TrialRunner:
     """How trials are started.
 
     Attributes:
@@ -77,7 +77,7 @@ class Job:
 # ---- words. Pure.
 
 
-def script_words(job: Job, config_file: str, values: Mapping[str, Any]) -> tuple[str, ...]:
+def script_words(job: TrialRunner, config_file: str, values: Mapping[str, Any]) -> tuple[str, ...]:
     """The script's arguments with another configuration file, and with values of the configuration where they are mapped."""
     words = [config_file if word in job.config_words else word for word in job.arguments]
     for key, flag in job.mappings.items():
@@ -93,7 +93,7 @@ def script_words(job: Job, config_file: str, values: Mapping[str, Any]) -> tuple
     return tuple(words)
 
 
-def command_of(job: Job, config_file: str, values: Mapping[str, Any]) -> tuple[str, ...]:
+def command_of(job: TrialRunner, config_file: str, values: Mapping[str, Any]) -> tuple[str, ...]:
     """The whole command of a run with a configuration."""
     return (
         sys.executable,
@@ -121,12 +121,12 @@ def ended(status: int | None, told: str) -> tuple[Outcome, str]:
 # ---- doing
 
 
-def folder_of(job: Job, name: str, rung: int) -> Path:
+def folder_of(job: TrialRunner, name: str, rung: int) -> Path:
     """Where a trial's files are."""
     return job.results / (f"{name}_r{rung}" if rung else name)
 
 
-def run_trial(job: Job, step: Step, index: int) -> Result:
+def run_trial(job: TrialRunner, step: NextTrial, index: int) -> Result:
     """Run one trial to its end, whatever that is.
 
     Raises:
@@ -159,7 +159,7 @@ def _writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _prepare(job: Job, step: Step, folder: Path) -> tuple[tuple[str, ...], dict[str, str]]:
+def _prepare(job: TrialRunner, step: NextTrial, folder: Path) -> tuple[tuple[str, ...], dict[str, str]]:
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("measured.json", "metrics.json", "outcome.json"):
         (folder / name).unlink(missing_ok=True)
@@ -167,7 +167,7 @@ def _prepare(job: Job, step: Step, folder: Path) -> tuple[tuple[str, ...], dict[
     config = tuned(job.config, candidate)
     write_json(folder / "ds_config.json", config)
     first = job.warmup + 1
-    order = Order(
+    order = TrialSpec(
         changes=candidate.changes, start_step=first, end_step=first + step.steps - 1, out=str((folder / "measured.json").resolve()),
         metric_path=str((folder / "metrics.json").resolve()), detail=step.detail, memory_bytes=job.memory_bytes,
     )  # fmt: skip
@@ -199,7 +199,7 @@ def _wait(command: Sequence[str], environ: Mapping[str, str], streams: tuple[Any
             raise
 
 
-def _result(step: Step, folder: Path, status: int | None, seconds: float) -> Result:
+def _result(step: NextTrial, folder: Path, status: int | None, seconds: float) -> Result:
     try:
         measured = read_measured(folder / "measured.json")
     except (OSError, ValueError):
@@ -211,7 +211,7 @@ def _result(step: Step, folder: Path, status: int | None, seconds: float) -> Res
     return Result(step.candidate.name, step.rung, "measured", measured, "", seconds)
 
 
-def results_on_disk(job: Job) -> list[Result]:
+def results_on_disk(job: TrialRunner) -> list[Result]:
     """What is there of an earlier tuning of the same question, in the order it was made."""
     found = []
     for path in job.results.glob("*/outcome.json"):

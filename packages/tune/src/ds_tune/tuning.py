@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 
 from ds_config.errors import LaunchError, PlanError
 from ds_engine import Shapes
-from ds_engine.trial_results import Measured, write_json
-from ds_tune.request import Asked
-from ds_tune.search import Result, Standing, Step, chosen, following, standing
-from ds_tune.space import Candidate, LeftOut, Task, candidates_of
-from ds_tune.trial_runner import Job, command_of, results_on_disk, run_trial
+from ds_engine.trial_results import TrialResult, write_json
+from ds_tune.request import TuningRequest
+from ds_tune.search import Result, SearchState, NextTrial, best_candidate, next_trial, fit_and_predict
+from ds_tune.space import Candidate, Rejected, TuningTask, candidates_of
+from ds_tune.trial_runner import TrialRunner, command_of, results_on_disk, run_trial
 from ds_tune.results_writer import best_text, rows_of, summary_text, tuned
 
-__all__ = ["Found", "Tuning"]
+__all__ = ["TuningResult", "Tuning"]
 
 NO_SHAPES = Shapes((), ())
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class TuningResult:
     """What is known now.
 
     Attributes:
@@ -33,10 +33,10 @@ class Found:
     """
 
     candidates: list[Candidate]
-    left: list[LeftOut]
+    left: list[Rejected]
     results: list[Result]
-    known: Standing
-    best: tuple[Candidate, Measured] | None = field(default=None)
+    known: SearchState
+    best: tuple[Candidate, TrialResult] | None = field(default=None)
 
 
 class Tuning:
@@ -49,11 +49,11 @@ class Tuning:
 
     def __init__(
         self,
-        asked: Asked,
-        job: Job,
+        asked: TuningRequest,
+        job: TrialRunner,
         world: int,
         *,
-        told: Callable[[Step, Result | None], None],
+        told: Callable[[NextTrial, Result | None], None],
         shapes: Shapes | None = None,
     ) -> None:
         self._asked, self._job, self._told = asked, job, told
@@ -72,22 +72,22 @@ class Tuning:
             shutil.rmtree(order.parent)
         self._results = []
 
-    def found(self) -> Found:
+    def found(self) -> TuningResult:
         """Everything that follows from the results. Pure but for what was read."""
         facts = next(
             (r.measured for r in self._results if r.measured is not None and r.measured.shapes is not None), None
         )
         shapes = facts.shapes if facts is not None else self._shapes
         world = self._world if facts is None else facts.world
-        task = Task(self._asked.config, shapes or NO_SHAPES, world, self._asked.model_ranks)
+        task = TuningTask(self._asked.config, shapes or NO_SHAPES, world, self._asked.model_ranks)
         space = self._asked.space(world, () if facts is None else facts.layers)
         candidates, left = candidates_of(task, space, self._asked.limits)
         names = {c.name for c in candidates}
         results = [r for r in self._results if r.name in names]
-        known = standing(candidates, results, self._asked.limits)
-        return Found(candidates, left, results, known, chosen(candidates, results, self._asked.metric))
+        known = fit_and_predict(candidates, results, self._asked.limits)
+        return TuningResult(candidates, left, results, known, best_candidate(candidates, results, self._asked.metric))
 
-    def run(self) -> Found:
+    def run(self) -> TuningResult:
         """Try until nothing is left to try. An interruption keeps what ended; `resume` goes on from there.
 
         Raises:
@@ -98,7 +98,7 @@ class Tuning:
             found = self.found()
             if not found.candidates:
                 raise _none_fits(found)
-            step = following(
+            step = next_trial(
                 found.candidates,
                 found.results,
                 self._asked.limits,
@@ -118,7 +118,7 @@ class Tuning:
             raise _nothing_measured(found)
         return found
 
-    def write(self, found: Found) -> dict[str, str]:
+    def write(self, found: TuningResult) -> dict[str, str]:
         """The files of a result, by what they are."""
         if found.best is None:
             raise _nothing_measured(found)
@@ -143,7 +143,7 @@ class Tuning:
         return {"best": str(best), "optimal": str(optimal), "command": str(folder / "cmd_optimal.txt")}
 
 
-def _none_fits(found: Found) -> PlanError:
+def _none_fits(found: TuningResult) -> PlanError:
     reasons = dict.fromkeys(f"{one.code}: {one.reason}" for one in found.left)
     return PlanError(
         f"none of {len(found.left)} configurations fits:\n  " + "\n  ".join(list(reasons)[:8]),
@@ -152,7 +152,7 @@ def _none_fits(found: Found) -> PlanError:
     )
 
 
-def _does_not_train(result: Result, job: Job) -> LaunchError:
+def _does_not_train(result: Result, job: TrialRunner) -> LaunchError:
     how = {
         "time limit": f"did not reach its last measured step within {job.time_limit_s:g} s",
         "no steps": "ended before it had made the steps that are measured",
@@ -164,7 +164,7 @@ def _does_not_train(result: Result, job: Job) -> LaunchError:
     )
 
 
-def _nothing_measured(found: Found) -> LaunchError:
+def _nothing_measured(found: TuningResult) -> LaunchError:
     told = ", ".join(f"{r.name}: {r.outcome}" for r in found.results)
     return LaunchError(
         f"no trial could be measured ({told})",

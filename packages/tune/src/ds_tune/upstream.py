@@ -15,7 +15,7 @@ from ds_engine.autotuning import AutotuningConfig
 from ds_engine.memory_fit import shapes_of_numbers
 from ds_tune.request import asked_by_section
 from ds_tune.cli import devices_here, show, teller
-from ds_tune.trial_runner import Job, command_of
+from ds_tune.trial_runner import TrialRunner, command_of
 from ds_tune.tuning import Tuning
 
 __all__ = ["autotune", "section_of"]
@@ -45,7 +45,7 @@ def autotune(mode: str, launch: tuple[str, ...], script: str, script_args: tuple
     config = dict(read(words[0]).data)
     section = section_of(config)
     asked = asked_by_section(config, section)
-    job = Job(
+    job = TrialRunner(
         asked.config, tuple(words), launch, script, script_args, Path(section.results_dir), Path(section.exps_dir),
         mappings=section.arg_mappings or {}, warmup=max(0, section.start_profile_step - 1),
     )  # fmt: skip

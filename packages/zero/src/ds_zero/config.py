@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ds_config import Alias, Dead, Deprecated, StrictModel, Unbuilt
+from ds_config import Alias, NoEffect, Deprecated, StrictModel, Unsupported
 from ds_ops.io import IOSettings
-from ds_zero.layout.shard_options import Placement
-from ds_zero.policies.zenflow import Importance, bad
+from ds_zero.layout.shard_options import OffloadPolicy
+from ds_zero.policies.zenflow import ZenFlowOptions, bad
 
 __all__ = [
     "BF16Config",
@@ -47,28 +47,28 @@ class _OffloadConfig(StrictModel):
     pin_memory: bool = Field(default=True, description="Page-lock host memory where the device gains from it.")
     buffer_count: Annotated[int, Field(ge=1)] = Field(default=4, description=_BUFFERS)
 
-    def _placement(self, io: IOSettings, share: float = 1.0, early: float = 0.0, **files: Any) -> str | Placement:
+    def _placement(self, io: IOSettings, share: float = 1.0, early: float = 0.0, **files: Any) -> str | OffloadPolicy:
         if self.device == "none":
             return "device"
         if self.device == "cpu":
-            return Placement("host", pin=self.pin_memory, share=share, early=early)
+            return OffloadPolicy("host", pin=self.pin_memory, ratio=share, overlap_ratio=early)
         # Several runs may be told the same path: none sees the other's files, which have no names.
         folder = None if self.nvme_path is None else os.path.join(os.path.expanduser(self.nvme_path), "ds-zero")
         buffers = max(2, self.buffer_count)
-        return Placement("file", folder, self.pin_memory, share=share, buffers=buffers, io=io, **files)
+        return OffloadPolicy("file", folder, self.pin_memory, ratio=share, buffer_count=buffers, io=io, **files)
 
 
 class OffloadParamConfig(_OffloadConfig):
     """`zero_optimization.offload_param`: where parameters are between uses, at stage 3."""
 
     buffer_count: Annotated[int, Field(ge=1)] = Field(default=5, description=_BUFFERS)
-    buffer_size: Annotated[Count, Dead("a buffer holds a unit")] = 100_000_000
+    buffer_size: Annotated[Count, NoEffect("a buffer holds a unit")] = 100_000_000
     max_in_cpu: Count = Field(
         default=1_000_000_000,
         description="With nvme: elements of a rank that stay in host memory before files are used.",
     )
 
-    def placement(self, io: IOSettings) -> str | Placement:
+    def placement(self, io: IOSettings) -> str | OffloadPolicy:
         """The same as `ds_zero.shard` takes it."""
         return self._placement(io, near=self.max_in_cpu)
 
@@ -82,7 +82,7 @@ class OffloadOptimizerConfig(_OffloadConfig):
     pipeline_write: bool | None = Field(
         default=None, description="Write a unit while the next one is updated; null is true."
     )
-    fast_init: Annotated[bool, Dead("state is made where it is kept")] = False
+    fast_init: Annotated[bool, NoEffect("state is made where it is kept")] = False
     ratio: float = Field(
         default=1.0,
         ge=0,
@@ -98,7 +98,7 @@ class OffloadOptimizerConfig(_OffloadConfig):
         default=0.8, ge=0, le=1, description="With super_offload: share of a rank's threads that do it, at least one."
     )
 
-    def placement(self, io: IOSettings) -> str | Placement:
+    def placement(self, io: IOSettings) -> str | OffloadPolicy:
         """The same as `ds_zero.shard` takes it."""
         reads, writes = self.pipeline_read is not False, self.pipeline_write is not False
         early = self.cpuadam_cores_perc if self.super_offload else 0.0
@@ -137,21 +137,21 @@ class ZenFlowConfig(StrictModel):
         description="With offload_optimizer.device cpu: update a unit while backward goes on, as super_offload does. With an update_interval "
         "of auto, and where columns are chosen, all gradients are asked first, so updates begin after it.",
     )
-    offload: Annotated[bool, Dead("state of chosen columns is where all optimizer state is")] = False
+    offload: Annotated[bool, NoEffect("state of chosen columns is where all optimizer state is")] = False
     pt_reserved_cores_perc: float = Field(
         default=0.5,
         ge=0,
         le=1,
         description="With overlap_step: share of a rank's threads that do not do it; at least one does.",
     )
-    steps_per_epoch: Annotated[int | None, Dead("the engine knows its data")] = None
+    steps_per_epoch: Annotated[int | None, NoEffect("the engine knows its data")] = None
 
     @property
     def overlaps(self) -> bool:
         """Whether updates may begin during backward: an interval of auto ends by what all gradients are."""
         return self.overlap_step and self.update_interval != "auto"
 
-    def importance(self, steps_per_epoch: int | None = None) -> Importance:
+    def importance(self, steps_per_epoch: int | None = None) -> ZenFlowOptions:
         """The same as `ds_zero.shard` takes it.
 
         Args:
@@ -175,13 +175,13 @@ class ZenFlowConfig(StrictModel):
         epochs = count * (steps_per_epoch or 0)
         # An epoch may be shorter than an interval: then columns are chosen when it ends.
         steps = count if strategy == "step" else epochs and max(epochs, interval)
-        return Importance(self.topk_ratio, steps, interval, self.auto_ratio, self.full_warm_up_rounds)
+        return ZenFlowOptions(self.topk_ratio, steps, interval, self.auto_ratio, self.full_warm_up_rounds)
 
 
 class LeafModuleConfig(StrictModel):
     """`zero_optimization.leaf_module`: modules whose parameters are gathered together. A hint; results do not depend on it."""
 
-    classes: Annotated[tuple[str, ...], Dead("name the modules; any order of experts is right without it")] = ()
+    classes: Annotated[tuple[str, ...], NoEffect("name the modules; any order of experts is right without it")] = ()
     names: tuple[str, ...] = Field(default=(), description="Qualified names of modules that are never split.")
     name_suffixes: tuple[str, ...] = Field(default=(), description="Ends of such names.")
 
@@ -244,49 +244,49 @@ class ZeroConfig(StrictModel):
     )
 
     # What the units replace
-    contiguous_gradients: Annotated[bool, Dead("gradients of a unit are always contiguous")] = True
-    reduce_scatter: Annotated[bool, Dead("what is sharded is reduce-scattered, what is whole is all-reduced")] = True
-    use_multi_rank_bucket_allreduce: Annotated[bool, Dead("what is sharded is reduce-scattered")] = True
-    allgather_partitions: Annotated[bool, Dead("parameters are gathered by units")] = True
-    allgather_bucket_size: Annotated[Count, Dead("units of reduce_bucket_size are gathered, too")] = 500_000_000
-    sub_group_size: Annotated[Count, Dead("the optimizer updates unit by unit")] = 1_000_000_000
+    contiguous_gradients: Annotated[bool, NoEffect("gradients of a unit are always contiguous")] = True
+    reduce_scatter: Annotated[bool, NoEffect("what is sharded is reduce-scattered, what is whole is all-reduced")] = True
+    use_multi_rank_bucket_allreduce: Annotated[bool, NoEffect("what is sharded is reduce-scattered")] = True
+    allgather_partitions: Annotated[bool, NoEffect("parameters are gathered by units")] = True
+    allgather_bucket_size: Annotated[Count, NoEffect("units of reduce_bucket_size are gathered, too")] = 500_000_000
+    sub_group_size: Annotated[Count, NoEffect("the optimizer updates unit by unit")] = 1_000_000_000
     prefetch_bucket_size: Annotated[
-        Count, Alias("stage3_prefetch_bucket_size"), Dead("the next unit is gathered ahead with overlap_comm")
+        Count, Alias("stage3_prefetch_bucket_size"), NoEffect("the next unit is gathered ahead with overlap_comm")
     ] = 50_000_000
     max_live_parameters: Annotated[
-        Count, Alias("stage3_max_live_parameters"), Dead("at most two units are whole at a time")
+        Count, Alias("stage3_max_live_parameters"), NoEffect("at most two units are whole at a time")
     ] = 1_000_000_000
     max_reuse_distance: Annotated[
-        Count, Alias("stage3_max_reuse_distance"), Dead("a unit is released when its graph is done with it")
+        Count, Alias("stage3_max_reuse_distance"), NoEffect("a unit is released when its graph is done with it")
     ] = 1_000_000_000
     module_granularity_threshold: Annotated[
-        int, Alias("stage3_module_granularity_threshold"), Dead("units have the size of reduce_bucket_size")
+        int, Alias("stage3_module_granularity_threshold"), NoEffect("units have the size of reduce_bucket_size")
     ] = 0
     use_all_reduce_for_fetch_params: Annotated[
-        bool, Alias("stage3_use_all_reduce_for_fetch_params"), Dead("parameters are gathered in place")
+        bool, Alias("stage3_use_all_reduce_for_fetch_params"), NoEffect("parameters are gathered in place")
     ] = False
     allgather_sequential: Annotated[
-        bool, Alias("stage3_allgather_sequential"), Dead("a unit is one gather without a copy")
+        bool, Alias("stage3_allgather_sequential"), NoEffect("a unit is one gather without a copy")
     ] = False
-    round_robin_gradients: Annotated[bool, Dead("every rank owns the same share of every unit")] = False
-    memory_efficient_linear: Annotated[bool, Dead("released parameters are gathered again in backward")] = True
-    override_module_apply: Annotated[bool, Dead("nothing in torch is patched")] = True
-    log_trace_cache_warnings: Annotated[bool, Dead("the recorded order is only a hint")] = False
-    load_from_fp32_weights: Annotated[bool, Dead("checkpoints hold the master weights")] = True
-    elastic_checkpoint: Annotated[bool, Dead("every checkpoint resumes on any number of ranks")] = False
-    pipeline_loading_checkpoint: Annotated[bool, Dead("every rank reads only the bytes that it holds")] = False
+    round_robin_gradients: Annotated[bool, NoEffect("every rank owns the same share of every unit")] = False
+    memory_efficient_linear: Annotated[bool, NoEffect("released parameters are gathered again in backward")] = True
+    override_module_apply: Annotated[bool, NoEffect("nothing in torch is patched")] = True
+    log_trace_cache_warnings: Annotated[bool, NoEffect("the recorded order is only a hint")] = False
+    load_from_fp32_weights: Annotated[bool, NoEffect("checkpoints hold the master weights")] = True
+    elastic_checkpoint: Annotated[bool, NoEffect("every checkpoint resumes on any number of ranks")] = False
+    pipeline_loading_checkpoint: Annotated[bool, NoEffect("every rank reads only the bytes that it holds")] = False
     gather_16bit_weights_on_model_save: Annotated[
-        bool, Alias("stage3_gather_16bit_weights_on_model_save"), Dead("weights are gathered where they are asked for")
+        bool, Alias("stage3_gather_16bit_weights_on_model_save"), NoEffect("weights are gathered where they are asked for")
     ] = False
-    stage3_gather_fp16_weights_on_model_save: Annotated[bool, Dead("weights are gathered where they are asked for")] = (
+    stage3_gather_fp16_weights_on_model_save: Annotated[bool, NoEffect("weights are gathered where they are asked for")] = (
         False
     )
-    save_muon_momentum_buffer_in_memory: Annotated[bool, Dead("the momentum stays with its shard")] = False
+    save_muon_momentum_buffer_in_memory: Annotated[bool, NoEffect("the momentum stays with its shard")] = False
 
     # Older names
     cpu_offload: Annotated[bool, Deprecated("offload_optimizer", convert=_offload)] = False
     cpu_offload_param: Annotated[bool, Deprecated("offload_param", convert=_offload)] = False
-    cpu_offload_use_pin_memory: Annotated[bool, Dead("offload_optimizer.pin_memory")] = False
+    cpu_offload_use_pin_memory: Annotated[bool, NoEffect("offload_optimizer.pin_memory")] = False
 
     offload_param: OffloadParamConfig | None = Field(default=None, description="Where parameters are between uses.")
     offload_optimizer: OffloadOptimizerConfig | None = Field(
@@ -296,8 +296,8 @@ class ZeroConfig(StrictModel):
     zenflow: ZenFlowConfig | None = Field(default=None, description="Split updates by importance.")
 
     # Not built
-    ignore_unused_parameters: Annotated[bool, Unbuilt("true; a parameter without a gradient is not updated")] = True
-    legacy_stage1: Annotated[bool, Unbuilt("stage 1")] = False
+    ignore_unused_parameters: Annotated[bool, Unsupported("true; a parameter without a gradient is not updated")] = True
+    legacy_stage1: Annotated[bool, Unsupported("stage 1")] = False
 
     @model_validator(mode="before")
     @classmethod
@@ -331,7 +331,7 @@ class BF16Config(StrictModel):
 
     enabled: bool = Field(default=False, description="Train in bf16.")
     check_grad_overflow: bool = Field(default=True, description="Skip a step whose gradients are not finite.")
-    immediate_grad_update: Annotated[bool, Dead("gradients add up in fp32 as they arrive")] = False
+    immediate_grad_update: Annotated[bool, NoEffect("gradients add up in fp32 as they arrive")] = False
     bf16_master_weights_and_grads: bool = Field(
         default=False,
         description="Keep masters and accumulated gradients in bf16, too. Updates below their precision are lost.",
@@ -347,7 +347,7 @@ class TorchAutocastConfig(StrictModel):
     enabled: bool = Field(default=False, description="Run forward under torch.autocast.")
     dtype: AutocastDType | None = Field(default=None, description="Its format; null is torch's choice for the device.")
     lower_precision_safe_modules: Annotated[
-        tuple[str, ...] | None, Unbuilt("communication_data_type, for all parameters alike")
+        tuple[str, ...] | None, Unsupported("communication_data_type, for all parameters alike")
     ] = None
 
 

@@ -16,7 +16,7 @@ from ds_config.errors import PlanError, ShardedAccessError
 from ds_testing import world
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-SMALL = ds_zero.UnitPolicy(max_numel=600, persist_numel=40)
+SMALL = ds_zero.UnitSizePolicy(max_numel=600, persist_numel=40)
 
 
 def make(bench, stage, **options):
@@ -76,7 +76,7 @@ def test_looking_at_a_sharded_model_is_never_refused(bench, stage):
         loaded = torch.load(file, weights_only=True)
         shadow = {name: param.detach().clone().cpu() for name, param in net.named_parameters()}
         assert list(state) == list(loaded) == list(plain)
-        cut = {name for name, param in net.named_parameters() if type(param) is ds_zero.Released}
+        cut = {name for name, param in net.named_parameters() if type(param) is ds_zero.ShardedParameter}
         assert bool(cut) == (stage == 3)
         for name, value in loaded.items():
             assert value.shape == (0,) if name in cut else torch.equal(value, plain[name])

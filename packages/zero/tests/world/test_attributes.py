@@ -18,7 +18,7 @@ import ds_zero
 from ds_config.errors import ShardedAccessError
 from ds_testing import world
 
-CUT = ds_zero.UnitPolicy(max_numel=1, persist_numel=0)
+CUT = ds_zero.UnitSizePolicy(max_numel=1, persist_numel=0)
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import ds_zero
 from ds_comm import all_reduce
 from ds_testing import world
-from ds_zero.policies.quantized_comm import EXACT, LIMIT, QGZ, QWZ, Correction, Wire, certificates
+from ds_zero.policies.quantized_comm import EXACT, LIMIT, QGZ, QWZ, ErrorFeedbackOptions, QuantizedComm, certificates
 
 EXAMPLE = Path(__file__).parents[4] / "docs" / "examples" / "train_gpt"
 FILE = Path(ds_zero.__file__).with_name("certificates.json")
@@ -27,7 +27,7 @@ STEPS, RANKS, BATCH = 500, 4, 4
 SEEDS = (0, 1, 2)  # one run differs from the next by as much as a mode costs, so that means are compared
 SIZES = {"layers": 3, "heads": 2, "width": 64, "context": 64}
 # Everything at once, which a mode alone is no worse than; in two hops over nodes of two, where gradients are rounded twice.
-WIRES = [Wire(QWZ, QWZ, QGZ, None, 2), Wire(QWZ, QWZ, QGZ, Correction(), 2)]
+WIRES = [QuantizedComm(QWZ, QWZ, QGZ, None, 2), QuantizedComm(QWZ, QWZ, QGZ, ErrorFeedbackOptions(), 2)]
 
 
 def load(name):
@@ -56,8 +56,8 @@ def one_loss(wire, dtype, seed):
     with mock.patch("ds_zero.policies.quantized_comm.certificates", return_value=every):
         optimizer = ds_zero.shard(
             net, inner, stage=3, precision=precision, clip=1.0, memory="private", wire=wire,
-            policy=ds_zero.UnitPolicy(max_numel=60_000, persist_numel=0),
-            nodes=ds_zero.Nodes(2, secondary=True) if wire.modes else None,
+            policy=ds_zero.UnitSizePolicy(max_numel=60_000, persist_numel=0),
+            nodes=ds_zero.NodeTopology(2, secondary_partition=True) if wire.modes else None,
         )  # fmt: skip
     drawn = torch.Generator().manual_seed(1 + seed)
     for step in range(STEPS):

@@ -12,7 +12,7 @@ from ds_config.errors import PlanError
 from ds_testing import world
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-SMALL = ds_zero.UnitPolicy(max_numel=300, persist_numel=8)
+SMALL = ds_zero.UnitSizePolicy(max_numel=300, persist_numel=8)
 
 
 class Routed(nn.Module):

@@ -23,7 +23,7 @@ KINDS = ["plain", "tied", "reused", "unused", "frozen", "checkpointed", "selecti
 STEPS = 2
 
 policies = st.builds(
-    ds_zero.UnitPolicy,
+    ds_zero.UnitSizePolicy,
     max_numel=st.sampled_from([None, 1, 40, 600, 5000, 1 << 30]),
     persist_numel=st.sampled_from([0, 8, 40, 100_000]),
     persist_total=st.sampled_from([None, 100]),
@@ -31,7 +31,7 @@ policies = st.builds(
 )
 options = st.fixed_dictionaries(
     {
-        "stage": st.sampled_from([0, 1, 1, 2, 2, 3, 3, 3, 7, ds_zero.Residency(True, True, True)]),
+        "stage": st.sampled_from([0, 1, 1, 2, 2, 3, 3, 3, 7, ds_zero.ShardingStrategy(True, True, True)]),
         "policy": policies,
         "overlap": st.booleans(),
         "clip": st.sampled_from([None, 1.0, 0.05, math.inf]),

@@ -15,11 +15,11 @@ import ds_ops.optim
 import ds_zero
 from ds_config.errors import KernelError, PlanError
 from ds_testing import world
-from ds_zero import Placement
-from ds_zero.policies.zenflow import Importance
-from ds_zero.update.overlap_plan import Outlook, State
+from ds_zero import OffloadPolicy
+from ds_zero.policies.zenflow import ZenFlowOptions
+from ds_zero.update.overlap_plan import Outlook, OverlapState
 
-LATE, EARLY = Placement("host"), Placement("host", early=1.0)
+LATE, EARLY = OffloadPolicy("host"), OffloadPolicy("host", overlap_ratio=1.0)
 
 
 def make(bench, *, tier, name="plain", **options):
@@ -27,7 +27,7 @@ def make(bench, *, tier, name="plain", **options):
     params = [p for p in net.parameters() if p.requires_grad]
     groups = [{"params": params[i::3], "lr": 1e-2 * (i + 1), "weight_decay": 0.01 * i} for i in range(3)]
     options = {
-        "policy": ds_zero.UnitPolicy(max_numel=600, persist_numel=40),
+        "policy": ds_zero.UnitSizePolicy(max_numel=600, persist_numel=40),
         "stage": 2,
         "memory": "private",
         **options,
@@ -38,7 +38,7 @@ def make(bench, *, tier, name="plain", **options):
 def wait(optimizer):
     """Until the thread has done what it was given."""
     ledger, end = optimizer.ahead.ledger, time.monotonic() + 60
-    while any(ledger.state(unit) in (State.WAITING, State.WRITING) for unit in ledger.busy):
+    while any(ledger.state(unit) in (OverlapState.WAITING, OverlapState.WRITING) for unit in ledger.busy):
         assert time.monotonic() < end
         time.sleep(1e-4)
 
@@ -180,8 +180,8 @@ def test_one_rank(bench):
 
 @world(2)
 def test_part_of_the_state_on_the_device(bench):
-    late = run(bench, Placement("host", share=0.5))
-    early = run(bench, Placement("host", share=0.5, early=0.5))
+    late = run(bench, OffloadPolicy("host", ratio=0.5))
+    early = run(bench, OffloadPolicy("host", ratio=0.5, overlap_ratio=0.5))
     same(late[0], early[0])
     assert early[2][0] > 0
 
@@ -189,9 +189,9 @@ def test_part_of_the_state_on_the_device(bench):
 @pytest.mark.parametrize(
     "told",
     [
-        Importance(ratio=0.25, interval=3, choose_every=6, warm_up=2),
-        Importance(ratio=0.25, interval=0),
-        Importance(interval=1),
+        ZenFlowOptions(ratio=0.25, interval=3, choose_every=6, warm_up=2),
+        ZenFlowOptions(ratio=0.25, interval=0),
+        ZenFlowOptions(interval=1),
     ],
 )
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

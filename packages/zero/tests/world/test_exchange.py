@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_comm
 import ds_zero
-from ds_comm.buffer_pool import Pool
+from ds_comm.buffer_pool import BufferPool
 from ds_testing import world
 from ds_zero.layout.elements import plan_layout
 from ds_zero.layout.shard_options import PLAIN
-from ds_zero.runtime.reduce_strategies import Exchange
+from ds_zero.runtime.reduce_strategies import P2PReduceScatter
 from ds_zero.runtime.unit_groups import sends_from_anywhere
 
 
@@ -49,10 +49,10 @@ def check_sums(layout_kind):
     for seed in range(12):
         luck = random.Random(seed)
         shapes = {f"p{i}": tuple(luck.randint(0, 9) for _ in range(luck.randint(0, 3))) for i in range(5)}
-        layout, pool = plan_layout(shapes, size, kind=layout_kind), Pool()
+        layout, pool = plan_layout(shapes, size, kind=layout_kind), BufferPool()
         plan = SimpleNamespace(name="unit", layout=layout, wire=PLAIN)
         alone = SimpleNamespace(size=1)
-        exchange = Exchange(plan, SimpleNamespace(shards=group, replicas=alone, pool=pool, levels=None))
+        exchange = P2PReduceScatter(plan, SimpleNamespace(shards=group, replicas=alone, pool=pool, levels=None))
         for turn, kind in enumerate(("plain", "odd", "flat", "plain")):
             every = [drawn(10 * seed + turn, r, layout, kind) for r in range(size)]
             flats = [flat_of(layout, grads) for grads in every]

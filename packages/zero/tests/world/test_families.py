@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 import ds_comm
 import ds_zero
-from ds_comm.reduction_group import Assignment, Family, assign
+from ds_comm.reduction_group import ParamSharding, ReductionGroup, set_param_sharding
 from ds_comm.placement import Box
 from ds_config.errors import PlanError, UnsupportedError
 from ds_testing import world
 
 WIDTH, STEPS = 16, 3
-SMALL = ds_zero.UnitPolicy(max_numel=300, persist_numel=20)
+SMALL = ds_zero.UnitSizePolicy(max_numel=300, persist_numel=20)
 
 
 class Experts(nn.Module):
@@ -104,26 +104,26 @@ def experts(divisor=4):
     alike, _ = grid()
     mine = dist.get_rank() % 2
     net = Experts(mine).double()
-    family = Family("expert", alike, divisor)
+    family = ReductionGroup("expert", alike, divisor)
     for name, param in net.experts.named_parameters():
         layer, _, rest = name.split(".", 2)
-        assign(param, Assignment(family, f"experts.{layer}.{mine}.{rest}"))
+        set_param_sharding(param, ParamSharding(family, f"experts.{layer}.{mine}.{rest}"))
     return net, {}
 
 
 def tensors(way):
     alike, across = grid()
     net = Cut(across).double()
-    part = Family("part", alike, 2)
+    part = ReductionGroup("part", alike, 2)
     place = across.rank * WIDTH
-    assign(net.up.weight, Assignment(part, None, (2 * WIDTH, WIDTH), Box((place, 0), (WIDTH, WIDTH))))
-    assign(net.up.bias, Assignment(part, None, (2 * WIDTH,), Box((place,), (WIDTH,))))
-    assign(net.down.weight, Assignment(part, None, (WIDTH, 2 * WIDTH), Box((0, place), (WIDTH, WIDTH))))
+    set_param_sharding(net.up.weight, ParamSharding(part, None, (2 * WIDTH, WIDTH), Box((place, 0), (WIDTH, WIDTH))))
+    set_param_sharding(net.up.bias, ParamSharding(part, None, (2 * WIDTH,), Box((place,), (WIDTH,))))
+    set_param_sharding(net.down.weight, ParamSharding(part, None, (WIDTH, 2 * WIDTH), Box((0, place), (WIDTH, WIDTH))))
     if way == "world":
         return net, {}
-    between = Family("between", alike, 2, copies=2)
+    between = ReductionGroup("between", alike, 2, copies=2)
     for param in (*net.first.parameters(), *net.norm.parameters()):
-        assign(param, Assignment(between))
+        set_param_sharding(param, ParamSharding(between))
     return net, {"group": alike, "norm": ds_comm.world_group()}
 
 
@@ -232,7 +232,7 @@ def test_equals_one_process_by_arena(kind, stage):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("policy", [SMALL, ds_zero.UnitPolicy(max_numel=1, persist_numel=0), ds_zero.UnitPolicy()])
+@pytest.mark.parametrize("policy", [SMALL, ds_zero.UnitSizePolicy(max_numel=1, persist_numel=0), ds_zero.UnitSizePolicy()])
 @pytest.mark.parametrize(("stage", "memory"), [*CELLS, (2, "private"), (1, "shared")])
 @pytest.mark.parametrize("kind", MAKE)
 @world(4)
@@ -341,11 +341,11 @@ def test_a_weight_tied_over_stages_waits_for_the_step(stage, memory):
     rank, last = dist.get_rank(), dist.get_rank() // 2 == 1
     stages = [ds_comm.new_group(ranks, "stage") for ranks in ((0, 1), (2, 3))]
     net = Tied(last).double()
-    assign(net.table, Assignment(Family("tied", ds_comm.world_group(), 2), "table"))
+    set_param_sharding(net.table, ParamSharding(ReductionGroup("tied", ds_comm.world_group(), 2), "table"))
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
     optimizer = ds_zero.shard(
         net, inner, stage=stage, memory=memory, clip=0.5, group=stages[last], norm=ds_comm.world_group(),
-        policy=ds_zero.UnitPolicy(max_numel=1, persist_numel=0),
+        policy=ds_zero.UnitSizePolicy(max_numel=1, persist_numel=0),
     )  # fmt: skip
     peer = rank - 2 if last else rank + 2
     gathered = {"stage": stage == 3}
@@ -383,28 +383,28 @@ def test_a_weight_tied_over_stages_waits_for_the_step(stage, memory):
 def test_what_cannot_be_is_refused():
     alike, across = grid()
     net = Experts(0)
-    assign(net.first.weight, Assignment(Family("expert", alike, 4)))
-    assign(net.first.bias, Assignment(Family("expert", alike, 2)))
+    set_param_sharding(net.first.weight, ParamSharding(ReductionGroup("expert", alike, 4)))
+    set_param_sharding(net.first.bias, ParamSharding(ReductionGroup("expert", alike, 2)))
     with pytest.raises(PlanError, match="Give each set of ranks"):
         ds_zero.shard(net, adamw(net))
     net = Experts(0)
     if dist.get_rank() < 3:
-        assign(net.first.weight, Assignment(Family("expert", alike, 4)))
+        set_param_sharding(net.first.weight, ParamSharding(ReductionGroup("expert", alike, 4)))
     with pytest.raises(PlanError, match=r"on ranks \[3\] it has none"):
         ds_zero.shard(net, adamw(net))
     net = Experts(0)
-    assign(net.first.weight, Assignment(None, None, (40, WIDTH), Box((0, 0), (40, WIDTH))))
+    set_param_sharding(net.first.weight, ParamSharding(None, None, (40, WIDTH), Box((0, 0), (40, WIDTH))))
     with pytest.raises(PlanError, match="was assigned Box"):
         ds_zero.shard(net, adamw(net))
     net = Experts(0)
     for param in net.experts.parameters():
-        assign(param, Assignment(Family("expert", alike, 4)))
+        set_param_sharding(param, ParamSharding(ReductionGroup("expert", alike, 4)))
     if dist.get_rank() >= 2:
         del net.experts[1]
     with pytest.raises(PlanError, match="parameters of family 'expert'"):
         ds_zero.shard(net, adamw(net))
     net = nn.Linear(2, 2)
-    assign(net.weight, Assignment(Family("tied", ds_comm.world_group(), 2)))
+    set_param_sharding(net.weight, ParamSharding(ReductionGroup("tied", ds_comm.world_group(), 2)))
     with pytest.raises(PlanError, match="the norm goes over"):
         ds_zero.shard(net, adamw(net), group=across, clip=1.0)
     net, _ = experts()

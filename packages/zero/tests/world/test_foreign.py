@@ -44,7 +44,7 @@ def movement(model, optimizer, backward):
 
 def check(kind, stage, lr, rank, size):
     model, twin = net(), net()
-    policy = ds_zero.UnitPolicy(max_numel=1200, persist_numel=0)
+    policy = ds_zero.UnitSizePolicy(max_numel=1200, persist_numel=0)
     optimizer = ds_zero.shard(model, kind(model.parameters(), lr=lr), stage=stage, policy=policy)
     moved = movement(model, optimizer, lambda m, step: m(rows(step, rank)).square().mean().backward())
 

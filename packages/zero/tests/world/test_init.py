@@ -16,7 +16,7 @@ from ds_config.errors import CheckpointError, PlanError, ShardedAccessError
 from ds_testing import world
 from ds_zero.runtime.init_shards import chunk_of
 
-SMALL = ds_zero.UnitPolicy(max_numel=300, persist_numel=8)
+SMALL = ds_zero.UnitSizePolicy(max_numel=300, persist_numel=8)
 
 
 class Net(nn.Module):
@@ -210,7 +210,7 @@ def test_scattered_parameters_are_gathered_and_given_back():
         with ds_zero.GatheredParameters(weight):
             assert type(weight) is nn.Parameter
         nn.init.constant_(bias, float(rank))
-    assert type(weight) is ds_zero.Released
+    assert type(weight) is ds_zero.ShardedParameter
     assert weight.untyped_storage().nbytes() == 0
     with ds_zero.GatheredParameters([weight, bias, bias]):
         assert bool((weight == 2.0).all())
@@ -249,7 +249,7 @@ def test_a_copy_of_a_cut_parameter_is_another_one_cut_the_same_way():
     tied = copy.deepcopy(nn.ModuleList([net[0], net[0]]))
     assert tied[0].weight is tied[1].weight
     weight, other = net[1].weight, twin[1].weight
-    assert type(other) is ds_zero.Released
+    assert type(other) is ds_zero.ShardedParameter
     assert other is not weight
     assert not other.requires_grad
     assert other.untyped_storage().nbytes() == 0

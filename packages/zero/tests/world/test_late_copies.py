@@ -15,10 +15,10 @@ from torch import nn
 import ds_ops.optim
 import ds_zero
 from ds_testing import world
-from ds_zero import Placement
+from ds_zero import OffloadPolicy
 from ds_zero.runtime import param_storage
 
-WHOLE_UNITS = ds_zero.UnitPolicy(max_numel=256, persist_numel=0)
+WHOLE_UNITS = ds_zero.UnitSizePolicy(max_numel=256, persist_numel=0)
 
 
 class Late:
@@ -87,14 +87,14 @@ def train(frozen, **options):
 
 def places(folder):
     return {
-        "host": {"param_tier": Placement("host")},
-        "host, early": {"param_tier": Placement("host"), "tier": Placement("host", early=1.0)},
-        "file": {"param_tier": Placement("file", str(folder), buffers=2)},
+        "host": {"param_tier": OffloadPolicy("host")},
+        "host, early": {"param_tier": OffloadPolicy("host"), "tier": OffloadPolicy("host", overlap_ratio=1.0)},
+        "file": {"param_tier": OffloadPolicy("file", str(folder), buffer_count=2)},
         "all in files": {
-            "param_tier": Placement("file", str(folder), buffers=4),
-            "tier": Placement("file", str(folder), buffers=2),
+            "param_tier": OffloadPolicy("file", str(folder), buffer_count=4),
+            "tier": OffloadPolicy("file", str(folder), buffer_count=2),
         },
-        "no read ahead": {"param_tier": Placement("file", str(folder), buffers=3, read_ahead=False)},
+        "no read ahead": {"param_tier": OffloadPolicy("file", str(folder), buffer_count=3, read_ahead=False)},
     }
 
 

@@ -20,7 +20,7 @@ def step(bench, net, optimizer, number):
 @world(2)
 def test_suspend_gives_every_byte_back_and_resume_the_same_bits(bench, stage, precision):
     nets = [bench.model("external") for _ in range(2)]
-    policy = ds_zero.UnitPolicy(max_numel=600, persist_numel=40)
+    policy = ds_zero.UnitSizePolicy(max_numel=600, persist_numel=40)
     sharded = [ds_zero.shard(n, bench.adamw(n), stage=stage, precision=precision, policy=policy) for n in nets]
     for net, optimizer in zip(nets, sharded, strict=True):
         step(bench, net, optimizer, 0)

@@ -13,12 +13,12 @@ from ds_config.errors import PlanError
 from ds_monitor.sinks import MemorySink
 from ds_testing import world
 
-SMALL = ds_zero.UnitPolicy(max_numel=600, persist_numel=40)
-EVEN = ds_zero.UnitPolicy(max_numel=32 * 32, persist_numel=0)
+SMALL = ds_zero.UnitSizePolicy(max_numel=600, persist_numel=40)
+EVEN = ds_zero.UnitSizePolicy(max_numel=32 * 32, persist_numel=0)
 WAYS = {
-    "secondary": ds_zero.Nodes(2, secondary=True),
-    "two_steps": ds_zero.Nodes(2, two_steps=True),
-    "both": ds_zero.Nodes(2, two_steps=True, secondary=True),
+    "secondary": ds_zero.NodeTopology(2, secondary_partition=True),
+    "two_steps": ds_zero.NodeTopology(2, hierarchical=True),
+    "both": ds_zero.NodeTopology(2, hierarchical=True, secondary_partition=True),
 }
 BY_WAY = pytest.mark.parametrize("way", WAYS)
 
@@ -167,13 +167,13 @@ def test_ranks_that_take_other_paths_meet(way):
 
 @world(4)
 def test_nodes_that_do_not_fit_are_refused_and_whole_ones_need_nothing(bench):
-    for stage, nodes in ((3, ds_zero.Nodes(3, secondary=True)), (2, ds_zero.Nodes(2, two_steps=True))):
+    for stage, nodes in ((3, ds_zero.NodeTopology(3, secondary_partition=True)), (2, ds_zero.NodeTopology(2, hierarchical=True))):
         net = bench.model("plain")
         with pytest.raises(PlanError, match=f"nodes of {nodes.size}") as error:
             ds_zero.shard(net, bench.adamw(net), stage=stage, nodes=nodes)
         assert error.value.code == "zero-nodes"
     for size in (1, 4, 8):
         net = bench.model("plain")
-        optimizer = ds_zero.shard(net, bench.adamw(net), stage=3, nodes=ds_zero.Nodes(size, secondary=True))
+        optimizer = ds_zero.shard(net, bench.adamw(net), stage=3, nodes=ds_zero.NodeTopology(size, secondary_partition=True))
         assert optimizer.sharding.units[0].seat.route is None
         optimizer.close()

@@ -13,7 +13,7 @@ from torch import nn
 
 import ds_comm
 import ds_zero
-from ds_comm.reduction_group import Assignment, Family, assign
+from ds_comm.reduction_group import ParamSharding, ReductionGroup, set_param_sharding
 from ds_testing import world
 
 REPLICATED = frozenset({"1.weight", "1.bias"})
@@ -27,10 +27,10 @@ def part(rank):
 
 
 def shard(net, **options):
-    alone, everyone = ds_comm.single_group("data", dist.get_rank()), ds_comm.world_group()
+    alone, everyone = ds_comm.self_group("data", dist.get_rank()), ds_comm.world_group()
     for name, param in net.named_parameters():
         if name in REPLICATED:
-            assign(param, Assignment(Family("between", alone, divisor=1, copies=2)))
+            set_param_sharding(param, ParamSharding(ReductionGroup("between", alone, divisor=1, copies=2)))
     return ds_zero.shard(net, torch.optim.SGD(net.parameters(), lr=0.1), group=alone, norm=everyone, **options)
 
 

@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 import ds_zero
 from ds_testing import world
-from ds_zero import Placement
+from ds_zero import OffloadPolicy
 
-HOST = Placement("host")
+HOST = OffloadPolicy("host")
 
 
 def filed(folder, **options):
-    return Placement("file", str(folder), **{"buffers": 2, **options})
+    return OffloadPolicy("file", str(folder), **{"buffers": 2, **options})
 
 
 def train(bench, *, steps=4, kind="adamw", name="plain", batches=2, act=lambda net, optimizer, step: None, **options):
@@ -29,7 +29,7 @@ def train(bench, *, steps=4, kind="adamw", name="plain", batches=2, act=lambda n
         "ops": lambda: ds_zero_adamw(groups),
         "momentum": lambda: torch.optim.SGD(groups, momentum=0.9),
     }
-    options = {"policy": ds_zero.UnitPolicy(max_numel=600, persist_numel=40), "clip": 0.5, **options}
+    options = {"policy": ds_zero.UnitSizePolicy(max_numel=600, persist_numel=40), "clip": 0.5, **options}
     optimizer = ds_zero.shard(net, make[kind](), **options)
     for step in range(steps):
         for micro in range(batches):
@@ -68,15 +68,15 @@ def test_offloaded_runs_have_the_same_bits(bench, tmp_path, stage):
         expected = result(*train(bench, stage=stage, memory=memory, kind="ops"))
         for tier in (
             HOST,
-            Placement("host", share=0.5),
+            OffloadPolicy("host", ratio=0.5),
             filed(tmp_path),
             filed(tmp_path, read_ahead=False, write_behind=False),
         ):
             net, optimizer = train(bench, stage=stage, memory=memory, kind="ops", tier=tier)
             places = {str(u.plan.tier) for u in optimizer.sharding.units}
             assert str(tier) in places
-            assert ("device" in places) == (tier.share < 1)
-            if tier.where == "file":
+            assert ("device" in places) == (tier.ratio < 1)
+            if tier.device == "file":
                 assert all(u.shard.untyped_storage().nbytes() == 0 for u in optimizer.sharding.units)
             optimizer.refresh()  # whole access need not come before it
             optimizer.shards()
@@ -120,7 +120,7 @@ def test_a_model_without_an_optimizer_rests_elsewhere(bench, tmp_path):
             expected = expected.bfloat16()
         for rest in (HOST, filed(tmp_path)):
             net = bench.model("plain").requires_grad_(False)
-            policy = ds_zero.UnitPolicy(max_numel=600, persist_numel=40)
+            policy = ds_zero.UnitSizePolicy(max_numel=600, persist_numel=40)
             sharding = ds_zero.shard(net, None, stage=3, param_tier=rest, precision=precision, policy=policy)
             tokens = bench.batch(0, 0, 0)
             for _ in range(3):
@@ -149,7 +149,7 @@ def muon(net):
 def test_whole_parameters_skips_replans_and_suspensions(bench, tmp_path, stage):
     def run(tier):
         net = bench.model("plain")
-        policy = ds_zero.UnitPolicy(max_numel=600, persist_numel=40)
+        policy = ds_zero.UnitSizePolicy(max_numel=600, persist_numel=40)
         optimizer = ds_zero.shard(
             net, muon(net), stage=stage, memory="private", precision="fp16", policy=policy, tier=tier
         )

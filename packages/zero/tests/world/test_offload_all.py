@@ -11,27 +11,27 @@ import torch.distributed as dist
 import ds_ops.optim
 import ds_zero
 from ds_testing import world
-from ds_zero import Placement
+from ds_zero import OffloadPolicy
 from ds_zero.layout.dtypes_plan import Precision
 
-POLICY = ds_zero.UnitPolicy(max_numel=600, persist_numel=40)
+POLICY = ds_zero.UnitSizePolicy(max_numel=600, persist_numel=40)
 SKIPPING = Precision(skip_nonfinite=True)
 
 
 def tiers(folder):
     return [
-        {"tier": Placement("host")},
-        {"tier": Placement("host", share=0.3)},
-        {"tier": Placement("file", str(folder), buffers=2)},
-        {"tier": Placement("file", str(folder), buffers=3, share=0.6)},
+        {"tier": OffloadPolicy("host")},
+        {"tier": OffloadPolicy("host", ratio=0.3)},
+        {"tier": OffloadPolicy("file", str(folder), buffer_count=2)},
+        {"tier": OffloadPolicy("file", str(folder), buffer_count=3, ratio=0.6)},
     ]
 
 
 def param_tiers(folder):
-    file = Placement("file", str(folder), buffers=2)
+    file = OffloadPolicy("file", str(folder), buffer_count=2)
     return [
-        {"param_tier": Placement("host")},
-        {"tier": Placement("host"), "param_tier": file},
+        {"param_tier": OffloadPolicy("host")},
+        {"tier": OffloadPolicy("host"), "param_tier": file},
         {"tier": file, "param_tier": file},
     ]
 
@@ -135,7 +135,7 @@ def test_bf16_is_the_host_optimizers_own_result(bench, tmp_path, stage):
 @world(2)
 def test_a_function_may_say_the_tier_of_each_unit(bench, tmp_path):
     """Device, host and file in one model."""
-    places = ["device", Placement("host"), Placement("file", str(tmp_path), buffers=2)]
+    places = ["device", OffloadPolicy("host"), OffloadPolicy("file", str(tmp_path), buffer_count=2)]
     seen: dict[str, object] = {}
 
     def tier(spec):

@@ -16,7 +16,7 @@ from ds_config.errors import CheckpointError, PlanError, UnsupportedError
 from ds_testing import world
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-SMALL = ds_zero.UnitPolicy(max_numel=600, persist_numel=40)
+SMALL = ds_zero.UnitSizePolicy(max_numel=600, persist_numel=40)
 OPTIMIZERS = {
     "SGD": {"momentum": 0.9, "nesterov": True}, "Adam": {"amsgrad": True}, "AdamW": {}, "NAdam": {}, "RAdam": {},
     "Adamax": {}, "Adagrad": {}, "Adadelta": {}, "RMSprop": {"centered": True, "momentum": 0.5}, "Rprop": {}, "ASGD": {},
@@ -277,7 +277,7 @@ def test_what_one_stage_saves_another_resumes(bench, kind, source, target):
     with torch.no_grad():
         for p in second.parameters():
             p.zero_()
-    two = ds_zero.shard(second, bench.adamw(second), stage=target, policy=ds_zero.UnitPolicy(max_numel=900))
+    two = ds_zero.shard(second, bench.adamw(second), stage=target, policy=ds_zero.UnitSizePolicy(max_numel=900))
     two.load_state_dict(meta)
     two.materialize(["exp_avg", "exp_avg_sq"])
     for local in two.shards():
@@ -375,7 +375,7 @@ def test_the_first_nonfinite_gradient_is_named(stage):
         net, torch.optim.SGD(net.parameters(), lr=0.1), stage=stage, precision=precision, policy=SMALL
     )
     net[1].weight.register_hook(lambda grad: grad * (float("nan") if dist.get_rank() == 1 else 1.0))
-    with ds_zero.NonfiniteSearch(net) as search:
+    with ds_zero.NonfiniteDetector(net) as search:
         net(torch.ones(2, 12)).sum().backward()
     optimizer.step()
     assert optimizer.last.skipped
@@ -384,7 +384,7 @@ def test_the_first_nonfinite_gradient_is_named(stage):
     assert (found is None) == (dist.get_rank() == 0)
     if found is not None:
         assert (found.name, found.what, found.phase, found.rank) == ("1.weight", "gradient", "backward", 1)
-    with ds_zero.NonfiniteSearch(net) as search:
+    with ds_zero.NonfiniteDetector(net) as search:
         net(torch.full((1, 12), float("inf")))
     assert str(search.first) == f"the model: input in forward, rank {dist.get_rank()}"
     optimizer.close()

@@ -32,7 +32,7 @@ def train(bench, kind, options, *, steps=5, micros=1, dtype=torch.float32):
 
 
 def options(stage, bucket, overlap, clip):
-    policy = ds_zero.UnitPolicy(max_numel=BUCKETS[bucket], persist_numel=0 if bucket != "parameter" else 40)
+    policy = ds_zero.UnitSizePolicy(max_numel=BUCKETS[bucket], persist_numel=0 if bucket != "parameter" else 40)
     return {"stage": stage, "overlap": overlap, "clip": clip, "policy": policy}
 
 
@@ -122,7 +122,7 @@ class Views(torch.nn.Module):
 def test_gradients_that_share_memory_are_not_written(stage, memory):
     rank, nets = dist.get_rank(), [Views().double(), Views().double()]
     with mock.patch("ds_zero.runtime.reduce_strategies.LEAST_KEPT", 8), mock.patch("ds_zero.runtime.reduce_strategies.LEAST_SENT", 8):
-        policy = ds_zero.UnitPolicy(max_numel=1, persist_numel=0)
+        policy = ds_zero.UnitSizePolicy(max_numel=1, persist_numel=0)
         optimizer = ds_zero.shard(
             nets[0], torch.optim.SGD(nets[0].parameters(), lr=0.1), stage=stage, memory=memory, policy=policy
         )

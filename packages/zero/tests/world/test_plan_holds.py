@@ -13,9 +13,9 @@ from torch import nn
 import ds_comm
 import ds_monitor
 import ds_zero
-from ds_comm.reduction_group import Assignment, Family, assign
+from ds_comm.reduction_group import ParamSharding, ReductionGroup, set_param_sharding
 from ds_testing import world
-from ds_zero.layout.unit_plan import Reduction, Storage
+from ds_zero.layout.unit_plan import ReduceStrategy, ParamStorage
 
 
 def draw(seed):
@@ -31,9 +31,9 @@ def draw(seed):
     for param in list(net.parameters())[1:]:
         param.requires_grad_(chance.random() < 0.85)
     if chance.random() < 0.3 and dist.get_world_size() == 2:
-        alone = ds_comm.single_group("mine", dist.get_rank())
+        alone = ds_comm.self_group("mine", dist.get_rank())
         for param in net[-1].parameters():
-            assign(param, Assignment(Family("expert", alone, 2), f"experts.{dist.get_rank()}.{len(param.shape)}"))
+            set_param_sharding(param, ParamSharding(ReductionGroup("expert", alone, 2), f"experts.{dist.get_rank()}.{len(param.shape)}"))
     params = list(net.parameters())
     decay, rest = [p for p in params if p.dim() > 1], [p for p in params if p.dim() <= 1]
     groups = [{"params": decay, "weight_decay": 0.1}] + ([{"params": rest, "weight_decay": 0.0}] if rest else [])
@@ -46,7 +46,7 @@ def draw(seed):
     }
     rules = (ds_zero.PrecisionRule("*.bias", param=torch.float32),) if chance.random() < 0.3 else ()
     param = chance.choice([None, torch.bfloat16])
-    policy = ds_zero.UnitPolicy(
+    policy = ds_zero.UnitSizePolicy(
         max_numel=chance.choice([None, 1, 500]), persist_numel=chance.choice([0, 50]), persist_total=chance.choice([None, 100])
     )  # fmt: skip
     options = {
@@ -71,7 +71,7 @@ def check(seed):
     for unit in units:
         held, planned = unit.bytes, unit.plan.bytes
         # Of memory that a host shares each rank counts its part.
-        full = held["full"] // (unit.layout.world if unit.plan.storage is Storage.SHARED else 1)
+        full = held["full"] // (unit.layout.world if unit.plan.storage is ParamStorage.SHARED else 1)
         assert (full, held["shard"]) == (planned.full, planned.shard), (seed, unit.plan)
         state = [v for part in unit.parts for v in inner.state[part.tensor].values() if v.dim()]
         if unit.plan.layout.kind == "flat":
@@ -79,7 +79,7 @@ def check(seed):
         else:  # padding of rows has no state
             padding = (unit.layout.shard_numel - sum(p.interval.numel for p in unit.owned)) * 3 * 4
             assert planned.optim - padding <= sum(v.nbytes for v in state) <= planned.optim
-        if unit.plan.reduction is Reduction.ARENA:
+        if unit.plan.reduction is ReduceStrategy.ARENA:
             assert held["grad_full"] + held["grad_shard"] <= planned.grads + planned.arena, (seed, unit.plan)
     optimizer.close()
 
@@ -111,7 +111,7 @@ def test_bytes_on_the_wire_are_those_of_the_plan(memory, dtype):
     """Counted where every collective passes: of one step at stage 3, two gathers and one reduction a unit."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 16, bias=False)).to(dtype)
-    policy = ds_zero.UnitPolicy(max_numel=1, persist_numel=0)
+    policy = ds_zero.UnitSizePolicy(max_numel=1, persist_numel=0)
     optimizer = ds_zero.shard(
         net, torch.optim.SGD(net.parameters(), lr=0.1), stage=3, memory=memory, policy=policy, overlap=False
     )
@@ -136,7 +136,7 @@ def test_bytes_on_the_wire_are_those_of_the_plan(memory, dtype):
 def test_frozen_parameters_have_no_master_and_gathers_recast_nothing(stage):
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 4))
     net[0].requires_grad_(False)
-    policy = ds_zero.UnitPolicy(persist_numel=0)
+    policy = ds_zero.UnitSizePolicy(persist_numel=0)
     optimizer = ds_zero.shard(
         net, torch.optim.AdamW(net.parameters(), lr=0.01), stage=stage, precision="bf16", policy=policy
     )

@@ -10,7 +10,7 @@ import ds_zero
 from ds_config.errors import PlanError
 from ds_testing import world
 
-SMALL = ds_zero.UnitPolicy(max_numel=600, persist_numel=40)
+SMALL = ds_zero.UnitSizePolicy(max_numel=600, persist_numel=40)
 
 
 @pytest.mark.parametrize(("stage", "memory"), [(1, "private"), (2, "shared"), (3, "private"), (3, "shared")])

@@ -21,7 +21,7 @@ from ds_monitor.sinks import MemorySink
 from ds_ops.stream import copy_ranges
 from ds_testing import world
 
-EVEN = ds_zero.UnitPolicy(max_numel=32 * 33, persist_numel=0)
+EVEN = ds_zero.UnitSizePolicy(max_numel=32 * 33, persist_numel=0)
 
 
 def even():
@@ -261,7 +261,7 @@ def check_cycles(stage, cycles, memory="private"):
             net,
             torch.optim.AdamW(net.parameters()),
             stage=stage,
-            policy=ds_zero.UnitPolicy(persist_numel=0),
+            policy=ds_zero.UnitSizePolicy(persist_numel=0),
             memory=memory,
         )
         for _ in range(2):

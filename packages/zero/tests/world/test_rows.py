@@ -11,7 +11,7 @@ from torch import nn
 
 import ds_monitor
 import ds_zero
-from ds_comm.sparse_rows import Table, by_rows
+from ds_comm.sparse_rows import EmbeddingTable, by_rows
 from ds_config.errors import PlanError
 from ds_monitor.sinks import MemorySink
 from ds_testing import world
@@ -111,7 +111,7 @@ def test_it_is_for_stage_0():
 
 
 def test_rows_travel_where_they_are_fewer_bytes():
-    table = Table(offset=0, rows=100, width=6)
+    table = EmbeddingTable(offset=0, rows=100, width=6)
     assert by_rows(table, most=0, world=2, itemsize=4)
     assert by_rows(table, most=74, world=2, itemsize=4)  # 2 * 74 * 32 < 2 * 100 * 24
     assert not by_rows(table, most=75, world=2, itemsize=4)

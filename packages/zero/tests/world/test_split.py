@@ -11,12 +11,12 @@ import torch.distributed as dist
 import ds_comm
 import ds_ops.optim
 import ds_zero
-from ds_comm.reduction_group import Assignment, assign
+from ds_comm.reduction_group import ParamSharding, set_param_sharding
 from ds_comm.placement import Box
 from ds_config.errors import PlanError
 from ds_testing import world
-from ds_zero import Placement
-from ds_zero.policies.zenflow import Calendar, Importance, Votes, top_columns
+from ds_zero import OffloadPolicy
+from ds_zero.policies.zenflow import Calendar, ZenFlowOptions, Votes, top_columns
 
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.999), 1e-8, 0.1
 
@@ -88,7 +88,7 @@ def averaged(bench, net, step):
 def sharded(bench, told, **options):
     net = bench.model("plain")
     optimizer = ds_ops.optim.AdamW(net.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
-    policy = ds_zero.UnitPolicy(max_numel=600, persist_numel=40)
+    policy = ds_zero.UnitSizePolicy(max_numel=600, persist_numel=40)
     return net, ds_zero.shard(net, optimizer, updates=told, policy=policy, **options)
 
 
@@ -99,11 +99,11 @@ def train(bench, net, optimizer, steps):
 
 
 RULES = {
-    "intervals": Importance(0.2, 6, 3),
-    "warm-up": Importance(0.1, 0, 2, warm_up=3),
-    "auto": Importance(0.3, 5, 0, auto_ratio=0.5),
-    "every step": Importance(0.25, 1, 1),
-    "all columns": Importance(1.0, 4, 2),
+    "intervals": ZenFlowOptions(0.2, 6, 3),
+    "warm-up": ZenFlowOptions(0.1, 0, 2, warm_up=3),
+    "auto": ZenFlowOptions(0.3, 5, 0, auto_ratio=0.5),
+    "every step": ZenFlowOptions(0.25, 1, 1),
+    "all columns": ZenFlowOptions(1.0, 4, 2),
 }
 
 
@@ -140,7 +140,7 @@ def test_a_run_is_the_loop(bench, rules, stage):
 @world(2)
 def test_state_may_rest_elsewhere(bench, tmp_path, placement):
     told = RULES["intervals"]
-    tier = Placement("host") if placement == "host" else Placement("file", str(tmp_path), buffers=2)
+    tier = OffloadPolicy("host") if placement == "host" else OffloadPolicy("file", str(tmp_path), buffer_count=2)
     runs = []
     for options in ({}, {"tier": tier}):
         net, optimizer = sharded(bench, told, stage=2, **options)
@@ -182,7 +182,7 @@ def test_it_goes_on_from_what_is_kept(bench):
 def test_other_optimizers_are_refused(bench):
     net = bench.model("plain")
     with pytest.raises(PlanError, match="split by importance"):
-        ds_zero.shard(net, torch.optim.AdamW(net.parameters()), updates=Importance())
+        ds_zero.shard(net, torch.optim.AdamW(net.parameters()), updates=ZenFlowOptions())
 
 
 class Sometimes(torch.nn.Module):
@@ -200,7 +200,7 @@ class Sometimes(torch.nn.Module):
 
 @world(2)
 def test_gradients_wait_for_the_end_of_an_interval_in_which_nobody_uses_their_parameters():
-    told = Importance(0.25, 0, 3)
+    told = ZenFlowOptions(0.25, 0, 3)
     net = Sometimes()
     inner = ds_ops.optim.AdamW(net.parameters(), lr=LR, weight_decay=DECAY)
     optimizer = ds_zero.shard(net, inner, stage=2, updates=told)
@@ -223,12 +223,12 @@ def test_gradients_wait_for_the_end_of_an_interval_in_which_nobody_uses_their_pa
 def test_ranks_with_other_matrices_keep_and_vote_together():
     """As stages of a pipeline are: each rank has a part of the model of its own."""
     rank = dist.get_rank()
-    told = Importance(0.25, 0, 0, auto_ratio=1.0)
+    told = ZenFlowOptions(0.25, 0, 0, auto_ratio=1.0)
 
     def made():
         net = torch.nn.ModuleDict({f"part{rank}": torch.nn.Linear(8, 8, bias=False)})
         inner = ds_ops.optim.AdamW(net.parameters(), lr=LR)
-        group, everyone = ds_comm.single_group("data", rank), ds_comm.world_group()
+        group, everyone = ds_comm.self_group("data", rank), ds_comm.world_group()
         return net, ds_zero.shard(net, inner, group=group, norm=everyone, stage=1, updates=told)
 
     def step(net, optimizer, large):
@@ -264,6 +264,6 @@ def test_ranks_with_other_matrices_keep_and_vote_together():
 @world(1)
 def test_columns_of_matrices_that_are_cut_are_refused():
     net = Sometimes()
-    assign(net.always.weight, Assignment(None, None, (16, 8), Box((8, 0), (8, 8))))
+    set_param_sharding(net.always.weight, ParamSharding(None, None, (16, 8), Box((8, 0), (8, 8))))
     with pytest.raises(PlanError, match=r"always\.weight, which tensor parallelism has cut"):
-        ds_zero.shard(net, ds_ops.optim.AdamW(net.parameters()), stage=1, updates=Importance())
+        ds_zero.shard(net, ds_ops.optim.AdamW(net.parameters()), stage=1, updates=ZenFlowOptions())

@@ -12,10 +12,10 @@ import torch.distributed as dist
 import ds_zero
 from ds_config.errors import PlanError
 from ds_testing import world
-from ds_zero.offload.state_stores import TIERS, Tier
+from ds_zero.offload.state_stores import TIERS, OptimizerStateStore
 
 
-class Narrow(Tier):
+class Narrow(OptimizerStateStore):
     """Between updates the shard is bf16, elsewhere, and its fp32 memory is given back."""
 
     resident = False
@@ -65,7 +65,7 @@ def test_masters_kept_elsewhere_in_bf16(bench, stage, memory):
         Narrow.now = Narrow.most = 0
         optimizer = ds_zero.shard(
             net, bench.adamw(net), stage=stage, memory=memory, tier="narrow",
-            policy=ds_zero.UnitPolicy(max_numel=600, persist_numel=40),
+            policy=ds_zero.UnitSizePolicy(max_numel=600, persist_numel=40),
         )  # fmt: skip
         units = optimizer.sharding.units
         Narrow.now = Narrow.most = 0
@@ -96,7 +96,7 @@ def test_a_tier_for_some_units_and_one_that_there_is_not():
         ds_zero.shard(net, inner, tier="moon")
     with mock.patch.dict(TIERS, {"narrow": Narrow}):
         optimizer = ds_zero.shard(
-            net, inner, stage=1, policy=ds_zero.UnitPolicy(max_numel=80),
+            net, inner, stage=1, policy=ds_zero.UnitSizePolicy(max_numel=80),
             tier=lambda spec: "narrow" if "1.weight" in spec.shapes else "device",
         )  # fmt: skip
         assert [u.plan.tier for u in optimizer.sharding.units] == ["device", "narrow"]

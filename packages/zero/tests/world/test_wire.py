@@ -15,17 +15,17 @@ import ds_zero
 from ds_config.errors import PlanError, UnsupportedError
 from ds_ops.formats import INT8, QuantSpec
 from ds_testing import world
-from ds_zero.policies.quantized_comm import QGZ, QWZ, Correction, Wire
+from ds_zero.policies.quantized_comm import QGZ, QWZ, ErrorFeedbackOptions, QuantizedComm
 
 FINE = QuantSpec(INT8, 16)  # so that three steps of a small model tell a mistake from a rounding
 ANY = {"float32": {}, "bfloat16": {}, "float16": {}}
-SMALL = ds_zero.UnitPolicy(max_numel=1, persist_numel=0)
+SMALL = ds_zero.UnitSizePolicy(max_numel=1, persist_numel=0)
 WIRES = {
-    "weights": Wire(weights=QWZ),
-    "gradients": Wire(gradients=QGZ),
-    "corrected": Wire(gradients=QGZ, correction=Correction()),
-    "levels": Wire(gradients=QGZ, correction=Correction(), node=2),
-    "all": Wire(QWZ, QWZ, QGZ, Correction(), 2),
+    "weights": QuantizedComm(weights=QWZ),
+    "gradients": QuantizedComm(gradients=QGZ),
+    "corrected": QuantizedComm(gradients=QGZ, correction=ErrorFeedbackOptions()),
+    "levels": QuantizedComm(gradients=QGZ, correction=ErrorFeedbackOptions(), node=2),
+    "all": QuantizedComm(QWZ, QWZ, QGZ, ErrorFeedbackOptions(), 2),
 }
 
 
@@ -43,7 +43,7 @@ def batch(step, dtype=torch.float32):
 
 def uncertified():
     """What is tested here is not what is certified."""
-    fine = Wire(FINE, FINE, FINE, Correction()), Wire(gradients=FINE)
+    fine = QuantizedComm(FINE, FINE, FINE, ErrorFeedbackOptions()), QuantizedComm(gradients=FINE)
     every = {mode: ANY for wire in (*WIRES.values(), *fine) for mode in wire.modes}
     return mock.patch("ds_zero.policies.quantized_comm.certificates", return_value=every)
 
@@ -69,15 +69,15 @@ def distance(one, other):
     return max(float((a - b).norm() / b.norm().clamp_min(1e-3)) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("nodes", [None, ds_zero.Nodes(2, two_steps=True, secondary=True)], ids=["flat", "nodes"])
+@pytest.mark.parametrize("nodes", [None, ds_zero.NodeTopology(2, hierarchical=True, secondary_partition=True)], ids=["flat", "nodes"])
 @pytest.mark.parametrize("node", [1, 2])
 @world(4)
 def test_fine_codes_train_as_exact_messages_do(node, nodes):
     """Over four ranks: a wrong divisor (the mean over nodes instead of ranks) or a wrong order would be off by factors."""
-    exact = trained(Wire())
-    assert distance(trained(Wire(FINE, FINE, FINE, None, node), nodes=nodes), exact) < 0.01
-    assert distance(trained(Wire(gradients=FINE, correction=Correction(), node=node), stage=2), exact) < 0.01
-    assert distance(trained(Wire(gradients=FINE, node=node), stage=1, shard_size=2), exact) < 0.01
+    exact = trained(QuantizedComm())
+    assert distance(trained(QuantizedComm(FINE, FINE, FINE, None, node), nodes=nodes), exact) < 0.01
+    assert distance(trained(QuantizedComm(gradients=FINE, correction=ErrorFeedbackOptions(), node=node), stage=2), exact) < 0.01
+    assert distance(trained(QuantizedComm(gradients=FINE, node=node), stage=1, shard_size=2), exact) < 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -197,11 +197,11 @@ def test_errors_are_sent_later_and_counted():
 @pytest.mark.parametrize(
     ("options", "code"),
     [
-        ({"stage": 2, "wire": Wire(weights=QWZ)}, "zero-wire"),
-        ({"stage": 0, "wire": Wire(gradients=QGZ)}, "zero-wire"),
-        ({"stage": 3, "wire": Wire(correction=Correction())}, "zero-wire"),
-        ({"stage": 3, "wire": Wire(gradients=QuantSpec(INT8, 48))}, "zero-uncertified"),
-        ({"stage": 3, "wire": Wire(weights=QWZ), "precision": ds_zero.Precision(param=torch.float64)}, "zero-uncertified"),
+        ({"stage": 2, "wire": QuantizedComm(weights=QWZ)}, "zero-wire"),
+        ({"stage": 0, "wire": QuantizedComm(gradients=QGZ)}, "zero-wire"),
+        ({"stage": 3, "wire": QuantizedComm(correction=ErrorFeedbackOptions())}, "zero-wire"),
+        ({"stage": 3, "wire": QuantizedComm(gradients=QuantSpec(INT8, 48))}, "zero-uncertified"),
+        ({"stage": 3, "wire": QuantizedComm(weights=QWZ), "precision": ds_zero.Precision(param=torch.float64)}, "zero-uncertified"),
     ],
 )  # fmt: skip
 @world(2)
@@ -227,7 +227,7 @@ def test_frozen_parameters_travel_as_codes_alone():
     net = net_of()
     net[2].requires_grad_(False)
     optimizer = ds_zero.shard(
-        net, torch.optim.SGD(net.parameters(), lr=0.1), stage=3, wire=Wire(frozen=QWZ), policy=SMALL, memory="private"
+        net, torch.optim.SGD(net.parameters(), lr=0.1), stage=3, wire=QuantizedComm(frozen=QWZ), policy=SMALL, memory="private"
     )
     assert {u.spec.trained: u.plan.wire.weights for u in optimizer.sharding.units} == {True: None, False: QWZ}
     before = ds_zero.safe_get_full_fp32_param(net[2].weight)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ds_ckpt.convert.pickled import require_pickle
-from ds_ckpt.convert.tensor_source import Entry, Source
+from ds_ckpt.convert.tensor_source import TensorEntry, TensorSource
 from ds_ckpt.shard_tensors import dtype_name
 from ds_config.errors import CheckpointError
 
@@ -62,7 +62,7 @@ class _Careful(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it wants {module}.{name}")
 
 
-class _Reader(dcp.FileSystemReader):
+class _SafeDcpReader(dcp.FileSystemReader):
     """torch's reader with the careful unpickler."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -90,7 +90,7 @@ def _metadata(file: IO[bytes], where: str) -> Metadata:
     return found
 
 
-def open_dcp(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Source:
+def open_dcp(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> TensorSource:
     """The tensors of a DCP directory under our names.
 
     Raises:
@@ -108,8 +108,8 @@ def open_dcp(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Sou
     entries = {}
     for key, value in tensors.items():
         dtype = value.properties.dtype
-        entries[_ours(key, prefix)] = Entry(tuple(value.size), dtype_name(dtype), partial(_read, root, key, value))
-    return Source(entries, {}, {"left_out": sorted(found.keys() - tensors.keys())})
+        entries[_ours(key, prefix)] = TensorEntry(tuple(value.size), dtype_name(dtype), partial(_read, root, key, value))
+    return TensorSource(entries, {}, {"left_out": sorted(found.keys() - tensors.keys())})
 
 
 def _ours(key: str, prefix: str) -> str:
@@ -122,11 +122,11 @@ def _ours(key: str, prefix: str) -> str:
 
 def _read(root: Path, key: str, value: TensorStorageMetadata) -> Tensor:
     out = torch.empty(value.size, dtype=value.properties.dtype)
-    dcp.load({key: out}, storage_reader=_Reader(root), no_dist=True)
+    dcp.load({key: out}, storage_reader=_SafeDcpReader(root), no_dist=True)
     return out
 
 
-def write_dcp(source: Source, out: str | os.PathLike[str], *, optimizer: bool = True) -> None:
+def write_dcp(source: TensorSource, out: str | os.PathLike[str], *, optimizer: bool = True) -> None:
     """Write `source` as a DCP directory that `torch.distributed.checkpoint.load` reads at any world size.
 
     Raises:

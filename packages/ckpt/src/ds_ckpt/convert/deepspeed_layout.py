@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ds_ckpt.convert.pickled import load_pt, require_pickle
-from ds_ckpt.convert.tensor_source import Entry, Source
+from ds_ckpt.convert.tensor_source import TensorEntry, TensorSource
 from ds_ckpt.convert.universal import write_universal
 from ds_ckpt.jsontext import Json, to_json
 from ds_ckpt.shard_tensors import dtype_name
@@ -70,7 +70,7 @@ _INTERNAL = frozenset(
 class _Found:
     """What has been collected while the files of a checkpoint are walked through."""
 
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, TensorEntry] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     scalars: dict[str, dict[str, float]] = field(default_factory=dict)
     groups: list[Json] = field(default_factory=list)
@@ -79,7 +79,7 @@ class _Found:
     left_out: list[str] = field(default_factory=list)
 
 
-def open_deepspeed(path: str | os.PathLike[str], *, tag: str | None = None, allow_pickle: bool = False) -> Source:
+def open_deepspeed(path: str | os.PathLike[str], *, tag: str | None = None, allow_pickle: bool = False) -> TensorSource:
     """A DeepSpeed checkpoint (the folder of a tag, or the folder of tags) as logical tensors.
 
     Raises:
@@ -114,7 +114,7 @@ def open_deepspeed(path: str | os.PathLike[str], *, tag: str | None = None, allo
             found.left_out.append("optimizer (no ZeRO: its states carry no parameter names)")
     if universal:
         _universal(found, folder / "zero", by_mp[min(by_mp)])
-    return Source(found.entries, found.aliases, _meta(found, by_mp[min(by_mp)][0]))
+    return TensorSource(found.entries, found.aliases, _meta(found, by_mp[min(by_mp)][0]))
 
 
 def _tag_folder(path: Path, tag: str | None) -> Path:
@@ -187,12 +187,12 @@ def _module(found: _Found, states: Sequence[Mapping[str, Any]]) -> None:
             and (tensor.numel() or name in buffers or name not in known)
         ):
             key = f"buffer/{name}" if name in buffers else f"param/{name}"
-            found.entries[key] = Entry(tuple(tensor.shape), dtype_name(tensor.dtype), partial(_itself, tensor))
+            found.entries[key] = TensorEntry(tuple(tensor.shape), dtype_name(tensor.dtype), partial(_itself, tensor))
     for name, shape in (first.get("frozen_param_shapes") or {}).items():
         parts = [state["frozen_param_fragments"][name] for state in states]
         whole = parts[:1] if parts[0].numel() == shape.numel() else parts
         pieces = [(part, 0, part.numel()) for part in whole]
-        found.entries[f"param/{name}"] = Entry(
+        found.entries[f"param/{name}"] = TensorEntry(
             tuple(shape), dtype_name(parts[0].dtype), partial(_assembled, pieces, tuple(shape))
         )
     found.aliases.update({f"param/{name}": f"param/{target}" for name, target in shared.items()})
@@ -209,7 +209,7 @@ def _layers_and_experts(found: _Found, folder: Path, states: Sequence[Mapping[st
             whole = f"{int(layer[1])}.{name}" if layer else name
             if isinstance(tensor, Tensor) and not (layer and name in tied and whole not in known | buffers):
                 key = f"buffer/{whole}" if whole in buffers else f"param/{whole}"
-                found.entries[key] = Entry(tuple(tensor.shape), dtype_name(tensor.dtype), partial(_itself, tensor))
+                found.entries[key] = TensorEntry(tuple(tensor.shape), dtype_name(tensor.dtype), partial(_itself, tensor))
 
 
 def _optimizer(found: _Found, states: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> None:
@@ -348,7 +348,7 @@ def _add(
 ) -> None:
     key = f"optim/{name}/{state}" if state else f"param/{name}"
     dtype = dtype_name(pieces[0][0].dtype) if pieces else "float32"
-    found.entries[key] = Entry(shape, dtype, partial(_assembled, pieces, shape))
+    found.entries[key] = TensorEntry(shape, dtype, partial(_assembled, pieces, shape))
 
 
 def _itself(tensor: Tensor) -> Tensor:

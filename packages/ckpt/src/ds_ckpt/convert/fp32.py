@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ds_ckpt.checkpoint_list import find_latest
 from ds_ckpt.convert.deepspeed_layout import open_deepspeed
 from ds_ckpt.convert.huggingface import Exported, write_hf
-from ds_ckpt.convert.tensor_source import Source, cast, open_checkpoint, renamed
+from ds_ckpt.convert.tensor_source import TensorSource, cast, open_checkpoint, renamed
 from ds_ckpt.format import MANIFEST
 from ds_config.errors import CheckpointError
 
@@ -39,7 +39,7 @@ class LazyTensor:
 
 def open_training(
     checkpoint_dir: str | os.PathLike[str], tag: str | None = None, *, allow_pickle: bool = False
-) -> Source:
+) -> TensorSource:
     """A checkpoint of ours, or of DeepSpeed, in a folder of tags (or the folder of one tag)."""
     root = Path(checkpoint_dir)
     if tag is not None and (root / tag / MANIFEST).is_file():
@@ -58,7 +58,7 @@ def open_training(
     )
 
 
-def weights(source: Source, *, exclude_frozen_parameters: bool = False) -> Source:
+def weights(source: TensorSource, *, exclude_frozen_parameters: bool = False) -> TensorSource:
     """The model of a training checkpoint: parameters and buffers under the module's own names.
 
     Args:

@@ -18,7 +18,7 @@ from typing import Final
 from safetensors import safe_open
 from torch import Tensor
 
-from ds_ckpt.convert.tensor_source import Entry, Source
+from ds_ckpt.convert.tensor_source import TensorEntry, TensorSource
 from ds_ckpt.dtypes import BY_CODE, ITEMSIZE
 from ds_ckpt.jsontext import parse
 from ds_ckpt.local import Disk, LocalWriteFile
@@ -41,7 +41,7 @@ class Exported:
     nbytes: int
 
 
-def open_hf(path: str | os.PathLike[str]) -> Source:
+def open_hf(path: str | os.PathLike[str]) -> TensorSource:
     """Tensors of a safetensors file, or of a directory that holds one, an index, or any number of them.
 
     Raises:
@@ -54,7 +54,7 @@ def open_hf(path: str | os.PathLike[str]) -> Source:
         raise CheckpointError(
             f"{root} holds no safetensors file", code="ckpt-not-found", fix="Give the model's directory."
         )
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     for file in files:
         if not file.is_file():
             raise CheckpointError(f"{file} is missing", code="ckpt-not-found", fix="Complete the download.")
@@ -67,8 +67,8 @@ def open_hf(path: str | os.PathLike[str]) -> Source:
                         code="ckpt-dtype",
                         fix="Convert it first.",
                     )
-                entries[name] = Entry(tuple(view.get_shape()), BY_CODE[view.get_dtype()], partial(_read, file, name))
-    return Source(entries)
+                entries[name] = TensorEntry(tuple(view.get_shape()), BY_CODE[view.get_dtype()], partial(_read, file, name))
+    return TensorSource(entries)
 
 
 def _read(file: Path, name: str) -> Tensor:
@@ -90,7 +90,7 @@ def _indexed(root: Path) -> list[Path]:
     return [root / name for name in names]
 
 
-def write_hf(source: Source, out: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9) -> Exported:
+def write_hf(source: TensorSource, out: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9) -> Exported:
     """Write `source` into the directory `out`; one file when everything fits into `max_shard_bytes`.
 
     Raises:
@@ -118,14 +118,14 @@ def write_hf(source: Source, out: str | os.PathLike[str], *, max_shard_bytes: in
     return Exported(tuple(files), total)
 
 
-def _nbytes(entry: Entry) -> int:
+def _nbytes(entry: TensorEntry) -> int:
     n = ITEMSIZE[entry.dtype]
     for size in entry.shape:
         n *= size
     return n
 
 
-def _shards(source: Source, limit: int) -> list[list[str]]:
+def _shards(source: TensorSource, limit: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     used = 0
     for name, entry in source.entries.items():
@@ -138,7 +138,7 @@ def _shards(source: Source, limit: int) -> list[list[str]]:
     return shards
 
 
-def _write_file(path: Path, entries: Sequence[tuple[str, Entry]]) -> None:
+def _write_file(path: Path, entries: Sequence[tuple[str, TensorEntry]]) -> None:
     ordered = sorted(entries, key=lambda e: (-ITEMSIZE[e[1].dtype], e[0]))
     head = safetensors_header([(name, entry.dtype, entry.shape) for name, entry in ordered])
     file = LocalWriteFile(Disk(), str(path), 0)

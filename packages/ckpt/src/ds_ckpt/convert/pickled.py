@@ -18,10 +18,10 @@ import torch
 
 from ds_config.errors import CheckpointError, UnsupportedError
 
-__all__ = ["DynamicLossScaler", "FragmentAddress", "LossScaler", "Record", "load_pt", "require_pickle", "save_pt"]
+__all__ = ["DynamicLossScaler", "FragmentAddress", "LossScaler", "PickledObject", "load_pt", "require_pickle", "save_pt"]
 
 
-class Record:
+class PickledObject:
     """A stand-in for a class of another program: its fields, without its code."""
 
     def __init__(self, *args: object) -> None:
@@ -62,10 +62,10 @@ class FragmentAddress:
 
 
 _KNOWN: Final[Sequence[tuple[Callable[..., Any], str]]] = (
-    (Record, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
-    (Record, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
-    (Record, "deepspeed.utils.tensor_fragment.fragment_address"),
-    (Record, "deepspeed.checkpoint.universal_checkpoint.SubparamShape"),
+    (PickledObject, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (PickledObject, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (PickledObject, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (PickledObject, "deepspeed.checkpoint.universal_checkpoint.SubparamShape"),
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
     (set, "builtins.set"),
 )

@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from ds_ckpt.convert.pickled import DynamicLossScaler, FragmentAddress, LossScaler, require_pickle, save_pt
-from ds_ckpt.convert.regular_plan import EXPERT, Flat, Piece, Regular, _own, _owner, plan_flats
-from ds_ckpt.convert.tensor_source import Source
+from ds_ckpt.convert.regular_plan import EXPERT, Flat, FlatPiece, Regular, _own, _owner, plan_flats
+from ds_ckpt.convert.tensor_source import TensorSource
 from ds_ckpt.jsontext import Json
 from ds_ckpt.shard_tensors import torch_dtype
 from ds_config.errors import CheckpointError, UnsupportedError
 
-__all__ = ["EXPERT", "Flat", "Piece", "Regular", "plan_flats", "write_regular"]
+__all__ = ["EXPERT", "Flat", "FlatPiece", "Regular", "plan_flats", "write_regular"]
 
 _LAYER: Final = re.compile(r"(\d+)\.(.*)")
 _TIED: Final = re.compile(r"tied_modules\.([^.]+)\.(.*)")
@@ -41,7 +41,7 @@ _VERSION: Final = "0.19.8"  # whose loader was checked against these files
 
 
 def write_regular(
-    source: Source, out: str | os.PathLike[str], tag: str, layout: Regular, *, allow_pickle: bool = False
+    source: TensorSource, out: str | os.PathLike[str], tag: str, layout: Regular, *, allow_pickle: bool = False
 ) -> Path:
     """Write `source` as `out/tag` as DeepSpeed itself would have, for runs cut as `layout` says; `latest` names it.
 
@@ -62,7 +62,7 @@ def write_regular(
     draft.mkdir(parents=True)
     try:
         for index, stage in enumerate(stages):
-            _Writer(source, layout, draft, stage).write(index)
+            _RankFileWriter(source, layout, draft, stage).write(index)
         draft.rename(target)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
@@ -81,10 +81,10 @@ class _Stage:
     layers: range
 
 
-class _Writer:
+class _RankFileWriter:
     """The files of one model-parallel rank: all of the model, or one pipeline stage of it."""
 
-    def __init__(self, source: Source, layout: Regular, folder: Path, stage: _Stage) -> None:
+    def __init__(self, source: TensorSource, layout: Regular, folder: Path, stage: _Stage) -> None:
         self.source, self.layout, self.folder = source, layout, folder
         self.names, self.groups, self.known, self.layers = stage.names, stage.groups, stage.known, stage.layers
         self.trained = {n for group in stage.groups for n in group}
@@ -319,7 +319,7 @@ class _Writer:
         return self.meta.get("config") or {}
 
 
-def _stages(source: Source, layout: Regular) -> list[_Stage]:
+def _stages(source: TensorSource, layout: Regular) -> list[_Stage]:
     """The pipeline stages; one stage without a pipeline."""
     names = {key.partition("/")[2] for key in source.entries if key.startswith(("param/", "buffer/"))}
     groups, known = _groups(source, layout), list((source.meta.get("optimizer") or {}).get("groups") or [])
@@ -357,7 +357,7 @@ def _ordered(group: Sequence[str], first: Mapping[str, int]) -> list[str]:
     return [next(tied) if _TIED.fullmatch(n) else n for n in own]
 
 
-def _groups(source: Source, layout: Regular) -> list[list[str]]:
+def _groups(source: TensorSource, layout: Regular) -> list[list[str]]:
     """The parameters of each optimizer group, in order. Raises CheckpointError "ckpt-foreign" where that is not known."""
     optimizer = source.meta.get("optimizer") or {}
     named = layout.groups if layout.groups is not None else optimizer.get("names")

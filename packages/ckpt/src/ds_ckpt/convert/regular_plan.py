@@ -9,7 +9,7 @@ from typing import Final
 
 from ds_config.errors import CheckpointError, UnsupportedError
 
-__all__ = ["EXPERT", "Flat", "Piece", "Regular", "plan_flats"]
+__all__ = ["EXPERT", "Flat", "FlatPiece", "Regular", "plan_flats"]
 
 
 EXPERT: Final = re.compile(r"(.*\bdeepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
@@ -61,7 +61,7 @@ class Regular:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FlatPiece:
     """Elements start..stop of a parameter, flattened, and `pad` zeros behind them."""
 
     name: str
@@ -75,7 +75,7 @@ class Flat:
     """One flat tensor of a rank: its pieces, and zeros up to `numel` elements. `group`: the optimizer group it is of."""
 
     group: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FlatPiece, ...]
     numel: int
 
     @property
@@ -134,19 +134,19 @@ def _part_of_all(number: int, group: Mapping[str, int], part: int, parts: int) -
     for name, numel in group.items():
         start, stop = max(low, at), min(high, at + numel)
         if start < stop:
-            pieces.append(Piece(name, start - at, stop - at))
+            pieces.append(FlatPiece(name, start - at, stop - at))
         at += numel
     return Flat(number, tuple(pieces), each)
 
 
 def _parts_of_each(number: int, group: Mapping[str, int], layout: Regular, rank: int) -> Iterator[Flat]:
     whole = sum(-(-numel // layout.ranks) for numel in group.values()) <= layout.sub_group_size
-    pieces: list[Piece] = []
+    pieces: list[FlatPiece] = []
     size = 0
     for index, (name, numel) in enumerate(group.items(), 1):
         each = -(-numel // layout.ranks)
         start, stop = min(rank * each, numel), min((rank + 1) * each, numel)
-        pieces.append(Piece(name, start, stop, each - (stop - start)))
+        pieces.append(FlatPiece(name, start, stop, each - (stop - start)))
         size += each
         if index == len(group) or (size >= layout.sub_group_size and not whole):
             yield Flat(number, tuple(pieces), size)

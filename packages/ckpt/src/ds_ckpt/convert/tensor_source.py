@@ -18,16 +18,16 @@ from ds_ckpt.file_reads import Files
 from ds_ckpt.jsontext import Json, from_json
 from ds_ckpt.save_plan import plan_load
 from ds_ckpt.reader import check_block, read_blocks
-from ds_ckpt.save_job import Saved, save_from
-from ds_ckpt.local_storage import At, locate
+from ds_ckpt.save_job import SaveResult, save_from
+from ds_ckpt.local_storage import CheckpointRef, locate
 from ds_ckpt.shard_tensors import byte_view, dtype_name, torch_dtype
 from ds_comm.placement import TensorShard
 
-__all__ = ["Entry", "Source", "cast", "from_dict", "open_checkpoint", "renamed", "write_checkpoint"]
+__all__ = ["TensorEntry", "TensorSource", "cast", "from_dict", "open_checkpoint", "renamed", "write_checkpoint"]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor that can be read: global shape, dtype (torch's name), and how."""
 
     shape: tuple[int, ...]
@@ -36,26 +36,26 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TensorSource:
     """Tensors by name, other names of some of them, and JSON."""
 
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorEntry]
     aliases: Mapping[str, str] = field(default_factory=dict)
     meta: Mapping[str, Json] = field(default_factory=dict)
 
 
-def from_dict(tensors: Mapping[str, Tensor], meta: Mapping[str, Json] | None = None) -> Source:
+def from_dict(tensors: Mapping[str, Tensor], meta: Mapping[str, Json] | None = None) -> TensorSource:
     """A source over tensors in memory. Tensors that are the same object are stored once, the others as aliases."""
-    entries, aliases, first = dict[str, Entry](), dict[str, str](), dict[int, str]()
+    entries, aliases, first = dict[str, TensorEntry](), dict[str, str](), dict[int, str]()
     for name, tensor in tensors.items():
         if first.setdefault(id(tensor), name) != name:
             aliases[name] = first[id(tensor)]
         else:
-            entries[name] = Entry(tuple(tensor.shape), dtype_name(tensor.dtype), lambda t=tensor: t)  # type: ignore[misc]
-    return Source(entries, aliases, meta or {})
+            entries[name] = TensorEntry(tuple(tensor.shape), dtype_name(tensor.dtype), lambda t=tensor: t)  # type: ignore[misc]
+    return TensorSource(entries, aliases, meta or {})
 
 
-def open_checkpoint(path: str | os.PathLike[str] | At) -> Source:
+def open_checkpoint(path: str | os.PathLike[str] | CheckpointRef) -> TensorSource:
     """A checkpoint of ours as a source. Each read opens the files it needs and checks the blocks it touches."""
     at = locate(path)
     manifest = read_manifest(at)
@@ -72,13 +72,13 @@ def open_checkpoint(path: str | os.PathLike[str] | At) -> Source:
         return out
 
     entries = {
-        name: Entry(record.shape, record.dtype, lambda name=name: read(name))  # type: ignore[misc]
+        name: TensorEntry(record.shape, record.dtype, lambda name=name: read(name))  # type: ignore[misc]
         for name, record in manifest.tensors.items()
     }
-    return Source(entries, manifest.aliases, dict(from_json(manifest.meta)))
+    return TensorSource(entries, manifest.aliases, dict(from_json(manifest.meta)))
 
 
-def renamed(source: Source, rename: Callable[[str], str | None]) -> Source:
+def renamed(source: TensorSource, rename: Callable[[str], str | None]) -> TensorSource:
     """`source` with other names; those for which `rename` gives None are left out, and aliases of them, too."""
     entries = {new: entry for name, entry in source.entries.items() if (new := rename(name)) is not None}
     aliases = {}
@@ -86,22 +86,22 @@ def renamed(source: Source, rename: Callable[[str], str | None]) -> Source:
         new, stored = rename(name), rename(target)
         if new is not None and stored in entries:
             aliases[new] = stored
-    return Source(entries, aliases, source.meta)
+    return TensorSource(entries, aliases, source.meta)
 
 
-def cast(source: Source, dtype: str) -> Source:
+def cast(source: TensorSource, dtype: str) -> TensorSource:
     """`source` with every floating-point tensor converted to `dtype` when it is read."""
     wanted = torch_dtype(dtype)
 
-    def converted(entry: Entry) -> Entry:
+    def converted(entry: TensorEntry) -> TensorEntry:
         if "float" not in entry.dtype or entry.dtype == dtype:
             return entry
-        return Entry(entry.shape, dtype, lambda: entry.read().to(wanted))
+        return TensorEntry(entry.shape, dtype, lambda: entry.read().to(wanted))
 
-    return Source({name: converted(e) for name, e in source.entries.items()}, source.aliases, source.meta)
+    return TensorSource({name: converted(e) for name, e in source.entries.items()}, source.aliases, source.meta)
 
 
-def write_checkpoint(source: Source, path: str | os.PathLike[str] | At) -> Saved:
+def write_checkpoint(source: TensorSource, path: str | os.PathLike[str] | CheckpointRef) -> SaveResult:
     """Write a source as a checkpoint of ours, from one process, one tensor in memory at a time."""
     readers = {TensorShard.whole(name, e.shape, e.dtype): e.read for name, e in source.entries.items()}
     return save_from(path, readers, source.meta, source.aliases)

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from ds_ckpt.convert.pickled import require_pickle
-from ds_ckpt.convert.tensor_source import Source
+from ds_ckpt.convert.tensor_source import TensorSource
 from ds_ckpt.jsontext import Json
 from ds_config.errors import CheckpointError
 
 __all__ = ["write_universal"]
 
 
-def write_universal(source: Source, out: str | os.PathLike[str], tag: str, *, allow_pickle: bool = False) -> Path:
+def write_universal(source: TensorSource, out: str | os.PathLike[str], tag: str, *, allow_pickle: bool = False) -> Path:
     """Write `source` as `out/tag` in DeepSpeed's universal layout; DeepSpeed loads it with `checkpoint.load_universal`.
 
     `source` has our names; meta["optimizer"] as ds_engine keeps it gives groups and scalars. The order of the groups
@@ -76,7 +76,7 @@ def _check_part(name: str) -> None:
         )
 
 
-def _trained(source: Source) -> dict[str, list[str]]:
+def _trained(source: TensorSource) -> dict[str, list[str]]:
     """Parameter name -> its optimizer states, for parameters that have any."""
     out: dict[str, list[str]] = {}
     for key in source.entries:
@@ -99,7 +99,7 @@ def _common(groups: Sequence[Json], steps: Mapping[str, float], meta: Mapping[st
 _DEEPSPEED = "0.19.8"  # the version whose reader was checked against this writer
 
 
-def _model_file(source: Source, trained: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+def _model_file(source: TensorSource, trained: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     meta, counters = source.meta, dict(source.meta.get("counters") or {})
     module = {}
     buffers = []

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds_comm.call import Call
-from ds_comm.channels.signature import Leaf, Signature
+from ds_comm.call import CollectiveCall
+from ds_comm.channels.signature import Leaf, MessageSignature
 from ds_comm.groups import Group
 from ds_comm.transports import Started, Transport
 from ds_comm.work import Work
@@ -35,20 +35,20 @@ class MessageSender:
     """The end that sends."""
 
     def __init__(self, group: Group, peer: int, tag: int, unit: str) -> None:
-        self._call, self._peer = Call("send", group, unit), peer
+        self._call, self._peer = CollectiveCall("send", group, unit), peer
         self._head_tag, self._tag = _tags(tag)
         self._numbers: dict[tuple[Leaf, ...], int] = {}
-        self._last: Signature | None = None
+        self._last: MessageSignature | None = None
         self._under_way: deque[tuple[Work, list[Tensor]]] = deque()
 
     def send(self, tensors: Sequence[Tensor]) -> Work:
         """As `Sender.send`: complete when the receiver took it."""
         while self._under_way and (self._under_way[0][0].is_completed() or len(self._under_way) > _UNDER_WAY):
             self._under_way.popleft()[0].wait()
-        key = Signature.key(tensors)
+        key = MessageSignature.key(tensors)
         signature, text = self._last, b""
         if signature is None or signature.leaves != key:
-            signature = Signature(key)
+            signature = MessageSignature(key)
             if key not in self._numbers:
                 self._numbers[key] = len(self._numbers)
                 text = signature.text()
@@ -72,10 +72,10 @@ class MessageReceiver:
     """The end that receives. One message is posted at a time."""
 
     def __init__(self, group: Group, peer: int, tag: int, unit: str) -> None:
-        self._call, self._peer = Call("recv", group, unit), peer
+        self._call, self._peer = CollectiveCall("recv", group, unit), peer
         self._head_tag, self._tag = _tags(tag)
-        self._known: dict[int, Signature] = {}
-        self._last: tuple[int, Signature] | None = None
+        self._known: dict[int, MessageSignature] = {}
+        self._last: tuple[int, MessageSignature] | None = None
         self._posted: tuple[Work, Tensor, list[Tensor]] | None = None
 
     def post(self) -> None:
@@ -103,7 +103,7 @@ class MessageReceiver:
             if text_bytes:
                 text = torch.empty(text_bytes, dtype=torch.uint8)
                 self._receive([(text, self._tag)]).wait()
-                self._known[number] = Signature.parse(text.numpy().tobytes())
+                self._known[number] = MessageSignature.parse(text.numpy().tobytes())
             self._last = number, self._known[number]
             outs = self._last[1].empties()
             self._receive([(out, self._tag) for out in outs]).wait()

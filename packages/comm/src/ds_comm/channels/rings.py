@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ds_comm._torch import second_connection
-from ds_comm.call import Call
-from ds_comm.channels.shm_ring import End, Plan, RingReceiver, RingSender, plan_ring
-from ds_comm.channels.signature import Signature
+from ds_comm.call import CollectiveCall
+from ds_comm.channels.shm_ring import End, RingLayout, RingReceiver, RingSender, plan_ring
+from ds_comm.channels.signature import MessageSignature
 from ds_comm.groups import Group
 from ds_comm.node_topology import Neighbour
 from ds_comm.watch.recorder import current
 from ds_comm.work import Work
-from ds_ops.shm_collectives import Segment
+from ds_ops.shm_collectives import SharedSegment
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -37,7 +37,7 @@ class Rings:
         order = group.order
         self._number = 0 if order is None else order.mark  # the same on all ranks, another one for the next Rings
         self._store: Store | None = None
-        self.segments: list[Segment] = []
+        self.segments: list[SharedSegment] = []
 
     def sender(self, to: int, tag: int, unit: str) -> _LateSender:
         """The filling end of a ring to rank `to`."""
@@ -71,7 +71,7 @@ class Rings:
         self.segments.clear()
 
     def _end(self, op: str, peer: int, unit: str) -> End:
-        return End(Call(op, self.group, unit), peer, self.timeout_s, self._sending)
+        return End(CollectiveCall(op, self.group, unit), peer, self.timeout_s, self._sending)
 
 
 class _LateSender:
@@ -84,13 +84,13 @@ class _LateSender:
     def send(self, tensors: Sequence[Tensor]) -> Work:
         """As `Sender.send`."""
         if self._open is None:
-            self._open = self._make(Signature(Signature.key(tensors)).nbytes)
+            self._open = self._make(MessageSignature(MessageSignature.key(tensors)).nbytes)
         return self._open.send(tensors)
 
     def _make(self, nbytes: int) -> RingSender:
         rings, rank, peer = self._rings, self._rings.group.rank, self._end.peer
         plan = plan_ring(nbytes, rings.depth)
-        segment = Segment(plan.nbytes)
+        segment = SharedSegment(plan.nbytes)
         rings.segments.append(segment)  # open for as long as the other may still come
         made = RingSender(segment, plan, rings.pids(rank, peer), self._end)
         rings.store.set(rings.note(rank, peer, self._tag), json.dumps([segment.token, plan.cells, plan.cell_bytes]))
@@ -131,8 +131,8 @@ class _LateReceiver:
             self._end.wait_for(lambda: bool(store.check([note])), nap, slot)
             current().ended(slot)
             token, cells, cell_bytes = json.loads(store.get(note))
-            plan = Plan(int(cells), int(cell_bytes))
-            segment = Segment.attach(token, plan.nbytes)
+            plan = RingLayout(int(cells), int(cell_bytes))
+            segment = SharedSegment.attach(token, plan.nbytes)
             self._open = RingReceiver(segment, plan, rings.pids(self._end.peer, rings.group.rank), self._end)
             segment.close()
         return self._open

@@ -21,15 +21,15 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from ds_comm.call import Call
-from ds_comm.channels.signature import Leaf, Piece, Signature
+from ds_comm.call import CollectiveCall
+from ds_comm.channels.signature import Leaf, CellPiece, MessageSignature
 from ds_comm.shm_wait import SLICE_S, wait_until
 from ds_comm.watch.recorder import current
 from ds_comm.work import DONE, Work
 from ds_config.errors import CommError
-from ds_ops.shm_collectives import Counters, Segment
+from ds_ops.shm_collectives import HostCounters, SharedSegment
 
-__all__ = ["End", "Plan", "RingReceiver", "RingSender", "plan_ring"]
+__all__ = ["End", "RingLayout", "RingReceiver", "RingSender", "plan_ring"]
 
 _HEAD_WORDS = 8  # kind, number of the signature, bytes of the whole message; a cache line
 _PAGE = 4096
@@ -40,7 +40,7 @@ _DATA, _TEXT = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RingLayout:
     """How the memory of a ring is cut. At least two cells."""
 
     cells: int
@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def heads_at(self) -> int:
-        return Counters.nbytes_for(2)
+        return HostCounters.nbytes_for(2)
 
     @property
     def cells_at(self) -> int:
@@ -59,9 +59,9 @@ class Plan:
         return self.cells_at + self.cells * self.cell_bytes
 
 
-def plan_ring(message_bytes: int, depth: int) -> Plan:
+def plan_ring(message_bytes: int, depth: int) -> RingLayout:
     """Memory for `depth` messages of this size, and for what may follow: memory is taken only where it is touched."""
-    return Plan(max(_CELLS, depth * -(-message_bytes // _CELL_BYTES)), _CELL_BYTES)
+    return RingLayout(max(_CELLS, depth * -(-message_bytes // _CELL_BYTES)), _CELL_BYTES)
 
 
 @dataclass(eq=False)
@@ -76,7 +76,7 @@ class End:
             send to each other and do not receive meanwhile cannot wait for each other.
     """
 
-    call: Call
+    call: CollectiveCall
     peer: int
     limit_s: float
     sending: list[RingSender] = field(default_factory=list)
@@ -88,7 +88,7 @@ class End:
             raise RuntimeError(f"{self.call.group} has one rank: it has no channels")
         return current().begin(order, 0, (self.call.op, self.call.unit, self.peer), like)
 
-    def wait(self, ring: _Ring, slot: int) -> None:
+    def wait(self, ring: _RingEnd, slot: int) -> None:
         """Return when `ring` is ready."""
         self.wait_for(ring.ready, lambda: ring.counters.wait(ring.awaited, SLICE_S) is None, slot)
 
@@ -108,12 +108,12 @@ class End:
         wait_until(self.call, slot, come, lambda: f"rank {self.call.group.ranks[self.peer]}", self.limit_s)
 
 
-class _Ring:
+class _RingEnd:
     """One end's view of the memory. `side`: 0 fills, 1 takes out."""
 
-    def __init__(self, segment: Segment, plan: Plan, side: int, pids: Sequence[int]) -> None:
+    def __init__(self, segment: SharedSegment, plan: RingLayout, side: int, pids: Sequence[int]) -> None:
         self.plan, self.awaited = plan, side  # what all numbers must reach for this end to go on
-        self.counters = Counters(segment, 0, side, pids)
+        self.counters = HostCounters(segment, 0, side, pids)
         for _ in range(side * (plan.cells - 1)):
             self.counters.advance()
         self._segment, self._cell = segment, 0
@@ -164,23 +164,23 @@ class _Layout:
 
     __slots__ = ("cells", "number", "signature")
 
-    def __init__(self, number: int, signature: Signature, cell_bytes: int) -> None:
+    def __init__(self, number: int, signature: MessageSignature, cell_bytes: int) -> None:
         self.number, self.signature = number, signature
-        self.cells: list[list[Piece]] = signature.cells(cell_bytes)
+        self.cells: list[list[CellPiece]] = signature.cells(cell_bytes)
 
 
 class RingSender:
     """The end that fills."""
 
-    def __init__(self, segment: Segment, plan: Plan, pids: Sequence[int], end: End) -> None:
+    def __init__(self, segment: SharedSegment, plan: RingLayout, pids: Sequence[int], end: End) -> None:
         """`pids`: of the sender and the receiver."""
-        self._ring, self._end = _Ring(segment, plan, 0, pids), end
+        self._ring, self._end = _RingEnd(segment, plan, 0, pids), end
         self._known: dict[tuple[Leaf, ...], _Layout] = {}
         self._under_way: deque[_Sending] = deque()
 
     def send(self, tensors: Sequence[Tensor]) -> Work:
         """As `Sender.send`: complete at once where cells are free."""
-        ring, layout = self._ring, self._known.get(Signature.key(tensors))
+        ring, layout = self._ring, self._known.get(MessageSignature.key(tensors))
         if layout is None or len(layout.cells) > 1 or self._under_way or not ring.ready():
             slot = self._end.begin(tensors[0] if tensors else None)
             self._under_way.append(sending := _Sending(self, self._fill(tensors), slot))
@@ -209,11 +209,11 @@ class RingSender:
 
     def _fill(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Fill the cells of a message one by one; yields where none is free."""
-        ring, key = self._ring, Signature.key(tensors)
+        ring, key = self._ring, MessageSignature.key(tensors)
         size = ring.plan.cell_bytes
         layout = self._known.get(key)
         if layout is None:
-            layout = self._known[key] = _Layout(len(self._known), Signature(key), size)
+            layout = self._known[key] = _Layout(len(self._known), MessageSignature(key), size)
             text = torch.frombuffer(bytearray(layout.signature.text()), dtype=torch.uint8)
             for part in text.split(size):
                 while not ring.ready():
@@ -261,9 +261,9 @@ class _Sending:
 class RingReceiver:
     """The end that takes out."""
 
-    def __init__(self, segment: Segment, plan: Plan, pids: Sequence[int], end: End) -> None:
+    def __init__(self, segment: SharedSegment, plan: RingLayout, pids: Sequence[int], end: End) -> None:
         """`pids`: of the sender and the receiver."""
-        self._ring, self._end = _Ring(segment, plan, 1, pids), end
+        self._ring, self._end = _RingEnd(segment, plan, 1, pids), end
         self._known: dict[int, _Layout] = {}
         self._last: _Layout | None = None
 
@@ -309,7 +309,7 @@ class RingReceiver:
             text += ring.cell()[: min(nbytes - len(text), ring.plan.cell_bytes)].numpy().tobytes()
             ring.step()
             if len(text) == nbytes:
-                self._known[number] = _Layout(number, Signature.parse(text), ring.plan.cell_bytes)
+                self._known[number] = _Layout(number, MessageSignature.parse(text), ring.plan.cell_bytes)
             if not ring.ready():
                 self._end.wait(ring, slot)
             kind, number, nbytes = ring.head()

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ds_config.errors import CommError
 
-__all__ = ["Leaf", "Piece", "Signature"]
+__all__ = ["Leaf", "CellPiece", "MessageSignature"]
 
 Leaf = tuple[torch.dtype, torch.Size]
 _ALIGNED = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CellPiece:
     """Bytes [start, stop) of leaf `leaf`, at byte `place` of a cell."""
 
     leaf: int
@@ -29,7 +29,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Signature:
+class MessageSignature:
     """dtype and shape of each tensor of a message. The leaves lie one after the other, aligned to 64 bytes."""
 
     leaves: tuple[Leaf, ...]
@@ -62,15 +62,15 @@ class Signature:
         """Tensors of this signature."""
         return [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in self.leaves]
 
-    def cells(self, cell_bytes: int) -> list[list[Piece]]:
+    def cells(self, cell_bytes: int) -> list[list[CellPiece]]:
         """What lies in each cell of a message cut into cells; one cell at least."""
         return [list(self._pieces(at, at + cell_bytes)) for at in range(0, max(self.nbytes, 1), cell_bytes)]
 
-    def _pieces(self, first: int, last: int) -> Iterator[Piece]:
+    def _pieces(self, first: int, last: int) -> Iterator[CellPiece]:
         for leaf, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
             low, high = max(start, first), min(start + size, last)
             if low < high:
-                yield Piece(leaf, low - start, high - start, low - first)
+                yield CellPiece(leaf, low - start, high - start, low - first)
 
     def text(self) -> bytes:
         """As it is told to the other rank."""
@@ -78,7 +78,7 @@ class Signature:
         return json.dumps(leaves, separators=(",", ":")).encode()
 
     @staticmethod
-    def parse(text: bytes) -> Signature:
+    def parse(text: bytes) -> MessageSignature:
         """What the other rank told.
 
         Raises:
@@ -94,4 +94,4 @@ class Signature:
                 code="comm-metadata",
                 fix="See whether all ranks run one version of the packages.",
             ) from error
-        return Signature(tuple(found))
+        return MessageSignature(tuple(found))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import ds_comm.collectives as collectives
-from ds_comm.call import Call
+from ds_comm.call import CollectiveCall
 from ds_comm.collectives import ReduceOp
 from ds_comm.groups import Group, GroupLike, as_group
 from ds_comm.lossy.hierarchy import Hierarchy
@@ -30,12 +30,12 @@ from ds_config.errors import CommError
 from ds_ops.formats import QuantSpec, QuantTensor, Swizzle
 from ds_ops.quant import dequantize, quantize, quantize_with_feedback, reduce, reduce_quantized
 
-__all__ = ["Feedback", "Quantized"]
+__all__ = ["ErrorFeedback", "Quantized"]
 
 _INT8 = QuantSpec()
 
 
-class Feedback:
+class ErrorFeedback:
     """What quantization lost, by unit and hop, in fp32; to be added to the unit's next message.
 
     Args:
@@ -98,7 +98,7 @@ class Quantized:
 
     spec: QuantSpec = _INT8
     hierarchy: Hierarchy | None = None
-    feedback: Feedback | None = None
+    feedback: ErrorFeedback | None = None
 
     def all_gather_single(
         self,
@@ -113,7 +113,7 @@ class Quantized:
 
         Cost: the quantized part sent to each rank; one pass to quantize, one to restore.
         """
-        call = Call("all_gather_single", self._group(group), unit)
+        call = CollectiveCall("all_gather_single", self._group(group), unit)
         call.check(output_tensor, input_tensor)
         call.check_parts("input_tensor", input_tensor.numel(), "output_tensor", output_tensor.numel())
         size, n = call.group.size, input_tensor.numel()
@@ -141,7 +141,7 @@ class Quantized:
         Raises:
             CommError: another op ("comm-quantized-op"), a group that is not the hierarchy's ("comm-hierarchy").
         """
-        call = Call("reduce_scatter_single", self._group(group), unit)
+        call = CollectiveCall("reduce_scatter_single", self._group(group), unit)
         call.check(output, input)
         call.check_parts("output", output.numel(), "input", input.numel())
         factor = _factor(call, op)
@@ -162,7 +162,7 @@ class Quantized:
             )
         return self.hierarchy.group
 
-    def _in_one_hop(self, call: Call, output: Tensor, inp: Tensor, factor: float, async_op: bool) -> Work:
+    def _in_one_hop(self, call: CollectiveCall, output: Tensor, inp: Tensor, factor: float, async_op: bool) -> Work:
         size, n = call.group.size, output.numel()
         sent = self._quantized(inp, 0, call.unit, size)
         received = QuantTensor.empty(self.spec, size, n, like=output)
@@ -171,7 +171,7 @@ class Quantized:
         )
         return _then(work, async_op, lambda: _keep(reduce(received, size, factor=factor, out=output.view(1, n))))
 
-    def _in_two_hops(self, call: Call, output: Tensor, inp: Tensor, factor: float, async_op: bool) -> Work:
+    def _in_two_hops(self, call: CollectiveCall, output: Tensor, inp: Tensor, factor: float, async_op: bool) -> Work:
         levels, n = self.hierarchy, output.numel()
         if levels is None:
             raise ValueError("two hops need a hierarchy")
@@ -226,7 +226,7 @@ def _keep(result: Tensor) -> None:
     """The result is where it was asked for."""
 
 
-def _factor(call: Call, op: Any) -> float:
+def _factor(call: CollectiveCall, op: Any) -> float:
     if op == ReduceOp.SUM:
         return 1.0
     if op == ReduceOp.AVG:

@@ -30,19 +30,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ds_comm.lossy.onebit_base import OneBit, Settings, _denominator, _value_error, count, fraction, limited
+from ds_comm.lossy.onebit_base import OneBit, OneBitSettings, _denominator, _value_error, count, fraction, limited
 
 __all__ = ["OnebitAdam", "OnebitLamb", "ZeroOneAdam"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _AdamSettings(Settings):
+class _AdamSettings(OneBitSettings):
     freeze_step: int = count(100_000)
     eps_inside_sqrt: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _ZeroOneSettings(Settings):
+class _ZeroOneSettings(OneBitSettings):
     var_freeze_step: int = count(100_000)
     var_update_scaler: int = count(16)
     local_step_scaler: int = count(32_678)

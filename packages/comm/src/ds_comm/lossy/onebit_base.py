@@ -15,7 +15,7 @@ from ds_comm.groups import GroupLike, as_group
 from ds_comm.lossy.signs import SignErrors, mean_of_signs
 from ds_config.errors import ConfigError, UnsupportedError
 
-__all__ = ["OneBit", "Params", "Settings", "count", "fraction", "limited"]
+__all__ = ["OneBit", "Params", "OneBitSettings", "count", "fraction", "limited"]
 
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -35,7 +35,7 @@ def fraction(default: float) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class OneBitSettings:
     """What the optimizers are told by keyword, and what is the same for all parameter groups.
 
     Raises:
@@ -69,7 +69,7 @@ class OneBit(Optimizer):
     owns_reduction: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-    _settings: ClassVar[type[Any]] = Settings
+    _settings: ClassVar[type[Any]] = OneBitSettings
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from ds_comm.watch.stamp_ring import Stamp
 from ds_comm.watch.verdict import differs, rank_names
 from ds_config.errors import CommError
 
-__all__ = ["Dump", "Job", "Row", "as_dict", "compare", "dump_name", "jobs_in", "new_job", "read_dumps", "render"]
+__all__ = ["Dump", "DumpFolder", "DumpedOp", "as_dict", "compare", "dump_name", "jobs_in", "new_job", "read_dumps", "render"]
 
 _NAME = re.compile(r"rank-(\d+)-pid-(\d+)(?:-job-(.+))?\.json")
 
@@ -37,7 +37,7 @@ def dump_name(rank: int, pid: int, job: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class DumpFolder:
     """The dumps of one job in a folder.
 
     Attributes:
@@ -66,7 +66,7 @@ class Dump:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DumpedOp:
     """One operation of a group: each rank's stamp, None where it did not come (or its ring no longer has it)."""
 
     group: str
@@ -81,7 +81,7 @@ class Row:
         return len(found) == len(self.stamps) and not any(differs(found[0], stamp) for stamp in found)
 
 
-def jobs_in(folder: Path) -> list[Job]:
+def jobs_in(folder: Path) -> list[DumpFolder]:
     """The jobs whose dumps are in `folder`; the one that wrote last is the first."""
     found: dict[str, dict[int, tuple[float, Path]]] = defaultdict(dict)
     for path in folder.glob("rank-*.json"):
@@ -91,7 +91,7 @@ def jobs_in(folder: Path) -> list[Job]:
         if rank not in mine or mine[rank][0] < written_s:
             mine[rank] = written_s, path
     jobs = [
-        Job(
+        DumpFolder(
             name,
             {rank: path for rank, (_, path) in sorted(mine.items())},
             max(written_s for written_s, _ in mine.values()),
@@ -129,7 +129,7 @@ def _read(rank: int, path: Path) -> Dump:
     return Dump(rank, content["line"], tuple(_stamp(stamp) for stamp in content["stamps"]), content.get("job", ""))
 
 
-def compare(dumps: Sequence[Dump]) -> list[Row]:
+def compare(dumps: Sequence[Dump]) -> list[DumpedOp]:
     """Operations by group and mark; a group's ranks are those of the dumps that have a stamp of it."""
     by_group: dict[str, dict[int, dict[int, Stamp]]] = defaultdict(lambda: defaultdict(dict))
     ranks: dict[str, set[int]] = defaultdict(set)
@@ -139,7 +139,7 @@ def compare(dumps: Sequence[Dump]) -> list[Row]:
                 by_group[stamp.key][stamp.mark][dump.rank] = stamp
                 ranks[stamp.key].add(dump.rank)
     return [
-        Row(next(iter(found.values())).group, mark, {rank: found.get(rank) for rank in sorted(ranks[key])}, key)
+        DumpedOp(next(iter(found.values())).group, mark, {rank: found.get(rank) for rank in sorted(ranks[key])}, key)
         for key, marks in sorted(by_group.items())
         for mark, found in sorted(marks.items())
     ]
@@ -183,7 +183,7 @@ def as_dict(dumps: Sequence[Dump]) -> dict[str, Any]:
     return {"ranks": [{"rank": dump.rank, "line": dump.line} for dump in dumps], "groups": groups}
 
 
-def _remembered(dumps: Sequence[Dump]) -> list[tuple[str, list[Row]]]:
+def _remembered(dumps: Sequence[Dump]) -> list[tuple[str, list[DumpedOp]]]:
     """Rows by group. A ring forgets old operations on one rank sooner than on another: compare from where all remember."""
     rows, found = compare(dumps), []
     for key in dict.fromkeys(row.key for row in rows):

@@ -16,21 +16,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_comm._torch import second_connection
-from ds_comm.groups import Order
+from ds_comm.groups import OpSequence
 from ds_comm.watch.call_sites import error_place
-from ds_comm.watch.stamp_ring import Ring
+from ds_comm.watch.stamp_ring import StampRing
 from ds_comm.watch.secret import job_secret
 from ds_comm.watch.sidechannel import SideChannel
 from ds_comm.watch.verdict import Finding
 from ds_comm.watch.watchdog import DEFAULT_DEADLINE_S, Watchdog, WatchSettings
 
-__all__ = ["Recorder", "current", "deadline_from", "patience", "start_recorder", "stop_recorder"]
+__all__ = ["Recorder", "current", "deadline_from", "extend_timeout", "start_recorder", "stop_recorder"]
 
 
 class Recorder(Protocol):
     """What `call` tells of each operation. `what` is the operation's name, its unit, and the root or peer (-1: none)."""
 
-    def begin(self, order: Order, mark: int, what: tuple[str, str, int], tensor: Tensor | None) -> int:
+    def begin(self, order: OpSequence, mark: int, what: tuple[str, str, int], tensor: Tensor | None) -> int:
         """An operation begins; returns its slot."""
 
     def waiting(self, slot: int) -> None:
@@ -58,7 +58,7 @@ class Recorder(Protocol):
 class _Off:
     """Nobody watches."""
 
-    def begin(self, order: Order, mark: int, what: tuple[str, str, int], tensor: Tensor | None) -> int:
+    def begin(self, order: OpSequence, mark: int, what: tuple[str, str, int], tensor: Tensor | None) -> int:
         return -1
 
     def waiting(self, slot: int) -> None: ...
@@ -80,11 +80,11 @@ class _Off:
 
 
 class _On:
-    def __init__(self, ring: Ring, watchdog: Watchdog) -> None:
+    def __init__(self, ring: StampRing, watchdog: Watchdog) -> None:
         self._ring, self._watchdog = ring, watchdog
         self.waiting, self.ended, self.follow = ring.waiting, ring.ended, watchdog.follow
 
-    def begin(self, order: Order, mark: int, what: tuple[str, str, int], tensor: Tensor | None) -> int:
+    def begin(self, order: OpSequence, mark: int, what: tuple[str, str, int], tensor: Tensor | None) -> int:
         if order.key not in self._watchdog.groups:
             self._watchdog.groups[order.key] = order.ranks
         return self._ring.begin(order.key, order.name, mark, what, tensor)
@@ -124,7 +124,7 @@ def start_recorder(settings: WatchSettings) -> None:
     if world is None or current().watching() or world.size() < 2 or settings.deadline_s <= 0:
         return
     stop_recorder("started anew")  # one may be left of a process group that is gone
-    ring = Ring()
+    ring = StampRing()
     side = SideChannel(second_connection(world), world.rank(), job_secret())
     watchdog = Watchdog(ring, side, (world.rank(), world.size()), settings)
     _current[0] = _On(ring, watchdog)
@@ -139,7 +139,7 @@ def stop_recorder(why: str) -> None:
     recorder.close(why)
 
 
-def patience(seconds: float) -> AbstractContextManager[None]:
+def extend_timeout(seconds: float) -> AbstractContextManager[None]:
     """Let other ranks wait up to `seconds` for this one, whatever the deadline: `with ds_comm.patience(1800): save()`.
 
     For a phase that one rank alone goes through while the others wait in a collective.

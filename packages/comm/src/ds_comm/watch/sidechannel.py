@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from ds_comm.watch.stamp_ring import Stamp
 from ds_comm.watch.secret import seal
-from ds_comm.watch.verdict import Report
+from ds_comm.watch.verdict import RankReport
 
 __all__ = ["SideChannel"]
 
@@ -132,11 +132,11 @@ class SideChannel:
             found.append((int(note["rank"]), str(note["why"]), dict(note["heads"])))
         return found
 
-    def report(self, report: Report) -> None:
+    def report(self, report: RankReport) -> None:
         """Publish this rank's report."""
         self.tell("report", asdict(report))
 
-    def collect(self, ranks: Iterable[int], limit_s: float) -> dict[int, Report]:
+    def collect(self, ranks: Iterable[int], limit_s: float) -> dict[int, RankReport]:
         """Reports of these ranks, as many as come within the limit."""
         missing, found = set(ranks), {}
         deadline = time.monotonic() + limit_s
@@ -161,6 +161,6 @@ class SideChannel:
             time.sleep(_POLL_S)
 
 
-def _report(data: Mapping[str, Any]) -> Report:
+def _report(data: Mapping[str, Any]) -> RankReport:
     stamps = tuple(Stamp(**{**stamp, "shape": tuple(stamp["shape"])}) for stamp in data["stamps"])
-    return Report(**{**data, "stamps": stamps})
+    return RankReport(**{**data, "stamps": stamps})

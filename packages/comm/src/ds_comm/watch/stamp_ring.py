@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["MESSAGES", "OPS", "UNEVEN", "Ring", "RingReader", "Stamp"]
+__all__ = ["MESSAGES", "OPS", "UNEVEN", "StampRing", "RingReader", "Stamp"]
 
 OPS = (
     "all_reduce",
@@ -114,7 +114,7 @@ class Stamp:
         return f"{self.op}[{self.unit}]{number}{what} of group {self.group!r}"
 
 
-class Ring:
+class StampRing:
     """The stamps that this rank writes. `begin` from any thread; a slot is overwritten after 4096 operations."""
 
     def __init__(self) -> None:

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 from ds_comm.watch.stamp_ring import UNEVEN, Stamp
 
-__all__ = ["Finding", "Report", "differs", "judge", "judge_wait", "rank_names"]
+__all__ = ["Finding", "RankReport", "differs", "judge", "judge_wait", "rank_names"]
 
 _SHOWN = 3  # culprits named in a line
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RankReport:
     """What one rank says of itself, or what was found of one that cannot.
 
     Attributes:
@@ -70,7 +70,7 @@ class Finding:
     line: str
 
 
-def judge(mine: Report, reports: Mapping[int, Report], groups: Mapping[str, tuple[int, ...]]) -> Finding:
+def judge(mine: RankReport, reports: Mapping[int, RankReport], groups: Mapping[str, tuple[int, ...]]) -> Finding:
     """What the rank that reports `mine` says.
 
     Args:
@@ -96,7 +96,7 @@ def judge(mine: Report, reports: Mapping[int, Report], groups: Mapping[str, tupl
     return Finding("comm-hang", f"rank {me} is at {mine.frame}{what}{_last(mine)}")
 
 
-def judge_wait(wait: Stamp, mine: Report, reports: Mapping[int, Report], awaited: Sequence[int]) -> Finding | None:
+def judge_wait(wait: Stamp, mine: RankReport, reports: Mapping[int, RankReport], awaited: Sequence[int]) -> Finding | None:
     """What the rank that reports `mine` says of its operation, for which ranks `awaited` of the world are to blame if any are.
 
     None when none of them explains it.
@@ -120,7 +120,7 @@ def differs(a: Stamp, b: Stamp) -> bool:
     return a.op != b.op or a.unit != b.unit or a.dtype != b.dtype or a.peer != b.peer or even
 
 
-def _culprits(wait: Stamp, others: Iterable[Report]) -> Iterator[tuple[str, str]]:
+def _culprits(wait: Stamp, others: Iterable[RankReport]) -> Iterator[tuple[str, str]]:
     """Of each rank that keeps `wait` from ending: the code and the words."""
     for other in others:
         stamp = other.at(wait.key, wait.mark) if wait.mark else None
@@ -136,7 +136,7 @@ def _culprits(wait: Stamp, others: Iterable[Report]) -> Iterator[tuple[str, str]
             yield "comm-hang", f"rank {other.rank} did not come: it {other.place()}"
 
 
-def _missing(wait: Stamp, other: Report) -> bool:
+def _missing(wait: Stamp, other: RankReport) -> bool:
     if not wait.mark:  # a message needs a send here and a receive there
         return not any(stamp.key == wait.key and {stamp.op, wait.op} == {"send", "recv"} for stamp in other.waits())
     return other.head(wait.key) < wait.mark
@@ -149,12 +149,12 @@ def _awaited(wait: Stamp, me: int, ranks: tuple[int, ...]) -> list[int]:
     return [rank for rank in ranks if rank != me]
 
 
-def _waits(wait: Stamp, mine: Report) -> str:
+def _waits(wait: Stamp, mine: RankReport) -> str:
     since_s = mine.now_s - (wait.waited_s or wait.began_s)
     return f"rank {mine.rank} waits since {since_s:.1f} s for {wait} at {mine.frame}"
 
 
-def _last(report: Report) -> str:
+def _last(report: RankReport) -> str:
     return f"; its last operation was {report.stamps[-1]}" if report.stamps else ""
 
 

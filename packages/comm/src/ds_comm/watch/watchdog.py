@@ -35,9 +35,9 @@ import torch.distributed as dist
 from ds_comm.watch.dumps import dump_name, new_job
 from ds_comm.watch.call_sites import user_frame
 from ds_comm.watch.side_channel import Peer, open_peer
-from ds_comm.watch.stamp_ring import Ring, Stamp
+from ds_comm.watch.stamp_ring import StampRing, Stamp
 from ds_comm.watch.sidechannel import SideChannel
-from ds_comm.watch.verdict import Finding, Report, differs, judge, judge_wait
+from ds_comm.watch.verdict import Finding, RankReport, differs, judge, judge_wait
 
 __all__ = ["DEFAULT_DEADLINE_S", "EXIT_CODE", "WatchSettings", "Watchdog"]
 
@@ -87,7 +87,7 @@ class Watchdog:
         groups: Ranks of each group that this rank has stamped an operation of, by torch's name. The recorder fills it.
     """
 
-    def __init__(self, ring: Ring, side: SideChannel, place: tuple[int, int], settings: WatchSettings) -> None:
+    def __init__(self, ring: StampRing, side: SideChannel, place: tuple[int, int], settings: WatchSettings) -> None:
         """`place` is this rank and the size of the world."""
         self.groups: dict[str, tuple[int, ...]] = {}
         self._ring, self._side, self._settings = ring, side, settings
@@ -287,10 +287,10 @@ class Watchdog:
         for rank, why, heads in self._side.left(len(self._left)):
             self._left[rank] = why, heads
 
-    def _left_behind(self, rank: int, why: str, heads: Mapping[str, int]) -> Report:
+    def _left_behind(self, rank: int, why: str, heads: Mapping[str, int]) -> RankReport:
         peer = self._peers.get(rank)
         stamps = () if peer is None else tuple(peer.stamps()[-_REPORTED:])
-        return Report(rank, why, "", time.monotonic(), stamps, dict(heads))
+        return RankReport(rank, why, "", time.monotonic(), stamps, dict(heads))
 
     def _asked_for_patience(self, ranks: tuple[int, ...]) -> bool:
         states = (self._side.ask("state", rank) for rank in ranks)
@@ -345,11 +345,11 @@ class Watchdog:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def _own_report(self, stamps: int = _REPORTED) -> Report:
+    def _own_report(self, stamps: int = _REPORTED) -> RankReport:
         mine = self._ring.stamps()
         kept = [s for s in mine[:-stamps] if s.waits] + mine[-stamps:]
         thread = next((stamp.thread for stamp in kept if stamp.waits), None)
-        return Report(self._rank, "", user_frame(thread), time.monotonic(), tuple(kept), {})
+        return RankReport(self._rank, "", user_frame(thread), time.monotonic(), tuple(kept), {})
 
     def _end(self, alarm: Mapping[str, Any]) -> None:
         self._ending.set()
@@ -378,7 +378,7 @@ class Watchdog:
             return {alarm["rank"]}
         return set(range(self._size)) - {self._rank}
 
-    def _say(self, finding: Finding, alarm: Mapping[str, Any], reports: Mapping[int, Report]) -> None:
+    def _say(self, finding: Finding, alarm: Mapping[str, Any], reports: Mapping[int, RankReport]) -> None:
         dump = self._settings.dump_dir / dump_name(self._rank, os.getpid(), self._job)
         line = f"[ds-comm] {finding.line}."
         if finding.code == "comm-hang" and not alarm["why"].startswith(f"rank {self._rank} was"):

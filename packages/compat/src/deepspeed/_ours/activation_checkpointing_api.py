@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
-from ds_comm import Group, as_group, single_group
+from ds_comm import Group, as_group, self_group
 from ds_config import load
 from ds_config.config_file import read_all
-from ds_parallel import TENSOR_PARALLEL, ActivationCheckpointing, Keeping, RngTracker, current, tensor_seed
+from ds_parallel import TENSOR_PARALLEL, ActivationCheckpointing, ActivationPolicy, RngTracker, current_checkpointing, tensor_seed
 from ds_parallel.config import ActivationCheckpointingConfig
 
 __all__ = [
@@ -47,12 +47,12 @@ class _Process:
     """What this process was told. Upstream keeps the same in a dozen module variables."""
 
     configured: bool = False
-    group: Group = field(default_factory=lambda: single_group("tensor"))
+    group: Group = field(default_factory=lambda: self_group("tensor"))
     policy: ActivationCheckpointing = field(
         default_factory=lambda: ActivationCheckpointing(tracker=_CUDA_RNG_STATE_TRACKER)
     )
 
-    def keep(self, keeping: Keeping) -> None:
+    def keep(self, keeping: ActivationPolicy) -> None:
         """Checkpoint like this from now on."""
         self.policy = ActivationCheckpointing(keeping, self.group, tracker=_CUDA_RNG_STATE_TRACKER)
         self.configured = True
@@ -92,7 +92,7 @@ def configure(
 def _tensor_group(mpu: Any) -> Group:
     getters = ("get_tensor_model_parallel_group", "get_model_parallel_group")
     found = next((getattr(mpu, name) for name in getters if hasattr(mpu, name)), None)
-    return single_group("tensor") if found is None else as_group(found())
+    return self_group("tensor") if found is None else as_group(found())
 
 
 def is_configured() -> bool:
@@ -118,7 +118,7 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 
 def _policy() -> ActivationCheckpointing:
-    engines = current()
+    engines = current_checkpointing()
     if _process.configured:
         engines.calls += 1  # its section is heard: these are the calls that it speaks of
         return _process.policy

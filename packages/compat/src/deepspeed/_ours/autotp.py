@@ -23,7 +23,7 @@ from ds_comm import as_group, world_group
 from ds_config.errors import PlanError
 from ds_parallel.config import TensorParallelConfig as TPTrainingConfig
 from ds_parallel.config import TensorParallelDegreeConfig as TPConfig
-from ds_parallel.tensor import Kind, TensorOptions, cut_model, facts_of, make_tensor_plan
+from ds_parallel.tensor import ShardKind, TensorOptions, parallelize_model, facts_of, make_tensor_plan
 
 __all__ = [
     "SUPPORTED_STYLES", "AutoTP", "AutoTPConfig", "PartitionType", "TPConfig", "TPLayerSpec", "TPPlanConverter",
@@ -209,7 +209,7 @@ class AutoTP:
         modules = dict(model.named_modules())
         found: dict[type[nn.Module], list[str]] = {}
         for decision in make_tensor_plan(facts_of(model), TensorOptions(degree=2)).cut:
-            if decision.kind is not Kind.ROW:
+            if decision.kind is not ShardKind.ROW:
                 continue
             *parts, _ = decision.name.split(".")
             at = max((i for i, part in enumerate(parts) if part.isdigit()), default=-1)
@@ -228,7 +228,7 @@ class AutoTP:
         del prev_name
         if self.partition_config is None:
             group = as_group(self.mp_group) if self.mp_group is not None else world_group()
-            cut_model(r_module, make_tensor_plan(facts_of(r_module), TensorOptions(degree=group.size)), group)
+            parallelize_model(r_module, make_tensor_plan(facts_of(r_module), TensorOptions(degree=group.size)), group)
             dress(r_module)
             return r_module
         for name, child in list(r_module.named_children()):

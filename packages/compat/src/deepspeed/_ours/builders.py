@@ -18,7 +18,7 @@ from deepspeed._ours.aio_handles import functions as file_functions
 from ds_config.errors import UnsupportedError
 from ds_ops.update_rules import (
     AdamHyper,
-    Rule,
+    UpdateRule,
     UpdateSpec,
     UpdateTensors,
     adagrad_coefficients,
@@ -120,7 +120,7 @@ def _cpu_adam() -> Mapping[str, Any]:
     ) -> int:  # fmt: skip
         decoupled = bool(_hypers.get(("adam", optimizer_id), {}).get("adamw_mode", True))
         hyper = AdamHyper(lr, (beta1, beta2), eps, decay, decoupled, bool(corrects))
-        spec = UpdateSpec(Rule.ADAM, adam_coefficients(hyper, step), dither=dither_of(step))
+        spec = UpdateSpec(UpdateRule.ADAM, adam_coefficients(hyper, step), dither=dither_of(step))
         return _run(spec, param, grad, exp_avg, exp_avg_sq)
 
     names = ("alpha", "betta1", "betta2", "eps", "weight_decay", "adamw_mode", "should_log")
@@ -133,7 +133,7 @@ def _cpu_adagrad() -> Mapping[str, Any]:
         Tensor,
     ) -> int:  # fmt: skip
         del optimizer_id
-        spec = UpdateSpec(Rule.ADAGRAD, adagrad_coefficients(lr, eps, decay), dither=dither_of(step))
+        spec = UpdateSpec(UpdateRule.ADAGRAD, adagrad_coefficients(lr, eps, decay), dither=dither_of(step))
         return _run(spec, param, grad, exp_avg_sq)
 
     return {
@@ -149,7 +149,7 @@ def _cpu_lion() -> Mapping[str, Any]:
         exp_avg: Tensor,
     ) -> int:  # fmt: skip
         del optimizer_id, step
-        return _run(UpdateSpec(Rule.LION, lion_coefficients(lr, (beta1, beta2), decay)), param, grad, exp_avg)
+        return _run(UpdateSpec(UpdateRule.LION, lion_coefficients(lr, (beta1, beta2), decay)), param, grad, exp_avg)
 
     return {
         "create_lion": _made("lion", "alpha", "betta1", "betta2", "weight_decay", "should_log"),
@@ -167,7 +167,7 @@ def _fused_adam() -> Mapping[str, Any]:
         grads, params, *moments = lists
         hyper = AdamHyper(lr, (beta1, beta2), eps, weight_decay, bool(adam_w_mode), bool(bias_correction))
         tensors = UpdateTensors(list(params), list(grads), tuple(list(part) for part in moments))
-        update(UpdateSpec(Rule.ADAM, adam_coefficients(hyper, step), dither=dither_of(step)), tensors)
+        update(UpdateSpec(UpdateRule.ADAM, adam_coefficients(hyper, step), dither=dither_of(step)), tensors)
 
     return {"multi_tensor_adam": multi_tensor_adam}
 

@@ -28,7 +28,7 @@ _switched: list[Collector] = []
 
 def collector() -> Collector | None:
     """The comms logger that listens: the one of `configure`, or an engine's."""
-    return next((sink for sink in (*_switched, *ds_monitor.listening()) if isinstance(sink, Collector)), None)
+    return next((sink for sink in (*_switched, *ds_monitor.active_sinks()) if isinstance(sink, Collector)), None)
 
 
 def switch(config: CommsLoggerConfig) -> None:

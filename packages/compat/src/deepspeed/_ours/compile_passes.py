@@ -9,7 +9,7 @@ from typing import Any
 
 from ds_config.errors import PlanError, UnsupportedError
 from ds_engine.compiling.schedule_passes import BUILTIN as OURS
-from ds_engine.compiling.schedule_passes import Contract, Entry, Pass, check_schedule, named
+from ds_engine.compiling.schedule_passes import Contract, PassEntry, Pass, check_schedule, named
 
 __all__ = [
     "BUILTIN",
@@ -73,7 +73,7 @@ def _check(
         name: Pass(name, "", contracts.get(name, PassContract()).ours(), edit=functions.get(name)) for name in names
     }
     try:
-        check_schedule([Entry(step, tuple(named(one, known) for one in passes)) for step, passes in schedule])
+        check_schedule([PassEntry(step, tuple(named(one, known) for one in passes)) for step, passes in schedule])
     except PlanError as error:
         raise PassContractError(error.message, code=error.code, fix=error.fix) from error
 

@@ -15,7 +15,7 @@ from ds_config import read
 from ds_config.errors import ConfigError
 from ds_config.config_file import Source
 from ds_engine import Config, Plan, load_config, resolve_batch
-from ds_engine.batch import Batch, BatchRequest
+from ds_engine.batch import BatchSizes, BatchRequest
 from ds_engine.config import source_of
 from ds_engine.config_rules import asked_batch
 
@@ -157,7 +157,7 @@ class DeepSpeedConfig:
         ranks = self.world_size
         self._take(resolve_batch(asked_batch(self.model, ranks), ranks) if plan is None else plan.batch)
 
-    def _take(self, batch: Batch) -> None:
+    def _take(self, batch: BatchSizes) -> None:
         self.train_batch_size = batch.train
         self.train_micro_batch_size_per_gpu = batch.micro
         self.gradient_accumulation_steps = batch.accumulation

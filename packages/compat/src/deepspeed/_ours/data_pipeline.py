@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from deepspeed._ours.raising import raising
 from ds_config.errors import ConfigError, UnsupportedError
-from ds_data import DistributedDataAnalyzer, Lane, Router, RouterConfig, TokenFile, TokenWriter
+from ds_data import DistributedDataAnalyzer, RankSlice, Router, RouterConfig, TokenFile, TokenWriter
 from ds_data.config import DataEfficiencyConfig
 from ds_data.curriculum import Curriculum, make_metrics
 from ds_data.difficulty_schedules import Schedule, make_schedule
@@ -166,7 +166,7 @@ class DeepSpeedDataSampler:
         del data_parallel_group, drop_last
         told = DataEfficiencyConfig.model_validate(dict(data_efficiency_config))
         section, length = told.curriculum, one_epoch_total_samples
-        self._lane = Lane(data_parallel_rank, data_parallel_size, micro_batch_size)
+        self._lane = RankSlice(data_parallel_rank, data_parallel_size, micro_batch_size)
         self.global_batch_size = self._lane.row * gradient_accumulation_steps
         self.total_samples = length * told.data_sampling.num_epochs
         metrics = () if section is None else make_metrics(section, length)

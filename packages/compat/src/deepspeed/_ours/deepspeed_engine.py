@@ -44,7 +44,7 @@ from ds_engine.compiling import Contract
 from ds_engine.components import Components
 from ds_moe.utils import has_moe_layers
 from ds_pipe import Action
-from ds_zero import ShardedOptimizer, Sharding
+from ds_zero import ShardedOptimizer, ShardedModel
 from ds_zero.layout.dtypes_plan import ScaleState
 
 __all__ = ["DeepSpeedEngine"]
@@ -238,7 +238,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
 
     # ---- checkpoints
 
-    def _holder(self) -> ShardedOptimizer | Sharding:
+    def _holder(self) -> ShardedOptimizer | ShardedModel:
         return self.optimizer or self.sharding
 
     def empty_partition_cache(self) -> None:

@@ -194,7 +194,7 @@ class SavesAndLoads(Engine):
         """The whole model's state dict: on rank 0, or on every rank where parameters are whole. Collective where they are cut."""
         del destination, keep_vars
         if self.plan.residency.shard_params or self.mp_world_size > 1:
-            found = self.whole_state_dict(exclude_frozen=exclude_frozen_parameters)
+            found = self.full_state_dict(exclude_frozen=exclude_frozen_parameters)
             return {prefix + name: value for name, value in found.items()}
         frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
         state = self.module.state_dict()
@@ -209,11 +209,11 @@ class SavesAndLoads(Engine):
             custom_load_fn(src=state, dst=self.module)
             self.sharding.refresh()
         else:
-            self.load_whole_state_dict(state, strict)
+            self.load_full_state_dict(state, strict)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """The whole model in the format it computes in, on rank 0; None elsewhere. Collective."""
-        return self.whole_state_dict(exclude_frozen=exclude_frozen_parameters) or None
+        return self.full_state_dict(exclude_frozen=exclude_frozen_parameters) or None
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 

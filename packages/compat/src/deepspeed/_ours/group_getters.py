@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_comm import Mesh, MeshSpec, single_group, world_group
+from ds_comm import Mesh, MeshSpec, self_group, world_group
 from ds_config.errors import PlanError
 from ds_parallel.sequence.hf_attention import SequenceRanks
 
@@ -75,7 +75,7 @@ def _asks(what: str, axis: str, sequences: str = "", whole: bool = False) -> Cal
         cut = bool(_cut and axis)
         if what == "group":
             return _group(axis) if cut else dist.group.WORLD if whole else None
-        place = _cut[0][axis] if cut else world_group() if whole else single_group(axis)
+        place = _cut[0][axis] if cut else world_group() if whole else self_group(axis)
         return place.rank if what == "rank" else place.size
 
     return ask

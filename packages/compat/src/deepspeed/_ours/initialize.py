@@ -32,7 +32,7 @@ from ds_comm import as_group, world_group
 from ds_config.errors import ConfigError, PlanError, UnsupportedError
 from ds_config.config_file import Source
 from ds_engine import add_config_arguments, load_config, make_plan
-from ds_engine.builder import Parts, assemble, shapes_of
+from ds_engine.builder import InitArgs, assemble, shapes_of
 from ds_engine.config import Config
 from ds_engine.parallel_degrees import degrees_of, with_degrees
 from ds_engine.loader import ResumableLoader
@@ -77,7 +77,7 @@ def initialize(
     level = get_log_level(raw)
     if level is not None:
         set_log_level_from_string(level)
-    asked: _Asked | None = vars(model).get(_ASKED)
+    asked: _TpInitRequest | None = vars(model).get(_ASKED)
     resolved = _with_asked(load_config(accepted(raw)), asked, mpu)
     _choose_device(args)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
@@ -105,7 +105,7 @@ def initialize(
         )
     chosen = plan.reading.curriculum is not None or plan.reading.batching is not None
     data = training_data if chosen else None
-    parts = Parts(optimizer, model_parameters, lr_scheduler, data, collate_fn, DeepSpeedZeroOptimizer)
+    parts = InitArgs(optimizer, model_parameters, lr_scheduler, data, collate_fn, DeepSpeedZeroOptimizer)
     shutdown_init_context()
     try:
         plain = DeepSpeedEngine if plan.answer_tokens is None else DeepSpeedHybridEngine
@@ -202,7 +202,7 @@ def _give_back(model: nn.Module) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _TpInitRequest:
     """What `tp_model_init` was told of a model."""
 
     size: int
@@ -210,7 +210,7 @@ class _Asked:
     group: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Asked, (self.size, self.dtype)  # a copy of the model is cut over the same number of ranks
+        return _TpInitRequest, (self.size, self.dtype)  # a copy of the model is cut over the same number of ranks
 
 
 def tp_model_init(
@@ -232,12 +232,12 @@ def tp_model_init(
             code="compat-missing",
             fix="Leave it out: the engine makes the groups from the number of ranks.",
         )
-    model.__dict__[_ASKED] = _Asked(tp_size, dtype, tp_group)
+    model.__dict__[_ASKED] = _TpInitRequest(tp_size, dtype, tp_group)
     set_autotp_mode(training=True)
     return model.to(dtype)
 
 
-def _with_asked(config: Config, asked: _Asked | None, mpu: Any) -> Config:
+def _with_asked(config: Config, asked: _TpInitRequest | None, mpu: Any) -> Config:
     """The configuration with the degree that `tp_model_init` noted."""
     if asked is None:
         return config
@@ -284,7 +284,7 @@ def _conflict(message: str, fix: str) -> PlanError:
     return PlanError(message, code="tensor-sizes", fix=fix)
 
 
-def _note_layers(engine: DeepSpeedEngine, model: nn.Module, asked: _Asked | None) -> None:
+def _note_layers(engine: DeepSpeedEngine, model: nn.Module, asked: _TpInitRequest | None) -> None:
     """Let `groups` and the classes of layers say what became of the model."""
     group_getters.share_layers(engine.mesh)
     if engine.mesh["tensor"].size == 1:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_launcher.backends import BACKENDS, Job
+from ds_launcher.backends import BACKENDS, LaunchJob
 from ds_launcher.inventory import Host, Inventory, parse_filter, parse_hostfile, select
 from ds_launcher.launch_options import joined, options_of, register
 from ds_launcher.launch_plan import Process
@@ -170,7 +170,7 @@ class _BackendRunner(MultiNodeRunner):
             ("--no-python", given.no_python),
             ("--local-rank-arg", given.local_rank_arg),
         )
-        job = Job(
+        job = LaunchJob(
             inventory=_inventory(active_resources), python=sys.executable, cwd=os.getcwd(),
             options=tuple(flag for flag, on in flags if on),
             command=(self.user_script, *map(str, self.args.user_args)), exports=self.exports,

@@ -135,7 +135,7 @@ def _checked(config: LoRAConfig | None, bias: bool) -> LoRAConfig:
     return config
 
 
-class Codes:
+class WeightCodes:
     """How the codes of one weight are read.
 
     Attributes:
@@ -176,11 +176,11 @@ class QuantizedParameter(nn.Parameter):
     """
 
     quantization_config: QuantizationConfig
-    quantizer: Codes
+    quantizer: WeightCodes
 
     def __new__(
         cls, data: Tensor | None = None, requires_grad: bool = False, quantization_config: QuantizationConfig | None =
-        None, quantizer: Codes | None = None,
+        None, quantizer: WeightCodes | None = None,
     ) -> QuantizedParameter:  # fmt: skip
         if requires_grad:
             raise ConfigError(
@@ -191,7 +191,7 @@ class QuantizedParameter(nn.Parameter):
         values = torch.empty(0) if data is None else data.detach().as_subclass(Tensor)
         made: QuantizedParameter = torch.Tensor._make_subclass(cls, values, False)
         made.quantization_config = quantization_config or QuantizationConfig()
-        made.quantizer = quantizer or Codes(made.quantization_config)
+        made.quantizer = quantizer or WeightCodes(made.quantization_config)
         return made
 
     def to(self, *args: Any, **options: Any) -> QuantizedParameter:

@@ -10,7 +10,7 @@ import torch
 
 from deepspeed._ours.offline_tools import logger
 from ds_engine import lr_schedules
-from ds_engine.lr_schedules import SCHEDULES, Scheduler
+from ds_engine.lr_schedules import SCHEDULES, LRScheduler
 
 __all__ = [
     "VALID_LR_SCHEDULES", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR",
@@ -27,11 +27,11 @@ class _ByKind(type):
     def __instancecheck__(cls, instance: object) -> bool:
         kind = getattr(cls, "kind", None)
         return super().__instancecheck__(instance) or (
-            isinstance(instance, Scheduler) and kind is not None and type(instance.schedule) is kind
+            isinstance(instance, LRScheduler) and kind is not None and type(instance.schedule) is kind
         )
 
 
-class _Attached(Scheduler, metaclass=_ByKind):
+class _Attached(LRScheduler, metaclass=_ByKind):
     """A schedule by its parameters, writing into the groups of `optimizer`.
 
     Args:

@@ -40,7 +40,7 @@ class Monitor(ABC):
         return self.enabled and world_group().rank == 0
 
 
-class _Files(Monitor):
+class _FileMonitor(Monitor):
     """A monitor that writes below `output_path/job_name`."""
 
     def __init__(self, monitor_config: Any) -> None:
@@ -52,7 +52,7 @@ class _Files(Monitor):
         return Path(self.output_path or "") / self.job_name
 
 
-class TensorBoardMonitor(_Files):
+class TensorBoardMonitor(_FileMonitor):
     """Event files, on rank 0.
 
     Attributes:
@@ -90,7 +90,7 @@ class TensorBoardMonitor(_Files):
             self.summary_writer.flush()
 
 
-class csvMonitor(_Files):  # noqa: N801  upstream's spelling
+class csvMonitor(_FileMonitor):  # noqa: N801  upstream's spelling
     """A CSV file for each name, on rank 0.
 
     Attributes:

@@ -13,7 +13,7 @@ from ds_ops.optim.optimizer_base import Params
 from ds_ops.optim.muon import orthogonalize
 from ds_ops.update_rules import (
     AdamHyper,
-    Rule,
+    UpdateRule,
     UpdateSpec,
     UpdateTensors,
     adam_coefficients,
@@ -116,7 +116,7 @@ class DeepSpeedCPUAdam(_Adam):
                 state.update(step=0, **moments)
             state["step"] += 1
             number = state["step"]
-            _update(UpdateSpec(Rule.ADAM, adam_coefficients(hyper, number), dither=dither_of(number)), param, state)
+            _update(UpdateSpec(UpdateRule.ADAM, adam_coefficients(hyper, number), dither=dither_of(number)), param, state)
         return loss
 
     @torch.no_grad()
@@ -142,7 +142,7 @@ class DeepSpeedCPUAdam(_Adam):
                     code="optimizer-undo",
                     fix="Use adamw_mode=True.",
                 )
-            _update(UpdateSpec(Rule.ADAM_UNDO, adam_undo_coefficients(hyper, state["step"])), param, state)
+            _update(UpdateSpec(UpdateRule.ADAM_UNDO, adam_undo_coefficients(hyper, state["step"])), param, state)
             state["step"] -= 1
         return loss
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from deepspeed._ours.config_translation import reads
-from ds_zero import Released, Sharding, safe_get_local_fp32_param
+from ds_zero import ShardedParameter, ShardedModel, safe_get_local_fp32_param
 from ds_zero.runtime.init_shards import chunk_of
 
 __all__ = [
@@ -53,7 +53,7 @@ class Status:
     @property
     def now(self) -> ZeroParamStatus:
         """What it is at this moment."""
-        return ZeroParamStatus.NOT_AVAILABLE if type(self._param()) is Released else ZeroParamStatus.AVAILABLE
+        return ZeroParamStatus.NOT_AVAILABLE if type(self._param()) is ShardedParameter else ZeroParamStatus.AVAILABLE
 
     name = reads("now.name", "As an enum member has it.")
     value = reads("now.value", "As an enum member has it.")
@@ -75,7 +75,7 @@ class Status:
         return ZeroParamStatus, (self.value,)
 
 
-def mark(sharding: Sharding) -> None:
+def mark(sharding: ShardedModel) -> None:
     """Give every parameter of a stage 3 model its attributes. Other stages have none, as upstream."""
     if not sharding.options.residency.shard_params:
         return

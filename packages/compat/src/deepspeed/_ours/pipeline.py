@@ -14,7 +14,7 @@ from deepspeed._ours.runtime_utils import prime_factors
 from ds_comm import as_group, world_group
 from ds_config.errors import UnsupportedError
 from ds_engine.pipelining import StagedMethods
-from ds_pipe.topology import Places
+from ds_pipe.topology import PipelineGroups
 
 __all__ = ["PipelineEngine", "PipelineModule", "PipelineParallelGrid"]
 
@@ -35,7 +35,7 @@ class PipelineParallelGrid(ds_pipe.PipelineParallelGrid):
     is_last_stage: bool  # type: ignore[assignment]
 
     def __init__(
-        self, topology: ds_pipe.ProcessTopology | None = None, process_group: Any = None, places: Places | None = None
+        self, topology: ds_pipe.ProcessTopology | None = None, process_group: Any = None, places: PipelineGroups | None = None
     ) -> None:
         if process_group is not None and as_group(process_group).size != world_group().size:
             raise UnsupportedError(
@@ -43,7 +43,7 @@ class PipelineParallelGrid(ds_pipe.PipelineParallelGrid):
                 code="compat-argument",
                 fix="Leave it out, and start as many ranks as the topology has.",
             )
-        super().__init__(places or Places.build(topology or _squarish(world_group().size)))
+        super().__init__(places or PipelineGroups.build(topology or _squarish(world_group().size)))
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
         self.pp_group, self.dp_group = list(self._places.pipe.ranks), list(self._places.data.ranks)

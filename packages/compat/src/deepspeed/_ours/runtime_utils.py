@@ -96,7 +96,7 @@ bwc_pipeline_parallel_group = _of_mpu(None, "Their group.", *(f"get_{name}_group
 def is_model_parallel_parameter(p: Tensor) -> bool:
     """Whether another library, or ds-parallel, has cut a parameter over ranks."""
     marked = getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False)
-    return bool(marked) or ds_comm.assignment_of(p).box is not None
+    return bool(marked) or ds_comm.param_sharding(p).box is not None
 
 
 # ---- tensors, memory, folders

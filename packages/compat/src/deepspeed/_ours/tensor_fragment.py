@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import ds_comm
 from deepspeed._ours.raising import also
-from ds_comm.differentiable import exchange
+from ds_comm.differentiable import seq_all_to_all
 from ds_config.errors import PlanError
 
 __all__ = [
@@ -244,7 +244,7 @@ def single_all_to_all(
 ) -> Tensor:
     """Cut dim `scatter_idx` over the group and put together dim `gather_idx`. Differentiable."""
     del batch_dim_idx, others
-    found: Tensor = exchange(x, group, scatter_dim=scatter_idx, gather_dim=gather_idx)
+    found: Tensor = seq_all_to_all(x, group, scatter_dim=scatter_idx, gather_dim=gather_idx)
     return found
 
 

@@ -22,9 +22,9 @@ from deepspeed._ours.tp_shards import get_shard_size_list
 from deepspeed._surface.constants import CHECKPOINT
 from ds_comm import Group, as_group
 from ds_comm.differentiable import copy, gather, reduce, split
-from ds_comm.groups import single_group
+from ds_comm.groups import self_group
 from ds_config.errors import PlanError, UnsupportedError
-from ds_parallel.tensor import CutModel, Kind, cut_of, kind_of, whole_params
+from ds_parallel.tensor import TensorParallelModel, ShardKind, tensor_parallel_of, kind_of, unsharded_params
 
 __all__ = [
     "ColumnParallel", "GateUpPack_LinearLayer", "GatherReplacedLayerParams",
@@ -67,7 +67,7 @@ class RowParallel:
 class _AlsoCut(type):
     """Layers that ds-parallel has cut are instances of the class that says the same of them."""
 
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[ShardKind, ...] = ()
     several: bool | None = None
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -91,14 +91,14 @@ class TensorParallel_Layer(nn.Module, metaclass=_AlsoCut):  # noqa: N801  upstre
             `partition_dim` of those that are cut in parts.
     """
 
-    kinds: tuple[Kind, ...] = (Kind.COLUMN, Kind.ROW)
+    kinds: tuple[ShardKind, ...] = (ShardKind.COLUMN, ShardKind.ROW)
     partition_dim = 0
     transposed = False
 
     def __init__(self, module: nn.Module, mp_group: Any = None, skip_partition: bool = False, **options: Any) -> None:
         super().__init__()
         self.mp_group = mp_group
-        self.group: Group = single_group("tensor") if mp_group is None else as_group(mp_group)
+        self.group: Group = self_group("tensor") if mp_group is None else as_group(mp_group)
         self.tp_world_size, self.tp_index = self.group.size, self.group.rank
         self.name: str | None = options.get("name")
         self.gather_output = bool(options.get("gather_output", False))
@@ -213,13 +213,13 @@ class TensorParallel_Layer(nn.Module, metaclass=_AlsoCut):  # noqa: N801  upstre
 class LinearLayer(TensorParallel_Layer):
     """Output features are cut; the input is whole."""
 
-    kinds: tuple[Kind, ...] = (Kind.COLUMN,)
+    kinds: tuple[ShardKind, ...] = (ShardKind.COLUMN,)
 
 
 class LinearAllreduce(TensorParallel_Layer):
     """Input features are cut; results are summed."""
 
-    kinds: tuple[Kind, ...] = (Kind.ROW,)
+    kinds: tuple[ShardKind, ...] = (ShardKind.ROW,)
     partition_dim = 1
 
 
@@ -235,7 +235,7 @@ class LmHeadLinearAllreduce(LinearAllreduce):
 class SubParamLinearLayer(LinearLayer):
     """A fused weight: each of its parts is cut. `shape=(3, -1)`: three equal ones; `((q, k, v), -1)`: of these sizes."""
 
-    kinds: tuple[Kind, ...] = (Kind.COLUMN,)
+    kinds: tuple[ShardKind, ...] = (ShardKind.COLUMN,)
     several = True
 
     def _parts(self, size: int, options: dict[str, Any]) -> tuple[int, ...] | None:
@@ -245,7 +245,7 @@ class SubParamLinearLayer(LinearLayer):
 class SubParamLinearAllreduce(LinearAllreduce):
     """The same for input features."""
 
-    kinds: tuple[Kind, ...] = (Kind.ROW,)
+    kinds: tuple[ShardKind, ...] = (ShardKind.ROW,)
     several = True
 
     def _parts(self, size: int, options: dict[str, Any]) -> tuple[int, ...] | None:
@@ -322,7 +322,7 @@ _GIVEN = ("tensor_model_parallel", "gather_params", "_tp_partition")
 
 def dress(model: nn.Module) -> None:
     """Give the layers of a cut model, and their parameters, the attributes that upstream's have."""
-    cut = cut_of(model)
+    cut = tensor_parallel_of(model)
     if cut is None:
         return
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -350,7 +350,7 @@ def undress(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _make_whole(cut: CutModel, name: str, own: list[Tensor], params: Iterable[nn.Parameter]) -> None:
+def _make_whole(cut: TensorParallelModel, name: str, own: list[Tensor], params: Iterable[nn.Parameter]) -> None:
     if not own:
         for param in params:
             own.append(param.data)
@@ -358,7 +358,7 @@ def _make_whole(cut: CutModel, name: str, own: list[Tensor], params: Iterable[nn
 
 
 @torch.no_grad()
-def _cut_again(cut: CutModel, name: str, own: list[Tensor], params: Iterable[nn.Parameter]) -> None:
+def _cut_again(cut: TensorParallelModel, name: str, own: list[Tensor], params: Iterable[nn.Parameter]) -> None:
     held = cut.held[name]
     for param in params:
         start, stop = held.cut.parts[held.part][cut.group.rank]
@@ -377,7 +377,7 @@ def GatherReplacedLayerParams(  # noqa: N802  upstream's name
     if not enabled:
         return nullcontext()
     layers = [layer for layer in module.modules() if type.__instancecheck__(TensorParallel_Layer, layer)]
-    return _Gathered(given, layers) if layers else whole_params(given, cut_of(module))  # type: ignore[arg-type]
+    return _Gathered(given, layers) if layers else unsharded_params(given, tensor_parallel_of(module))  # type: ignore[arg-type]
 
 
 class _Gathered(AbstractContextManager[None]):
@@ -403,7 +403,7 @@ def collect_autotp_universal_checkpoint_info(model: nn.Module) -> dict[str, Any]
     rows: list[str] = []
     whole: list[str] = []
     vocabulary: dict[str, int] = {}  # with its tokens
-    cut = cut_of(model)
+    cut = tensor_parallel_of(model)
     held: dict[str, Any] = {} if cut is None else dict(cut.held)
     for path, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):

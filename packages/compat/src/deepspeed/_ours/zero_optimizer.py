@@ -14,7 +14,7 @@ import ds_zero
 from deepspeed._ours.config_translation import reads
 from deepspeed._ours.scalers import EngineLossScaler
 from ds_config.errors import ConfigError
-from ds_zero import ShardedOptimizer, Sharding, ShardOptions, safe_get_local_grad
+from ds_zero import ShardedOptimizer, ShardedModel, ShardOptions, safe_get_local_grad
 
 __all__ = ["DeepSpeedZeroOptimizer", "OffloadsStates", "ParameterOffload", "kinds_of", "unwrap_model_for_generation"]
 
@@ -46,7 +46,7 @@ def kinds_of(include: Collection[Any] | None, device: Any) -> frozenset[str]:
 class OffloadsStates:
     """`offload_states` and `reload_states` with upstream's arguments, for the engine and for its optimizer."""
 
-    def _holder(self) -> ShardedOptimizer | Sharding:
+    def _holder(self) -> ShardedOptimizer | ShardedModel:
         """What holds the state: the optimizer, or the sharded model where there is none."""
         raise TypeError(f"{type(self).__name__} does not say what holds its state")
 
@@ -57,7 +57,7 @@ class OffloadsStates:
         """Move state to the host until `reload_states`. See `kinds_of`."""
         del non_blocking
         holder = self._holder()
-        away = holder.away if isinstance(holder, Sharding) else holder.sharding.away
+        away = holder.away if isinstance(holder, ShardedModel) else holder.sharding.away
         holder.suspend(kinds_of(include, device) - {gone.kind for gone in away}, pin_memory=pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from deepspeed._surface.core import CORE
 from deepspeed._surface.feature_rows import FEATURES
 from deepspeed._surface.refusals import MISSING_ATTRIBUTES
-from deepspeed._surface.surface_rows import Constant, Missing, Rows
+from deepspeed._surface.surface_rows import ConstantRow, Missing, Rows
 
-__all__ = ["MISSING_ATTRIBUTES", "SURFACE", "Constant", "Missing", "Rows"]
+__all__ = ["MISSING_ATTRIBUTES", "SURFACE", "ConstantRow", "Missing", "Rows"]
 
 SURFACE: Mapping[str, Rows] = {**CORE, **FEATURES}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Constant", "Missing", "Rows", "from_", "not_", "values"]
+__all__ = ["ConstantRow", "Missing", "Rows", "from_", "not_", "values"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +22,13 @@ class Missing:
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
+class ConstantRow:
     """A name that stands for plain data."""
 
     value: object
 
 
-Row = str | Missing | Constant
+Row = str | Missing | ConstantRow
 Rows = Mapping[str, Row]
 
 
@@ -44,4 +44,4 @@ def not_(missing: Missing, *names: str) -> dict[str, Row]:
 
 def values(constants: Mapping[str, object]) -> dict[str, Row]:
     """Rows of constants."""
-    return {name: Constant(value) for name, value in constants.items()}
+    return {name: ConstantRow(value) for name, value in constants.items()}

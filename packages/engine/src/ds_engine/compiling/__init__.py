@@ -9,21 +9,21 @@ frames, session            pieces of a model's forward as they are captured; the
 """
 
 from ds_engine.compiling.backends import Compiling, Shares, compiling_of
-from ds_engine.compiling.graph import Action, Graph, Known, Node, Verb
-from ds_engine.compiling.schedule_passes import BUILTIN, Contract, Entry, Pass, check_schedule, default_schedule, resolve
+from ds_engine.compiling.graph import GraphAction, Graph, PassInputs, Node, GraphVerb
+from ds_engine.compiling.schedule_passes import BUILTIN, Contract, PassEntry, Pass, check_schedule, default_schedule, resolve
 
 __all__ = [
     "BUILTIN",
-    "Action",
+    "GraphAction",
     "Compiling",
     "Contract",
-    "Entry",
+    "PassEntry",
     "Graph",
-    "Known",
+    "PassInputs",
     "Node",
     "Pass",
     "Shares",
-    "Verb",
+    "GraphVerb",
     "check_schedule",
     "compiling_of",
     "default_schedule",

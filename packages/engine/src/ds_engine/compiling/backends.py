@@ -8,7 +8,7 @@ from ds_comm import Group, MeshSpec
 from ds_config.errors import PlanError
 from ds_config.sizes import bytes_text
 from ds_engine.compiling.config import CompileConfig
-from ds_engine.compiling.schedule_passes import Entry, check_schedule, default_schedule, schedule_text
+from ds_engine.compiling.schedule_passes import PassEntry, check_schedule, default_schedule, schedule_text
 from ds_zero.config import ZeroConfig
 
 __all__ = ["BACKENDS", "CUTS", "Compiling", "Shares", "Syncs", "compiling_of"]
@@ -59,7 +59,7 @@ class Compiling:
         cuts: Passes that cut layers or sequences and have ranks to cut them over.
     """
 
-    schedule: tuple[Entry, ...]
+    schedule: tuple[PassEntry, ...]
     syncs: Syncs
     least: int
     pin: bool

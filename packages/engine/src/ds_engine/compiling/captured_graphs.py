@@ -16,7 +16,7 @@ from torch import fx
 from ds_engine.compiling._torch import Context, inputs_of, own_results, without_torch_function
 from ds_engine.compiling.graph import Graph
 from ds_engine.compiling.ops import OPS
-from ds_engine.compiling.graph_reader import Placed, base_of, bytes_of, read
+from ds_engine.compiling.graph_reader import ParamLocation, base_of, bytes_of, read
 from ds_engine.compiling.rewriting import rewrite
 
 __all__ = ["Frame", "Lowered", "Owner"]
@@ -152,18 +152,18 @@ class Frame:
         ours: Names of what its forward graph keeps for backward in memory that nobody else has.
     """
 
-    def __init__(self, owner: Owner, captured: fx.GraphModule, find: Callable[[torch.Tensor], Placed | None]) -> None:
+    def __init__(self, owner: Owner, captured: fx.GraphModule, find: Callable[[torch.Tensor], ParamLocation | None]) -> None:
         self.owner = owner
         self._given = [None if tensor is None else find(tensor) for tensor in inputs_of(captured)]
         self.ours: frozenset[str] = frozenset()
-        self._places: dict[str, Placed] = {}
-        self._views: dict[str, Placed] = {}
+        self._places: dict[str, ParamLocation] = {}
+        self._views: dict[str, ParamLocation] = {}
 
     def inner(self, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Lowered:
         """What compiles the forward and the backward graph."""
         return Lowered(self.owner, gm, inputs, options, self)
 
-    def params_of(self, gm: fx.GraphModule, *, backward: bool) -> dict[str, Placed]:
+    def params_of(self, gm: fx.GraphModule, *, backward: bool) -> dict[str, ParamLocation]:
         """Inputs of a graph that are parameters, or in backward views of them that the forward graph kept.
 
         Of a backward graph all parameters of the forward graph, by their names there: gradients stand in that order, also of those
@@ -180,7 +180,7 @@ class Frame:
                 self._views[node.name] = self._places[base_of(node).name]
         return dict(self._places)
 
-    def _place(self, source: Any) -> Placed | None:
+    def _place(self, source: Any) -> ParamLocation | None:
         """Of an input, from what torch says of where it comes from."""
         number = getattr(source, "idx", None)
         return self._given[number] if isinstance(number, int) else None

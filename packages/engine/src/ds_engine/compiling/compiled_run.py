@@ -13,7 +13,7 @@ from ds_comm import Group
 from ds_config.errors import PlanError
 from ds_engine.compiling.backends import CUTS, Compiling, Shares
 from ds_engine.compiling.schedule_passes import BUILTIN, Contract, Pass, resolve
-from ds_zero import Sharding
+from ds_zero import ShardedModel
 
 __all__ = ["CompiledRun"]
 
@@ -40,7 +40,7 @@ class CompiledRun:
     def __init__(
         self,
         model: nn.Module,
-        sharding: Sharding,
+        sharding: ShardedModel,
         plan: Compiling | None,
         everyone: Group,
         shares: Shares | None = None,
@@ -98,11 +98,11 @@ class CompiledRun:
             return
         # torch's compiler takes a second to import; a run that is not compiled does without.
         from ds_engine.compiling.sequence_sharding import SharedBatch
-        from ds_engine.compiling.session import Session, Settings
+        from ds_engine.compiling.session import Session, CompileSettings
 
         plan = self.plan if schedule is None else replace(self.plan, schedule=resolve(schedule, self.passes))
         _check_cuts(plan)
-        self.session = Session(self.model, self.sharding, plan, Settings(backend, kwargs, budget), self.everyone)
+        self.session = Session(self.model, self.sharding, plan, CompileSettings(backend, kwargs, budget), self.everyone)
         self.session.start(None if self.shares is None else SharedBatch(self.model, self.shares))
 
     def called(self) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ds_config import Dead, StrictModel, Unbuilt
+from ds_config import NoEffect, StrictModel, Unsupported
 
 __all__ = ["CompileConfig"]
 
@@ -37,15 +37,15 @@ class CompileConfig(StrictModel):
         default=True, description="Fill one gradient buffer while another one is summed; false waits for each."
     )
     symmetric_memory: Annotated[
-        bool, Unbuilt("nothing; gathers between ranks of a host go through shared memory where they can")
+        bool, Unsupported("nothing; gathers between ranks of a host go through shared memory where they can")
     ] = False
     debug_log: bool = Field(default=False, description="Log every action that is put into a graph.")
     sync_before_reduce: bool = Field(default=False, description="Wait for the device before a reduction begins.")
     sync_after_reduce: bool = Field(default=False, description="Wait for each reduction where it begins.")
     sync_before_allgather: bool = Field(default=False, description="Wait for the device before a gather.")
     sync_after_allgather: bool = Field(default=False, description="Wait for the device after a gather.")
-    keep_int_input_tensors: Annotated[bool, Dead("graphs are measured while a step runs; no inputs are kept")] = True
-    keep_all_input_tensors: Annotated[bool, Dead("graphs are measured while a step runs; no inputs are kept")] = False
+    keep_int_input_tensors: Annotated[bool, NoEffect("graphs are measured while a step runs; no inputs are kept")] = True
+    keep_all_input_tensors: Annotated[bool, NoEffect("graphs are measured while a step runs; no inputs are kept")] = False
     passes: tuple[Literal["z1", "z3", "autosp", "autotp"], ...] | None = Field(
         default=None,
         description="Which passes; null chooses by the ZeRO stage. autosp: ranks are given whole sequences, and graphs cut them.",

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import accumulate
 
-__all__ = ["Action", "Grad", "Graph", "Known", "Node", "Saved", "Verb"]
+__all__ = ["GraphAction", "Grad", "Graph", "PassInputs", "Node", "SavedResult", "GraphVerb"]
 
 
-class Verb(Enum):
+class GraphVerb(Enum):
     """What an action does, in the order in which actions at one position are done."""
 
     ARRIVED = "reduce"  # gradients of a unit, or of several, are there
@@ -30,7 +30,7 @@ class Verb(Enum):
     NEED = "gather"  # a unit's parameters are needed
 
 
-_ORDER = {verb: at for at, verb in enumerate(Verb)}
+_ORDER = {verb: at for at, verb in enumerate(GraphVerb)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Grad:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedResult:
     """A result that a forward graph keeps for its backward graph; in that graph an input.
 
     Attributes:
@@ -83,10 +83,10 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Action:
+class GraphAction:
     """One thing that is done at a position: to a unit, with some others of its bucket, or to the saved result `name`."""
 
-    verb: Verb
+    verb: GraphVerb
     at: int
     unit: int = -1
     name: str = ""
@@ -121,8 +121,8 @@ class Graph:
     nodes: tuple[Node, ...]
     backward: bool = False
     grads: tuple[Grad, ...] = ()
-    saved: tuple[Saved, ...] = ()
-    actions: tuple[Action, ...] = ()
+    saved: tuple[SavedResult, ...] = ()
+    actions: tuple[GraphAction, ...] = ()
     inputs_bytes: int = 0
 
     @property
@@ -139,12 +139,12 @@ class Graph:
         """Units that are read, in the order of their first use."""
         return tuple(dict.fromkeys(unit for node in self.nodes for unit in node.reads))
 
-    def plus(self, actions: Iterable[Action]) -> Graph:
+    def plus(self, actions: Iterable[GraphAction]) -> Graph:
         """With more actions, in order."""
         found = [*self.actions, *actions]
         return replace(self, actions=tuple(sorted(found, key=lambda a: (a.at, _ORDER[a.verb]))))
 
-    def without(self, gone: Callable[[Action], bool]) -> Graph:
+    def without(self, gone: Callable[[GraphAction], bool]) -> Graph:
         """Without some of its actions."""
         return replace(self, actions=tuple(action for action in self.actions if not gone(action)))
 
@@ -167,10 +167,10 @@ class Graph:
         """Bytes of gathered units while each node runs, as the actions say; `nbytes` of each."""
         deltas, here = [0] * (self.end + 2), set()
         for action in self.actions:
-            if action.verb in (Verb.NEED, Verb.EXPECT) and action.unit not in here:
+            if action.verb in (GraphVerb.NEED, GraphVerb.EXPECT) and action.unit not in here:
                 here.add(action.unit)
                 deltas[action.at] += nbytes(action.unit)
-            elif action.verb is Verb.SPARE and action.unit in here:
+            elif action.verb is GraphVerb.SPARE and action.unit in here:
                 here.discard(action.unit)
                 deltas[action.at] -= nbytes(action.unit)
         return list(accumulate(deltas))[: self.end]
@@ -185,7 +185,7 @@ class Graph:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class PassInputs:
     """What passes know besides the graph.
 
     Attributes:

@@ -54,7 +54,7 @@ def _part(x: Tensor, group: str, dim: int, sizes: Sequence[int]) -> Tensor:
 
 
 def _exchanged(x: Tensor, group: str, cut: int, put: int, scattered: Sequence[int], gathered: Sequence[int]) -> Tensor:
-    made: Tensor = differentiable.exchange(
+    made: Tensor = differentiable.seq_all_to_all(
         x.detach(),
         group_named(group),
         scatter_dim=cut,
@@ -272,6 +272,6 @@ def substitute_moves() -> None:
         (differentiable.all_gather, _all_gather),
         (differentiable.reduce_scatter, _reduce_scatter),
         (differentiable.split, _split),
-        (differentiable.exchange, _exchange),
+        (differentiable.seq_all_to_all, _exchange),
     ):
         substitute(function, traced)

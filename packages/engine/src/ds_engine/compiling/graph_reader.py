@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from ds_engine.compiling.graph import Grad, Graph, Node, Saved
+from ds_engine.compiling.graph import Grad, Graph, Node, SavedResult
 
-__all__ = ["Placed", "bytes_of", "is_view", "read"]
+__all__ = ["ParamLocation", "bytes_of", "is_view", "read"]
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class ParamLocation:
     """Where a parameter is: number of its unit, and its number in the unit. `trained`: its gradient is summed by the unit."""
 
     unit: int
@@ -65,7 +65,7 @@ def base_of(node: fx.Node) -> fx.Node:
 
 def read(
     graph: fx.Graph,
-    params: Mapping[str, Placed],
+    params: Mapping[str, ParamLocation],
     *,
     backward: bool,
     saved: int | None,
@@ -108,14 +108,14 @@ def read(
     )
 
 
-def _storable(node: fx.Node, bases: Mapping[fx.Node, fx.Node], params: Mapping[str, Placed]) -> bool:
+def _storable(node: fx.Node, bases: Mapping[fx.Node, fx.Node], params: Mapping[str, ParamLocation]) -> bool:
     """Whether a saved result is one: neither a parameter nor something of the caller's."""
     base = bases[node]
     return base.name not in params and base.op != "placeholder" and isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _node(
-    node: fx.Node, bases: Mapping[fx.Node, fx.Node], number: Mapping[fx.Node, int], params: Mapping[str, Placed]
+    node: fx.Node, bases: Mapping[fx.Node, fx.Node], number: Mapping[fx.Node, int], params: Mapping[str, ParamLocation]
 ) -> Node:
     sources = [bases[source] for source in node.all_input_nodes]
     view = is_view(node)
@@ -126,12 +126,12 @@ def _node(
 
 def _saved(
     node: fx.Node, bases: Mapping[fx.Node, fx.Node], number: Mapping[fx.Node, int], theirs: set[fx.Node]
-) -> Saved:
+) -> SavedResult:
     base = bases[node]
     found = [number[user] for user in number if any(bases[s] is base for s in user.all_input_nodes)]
     made = number.get(base, -1)
     own = base is node and base not in theirs
-    return Saved(node.name, bytes_of(node.meta.get("val")), made, min(found, default=-1), max(found, default=-1), own)
+    return SavedResult(node.name, bytes_of(node.meta.get("val")), made, min(found, default=-1), max(found, default=-1), own)
 
 
 def _flat(value: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from ds_config.errors import UnsupportedError
 from ds_engine.compiling._torch import group_named
 from ds_engine.compiling.graph_moves import MOVES, exchanged
 from ds_parallel.heads import HeadCounts
-from ds_parallel.sequence.ulysses import deal
+from ds_parallel.sequence.ulysses import assign_heads
 
 __all__ = ["EDITS", "join_sums", "wrap_attention"]
 
@@ -113,7 +113,7 @@ def attention_of_the_whole(
     """`scaled_dot_product_attention` of this rank's part [batch, heads, sequence / N, head size] to the whole sequence."""
     del attn_mask, enable_gqa  # `wrap_attention` refuses the one, and the other follows from the heads
     group = group_named(group_name)
-    dealt = deal(HeadCounts(query.shape[1], key.shape[1]), group.size)
+    dealt = assign_heads(HeadCounts(query.shape[1], key.shape[1]), group.size)
     if dealt.sent is not None:
         sent = torch.tensor(dealt.sent, device=key.device)
         key, value = key.index_select(1, sent), value.index_select(1, sent)

@@ -21,21 +21,21 @@ import ds_comm as comm
 from ds_comm import Work
 from ds_zero.layout.elements import UnitLayout
 from ds_zero.runtime.gradients import Gradients, Pieces
-from ds_zero.runtime.unit_groups import Seat
+from ds_zero.runtime.unit_groups import GroupSet
 
-__all__ = ["Joint", "Member", "buckets_of", "reduce_together"]
+__all__ = ["JointMessage", "Member", "buckets_of", "reduce_together"]
 
 _PACKED_BYTES = 512 * 1024
 """Pieces below are packed; above a message of their own takes no longer than copying them."""
 
 
-class Joint:
+class JointMessage:
     """One message of several units of one seat, and what every one of them waits for. All ranks make the same calls in the same order.
 
     `sum` and `exchange` are those of `ds_zero.runtime.gradients.Joint`.
     """
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: GroupSet) -> None:
         self._seat, self._names = seat, list[str]()
         self._sums: dict[torch.dtype, list[tuple[Tensor, Tensor, UnitLayout]]] = {}
         self._pieces: list[tuple[Pieces, Pieces]] = []
@@ -156,7 +156,7 @@ def _unpack(coming: Tensor, places: Sequence[Tensor]) -> Callable[[], None]:
 
 def reduce_together(several: Sequence[Gradients]) -> None:
     """`Gradients.reduce` for units of one seat that join, in one message. Collected before, on all ranks the same."""
-    joint = Joint(several[0].seat)
+    joint = JointMessage(several[0].seat)
     for gradients in several:
         gradients.way.join(joint)
         gradients.reduce()
@@ -166,7 +166,7 @@ def reduce_together(several: Sequence[Gradients]) -> None:
 class Member(Protocol):
     """Of a unit what buckets are made from: `Gradients`."""
 
-    seat: Seat
+    seat: GroupSet
 
     @property
     def joins(self) -> bool: ...

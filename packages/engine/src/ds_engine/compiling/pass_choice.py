@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ds_engine.compiling.graph import Action, Graph, Known, Verb
+from ds_engine.compiling.graph import GraphAction, Graph, PassInputs, GraphVerb
 
 __all__ = [
     "bucket",
@@ -32,28 +32,28 @@ _MARGIN = 0.9  # of the budget
 _AHEAD = 4 * 10**9  # bytes that are gathered early at most
 
 
-def insert(graph: Graph, known: Known) -> Graph:
+def insert(graph: Graph, known: PassInputs) -> Graph:
     """Gather units before their first use, release them behind the last one."""
     actions = []
     for unit in graph.units:
         if unit in known.gathered:
             uses = graph.uses_of(unit)
-            actions += [Action(Verb.NEED, uses[0], unit), Action(Verb.SPARE, uses[-1] + 1, unit)]
+            actions += [GraphAction(GraphVerb.NEED, uses[0], unit), GraphAction(GraphVerb.SPARE, uses[-1] + 1, unit)]
     return graph.plus(actions)
 
 
-def reduce(graph: Graph, known: Known) -> Graph:
+def reduce(graph: Graph, known: PassInputs) -> Graph:
     """Hand over the gradients of a unit behind the last of them that this graph makes."""
     del known
     last: dict[int, int] = defaultdict(int)
     for grad in graph.grads:
         last[grad.unit] = max(last[grad.unit], grad.at + 1)
-    return graph.plus(Action(Verb.ARRIVED, at, unit) for unit, at in last.items())
+    return graph.plus(GraphAction(GraphVerb.ARRIVED, at, unit) for unit, at in last.items())
 
 
-def bucket(graph: Graph, known: Known) -> Graph:
+def bucket(graph: Graph, known: PassInputs) -> Graph:
     """Hand the gradients of a bucket's units over together, behind the last of them that this graph makes."""
-    arrived = {a.unit: a for a in graph.actions if a.verb is Verb.ARRIVED}
+    arrived = {a.unit: a for a in graph.actions if a.verb is GraphVerb.ARRIVED}
     joined, gone = [], set[int]()
     for units in known.buckets:
         here = [arrived[unit] for unit in units if unit in arrived]
@@ -61,10 +61,10 @@ def bucket(graph: Graph, known: Known) -> Graph:
             first, *others = (action.unit for action in here)
             joined.append(replace(here[0], at=max(a.at for a in here), unit=first, others=tuple(others)))
             gone.update(action.unit for action in here)
-    return graph.without(lambda a: a.verb is Verb.ARRIVED and a.unit in gone).plus(joined)
+    return graph.without(lambda a: a.verb is GraphVerb.ARRIVED and a.unit in gone).plus(joined)
 
 
-def prefetch(graph: Graph, known: Known) -> Graph:
+def prefetch(graph: Graph, known: PassInputs) -> Graph:
     """Begin gathers before their units are needed, in the same order, as far as memory and the time of other work go."""
     live = graph.live()
     held = graph.resident(lambda unit: known.gathered.get(unit, 0))
@@ -73,8 +73,8 @@ def prefetch(graph: Graph, known: Known) -> Graph:
         for a, b in zip(live, held, strict=True)
     ]
     actions, earliest, ahead = [], 0, 0
-    released = [a for a in graph.actions if a.verb is Verb.SPARE]
-    for need in [a for a in graph.actions if a.verb is Verb.NEED]:
+    released = [a for a in graph.actions if a.verb is GraphVerb.SPARE]
+    for need in [a for a in graph.actions if a.verb is GraphVerb.NEED]:
         nbytes, hidden, at = known.gathered.get(need.unit, 0), 0.0, need.at
         before = max((a.at for a in released if a.unit == need.unit and a.at <= need.at), default=0)
         while at > max(earliest, before) and hidden < known.seconds.get(need.unit, 0.0):
@@ -87,12 +87,12 @@ def prefetch(graph: Graph, known: Known) -> Graph:
             for between in range(at, need.at):
                 left = room[between]
                 room[between] = None if left is None else left - nbytes
-            actions.append(Action(Verb.EXPECT, at, need.unit))
+            actions.append(GraphAction(GraphVerb.EXPECT, at, need.unit))
         earliest = at
     return graph.plus(actions)
 
 
-def choose_kept(known: Known) -> frozenset[int]:
+def choose_kept(known: PassInputs) -> frozenset[int]:
     """Units that stay gathered between forward and backward: those whose gather is costliest a byte, as long as memory lasts."""
     if known.budget is None:
         return known.both
@@ -105,31 +105,31 @@ def choose_kept(known: Known) -> frozenset[int]:
     return frozenset(kept)
 
 
-def keep(graph: Graph, known: Known) -> Graph:
+def keep(graph: Graph, known: PassInputs) -> Graph:
     """Leave kept units where they are: no release, and no gather in backward."""
 
-    def gone(action: Action) -> bool:
-        again = action.verb in (Verb.NEED, Verb.EXPECT) and graph.backward
-        return action.unit in known.kept and (action.verb is Verb.SPARE or again)
+    def gone(action: GraphAction) -> bool:
+        again = action.verb in (GraphVerb.NEED, GraphVerb.EXPECT) and graph.backward
+        return action.unit in known.kept and (action.verb is GraphVerb.SPARE or again)
 
     return graph.without(gone)
 
 
-def free(graph: Graph, known: Known) -> Graph:
+def free(graph: Graph, known: PassInputs) -> Graph:
     """Give back the memory of saved results of at least `known.least` bytes behind their last use in backward."""
     if not graph.backward:
         return graph
     found = [saved for saved in graph.saved if saved.own and saved.nbytes >= known.least and saved.last >= 0]
-    return graph.plus(Action(Verb.FREE, saved.last + 1, name=saved.name) for saved in found)
+    return graph.plus(GraphAction(GraphVerb.FREE, saved.last + 1, name=saved.name) for saved in found)
 
 
-def store_all(graph: Graph, known: Known) -> Graph:
+def store_all(graph: Graph, known: PassInputs) -> Graph:
     """Keep every saved result of at least `known.least` bytes in host memory between its last use in forward and its first in
     backward: the least memory that there can be."""
     return _stored(graph, [s.name for s in graph.saved if s.own and s.nbytes >= known.least])
 
 
-def store(graph: Graph, known: Known) -> Graph:
+def store(graph: Graph, known: PassInputs) -> Graph:
     """The same for as few saved results as the budget asks for: those that are needed last in backward, which are made first."""
     if known.budget is None:
         return graph
@@ -147,17 +147,17 @@ def _stored(graph: Graph, names: Iterable[str]) -> Graph:
     chosen = set(names)
     found = [saved for saved in graph.saved if saved.name in chosen]
     if graph.backward:
-        return graph.plus(Action(Verb.FETCH, saved.first, name=saved.name) for saved in found)
-    return graph.plus(Action(Verb.STORE, max(saved.last, saved.made) + 1, name=saved.name) for saved in found)
+        return graph.plus(GraphAction(GraphVerb.FETCH, saved.first, name=saved.name) for saved in found)
+    return graph.plus(GraphAction(GraphVerb.STORE, max(saved.last, saved.made) + 1, name=saved.name) for saved in found)
 
 
-def park_all(graph: Graph, known: Known) -> Graph:
+def park_all(graph: Graph, known: PassInputs) -> Graph:
     """Keep the optimizer's state in host memory while graphs run: it leaves as a forward graph begins, and comes back at the end of the
     backward graph that makes the unit's gradients. The least memory that there can be."""
     return _parked(graph, known.states, None)
 
 
-def park(graph: Graph, known: Known) -> Graph:
+def park(graph: Graph, known: PassInputs) -> Graph:
     """The same for as few units as the budget asks for, as late and as short as memory allows; for all of them where no budget is known."""
     if known.budget is None:
         return park_all(graph, known)
@@ -183,7 +183,7 @@ def _parked(graph: Graph, states: dict[int, int], room: list[int] | None) -> Gra
         for unit, nbytes in states.items():
             while room is not None and at < graph.end and room[at] + gone >= 0:
                 at += 1
-            actions.append(Action(Verb.PARK, at, unit))
+            actions.append(GraphAction(GraphVerb.PARK, at, unit))
             gone += nbytes
         return graph.plus(actions)
     actions, back = [], 0
@@ -196,11 +196,11 @@ def _parked(graph: Graph, states: dict[int, int], room: list[int] | None) -> Gra
         at = graph.end
         while room is not None and at > 0 and room[at - 1] + away - back >= 0:
             at -= 1
-        actions.append(Action(Verb.UNPARK, at, unit))
+        actions.append(GraphAction(GraphVerb.UNPARK, at, unit))
     return graph.plus(actions)
 
 
-def load(graph: Graph, known: Known) -> Graph:
+def load(graph: Graph, known: PassInputs) -> Graph:
     """Bring what gathers send from the host to the device before they begin: each while the one before it is used, if memory lasts."""
     room = None
     if known.budget is not None:
@@ -209,9 +209,9 @@ def load(graph: Graph, known: Known) -> Graph:
         room = [left - a - b for a, b in zip(graph.live(), held, strict=True)]
     actions, before, coming = [], 0, set[int]()
     for action in graph.actions:
-        if action.verb is Verb.SPARE:
+        if action.verb is GraphVerb.SPARE:
             coming.discard(action.unit)
-        if action.verb not in (Verb.EXPECT, Verb.NEED) or action.unit not in known.resting or action.unit in coming:
+        if action.verb not in (GraphVerb.EXPECT, GraphVerb.NEED) or action.unit not in known.resting or action.unit in coming:
             continue
         coming.add(action.unit)
         nbytes, at = known.resting[action.unit], action.at
@@ -220,9 +220,9 @@ def load(graph: Graph, known: Known) -> Graph:
         if room is not None:
             room[at : action.at] = [free - nbytes for free in room[at : action.at]]
         released = max(
-            (a.at for a in graph.actions if a.verb is Verb.SPARE and a.unit == action.unit and a.at <= action.at),
+            (a.at for a in graph.actions if a.verb is GraphVerb.SPARE and a.unit == action.unit and a.at <= action.at),
             default=0,
         )
-        actions.append(Action(Verb.LOAD, max(at, released), action.unit))
+        actions.append(GraphAction(GraphVerb.LOAD, max(at, released), action.unit))
         before = action.at
     return graph.plus(actions)

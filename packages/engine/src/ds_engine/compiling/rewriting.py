@@ -7,23 +7,23 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from ds_engine.compiling.graph import Action, Graph, Verb
+from ds_engine.compiling.graph import GraphAction, Graph, GraphVerb
 from ds_engine.compiling.ops import OPS
-from ds_engine.compiling.graph_reader import Placed, base_of, is_view
+from ds_engine.compiling.graph_reader import ParamLocation, base_of, is_view
 
 __all__ = ["put_ends_last", "rewrite"]
 
 _UNIT_VERBS = {
-    Verb.EXPECT: "expect",
-    Verb.NEED: "need",
-    Verb.SPARE: "spare",
-    Verb.LOAD: "load",
-    Verb.PARK: "park",
-    Verb.UNPARK: "unpark",
+    GraphVerb.EXPECT: "expect",
+    GraphVerb.NEED: "need",
+    GraphVerb.SPARE: "spare",
+    GraphVerb.LOAD: "load",
+    GraphVerb.PARK: "park",
+    GraphVerb.UNPARK: "unpark",
 }
 
 
-def rewrite(gm: fx.GraphModule, graph: Graph, params: Mapping[str, Placed], key: int) -> fx.GraphModule:
+def rewrite(gm: fx.GraphModule, graph: Graph, params: Mapping[str, ParamLocation], key: int) -> fx.GraphModule:
     """Put the actions of `graph` into `gm`, which it was read from. Returns a module of its own; `gm` stays as it was."""
     made = fx.GraphModule(gm, _copied(gm.graph))
     by_name = {node.name: node for node in made.graph.nodes}
@@ -39,12 +39,12 @@ def rewrite(gm: fx.GraphModule, graph: Graph, params: Mapping[str, Placed], key:
         with made.graph.inserting_before(at[action.at]):
             if action.verb in _UNIT_VERBS:
                 editor.unit(action, inputs.get(action.unit, anchors))
-            elif action.verb is Verb.ARRIVED:
+            elif action.verb is GraphVerb.ARRIVED:
                 grads = [(g.unit, g.member, at[g.at]) for u in action.units for g in graph.grads if g.unit == u]
                 editor.arrived(grads, [param for u in action.units for param in inputs.get(u, ())])
-            elif action.verb is Verb.FREE:
+            elif action.verb is GraphVerb.FREE:
                 made.graph.call_function(OPS.free.default, ([by_name[action.name]],))
-            elif action.verb is Verb.STORE:
+            elif action.verb is GraphVerb.STORE:
                 editor.store(by_name[action.name])
             else:
                 editor.fetch(by_name[action.name])
@@ -71,7 +71,7 @@ class _Editor:
     def __init__(self, graph: fx.Graph, output: fx.Node, key: int) -> None:
         self.graph, self.output, self.key = graph, output, key
 
-    def unit(self, action: Action, params: list[fx.Node]) -> None:
+    def unit(self, action: GraphAction, params: list[fx.Node]) -> None:
         op = getattr(OPS, _UNIT_VERBS[action.verb]).default
         self.graph.call_function(op, (params, self.key, action.unit))
 

@@ -25,12 +25,12 @@ from ds_engine.compiling.pass_choice import (
     store,
     store_all,
 )
-from ds_engine.compiling.graph import Graph, Known
+from ds_engine.compiling.graph import Graph, PassInputs
 
 __all__ = [
     "BUILTIN",
     "Contract",
-    "Entry",
+    "PassEntry",
     "Pass",
     "check_schedule",
     "default_schedule",
@@ -39,7 +39,7 @@ __all__ = [
     "schedule_text",
 ]
 
-Decide = Callable[[Graph, Known], Graph]
+Decide = Callable[[Graph, PassInputs], Graph]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PassEntry:
     """Passes from a step on."""
 
     step: int
@@ -171,7 +171,7 @@ def default_schedule(
     states: bool = False,
     params: bool = False,
     cuts: Sequence[str] = (),
-) -> tuple[Entry, ...]:
+) -> tuple[PassEntry, ...]:
     """Passes of a ZeRO stage. The first five steps run without those that need measurements.
 
     Args:
@@ -191,13 +191,13 @@ def default_schedule(
     first = base + [name if f"{name}_all" not in BUILTIN else f"{name}_all" for name in more]
     # What was gathered stays only where it is not memory that is wanted.
     later = base + (["prefetch", *([] if params else ["keep"])] if stage == 3 else []) + more
-    entries = [Entry(0, tuple(BUILTIN[name] for name in first))]
+    entries = [PassEntry(0, tuple(BUILTIN[name] for name in first))]
     if later != first:
-        entries.append(Entry(5, tuple(BUILTIN[name] for name in later)))
+        entries.append(PassEntry(5, tuple(BUILTIN[name] for name in later)))
     return tuple(entries)
 
 
-def check_schedule(entries: Sequence[Entry]) -> None:
+def check_schedule(entries: Sequence[PassEntry]) -> None:
     """Raise PlanError for every broken contract at once ("compile-contract"), or for steps that do not grow ("compile-schedule")."""
     steps = [entry.step for entry in entries]
     if not steps or steps != sorted(set(steps)) or steps[0] < 0:
@@ -228,13 +228,13 @@ def _broken(passes: Sequence[Pass]) -> list[str]:
     return found
 
 
-def resolve(asked: Sequence[tuple[int, Sequence[Any]]], known: Mapping[str, Pass]) -> tuple[Entry, ...]:
+def resolve(asked: Sequence[tuple[int, Sequence[Any]]], known: Mapping[str, Pass]) -> tuple[PassEntry, ...]:
     """A schedule of (step, names, passes or functions) with every pass looked up. Checked.
 
     Raises:
         PlanError: a name is unknown ("compile-pass"), or see `check_schedule`.
     """
-    entries = tuple(Entry(int(step), tuple(named(each, known) for each in passes)) for step, passes in asked)
+    entries = tuple(PassEntry(int(step), tuple(named(each, known) for each in passes)) for step, passes in asked)
     check_schedule(entries)
     return entries
 
@@ -262,6 +262,6 @@ def named(each: Any, known: Mapping[str, Pass]) -> Pass:
     )
 
 
-def schedule_text(entries: Sequence[Entry]) -> str:
+def schedule_text(entries: Sequence[PassEntry]) -> str:
     """One line: the passes of each step."""
     return "; ".join(f"from step {e.step}: {' -> '.join(p.name for p in e.passes)}" for e in entries)

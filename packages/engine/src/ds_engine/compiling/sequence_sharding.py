@@ -21,7 +21,7 @@ from ds_engine.compiling.graph_split import wrap_attention
 from ds_parallel.sequence import sequence_part, token_weighted_loss
 from ds_parallel.sequence.sequence_batches import IGNORED
 from ds_parallel.sequence.hf_attention import UlyssesAttention
-from ds_parallel.tensor.head_updates import InputsAgree
+from ds_parallel.tensor.head_updates import InputCheck
 
 __all__ = ["SharedBatch"]
 
@@ -42,7 +42,7 @@ class SharedBatch:
         self.attention = None if shares.attention is None else UlyssesAttention.registered(shares.attention)
         self.length = 0
         self._wrapped = 0
-        self._told: InputsAgree | None = InputsAgree(shares.group, axis="sequence")
+        self._told: InputCheck | None = InputCheck(shares.group, axis="sequence")
         self._signature = inspect.signature(model.forward)
         kinds = {parameter.kind for parameter in self._signature.parameters.values()}
         self._takes_more = inspect.Parameter.VAR_KEYWORD in kinds

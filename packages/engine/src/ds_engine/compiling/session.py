@@ -28,23 +28,23 @@ from ds_engine.compiling.backends import BACKENDS, Compiling
 from ds_engine.compiling.graph_split import EDITS
 from ds_engine.compiling.pass_choice import choose_kept
 from ds_engine.compiling.captured_graphs import Frame, Lowered
-from ds_engine.compiling.graph import Graph, Known, Verb
+from ds_engine.compiling.graph import Graph, PassInputs, GraphVerb
 from ds_engine.compiling.graph_moves import substitute_moves
 from ds_engine.compiling.ops import Target, register_target
-from ds_engine.compiling.schedule_passes import Entry
-from ds_engine.compiling.graph_reader import Placed
+from ds_engine.compiling.schedule_passes import PassEntry
+from ds_engine.compiling.graph_reader import ParamLocation
 from ds_engine.compiling.sequence_sharding import SharedBatch
 from ds_engine.compiling.verbs import Graphs
-from ds_parallel.tensor import cut_of
-from ds_zero import Sharding
+from ds_parallel.tensor import tensor_parallel_of
+from ds_zero import ShardedModel
 
-__all__ = ["Session", "Settings"]
+__all__ = ["Session", "CompileSettings"]
 
 _log = logging.getLogger("ds_engine")
 _KWARGS = ("dynamic", "fullgraph", "mode", "options")
 
 
-class Settings:
+class CompileSettings:
     """How `torch.compile` is asked.
 
     Args:
@@ -87,7 +87,7 @@ class Session:
     """
 
     def __init__(
-        self, model: nn.Module, sharding: Sharding, plan: Compiling, settings: Settings, everyone: Group
+        self, model: nn.Module, sharding: ShardedModel, plan: Compiling, settings: CompileSettings, everyone: Group
     ) -> None:
         self.model, self.plan, self.settings, self.everyone = model, plan, settings, everyone
         self.graphs = Graphs(sharding)
@@ -104,21 +104,21 @@ class Session:
         self._watch = ExitStack()
         schedule = plan.schedule
         if schedule[0].measured:  # the step before the first one is the first one
-            bare = Entry(schedule[0].step, tuple(p for p in schedule[0].passes if not p.measured))
+            bare = PassEntry(schedule[0].step, tuple(p for p in schedule[0].passes if not p.measured))
             later = replace(schedule[0], step=schedule[0].step + 1)
             schedule = (bare, later, *(e for e in schedule[1:] if e.step > later.step))
         self._schedule = schedule
         self._known = self._facts()
         self._enter(schedule[0])
 
-    def _facts(self) -> Known:
+    def _facts(self) -> PassInputs:
         """What is known of the plan alone."""
         units = [(n, unit) for n, unit in enumerate(self.graphs.units) if self.graphs.released(n)]
         gathered = {n: unit.plan.bytes.gathered for n, unit in units}
         seconds = {n: float(unit.plan.sent["gather"]) for n, unit in units}
         kept = sum(self._sharding.plan.kept.values())
         all_units = list(enumerate(self.graphs.units))
-        return Known(
+        return PassInputs(
             gathered,
             seconds,
             self.settings.budget,
@@ -142,7 +142,7 @@ class Session:
         params = [param for unit in self.graphs.units for param in unit.params]
         options = {**self.settings.kwargs, **({"fullgraph": True} if shared is not None and shared.in_graphs else {})}
         compiled = _torch.compile_model(self.model._call_impl, self._backend, params, **options)
-        cut = cut_of(self.model)
+        cut = tensor_parallel_of(self.model)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if cut is not None:
@@ -232,13 +232,13 @@ class Session:
             return _torch.eager_backend(gm, inputs, frame.inner)
         return _inductor().backend(gm, inputs, frame.inner, self.settings.patches)
 
-    def _place(self, tensor: Tensor) -> Placed | None:
+    def _place(self, tensor: Tensor) -> ParamLocation | None:
         found = self._sharding.find(tensor)
         if found is None:
             return None
         # A gradient that somebody looks at on its way (a hook) goes by way of autograd.
         watched = bool(tensor._backward_hooks)
-        return Placed(found[0].number, found[1], found[0].spec.trained and not watched)
+        return ParamLocation(found[0].number, found[1], found[0].spec.trained and not watched)
 
     def decide(self, piece: Lowered) -> Graph:
         """The actions of the passes of the day."""
@@ -313,10 +313,10 @@ class Session:
         return tuple(each.name for each in self._entry.passes)
 
     @property
-    def _next(self) -> Entry | None:
+    def _next(self) -> PassEntry | None:
         return next((entry for entry in self._schedule if entry.step > self._entry.step), None)
 
-    def _enter(self, entry: Entry) -> None:
+    def _enter(self, entry: PassEntry) -> None:
         self._entry = entry
         following = self._next
         self.measuring = following is not None and following.measured and following.step == self.steps + 1
@@ -344,14 +344,14 @@ class Session:
         else:
             self.measuring = following.measured and following.step == self.steps + 1
 
-    def _agree(self) -> Known:
+    def _agree(self) -> PassInputs:
         """What was measured, alike on all ranks: the longest gathers, the highest peak. Collective."""
         seconds: dict[int, float] = {}
         for piece in self.pieces:
             for unit, took in piece.seconds.items():
                 seconds[unit] = max(took, seconds.get(unit, 0.0))
         sides = [
-            {a.unit for p in self.pieces if p.backward is side for a in p.actions.actions if a.verb is Verb.NEED}
+            {a.unit for p in self.pieces if p.backward is side for a in p.actions.actions if a.verb is GraphVerb.NEED}
             for side in (False, True)
         ]
         peak = max((max(piece.facts.live(), default=0) for piece in self.pieces), default=0)

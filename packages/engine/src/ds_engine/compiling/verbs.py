@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ds_engine.compiling.joint import buckets_of, reduce_together
 from ds_engine.compiling.parking import Parking
-from ds_zero.runtime.sharded_parameter import Released, release, restore
-from ds_zero.runtime.sharded_model import Sharding
+from ds_zero.runtime.sharded_parameter import ShardedParameter, release, restore
+from ds_zero.runtime.sharded_model import ShardedModel
 from ds_zero.runtime.unit import Full, Unit
 
 __all__ = ["Graphs"]
@@ -34,7 +34,7 @@ class Graphs:
         loads: How often a graph had what a gather sends on the device before the gather began.
     """
 
-    def __init__(self, sharding: Sharding) -> None:
+    def __init__(self, sharding: ShardedModel) -> None:
         self.sharding = sharding
         self.units: list[Unit] = sharding.units
         self._gathering, self._reducing = sharding.runtime.gathering, sharding.runtime.reducing
@@ -60,7 +60,7 @@ class Graphs:
     def tracing(self) -> Iterator[None]:
         """Inside, released parameters have their own class."""
         # Those of a gather that is under way, too: they have their class back when somebody waits for it.
-        given = [(unit, p) for unit in self.units for p in unit.params if type(p) is Released]
+        given = [(unit, p) for unit in self.units for p in unit.params if type(p) is ShardedParameter]
         for _, param in given:
             restore(param)
         try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ds_engine.transforms.transform import Asked, Site, Transform
-from ds_parallel import ActivationCheckpointing, Checkpointed, Keeping, checkpoint_modules, matching
+from ds_engine.transforms.transform import TransformInput, BuildContext, Transform
+from ds_parallel import ActivationCheckpointing, Checkpointed, ActivationPolicy, checkpoint_modules, match_modules
 
 __all__ = ["Activations"]
 
@@ -15,7 +15,7 @@ __all__ = ["Activations"]
 class Checkpointing:
     """What calls keep of their inputs, and names of the modules whose forward is such a call."""
 
-    keeping: Keeping
+    keeping: ActivationPolicy
     names: tuple[str, ...]
 
 
@@ -24,10 +24,10 @@ class Activations(Transform[Checkpointing, Checkpointed]):
 
     name = "activation checkpointing"
 
-    def decide(self, asked: Asked) -> Checkpointing:
+    def decide(self, asked: TransformInput) -> Checkpointing:
         section = asked.config.activation_checkpointing
         callables = [m.name for m in asked.shapes.modules if m.callable and m.name]
-        return Checkpointing(section.keeping, matching(callables, section.modules))
+        return Checkpointing(section.keeping, match_modules(callables, section.modules))
 
     def plan_rows(self, what: Checkpointing) -> Mapping[str, str]:
         names = what.names
@@ -36,7 +36,7 @@ class Activations(Transform[Checkpointing, Checkpointed]):
         told = ", ".join(names if len(names) <= 4 else (*names[:2], "...", names[-1]))
         return {"activations": f"{len(names)} modules computed again in backward ({told}); {what.keeping}"}
 
-    def apply(self, what: Checkpointing, site: Site) -> Checkpointed:
+    def apply(self, what: Checkpointing, site: BuildContext) -> Checkpointed:
         site.activations = ActivationCheckpointing(what.keeping, site.mesh["tensor"])
         return checkpoint_modules(site.model, what.names, site.activations)
 

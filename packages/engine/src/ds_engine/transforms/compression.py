@@ -11,12 +11,12 @@ from torch import nn
 from ds_compress import CompressionScheduler, compress, is_compressed
 from ds_compress.compress import layers_of
 from ds_compress.config import CompressionConfig, EigenvalueConfig
-from ds_compress.recipe import Recipe, make_recipe
+from ds_compress.recipe import CompressionRecipe, make_recipe
 from ds_compress.students import is_student
 from ds_config.errors import PlanError, UnsupportedError
-from ds_engine.transforms.transform import Asked, Site, Transform
+from ds_engine.transforms.transform import TransformInput, BuildContext, Transform
 
-__all__ = ["Compression"]
+__all__ = ["CompressionTransform"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,12 @@ class Compressing:
     already: bool
 
 
-class Compression(Transform[Compressing, nn.Module | None]):
+class CompressionTransform(Transform[Compressing, nn.Module | None]):
     """In the plan if the configuration says so, or the model went through `init_compression`."""
 
     name = "compression"
 
-    def decide(self, asked: Asked) -> Compressing | None:
+    def decide(self, asked: TransformInput) -> Compressing | None:
         section, quantize = asked.config.compression_training, asked.config.quantize_training
         already = any(module.name.rpartition(".")[2] == "compression" for module in asked.shapes.modules)
         if quantize.enabled:
@@ -69,7 +69,7 @@ class Compression(Transform[Compressing, nn.Module | None]):
             return {"compression": "as init_compression left the model"}
         return {"compression": _told(what.section)}
 
-    def apply(self, what: Compressing, site: Site) -> nn.Module | None:
+    def apply(self, what: Compressing, site: BuildContext) -> nn.Module | None:
         model, section = site.model, what.section
         if section.layer_reduction.enabled and not is_student(model):
             raise PlanError(
@@ -99,7 +99,7 @@ def _told(section: CompressionConfig) -> str:
     return "; ".join(words) or "a student of fewer layers"
 
 
-def _scores_are_trained(recipe: Recipe, site: Site) -> None:
+def _scores_are_trained(recipe: CompressionRecipe, site: BuildContext) -> None:
     pruned = (p for r in recipe.layers.values() for p in (r.sparse, r.rows, r.heads, r.channels) if p is not None)
     given = site.parts.params is not None or isinstance(site.parts.optimizer, torch.optim.Optimizer)
     if given and any(p.method == "topk" for p in pruned):

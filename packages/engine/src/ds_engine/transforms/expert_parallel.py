@@ -12,13 +12,13 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_config.errors import PlanError
 from ds_engine.plan import Shapes
-from ds_engine.transforms.transform import Asked, Site, Transform
-from ds_moe import Cut, Placed, cut_experts, place, report_load
+from ds_engine.transforms.transform import TransformInput, BuildContext, Transform
+from ds_moe import ExpertParallelModel, ExpertPlacement, apply_expert_parallel, place_experts, report_load
 from ds_moe.config import ExpertParallelConfig
 from ds_monitor import current_step
 from ds_zero.layout.units import ParamInfo
 
-__all__ = ["Experts"]
+__all__ = ["ExpertTransform"]
 
 # Packed weights [E, ...] of transformers 5, or one of a list of experts. Own names of a user's blocks are not known before the model is.
 _EXPERT = re.compile(r"(^|\.)experts\.(?:(?P<packed>(?:gate_up|up|down)_proj(?:_bias)?)|(?P<number>\d+)\.[\w.]+)$")
@@ -49,18 +49,18 @@ class Spread:
 class Made:
     """What was made of it."""
 
-    cut: Cut | None
-    placed: Placed
+    cut: ExpertParallelModel | None
+    placed: ExpertPlacement
     hook: RemovableHandle
 
 
-class Experts(Transform[Spread, Made]):
+class ExpertTransform(Transform[Spread, Made]):
     """In the plan if the configuration says so, or the model has MoE layers."""
 
     name = "expert parallel"
     axes = ("expert",)
 
-    def decide(self, asked: Asked) -> Spread | None:
+    def decide(self, asked: TransformInput) -> Spread | None:
         section = asked.config.expert_parallel
         section = section if section is not None and section.enabled else None
         layers = tuple(m.name for m in asked.shapes.modules if m.name.split(".")[-1] == "deepspeed_moe")
@@ -110,12 +110,12 @@ class Experts(Transform[Spread, Made]):
                 params.append(replace(param, family=f"expert{what.degree}"))
         return replace(shapes, params=tuple(params))
 
-    def apply(self, what: Spread, site: Site) -> Made:
+    def apply(self, what: Spread, site: BuildContext) -> Made:
         cut = None
         if what.section is not None:
             required = site.mesh["pipe"].size == 1  # a stage may have no experts
-            cut = cut_experts(site.model, what.section, site.mesh, data_first=what.data_first, required=required)
-        placed = place(site.model, site.mesh, data_first=what.data_first)
+            cut = apply_expert_parallel(site.model, what.section, site.mesh, data_first=what.data_first, required=required)
+        placed = place_experts(site.model, site.mesh, data_first=what.data_first)
         return Made(cut, placed, site.model.register_forward_pre_hook(_Reporting()))
 
     def undo(self, made: Made) -> None:

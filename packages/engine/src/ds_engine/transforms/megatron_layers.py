@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from ds_comm import Group
-from ds_comm.reduction_group import Assignment, Family, assign, assignment_of
+from ds_comm.reduction_group import ParamSharding, ReductionGroup, set_param_sharding, param_sharding
 from ds_comm.placement import Box
-from ds_engine.transforms.transform import Asked, Site, Transform
+from ds_engine.transforms.transform import TransformInput, BuildContext, Transform
 
 __all__ = ["Own", "OwnLayers"]
 
@@ -30,7 +30,7 @@ class OwnLayers:
 class Own:
     """What was said of parameters before."""
 
-    before: tuple[tuple[nn.Parameter, Assignment], ...]
+    before: tuple[tuple[nn.Parameter, ParamSharding], ...]
 
 
 class OwnTensor(Transform[OwnLayers, Own]):
@@ -38,7 +38,7 @@ class OwnTensor(Transform[OwnLayers, Own]):
 
     name = "layers of the model's own"
 
-    def decide(self, asked: Asked) -> OwnLayers | None:
+    def decide(self, asked: TransformInput) -> OwnLayers | None:
         section = asked.config.tensor_parallel
         if section is None or not section.own_layers or asked.mesh.tensor == 1:
             return None
@@ -47,32 +47,32 @@ class OwnTensor(Transform[OwnLayers, Own]):
     def plan_rows(self, what: OwnLayers) -> Mapping[str, str]:
         return {"tensor parallel": f"the model's own layers, over {what.degree} ranks; nothing is cut"}
 
-    def apply(self, what: OwnLayers, site: Site) -> Own:
+    def apply(self, what: OwnLayers, site: BuildContext) -> Own:
         del what
         tensor, gradient = site.mesh["tensor"], site.mesh["gradient"]
-        part = Family("tensor", gradient, gradient.size)
-        same = Family(f"tensor-{tensor.size}", gradient, gradient.size, copies=tensor.size)
+        part = ReductionGroup("tensor", gradient, gradient.size)
+        same = ReductionGroup(f"tensor-{tensor.size}", gradient, gradient.size, copies=tensor.size)
         # Stages have said more of theirs: that stays; layers of experts say theirs after this.
-        found = [(name, param, assignment_of(param)) for name, param in site.model.named_parameters()]
+        found = [(name, param, param_sharding(param)) for name, param in site.model.named_parameters()]
         free = [(name, param, was) for name, param, was in found if was.family is None]
         for name, param, was in free:
-            assign(param, _part(name, param, part, tensor) if _is_part(param) else replace(was, family=same))
+            set_param_sharding(param, _part(name, param, part, tensor) if _is_part(param) else replace(was, family=same))
         return Own(tuple((param, was) for _, param, was in free))
 
     def undo(self, made: Own) -> None:
         for param, was in made.before:
-            assign(param, was)
+            set_param_sharding(param, was)
 
 
 def _is_part(param: Tensor) -> bool:
     return bool(getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False))
 
 
-def _part(name: str, param: Tensor, family: Family, group: Group) -> Assignment:
+def _part(name: str, param: Tensor, family: ReductionGroup, group: Group) -> ParamSharding:
     """A part along `partition_dim` where the parameter says one; else a tensor of its own, whose name has this rank's place."""
     dim = getattr(param, "partition_dim", -1)
     if not isinstance(dim, int) or not 0 <= dim < param.dim() or getattr(param, "partition_stride", 1) != 1:
-        return Assignment(family, f"{name}.tensor{group.rank}of{group.size}")
+        return ParamSharding(family, f"{name}.tensor{group.rank}of{group.size}")
     offset, shape = [0] * param.dim(), list(param.shape)
     offset[dim], shape[dim] = group.rank * param.shape[dim], group.size * param.shape[dim]
-    return Assignment(family, name, tuple(shape), Box(tuple(offset), tuple(param.shape)))
+    return ParamSharding(family, name, tuple(shape), Box(tuple(offset), tuple(param.shape)))

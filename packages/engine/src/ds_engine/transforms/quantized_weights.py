@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ds_config.errors import PlanError
 from ds_engine.model_sections import WeightQuantizationConfig
 from ds_engine.plan import Shapes
-from ds_engine.transforms.transform import Asked, Site, Transform
+from ds_engine.transforms.transform import TransformInput, BuildContext, Transform
 from ds_ops.formats import INT4, INT8, QuantTensor
 from ds_ops.quant import dequantize
 from ds_ops.quant_linear import quantize_weight, quantized_linear
@@ -77,7 +77,7 @@ class QuantizedWeights(Transform["tuple[Coded, ...]", "list[tuple[nn.Module, str
 
     name = "quantized weights"
 
-    def decide(self, asked: Asked) -> tuple[Coded, ...] | None:
+    def decide(self, asked: TransformInput) -> tuple[Coded, ...] | None:
         section = asked.config.weight_quantization
         if section is None or not section.enabled:
             return None
@@ -107,7 +107,7 @@ class QuantizedWeights(Transform["tuple[Coded, ...]", "list[tuple[nn.Module, str
         gone = {f"{one.name}.weight" for one in what}
         return replace(shapes, params=tuple(p for p in shapes.params if p.name not in gone))
 
-    def apply(self, what: tuple[Coded, ...], site: Site) -> list[tuple[nn.Module, str, CodedLinear]]:
+    def apply(self, what: tuple[Coded, ...], site: BuildContext) -> list[tuple[nn.Module, str, CodedLinear]]:
         found = [(one, site.model.get_submodule(one.name)) for one in what]
         other = [one.name for one, layer in found if type(layer) is not nn.Linear or not _here(layer.weight)]
         linear = [(one, layer) for one, layer in found if isinstance(layer, nn.Linear) and one.name not in other]

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from ds_config.errors import PlanError, UnsupportedError
 from ds_engine.compiling import Shares
-from ds_engine.transforms.transform import Asked, Site, Transform
+from ds_engine.transforms.transform import TransformInput, BuildContext, Transform
 from ds_parallel.sequence.hf_attention import SUPPORTED, UlyssesAttention
 
 __all__ = ["Sequence"]
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SequenceTransform:
     """How attention is shared.
 
     Attributes:
@@ -33,21 +33,21 @@ class Shared:
     in_graphs: bool = False
 
 
-class Sequence(Transform[Shared, UlyssesAttention | None]):
+class Sequence(Transform[SequenceTransform, UlyssesAttention | None]):
     """A degree of 1 is not in the plan."""
 
     name = "sequence parallel"
     axes = ("sequence",)
 
-    def decide(self, asked: Asked) -> Shared | None:
+    def decide(self, asked: TransformInput) -> SequenceTransform | None:
         degree, facts = asked.mesh.sequence, asked.shapes.facts
         if degree == 1:
             return None
         if facts is None or facts.shares_sequences:
-            return Shared(degree, None)
+            return SequenceTransform(degree, None)
         compiled = asked.config.compile
         if facts.attention not in SUPPORTED and compiled is not None and compiled.cuts_sequences:
-            return Shared(degree, None, in_graphs=True)
+            return SequenceTransform(degree, None, in_graphs=True)
         if facts.attention not in SUPPORTED:
             raise UnsupportedError(
                 f"sequence_parallel_size = {degree}, and nothing in the model exchanges over a sequence: its attention is "
@@ -56,16 +56,16 @@ class Sequence(Transform[Shared, UlyssesAttention | None]):
                 fix="Use ds_parallel.sequence.DistributedAttention in it, a transformers model with "
                 f'attn_implementation in {", ".join(SUPPORTED)}, or compile it with compile.passes = ["autosp"].',
             )
-        return Shared(degree, facts.attention)
+        return SequenceTransform(degree, facts.attention)
 
-    def plan_rows(self, what: Shared) -> Mapping[str, str]:
+    def plan_rows(self, what: SequenceTransform) -> Mapping[str, str]:
         how = "in the graphs of engine.compile()" if what.in_graphs else "by the model itself"
         how = f"{what.attention} wrapped" if what.attention else how
         return {
             "sequence parallel": f"{what.degree} ranks share a sequence, heads are exchanged around attention ({how})"
         }
 
-    def apply(self, what: Shared, site: Site) -> UlyssesAttention | None:
+    def apply(self, what: SequenceTransform, site: BuildContext) -> UlyssesAttention | None:
         group, compiled = site.mesh["sequence"], site.plan.config.compile
         if compiled is not None and compiled.cuts_sequences:
             site.shares = Shares(group, what.attention, what.in_graphs)

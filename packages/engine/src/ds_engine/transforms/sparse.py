@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ds_config.errors import PlanError, UnsupportedError
 from ds_engine.model_sections import SparseAttentionConfig
-from ds_engine.transforms.transform import Asked, Site, Transform
+from ds_engine.transforms.transform import TransformInput, BuildContext, Transform
 from ds_ops.sparse_attention import (
     Pattern,
     Sparsity,
@@ -89,19 +89,19 @@ class SparseSelfAttention(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Sparse:
+class SparseAttentionTransform:
     """The pattern, and transformers' name of the attention function that gives way."""
 
     section: SparseAttentionConfig
     attention: str
 
 
-class SparseAttention(Transform[Sparse, "_Wrapped"]):
+class SparseAttention(Transform[SparseAttentionTransform, "_Wrapped"]):
     """In the plan if the configuration has the section `sparse_attention`."""
 
     name = "sparse attention"
 
-    def decide(self, asked: Asked) -> Sparse | None:
+    def decide(self, asked: TransformInput) -> SparseAttentionTransform | None:
         section, facts = asked.config.sparse_attention, asked.shapes.facts
         if section is None:
             return None
@@ -116,14 +116,14 @@ class SparseAttention(Transform[Sparse, "_Wrapped"]):
                 "model and leave the section out.",
             )
         pattern_of(section)
-        return Sparse(section, attention)
+        return SparseAttentionTransform(section, attention)
 
-    def plan_rows(self, what: Sparse) -> Mapping[str, str]:
+    def plan_rows(self, what: SparseAttentionTransform) -> Mapping[str, str]:
         given = what.section.model_dump(exclude_unset=True)
         told = ", ".join(f"{key} {value}" for key, value in given.items() if key not in ("mode", "block"))
         return {"sparse attention": f"{what.section.mode}, blocks of {what.section.block} tokens{told and ', ' + told}"}
 
-    def apply(self, what: Sparse, site: Site) -> _Wrapped:
+    def apply(self, what: SparseAttentionTransform, site: BuildContext) -> _Wrapped:
         return _Wrapped(site.model, what)
 
     def undo(self, made: _Wrapped) -> None:
@@ -133,7 +133,7 @@ class SparseAttention(Transform[Sparse, "_Wrapped"]):
 class _Wrapped:
     """The entry of transformers' registry, as long as the engine exists."""
 
-    def __init__(self, model: nn.Module, what: Sparse) -> None:
+    def __init__(self, model: nn.Module, what: SparseAttentionTransform) -> None:
         modeling = importlib.import_module("transformers.modeling_utils")
         self.registry, self.name = modeling.ALL_ATTENTION_FUNCTIONS, what.attention
         self.ours = {id(module) for module in model.modules()}

@@ -13,39 +13,39 @@ from ds_config.errors import PlanError
 from ds_engine.executor import Passes
 from ds_engine.loss_total import SumLoss, loss_of
 from ds_engine.model_sections import PipelineConfig
-from ds_engine.transforms.transform import Asked, Site, Transform
-from ds_engine.uneven_inputs import Share
-from ds_pipe import Action, DecoderStages, Op, Pipeline, PipelineModule, Staging, pipeline, split_batch
-from ds_pipe.executor import Feed
+from ds_engine.transforms.transform import TransformInput, BuildContext, Transform
+from ds_engine.uneven_inputs import WeightedBatch
+from ds_pipe import Action, DecoderStages, ActionKind, Pipeline, PipelineModule, PipelineSpec, pipeline, split_batch
+from ds_pipe.executor import MicrobatchSource
 from ds_pipe.gradient_reduction import StageReduction
 
 __all__ = ["StagedExecutor", "Stages"]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class StageTransform:
     """How the model is cut, and how many layers keep their input only; 0: as the model says."""
 
-    staging: Staging
+    staging: PipelineSpec
     interval: int
 
 
-class Stages(Transform[Cut, Pipeline]):
+class Stages(Transform[StageTransform, Pipeline]):
     """For models that say how they are cut, with one stage, too: their microbatches are inputs and labels."""
 
     name = "pipeline stages"
     axes = ("pipe",)
 
-    def decide(self, asked: Asked) -> Cut | None:
+    def decide(self, asked: TransformInput) -> StageTransform | None:
         staging, section = asked.shapes.staging, asked.config.pipeline
         _check_expected(section, staging)
-        return None if staging is None else Cut(staging, section.activation_checkpoint_interval)
+        return None if staging is None else StageTransform(staging, section.activation_checkpoint_interval)
 
-    def plan_rows(self, what: Cut) -> Mapping[str, str]:
+    def plan_rows(self, what: StageTransform) -> Mapping[str, str]:
         cut = what.staging
         return {"pipeline": f"{cut.ranks} ranks, schedule {cut.schedule}"}
 
-    def apply(self, what: Cut, site: Site) -> Pipeline:
+    def apply(self, what: StageTransform, site: BuildContext) -> Pipeline:
         model = site.model
         if not isinstance(model, PipelineModule | DecoderStages):
             raise PlanError(
@@ -71,9 +71,9 @@ class Stages(Transform[Cut, Pipeline]):
         made.close()
 
 
-def _check_expected(section: PipelineConfig, found: Staging | None) -> None:
+def _check_expected(section: PipelineConfig, found: PipelineSpec | None) -> None:
     """The model is cut when it is made: a configuration that expects another cut is an error."""
-    cut = found or Staging("", 1)
+    cut = found or PipelineSpec("", 1)
     wrong = []
     if section.stages not in ("auto", cut.ranks):
         wrong.append(f"pipeline.stages = {section.stages}, the model has {cut.ranks}")
@@ -114,7 +114,7 @@ class StagedExecutor:
         """As `Executor.train`: losses are noted on every rank of the pipeline."""
         found: dict[int, Tensor | SumLoss] = {}
 
-        def criterion(microbatch: int, out: Any, labels: tuple[Any, Share | None]) -> Tensor:
+        def criterion(microbatch: int, out: Any, labels: tuple[Any, WeightedBatch | None]) -> Tensor:
             loss = self._loss(out, labels)
             found[microbatch] = _detached(loss)
             return passes.start(loss)
@@ -122,8 +122,8 @@ class StagedExecutor:
         reduction = StageReduction(self.pipeline.model, passes, self._every)
         self._lend(passes)
         self.pipeline.executor.run(actions, self._feed(data, passes), reduction, criterion)
-        first = min(a.stage for a in actions if a.op is Op.FORWARD)
-        count = sum(1 for a in actions if a.op is Op.FORWARD and a.stage == first)
+        first = min(a.stage for a in actions if a.op is ActionKind.FORWARD)
+        count = sum(1 for a in actions if a.op is ActionKind.FORWARD and a.stage == first)
         for loss in self._everywhere(found, count):
             if not self.pipeline.model.last:
                 passes.start(loss)
@@ -132,7 +132,7 @@ class StagedExecutor:
         """As `Executor.evaluate`."""
         found: dict[int, Tensor | SumLoss] = {}
 
-        def done(microbatch: int, out: Any, labels: tuple[Any, Share | None]) -> None:
+        def done(microbatch: int, out: Any, labels: tuple[Any, WeightedBatch | None]) -> None:
             found[microbatch] = self._loss(out, labels)
 
         self.forwards(count, data, passes, done)
@@ -149,22 +149,22 @@ class StagedExecutor:
         for stage in self.pipeline.executor.stages.values():
             stage.backwards.forwards = passes.forward
 
-    def loss(self, out: Any, labels: tuple[Any, Share | None]) -> Tensor | SumLoss:
+    def loss(self, out: Any, labels: tuple[Any, WeightedBatch | None]) -> Tensor | SumLoss:
         """What `done` makes of its output and labels."""
         return self._loss(out, labels)
 
-    def _loss(self, out: Any, labels: tuple[Any, Share | None]) -> Tensor | SumLoss:
+    def _loss(self, out: Any, labels: tuple[Any, WeightedBatch | None]) -> Tensor | SumLoss:
         criterion, (wanted, share) = self.pipeline.model.loss, labels
         loss = loss_of(out if criterion is None else criterion(out, wanted))
         return loss if share is None else share.weigh(loss)
 
-    def _feed(self, data: Iterator[Any], passes: Passes) -> Feed:
-        def split(batch: Any) -> tuple[Any, tuple[Any, Share | None]]:
-            share = batch if isinstance(batch, Share) else None
+    def _feed(self, data: Iterator[Any], passes: Passes) -> MicrobatchSource:
+        def split(batch: Any) -> tuple[Any, tuple[Any, WeightedBatch | None]]:
+            share = batch if isinstance(batch, WeightedBatch) else None
             inputs, labels = self.batch_fn(batch if share is None else share.batch)
             return passes.place(inputs, inputs=True), (passes.place(labels, inputs=False), share)
 
-        return Feed(data, split, self.pipeline.model.first + self.pipeline.model.last)
+        return MicrobatchSource(data, split, self.pipeline.model.first + self.pipeline.model.last)
 
     def _everywhere(self, found: Mapping[int, Tensor | SumLoss], count: int) -> list[Tensor | SumLoss]:
         """The losses by microbatch on all ranks of the pipeline. Collective over it: one message of 24 bytes a microbatch."""

@@ -11,20 +11,20 @@ from torch import nn
 
 from ds_config.errors import UnsupportedError
 from ds_engine.plan import Shapes
-from ds_engine.transforms.transform import Asked, Site, Transform
-from ds_parallel.tensor import CutModel, TensorPlan, cut_model, make_tensor_plan
+from ds_engine.transforms.transform import TransformInput, BuildContext, Transform
+from ds_parallel.tensor import TensorParallelModel, TensorPlan, parallelize_model, make_tensor_plan
 from ds_zero.layout.units import ParamInfo
 
 __all__ = ["Tensor"]
 
 
-class Tensor(Transform[TensorPlan, CutModel]):
+class Tensor(Transform[TensorPlan, TensorParallelModel]):
     """Of the model as it is; a degree of 1 is not in the plan."""
 
     name = "tensor parallel"
     axes = ("tensor",)
 
-    def decide(self, asked: Asked) -> TensorPlan | None:
+    def decide(self, asked: TransformInput) -> TensorPlan | None:
         section = asked.config.tensor_parallel
         if section is None or section.own_layers or asked.mesh.tensor == 1:
             return None
@@ -62,18 +62,18 @@ class Tensor(Transform[TensorPlan, CutModel]):
 
         return replace(shapes, params=tuple(part for info in shapes.params for part in parts(info)))
 
-    def apply(self, what: TensorPlan, site: Site) -> CutModel:
-        made = cut_model(site.model, what, site.mesh["tensor"])
+    def apply(self, what: TensorPlan, site: BuildContext) -> TensorParallelModel:
+        made = parallelize_model(site.model, what, site.mesh["tensor"])
         gradient = site.mesh["gradient"]
         made.assign(gradient, gradient.size)
         _follow(made, site)
         return made
 
-    def undo(self, made: CutModel) -> None:
+    def undo(self, made: TensorParallelModel) -> None:
         made.undo()
 
 
-def _follow(made: CutModel, site: Site) -> None:
+def _follow(made: TensorParallelModel, site: BuildContext) -> None:
     """Optimizers and groups that the caller made over the whole model get the parts of what is in several."""
     if not made.replaced:
         return

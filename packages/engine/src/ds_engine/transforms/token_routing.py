@@ -8,7 +8,7 @@ from torch import nn
 
 from ds_config.errors import UnsupportedError
 from ds_data.token_dropping import Router, RouterConfig, start_routing, stop_routing
-from ds_engine.transforms.transform import Asked, Site, Transform
+from ds_engine.transforms.transform import TransformInput, BuildContext, Transform
 
 __all__ = ["RandomLTD", "Routing"]
 
@@ -18,7 +18,7 @@ class Routing(Transform[RouterConfig, nn.Module]):
 
     name = "random-LTD"
 
-    def decide(self, asked: Asked) -> RouterConfig | None:
+    def decide(self, asked: TransformInput) -> RouterConfig | None:
         section = asked.config.data_efficiency.random_ltd
         if section is None:
             return None
@@ -37,7 +37,7 @@ class Routing(Transform[RouterConfig, nn.Module]):
         )
         return {"random-LTD": f"{routed}, {what.max_value} after {what.require_steps} updates"}
 
-    def apply(self, what: RouterConfig, site: Site) -> nn.Module:
+    def apply(self, what: RouterConfig, site: BuildContext) -> nn.Module:
         site.followers.append(RandomLTD(start_routing(site.model, what), site.plan.batch.train))
         return site.model
 

@@ -19,21 +19,21 @@ from torch import nn
 from ds_comm import Mesh, MeshSpec
 from ds_engine.compiling import Shares
 from ds_engine.config import Config
-from ds_engine.executor import Executor, OneStage
-from ds_engine.init_args import Follower, Parts
-from ds_engine.plan import Change, Plan, Shapes
-from ds_engine.all_or_nothing import together
+from ds_engine.executor import ProgramExecutor, OneStage
+from ds_engine.init_args import Follower, InitArgs
+from ds_engine.plan import TransformPlan, Plan, Shapes
+from ds_engine.all_or_nothing import all_or_nothing
 from ds_parallel import ActivationCheckpointing
-from ds_zero import ShardedOptimizer, Sharding
+from ds_zero import ShardedOptimizer, ShardedModel
 
-__all__ = ["Applied", "Asked", "Site", "Transform", "apply_all", "decide_all"]
+__all__ = ["Applied", "TransformInput", "BuildContext", "Transform", "apply_all", "decide_all"]
 
 What = TypeVar("What")
 Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TransformInput:
     """What a transform decides from.
 
     Attributes:
@@ -48,7 +48,7 @@ class Asked:
 
 
 @dataclass(slots=True)
-class Site:
+class BuildContext:
     """What a transform works on, and where it leaves what the engine holds afterwards.
 
     Attributes:
@@ -68,13 +68,13 @@ class Site:
     plan: Plan
     mesh: Mesh
     device: torch.device
-    parts: Parts
-    executor: Executor = field(default_factory=OneStage)
+    parts: InitArgs
+    executor: ProgramExecutor = field(default_factory=OneStage)
     activations: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     followers: list[Follower] = field(default_factory=list)
     shares: Shares | None = None
     optimizer: ShardedOptimizer | None = None
-    sharding: Sharding | None = None
+    sharding: ShardedModel | None = None
     scheduler: Any = None
 
 
@@ -90,7 +90,7 @@ class Transform(ABC, Generic[What, Made]):
     axes: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
-    def decide(self, asked: Asked) -> What | None:
+    def decide(self, asked: TransformInput) -> What | None:
         """What will be done; None for nothing. Pure.
 
         Raises:
@@ -108,7 +108,7 @@ class Transform(ABC, Generic[What, Made]):
         return shapes
 
     @abstractmethod
-    def apply(self, what: What, site: Site) -> Made:
+    def apply(self, what: What, site: BuildContext) -> Made:
         """Do it. Collective. What is returned goes to `undo`.
 
         Whatever can fail is looked at before the model is changed: a transform that raises leaves the model as it was.
@@ -136,30 +136,30 @@ class Applied:
             transform.undo(made)
 
 
-def decide_all(transforms: tuple[Transform[Any, Any], ...], asked: Asked) -> tuple[tuple[Change, ...], Shapes]:
+def decide_all(transforms: tuple[Transform[Any, Any], ...], asked: TransformInput) -> tuple[tuple[TransformPlan, ...], Shapes]:
     """What every transform will do, and the shapes that are left on a rank after all of them. Pure."""
     changes = []
     for transform in transforms:
         what = transform.decide(asked)
         if what is not None:
-            changes.append(Change(transform.name, what, dict(transform.plan_rows(what))))
+            changes.append(TransformPlan(transform.name, what, dict(transform.plan_rows(what))))
             asked = replace(asked, shapes=transform.shapes(what, asked.shapes))
     return tuple(changes), asked.shapes
 
 
 @contextmanager
-def apply_all(transforms: tuple[Transform[Any, Any], ...], site: Site) -> Iterator[Applied]:
+def apply_all(transforms: tuple[Transform[Any, Any], ...], site: BuildContext) -> Iterator[Applied]:
     """Apply what `site.plan` says. If one of them fails on any rank, or the body does, all are undone. Collective."""
     by_name = {transform.name: transform for transform in transforms}
     applied, world = Applied(), site.mesh["world"]
 
-    def apply(change: Change) -> None:
+    def apply(change: TransformPlan) -> None:
         transform = by_name[change.name]
         applied.add(transform, transform.apply(change.what, site))
 
     try:
         for change in site.plan.transforms:
-            together(world, lambda change=change: apply(change))  # type: ignore[misc]
+            all_or_nothing(world, lambda change=change: apply(change))  # type: ignore[misc]
         yield applied
     except BaseException:
         applied.undo()

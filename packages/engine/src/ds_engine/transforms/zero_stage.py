@@ -13,39 +13,39 @@ import torch
 from ds_config.errors import PlanError
 from ds_engine.optimizer_table import make_optimizer, make_torch_scheduler
 from ds_engine.plan import ShardPlan
-from ds_engine.lr_schedules import Schedule, Scheduler
+from ds_engine.lr_schedules import Schedule, LRScheduler
 from ds_engine.config_sections import TorchSchedulerSection
-from ds_engine.all_or_nothing import together
-from ds_engine.transforms.transform import Asked, Site, Transform
-from ds_zero import STAGES, Nodes, Residency, ShardedOptimizer, Sharding, ShardOptions, Wire, shard
+from ds_engine.all_or_nothing import all_or_nothing
+from ds_engine.transforms.transform import TransformInput, BuildContext, Transform
+from ds_zero import STAGES, NodeTopology, ShardingStrategy, ShardedOptimizer, ShardedModel, ShardOptions, QuantizedComm, shard
 
 __all__ = ["Zero"]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ZeroTransform:
     """The ZeRO stage, by number and as a value."""
 
     stage: int
-    residency: Residency
+    residency: ShardingStrategy
 
 
-class Zero(Transform[Cut, ShardedOptimizer | Sharding]):
+class Zero(Transform[ZeroTransform, ShardedOptimizer | ShardedModel]):
     """The last one, on every stage and any number of ranks: stage 0 and one rank take the same path."""
 
     name = "ZeRO"
 
-    def decide(self, asked: Asked) -> Cut:
+    def decide(self, asked: TransformInput) -> ZeroTransform:
         stage = asked.config.zero_optimization.stage
-        return Cut(stage, STAGES[stage])
+        return ZeroTransform(stage, STAGES[stage])
 
-    def plan_rows(self, what: Cut) -> Mapping[str, str]:
+    def plan_rows(self, what: ZeroTransform) -> Mapping[str, str]:
         return {"ZeRO": f"stage {what.stage}: {_residency_text(what.residency)}"}
 
-    def apply(self, what: Cut, site: Site) -> ShardedOptimizer | Sharding:
+    def apply(self, what: ZeroTransform, site: BuildContext) -> ShardedOptimizer | ShardedModel:
         plan, group = site.plan, site.mesh["gradient"]
         # What comes of the caller's functions and of the data of one rank fails here, before anything is cut.
-        inner, site.scheduler = together(site.mesh["world"], lambda: _optimizer_and_scheduler(site))
+        inner, site.scheduler = all_or_nothing(site.mesh["world"], lambda: _optimizer_and_scheduler(site))
         options: dict[str, Any] = {
             "stage": what.residency,
             "group": group,
@@ -71,11 +71,11 @@ class Zero(Transform[Cut, ShardedOptimizer | Sharding]):
         site.sharding = site.optimizer.sharding
         return site.optimizer
 
-    def undo(self, made: ShardedOptimizer | Sharding) -> None:
+    def undo(self, made: ShardedOptimizer | ShardedModel) -> None:
         made.close()
 
 
-def _residency_text(residency: Residency) -> str:
+def _residency_text(residency: ShardingStrategy) -> str:
     sharded = {
         "optimizer state": residency.shard_optim,
         "gradients": residency.shard_grads,
@@ -85,32 +85,32 @@ def _residency_text(residency: Residency) -> str:
     return f"{', '.join(named)} sharded" if named else "nothing sharded"
 
 
-def _steps_of_an_epoch(site: Site) -> int | None:
+def _steps_of_an_epoch(site: BuildContext) -> int | None:
     """Of the engine's data; None where the caller brings them."""
     data = site.parts.data
     return None if data is None else max(1, -(-len(data) // site.plan.batch.train))
 
 
-def _nodes(sharding: ShardPlan, local: int) -> Nodes | None:
+def _nodes(sharding: ShardPlan, local: int) -> NodeTopology | None:
     """Which ranks are close to each other: as many as the configuration lets keep copies, else those of a host."""
     if sharding.near > 1:
-        return Nodes(sharding.near, two_steps=sharding.two_steps, secondary=True)
-    return Nodes(local, two_steps=True) if sharding.two_steps else None
+        return NodeTopology(sharding.near, hierarchical=sharding.two_steps, secondary_partition=True)
+    return NodeTopology(local, hierarchical=True) if sharding.two_steps else None
 
 
-def _wire(sharding: ShardPlan, ranks: int) -> Wire:
+def _wire(sharding: ShardPlan, ranks: int) -> QuantizedComm:
     """Sums of gradients inside the same nodes first, where there are several of equal size."""
     node = sharding.near if sharding.near > 1 else int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     shards = sharding.shard_size or ranks
     return replace(sharding.wire, node=node if 1 < node < shards and shards % node == 0 else 1)
 
 
-def _optimizer_and_scheduler(site: Site) -> tuple[torch.optim.Optimizer | None, Any]:
+def _optimizer_and_scheduler(site: BuildContext) -> tuple[torch.optim.Optimizer | None, Any]:
     inner = _optimizer(site)
     return inner, None if inner is None else _scheduler(site, inner)
 
 
-def _optimizer(site: Site) -> torch.optim.Optimizer | None:
+def _optimizer(site: BuildContext) -> torch.optim.Optimizer | None:
     plan, parts = site.plan, site.parts
     params = list(parts.params) if parts.params is not None else [p for p in site.model.parameters() if p.requires_grad]
     if isinstance(parts.optimizer, torch.optim.Optimizer):
@@ -128,7 +128,7 @@ def _optimizer(site: Site) -> torch.optim.Optimizer | None:
     return None if section is None else make_optimizer(section, params, site.model, plan.states, group)
 
 
-def _scheduler(site: Site, inner: torch.optim.Optimizer) -> Any:
+def _scheduler(site: BuildContext, inner: torch.optim.Optimizer) -> Any:
     """A scheduler writes into the groups of the inner optimizer, which are also the sharded one's."""
     given, section = site.parts.scheduler, site.plan.config.scheduler
     if given is not None:
@@ -138,4 +138,4 @@ def _scheduler(site: Site, inner: torch.optim.Optimizer) -> Any:
     if isinstance(section, TorchSchedulerSection):
         return make_torch_scheduler(section, inner)
     schedule: Schedule = section.params
-    return Scheduler(schedule, inner.param_groups)
+    return LRScheduler(schedule, inner.param_groups)

@@ -10,15 +10,15 @@ from ds_config.errors import UnsupportedError
 from ds_inference.families.moe_weights import SPARSE
 from ds_inference.families.llama import LLAMA_LIKE
 from ds_inference.families.older import OLDER
-from ds_inference.families.family_spec import Config, Family, Sources
+from ds_inference.families.family_spec import Config, DecoderFamily, Sources
 from ds_inference.families.variants import VARIANTS
 
-__all__ = ["FAMILIES", "Config", "Family", "Sources", "family_of"]
+__all__ = ["FAMILIES", "Config", "DecoderFamily", "Sources", "family_of"]
 
-FAMILIES: dict[str, Family] = dict(sorted({**LLAMA_LIKE, **SPARSE, **OLDER, **VARIANTS}.items()))
+FAMILIES: dict[str, DecoderFamily] = dict(sorted({**LLAMA_LIKE, **SPARSE, **OLDER, **VARIANTS}.items()))
 
 
-def family_of(config: Config) -> Family:
+def family_of(config: Config) -> DecoderFamily:
     """The declaration for a configuration.
 
     Raises:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ds_inference.spec import Attention, Experts, Layer, Mlp, Norm, Rope, Source, Spec
+from ds_inference.spec import AttentionSpec, ExpertsSpec, DecoderLayerSpec, Mlp, Norm, RopeSpec, WeightSource, Spec
 
 __all__ = [
     "LAYER",
     "LLAMA",
     "Config",
-    "Family",
+    "DecoderFamily",
     "Sources",
     "ends_of",
     "first_of",
@@ -27,12 +27,12 @@ __all__ = [
 ]
 
 Config = Mapping[str, Any]
-Sources = Mapping[str, tuple[Source, ...]]
+Sources = Mapping[str, tuple[WeightSource, ...]]
 """By role: the first source whose names the checkpoint has is taken. Layers' roles have `{i}`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class DecoderFamily:
     """How a family is read.
 
     Attributes:
@@ -56,7 +56,7 @@ def ends_of(config: Config) -> tuple[int, ...]:
     return () if found is None else tuple(found) if isinstance(found, Sequence) else (found,)
 
 
-def rope_of(config: Config, width: int, *, kind: str | None = None, interleaved: bool = False) -> Rope:
+def rope_of(config: Config, width: int, *, kind: str | None = None, interleaved: bool = False) -> RopeSpec:
     """Rotation of `width` features a head, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
     given = config.get("rope_parameters") or {}
     if kind is not None and isinstance(given.get(kind), Mapping):
@@ -72,7 +72,7 @@ def rope_of(config: Config, width: int, *, kind: str | None = None, interleaved:
     if (original := config.get("original_max_position_embeddings")) is not None:
         parameters.setdefault("original_max_position_embeddings", original)
     parameters.setdefault("max_position_embeddings", config.get("max_position_embeddings", 0))
-    return Rope(int(width * share), float(theta), parameters, interleaved)
+    return RopeSpec(int(width * share), float(theta), parameters, interleaved)
 
 
 def heads_of(config: Config) -> tuple[int, int, int]:
@@ -85,10 +85,10 @@ def heads_of(config: Config) -> tuple[int, int, int]:
     )
 
 
-def grouped_attention(config: Config, **more: Any) -> Attention:
+def grouped_attention(config: Config, **more: Any) -> AttentionSpec:
     """Rotary attention with as many key heads as the configuration says."""
     heads, kv_heads, width = heads_of(config)
-    attention = Attention(heads, kv_heads, width, width, width**-0.5, rope_of(config, width))
+    attention = AttentionSpec(heads, kv_heads, width, width, width**-0.5, rope_of(config, width))
     return replace(attention, **more)
 
 
@@ -106,14 +106,14 @@ def windows_of(config: Config, layers: int) -> list[int | None]:
 
 def llama_like(
     config: Config,
-    attentions: Sequence[Attention],
-    feeds: Sequence[Mlp | Experts],
+    attentions: Sequence[AttentionSpec],
+    feeds: Sequence[Mlp | ExpertsSpec],
     *,
     norm: Norm | None = None,
     order: Any = "pre",
     **more: Any,
 ) -> Spec:
-    layers = tuple(Layer(a, f, order) for a, f in zip(attentions, feeds, strict=True))
+    layers = tuple(DecoderLayerSpec(a, f, order) for a, f in zip(attentions, feeds, strict=True))
     found = Spec(
         family=config["model_type"],
         hidden=config["hidden_size"],
@@ -132,11 +132,11 @@ def gated_mlp(config: Config, width: int | None = None) -> Mlp:
     return Mlp(width or config["intermediate_size"], kind, gated=True)
 
 
-def rows(*names: str, optional: bool = False) -> tuple[Source, ...]:
-    return (Source(names, optional=optional),)
+def rows(*names: str, optional: bool = False) -> tuple[WeightSource, ...]:
+    return (WeightSource(names, optional=optional),)
 
 
-def _attention_rows(prefix: str) -> dict[str, tuple[Source, ...]]:
+def _attention_rows(prefix: str) -> dict[str, tuple[WeightSource, ...]]:
     parts = [f"{prefix}self_attn.{p}_proj" for p in ("q", "k", "v")]
     return {
         "layers.{i}.attention.qkv.weight": rows(*(f"{p}.weight" for p in parts)),
@@ -148,7 +148,7 @@ def _attention_rows(prefix: str) -> dict[str, tuple[Source, ...]]:
     }
 
 
-def _mlp_rows(prefix: str) -> dict[str, tuple[Source, ...]]:
+def _mlp_rows(prefix: str) -> dict[str, tuple[WeightSource, ...]]:
     parts = [f"{prefix}mlp.{p}_proj" for p in ("gate", "up")]
     return {
         "layers.{i}.feed.up.weight": rows(*(f"{p}.weight" for p in parts), optional=True),
@@ -172,5 +172,5 @@ _TWO_NORMS = {
 LLAMA = {**_OUTER, **_TWO_NORMS, **_attention_rows(LAYER), **_mlp_rows(LAYER)}
 
 
-def plain(build: Callable[[Config], Spec], sources: Sources = LLAMA) -> Family:
-    return Family(build, lambda config: sources)
+def plain(build: Callable[[Config], Spec], sources: Sources = LLAMA) -> DecoderFamily:
+    return DecoderFamily(build, lambda config: sources)

@@ -10,7 +10,7 @@ from ds_inference.families.family_spec import (
     LAYER,
     LLAMA,
     Config,
-    Family,
+    DecoderFamily,
     first_of,
     gated_mlp,
     grouped_attention,
@@ -21,7 +21,7 @@ from ds_inference.families.family_spec import (
     rows,
     windows_of,
 )
-from ds_inference.spec import Attention, Mlp, Norm, Rope, Spec
+from ds_inference.spec import AttentionSpec, Mlp, Norm, RopeSpec, Spec
 
 __all__ = ["FOUR_NORMS", "LLAMA_LIKE", "PHI3"]
 
@@ -79,7 +79,7 @@ def _gemma3(config: Config) -> Spec:
     full = rope_of(config, width, kind="full_attention")
     near = rope_of(config, width, kind="sliding_attention")
     if not isinstance((config.get("rope_parameters") or {}).get("sliding_attention"), Mapping):  # transformers 4
-        near = Rope(width, float(config.get("rope_local_base_freq", 10000.0)))
+        near = RopeSpec(width, float(config.get("rope_local_base_freq", 10000.0)))
     layers = tuple(
         replace(y, attention=replace(y.attention, head_norm=spec.norm, rope=near if k == "sliding_attention" else full))
         for y, k in zip(spec.layers, kinds, strict=True)
@@ -98,7 +98,7 @@ FOUR_NORMS = {
 def _phi3(config: Config) -> Spec:
     count = config["num_hidden_layers"]
     heads, kv_heads, width = heads_of(config)
-    attention = Attention(heads, kv_heads, width, width, width**-0.5, rope_of(config, width))
+    attention = AttentionSpec(heads, kv_heads, width, width, width**-0.5, rope_of(config, width))
     windows = windows_of(config, count)
     return llama_like(config, [replace(attention, window=w) for w in windows], [gated_mlp(config)] * count)
 
@@ -148,7 +148,7 @@ def _olmo3(config: Config) -> Spec:
     width = spec.layers[0].attention.width
     full, near = (rope_of(config, width, kind=kind) for kind in ("full_attention", "sliding_attention"))
     if not isinstance((config.get("rope_parameters") or {}).get("sliding_attention"), Mapping):  # transformers 4
-        near = Rope(width, near.theta)  # only what sees everything is stretched
+        near = RopeSpec(width, near.theta)  # only what sees everything is stretched
     layers = tuple(
         replace(y, attention=replace(y.attention, rope=near, window=config["sliding_window"]))
         if kind == "sliding_attention"
@@ -166,7 +166,7 @@ def _vaultgemma(config: Config) -> Spec:
 _VAULTGEMMA = {**LLAMA, "layers.{i}.norm2.weight": rows(LAYER + "pre_feedforward_layernorm.weight")}
 
 
-LLAMA_LIKE: Mapping[str, Family] = {
+LLAMA_LIKE: Mapping[str, DecoderFamily] = {
     "cwm": plain(_llama),
     "exaone4": plain(_exaone4, _EXAONE4),
     "gemma": plain(_gemma),

@@ -11,7 +11,7 @@ from ds_inference.families.family_spec import (
     LAYER,
     LLAMA,
     Config,
-    Family,
+    DecoderFamily,
     first_of,
     gated_mlp,
     grouped_attention,
@@ -23,12 +23,12 @@ from ds_inference.families.family_spec import (
     windows_of,
 )
 from ds_inference.families.variants import multiplied
-from ds_inference.spec import Attention, Experts, Latent, Mlp, Norm, Source, Spec
+from ds_inference.spec import AttentionSpec, ExpertsSpec, Latent, Mlp, Norm, WeightSource, Spec
 
 __all__ = ["SPARSE"]
 
 
-def _expert_rows(gate: Sequence[str], old: tuple[str, str, str], block: str = "mlp") -> dict[str, tuple[Source, ...]]:
+def _expert_rows(gate: Sequence[str], old: tuple[str, str, str], block: str = "mlp") -> dict[str, tuple[WeightSource, ...]]:
     """Experts as a packed tensor (transformers 5 in memory), or as one module each (files, and transformers 4).
 
     Args:
@@ -38,21 +38,21 @@ def _expert_rows(gate: Sequence[str], old: tuple[str, str, str], block: str = "m
     packed = LAYER + "mlp.experts."
     first, up, down = (LAYER + name for name in old)
     return {
-        "layers.{i}.feed.router.weight": tuple(Source((LAYER + name,), optional=True) for name in gate),
+        "layers.{i}.feed.router.weight": tuple(WeightSource((LAYER + name,), optional=True) for name in gate),
         "layers.{i}.feed.experts.up": (
-            Source((packed + "gate_up_proj",), optional=True),
-            Source((first, up), "stack", optional=True),
+            WeightSource((packed + "gate_up_proj",), optional=True),
+            WeightSource((first, up), "stack", optional=True),
         ),
         "layers.{i}.feed.experts.down": (
-            Source((packed + "down_proj",), optional=True),
-            Source((down,), "stack", optional=True),
+            WeightSource((packed + "down_proj",), optional=True),
+            WeightSource((down,), "stack", optional=True),
         ),
     }
 
 
 def _mixtral(config: Config) -> Spec:
     count = config["num_hidden_layers"]
-    feed = Experts(config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"])
+    feed = ExpertsSpec(config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"])
     attention = grouped_attention(config)
     return llama_like(config, [replace(attention, window=w) for w in windows_of(config, count)], [feed] * count)
 
@@ -67,7 +67,7 @@ _MIXTRAL = {
 _NAMED = ("mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight", "mlp.experts.{e}.down_proj.weight")
 
 
-def _sparse(config: Config, feed: Experts) -> list[Mlp | Experts]:
+def _sparse(config: Config, feed: ExpertsSpec) -> list[Mlp | ExpertsSpec]:
     """Which layers have experts: every `decoder_sparse_step`-th, but those of `mlp_only_layers`."""
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     count = config["num_hidden_layers"]
@@ -75,7 +75,7 @@ def _sparse(config: Config, feed: Experts) -> list[Mlp | Experts]:
 
 
 def _qwen2_moe(config: Config) -> Spec:
-    feed = Experts(
+    feed = ExpertsSpec(
         first_of(config, "num_experts", "num_local_experts"),
         config["num_experts_per_tok"],
         config["moe_intermediate_size"],
@@ -90,7 +90,7 @@ def _qwen2_moe(config: Config) -> Spec:
 
 
 def _qwen3_moe(config: Config) -> Spec:
-    feed = Experts(
+    feed = ExpertsSpec(
         first_of(config, "num_experts", "num_local_experts"),
         config["num_experts_per_tok"],
         config["moe_intermediate_size"],
@@ -115,7 +115,7 @@ _QWEN_MOE = {
 
 def _olmoe(config: Config) -> Spec:
     count = config["num_hidden_layers"]
-    feed = Experts(
+    feed = ExpertsSpec(
         first_of(config, "num_experts", "num_local_experts"),
         config["num_experts_per_tok"],
         config["intermediate_size"],
@@ -127,7 +127,7 @@ def _olmoe(config: Config) -> Spec:
 
 def _gpt_oss(config: Config) -> Spec:
     count = config["num_hidden_layers"]
-    feed = Experts(
+    feed = ExpertsSpec(
         config["num_local_experts"],
         config["num_experts_per_tok"],
         config["intermediate_size"],
@@ -141,8 +141,8 @@ def _gpt_oss(config: Config) -> Spec:
     return llama_like(config, [replace(base, window=w) for w in windows], [feed] * count)
 
 
-def _oss(role: str, name: str, form: Any = "rows") -> dict[str, tuple[Source, ...]]:
-    return {f"layers.{{i}}.{role}": (Source((LAYER + name,), form),)}
+def _oss(role: str, name: str, form: Any = "rows") -> dict[str, tuple[WeightSource, ...]]:
+    return {f"layers.{{i}}.{role}": (WeightSource((LAYER + name,), form),)}
 
 
 _GPT_OSS = {
@@ -170,8 +170,8 @@ def _deepseek(config: Config) -> Spec:
         factor = float(parameters["factor"])
         grown = 1.0 if factor <= 1 else 0.1 * parameters["mscale_all_dim"] * math.log(factor) + 1.0
         scale *= grown * grown
-    attention = Attention(heads, heads, plain + rotated, config["v_head_dim"], scale, rope, latent=latent)
-    feed = Experts(
+    attention = AttentionSpec(heads, heads, plain + rotated, config["v_head_dim"], scale, rope, latent=latent)
+    feed = ExpertsSpec(
         first_of(config, "n_routed_experts", "num_local_experts"),
         config["num_experts_per_tok"],
         config["moe_intermediate_size"],
@@ -214,9 +214,9 @@ _DEEPSEEK = {
 # ---- attention as in Llama or Qwen3, experts as in DeepSeek-V3
 
 
-def _corrected(config: Config) -> list[Mlp | Experts]:
+def _corrected(config: Config) -> list[Mlp | ExpertsSpec]:
     """Experts chosen by sigmoids and a correction, behind the first dense layers."""
-    feed = Experts(
+    feed = ExpertsSpec(
         first_of(config, "n_routed_experts", "num_local_experts"),
         config["num_experts_per_tok"],
         config["moe_intermediate_size"],
@@ -256,7 +256,7 @@ _CORRECTED = {**LLAMA, **{role: source for role, source in _DEEPSEEK.items() if 
 def _minimax_m2(config: Config) -> Spec:
     count, (_, _, width) = config["num_hidden_layers"], heads_of(config)
     turned = {"partial_rotary_factor": config["rotary_dim"] / width, **config} if config.get("rotary_dim") else config
-    feed = Experts(
+    feed = ExpertsSpec(
         first_of(config, "num_local_experts", "num_experts"),
         config["num_experts_per_tok"],
         config["intermediate_size"],
@@ -270,7 +270,7 @@ def _minimax_m2(config: Config) -> Spec:
 _MINIMAX_M2 = {
     **_MIXTRAL,
     "layers.{i}.feed.correction": tuple(
-        Source((LAYER + f"{block}.e_score_correction_bias",), optional=True) for block in ("mlp", "block_sparse_moe")
+        WeightSource((LAYER + f"{block}.e_score_correction_bias",), optional=True) for block in ("mlp", "block_sparse_moe")
     ),
 }
 
@@ -279,7 +279,7 @@ _MINIMAX_M2 = {
 
 
 def _granite_moe(config: Config) -> Spec:
-    feed = Experts(
+    feed = ExpertsSpec(
         config["num_local_experts"],
         config["num_experts_per_tok"],
         config["intermediate_size"],
@@ -294,7 +294,7 @@ def _granite_moe(config: Config) -> Spec:
 _GRANITE_MOE = {
     **LLAMA,
     **{
-        f"layers.{{i}}.feed.{role}": tuple(Source((LAYER + "block_sparse_moe." + n,), optional=True) for n in names)
+        f"layers.{{i}}.feed.{role}": tuple(WeightSource((LAYER + "block_sparse_moe." + n,), optional=True) for n in names)
         for role, names in {
             "router.weight": ("router.weight", "router.layer.weight"),
             "experts.up": ("experts.gate_up_proj", "input_linear.weight"),
@@ -306,7 +306,7 @@ _GRANITE_MOE = {
 }
 
 
-SPARSE: Mapping[str, Family] = {
+SPARSE: Mapping[str, DecoderFamily] = {
     "deepseek_v2": plain(_deepseek, _DEEPSEEK),
     "deepseek_v3": plain(_deepseek, _DEEPSEEK),
     "dots1": plain(_dots1, _CORRECTED),

@@ -7,37 +7,37 @@ from dataclasses import replace
 from typing import Any
 
 from ds_config.errors import UnsupportedError
-from ds_inference.families.family_spec import Config, Family, Sources, ends_of, first_of, heads_of, plain, rope_of, rows
-from ds_inference.spec import Alibi, Attention, Layer, Mlp, Norm, Rope, Source, Spec
+from ds_inference.families.family_spec import Config, DecoderFamily, Sources, ends_of, first_of, heads_of, plain, rope_of, rows
+from ds_inference.spec import Alibi, AttentionSpec, DecoderLayerSpec, Mlp, Norm, RopeSpec, WeightSource, Spec
 
 __all__ = ["OLDER"]
 
 
-def _both(role: str, name: str, form: Any = "rows") -> dict[str, tuple[Source, ...]]:
+def _both(role: str, name: str, form: Any = "rows") -> dict[str, tuple[WeightSource, ...]]:
     """Weight and bias of one tensor each; only matrices have a form that is not rows."""
     bias: Any = form if form in ("heads", "groups") else "rows"
     return {
-        f"{role}.weight": (Source((f"{name}.weight",), form),),
-        f"{role}.bias": (Source((f"{name}.bias",), bias, optional=True),),
+        f"{role}.weight": (WeightSource((f"{name}.weight",), form),),
+        f"{role}.bias": (WeightSource((f"{name}.bias",), bias, optional=True),),
     }
 
 
-def _layers(prefix: str, parts: Mapping[str, tuple[str, str] | str]) -> dict[str, tuple[Source, ...]]:
-    found: dict[str, tuple[Source, ...]] = {}
+def _layers(prefix: str, parts: Mapping[str, tuple[str, str] | str]) -> dict[str, tuple[WeightSource, ...]]:
+    found: dict[str, tuple[WeightSource, ...]] = {}
     for role, name in parts.items():
         name, form = (name, "rows") if isinstance(name, str) else name
         found |= _both(f"layers.{{i}}.{role}", prefix + name, form)
     return found
 
 
-def _older(config: Config, attention: Attention, feed: Mlp, eps: float, **more: Any) -> Spec:
+def _older(config: Config, attention: AttentionSpec, feed: Mlp, eps: float, **more: Any) -> Spec:
     order = more.pop("order", "pre")
     count = first_of(config, "num_hidden_layers", "n_layer")
     found = Spec(
         family=config["model_type"],
         hidden=first_of(config, "hidden_size", "n_embd"),
         vocab=config["vocab_size"],
-        layers=(Layer(attention, feed, order),) * count,
+        layers=(DecoderLayerSpec(attention, feed, order),) * count,
         norm=Norm("layer", eps),
         longest=first_of(config, "max_position_embeddings", "n_positions", "seq_length", default=2048),
         tied=bool(config.get("tie_word_embeddings", True)),
@@ -50,7 +50,7 @@ def _gpt2(config: Config) -> Spec:
     hidden, heads = config["n_embd"], config["n_head"]
     width = hidden // heads
     scale = width**-0.5 if config.get("scale_attn_weights", True) else 1.0
-    attention = Attention(heads, heads, width, width, scale)
+    attention = AttentionSpec(heads, heads, width, width, scale)
     feed = Mlp(config.get("n_inner") or 4 * hidden, config.get("activation_function", "gelu_new"), gated=False)
     table = (config["n_positions"], 0)
     spec = _older(config, attention, feed, config.get("layer_norm_epsilon", 1e-5), positions=table)
@@ -83,7 +83,7 @@ _GPT2 = {
 
 def _gpt_neox(config: Config) -> Spec:
     heads, _, width = heads_of(config)
-    attention = Attention(heads, heads, width, width, width**-0.5, rope_of({"rotary_pct": 0.25, **config}, width))
+    attention = AttentionSpec(heads, heads, width, width, width**-0.5, rope_of({"rotary_pct": 0.25, **config}, width))
     feed = Mlp(config["intermediate_size"], config.get("hidden_act", "gelu"), gated=False)
     order = "parallel_norms" if config.get("use_parallel_residual", True) else "pre"
     tied = bool(config.get("tie_word_embeddings", False))
@@ -93,7 +93,7 @@ def _gpt_neox(config: Config) -> Spec:
 _GPT_NEOX = {
     "embed.weight": rows("gpt_neox.embed_in.weight"),
     **_both("norm", "gpt_neox.final_layer_norm"),
-    "head.weight": (Source(("embed_out.weight",), optional=True), Source(("lm_head.weight",), optional=True)),
+    "head.weight": (WeightSource(("embed_out.weight",), optional=True), WeightSource(("lm_head.weight",), optional=True)),
     **_layers(
         "gpt_neox.layers.{i}.",
         {
@@ -110,7 +110,7 @@ _GPT_NEOX = {
 
 def _opt(config: Config) -> Spec:
     heads, _, width = heads_of(config)
-    attention = Attention(heads, heads, width, width, width**-0.5)
+    attention = AttentionSpec(heads, heads, width, width, width**-0.5)
     feed = Mlp(config["ffn_dim"], config.get("activation_function", "relu"), gated=False)
     before = config.get("do_layer_norm_before", True)
     return _older(
@@ -152,7 +152,7 @@ _OPT = {
 def _bloom(config: Config) -> Spec:
     hidden, heads = first_of(config, "hidden_size", "n_embed"), first_of(config, "n_head", "num_attention_heads")
     width = hidden // heads
-    attention = Attention(heads, heads, width, width, width**-0.5, alibi=Alibi())
+    attention = AttentionSpec(heads, heads, width, width, width**-0.5, alibi=Alibi())
     feed = Mlp(4 * hidden, "gelu_new", gated=False)
     if config.get("apply_residual_connection_post_layernorm"):
         raise UnsupportedError(
@@ -190,7 +190,7 @@ def _falcon(config: Config) -> Spec:
     )
     width = hidden // heads
     alibi = Alibi(width**-0.5, rounded=True) if config.get("alibi") else None
-    attention = Attention(
+    attention = AttentionSpec(
         heads, kv_heads, width, width, width**-0.5, None if alibi else rope_of(config, width), alibi=alibi
     )
     feed = Mlp(first_of(config, "ffn_hidden_size", default=4 * hidden), config.get("activation", "gelu"), gated=False)
@@ -216,8 +216,8 @@ def _gptj(config: Config) -> Spec:
     """GPT-J and CodeGen: the first `rotary_dim` features of a head are rotated, in neighbouring pairs."""
     hidden, heads = config["n_embd"], config["n_head"]
     width = hidden // heads
-    rope = Rope(first_of(config, "rotary_dim", default=width), interleaved=True)
-    attention = Attention(heads, heads, width, width, width**-0.5, rope)
+    rope = RopeSpec(first_of(config, "rotary_dim", default=width), interleaved=True)
+    attention = AttentionSpec(heads, heads, width, width, width**-0.5, rope)
     feed = Mlp(config.get("n_inner") or 4 * hidden, config.get("activation_function", "gelu_new"), gated=False)
     tied = bool(config.get("tie_word_embeddings", False))
     return _older(config, attention, feed, config.get("layer_norm_epsilon", 1e-5), order="parallel", tied=tied)
@@ -235,7 +235,7 @@ _GPTJ = {
     ),
     "layers.{i}.attention.qkv.weight": rows(*(_GPTJ_BLOCK + f"attn.{p}_proj.weight" for p in "qkv")),
 }
-_CODEGEN = {**_GPTJ, "layers.{i}.attention.qkv.weight": (Source((_GPTJ_BLOCK + "attn.qkv_proj.weight",), "shards"),)}
+_CODEGEN = {**_GPTJ, "layers.{i}.attention.qkv.weight": (WeightSource((_GPTJ_BLOCK + "attn.qkv_proj.weight",), "shards"),)}
 
 
 def _big_code(config: Config) -> Spec:
@@ -270,7 +270,7 @@ def _mpt(config: Config) -> Spec:
         )
     width = hidden // heads
     scale = first_of(inner, "softmax_scale", default=width**-0.5)
-    attention = Attention(heads, heads, width, width, float(scale), alibi=Alibi(), clip=inner.get("clip_qkv") or None)
+    attention = AttentionSpec(heads, heads, width, width, float(scale), alibi=Alibi(), clip=inner.get("clip_qkv") or None)
     feed = Mlp(4 * hidden, "gelu", gated=False)
     given = {**config, "hidden_size": hidden, "num_hidden_layers": config["n_layers"]}
     return _older(given, attention, feed, config.get("layer_norm_epsilon", 1e-5), longest=config["max_seq_len"])
@@ -294,12 +294,12 @@ _MPT = {
 }
 
 
-OLDER: Mapping[str, Family] = {
+OLDER: Mapping[str, DecoderFamily] = {
     "bloom": plain(_bloom, _BLOOM),
     "codegen": plain(_gptj, _CODEGEN),
-    "falcon": Family(_falcon, _falcon_sources),
+    "falcon": DecoderFamily(_falcon, _falcon_sources),
     "gpt2": plain(_gpt2, _GPT2),
-    "gpt_bigcode": Family(_big_code, _big_code_sources),
+    "gpt_bigcode": DecoderFamily(_big_code, _big_code_sources),
     "gpt_neox": plain(_gpt_neox, _GPT_NEOX),
     "gptj": plain(_gptj, _GPTJ),
     "mpt": plain(_mpt, _MPT),

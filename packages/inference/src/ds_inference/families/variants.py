@@ -11,7 +11,7 @@ from ds_inference.families.family_spec import (
     LAYER,
     LLAMA,
     Config,
-    Family,
+    DecoderFamily,
     Sources,
     first_of,
     gated_mlp,
@@ -23,16 +23,16 @@ from ds_inference.families.family_spec import (
     rows,
     windows_of,
 )
-from ds_inference.spec import Attention, Mlp, Norm, Source, Spec
+from ds_inference.spec import AttentionSpec, Mlp, Norm, WeightSource, Spec
 
 __all__ = ["VARIANTS", "multiplied"]
 
 
-def _both(role: str, name: str) -> dict[str, tuple[Source, ...]]:
+def _both(role: str, name: str) -> dict[str, tuple[WeightSource, ...]]:
     return {f"{role}.{part}": rows(f"{name}.{part}", optional=part == "bias") for part in ("weight", "bias")}
 
 
-def _each(role: str, name: str) -> dict[str, tuple[Source, ...]]:
+def _each(role: str, name: str) -> dict[str, tuple[WeightSource, ...]]:
     return _both("layers.{i}." + role, LAYER + name)
 
 
@@ -43,13 +43,13 @@ _BIASED_NORMS = {
 }
 
 
-def _alike(config: Config, attention: Attention, feed: Mlp | None = None, **more: Any) -> Spec:
+def _alike(config: Config, attention: AttentionSpec, feed: Mlp | None = None, **more: Any) -> Spec:
     """All layers are the same."""
     count = config["num_hidden_layers"]
     return llama_like(config, [attention] * count, [feed or gated_mlp(config)] * count, **more)
 
 
-def _interleaved(config: Config) -> Attention:
+def _interleaved(config: Config) -> AttentionSpec:
     width = heads_of(config)[2]
     return grouped_attention(config, rope=rope_of(config, width, interleaved=True))
 
@@ -84,7 +84,7 @@ def _cohere2(config: Config) -> Spec:
 _COHERE = {
     **{k: v for k, v in LLAMA.items() if "norm2" not in k},
     **{
-        f"layers.{{i}}.attention.{p}_norm.weight": (Source((LAYER + f"self_attn.{p}_norm.weight",), "flat", True),)
+        f"layers.{{i}}.attention.{p}_norm.weight": (WeightSource((LAYER + f"self_attn.{p}_norm.weight",), "flat", True),)
         for p in "qk"
     },
 }
@@ -245,7 +245,7 @@ def _seed(config: Config) -> Spec:
     return _alike(config, grouped_attention(config))
 
 
-VARIANTS: Mapping[str, Family] = {
+VARIANTS: Mapping[str, DecoderFamily] = {
     "arcee": plain(_arcee, _ARCEE),
     "cohere": plain(_cohere, _COHERE),
     "cohere2": plain(_cohere2, _COHERE),
@@ -260,6 +260,6 @@ VARIANTS: Mapping[str, Family] = {
     "phi": plain(_phi, _PHI),
     "seed_oss": plain(_seed),
     "smollm3": plain(_smollm3),
-    "stablelm": Family(_stablelm, _stablelm_sources),
+    "stablelm": DecoderFamily(_stablelm, _stablelm_sources),
     "starcoder2": plain(_starcoder2, _STARCODER2),
 }

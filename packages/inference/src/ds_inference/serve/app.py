@@ -17,18 +17,18 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ds_config.errors import DsError, PlanError
-from ds_inference.llm_engine import Event
-from ds_inference.sampling import Sampling, separate
+from ds_inference.llm_engine import TokenOutput
+from ds_inference.sampling import SamplingParams, separate
 from ds_inference.serve.body import BodyLimit, Receive, Scope, Send
 from ds_inference.serve.protocol import ChatRequest, CompletionRequest
 from ds_inference.serve.worker import Worker
 from ds_inference.text import HfTokenizer, TextStream
 
-__all__ = ["Limits", "make_app"]
+__all__ = ["ServerLimits", "make_app"]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ServerLimits:
     """What the server takes on.
 
     Attributes:
@@ -67,28 +67,28 @@ class _Metrics:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _ParsedRequest:
     """One request in the form that both kinds share."""
 
     prompts: list[list[int]]
-    how: Sampling
+    how: SamplingParams
     stream: bool
     usage: bool
     chat: bool
     adapter: str | None = None
 
-    def each(self) -> list[tuple[list[int], Sampling]]:
+    def each(self) -> list[tuple[list[int], SamplingParams]]:
         """The prompts, each with a stream of its own."""
         return list(zip(self.prompts, separate([self.how] * len(self.prompts)), strict=True))
 
 
-def make_app(worker: Worker, tokenizer: HfTokenizer, name: str, limits: Limits | None = None) -> FastAPI:
+def make_app(worker: Worker, tokenizer: HfTokenizer, name: str, limits: ServerLimits | None = None) -> FastAPI:
     """The application. It closes the worker when it ends, after requests that are under way are answered."""
-    return _Server(worker, tokenizer, name, limits or Limits()).app
+    return _Server(worker, tokenizer, name, limits or ServerLimits()).app
 
 
 class _Server:
-    def __init__(self, worker: Worker, tokenizer: HfTokenizer, name: str, limits: Limits) -> None:
+    def __init__(self, worker: Worker, tokenizer: HfTokenizer, name: str, limits: ServerLimits) -> None:
         self._worker, self._tokenizer, self._name, self._limits = worker, tokenizer, name, limits
         self._metrics, self._busy, self._closing = _Metrics(), 0, False
         self._numbers = itertools.count()
@@ -137,24 +137,24 @@ class _Server:
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         return await self._serve(body, request, lambda: self._conversation(body))
 
-    def _completion(self, body: CompletionRequest) -> _Asked:
+    def _completion(self, body: CompletionRequest) -> _ParsedRequest:
         prompts = [self._tokenizer.encode(p) if isinstance(p, str) else p for p in body.prompts()]
         how = body.sampling(self._limits.answer, body.logprobs)
-        return _Asked(prompts, how, body.stream, _wants_usage(body), chat=False, adapter=self._adapter(body))
+        return _ParsedRequest(prompts, how, body.stream, _wants_usage(body), chat=False, adapter=self._adapter(body))
 
-    def _conversation(self, body: ChatRequest) -> _Asked:
+    def _conversation(self, body: ChatRequest) -> _ParsedRequest:
         body.max_tokens = body.max_completion_tokens or body.max_tokens
         prompt = self._tokenizer.chat([message.plain() for message in body.messages])
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         how = body.sampling(self._limits.answer, logprobs)
-        return _Asked([prompt], how, body.stream, _wants_usage(body), chat=True, adapter=self._adapter(body))
+        return _ParsedRequest([prompt], how, body.stream, _wants_usage(body), chat=True, adapter=self._adapter(body))
 
     def _adapter(self, body: CompletionRequest | ChatRequest) -> str | None:
         return body.model if body.model in self._worker.adapters and body.model != self._name else None
 
     # ---- how it is answered
 
-    async def _serve(self, body: Any, request: Request, read: Callable[[], _Asked]) -> Response:
+    async def _serve(self, body: Any, request: Request, read: Callable[[], _ParsedRequest]) -> Response:
         if body.model and body.model not in (self._name, *self._worker.adapters):
             known = ", ".join(repr(name) for name in (self._name, *self._worker.adapters))
             return self._error(404, f"there is no model {body.model!r}; this server has {known}")
@@ -183,7 +183,7 @@ class _Server:
     def _release(self) -> None:
         self._busy -= 1
 
-    def _check(self, asked: _Asked) -> None:
+    def _check(self, asked: _ParsedRequest) -> None:
         for prompt in asked.prompts or [[]]:
             if not prompt or len(prompt) + asked.how.max_new_tokens > self._limits.longest:
                 raise PlanError(
@@ -206,13 +206,13 @@ class _Server:
                 return Response(status_code=499)
         return task.result()
 
-    async def _whole(self, asked: _Asked) -> Response:
+    async def _whole(self, asked: _ParsedRequest) -> Response:
         choices: list[dict[str, Any]] = []
         begin, count = time.perf_counter(), 0
         try:
             for tokens, how in asked.each():
                 texts, ids = self._texts(asked), dict[int, int]()
-                found = [_choice(asked.chat, len(choices) + i) for i in range(asked.how.samples)]
+                found = [_choice(asked.chat, len(choices) + i) for i in range(asked.how.n)]
                 async for event in self._worker.answer(tokens, how, asked.adapter):
                     number = ids.setdefault(event.request, len(ids))
                     count += 1
@@ -230,7 +230,7 @@ class _Server:
         body = {**self._head(asked), "choices": choices, "usage": _usage(asked, count)}
         return JSONResponse(body)
 
-    async def _streamed(self, asked: _Asked) -> AsyncIterator[str]:
+    async def _streamed(self, asked: _ParsedRequest) -> AsyncIterator[str]:
         head, begin, count = self._head(asked, part=True), time.perf_counter(), 0
         try:
             for place, (tokens, how) in enumerate(asked.each()):
@@ -242,7 +242,7 @@ class _Server:
                         self._metrics.first.observe(time.perf_counter() - begin)
                     text = self._piece(texts[number], event)
                     if text or event.reason or event.logprob is not None:
-                        choice = _choice(asked.chat, place * asked.how.samples + number, part=True)
+                        choice = _choice(asked.chat, place * asked.how.n + number, part=True)
                         _say(choice, asked.chat, text, event, self._tokenizer)
                         yield _line({**head, "choices": [choice]})
         except Exception as error:
@@ -255,21 +255,21 @@ class _Server:
             yield _line({**head, "choices": [], "usage": _usage(asked, count)})
         yield "data: [DONE]\n\n"
 
-    def _texts(self, asked: _Asked) -> list[TextStream]:
-        return [TextStream(self._tokenizer, asked.how.stop) for _ in range(asked.how.samples)]
+    def _texts(self, asked: _ParsedRequest) -> list[TextStream]:
+        return [TextStream(self._tokenizer, asked.how.stop) for _ in range(asked.how.n)]
 
     @staticmethod
-    def _piece(text: TextStream, event: Event) -> str:
+    def _piece(text: TextStream, event: TokenOutput) -> str:
         said = text.push(event.token)
         return said + text.finish() if event.reason is not None else said
 
-    def _done(self, begin: float, asked: _Asked, count: int) -> None:
+    def _done(self, begin: float, asked: _ParsedRequest, count: int) -> None:
         self._metrics.requests.labels("answered").inc()
         self._metrics.whole.observe(time.perf_counter() - begin)
         self._metrics.tokens.labels("prompt").inc(sum(map(len, asked.prompts)))
         self._metrics.tokens.labels("answer").inc(count)
 
-    def _head(self, asked: _Asked, part: bool = False) -> dict[str, Any]:
+    def _head(self, asked: _ParsedRequest, part: bool = False) -> dict[str, Any]:
         chat = asked.chat
         kind = ("chat.completion.chunk" if part else "chat.completion") if chat else "text_completion"
         identity = f"{'chatcmpl' if chat else 'cmpl'}-{next(self._numbers)}"
@@ -319,7 +319,7 @@ def _line(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body)}\n\n"
 
 
-def _usage(asked: _Asked, count: int) -> dict[str, int]:
+def _usage(asked: _ParsedRequest, count: int) -> dict[str, int]:
     prompt = sum(map(len, asked.prompts))
     return {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
 
@@ -330,7 +330,7 @@ def _choice(chat: bool, index: int, part: bool = False) -> dict[str, Any]:
     return {"index": index, **said, "logprobs": None, "finish_reason": None}
 
 
-def _say(choice: dict[str, Any], chat: bool, text: str, event: Event, tokenizer: HfTokenizer) -> None:
+def _say(choice: dict[str, Any], chat: bool, text: str, event: TokenOutput, tokenizer: HfTokenizer) -> None:
     """Add a piece of an answer to a choice."""
     if chat:
         choice["delta" if "delta" in choice else "message"]["content"] += text

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ds_inference.sampling import Sampling
+from ds_inference.sampling import SamplingParams
 
 __all__ = ["ChatRequest", "CompletionRequest"]
 
@@ -35,10 +35,10 @@ class _Request(BaseModel):
     ignore_eos: bool = False
     user: str | None = None
 
-    def sampling(self, limit: int, logprobs: int | None) -> Sampling:
+    def sampling(self, limit: int, logprobs: int | None) -> SamplingParams:
         """How the answer is chosen. `limit`: of tokens, where the request gives none."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return Sampling(
+        return SamplingParams(
             max_new_tokens=self.max_tokens or limit,
             temperature=self.temperature,
             top_k=self.top_k,
@@ -50,9 +50,9 @@ class _Request(BaseModel):
             logit_bias=self.logit_bias or {},
             seed=self.seed,
             stop=tuple(s for s in stops if s),
-            ignore_end=self.ignore_eos,
+            ignore_eos=self.ignore_eos,
             logprobs=logprobs,
-            samples=self.n,
+            n=self.n,
         )
 
 
@@ -73,7 +73,7 @@ class CompletionRequest(_Request):
         return list(given)
 
 
-class Message(BaseModel):
+class ChatMessage(BaseModel):
     """One message of a conversation."""
 
     model_config = ConfigDict(extra="allow")
@@ -92,7 +92,7 @@ class Message(BaseModel):
 class ChatRequest(_Request):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_config.errors import DsError
-from ds_inference.llm_engine import Event, Generator
-from ds_inference.sampling import Sampling
+from ds_inference.llm_engine import TokenOutput, LLMEngine
+from ds_inference.sampling import SamplingParams
 
-__all__ = ["Load", "Worker"]
+__all__ = ["EngineLoad", "Worker"]
 
-Sink = Callable[[Event | BaseException], None]
+Sink = Callable[[TokenOutput | BaseException], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class _Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """How busy the engine is.
 
     Attributes:
@@ -56,7 +56,7 @@ class Worker:
         on_end: Called by the thread when the engine has failed, after all who wait were told.
     """
 
-    def __init__(self, engine: Generator, on_end: Callable[[], None] | None = None) -> None:
+    def __init__(self, engine: LLMEngine, on_end: Callable[[], None] | None = None) -> None:
         self._engine, self._on_end = engine, on_end
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._sinks: dict[int, Sink] = {}
@@ -68,17 +68,17 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="ds-serve", daemon=True)
         self._thread.start()
 
-    async def answer(self, prompt: Sequence[int], how: Sampling, adapter: str | None = None) -> AsyncIterator[Event]:
+    async def answer(self, prompt: Sequence[int], how: SamplingParams, adapter: str | None = None) -> AsyncIterator[TokenOutput]:
         """Events of all samples of one prompt, until each is over.
 
         Raises:
             PlanError: the engine refused the request.
             RuntimeError: the request failed; or the engine did, and every request gets the same.
         """
-        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event | BaseException]()
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[TokenOutput | BaseException]()
         identities: list[int] = []
 
-        def sink(event: Event | BaseException) -> None:
+        def sink(event: TokenOutput | BaseException) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
         def begin() -> None:
@@ -90,7 +90,7 @@ class Worker:
             self._sinks.update(dict.fromkeys(identities, sink))
 
         self._order(_Order(begin, sink))
-        left = how.samples
+        left = how.n
         try:
             while left:
                 event = await events.get()
@@ -102,7 +102,7 @@ class Worker:
             if left and self._ended is None:
                 self._orders.put(_Order(lambda: self._drop(identities)))
 
-    def check(self, prompt: Sequence[int], how: Sampling, adapter: str | None = None) -> None:
+    def check(self, prompt: Sequence[int], how: SamplingParams, adapter: str | None = None) -> None:
         """Refuse what the engine would refuse, before it is ordered. Any thread may ask.
 
         Raises:
@@ -111,10 +111,10 @@ class Worker:
         self._engine.check(prompt, how, adapter)
 
     @property
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """As of now; read by any thread."""
         pool = self._engine.scheduler.pool
-        return Load(len(self._engine.scheduler.requests), pool.free, pool.count, self._steps, self._tokens)
+        return EngineLoad(len(self._engine.scheduler.requests), pool.free, pool.count, self._steps, self._tokens)
 
     @property
     def adapters(self) -> list[str]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ds_config.report_tables import Check, Report, Verdict
+from ds_config.report_tables import Check, PackageReport, ReportLevel
 from ds_launcher.launch_report import as_dict, gather, merged, torch_here
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ __all__ = ["HELP", "main", "register", "show"]
 HELP = "report packages, devices, tools, native modules, file I/O and ops, and what is broken (exit status 1)"
 
 _WIDTH = 140  # of a file or a pipe
-_STYLE = {Verdict.FINE: "green", Verdict.INFO: "default", Verdict.SLOWER: "yellow", Verdict.BROKEN: "bold red"}
+_STYLE = {ReportLevel.FINE: "green", ReportLevel.INFO: "default", ReportLevel.SLOWER: "yellow", ReportLevel.BROKEN: "bold red"}
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -42,10 +42,10 @@ def main(args: argparse.Namespace) -> int:
         print(json.dumps(as_dict(report), indent=1))
     else:
         show(report, notable=args.notable)
-    return 1 if _of(report, Verdict.BROKEN) else 0
+    return 1 if _of(report, ReportLevel.BROKEN) else 0
 
 
-def show(report: Report, *, notable: bool = False) -> None:
+def show(report: PackageReport, *, notable: bool = False) -> None:
     """Print a report as tables.
 
     Args:
@@ -54,7 +54,7 @@ def show(report: Report, *, notable: bool = False) -> None:
     from rich.console import Console  # here and below: `ds report --help` does without
     from rich.markup import escape
 
-    shown = [c for c in report.checks if not notable or c.verdict in (Verdict.SLOWER, Verdict.BROKEN)]
+    shown = [c for c in report.checks if not notable or c.verdict in (ReportLevel.SLOWER, ReportLevel.BROKEN)]
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     for section, rows in itertools.groupby(shown, key=lambda check: check.section):
         console.print(f"[bold]{section}[/bold]")
@@ -84,20 +84,20 @@ def _check_table(checks: Sequence[Check]) -> rich.table.Table:
     for check in checks:
         fix = f"\n-> {check.fix}" if check.fix else ""
         mark = f"[{_STYLE[check.verdict]}]{check.verdict.value}[/]"
-        table.add_row(escape(check.name), mark if check.verdict is not Verdict.INFO else "", escape(check.found + fix))
+        table.add_row(escape(check.name), mark if check.verdict is not ReportLevel.INFO else "", escape(check.found + fix))
     return table
 
 
-def _of(report: Report, verdict: Verdict) -> list[Check]:
+def _of(report: PackageReport, verdict: ReportLevel) -> list[Check]:
     return [check for check in report.checks if check.verdict is verdict]
 
 
-def _summary(report: Report) -> str:
+def _summary(report: PackageReport) -> str:
     from rich.markup import escape
 
-    if broken := _of(report, Verdict.BROKEN):
+    if broken := _of(report, ReportLevel.BROKEN):
         return f"[bold red]{len(broken)} broken[/]: {escape(_names(broken))}"
-    if slower := _of(report, Verdict.SLOWER):
+    if slower := _of(report, ReportLevel.SLOWER):
         return f"[green]nothing is broken[/]; [yellow]{len(slower)} could be better[/]: {escape(_names(slower))}"
     return "[green]nothing is broken[/]"
 

@@ -26,10 +26,10 @@ from ds_launcher.backends import BACKENDS
 from ds_launcher.devices import find_devices
 from ds_launcher.exports import changes, collect, read_env_files, read_secrets
 from ds_launcher.inventory import read_hostfile
-from ds_launcher.job import MANY_HOSTS_PORT, Facts, is_elastic, make_launch, remote_hosts, world_of
+from ds_launcher.job import MANY_HOSTS_PORT, HostFacts, is_elastic, make_launch, remote_hosts, world_of
 from ds_launcher.launch_options import RunOptions, joined, options_of, without_option
 from ds_launcher.launch_options import register as register_options
-from ds_launcher.launch_plan import Launch, describe, without_secrets
+from ds_launcher.launch_plan import LaunchPlan, describe, without_secrets
 from ds_launcher.pods import await_name, in_pod, pod_options
 from ds_launcher.ports import hold_port
 from ds_launcher.supervise import supervise
@@ -155,10 +155,10 @@ def _tune(args: argparse.Namespace, options: RunOptions) -> int:
     return status
 
 
-def _facts(options: RunOptions) -> Facts:
+def _facts(options: RunOptions) -> HostFacts:
     env = dict(os.environ)
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
-    return Facts(
+    return HostFacts(
         env=env,
         hostname=socket.gethostname(),
         cores=len(cores) or os.cpu_count() or 1,
@@ -212,7 +212,7 @@ def _check_tools(options: RunOptions, elastic: bool) -> None:
         )
 
 
-def _show(launch: Launch, options: RunOptions, travels: Sequence[str] = ()) -> int:
+def _show(launch: LaunchPlan, options: RunOptions, travels: Sequence[str] = ()) -> int:
     """What would be started, and as a diff what of the environment the other hosts get."""
     if options.as_json:
         print(json.dumps({**without_secrets(launch), "variables": list(travels)}, indent=1))

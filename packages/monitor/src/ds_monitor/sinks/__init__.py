@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_monitor.sinks.aside import AsideSink
+from ds_monitor.sinks.aside import BackgroundSink
 from ds_monitor.sinks.sink import ScalarSink
 from ds_monitor.sinks.csvfile import CsvSink
 from ds_monitor.sinks.experiments import MlflowSink
@@ -16,7 +16,7 @@ from ds_monitor.sinks.telemetry import OpenTelemetrySink
 from ds_monitor.sinks.tensorboard import TensorBoardSink
 
 __all__ = [
-    "AsideSink",
+    "BackgroundSink",
     "CometSink",
     "CsvSink",
     "JsonlSink",

@@ -8,9 +8,9 @@ import warnings
 from collections import deque
 
 from ds_monitor.recording import Sink
-from ds_monitor.record import Kind, Record
+from ds_monitor.record import RecordKind, Measurement
 
-__all__ = ["AsideSink"]
+__all__ = ["BackgroundSink"]
 
 LIMIT = 100_000
 """Records that wait for a sink; about 30 MB. The oldest of more are left out."""
@@ -20,11 +20,11 @@ CLOSE_S = 30.0
 EVERY_S = 0.2
 """Least time between two hand-overs: waking a thread takes as long as writing ten records."""
 
-_Batch = list[Record | int]
+_Batch = list[Measurement | int]
 """In order; a number is the end of that step."""
 
 
-class AsideSink:
+class BackgroundSink:
     """Hands whole steps to `sink` on a thread of its own, five times a second; an event is handed over at once.
 
     What `sink` raises is raised by the next call here, so it is dropped and named like any other. A process that is killed loses
@@ -48,12 +48,12 @@ class AsideSink:
         self._failure: BaseException | None = None
         self._closing = False
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Measurement) -> None:
         """Keep it until a step ends."""
         if self._failure is not None:
             self._raise()
         self._batch.append(record)
-        if record.kind is Kind.EVENT:
+        if record.kind is RecordKind.EVENT:
             self._hand_over()
 
     def end_step(self, step: int) -> None:

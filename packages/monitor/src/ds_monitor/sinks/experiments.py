@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_monitor.record import Kind, Record
+from ds_monitor.record import RecordKind, Measurement
 from ds_monitor.sinks.sink import Axis, ScalarSink, require
 
 __all__ = ["MlflowSink"]
@@ -43,10 +43,10 @@ class MlflowSink(ScalarSink):
         self.run_id: str = self._client.create_run(where, tags=tags, run_name=named).info.run_id
         self._batch: list[Any] = []
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Measurement) -> None:
         """Collect numbers; store an event."""
         super().write(record)
-        if record.kind is Kind.EVENT:
+        if record.kind is RecordKind.EVENT:
             told = {key: str(value) for key, value in record.attrs.items()}
             self._client.log_dict(self.run_id, told, f"{record.name}.json")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_monitor.record import Kind, Record
+from ds_monitor.record import RecordKind, Measurement
 
 __all__ = ["MemorySink"]
 
@@ -11,11 +11,11 @@ class MemorySink:
     """Every record in order, in `records`; the completed steps in `steps`."""
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
+        self.records: list[Measurement] = []
         self.steps: list[int] = []
         self.closed = False
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Measurement) -> None:
         """Keep it."""
         self.records.append(record)
 
@@ -27,10 +27,10 @@ class MemorySink:
         """Note it; the records stay."""
         self.closed = True
 
-    def named(self, name: str) -> list[Record]:
+    def named(self, name: str) -> list[Measurement]:
         """The records of one name, oldest first."""
         return [record for record in self.records if record.name == name]
 
     def total(self, name: str) -> float:
         """Sum of a counter."""
-        return sum(record.value for record in self.records if record.kind is Kind.COUNTER and record.name == name)
+        return sum(record.value for record in self.records if record.kind is RecordKind.COUNTER and record.name == name)

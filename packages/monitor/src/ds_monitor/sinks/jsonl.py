@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from ds_monitor.record import Kind, Record
+from ds_monitor.record import RecordKind, Measurement
 from ds_monitor.sinks.sink import file_of_rank
 
 __all__ = ["JsonlSink"]
@@ -28,14 +28,14 @@ class JsonlSink:
     """
 
     def __init__(
-        self, path: str | Path, *, kinds: Collection[Kind | str] = tuple(Kind), rank: int | None = None
+        self, path: str | Path, *, kinds: Collection[RecordKind | str] = tuple(RecordKind), rank: int | None = None
     ) -> None:
-        self.path, self._kinds = file_of_rank(path, rank), frozenset(map(Kind, kinds))
+        self.path, self._kinds = file_of_rank(path, rank), frozenset(map(RecordKind, kinds))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Unbuffered: a killed job keeps every line, and a forked child has no buffer to write a second time.
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Measurement) -> None:
         """Append one line."""
         if record.kind not in self._kinds:
             return

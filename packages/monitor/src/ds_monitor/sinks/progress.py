@@ -7,7 +7,7 @@ import time
 from typing import IO, Any
 
 from ds_monitor.metric_names import LOSS, TOKENS
-from ds_monitor.record import Kind, Record
+from ds_monitor.record import RecordKind, Measurement
 from ds_monitor.sinks.sink import require
 
 __all__ = ["ProgressSink", "duration"]
@@ -48,11 +48,11 @@ class ProgressSink:
         if self._file.isatty():
             self._bar = self._make_bar()
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Measurement) -> None:
         """Note the loss and the tokens."""
-        if record.kind is Kind.GAUGE and record.name == self._loss_name:
+        if record.kind is RecordKind.GAUGE and record.name == self._loss_name:
             self._loss = record.value
-        elif record.kind is Kind.COUNTER and record.name == self._tokens_name:
+        elif record.kind is RecordKind.COUNTER and record.name == self._tokens_name:
             self._tokens += record.value
 
     def end_step(self, step: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_config.errors import ConfigError
-from ds_monitor.record import Kind, Record
+from ds_monitor.record import RecordKind, Measurement
 from ds_monitor.sinks.sink import file_of_rank, require
 
 __all__ = ["PrometheusSink", "metric_name"]
@@ -68,14 +68,14 @@ class PrometheusSink:
             self._server, _ = self._client.start_http_server(wanted, address, registry=self._registry)
             self.port = self._server.server_port
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Measurement) -> None:
         """Note the value."""
         with self._lock:
-            if record.kind is Kind.GAUGE:
+            if record.kind is RecordKind.GAUGE:
                 self._gauges[record.name] = record.value
-            elif record.kind is Kind.COUNTER:
+            elif record.kind is RecordKind.COUNTER:
                 self._totals[record.name] = self._totals.get(record.name, 0.0) + record.value
-            elif record.kind is Kind.SPAN:
+            elif record.kind is RecordKind.SPAN:
                 count, seconds = self._spans.get(record.name, (0, 0.0))
                 self._spans[record.name] = (count + 1, seconds + record.value)
             self._gauges["step"] = record.step

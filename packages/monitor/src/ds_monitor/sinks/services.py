@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_monitor.record import Kind, Record
+from ds_monitor.record import RecordKind, Measurement
 from ds_monitor.sinks.sink import Axis, ScalarSink, require
 
 __all__ = ["CometSink", "WandbSink"]
@@ -35,10 +35,10 @@ class WandbSink(ScalarSink):
         self._run.define_metric(self._axis_name)
         self._run.define_metric("*", step_metric=self._axis_name)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Measurement) -> None:
         """Collect numbers; add an event's attributes to the run's configuration."""
         super().write(record)
-        if record.kind is Kind.EVENT:
+        if record.kind is RecordKind.EVENT:
             self._run.config.update({record.name: {k: str(v) for k, v in record.attrs.items()}}, allow_val_change=True)
 
     def end_step(self, step: int) -> None:
@@ -88,11 +88,11 @@ class CometSink(ScalarSink):
         self._row: dict[str, float] = {}
         self._x = 0
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Measurement) -> None:
         """Collect numbers; add an event's attributes to the experiment's parameters."""
         super().write(record)
         self._samples = record.samples
-        if record.kind is Kind.EVENT:
+        if record.kind is RecordKind.EVENT:
             self._experiment.log_parameters({k: str(v) for k, v in record.attrs.items()}, prefix=record.name)
 
     def end_step(self, step: int) -> None:

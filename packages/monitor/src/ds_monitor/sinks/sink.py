@@ -8,14 +8,14 @@ from types import ModuleType
 from typing import Literal
 
 from ds_config.errors import UnsupportedError
-from ds_monitor.record import Kind, Record
+from ds_monitor.record import RecordKind, Measurement
 
 __all__ = ["Axis", "ScalarSink", "file_of_rank", "folder_of_rank", "position", "require"]
 
 Axis = Literal["step", "samples"]
 
 
-def position(record: Record, axis: Axis) -> int:
+def position(record: Measurement, axis: Axis) -> int:
     """Where the record lies on `axis`; a job that never told its samples is placed by steps."""
     return record.samples if axis == "samples" and record.samples is not None else record.step
 
@@ -32,12 +32,12 @@ class ScalarSink:
         self._totals: dict[str, float] = {}
         self._pending: dict[str, tuple[float, int, float]] = {}
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Measurement) -> None:
         """Collect a gauge or a counter; spans and events are not single numbers of a step and are left out."""
-        if record.kind is Kind.COUNTER:
+        if record.kind is RecordKind.COUNTER:
             value = self._totals.get(record.name, 0.0) + record.value
             self._totals[record.name] = value
-        elif record.kind is Kind.GAUGE:
+        elif record.kind is RecordKind.GAUGE:
             value = record.value
         else:
             return

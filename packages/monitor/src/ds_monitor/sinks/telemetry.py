@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ds_monitor.record import Kind, Record
+from ds_monitor.record import RecordKind, Measurement
 from ds_monitor.sinks.sink import ScalarSink, require
 
 __all__ = ["OpenTelemetrySink"]
@@ -63,11 +63,11 @@ class OpenTelemetrySink(ScalarSink):
             self._traces.add_span_processor(batches.BatchSpanProcessor(send))
             self._tracer = self._traces.get_tracer("ds_monitor")
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Measurement) -> None:
         """Add to a counter, collect a gauge, send a span."""
-        if record.kind is Kind.COUNTER:
+        if record.kind is RecordKind.COUNTER:
             self._instrument(record.name, "create_counter").add(record.value)
-        elif record.kind is Kind.GAUGE:
+        elif record.kind is RecordKind.GAUGE:
             super().write(record)
         elif self._traces is not None:
             attrs = {

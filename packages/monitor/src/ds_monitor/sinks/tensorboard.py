@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ds_monitor.record import Kind, Record
+from ds_monitor.record import RecordKind, Measurement
 from ds_monitor.sinks.sink import Axis, ScalarSink, folder_of_rank, position, require
 
 __all__ = ["TensorBoardSink"]
@@ -34,9 +34,9 @@ class TensorBoardSink(ScalarSink):
         writer = require("tensorboard.summary.writer.event_file_writer", "tensorboard")
         self._writer = writer.EventFileWriter(str(folder_of_rank(directory, rank)), flush_secs=flush_s)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Measurement) -> None:
         """Collect a scalar; write an event at once, as text."""
-        if record.kind is not Kind.EVENT:
+        if record.kind is not RecordKind.EVENT:
             super().write(record)
             return
         text = json.dumps(dict(record.attrs), default=str, indent=1)

@@ -2,7 +2,7 @@
 
 from ds_ops.optim.adagrad import Adagrad
 from ds_ops.optim.adam import Adam, AdamW
-from ds_ops.optim.optimizer_base import NO_FUSION, Fusion, OpsOptimizer
+from ds_ops.optim.optimizer_base import NO_FUSION, FusedOps, OpsOptimizer
 from ds_ops.optim.lamb import Lamb
 from ds_ops.optim.lion import Lion
 from ds_ops.optim.muon import Muon, orthogonalize
@@ -14,7 +14,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
-    "Fusion",
+    "FusedOps",
     "Lamb",
     "Lion",
     "Muon",

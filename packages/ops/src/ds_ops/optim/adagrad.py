@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ds_ops.optim.optimizer_base import OpsOptimizer, Params, require_rate
-from ds_ops.update_rules import Rule, UpdateSpec, adagrad_coefficients
+from ds_ops.update_rules import UpdateRule, UpdateSpec, adagrad_coefficients
 
 __all__ = ["Adagrad"]
 
@@ -54,4 +54,4 @@ class Adagrad(OpsOptimizer):
 
     def spec(self, group: dict[str, Any], step: int) -> UpdateSpec:
         lr = float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])
-        return UpdateSpec(Rule.ADAGRAD, adagrad_coefficients(lr, float(group["eps"]), float(group["weight_decay"])))
+        return UpdateSpec(UpdateRule.ADAGRAD, adagrad_coefficients(lr, float(group["eps"]), float(group["weight_decay"])))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ds_config.errors import UnsupportedError
-from ds_ops.optim.optimizer_base import NO_FUSION, Fusion, OpsOptimizer, Params, require_rate
-from ds_ops.update_rules import AdamHyper, Rule, UpdateSpec, UpdateTensors, adam_coefficients, adam_undo_coefficients
+from ds_ops.optim.optimizer_base import NO_FUSION, FusedOps, OpsOptimizer, Params, require_rate
+from ds_ops.update_rules import AdamHyper, UpdateRule, UpdateSpec, UpdateTensors, adam_coefficients, adam_undo_coefficients
 from ds_ops.apply_update import update
 
 __all__ = ["Adam", "AdamW"]
@@ -72,10 +72,10 @@ class AdamW(OpsOptimizer):
         )
 
     def spec(self, group: dict[str, Any], step: int) -> UpdateSpec:
-        return UpdateSpec(Rule.ADAM, adam_coefficients(self._hyper(group), step))
+        return UpdateSpec(UpdateRule.ADAM, adam_coefficients(self._hyper(group), step))
 
     @torch.no_grad()
-    def undo(self, params: Sequence[Tensor] | None = None, *, fusion: Fusion = NO_FUSION) -> None:
+    def undo(self, params: Sequence[Tensor] | None = None, *, fusion: FusedOps = NO_FUSION) -> None:
         """Take the last step of `params` (default: all with a gradient) back, from the same gradients.
 
         For speculative stepping: step while the global norm is still being computed, undo if it forbids the step.
@@ -92,14 +92,14 @@ class AdamW(OpsOptimizer):
             chosen = [p for p in group["params"] if params is None or any(p is q for q in params)]
             self._undo_group(group, [p for p in chosen if self.state[p].get("step", 0) > 0], fusion)
 
-    def _undo_group(self, group: dict[str, Any], params: Sequence[Tensor], fusion: Fusion) -> None:
+    def _undo_group(self, group: dict[str, Any], params: Sequence[Tensor], fusion: FusedOps) -> None:
         sign = -1.0 if group.get("maximize") else 1.0
         for p in params:
             state, grad = self.state[p], fusion.grad_of(p)
             if grad is None:
                 continue
             coefficients = adam_undo_coefficients(self._hyper(group), state["step"])
-            spec = UpdateSpec(Rule.ADAM_UNDO, coefficients, sign * fusion.grad_scale)
+            spec = UpdateSpec(UpdateRule.ADAM_UNDO, coefficients, sign * fusion.grad_scale)
             copies = [fusion.copies[p]] if p in fusion.copies else []
             update(spec, UpdateTensors([p.detach()], [grad], ([state["exp_avg"]], [state["exp_avg_sq"]]), copies))
             state["step"] -= 1

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ds_ops.optim.optimizer_base import OpsOptimizer, Params, require_rate
 from ds_ops.reference import reference_update as reference
-from ds_ops.update_rules import AdamHyper, Rule, UpdateSpec, UpdateTensors, lamb_coefficients
+from ds_ops.update_rules import AdamHyper, UpdateRule, UpdateSpec, UpdateTensors, lamb_coefficients
 from ds_ops.apply_update import lamb_apply, lamb_moments
 
 __all__ = ["Lamb"]
@@ -71,7 +71,7 @@ class Lamb(OpsOptimizer):
             True,
             group["bias_correction"],
         )
-        return UpdateSpec(Rule.LAMB_MOMENTS, lamb_coefficients(hyper, step, eps_inside_sqrt=group["eps_inside_sqrt"]))
+        return UpdateSpec(UpdateRule.LAMB_MOMENTS, lamb_coefficients(hyper, step, eps_inside_sqrt=group["eps_inside_sqrt"]))
 
     def step_bucket(self, group: dict[str, Any], spec: UpdateSpec, tensors: UpdateTensors) -> None:
         # Kernels see flat memory; for another memory order the reference does.
@@ -79,7 +79,7 @@ class Lamb(OpsOptimizer):
         moments, apply = (lamb_moments, lamb_apply) if flat else (reference.lamb_moments, reference.lamb_apply)
         sums = moments(replace(spec, zero_grad=False), replace(tensors, copies=()))
         ratios = trust_ratios(sums, group["min_coeff"], group["max_coeff"])
-        apply(replace(spec, rule=Rule.LAMB_APPLY), tensors, ratios)
+        apply(replace(spec, rule=UpdateRule.LAMB_APPLY), tensors, ratios)
 
 
 def trust_ratios(sums: Tensor, low: float, high: float) -> Tensor:

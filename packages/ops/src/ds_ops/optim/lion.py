@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ds_ops.optim.optimizer_base import OpsOptimizer, Params, require_rate
-from ds_ops.update_rules import Rule, UpdateSpec, lion_coefficients
+from ds_ops.update_rules import UpdateRule, UpdateSpec, lion_coefficients
 
 __all__ = ["Lion"]
 
@@ -41,4 +41,4 @@ class Lion(OpsOptimizer):
 
     def spec(self, group: dict[str, Any], step: int) -> UpdateSpec:
         b1, b2 = group["betas"]
-        return UpdateSpec(Rule.LION, lion_coefficients(float(group["lr"]), (b1, b2), float(group["weight_decay"])))
+        return UpdateSpec(UpdateRule.LION, lion_coefficients(float(group["lr"]), (b1, b2), float(group["weight_decay"])))

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ds_config.errors import ConfigError
-from ds_ops.optim.optimizer_base import NO_FUSION, Fusion, OpsOptimizer, Params, require_rate
-from ds_ops.update_rules import AdamHyper, Rule, UpdateSpec, adam_coefficients
+from ds_ops.optim.optimizer_base import NO_FUSION, FusedOps, OpsOptimizer, Params, require_rate
+from ds_ops.update_rules import AdamHyper, UpdateRule, UpdateSpec, adam_coefficients
 
 __all__ = ["Muon", "orthogonalize"]
 
@@ -182,7 +182,7 @@ class Muon(OpsOptimizer):
         """Whether Muon, not AdamW, steps `p`."""
         return bool(group["use_muon"]) and p.ndim >= 2
 
-    def step_group(self, group: dict[str, Any], fusion: Fusion = NO_FUSION) -> None:
+    def step_group(self, group: dict[str, Any], fusion: FusedOps = NO_FUSION) -> None:
         matrices = [p for p in group["params"] if self.is_matrix(group, p) and fusion.grad_of(p) is not None]
         others = [p for p in group["params"] if not self.is_matrix(group, p)]
         super().step_group({**group, "params": others}, fusion)
@@ -197,7 +197,7 @@ class Muon(OpsOptimizer):
         lr = float(group["lr"]) if not group["use_muon"] else float(group["adam_lr"]) * self._schedule(group)
         b1, b2 = group["betas"]
         hyper = AdamHyper(lr, (float(b1), float(b2)), float(group["eps"]), float(group["weight_decay"]))
-        return UpdateSpec(Rule.ADAM, adam_coefficients(hyper, step))
+        return UpdateSpec(UpdateRule.ADAM, adam_coefficients(hyper, step))
 
     @staticmethod
     def _schedule(group: dict[str, Any]) -> float:
@@ -209,7 +209,7 @@ class Muon(OpsOptimizer):
         words = self._words.get(p.ndim, set())
         return next(iter(words)) if len(words) == 1 and not asked_of(group, p) else matrices_of(group, p)
 
-    def _step_matrices(self, group: dict[str, Any], flat: bool, params: Sequence[Tensor], fusion: Fusion) -> None:
+    def _step_matrices(self, group: dict[str, Any], flat: bool, params: Sequence[Tensor], fusion: FusedOps) -> None:
         """Step matrices of one shape together: their Newton-Schulz iterations are one batched product."""
         directions = torch.stack([self._direction(group, p, fusion) for p in params])
         matrices = directions.flatten(2) if flat else directions
@@ -224,7 +224,7 @@ class Muon(OpsOptimizer):
             if fusion.zero_grads and grad is not None:
                 grad.zero_()
 
-    def _direction(self, group: dict[str, Any], p: Tensor, fusion: Fusion) -> Tensor:
+    def _direction(self, group: dict[str, Any], p: Tensor, fusion: FusedOps) -> Tensor:
         state, grad = self.state[p], fusion.grad_of(p)
         if grad is None:
             return torch.zeros_like(p)

@@ -24,14 +24,14 @@ from ds_ops.reference.reference_update import update as reference_update
 from ds_ops.update_rules import UpdateSpec, UpdateTensors, dither_of
 from ds_ops.apply_update import Prepared, prepare, update
 
-__all__ = ["NO_FUSION", "Fusion", "OpsOptimizer", "Params", "require_rate"]
+__all__ = ["NO_FUSION", "FusedOps", "OpsOptimizer", "Params", "require_rate"]
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 Group = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Fusion:
+class FusedOps:
     """What a step does besides stepping, in the same pass over memory.
 
     grad_scale: multiplies every gradient first (1/loss_scale x clipping coefficient). As a tensor (fp32, one element, on the
@@ -52,7 +52,7 @@ class Fusion:
         return p.grad if given is None else given
 
 
-NO_FUSION = Fusion()
+NO_FUSION = FusedOps()
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ def signed(scale: float | Tensor, group: Group) -> float | Tensor:
     return -scale if group.get("maximize") else scale
 
 
-def _fused(spec: UpdateSpec, group: Group, fusion: Fusion, step: int) -> UpdateSpec:
+def _fused(spec: UpdateSpec, group: Group, fusion: FusedOps, step: int) -> UpdateSpec:
     """`spec` with what else the pass of step number `step` does."""
     scale = signed(fusion.grad_scale, group)
     return UpdateSpec(spec.rule, spec.coefficients, scale, fusion.zero_grads, dither_of(step))
@@ -154,7 +154,7 @@ class OpsOptimizer(Optimizer):
             reference_update(spec, tensors)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, fusion: Fusion = NO_FUSION) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, fusion: FusedOps = NO_FUSION) -> Any:
         """One step over every parameter that has a gradient. Returns what `closure` returned.
 
         Raises:
@@ -169,7 +169,7 @@ class OpsOptimizer(Optimizer):
             self.step_group(group, fusion)
         return loss
 
-    def step_group(self, group: Group, fusion: Fusion = NO_FUSION) -> None:
+    def step_group(self, group: Group, fusion: FusedOps = NO_FUSION) -> None:
         """Step one parameter group."""
         if self._repeat(group, fusion):
             return
@@ -190,7 +190,7 @@ class OpsOptimizer(Optimizer):
         if prepared is not None:
             self._repeats[id(group)] = _Repeat(bucket.owners, names, prepared)
 
-    def _repeat(self, group: Group, fusion: Fusion) -> bool:
+    def _repeat(self, group: Group, fusion: FusedOps) -> bool:
         """Step the group by its last call, if that is still the same one in all but the numbers."""
         last = self._repeats.get(id(group))
         if last is None or fusion.grads or fusion.copies or len(last.owners) != len(group["params"]):
@@ -246,7 +246,7 @@ class OpsOptimizer(Optimizer):
         """Whether states in dtype `state` are possible beside parameters in dtype `param`."""
         return state == torch.float64 if param == torch.float64 else state in _call.DTYPES
 
-    def _buckets(self, group: Group, params: Sequence[Tensor], fusion: Fusion) -> dict[tuple[Any, ...], _Bucket]:
+    def _buckets(self, group: Group, params: Sequence[Tensor], fusion: FusedOps) -> dict[tuple[Any, ...], _Bucket]:
         """Sort parameters by what one native call must share: the number of the coming step comes first."""
         buckets: dict[tuple[Any, ...], _Bucket] = {}
         for p in params:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ds_config.errors import ConfigError
 from ds_ops.optim.optimizer_base import OpsOptimizer, Params, require_rate
-from ds_ops.update_rules import Rule, UpdateSpec, sgd_coefficients, sgd_plain_coefficients
+from ds_ops.update_rules import UpdateRule, UpdateSpec, sgd_coefficients, sgd_plain_coefficients
 
 __all__ = ["SGD"]
 
@@ -60,8 +60,8 @@ class SGD(OpsOptimizer):
     def spec(self, group: dict[str, Any], step: int) -> UpdateSpec:
         lr, decay, momentum = float(group["lr"]), float(group["weight_decay"]), float(group["momentum"])
         if not momentum:
-            return UpdateSpec(Rule.SGD_PLAIN, sgd_plain_coefficients(lr, decay))
+            return UpdateSpec(UpdateRule.SGD_PLAIN, sgd_plain_coefficients(lr, decay))
         # The buffer starts as zeros, so taking the first gradient whole is dampening 0.
         dampening = 0.0 if step == 1 else float(group["dampening"])
         c = sgd_coefficients(lr, momentum, dampening, decay)
-        return UpdateSpec(Rule.SGD, (*c[:4], 1.0 if group["nesterov"] else 0.0, c[5]))
+        return UpdateSpec(UpdateRule.SGD, (*c[:4], 1.0 if group["nesterov"] else 0.0, c[5]))

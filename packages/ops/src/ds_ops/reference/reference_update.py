@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ds_ops.update_rules import SECOND_MOMENT, Rule, UpdateSpec, UpdateTensors
+from ds_ops.update_rules import SECOND_MOMENT, UpdateRule, UpdateSpec, UpdateTensors
 
 __all__ = ["dithered", "lamb_apply", "lamb_moments", "update"]
 
@@ -146,11 +146,11 @@ def _lamb_direction(c: tuple[float, ...], p: Tensor, m: Tensor, v: Tensor) -> Te
     return ((m * c[5]) / denominator).add(p, alpha=c[0])
 
 
-_FORMULAS: dict[Rule, Formula] = {
-    Rule.ADAM: _adam,
-    Rule.ADAM_UNDO: _adam_undo,
-    Rule.LION: _lion,
-    Rule.ADAGRAD: _adagrad,
-    Rule.SGD: _sgd,
-    Rule.SGD_PLAIN: _sgd_plain,
+_FORMULAS: dict[UpdateRule, Formula] = {
+    UpdateRule.ADAM: _adam,
+    UpdateRule.ADAM_UNDO: _adam_undo,
+    UpdateRule.LION: _lion,
+    UpdateRule.ADAGRAD: _adagrad,
+    UpdateRule.SGD: _sgd,
+    UpdateRule.SGD_PLAIN: _sgd_plain,
 }

@@ -21,7 +21,7 @@ from ds_comm import GroupLike, Mesh, MeshSpec, as_group, world_group
 from ds_comm.differentiable import all_gather
 from ds_config.errors import PlanError, UnsupportedError
 from ds_parallel.heads import HeadCounts
-from ds_parallel.sequence.ulysses import deal, to_heads, to_sequence
+from ds_parallel.sequence.ulysses import assign_heads, to_heads, to_sequence
 
 __all__ = ["SUPPORTED", "SequenceRanks", "UlyssesAttention", "document_mask", "register_with_transformers"]
 
@@ -123,7 +123,7 @@ class UlyssesAttention:
                 code="sequence-positions",
                 fix="Pass position_ids with the batch; SequenceDataLoader and sequence_part make them.",
             )
-        dealt = deal(HeadCounts(query.shape[_HEADS], key.shape[_HEADS]), ranks)
+        dealt = assign_heads(HeadCounts(query.shape[_HEADS], key.shape[_HEADS]), ranks)
         query, key, value = to_heads(query, key, value, dealt, (_HEADS, _SEQUENCE), group)
         whole: Tensor = all_gather(positions.expand(query.shape[0], -1), group, 1)
         causal = kwargs.pop("is_causal", None)
@@ -240,7 +240,7 @@ def register_with_transformers(
         config = importlib.import_module("transformers").AutoConfig.from_pretrained(config)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads = text.num_attention_heads
-    deal(HeadCounts(heads, getattr(text, "num_key_value_heads", None) or heads), sequence_parallel_size)
+    assign_heads(HeadCounts(heads, getattr(text, "num_key_value_heads", None) or heads), sequence_parallel_size)
     ranks = SequenceRanks(sequence_parallel_size)
     UlyssesAttention.register(core_attn_implementation, ranks.mesh["sequence"], in_eval=not disable_in_eval)
     return ranks

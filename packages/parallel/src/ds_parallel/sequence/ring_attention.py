@@ -133,7 +133,7 @@ class RingAttention:
                 fix="Cut sequences with plan.part, and make a plan for every length.",
             )
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-        out: Tensor = _Ring.apply(q, k, v, self, documents)
+        out: Tensor = _RingAttention.apply(q, k, v, self, documents)
         return out.transpose(1, 2)
 
     def view(self, pair: Pair, documents: Tensor | None) -> View | None:
@@ -147,7 +147,7 @@ class RingAttention:
         return View(pair.causal, None if bool(seen.all()) else seen.unsqueeze(1), self.scale)
 
 
-class _Ring(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: RingAttention, documents: Tensor | None) -> Tensor:
         plan, group = ring.plan, ring.group

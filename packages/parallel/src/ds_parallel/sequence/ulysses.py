@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from ds_comm import Group, GroupLike, as_group
-from ds_comm.differentiable import InFlight, exchange
+from ds_comm.differentiable import InFlight, seq_all_to_all
 from ds_config.errors import PlanError, UnsupportedError
 from ds_parallel.heads import HeadCounts
 
-__all__ = ["Dealt", "DistributedAttention", "deal", "rotate_half", "rotated"]
+__all__ = ["HeadAssignment", "DistributedAttention", "assign_heads", "rotate_half", "rotated"]
 
 
 @dataclass(frozen=True, slots=True)
-class Dealt:
+class HeadAssignment:
     """Heads over ranks.
 
     Attributes:
@@ -39,7 +39,7 @@ class Dealt:
     sent: tuple[int, ...] | None
 
 
-def deal(heads: HeadCounts, ranks: int) -> Dealt:
+def assign_heads(heads: HeadCounts, ranks: int) -> HeadAssignment:
     """Deal heads to ranks. Pure.
 
     Raises:
@@ -48,7 +48,7 @@ def deal(heads: HeadCounts, ranks: int) -> Dealt:
     stretches = heads.stretches(ranks)
     sent = tuple(head for _, (first, last) in stretches for head in range(first, last))
     plain = sent == tuple(range(heads.key_value))
-    return Dealt(
+    return HeadAssignment(
         tuple(stop - start for (start, stop), _ in stretches),
         tuple(last - first for _, (first, last) in stretches),
         None if plain else sent,
@@ -119,7 +119,7 @@ class DistributedAttention(nn.Module):
                 code="sequence-dims",
                 fix="Name the dims of batch, heads and sequence: 1, 2, 0 for [s, b, h, d], 0, 2, 1 for [b, s, h, d].",
             )
-        dealt = deal(HeadCounts(query.shape[heads], key.shape[heads]), len(group.ranks))
+        dealt = assign_heads(HeadCounts(query.shape[heads], key.shape[heads]), len(group.ranks))
         query, key, value = to_heads(query, key, value, dealt, (heads, seq), group, lengths)
         if rotary_pos_emb is not None:
             query, key = (rotated(t, *rotary_pos_emb) for t in (query, key))
@@ -131,7 +131,7 @@ def to_heads(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    dealt: Dealt,
+    dealt: HeadAssignment,
     dims: tuple[int, int],
     group: Group,
     lengths: Sequence[int] | None = None,
@@ -144,7 +144,7 @@ def to_heads(
 
     def start(x: Tensor, sizes: tuple[int, ...]) -> InFlight:
         even = None if len(set(sizes)) == 1 else sizes
-        flying: InFlight = exchange(
+        flying: InFlight = seq_all_to_all(
             x, group, scatter_dim=heads, gather_dim=seq, scatter_sizes=even, gather_sizes=lengths, async_op=True
         )
         return flying
@@ -154,13 +154,13 @@ def to_heads(
 
 
 def to_sequence(
-    context: Tensor, dealt: Dealt, dims: tuple[int, int], group: Group, lengths: Sequence[int] | None = None
+    context: Tensor, dealt: HeadAssignment, dims: tuple[int, int], group: Group, lengths: Sequence[int] | None = None
 ) -> Tensor:
     """From parts of the heads back to parts of the sequence."""
     heads, seq = dims
     each = context.shape[heads] // dealt.queries[group.rank]  # head size, where the attention has folded it in
     sizes = None if len(set(dealt.queries)) == 1 else [n * each for n in dealt.queries]
-    back: Tensor = exchange(
+    back: Tensor = seq_all_to_all(
         context, group, scatter_dim=seq, gather_dim=heads, scatter_sizes=lengths, gather_sizes=sizes
     )
     return back

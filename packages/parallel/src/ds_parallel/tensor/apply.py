@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ds_comm import Assignment, Box, Family, Group, assign, assignment_of
+from ds_comm import ParamSharding, Box, ReductionGroup, Group, set_param_sharding, param_sharding
 from ds_comm.ddp import mark_unlike
 from ds_comm.differentiable import gather
 from ds_config.errors import PlanError
-from ds_parallel.tensor.dim_shards import Cut
-from ds_parallel.tensor.head_updates import InputsAgree, follow_heads, sum_over
-from ds_parallel.tensor.parallel_layers import Fan, Part, cut_class, part_names
+from ds_parallel.tensor.dim_shards import DimShards
+from ds_parallel.tensor.head_updates import InputCheck, follow_heads, sum_over
+from ds_parallel.tensor.parallel_layers import CopyToTensorRegion, LayerShard, cut_class, part_names
 from ds_parallel.tensor.tp_plan import Decision, TensorPlan
-from ds_parallel.tensor.layer_rules import Kind
+from ds_parallel.tensor.layer_rules import ShardKind
 
-__all__ = ["CutModel", "Held", "cut_model", "cut_of", "whole_params"]
+__all__ = ["TensorParallelModel", "Held", "parallelize_model", "tensor_parallel_of", "unsharded_params"]
 
 _MARK = "_ds_cut_model"
 
@@ -47,7 +47,7 @@ class Held:
     param: nn.Parameter
     name: str
     shape: tuple[int, ...]
-    cut: Cut
+    cut: DimShards
     part: int
 
     def box(self, rank: int) -> Box:
@@ -59,7 +59,7 @@ class Held:
         return Box(tuple(offset), tuple(size))
 
 
-class CutModel:
+class TensorParallelModel:
     """What `cut_model` did.
 
     Attributes:
@@ -75,9 +75,9 @@ class CutModel:
         self.held: dict[str, Held] = {}
         self.replaced: dict[nn.Parameter, list[nn.Parameter]] = {}
         self._were: list[_Was] = []
-        self._said: dict[nn.Parameter, Assignment] = {}
+        self._said: dict[nn.Parameter, ParamSharding] = {}
         self._handles: list[RemovableHandle] = []
-        self._inputs: InputsAgree | None = None
+        self._inputs: InputCheck | None = None
 
     def check_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """What the model does with its first batch: compare it over the ranks. For callers whose model is captured by a compiler.
@@ -100,15 +100,15 @@ class CutModel:
             divisor: What such a sum is divided by: data-parallel (times sequence-parallel) ranks.
         """
         rank, degree = self.group.rank, self.group.size
-        families: dict[tuple[Family | None, int], Family] = {}
+        families: dict[tuple[ReductionGroup | None, int], ReductionGroup] = {}
 
-        def family(was: Family | None, copies: int) -> Family | None:
+        def family(was: ReductionGroup | None, copies: int) -> ReductionGroup | None:
             if data is None:
                 return was
             if (was, copies) not in families:
                 title = f"tensor-{copies}" if copies > 1 else "tensor"
                 families[was, copies] = (
-                    Family(title, data, divisor, copies=copies)
+                    ReductionGroup(title, data, divisor, copies=copies)
                     if was is None
                     else replace(was, name=f"{was.name}, {title}", copies=was.copies * copies)
                 )
@@ -117,13 +117,13 @@ class CutModel:
         for name, param in self.model.named_parameters():  # a tied one by its first name, as without a cut
             held = self.held.get(name)
             origin = param if held is None else self._origin(held)
-            was = self._said.setdefault(origin, assignment_of(origin))
+            was = self._said.setdefault(origin, param_sharding(origin))
             if held is None:
-                assign(param, replace(was, family=family(was.family, degree)))
+                set_param_sharding(param, replace(was, family=family(was.family, degree)))
             else:
                 copies = len(held.cut.sharers(held.part, rank))
                 logical = was.name or held.name
-                assign(param, Assignment(family(was.family, copies), logical, held.shape, held.box(rank)))
+                set_param_sharding(param, ParamSharding(family(was.family, copies), logical, held.shape, held.box(rank)))
 
     def whole(self, name: str) -> Tensor:
         """The logical tensor of parameter `name` as far as this parameter is a part of it, put together. Collective.
@@ -183,10 +183,10 @@ class CutModel:
         origins = {id(self._origin(held)): self._origin(held) for held in self.held.values()}
         for key, origin in origins.items():
             origin.data, origin.grad = whole[key], None
-            self._said.setdefault(origin, Assignment())
+            self._said.setdefault(origin, ParamSharding())
             mark_unlike([origin], ())
         for param, said in self._said.items():
-            assign(param, said)
+            set_param_sharding(param, said)
         self._said.clear()
         for was in reversed(self._were):
             was.restore()
@@ -220,7 +220,7 @@ class _Was:
         self.module._parameters.update(self.params)
 
 
-def cut_model(model: nn.Module, plan: TensorPlan, group: Group) -> CutModel:
+def parallelize_model(model: nn.Module, plan: TensorPlan, group: Group) -> TensorParallelModel:
     """Cut `model` in place: each rank keeps its part of every weight, and frees the rest. Parameters may be on meta.
 
     Every rank holds the whole model with equal values, or its shapes; ranks decide alike, nothing is communicated.
@@ -236,23 +236,23 @@ def cut_model(model: nn.Module, plan: TensorPlan, group: Group) -> CutModel:
             code="tensor-degree",
             fix="Make the plan with the degree of the group.",
         )
-    result = CutModel(model, plan, group)
+    result = TensorParallelModel(model, plan, group)
     modules = dict(model.named_modules(remove_duplicate=False))
     _check_tied(model, plan)
     classes = {d.name: _class_of(modules[d.name], d) for d in plan.cut}  # all of them before anything changes
-    fans: dict[str, Fan] = {}
+    fans: dict[str, CopyToTensorRegion] = {}
     sliced: set[int] = set()
     for decision in plan.cut:
         module = modules[decision.name]
-        first = not isinstance(getattr(module, "_ds_part", None), Part)  # a module may have two names
+        first = not isinstance(getattr(module, "_ds_part", None), LayerShard)  # a module may have two names
         if first:
             result._were.append(_Was.note(module))
         for name in decision.cuts:
             _replace(result, decision, module, name, sliced)
         if first:
             cut = decision.cuts.get("weight") or decision.cuts["gate_up_proj"]
-            fan = fans.setdefault(decision.name.rpartition(".")[0], Fan(group))
-            part = Part(group, cut, fan, decision.layer.transposed, decision.gather_output, decision.split_input)
+            fan = fans.setdefault(decision.name.rpartition(".")[0], CopyToTensorRegion(group))
+            part = LayerShard(group, cut, fan, decision.layer.transposed, decision.gather_output, decision.split_input)
             module.__dict__["_ds_part"] = part
             module.__class__ = classes[decision.name]
             _resize(module, decision, cut, group.rank)
@@ -262,13 +262,13 @@ def cut_model(model: nn.Module, plan: TensorPlan, group: Group) -> CutModel:
     result._handles += follow_heads(plan, group.rank, modules)
     _sum_gradients(result, modules)
     if group.size > 1:
-        result._inputs = InputsAgree(group)
+        result._inputs = InputCheck(group)
         result._handles.append(result._inputs.watch(model))
     model.__dict__[_MARK] = result
     return result
 
 
-def _mark_parts(result: CutModel) -> None:
+def _mark_parts(result: TensorParallelModel) -> None:
     """Say that tensor-parallel peers hold other parts, whoever asks before there are families: DDP would copy over them."""
     group = result.group
     for held in result.held.values():
@@ -276,14 +276,14 @@ def _mark_parts(result: CutModel) -> None:
         mark_unlike([held.param], (rank for place, rank in enumerate(group.ranks) if place not in same))
 
 
-def cut_of(model: nn.Module) -> CutModel | None:
+def tensor_parallel_of(model: nn.Module) -> TensorParallelModel | None:
     """How a model, or the model it is a part of, was cut; None if it was not."""
     found = next((vars(module)[_MARK] for module in model.modules() if _MARK in vars(module)), None)
-    return found if isinstance(found, CutModel) else None
+    return found if isinstance(found, TensorParallelModel) else None
 
 
 @contextmanager
-def whole_params(params: Iterable[nn.Parameter], cut: CutModel | None) -> Iterator[None]:
+def unsharded_params(params: Iterable[nn.Parameter], cut: TensorParallelModel | None) -> Iterator[None]:
     """Inside, each of `params` that is a part has the data of the whole tensor; to be read only. Collective over the cut's group.
 
     One part of a fused weight has that part of all ranks. Parameters that ZeRO has released must be gathered outside of this.
@@ -318,7 +318,7 @@ def _class_of(module: nn.Module, decision: Decision) -> type[nn.Module]:
     return cut_class(type(module), decision.kind, names, dims)
 
 
-def _replace(result: CutModel, decision: Decision, module: nn.Module, name: str, sliced: set[int]) -> None:
+def _replace(result: TensorParallelModel, decision: Decision, module: nn.Module, name: str, sliced: set[int]) -> None:
     """Put this rank's parts in the place of parameter `name`. One part: the parameter stays who it is, wherever it is tied."""
     cut, full = decision.cuts[name], f"{decision.name}.{name}"
     shape = decision.layer.shapes.get(name)
@@ -351,32 +351,32 @@ def _replace(result: CutModel, decision: Decision, module: nn.Module, name: str,
         result.held[f"{decision.name}.{own}"] = Held(param, full, shape, cut, index)
 
 
-def _resize(module: nn.Module, decision: Decision, cut: Cut, rank: int) -> None:
+def _resize(module: nn.Module, decision: Decision, cut: DimShards, rank: int) -> None:
     """Whole numbers that a module says of itself."""
     width, own = cut.width(rank), module.__dict__
-    column = decision.kind is Kind.COLUMN
+    column = decision.kind is ShardKind.COLUMN
     keys = {
-        Kind.COLUMN: ("out_features", "nf"),
-        Kind.ROW: ("in_features", "nx"),
-        Kind.VOCABULARY: ("num_embeddings",),
-        Kind.FEATURES: ("embedding_dim",),
-        Kind.EXPERTS: (),
+        ShardKind.COLUMN: ("out_features", "nf"),
+        ShardKind.ROW: ("in_features", "nx"),
+        ShardKind.VOCABULARY: ("num_embeddings",),
+        ShardKind.FEATURES: ("embedding_dim",),
+        ShardKind.EXPERTS: (),
     }[decision.kind]
     for key in keys:
         if key in own and not (column and decision.gather_output):
             own[key] = width
-    if decision.kind is Kind.EXPERTS:
+    if decision.kind is ShardKind.EXPERTS:
         inner = cut.size // 2
         for key, value in list(own.items()):
             if key in ("intermediate_dim", "intermediate_size", "ffn_dim", "expert_dim") and value == inner:
                 own[key] = decision.cuts["down_proj"].width(rank)
-    if decision.kind is Kind.VOCABULARY and own.get("padding_idx") is not None:
+    if decision.kind is ShardKind.VOCABULARY and own.get("padding_idx") is not None:
         start, stop = cut.parts[0][rank]
         own["padding_idx"] = own["padding_idx"] - start if start <= own["padding_idx"] < stop else None
 
 
 def _check_tied(model: nn.Module, plan: TensorPlan) -> None:
-    cuts: dict[str, Cut] = {f"{d.name}.{key}": cut for d in plan.cut for key, cut in d.cuts.items()}
+    cuts: dict[str, DimShards] = {f"{d.name}.{key}": cut for d in plan.cut for key, cut in d.cuts.items()}
     places: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         places.setdefault(id(param), []).append(name)
@@ -394,7 +394,7 @@ def _check_tied(model: nn.Module, plan: TensorPlan) -> None:
             )
 
 
-def _holder(name: str, found: Mapping[str, Cut | None]) -> bool:
+def _holder(name: str, found: Mapping[str, DimShards | None]) -> bool:
     """Whether `name` only holds a bias for a layer below it (`cls.predictions.bias` for `cls.predictions.decoder.bias`)."""
     above, _, key = name.rpartition(".")
     return key == "bias" and any(
@@ -402,7 +402,7 @@ def _holder(name: str, found: Mapping[str, Cut | None]) -> bool:
     )
 
 
-def _note_holders(result: CutModel) -> None:
+def _note_holders(result: TensorParallelModel) -> None:
     """Modules that only hold a parameter of another one hold its part, too."""
     first = {id(held.param): held for held in result.held.values()}
     for name, param in result.model.named_parameters(remove_duplicate=False):
@@ -411,7 +411,7 @@ def _note_holders(result: CutModel) -> None:
             result.held[name] = Held(held.param, name, held.shape, held.cut, held.part)
 
 
-def _sum_gradients(result: CutModel, modules: Mapping[str, nn.Module]) -> None:
+def _sum_gradients(result: TensorParallelModel, modules: Mapping[str, nn.Module]) -> None:
     """What several ranks hold alike and use for different parts of an activation."""
     group = result.group
     for decision in result.plan.decisions:

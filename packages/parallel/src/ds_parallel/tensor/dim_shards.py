@@ -14,10 +14,10 @@ from enum import Enum
 from ds_config.errors import PlanError
 from ds_parallel.heads import HeadCounts, Stretch, spread
 
-__all__ = ["Cut", "Part", "Unit", "cut_dim"]
+__all__ = ["DimShards", "ShardPart", "HeadUnit", "cut_dim"]
 
 
-class Unit(Enum):
+class HeadUnit(Enum):
     """What a part is made of."""
 
     QUERY = "query heads"
@@ -27,7 +27,7 @@ class Unit(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ShardPart:
     """One part of a dim.
 
     Attributes:
@@ -35,12 +35,12 @@ class Part:
         size: In elements; None: what the others leave, in proportion to the heads of those that say nothing either.
     """
 
-    unit: Unit = Unit.GRAIN
+    unit: HeadUnit = HeadUnit.GRAIN
     size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class DimShards:
     """A dim, cut.
 
     Attributes:
@@ -73,8 +73,8 @@ class Cut:
 
 
 def cut_dim(
-    size: int, dim: int, parts: Sequence[Part], degree: int, *, heads: HeadCounts | None = None, grain: int = 1
-) -> Cut:
+    size: int, dim: int, parts: Sequence[ShardPart], degree: int, *, heads: HeadCounts | None = None, grain: int = 1
+) -> DimShards:
     """Cut a dim of `size` elements over `degree` ranks.
 
     Args:
@@ -90,11 +90,11 @@ def cut_dim(
     for part, length in zip(parts, sizes, strict=True):
         found.append(tuple((start + a, start + b) for a, b in _stretches(part.unit, length, degree, heads, grain)))
         start += length
-    return Cut(dim, size, tuple(found))
+    return DimShards(dim, size, tuple(found))
 
 
-def _stretches(unit: Unit, length: int, degree: int, heads: HeadCounts | None, grain: int) -> list[Stretch]:
-    if unit is Unit.GRAIN:
+def _stretches(unit: HeadUnit, length: int, degree: int, heads: HeadCounts | None, grain: int) -> list[Stretch]:
+    if unit is HeadUnit.GRAIN:
         while grain > 1 and length < grain * degree:
             grain //= 2
         if length < degree:
@@ -104,8 +104,8 @@ def _stretches(unit: Unit, length: int, degree: int, heads: HeadCounts | None, g
         bounds = [(a * grain, b * grain) for a, b in spread(length // grain, degree)]
         return [*bounds[:-1], (bounds[-1][0], length)]
     counts = _need(heads)
-    count = counts.query if unit is Unit.QUERY else counts.key_value
-    if unit is Unit.GROUP and degree > count:
+    count = counts.query if unit is HeadUnit.QUERY else counts.key_value
+    if unit is HeadUnit.GROUP and degree > count:
         raise PlanError(
             f"{count} {unit.value}, interleaved in one weight, cannot be given to {degree} tensor-parallel ranks",
             code="tensor-heads",
@@ -117,11 +117,11 @@ def _stretches(unit: Unit, length: int, degree: int, heads: HeadCounts | None, g
             code="tensor-parts",
             fix="Give the sizes of the parts, or skip this layer.",
         )
-    each, which = length // count, 0 if unit is Unit.QUERY else 1
+    each, which = length // count, 0 if unit is HeadUnit.QUERY else 1
     return [(pair[which][0] * each, pair[which][1] * each) for pair in counts.stretches(degree)]
 
 
-def _sizes(size: int, parts: Sequence[Part], heads: HeadCounts | None) -> list[int]:
+def _sizes(size: int, parts: Sequence[ShardPart], heads: HeadCounts | None) -> list[int]:
     """Every part's elements. Parts without a size share what is left, as they have heads, or equally without any."""
     left = size - sum(part.size or 0 for part in parts)
     open_parts = [part for part in parts if part.size is None]
@@ -136,11 +136,11 @@ def _sizes(size: int, parts: Sequence[Part], heads: HeadCounts | None) -> list[i
     return [left // total * weights[part.unit] if part.size is None else part.size for part in parts]
 
 
-def _weight(unit: Unit, parts: Sequence[Part], heads: HeadCounts | None) -> int:
+def _weight(unit: HeadUnit, parts: Sequence[ShardPart], heads: HeadCounts | None) -> int:
     if all(part.unit is unit for part in parts):
         return 1
     counts = _need(heads)
-    return counts.query if unit is Unit.QUERY else counts.key_value
+    return counts.query if unit is HeadUnit.QUERY else counts.key_value
 
 
 def _need(heads: HeadCounts | None) -> HeadCounts:

@@ -23,7 +23,7 @@ from ds_parallel.tensor.module_info import KEY_VALUE_COUNTS, QUERY_COUNTS
 from ds_parallel.tensor.tp_plan import TensorPlan
 from ds_parallel.trees import tensors_in
 
-__all__ = ["InputsAgree", "follow_heads", "sum_over"]
+__all__ = ["InputCheck", "follow_heads", "sum_over"]
 
 
 def follow_heads(plan: TensorPlan, rank: int, modules: Mapping[str, nn.Module]) -> list[RemovableHandle]:
@@ -104,7 +104,7 @@ class _Sum:
         return total[self.slot]
 
 
-class InputsAgree:
+class InputCheck:
     """Compares the first batch on all ranks: ranks that compute parts of one batch and read different ones train nonsense, silently."""
 
     def __init__(self, group: Group, axis: str = "tensor") -> None:

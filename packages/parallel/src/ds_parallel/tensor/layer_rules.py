@@ -13,12 +13,12 @@ from enum import Enum
 from typing import Protocol
 
 from ds_config.errors import PlanError
-from ds_parallel.tensor.dim_shards import Part
+from ds_parallel.tensor.dim_shards import ShardPart
 
-__all__ = ["Kind", "LayerSpec", "Rule", "first_match", "rules_of_specs", "rules_of_tp_plan"]
+__all__ = ["ShardKind", "ConfiguredLayerRule", "LayerRule", "first_match", "rules_of_specs", "rules_of_tp_plan"]
 
 
-class Kind(Enum):
+class ShardKind(Enum):
     """What becomes of a layer."""
 
     COLUMN = "column"  # output features are cut; the input is whole
@@ -30,7 +30,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class LayerRule:
     """One layer rule.
 
     Attributes:
@@ -44,9 +44,9 @@ class Rule:
     """
 
     pattern: str
-    kind: Kind
+    kind: ShardKind
     source: str
-    parts: tuple[Part, ...] | None = None
+    parts: tuple[ShardPart, ...] | None = None
     gather_output: bool = False
     split_input: bool = False
     sum_gradient: bool = False
@@ -55,12 +55,12 @@ class Rule:
         return re.fullmatch(self.pattern, name) is not None
 
 
-def first_match(rules: Iterable[Rule], name: str) -> Rule | None:
+def first_match(rules: Iterable[LayerRule], name: str) -> LayerRule | None:
     """The first rule that matches; None if none does."""
     return next((rule for rule in rules if rule.matches(name)), None)
 
 
-class LayerSpec(Protocol):
+class ConfiguredLayerRule(Protocol):
     """One entry of `partition_config.layer_specs`, as the configuration holds it."""
 
     @property
@@ -79,7 +79,7 @@ class LayerSpec(Protocol):
     def grad_allreduce(self) -> bool: ...
 
 
-def rules_of_specs(specs: Iterable[LayerSpec], model_type: str | None) -> list[Rule]:
+def rules_of_specs(specs: Iterable[ConfiguredLayerRule], model_type: str | None) -> list[LayerRule]:
     """Rules of `partition_config.layer_specs`. Patterns are matched from the start of a parameter's path, `.weight` included.
 
     Raises:
@@ -89,17 +89,17 @@ def rules_of_specs(specs: Iterable[LayerSpec], model_type: str | None) -> list[R
     for spec in specs:
         if spec.model_types is not None and model_type not in spec.model_types:
             continue
-        kind = Kind(spec.partition_type)
-        if spec.grad_allreduce and kind is not Kind.SKIP:
+        kind = ShardKind(spec.partition_type)
+        if spec.grad_allreduce and kind is not ShardKind.SKIP:
             raise PlanError(
                 f"partition_config: {list(spec.patterns)} are {kind.value} layers with grad_allreduce",
                 code="tensor-parts",
                 fix="grad_allreduce is for layers that are skipped; those that are cut sum what needs to be.",
             )
-        parts = None if spec.shape is None or kind is Kind.SKIP else _parts_of_shape(spec, kind)
+        parts = None if spec.shape is None or kind is ShardKind.SKIP else _parts_of_shape(spec, kind)
         for pattern in spec.patterns:
             found.append(
-                Rule(
+                LayerRule(
                     _module_pattern(pattern),
                     kind,
                     "partition_config",
@@ -120,10 +120,10 @@ def _module_pattern(pattern: str) -> str:
     return f"(?:{stem})" if stem != pattern else f"(?:{pattern}).*" if not pattern.endswith("$") else f"(?:{pattern})"
 
 
-def _parts_of_shape(spec: LayerSpec, kind: Kind) -> tuple[Part, ...]:
+def _parts_of_shape(spec: ConfiguredLayerRule, kind: ShardKind) -> tuple[ShardPart, ...]:
     """`[3, -1]`: three equal parts; `[[q, k, v], -1]`: parts of these sizes; `[-1, n]` and plain sizes: one part."""
     shape = spec.shape or ()
-    dim = spec.partition_dim if spec.partition_dim is not None else (0 if kind is Kind.COLUMN else 1)
+    dim = spec.partition_dim if spec.partition_dim is not None else (0 if kind is ShardKind.COLUMN else 1)
     nested = [at for at, entry in enumerate(shape) if isinstance(entry, tuple)]
     flat = [number for entry in shape for number in (entry if isinstance(entry, tuple) else (entry,))]
     if len(nested) > 1 or any(number == 0 or number < -1 for number in flat) or (nested and nested != [dim]):
@@ -134,27 +134,27 @@ def _parts_of_shape(spec: LayerSpec, kind: Kind) -> tuple[Part, ...]:
         )
     if nested:
         sizes = shape[nested[0]]
-        return tuple(Part(size=None if size == -1 else size) for size in sizes)  # type: ignore[union-attr]
+        return tuple(ShardPart(size=None if size == -1 else size) for size in sizes)  # type: ignore[union-attr]
     first = shape[0] if shape else -1
     equal = first if dim == 0 and len(shape) > 1 and isinstance(first, int) and 1 < first <= 8 else 1
-    return tuple(Part() for _ in range(equal))
+    return tuple(ShardPart() for _ in range(equal))
 
 
 _FLAGS = ("gather_output", "split_input", "sum_gradient")
-_STYLES: Mapping[str, tuple[Kind, tuple[str, ...]]] = {
-    "colwise": (Kind.COLUMN, ()),
-    "colwise_rep": (Kind.COLUMN, ("gather_output",)),
-    "colwise_gather_output": (Kind.COLUMN, ("gather_output",)),
-    "rowwise": (Kind.ROW, ()),
-    "rowwise_split_input": (Kind.ROW, ("split_input",)),
-    "embedding_rowwise": (Kind.VOCABULARY, ()),
-    "replicated_with_grad_allreduce": (Kind.SKIP, ("sum_gradient",)),
-    "moe_tp_experts": (Kind.EXPERTS, ()),
-    "replicated": (Kind.SKIP, ()),
+_STYLES: Mapping[str, tuple[ShardKind, tuple[str, ...]]] = {
+    "colwise": (ShardKind.COLUMN, ()),
+    "colwise_rep": (ShardKind.COLUMN, ("gather_output",)),
+    "colwise_gather_output": (ShardKind.COLUMN, ("gather_output",)),
+    "rowwise": (ShardKind.ROW, ()),
+    "rowwise_split_input": (ShardKind.ROW, ("split_input",)),
+    "embedding_rowwise": (ShardKind.VOCABULARY, ()),
+    "replicated_with_grad_allreduce": (ShardKind.SKIP, ("sum_gradient",)),
+    "moe_tp_experts": (ShardKind.EXPERTS, ()),
+    "replicated": (ShardKind.SKIP, ()),
 }
 
 
-def rules_of_tp_plan(plan: Mapping[str, str], prefixes: Sequence[str] = ("",)) -> list[Rule]:
+def rules_of_tp_plan(plan: Mapping[str, str], prefixes: Sequence[str] = ("",)) -> list[LayerRule]:
     """Rules of a transformers model's own plan: names with `*` for a number, and a style each.
 
     Args:
@@ -180,5 +180,5 @@ def rules_of_tp_plan(plan: Mapping[str, str], prefixes: Sequence[str] = ("",)) -
         stem = re.escape(name).replace(r"\*", r"[^.]+")
         if name.startswith("*."):  # at any depth
             stem = ".+" + stem.removeprefix("[^.]+")
-        found.append(Rule(f"(?:{begin}){stem}", kind, "tp_plan", None, *(flag in said for flag in _FLAGS)))
+        found.append(LayerRule(f"(?:{begin}){stem}", kind, "tp_plan", None, *(flag in said for flag in _FLAGS)))
     return found

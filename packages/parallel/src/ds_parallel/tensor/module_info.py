@@ -10,10 +10,10 @@ from torch import nn
 
 from ds_parallel.heads import HeadCounts
 from ds_parallel.tensor.presets import Scalar, preset_for
-from ds_parallel.tensor.layer_rules import Rule
+from ds_parallel.tensor.layer_rules import LayerRule
 from ds_parallel.tensor.structure import rules_of_structure
 
-__all__ = ["Attention", "Layer", "ModelFacts", "facts_of"]
+__all__ = ["AttentionInfo", "LayerInfo", "ModelFacts", "facts_of"]
 
 QUERY_COUNTS = (
     "num_heads",
@@ -44,7 +44,7 @@ _QUERIES, _KEYS = ("q_proj", "query", "q"), ("k_proj", "key", "k")
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerInfo:
     """A module that a plan may cut.
 
     Attributes:
@@ -67,7 +67,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class AttentionInfo:
     """An attention module.
 
     Attributes:
@@ -101,15 +101,15 @@ class ModelFacts:
 
     model_type: str | None
     flags: Mapping[str, Scalar]
-    layers: tuple[Layer, ...]
-    attentions: Mapping[str, Attention]
+    layers: tuple[LayerInfo, ...]
+    attentions: Mapping[str, AttentionInfo]
     tp_plan: Mapping[str, str]
     tied: tuple[tuple[str, ...], ...] = ()
     attention: str | None = None
     shares_sequences: bool = False
-    structure: tuple[Rule, ...] = ()
+    structure: tuple[LayerRule, ...] = ()
 
-    def attention_of(self, name: str) -> Attention | None:
+    def attention_of(self, name: str) -> AttentionInfo | None:
         """The attention that layer `name` is part of: an ancestor, or the only one inside an ancestor called attention."""
         parts = name.split(".")
         for depth in range(len(parts) - 1, 0, -1):
@@ -147,25 +147,25 @@ def facts_of(model: nn.Module) -> ModelFacts:
     )
 
 
-def _layers(model: nn.Module) -> Iterator[Layer]:
+def _layers(model: nn.Module) -> Iterator[LayerInfo]:
     for name, module in model.named_modules(remove_duplicate=False):
         shapes = {key: tuple(p.shape) for key, p in module.named_parameters(recurse=False, remove_duplicate=False)}
         if not shapes or not name:
             continue
         kind = type(module).__name__
         if isinstance(module, nn.Embedding):
-            yield Layer(name, "embedding", shapes)
+            yield LayerInfo(name, "embedding", shapes)
         elif isinstance(module, nn.Linear):
-            yield Layer(name, "linear", shapes)
+            yield LayerInfo(name, "linear", shapes)
         elif kind == "Conv1D" and len(shapes.get("weight", ())) == 2:  # transformers' own linear layer, [in, out]
-            yield Layer(name, "linear", shapes, transposed=True)
+            yield LayerInfo(name, "linear", shapes, transposed=True)
         elif len(shapes.get("gate_up_proj", ())) == len(shapes.get("down_proj", ())) == 3:
-            yield Layer(name, "experts", shapes)
+            yield LayerInfo(name, "experts", shapes)
         else:
-            yield Layer(name, "other", shapes)
+            yield LayerInfo(name, "other", shapes)
 
 
-def _attentions(model: nn.Module) -> Iterator[Attention]:
+def _attentions(model: nn.Module) -> Iterator[AttentionInfo]:
     for name, module in model.named_modules(remove_duplicate=False):
         numbers = {key: value for key, value in vars(module).items() if type(value) is int}
         width = next((numbers[key] for key in _HEAD_WIDTHS if key in numbers), 0)
@@ -187,7 +187,7 @@ def _attentions(model: nn.Module) -> Iterator[Attention]:
         if query % keys == 0:
             follow = (*QUERY_COUNTS, *KEY_VALUE_COUNTS, *GROUP_SIZES, *WIDTHS)
             own = {key: value for key, value in numbers.items() if key in follow}
-            yield Attention(name, HeadCounts(query, keys), width, own)
+            yield AttentionInfo(name, HeadCounts(query, keys), width, own)
 
 
 def _first(values: Any, names: tuple[str, ...]) -> int:

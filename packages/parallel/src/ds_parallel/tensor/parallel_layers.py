@@ -24,13 +24,13 @@ from ds_comm import Group
 from ds_comm.differentiable import copy, gather, reduce, split
 from ds_config.errors import UnsupportedError
 from ds_parallel._torch import version_of
-from ds_parallel.tensor.dim_shards import Cut
-from ds_parallel.tensor.layer_rules import Kind
+from ds_parallel.tensor.dim_shards import DimShards
+from ds_parallel.tensor.layer_rules import ShardKind
 
-__all__ = ["Fan", "Part", "cut_class", "kind_of", "part_names"]
+__all__ = ["CopyToTensorRegion", "LayerShard", "cut_class", "kind_of", "part_names"]
 
 
-class Fan:
+class CopyToTensorRegion:
     """`f` of an input that several column layers read: one sum of gradients for all of them.
 
     The layers of one attention or one MLP share it. Whichever reads an input first makes the copy; the others find it.
@@ -56,7 +56,7 @@ class Fan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class LayerShard:
     """What a module that is cut knows of itself.
 
     Attributes:
@@ -68,8 +68,8 @@ class Part:
     """
 
     group: Group
-    cut: Cut
-    fan: Fan
+    cut: DimShards
+    fan: CopyToTensorRegion
     transposed: bool = False
     gather_output: bool = False
     split_input: bool = False
@@ -79,12 +79,12 @@ class Part:
         return [stop - start for start, stop in self.cut.parts[part]]
 
 
-def part_names(name: str, cut: Cut) -> list[str]:
+def part_names(name: str, cut: DimShards) -> list[str]:
     """Names of the parameters that take the place of `name`: itself, or one a part."""
     return [name] if len(cut.parts) == 1 else [f"{name}_{index}" for index in range(len(cut.parts))]
 
 
-def cut_class(plain: type[nn.Module], kind: Kind, names: dict[str, list[str]], dims: dict[str, int]) -> type[nn.Module]:
+def cut_class(plain: type[nn.Module], kind: ShardKind, names: dict[str, list[str]], dims: dict[str, int]) -> type[nn.Module]:
     """The class of a module of class `plain` that is cut.
 
     Args:
@@ -98,7 +98,7 @@ def cut_class(plain: type[nn.Module], kind: Kind, names: dict[str, list[str]], d
         if len(parts) > 1:
             space[name] = property(_Joined(name, tuple(parts), dims[name]))
     front = _FRONTS[kind]
-    if kind is Kind.EXPERTS or plain in (nn.Linear, nn.Embedding) or plain.__name__ in _SAME_AS_LINEAR:
+    if kind is ShardKind.EXPERTS or plain in (nn.Linear, nn.Embedding) or plain.__name__ in _SAME_AS_LINEAR:
         bases: tuple[type, ...] = (front, plain)
     elif issubclass(plain, nn.Embedding) and _calls_super(plain):
         bases = (plain, _EMBEDDINGS[kind])  # its own forward calls the next one, which is ours
@@ -111,7 +111,7 @@ def cut_class(plain: type[nn.Module], kind: Kind, names: dict[str, list[str]], d
     return type(f"{kind.value.capitalize()}{plain.__name__}", bases, space)
 
 
-def kind_of(module: nn.Module) -> Kind | None:
+def kind_of(module: nn.Module) -> ShardKind | None:
     """How a layer is cut; None where it is not."""
     return next((kind for kind, front in _FRONTS.items() if isinstance(module, front)), None)
 
@@ -131,7 +131,7 @@ class _Joined:
 
 
 class _Front:
-    _ds_part: Part
+    _ds_part: LayerShard
 
 
 class _Column(_Front):
@@ -208,14 +208,14 @@ class _FeaturesEmbedding(_Features, nn.Embedding):
     pass
 
 
-_FRONTS: dict[Kind, type] = {
-    Kind.COLUMN: _Column,
-    Kind.ROW: _Row,
-    Kind.VOCABULARY: _Vocabulary,
-    Kind.FEATURES: _Features,
-    Kind.EXPERTS: _Experts,
+_FRONTS: dict[ShardKind, type] = {
+    ShardKind.COLUMN: _Column,
+    ShardKind.ROW: _Row,
+    ShardKind.VOCABULARY: _Vocabulary,
+    ShardKind.FEATURES: _Features,
+    ShardKind.EXPERTS: _Experts,
 }
-_EMBEDDINGS: dict[Kind, type] = {Kind.VOCABULARY: _VocabularyEmbedding, Kind.FEATURES: _FeaturesEmbedding}
+_EMBEDDINGS: dict[ShardKind, type] = {ShardKind.VOCABULARY: _VocabularyEmbedding, ShardKind.FEATURES: _FeaturesEmbedding}
 _SAME_AS_LINEAR = ("Conv1D", "FalconLinear", "NonDynamicallyQuantizableLinear")
 
 

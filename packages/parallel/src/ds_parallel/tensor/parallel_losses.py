@@ -17,10 +17,10 @@ import ds_comm
 from ds_comm import Group
 from ds_config.errors import PlanError
 
-__all__ = ["CausalLoss", "causal_loss", "vocabulary_cross_entropy"]
+__all__ = ["CausalLoss", "causal_loss", "vocab_parallel_cross_entropy"]
 
 
-def vocabulary_cross_entropy(
+def vocab_parallel_cross_entropy(
     logits: Tensor, labels: Tensor, group: Group, *, widths: Sequence[int] | None = None, ignore_index: int = -100
 ) -> Tensor:
     """The loss of every token, in fp32; 0 where the label is `ignore_index`.
@@ -43,7 +43,7 @@ def vocabulary_cross_entropy(
             fix="Give the columns of every rank.",
         )
     start = sum(sizes[: group.rank])
-    return _CrossEntropy.apply(logits, labels, start, ignore_index, group)
+    return _VocabParallelCrossEntropy.apply(logits, labels, start, ignore_index, group)
 
 
 class CausalLoss:
@@ -73,7 +73,7 @@ class CausalLoss:
                 raise PlanError("a loss without labels", code="tensor-vocabulary", fix="Pass labels or shift_labels.")
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         flat = shift_labels.reshape(-1).to(logits.device)
-        losses = vocabulary_cross_entropy(
+        losses = vocab_parallel_cross_entropy(
             logits.reshape(-1, logits.shape[-1]), flat, self.group, widths=self.widths, ignore_index=ignore_index
         )
         if num_items_in_batch is not None:
@@ -86,7 +86,7 @@ def causal_loss(group: Group, widths: Sequence[int]) -> CausalLoss:
     return CausalLoss(group, widths)
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, ignore_index: int, group: Group) -> Tensor:
         highest = logits.detach().amax(-1).float()

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from ds_config import nearest
 from ds_config.errors import PlanError
-from ds_parallel.tensor.dim_shards import Part, Unit
-from ds_parallel.tensor.layer_rules import Kind, Rule
+from ds_parallel.tensor.dim_shards import ShardPart, HeadUnit
+from ds_parallel.tensor.layer_rules import ShardKind, LayerRule
 
 __all__ = ["PRESETS", "Preset", "preset_for", "preset_named"]
 
 Scalar = str | int | float | bool | None
 
-_Q, _KV, _GROUP, _EVEN = Part(Unit.QUERY), Part(Unit.KEY_VALUE), Part(Unit.GROUP), Part()
+_Q, _KV, _GROUP, _EVEN = ShardPart(HeadUnit.QUERY), ShardPart(HeadUnit.KEY_VALUE), ShardPart(HeadUnit.GROUP), ShardPart()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Preset:
 
     name: str
     model_types: tuple[str, ...]
-    rules: tuple[Rule, ...]
+    rules: tuple[LayerRule, ...]
     when: tuple[tuple[str, Scalar], ...] = ()
     head_arguments: tuple[str, ...] = ()
 
@@ -42,16 +42,16 @@ class Preset:
         return model_type in self.model_types and all(flags.get(key) == value for key, value in self.when)
 
 
-def _rules(family: str, *lines: tuple[str, Kind, tuple[Part, ...] | None]) -> tuple[Rule, ...]:
+def _rules(family: str, *lines: tuple[str, ShardKind, tuple[ShardPart, ...] | None]) -> tuple[LayerRule, ...]:
     """Rules of `family`; the last layer of a model (`head`) is put together, q and k norms sum their gradients."""
     return tuple(
-        Rule(
+        LayerRule(
             rf"(?:.*\.)?(?:{pattern})",
             kind,
             f"preset {family}",
             parts,
             gather_output=pattern in _HEADS,
-            sum_gradient=kind is Kind.SKIP and "norm" in pattern,
+            sum_gradient=kind is ShardKind.SKIP and "norm" in pattern,
         )
         for pattern, kind, parts in lines
     )
@@ -60,7 +60,7 @@ def _rules(family: str, *lines: tuple[str, Kind, tuple[Part, ...] | None]) -> tu
 _HEAD = r"lm_head|embed_out|output_layer|proj_out"
 _MASKED = r"cls\.predictions\.decoder|lm_head\.decoder"
 _HEADS = (_HEAD, _MASKED)
-_COLUMN, _ROW, _SKIP = Kind.COLUMN, Kind.ROW, Kind.SKIP
+_COLUMN, _ROW, _SKIP = ShardKind.COLUMN, ShardKind.ROW, ShardKind.SKIP
 
 _LLAMA_ATTENTION = (
     (r"self_attn\.q_proj", _COLUMN, (_Q,)),
@@ -74,11 +74,11 @@ _LLAMA_MLP = (
 )
 _FUSED_MLP = ((r"mlp\.gate_up_proj", _COLUMN, (_EVEN, _EVEN)), (r"mlp\.down_proj", _ROW, (_EVEN,)))
 _NEOX_MLP = ((r"mlp\.dense_h_to_4h", _COLUMN, (_EVEN,)), (r"mlp\.dense_4h_to_h", _ROW, (_EVEN,)))
-_OUTSIDE = ((r"embed_tokens", Kind.VOCABULARY, None), (_HEAD, _COLUMN, (_EVEN,)))
+_OUTSIDE = ((r"embed_tokens", ShardKind.VOCABULARY, None), (_HEAD, _COLUMN, (_EVEN,)))
 _FALCON = (
     (r"self_attention\.dense", _ROW, (_Q,)),
     *_NEOX_MLP,
-    (r"word_embeddings", Kind.VOCABULARY, None),
+    (r"word_embeddings", ShardKind.VOCABULARY, None),
     (_HEAD, _COLUMN, (_EVEN,)),
 )
 
@@ -95,7 +95,7 @@ PRESETS: tuple[Preset, ...] = (
             "mixtral",
             *_LLAMA_ATTENTION,
             (r"mlp\.gate|block_sparse_moe\.gate|mlp\.shared_expert_gate", _SKIP, None),
-            (r"mlp\.experts|block_sparse_moe\.experts", Kind.EXPERTS, None),
+            (r"mlp\.experts|block_sparse_moe\.experts", ShardKind.EXPERTS, None),
             *_LLAMA_MLP,
             *_OUTSIDE,
         ),
@@ -134,7 +134,7 @@ PRESETS: tuple[Preset, ...] = (
             (r"(?:attn|crossattention)\.c_proj", _ROW, (_Q,)),
             (r"mlp\.c_fc", _COLUMN, (_EVEN,)),
             (r"mlp\.c_proj", _ROW, (_EVEN,)),
-            (r"wte", Kind.VOCABULARY, None),
+            (r"wte", ShardKind.VOCABULARY, None),
             (_HEAD, _COLUMN, (_EVEN,)),
         ),
     ),
@@ -146,7 +146,7 @@ PRESETS: tuple[Preset, ...] = (
             (r"attention\.query_key_value", _COLUMN, (_Q,)),
             (r"attention\.dense", _ROW, (_Q,)),
             *_NEOX_MLP,
-            (r"embed_in", Kind.VOCABULARY, None),
+            (r"embed_in", ShardKind.VOCABULARY, None),
             (_HEAD, _COLUMN, (_EVEN,)),
         ),
     ),
@@ -171,7 +171,7 @@ PRESETS: tuple[Preset, ...] = (
             (r"self_attention\.query_key_value", _COLUMN, (_Q,)),
             (r"self_attention\.dense", _ROW, (_Q,)),
             *_NEOX_MLP,
-            (r"word_embeddings", Kind.VOCABULARY, None),
+            (r"word_embeddings", ShardKind.VOCABULARY, None),
             (_HEAD, _COLUMN, (_EVEN,)),
         ),
         head_arguments=("alibi",),
@@ -206,7 +206,7 @@ PRESETS: tuple[Preset, ...] = (
             (r"self_attention\.dense", _ROW, (_Q,)),
             (r"mlp\.dense_h_to_4h", _COLUMN, (_EVEN, _EVEN)),
             (r"mlp\.dense_4h_to_h", _ROW, (_EVEN,)),
-            (r"word_embeddings", Kind.VOCABULARY, None),
+            (r"word_embeddings", ShardKind.VOCABULARY, None),
             (_HEAD, _COLUMN, (_EVEN,)),
         ),
     ),
@@ -223,7 +223,7 @@ PRESETS: tuple[Preset, ...] = (
             (r"attention\.o_proj", _ROW, (_Q,)),
             (r"intermediate\.dense|mlp\.fc1", _COLUMN, (_EVEN,)),
             (r"layer\.\d+\.output\.dense|mlp\.fc2", _ROW, (_EVEN,)),
-            (r"word_embeddings", Kind.VOCABULARY, None),
+            (r"word_embeddings", ShardKind.VOCABULARY, None),
             (_MASKED, _COLUMN, (_EVEN,)),
         ),
     ),
@@ -235,10 +235,10 @@ PRESETS: tuple[Preset, ...] = (
             (r"(?:SelfAttention|EncDecAttention)\.q", _COLUMN, (_Q,)),
             (r"(?:SelfAttention|EncDecAttention)\.[kv]", _COLUMN, (_KV,)),
             (r"(?:SelfAttention|EncDecAttention)\.o", _ROW, (_Q,)),
-            (r"relative_attention_bias", Kind.FEATURES, (_Q,)),
+            (r"relative_attention_bias", ShardKind.FEATURES, (_Q,)),
             (r"DenseReluDense\.wi(?:_[01])?", _COLUMN, (_EVEN,)),
             (r"DenseReluDense\.wo", _ROW, (_EVEN,)),
-            (r"shared", Kind.VOCABULARY, None),
+            (r"shared", ShardKind.VOCABULARY, None),
             *_OUTSIDE,
         ),
     ),

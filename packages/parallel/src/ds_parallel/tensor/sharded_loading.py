@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from ds_config.errors import CheckpointError
-from ds_parallel.tensor.apply import CutModel
+from ds_parallel.tensor.apply import TensorParallelModel
 
-__all__ = ["load_parts"]
+__all__ = ["load_sharded_weights"]
 
 
-def load_parts(
-    cut: CutModel, path: str | os.PathLike[str], device: torch.device | str = "cpu", *, dtype: torch.dtype | None = None
+def load_sharded_weights(
+    cut: TensorParallelModel, path: str | os.PathLike[str], device: torch.device | str = "cpu", *, dtype: torch.dtype | None = None
 ) -> None:
     """Fill every parameter and saved buffer of a cut model from a folder or file of safetensors.
 
@@ -38,7 +38,7 @@ def load_parts(
     Cost: reads the bytes of this rank's boxes; no communication.
     """
     with ExitStack() as opened:
-        files = _Files(Path(path), opened)
+        files = _FolderTensors(Path(path), opened)
         problems: list[str] = []
         done: set[int] = set()
         for name, tensor in _wanted(cut):
@@ -70,7 +70,7 @@ def load_parts(
         )
 
 
-def _wanted(cut: CutModel) -> Iterator[tuple[str, Tensor]]:
+def _wanted(cut: TensorParallelModel) -> Iterator[tuple[str, Tensor]]:
     yield from cut.model.named_parameters(remove_duplicate=False)
     saved = cut.model.state_dict(keep_vars=True)
     for name, buffer in cut.model.named_buffers(remove_duplicate=False):
@@ -78,7 +78,7 @@ def _wanted(cut: CutModel) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def _loaded_elsewhere(cut: CutModel, tensor: Tensor, files: _Files) -> bool:
+def _loaded_elsewhere(cut: TensorParallelModel, tensor: Tensor, files: _FolderTensors) -> bool:
     """Whether a tied name of the same parameter is in the files."""
     for name, other in cut.model.named_parameters(remove_duplicate=False):
         held = cut.held.get(name)
@@ -101,7 +101,7 @@ def _put(model: nn.Module, name: str, tensor: Tensor, value: Tensor) -> None:
         module._buffers[key] = value
 
 
-class _Files:
+class _FolderTensors:
     """Tensors by name, over all files of a folder. Files are opened when they are first read."""
 
     def __init__(self, path: Path, opened: ExitStack) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from ds_parallel.tensor.layer_rules import Kind, Rule
+from ds_parallel.tensor.layer_rules import ShardKind, LayerRule
 
 __all__ = ["rules_of_structure"]
 
@@ -47,7 +47,7 @@ class _Tracer(fx.Tracer):
 
 def rules_of_structure(
     model: nn.Module, heads: Mapping[str, tuple[int, int, int]], known: frozenset[str]
-) -> list[Rule]:
+) -> list[LayerRule]:
     """One rule for every layer that a trace says is cut.
 
     Args:
@@ -55,7 +55,7 @@ def rules_of_structure(
         known: Names of attributes of such modules that are changed by the cut, or are of one head.
     Cost: a symbolic trace of each module that has linear layers.
     """
-    found: dict[str, Rule] = {}
+    found: dict[str, LayerRule] = {}
     twice: set[str] = set()
     for name, module in model.named_modules():
         own = dict(_linears(module))
@@ -73,7 +73,7 @@ def rules_of_structure(
         for key, kind, reason in decided:
             full = f"{name}.{key}".lstrip(".")
             twice |= {full} if full in found and found[full].kind is not kind else set()
-            found[full] = Rule(re.escape(full), kind, f"structure: {reason}")
+            found[full] = LayerRule(re.escape(full), kind, f"structure: {reason}")
     return [rule for full, rule in found.items() if full not in twice]
 
 
@@ -110,7 +110,7 @@ def _elementwise(node: fx.Node, module: nn.Module | None) -> bool:
 
 def _feed_forward(
     graph: fx.Graph, own: Mapping[str, nn.Linear], modules: Mapping[str, nn.Module]
-) -> Iterator[tuple[str, Kind, str]]:
+) -> Iterator[tuple[str, ShardKind, str]]:
     calls = _calls(graph, own)
     rows: dict[fx.Node, set[fx.Node]] = {}
     for node in calls:
@@ -129,8 +129,8 @@ def _feed_forward(
         others = [s for s in columns if row in (_ends(s, calls, modules) or ())]
         if set(others) != sources:
             continue
-        yield calls[row], Kind.ROW, f"reads {', '.join(sorted(calls[s] for s in sources))} only"
-        yield from ((calls[s], Kind.COLUMN, f"feeds {calls[row]} only") for s in sources)
+        yield calls[row], ShardKind.ROW, f"reads {', '.join(sorted(calls[s] for s in sources))} only"
+        yield from ((calls[s], ShardKind.COLUMN, f"feeds {calls[row]} only") for s in sources)
 
 
 def _sources(row: fx.Node, calls: Mapping[fx.Node, str], modules: Mapping[str, nn.Module]) -> set[fx.Node]:
@@ -165,7 +165,7 @@ def _ends(source: fx.Node, calls: Mapping[fx.Node, str], modules: Mapping[str, n
 
 def _attention(
     graph: fx.Graph, own: Mapping[str, nn.Linear], module: nn.Module, heads: tuple[int, int, int], known: frozenset[str]
-) -> Iterator[tuple[str, Kind, str]]:
+) -> Iterator[tuple[str, ShardKind, str]]:
     query, keys, width = heads
     numbers = {key: value for key, value in vars(module).items() if type(value) is int and key not in known}
     if any(value in (query, keys, query * width, keys * width) and value > 1 for value in numbers.values()):
@@ -183,8 +183,8 @@ def _attention(
     below = _reached(rest[0].args[0])
     if not set(reading) <= below or any(rest[0] not in _reached(n) for n in graph.nodes if n.op == "output"):
         return
-    yield calls[rest[0]], Kind.ROW, f"reads {query} heads of {width}"
-    yield from ((calls[n], Kind.COLUMN, f"makes heads of {width} for {calls[rest[0]]}") for n in reading)
+    yield calls[rest[0]], ShardKind.ROW, f"reads {query} heads of {width}"
+    yield from ((calls[n], ShardKind.COLUMN, f"makes heads of {width} for {calls[rest[0]]}") for n in reading)
 
 
 def _reached(node: Any) -> set[fx.Node]:

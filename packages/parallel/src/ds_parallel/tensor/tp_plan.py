@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ds_config.errors import PlanError
-from ds_parallel.tensor.dim_shards import Cut, Part, Unit, cut_dim
-from ds_parallel.tensor.module_info import GROUP_SIZES, KEY_VALUE_COUNTS, Attention, Layer, ModelFacts
+from ds_parallel.tensor.dim_shards import DimShards, ShardPart, HeadUnit, cut_dim
+from ds_parallel.tensor.module_info import GROUP_SIZES, KEY_VALUE_COUNTS, AttentionInfo, LayerInfo, ModelFacts
 from ds_parallel.tensor.presets import preset_for, preset_named
-from ds_parallel.tensor.layer_rules import Kind, LayerSpec, Rule, first_match, rules_of_specs, rules_of_tp_plan
+from ds_parallel.tensor.layer_rules import ShardKind, ConfiguredLayerRule, LayerRule, first_match, rules_of_specs, rules_of_tp_plan
 
 __all__ = ["Decision", "TensorOptions", "TensorPlan", "make_tensor_plan"]
 
@@ -42,14 +42,14 @@ class TensorOptions:
     """
 
     degree: int
-    specs: tuple[LayerSpec, ...] = ()
+    specs: tuple[ConfiguredLayerRule, ...] = ()
     preset: str | None = None
     defaults: bool = True
     heads: tuple[str, ...] = ()
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[LayerRule, ...] = ()
     grain: int = 1
     strict: bool = False
-    embeddings: Kind = Kind.VOCABULARY
+    embeddings: ShardKind = ShardKind.VOCABULARY
     experts: bool = True
     gather_logits: bool = True
 
@@ -66,9 +66,9 @@ class Decision:
         attention: The attention it is part of, by name.
     """
 
-    layer: Layer
-    kind: Kind
-    cuts: Mapping[str, Cut]
+    layer: LayerInfo
+    kind: ShardKind
+    cuts: Mapping[str, DimShards]
     reason: str
     gather_output: bool = False
     split_input: bool = False
@@ -112,7 +112,7 @@ class TensorPlan:
     @property
     def cut(self) -> tuple[Decision, ...]:
         """The layers that are cut."""
-        return tuple(decision for decision in self.decisions if decision.kind is not Kind.SKIP)
+        return tuple(decision for decision in self.decisions if decision.kind is not ShardKind.SKIP)
 
     def numel(self, rank: int) -> tuple[int, int]:
         """(elements of listed layers that `rank` holds, elements of them in the uncut model)."""
@@ -132,16 +132,16 @@ class TensorPlan:
         forward = backward = 0
         read: set[tuple[str, int]] = set()  # layers below one module that read one input sum its gradient once
         for decision in self.cut:
-            if decision.kind is Kind.EXPERTS:
+            if decision.kind is ShardKind.EXPERTS:
                 hidden = decision.layer.shapes["down_proj"][1]
                 forward, backward = forward + hidden, backward + hidden
                 continue
             whole, inner = decision.layer.features
-            if decision.kind is Kind.ROW:
+            if decision.kind is ShardKind.ROW:
                 forward += whole
-            elif decision.kind is Kind.VOCABULARY:
+            elif decision.kind is ShardKind.VOCABULARY:
                 forward += inner
-            elif decision.kind is Kind.COLUMN:
+            elif decision.kind is ShardKind.COLUMN:
                 fan = (decision.name.rpartition(".")[0], inner)
                 backward += 0 if fan in read else inner
                 read.add(fan)
@@ -180,7 +180,7 @@ def make_tensor_plan(facts: ModelFacts, options: TensorOptions) -> TensorPlan:
         elif facts.tp_plan:
             rules += rules_of_tp_plan(facts.tp_plan)
         rules += [
-            Rule(rf"(?:.*\.)?{re.escape(name)}", Kind.COLUMN, _HEADS, (Part(),), gather_output=True)
+            LayerRule(rf"(?:.*\.)?{re.escape(name)}", ShardKind.COLUMN, _HEADS, (ShardPart(),), gather_output=True)
             for name in options.heads
         ]
         rules += [*options.rules, *facts.structure]
@@ -194,7 +194,7 @@ def make_tensor_plan(facts: ModelFacts, options: TensorOptions) -> TensorPlan:
 
 def _with_tied_heads(decisions: tuple[Decision, ...], facts: ModelFacts) -> tuple[Decision, ...]:
     """Last layers that only a name cuts stay whole with the embedding that they are tied to."""
-    whole = {f"{d.name}.weight": d.name for d in decisions if d.kind is Kind.SKIP}
+    whole = {f"{d.name}.weight": d.name for d in decisions if d.kind is ShardKind.SKIP}
     tied = {
         name: next((whole[other] for other in names if other in whole), None) for names in facts.tied for name in names
     }
@@ -203,61 +203,61 @@ def _with_tied_heads(decisions: tuple[Decision, ...], facts: ModelFacts) -> tupl
         other = tied.get(f"{decision.name}.weight") if decision.reason == _HEADS else None
         if other is None:
             return decision
-        return Decision(decision.layer, Kind.SKIP, {}, f"{_HEADS}: tied to {other}, which stays whole")
+        return Decision(decision.layer, ShardKind.SKIP, {}, f"{_HEADS}: tied to {other}, which stays whole")
 
     return tuple(map(decided, decisions))
 
 
-def _decide(layer: Layer, rules: list[Rule], facts: ModelFacts, options: TensorOptions) -> Decision:
+def _decide(layer: LayerInfo, rules: list[LayerRule], facts: ModelFacts, options: TensorOptions) -> Decision:
     rule = first_match(rules, layer.name)
     if rule is None:
-        return Decision(layer, Kind.SKIP, {}, "no rule")
-    kind = options.embeddings if rule.kind is Kind.VOCABULARY else rule.kind
-    if kind is Kind.SKIP or options.degree == 1:
-        return Decision(layer, Kind.SKIP, {}, rule.source, sum_gradient=rule.sum_gradient and options.degree > 1)
-    if kind is Kind.EXPERTS and not options.experts:
-        return Decision(layer, Kind.SKIP, {}, f"{rule.source}: expert parallelism cuts them by number")
+        return Decision(layer, ShardKind.SKIP, {}, "no rule")
+    kind = options.embeddings if rule.kind is ShardKind.VOCABULARY else rule.kind
+    if kind is ShardKind.SKIP or options.degree == 1:
+        return Decision(layer, ShardKind.SKIP, {}, rule.source, sum_gradient=rule.sum_gradient and options.degree > 1)
+    if kind is ShardKind.EXPERTS and not options.experts:
+        return Decision(layer, ShardKind.SKIP, {}, f"{rule.source}: expert parallelism cuts them by number")
     roles = {
-        "linear": (Kind.COLUMN, Kind.ROW),
-        "embedding": (Kind.VOCABULARY, Kind.FEATURES),
-        "experts": (Kind.EXPERTS,),
+        "linear": (ShardKind.COLUMN, ShardKind.ROW),
+        "embedding": (ShardKind.VOCABULARY, ShardKind.FEATURES),
+        "experts": (ShardKind.EXPERTS,),
     }
     if kind not in roles.get(layer.role, ()):
-        return Decision(layer, Kind.SKIP, {}, f"{rule.source}: a layer of this sort cannot be cut by {kind.value}")
+        return Decision(layer, ShardKind.SKIP, {}, f"{rule.source}: a layer of this sort cannot be cut by {kind.value}")
     attention = facts.attention_of(layer.name)
     try:
         cuts = _cuts(layer, kind, rule, attention, options)
     except PlanError as error:
         raise PlanError(f"{layer.name}: {error.message}", code=error.code, fix=error.fix) from None
     own = attention.name if attention is not None and _by_heads(rule, layer, kind, attention) else None
-    gather = rule.gather_output and (options.gather_logits or kind is not Kind.COLUMN)
-    gather |= kind is Kind.FEATURES and rule.parts is None  # its readers expect all of it
+    gather = rule.gather_output and (options.gather_logits or kind is not ShardKind.COLUMN)
+    gather |= kind is ShardKind.FEATURES and rule.parts is None  # its readers expect all of it
     return Decision(layer, kind, cuts, rule.source, gather_output=gather, split_input=rule.split_input, attention=own)
 
 
-def _cuts(layer: Layer, kind: Kind, rule: Rule, attention: Attention | None, options: TensorOptions) -> dict[str, Cut]:
-    def cut(size: int, dim: int, parts: tuple[Part, ...]) -> Cut:
+def _cuts(layer: LayerInfo, kind: ShardKind, rule: LayerRule, attention: AttentionInfo | None, options: TensorOptions) -> dict[str, DimShards]:
+    def cut(size: int, dim: int, parts: tuple[ShardPart, ...]) -> DimShards:
         heads = attention.heads if attention is not None else None
-        grain = max(options.grain, _EXPERT_GRAIN) if kind is Kind.EXPERTS else options.grain
+        grain = max(options.grain, _EXPERT_GRAIN) if kind is ShardKind.EXPERTS else options.grain
         return cut_dim(size, dim, parts, options.degree, heads=heads, grain=grain)
 
-    if kind is Kind.EXPERTS:
+    if kind is ShardKind.EXPERTS:
         return _expert_cuts(layer, cut)
     whole, inner = layer.features
     first, second = (1, 0) if layer.transposed else (0, 1)
-    if kind is Kind.VOCABULARY:
-        return {"weight": cut(whole, 0, (Part(),))}
-    if kind in (Kind.ROW, Kind.FEATURES):
+    if kind is ShardKind.VOCABULARY:
+        return {"weight": cut(whole, 0, (ShardPart(),))}
+    if kind in (ShardKind.ROW, ShardKind.FEATURES):
         parts = rule.parts or _parts_by_size(inner, attention)
         return {"weight": cut(inner, second, parts)}
     parts = rule.parts or _parts_by_size(whole, attention)
     if attention is not None:
         _check_fused(whole, parts, attention)
     found = cut(whole, first, parts)
-    return {"weight": found} | ({"bias": Cut(0, found.size, found.parts)} if "bias" in layer.shapes else {})
+    return {"weight": found} | ({"bias": DimShards(0, found.size, found.parts)} if "bias" in layer.shapes else {})
 
 
-def _expert_cuts(layer: Layer, cut: object) -> dict[str, Cut]:
+def _expert_cuts(layer: LayerInfo, cut: object) -> dict[str, DimShards]:
     gate_up, down = layer.shapes["gate_up_proj"], layer.shapes["down_proj"]
     extra = sorted(set(layer.shapes) - {"gate_up_proj", "down_proj"})
     if extra or gate_up[1] != 2 * down[2] or gate_up[2] != down[1]:
@@ -268,32 +268,32 @@ def _expert_cuts(layer: Layer, cut: object) -> dict[str, Cut]:
             fix="Known are gate_up_proj [experts, 2 * inner, hidden] and down_proj [experts, hidden, inner]. Skip this layer.",
         )
     return {
-        "gate_up_proj": cut(gate_up[1], 1, (Part(), Part())),  # type: ignore[operator]
-        "down_proj": cut(down[2], 2, (Part(),)),  # type: ignore[operator]
+        "gate_up_proj": cut(gate_up[1], 1, (ShardPart(), ShardPart())),  # type: ignore[operator]
+        "down_proj": cut(down[2], 2, (ShardPart(),)),  # type: ignore[operator]
     }
 
 
-def _parts_by_size(size: int, attention: Attention | None) -> tuple[Part, ...]:
+def _parts_by_size(size: int, attention: AttentionInfo | None) -> tuple[ShardPart, ...]:
     """What a rule without parts means: inside attention whole heads, by the size; elsewhere an even cut."""
     if attention is None:
-        return (Part(),)
+        return (ShardPart(),)
     query, keys, width = attention.heads.query, attention.heads.key_value, attention.width
     if query == keys or size == query * width:
-        return (Part(Unit.QUERY),) if size % query == 0 else (Part(),)
+        return (ShardPart(HeadUnit.QUERY),) if size % query == 0 else (ShardPart(),)
     if size == keys * width:
-        return (Part(Unit.KEY_VALUE),)
-    return (Part(Unit.GROUP),) if size % keys == 0 else (Part(),)
+        return (ShardPart(HeadUnit.KEY_VALUE),)
+    return (ShardPart(HeadUnit.GROUP),) if size % keys == 0 else (ShardPart(),)
 
 
-def _check_fused(size: int, parts: tuple[Part, ...], attention: Attention) -> None:
+def _check_fused(size: int, parts: tuple[ShardPart, ...], attention: AttentionInfo) -> None:
     """Queries, keys and values in one weight must be as wide together as the heads that the module says it has.
 
     A configuration may say a number of key-value heads that the layers were not made with; they would be cut in the wrong places.
     """
     query, keys, width = attention.heads.query, attention.heads.key_value, attention.width
-    heads = {Unit.QUERY: query, Unit.KEY_VALUE: keys, Unit.GROUP: query + 2 * keys}
+    heads = {HeadUnit.QUERY: query, HeadUnit.KEY_VALUE: keys, HeadUnit.GROUP: query + 2 * keys}
     units = {part.unit for part in parts}
-    fused = Unit.GROUP in units or (len(parts) > 1 and Unit.GRAIN not in units)
+    fused = HeadUnit.GROUP in units or (len(parts) > 1 and HeadUnit.GRAIN not in units)
     said = [heads.get(part.unit, 0) * width for part in parts]
     if width and fused and all(part.size is None for part in parts) and sum(said) != size:
         raise PlanError(
@@ -303,14 +303,14 @@ def _check_fused(size: int, parts: tuple[Part, ...], attention: Attention) -> No
         )
 
 
-def _by_heads(rule: Rule, layer: Layer, kind: Kind, attention: Attention) -> bool:
-    if kind is Kind.EXPERTS:
+def _by_heads(rule: LayerRule, layer: LayerInfo, kind: ShardKind, attention: AttentionInfo) -> bool:
+    if kind is ShardKind.EXPERTS:
         return False
-    size = layer.features[0 if kind is Kind.COLUMN else 1]
-    return any(part.unit is not Unit.GRAIN for part in rule.parts or _parts_by_size(size, attention))
+    size = layer.features[0 if kind is ShardKind.COLUMN else 1]
+    return any(part.unit is not HeadUnit.GRAIN for part in rule.parts or _parts_by_size(size, attention))
 
 
-def _attributes(attention: Attention, degree: int) -> dict[str, tuple[int, ...]]:
+def _attributes(attention: AttentionInfo, degree: int) -> dict[str, tuple[int, ...]]:
     """What an attention module's own numbers are on each rank."""
     found: dict[str, tuple[int, ...]] = {}
     counts = [(q[1] - q[0], kv[1] - kv[0]) for q, kv in attention.heads.stretches(degree)]
@@ -337,7 +337,7 @@ def _check(decisions: tuple[Decision, ...], facts: ModelFacts, options: TensorOp
             fix="Add a layer spec for each (partition_type skip keeps a layer whole), or leave strict_mode off.",
         )
     linear = [decision for decision in decisions if decision.layer.role == "linear"]
-    asked = bool(linear) and not unmatched and all(decision.kind is Kind.SKIP for decision in linear)
+    asked = bool(linear) and not unmatched and all(decision.kind is ShardKind.SKIP for decision in linear)
     if options.degree > 1 and not asked and not any(decision.cuts for decision in decisions):
         known = f"a model of type {facts.model_type!r}" if facts.model_type else "a model of no known type"
         raise PlanError(

@@ -22,7 +22,7 @@ import ds_comm as comm
 from ds_config.errors import PlanError, ShardedAccessError
 from ds_zero.runtime.attributes import ShardedGradient
 from ds_zero.runtime.init_shards import Scatter, is_scattered, number_of, scatter_of
-from ds_zero.runtime.sharded_model import Sharding, sharding_of
+from ds_zero.runtime.sharded_model import ShardedModel, sharding_of
 from ds_zero.runtime.param_storage import parts_of
 from ds_zero.runtime.unit import Unit
 
@@ -51,7 +51,7 @@ __all__ = [
 class _Place:
     """Where a parameter is: its unit, its number in it."""
 
-    sharding: Sharding
+    sharding: ShardedModel
     unit: Unit
     member: int
 

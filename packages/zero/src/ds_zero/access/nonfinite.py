@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_zero.runtime.autograd import tensors_in
 
-__all__ = ["Nonfinite", "NonfiniteSearch"]
+__all__ = ["Nonfinite", "NonfiniteDetector"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Nonfinite:
         return f"{self.name or 'the model'}: {self.what} in {self.phase}, rank {self.rank}"
 
 
-class NonfiniteSearch:
+class NonfiniteDetector:
     """Inside, outputs of modules and gradients are checked as they are made; each check reads the tensor once.
 
     Args:
@@ -55,7 +55,7 @@ class NonfiniteSearch:
         self.first: Nonfinite | None = None
         self._handles: list[RemovableHandle] = []
 
-    def __enter__(self) -> NonfiniteSearch:
+    def __enter__(self) -> NonfiniteDetector:
         for name, module in self.model.named_modules():
             self._handles.append(module.register_forward_pre_hook(self._before(name)))
             self._handles.append(module.register_forward_hook(self._after(name)))

@@ -37,7 +37,7 @@ from ds_comm import Group
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError, PlanError
 from ds_zero.runtime.init_shards import Scatter, is_scattered
-from ds_zero.runtime.sharded_model import Sharding, sharding_of
+from ds_zero.runtime.sharded_model import ShardedModel, sharding_of
 
 __all__ = ["Init", "MiCS_Init", "load_pretrained"]
 
@@ -197,7 +197,7 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
     return tuple(sorted(set(entries).difference(_told(sharding, sorted(known & set(entries))))))
 
 
-def _told(sharding: Sharding, names: list[str]) -> list[str]:
+def _told(sharding: ShardedModel, names: list[str]) -> list[str]:
     """The names of all ranks, where the ranks' models differ. Collective."""
     if len(sharding.families) == 1 and sharding.everyone.ranks == sharding.group.ranks:
         return names
@@ -206,7 +206,7 @@ def _told(sharding: Sharding, names: list[str]) -> list[str]:
 
 
 def _find(
-    sharding: Sharding, entries: Mapping[str, _Entry], aliases: Mapping[str, list[str]]
+    sharding: ShardedModel, entries: Mapping[str, _Entry], aliases: Mapping[str, list[str]]
 ) -> dict[str, _Entry | None]:
     """Where each parameter's logical tensor is in the files."""
     found: dict[str, _Entry | None] = {}
@@ -223,7 +223,7 @@ def _find(
     return found
 
 
-def _read_params(sharding: Sharding, found: Mapping[str, _Entry | None]) -> None:
+def _read_params(sharding: ShardedModel, found: Mapping[str, _Entry | None]) -> None:
     sharding.quiet("load_pretrained")
     for unit in sharding.units:
         unit.tier.fetch()

@@ -26,13 +26,13 @@ from ds_comm.placement import Interval
 __all__ = [
     "ALIGN",
     "Kind",
-    "Parcel",
-    "Piece",
-    "Published",
-    "Run",
-    "Segment",
-    "Slot",
-    "SumPlan",
+    "P2PBucket",
+    "ParamPiece",
+    "PublishedRange",
+    "ReduceRange",
+    "ShardChunk",
+    "ParamSlot",
+    "ReducePlan",
     "UnitLayout",
     "gaps_between",
     "pack",
@@ -48,7 +48,7 @@ Kind = Literal["flat", "dim0", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ParamSlot:
     """One parameter's place in the full buffer, in elements."""
 
     name: str
@@ -65,7 +65,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class ShardChunk:
     """`world` equal chunks of the full buffer; rank r's chunk begins at `start + r * chunk`.
 
     Attributes:
@@ -80,7 +80,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ParamPiece:
     """What a rank owns of one parameter: `interval` of the flattened parameter, found at `start` of the shard."""
 
     name: str
@@ -104,9 +104,9 @@ class UnitLayout:
         kind: Which rule made it.
     """
 
-    slots: tuple[Slot, ...]
+    slots: tuple[ParamSlot, ...]
     world: int
-    segments: tuple[Segment, ...]
+    segments: tuple[ShardChunk, ...]
     kind: Kind
 
     @property
@@ -129,7 +129,7 @@ class UnitLayout:
         """(start, stop) of each segment in the full buffer."""
         return tuple((s.start, s.start + s.chunk * self.world) for s in self.segments)
 
-    def owned(self, rank: int) -> tuple[Piece, ...]:
+    def owned(self, rank: int) -> tuple[ParamPiece, ...]:
         """What `rank` holds, in order of its shard. Every element of every parameter is in exactly one rank's answer."""
         pieces = []
         for segment in self.segments:
@@ -139,7 +139,7 @@ class UnitLayout:
                 both = slot.interval & mine
                 if both.numel:
                     inside = both.shifted(-slot.offset)
-                    pieces.append(Piece(slot.name, slot.shape, inside, segment.at + both.start - lo))
+                    pieces.append(ParamPiece(slot.name, slot.shape, inside, segment.at + both.start - lo))
         return tuple(sorted(pieces, key=lambda p: p.start))
 
 
@@ -173,10 +173,10 @@ def _up(numel: int, align: int) -> int:
 def _flat(shapes: Mapping[str, tuple[int, ...]], world: int, align: int) -> UnitLayout:
     slots, end = [], 0
     for name, shape in shapes.items():
-        slots.append(Slot(name, tuple(shape), end))
+        slots.append(ParamSlot(name, tuple(shape), end))
         end += _up(math.prod(shape), align)
     chunk = max(_up(-(-end // world), align), align)
-    return UnitLayout(tuple(slots), world, (Segment(0, chunk, 0),), "flat")
+    return UnitLayout(tuple(slots), world, (ShardChunk(0, chunk, 0),), "flat")
 
 
 def _dim0(shapes: Mapping[str, tuple[int, ...]], world: int, align: int) -> UnitLayout:
@@ -186,10 +186,10 @@ def _dim0(shapes: Mapping[str, tuple[int, ...]], world: int, align: int) -> Unit
         rows, row = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
         step = align // math.gcd(align, row) if row else 1
         chunk = max(_up(-(-rows // world), step) * row, align)
-        slots.append(Slot(name, tuple(shape), end))
-        segments.append(Segment(end, chunk, at))
+        slots.append(ParamSlot(name, tuple(shape), end))
+        segments.append(ShardChunk(end, chunk, at))
         end, at = end + chunk * world, at + chunk
-    return UnitLayout(tuple(slots), world, tuple(segments) or (Segment(0, align, 0),), "dim0")
+    return UnitLayout(tuple(slots), world, tuple(segments) or (ShardChunk(0, align, 0),), "dim0")
 
 
 def _whole(shapes: Mapping[str, tuple[int, ...]], world: int, align: int) -> UnitLayout:
@@ -200,15 +200,15 @@ def _whole(shapes: Mapping[str, tuple[int, ...]], world: int, align: int) -> Uni
         owner[name] = (rank, loads[rank])
         loads[rank] += _up(math.prod(shapes[name]), align)
     chunk = max(*loads, align) if loads else align
-    slots = tuple(Slot(n, tuple(s), owner[n][0] * chunk + owner[n][1]) for n, s in shapes.items())
-    return UnitLayout(slots, world, (Segment(0, chunk, 0),), "whole")
+    slots = tuple(ParamSlot(n, tuple(s), owner[n][0] * chunk + owner[n][1]) for n, s in shapes.items())
+    return UnitLayout(slots, world, (ShardChunk(0, chunk, 0),), "whole")
 
 
 # ---- which ranges are summed together
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedRange:
     """Elements [start, stop) of flattened parameter number `member` go to `at` of the full buffer."""
 
     member: int
@@ -218,7 +218,7 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ReduceRange:
     """Elements [start, stop) of the shard are the sum over ranks of what begins at `at` of their full buffers.
 
     Attributes:
@@ -238,11 +238,11 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class SumPlan:
+class ReducePlan:
     """Of one rank. `published` names the kept parameters only; all others are published whole. Runs cover the shard, at least one."""
 
-    published: tuple[Published, ...]
-    runs: tuple[Run, ...]
+    published: tuple[PublishedRange, ...]
+    runs: tuple[ReduceRange, ...]
 
     @property
     def kept(self) -> frozenset[int]:
@@ -250,11 +250,11 @@ class SumPlan:
         return frozenset(run.member for run in self.runs if run.member is not None)
 
 
-def plan_sums(layout: UnitLayout, rank: int, least: int) -> SumPlan:
+def plan_sums(layout: UnitLayout, rank: int, least: int) -> ReducePlan:
     """What rank `rank` publishes and sums of a unit, where ranges of `least` elements are kept. O(parameters x segments)."""
     member_of = {slot.name: member for member, slot in enumerate(layout.slots)}
-    published: list[Published] = []
-    runs: list[Run] = []
+    published: list[PublishedRange] = []
+    runs: list[ReduceRange] = []
     ends: dict[int, list[int]] = {}
     pieces = [piece for piece in layout.owned(rank) if piece.interval.numel >= least]
     for segment in layout.segments:
@@ -263,22 +263,22 @@ def plan_sums(layout: UnitLayout, rank: int, least: int) -> SumPlan:
         for piece in (p for p in pieces if segment.at <= p.start < last):
             member = member_of[piece.name]
             if piece.start > done:
-                runs.append(Run(done, piece.start, done + to_full))
+                runs.append(ReduceRange(done, piece.start, done + to_full))
             done = piece.stop
-            runs.append(Run(piece.start, done, piece.start + to_full, member, piece.interval.start))
+            runs.append(ReduceRange(piece.start, done, piece.start + to_full, member, piece.interval.start))
             ends.setdefault(member, []).extend((piece.interval.start, piece.interval.stop))
         if done < last:
-            runs.append(Run(done, last, done + to_full))
+            runs.append(ReduceRange(done, last, done + to_full))
     for member, inside in ends.items():
         slot = layout.slots[member]
         for start, stop in list(pairwise((0, *sorted(inside), slot.numel)))[::2]:
             if stop > start:
-                published.append(Published(member, start, stop, slot.offset + start))
-    return SumPlan(tuple(published), tuple(runs) or (Run(0, 0, 0),))
+                published.append(PublishedRange(member, start, stop, slot.offset + start))
+    return ReducePlan(tuple(published), tuple(runs) or (ReduceRange(0, 0, 0),))
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class P2PBucket:
     """What one rank gets from each other rank, in a buffer as long as its shard: large runs first, each in a message of its own, then
     all others in one.
 
@@ -290,7 +290,7 @@ class Parcel:
         packed: Place of the first of those; they end with the buffer.
     """
 
-    plan: SumPlan
+    plan: ReducePlan
     places: tuple[int, ...]
     large: tuple[int, ...]
     small: tuple[int, ...]
@@ -303,7 +303,7 @@ class Parcel:
         return found + ([(self.packed, self.plan.runs[-1].stop)] if self.small else [])
 
 
-def pack(layout: UnitLayout, rank: int, least: int) -> Parcel:
+def pack(layout: UnitLayout, rank: int, least: int) -> P2PBucket:
     """What rank `rank` gets of a unit, where runs of `least` elements travel by themselves. O(parameters x segments)."""
     plan = plan_sums(layout, rank, least)
     large = tuple(i for i, run in enumerate(plan.runs) if run.member is not None)
@@ -312,11 +312,11 @@ def pack(layout: UnitLayout, rank: int, least: int) -> Parcel:
     for i in (*large, *small):
         places[i], end = end, end + plan.runs[i].numel
     ordered = tuple(places[i] for i in range(len(plan.runs)))
-    return Parcel(plan, ordered, large, small, sum(plan.runs[i].numel for i in large))
+    return P2PBucket(plan, ordered, large, small, sum(plan.runs[i].numel for i in large))
 
 
 def plan_copies(
-    layout: UnitLayout, parcels: Sequence[Parcel], begins: Sequence[int]
+    layout: UnitLayout, parcels: Sequence[P2PBucket], begins: Sequence[int]
 ) -> tuple[tuple[int, int, int, int], ...]:
     """(parameter, its first element, elements, where they go) of all short runs, in a buffer where those of each rank begin at `begins`."""
     found = []

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import ds_comm as comm
-from ds_comm import Group, part_group, single_group
-from ds_comm.reduction_group import Family, Logical, assignment_of
+from ds_comm import Group, new_local_group, self_group
+from ds_comm.reduction_group import ReductionGroup, Logical, param_sharding
 from ds_comm.groups import node_groups
 from ds_config.errors import PlanError
 from ds_zero.layout.units import DENSE, UnitSpec
@@ -40,7 +40,7 @@ def split_replicas(group: Group, shard_size: int | None) -> Replicas:
     Raises:
         PlanError: `shard_size` does not divide the ranks ("zero-shard-size").
     """
-    alone = single_group("alone", group.global_rank)
+    alone = self_group("alone", group.global_rank)
     size = group.size if shard_size is None else shard_size
     if size < 1 or group.size % size:
         raise PlanError(
@@ -58,19 +58,19 @@ def split_replicas(group: Group, shard_size: int | None) -> Replicas:
 
 def family_name(tensor: Tensor) -> str:
     """The name of a tensor's family."""
-    family = assignment_of(tensor).family
+    family = param_sharding(tensor).family
     return DENSE if family is None else family.name
 
 
-def find_families(model: nn.Module, group: Group) -> dict[str, Family]:
+def find_families(model: nn.Module, group: Group) -> dict[str, ReductionGroup]:
     """The families of a model's parameters and buffers: dense first, the others by name.
 
     Raises:
         PlanError: two families have one name, or one does not have this rank ("zero-family").
     """
-    found: dict[str, Family] = {}
+    found: dict[str, ReductionGroup] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        family = assignment_of(tensor).family
+        family = param_sharding(tensor).family
         if family is None:
             continue
         known = found.setdefault(family.name, family)
@@ -88,15 +88,15 @@ def find_families(model: nn.Module, group: Group) -> dict[str, Family]:
                 code="zero-family",
                 fix="Build parameters that differ between ranks outside Init, or give Init the family's group.",
             )
-    return {DENSE: Family(DENSE, group, group.size)} | {name: found[name] for name in sorted(found)}
+    return {DENSE: ReductionGroup(DENSE, group, group.size)} | {name: found[name] for name in sorted(found)}
 
 
-def _facts(family: Family) -> tuple[object, ...]:
+def _facts(family: ReductionGroup) -> tuple[object, ...]:
     shards = None if family.shards is None else family.shards.ranks
     return family.group.ranks, family.divisor, shards, family.copies
 
 
-def cut(family: Family, within: Group, shard_size: int | None) -> Replicas:
+def cut(family: ReductionGroup, within: Group, shard_size: int | None) -> Replicas:
     """The ranks that share one copy of a family's state, and their twins. Collective over the family's group.
 
     Args:
@@ -119,12 +119,12 @@ def cut(family: Family, within: Group, shard_size: int | None) -> Replicas:
         )
     twins = tuple(ranks[mine.index(group.global_rank)] for ranks in parts)
     known = family.shards or (within if mine == within.ranks else None)
-    shards = known or part_group(mine, "shards")
-    replicas = part_group(twins, "twins")
+    shards = known or new_local_group(mine, "shards")
+    replicas = new_local_group(twins, "twins")
     return Replicas(shards, replicas, (replicas,) if known else (shards, replicas))
 
 
-def check_same(specs: Sequence[UnitSpec], logical: Mapping[str, Logical], families: Mapping[str, Family]) -> None:
+def check_same(specs: Sequence[UnitSpec], logical: Mapping[str, Logical], families: Mapping[str, ReductionGroup]) -> None:
     """Raise on all ranks of a family that do not hold the same of it. Collective over each family's group.
 
     They must also have its units at the same place among the units of families that all of them have: that is the order in which
@@ -152,7 +152,7 @@ def check_same(specs: Sequence[UnitSpec], logical: Mapping[str, Logical], famili
             )
 
 
-def _check_present(families: Mapping[str, Family]) -> None:
+def _check_present(families: Mapping[str, ReductionGroup]) -> None:
     """A family that a rank of its group lacks would let the others wait for that rank."""
     group = families[DENSE].group
     mine = torch.tensor([len(families)], dtype=torch.int64)

@@ -17,22 +17,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ds_comm import Group, Work
-from ds_comm.lossy.compressed import Feedback, Quantized
+from ds_comm.lossy.compressed import ErrorFeedback, Quantized
 from ds_comm.lossy.hierarchy import Hierarchy
 from ds_config.errors import PlanError
 from ds_ops.io import IOSettings
 from ds_zero.layout.elements import Kind, UnitLayout
 from ds_zero.layout.reduction_groups import family_name
 from ds_zero.layout.dtypes_plan import Dtypes, Precision
-from ds_zero.layout.units import STAGES, ModuleInfo, ParamInfo, Residency, UnitBytes, UnitPolicy, UnitSpec
+from ds_zero.layout.units import STAGES, ModuleInfo, ParamInfo, ShardingStrategy, UnitBytes, UnitSizePolicy, UnitSpec
 
 __all__ = [
     "PAGE_BYTES",
     "PLAIN",
-    "Habits",
-    "Messages",
-    "Nodes",
-    "Placement",
+    "OptimizerTraits",
+    "CommFormat",
+    "NodeTopology",
+    "OffloadPolicy",
     "ShardOptions",
     "UpdatePolicy",
     "describe",
@@ -44,7 +44,7 @@ PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Nodes:
+class NodeTopology:
     """Where ranks are close to each other, and what is made of it. At stage 3.
 
     Attributes:
@@ -54,12 +54,12 @@ class Nodes:
     """
 
     size: int
-    two_steps: bool = False
-    secondary: bool = False
+    hierarchical: bool = False
+    secondary_partition: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class OffloadPolicy:
     """A place for state, usable as `tier=` and `param_tier=` of `shard`.
 
     Attributes:
@@ -78,32 +78,32 @@ class Placement:
         PlanError: a file without a folder, a number out of range, or early updates of files ("offload-placement").
     """
 
-    where: Literal["host", "file"] = "host"
+    device: Literal["host", "file"] = "host"
     folder: str | None = None
     pin: bool = True
-    share: float = 1.0
-    buffers: int = 4
-    near: int = 0
+    ratio: float = 1.0
+    buffer_count: int = 4
+    max_in_cpu: int = 0
     read_ahead: bool = True
     write_behind: bool = True
     io: IOSettings = field(default_factory=IOSettings)
-    early: float = 0.0
+    overlap_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         wrong = []
-        if self.where not in ("host", "file"):
-            wrong.append(f"where is 'host' or 'file', not {self.where!r}")
-        if (self.where == "file") != (self.folder is not None):
-            wrong.append(f"where = {self.where!r} with folder = {self.folder!r}")
-        if self.buffers < 2:
-            wrong.append(f"buffers = {self.buffers}, at least 2 are needed to overlap anything")
-        if not 0.0 <= self.share <= 1.0:
-            wrong.append(f"share = {self.share}, not between 0 and 1")
-        if not 0.0 <= self.early <= 1.0:
-            wrong.append(f"early = {self.early}, not between 0 and 1")
-        if self.early and self.where == "file":
+        if self.device not in ("host", "file"):
+            wrong.append(f"where is 'host' or 'file', not {self.device!r}")
+        if (self.device == "file") != (self.folder is not None):
+            wrong.append(f"where = {self.device!r} with folder = {self.folder!r}")
+        if self.buffer_count < 2:
+            wrong.append(f"buffers = {self.buffer_count}, at least 2 are needed to overlap anything")
+        if not 0.0 <= self.ratio <= 1.0:
+            wrong.append(f"share = {self.ratio}, not between 0 and 1")
+        if not 0.0 <= self.overlap_ratio <= 1.0:
+            wrong.append(f"early = {self.overlap_ratio}, not between 0 and 1")
+        if self.overlap_ratio and self.device == "file":
             wrong.append(
-                f"early = {self.early} with where = 'file': what an early update overwrites is kept in host memory"
+                f"early = {self.overlap_ratio} with where = 'file': what an early update overwrites is kept in host memory"
             )
         if wrong:
             raise PlanError(
@@ -113,45 +113,45 @@ class Placement:
             )
 
     def __str__(self) -> str:
-        return self.where
+        return self.device
 
     resident = False
     """Never a range of the buffer that forward uses."""
 
     @property
-    def alone(self) -> bool:
+    def one_unit_at_a_time(self) -> bool:
         """Whether a unit is updated by itself: so many buffers hold all that is in memory."""
-        return self.where == "file"
+        return self.device == "file"
 
     def planned(self, found: UnitBytes) -> UnitBytes:
         """Masters and optimizer state are here instead of on the device. Pure."""
         moved = found.shard + found.optim
-        held = 2 * moved if self.early else moved
-        return replace(found, shard=0, optim=0, **{self.where: getattr(found, self.where) + held})
+        held = 2 * moved if self.overlap_ratio else moved
+        return replace(found, shard=0, optim=0, **{self.device: getattr(found, self.device) + held})
 
     def planned_params(self, found: UnitBytes) -> UnitBytes:
         """What gathers send is here instead of on the device. Pure."""
-        return replace(found, full=0, **{self.where: getattr(found, self.where) + found.full})
+        return replace(found, full=0, **{self.device: getattr(found, self.device) + found.full})
 
     def staging(self, units: Sequence[UnitBytes]) -> int:
         """Bytes of host memory for what is on its way to or from files."""
-        if self.where != "file":
+        if self.device != "file":
             return 0
-        return min(self.buffers, len(units)) * max(
+        return min(self.buffer_count, len(units)) * max(
             (-(-unit.file // PAGE_BYTES) * PAGE_BYTES for unit in units), default=0
         )
 
-    def spread(self, units: Sequence[UnitSpec]) -> list[str | Placement]:
+    def spread(self, units: Sequence[UnitSpec]) -> list[str | OffloadPolicy]:
         """Of each unit, in canonical order, whether it is placed here. Whole units: at least the share asked for."""
         numels = [unit.numel if unit.trained else 0 for unit in units]
-        return [self if here else "device" for here in placed_numel(numels, self.share)]
+        return [self if here else "device" for here in placed_numel(numels, self.ratio)]
 
-    def spread_params(self, numels: Sequence[int]) -> list[Placement]:
+    def spread_params(self, numels: Sequence[int]) -> list[OffloadPolicy]:
         """Of each unit, in canonical order, where its parameters are between uses, given the elements that a rank keeps of it."""
         host, done, found = replace(self, where="host", folder=None, near=0), 0, []
         for numel in numels:
             done += numel
-            found.append(host if self.where == "file" and done <= self.near else self)
+            found.append(host if self.device == "file" and done <= self.max_in_cpu else self)
         return found
 
 
@@ -166,7 +166,7 @@ def placed_numel(numels: Sequence[int], share: float) -> list[bool]:
 
 
 @dataclass(frozen=True, slots=True)
-class Messages:
+class CommFormat:
     """How parameters and gradients travel between ranks: as they are. The seat of policies that send less, which are subclasses.
 
     Attributes:
@@ -181,12 +181,12 @@ class Messages:
     def codes_sums(self) -> bool:
         return False
 
-    def of_unit(self, *, trained: bool, gathered: bool) -> Messages:
+    def of_unit(self, *, trained: bool, gathered: bool) -> CommFormat:
         """What a unit uses of it that is cut over ranks; `gathered`: it is released between uses."""
         del trained, gathered
         return self
 
-    def check(self, residency: Residency) -> None:
+    def check(self, residency: ShardingStrategy) -> None:
         """Raise where it could not act."""
 
     def check_format(self, dtype: torch.dtype) -> None:
@@ -211,13 +211,13 @@ class Messages:
         del shards
         return None
 
-    def sums(self, levels: Hierarchy | None) -> tuple[Quantized | None, Feedback | None]:
+    def sums(self, levels: Hierarchy | None) -> tuple[Quantized | None, ErrorFeedback | None]:
         """The collectives that reduce one unit's gradients, and where their errors are; None where gradients are exact."""
         del levels
         return None, None
 
 
-PLAIN = Messages()
+PLAIN = CommFormat()
 
 
 class UpdatePolicy(Protocol):
@@ -263,31 +263,31 @@ class ShardOptions:
         updates: Which elements are stepped when (`ds_zero.policies.zenflow.Importance`); None: all in every step.
     """
 
-    stage: int | Residency = 1
+    stage: int | ShardingStrategy = 1
     group: Group | dist.ProcessGroup | None = None
     precision: Precision | str | None = None
     clip: float | None = None
     norm: Group | dist.ProcessGroup | None = None
     overlap: bool = True
-    policy: UnitPolicy = field(default_factory=UnitPolicy)
+    policy: UnitSizePolicy = field(default_factory=UnitSizePolicy)
     strict: bool = False
     layout: Kind | None = None
     shard_size: int | None = None
-    nodes: Nodes | None = None
+    nodes: NodeTopology | None = None
     sparse: bool = False
     memory: Literal["auto", "private", "shared"] = "auto"
-    tier: str | Placement | Callable[[UnitSpec], str | Placement] = "device"
-    param_tier: str | Placement = "device"
-    wire: Messages = PLAIN
+    tier: str | OffloadPolicy | Callable[[UnitSpec], str | OffloadPolicy] = "device"
+    param_tier: str | OffloadPolicy = "device"
+    wire: CommFormat = PLAIN
     updates: UpdatePolicy | None = None
 
-    def tiers_of(self, specs: Sequence[UnitSpec]) -> list[str | Placement]:
+    def tiers_of(self, specs: Sequence[UnitSpec]) -> list[str | OffloadPolicy]:
         """The tiers of units, in canonical order."""
-        if isinstance(self.tier, Placement):
+        if isinstance(self.tier, OffloadPolicy):
             return self.tier.spread(specs)
         return [self.tier if isinstance(self.tier, str) else self.tier(spec) for spec in specs]
 
-    def param_tiers_of(self, specs: Sequence[UnitSpec], shards: Sequence[int]) -> list[str | Placement]:
+    def param_tiers_of(self, specs: Sequence[UnitSpec], shards: Sequence[int]) -> list[str | OffloadPolicy]:
         """Where the parameters of units are kept, in canonical order.
 
         Args:
@@ -300,9 +300,9 @@ class ShardOptions:
         return list(self.param_tier.spread_params(numels))
 
     @property
-    def residency(self) -> Residency:
+    def residency(self) -> ShardingStrategy:
         """The stage as a value."""
-        if isinstance(self.stage, Residency):
+        if isinstance(self.stage, ShardingStrategy):
             return self.stage
         if self.stage not in STAGES:
             raise PlanError(
@@ -319,7 +319,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Habits:
+class OptimizerTraits:
     """What an optimizer needs of its parameters, and keeps for them.
 
     Attributes:
@@ -334,7 +334,7 @@ class Habits:
 def describe(
     model: nn.Module,
     groups: Mapping[int, int],
-    habits: Habits | Mapping[int, Habits],
+    habits: OptimizerTraits | Mapping[int, OptimizerTraits],
     precision: Precision | None = None,
 ) -> tuple[list[ParamInfo], list[ModuleInfo]]:
     """The planner's records of a model.
@@ -351,9 +351,9 @@ def describe(
     for name, param in model.named_parameters():
         owner = name.rpartition(".")[0]
         group = groups.get(id(param)) if param.requires_grad else None
-        own = Habits(states=0)
+        own = OptimizerTraits(states=0)
         if group is not None:
-            own = habits if isinstance(habits, Habits) else habits[group]
+            own = habits if isinstance(habits, OptimizerTraits) else habits[group]
         rule = precision.rule_of(name) if precision is not None else None
         shape, dtype, family = tuple(param.shape), dtype_name(param.dtype), family_name(param)
         params.append(ParamInfo(name, shape, dtype, owner, group, family, own.layout, rule, own.states))

@@ -15,17 +15,17 @@ from enum import Enum
 import torch
 from torch import nn
 
-from ds_comm.reduction_group import assignment_of
+from ds_comm.reduction_group import param_sharding
 from ds_zero.layout.elements import UnitLayout, plan_layout
-from ds_zero.layout.shard_options import PLAIN, Habits, Messages, Nodes, Placement, ShardOptions, describe
+from ds_zero.layout.shard_options import PLAIN, OptimizerTraits, CommFormat, NodeTopology, OffloadPolicy, ShardOptions, describe
 from ds_zero.layout.dtypes_plan import Dtypes, Precision
-from ds_zero.layout.units import ModuleInfo, ParamInfo, Residency, UnitBytes, UnitSpec, plan_units
+from ds_zero.layout.units import ModuleInfo, ParamInfo, ShardingStrategy, UnitBytes, UnitSpec, plan_units
 from ds_zero.offload.state_stores import kind_of
 
 __all__ = [
-    "Ranks",
-    "Reduction",
-    "Storage",
+    "ShardGroupInfo",
+    "ReduceStrategy",
+    "ParamStorage",
     "UnitBytes",
     "UnitPlan",
     "ZeroPlan",
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-class Storage(Enum):
+class ParamStorage(Enum):
     """Where a unit's parameters are between uses."""
 
     PRIVATE = "private"  # every rank keeps all of them
@@ -44,7 +44,7 @@ class Storage(Enum):
     SHARED = "shared"  # the ranks of a host keep one copy between them
 
 
-class Reduction(Enum):
+class ReduceStrategy(Enum):
     """How gradients are summed over the ranks that share a unit's state."""
 
     ARENA = "arena"  # a flat buffer, and the collective of the backend
@@ -54,7 +54,7 @@ class Reduction(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class ShardGroupInfo:
     """What planning knows of the ranks of a family.
 
     Attributes:
@@ -67,7 +67,7 @@ class Ranks:
     shards: int = 1
     shared: bool = False
     anywhere: bool = False
-    nodes: Nodes | None = None
+    nodes: NodeTopology | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +89,13 @@ class UnitPlan:
     spec: UnitSpec
     layout: UnitLayout
     dtypes: Dtypes
-    storage: Storage
-    reduction: Reduction
-    nodes: Nodes | None
-    tier: str | Placement
-    param_tier: str | Placement
+    storage: ParamStorage
+    reduction: ReduceStrategy
+    nodes: NodeTopology | None
+    tier: str | OffloadPolicy
+    param_tier: str | OffloadPolicy
     bytes: UnitBytes
-    wire: Messages = PLAIN
+    wire: CommFormat = PLAIN
 
     @property
     def name(self) -> str:
@@ -108,13 +108,13 @@ class UnitPlan:
     @property
     def aliased(self) -> bool:
         """Whether the master shard is a range of the buffer that forward uses."""
-        own = self.storage is Storage.RELEASED or not kind_of(self.tier).resident
+        own = self.storage is ParamStorage.RELEASED or not kind_of(self.tier).resident
         return self.dtypes.same and len(self.layout.segments) == 1 and not own
 
     @property
     def early(self) -> bool:
         """Whether its update may begin while backward goes on."""
-        return self.spec.trained and isinstance(self.tier, Placement) and self.tier.early > 0
+        return self.spec.trained and isinstance(self.tier, OffloadPolicy) and self.tier.overlap_ratio > 0
 
     @property
     def undo(self) -> int:
@@ -127,23 +127,23 @@ class UnitPlan:
     @property
     def keeps_sent(self) -> bool:
         """Whether a copy of the shard is kept in the format and place that gathers send from."""
-        return self.storage is Storage.RELEASED and self.spec.trained and not self.sends_shard
+        return self.storage is ParamStorage.RELEASED and self.spec.trained and not self.sends_shard
 
     @property
     def sends_shard(self) -> bool:
         """Whether the master shard is what gathers send: nothing else is made of it."""
-        if self.storage is Storage.RELEASED and not self.spec.trained:
+        if self.storage is ParamStorage.RELEASED and not self.spec.trained:
             return True
         resident = kind_of(self.tier).resident and self.param_tier == "device"
-        released = self.storage is Storage.RELEASED
+        released = self.storage is ParamStorage.RELEASED
         return (
-            self.dtypes.same and resident and (self.layout.world > 1 or released) and self.storage is not Storage.SHARED
+            self.dtypes.same and resident and (self.layout.world > 1 or released) and self.storage is not ParamStorage.SHARED
         )
 
     @property
     def sent(self) -> Mapping[str, int]:
         """Bytes that a rank sends to others of its shards for one gather and for one reduction; shared memory sends none."""
-        if self.storage is Storage.SHARED:
+        if self.storage is ParamStorage.SHARED:
             return {"gather": 0, "reduce": 0}
         others, dtypes = self.layout.world - 1, self.dtypes
         reduce = others * self.wire.message("reduce", self.layout, dtypes.reduce) if self.spec.trained else 0
@@ -172,7 +172,7 @@ class ZeroPlan:
     """
 
     world: int
-    residency: Residency
+    residency: ShardingStrategy
     units: tuple[UnitPlan, ...]
 
     @property
@@ -185,7 +185,7 @@ class ZeroPlan:
         """Bytes of host memory on one rank: what stays there, and what is on its way to and from files."""
         staged = 0
         for role in ("tier", "param_tier"):
-            for place in {p for u in self.units if isinstance(p := getattr(u, role), Placement)}:
+            for place in {p for u in self.units if isinstance(p := getattr(u, role), OffloadPolicy)}:
                 staged += place.staging([u.bytes for u in self.units if getattr(u, role) == place])
         return sum(unit.bytes.host for unit in self.units) + staged
 
@@ -226,7 +226,7 @@ class ZeroPlan:
         return "\n".join(lines)
 
 
-def passing_bytes(units: Iterable[UnitBytes], residency: Residency) -> int:
+def passing_bytes(units: Iterable[UnitBytes], residency: ShardingStrategy) -> int:
     """Most bytes that come and go at a time: the unit in use, the next one, and gradient buffers.
 
     Of these there are up to two, one that is summed and one that is filled, and a third where parameters are sharded; as many as
@@ -242,10 +242,10 @@ def passing_bytes(units: Iterable[UnitBytes], residency: Residency) -> int:
 def plan_unit(
     spec: UnitSpec,
     precision: Precision,
-    ranks: Ranks,
-    tier: str | Placement = "device",
-    param_tier: str | Placement = "device",
-    wire: Messages = PLAIN,
+    ranks: ShardGroupInfo,
+    tier: str | OffloadPolicy = "device",
+    param_tier: str | OffloadPolicy = "device",
+    wire: CommFormat = PLAIN,
 ) -> UnitPlan:
     """Decide about one unit of a family that lives on `ranks`. Padding is counted."""
     param_tier = param_tier if spec.residency.shard_params else "device"
@@ -255,25 +255,25 @@ def plan_unit(
     layout = plan_layout(spec.shapes, shards, kind=spec.params[0].layout)
     dtypes = precision.resolve(getattr(torch, spec.params[0].dtype), spec.params[0].name)
     dtypes = dtypes if spec.trained else dtypes.frozen
-    storage, reduction = Storage.PRIVATE, Reduction.ARENA
+    storage, reduction = ParamStorage.PRIVATE, ReduceStrategy.ARENA
     if shards == 1 and param_tier != "device":
-        storage = Storage.RELEASED
+        storage = ParamStorage.RELEASED
     if shards > 1 and ranks.shared:
-        storage, reduction = Storage.SHARED, Reduction.POSTING
+        storage, reduction = ParamStorage.SHARED, ReduceStrategy.POSTING
     elif shards > 1:
-        storage = Storage.RELEASED if spec.residency.shard_params else Storage.PRIVATE
-        reduction = Reduction.EXCHANGE if ranks.anywhere else Reduction.ARENA
-    nodes = ranks.nodes if storage is Storage.RELEASED else None
+        storage = ParamStorage.RELEASED if spec.residency.shard_params else ParamStorage.PRIVATE
+        reduction = ReduceStrategy.EXCHANGE if ranks.anywhere else ReduceStrategy.ARENA
+    nodes = ranks.nodes if storage is ParamStorage.RELEASED else None
     form = PLAIN
     if shards > 1 and not ranks.shared and dtypes.param.is_floating_point:
-        form = wire.of_unit(trained=spec.trained, gathered=storage is Storage.RELEASED)
+        form = wire.of_unit(trained=spec.trained, gathered=storage is ParamStorage.RELEASED)
         form.check_format(dtypes.param)
-        reduction = Reduction.QUANTIZED if form.codes_sums else reduction
+        reduction = ReduceStrategy.QUANTIZED if form.codes_sums else reduction
     if not spec.trained:  # what it is sent from is all there is of it
         tier = param_tier
     made = UnitPlan(spec, layout, dtypes, storage, reduction, nodes, tier, param_tier, UnitBytes(), form)
     found = _bytes(made)
-    if spec.trained and isinstance(param_tier, Placement):
+    if spec.trained and isinstance(param_tier, OffloadPolicy):
         found = param_tier.planned_params(found)
     return replace(made, bytes=kind_of(made.tier).planned(found))
 
@@ -282,18 +282,18 @@ def _bytes(unit: UnitPlan) -> UnitBytes:
     layout, dtypes, shards = unit.layout, unit.dtypes, unit.layout.world
     full, own = layout.numel * dtypes.param.itemsize, layout.shard_numel
     kept = {
-        Storage.PRIVATE: full,
-        Storage.RELEASED: own * dtypes.param.itemsize if unit.keeps_sent else 0,
-        Storage.SHARED: full // shards,
+        ParamStorage.PRIVATE: full,
+        ParamStorage.RELEASED: own * dtypes.param.itemsize if unit.keeps_sent else 0,
+        ParamStorage.SHARED: full // shards,
     }
     found = UnitBytes(
         full=kept[unit.storage],
         shard=0 if unit.aliased else own * dtypes.master.itemsize,
-        gathered=full if unit.storage is Storage.RELEASED else 0,
+        gathered=full if unit.storage is ParamStorage.RELEASED else 0,
     )
     if unit.nodes is not None:  # by way of nodes: its secondary copy is kept, its first step passes
         piece = found.gathered // unit.nodes.size
-        kept_near, staged = (piece if unit.nodes.secondary else 0), (piece if unit.nodes.two_steps else 0)
+        kept_near, staged = (piece if unit.nodes.secondary_partition else 0), (piece if unit.nodes.hierarchical else 0)
         found = replace(found, full=found.full + kept_near, gathered=found.gathered + staged)
     gather, reduce, errors = unit.wire.buffers(layout, dtypes)
     found = replace(found, gathered=found.gathered + gather)
@@ -330,9 +330,9 @@ def plan(
     precision = Precision.of(options.precision)
     sizes = dict(families or {})
     if isinstance(model, nn.Module):
-        habits = Habits(options.layout or "flat", state_tensors)
+        habits = OptimizerTraits(options.layout or "flat", state_tensors)
         params, found = describe(model, {id(p): 0 for p in model.parameters()}, habits, precision)
-        sizes |= {f.name: f.group.size for p in model.parameters() if (f := assignment_of(p).family) is not None}
+        sizes |= {f.name: f.group.size for p in model.parameters() if (f := param_sharding(p).family) is not None}
     else:
         params, found = list(model), list(modules) or [ModuleInfo("")]
     specs = plan_units(params, found, options.residency, options.policy)
@@ -341,7 +341,7 @@ def plan(
     return ZeroPlan(world, options.residency, plan_all(specs, options, ranks))
 
 
-def plan_all(specs: Sequence[UnitSpec], options: ShardOptions, ranks: Mapping[str, Ranks]) -> tuple[UnitPlan, ...]:
+def plan_all(specs: Sequence[UnitSpec], options: ShardOptions, ranks: Mapping[str, ShardGroupInfo]) -> tuple[UnitPlan, ...]:
     """Decide about all units of a model whose families live on `ranks`."""
     precision, tiers = Precision.of(options.precision), options.tiers_of(specs)
     param_tiers = options.param_tiers_of(specs, [ranks[spec.family].shards for spec in specs])
@@ -351,8 +351,8 @@ def plan_all(specs: Sequence[UnitSpec], options: ShardOptions, ranks: Mapping[st
     )
 
 
-def ranks_of(world: int, options: ShardOptions) -> Ranks:
+def ranks_of(world: int, options: ShardOptions) -> ShardGroupInfo:
     """What planning assumes of ranks that there are not yet."""
     shards = min(options.shard_size or world, world)
     nodes = options.nodes if options.nodes is not None and 1 < options.nodes.size < shards else None
-    return Ranks(shards, shared=options.memory == "shared", nodes=nodes)
+    return ShardGroupInfo(shards, shared=options.memory == "shared", nodes=nodes)

@@ -23,16 +23,16 @@ __all__ = [
     "STAGES",
     "ModuleInfo",
     "ParamInfo",
-    "Residency",
+    "ShardingStrategy",
     "UnitBytes",
-    "UnitPolicy",
+    "UnitSizePolicy",
     "UnitSpec",
     "plan_units",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Residency:
+class ShardingStrategy:
     """Which model states are cut into shards.
 
     Attributes:
@@ -51,11 +51,11 @@ class Residency:
             raise ValueError(f"parameters shard only with gradients, gradients only with optimizer state; got {self}")
 
 
-STAGES: Mapping[int, Residency] = {
-    0: Residency(shard_optim=False, shard_grads=False, shard_params=False),
-    1: Residency(shard_optim=True, shard_grads=False, shard_params=False),
-    2: Residency(shard_optim=True, shard_grads=True, shard_params=False),
-    3: Residency(shard_optim=True, shard_grads=True, shard_params=True),
+STAGES: Mapping[int, ShardingStrategy] = {
+    0: ShardingStrategy(shard_optim=False, shard_grads=False, shard_params=False),
+    1: ShardingStrategy(shard_optim=True, shard_grads=False, shard_params=False),
+    2: ShardingStrategy(shard_optim=True, shard_grads=True, shard_params=False),
+    3: ShardingStrategy(shard_optim=True, shard_grads=True, shard_params=True),
 }
 """The four ZeRO stages."""
 
@@ -137,7 +137,7 @@ class ModuleInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class UnitPolicy:
+class UnitSizePolicy:
     """How large units may be, and what stays gathered. Sizes in elements.
 
     Attributes:
@@ -160,7 +160,7 @@ class UnitSpec:
     name: str
     module: str
     params: tuple[ParamInfo, ...]
-    residency: Residency
+    residency: ShardingStrategy
 
     @property
     def numel(self) -> int:
@@ -184,7 +184,7 @@ _SMALLEST = 1 << 20
 
 
 def plan_units(
-    params: Sequence[ParamInfo], modules: Iterable[ModuleInfo], residency: Residency, policy: UnitPolicy
+    params: Sequence[ParamInfo], modules: Iterable[ModuleInfo], residency: ShardingStrategy, policy: UnitSizePolicy
 ) -> tuple[UnitSpec, ...]:
     """Group `params` (registration order) into units, ordered by their first parameter.
 
@@ -197,7 +197,7 @@ def plan_units(
         return _ordered(params, _runs(params, residency, limit))
     limit = policy.max_numel if policy.max_numel is not None else max(total // 8, largest)
     stay = _persistent(params, policy)
-    kept = Residency(residency.shard_optim, residency.shard_grads, shard_params=False)
+    kept = ShardingStrategy(residency.shard_optim, residency.shard_grads, shard_params=False)
     # What stays is not gathered on the way, so nothing is gained by cutting it finer than what is never gathered.
     coarse = limit if policy.max_numel is not None else max(limit, _SMALLEST)
     small = _runs([p for p in params if p.name in stay], kept, coarse)
@@ -209,12 +209,12 @@ def _key(param: ParamInfo) -> tuple[object, ...]:
     return param.dtype, param.group, param.family, param.layout, param.rule, param.states
 
 
-def _runs(params: Sequence[ParamInfo], residency: Residency, limit: int) -> list[UnitSpec]:
+def _runs(params: Sequence[ParamInfo], residency: ShardingStrategy, limit: int) -> list[UnitSpec]:
     cut = [part for run in _by_key(params) for part in _cut(run, limit)]
     return [UnitSpec(part[0].name, "", tuple(part), residency) for part in cut]
 
 
-def _persistent(params: Sequence[ParamInfo], policy: UnitPolicy) -> set[str]:
+def _persistent(params: Sequence[ParamInfo], policy: UnitSizePolicy) -> set[str]:
     stay: set[str] = set()
     left = math.inf if policy.persist_total is None else policy.persist_total
     for param in params:
@@ -225,7 +225,7 @@ def _persistent(params: Sequence[ParamInfo], policy: UnitPolicy) -> set[str]:
 
 
 def _subtrees(
-    params: Sequence[ParamInfo], modules: Iterable[ModuleInfo], residency: Residency, limits: tuple[int, frozenset[str]]
+    params: Sequence[ParamInfo], modules: Iterable[ModuleInfo], residency: ShardingStrategy, limits: tuple[int, frozenset[str]]
 ) -> list[UnitSpec]:
     tree = _Tree({"": True}, {"": []}, {"": []})
     for info in modules:

@@ -32,17 +32,17 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from ds_config.errors import PlanError
-from ds_ops.scratch import Event, Record, Ring, RingSettings, host_bytes
+from ds_ops.scratch import Event, ScratchRecord, BufferRing, RingSettings, host_bytes
 from ds_zero.layout.elements import UnitLayout
-from ds_zero.layout.shard_options import Placement
+from ds_zero.layout.shard_options import OffloadPolicy
 from ds_zero.layout.dtypes_plan import Dtypes
 from ds_zero.layout.units import UnitBytes, UnitSpec
 
-__all__ = ["TIERS", "Part", "Place", "Tier", "Tiered", "kind_of", "made", "nothing", "place_of"]
+__all__ = ["TIERS", "OptimizerSlice", "ParamStore", "OptimizerStateStore", "Tiered", "kind_of", "made", "nothing", "place_of"]
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class OptimizerSlice:
     """A range of the shard that the optimizer sees as one parameter.
 
     Attributes:
@@ -57,7 +57,7 @@ class Part:
     members: tuple[int, ...]
 
 
-States = Callable[[Part], dict[str, Any]]
+States = Callable[[OptimizerSlice], dict[str, Any]]
 
 
 class Tiered(Protocol):
@@ -74,13 +74,13 @@ class Tiered(Protocol):
     dtypes: Dtypes
     params: list[Parameter]
     shard: Tensor
-    parts: list[Part]
+    parts: list[OptimizerSlice]
 
     @property
     def device(self) -> torch.device: ...
 
 
-class Place:
+class ParamStore:
     """What keeps a tensor of one unit between uses. This one: on the device, nothing to do.
 
     Attributes:
@@ -119,7 +119,7 @@ class Place:
         """They were only read since the last `store`: put them away."""
 
 
-class Tier(Place):
+class OptimizerStateStore(ParamStore):
     """The tier `device`: master and state are kept where the model is. Made once for each unit, on all ranks alike.
 
     Attributes:
@@ -168,16 +168,16 @@ class Tier(Place):
         return torch.empty(part.numel(), dtype=part.dtype, device=part.device)
 
 
-TIERS: dict[str, type[Tier]] = {"device": Tier}
+TIERS: dict[str, type[OptimizerStateStore]] = {"device": OptimizerStateStore}
 """By name, as `ShardOptions.tier` says it."""
 
 
-def kind_of(tier: str | Placement) -> type[Tier] | Placement:
+def kind_of(tier: str | OffloadPolicy) -> type[OptimizerStateStore] | OffloadPolicy:
     """What planning asks a tier: `resident`, `alone`, `planned`."""
     return tier_of(tier) if isinstance(tier, str) else tier
 
 
-def tier_of(name: str) -> type[Tier]:
+def tier_of(name: str) -> type[OptimizerStateStore]:
     """The tier of a name.
 
     Raises:
@@ -196,32 +196,32 @@ def tier_of(name: str) -> type[Tier]:
 _MASTER = ""
 
 
-def made(placement: Placement | str, unit: Any) -> Tier:
+def made(placement: OffloadPolicy | str, unit: Any) -> OptimizerStateStore:
     """What keeps the masters and optimizer state of a unit."""
     if isinstance(placement, str):
         return tier_of(placement)(unit)
-    return HostTier(placement, unit) if placement.where == "host" else FileTier(placement, unit)
+    return HostTier(placement, unit) if placement.device == "host" else FileTier(placement, unit)
 
 
-class Sender(Protocol):
+class SendBuffer(Protocol):
     """Who has what gathers send; the one thing that a place may set."""
 
     sent: Tensor | None
 
 
-def place_of(placement: Placement | str, unit: Any, sender: Sender) -> Place:
+def place_of(placement: OffloadPolicy | str, unit: Any, sender: SendBuffer) -> ParamStore:
     """What keeps `sender.sent` of a unit between gathers."""
     if isinstance(placement, str):
-        return Place()
-    return HostPlace(placement) if placement.where == "host" else FilePlace(placement, unit, sender)
+        return ParamStore()
+    return HostPlace(placement) if placement.device == "host" else FilePlace(placement, unit, sender)
 
 
-class HostPlace(Place):
+class HostPlace(ParamStore):
     """In memory of the host."""
 
     apart = True
 
-    def __init__(self, placement: Placement, *unit: Any) -> None:
+    def __init__(self, placement: OffloadPolicy, *unit: Any) -> None:
         super().__init__(*unit)
         self.placement = placement
 
@@ -235,7 +235,7 @@ class HostPlace(Place):
         """Nothing: it is there."""
 
 
-class HostTier(HostPlace, Tier):
+class HostTier(HostPlace, OptimizerStateStore):
     """In memory of the host, where the optimizer updates it.
 
     Attributes:
@@ -245,7 +245,7 @@ class HostTier(HostPlace, Tier):
     resident = False
     parks = False
 
-    def __init__(self, placement: Placement, unit: Tiered) -> None:
+    def __init__(self, placement: OffloadPolicy, unit: Tiered) -> None:
         super().__init__(placement, unit)
         self.wanted: Callable[[], None] = nothing
         self._landings: dict[Tensor, Tensor] = {}
@@ -267,15 +267,15 @@ def nothing() -> None:
     """Nobody listens."""
 
 
-class _Filed(Place, ABC):
+class _Filed(ParamStore, ABC):
     """In a file, except while it is used."""
 
     apart = True
 
-    def _open(self, role: str, placement: Placement, unit: Any, nbytes: int) -> None:
+    def _open(self, role: str, placement: OffloadPolicy, unit: Any, nbytes: int) -> None:
         self.placement = placement
-        self.ring: Ring = unit.seat.pool.shared((role, placement), lambda: _ring(placement, unit.device))
-        self.regions, self.record = Regions(unit.layout.shard_numel), Record(self.ring, nbytes)
+        self.ring: BufferRing = unit.seat.pool.shared((role, placement), lambda: _ring(placement, unit.device))
+        self.regions, self.record = Regions(unit.layout.shard_numel), ScratchRecord(self.ring, nbytes)
         self._held = False
 
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -315,17 +315,17 @@ class _Filed(Place, ABC):
         """Every tensor to its range of `memory`; None: to none."""
 
 
-def _ring(placement: Placement, device: torch.device) -> Ring:
+def _ring(placement: OffloadPolicy, device: torch.device) -> BufferRing:
     if placement.folder is None:
         raise ValueError("a ring belongs to files")
-    told = (placement.folder, placement.buffers, placement.pin, placement.write_behind, placement.io)
-    return Ring(RingSettings(*told), device)
+    told = (placement.folder, placement.buffer_count, placement.pin, placement.write_behind, placement.io)
+    return BufferRing(RingSettings(*told), device)
 
 
 class FilePlace(_Filed):
     """In a file, except while it is sent."""
 
-    def __init__(self, placement: Placement, unit: Any, sender: Sender) -> None:
+    def __init__(self, placement: OffloadPolicy, unit: Any, sender: SendBuffer) -> None:
         super().__init__()
         self.sender = sender
         self._open("param_tier", placement, unit, unit.layout.shard_numel * unit.dtypes.param.itemsize)
@@ -352,14 +352,14 @@ class _Landing:
         del self.memory
 
 
-class FileTier(_Filed, Tier):
+class FileTier(_Filed, OptimizerStateStore):
     """In a file, except while it is updated."""
 
     resident = False
     alone = True
     parks = False
 
-    def __init__(self, placement: Placement, unit: Any) -> None:
+    def __init__(self, placement: OffloadPolicy, unit: Any) -> None:
         super().__init__(unit)
         self._pool = unit.seat.pool
         self._open("tier", placement, unit, unit.plan.bytes.file + 8192 * (1 + unit.spec.params[0].states))
@@ -442,7 +442,7 @@ class Regions:
         return memory[start : start + self.numel * dtype.itemsize].view(dtype)
 
 
-def _per_element(value: Any, part: Part) -> bool:
+def _per_element(value: Any, part: OptimizerSlice) -> bool:
     return isinstance(value, Tensor) and bool(value.dim()) and value.numel() == part.stop - part.start
 
 

@@ -15,7 +15,7 @@ from torch.nn.parameter import Parameter
 
 from ds_config.errors import ShardedAccessError, UnsupportedError
 from ds_ops.scratch import host_bytes
-from ds_zero.runtime.sharded_parameter import Keeper, keep, release, restore, unkeep
+from ds_zero.runtime.sharded_parameter import AccessHandler, keep, release, restore, unkeep
 from ds_zero.runtime.unit import Full, Unit
 
 __all__ = ["KINDS", "Away", "bring_back", "take_away"]
@@ -39,7 +39,7 @@ class Away:
     host: Tensor
 
 
-class _Refusal(Keeper):
+class _Refusal(AccessHandler):
     """Answers for parameters that are away and are gathered by no hook."""
 
     def __init__(self, unit: Unit) -> None:

@@ -24,19 +24,19 @@ from torch import Tensor
 
 import ds_comm as comm
 from ds_comm import Group
-from ds_comm.lossy.compressed import Feedback, Quantized
+from ds_comm.lossy.compressed import ErrorFeedback, Quantized
 from ds_comm.lossy.hierarchy import Hierarchy
 from ds_comm.work import Chained
 from ds_config.errors import PlanError, UnsupportedError
 from ds_ops.formats import INT4, INT8, QuantSpec, QuantTensor
 from ds_ops.quant import dequantize, quantize
 from ds_zero.layout.elements import UnitLayout
-from ds_zero.layout.shard_options import Messages
+from ds_zero.layout.shard_options import CommFormat
 from ds_zero.layout.dtypes_plan import Dtypes
-from ds_zero.layout.units import Residency
+from ds_zero.layout.units import ShardingStrategy
 from ds_zero.runtime.unit_groups import node_groups
 
-__all__ = ["EXACT", "LIMIT", "QGZ", "QWZ", "Correction", "Wire", "certificates", "decoded"]
+__all__ = ["EXACT", "LIMIT", "QGZ", "QWZ", "ErrorFeedbackOptions", "QuantizedComm", "certificates", "decoded"]
 
 QWZ = QuantSpec(INT8, 256)
 """Of parameters: int8, 0.254 of fp32's bytes and 0.508 of bf16's."""
@@ -49,7 +49,7 @@ Certificates = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Correction:
+class ErrorFeedbackOptions:
     """What quantization lost is added to the next message of the same unit: e = decay e + (1 - decay) lost.
 
     Attributes:
@@ -62,7 +62,7 @@ class Correction:
 
 
 @dataclass(frozen=True, slots=True)
-class Wire(Messages):
+class QuantizedComm(CommFormat):
     """What is quantized.
 
     Attributes:
@@ -76,7 +76,7 @@ class Wire(Messages):
     weights: QuantSpec | None = None
     frozen: QuantSpec | None = None
     gradients: QuantSpec | None = None
-    correction: Correction | None = None
+    correction: ErrorFeedbackOptions | None = None
     node: int = 1
 
     @property
@@ -87,14 +87,14 @@ class Wire(Messages):
     def codes_sums(self) -> bool:
         return self.gradients is not None
 
-    def of_unit(self, *, trained: bool, gathered: bool) -> Wire:
+    def of_unit(self, *, trained: bool, gathered: bool) -> QuantizedComm:
         weights = self.weights if trained else self.frozen
-        form = Wire(weights if gathered else None)
+        form = QuantizedComm(weights if gathered else None)
         if not trained or self.gradients is None:
             return form
         return replace(form, gradients=self.gradients, correction=self.correction, node=self.node)
 
-    def check(self, residency: Residency) -> None:
+    def check(self, residency: ShardingStrategy) -> None:
         """What was asked can act.
 
         Raises:
@@ -158,11 +158,11 @@ class Wire(Messages):
             return None
         return Hierarchy(shards, *node_groups(shards, self.node, ("reduce.node", "reduce.across")))
 
-    def sums(self, levels: Hierarchy | None) -> tuple[Quantized | None, Feedback | None]:
+    def sums(self, levels: Hierarchy | None) -> tuple[Quantized | None, ErrorFeedback | None]:
         if self.gradients is None:
             return None, None
         told = self.correction
-        feedback = None if told is None else Feedback(told.decay, told.reset_after)
+        feedback = None if told is None else ErrorFeedback(told.decay, told.reset_after)
         return Quantized(self.gradients, levels, feedback), feedback
 
     @property
@@ -178,7 +178,7 @@ class Wire(Messages):
         return " and ".join(self.modes) or "exact"
 
 
-EXACT = Wire()
+EXACT = QuantizedComm()
 
 
 def _text(spec: QuantSpec) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ds_comm as comm
-from ds_comm import Assignment, Box, Family, Group, assign
+from ds_comm import ParamSharding, Box, ReductionGroup, Group, set_param_sharding
 from ds_config.errors import PlanError
 from ds_ops.formats import Format, QuantSpec, QuantTensor
 from ds_ops.quant import dequantize, quantize
@@ -173,8 +173,8 @@ class LoRALinear(nn.Module):
         alone = Group("lora", (self.group.global_rank,), 0)
         rows, columns = self.weight.shape
         box = Box((self.group.rank * rows, 0), (rows, columns))
-        family = Family(f"lora{self.group.rank}", alone, 1)
-        assign(self.weight, Assignment(family, None, (self.out_features, columns), box))
+        family = ReductionGroup(f"lora{self.group.rank}", alone, 1)
+        set_param_sharding(self.weight, ParamSharding(family, None, (self.out_features, columns), box))
 
     def start(self) -> None:
         """Freeze and quantize the base as it is now, and begin the update. Again begins the update anew."""

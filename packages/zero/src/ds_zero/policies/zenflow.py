@@ -24,19 +24,19 @@ from torch.optim import Optimizer
 
 import ds_comm as comm
 from ds_config.errors import PlanError
-from ds_ops.optim import Fusion, OpsOptimizer
+from ds_ops.optim import FusedOps, OpsOptimizer
 from ds_ops.update_rules import UpdateSpec, UpdateTensors, dither_of
 from ds_ops.apply_update import update
 from ds_zero.layout.units import DENSE
-from ds_zero.runtime.sharded_model import Sharding
-from ds_zero.runtime.unit import Part, Unit
+from ds_zero.runtime.sharded_model import ShardedModel
+from ds_zero.runtime.unit import OptimizerSlice, Unit
 from ds_zero.update.wrapped_optimizer import WAITING, Updater, group_of
 
-__all__ = ["Calendar", "Importance", "Split", "StepPlan", "Votes", "bad", "columns_of", "top_columns"]
+__all__ = ["Calendar", "ZenFlowOptions", "ZenFlowUpdater", "ZenFlowStep", "Votes", "bad", "columns_of", "top_columns"]
 
 
 @dataclass(frozen=True, slots=True)
-class Importance:
+class ZenFlowOptions:
     """How updates are split.
 
     Attributes:
@@ -70,13 +70,13 @@ class Importance:
                 "Choose no more often than intervals end.",
             )
 
-    def start(self, inner: Optimizer, sharding: Sharding) -> Split:
+    def start(self, inner: Optimizer, sharding: ShardedModel) -> ZenFlowUpdater:
         """Split the updates of `inner` from now on."""
-        return Split(self, sharding, inner)
+        return ZenFlowUpdater(self, sharding, inner)
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
+class ZenFlowStep:
     """What one step does.
 
     Attributes:
@@ -101,7 +101,7 @@ class Calendar:
         fast: Of them, those since columns were chosen.
     """
 
-    told: Importance
+    told: ZenFlowOptions
     step: int = 0
     since: int = 0
     fast: int = 0
@@ -111,7 +111,7 @@ class Calendar:
         after, every = self.step - self.told.warm_up, self.told.choose_every
         return after == 0 or (after > 0 and every > 0 and after % every == 0)
 
-    def next(self, *, voted: bool = False) -> StepPlan:
+    def next(self, *, voted: bool = False) -> ZenFlowStep:
         """Go one step on.
 
         Args:
@@ -119,11 +119,11 @@ class Calendar:
         """
         if self.step < self.told.warm_up:
             self.step += 1
-            return StepPlan(whole=True)
+            return ZenFlowStep(whole=True)
         choose = self.chooses()
         self.step, self.since, self.fast = self.step + 1, self.since + 1, 1 if choose else self.fast + 1
         end = self.chooses() or (voted if self.told.interval == 0 else self.since >= self.told.interval)
-        return StepPlan(choose=choose, end=end)
+        return ZenFlowStep(choose=choose, end=end)
 
     def ended(self) -> None:
         """The interval's last step was made."""
@@ -177,7 +177,7 @@ class _Places:
 class _Now:
     """A step, and the counters in it."""
 
-    told: StepPlan
+    told: ZenFlowStep
     calendar: Calendar
 
 
@@ -185,7 +185,7 @@ _Kept = tuple[Tensor, Tensor, Tensor]
 """A flat tensor, positions in it, and the values there."""
 
 
-class Split(Updater):
+class ZenFlowUpdater(Updater):
     """Splits the updates of a sharded optimizer.
 
     Args:
@@ -196,7 +196,7 @@ class Split(Updater):
         PlanError: another optimizer, or units of other families than the dense one ("zero-importance").
     """
 
-    def __init__(self, told: Importance, sharding: Sharding, inner: Optimizer) -> None:
+    def __init__(self, told: ZenFlowOptions, sharding: ShardedModel, inner: Optimizer) -> None:
         super().__init__(inner)
         if not isinstance(inner, OpsOptimizer) or not inner.elementwise:
             raise bad(
@@ -211,12 +211,12 @@ class Split(Updater):
         if cut:
             raise bad(f"columns of {', '.join(cut[:3])}, which tensor parallelism has cut", "Leave one of the two out.")
         self.told, self.sharding = told, sharding
-        self._calendar, self._step = Calendar(told), StepPlan()
+        self._calendar, self._step = Calendar(told), ZenFlowStep()
         self._columns: dict[str, Tensor] = {}  # by parameter
         self._places: dict[int, tuple[Any, _Places]] = {}  # by id of a part's tensor
         self._votes: dict[str, Votes] = {}
 
-    def moved(self, sharding: Sharding) -> None:
+    def moved(self, sharding: ShardedModel) -> None:
         self.sharding = sharding
 
     # ---- what a step does
@@ -256,7 +256,7 @@ class Split(Updater):
                 if mean is not None:
                     means[part.tensor] = mean
             if told.end:
-                inner.step_group(group, Fusion(grads=means))
+                inner.step_group(group, FusedOps(grads=means))
             self._settle([unit], kept, told)
 
     def update(self, units: Mapping[Unit, set[int]], factor: float) -> None:
@@ -279,7 +279,7 @@ class Split(Updater):
                 inner.step()
             self._settle(units, kept, told)
 
-    def _settle(self, units: Iterable[Unit], kept: Sequence[_Kept], told: StepPlan) -> None:
+    def _settle(self, units: Iterable[Unit], kept: Sequence[_Kept], told: ZenFlowStep) -> None:
         """The update of all others was made: what it was not to change, and sums that wait no more."""
         for flat, places, values in kept:
             flat[places] = values
@@ -288,7 +288,7 @@ class Split(Updater):
                 waiting.zero_()
 
     def _part(
-        self, unit: Unit, part: Part, group: dict[str, Any], grad: Tensor, now: _Now
+        self, unit: Unit, part: OptimizerSlice, group: dict[str, Any], grad: Tensor, now: _Now
     ) -> tuple[list[_Kept], Tensor | None]:
         """Step what is chosen of a part. Where the interval ends: what the update of the others is not to change, and the mean that is its
         gradient."""
@@ -319,7 +319,7 @@ class Split(Updater):
                 kept += [(value, where, own), *((m, where, s) for m, s in zip(moments, states, strict=True))]
         return kept, (waiting / now.calendar.since).view_as(part.tensor) if now.told.end else None
 
-    def _unused(self, unit: Unit, part: Part, group: dict[str, Any]) -> list[_Kept]:
+    def _unused(self, unit: Unit, part: OptimizerSlice, group: dict[str, Any]) -> list[_Kept]:
         """As `_part`, where nobody used the part in this step: gradients of earlier ones may wait, what is chosen stays as it is."""
         inner: Any = self.inner
         state, value = inner.state.get(part.tensor, {}), part.tensor.detach().view(-1)
@@ -332,7 +332,7 @@ class Split(Updater):
         found = (places.always, places.chosen)
         return [(held, where, held[where]) for where in found for held in (value, *moments) if where.numel()]
 
-    def _begin(self, moments: Sequence[Tensor], places: _Places, told: StepPlan) -> None:
+    def _begin(self, moments: Sequence[Tensor], places: _Places, told: ZenFlowStep) -> None:
         for moment in moments if told.choose else ():
             moment[places.chosen] = 0
 
@@ -370,7 +370,7 @@ class Split(Updater):
             votes, asked = (sum(column) for column in zip(*told, strict=True))
         return votes >= int(self.told.auto_ratio * asked)
 
-    def _places_of(self, unit: Unit, part: Part) -> _Places:
+    def _places_of(self, unit: Unit, part: OptimizerSlice) -> _Places:
         known = self._places.get(id(part.tensor))
         if known is not None and known[0] is part.tensor:
             return known[1]

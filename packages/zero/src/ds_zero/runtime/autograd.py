@@ -19,21 +19,21 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ds_zero._torch import can_watch_saved, graph_task_id, queue_callback, unpack_hook
 
-__all__ = ["Backward", "Call", "Watcher", "tensors_in"]
+__all__ = ["Backward", "ForwardCall", "Watcher", "tensors_in"]
 
 
 class Watcher(Protocol):
     """Who is told of calls."""
 
-    def entered(self, call: Call) -> None: ...  # the gradient of an output has arrived: the backward of the call begins
-    def left(self, call: Call) -> None: ...  # the gradients of all inputs have arrived
+    def entered(self, call: ForwardCall) -> None: ...  # the gradient of an output has arrived: the backward of the call begins
+    def left(self, call: ForwardCall) -> None: ...  # the gradients of all inputs have arrived
     def unpacked(self, numbers: tuple[int, ...]) -> None: ...  # autograd needs something that the call saved
     def unseen(
         self, numbers: tuple[int, ...], output: Any
     ) -> None: ...  # the call returned no tensor that can be found
 
 
-class Call:
+class ForwardCall:
     """One call in forward: which units it used, and how many of its inputs still await a gradient."""
 
     __slots__ = ("__weakref__", "_watch", "inputs", "numbers", "pending", "watcher")
@@ -42,7 +42,7 @@ class Call:
         self.watcher, self.numbers, self.inputs, self.pending = watcher, numbers, 0, 0
         self._watch: saved_tensors_hooks | None = None
 
-    def begin(self, inputs: Any) -> Call:
+    def begin(self, inputs: Any) -> ForwardCall:
         """The call was given `inputs`: those with gradients say when it is left. What autograd saves is looked at until `guard`, unless it
         is saved as somebody else says; inside a call that is watched, for both."""
         for tensor in tensors_in(inputs):

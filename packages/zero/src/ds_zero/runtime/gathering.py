@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from ds_zero._torch import graph_task_id
-from ds_zero.runtime.autograd import Backward, Call
+from ds_zero.runtime.autograd import Backward, ForwardCall
 from ds_zero.runtime.gather_order import Arrivals, GatherOrder
-from ds_zero.runtime.sharded_parameter import Keeper, keep, placeholder_of, unkeep
+from ds_zero.runtime.sharded_parameter import AccessHandler, keep, placeholder_of, unkeep
 from ds_zero.runtime.init_shards import Copier
 from ds_zero.runtime.unit import Full, Unit
 
@@ -36,7 +36,7 @@ __all__ = ["Gathering"]
 _log = getLogger(__name__)
 
 
-class Gathering(Keeper):
+class Gathering(AccessHandler):
     """The gathers of one model. Keeper of its released parameters, watcher of its modules' calls.
 
     Args:
@@ -69,7 +69,7 @@ class Gathering(Keeper):
         # Gradients flow through a frozen unit only if something before it is trained.
         first = min((i for i, u in enumerate(self.units) if u.spec.trained), default=len(self.units))
         self._backward = self._order([n for n in reversed(self.released) if n >= first])
-        self.calls: list[set[Call]] = [set() for _ in units]
+        self.calls: list[set[ForwardCall]] = [set() for _ in units]
         self._sticky: set[int] = set()
         self._shared: set[int] = set()
         self._strays: set[int] = set()
@@ -161,7 +161,7 @@ class Gathering(Keeper):
     def _forward_hooks(
         self, owner: nn.Module, name: str, numbers: tuple[int, ...]
     ) -> tuple[Callable[..., None], Callable[..., None]]:
-        calls: list[Call | None] = []
+        calls: list[ForwardCall | None] = []
         mine = weakref.ref(owner)  # a copy of the module has these hooks, too
 
         def pre(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -177,7 +177,7 @@ class Gathering(Keeper):
                     self.running[number] += 1
                     self.gather(number, order)
             watched = numbers and torch.is_grad_enabled()
-            calls.append(Call(self, numbers).begin((args, kwargs)) if watched else None)
+            calls.append(ForwardCall(self, numbers).begin((args, kwargs)) if watched else None)
 
         def post(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if module is not mine():
@@ -335,7 +335,7 @@ class Gathering(Keeper):
             self.units[number].start_unshard(again=True)
         self._push()
 
-    def entered(self, call: Call) -> None:
+    def entered(self, call: ForwardCall) -> None:
         """Watcher: the backward of a call begins."""
         self._in_backward.enter()
         inner = self._in_backward.inner_units
@@ -365,7 +365,7 @@ class Gathering(Keeper):
         if output is not None:
             self._shared.update(numbers)
 
-    def left(self, call: Call) -> None:
+    def left(self, call: ForwardCall) -> None:
         """Watcher: the gradients of all inputs of a call have arrived."""
         for number in call.numbers:
             self.calls[number].discard(call)

@@ -29,15 +29,15 @@ from ds_zero._torch import foreach_add, foreach_copy
 from ds_zero.layout.elements import UnitLayout
 from ds_zero.layout.unit_plan import UnitPlan
 from ds_zero.offload.state_stores import nothing
-from ds_zero.runtime.unit_groups import Seat
+from ds_zero.runtime.unit_groups import GroupSet
 
-__all__ = ["Gradients", "Joint", "Pieces", "Way"]
+__all__ = ["Gradients", "BucketMessage", "Pieces", "GradReducer"]
 
 Pieces = Sequence[Sequence[Tensor]]
 """For each rank the tensors that go to it, or come from it; contiguous."""
 
 
-class Joint(Protocol):
+class BucketMessage(Protocol):
     """One message of several units, which is sent when all of them have given theirs. What both return is waited for by their unit."""
 
     def sum(self, arena: Tensor, out: Tensor, layout: UnitLayout, name: str) -> Work:
@@ -47,7 +47,7 @@ class Joint(Protocol):
         """Send pieces to the other ranks, and receive theirs. Both sides know all sizes."""
 
 
-class Way:
+class GradReducer:
     """Sums an arena by a collective; the interface of all ways. All ranks make the same calls in the same order.
 
     Attributes:
@@ -55,20 +55,20 @@ class Way:
             parameter lies in two of them.
     """
 
-    def __init__(self, plan: UnitPlan, seat: Seat) -> None:
+    def __init__(self, plan: UnitPlan, seat: GroupSet) -> None:
         self.name, self.layout = plan.name, plan.layout
         self.ranges: tuple[tuple[int, int], ...] = ((0, plan.layout.shard_numel),)
         self._codes, self._errors = plan.wire.sums(seat.levels)
         self._arena: Tensor | None = None
         self._works: list[Work] = []
-        self._joint: Joint | None = None
+        self._joint: BucketMessage | None = None
 
     @property
     def joins(self) -> bool:
         """Whether its message may be one with those of other units."""
         return self._codes is None
 
-    def join(self, joint: Joint) -> None:
+    def join(self, joint: BucketMessage) -> None:
         """The next reduction gives its message to `joint`, which is sent later."""
         self._joint = joint
 
@@ -95,7 +95,7 @@ class Way:
         alone = self.layout.world == 1 and self._arena is not None
         return [self._arena[: self.layout.shard_numel] if alone and self._arena is not None else None]
 
-    def start(self, outs: Sequence[Tensor], seat: Seat) -> None:
+    def start(self, outs: Sequence[Tensor], seat: GroupSet) -> None:
         """Start to sum into `outs`, one tensor a range."""
         (out,), arena, layout = outs, self._arena, self.layout
         joint, self._joint = self._joint, None
@@ -109,7 +109,7 @@ class Way:
         if layout.world == 1:
             self._works += self._sum_whole(out, seat.replicas)
 
-    def _scatter(self, mine: Tensor, inp: Tensor, seat: Seat, at: int) -> Work:
+    def _scatter(self, mine: Tensor, inp: Tensor, seat: GroupSet, at: int) -> Work:
         if self._codes is None:
             return comm.reduce_scatter_single(mine, inp, group=seat.shards, async_op=True, unit=self.name)
         # Errors are kept by this name.
@@ -164,7 +164,7 @@ class Gradients:
         summed: Called when a reduction is over. Both are called by the thread that does it, and do nothing by default.
     """
 
-    def __init__(self, plan: UnitPlan, params: Sequence[Parameter], device: torch.device, seat: Seat, way: Way) -> None:
+    def __init__(self, plan: UnitPlan, params: Sequence[Parameter], device: torch.device, seat: GroupSet, way: GradReducer) -> None:
         self.seat, self.way, self.ranges = seat, way, way.ranges
         self.sums: list[Tensor] | None = None
         self.arena: Tensor | None = None

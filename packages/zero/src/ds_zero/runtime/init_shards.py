@@ -22,7 +22,7 @@ import ds_comm as comm
 from ds_comm.placement import Interval
 from ds_config.errors import ShardedAccessError
 from ds_zero._torch import storage_uses, without_torch_function
-from ds_zero.runtime.sharded_parameter import Keeper, Released, keep, keeper_of, placeholder_of, release, restore, unkeep
+from ds_zero.runtime.sharded_parameter import AccessHandler, ShardedParameter, keep, keeper_of, placeholder_of, release, restore, unkeep
 
 __all__ = ["Copier", "Scatter", "chunk_of", "is_scattered", "number_of", "scatter_of", "whole"]
 
@@ -53,7 +53,7 @@ class _Record:
     pieces: Sequence[Interval] | None = None
 
 
-class Scatter(Keeper):
+class Scatter(AccessHandler):
     """Scatters parameters over `group` and is their keeper until somebody takes them over.
 
     Values of rank 0 win. Cost per parameter: its bytes once to scatter it, twice more for each use.
@@ -93,7 +93,7 @@ class Scatter(Keeper):
     def pin(self, param: Parameter) -> None:
         """Make `param` whole on every rank until `unpin`. Collective."""
         self._record(param).pins += 1
-        if type(param) is Released:
+        if type(param) is ShardedParameter:
             self.gather(param)
 
     def unpin(self, param: Parameter, source: int | None, *, alike: bool = False) -> None:
@@ -242,7 +242,7 @@ class Copier(Scatter):
         return placeholder_of(param, self.name_of(param))
 
 
-class _Shown(Keeper):
+class _Shown(AccessHandler):
     """Of what `detach` gave of a scattered parameter: it is whole while it, or the parameter, is used."""
 
     def __init__(self, scatter: Scatter, owner: Parameter) -> None:
@@ -260,7 +260,7 @@ class _Shown(Keeper):
                 code="sharded-access",
                 fix="Take it from the sharded model, inside GatheredParameters.",
             )
-        if type(self._owner) is Released:
+        if type(self._owner) is ShardedParameter:
             self._scatter.gather(self._owner)
         restore(param)
         return True
@@ -300,7 +300,7 @@ def whole(param: Parameter) -> Iterator[Tensor]:
     if not isinstance(keeper, Scatter):
         yield param.data
         return
-    if type(param) is Released:
+    if type(param) is ShardedParameter:
         keeper.gather(param)
     yield param.data
     keeper.give(param)

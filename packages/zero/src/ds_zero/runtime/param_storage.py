@@ -22,32 +22,32 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 import ds_comm as comm
-from ds_comm.hierarchical import Route
+from ds_comm.hierarchical import HierarchicalGather
 from ds_config.errors import PlanError
 from ds_zero._torch import storage_uses
-from ds_zero.layout.elements import Piece, Slot, UnitLayout, gaps_between
-from ds_zero.layout.shard_options import PLAIN, Messages
-from ds_zero.layout.unit_plan import Storage, UnitPlan
+from ds_zero.layout.elements import ParamPiece, ParamSlot, UnitLayout, gaps_between
+from ds_zero.layout.shard_options import PLAIN, CommFormat
+from ds_zero.layout.unit_plan import ParamStorage, UnitPlan
 from ds_zero.offload.copies import to_device
-from ds_zero.offload.state_stores import Place, Tier, place_of
+from ds_zero.offload.state_stores import ParamStore, OptimizerStateStore, place_of
 from ds_zero.runtime.sharded_parameter import release, restore
 from ds_zero.runtime.init_shards import is_scattered
-from ds_zero.runtime.unit_groups import Seat, Secondary
+from ds_zero.runtime.unit_groups import GroupSet, Secondary
 
 __all__ = ["PrivateStorage", "ReleasedStorage", "SharedStorage", "clear_gaps", "parts_of", "storage_of"]
 
 _AT_A_TIME, _AT_A_TIME_THERE = 1 << 16, 1 << 25  # elements: what is made stays in a cache; a device gets few launches
 
 
-class Stored(Protocol):
+class StorageUnit(Protocol):
     """Of a unit what its storage uses: `Unit`."""
 
     number: int
     plan: UnitPlan
-    seat: Seat
+    seat: GroupSet
     params: list[Parameter]
-    owned: tuple[Piece, ...]
-    tier: Tier
+    owned: tuple[ParamPiece, ...]
+    tier: OptimizerStateStore
     shard: Tensor
 
     @property
@@ -59,7 +59,7 @@ def parts_of(shard: Tensor, layout: UnitLayout) -> list[Tensor]:
     return [shard[s.at : s.at + s.chunk] for s in layout.segments]
 
 
-def clear_gaps(shard: Tensor, owned: Sequence[Piece]) -> None:
+def clear_gaps(shard: Tensor, owned: Sequence[ParamPiece]) -> None:
     """Zeros where a shard belongs to no parameter."""
     for gap in gaps_between([(piece.start, piece.stop) for piece in owned], shard.numel()):
         shard[gap.start : gap.stop].zero_()
@@ -78,7 +78,7 @@ class PrivateStorage:
 
     common = False
 
-    def __init__(self, unit: Stored) -> None:
+    def __init__(self, unit: StorageUnit) -> None:
         self._unit, self._layout = unit, unit.plan.layout
         self._works: list[comm.Work] = []
         self.sent: Tensor | None = None
@@ -98,7 +98,7 @@ class PrivateStorage:
         rank, base = self._unit.seat.shards.rank, self.full if full is None else full
         return [base[s.start + rank * s.chunk :][: s.chunk] for s in self._layout.segments]
 
-    def fill(self, slot: Slot, pieces: Sequence[Piece], value: Tensor | None) -> None:
+    def fill(self, slot: ParamSlot, pieces: Sequence[ParamPiece], value: Tensor | None) -> None:
         """Put one parameter's flat values where they are kept; None stands for values that come later, zeros until then.
 
         Args:
@@ -130,9 +130,9 @@ class PrivateStorage:
         if self._layout.world > 1:
             self._gather(channel, PLAIN)
 
-    def _gather(self, channel: comm.Group | None, wire: Messages) -> None:
+    def _gather(self, channel: comm.Group | None, wire: CommFormat) -> None:
         seat = self._unit.seat
-        route = seat.route if channel is None and seat.nodes is not None and seat.nodes.two_steps else None
+        route = seat.route if channel is None and seat.nodes is not None and seat.nodes.hierarchical else None
         start = partial(self._send, route, channel)
         for (begin, end), source in zip(self._layout.spans, self._sources(), strict=True):
             self._works.append(wire.gather(self.full[begin:end], self._load(source), start))
@@ -145,11 +145,11 @@ class PrivateStorage:
         return there
 
     @property
-    def _sender(self) -> Place:
+    def _sender(self) -> ParamStore:
         """What keeps the tensor that gathers send, where that is none of full's memory."""
         return self._unit.tier
 
-    def _send(self, route: Route | None, channel: comm.Group | None, out: Tensor, mine: Tensor) -> comm.Work:
+    def _send(self, route: HierarchicalGather | None, channel: comm.Group | None, out: Tensor, mine: Tensor) -> comm.Work:
         name, gathers = self._unit.plan.name, self._unit.seat.gathers
         if route is not None:
             return route.gather(out, mine, name)
@@ -267,7 +267,7 @@ class ReleasedStorage(PrivateStorage):
         param_tier: Keeps `sent`.
     """
 
-    def __init__(self, unit: Stored) -> None:
+    def __init__(self, unit: StorageUnit) -> None:
         super().__init__(unit)
         plan, nodes, route = unit.plan, unit.seat.nodes, unit.seat.route
         self.param_tier = place_of(plan.param_tier, unit, self)
@@ -275,13 +275,13 @@ class ReleasedStorage(PrivateStorage):
             self.sent = self.param_tier.memory(plan.layout.shard_numel, plan.dtypes.param, unit.device)
             clear_gaps(self.sent, unit.owned)
         self._loaded: Tensor | None = None
-        near = nodes is not None and nodes.secondary
+        near = nodes is not None and nodes.secondary_partition
         self._near = Secondary(route, plan.layout, plan.name) if route is not None and near else None
 
     def _allocate(self) -> Tensor:
         return torch.empty(self._layout.numel, dtype=self._unit.plan.dtypes.param, device=self._unit.device)
 
-    def fill(self, slot: Slot, pieces: Sequence[Piece], value: Tensor | None) -> None:
+    def fill(self, slot: ParamSlot, pieces: Sequence[ParamPiece], value: Tensor | None) -> None:
         del slot
         for piece in pieces if self.sent is not None else ():
             there = self.sent[piece.start : piece.stop]  # type: ignore[index]
@@ -320,7 +320,7 @@ class ReleasedStorage(PrivateStorage):
         return True
 
     @property
-    def _sender(self) -> Place:
+    def _sender(self) -> ParamStore:
         return self._unit.tier if self.sent is None else self.param_tier
 
     def _sources(self) -> list[Tensor]:
@@ -395,7 +395,7 @@ class SharedStorage(PrivateStorage):
 
     common = True
 
-    def __init__(self, unit: Stored) -> None:
+    def __init__(self, unit: StorageUnit) -> None:
         if unit.seat.host is None:
             raise RuntimeError(f"unit {unit.plan.name} is planned in shared memory, and there is none")
         self._host = unit.seat.host
@@ -408,7 +408,7 @@ class SharedStorage(PrivateStorage):
     def chunks(self, full: Tensor | None = None) -> list[Tensor]:
         return super().chunks(self.home if full is None else full)
 
-    def fill(self, slot: Slot, pieces: Sequence[Piece], value: Tensor | None) -> None:
+    def fill(self, slot: ParamSlot, pieces: Sequence[ParamPiece], value: Tensor | None) -> None:
         for piece in pieces if value is not None else ():  # every rank writes its part, once for all of them
             start, stop = piece.interval.start, piece.interval.stop
             self.home[slot.offset + start : slot.offset + stop].copy_(value[start:stop])  # type: ignore[index]
@@ -442,19 +442,19 @@ class SharedStorage(PrivateStorage):
         self._host.forget(self._unit.number)
 
 
-_KINDS: Mapping[Storage, type[PrivateStorage]] = {
-    Storage.PRIVATE: PrivateStorage,
-    Storage.RELEASED: ReleasedStorage,
-    Storage.SHARED: SharedStorage,
+_KINDS: Mapping[ParamStorage, type[PrivateStorage]] = {
+    ParamStorage.PRIVATE: PrivateStorage,
+    ParamStorage.RELEASED: ReleasedStorage,
+    ParamStorage.SHARED: SharedStorage,
 }
 
 
-def storage_of(unit: Stored) -> PrivateStorage:
+def storage_of(unit: StorageUnit) -> PrivateStorage:
     """The strategy that the plan chose."""
     return _KINDS[unit.plan.storage](unit)
 
 
-def _take_over(unit: Stored) -> Tensor | None:
+def _take_over(unit: StorageUnit) -> Tensor | None:
     """The memory of a parameter that fills the unit and is nobody else's: it becomes full as it is, nothing is copied."""
     (param, *others), slot = unit.params, unit.plan.layout.slots[0]
     fits = slot.numel == unit.plan.layout.numel and param.dtype == unit.plan.dtypes.param

@@ -30,7 +30,7 @@ from ds_zero.runtime.gradients import Gradients
 from ds_zero.runtime.gather_order import ReduceOrder
 from ds_zero.runtime.unit import Unit
 
-__all__ = ["Helper", "Reducing", "ZeroGrad"]
+__all__ = ["Helper", "GradientReductions", "ZeroGrad"]
 
 
 _PATIENCE_S = 0.02
@@ -141,7 +141,7 @@ def _one_by_one(several: Sequence[Gradients]) -> None:
         gradients.reduce()
 
 
-class Reducing:
+class GradientReductions:
     """The reductions of one model.
 
     Args:

@@ -31,17 +31,17 @@ from torch import Tensor, nn
 
 import ds_comm as comm
 from ds_comm import Group, Work
-from ds_comm.shm_units import HostMemory, Slot
-from ds_comm.sparse_rows import Table, sum_rows
+from ds_comm.shm_units import ShmUnitMemory, ReductionBuffers
+from ds_comm.sparse_rows import EmbeddingTable, sum_rows
 from ds_ops.stream import copy_ranges
 from ds_ops.reduce import sum_ranges, sum_sources
 from ds_zero._torch import foreach_copy, storage_uses
-from ds_zero.layout.elements import Run, gaps_between, pack, plan_copies, plan_sums
-from ds_zero.layout.unit_plan import Reduction, UnitPlan
-from ds_zero.runtime.gradients import Way
-from ds_zero.runtime.unit_groups import Seat
+from ds_zero.layout.elements import ReduceRange, gaps_between, pack, plan_copies, plan_sums
+from ds_zero.layout.unit_plan import ReduceStrategy, UnitPlan
+from ds_zero.runtime.gradients import GradReducer
+from ds_zero.runtime.unit_groups import GroupSet
 
-__all__ = ["Exchange", "Posting", "Rows", "tables", "way_of"]
+__all__ = ["P2PReduceScatter", "ShmReduceScatter", "EmbeddingRowReducer", "tables", "way_of"]
 
 LEAST_KEPT = 16384
 """Elements; in shared memory, copying fewer takes less time than the call that would spare it."""
@@ -52,10 +52,10 @@ _Place = tuple[int, int, int]
 """(first, at, n): elements [first, first + n) of a flattened tensor are at `at` of this rank's slot."""
 
 
-class _Direct(Way, ABC):
+class _Direct(GradReducer, ABC):
     """Sums out of the tensors that autograd made, which must not change until the sum is there."""
 
-    def __init__(self, plan: UnitPlan, seat: Seat, runs: Sequence[Run]) -> None:
+    def __init__(self, plan: UnitPlan, seat: GroupSet, runs: Sequence[ReduceRange]) -> None:
         super().__init__(plan, seat)
         self.rank, self._runs = seat.shards.rank, runs
         # One tensor where what was summed is sent on to other ranks.
@@ -84,7 +84,7 @@ class _Direct(Way, ABC):
             return [None]
         return [self._mine(run) if run.member in self._free else None for run in self._runs]
 
-    def start(self, outs: Sequence[Tensor], seat: Seat) -> None:
+    def start(self, outs: Sequence[Tensor], seat: GroupSet) -> None:
         """Nothing: the others read, or get, what `begin` posted."""
 
     def finish(self, outs: Sequence[Tensor]) -> float | None:
@@ -105,7 +105,7 @@ class _Direct(Way, ABC):
             self._free.add(member)
         self._grads[member] = grad
 
-    def _mine(self, run: Run) -> Tensor | None:
+    def _mine(self, run: ReduceRange) -> Tensor | None:
         """What this rank has of a run and does not copy; None: it was copied."""
         if self._flat is not None:
             return self._flat[run.at : run.at + run.numel]
@@ -132,10 +132,10 @@ class _Direct(Way, ABC):
         """outs[i] = the sum over ranks of run i, in rank order; waits until all posted. Returns the squares' sum."""
 
 
-class Posting(_Direct):
+class ShmReduceScatter(_Direct):
     """In the slots of `host`."""
 
-    def __init__(self, plan: UnitPlan, seat: Seat, host: HostMemory) -> None:
+    def __init__(self, plan: UnitPlan, seat: GroupSet, host: ShmUnitMemory) -> None:
         layout, rank = plan.layout, seat.shards.rank
         sums = plan_sums(layout, rank, LEAST_KEPT)
         super().__init__(plan, seat, sums.runs)
@@ -149,7 +149,7 @@ class Posting(_Direct):
         self._part: dict[int, list[_Place]] = {member: [] for member in sums.kept}
         for part in sums.published:
             self._part[part.member] += self._rotated(part.at, part.at + part.stop - part.start, part.start)
-        self._slot: Slot | None = None
+        self._slot: ReductionBuffers | None = None
 
     def _rotated(self, start: int, stop: int, first: int = 0) -> list[_Place]:
         """Where elements [start, stop) of the unit, which are [first, ...) of something else, are in this rank's slot: at most two."""
@@ -165,7 +165,7 @@ class Posting(_Direct):
         return False
 
     @property
-    def slot(self) -> Slot:
+    def slot(self) -> ReductionBuffers:
         """The one that is open or posted."""
         if self._slot is None:
             raise RuntimeError(f"unit {self.name} has no slot open")
@@ -218,10 +218,10 @@ class Posting(_Direct):
         self._slot = None
 
 
-class Exchange(_Direct):
+class P2PReduceScatter(_Direct):
     """By messages between ranks that share no memory."""
 
-    def __init__(self, plan: UnitPlan, seat: Seat) -> None:
+    def __init__(self, plan: UnitPlan, seat: GroupSet) -> None:
         layout, rank = plan.layout, seat.shards.rank
         self._parcels = [pack(layout, other, LEAST_SENT) for other in range(layout.world)]
         super().__init__(plan, seat, self._parcels[rank].plan.runs)
@@ -334,10 +334,10 @@ def tables(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, param in model.named_parameters() if id(param) in owners)
 
 
-class Rows(Way):
+class EmbeddingRowReducer(GradReducer):
     """Sums embeddings by rows."""
 
-    def __init__(self, plan: UnitPlan, seat: Seat, tables: Sequence[Table]) -> None:
+    def __init__(self, plan: UnitPlan, seat: GroupSet, tables: Sequence[EmbeddingTable]) -> None:
         super().__init__(plan, seat)
         self.tables = tables
 
@@ -350,13 +350,13 @@ class Rows(Way):
         return sum_rows(flat, self.tables, group, self.name)
 
 
-def way_of(plan: UnitPlan, seat: Seat) -> Way:
+def way_of(plan: UnitPlan, seat: GroupSet) -> GradReducer:
     """The strategy that the plan chose."""
-    if plan.reduction is Reduction.POSTING and seat.host is not None:
-        return Posting(plan, seat, seat.host)
-    if plan.reduction is Reduction.EXCHANGE:
-        return Exchange(plan, seat)
+    if plan.reduction is ReduceStrategy.POSTING and seat.host is not None:
+        return ShmReduceScatter(plan, seat, seat.host)
+    if plan.reduction is ReduceStrategy.EXCHANGE:
+        return P2PReduceScatter(plan, seat)
     found = [slot for slot in plan.layout.slots if slot.name in seat.tables and slot.numel]
     if found:
-        return Rows(plan, seat, [Table(slot.offset, slot.shape[0], prod(slot.shape[1:])) for slot in found])
-    return Way(plan, seat)
+        return EmbeddingRowReducer(plan, seat, [EmbeddingTable(slot.offset, slot.shape[0], prod(slot.shape[1:])) for slot in found])
+    return GradReducer(plan, seat)

@@ -26,28 +26,28 @@ from torch import Tensor, nn
 import ds_comm as comm
 from ds_accel import host_memory
 from ds_comm import Group, LocalShard, all_gather_json
-from ds_comm.reduction_group import Family, logical_of
+from ds_comm.reduction_group import ReductionGroup, logical_of
 from ds_comm.placement import Interval
-from ds_comm.buffer_pool import Pool
+from ds_comm.buffer_pool import BufferPool
 from ds_comm.broadcast_state import make_same
 from ds_config.errors import PlanError, ShardedAccessError, UnsupportedError
 from ds_config.sizes import bytes_text
-from ds_zero.layout.elements import Piece
+from ds_zero.layout.elements import ParamPiece
 from ds_zero.layout.reduction_groups import check_same, family_name, find_families
-from ds_zero.layout.shard_options import Habits, ShardOptions, describe, dtype_name
+from ds_zero.layout.shard_options import OptimizerTraits, ShardOptions, describe, dtype_name
 from ds_zero.layout.unit_plan import ZeroPlan, plan_all
 from ds_zero.layout.dtypes_plan import Precision
 from ds_zero.layout.units import DENSE, plan_units
 from ds_zero.offload.suspend import KINDS, Away, bring_back, take_away
 from ds_zero.runtime.autograd import Backward
 from ds_zero.runtime.gathering import Gathering
-from ds_zero.runtime.reduce_runtime import Reducing
+from ds_zero.runtime.reduce_runtime import GradientReductions
 from ds_zero.runtime.reduce_strategies import tables
 from ds_zero.runtime.init_shards import is_scattered
-from ds_zero.runtime.unit_groups import Seating
-from ds_zero.runtime.unit import Part, Unit
+from ds_zero.runtime.unit_groups import GroupTable
+from ds_zero.runtime.unit import OptimizerSlice, Unit
 
-__all__ = ["Runtime", "ShardOptions", "Sharding", "sharding_of"]
+__all__ = ["Runtime", "ShardOptions", "ShardedModel", "sharding_of"]
 
 
 class Runtime(Backward):
@@ -69,7 +69,7 @@ class Runtime(Backward):
         self._keys = _keys(units)
         self._model, self._settled = model, False
         self.gathering = Gathering(units, self, ahead_numel)
-        self.reducing = Reducing(units, self, self.gathering, inflight_bytes)
+        self.reducing = GradientReductions(units, self, self.gathering, inflight_bytes)
         self.reducing.attach()
         self.gathering.attach(model)
 
@@ -137,7 +137,7 @@ def _keys(units: Sequence[Unit]) -> list[tuple[str, int]]:
     return [(unit.spec.family, next(counters[unit.spec.family])) for unit in units]
 
 
-def _check_everyone(everyone: Group, families: Mapping[str, Family], options: ShardOptions) -> None:
+def _check_everyone(everyone: Group, families: Mapping[str, ReductionGroup], options: ShardOptions) -> None:
     wants = options.clip is not None or options.precision is not None
     beyond = sorted({rank for f in families.values() for rank in f.group.ranks} - set(everyone.ranks))
     if beyond and (wants or options.norm is not None):
@@ -174,7 +174,7 @@ def room_refusal(needed: int, ranks: int, *, what: str) -> str:
     )
 
 
-class Sharding:
+class ShardedModel:
     """The units of one model and the hooks that drive them.
 
     Args:
@@ -192,7 +192,7 @@ class Sharding:
         model: nn.Module,
         groups: Mapping[int, int],
         options: ShardOptions,
-        habits: Mapping[int, Habits] | None = None,
+        habits: Mapping[int, OptimizerTraits] | None = None,
     ) -> None:
         self.model, self.options = model, options
         self.group = comm.ensure_world() if options.group is None else comm.as_group(options.group)
@@ -208,7 +208,7 @@ class Sharding:
         self.families = find_families(model, self.group)
         self.everyone = self.group if options.norm is None else comm.as_group(options.norm)
         _check_everyone(self.everyone, self.families, options)
-        params, modules = describe(model, groups, habits or Habits(options.layout or "flat"), self.precision)
+        params, modules = describe(model, groups, habits or OptimizerTraits(options.layout or "flat"), self.precision)
         specs = plan_units(params, modules, residency, options.policy)
         by_name = dict(model.named_parameters())
         self.logical = {name: logical_of(name, param) for name, param in by_name.items()}
@@ -217,11 +217,11 @@ class Sharding:
         ready = [p for p in by_name.values() if not p.is_meta and not is_scattered(p)]
         for name, family in self.families.items():
             make_same([t for t in (*ready, *model.buffers()) if family_name(t) == name], family.group)
-        self.pool = Pool()
+        self.pool = BufferPool()
         self.away: list[Away] = []
         on_host = all(p.device.type == "cpu" for p in by_name.values())
         rows = tables(model) if options.sparse else frozenset()
-        self.seating = Seating(self.families, self.pool, options, host=on_host, tables=rows)
+        self.seating = GroupTable(self.families, self.pool, options, host=on_host, tables=rows)
         self.plan = ZeroPlan(self.group.size, residency, plan_all(specs, options, self.seating.ranks))
         _check_host(self.plan, self.everyone)
         self.seating.share(self.plan.units)
@@ -234,7 +234,7 @@ class Sharding:
         self.runtime = Runtime(model, self.units, *self._run_ahead())
         self._where = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
         self.grad_factor: Callable[[Unit], float] = lambda unit: 1.0 / unit.seat.family.divisor
-        self.state_of: Callable[[Part], Mapping[str, Any]] = lambda part: {}
+        self.state_of: Callable[[OptimizerSlice], Mapping[str, Any]] = lambda part: {}
         for param in by_name.values():
             setattr(param, _TICKET, _Ticket(self))
 
@@ -264,7 +264,7 @@ class Sharding:
                 code="zero-family-local",
                 fix="Use another optimizer for this model.",
             )
-        alone = comm.single_group("alone", self.group.global_rank)
+        alone = comm.self_group("alone", self.group.global_rank)
         self.families = {DENSE: replace(self.families[DENSE], divisor=1, copies=self.group.size)}
         for unit in self.units:
             unit.seat = replace(unit.seat, family=self.families[DENSE], replicas=alone)
@@ -373,11 +373,11 @@ class Sharding:
         return found
 
     @staticmethod
-    def pieces(unit: Unit) -> list[Piece]:
+    def pieces(unit: Unit) -> list[ParamPiece]:
         """What this rank owns of a unit; an empty parameter is the first rank's."""
         owned = list(unit.owned)
         if unit.seat.shards.rank == 0:
-            owned += [Piece(s.name, s.shape, Interval(0, 0), 0) for s in unit.layout.slots if s.numel == 0]
+            owned += [ParamPiece(s.name, s.shape, Interval(0, 0), 0) for s in unit.layout.slots if s.numel == 0]
         return owned
 
     def close(self) -> None:
@@ -408,14 +408,14 @@ class _Ticket:
 
     __slots__ = ("owner",)
 
-    def __init__(self, owner: Sharding | None = None) -> None:
+    def __init__(self, owner: ShardedModel | None = None) -> None:
         self.owner = None if owner is None else weakref.ref(owner)
 
     def __reduce__(self) -> tuple[type[_Ticket], tuple[()]]:
         return _Ticket, ()
 
 
-def sharding_of(param: Tensor) -> Sharding | None:
+def sharding_of(param: Tensor) -> ShardedModel | None:
     """The Sharding a parameter belongs to; None for a parameter that is not sharded."""
     ticket = getattr(param, _TICKET, None)
     return None if ticket is None or ticket.owner is None else ticket.owner()

@@ -27,13 +27,13 @@ from ds_config.errors import ShardedAccessError
 from ds_zero._torch import without_torch_function
 from ds_zero.runtime.autograd import tensors_in
 
-__all__ = ["Keeper", "Placeholder", "Released", "keep", "keeper_of", "placeholder_of", "release", "restore", "unkeep"]
+__all__ = ["AccessHandler", "Placeholder", "ShardedParameter", "keep", "keeper_of", "placeholder_of", "release", "restore", "unkeep"]
 
 _KEEPER = "_ds_zero_keeper"
 _CLASS = "_ds_zero_class"
 
 
-class Keeper(ABC):
+class AccessHandler(ABC):
     """Who gathers a released parameter on demand, or says why not."""
 
     @abstractmethod
@@ -58,7 +58,7 @@ class Keeper(ABC):
         return None
 
 
-def keep(param: Tensor, keeper: Keeper) -> None:
+def keep(param: Tensor, keeper: AccessHandler) -> None:
     """Say once who answers for `param`; needed before `release`."""
     setattr(param, _KEEPER, keeper)
 
@@ -76,9 +76,9 @@ def unkeep(param: Parameter) -> None:
 
 def release(param: Tensor) -> None:
     """From now on every use of `param`'s values asks its keeper. O(1), no allocation."""
-    if type(param) is not Released:
+    if type(param) is not ShardedParameter:
         setattr(param, _CLASS, param.__class__)
-        param.__class__ = Released
+        param.__class__ = ShardedParameter
 
 
 def restore(param: Tensor) -> None:
@@ -86,8 +86,8 @@ def restore(param: Tensor) -> None:
     param.__class__ = param.__dict__[_CLASS]
 
 
-def _keeper(param: Tensor) -> Keeper:
-    keeper: Keeper = param.__dict__[_KEEPER]
+def _keeper(param: Tensor) -> AccessHandler:
+    keeper: AccessHandler = param.__dict__[_KEEPER]
     return keeper
 
 
@@ -140,7 +140,7 @@ def _refusal(what: str, name: str, shape: Sequence[int]) -> ShardedAccessError:
 # ---- who answers
 
 
-class Released(Parameter):
+class ShardedParameter(Parameter):
     """A parameter of which this rank holds only a shard. Made by `release`, never constructed."""
 
     @classmethod
@@ -149,7 +149,7 @@ class Released(Parameter):
     ) -> Any:
         kwargs, name = kwargs or {}, _called(func)
         looks = _reads(func) and bool(args)
-        if _faces(func) or (looks and type(args[0]) is not Released):  # x.to(param) wants its dtype and device
+        if _faces(func) or (looks and type(args[0]) is not ShardedParameter):  # x.to(param) wants its dtype and device
             with without_torch_function():
                 return func(*args, **kwargs)
         if looks and (seen := _keeper(args[0]).shown(args[0], name)) is not None:
@@ -159,9 +159,9 @@ class Released(Parameter):
         shown = args[-1] if name == "data" else None
         if isinstance(shown, Placeholder) and (shown.dtype, shown.device) == (args[0].dtype, args[0].device):
             return True  # model.to(device) of a model that is there already
-        touched = [p for p in tensors_in((args, kwargs)) if type(p) is Released]
+        touched = [p for p in tensors_in((args, kwargs)) if type(p) is ShardedParameter]
         for param in touched:
-            if type(param) is Released and not _keeper(param).touched(param, name):
+            if type(param) is ShardedParameter and not _keeper(param).touched(param, name):
                 raise _refusal(name, _keeper(param).name_of(param), param.shape)
         try:
             return func(*args, **kwargs)

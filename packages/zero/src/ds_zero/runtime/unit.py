@@ -25,18 +25,18 @@ from torch.utils import swap_tensors
 
 import ds_comm as comm
 from ds_config.errors import ShardedAccessError
-from ds_zero.layout.elements import Piece, UnitLayout
-from ds_zero.layout.unit_plan import Storage, UnitPlan
+from ds_zero.layout.elements import ParamPiece, UnitLayout
+from ds_zero.layout.unit_plan import ParamStorage, UnitPlan
 from ds_zero.layout.dtypes_plan import Dtypes
 from ds_zero.layout.units import UnitSpec
-from ds_zero.offload.state_stores import Part, made
+from ds_zero.offload.state_stores import OptimizerSlice, made
 from ds_zero.runtime.gradients import Gradients
 from ds_zero.runtime.reduce_strategies import way_of
 from ds_zero.runtime.init_shards import whole
-from ds_zero.runtime.unit_groups import Seat
+from ds_zero.runtime.unit_groups import GroupSet
 from ds_zero.runtime.param_storage import clear_gaps, storage_of
 
-__all__ = ["Full", "Part", "Unit"]
+__all__ = ["Full", "OptimizerSlice", "Unit"]
 
 
 class Full(Enum):
@@ -58,7 +58,7 @@ class Unit:
         parts: What the optimizer sees of the shard; empty for parameters that are not trained.
     """
 
-    def __init__(self, plan: UnitPlan, params: Sequence[Parameter], seat: Seat, number: int = 0) -> None:
+    def __init__(self, plan: UnitPlan, params: Sequence[Parameter], seat: GroupSet, number: int = 0) -> None:
         self.number = number
         self.plan = plan
         self.seat = seat
@@ -66,7 +66,7 @@ class Unit:
         self.owned = plan.layout.owned(seat.shards.rank)
         self.pins = 0
         self.state = Full.CURRENT
-        self.parts: list[Part] = []
+        self.parts: list[OptimizerSlice] = []
         self.tier = made(plan.tier, self)
         self.gradients = Gradients(plan, self.params, self.device, seat, way_of(plan, seat))
         self.storage = storage_of(self)
@@ -111,13 +111,13 @@ class Unit:
     @property
     def releases(self) -> bool:
         """Whether full has no memory between uses."""
-        return self.plan.storage is Storage.RELEASED
+        return self.plan.storage is ParamStorage.RELEASED
 
     # ---- parameters
 
     def _adopt(self) -> None:
         # Parameters become views of one buffer; values and identity stay.
-        owned: dict[str, list[Piece]] = {}
+        owned: dict[str, list[ParamPiece]] = {}
         for piece in self.owned:
             owned.setdefault(piece.name, []).append(piece)
         for slot, param in zip(self.layout.slots, self.params, strict=True):
@@ -226,10 +226,10 @@ class Unit:
 
     # ---- what the optimizer sees
 
-    def _part(self, start: int, stop: int) -> Part:
+    def _part(self, start: int, stop: int) -> OptimizerSlice:
         numbers = self._numbers
         inside = tuple(numbers[p.name] for p in self.owned if start <= p.start < stop)
-        return Part(self._parameter(self.shard[start:stop]), start, stop, inside)
+        return OptimizerSlice(self._parameter(self.shard[start:stop]), start, stop, inside)
 
     @property
     def _numbers(self) -> dict[str, int]:
@@ -241,7 +241,7 @@ class Unit:
             made.state_dtype = self.dtypes.state  # type: ignore[attr-defined]  # OpsOptimizer.state_dtype_of
         return made
 
-    def split(self) -> list[Part]:
+    def split(self) -> list[OptimizerSlice]:
         """One part a parameter, in the shape of what this rank has of it: whole, rows, or flat."""
         numbers, parts = self._numbers, []
         for piece in self.owned:
@@ -251,5 +251,5 @@ class Unit:
                 view = view.view(piece.shape)
             elif self.layout.kind == "dim0":
                 view = view.view(piece.interval.numel // row, *piece.shape[1:])
-            parts.append(Part(self._parameter(view), piece.start, piece.stop, (numbers[piece.name],)))
+            parts.append(OptimizerSlice(self._parameter(view), piece.start, piece.stop, (numbers[piece.name],)))
         return parts

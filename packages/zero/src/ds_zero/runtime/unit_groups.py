@@ -19,20 +19,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_comm as comm
-from ds_comm import Group, drop_group, groups, twin_group
-from ds_comm.reduction_group import Family
-from ds_comm.shm_units import HostMemory, host_refusal
+from ds_comm import Group, destroy_group, groups, duplicate_group
+from ds_comm.reduction_group import ReductionGroup
+from ds_comm.shm_units import ShmUnitMemory, host_refusal
 from ds_comm.lossy.hierarchy import Hierarchy
-from ds_comm.buffer_pool import Pool
-from ds_comm.hierarchical import Route
+from ds_comm.buffer_pool import BufferPool
+from ds_comm.hierarchical import HierarchicalGather
 from ds_config.errors import PlanError, UnsupportedError
 from ds_zero.layout.elements import UnitLayout
 from ds_zero.layout.reduction_groups import cut
-from ds_zero.layout.shard_options import Nodes, ShardOptions
-from ds_zero.layout.unit_plan import Ranks, UnitPlan
+from ds_zero.layout.shard_options import NodeTopology, ShardOptions
+from ds_zero.layout.unit_plan import ShardGroupInfo, UnitPlan
 from ds_zero.layout.units import DENSE
 
-__all__ = ["Seat", "Seating", "Secondary", "node_groups", "sends_from_anywhere"]
+__all__ = ["GroupSet", "GroupTable", "Secondary", "node_groups", "sends_from_anywhere"]
 
 _log = logging.getLogger("ds_zero")
 
@@ -44,7 +44,7 @@ class Secondary:
         valid: Whether the piece is what the shards hold. Cleared, on all ranks alike, by whoever writes the shards.
     """
 
-    def __init__(self, route: Route, layout: UnitLayout, unit: str) -> None:
+    def __init__(self, route: HierarchicalGather, layout: UnitLayout, unit: str) -> None:
         self.valid = False
         self._route, self._layout, self._unit = route, layout, unit
         self._piece: Tensor | None = None
@@ -87,7 +87,7 @@ class Secondary:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seat:
+class GroupSet:
     """What the units of one family share.
 
     Attributes:
@@ -105,16 +105,16 @@ class Seat:
         tables: Names of parameters of whose gradients only the rows that are not zero are sent.
     """
 
-    family: Family
+    family: ReductionGroup
     apart: bool
     shards: Group
     gathers: Group
     replicas: Group
-    pool: Pool
+    pool: BufferPool
     shared: bool = False
-    host: HostMemory | None = None
-    nodes: Nodes | None = None
-    route: Route | None = None
+    host: ShmUnitMemory | None = None
+    nodes: NodeTopology | None = None
+    route: HierarchicalGather | None = None
     levels: Hierarchy | None = None
     tables: frozenset[str] = frozenset()
     _late: list[Group] = field(default_factory=list)  # made when first needed, at most one
@@ -133,11 +133,11 @@ class Seat:
         """The channel for gathers outside the recorded order. Made at the first call, which is collective over `shards`."""
         if not self._late:
             apart = self.gathers is not self.shards
-            self._late.append(twin_group(self.shards, "unforeseen", None) if apart else self.gathers)
+            self._late.append(duplicate_group(self.shards, "unforeseen", None) if apart else self.gathers)
         return self._late[0]
 
 
-class Seating:
+class GroupTable:
     """The seats of one model by family, and the groups made for them. Construction is collective over each family's group.
 
     Args:
@@ -148,8 +148,8 @@ class Seating:
 
     def __init__(
         self,
-        families: Mapping[str, Family],
-        pool: Pool,
+        families: Mapping[str, ReductionGroup],
+        pool: BufferPool,
         options: ShardOptions,
         *,
         host: bool,
@@ -159,7 +159,7 @@ class Seating:
         self._dense = families[DENSE].group
         self._made: list[Group] = []
         self._dense_shards: Group | None = None
-        self.seats: dict[str, Seat] = {}
+        self.seats: dict[str, GroupSet] = {}
         if options.nodes is not None and not options.residency.shard_params:
             raise PlanError(
                 f"nodes of {options.nodes.size} ranks were told with {options.residency}: no parameter is gathered in forward or "
@@ -176,11 +176,11 @@ class Seating:
             self.seats[name] = replace(known, family=family)
             alike.append(name)
 
-    def _make(self, family: Family) -> Seat:
+    def _make(self, family: ReductionGroup) -> GroupSet:
         apart = not set(family.group.ranks) <= set(self._dense.ranks)
         if not self.options.residency.shard_optim:
-            alone = comm.single_group("alone", family.group.global_rank)
-            return Seat(family, apart, alone, alone, family.group, self.pool, tables=self._tables)
+            alone = comm.self_group("alone", family.group.global_rank)
+            return GroupSet(family, apart, alone, alone, family.group, self.pool, tables=self._tables)
         replicas = cut(family, self._dense, self.options.shard_size)
         self._made += replicas.made
         self._dense_shards = self._dense_shards or replicas.shards
@@ -189,11 +189,11 @@ class Seating:
         nodes = self._nodes(shards, shared)
         route = None if nodes is None else self._route(shards, nodes)
         if self.options.residency.shard_params and shards.size > 1 and not shared:
-            gathers = twin_group(shards, "gather", None)
+            gathers = duplicate_group(shards, "gather", None)
             self._made.append(gathers)
         levels = None if shared else self.options.wire.levels(shards)
         self._made += () if levels is None else (levels.inside, levels.across)
-        return Seat(family, apart, shards, gathers, replicas.twins, self.pool, shared, None, nodes, route, levels)
+        return GroupSet(family, apart, shards, gathers, replicas.twins, self.pool, shared, None, nodes, route, levels)
 
     def _shares(self, group: Group) -> bool:
         # What is kept elsewhere between uses is nobody else's.
@@ -214,7 +214,7 @@ class Seating:
             fix="Leave memory at 'auto', or shard over ranks of one host.",
         )
 
-    def _nodes(self, shards: Group, shared: bool) -> Nodes | None:
+    def _nodes(self, shards: Group, shared: bool) -> NodeTopology | None:
         nodes = self.options.nodes
         if nodes is not None and shared:
             _log.info(
@@ -230,17 +230,17 @@ class Seating:
             return None
         return nodes
 
-    def _route(self, shards: Group, nodes: Nodes) -> Route:
+    def _route(self, shards: Group, nodes: NodeTopology) -> HierarchicalGather:
         inside, across = node_groups(shards, nodes.size, ("node", "across"))
         self._made += inside, across
-        return Route(inside, across, self.pool)
+        return HierarchicalGather(inside, across, self.pool)
 
     @property
-    def ranks(self) -> dict[str, Ranks]:
+    def ranks(self) -> dict[str, ShardGroupInfo]:
         """What planning is to know of each family."""
         device = torch.device("cpu" if self._host else "meta")
         return {
-            name: Ranks(
+            name: ShardGroupInfo(
                 seat.shards.size,
                 seat.shared,
                 sends_from_anywhere(seat.shards, device),
@@ -262,12 +262,12 @@ class Seating:
                 if unit.spec.trained
             ]
             fulls = {number: (unit.layout.numel, unit.dtypes.param) for number, unit in mine.items()}
-            host = HostMemory(seat.shards, fulls, max(widths, default=0))
+            host = ShmUnitMemory(seat.shards, fulls, max(widths, default=0))
             for name in alike:
                 self.seats[name] = replace(self.seats[name], host=host)
 
     @property
-    def hosts(self) -> list[HostMemory]:
+    def hosts(self) -> list[ShmUnitMemory]:
         """Shared memories, each once, in the order of families."""
         return list(dict.fromkeys(seat.host for seat in self.seats.values() if seat.host is not None))
 
@@ -275,11 +275,11 @@ class Seating:
         """Destroy the groups that were made. Collective."""
         late = {id(s._late): s._late for s in self.seats.values() if s.gathers is not s.shards}
         for group in [*(group for found in late.values() for group in found), *reversed(self._made)]:
-            drop_group(group)
+            destroy_group(group)
         self._made.clear()
 
 
-def _near(nodes: Nodes, dense: Group, shards: Group) -> Nodes | None:
+def _near(nodes: NodeTopology, dense: Group, shards: Group) -> NodeTopology | None:
     """The same nodes as a family sees them that lives on some of the ranks; None if not all have as many of them, side by side."""
     places = [dense.ranks.index(rank) // nodes.size for rank in shards.ranks if rank in dense.ranks]
     size = places.count(places[0]) if places else 0

@@ -19,10 +19,10 @@ import ds_comm as comm
 from ds_comm import Group, LocalShard
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError
-from ds_zero.layout.elements import Piece
+from ds_zero.layout.elements import ParamPiece
 from ds_zero.layout.shard_options import dtype_name
-from ds_zero.offload.state_stores import Part
-from ds_zero.runtime.sharded_model import Sharding
+from ds_zero.offload.state_stores import OptimizerSlice
+from ds_zero.runtime.sharded_model import ShardedModel
 from ds_zero.runtime.unit import Unit
 from ds_zero.update.wrapped_optimizer import WAITING, state_format
 
@@ -45,15 +45,15 @@ Fragments = dict[str, list[Fragment]]
 class OptimizerState:
     """The state that `inner` keeps of the parts of a sharding's units."""
 
-    def __init__(self, inner: Optimizer, sharding: Sharding) -> None:
+    def __init__(self, inner: Optimizer, sharding: ShardedModel) -> None:
         self.inner, self.sharding = inner, sharding
 
-    def of(self, part: Part) -> dict[str, Any]:
+    def of(self, part: OptimizerSlice) -> dict[str, Any]:
         """Of one part; empty before its first step."""
         found: dict[str, Any] = self.inner.state.get(part.tensor, {})
         return found
 
-    def pieces(self, unit: Unit) -> Iterator[tuple[str, Piece, Tensor]]:
+    def pieces(self, unit: Unit) -> Iterator[tuple[str, ParamPiece, Tensor]]:
         """Tensors of a unit: (key, of which elements, as many values). What does not have the elements of its parameter (the row sums
         of Adafactor) comes whole, with the parameter's first piece."""
         unit.tier.fetch_state()
@@ -231,7 +231,7 @@ def _assemble(mine: list[Fragment], name: str, group: Group) -> dict[str, Tensor
     return whole
 
 
-def _share(value: Any, old: Part, new: Part) -> Any:
+def _share(value: Any, old: OptimizerSlice, new: OptimizerSlice) -> Any:
     if isinstance(value, Tensor) and value.numel() == old.stop - old.start:
         return value.view(-1)[new.start - old.start : new.stop - old.start].view(new.tensor.shape)
     return value.clone() if isinstance(value, Tensor) else value

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-__all__ = ["Ledger", "Outlook", "State", "Terms"]
+__all__ = ["OverlapLedger", "Outlook", "OverlapState", "Terms"]
 
 
-class State(Enum):
+class OverlapState(Enum):
     """What the masters and the optimizer's state of a unit are."""
 
     PLAIN = auto()  # those after the last step
@@ -81,7 +81,7 @@ class Outlook:
         self.backwards, self.divisor, self.calm = backwards, divisor, steady and not altered
 
 
-class Ledger:
+class OverlapLedger:
     """Where each unit is. Every verb checks where it starts.
 
     Args:
@@ -93,76 +93,76 @@ class Ledger:
 
     def __init__(self, units: Iterable[int]) -> None:
         self.held = self.undone = 0
-        self._states = dict.fromkeys(units, State.PLAIN)
+        self._states = dict.fromkeys(units, OverlapState.PLAIN)
         self._terms: dict[int, Terms] = {}
         self._collected: dict[int, int] = {}
 
-    def state(self, unit: int) -> State:
+    def state(self, unit: int) -> OverlapState:
         """Where a unit is."""
         return self._states[unit]
 
     @property
     def writing(self) -> bool:
         """Whether the thread writes to a unit."""
-        return State.WRITING in self._states.values()
+        return OverlapState.WRITING in self._states.values()
 
     @property
     def busy(self) -> list[int]:
         """Units that are not as the last step left them."""
-        return [unit for unit, state in self._states.items() if state is not State.PLAIN]
+        return [unit for unit, state in self._states.items() if state is not OverlapState.PLAIN]
 
     def collect(self, unit: int, backward: int) -> None:
         """Gradients of a unit are collected in this backward of the step. It is as the last step left it."""
-        self._check(unit, State.PLAIN)
+        self._check(unit, OverlapState.PLAIN)
         self._collected[unit] = backward
 
     def ready(self, unit: int, backward: int, outlook: Outlook) -> bool:
         """A sum is there: whether it is the one of what this backward collected, the last one, and nothing was made of it yet."""
         fresh = self._collected.get(unit) == backward
-        return fresh and outlook.last(backward) and self._states[unit] is State.PLAIN
+        return fresh and outlook.last(backward) and self._states[unit] is OverlapState.PLAIN
 
     def line_up(self, unit: int) -> None:
         """An update is in line."""
-        self._move(unit, State.PLAIN, State.WAITING)
+        self._move(unit, OverlapState.PLAIN, OverlapState.WAITING)
 
     def call_off(self, unit: int) -> bool:
         """Nothing of an update that is in line will be done. Whether there was one."""
-        if self._states[unit] is not State.WAITING:
+        if self._states[unit] is not OverlapState.WAITING:
             return False
-        self._states[unit] = State.PLAIN
+        self._states[unit] = OverlapState.PLAIN
         return True
 
     def begin(self, unit: int) -> bool:
         """The thread takes up an update; False: it was called off."""
-        if self._states[unit] is not State.WAITING:
+        if self._states[unit] is not OverlapState.WAITING:
             return False
-        self._states[unit] = State.WRITING
+        self._states[unit] = OverlapState.WRITING
         return True
 
     def end(self, unit: int, terms: Terms | None) -> None:
         """The thread has updated a unit on these terms; None: it failed."""
-        self._move(unit, State.WRITING, State.BROKEN if terms is None else State.EARLY)
+        self._move(unit, OverlapState.WRITING, OverlapState.BROKEN if terms is None else OverlapState.EARLY)
         if terms is not None:
             self._terms[unit] = terms
 
     def holds(self, unit: int, terms: Terms) -> bool:
         """Whether a unit has the update of a step on these terms already: then it is as that step leaves it from now on."""
-        if self._states[unit] is not State.EARLY or self._terms[unit] != terms:
+        if self._states[unit] is not OverlapState.EARLY or self._terms[unit] != terms:
             return False
-        self._states[unit] = State.PLAIN
+        self._states[unit] = OverlapState.PLAIN
         self.held += 1
         return True
 
     def undo(self, unit: int) -> None:
         """A unit is as the last step left it again."""
-        self._check(unit, State.EARLY, State.BROKEN)
-        self._states[unit] = State.PLAIN
+        self._check(unit, OverlapState.EARLY, OverlapState.BROKEN)
+        self._states[unit] = OverlapState.PLAIN
         self.undone += 1
 
-    def _move(self, unit: int, before: State, after: State) -> None:
+    def _move(self, unit: int, before: OverlapState, after: OverlapState) -> None:
         self._check(unit, before)
         self._states[unit] = after
 
-    def _check(self, unit: int, *allowed: State) -> None:
+    def _check(self, unit: int, *allowed: OverlapState) -> None:
         if self._states[unit] not in allowed:
             raise RuntimeError(f"unit {unit} is {self._states[unit].name}, not {' or '.join(s.name for s in allowed)}")

@@ -26,19 +26,19 @@ from ds_accel import get_accelerator
 from ds_config.errors import KernelError
 from ds_ops.stream import copy_ranges
 from ds_ops.threads import at_most
-from ds_zero.layout.shard_options import Placement
+from ds_zero.layout.shard_options import OffloadPolicy
 from ds_zero.layout.units import DENSE
-from ds_zero.offload.state_stores import HostTier, Part, nothing
-from ds_zero.runtime.sharded_model import Sharding
+from ds_zero.offload.state_stores import HostTier, OptimizerSlice, nothing
+from ds_zero.runtime.sharded_model import ShardedModel
 from ds_zero.runtime.unit import Unit
 from ds_zero.update.step_reduction import weight_of
-from ds_zero.update.overlap_plan import Ledger, Outlook, State, Terms
+from ds_zero.update.overlap_plan import OverlapLedger, Outlook, OverlapState, Terms
 from ds_zero.update.wrapped_optimizer import Updater, check_early, settings_of
 
-__all__ = ["Ahead", "Step"]
+__all__ = ["Ahead", "PendingStep"]
 
 
-class Step(Protocol):
+class PendingStep(Protocol):
     """Of the step that comes what an early update has to know: `ShardedOptimizer`."""
 
     backwards: int
@@ -59,11 +59,11 @@ class Ahead:
         PlanError: the optimizer's updates cannot begin early ("zero-early").
     """
 
-    def __init__(self, sharding: Sharding, step: Step, outlook: Outlook) -> None:
+    def __init__(self, sharding: ShardedModel, step: PendingStep, outlook: Outlook) -> None:
         self.outlook = outlook
         self._sharding, self._step = sharding, step
         self._units = {unit.number: unit for unit in sharding.units if unit.plan.early}
-        self.ledger = Ledger(self._units)
+        self.ledger = OverlapLedger(self._units)
         if not self._units:
             return
         check_early(step.updater.inner)
@@ -129,8 +129,8 @@ class Ahead:
                 self._changed.notify_all()
 
     def _update(self, unit: Unit, summed: Any) -> Terms:
-        place = unit.tier.placement if isinstance(unit.tier, HostTier) else Placement()
-        threads = math.ceil(place.early * torch.get_num_threads())
+        place = unit.tier.placement if isinstance(unit.tier, HostTier) else OffloadPolicy()
+        threads = math.ceil(place.overlap_ratio * torch.get_num_threads())
         with torch.no_grad(), at_most(threads):
             self._kept[unit.number].copy(unit, self._sharding.state_of)
             factor = self._step.average(self.outlook.divisor)
@@ -200,12 +200,12 @@ class Ahead:
     def take_back(self, unit: Unit) -> None:
         """The unit's state is as the last step left it. Waits for the thread if it writes to it."""
         number = unit.number
-        if self.ledger.state(number) is State.PLAIN:
+        if self.ledger.state(number) is OverlapState.PLAIN:
             return
         with self._changed:
             if self.ledger.call_off(number):
                 return
-            self._changed.wait_for(lambda: self.ledger.state(number) is not State.WRITING)
+            self._changed.wait_for(lambda: self.ledger.state(number) is not OverlapState.WRITING)
             self._kept[number].restore()
             self.ledger.undo(number)
             self._errors.pop(number, None)
@@ -255,7 +255,7 @@ class _Kept:
         self._tensors: list[Tensor] = []
         self._others: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
-    def copy(self, unit: Unit, states: Callable[[Part], Any]) -> None:
+    def copy(self, unit: Unit, states: Callable[[OptimizerSlice], Any]) -> None:
         """Copy it. If that raises, nothing is there to be restored."""
         self._tensors, self._others = [], []
         found = [dict(states(part)) for part in unit.parts]

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from ds_config.errors import UnsupportedError
 from ds_zero._torch import plain_step
-from ds_zero.layout.shard_options import Habits
+from ds_zero.layout.shard_options import OptimizerTraits
 
 __all__ = ["CannotStepError", "Shapes", "ask", "devices_of", "shapes_of"]
 
@@ -95,7 +95,7 @@ def devices_of(params: Sequence[Tensor]) -> list[torch.device]:
     return [*list(there)[:1], cpu]
 
 
-def ask(optimizer: Optimizer, group: dict[str, Any], shapes: Shapes) -> Habits:
+def ask(optimizer: Optimizer, group: dict[str, Any], shapes: Shapes) -> OptimizerTraits:
     """The layout that an optimizer needs with the settings of one of its groups, and how many tensors an element it keeps.
 
     Raises:
@@ -175,9 +175,9 @@ class _Asked:
         self._step = plain_step(type(optimizer))
         self._states: int | None = None
 
-    def habits(self, shapes: Shapes) -> Habits:
+    def habits(self, shapes: Shapes) -> OptimizerTraits:
         elementwise = all(map(self._small, shapes.small)) and all(map(self._large, shapes.large))
-        return Habits("flat" if elementwise else "whole", self._states or 0)
+        return OptimizerTraits("flat" if elementwise else "whole", self._states or 0)
 
     def _small(self, shape: tuple[int, ...]) -> bool:
         whole, seen = _Stepped.of(shape, _MANY, 0.3), False

@@ -29,12 +29,12 @@ import ds_comm as comm
 from ds_comm import Group, LocalShard
 from ds_config.errors import PlanError, UnsupportedError
 from ds_zero.layout.elements import Kind
-from ds_zero.layout.shard_options import Habits, Messages, Nodes, Placement, ShardOptions
+from ds_zero.layout.shard_options import OptimizerTraits, CommFormat, NodeTopology, OffloadPolicy, ShardOptions
 from ds_zero.layout.dtypes_plan import Precision, ScaleState, next_scale
-from ds_zero.layout.units import DENSE, Residency, UnitPolicy, UnitSpec
+from ds_zero.layout.units import DENSE, ShardingStrategy, UnitSizePolicy, UnitSpec
 from ds_zero.offload.suspend import KINDS
 from ds_zero.runtime.reduce_runtime import ZeroGrad
-from ds_zero.runtime.sharded_model import Sharding
+from ds_zero.runtime.sharded_model import ShardedModel
 from ds_zero.update.step_reduction import agree, first_nonfinite, weight_of
 from ds_zero.update.overlapped_update import Ahead
 from ds_zero.update.apply_step import Due, apply
@@ -108,10 +108,10 @@ class ShardedOptimizer(Optimizer):
             self.updater = options.updates.start(inner, self.sharding)
         self.ahead = Ahead(self.sharding, self, Outlook())
 
-    def _cut(self, model: nn.Module, options: ShardOptions, habits: Mapping[int, Habits]) -> None:
+    def _cut(self, model: nn.Module, options: ShardOptions, habits: Mapping[int, OptimizerTraits]) -> None:
         """Make the units, and give their parts to the inner optimizer."""
         inner = self.inner
-        self.sharding = Sharding(model, self._groups, options, habits)
+        self.sharding = ShardedModel(model, self._groups, options, habits)
         if owns_reduction(inner):
             self.sharding.keep_gradients_local()
         self.sharding.runtime.begun = self._begin_backward
@@ -383,31 +383,31 @@ class ShardedOptimizer(Optimizer):
 
 
 class _Options(TypedDict, total=False):
-    stage: int | Residency
+    stage: int | ShardingStrategy
     group: Group | dist.ProcessGroup | None
     precision: Precision | str | None
     clip: float | None
     norm: Group | dist.ProcessGroup | None
     overlap: bool
-    policy: UnitPolicy
+    policy: UnitSizePolicy
     strict: bool
     layout: Kind | None
     shard_size: int | None
-    nodes: Nodes | None
+    nodes: NodeTopology | None
     sparse: bool
     memory: Literal["auto", "private", "shared"]
-    tier: str | Placement | Callable[[UnitSpec], str | Placement]
-    param_tier: str | Placement
-    wire: Messages
+    tier: str | OffloadPolicy | Callable[[UnitSpec], str | OffloadPolicy]
+    param_tier: str | OffloadPolicy
+    wire: CommFormat
 
 
 @overload
 def shard(model: nn.Module, optimizer: Optimizer, **options: Unpack[_Options]) -> ShardedOptimizer: ...
 @overload
-def shard(model: nn.Module, optimizer: None = None, **options: Unpack[_Options]) -> Sharding: ...
+def shard(model: nn.Module, optimizer: None = None, **options: Unpack[_Options]) -> ShardedModel: ...
 def shard(
     model: nn.Module, optimizer: Optimizer | None = None, **options: Unpack[_Options]
-) -> ShardedOptimizer | Sharding:
+) -> ShardedOptimizer | ShardedModel:
     """Cut a model's training state over the ranks; the loop stays `loss.backward(); optimizer.step()`.
 
     Args:
@@ -424,7 +424,7 @@ def shard(
     """
     chosen = ShardOptions(**options)
     if optimizer is None:
-        return Sharding(model, {}, chosen)
+        return ShardedModel(model, {}, chosen)
     made = ShardedOptimizer(model, optimizer, chosen)
     made.show_gradients()
     return made

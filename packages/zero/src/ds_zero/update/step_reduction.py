@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 import ds_comm as comm
-from ds_comm.reduction_group import Family
+from ds_comm.reduction_group import ReductionGroup
 from ds_config.errors import PlanError
 from ds_ops.stream import total_squares
 from ds_zero.layout.units import DENSE
-from ds_zero.runtime.sharded_model import Sharding
+from ds_zero.runtime.sharded_model import ShardedModel
 from ds_zero.runtime.unit import Unit
 
-__all__ = ["Facts", "agree", "first_nonfinite", "square_of", "weight_of"]
+__all__ = ["StepFacts", "agree", "first_nonfinite", "square_of", "weight_of"]
 
 
 def weight_of(unit: Unit, divisor: int) -> float:
@@ -55,7 +55,7 @@ def _real(grad: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class StepFacts:
     """The same on every rank.
 
     Attributes:
@@ -71,7 +71,7 @@ class Facts:
     failed: int = 0
 
 
-def agree(sharding: Sharding, *, wants_norm: bool, extra: Sequence[float] = (), failed: bool = False) -> Facts:
+def agree(sharding: ShardedModel, *, wants_norm: bool, extra: Sequence[float] = (), failed: bool = False) -> StepFacts:
     """One all-reduce of 8 bytes a parameter; one more for each family but dense, and one of 16 bytes where the model is on more ranks.
 
     Args:
@@ -104,11 +104,11 @@ def agree(sharding: Sharding, *, wants_norm: bool, extra: Sequence[float] = (), 
     if (partly or others) and sharding.options.strict:
         raise _diverged(partly, sharding.group.size)
     square, failures = (square, failures) if beyond else (within, failing)
-    return Facts(square if wants_norm else None, [unused[u.number] for u in units], tuple(given), int(failures))
+    return StepFacts(square if wants_norm else None, [unused[u.number] for u in units], tuple(given), int(failures))
 
 
 def _count(
-    units: Sequence[Unit], absent: dict[int, set[int]], family: Family, extra: tuple[float, ...]
+    units: Sequence[Unit], absent: dict[int, set[int]], family: ReductionGroup, extra: tuple[float, ...]
 ) -> tuple[list[list[float]], tuple[float, ...]]:
     """Of each unit how many ranks of a family used each parameter; and the sums of `extra`."""
     sizes = [len(unit.params) for unit in units]
@@ -134,7 +134,7 @@ def _diverged(names: Sequence[str], size: int) -> PlanError:
     )
 
 
-def first_nonfinite(sharding: Sharding, units: Sequence[Unit]) -> str | None:
+def first_nonfinite(sharding: ShardedModel, units: Sequence[Unit]) -> str | None:
     """The first parameter whose reduced gradient is not finite, the same on every rank. Collective; a skip is rare."""
     order = {p.name: i for i, p in enumerate(p for u in units for p in u.spec.params)}
     found: list[tuple[int, str]] = []

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from ds_config.errors import PlanError, UnsupportedError
-from ds_ops.optim import Fusion, OpsOptimizer
+from ds_ops.optim import FusedOps, OpsOptimizer
 from ds_zero._torch import plain_step
 from ds_zero.layout.elements import Kind
-from ds_zero.layout.shard_options import Habits, Placement, ShardOptions, dtype_name
+from ds_zero.layout.shard_options import OptimizerTraits, OffloadPolicy, ShardOptions, dtype_name
 from ds_zero.layout.dtypes_plan import Precision
-from ds_zero.runtime.sharded_model import Sharding
+from ds_zero.runtime.sharded_model import ShardedModel
 from ds_zero.runtime.unit import Unit
 from ds_zero.update.probe import CannotStepError, ask, shapes_of
 
@@ -48,18 +48,18 @@ WAITING = "zenflow_sum"
 """Name of a state that a policy of updates may keep: the sum of an element's gradients that wait for their update."""
 
 
-def habits_of(optimizer: Optimizer, asked: Kind | None) -> dict[int, Habits]:
+def habits_of(optimizer: Optimizer, asked: Kind | None) -> dict[int, OptimizerTraits]:
     """Of each optimizer group: the layout that was asked for where it will do, else the one the optimizer needs; and what it keeps.
 
     Raises:
         UnsupportedError: the optimizer cannot be sharded, or not in the layout asked for ("zero-optimizer").
     """
-    habits: dict[int, Habits] = {}
-    answers: dict[Any, Habits] = {}
+    habits: dict[int, OptimizerTraits] = {}
+    answers: dict[Any, OptimizerTraits] = {}
     for number, group in enumerate(optimizer.param_groups):
         # The step of one that reduces is collective and depends on how far it is, so it is not asked to step.
         declared: Kind = "flat" if getattr(optimizer, "elementwise", True) else "whole"
-        found = Habits(declared) if owns_reduction(optimizer) else _answer(optimizer, group, asked, answers)
+        found = OptimizerTraits(declared) if owns_reduction(optimizer) else _answer(optimizer, group, asked, answers)
         if found.layout == "whole" and asked not in (None, "whole"):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} needs whole parameters, layout {asked!r} was asked for",
@@ -70,7 +70,7 @@ def habits_of(optimizer: Optimizer, asked: Kind | None) -> dict[int, Habits]:
     return habits
 
 
-def _answer(optimizer: Optimizer, group: dict[str, Any], asked: Kind | None, answers: dict[Any, Habits]) -> Habits:
+def _answer(optimizer: Optimizer, group: dict[str, Any], asked: Kind | None, answers: dict[Any, OptimizerTraits]) -> OptimizerTraits:
     """What the optimizer does with one group. Groups that differ in their rates only, within a factor of ten, are asked once."""
     shapes, rates = shapes_of(group["params"]), ("lr", "initial_lr", "max_lr", "min_lr")
     rate = group.get("lr")
@@ -82,7 +82,7 @@ def _answer(optimizer: Optimizer, group: dict[str, Any], asked: Kind | None, ans
         except CannotStepError:
             if asked is None:
                 raise
-            answers[key] = Habits(asked)
+            answers[key] = OptimizerTraits(asked)
     return answers[key]
 
 
@@ -100,7 +100,7 @@ def check_inner(model: nn.Module, optimizer: Optimizer, options: ShardOptions) -
         UnsupportedError: it reduces what is sharded ("optimizer-owns-reduction"), or cannot keep its state in the format asked for
             ("zero-state-dtype").
     """
-    if isinstance(options.tier, Placement) and options.tier.early:
+    if isinstance(options.tier, OffloadPolicy) and options.tier.overlap_ratio:
         check_early(optimizer)
     names = {id(p): name for name, p in model.named_parameters()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -183,7 +183,7 @@ def step_with(optimizer: Optimizer, grads: Sequence[Tensor], factor: float) -> N
     if factor == 1.0:
         optimizer.step()
     elif isinstance(optimizer, OpsOptimizer):
-        optimizer.step(fusion=Fusion(grad_scale=factor))
+        optimizer.step(fusion=FusedOps(grad_scale=factor))
     elif _divides(optimizer, grads) and 1 / _LARGEST < factor < _LARGEST:
         _step_divided(optimizer, 1.0 / factor)
     else:
@@ -214,7 +214,7 @@ class Updater:
     def __init__(self, inner: Optimizer) -> None:
         self.inner = inner
 
-    def moved(self, sharding: Sharding) -> None:
+    def moved(self, sharding: ShardedModel) -> None:
         """The model was planned anew."""
 
     def begin(self, units: Sequence[Unit]) -> None:
@@ -238,7 +238,7 @@ class Updater:
             grads: By part; they stay as they are.
         """
         if isinstance(self.inner, OpsOptimizer):
-            self.inner.step_group(group_of(self.inner, unit), Fusion(grad_scale=factor, grads=grads))
+            self.inner.step_group(group_of(self.inner, unit), FusedOps(grad_scale=factor, grads=grads))
 
     def state_dict(self) -> dict[str, Any]:
         """What it adds to the optimizer's. JSON-able, the same on every rank. Collective."""
