@@ -44,7 +44,7 @@ def test_answers_are_the_whole_model_s(tier: str, tmp_path: Path) -> None:
         else {"tier": OffloadPolicy(tier)}
     )
     sharding = ds_zero.shard(model, stage=3, **options)
-    engine = load(model, own_forward=True, cache_tokens=128, block=4)
+    engine = load(model, use_module_forward=True, cache_tokens=128, block_size=4)
     assert [a.tokens for a in engine.generate(prompts, how)] == wanted
     assert [a.tokens for a in engine.generate(prompts[:1], how)] == wanted[:1]
     sharding.close()
@@ -52,4 +52,4 @@ def test_answers_are_the_whole_model_s(tier: str, tmp_path: Path) -> None:
 
 def test_what_needs_the_weights_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="quantize"):
-        load(tiny(), own_forward=True, quantize="int8")
+        load(tiny(), use_module_forward=True, quantize="int8")

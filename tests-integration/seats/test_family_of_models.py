@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from ds_inference import SamplingParams, load
 from ds_inference.families import FAMILIES, Config, DecoderFamily
 from ds_inference.families.family_spec import LLAMA, gated_mlp, grouped_attention, llama_like
-from ds_inference.spec import WeightSource, Spec
+from ds_inference.spec import WeightSource, DecoderSpec
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -20,14 +20,14 @@ SIZES = {
 }  # fmt: skip
 
 
-def spec(config: Config) -> Spec:
+def spec(config: Config) -> DecoderSpec:
     """What the configuration means: layers like Llama's."""
     count = config["num_hidden_layers"]
     return llama_like(config, [grouped_attention(config)] * count, [gated_mlp(config)] * count)
 
 
 def renamed(source: WeightSource) -> WeightSource:
-    return WeightSource(tuple(name.replace("model.", "toy.") for name in source.names), source.form, source.optional)
+    return WeightSource(tuple(name.replace("model.", "toy.") for name in source.names), source.layout, source.optional)
 
 
 SOURCES = {role: tuple(map(renamed, found)) for role, found in LLAMA.items()}

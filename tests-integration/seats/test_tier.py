@@ -46,7 +46,7 @@ def test_training_with_it_is_the_same_to_the_bit():
     with mock.patch.dict(TIERS, {"elsewhere": Elsewhere}):
         inner = torch.optim.Adam(model.parameters())
         policy = ds_zero.UnitSizePolicy(max_numel=20)
-        optimizer = ds_zero.shard(model, inner, stage=1, tier="elsewhere", policy=policy)
+        optimizer = ds_zero.shard(model, inner, stage=1, offload_optimizer="elsewhere", policy=policy)
         for batch in data:
             for net, update in ((expected, truth), (model, optimizer)):
                 net(batch).sum().backward()

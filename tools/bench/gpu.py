@@ -311,7 +311,7 @@ def generation(rows: int, prompt: int, new: int) -> dict[str, Any]:
         torch.cuda.synchronize()
         return out[:, prompt:].tolist()
 
-    engine = load(model, share=False)  # a prompt that was seen is computed again, as transformers does
+    engine = load(model, enable_prefix_caching=False)  # a prompt that was seen is computed again, as transformers does
 
     def own(count: int) -> list[list[int]]:
         return [a.tokens for a in engine.generate(prompts.tolist(), SamplingParams(max_new_tokens=count))]

@@ -38,7 +38,7 @@ def test_buffers_start_on_a_page_and_have_the_size_that_was_asked() -> None:
             assert buffer.tensor.shape == (nbytes,)
             assert buffer.tensor.dtype == torch.uint8
             assert buffer.tensor.data_ptr() % PAGE_BYTES == 0
-            assert pool.stats().lent == -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+            assert pool.stats().in_use_bytes == -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no huge pages to ask for")
@@ -67,7 +67,7 @@ def test_locked_blocks_are_powers_of_two_and_counted_so() -> None:
     pool = PinnedPool(32 * KIB, pinned=True, allocate=plain)
     assert [pool.block_bytes(n) for n in (1, 4096, 4097, 9000, 16384)] == [4096, 4096, 8192, 16384, 16384]
     buffer = pool.take(9000)
-    assert pool.stats().lent == 16384
+    assert pool.stats().in_use_bytes == 16384
     with pytest.raises(
         PinnedMemoryError, match=r"asked for 16385 bytes \(a block of 32768\), 16384 of 32768 are in use by 1 buffers"
     ):
@@ -85,7 +85,7 @@ def test_the_bound_is_never_passed_and_kept_blocks_make_room() -> None:
     assert pool.stats().kept == 16 * KIB
     with pool.take(20 * KIB):
         stats = pool.stats()
-        assert (stats.lent, stats.kept, stats.held) == (36 * KIB, 0, 36 * KIB), "the kept block went back to the system"
+        assert (stats.in_use_bytes, stats.kept, stats.held) == (36 * KIB, 0, 36 * KIB), "the kept block went back to the system"
     b.release()
     assert pool.stats().peak == 36 * KIB
     assert pool.trim() == 36 * KIB
@@ -117,7 +117,7 @@ def test_a_block_waits_for_the_copy_that_uses_it() -> None:
     address = buffer.tensor.data_ptr()
     buffer.release(after=event)
     stats = pool.stats()
-    assert (stats.num_lent, stats.lent, stats.waiting, stats.kept) == (0, 0, 16 * KIB, 0)
+    assert (stats.num_lent, stats.in_use_bytes, stats.waiting, stats.kept) == (0, 0, 16 * KIB, 0)
     with pytest.raises(PinnedMemoryError, match="16384 of them in copies that are not done"):
         pool.take(4 * KIB)
     assert pool.trim() == 0
@@ -188,7 +188,7 @@ def test_any_use_keeps_the_account_right_and_lends_no_byte_twice(requests: list[
             try:
                 lent.append(pool.take(number))
             except PinnedMemoryError:
-                used = pool.stats().lent + pool.stats().waiting
+                used = pool.stats().in_use_bytes + pool.stats().waiting
                 assert used + pool.block_bytes(number) > 128 * KIB
         elif verb in ("release", "later") and lent:
             buffer = lent.pop(number % len(lent))
@@ -203,7 +203,7 @@ def test_any_use_keeps_the_account_right_and_lends_no_byte_twice(requests: list[
         stats = pool.stats()
         assert stats.held <= stats.limit
         assert stats.num_lent == len(lent)
-        assert stats.lent >= sum(buffer.nbytes for buffer in lent)
+        assert stats.in_use_bytes >= sum(buffer.nbytes for buffer in lent)
         spans = sorted((b.tensor.data_ptr(), b.nbytes) for b in lent)
         assert all(start + size <= following for (start, size), (following, _) in itertools.pairwise(spans))
 

@@ -141,7 +141,7 @@ def test_a_reader_keeps_what_it_reads(store):
     assert _value(ds_ckpt.CheckpointRef(place, "s1")) == 1
     over()
     assert ds_ckpt.prune(place, 1) == ["s1"]
-    assert place.held() == set()
+    assert place.tags_in_use() == set()
 
 
 def test_incremental_saves_of_objects(store):

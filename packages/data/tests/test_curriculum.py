@@ -123,12 +123,12 @@ def test_in_the_middle_of_a_batch() -> None:
     rest = [next(rows).samples for _ in range(4)]
     other = curriculum([1, 2] * 9, [1, 2], seed=9)
     other.load_state_dict(seen[-1].state)
-    assert [row.samples for row, _ in zip(other.rows(RankSlice(0, 1, 2), 6, seen[-1].taken), range(4), strict=False)] == rest
+    assert [row.samples for row, _ in zip(other.rows(RankSlice(0, 1, 2), 6, seen[-1].consumed), range(4), strict=False)] == rest
 
 
 def test_it_ends_with_its_total() -> None:
     made = curriculum([1] * 10, [1], total=25)
-    assert [row.taken for row in made.rows(RankSlice(0, 1, 2), 4, 0)] == list(range(2, 25, 2))
+    assert [row.consumed for row in made.rows(RankSlice(0, 1, 2), 4, 0)] == list(range(2, 25, 2))
 
 
 # ---- files

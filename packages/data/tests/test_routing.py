@@ -81,10 +81,10 @@ def test_tokens_are_counted_as_deepspeed_counts_them() -> None:
         kept = router.update(step, samples=3)
         want += 3 * (kept * 2 + 12 * 2) * (step != before)
         assert router.consumed == want
-    assert router.kept == 12
+    assert router.num_kept == 12
     other = Router(RouterConfig(**BASE))
     other.load_state_dict(router.state_dict())
-    assert (other.kept, other.step, other.consumed) == (12, 21, want)
+    assert (other.num_kept, other.step, other.consumed) == (12, 21, want)
 
 
 @pytest.mark.parametrize("order", ["batch_seq_dim", "seq_batch_dim"])

@@ -139,11 +139,11 @@ def test_parts_can_begin_anew(make_model: Make, config: Settings, rows: Any, tmp
     only_model = resumed(load_module_only=True)
     assert only_model.global_steps == 0
     assert only_model.training_dataloader is not None
-    assert only_model.training_dataloader.taken == 0
+    assert only_model.training_dataloader.consumed == 0
     assert only_model.lr_scheduler.state_dict() == {"last_batch_iteration": -1}
     no_data = resumed(load_data_state=False)
     assert no_data.training_dataloader is not None
-    assert (no_data.global_steps, no_data.training_dataloader.taken) == (3, 0)
+    assert (no_data.global_steps, no_data.training_dataloader.consumed) == (3, 0)
     no_schedule = resumed(load_lr_scheduler_states=False)
     assert no_schedule.lr_scheduler.state_dict() == {"last_batch_iteration": -1}
     no_optimizer = resumed(load_optimizer_states=False)

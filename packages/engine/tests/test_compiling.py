@@ -158,7 +158,7 @@ def test_kept_units_are_gathered_once_and_fit(one: tuple[Graph, PassInputs], oth
     kept = choose_kept(known)
     if known.budget is not None:
         assert sum(known.gathered[u] for u in kept) <= max(0, int(known.budget * 0.9))
-    known = PassInputs(known.gathered, known.seconds, known.budget, both=known.both, kept=kept)
+    known = PassInputs(known.gathered, known.seconds, known.budget, both=known.both, saved=kept)
     forward, backward = (keep(insert(graph, known), known) for graph in (one[0], other[0]))
     assert not [a for a in (*forward.actions, *backward.actions) if a.verb is GraphVerb.SPARE and a.unit in kept]
     assert not [a for a in backward.actions if a.verb is GraphVerb.NEED and a.unit in kept]
@@ -178,7 +178,7 @@ def test_saved_results_are_freed_or_put_away_by_size_and_by_need() -> None:
         SavedResult("a", 100, 0, 0, 1),
         SavedResult("b", 10, 1, 1, 2),
         SavedResult("c", 80, 2, 2, 2),
-        SavedResult("d", 90, 2, 2, 2, own=False),
+        SavedResult("d", 90, 2, 2, 2, owned=False),
     )
     nodes = tuple(Node(f"n{at}") for at in range(3))
     forward, backward = Graph(nodes, saved=saved), Graph(nodes, backward=True, saved=saved)
@@ -243,7 +243,7 @@ def test_views_of_what_the_caller_has_are_nobodys_to_free() -> None:
         if node.op != "output":
             node.meta["val"] = torch.empty(2, 2)
     read_forward = read(graph, {"primals_2": ParamLocation(0, 0, True)}, backward=False, saved=1)
-    assert {one.name: one.own for one in read_forward.saved} == {
+    assert {one.name: one.owned for one in read_forward.saved} == {
         "mul_tensor": False,
         "add_tensor": True,
         "view_default_1": False,
@@ -285,7 +285,7 @@ def test_graphs_of_a_device_move_saved_results_to_the_host_and_back() -> None:
     backward.output((grad,))
     made.meta["val"] = out.meta["val"] = grad.meta["val"] = on_device
     facts = read(forward, {}, backward=False, saved=1)
-    ours = frozenset(one.name for one in facts.saved if one.own)
+    ours = frozenset(one.name for one in facts.saved if one.owned)
     behind = read(backward, {}, backward=True, saved=None, ours=ours)
     known = PassInputs(least=1)
     stored = rewrite(fx.GraphModule({}, forward), store_all(facts, known), {}, 0)

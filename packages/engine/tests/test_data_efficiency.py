@@ -156,7 +156,7 @@ def test_a_larger_batch_goes_on_with_the_same_curriculum(tmp_path: Path) -> None
     engine.set_train_batch_size(16)
     engine.train_batch()
     assert engine.training_dataloader.curriculum.difficulties == {"rarity": 3}
-    assert engine.training_dataloader.taken == 32
+    assert engine.training_dataloader.consumed == 32
 
 
 def test_the_data_end_after_their_epochs(tmp_path: Path) -> None:

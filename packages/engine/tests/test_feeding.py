@@ -28,9 +28,9 @@ def test_own_data_go_on_over_epochs_and_count_when_the_step_is_complete(own):
     feed = BatchSource(own)
     seen = [next(feed.stream()) for _ in range(6)]
     assert sorted(number for batch in seen[:4] for number in batch) == list(range(8))
-    assert (feed.taken, own.taken, feed.epoch) == (0, 12, 1)
+    assert (feed.consumed, own.taken, feed.epoch) == (0, 12, 1)
     assert feed.complete() > 0
-    assert (feed.taken, feed.complete()) == (12, 0)
+    assert (feed.consumed, feed.complete()) == (12, 0)
 
 
 def test_what_a_call_brings_goes_on_where_it_ended_and_own_data_where_they_were(own):
@@ -47,7 +47,7 @@ def test_a_loader_in_the_place_of_the_own(own):
     next(feed.stream())
     feed.replace([7])
     assert [next(feed.stream()), next(feed.stream())] == [7, 7]
-    assert (feed.loader, feed.taken, feed.has_data) == ([7], 0, True)
+    assert (feed.loader, feed.consumed, feed.has_data) == ([7], 0, True)
     feed.replace(None)
     assert not feed.has_data
     with pytest.raises(PlanError, match="no data") as refused:

@@ -79,7 +79,7 @@ def test_read_ahead_of_workers_is_not_counted() -> None:
     stream = iter(loader)
     next(stream)
     next(stream)
-    assert loader.taken == 4
+    assert loader.consumed == 4
     del stream
 
 
@@ -87,7 +87,7 @@ def test_iterating_again_is_the_next_epoch() -> None:
     loader = loaders(8, 1, 4)[0]
     first = [int(i) for batch in loader for i in batch]
     second = [int(i) for batch in loader for i in batch]
-    assert (loader.epoch, loader.taken, len(loader)) == (2, 16, 2)
+    assert (loader.epoch, loader.consumed, len(loader)) == (2, 16, 2)
     assert first != second
     assert sorted(first) == sorted(second) == list(range(8))
 

@@ -61,7 +61,7 @@ def test_several_in_one_batch(family: str, tiny: Any, prompts_of: Any, tmp_path:
     engine = load(
         model,
         cache_tokens=96,
-        block=4,
+        block_size=4,
         budget=SchedulerConfig(9, 3, max_model_len=400),
         adapters={"one": tmp_path / "one", "two": tmp_path / "two"},
     )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_inference import SchedulerConfig, SamplingParams, init_inference, load
-from ds_inference.sampling import draw, shaped
+from ds_inference.sampling import sample_token, apply_penalties
 
 transformers = pytest.importorskip("transformers")
 
@@ -121,7 +121,7 @@ def test_streams_of_a_call_never_meet(model):
 def test_the_smallest_temperatures_take_the_likeliest(temperature):
     logits = torch.tensor([1.0, -3.0, 9.0, 8.9, 2.0])
     how = SamplingParams(temperature=temperature)
-    assert {draw(logits, replace(how, seed=seed), 0) for seed in range(50)} == {2}
+    assert {sample_token(logits, replace(how, seed=seed), 0) for seed in range(50)} == {2}
 
 
 @pytest.mark.parametrize(
@@ -133,6 +133,6 @@ def test_the_smallest_temperatures_take_the_likeliest(temperature):
     ],
 )
 def test_the_largest_values_leave_numbers(how):
-    logits = shaped(torch.tensor([30.0, -30.0, 0.0]), how, [0, 1], [1, 1, 2])
+    logits = apply_penalties(torch.tensor([30.0, -30.0, 0.0]), how, [0, 1], [1, 1, 2])
     assert logits.isfinite().all()
-    assert math.isfinite(draw(logits, replace(how, seed=1), 0))
+    assert math.isfinite(sample_token(logits, replace(how, seed=1), 0))

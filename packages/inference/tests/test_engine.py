@@ -41,7 +41,7 @@ def alone(model, prompt, how, **options):
 def test_a_cache_that_holds_hardly_one_gives_the_same_answers(model):
     how = SamplingParams(max_new_tokens=12)
     wanted = [alone(model, p, how) for p in PROMPTS]
-    engine = load(model, cache_tokens=60, block=4, budget=SchedulerConfig(16, 8))
+    engine = load(model, cache_tokens=60, block_size=4, budget=SchedulerConfig(16, 8))
     requests = []
     add = engine.scheduler.add
     engine.scheduler.add = lambda r: (requests.append(r), add(r))[1]
@@ -50,21 +50,21 @@ def test_a_cache_that_holds_hardly_one_gives_the_same_answers(model):
 
 
 def test_what_was_computed_is_found_again(model):
-    engine = load(model, block=4)
+    engine = load(model, block_size=4)
     how = SamplingParams(max_new_tokens=6)
     first = engine.generate([PROMPTS[3]], how)[0]
     engine.submit(PROMPTS[3] + first.tokens[:2], how)
-    plan = engine.scheduler.plan()
+    plan = engine.scheduler.schedule()
     assert plan.num_tokens <= 4
     engine.scheduler._planned = None
-    more = load(model, block=4).generate([PROMPTS[3] + first.tokens[:2]], how)[0].tokens
+    more = load(model, block_size=4).generate([PROMPTS[3] + first.tokens[:2]], how)[0].tokens
     assert more[:4] == first.tokens[2:]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_drafts_change_steps_and_not_answers(model, temperature):
     how = SamplingParams(max_new_tokens=30, temperature=temperature, seed=4)
-    plain, fast = load(model), load(model, speculate=4)
+    plain, fast = load(model), load(model, num_speculative_tokens=4)
     wanted, found = plain.generate(PROMPTS, how), fast.generate(PROMPTS, how)
     assert [a.tokens for a in found] == [a.tokens for a in wanted]
 
@@ -77,7 +77,7 @@ def test_drafts_save_steps_where_text_repeats(model):
                 param.zero_()
     steps = []
     for speculate in (0, 4):
-        engine, count = load(repeating, speculate=speculate), 0
+        engine, count = load(repeating, num_speculative_tokens=speculate), 0
         engine.submit([5], SamplingParams(max_new_tokens=60))
         while not engine.idle:
             engine.step()
@@ -156,12 +156,12 @@ def test_cancelled_requests_leave_no_blocks(model):
     assert all(map(engine.cancel, identities[1:]))
     assert not engine.cancel(identities[0])
     assert engine.idle
-    assert engine.scheduler.pool.free == engine.scheduler.pool.count
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.count
 
 
 def test_old_weights_answer_nothing_after_a_change(model):
     other = transformers.LlamaForCausalLM(model.config).eval()
-    engine = load(model, block=4)
+    engine = load(model, block_size=4)
     how = SamplingParams(max_new_tokens=6)
     engine.generate([PROMPTS[3]], how)
     engine.submit(PROMPTS[4], how)
@@ -212,7 +212,7 @@ def test_a_callback_says_which_tokens_may_come(tiny, prompts_of):
     assert answer.tokens[1] == 42
     assert all(token % 2 == 0 for token in answer.tokens)
     assert seen == [tuple(answer.tokens[:i]) for i in range(8)]
-    (drafted,) = load(tiny("llama"), cache_tokens=256, speculate=4).generate([prompt], how)
+    (drafted,) = load(tiny("llama"), cache_tokens=256, num_speculative_tokens=4).generate([prompt], how)
     assert drafted.tokens == answer.tokens
     many = load(tiny("llama"), cache_tokens=256).generate(
         [prompt], SamplingParams(max_new_tokens=4, allowed_tokens=allowed, n=3, temperature=1.0)

@@ -26,10 +26,10 @@ def test_greedy_is_transformers_own(every_family: str, tiny: Any, prompts_of: An
     wanted = expected(model, prompts, 10)
     budgets = (SchedulerConfig(64, 8, max_model_len=500), SchedulerConfig(5, 3, max_model_len=500))
     for budget, native in itertools.product(budgets, (False, True)):
-        generator: LLMEngine = load(model, cache_tokens=256, block=4, budget=budget, native=native)
+        generator: LLMEngine = load(model, cache_tokens=256, block_size=4, budget=budget, native=native)
         found = [a.tokens for a in generator.generate(prompts, SamplingParams(max_new_tokens=10))]
         assert found == wanted
-        assert generator.scheduler.pool.free == generator.scheduler.pool.count
+        assert generator.scheduler.pool.num_free == generator.scheduler.pool.count
 
 
 def test_logits_are_transformers_own(every_family: str, tiny: Any, prompts_of: Any) -> None:

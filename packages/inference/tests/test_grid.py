@@ -56,14 +56,14 @@ def test_greedy_over_the_grid(every_family: str, tiny: Any) -> None:
             budget = SchedulerConfig(tokens, min(batch, 64), max_prefill_chunk=chunk, max_model_len=500)
             # Room for hardly more than the longest: with a batch, requests are pushed out and computed again.
             cache = 320 if batch == 7 else 8192
-            engine = load(model, cache_tokens=cache, block=16, budget=budget, native=batch != 7)
+            engine = load(model, cache_tokens=cache, block_size=16, budget=budget, native=batch != 7)
             answers = engine.generate([prompts[i] for i in rows], how)
             for i, answer in zip(rows, answers, strict=True):
                 assert answer.tokens == wanted[i], (chunk, batch, len(prompts[i]))
             again = engine.generate([prompts[i] for i in rows[:3]], how)  # their beginnings are in the cache now
             assert [a.tokens for a in again] == [wanted[i] for i in rows[:3]]
-            assert engine.scheduler.pool.free == engine.scheduler.pool.count
-    small = load(model, cache_tokens=320, block=16, budget=SchedulerConfig(64, 16, max_model_len=500))
+            assert engine.scheduler.pool.num_free == engine.scheduler.pool.count
+    small = load(model, cache_tokens=320, block_size=16, budget=SchedulerConfig(64, 16, max_model_len=500))
     pushed = _count_preempted(small)
     short = [p for p in prompts if len(p) <= 40]
     late = load(model, budget=SchedulerConfig(64, 16, max_model_len=500)).generate(short, SamplingParams(20))

@@ -105,11 +105,11 @@ def test_rounded_inputs_are_near(tiny: Any, prompts_of: Any) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_a_cache_of_int8_is_near(family: str, native: bool, tiny: Any, prompts_of: Any) -> None:
     model, prompts = tiny(family), prompts_of([1, 40, 7])
-    small = load(model, native=native, cache_dtype=torch.int8, block=4)
+    small = load(model, native=native, cache_dtype=torch.int8, block_size=4)
     assert small.cache.layers[0][0].dtype == torch.int8
     difference = (logs(small, prompts) - logs(load(model, native=False), prompts)).abs().max()
     assert 0 < difference < 0.2
-    other = load(model, native=not native, cache_dtype=torch.int8, block=16)
+    other = load(model, native=not native, cache_dtype=torch.int8, block_size=16)
     assert (logs(small, prompts) - logs(other, prompts)).abs().max() < 5e-2
     spec = small.decoder.spec
     assert Cache.bytes_of(spec, 16, torch.int8) < Cache.bytes_of(spec, 16, torch.bfloat16)

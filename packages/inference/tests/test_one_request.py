@@ -121,7 +121,7 @@ def test_several_samples_of_the_full_length(model, share, length, cache):
     """Prompt and limit fill a sequence, or the cache, to the last token."""
     prompt = [1 + i % 50 for i in range(48)]
     how = SamplingParams(16, temperature=1.0, seed=1, n=3)
-    engine = load(model, budget=SchedulerConfig(32, 8, max_model_len=length), cache_tokens=cache, block=4, share=share)
+    engine = load(model, budget=SchedulerConfig(32, 8, max_model_len=length), cache_tokens=cache, block_size=4, enable_prefix_caching=share)
     found = engine.generate([prompt], how)
     assert [len(a.tokens) for a in found] == [16, 16, 16]
     assert [a.tokens for a in found] == [a.tokens for a in load(model, cache_tokens=1024).generate([prompt], how)]
@@ -167,7 +167,7 @@ def test_what_one_request_raises_ends_it_alone(model, fault, samples):
             said[event.request].append(event.token)
     assert list(said.values()) == wanted
     assert failed == dict.fromkeys(bad, LookupError if fault == 2 else ZeroDivisionError)
-    assert engine.scheduler.pool.free == engine.scheduler.pool.count
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.count
 
 
 @pytest.mark.parametrize("speculate", [0, 3])
@@ -176,7 +176,7 @@ def test_a_batch_that_fails_is_halved_until_the_culprit_is_alone(model, place, s
     prompts = PROMPTS[:4]
     wanted = [a.tokens for a in load(model).generate(prompts, SamplingParams(8))]
     bad = [5, 6, POISON]
-    engine, failed = load(model, budget=SchedulerConfig(64, 8), speculate=speculate), []
+    engine, failed = load(model, budget=SchedulerConfig(64, 8), num_speculative_tokens=speculate), []
     raised = poisoned(engine)
     engine.on_failure = lambda identity, error: failed.append((identity, type(error)))
     numbers = [engine.submit(p, SamplingParams(8))[0] for p in [*prompts[:place], bad, *prompts[place:]]]
@@ -186,7 +186,7 @@ def test_a_batch_that_fails_is_halved_until_the_culprit_is_alone(model, place, s
     assert [tokens for number, tokens in said.items() if number != numbers[place]] == wanted
     assert failed == [(numbers[place], IndexError)]
     assert 2 <= len(raised) <= 4
-    assert engine.scheduler.pool.free == engine.scheduler.pool.count
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.count
     assert [a.tokens for a in engine.generate(prompts, SamplingParams(8))] == wanted
 
 
@@ -268,7 +268,7 @@ def test_an_engine_goes_on_after_a_call_that_failed(model):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_an_interrupted_step_is_taken_back(model, error):
     wanted = [a.tokens for a in load(model).generate(PROMPTS, SamplingParams(8, n=2))]
-    engine = load(model, block=4)
+    engine = load(model, block_size=4)
     plain = engine.decoder.forward
     said = {i: [] for p in PROMPTS for i in engine.submit(p, SamplingParams(8, n=2))}
     for number in range(200):
@@ -287,7 +287,7 @@ def test_an_interrupted_step_is_taken_back(model, error):
         except error:
             pass
     assert list(said.values()) == wanted
-    assert engine.scheduler.pool.free == engine.scheduler.pool.count
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.count
 
 
 def test_a_broken_engine_says_its_first_error():
@@ -313,7 +313,7 @@ def test_a_broken_engine_says_its_first_error():
 def test_cancelling_one_sample_leaves_the_others(model, which, steps):
     how = SamplingParams(6, temperature=1.0, seed=3, n=3)
     wanted = [a.tokens for a in load(model).generate([PROMPTS[3]], how)]
-    engine = load(model, block=4, budget=SchedulerConfig(16, 8))
+    engine = load(model, block_size=4, budget=SchedulerConfig(16, 8))
     numbers = engine.submit(PROMPTS[3], how)
     said = {number: [] for number in numbers}
     for _ in range(steps):
@@ -326,7 +326,7 @@ def test_cancelling_one_sample_leaves_the_others(model, which, steps):
         said[event.request].append(event.token)
     assert len(said[numbers[which]]) == before
     assert [t for n, t in said.items() if n != numbers[which]] == [t for i, t in enumerate(wanted) if i != which]
-    assert engine.scheduler.pool.free == engine.scheduler.pool.count
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.count
 
 
 # ---- the worker of a server
@@ -417,4 +417,4 @@ def test_one_clients_fault_reaches_no_other(model):
     while not engine.idle and time.monotonic() < end:
         time.sleep(0.01)
     worker.close()
-    assert engine.scheduler.pool.free == engine.scheduler.pool.count
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.count

@@ -119,18 +119,18 @@ def test_greedy_is_its_own(kind: str) -> None:
     prompts, answers = wanted(kind)
     assert len({tuple(a) for a in answers}) == 3, "the answers do not depend on the prompts"
     assert any(len(set(a)) > 2 for a in answers), "the answers hardly depend on what was said"
-    engine = load(made(kind), block=4, budget=SchedulerConfig(64, 8, max_model_len=200))
+    engine = load(made(kind), block_size=4, budget=SchedulerConfig(64, 8, max_model_len=200))
     assert isinstance(engine.decoder, HFModelRunner)
     assert engine.decoder.stateful
     for _ in range(2):  # nothing of the first time is left
         assert [a.tokens for a in engine.generate(prompts, SamplingParams(TOKENS))] == answers
-    assert engine.scheduler.pool.free == engine.scheduler.pool.count
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.count
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_prompts_that_are_cut_and_sequences_that_are_pushed_out(kind: str) -> None:
     prompts, answers = wanted(kind)
-    engine = load(made(kind), cache_tokens=44, block=4, budget=SchedulerConfig(5, 3, max_model_len=200))
+    engine = load(made(kind), cache_tokens=44, block_size=4, budget=SchedulerConfig(5, 3, max_model_len=200))
     requests, add = [], engine.scheduler.add
     engine.scheduler.add = lambda r: (requests.append(r), add(r))[1]  # type: ignore[method-assign, assignment, func-returns-value]
     assert [a.tokens for a in engine.generate(prompts, SamplingParams(TOKENS))] == answers

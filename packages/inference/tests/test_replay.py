@@ -46,7 +46,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "bloom", "mistral windowed", "qwen3"])
 def test_replays_give_the_same_tokens(name: str, device: str, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny(name).to(device)
-    expected = [a.tokens for a in load(model, graphs=False).generate(PROMPTS, HOWS)]
+    expected = [a.tokens for a in load(model, cuda_graphs=False).generate(PROMPTS, HOWS)]
     engine = load(model)
     if device == "cpu":
         engine.decoder._record = rerun
@@ -69,7 +69,7 @@ def test_a_recording_is_for_shapes_and_its_results_are_copies(device: str) -> No
 
 def test_what_cannot_be_recorded_is_said(tiny: Any) -> None:
     with pytest.raises(UnsupportedError, match="not on a CUDA device") as error:
-        load(tiny("llama"), graphs=True)
+        load(tiny("llama"), cuda_graphs=True)
     assert error.value.code == "inference-cuda-graph"
     engine = load(tiny("mixtral"))
     assert replay_obstacle(engine.decoder.spec, cut=False) == "the host is told which experts were chosen"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ds_config.errors import PlanError
 from ds_inference.blocks import BlockPool, block_hashes
-from ds_inference.scheduler import SchedulerConfig, Outcome, Request, Scheduler, RequestState, SchedulerOutput
+from ds_inference.scheduler import SchedulerConfig, StepOutcome, Request, Scheduler, RequestState, SchedulerOutput
 
 
 class Model:
@@ -23,7 +23,7 @@ class Model:
     def next(tokens: list[int]) -> int:
         return (sum(tokens) * 31 + len(tokens)) % 50
 
-    def run(self, plan: SchedulerOutput, over: frozenset[int] = frozenset()) -> dict[int, Outcome]:
+    def run(self, plan: SchedulerOutput, over: frozenset[int] = frozenset()) -> dict[int, StepOutcome]:
         size, found = self.pool.size, {}
         before = {(b, i): self.cache.get((a, i)) for a, b in plan.copies for i in range(size)}
         self.cache.update(before)
@@ -40,7 +40,7 @@ class Model:
                     accepted.append(self.next(seen[:upto]))
                     if upto < len(seen) and seen[upto] != accepted[-1]:
                         break
-                found[chunk.request] = Outcome(tuple(accepted), chunk.request in over)
+                found[chunk.request] = StepOutcome(tuple(accepted), chunk.request in over)
         return found
 
 
@@ -84,7 +84,7 @@ def test_ten_thousand(drawn, share, speculate) -> None:
 
 def run(drawn, *, share: bool, speculate: bool) -> None:
     pool, budget, jobs, rng = drawn
-    scheduler, model = Scheduler(pool, budget, share=share), Model(pool)
+    scheduler, model = Scheduler(pool, budget, enable_prefix_caching=share), Model(pool)
     pending = list(enumerate(jobs))
     requests: dict[int, Request] = {}
     cancelled: set[int] = set()
@@ -102,7 +102,7 @@ def run(drawn, *, share: bool, speculate: bool) -> None:
             for i, r in requests.items()
             if speculate
         }
-        plan = scheduler.plan(drafts)
+        plan = scheduler.schedule(drafts)
         assert plan.chunks, "nothing is done though there is something to do"
         assert plan.num_tokens <= budget.tokens
         assert len(plan.chunks) <= budget.requests
@@ -116,8 +116,8 @@ def run(drawn, *, share: bool, speculate: bool) -> None:
             scheduler.cancel(victim)
             cancelled.add(victim)
         if rng.random() < 0.03:
-            scheduler.forget()
-        scheduler.commit(model.run(plan))
+            scheduler.clear_prefix_cache()
+        scheduler.update(model.run(plan))
     assert pool.free == pool.count, "blocks were lost"
     assert not any(map(pool.holds, range(pool.count)))
     for identity, request in requests.items():
@@ -137,13 +137,13 @@ def test_one_token_for_each_that_generates_and_the_rest_for_prompts() -> None:
     pool = BlockPool(100, 4)
     scheduler, model = Scheduler(pool, SchedulerConfig(16, 8)), Model(pool)
     scheduler.add(Request(0, [1] * 5, 9))
-    scheduler.commit(model.run(scheduler.plan()))
+    scheduler.update(model.run(scheduler.schedule()))
     scheduler.add(Request(1, [2] * 40, 9))
     sizes = []
     for _ in range(3):
-        plan = scheduler.plan()
+        plan = scheduler.schedule()
         sizes.append([(c.request, len(c.tokens), c.outputs) for c in plan.chunks])
-        scheduler.commit(model.run(plan))
+        scheduler.update(model.run(plan))
     assert sizes == [[(0, 1, 1), (1, 15, 0)], [(0, 1, 1), (1, 15, 0)], [(0, 1, 1), (1, 10, 1)]]
 
 
@@ -152,9 +152,9 @@ def test_a_shared_prompt_is_computed_once() -> None:
     scheduler, model = Scheduler(pool, SchedulerConfig(64, 8)), Model(pool)
     for identity in (0, 1):
         scheduler.add(Request(identity, [3] * 22, 1))
-        plan = scheduler.plan()
+        plan = scheduler.schedule()
         assert plan.num_tokens == (22 if identity == 0 else 2)
-        scheduler.commit(model.run(plan))
+        scheduler.update(model.run(plan))
 
 
 def test_another_salt_shares_nothing() -> None:
@@ -168,17 +168,17 @@ def test_forks_share_what_is_computed_and_go_their_own_way() -> None:
     scheduler, model = Scheduler(pool, SchedulerConfig(32, 8)), Model(pool)
     parent = Request(0, [1, 2, 3, 4, 5, 6], 8)
     scheduler.add(parent)
-    plan = scheduler.plan()
-    scheduler.commit({0: Outcome((9,))})
+    plan = scheduler.schedule()
+    scheduler.update({0: StepOutcome((9,))})
     child = scheduler.fork(parent, 1)
     child.tokens[-1] = 8  # another sample of the first token
     model.run(plan)
     while not scheduler.idle:
-        plan = scheduler.plan()
-        scheduler.commit(model.run(plan))
+        plan = scheduler.schedule()
+        scheduler.update(model.run(plan))
     assert parent.tokens == alone([1, 2, 3, 4, 5, 6, 9], 7)
     assert child.tokens == alone([1, 2, 3, 4, 5, 6, 8], 7)
-    assert pool.free == pool.count
+    assert pool.num_free == pool.count
 
 
 def test_what_never_fits_is_refused_at_once() -> None:
@@ -194,10 +194,10 @@ def test_what_never_fits_is_refused_at_once() -> None:
 def test_steps_are_planned_and_committed_in_turn() -> None:
     scheduler = Scheduler(BlockPool(4, 4), SchedulerConfig(8, 4))
     with pytest.raises(PlanError, match="without a step"):
-        scheduler.commit({})
+        scheduler.update({})
     scheduler.add(Request(0, [1], 3))
-    scheduler.plan()
+    scheduler.schedule()
     with pytest.raises(PlanError, match="outcome is not known"):
-        scheduler.plan()
+        scheduler.schedule()
     with pytest.raises(PlanError, match="outcomes of requests"):
-        scheduler.commit({})
+        scheduler.update({})

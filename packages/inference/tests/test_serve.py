@@ -88,7 +88,7 @@ def server(folder):
     made = Server(folder, ServerLimits(requests=40, answer=16, longest=300))
     yield made
     made.stop()
-    assert made.engine.scheduler.pool.free == made.engine.scheduler.pool.count
+    assert made.engine.scheduler.pool.num_free == made.engine.scheduler.pool.count
 
 
 @pytest.fixture
@@ -253,7 +253,7 @@ def test_streams_whose_clients_leave_hold_no_place(folder):
         status = max(answer.status_code for answer in done)
     assert status == 200
     server.stop()
-    assert server.engine.scheduler.pool.free == server.engine.scheduler.pool.count
+    assert server.engine.scheduler.pool.num_free == server.engine.scheduler.pool.count
 
 
 @pytest.mark.parametrize("way", ["equal prompts", "samples", "requests"])
@@ -343,7 +343,7 @@ def test_a_request_that_raises_in_a_step_ends_alone(folder):
             assert answer.text.endswith("data: [DONE]\n\n")
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
     server.stop()
-    assert server.engine.scheduler.pool.free == server.engine.scheduler.pool.count
+    assert server.engine.scheduler.pool.num_free == server.engine.scheduler.pool.count
 
 
 def test_a_long_stop_string_costs_no_more_than_the_text(folder):

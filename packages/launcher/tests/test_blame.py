@@ -32,7 +32,7 @@ def test_a_traceback_does_not_antedate_a_signal() -> None:
 
 
 def test_those_we_stopped_and_those_that_ended_well_did_not_fail() -> None:
-    assert first_failure([Ending(0, 0, 1.0), Ending(1, -15, 2.0, asked=True)]) is None
+    assert first_failure([Ending(0, 0, 1.0), Ending(1, -15, 2.0, stop_requested=True)]) is None
     assert first_failure([]) is None
 
 

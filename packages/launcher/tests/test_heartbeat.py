@@ -91,10 +91,10 @@ def test_a_failure_reaches_all_through_the_centre() -> None:
         assert beta.beats.lost(9.0) is not None  # the centre had answered
         beta.tell(Heartbeat(1, told))
         time.sleep(0.02)
-        assert {message.told for message in centre.listen(3.0)} == {told}
+        assert {message.job_end for message in centre.listen(3.0)} == {told}
         centre.tell(Heartbeat(CENTRE, told))
         time.sleep(0.02)
-        assert {message.told for message in launcher.listen(3.0)} == {told}
+        assert {message.job_end for message in launcher.listen(3.0)} == {told}
     finally:
         for line in lines:
             line.socket.close()
@@ -113,9 +113,9 @@ def test_hosts_with_other_versions_are_named() -> None:
             line.speak(1.0)
         time.sleep(0.02)
         (message,) = centre.listen(1.0)
-        assert message.told is not None
-        assert message.told.host == "gamma"
-        assert "host gamma has torch 2.12; host alpha has torch 2.13" in message.told.text
+        assert message.job_end is not None
+        assert message.job_end.host == "gamma"
+        assert "host gamma has torch 2.12; host alpha has torch 2.13" in message.job_end.text
     finally:
         for line in (centre, *others):
             line.socket.close()

@@ -51,7 +51,7 @@ def test_the_same_thing_is_told_once_by_the_graver_verdict() -> None:
     two = PackageReport((Check("system", "cores", ReportLevel.INFO, "9"), Check("device", "visible", ReportLevel.BROKEN, "driver")))
     three = PackageReport((Check("system", "memory", ReportLevel.INFO, "1 GiB"),), data={"x": 1})
     found = launch_report.merged([one, two, three])
-    assert [(c.section, c.name, c.found) for c in found.checks] == [
+    assert [(c.section, c.name, c.result) for c in found.checks] == [
         ("system", "cores", "8"),
         ("system", "memory", "1 GiB"),
         ("device", "visible", "driver"),

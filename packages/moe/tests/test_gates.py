@@ -74,7 +74,7 @@ def test_random_token_selection_keeps_the_tokens_with_the_largest_lots(tokens: i
     for e in range(experts):
         wanted = [t for t in range(tokens) if best[t] == e]
         first = sorted(wanted, key=lambda t: -lots[t, e].item())[: routed.capacity]
-        assert [t for t in wanted if routed.kept[t, 0]] == sorted(first)
+        assert [t for t in wanted if routed.kept_mask[t, 0]] == sorted(first)
 
 
 @pytest.mark.parametrize(("tokens", "experts"), SHAPES)
@@ -204,7 +204,7 @@ def test_one_expert_takes_all() -> None:
     routed = gate(logits, GateRule(1, 1.0, 1, use_rts=False), NoiseStream("o"))
     assert routed.counts.tolist() == [16, 0, 0, 0]
     assert routed.dropped == 12
-    assert routed.kept[:, 0].tolist() == [True] * 4 + [False] * 12
+    assert routed.kept_mask[:, 0].tolist() == [True] * 4 + [False] * 12
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ def test_every_sink_is_told_and_what_one_lacks(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(monitor_report, "find_spec", lambda name: None if name == "wandb" else object())
     found = {check.name: check for check in monitor_report.report().checks}
     assert sorted(found) == sink_names()
-    assert (found["csv"].verdict, found["csv"].found) == (ReportLevel.FINE, "of ds-monitor")
+    assert (found["csv"].verdict, found["csv"].result) == (ReportLevel.FINE, "of ds-monitor")
     assert (found["wandb"].verdict, found["wandb"].fix) == (ReportLevel.INFO, "pip install 'ds-monitor[wandb]'")
 
 

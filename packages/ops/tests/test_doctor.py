@@ -96,7 +96,7 @@ def test_torch_that_does_not_load_is_one_finding_not_seven() -> None:
     same = ProbeStage(error="OSError: libcublas.so.13: cannot open shared object file")
     found = broken_by(**dict.fromkeys(("torch", "native", "trial", "io", "cuda", "triton", "ops"), same))
     assert list(found) == ["torch"]
-    assert "libcublas" in found["torch"].found
+    assert "libcublas" in found["torch"].result
     assert "pip install" in found["torch"].fix
 
 
@@ -140,9 +140,9 @@ def test_a_module_that_was_not_built_is_slower_not_broken() -> None:
 
 def test_a_device_that_torch_cannot_use_is_broken() -> None:
     m = replace(GOOD, device_files=("nvidia0",))
-    assert "CPU only" in checks(m, ReportLevel.BROKEN)["accelerator"].found
-    for_cuda = stages(torch=ProbeStage({**stages()["torch"].found, "cuda": "13.0"}))
-    assert "driver" in checks(replace(m, stages=for_cuda), ReportLevel.BROKEN)["accelerator"].found
+    assert "CPU only" in checks(m, ReportLevel.BROKEN)["accelerator"].result
+    for_cuda = stages(torch=ProbeStage({**stages()["torch"].results, "cuda": "13.0"}))
+    assert "driver" in checks(replace(m, stages=for_cuda), ReportLevel.BROKEN)["accelerator"].result
     hidden = replace(m, stages=for_cuda, variables={"CUDA_VISIBLE_DEVICES": ""})
     assert not checks(hidden, ReportLevel.BROKEN)
 
@@ -240,5 +240,5 @@ def test_what_is_wrong_is_broken_with_its_cure() -> None:
     ill = replace(GOOD, stages=stages(native=ProbeStage({"reasons": {"_cpu": "module _cpu does not load: [GLIBC_2.99]"}})))
     (broken,) = [check for check in report_of(diagnose(ill)).checks if check.verdict is ReportLevel.BROKEN]
     assert (broken.section, broken.name, broken.fix) == ("native", "_cpu", "ds ops build --force cpu")
-    assert "[GLIBC_2.99]" in broken.found
+    assert "[GLIBC_2.99]" in broken.result
     assert not [check for check in report_of(diagnose(GOOD)).checks if check.verdict is ReportLevel.BROKEN]

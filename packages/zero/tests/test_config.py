@@ -156,7 +156,7 @@ def units(stage: int = 3, shard_size: int | None = None, nodes: NodeTopology | N
 def wired(wire: QuantizedComm = EXACT) -> Any:
     """The plan of a bf16 model whose messages are codes."""
     params = [ParamInfo(f"a.{i}", (10, 10), "bfloat16", "a", 0) for i in range(3)]
-    options = ShardOptions(stage=3, policy=UnitSizePolicy(persist_numel=0), wire=wire)
+    options = ShardOptions(stage=3, policy=UnitSizePolicy(persist_numel=0), quantized_comm=wire)
     return plan(params, 4, options, modules=[ModuleInfo(""), ModuleInfo("a")])
 
 

@@ -61,7 +61,7 @@ def test_an_update_holds_on_the_very_terms_it_was_made_on() -> None:
     assert not any(ledger.holds(4, terms) for terms in others)
     assert ledger.state(4) is OverlapState.EARLY
     assert ledger.holds(4, TERMS)
-    assert (ledger.state(4), ledger.held, ledger.undone) == (OverlapState.PLAIN, 1, 0)
+    assert (ledger.state(4), ledger.retained, ledger.undone) == (OverlapState.PLAIN, 1, 0)
 
 
 def early(ledger: OverlapLedger, unit: int, terms: Terms | None = TERMS) -> None:
@@ -102,7 +102,7 @@ def test_a_failed_update_never_holds() -> None:
     assert ledger.state(0) is OverlapState.BROKEN
     assert not ledger.holds(0, TERMS)
     ledger.undo(0)
-    assert (ledger.state(0), ledger.held, ledger.undone) == (OverlapState.PLAIN, 0, 1)
+    assert (ledger.state(0), ledger.retained, ledger.undone) == (OverlapState.PLAIN, 0, 1)
 
 
 def test_verbs_check_where_they_start() -> None:
@@ -169,8 +169,8 @@ def test_drawn_histories_lose_no_update_and_count_each_once(seed: int) -> None:
             assert not ledger.busy
     for unit in units:
         take_back(unit)
-    assert ledger.held + ledger.undone == written
-    assert ledger.held > 0
+    assert ledger.retained + ledger.undone == written
+    assert ledger.retained > 0
 
 
 # ---- what is asked for, and what is planned

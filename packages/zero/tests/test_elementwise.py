@@ -17,7 +17,7 @@ import ds_zero
 from ds_config.errors import UnsupportedError
 from ds_ops import optim
 from ds_zero.update import wrapped_optimizer, probe
-from ds_zero.update.wrapped_optimizer import habits_of
+from ds_zero.update.wrapped_optimizer import traits_of
 
 sys.path.append(str(Path(__file__).parent / "world"))
 import foreign
@@ -34,19 +34,19 @@ def larger():
 
 
 def layout(kind, params, **settings):
-    return habits_of(kind(params, **settings), None)[0].layout
+    return traits_of(kind(params, **settings), None)[0].layout
 
 
 @pytest.mark.parametrize(
     "name", ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "RMSprop", "Rprop", "ASGD", "Adadelta"]
 )
 def test_elementwise(name):
-    assert habits_of(getattr(torch.optim, name)(params(), lr=1e-2), None)[0].layout == "flat"
+    assert traits_of(getattr(torch.optim, name)(params(), lr=1e-2), None)[0].layout == "flat"
 
 
 def test_fused_and_warming_up():
-    assert habits_of(torch.optim.AdamW(params(), lr=0.0, fused=True), None)[0].layout == "flat"
-    assert habits_of(torch.optim.AdamW(params(), lr=torch.tensor(1e-3)), "dim0")[0].layout == "dim0"
+    assert traits_of(torch.optim.AdamW(params(), lr=0.0, fused=True), None)[0].layout == "flat"
+    assert traits_of(torch.optim.AdamW(params(), lr=torch.tensor(1e-3)), "dim0")[0].layout == "dim0"
 
 
 TORCHS = [
@@ -120,9 +120,9 @@ def test_a_layout_that_was_asked_for_stands_where_nobody_can_ask_the_optimizer()
             raise ValueError("only on my device")
 
     with pytest.raises(UnsupportedError, match="only on my device") as caught:
-        habits_of(Refuses(params()), None)
+        traits_of(Refuses(params()), None)
     assert 'layout="whole"' in caught.value.fix
-    assert habits_of(Refuses(params()), "flat")[0].layout == "flat"
+    assert traits_of(Refuses(params()), "flat")[0].layout == "flat"
 
 
 def test_the_device_of_the_parameters_is_asked_first():
@@ -152,22 +152,22 @@ def test_groups_that_differ_in_their_rates_only_are_asked_once():
     with mock.patch.object(wrapped_optimizer, "ask", wraps=probe.ask) as asked:
         groups = [{"params": params(), "lr": 1e-3 + i * 1e-4} for i in range(5)]
         groups += [{"params": params(), "lr": 1e-6}, {"params": params(), "weight_decay": 0.1}]
-        found = habits_of(torch.optim.AdamW(groups, lr=1e-3), None)
+        found = traits_of(torch.optim.AdamW(groups, lr=1e-3), None)
     assert [one.layout for one in found.values()] == ["flat"] * 7
     assert asked.call_count == 3
 
 
 def test_whole_parameters_by_group():
     matrix, bias = params()
-    assert habits_of(torch.optim.Muon([matrix], lr=1e-2), None)[0].layout == "whole"
-    assert habits_of(torch.optim.Adafactor([matrix, bias], lr=1e-2), None)[0].layout == "whole"
-    assert habits_of(optim.Lamb([matrix, bias], lr=1e-2), None)[0].layout == "whole"
+    assert traits_of(torch.optim.Muon([matrix], lr=1e-2), None)[0].layout == "whole"
+    assert traits_of(torch.optim.Adafactor([matrix, bias], lr=1e-2), None)[0].layout == "whole"
+    assert traits_of(optim.Lamb([matrix, bias], lr=1e-2), None)[0].layout == "whole"
 
 
 @pytest.mark.parametrize("asked", ["flat", "dim0"])
 def test_a_layout_that_would_be_wrong_is_refused(asked):
     with pytest.raises(UnsupportedError, match="Adafactor needs whole parameters"):
-        habits_of(torch.optim.Adafactor(params(), lr=1e-2), asked)
+        traits_of(torch.optim.Adafactor(params(), lr=1e-2), asked)
 
 
 class Coupled(torch.optim.SGD):
@@ -199,7 +199,7 @@ def test_what_an_optimizer_wraps_is_left_alone_too():
     torch.optim.lr_scheduler.LambdaLR(optimizer.inner, lambda _: 1.0)
     optimizer.inner.generator = torch.Generator().manual_seed(3)
     state = optimizer.inner.generator.get_state()
-    assert habits_of(optimizer, None)[0].layout == "flat"
+    assert traits_of(optimizer, None)[0].layout == "flat"
     assert optimizer.counts == [0]
     assert not optimizer.state
     assert not optimizer.inner.state
@@ -217,7 +217,7 @@ def test_asking_leaves_python_and_numpy_alone():
             return super().update(p, grad, state, lr)
 
     before = random.getstate(), numpy.random.get_state()[2]
-    habits_of(Draws(params()), None)
+    traits_of(Draws(params()), None)
     assert before == (random.getstate(), numpy.random.get_state()[2])
 
 
@@ -225,7 +225,7 @@ def test_asking_leaves_optimizer_and_randomness_alone():
     optimizer = torch.optim.AdamW(params(), lr=1e-2)
     before = torch.random.get_rng_state()
     groups = [dict(g) for g in optimizer.param_groups]
-    habits_of(optimizer, None)
+    traits_of(optimizer, None)
     assert torch.equal(before, torch.random.get_rng_state())
     assert not optimizer.state
     assert all(a["params"] is b["params"] for a, b in zip(groups, optimizer.param_groups, strict=True))

@@ -43,7 +43,7 @@ def test_the_plan_moves_bytes_and_loses_none(stage: int, precision: str) -> None
         return plan(
             params,
             2,
-            ShardOptions(stage=stage, precision=precision, policy=policy, tier=tier, param_tier=rest),
+            ShardOptions(stage=stage, precision=precision, policy=policy, offload_optimizer=tier, offload_params=rest),
             modules=modules,
         )
 

@@ -34,7 +34,7 @@ def test_a_path_out_of_order_still_issues_every_unit_once_in_order(count, data):
 def test_a_recorded_sequence_with_repeats_is_followed_exactly(sequence, ahead):
     order = GatherOrder(sequence, ahead, [10] * 6)
     assert run(order, sequence) == sequence
-    assert order.seen == sequence
+    assert order.recorded == sequence
 
 
 @given(st.integers(2, 9), st.integers(0, 100))
@@ -75,9 +75,9 @@ def test_a_unit_is_awaited_until_its_turn_and_while_it_waits():
     assert not order.awaits(2)
     assert order.need(0) == []
     assert not order.awaits(0)
-    assert order.seen == [0, 1, 2, 0]
+    assert order.recorded == [0, 1, 2, 0]
     order.begin()
-    assert (order.awaits(0), order.seen, order.waiting) == (True, [], [])
+    assert (order.awaits(0), order.recorded, order.waiting) == (True, [], [])
 
 
 def test_nothing_is_issued_early_without_a_budget_and_no_more_than_it():

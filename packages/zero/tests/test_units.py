@@ -52,7 +52,7 @@ def test_a_leaf_is_not_split_between_modules():
 def test_small_parameters_stay_gathered_up_to_a_total():
     params = [param("a", 10), param("b", 500), param("c", 10), param("d", 10)]
     units = plan_units(params, [ModuleInfo("")], STAGES[3], UnitSizePolicy(persist_numel=10, persist_total=20))
-    kept = [p.name for u in units if not u.residency.shard_params for p in u.params]
+    kept = [p.name for u in units if not u.strategy.shard_params for p in u.params]
     assert kept == ["a", "c"]
 
 
@@ -85,7 +85,7 @@ def test_every_parameter_is_in_one_unit_below_its_limit(found, stage, limit, per
         assert len({(p.dtype, p.group) for p in unit.params}) == 1
         assert limit is None or unit.numel <= limit or len([p for p in unit.params if p.numel]) == 1
         assert modules[unit.module].callable
-        if stage == 3 and unit.residency.shard_params:
+        if stage == 3 and unit.strategy.shard_params:
             assert all(p.module == unit.module or p.module.startswith(unit.module) for p in unit.params)
 
 

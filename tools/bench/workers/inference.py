@@ -69,7 +69,7 @@ class Ours:
         from ds_inference import SchedulerConfig, QuantizationOptions, load
 
         how = None if form == "bf16" else QuantizationOptions(FORMS[form][0], activations=FORMS[form][1])
-        self.engine = load(folder, quantize=how, native=True, budget=SchedulerConfig(512, 64, max_model_len=2048), share=False)
+        self.engine = load(folder, quantize=how, native=True, budget=SchedulerConfig(512, 64, max_model_len=2048), enable_prefix_caching=False)
         if self.engine.decoder.obstacle:
             raise SystemExit(self.engine.decoder.obstacle)
         program = self.engine.decoder._native._program

@@ -36,7 +36,7 @@ def ours(config: Config, model: nn.Module, stage: int, where: str, bf16: bool, f
         from ds_ops.optim import AdamW
 
         made = AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
-    optimizer = ds_zero.shard(model, made, stage=stage, clip=CLIP, tier=tier, precision="bf16" if bf16 else None)
+    optimizer = ds_zero.shard(model, made, stage=stage, clip=CLIP, offload_optimizer=tier, precision="bf16" if bf16 else None)
 
     def step(data: torch.Tensor) -> torch.Tensor:
         loss = config.loss(model, data)
@@ -76,7 +76,7 @@ def timeline(config: Config, folder: str, rank: int) -> dict[str, list[tuple[str
 
     model = config.model()
     place = ds_zero.OffloadPolicy("file", folder)
-    optimizer = ds_zero.shard(model, adamw(model.parameters()), stage=3, clip=CLIP, tier=place)
+    optimizer = ds_zero.shard(model, adamw(model.parameters()), stage=3, clip=CLIP, offload_optimizer=place)
     under_way: list[list] = []  # (what, from, to, transfer)
     started = ScratchFile._moving
 

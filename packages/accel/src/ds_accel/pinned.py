@@ -48,7 +48,7 @@ class PoolStats:
     """
 
     limit: int
-    lent: int
+    in_use_bytes: int
     waiting: int
     kept: int
     peak: int
@@ -57,7 +57,7 @@ class PoolStats:
     @property
     def held(self) -> int:
         """What the pool has from the system now."""
-        return self.lent + self.waiting + self.kept
+        return self.in_use_bytes + self.waiting + self.kept
 
 
 class PinnedBuffer:
@@ -145,9 +145,9 @@ class PinnedPool:
         self.limit_bytes, self.pinned, self.name = limit_bytes, pinned, name
         self._allocate = allocate or (_locked_block if pinned else _page_block)
         self._lock = threading.RLock()  # a finalizer may run inside any line of the same thread
-        self._kept: list[torch.Tensor] = []
+        self._cached: list[torch.Tensor] = []
         self._waiting: list[tuple[Any, torch.Tensor]] = []
-        self._lent = self._peak = self._num_lent = 0
+        self._in_use = self._peak = self._num_lent = 0
 
     def take(self, nbytes: int) -> PinnedBuffer:
         """Lend `nbytes` of host memory: a kept block that fits well, or a new one.
@@ -167,7 +167,7 @@ class PinnedPool:
             if block is None:
                 self._make_room(size, nbytes)
                 block = self._new_block(size)
-            self._lent += block.numel()
+            self._in_use += block.numel()
             self._num_lent += 1
             self._changed()
             return PinnedBuffer(self, block, nbytes)
@@ -181,8 +181,8 @@ class PinnedPool:
         """Return every kept block to the system; the number of bytes."""
         with self._lock:
             self._collect()
-            freed = sum(block.numel() for block in self._kept)
-            self._kept.clear()
+            freed = sum(block.numel() for block in self._cached)
+            self._cached.clear()
             self._changed()
         return freed
 
@@ -190,18 +190,18 @@ class PinnedPool:
         """The account now."""
         with self._lock:
             self._collect()
-            kept = sum(block.numel() for block in self._kept)
-            return PoolStats(self.limit_bytes, self._lent, self._waiting_bytes(), kept, self._peak, self._num_lent)
+            kept = sum(block.numel() for block in self._cached)
+            return PoolStats(self.limit_bytes, self._in_use, self._waiting_bytes(), kept, self._peak, self._num_lent)
 
     def _fitting(self, size: int) -> torch.Tensor | None:
-        fits = [i for i, block in enumerate(self._kept) if size <= block.numel() <= size * _MAX_WASTE]
+        fits = [i for i, block in enumerate(self._cached) if size <= block.numel() <= size * _MAX_WASTE]
         if not fits:
             return None
-        return self._kept.pop(min(fits, key=lambda i: self._kept[i].numel()))
+        return self._cached.pop(min(fits, key=lambda i: self._cached[i].numel()))
 
     def _make_room(self, size: int, nbytes: int) -> None:
         """Return kept blocks to the system, largest first, until `size` fits under the bound."""
-        used = self._lent + self._waiting_bytes()
+        used = self._in_use + self._waiting_bytes()
         if used + size > self.limit_bytes:
             rounded = f" (a block of {size})" if size != nbytes else ""
             raise PinnedMemoryError(
@@ -210,9 +210,9 @@ class PinnedPool:
                 code="pinned-limit",
                 fix="Raise the pool's bound, release buffers earlier, or take smaller ones.",
             )
-        self._kept.sort(key=torch.Tensor.numel)
-        while self._kept and used + sum(map(torch.Tensor.numel, self._kept)) + size > self.limit_bytes:
-            self._kept.pop()
+        self._cached.sort(key=torch.Tensor.numel)
+        while self._cached and used + sum(map(torch.Tensor.numel, self._cached)) + size > self.limit_bytes:
+            self._cached.pop()
 
     def _new_block(self, size: int) -> torch.Tensor:
         try:
@@ -226,10 +226,10 @@ class PinnedPool:
 
     def _give_back(self, block: torch.Tensor, after: Any) -> None:
         with self._lock:
-            self._lent -= block.numel()
+            self._in_use -= block.numel()
             self._num_lent -= 1
             if after is None:
-                self._kept.append(block)
+                self._cached.append(block)
             else:
                 self._waiting.append((after, block))
             self._changed()
@@ -237,14 +237,14 @@ class PinnedPool:
     def _forget(self, size: int) -> None:
         """A buffer was dropped without release. Views of it may still exist, so its block is never lent again."""
         with self._lock:
-            self._lent -= size
+            self._in_use -= size
             self._num_lent -= 1
 
     def _collect(self) -> None:
         still: list[tuple[Any, torch.Tensor]] = []
         for event, block in self._waiting:
             if event.query():
-                self._kept.append(block)
+                self._cached.append(block)
             else:
                 still.append((event, block))
         self._waiting = still
@@ -253,7 +253,7 @@ class PinnedPool:
         return sum(block.numel() for _, block in self._waiting)
 
     def _changed(self) -> None:
-        used = self._lent + self._waiting_bytes()
+        used = self._in_use + self._waiting_bytes()
         self._peak = max(self._peak, used)
         gauge(f"accel/{self.name}/bytes", used)
 

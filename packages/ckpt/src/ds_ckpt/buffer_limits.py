@@ -104,7 +104,7 @@ class MemoryStorage:
     def hold(self, tag: str, seconds: float) -> Callable[[], None]:
         return lambda: None  # what is read stays in memory with its reader
 
-    def held(self) -> set[str]:
+    def tags_in_use(self) -> set[str]:
         return set()
 
     def where(self, tag: str) -> str:

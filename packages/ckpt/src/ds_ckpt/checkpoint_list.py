@@ -123,7 +123,7 @@ def remove(path: str | os.PathLike[str] | CheckpointRef) -> None:
         CheckpointError: "ckpt-held": it is being read.
     """
     at = locate(path)
-    if at.tag in at.storage.held():
+    if at.tag in at.storage.tags_in_use():
         raise CheckpointError(
             f"somebody reads {at.storage.where(at.tag)}",
             code="ckpt-held",
@@ -145,7 +145,7 @@ def prune(root: str | os.PathLike[str] | CheckpointStorage, keep: int) -> list[s
             f"keep is {keep}; the newest checkpoint always stays", code="ckpt-keep", fix="Use 1 or more."
         )
     storage = open_storage(root)
-    held = storage.held()
+    held = storage.tags_in_use()
     old = [tag for tag in list_tags(storage)[:-keep] if tag not in held]
     free: set[str] = set()
     for tag in old:

@@ -367,7 +367,7 @@ class LocalStorage:
 
         return over
 
-    def held(self) -> set[str]:
+    def tags_in_use(self) -> set[str]:
         try:
             return held_tags(os.listdir(os.path.join(self.root, READERS)))
         except OSError:

@@ -87,7 +87,7 @@ class LocalCheckpointer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ds-ckpt-drain")
         self._under_way: Future[None] | None = None
         self._due = False  # a drain has yet to begin
-        self._taken = -1  # the last step that is on this node, or soon will be: what a drain takes
+        self._latest_step = -1  # the last step that is on this node, or soon will be: what a drain takes
         self._cache, self._pool = PlanCache(), SlabPool()
         recipe = self._draining.recipe
         self._packing = None if recipe is None else BlockPacker(recipe)
@@ -116,7 +116,7 @@ class LocalCheckpointer:
         self._start_drain()  # of the snapshot before: by now it is on the nodes, or is waited for below
         if not self._near.offer(step, shards, _told(meta, aliases or {}, near_only)):
             return False
-        self._taken = step
+        self._latest_step = step
         self._due = self._due or step % self._draining.every == 0
         return True
 
@@ -178,7 +178,7 @@ class LocalCheckpointer:
             self._submit()
 
     def _submit(self) -> None:
-        step, self._due = self._taken, False
+        step, self._due = self._latest_step, False
         at, record = self._near.copy_of(step)
         over = at.storage.hold(at.tag, TRANSFER_S)
 

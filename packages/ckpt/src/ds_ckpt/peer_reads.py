@@ -202,7 +202,7 @@ class PeerSnapshots:
     def _place(self, holder: int, owner: int) -> Path:
         return self._folder / f"holder-{holder:05d}" / f"owner-{owner:05d}"
 
-    def _found(self) -> dict[int, dict[int, Path]]:
+    def _find_snapshots(self) -> dict[int, dict[int, Path]]:
         """Snapshots on this host, in whichever process: owner -> step -> where."""
         out: dict[int, dict[int, Path]] = {}
         for place in sorted(self._folder.glob("holder-*/owner-*")):
@@ -214,7 +214,7 @@ class PeerSnapshots:
 
     def _givers(self, passed: set[tuple[int, int]]) -> dict[int, set[int]]:
         """Of this rank's shards: which step whose host has. Collective."""
-        told = {owner: json.dumps(sorted(steps)).encode() for owner, steps in self._found().items()}
+        told = {owner: json.dumps(sorted(steps)).encode() for owner, steps in self._find_snapshots().items()}
         out: dict[int, set[int]] = {}
         for holder, data in self._ranks.route({o: d for o, d in told.items() if o < self._ranks.size}).items():
             for step in json.loads(data):
@@ -228,7 +228,7 @@ class PeerSnapshots:
         None for a record: the giver's copy is damaged.
         """
         asked = self._ranks.route({giver: b""})
-        found = self._found()
+        found = self._find_snapshots()
         read: dict[int, _Snapshot] = {}
         answers = {}
         for owner in asked:

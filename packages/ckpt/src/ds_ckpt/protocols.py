@@ -95,7 +95,7 @@ class CheckpointStorage(Protocol):
         A storage that is read-only is left as it is.
         """
 
-    def held(self) -> set[str]:
+    def tags_in_use(self) -> set[str]:
         """Tags that must not be removed now."""
 
     def where(self, tag: str) -> str:

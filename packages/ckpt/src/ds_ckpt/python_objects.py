@@ -74,7 +74,7 @@ class _ObjectDraft:
     def commit(self, manifest: bytes) -> None:
         put_object(self._storage.fs, self._storage.retries, f"{self._path}/{MANIFEST}", manifest)
         try:
-            if self._tag not in self._storage.held():
+            if self._tag not in self._storage.tags_in_use():
                 self._storage.drop(self._path, lambda name: _is_data(name) and self._token not in name)
         except (OSError, CheckpointError) as error:  # the save is done; the next one to this place tries again
             ds_monitor.event("ckpt.leftover", path=self._path, why=str(error))
@@ -200,7 +200,7 @@ class ObjectStorage:
 
         return over
 
-    def held(self) -> set[str]:
+    def tags_in_use(self) -> set[str]:
         names = [name for name, _ in self.names(f"{self.root}/{READERS}")]
         return held_tags(names)
 

@@ -98,14 +98,14 @@ class SlabPool:
 
     def __init__(self, limit_bytes: int = 8 * SLAB_BYTES) -> None:
         self._limit = max(1, -(-limit_bytes // SLAB_BYTES))
-        self._made = 0
+        self._allocated = 0
         self._free: list[mmap.mmap] = []
         self._changed = threading.Condition()
 
     @property
     def nbytes(self) -> int:
         """Memory held."""
-        return self._made * SLAB_BYTES
+        return self._allocated * SLAB_BYTES
 
     @staticmethod
     def room(nbytes: int) -> int:
@@ -147,11 +147,11 @@ class SlabPool:
     def _take(self) -> mmap.mmap | None:
         if self._free:
             return self._free.pop()
-        return self._new() if self._made < self._limit else None
+        return self._new() if self._allocated < self._limit else None
 
     def _new(self) -> mmap.mmap:
-        slab = self._map(self._made)
-        self._made += 1
+        slab = self._map(self._allocated)
+        self._allocated += 1
         for advice in (getattr(mmap, "MADV_HUGEPAGE", None), _POPULATE_WRITE):
             if advice is not None:
                 with contextlib.suppress(OSError):  # kernels that do not know it: the pages come when they are touched

@@ -52,7 +52,7 @@ class ReductionBuffers:
     """
 
     number: int
-    mine: Tensor
+    local: Tensor
     all: tuple[Tensor, ...]
 
 

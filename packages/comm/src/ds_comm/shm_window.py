@@ -43,7 +43,7 @@ class ShmWindow:
         self.grow(rows)
 
     @property
-    def mine(self) -> Tensor:
+    def local(self) -> Tensor:
         return self._part(self._buffers[self._turn], self.group.rank)
 
     def grow(self, rows: int) -> None:

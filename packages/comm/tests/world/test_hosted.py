@@ -49,7 +49,7 @@ def test_slots_sum_in_rank_order_while_one_rank_is_ahead():
             torch.randn(200, 200) @ torch.randn(200, 200)
         out = torch.empty(4)
         slot = host.open_slot(12, torch.float32, lambda: None)
-        slot.mine.fill_(step * 10.0 + host.rank)
+        slot.local.fill_(step * 10.0 + host.rank)
         host.post(slot, "part")
         host.wait(slot, "test")
         sum_sources(out, [part[4 * host.rank :][:4] for part in slot.all])

@@ -22,9 +22,9 @@ def check(group: Group) -> None:
     for step in range(5):
         if step == 3:
             window.grow(80)
-        window.mine[:50].copy_(rows_of(group.rank, step))
+        window.local[:50].copy_(rows_of(group.rank, step))
         window.publish()
-        window.mine.fill_(-1)  # the other buffer: nobody pulls from it
+        window.local.fill_(-1)  # the other buffer: nobody pulls from it
         for source in range(group.size):
             index = torch.randint(50, (64,), generator=torch.Generator().manual_seed(step + 7 * group.rank))
             wanted = rows_of(source, step)[index]
@@ -64,7 +64,7 @@ def test_it_is_an_exchange_of_sorted_rows() -> None:
     receive = all_to_all_counts(send)
     sent = differentiable.all_to_all_rows(x[to.argsort(stable=True)], group, send.tolist(), receive.tolist())
     window = ShmWindow(group, 50, 7, torch.bfloat16)
-    window.mine.copy_(x)
+    window.local.copy_(x)
     window.publish()
     every = [torch.randint(2, (50,), generator=torch.Generator().manual_seed(r)) for r in range(2)]
     pulled = torch.cat([window.pull(r, (every[r] == rank).nonzero().view(-1)) for r in range(2)])

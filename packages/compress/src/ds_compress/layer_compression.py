@@ -67,7 +67,7 @@ class LayerCompression(nn.Module):
         self.bits = None if weights is None else Bits(weights.start, weights.period)
         self.group: Group | None = None
         self._handles: list[RemovableHandle] = []
-        self._made: set[str] = set()  # masks that have been chosen
+        self._chosen_masks: set[str] = set()  # masks that have been chosen
         self.register_buffer("state", torch.zeros(4, dtype=torch.int64, device=device))
         if recipe.inputs is not None and recipe.inputs.static:
             empty = torch.tensor([math.inf, -math.inf], dtype=torch.float32, device=device)
@@ -138,7 +138,7 @@ class LayerCompression(nn.Module):
         if self.bits is not None:
             self.bits = Bits(*bits)
         masks = (name for name, what in self._pruning().items() if what.method == "l1")
-        self._made = {name for name in masks if bool(getattr(self, f"{name}_mask").any())}
+        self._chosen_masks = {name for name in masks if bool(getattr(self, f"{name}_mask").any())}
 
     # ---- weights
 
@@ -185,10 +185,10 @@ class LayerCompression(nn.Module):
         if what.method == "topk":
             return learnt_mask(getattr(self, f"{name}_scores"), what.ratio)
         mask: Tensor = getattr(self, f"{name}_mask")
-        if what.method == "l1" and name not in self._made:
+        if what.method == "l1" and name not in self._chosen_masks:
             with torch.no_grad():
                 mask.copy_(top_mask(self._size(name, what, weight), what.ratio))
-            self._made.add(name)
+            self._chosen_masks.add(name)
         return mask
 
     def _size(self, name: str, what: SparsePruning | Pruned, weight: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class Check:
     section: str
     name: str
     verdict: ReportLevel
-    found: str
+    result: str
     fix: str = ""
 
 

@@ -28,14 +28,14 @@ class Once(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: set[tuple[str, int, str]] = set()
+        self._logged: set[tuple[str, int, str]] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
             return True
         key = (record.name, record.levelno, record.getMessage())
-        new = key not in self._seen
-        self._seen.add(key)
+        new = key not in self._logged
+        self._logged.add(key)
         return new
 
 

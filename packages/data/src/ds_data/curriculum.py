@@ -197,9 +197,9 @@ class RankMicrobatch:
     """
 
     samples: list[int]
-    taken: int
+    consumed: int
     state: Mapping[str, Any] = field(default_factory=dict)
-    told: Mapping[str, Any] = field(default_factory=dict)
+    progress: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -223,7 +223,7 @@ class Curriculum:
     seed: int = 1234
     total: int | None = None
     folder: str | PathLike[str] | None = None
-    taken: int = 0
+    consumed: int = 0
     step: int = 0
     difficulties: dict[str, int] = field(default_factory=dict)
     clusters: list[AdmittedCluster] = field(default_factory=list)
@@ -260,10 +260,10 @@ class Curriculum:
             )
         self.step, self.difficulties = self.step + 1, now
         ends = np.cumsum([len(cluster.samples) for cluster in self.clusters])
-        chosen = uniform(mix_keys(self.seed, 4), np.arange(self.taken, self.taken + batch)) * int(ends[-1])
+        chosen = uniform(mix_keys(self.seed, 4), np.arange(self.consumed, self.consumed + batch)) * int(ends[-1])
         counts = np.bincount(np.searchsorted(ends, chosen, side="right"), minlength=len(ends))
         drawn = [cluster.draw(int(count)) for cluster, count in zip(self.clusters, counts, strict=True) if count]
-        self.taken += batch
+        self.consumed += batch
         return np.concatenate(drawn)[np.argsort(uniform(mix_keys(self.seed, 5, self.step), np.arange(batch)), kind="stable")]
 
     def rows(self, lane: RankSlice, batch: int, taken: int) -> Iterator[RankMicrobatch]:
@@ -272,8 +272,8 @@ class Curriculum:
         Args:
             batch: Samples of a batch, over all ranks; a multiple of `lane.row`.
         """
-        while self.total is None or self.taken + batch <= self.total:
-            before, begun = self.state_dict(), self.taken
+        while self.total is None or self.consumed + batch <= self.total:
+            before, begun = self.state_dict(), self.consumed
             samples = self.draw(batch)
             after, told = self.state_dict(), self.told() | {"batch": samples.tolist()}
             for start in range(begun, begun + batch, lane.row):
@@ -285,7 +285,7 @@ class Curriculum:
     def told(self) -> dict[str, Any]:
         """Where the curriculum stands, by the names of DeepSpeed's sampler."""
         return {
-            "consumed_samples": self.taken,
+            "consumed_samples": self.consumed,
             "curriculum_step": self.step,
             "current_difficulties": dict(self.difficulties),
             "data_cluster_paths": [cluster_name(cluster.difficulties) for cluster in self.clusters],
@@ -297,7 +297,7 @@ class Curriculum:
         return {
             "seed": self.seed,
             "length": self.length,
-            "taken": self.taken,
+            "taken": self.consumed,
             "step": self.step,
             "difficulties": dict(self.difficulties),
             "clusters": [{"difficulties": cluster.difficulties, "drawn": cluster.drawn} for cluster in self.clusters],
@@ -316,7 +316,7 @@ class Curriculum:
                 code="data-changed",
                 fix="Give the same data and metrics, or begin anew: load_checkpoint(..., load_data_state=False).",
             )
-        self.seed, self.taken, self.step = int(state["seed"]), int(state["taken"]), int(state["step"])
+        self.seed, self.consumed, self.step = int(state["seed"]), int(state["taken"]), int(state["step"])
         self.clusters = []
         for saved in state["clusters"]:
             self._admit({name: int(value) for name, value in saved["difficulties"].items()})

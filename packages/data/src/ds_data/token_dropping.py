@@ -163,29 +163,29 @@ class Router:
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
         self._schedule = Root(config.min_value, config.max_value, config.require_steps, config.seq_per_step)
-        self.kept, self.step, self.consumed = config.min_value, -1, 0
+        self.num_kept, self.step, self.consumed = config.min_value, -1, 0
 
     def update(self, step: int, samples: int = 0) -> int:
         """Go to a step; `samples` of its global batch are added to what was consumed. Returns the tokens kept."""
-        if self.kept < self.config.max_value:
-            self.kept = self._schedule(step)
+        if self.num_kept < self.config.max_value:
+            self.num_kept = self._schedule(step)
         if step != self.step:
             self.step, routed = step, len(self.config.layers)
             unrouted = self.config.max_value * (self.config.total_layers - routed)
-            self.consumed += samples * (self.kept * routed + unrouted)
-        return self.kept
+            self.consumed += samples * (self.num_kept * routed + unrouted)
+        return self.num_kept
 
     def draw(self, batch: int, length: int, device: torch.device) -> Tensor:
         """int64 [batch, kept], rising: tokens of each sample, every set of them equally likely."""
-        return torch.rand(batch, length).argsort(1)[:, : self.kept].sort(1).values.to(device)
+        return torch.rand(batch, length).argsort(1)[:, : self.num_kept].sort(1).values.to(device)
 
     def state_dict(self) -> dict[str, int]:
         """To go on from. JSON-able."""
-        return {"kept": self.kept, "step": self.step, "consumed": self.consumed}
+        return {"kept": self.num_kept, "step": self.step, "consumed": self.consumed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from a saved state."""
-        self.kept, self.step, self.consumed = int(state["kept"]), int(state["step"]), int(state["consumed"])
+        self.num_kept, self.step, self.consumed = int(state["kept"]), int(state["step"]), int(state["consumed"])
 
 
 class RandomLayerTokenDrop(nn.Module):
@@ -208,7 +208,7 @@ class RandomLayerTokenDrop(nn.Module):
             return plain(hidden, *args, **kwargs)
         config, axis = router.config, int(router.config.order == "batch_seq_dim")
         length = hidden.shape[axis]
-        if router.kept >= length:
+        if router.num_kept >= length:
             return plain(hidden, *args, **kwargs)
         places = router.draw(hidden.shape[1 - axis], length, hidden.device)
         if config.mask_name is not None and kwargs.get(config.mask_name) is not None:

@@ -70,11 +70,11 @@ class TokenLoader:
         if not len(data):
             raise ConfigError("there are no sequences to load", code="data-empty", fix="Give more data.")
         self.data, self.lane, self.stream = data, lane, SampleStream(len(data), seed, shuffle)
-        self.taken, self.waited_s = 0, 0.0
+        self.consumed, self.waited_s = 0, 0.0
         self._threads, self._ahead, self._pin, self._device = threads, max(1, ahead), pin_memory, device
 
     def __iter__(self) -> Iterator[Batch]:
-        at, row, jobs = self.taken, self.lane.row, self._jobs()
+        at, row, jobs = self.consumed, self.lane.row, self._jobs()
         pool = None if self._threads == 0 else ThreadPoolExecutor(self._threads, thread_name_prefix="ds-data")
         coming: deque[tuple[int, Future[Batch] | None, Places]] = deque()
         waiting, wanted = (
@@ -97,7 +97,7 @@ class TokenLoader:
                 for each in range(count):
                     waiting -= 1
                     at += row
-                    self.taken = at  # counted when returned, not when read
+                    self.consumed = at  # counted when returned, not when read
                     own = slice(each * self.lane.micro, (each + 1) * self.lane.micro)
                     yield self._there({name: rows[own] for name, rows in batch.items()})
         finally:
@@ -118,7 +118,7 @@ class TokenLoader:
     def _jobs(self) -> Iterator[Places]:
         """int64 [microbatches, micro]: samples that are read together. One microbatch first, then more at a time: to hand one over takes as long
         as to read it."""
-        start, lane, most = self.taken, self.lane, max(1, self._ahead // 2) if self._threads else 1
+        start, lane, most = self.consumed, self.lane, max(1, self._ahead // 2) if self._threads else 1
         size, block = 1, 1
         while True:
             places = np.concatenate([lane.positions(start + i * lane.row) for i in range(block)])
@@ -137,7 +137,7 @@ class TokenLoader:
     def state_dict(self) -> dict[str, int | str]:
         """What to resume from, on any number of ranks and threads. JSON-able."""
         return {
-            "taken": self.taken,
+            "taken": self.consumed,
             "seed": self.stream.seed,
             "length": self.stream.length,
             "fingerprint": self.data.fingerprint,
@@ -151,7 +151,7 @@ class TokenLoader:
         """
         check_state(state, self.state_dict())
         self.stream = SampleStream(self.stream.length, int(state["seed"]), self.stream.shuffle)
-        self.taken = int(state["taken"])
+        self.consumed = int(state["taken"])
 
 
 def check_state(saved: Mapping[str, int | str], now: Mapping[str, int | str]) -> None:

@@ -25,23 +25,23 @@ class BatchSource:
     """
 
     def __init__(self, own: ResumableLoader | None) -> None:
-        self.own, self.taken = own, 0
+        self.loader, self.consumed = own, 0
         self._brought: Iterable[Any] | None = None
         self._stream: Iterator[Any] | None = None
-        self._lent: tuple[Iterable[Any], Iterator[Any]] | None = None  # what a call brought last, and where it is
+        self._borrowed: tuple[Iterable[Any], Iterator[Any]] | None = None  # what a call brought last, and where it is
         self._waited_s = 0.0
 
     @property
     def loader(self) -> Any:
         """What microbatches are read from by default; None where every call brings them."""
-        return self.own if self._brought is None else self._brought
+        return self.loader if self._brought is None else self._brought
 
     def replace(self, loader: Iterable[Any] | None) -> None:
         """Read another loader from now on; of another class its position is not saved."""
         if isinstance(loader, ResumableLoader):
-            self.own, self._brought, self.taken = loader, None, loader.taken
+            self.loader, self._brought, self.consumed = loader, None, loader.consumed
         else:
-            self.own, self._brought, self.taken = None, loader, 0
+            self.loader, self._brought, self.consumed = None, loader, 0
         self._stream = None
 
     def draw_from(self, data: Iterator[Any] | Iterable[Any]) -> None:
@@ -59,12 +59,12 @@ class BatchSource:
 
     def close(self) -> None:
         """Let go of what is being read."""
-        self._stream = self._lent = None
+        self._stream = self._borrowed = None
 
     def rebatch(self, micro: int, train: int) -> None:
         """Have the own loader give microbatches of `micro` samples, of steps of `train` over all ranks."""
-        if self.own is not None:
-            self.own.rebatch(micro, train)
+        if self.loader is not None:
+            self.loader.rebatch(micro, train)
             self._stream = None
 
     def stream(self, brought: Iterator[Any] | Iterable[Any] | None = None) -> Iterator[Any]:
@@ -79,36 +79,36 @@ class BatchSource:
         if isinstance(found, Iterator):
             return self._timed(found)
         if found is not None:
-            if self._lent is None or self._lent[0] is not found:
-                self._lent = found, _forever(found)
-            return self._timed(self._lent[1])
-        if self.own is None:
+            if self._borrowed is None or self._borrowed[0] is not found:
+                self._borrowed = found, _forever(found)
+            return self._timed(self._borrowed[1])
+        if self.loader is None:
             raise PlanError(
                 "train_batch() has no data: initialize() was called without training_data",
                 code="data-missing",
                 fix="Pass training_data= to initialize(), or an iterator to train_batch().",
             )
-        self._stream = self.own.forever()
+        self._stream = self.loader.forever()
         return self._stream
 
     def samples(self) -> int | None:
         """Samples that the engine's loader returned since the last complete step, where their number differs from step to step."""
-        if isinstance(self.own, PackedLoader) and self.own.taken > self.taken:
-            return self.own.samples_between(self.taken, self.own.taken)
+        if isinstance(self.loader, PackedLoader) and self.loader.consumed > self.consumed:
+            return self.loader.samples_between(self.consumed, self.loader.consumed)
         return None
 
     def complete(self) -> float:
         """A step is complete: what was taken until now is part of it. Returns the seconds it waited for data."""
         waited, self._waited_s = self._waited_s, 0.0
-        if self.own is not None:
-            waited, self.own.waited_s = waited + self.own.waited_s, 0.0
-        self.taken = 0 if self.own is None else self.own.taken
+        if self.loader is not None:
+            waited, self.loader.waited_s = waited + self.loader.waited_s, 0.0
+        self.consumed = 0 if self.loader is None else self.loader.taken
         return waited
 
     @property
     def epoch(self) -> int:
         """Whole passes over the own loader."""
-        return 0 if self.own is None else self.own.epoch
+        return 0 if self.loader is None else self.loader.epoch
 
     def _timed(self, data: Iterator[Any]) -> Iterator[Any]:
         """`data`; the time that each item takes is waited time."""

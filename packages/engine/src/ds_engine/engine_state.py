@@ -321,12 +321,12 @@ class EngineState(nn.Module):
         """The counters at the end of the last step, as JSON. Microbatches of a step that is not complete are run again."""
         return asdict(self.counters) | {
             "micro_steps": self.counters.micro_steps - self._position,
-            "taken": self._feed.taken,
+            "taken": self._feed.consumed,
         }
 
     def set_progress(self, saved: Mapping[str, int]) -> None:
         """Go on with these counters."""
-        self._position, self._feed.taken = 0, saved.get("taken", 0)  # another library's checkpoint does not say
+        self._position, self._feed.consumed = 0, saved.get("taken", 0)  # another library's checkpoint does not say
         self.counters = RunCounters(**{name: value for name, value in saved.items() if name != "taken"})
         ds_monitor.set_step(self.counters.steps, self.counters.samples)
         for follower in self._followers:

@@ -71,7 +71,7 @@ class ForwardCounter:
         count = _Count(model, tuple(ignore))
         with count.watching():
             yield
-        self.modules = count.told(model)
+        self.modules = count.module_flops(model)
         self._add(count)
 
     @contextmanager
@@ -114,7 +114,7 @@ class _Count:
             for handle in handles:
                 handle.remove()
 
-    def told(self, model: nn.Module) -> tuple[ModuleFlops, ...]:
+    def module_flops(self, model: nn.Module) -> tuple[ModuleFlops, ...]:
         """Each module once, under its first name; the model has all forward operations, also those outside of modules."""
         found = []
         for name, module in model.named_modules():

@@ -142,10 +142,10 @@ class HealthWatch:
         self, health: Health, model: nn.Module, group: Group, samples: Callable[[], Sequence[int]] = tuple
     ) -> None:
         self.health, self._model, self._group, self._samples = health, model, group, samples
-        self._kept: deque[_Microbatch] = deque(maxlen=_KEPT)
+        self._microbatches: deque[_Microbatch] = deque(maxlen=_KEPT)
         self._losses: list[Tensor] = []
         self._trend, self._skips = LossTrend(), SkipRun()
-        self._forwards, self._moves, self._told = 0, 0, 0
+        self._forwards, self._moves, self._num_reports = 0, 0, 0
         self._finding: str | None = None
         self.step_number = 0
 
@@ -153,7 +153,7 @@ class HealthWatch:
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A microbatch of training goes through the model. Its inputs are kept until the step's end, not copied."""
-        self._kept.append(_Microbatch(self._forwards, args, kwargs, self._samples()))
+        self._microbatches.append(_Microbatch(self._forwards, args, kwargs, self._samples()))
         self._forwards += 1
 
     def loss(self, value: Tensor) -> None:
@@ -167,7 +167,7 @@ class HealthWatch:
 
     def drop(self) -> None:
         """Forget the microbatches of a step: it is over, or will not be made."""
-        self._kept.clear()
+        self._microbatches.clear()
         self._losses.clear()
         self._forwards = self._moves = 0
 
@@ -181,14 +181,14 @@ class HealthWatch:
         Cost: one gather of a few bytes, and in the first such step one forward of one microbatch, without gradients.
         """
         policy, step = self.health.nonfinite, self.step_number
-        if self._told == 0:
+        if self._num_reports == 0:
             told = all_gather_json(asdict(self._look()), self._group, unit="nonfinite")
             self._finding = finding_text(step, first, [Seen(**seen) for seen in told], policy)
         elif policy == "skip":
             self._finding = f"step {step}: skipped, too; first parameter whose gradient is not finite: {first}"
         if self._finding is not None and self._group.rank == 0:
             _log.warning(self._finding)
-        self._told += 1
+        self._num_reports += 1
         ds_monitor.counter(metric_names.NONFINITE, 1)
         return policy != "warn"
 
@@ -225,11 +225,11 @@ class HealthWatch:
     def _look(self) -> Seen:
         """What this rank knows; runs one of its microbatches again, the first whose loss is not finite."""
         bad = [n for n, loss in enumerate(self._losses) if not bool(loss.isfinite().all())]
-        kept = {m.number: m for m in self._kept}
+        kept = {m.number: m for m in self._microbatches}
         samples = [s for n in bad if n in kept for s in kept[n].samples]
         # A forward may be collective: all ranks run one, or none does.
         able = all(all_gather_json(bool(kept), self._group, unit="nonfinite"))
-        again = next((kept[n] for n in bad if n in kept), self._kept[-1] if kept else None)
+        again = next((kept[n] for n in bad if n in kept), self._microbatches[-1] if kept else None)
         tensor = self._first(again) if able and again is not None else None
         return Seen(self._group.rank, tuple(bad), tuple(samples), tensor)
 

@@ -62,7 +62,7 @@ class ResumableLoader:
                 code="data-iterable",
                 fix="Pass a map-style dataset, or your own iterator to train_batch(data_iter).",
             )
-        self.dataset, self.lane, self.taken, self.waited_s = dataset, lane, 0, 0.0
+        self.dataset, self.lane, self.consumed, self.waited_s = dataset, lane, 0, 0.0
         self.samples: Sequence[int] = ()
         self.post_process: PostProcess | None = None
         self.stream = SampleStream(len(dataset), order.seed, order.shuffle, order.multiple)
@@ -77,7 +77,7 @@ class ResumableLoader:
     @property
     def epoch(self) -> int:
         """Whole passes taken."""
-        return self.taken // self.stream.epoch_length
+        return self.consumed // self.stream.epoch_length
 
     def __len__(self) -> int:
         """Microbatches of this rank in an epoch that begins with a row."""
@@ -92,7 +92,7 @@ class ResumableLoader:
                 yield row.samples
 
         # A generator of its own: making an iterator must not move the random numbers of the training.
-        generator = torch.Generator().manual_seed(self.stream.seed + self.taken)
+        generator = torch.Generator().manual_seed(self.stream.seed + self.consumed)
         batches = iter(DataLoader(self.dataset, batch_sampler=samples(), generator=generator, **self._options))
         while True:
             begun = perf_counter()
@@ -103,7 +103,7 @@ class ResumableLoader:
             row = ahead.popleft()
             self._hand_out(row)
             if self.post_process is not None:
-                batch = self.post_process(batch, {"consumed_samples": row.taken, **row.told})
+                batch = self.post_process(batch, {"consumed_samples": row.consumed, **row.progress})
             self.waited_s += perf_counter() - begun
             yield batch
 
@@ -120,7 +120,7 @@ class ResumableLoader:
     def state_dict(self) -> dict[str, Any]:
         """What to resume from, on any number of ranks. JSON-able. A dataset with a `fingerprint` is known again by it."""
         mark = getattr(self.dataset, "fingerprint", None)
-        state = {"taken": self.taken, "seed": self.stream.seed, "length": self.stream.length}
+        state = {"taken": self.consumed, "seed": self.stream.seed, "length": self.stream.length}
         return state if mark is None else state | {"fingerprint": str(mark)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -139,7 +139,7 @@ class ResumableLoader:
                 fix="Keep data_efficiency.data_sampling as it was, or begin the data anew: load_checkpoint(..., load_data_state=False).",
             )
         self.stream = SampleStream(self.stream.length, state["seed"], self.stream.shuffle, self.stream.multiple)
-        self.taken = state["taken"]
+        self.consumed = state["taken"]
 
     def _ended(self) -> bool:
         return self._epochs is not None and self.epoch >= self._epochs
@@ -147,13 +147,13 @@ class ResumableLoader:
     def _rows(self) -> Iterator[RankMicrobatch]:
         """What is still to come of this epoch."""
         row = self.lane.row
-        end = self.taken if self._ended() else (self.epoch + 1) * self.stream.epoch_length
-        for start in range(self.taken, end, row):
+        end = self.consumed if self._ended() else (self.epoch + 1) * self.stream.epoch_length
+        for start in range(self.consumed, end, row):
             yield RankMicrobatch(self.stream.samples(list(self.lane.positions(start))).tolist(), start + row)
 
     def _hand_out(self, row: RankMicrobatch) -> None:
         self.samples = row.samples
-        self.taken = row.taken  # counted when returned, not when sampled: workers read ahead
+        self.consumed = row.consumed  # counted when returned, not when sampled: workers read ahead
 
 
 class CurriculumLoader(ResumableLoader):
@@ -198,11 +198,11 @@ class CurriculumLoader(ResumableLoader):
 
     def _ended(self) -> bool:
         total = self.curriculum.total
-        return total is not None and self.taken + self._train > total
+        return total is not None and self.consumed + self._train > total
 
     def _rows(self) -> Iterator[RankMicrobatch]:
         self.curriculum.load_state_dict(self._before)  # what was drawn ahead, and never returned, is drawn again
-        return self.curriculum.rows(self.lane, self._train, self.taken)
+        return self.curriculum.rows(self.lane, self._train, self.consumed)
 
     def _hand_out(self, row: RankMicrobatch) -> None:
         super()._hand_out(row)

@@ -326,7 +326,7 @@ def _offload_text(zero: ZeroPlan) -> str:
     )
     if not tiers | rests:
         return ""
-    trained = [u for u in zero.units if u.spec.trained and isinstance(u.tier, OffloadPolicy)]
+    trained = [u for u in zero.units if u.spec.trained and isinstance(u.offload_optimizer, OffloadPolicy)]
     grads = sum(u.layout.shard_numel * u.dtypes.accumulate.itemsize for u in trained)
     params = sum(u.layout.shard_numel * u.dtypes.param.itemsize for u in trained)
     filed = sum(u.bytes.file for u in trained)

@@ -63,10 +63,10 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         precision=precision if states is None else replace(precision, state=states),
         policy=sharding.policy,
         shard_size=sharding.shard_size,
-        wire=sharding.wire,
+        quantized_comm=sharding.wire,
         nodes=NodeTopology(sharding.near, secondary_partition=True) if sharding.near > 1 else None,
-        tier=sharding.tier,
-        param_tier=sharding.param_tier,
+        offload_optimizer=sharding.tier,
+        offload_params=sharding.param_tier,
     )
     params = [replace(p, states=kept) for p in shapes.params]
     ranks = mesh.data * mesh.sequence

@@ -131,7 +131,7 @@ class _SavedActivations:
         self.seconds = dict.fromkeys(self.groups, 0.0)
         self.flops = _Flops()
         self._open: list[str] = []
-        self._seen: set[tuple[int, int]] = set()
+        self._counted: set[tuple[int, int]] = set()
         self._stack = ExitStack()
         self._thread = threading.get_ident()
         self._handles = [
@@ -171,8 +171,8 @@ class _SavedActivations:
         of_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
         storage = tensor.untyped_storage()
         key = (storage.data_ptr(), storage.nbytes())
-        if not of_parameter and key not in self._seen:
-            self._seen.add(key)
+        if not of_parameter and key not in self._counted:
+            self._counted.add(key)
             self.total += storage.nbytes()
             if self._open:
                 self.bytes[self._open[-1]] += storage.nbytes()

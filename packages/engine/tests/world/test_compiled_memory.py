@@ -148,7 +148,7 @@ def test_parameters_on_the_host_are_loaded_before_they_are_gathered(monkeypatch:
     assert sum(loads) > 0.9 * len(loads) > 10  # what is loaded twice, or is there, has nothing to copy
     engine, *_ = ds_engine.initialize(model=Model(), config=config)
     units = engine.sharding.units
-    assert {str(unit.plan.param_tier) for unit in units} == {"host"}
+    assert {str(unit.plan.offload_params) for unit in units} == {"host"}
     engine.close()
 
 

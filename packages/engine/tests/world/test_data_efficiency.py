@@ -87,7 +87,7 @@ def test_two_ranks_read_what_one_would(tmp_path: Path, stages: tuple[int, int]) 
     second = start(told, stages[1])
     second.load_checkpoint(str(tmp_path / "save"))
     assert seen(second, 3) == expected[4:]
-    rows = one.rows(RankSlice(0, 1, 12), 12, one.taken)
+    rows = one.rows(RankSlice(0, 1, 12), 12, one.consumed)
     assert len(next(rows).samples) == 12
     assert len(list((tmp_path / "clusters").glob("*.idx"))) == 4
 

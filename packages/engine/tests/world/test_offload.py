@@ -126,7 +126,7 @@ def test_the_same_bits_and_checkpoints_between_tiers(tmp_path: Any, stage: int, 
         assert "offload" in engine.plan.rows()
         run(engine, 2)
         engine.save_checkpoint(str(tmp_path / str(number)))
-        filed = [u for u in engine.sharding.units if str(u.plan.tier) == "file"]
+        filed = [u for u in engine.sharding.units if str(u.plan.offload_optimizer) == "file"]
         assert all(u.shard.untyped_storage().nbytes() == 0 for u in filed)  # what was saved is not kept in memory
         run(engine, 2)
         same(values(engine), expected)
@@ -241,7 +241,7 @@ def test_updates_begin_during_backward_with_the_same_bits(tmp_path: Any, stage: 
             if step % 2:
                 engine.save_checkpoint(str(tmp_path / name))
         engine.checkpointer.wait()
-        assert (ledger.held > 0) == (name == "early")
+        assert (ledger.retained > 0) == (name == "early")
         found.append(values(engine))
         other = start(stage, zero=late, **changes)
         other.load_checkpoint(str(tmp_path / name))

@@ -119,7 +119,7 @@ def test_gathers_by_way_of_nodes_change_no_number(two_steps: bool) -> None:
     zero = configured(3)["zero_optimization"] | nodes
     engine = start(configured(train_micro_batch_size_per_gpu=1, zero_optimization=zero))
     assert engine.optimizer is not None
-    seat = engine.optimizer.sharding.units[0].seat
+    seat = engine.optimizer.sharding.units[0].groups
     route = seat.route
     assert route is not None
     assert seat.nodes == NodeTopology(2, two_steps, secondary_partition=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ds_config.errors import CheckpointError, UnsupportedError
 from ds_inference.families import Sources
-from ds_inference.spec import ExpertsSpec, Mlp, WeightSource, Spec
+from ds_inference.spec import ExpertsSpec, Mlp, WeightSource, DecoderSpec
 from ds_inference.decoder_weights import Prefixed, arranged
 
 __all__ = ["Adapter", "read_adapter"]
@@ -47,7 +47,7 @@ class Adapter:
 
 
 def read_adapter(
-    folder: str | PathLike[str], spec: Spec, sources: Sources, dtype: torch.dtype, device: torch.device
+    folder: str | PathLike[str], spec: DecoderSpec, sources: Sources, dtype: torch.dtype, device: torch.device
 ) -> Adapter:
     """The adapter of a folder that PEFT wrote: `adapter_config.json` and `adapter_model.safetensors`.
 
@@ -120,13 +120,13 @@ def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _delta(source: WeightSource, i: int, pairs: Prefixed, spec: Spec, role: str) -> tuple[Tensor, Tensor] | None:
+def _delta(source: WeightSource, i: int, pairs: Prefixed, spec: DecoderSpec, role: str) -> tuple[Tensor, Tensor] | None:
     """The role's A and B, whose rows are in the role's order; modules that are not adapted count as zeros."""
     names = [name.replace("{i}", str(i)) for name in source.names]
     if not any(name in pairs for name in names):
         return None
     sizes = _sizes(role, spec, i) if len(names) > 1 else [0]
-    rows = WeightSource(source.names, source.form if source.form in ("heads", "groups", "shards") else "rows")
+    rows = WeightSource(source.names, source.layout if source.layout in ("heads", "groups", "shards") else "rows")
     downs, ups = [], []
     for at, name in enumerate(names):
         if name in pairs:
@@ -137,7 +137,7 @@ def _delta(source: WeightSource, i: int, pairs: Prefixed, spec: Spec, role: str)
     return torch.cat(downs).contiguous(), torch.cat(ups, 1).contiguous()
 
 
-def _sizes(role: str, spec: Spec, i: int) -> list[int]:
+def _sizes(role: str, spec: DecoderSpec, i: int) -> list[int]:
     """Outputs of the modules that a role is made of."""
     a, feed = spec.layers[i].attention, spec.layers[i].feed
     if role.endswith("qkv.weight"):

@@ -47,38 +47,38 @@ class BlockPool:
         self._holds = [0] * count
         self._print: list[bytes | None] = [None] * count
         self._blank = list(range(count - 1, -1, -1))  # hold nothing; the lowest number is taken first
-        self._kept: OrderedDict[int, None] = OrderedDict()  # no sequence holds them, their content may be wanted again
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # no sequence holds them, their content may be wanted again
         self._by_print: dict[bytes, int] = {}
 
     @property
-    def free(self) -> int:
+    def num_free(self) -> int:
         """Blocks that can be taken, those that keep a print included."""
-        return len(self._blank) + len(self._kept)
+        return len(self._blank) + len(self._evictable)
 
-    def holds(self, block: int) -> int:
+    def ref_count(self, block: int) -> int:
         """How many sequences hold a block."""
         return self._holds[block]
 
-    def needed(self, tokens: int) -> int:
+    def num_blocks_for(self, tokens: int) -> int:
         """Blocks for so many tokens."""
         return -(-tokens // self.size)
 
-    def take(self, count: int) -> list[int] | None:
+    def allocate(self, count: int) -> list[int] | None:
         """`count` blocks with undefined content, one hold each; None, and nothing is taken, if there are not so many."""
-        if count > self.free:
+        if count > self.num_free:
             return None
-        return [self._take() for _ in range(count)]
+        return [self._allocate() for _ in range(count)]
 
-    def _take(self) -> int:
+    def _allocate(self) -> int:
         if self._blank:
             block = self._blank.pop()
         else:
-            block, _ = self._kept.popitem(last=False)
-            self._forget(block)
+            block, _ = self._evictable.popitem(last=False)
+            self._drop_hash(block)
         self._holds[block] = 1
         return block
 
-    def give_back(self, blocks: Iterable[int]) -> None:
+    def release(self, blocks: Iterable[int]) -> None:
         """End one hold of each block. Those at the end of a sequence first, because its beginning is likelier to be wanted again."""
         for block in blocks:
             if self._holds[block] < 1:
@@ -88,16 +88,16 @@ class BlockPool:
                 if self._print[block] is None:
                     self._blank.append(block)
                 else:
-                    self._kept[block] = None
+                    self._evictable[block] = None
 
-    def share(self, blocks: Iterable[int]) -> None:
+    def add_refs(self, blocks: Iterable[int]) -> None:
         """One more hold of each block, which is held already."""
         for block in blocks:
             if self._holds[block] < 1:
                 raise ValueError(f"block {block} is shared and nobody holds it")
             self._holds[block] += 1
 
-    def find(self, prints: Sequence[bytes]) -> list[int]:
+    def find_cached(self, prints: Sequence[bytes]) -> list[int]:
         """The longest run of blocks, from the first print on, whose content is there; one more hold of each."""
         found = []
         for mark in prints:
@@ -105,24 +105,24 @@ class BlockPool:
             if block is None:
                 break
             self._holds[block] += 1
-            self._kept.pop(block, None)
+            self._evictable.pop(block, None)
             found.append(block)
         return found
 
-    def printed(self, block: int, mark: bytes) -> None:
+    def register_hash(self, block: int, mark: bytes) -> None:
         """The block's content is computed. The first block of a print is the one that is found by it."""
         if self._print[block] is None and mark not in self._by_print:
             self._print[block] = mark
             self._by_print[mark] = block
 
-    def forget_prints(self) -> None:
+    def clear_hashes(self) -> None:
         """No block is found by its content any more: the weights changed."""
         for block in range(self.count):
-            self._forget(block)
-        self._blank.extend(self._kept)
-        self._kept.clear()
+            self._drop_hash(block)
+        self._blank.extend(self._evictable)
+        self._evictable.clear()
 
-    def _forget(self, block: int) -> None:
+    def _drop_hash(self, block: int) -> None:
         mark, self._print[block] = self._print[block], None
         if mark is not None:
             del self._by_print[mark]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_config.errors import UnsupportedError
-from ds_inference.spec import DecoderLayerSpec, Spec
+from ds_inference.spec import DecoderLayerSpec, DecoderSpec
 from ds_ops.host_arena import zeros_huge
 
 __all__ = ["Cache", "States"]
@@ -72,7 +72,7 @@ class Cache:
         states: Of recurrent layers, by the number of a sequence's first block.
     """
 
-    def __init__(self, spec: Spec, blocks: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: DecoderSpec, blocks: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.size = size
         self.spare = blocks * size
         latent = any(y.attention.latent is not None for y in spec.layers)
@@ -99,7 +99,7 @@ class Cache:
         return tuple(found)
 
     @staticmethod
-    def bytes_of(spec: Spec, size: int, dtype: torch.dtype) -> int:
+    def bytes_of(spec: DecoderSpec, size: int, dtype: torch.dtype) -> int:
         """Of one block of `size` tokens in all layers; 0 if none of them keeps keys and values."""
         scale = 4 if dtype == torch.int8 else 0
         return size * sum(h * (w * dtype.itemsize + scale) for layer in spec.layers for h, w in _kept(layer))
@@ -117,5 +117,5 @@ class Cache:
 def _kept(layer: DecoderLayerSpec) -> tuple[tuple[int, int], ...]:
     attention = layer.attention
     if attention.latent is not None:
-        return ((1, attention.latent.rank + attention.latent.rotated),)
+        return ((1, attention.latent.kv_lora_rank + attention.latent.qk_rope_head_dim),)
     return (attention.kv_heads, attention.width), (attention.kv_heads, attention.value_width)

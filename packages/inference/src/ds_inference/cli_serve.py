@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
         cache_dtype=None if args.cache_dtype is None else torch.int8,
         adapters=_adapters(args.adapter),
         group=group if group.size > 1 else None,
-        by_expert=args.by_expert,
+        enable_expert_parallel=args.by_expert,
     )
     if group.rank:
         follow(engine)

@@ -22,7 +22,7 @@ from ds_inference.native import NativeDecoder, TensorParallelShard, native_obsta
 from ds_inference.quantize import Weight, grouped_linear, linear
 from ds_inference.cuda_graphs import Record, CudaGraphRunner, padded
 from ds_inference.rope import Rotation
-from ds_inference.spec import AttentionSpec, ExpertsSpec, Latent, DecoderLayerSpec, Mlp, Norm, RopeSpec, Spec
+from ds_inference.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec, DecoderLayerSpec, Mlp, Norm, RopeSpec, DecoderSpec
 from ds_ops.host_arena import trim
 from ds_ops.moe_routing import permute, sort_slots, unpermute
 
@@ -45,7 +45,7 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 _SINGLES = ("tokens", "positions", "slots", "outputs", "tables", "lengths")
 
 
-def replay_obstacle(spec: Spec, cut: bool) -> str:
+def replay_obstacle(spec: DecoderSpec, cut: bool) -> str:
     """Why steps of this spec cannot be recorded; empty: they can."""
     if cut:
         return "ranks that hold it together meet in every layer"
@@ -61,7 +61,7 @@ class Runner(Protocol):
         stateful: Layers have states: of a sequence only the whole can be kept, not a beginning.
     """
 
-    spec: Spec
+    spec: DecoderSpec
     device: torch.device
     dtype: torch.dtype
     obstacle: str
@@ -101,7 +101,7 @@ class Decoder:
 
     def __init__(
         self,
-        spec: Spec,
+        spec: DecoderSpec,
         weights: Mapping[str, Weight],
         length: int | None = None,
         *,
@@ -129,7 +129,7 @@ class Decoder:
                 fix=f"Known are {', '.join(sorted(_ACTIVATIONS))}; load the model with transformers and pass the module.",
             )
         self._rotations = {
-            y.attention.rope: Rotation(y.attention.rope, length or spec.longest, self.device)
+            y.attention.rope: Rotation(y.attention.rope, length or spec.max_seq_len, self.device)
             for y in spec.layers
             if y.attention.rope
         }
@@ -273,7 +273,7 @@ class Decoder:
                 qkv = qkv.clamp(-spec.clip, spec.clip)
             q, k, v = qkv.split(widths, dim=-1)
             if spec.whole_norm is not None:
-                heads, kv_heads = spec.of or (spec.heads, spec.kv_heads)
+                heads, kv_heads = spec.total_heads or (spec.heads, spec.kv_heads)
                 q = self._whole_normed(f"{at}.q_norm", q, spec.whole_norm, heads * spec.width)
                 k = self._whole_normed(f"{at}.k_norm", k, spec.whole_norm, kv_heads * spec.width)
             q, k, v = (t.unflatten(-1, (-1, w)) for t, w in ((q, spec.width), (k, spec.width), (v, spec.value_width)))
@@ -288,7 +288,7 @@ class Decoder:
             keep(v, step.batch.slots, values, scales[1] if scales else None)
             slopes = None
             if spec.alibi:
-                slopes = self._slopes[_all_heads(spec), spec.alibi.rounded][spec.first : spec.first + spec.heads]
+                slopes = self._slopes[_all_heads(spec), spec.alibi.rounded][spec.head_offset : spec.head_offset + spec.heads]
             extra = (slopes, self._floats.get(f"{at}.sinks"))
             out = attend(q, step.cache, step.batch, spec, extra)
         return self._linear(f"{at}.out", out.flatten(1))
@@ -300,10 +300,10 @@ class Decoder:
         # Half the launches, for one copy.
         return cast("tuple[Tensor, Tensor]", turn(torch.cat([q, k], 1), tables).split([q.shape[1], k.shape[1]], 1))
 
-    def _latent(self, at: str, spec: AttentionSpec, latent: Latent, x: Tensor, step: _Step) -> Tensor:
+    def _latent(self, at: str, spec: AttentionSpec, latent: LatentAttentionSpec, x: Tensor, step: _Step) -> Tensor:
         # Keys are latent @ up_k; instead of making them, queries go to the latent's space: q @ up_k^T (DeepSeek-V2, 2.1.2), so
         # that all heads read the same `rank + rotated` numbers a token. Values likewise, after the weighted sum.
-        if latent.query_rank is None:
+        if latent.q_lora_rank is None:
             q = self._linear(f"{at}.q", x)
         else:
             small = _normed(
@@ -311,8 +311,8 @@ class Decoder:
             )
             q = self._linear(f"{at}.q_up", small)
         q = q.unflatten(-1, (spec.heads, spec.width))
-        plain, turned = q.split([latent.plain, latent.rotated], dim=-1)
-        kv, k_turned = self._linear(f"{at}.kv_down", x).split([latent.rank, latent.rotated], dim=-1)
+        plain, turned = q.split([latent.qk_nope_head_dim, latent.qk_rope_head_dim], dim=-1)
+        kv, k_turned = self._linear(f"{at}.kv_down", x).split([latent.kv_lora_rank, latent.qk_rope_head_dim], dim=-1)
         kv = _normed(kv, self._floats[f"{at}.kv_down_norm.weight"], None, latent.norm)
         k_turned = k_turned[:, None]
         if spec.rope is not None:
@@ -320,11 +320,11 @@ class Decoder:
             turned, k_turned = turn(turned, tables), turn(k_turned, tables)
         (keys,) = step.cache
         keys.flatten(0, 1)[step.batch.slots] = torch.cat([kv[:, None], k_turned], -1).to(keys.dtype)
-        up = self._floats[f"{at}.kv_up.weight"].view(spec.heads, latent.plain + spec.value_width, latent.rank)
-        up_k, up_v = up.split([latent.plain, spec.value_width], dim=1)
+        up = self._floats[f"{at}.kv_up.weight"].view(spec.heads, latent.qk_nope_head_dim + spec.value_width, latent.kv_lora_rank)
+        up_k, up_v = up.split([latent.qk_nope_head_dim, spec.value_width], dim=1)
         inside = torch.einsum("thp,hpr->thr", plain, up_k)
-        read = AttentionSpec(spec.heads, 1, latent.rank + latent.rotated, latent.rank, spec.scale, window=spec.window)
-        mixed = attend(torch.cat([inside, turned], -1), (keys, keys[..., : latent.rank]), step.batch, read)
+        read = AttentionSpec(spec.heads, 1, latent.kv_lora_rank + latent.qk_rope_head_dim, latent.kv_lora_rank, spec.scale, window=spec.window)
+        mixed = attend(torch.cat([inside, turned], -1), (keys, keys[..., : latent.kv_lora_rank]), step.batch, read)
         return torch.einsum("thr,hvr->thv", mixed, up_v)
 
     def _feed(self, at: str, spec: Mlp | ExpertsSpec, x: Tensor) -> Tensor:
@@ -354,10 +354,10 @@ class Decoder:
         bias = self._floats.get(f"{at}.router.bias")
         logits = F.linear(x.float(), router.float()) if wide else F.linear(x, router, bias)
         share, chosen = route(logits, spec, self._floats.get(f"{at}.correction"))
-        if spec.held is None:
+        if spec.local_range is None:
             rows = sort_slots(chosen, spec.count)
         else:
-            first, last = spec.held
+            first, last = spec.local_range
             mine = (chosen >= first) & (chosen < last)
             rows = sort_slots((chosen - first).clamp(0, last - first - 1), last - first, keep=mine)
         sorted_x = permute(x, rows)
@@ -408,7 +408,7 @@ class Decoder:
 
 
 def _all_heads(attention: AttentionSpec) -> int:
-    return attention.heads if attention.of is None else attention.of[0]
+    return attention.heads if attention.total_heads is None else attention.total_heads[0]
 
 
 def _normed(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
@@ -428,17 +428,17 @@ def _normed(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tenso
 def route(logits: Tensor, spec: ExpertsSpec, correction: Tensor | None) -> tuple[Tensor, Tensor]:
     """(weights, experts), each [T, chosen], fp32 and int64, of router logits [T, count]."""
     if spec.score == "softmax_chosen":
-        best, chosen = logits.float().topk(spec.chosen, dim=-1)
+        best, chosen = logits.float().topk(spec.top_k, dim=-1)
         return torch.softmax(best, -1), chosen
     scores = torch.sigmoid(logits.float()) if spec.score == "sigmoid" else torch.softmax(logits.float(), -1)
     by = scores if correction is None else scores + correction
     if spec.groups > 1:
         grouped = by.view(-1, spec.groups, spec.count // spec.groups)
         value = grouped.topk(2, -1)[0].sum(-1) if spec.group_score == "pair" else grouped.amax(-1)
-        kept = torch.zeros_like(value, dtype=torch.bool).scatter_(1, value.topk(spec.chosen_groups, -1)[1], True)
+        kept = torch.zeros_like(value, dtype=torch.bool).scatter_(1, value.topk(spec.top_k_groups, -1)[1], True)
         hidden = -torch.inf if spec.group_score == "pair" else 0.0
         by = grouped.masked_fill(~kept[..., None], hidden).flatten(1)
-    chosen = by.topk(spec.chosen, -1)[1]
+    chosen = by.topk(spec.top_k, -1)[1]
     share = scores.gather(1, chosen)
     if spec.normalized:
         share = share / (share.sum(-1, keepdim=True) + (1e-20 if spec.score == "sigmoid" else 0.0))

@@ -20,7 +20,7 @@ from torch import Tensor
 from ds_config.errors import CheckpointError
 from ds_inference.families import Sources
 from ds_inference.quantize import Weight, dequantised
-from ds_inference.spec import ExpertsSpec, WeightSource, Spec
+from ds_inference.spec import ExpertsSpec, WeightSource, DecoderSpec
 from ds_ops.formats import QuantTensor
 
 __all__ = ["Folder", "Prefixed", "arranged", "read_config", "read_weights"]
@@ -82,7 +82,7 @@ class Folder(Mapping[str, Tensor]):
 
 
 def read_weights(
-    spec: Spec, sources: Sources, checkpoint: Mapping[str, Weight], keep: Callable[[str, Weight], Weight | None]
+    spec: DecoderSpec, sources: Sources, checkpoint: Mapping[str, Weight], keep: Callable[[str, Weight], Weight | None]
 ) -> dict[str, Weight]:
     """Every role's weight.
 
@@ -157,14 +157,14 @@ def _choose(choices: tuple[WeightSource, ...], i: int, checkpoint: Mapping[str, 
     return None
 
 
-def _make(source: WeightSource, i: int, checkpoint: Mapping[str, Weight], spec: Spec, feed: Any) -> Weight:
+def _make(source: WeightSource, i: int, checkpoint: Mapping[str, Weight], spec: DecoderSpec, feed: Any) -> Weight:
     names = [name.replace("{i}", str(i)) for name in source.names]
-    if source.form == "stack" and isinstance(feed, ExpertsSpec):
+    if source.layout == "stack" and isinstance(feed, ExpertsSpec):
         each = [[dequantised(checkpoint[name.replace("{e}", str(e))]) for name in names] for e in range(feed.count)]
         return torch.stack([torch.cat(parts) if len(parts) > 1 else parts[0] for parts in each])
     found = [checkpoint[name] for name in names]
     codes = [part for part in found if isinstance(part, QuantTensor)]
-    if source.form == "rows" and len(codes) == len(found) and len({(c.spec, c.cols) for c in codes}) == 1:
+    if source.layout == "rows" and len(codes) == len(found) and len({(c.spec, c.cols) for c in codes}) == 1:
         rows = sum(c.rows for c in codes)
         return QuantTensor(
             torch.cat([c.wire for c in codes]), codes[0].spec, codes[0].cols, (rows, codes[0].cols), codes[0].dtype
@@ -172,24 +172,24 @@ def _make(source: WeightSource, i: int, checkpoint: Mapping[str, Weight], spec: 
     return arranged(source, [dequantised(part) for part in found], i, spec)
 
 
-def arranged(source: WeightSource, parts: list[Tensor], i: int, spec: Spec) -> Tensor:
+def arranged(source: WeightSource, parts: list[Tensor], i: int, spec: DecoderSpec) -> Tensor:
     """The role's tensor of the tensors that its source names, by the source's form."""
-    if source.form == "columns":
+    if source.layout == "columns":
         parts = [part.t() for part in parts]
     whole = torch.cat(parts) if len(parts) > 1 else parts[0]
-    if source.form in ("heads", "groups"):
+    if source.layout in ("heads", "groups"):
         attention = spec.layers[i].attention
-        queries = 1 if source.form == "heads" else attention.heads // attention.kv_heads
+        queries = 1 if source.layout == "heads" else attention.heads // attention.kv_heads
         rows = whole.view(-1, queries + 2, attention.width, *whole.shape[1:])
         cut = (rows[:, :queries], rows[:, queries : queries + 1], rows[:, queries + 1 :])
         whole = torch.cat([part.reshape(-1, *whole.shape[1:]) for part in cut])
-    elif source.form == "flat":
+    elif source.layout == "flat":
         whole = whole.flatten()
-    elif source.form == "shards":
+    elif source.layout == "shards":
         q, v, k = whole.view(4, 3, -1, *whole.shape[1:]).transpose(0, 1)
         whole = torch.cat([part.reshape(-1, *whole.shape[1:]) for part in (q, k, v)])
-    elif source.form in ("swapped", "paired"):
+    elif source.layout in ("swapped", "paired"):
         whole = whole.transpose(1, 2) if whole.dim() == 3 else whole
-        if source.form == "paired":
+        if source.layout == "paired":
             whole = torch.cat([whole[:, 0::2], whole[:, 1::2]], dim=1)
     return whole

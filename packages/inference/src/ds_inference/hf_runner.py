@@ -24,7 +24,7 @@ from ds_inference.adapters import Adapter
 from ds_inference.paged_attention import BatchIndices, keep
 from ds_inference.cache import Cache
 from ds_inference.recurrent_state import RecurrentState, strange
-from ds_inference.spec import AttentionSpec, DecoderLayerSpec, Mlp, Norm, Spec
+from ds_inference.spec import AttentionSpec, DecoderLayerSpec, Mlp, Norm, DecoderSpec
 
 __all__ = ["HFModelRunner", "read_module"]
 
@@ -91,7 +91,7 @@ class HFModelRunner:
 
     # ---- how
 
-    def _learn(self) -> Spec:
+    def _learn(self) -> DecoderSpec:
         config = cast("Any", self.module).config
         text: Any = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
         kind = str(config.model_type)
@@ -110,14 +110,14 @@ class HFModelRunner:
         ends = getattr(getattr(self.module, "generation_config", None), "eos_token_id", None)
         ends = getattr(config, "eos_token_id", None) if ends is None else ends
         longest = next((v for n in _LONGEST if (v := getattr(text, n, None))), 1 << 20)
-        return Spec(
+        return DecoderSpec(
             family=kind,
             hidden=text.hidden_size,
             vocab=logits.shape[-1],
             layers=layers,
             norm=Norm(),
-            longest=int(longest),
-            ends=() if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (int(ends),),
+            max_seq_len=int(longest),
+            eos_ids=() if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (int(ends),),
         )
 
     def _run(
@@ -151,7 +151,7 @@ class HFModelRunner:
             rows[g, longest - start :] = torch.tensor(blocks, dtype=torch.int64)[at // size] * size + at % size
         rows = rows.to(self.device)
         if longest:
-            for i, (keys, values, *scales) in zip(self._memory.kept, cache.layers, strict=True):
+            for i, (keys, values, *scales) in zip(self._memory.saved_lengths, cache.layers, strict=True):
                 k, v = (t.flatten(0, 1)[rows] for t in (keys, values))
                 if scales:
                     k, v = (t * s.flatten(0, 1)[rows][..., None] for t, s in zip((k, v), scales, strict=True))
@@ -160,7 +160,7 @@ class HFModelRunner:
         return past, None if self.stateful and even else mask.to(self.device)
 
     def _keep(self, past: Any, slots: Tensor, count: int, cache: Cache) -> None:
-        for i, (keys, values, *scales) in zip(self._memory.kept, cache.layers, strict=True):
+        for i, (keys, values, *scales) in zip(self._memory.saved_lengths, cache.layers, strict=True):
             layer = past.layers[i]
             for n, (new, kept) in enumerate(((layer.keys, keys), (layer.values, values))):
                 flat = new[:, :, -count:].transpose(1, 2).flatten(0, 1)

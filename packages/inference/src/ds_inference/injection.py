@@ -203,7 +203,7 @@ class InferenceEngine(nn.Module):
                 cache_tokens=max(8192, 4 * self.config.max_out_tokens),
                 native=self._ranks is None,
                 group=self._ranks,
-                graphs=self.config.enable_cuda_graph or None,
+                cuda_graphs=self.config.enable_cuda_graph or None,
                 quantize=_quantize(self.config.quant, cast(Any, self.module).config.hidden_size),
             )
         answers = self._generator.generate(prompts, how)

@@ -23,8 +23,8 @@ from ds_inference.paged_attention import make_batch
 from ds_inference.blocks import BlockPool
 from ds_inference.decoder_model import Cache, Runner
 from ds_inference.recovery import compute_apart
-from ds_inference.sampling import SamplingParams, derive_seed, draw, draw_seed, separate, shaped
-from ds_inference.scheduler import SchedulerConfig, ScheduledChunk, Outcome, Request, Scheduler, SchedulerOutput
+from ds_inference.sampling import SamplingParams, derive_seed, sample_token, draw_seed, separate, apply_penalties
+from ds_inference.scheduler import SchedulerConfig, ScheduledChunk, StepOutcome, Request, Scheduler, SchedulerOutput
 
 __all__ = ["RequestOutput", "TokenOutput", "LLMEngine", "Tokenizer"]
 
@@ -74,20 +74,20 @@ class LLMEngine:
         blocks: int,
         size: int = 16,
         budget: SchedulerConfig | None = None,
-        share: bool | None = None,
-        speculate: int = 0,
+        enable_prefix_caching: bool | None = None,
+        num_speculative_tokens: int = 0,
         tokenizer: Tokenizer | None = None,
         cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.decoder: Any = decoder
-        self.tokenizer, self.speculate = tokenizer, speculate
+        self.tokenizer, self.speculate = tokenizer, num_speculative_tokens
         budget = budget or SchedulerConfig()
         if decoder.stateful:
-            _check_states(decoder, share, speculate, cache_dtype)
+            _check_states(decoder, enable_prefix_caching, num_speculative_tokens, cache_dtype)
         self.scheduler = Scheduler(
             BlockPool(blocks, size),
-            replace(budget, length=min(budget.max_model_len, decoder.spec.longest)),
-            share=not decoder.stateful if share is None else share,
+            replace(budget, length=min(budget.max_model_len, decoder.spec.max_seq_len)),
+            enable_prefix_caching=not decoder.stateful if enable_prefix_caching is None else enable_prefix_caching,
         )
         self.cache = Cache(decoder.spec, blocks, size, cache_dtype or decoder.dtype, decoder.device)
         self.before_step: Callable[[SchedulerOutput], None] | None = None
@@ -168,7 +168,7 @@ class LLMEngine:
         self.scheduler.cancel(identity)
         if ask.copies:  # one of those that were to begin with this one's prompt computes it
             old, first = ask.request, min(ask.copies)
-            heir = Request(first, list(old.tokens[: old.prompt]), old.limit, old.priority, old.salt)
+            heir = Request(first, list(old.tokens[: old.num_prompt_tokens]), old.limit, old.priority, old.salt)
             self.scheduler.add(heir)
             self._asks[first] = _Ask(heir, ask.copies.pop(first), ask.copies)
         return True
@@ -180,11 +180,11 @@ class LLMEngine:
             Exception: that of one request, if nobody listens to `on_failure`. The request is over; events of the others come with the
                 next step. Any other error: nothing could be computed.
         """
-        plan = self.scheduler.plan(self._drafts() if self.speculate else None)
+        plan = self.scheduler.schedule(self._drafts() if self.speculate else None)
         try:
             events, failures = self._computed(plan)
         except BaseException:
-            self.cache.states.forget(plan.gone)
+            self.cache.states.forget(plan.finished)
             self.scheduler.abandon()
             raise
         events, self._late = [*self._late, *events], []
@@ -199,19 +199,19 @@ class LLMEngine:
     def _computed(self, plan: SchedulerOutput) -> tuple[list[TokenOutput], dict[int, Exception]]:
         """The events of a planned step, which is committed; and the requests that failed, which are over."""
         if not plan.chunks:
-            self.cache.states.forget(plan.gone)
-            self.scheduler.commit({})
+            self.cache.states.forget(plan.finished)
+            self.scheduler.update({})
             return [], {}
         if self.before_step is not None:
             self.before_step(plan)
         self.cache.copy(plan.copies)
-        self.cache.states.forget(plan.gone)
+        self.cache.states.forget(plan.finished)
         if self._together:
             parts, lost = [self._forward(plan.chunks, False)], dict[int, Exception]()
         else:
             parts, lost = compute_apart(plan.chunks, self._forward, self._probe)
         failures = {each: e for i, e in lost.items() if (a := self._asks.get(i)) for each in (i, *a.copies)}
-        events, outcomes, children = list[TokenOutput](), dict[int, Outcome](), list[tuple[_Ask, _Ask, TokenOutput | Exception]]()
+        events, outcomes, children = list[TokenOutput](), dict[int, StepOutcome](), list[tuple[_Ask, _Ask, TokenOutput | Exception]]()
         for part in parts:
             row = 0
             for chunk in part.order:
@@ -225,19 +225,19 @@ class LLMEngine:
                 except Exception as error:
                     failures[chunk.request] = error
                 else:
-                    outcomes[chunk.request] = Outcome(tuple(e.token for e in found), found[-1].reason is not None)
+                    outcomes[chunk.request] = StepOutcome(tuple(e.token for e in found), found[-1].reason is not None)
                     events += found
                 for child, result in self._fork(ask, part.logits[rows]):
                     children.append((ask, child, result))
                     if isinstance(result, Exception):
-                        failures[child.request.identity] = result
+                        failures[child.request.request_id] = result
                     else:
                         events.append(result)
         for identity in failures:
             self._asks.pop(identity, None)
             self.scheduler.cancel(identity)
-        for request in self.scheduler.commit(outcomes):
-            self._asks.pop(request.identity, None)
+        for request in self.scheduler.update(outcomes):
+            self._asks.pop(request.request_id, None)
         self._begin(children)
         return events, failures
 
@@ -352,7 +352,7 @@ class LLMEngine:
     def weights_changed(self, version: int) -> None:
         """Nothing that the old weights computed is used any more; running requests compute their tokens anew."""
         self.version = version
-        self.scheduler.forget()
+        self.scheduler.clear_prefix_cache()
 
     # ---- how
 
@@ -378,8 +378,8 @@ class LLMEngine:
             if likeliest and how.greedy and how.plain:
                 token = likeliest[i]
             else:
-                row = shaped(logits[i], how, request.tokens[: request.prompt], answer)
-                token = draw(row, how, request.prompt + len(answer))
+                row = apply_penalties(logits[i], how, request.tokens[: request.num_prompt_tokens], answer)
+                token = sample_token(row, how, request.num_prompt_tokens + len(answer))
             answer.append(token)
             found.append(self._event(ask, token, logits[i], answer))
             if found[-1].reason or i == len(drafts) or token != drafts[i]:
@@ -387,7 +387,7 @@ class LLMEngine:
         return found
 
     def _event(self, ask: _Ask, token: int, logits: Tensor, answer: list[int]) -> TokenOutput:
-        how, identity = ask.how, ask.request.identity
+        how, identity = ask.how, ask.request.request_id
         ends = how.stop_token_ids if how.ignore_eos else (*self.decoder.spec.ends, *how.stop_token_ids)
         reason: Literal["stop", "length"] | None = None
         if token in ends or (how.stop and self._says_stop(answer, how.stop)):
@@ -424,7 +424,7 @@ class LLMEngine:
         for parent, child, first in children:
             parent.copies = {}
             if isinstance(first, TokenOutput) and first.reason is None:
-                identity, prompt = child.request.identity, parent.request.prompt
+                identity, prompt = child.request.request_id, parent.request.num_prompt_tokens
                 child.request = self.scheduler.fork(parent.request, identity)
                 child.request.tokens[prompt:] = [first.token]
                 self._asks[identity] = child
@@ -471,7 +471,7 @@ def _sample(how: SamplingParams, number: int) -> SamplingParams:
 def _renamed(request: Request, identity: int) -> Request:
     """A request with the same tokens under another identity, not known to any scheduler."""
     made = Request(identity, list(request.tokens), request.limit, request.priority, request.salt)
-    made.prompt = request.prompt
+    made.num_prompt_tokens = request.num_prompt_tokens
     return made
 
 

@@ -21,7 +21,7 @@ from ds_inference.packed_checkpoints import PackedCheckpoint, unpacked
 from ds_inference.quantize import QuantizationOptions, Weight, as_quantize, as_read, dequantised, quantised
 from ds_inference.cuda_graphs import cuda_graph
 from ds_inference.scheduler import SchedulerConfig
-from ds_inference.spec import Spec
+from ds_inference.spec import DecoderSpec
 from ds_inference.decoder_weights import Folder, read_config, read_weights
 from ds_ops.host_arena import trim
 from ds_ops.formats import QuantTensor
@@ -35,10 +35,10 @@ def load(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     cache_tokens: int = 8192,
-    block: int = 16,
+    block_size: int = 16,
     budget: SchedulerConfig | None = None,
-    share: bool | None = None,
-    speculate: int = 0,
+    enable_prefix_caching: bool | None = None,
+    num_speculative_tokens: int = 0,
     tokenizer: Tokenizer | None = None,
     weights: Mapping[str, Tensor] | None = None,
     quantize: QuantizationOptions | str | None = None,
@@ -46,9 +46,9 @@ def load(
     cache_dtype: torch.dtype | None = None,
     adapters: Mapping[str, str | PathLike[str]] | None = None,
     group: GroupLike = None,
-    by_expert: bool = False,
-    own_forward: bool = False,
-    graphs: bool | None = None,
+    enable_expert_parallel: bool = False,
+    use_module_forward: bool = False,
+    cuda_graphs: bool | None = None,
 ) -> LLMEngine:
     """A generator from a folder of safetensors or a Hugging Face module.
 
@@ -91,19 +91,19 @@ def load(
         native=native,
         adapters=adapters,
         group=group,
-        by_expert=by_expert,
-        own_forward=own_forward,
-        graphs=graphs,
+        by_expert=enable_expert_parallel,
+        own_forward=use_module_forward,
+        graphs=cuda_graphs,
     )
     if decoder.device.type == "cpu":
         trim()  # what reading and quantising took is free only now
     return LLMEngine(
         decoder,
-        blocks=-(-cache_tokens // block),
-        size=block,
+        blocks=-(-cache_tokens // block_size),
+        size=block_size,
         budget=budget,
-        share=share,
-        speculate=speculate,
+        enable_prefix_caching=enable_prefix_caching,
+        num_speculative_tokens=num_speculative_tokens,
         tokenizer=tokenizer,
         cache_dtype=cache_dtype,
     )
@@ -144,7 +144,7 @@ def read_decoder(
         return HFModelRunner(read_module(source, dtype, device, weights))
     try:
         family = family_of(config)
-        spec: Spec = family.spec(config)
+        spec: DecoderSpec = family.spec(config)
     except UnsupportedError:
         if more:
             raise
@@ -190,7 +190,7 @@ def read_decoder(
     decoder = Decoder(
         spec if cut is None else cut.spec(),
         read,
-        None if length is None else min(length, spec.longest),
+        None if length is None else min(length, spec.max_seq_len),
         native=native if native is not None else usual and not adapters,
         rounded=how is not None and how.activations == "int8",
         cut=cut,

@@ -13,7 +13,7 @@ from ds_comm.symmetric_arena import Arena
 from ds_inference.paged_attention import BatchIndices, alibi_slopes
 from ds_inference.quantize import Weight, dequantised
 from ds_inference.rope import Rotation
-from ds_inference.spec import AttentionSpec, ExpertsSpec, Latent, DecoderLayerSpec, Mlp, Norm, RopeSpec, Spec
+from ds_inference.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec, DecoderLayerSpec, Mlp, Norm, RopeSpec, DecoderSpec
 from ds_ops.native_decoder import (
     Activation,
     TokenRun,
@@ -60,7 +60,7 @@ _SHARED = ("feed.shared.up", "feed.shared.down")
 _SCORES = {"softmax": Score.SOFTMAX, "sigmoid": Score.SIGMOID, "softmax_chosen": Score.SOFTMAX_CHOSEN}
 
 
-def native_obstacle(spec: Spec, weights: Mapping[str, Weight]) -> str:
+def native_obstacle(spec: DecoderSpec, weights: Mapping[str, Weight]) -> str:
     """Why the native loop cannot run this; empty: it can."""
     embed = weights["embed.weight"]
     matrices = [w for role, w in weights.items() if role.endswith(_tails())]
@@ -74,7 +74,7 @@ def native_obstacle(spec: Spec, weights: Mapping[str, Weight]) -> str:
         "a projection before the head": "embed_out.weight" in weights,
         f"weights of {', '.join(sorted(map(str, forms)))}": not forms <= {torch.float32, torch.bfloat16, INT8, INT4},
         "norms over features that several ranks hold": any(
-            y.attention.whole_norm is not None and y.attention.of is not None for y in spec.layers
+            y.attention.whole_norm is not None and y.attention.total_heads is not None for y in spec.layers
         ),
         "an activation": any(y.feed.activation not in _ACTIVATIONS for y in spec.layers),
     }
@@ -113,7 +113,7 @@ class NativeDecoder:
 
     def __init__(
         self,
-        spec: Spec,
+        spec: DecoderSpec,
         weights: dict[str, Weight],
         rotations: Mapping[RopeSpec, Rotation],
         *,
@@ -123,7 +123,7 @@ class NativeDecoder:
         self._weights, self._rotations, self._rounded = weights, rotations, rounded
         self._ropes = list(rotations)
         self._cache: list[tuple[Tensor, ...]] = []
-        self._kept: list[KeptLayer] = []
+        self._kept_layers: list[KeptLayer] = []
         layers = [self._layer(f"layers.{i}", y, spec) for i, y in enumerate(spec.layers)]
         last = self._norm("norm", spec.norm) if spec.final_norm else Normed()
         if spec.tied and shared is not None:
@@ -136,7 +136,7 @@ class NativeDecoder:
         del self._weights
 
     @staticmethod
-    def packed_roles(spec: Spec) -> list[str]:
+    def packed_roles(spec: DecoderSpec) -> list[str]:
         """Of which only the packed form is read."""
         each = (*(f"{m}.weight" for m in (*_MATRICES, *_SHARED, *_LATENT)), *_EXPERTS)
         return [f"layers.{i}.{role}" for i in range(len(spec.layers)) for role in each] + ["head.weight"]
@@ -150,9 +150,9 @@ class NativeDecoder:
             both = (torch.cat(kind, 1).transpose(0, 1) for kind in found)  # [2, T, .]
             turns = torch.stack([F.pad(kind, (0, most - kind.shape[-1])) for kind in both], 1)
         if cache is not self._cache:
-            self._cache, self._kept = cache, [KeptLayer(*tensors) for tensors in cache]
+            self._cache, self._kept_layers = cache, [KeptLayer(*tensors) for tensors in cache]
         chunks = [TokenRun(*c) for c in batch.chunks]
-        return self._program.step(x.float().contiguous(), chunks, batch.outputs, self._kept, turns)
+        return self._program.step(x.float().contiguous(), chunks, batch.outputs, self._kept_layers, turns)
 
     # ---- packing
 
@@ -182,9 +182,9 @@ class NativeDecoder:
         inputs = self._inputs(weight)
         return [pack(w, None if bias is None else bias[e], gated=gated, inputs=inputs) for e, w in enumerate(each)]
 
-    def _latent(self, at: str, spec: AttentionSpec, latent: Latent) -> tuple[PackedWeight, DecoderLatent]:
+    def _latent(self, at: str, spec: AttentionSpec, latent: LatentAttentionSpec) -> tuple[PackedWeight, DecoderLatent]:
         """What the layer's input is multiplied with, and the rest."""
-        small = latent.query_rank is not None
+        small = latent.q_lora_rank is not None
         names = (f"{at}.{'q_down' if small else 'q'}", f"{at}.kv_down")
         parts = [self._weights.pop(f"{name}.weight") for name in names]
         biases = [self._float(f"{name}.bias") for name in names]
@@ -195,15 +195,15 @@ class NativeDecoder:
         both = _stacked(parts)
         first = pack(both, bias, inputs=self._inputs(both))
         up = dequantised(self._weights[f"{at}.kv_up.weight"])
-        key_up, value_up = up.view(spec.heads, -1, latent.rank).split([latent.plain, spec.value_width], 1)
+        key_up, value_up = up.view(spec.heads, -1, latent.kv_lora_rank).split([latent.qk_nope_head_dim, spec.value_width], 1)
         inputs = self._inputs(up)
         return first, DecoderLatent(
             self._norm(f"{at}.kv_down_norm", latent.norm),
             [pack(k.t().contiguous(), inputs=inputs) for k in key_up],
             [pack(v.contiguous(), inputs=inputs) for v in value_up],
-            latent.rank,
-            latent.plain,
-            latent.rotated,
+            latent.kv_lora_rank,
+            latent.qk_nope_head_dim,
+            latent.qk_rope_head_dim,
             spec.value_width,
             self._norm(f"{at}.q_down_norm", latent.norm) if small else Normed(),
             self._packed(f"{at}.q_up") if small else None,
@@ -220,10 +220,10 @@ class NativeDecoder:
             self._grouped(f"{at}.experts.up", gated=True),
             self._grouped(f"{at}.experts.down", gated=False),
             spec.count,
-            spec.chosen,
-            0 if spec.held is None else spec.held[0],
+            spec.top_k,
+            0 if spec.local_range is None else spec.local_range[0],
             spec.groups,
-            spec.chosen_groups,
+            spec.top_k_groups,
             spec.group_score == "pair",
             _SCORES[spec.score],
             spec.normalized,
@@ -234,7 +234,7 @@ class NativeDecoder:
             gate is not None,
         )
 
-    def _layer(self, at: str, layer: DecoderLayerSpec, spec: Spec) -> DecoderLayer:
+    def _layer(self, at: str, layer: DecoderLayerSpec, spec: DecoderSpec) -> DecoderLayer:
         a, feed = layer.attention, layer.feed
         own: Callable[[str], Normed] = lambda n: Normed() if n == "." else self._norm(f"{at}.norm{n}", spec.norm)  # noqa: E731
         inner = a.whole_norm or a.head_norm
@@ -243,14 +243,14 @@ class NativeDecoder:
         norms += [self._norm(f"{at}.attention.{p}_norm", inner) if inner else Normed() for p in "qk"]
         slopes = None
         if a.alibi is not None:
-            all_heads = a.heads if a.of is None else a.of[0]
-            slopes = alibi_slopes(all_heads).float()[a.first : a.first + a.heads].contiguous() * a.alibi.scale
+            all_heads = a.heads if a.total_heads is None else a.total_heads[0]
+            slopes = alibi_slopes(all_heads).float()[a.head_offset : a.head_offset + a.heads].contiguous() * a.alibi.scale
         sinks = self._float(f"{at}.attention.sinks")
         if a.latent is None:
             latent, qkv, sizes = None, self._packed(f"{at}.attention.qkv"), (a.kv_heads, a.width, a.value_width)
         else:
             qkv, latent = self._latent(f"{at}.attention", a, a.latent)
-            sizes = _parts(a.heads), a.latent.rank + a.latent.rotated, a.latent.rank
+            sizes = _parts(a.heads), a.latent.kv_lora_rank + a.latent.qk_rope_head_dim, a.latent.kv_lora_rank
         out = self._packed(f"{at}.attention.out")
         up = down = None
         if isinstance(feed, Mlp) or feed.shared:

@@ -56,18 +56,18 @@ class PackedCheckpoint(Mapping[str, Weight]):
     def __init__(self, inner: Mapping[str, Tensor], section: Mapping[str, Any]) -> None:
         self._inner, self._section = inner, section
         read = self._reader()
-        self._made: dict[str, Callable[[], Weight]] = {}
+        self._readers: dict[str, Callable[[], Weight]] = {}
         for name in inner:
             for tail, plain in (("qweight", "weight"), ("weight_packed", "weight"), ("weight_scale", "weight"),
                                 ("weight_scale_inv", "weight"), ("_blocks", "")):  # fmt: skip
                 if name.endswith(tail):
                     base = name.removesuffix(tail)
-                    self._made[base + plain] = partial(read, base)
+                    self._readers[base + plain] = partial(read, base)
         away = {n for n in inner if n.endswith(_AWAY)}
-        self._names = [n for n in inner if n not in away and n not in self._made] + list(self._made)
+        self._names = [n for n in inner if n not in away and n not in self._readers] + list(self._readers)
 
     def __getitem__(self, name: str) -> Weight:
-        return self._made[name]() if name in self._made else self._inner[name]
+        return self._readers[name]() if name in self._readers else self._inner[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -79,7 +79,7 @@ class PackedCheckpoint(Mapping[str, Weight]):
     def dtype(self) -> torch.dtype:
         """Of what is not packed: the embeddings', where there are any."""
         plain = [
-            self._inner[n] for n in self._names if (n not in self._made and "embed" in n) or n.endswith("wte.weight")
+            self._inner[n] for n in self._names if (n not in self._readers and "embed" in n) or n.endswith("wte.weight")
         ]
         return next((t.dtype for t in plain if t.is_floating_point()), torch.float32)
 

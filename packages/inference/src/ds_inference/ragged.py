@@ -59,7 +59,7 @@ class SchedulingError(PlanError):
 
 @dataclass(slots=True)
 class _Sequence:
-    seen: int = 0
+    num_seen: int = 0
     blocks: list[int] = field(default_factory=list)
 
 
@@ -77,12 +77,12 @@ class RaggedEngine:
         self._pool = BlockPool(count, _BLOCK)
         self._cache = Cache(decoder.spec, count, _BLOCK, decoder.dtype, decoder.device)
         self._known: dict[int, _Sequence] = {}
-        self._longest = min(config.state_manager.max_context, decoder.spec.longest)
+        self._longest = min(config.state_manager.max_context, decoder.spec.max_seq_len)
 
     @property
     def free_blocks(self) -> Tensor:
         """Blocks that no sequence has, int32 [1]."""
-        return torch.tensor([self._pool.free], dtype=torch.int32)
+        return torch.tensor([self._pool.num_free], dtype=torch.int32)
 
     @property
     def n_kv_cache_groups(self) -> int:
@@ -106,16 +106,16 @@ class RaggedEngine:
         chunks = []
         for uid, new in zip(uids, tokens, strict=True):
             known = self._known.setdefault(uid, _Sequence())
-            missing = self._pool.needed(known.seen + len(new)) - len(known.blocks)
-            taken = self._pool.take(max(0, missing))
+            missing = self._pool.num_blocks_for(known.num_seen + len(new)) - len(known.blocks)
+            taken = self._pool.allocate(max(0, missing))
             if taken is None:
                 raise SchedulingError(SchedulingResult.KVCacheLimitExceeded)
             known.blocks += taken
-            chunks.append(ScheduledChunk(uid, tuple(new), known.seen, tuple(known.blocks), 1))
+            chunks.append(ScheduledChunk(uid, tuple(new), known.num_seen, tuple(known.blocks), 1))
         batch, order = make_batch(chunks, _BLOCK, self.model.device)
         logits = self.model.forward(batch, self._cache)
         for chunk in chunks:
-            self._known[chunk.request].seen += len(chunk.tokens)
+            self._known[chunk.request].num_seen += len(chunk.tokens)
         row = {chunk.request: i for i, chunk in enumerate(order)}
         return logits[[row[uid] for uid in uids]]
 
@@ -126,10 +126,10 @@ class RaggedEngine:
             if len(self._known) >= self.config.state_manager.max_tracked_sequences:
                 return 0, 0
             known = _Sequence()
-        blocks = min(max_request_blocks, self._pool.free)
-        room = (len(known.blocks) + blocks) * _BLOCK - known.seen
-        tokens = max(0, min(max_request_tokens, room, self._longest - known.seen))
-        return tokens, max(0, self._pool.needed(known.seen + tokens) - len(known.blocks))
+        blocks = min(max_request_blocks, self._pool.num_free)
+        room = (len(known.blocks) + blocks) * _BLOCK - known.num_seen
+        tokens = max(0, min(max_request_tokens, room, self._longest - known.num_seen))
+        return tokens, max(0, self._pool.num_blocks_for(known.num_seen + tokens) - len(known.blocks))
 
     def can_schedule(self, uids: Iterable[int], lengths: Iterable[int]) -> SchedulingResult:
         """Whether one forward can take so many tokens of these sequences."""
@@ -144,21 +144,21 @@ class RaggedEngine:
         blocks = 0
         for uid, length in asked:
             known = self._known.get(uid, _Sequence())
-            if known.seen + length > self._longest:
+            if known.num_seen + length > self._longest:
                 return SchedulingResult.SequenceTokenLimitExceeded
-            blocks += max(0, self._pool.needed(known.seen + length) - len(known.blocks))
-        return SchedulingResult.KVCacheLimitExceeded if blocks > self._pool.free else SchedulingResult.Success
+            blocks += max(0, self._pool.num_blocks_for(known.num_seen + length) - len(known.blocks))
+        return SchedulingResult.KVCacheLimitExceeded if blocks > self._pool.num_free else SchedulingResult.Success
 
     def get_remaining_block_capacity(self, uid: int) -> int:
         """Tokens that fit in the last block of a sequence."""
         known = self._known.get(uid, _Sequence())
-        return len(known.blocks) * _BLOCK - known.seen
+        return len(known.blocks) * _BLOCK - known.num_seen
 
     def flush(self, uid: int) -> None:
         """A sequence is over. An unknown one is none of ours: nothing happens."""
         known = self._known.pop(uid, None)
         if known is not None:
-            self._pool.give_back(reversed(known.blocks))
+            self._pool.release(reversed(known.blocks))
             self._cache.states.forget(known.blocks[:1])
 
 
@@ -188,7 +188,7 @@ def _blocks(decoder: Runner, config: RaggedConfig) -> int:
     device = decoder.device
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     each = Cache.bytes_of(decoder.spec, _BLOCK, decoder.dtype)
-    longest = min(limits.max_context, decoder.spec.longest)
+    longest = min(limits.max_context, decoder.spec.max_seq_len)
     wanted = limits.max_tracked_sequences * -(-longest // _BLOCK)  # more than this is never used
     found: int = min(wanted, (free - limits.memory_config.size) // each) if each else wanted
     if found < 1:

@@ -70,7 +70,7 @@ class RecurrentState:
         known = inspect.signature(module.forward).parameters
         names = ("cache", "past_key_values", "cache_params", "state")  # the first is that of transformers since 5
         self.argument = next((name for name in names if name in known), "past_key_values")
-        self.kept: tuple[int, ...] = ()
+        self.saved_lengths: tuple[int, ...] = ()
         self.continues, self.alone = True, self._kind in _ALONE
         self._loose = _LOOSE.get(self._kind) if self.argument in ("state", "cache") else None
         self._makers = [] if self._loose else _makers(self._kind, self._config)
@@ -107,7 +107,7 @@ class RecurrentState:
 
     def given(self, past: Any) -> dict[str, Any]:
         """Keywords of a forward with this past."""
-        return {self.argument: past.given if isinstance(past, _Loose) else past, "use_cache": True}
+        return {self.argument: past.state if isinstance(past, _Loose) else past, "use_cache": True}
 
     def taken(self, past: Any, result: Any) -> list[Tensor]:
         """The states after a forward, that had this past and this result. Attributes of modules are left empty."""
@@ -126,12 +126,12 @@ class RecurrentState:
             UnsupportedError: a layer keeps something else, or nothing ("inference-foreign").
         """
         pairs: list[tuple[Any, Any]] = [(getattr(y, "keys", None), getattr(y, "values", None)) for y in past.layers]
-        self.kept = tuple(i for i, (keys, _) in enumerate(pairs) if keys is not None)
+        self.saved_lengths = tuple(i for i, (keys, _) in enumerate(pairs) if keys is not None)
         self._places = tuple(_places(past.layers))
         self.continues = not self.stateful or self._kind in _CONTINUES
-        silent = set(range(len(pairs))) - set(self.kept) - {at for at, _, _ in self._places}
+        silent = set(range(len(pairs))) - set(self.saved_lengths) - {at for at, _, _ in self._places}
         silent -= {i for i, y in enumerate(past.layers) if self._holders or type(y).__name__ == "DummyLayer"}
-        found = [pairs[i] for i in self.kept]
+        found = [pairs[i] for i in self.saved_lengths]
         strangers = any(t is None or t.dim() != 4 or t.shape[-2] != 1 for pair in found for t in pair)
         if silent or strangers or not (found or self.stateful):
             raise strange(
@@ -146,7 +146,7 @@ class _Loose:
     def __init__(self, config: Any, states: Sequence[Tensor]) -> None:
         del config
         self.layers: list[Any] = []
-        self.given: Any = list(states) or None
+        self.state: Any = list(states) or None
 
     def taken(self, result: Any) -> list[Tensor]:
         return list(result.state)
@@ -160,8 +160,8 @@ class _XLSTM(_Loose):
         if states:
             from transformers.models.xlstm.modeling_xlstm import xLSTMCache
 
-            self.given = xLSTMCache(config, len(states[0]), dtype=states[0].dtype, device=str(states[0].device))
-            self.given.rnn_state = {i: tuple(states[3 * i : 3 * i + 3]) for i in range(len(states) // 3)}
+            self.state = xLSTMCache(config, len(states[0]), dtype=states[0].dtype, device=str(states[0].device))
+            self.state.rnn_state = {i: tuple(states[3 * i : 3 * i + 3]) for i in range(len(states) // 3)}
 
     def taken(self, result: Any) -> list[Tensor]:
         return [state for layer in result.cache.rnn_state.values() for state in layer]

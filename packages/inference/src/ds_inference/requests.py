@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 from ds_config.errors import PlanError
 
-__all__ = ["SchedulerConfig", "ScheduledChunk", "Outcome", "Request", "RequestState", "SchedulerOutput"]
+__all__ = ["SchedulerConfig", "ScheduledChunk", "StepOutcome", "Request", "RequestState", "SchedulerOutput"]
 
 
 class RequestState(Enum):
@@ -69,33 +69,33 @@ class Request:
         printed: Blocks whose content the pool knows.
     """
 
-    identity: int
+    request_id: int
     tokens: list[int]
     limit: int
     priority: int = 0
     salt: bytes = b""
-    prompt: int = field(init=False)
+    num_prompt_tokens: int = field(init=False)
     arrival: int = -1
     state: RequestState = RequestState.WAITING
-    computed: int = 0
-    cached: int = 0
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
     blocks: list[int] = field(default_factory=list)
-    preempted: int = 0
-    prints: list[bytes] = field(default_factory=list)
-    printed: int = 0
+    num_preemptions: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_hashed_blocks: int = 0
 
     def __post_init__(self) -> None:
-        self.prompt = len(self.tokens)
+        self.num_prompt_tokens = len(self.tokens)
 
     @property
     def generates(self) -> bool:
         """Whether only the newest token is not computed."""
-        return len(self.tokens) - self.computed == 1
+        return len(self.tokens) - self.num_computed_tokens == 1
 
     @property
     def sampled(self) -> Sequence[int]:
         """What was generated."""
-        return self.tokens[self.prompt :]
+        return self.tokens[self.num_prompt_tokens :]
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -134,7 +134,7 @@ class SchedulerOutput:
 
     chunks: tuple[ScheduledChunk, ...]
     copies: tuple[tuple[int, int], ...] = ()
-    gone: tuple[int, ...] = ()
+    finished: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -142,7 +142,7 @@ class SchedulerOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StepOutcome:
     """What became of one chunk that had outputs.
 
     Attributes:
@@ -151,4 +151,4 @@ class Outcome:
     """
 
     tokens: tuple[int, ...]
-    over: bool = False
+    finished: bool = False

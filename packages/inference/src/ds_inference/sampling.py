@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_config.errors import PlanError
 
-__all__ = ["SamplingParams", "derive_seed", "draw", "draw_seed", "separate", "shaped"]
+__all__ = ["SamplingParams", "derive_seed", "sample_token", "draw_seed", "separate", "apply_penalties"]
 
 _FLOATS = 1e30
 """Biases and penalties reach no further, so that fp32 has room for their sums."""
@@ -102,7 +102,7 @@ class SamplingParams:
         return same and not self.logit_bias and self.allowed_tokens is None
 
 
-def shaped(logits: Tensor, how: SamplingParams, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
+def apply_penalties(logits: Tensor, how: SamplingParams, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
     """Logits [vocab], fp32, after penalties and biases; a new tensor if there are any."""
     if how.plain:
         return logits
@@ -133,12 +133,12 @@ def _masked(logits: Tensor, mask: Tensor) -> Tensor:
     return logits.masked_fill(~mask.to(logits.device), -torch.inf)
 
 
-def draw(logits: Tensor, how: SamplingParams, position: int) -> int:
+def sample_token(logits: Tensor, how: SamplingParams, position: int) -> int:
     """One token from logits [vocab] that are shaped. `position`: of the token in its sequence."""
     if how.greedy:
         return int(logits.argmax())
     # From the largest on: at the smallest temperatures the others then go to -inf, and no quotient overflows.
-    kept = _kept((logits - logits.max()) / max(how.temperature, 1 / _FLOATS), how)
+    kept = _restrict_to_top((logits - logits.max()) / max(how.temperature, 1 / _FLOATS), how)
     # The largest of log p + Gumbel noise is a draw from p (Gumbel 1954); the noise of each token is the same whatever is kept.
     seed = draw_seed() if how.seed is None else how.seed
     generator = torch.Generator(logits.device).manual_seed(_mix(seed, position))
@@ -146,7 +146,7 @@ def draw(logits: Tensor, how: SamplingParams, position: int) -> int:
     return int((kept - noise.log()).argmax())
 
 
-def _kept(logits: Tensor, how: SamplingParams) -> Tensor:
+def _restrict_to_top(logits: Tensor, how: SamplingParams) -> Tensor:
     if how.top_k and how.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(how.top_k)[0][-1], -torch.inf)
     if how.top_p < 1 or how.min_p > 0:

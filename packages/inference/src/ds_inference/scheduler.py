@@ -25,9 +25,9 @@ from collections.abc import Mapping, Sequence
 
 from ds_config.errors import PlanError
 from ds_inference.blocks import BlockPool, block_hashes
-from ds_inference.requests import SchedulerConfig, ScheduledChunk, Outcome, Request, RequestState, SchedulerOutput
+from ds_inference.requests import SchedulerConfig, ScheduledChunk, StepOutcome, Request, RequestState, SchedulerOutput
 
-__all__ = ["SchedulerConfig", "ScheduledChunk", "Outcome", "Request", "Scheduler", "RequestState", "SchedulerOutput"]
+__all__ = ["SchedulerConfig", "ScheduledChunk", "StepOutcome", "Request", "Scheduler", "RequestState", "SchedulerOutput"]
 
 
 class Scheduler:
@@ -39,8 +39,8 @@ class Scheduler:
         share: Whether blocks with equal content are shared between requests. Without, a fork computes all its tokens.
     """
 
-    def __init__(self, pool: BlockPool, budget: SchedulerConfig, *, share: bool = True) -> None:
-        self.pool, self.budget, self.share = pool, budget, share
+    def __init__(self, pool: BlockPool, config: SchedulerConfig, *, enable_prefix_caching: bool = True) -> None:
+        self.pool, self.budget, self.share = pool, config, enable_prefix_caching
         self.requests: dict[int, Request] = {}
         self._waiting: list[Request] = []
         self._running: list[Request] = []
@@ -57,17 +57,17 @@ class Scheduler:
         Raises:
             PlanError: it has no token, its identity is taken, or it can never fit ("inference-request", "inference-too-long").
         """
-        if not request.tokens or request.limit < 1 or request.identity in self.requests:
+        if not request.tokens or request.limit < 1 or request.request_id in self.requests:
             raise PlanError(
-                f"request {request.identity}: {len(request.tokens)} tokens, limit {request.limit}"
-                + (", and one of that identity is under way" if request.identity in self.requests else ""),
+                f"request {request.request_id}: {len(request.tokens)} tokens, limit {request.limit}"
+                + (", and one of that identity is under way" if request.request_id in self.requests else ""),
                 code="inference-request",
                 fix="Give it a prompt of at least one token, a limit of at least 1, and an identity of its own.",
             )
-        self.check(request.prompt, request.limit)
+        self.check(request.num_prompt_tokens, request.limit)
         request.arrival, self._arrivals = self._arrivals, self._arrivals + 1
         request.state = RequestState.WAITING
-        self.requests[request.identity] = request
+        self.requests[request.request_id] = request
         bisect.insort(self._waiting, request, key=lambda r: r.rank)
 
     def check(self, prompt: int, limit: int) -> None:
@@ -77,7 +77,7 @@ class Scheduler:
             PlanError: a sequence or the cache is too small for it ("inference-too-long").
         """
         most = prompt + limit
-        if most > self.budget.max_model_len or self.pool.needed(most) > self.pool.count:
+        if most > self.budget.max_model_len or self.pool.num_blocks_for(most) > self.pool.count:
             raise PlanError(
                 f"a request may grow to {most} tokens ({prompt} of prompt and {limit} more); a sequence may have "
                 f"{self.budget.max_model_len}, the cache holds {self.pool.count * self.pool.size}",
@@ -91,19 +91,19 @@ class Scheduler:
         Call between steps. Costs one copy of a block in the next step, if the parent's last one is not full.
         """
         child = Request(identity, list(parent.tokens), parent.limit, parent.priority, parent.salt)
-        child.prompt = parent.prompt  # before it is checked: tokens of the answer count against the limit
+        child.num_prompt_tokens = parent.num_prompt_tokens  # before it is checked: tokens of the answer count against the limit
         self.add(child)
-        full, rest = divmod(parent.computed, self.pool.size)
+        full, rest = divmod(parent.num_computed_tokens, self.pool.size)
         if not self.share or parent.state is not RequestState.RUNNING or len(self._running) >= self.budget.max_num_seqs:
             return child
-        own = self.pool.take(1 if rest else 0)
+        own = self.pool.allocate(1 if rest else 0)
         if own is None:
             return child
-        self.pool.share(parent.blocks[:full])
+        self.pool.add_refs(parent.blocks[:full])
         if rest:
             self._copies.append((parent.blocks[full], own[0]))
         child.blocks = [*parent.blocks[:full], *own]
-        child.computed, child.prints, child.printed = parent.computed, list(parent.prints), parent.printed
+        child.num_computed_tokens, child.block_hashes, child.num_hashed_blocks = parent.num_computed_tokens, list(parent.block_hashes), parent.num_hashed_blocks
         self._waiting.remove(child)
         self._start(child)
         return child
@@ -123,7 +123,7 @@ class Scheduler:
 
     # ---- a step
 
-    def plan(self, drafts: Mapping[int, Sequence[int]] | None = None) -> SchedulerOutput:
+    def schedule(self, drafts: Mapping[int, Sequence[int]] | None = None) -> SchedulerOutput:
         """The next step. Not empty unless `idle`.
 
         Args:
@@ -144,27 +144,27 @@ class Scheduler:
             waiting_turns -= 1
             if request.state is not RequestState.RUNNING:  # was pushed out meanwhile
                 continue
-            wanted = (drafts or {}).get(request.identity, ())
+            wanted = (drafts or {}).get(request.request_id, ())
             room = min(left - 1 - waiting_turns, request.limit - len(request.sampled) - 1)
             guess = tuple(wanted[: max(0, min(room, self._draft_room(request)))])
             if self._make_room(request, 1 + len(guess), settled):
-                settled.add(request.identity)
+                settled.add(request.request_id)
                 chunks.append(self._chunk(request, 1, guess))
                 left -= 1 + len(guess)
         blocked = False
         for request in [r for r in self._running if not r.generates]:
             if left < 1:
                 break
-            if request.state is not RequestState.RUNNING or request.identity in settled:
+            if request.state is not RequestState.RUNNING or request.request_id in settled:
                 continue
             while self._reach(request) < 1 and (later := self._later(request, settled)) is not None:
-                self._push_out(later)
+                self._preempt(later)
             count = min(self._portion(request, left), self._reach(request))
             if count < 1:  # those that generate hold what it needs; a new request does not overtake it
                 blocked = True
                 continue
             self._make_room(request, count, settled)
-            settled.add(request.identity)
+            settled.add(request.request_id)
             chunks.append(self._chunk(request, count))
             left -= count
         while self._waiting and left > 0 and not blocked and len(self._running) < self.budget.max_num_seqs:
@@ -173,14 +173,14 @@ class Scheduler:
                 break
             count = self._portion(request, left)
             self._make_room(request, count, settled)
-            settled.add(request.identity)
+            settled.add(request.request_id)
             chunks.append(self._chunk(request, count))
             left -= count
         copies, gone, self._copies, self._gone = tuple(self._copies), tuple(self._gone), [], []
         self._planned = tuple(chunks)
         return SchedulerOutput(self._planned, copies, gone)
 
-    def commit(self, outcomes: Mapping[int, Outcome]) -> list[Request]:
+    def update(self, outcomes: Mapping[int, StepOutcome]) -> list[Request]:
         """The step was computed: what its outputs became, by request. Returns the requests that ended.
 
         Raises:
@@ -203,10 +203,10 @@ class Scheduler:
             if request is None or request.state is not RequestState.RUNNING:  # was cancelled during the step
                 continue
             given = outcomes[chunk.request].tokens if chunk.outputs else ()
-            request.computed += len(chunk.tokens) - max(0, chunk.outputs - 1) + max(0, len(given) - 1)
+            request.num_computed_tokens += len(chunk.tokens) - max(0, chunk.outputs - 1) + max(0, len(given) - 1)
             request.tokens += given[: request.limit - len(request.sampled)]
-            self._print(request)
-            if chunk.outputs and (outcomes[chunk.request].over or len(request.sampled) >= request.limit):
+            self._cache_full_blocks(request)
+            if chunk.outputs and (outcomes[chunk.request].finished or len(request.sampled) >= request.limit):
                 self._end(request, RequestState.FINISHED)
                 over.append(request)
         return over
@@ -215,36 +215,36 @@ class Scheduler:
         """Take the planned step back, of which nobody knows what was computed: running requests compute their tokens again."""
         self._planned = None
         for request in list(self._running):  # also those without a chunk: a copy of a block may not have been made
-            self._push_out(request)
+            self._preempt(request)
 
-    def forget(self) -> None:
+    def clear_prefix_cache(self) -> None:
         """The weights changed: nothing that is in the cache is used any more. Running requests compute their tokens again."""
         for request in list(self._running):
-            self._push_out(request)
-            request.preempted -= 1
-        self.pool.forget_prints()
+            self._preempt(request)
+            request.num_preemptions -= 1
+        self.pool.clear_hashes()
         for request in self._waiting:
-            request.prints = []
+            request.block_hashes = []
 
     # ---- how
 
     def _chunk(self, request: Request, count: int, guess: tuple[int, ...] = ()) -> ScheduledChunk:
-        start = request.computed
+        start = request.num_computed_tokens
         tokens = (*request.tokens[start : start + count], *guess)
         last = start + count == len(request.tokens)
-        used = self.pool.needed(start + len(tokens))
-        return ScheduledChunk(request.identity, tokens, start, tuple(request.blocks[:used]), 1 + len(guess) if last else 0)
+        used = self.pool.num_blocks_for(start + len(tokens))
+        return ScheduledChunk(request.request_id, tokens, start, tuple(request.blocks[:used]), 1 + len(guess) if last else 0)
 
     def _portion(self, request: Request, left: int) -> int:
-        return min(len(request.tokens) - request.computed, left, self.budget.max_prefill_chunk or left)
+        return min(len(request.tokens) - request.num_computed_tokens, left, self.budget.max_prefill_chunk or left)
 
     def _reach(self, request: Request) -> int:
         """Tokens that the request can compute without blocks of others."""
-        return (len(request.blocks) + self.pool.free) * self.pool.size - request.computed
+        return (len(request.blocks) + self.pool.num_free) * self.pool.size - request.num_computed_tokens
 
     def _later(self, request: Request, settled: set[int]) -> Request | None:
         """The last running request in order that may lose its blocks to this one."""
-        others = (r for r in reversed(self._running) if r.identity not in settled and r.rank > request.rank)
+        others = (r for r in reversed(self._running) if r.request_id not in settled and r.rank > request.rank)
         return next(others, None)
 
     def _draft_room(self, request: Request) -> int:
@@ -253,30 +253,30 @@ class Scheduler:
 
     def _make_room(self, request: Request, count: int, settled: set[int]) -> bool:
         """Blocks for `count` more tokens; the last requests in order give theirs. False if it was the last itself."""
-        missing = self.pool.needed(request.computed + count) - len(request.blocks)
-        while missing > self.pool.free:
-            victim = next(r for r in reversed(self._running) if r.identity not in settled)
-            self._push_out(victim)
+        missing = self.pool.num_blocks_for(request.num_computed_tokens + count) - len(request.blocks)
+        while missing > self.pool.num_free:
+            victim = next(r for r in reversed(self._running) if r.request_id not in settled)
+            self._preempt(victim)
             if victim is request:
                 return False
-        request.blocks += self.pool.take(max(0, missing)) or []
+        request.blocks += self.pool.allocate(max(0, missing)) or []
         return True
 
     def _admit(self, request: Request) -> bool:
         """Start a waiting request if the cache has free blocks for its known tokens."""
-        prints = self._prints_of(request) if self.share else []
+        prints = self._block_hashes(request) if self.share else []
         # The newest token is always computed: its distribution is wanted.
-        request.blocks = self.pool.find(prints[: (len(request.tokens) - 1) // self.pool.size])
-        promised = sum(max(0, self.pool.needed(len(r.tokens)) - len(r.blocks)) for r in self._running)
+        request.blocks = self.pool.find_cached(prints[: (len(request.tokens) - 1) // self.pool.size])
+        promised = sum(max(0, self.pool.num_blocks_for(len(r.tokens)) - len(r.blocks)) for r in self._running)
         if (
             self._running
-            and self.pool.needed(len(request.tokens) + 1) - len(request.blocks) > self.pool.free - promised
+            and self.pool.num_blocks_for(len(request.tokens) + 1) - len(request.blocks) > self.pool.num_free - promised
         ):
-            self.pool.give_back(reversed(request.blocks))
+            self.pool.release(reversed(request.blocks))
             request.blocks = []
             return False
-        request.computed = request.cached = len(request.blocks) * self.pool.size
-        request.printed = len(request.blocks)
+        request.num_computed_tokens = request.num_cached_tokens = len(request.blocks) * self.pool.size
+        request.num_hashed_blocks = len(request.blocks)
         self._waiting.pop(0)
         self._start(request)
         return True
@@ -285,17 +285,17 @@ class Scheduler:
         request.state = RequestState.RUNNING
         bisect.insort(self._running, request, key=lambda r: r.rank)
 
-    def _push_out(self, request: Request) -> None:
+    def _preempt(self, request: Request) -> None:
         self._release(request)
-        request.preempted += 1
-        request.state, request.computed, request.printed = RequestState.WAITING, 0, 0
+        request.num_preemptions += 1
+        request.state, request.num_computed_tokens, request.num_hashed_blocks = RequestState.WAITING, 0, 0
         bisect.insort(self._waiting, request, key=lambda r: r.rank)
 
     def _release(self, request: Request) -> None:
         if request.state is RequestState.RUNNING:
             self._running.remove(request)
             self._copies = [(a, b) for a, b in self._copies if b not in request.blocks]
-            self.pool.give_back(reversed(request.blocks))
+            self.pool.release(reversed(request.blocks))
             self._gone += request.blocks[:1]
             request.blocks = []
 
@@ -304,23 +304,23 @@ class Scheduler:
             self._waiting.remove(request)
         self._release(request)
         request.state = state
-        del self.requests[request.identity]
+        del self.requests[request.request_id]
 
-    def _prints_of(self, request: Request) -> list[bytes]:
+    def _block_hashes(self, request: Request) -> list[bytes]:
         size = self.pool.size
         full = len(request.tokens) // size
-        if len(request.prints) < full:
-            done = len(request.prints)
-            before = request.prints[-1] if done else request.salt
-            request.prints += block_hashes(request.tokens[done * size : full * size], size, before)
-        return request.prints
+        if len(request.block_hashes) < full:
+            done = len(request.block_hashes)
+            before = request.block_hashes[-1] if done else request.salt
+            request.block_hashes += block_hashes(request.tokens[done * size : full * size], size, before)
+        return request.block_hashes
 
-    def _print(self, request: Request) -> None:
+    def _cache_full_blocks(self, request: Request) -> None:
         if not self.share:
             return
-        full = request.computed // self.pool.size
-        if full > request.printed:
-            prints = self._prints_of(request)
-            for i in range(request.printed, full):
-                self.pool.printed(request.blocks[i], prints[i])
-            request.printed = full
+        full = request.num_computed_tokens // self.pool.size
+        if full > request.num_hashed_blocks:
+            prints = self._block_hashes(request)
+            for i in range(request.num_hashed_blocks, full):
+                self.pool.register_hash(request.blocks[i], prints[i])
+            request.num_hashed_blocks = full

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Alibi", "AttentionSpec", "ExpertsSpec", "Latent", "DecoderLayerSpec", "Mlp", "Norm", "Order", "RopeSpec", "WeightSource", "Spec"]
+__all__ = ["Alibi", "AttentionSpec", "ExpertsSpec", "LatentAttentionSpec", "DecoderLayerSpec", "Mlp", "Norm", "Order", "RopeSpec", "WeightSource", "DecoderSpec"]
 
 Order = Literal["pre", "parallel", "parallel_norms", "sandwich", "post", "after"]
 """Where norms and residuals are in a layer; a is attention, m is the feed-forward part:
@@ -49,7 +49,7 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Latent:
+class LatentAttentionSpec:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434 section 2.1): keys and values are made from `rank` numbers a token.
 
     Attributes:
@@ -58,10 +58,10 @@ class Latent:
         plain, rotated: Features of a query and key head without and with positions.
     """
 
-    rank: int
-    query_rank: int | None
-    plain: int
-    rotated: int
+    kv_lora_rank: int
+    q_lora_rank: int | None
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
 
     @property
     def norm(self) -> Norm:
@@ -114,9 +114,9 @@ class AttentionSpec:
     whole_norm: Norm | None = None
     clip: float | None = None
     sinks: bool = False
-    latent: Latent | None = None
-    first: int = 0
-    of: tuple[int, int] | None = None
+    latent: LatentAttentionSpec | None = None
+    head_offset: int = 0
+    total_heads: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,19 +147,19 @@ class ExpertsSpec:
     """
 
     count: int
-    chosen: int
+    top_k: int
     width: int
     activation: str = "silu"
     score: Literal["softmax", "sigmoid", "softmax_chosen"] = "softmax"
     normalized: bool = True
     scale: float = 1.0
     groups: int = 1
-    chosen_groups: int = 1
+    top_k_groups: int = 1
     group_score: Literal["pair", "best"] = "best"
-    corrected: bool = False
+    score_bias: bool = False
     shared: int = 0
     shared_gate: bool = False
-    held: tuple[int, int] | None = None
+    local_range: tuple[int, int] | None = None
     clamp: float | None = None
     alpha: float = 1.702
 
@@ -175,7 +175,7 @@ class DecoderLayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
+class DecoderSpec:
     """A decoder.
 
     Attributes:
@@ -200,7 +200,7 @@ class Spec:
     vocab: int
     layers: tuple[DecoderLayerSpec, ...]
     norm: Norm
-    longest: int
+    max_seq_len: int
     embed: int | None = None
     positions: tuple[int, int] | None = None
     embed_scale: float = 1.0
@@ -209,7 +209,7 @@ class Spec:
     tied: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
-    ends: tuple[int, ...] = ()
+    eos_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,5 +227,5 @@ class WeightSource:
     """
 
     names: tuple[str, ...]
-    form: Literal["rows", "columns", "heads", "groups", "stack", "swapped", "paired", "flat", "shards"] = "rows"
+    layout: Literal["rows", "columns", "heads", "groups", "stack", "swapped", "paired", "flat", "shards"] = "rows"
     optional: bool = False

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_comm import Group, as_group, init_distributed
 from ds_config.errors import PlanError, UnsupportedError
-from ds_inference.spec import AttentionSpec, ExpertsSpec, DecoderLayerSpec, Mlp, Spec
+from ds_inference.spec import AttentionSpec, ExpertsSpec, DecoderLayerSpec, Mlp, DecoderSpec
 from ds_parallel.heads import HeadCounts, Stretch, spread
 
 __all__ = ["RankShard", "ranks_of"]
@@ -39,7 +39,7 @@ class RankShard:
         UnsupportedError: a norm over all features of keys that several ranks hold ("inference-ranks").
     """
 
-    whole: Spec
+    whole: DecoderSpec
     rank: int
     size: int
     by_expert: bool = False
@@ -61,7 +61,7 @@ class RankShard:
                     fix=f"Use at most {a.kv_heads} ranks.",
                 )
 
-    def spec(self) -> Spec:
+    def spec(self) -> DecoderSpec:
         """What this rank computes."""
         return replace(self.whole, layers=tuple(map(self._layer, self.whole.layers)))
 

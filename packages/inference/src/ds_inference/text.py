@@ -27,9 +27,9 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
         self._tokens: list[int] = []
-        self._said = 0  # characters of the window that were given out
+        self._emitted = 0  # characters of the window that were given out
         self._first = 0  # tokens before this one are settled: they are only context for the decoder
-        self._held = ""
+        self._pending = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
@@ -40,28 +40,28 @@ class TextStream:
         text = self._tokenizer.decode(self._tokens[self._first :])
         if text.endswith(_UNFINISHED):
             return ""
-        new, self._said = text[self._said :], len(text)
+        new, self._emitted = text[self._emitted :], len(text)
         if len(self._tokens) - self._first > 32:  # decoding stays short, however long the answer
             self._first = len(self._tokens) - 8
-            self._said = len(self._tokenizer.decode(self._tokens[self._first :]))
+            self._emitted = len(self._tokenizer.decode(self._tokens[self._first :]))
         return self._past_stops(new)
 
     def finish(self) -> str:
         """What was held back, and is certain because the answer is over; bytes that never became a character show as one that says so."""
         if self.stopped:
             return ""
-        said = self._past_stops(self._tokenizer.decode(self._tokens[self._first :])[self._said :])
-        held, self._held = self._held, ""
+        said = self._past_stops(self._tokenizer.decode(self._tokens[self._first :])[self._emitted :])
+        held, self._pending = self._pending, ""
         return said + held
 
     def _past_stops(self, new: str) -> str:
-        text = self._held + new
+        text = self._pending + new
         at = min((found for stop in self._stops if (found := text.find(stop)) >= 0), default=-1)
         if at >= 0:
-            self.stopped, self._held = True, ""
+            self.stopped, self._pending = True, ""
             return text[:at]
         hold = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - hold :] if hold else ""
+        self._pending = text[len(text) - hold :] if hold else ""
         return text[: len(text) - hold]
 
 

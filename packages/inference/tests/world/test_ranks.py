@@ -33,8 +33,8 @@ EXPERTS = ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "deepseek-v2", "deepsee
 def same(name: str, **options: Any) -> None:
     model, prompts = families._tiny(name), families._prompts_of([1, 5, 23, 12])
     budget, how = SchedulerConfig(16, 4, max_model_len=400), SamplingParams(8)
-    alone = load(model, cache_tokens=128, block=4, budget=budget, native=False)
-    ours = load(model, cache_tokens=128, block=4, budget=budget, group=ds_comm.world_group(), **options)
+    alone = load(model, cache_tokens=128, block_size=4, budget=budget, native=False)
+    ours = load(model, cache_tokens=128, block_size=4, budget=budget, group=ds_comm.world_group(), **options)
     assert ours.decoder.group.size == 2
     wanted = [a.tokens for a in alone.generate(prompts, how)]
     assert [a.tokens for a in ours.generate(prompts, how)] == wanted, name
@@ -85,7 +85,7 @@ def test_experts_of_the_native_loop_are_cut_or_given_to_ranks(by_expert: bool) -
     prompts, how = families._prompts_of([1, 5, 23, 12]), SamplingParams(8)
     for name in ("mixtral", "qwen2-moe", "deepseek-v3", "gpt-oss"):
         model = families._tiny(name)
-        ours = load(model, native=True, group=ds_comm.world_group(), by_expert=by_expert)
+        ours = load(model, native=True, group=ds_comm.world_group(), enable_expert_parallel=by_expert)
         assert not ours.decoder.obstacle, name
         wanted = load(model, native=False).generate(prompts, how)
         assert [a.tokens for a in ours.generate(prompts, how)] == [a.tokens for a in wanted], name
@@ -104,7 +104,7 @@ def test_over_shared_memory_with_codes() -> None:
 @world(2)
 def test_one_leads() -> None:
     model, prompts = families._tiny("llama"), families._prompts_of([1, 5, 23, 12])
-    engine = load(model, cache_tokens=64, block=4, budget=SchedulerConfig(16, 4), group=ds_comm.world_group())
+    engine = load(model, cache_tokens=64, block_size=4, budget=SchedulerConfig(16, 4), group=ds_comm.world_group())
     if torch.distributed.get_rank() == 1:
         follow(engine)
         assert engine.idle
@@ -113,7 +113,7 @@ def test_one_leads() -> None:
     with leading(engine):
         found = [a.tokens for a in engine.generate(prompts, how)]
         again = [a.tokens for a in engine.generate(prompts[:1], how)]
-    alone = load(model, cache_tokens=64, block=4, budget=SchedulerConfig(16, 4), native=False)
+    alone = load(model, cache_tokens=64, block_size=4, budget=SchedulerConfig(16, 4), native=False)
     assert found == [a.tokens for a in alone.generate(prompts, how)]
     assert again == found[:2]
 
@@ -124,7 +124,7 @@ def test_ranks_that_call_alike_draw_alike_without_a_seed() -> None:
     torch.manual_seed(torch.distributed.get_rank())
     model, prompts = families._tiny("gpt2"), families._prompts_of([5, 5])
     how = SamplingParams(6, temperature=1.0, n=2)
-    engine = load(model, cache_tokens=128, block=4, group=ds_comm.world_group())
+    engine = load(model, cache_tokens=128, block_size=4, group=ds_comm.world_group())
     said = [[a.tokens for a in engine.generate(prompts, how)] for _ in range(2)]
     drawn = []
     for inject in (True, False):

@@ -61,7 +61,7 @@ class Child:
     log: IO[bytes] | None
     tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))  # of its standard error
     traceback_s: float | None = None
-    asked: bool = False
+    stop_requested: bool = False
     code: int | None = None
     ended_s: float = 0.0
 
@@ -72,7 +72,7 @@ class Child:
 
     def ending(self, index: int) -> Ending:
         """How it ended, for the blame. Only when it has."""
-        return Ending(index, self.code or 0, self.ended_s, self.traceback_s, self.asked)
+        return Ending(index, self.code or 0, self.ended_s, self.traceback_s, self.stop_requested)
 
     def reap(self) -> None:
         """Note how it ended; it has."""

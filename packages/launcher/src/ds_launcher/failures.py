@@ -35,7 +35,7 @@ class Ending:
     code: int
     ended_s: float
     traceback_s: float | None = None
-    asked: bool = False
+    stop_requested: bool = False
 
 
 def failed_at(ending: Ending) -> float:
@@ -46,7 +46,7 @@ def failed_at(ending: Ending) -> float:
 
 def first_failure(endings: Sequence[Ending]) -> Ending | None:
     """The process that failed first by itself; None when none did."""
-    return min((e for e in endings if e.code != 0 and not e.asked), key=failed_at, default=None)
+    return min((e for e in endings if e.code != 0 and not e.stop_requested), key=failed_at, default=None)
 
 
 def exit_status(code: int) -> int:

@@ -94,7 +94,7 @@ class Forks:
 
     def __init__(self, processes: Sequence[Process], control: socket.socket) -> None:
         self.ready = False
-        self._kept: set[int] = set()
+        self._kept_pids: set[int] = set()
         # What Python runs at every start, before a script, would run once and without the ranks' variables.
         if not forkable(processes, os.environ) or _CUSTOM & sys.modules.keys():
             return
@@ -105,7 +105,7 @@ class Forks:
                 before = _descriptors()
                 with _ending_with(control):
                     self.ready = _import(modules) and _alone()
-                self._kept = _descriptors() - before
+                self._kept_pids = _descriptors() - before
                 gc.freeze()  # a collection in a rank would write to every page that is shared
 
     def fork(self, process: Process, streams: Streams, prepare: Prepare) -> int:
@@ -131,7 +131,7 @@ class Forks:
         for number, stream in enumerate(streams):
             if stream is not None:
                 os.dup2(stream, number)
-        for descriptor in _descriptors() - self._kept - {0, 1, 2}:
+        for descriptor in _descriptors() - self._kept_pids - {0, 1, 2}:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
         raise BecomeRank(process)

@@ -48,14 +48,14 @@ class Heartbeat:
     """One datagram: a sign of life, with `told` a failure, with `bye` the last one of a member."""
 
     member: int
-    told: JobEnd | None = None
+    job_end: JobEnd | None = None
     bye: bool = False
     about: str = ""
 
 
 def encode_message(message: Heartbeat, key: str) -> bytes:
     """Digest and JSON."""
-    told = message.told
+    told = message.job_end
     words = [told.host, told.text[:800], told.status] if told else None
     body = json.dumps({"from": message.member, "told": words, "bye": message.bye, "about": message.about}).encode()
     return _digest(body, key) + body
@@ -151,11 +151,11 @@ class HeartbeatSocket:
                 self.beats.heard(message, now_s)
                 if self._watch.member == CENTRE:
                     self._members[message.member] = sender
-                    if message.told is None and not message.bye:
+                    if message.job_end is None and not message.bye:
                         self._send(Heartbeat(CENTRE), {message.member: sender})
                 if (unlike := _unlike(self._watch, message)) is not None:
                     message = Heartbeat(message.member, unlike)
-                if message.told is not None:
+                if message.job_end is not None:
                     told.append(message)
         return told
 

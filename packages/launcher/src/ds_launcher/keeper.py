@@ -68,7 +68,7 @@ class LaunchSupervisor:
         self._signal = 0  # the first one that asked us to stop
         self._status: int | None = None  # decided without any rank's ending
         self._caught = _caught_signals()
-        self._told: JobEnd | None = None  # why the job ends, by the host that knew first
+        self._job_end: JobEnd | None = None  # why the job ends, by the host that knew first
         self._line = _line(launch, self._say)
         self._adopts = False  # whether orphans become our children; then nobody can be missed
 
@@ -160,8 +160,8 @@ class LaunchSupervisor:
 
     def _on_datagram(self) -> None:
         for message in self._line.listen(time.monotonic()) if self._line is not None else ():
-            if message.told is not None:
-                self._on_told(message.told, last=message.bye)
+            if message.job_end is not None:
+                self._on_told(message.job_end, last=message.bye)
 
     def _beat(self) -> None:
         if self._line is not None:
@@ -172,10 +172,10 @@ class LaunchSupervisor:
 
     def _on_told(self, told: JobEnd, *, last: bool = False) -> None:
         """Another host failed or was lost: so does the job, here too. The last word says how the job ended: mpirun may not."""
-        if last and self._told is None and self._state is _LaunchState.STOPPING:
-            self._told = told
-        if self._told is None and self._state in (_LaunchState.RUNNING, _LaunchState.SETTLING) and self._first() is None:
-            self._told = told
+        if last and self._job_end is None and self._state is _LaunchState.STOPPING:
+            self._job_end = told
+        if self._job_end is None and self._state in (_LaunchState.RUNNING, _LaunchState.SETTLING) and self._first() is None:
+            self._job_end = told
             self._stop(signal.SIGTERM)
 
     def _on_signal(self, number: int) -> None:
@@ -221,7 +221,7 @@ class LaunchSupervisor:
         self._enter(_LaunchState.STOPPING)
         self._tell_others()
         for child in self._running():
-            child.asked = True
+            child.stop_requested = True
             with contextlib.suppress(ProcessLookupError):
                 # Not reaped, so the id is still this child's, and so is the group of that number, which it leads.
                 (os.killpg if child.process.group else os.kill)(child.popen.pid, number)
@@ -232,7 +232,7 @@ class LaunchSupervisor:
         if self._line is None or watch is None:
             return
         here, first = "" if watch.member < 0 else watch.names[watch.member], self._first()
-        told = self._told
+        told = self._job_end
         if told is None and first is not None and here:
             name = self._children[first.index].process.name
             told = JobEnd(here, f"{name} on host {here} failed first ({explain(first.code)})", exit_status(first.code))
@@ -313,8 +313,8 @@ class LaunchSupervisor:
     def _first(self) -> Ending | None:
         """Which of those that ended failed first. At the start of a job of many hosts, of what they told."""
         endings = [child.ending(index) for index, child in enumerate(self._children) if not child.running]
-        if self._told is not None and self._told.host:
-            named = f"host {self._told.host}"
+        if self._job_end is not None and self._job_end.host:
+            named = f"host {self._job_end.host}"
             endings = [e for e in endings if self._children[e.index].process.name == named] or endings
         return first_failure(endings)
 
@@ -324,9 +324,9 @@ class LaunchSupervisor:
             return self._status
         if first is None:
             # A host that failed counts though those here ended well; so does what mpirun says, which may end with 0 all the same.
-            if self._told is not None and (self._told.host or self._signal or any(c.code for c in self._children)):
-                self._say(self._told.text)
-                return self._told.status
+            if self._job_end is not None and (self._job_end.host or self._signal or any(c.code for c in self._children)):
+                self._say(self._job_end.text)
+                return self._job_end.status
             if not any(child.code for child in self._children):
                 return 0  # also after a signal: ranks that save and end well did what was asked
             self._say(f"stopped by {signal.Signals(self._signal).name}")

@@ -69,7 +69,7 @@ def merged(parts: Iterable[PackageReport]) -> PackageReport:
 def as_dict(report: PackageReport) -> dict[str, Any]:
     """Plain values for JSON."""
     checks = [
-        {"section": c.section, "name": c.name, "verdict": c.verdict.value, "found": c.found, "fix": c.fix}
+        {"section": c.section, "name": c.name, "verdict": c.verdict.value, "found": c.result, "fix": c.fix}
         for c in report.checks
     ]
     return {"ok": all(c.verdict is not ReportLevel.BROKEN for c in report.checks), "checks": checks, **report.data}

@@ -45,7 +45,7 @@ class Round:
     """One meeting, as one of its hosts sees it. `names` by number; `token` is no other round's."""
 
     token: str
-    own: int
+    index: int
     names: tuple[str, ...]
 
 
@@ -54,7 +54,7 @@ class Pulse:
 
     def __init__(self, meeting: Round, lost_after_s: float, now_s: float) -> None:
         self._names, self._lost_after_s = meeting.names, lost_after_s
-        self._seen_s = {number: now_s for number in range(len(meeting.names)) if number != meeting.own}
+        self._seen_s = {number: now_s for number in range(len(meeting.names)) if number != meeting.index}
         self._counts: dict[int, int] = {}
 
     @property
@@ -105,7 +105,7 @@ class HostBeats:
         self._pulse = Pulse(meeting, lost_after_s, time.monotonic())
         self._answered_s = time.monotonic()
         self._word = 0
-        self._end, self._said = threading.Event(), threading.Event()
+        self._end, self._announced = threading.Event(), threading.Event()
         self.gone: list[str] = []
         """A line for each host that this round lost."""
         for work in (self._beat, self._judge):
@@ -115,22 +115,22 @@ class HostBeats:
         """Say DONE, AGAIN or LEFT, where that takes no longer than two beats, and stop."""
         self._word = word
         self._end.set()
-        self._said.wait(2 * self._period_s)
+        self._announced.wait(2 * self._period_s)
 
     def _beat(self) -> None:
         store: Store | None = None
-        while not self._said.is_set():
+        while not self._announced.is_set():
             ends = self._end.is_set()
             try:
                 store = self._open() if store is None else store
-                store.add(self._key(self._meeting.own), self._word * _WORD if ends else 1)
+                store.add(self._key(self._meeting.index), self._word * _WORD if ends else 1)
                 if not ends:
                     self._read(store)
                 self._answered_s = time.monotonic()
             except Exception:  # of whatever kind: it is the silence that counts, and `_judge` does
                 store = None
             if ends:
-                self._said.set()
+                self._announced.set()
             self._end.wait(self._period_s)
 
     def _read(self, store: Store) -> None:

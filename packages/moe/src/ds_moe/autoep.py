@@ -40,7 +40,7 @@ class ExpertParallelModel:
 
     model: nn.Module
     layers: dict[str, Layer]
-    found: tuple[MoEBlock, ...]
+    blocks: tuple[MoEBlock, ...]
     places: ExpertGroups
     _hooks: list[Any] = field(default_factory=list)
     _blocks: dict[str, nn.Module] = field(default_factory=dict)
@@ -111,7 +111,7 @@ def apply_expert_parallel(
         )
         layer.settle(places, one.name)
         cut.layers[one.name] = layer
-        cut.found += (one,)
+        cut.blocks += (one,)
         if isinstance(module, PackedExperts):
             cut._hooks.append(model.get_submodule(one.router).register_forward_hook(_replayed(module, one)))
     return cut

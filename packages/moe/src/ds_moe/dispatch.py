@@ -111,7 +111,7 @@ def through_experts(
         rows are copied twice: sorted, and re-ordered where a rank has several experts. CPU ranks of one host take rows out of each
         other's memory instead (`pulling`): tokens are written once and gathered once, results written once and summed from there.
     """
-    choices = sort_slots(routed.experts, routed.num_experts, keep=routed.kept)
+    choices = sort_slots(routed.experts, routed.num_experts, keep=routed.kept_mask)
     weights = routed.weights
     if places.expert.size > 1 and x.device.type == "cpu" and places.windows.ask(places.expert):
         if weigh_first:
@@ -133,7 +133,7 @@ def _weighed(rows: Tensor, choices: RowPermutation, routed: RouterOutput) -> tup
     """Rows times their weights, and what then remains to be weighed with."""
     weights = routed.weights
     rows = rows * _ChoiceRows.apply(weights, choices.slots, choices.rows)[:, None].to(rows.dtype)
-    return rows, torch.ones_like(weights) if routed.kept is None else routed.kept.to(weights.dtype)
+    return rows, torch.ones_like(weights) if routed.kept_mask is None else routed.kept_mask.to(weights.dtype)
 
 
 def _elsewhere(rows: Tensor, ends: Tensor, compute: Compute, group: Group) -> Tensor:

@@ -41,7 +41,7 @@ def load_experts(cut: ExpertParallelModel, path: str | os.PathLike[str]) -> tupl
     used: list[str] = []
     with ExitStack() as stack:
         files = _ExpertFiles(Path(path), stack)
-        for one in cut.found:
+        for one in cut.blocks:
             layer = cut.layers[one.name]
             for name, param in layer.named_parameters():
                 if isinstance(layer, PackedExperts) and "." not in name:
@@ -71,12 +71,12 @@ def full_state(cut: ExpertParallelModel, *, listed: bool = False) -> Iterator[tu
     """
     packed = {
         id(param): (one, name)
-        for one in cut.found
+        for one in cut.blocks
         if one.parts is None
         for name, param in cut.layers[one.name].named_parameters(recurse=False)
     }
     state = cut.model.state_dict(keep_vars=True)
-    local = [f"{one.name}.{one.parts.experts}." for one in cut.found if one.parts is not None]
+    local = [f"{one.name}.{one.parts.experts}." for one in cut.blocks if one.parts is not None]
     for name, value in state.items():
         if any(name.startswith(prefix) for prefix in local):
             yield from _everyones(cut, name, value)

@@ -77,7 +77,7 @@ class ExpertGroups:
     data: Group
     holders: Group
     tensor: Group
-    made: tuple[Group, ...] = ()
+    created: tuple[Group, ...] = ()
     windows: Windows = field(default_factory=Windows)
 
     @property
@@ -103,7 +103,7 @@ class ExpertGroups:
     def close(self) -> None:
         """End the groups that were made for this. Collective over them."""
         self.windows.close()
-        for group in self.made:
+        for group in self.created:
             destroy_group(group)
 
 
@@ -142,4 +142,4 @@ def make_places(ep_size: int, mesh: Mesh | None = None, *, data_first: bool = Fa
     expert, data = own("expert", ranks.expert), own("data", ranks.data)
     holders, tensor = own("holders", ranks.holders), own("tensor", ranks.tensor)
     mine = tuple(g for g in made.values() if g is not None and g.size > 1 and g.ranks != world.ranks)
-    return ExpertGroups(expert, data, holders, tensor, made=mine)
+    return ExpertGroups(expert, data, holders, tensor, created=mine)

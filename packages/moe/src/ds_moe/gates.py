@@ -202,7 +202,7 @@ def _dense(routed: RouterOutput, rule: GateRule, group: GroupLike) -> Dense:
         capacity = min(int(most), tokens) if rule.k == 1 else int(most)
     # GShard numbers the places of two choices before it drops any; the others number what is kept.
     order = _order(routed.experts, routed.scores, rule, NoiseStream("unused")) if rule.k == 2 else None
-    gone = torch.zeros_like(routed.experts, dtype=torch.bool) if routed.kept is None else ~routed.kept
+    gone = torch.zeros_like(routed.experts, dtype=torch.bool) if routed.kept_mask is None else ~routed.kept_mask
     place = positions(routed.experts if rule.k == 2 else routed.experts.masked_fill(gone, count), count, order)
     width = max(capacity, 1)
     flat = torch.zeros(tokens, (count + 1) * width, dtype=routed.weights.dtype, device=routed.weights.device)

@@ -42,7 +42,7 @@ class ExpertLoad:
 
     def note(self, routed: RouterOutput) -> None:
         """Count what a router said."""
-        self.add(routed.counts, None if routed.kept is None else routed.dropped)
+        self.add(routed.counts, None if routed.kept_mask is None else routed.dropped)
 
     def clear(self) -> None:
         """Begin anew."""

@@ -95,7 +95,7 @@ def route_through(x: Tensor, routed: RouterOutput, compute: Compute, places: Exp
         routed,
         experts=routed.experts[start : start + sizes[tensor.rank]],
         weights=differentiable.split(routed.weights, tensor, 0, sizes, unit="moe weights"),
-        kept=None if routed.kept is None else routed.kept[start : start + sizes[tensor.rank]],
+        kept=None if routed.kept_mask is None else routed.kept_mask[start : start + sizes[tensor.rank]],
     )
     mine = differentiable.split(x, tensor, 0, sizes, unit="moe tokens")
     out = through_experts(mine, part, compute, places, weigh_first=how.weigh_first)

@@ -38,7 +38,7 @@ class RouterOutput:
     counts: Tensor
     loss: Tensor
     scores: Tensor
-    kept: Tensor | None = None
+    kept_mask: Tensor | None = None
     capacity: int | None = None
 
     @property
@@ -48,7 +48,7 @@ class RouterOutput:
     @property
     def dropped(self) -> Tensor:
         """Scalar int64: choices that were dropped. Not read by the host."""
-        return self.counts.new_zeros(()) if self.kept is None else (~self.kept).sum()
+        return self.counts.new_zeros(()) if self.kept_mask is None else (~self.kept_mask).sum()
 
 
 def capacity_of(tokens: int, experts: int, factor: float, minimum: int) -> int:

@@ -40,7 +40,7 @@ class Windows:
     def __init__(self) -> None:
         self.usable: bool | None = None
         self.rows = _FEWEST_ROWS
-        self._made: dict[tuple[int, torch.dtype], ShmWindow] = {}
+        self._windows: dict[tuple[int, torch.dtype], ShmWindow] = {}
 
     def ask(self, group: Group) -> bool:
         """Whether the ranks of `group` can share memory. Collective the first time."""
@@ -50,27 +50,27 @@ class Windows:
 
     def has(self, width: int, dtype: torch.dtype) -> bool:
         """Whether there is such a window: the same on all ranks."""
-        return (width, dtype) in self._made
+        return (width, dtype) in self._windows
 
     def of(self, group: Group, width: int, dtype: torch.dtype) -> ShmWindow:
         """The window of that width and dtype. Collective the first time."""
-        found = self._made.get((width, dtype))
+        found = self._windows.get((width, dtype))
         if found is None:
-            found = self._made[width, dtype] = ShmWindow(group, self.rows, width, dtype)
+            found = self._windows[width, dtype] = ShmWindow(group, self.rows, width, dtype)
         return found
 
     def grow(self, rows: int) -> None:
         """Have room for `rows` rows of each rank; what was published is gone where there was not. Collective, the same on all ranks."""
         if rows > self.rows:
             self.rows = 1 << (rows - 1).bit_length()
-            for window in self._made.values():
+            for window in self._windows.values():
                 window.grow(self.rows)
 
     def close(self) -> None:
         """End them."""
-        for window in self._made.values():
+        for window in self._windows.values():
             window.close()
-        self._made.clear()
+        self._windows.clear()
 
 
 class DispatchPlan:
@@ -92,12 +92,12 @@ class DispatchPlan:
     def publish(self, x: Tensor, unit: str, beside: Tensor | None = None) -> tuple[ShmWindow, ShmWindow | None]:
         """Write rows, and one number for each row sorted by expert, and let the others take them. Collective."""
         written = self._windows.of(self._group, x.shape[1], x.dtype)
-        written.mine[: x.shape[0]].copy_(x)
+        written.local[: x.shape[0]].copy_(x)
         if beside is None:
             written.publish(unit)
             return written, None
         numbers = self._windows.of(self._group, 1, beside.dtype)
-        numbers.mine[: beside.shape[0], 0].copy_(beside)
+        numbers.local[: beside.shape[0], 0].copy_(beside)
         written.publish(unit)
         numbers.show()
         return written, numbers
@@ -173,9 +173,9 @@ def way_of(x: Tensor, choices: RowPermutation, group: Group, windows: Windows, *
     if early and tokens is not None:
         written.append((tokens[:, None], windows.of(group, 1, torch.int64)))
     for part, window in written:
-        window.mine[: part.shape[0]].copy_(part)
-    head.mine[0, :experts] = counts
-    head.mine[0, experts:] = torch.tensor([x.shape[1], x.element_size(), rows, early])
+        window.local[: part.shape[0]].copy_(part)
+    head.local[0, :experts] = counts
+    head.local[0, experts:] = torch.tensor([x.shape[1], x.element_size(), rows, early])
     head.publish("moe counts")
     table = head.everyone[:: windows.rows].clone()
     widths, sizes, numbers_of_rows, early_ones = table[:, experts:].t().tolist()

@@ -55,7 +55,7 @@ class Diagnosis:
         return {
             "ok": not self.broken,
             "checks": [
-                {"section": c.section, "name": c.name, "verdict": c.verdict.value, "found": c.found, "fix": c.fix}
+                {"section": c.section, "name": c.name, "verdict": c.verdict.value, "found": c.result, "fix": c.fix}
                 for c in self.checks
             ],
             "ops": [
@@ -74,7 +74,7 @@ class Diagnosis:
 
 def diagnose(machine: Machine) -> Diagnosis:
     """Every check and every op row of `machine`, in the order they are shown."""
-    ops = op_rows(machine.stages.get("ops", ProbeStage()).found)
+    ops = op_rows(machine.stages.get("ops", ProbeStage()).results)
     checks = [
         *_system(machine),
         *_torch(machine),
@@ -145,13 +145,13 @@ def _torch(m: Machine) -> Iterator[Check]:
     if stage.error:
         yield Check("torch", "torch", ReportLevel.BROKEN, stage.error, "pip install --force-reinstall 'torch>=2.11'")
         return
-    built = [f"CUDA {stage.found['cuda']}"] if stage.found["cuda"] else []
-    built += [f"ROCm {stage.found['hip']}"] if stage.found["hip"] else []
-    yield _info("torch", "torch", f"{stage.found['version']}, built for {' and '.join(built) or 'CPU only'}")
-    yield _info("torch", "threads", f"{stage.found['threads']} of torch, on {m.cpus} cores")
-    yield _info("torch", "instruction set of torch", str(stage.found["cpu_capability"]))
+    built = [f"CUDA {stage.results['cuda']}"] if stage.results["cuda"] else []
+    built += [f"ROCm {stage.results['hip']}"] if stage.results["hip"] else []
+    yield _info("torch", "torch", f"{stage.results['version']}, built for {' and '.join(built) or 'CPU only'}")
+    yield _info("torch", "threads", f"{stage.results['threads']} of torch, on {m.cpus} cores")
+    yield _info("torch", "instruction set of torch", str(stage.results["cpu_capability"]))
     triton = m.stages.get("triton", ProbeStage(error="not asked"))
-    yield _info("torch", "triton", str(triton.found.get("version") or triton.error))
+    yield _info("torch", "triton", str(triton.results.get("version") or triton.error))
 
 
 def _device(m: Machine) -> Iterator[Check]:
@@ -161,10 +161,10 @@ def _device(m: Machine) -> Iterator[Check]:
         return
     if stage.error:
         yield Check("device", "accelerator", ReportLevel.BROKEN, stage.error, "look at `nvidia-smi` or `rocm-smi` first")
-    elif stage.found.get("available"):
-        for i, text in enumerate(stage.found["devices"]):
+    elif stage.results.get("available"):
+        for i, text in enumerate(stage.results["devices"]):
             yield Check("device", f"device {i}", ReportLevel.FINE, text)
-    elif files and not torch.found.get("cuda") and not torch.found.get("hip"):
+    elif files and not torch.results.get("cuda") and not torch.results.get("hip"):
         fix = "install a torch that is built for this device (pytorch.org/get-started)"
         yield Check("device", "accelerator", ReportLevel.BROKEN, f"{files} is there, torch is built for CPU only", fix)
     elif files:
@@ -184,19 +184,19 @@ def _native(m: Machine) -> Iterator[Check]:
     if stage.error:
         yield Check("native", "_cpu", ReportLevel.BROKEN, stage.error, "ds ops build --force cpu")
         return
-    reasons, build = stage.found.get("reasons", {}), stage.found.get("build", {})
+    reasons, build = stage.results.get("reasons", {}), stage.results.get("build", {})
     for name, kind, wanted in (("_cpu", "cpu", True), ("_cuda", "cuda", bool(m.device_files))):
         reason = reasons.get(name, "not asked")
         fix = f"ds ops build {kind}"
         if not reason:
-            yield Check("native", name, ReportLevel.FINE, stage.found.get("files", {}).get(name, ""))
+            yield Check("native", name, ReportLevel.FINE, stage.results.get("files", {}).get(name, ""))
         elif "does not load" in reason:
             yield Check("native", name, ReportLevel.BROKEN, reason, f"ds ops build --force {kind}")
         else:
             verdict = ReportLevel.SLOWER if wanted else ReportLevel.INFO
             yield Check("native", name, verdict, f"{reason}; its ops run in plain torch", fix if wanted else "")
-    if stage.found.get("isa"):
-        yield _info("native", "instruction set", f"{stage.found['isa']} of {stage.found['isa_supported']}")
+    if stage.results.get("isa"):
+        yield _info("native", "instruction set", f"{stage.results['isa']} of {stage.results['isa_supported']}")
     if build:
         yield _info("native", "built with", f"{build.get('compiler', '')}, {build.get('build_type', '')}")
         one = (ReportLevel.SLOWER, "build with a compiler that has OpenMP: ds ops build --force cpu")
@@ -208,14 +208,14 @@ def _trial(stage: ProbeStage) -> Iterator[Check]:
     fix = "DS_OPS=reference avoids it; please report this with the output of `ds report`"
     if stage.error:
         yield Check("native", "trial step", ReportLevel.BROKEN, stage.error, fix)
-    elif stage.found:
-        worst = float(stage.found["difference"])
-        text = f"{stage.found['backend']}, {worst:.1e} from the reference"
+    elif stage.results:
+        worst = float(stage.results["difference"])
+        text = f"{stage.results['backend']}, {worst:.1e} from the reference"
         yield _check("native", "trial step", text, worst <= _MAX_TRIAL_DIFFERENCE, (ReportLevel.BROKEN, fix))
 
 
 def _compilers(m: Machine) -> Iterator[Check]:
-    built = not m.stages.get("native", ProbeStage()).found.get("reasons", {}).get("_cpu", "unknown")
+    built = not m.stages.get("native", ProbeStage()).results.get("reasons", {}).get("_cpu", "unknown")
     for name, tool in m.tools.items():
         if tool.works:
             yield _info("compilers", name, f"{tool.path}  {tool.version}")
@@ -237,7 +237,7 @@ def _install(name: str, tool: Tool) -> str:
 
 def _files(m: Machine) -> Iterator[Check]:
     stage = m.stages.get("io", ProbeStage())
-    backends: Mapping[str, str] = stage.found.get("backends", {})
+    backends: Mapping[str, str] = stage.results.get("backends", {})
     native = [name for name in backends if name != "python"]
     for name, why in backends.items():
         others = [other for other in native if not backends[other]]
@@ -246,8 +246,8 @@ def _files(m: Machine) -> Iterator[Check]:
         yield Check("files", f"{name} transfers", verdict, why or "works", fix)
     if stage.error and not m.stages.get("torch", ProbeStage()).error:
         yield Check("files", "transfers", ReportLevel.BROKEN, stage.error, "ds ops build --force cpu")
-    if "gds" in stage.found:
-        yield _info("files", "GPUDirect Storage", stage.found["gds"] or "works")
+    if "gds" in stage.results:
+        yield _info("files", "GPUDirect Storage", stage.results["gds"] or "works")
     if m.memlock_bytes:
         soft, hard = (_limit(value) for value in m.memlock_bytes)
         yield _info("files", "locked memory", f"{soft}, may be raised to {hard} (ulimit -l); pinned buffers need it")
@@ -270,7 +270,7 @@ def _limit(value: int) -> str:
 
 
 def _settings(m: Machine) -> Iterator[Check]:
-    known = {*m.stages.get("ops", ProbeStage()).found.get("backends", ()), _REFERENCE, "cpu", "cuda"}
+    known = {*m.stages.get("ops", ProbeStage()).results.get("backends", ()), _REFERENCE, "cpu", "cuda"}
     for name, value in m.variables.items():
         if name == "DS_OPS" and value and value not in known:
             fix = f"unset DS_OPS, or set it to one of {', '.join(sorted(known))}"
@@ -290,7 +290,7 @@ def _op_checks(m: Machine, ops: Sequence[OpRow]) -> Iterator[Check]:
         return
     if stage.error:
         yield Check("ops", "registry", ReportLevel.BROKEN, stage.error, "pip install --force-reinstall --no-deps ds-ops")
-    for module, why in stage.found.get("broken", ()):
+    for module, why in stage.results.get("broken", ()):
         fix = "pip install --force-reinstall --no-deps ds-ops"
         yield Check("ops", module, ReportLevel.BROKEN, why, fix)
     for row in ops:

@@ -46,12 +46,12 @@ _USUAL = IOSettings()
 class Transfer:
     """One transfer under way; made by `AsyncIO`, ended when `wait` returned."""
 
-    __slots__ = ("_flight", "_told", "nbytes", "offset", "path", "write")
+    __slots__ = ("_flight", "_raised", "nbytes", "offset", "path", "write")
 
     def __init__(self, flight: _InFlight, path: str, span: tuple[int, int], write: bool) -> None:
         self._flight, self.path, self.write = flight, path, write
         self.offset, self.nbytes = span
-        self._told = False  # a failure is raised by the first wait, and not again at close
+        self._raised = False  # a failure is raised by the first wait, and not again at close
 
     def done(self) -> bool:
         """Whether the transfer ended, well or badly. Never blocks."""
@@ -68,12 +68,12 @@ class Transfer:
             raise TimeoutError(f"{self!r} did not end within {timeout_s} s")
         code, at = self._flight.outcome()
         if code:
-            self._told = True
+            self._raised = True
             raise _failure(self, code, at)
 
     def forgettable(self) -> bool:
         """Ended, and its failure, if any, was raised."""
-        return self.done() and (self._told or not self._flight.outcome()[0])
+        return self.done() and (self._raised or not self._flight.outcome()[0])
 
     def __repr__(self) -> str:
         verb = "write" if self.write else "read"

@@ -33,7 +33,7 @@ _PROBE_SECONDS = 120.0
 class ProbeStage:
     """What one stage of the probe found, or why it could not: exactly one of the two is filled."""
 
-    found: Mapping[str, Any] = field(default_factory=dict)
+    results: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""
 
 

@@ -263,7 +263,7 @@ class DecoderProgram:
     _table: np.ndarray = field(init=False)
     _parts: list[np.ndarray] = field(init=False)
     _scratch: Tensor = field(init=False)
-    _taken: Sequence[KeptLayer] | None = field(init=False, default=None)
+    _loaded_layers: Sequence[KeptLayer] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._table = np.zeros((len(self.layers), _call.native().decoder_layer_words), dtype=np.int64)
@@ -298,11 +298,11 @@ class DecoderProgram:
             KernelError: "kernel-argument", "kernel-status".
         """
         rows = self._require(x, chunks, outputs, cache)
-        if cache is not self._taken:
+        if cache is not self._loaded_layers:
             self._table[:, -4:] = [
                 [address(k.keys), address(k.values), address(k.key_scales), address(k.value_scales)] for k in cache
             ]
-            self._taken = cache
+            self._loaded_layers = cache
         blocks = np.array([b for c in chunks for b in c.blocks], dtype=np.int64)
         ends = np.cumsum([len(c.blocks) for c in chunks])
         table = np.array(
@@ -352,7 +352,7 @@ class DecoderProgram:
         wanted = outputs.tolist()
         if wanted and not 0 <= min(wanted) <= max(wanted) < x.shape[0]:
             raise self._misfit(f"outputs are not all below {x.shape[0]}")
-        for layer, kept in zip(self.layers, cache, strict=True) if cache is not self._taken else ():
+        for layer, kept in zip(self.layers, cache, strict=True) if cache is not self._loaded_layers else ():
             count, size, *rest = kept.keys.shape
             heads = 1 if layer.latent else layer.kv_heads
             found = None if kept.values is None else list(kept.values.shape)

@@ -22,7 +22,7 @@ class _Sums:
     outs: Sequence[Tensor]
     rows: Sequence[Tensor]
     starts: Sequence[Sequence[int]]
-    own: int
+    local: int
     instead: Sequence[Tensor | None]
 
 
@@ -82,7 +82,7 @@ def _check(sums: _Sums) -> tuple[list[int], list[int], list[int]]:
             )
         sources = [first + place * size for first, place in zip(firsts, places, strict=True)]
         if other is not None:
-            sources[sums.own] = at if other is out else _call.reach("instead", other, 0, n, like)
+            sources[sums.local] = at if other is out else _call.reach("instead", other, 0, n, like)
         low, high = at - n * size, at + n * size
         if any(low < source < high and source != at for source in sources):
             raise _call.refuse(
@@ -115,7 +115,7 @@ def _reference_sum_ranges(sums: _Sums) -> float:
         for out, places, other in zip(sums.outs, sums.starts, sums.instead, strict=True):
             terms = [row.view(-1)[place : place + out.numel()] for row, place in zip(sums.rows, places, strict=True)]
             if other is not None:
-                terms[sums.own] = other.view(-1)
+                terms[sums.local] = other.view(-1)
             total = terms[0].to(torch.promote_types(out.dtype, torch.float32), copy=True)
             for term in terms[1:]:
                 total += term

@@ -255,7 +255,7 @@ class BufferRing:
         self.settings, self.device = settings, device
         self.scratch = ScratchFile(settings.folder, settings.io)
         self.extras = self.reads = self.writes = 0
-        self._made = 0
+        self._allocated = 0
         self._free: deque[ScratchSlot] = deque()
         self.ahead: list[ScratchRecord] = []
         self._after: dict[tuple[int, int], ScratchRecord] = {}
@@ -264,8 +264,8 @@ class BufferRing:
 
     def take(self, nbytes: int) -> ScratchSlot:
         """A slot of at least so many bytes; waits for the oldest write or copy if all are being read."""
-        if not self._free and self._made < self.settings.buffers:
-            self._made += 1
+        if not self._free and self._allocated < self.settings.buffers:
+            self._allocated += 1
             return ScratchSlot(self._memory(nbytes))
         if not self._free and self.ahead:
             self.ahead[0].drop()  # it was read for a use that did not come
@@ -282,7 +282,7 @@ class BufferRing:
         """Whether `take` would return at once and within the bound."""
         if self._free:
             return self._free[0].settled()
-        return self._made < self.settings.buffers
+        return self._allocated < self.settings.buffers
 
     def forget(self, record: ScratchRecord) -> None:
         """It is not read ahead any more: it is used, or let go."""

@@ -199,7 +199,7 @@ class Channel:
         runs on the channel's own thread.
         """
         job = self._end.start(*self._words(verb, inp, out, op, root), self._timeout_ms, self.settings.spin_us)
-        return self._kept(ShmTask(self, job, (inp, out), verb.name.lower()))
+        return self._retain(ShmTask(self, job, (inp, out), verb.name.lower()))
 
     def all_to_all(self, inp: Tensor, out: Tensor, send: Sequence[int], receive: Sequence[int]) -> ShmTask:
         """Give `send[r]` elements of `inp` to rank r, take `receive[r]` of rank r into `out`, in rank order."""
@@ -213,7 +213,7 @@ class Channel:
         element, width = _moved(inp, out)
         words = (ShmCollective.ALL_TO_ALL, element, 0, 0, 0, _pointer(inp), _pointer(out))
         sizes = [n * width for n in send], [n * width for n in receive]
-        return self._kept(ShmTask(self, self._end.start(*words, *sizes, self._timeout_ms), (inp, out), "all_to_all"))
+        return self._retain(ShmTask(self, self._end.start(*words, *sizes, self._timeout_ms), (inp, out), "all_to_all"))
 
     def all_to_all_parts(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> ShmTask:
         """Give `inputs[r]` to rank r, take `outputs[r]` of rank r. Tensors may be views that lie in rows (`rows_of`): a part of the
@@ -240,21 +240,21 @@ class Channel:
             sizes.append(tensor.numel() * width)
         send, receive = sizes[: self.world], sizes[self.world :]
         job = self._end.start_parts(ShmCollective.ALL_TO_ALL, element, send, receive, parts, self._timeout_ms)
-        return self._kept(ShmTask(self, job, (*inputs, *outputs), "all_to_all"))
+        return self._retain(ShmTask(self, job, (*inputs, *outputs), "all_to_all"))
 
     def send(self, data: Tensor, to: int, tag: int = 0) -> ShmTask:
         """Hand `data` to rank `to`, in order per pair of ranks. Ends when the other rank has taken all but 2 cells."""
         nbytes = data.numel() * data.element_size()
         job = self._end.post(True, self._peer(to), tag, _pointer(data), nbytes, self._timeout_ms)
-        return self._kept(ShmTask(self, job, (data,), f"send to rank {to}"))
+        return self._retain(ShmTask(self, job, (data,), f"send to rank {to}"))
 
     def receive(self, data: Tensor, source: int, tag: int = 0) -> ShmTask:
         """Fill `data` with the next message of rank `source`; its size and tag must be the same."""
         nbytes = data.numel() * data.element_size()
         job = self._end.post(False, self._peer(source), tag, _pointer(data), nbytes, self._timeout_ms)
-        return self._kept(ShmTask(self, job, (data,), f"receive from rank {source}"))
+        return self._retain(ShmTask(self, job, (data,), f"receive from rank {source}"))
 
-    def _kept(self, task: ShmTask) -> ShmTask:
+    def _retain(self, task: ShmTask) -> ShmTask:
         """The task, whose tensors are kept until it ended, also when the caller drops them."""
         while self._under_way and self._under_way[0].done():
             self._under_way.popleft()

@@ -184,7 +184,7 @@ class ActivationStore:
         self._pool: PinnedPool | None = None
         self._stream: Any = None
         self._latest: Callable[[], Kept | None] = _nothing
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         if keeping.slices and self.group.size == 1:
             self._say(
                 "partition_activations has no effect: there is one tensor-parallel rank, which keeps every input whole"
@@ -372,8 +372,8 @@ class ActivationStore:
         )
 
     def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._warned:
+            self._warned.add(text)
             _log.info(text)
 
 

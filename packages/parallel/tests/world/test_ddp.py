@@ -42,7 +42,7 @@ def test_ddp_over_ranks_with_the_same_parts(tiny) -> None:
     cut = parallelize_model(model, make_tensor_plan(facts_of(model), TensorOptions(2)), mesh["tensor"])
     cut.assign(mesh["data"], 2)
     DistributedDataParallel(model, process_group=mesh["data"].pg)(**batch).loss.backward()
-    for held in cut.held.values():
+    for held in cut.shards.values():
         grads = [torch.empty_like(held.param) for _ in range(2)]
         dist.all_gather(grads, held.param.grad, group=mesh["data"].pg)
         assert torch.equal(*grads)

@@ -50,7 +50,7 @@ def cut_over(model: nn.Module, mesh: Mesh, **options: object) -> TensorParallelM
 
 
 def part_of(whole: Tensor, cut: TensorParallelModel, name: str) -> Tensor:
-    box = cut.held[name].box(cut.group.rank)
+    box = cut.shards[name].box(cut.group.rank)
     for dim, (offset, size) in enumerate(zip(box.offset, box.shape, strict=True)):
         whole = whole.narrow(dim, offset, size)
     return whole
@@ -61,7 +61,7 @@ def compare_gradients(model: nn.Module, reference: nn.Module, cut: TensorParalle
     wanted = {name: param.grad for name, param in reference.named_parameters(remove_duplicate=False)}
     compared = 0
     for name, param in model.named_parameters(remove_duplicate=False):
-        held = cut.held.get(name)
+        held = cut.shards.get(name)
         grad = wanted[held.name if held else name]
         if grad is None:
             assert param.grad is None, name

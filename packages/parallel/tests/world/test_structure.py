@@ -120,7 +120,7 @@ def test_two_ranks_equal_one() -> None:
     torch.testing.assert_close(loss, whole(x).square().mean(), atol=1e-6, rtol=1e-6)
     wanted = {name: p.grad for name, p in whole.named_parameters()}
     for name, param in net.named_parameters():
-        held = cut.held.get(name)
+        held = cut.shards.get(name)
         full = wanted[name if held is None else held.name]
         if held is not None:
             box = held.box(ds_comm.world_group().rank)

@@ -91,14 +91,14 @@ def test_a_model_whose_logits_stay_cut(tiny: Tiny) -> None:
     model, _ = tiny("llama")
     plan = make_tensor_plan(facts_of(model), TensorOptions(2, gather_logits=False))
     cut = parallelize_model(model, plan, mesh["tensor"])
-    head = cut.held["lm_head.weight"].cut
+    head = cut.shards["lm_head.weight"].cut
     model.loss_function = causal_loss(mesh["tensor"], [head.width(rank) for rank in range(2)])
     found, wanted = model(**batch), reference(**batch)
     assert found.logits.shape[-1] == head.width(mesh["tensor"].rank)
     torch.testing.assert_close(found.loss, wanted.loss, atol=1e-6, rtol=1e-6)
     found.loss.backward()
     wanted.loss.backward()
-    box = cut.held["lm_head.weight"].box(mesh["tensor"].rank)
+    box = cut.shards["lm_head.weight"].box(mesh["tensor"].rank)
     mine = reference.lm_head.weight.grad.narrow(0, box.offset[0], box.shape[0])
     torch.testing.assert_close(model.lm_head.weight.grad, mine, atol=1e-6, rtol=1e-5)
     norm = model.model.layers[0].input_layernorm.weight.grad

@@ -66,7 +66,7 @@ class MicrobatchSource:
     split: Callable[[Any], tuple[Any, Any]]
     users: int
     _next: int = 0
-    _held: dict[int, list[Any]] = field(default_factory=dict)
+    _inputs: dict[int, list[Any]] = field(default_factory=dict)
 
     def take(self, microbatch: int, what: int) -> Any:
         """Inputs (0) or labels (1) of a microbatch."""
@@ -79,12 +79,12 @@ class MicrobatchSource:
                     code="pipe-data",
                     fix="Give an iterator of at least as many microbatches as a step has, on the first and the last stage.",
                 ) from None
-            self._held[self._next] = [*self.split(drawn), self.users]
+            self._inputs[self._next] = [*self.split(drawn), self.users]
             self._next += 1
-        held = self._held[microbatch]
+        held = self._inputs[microbatch]
         held[2] -= 1
         if held[2] <= 0:
-            del self._held[microbatch]
+            del self._inputs[microbatch]
         return held[what]
 
 
@@ -115,7 +115,7 @@ class PipelineExecutor:
         self._grads: dict[tuple[int, int], list[Tensor | None]] = {}  # -> gradients of its output
         self._sent: dict[tuple[int, int], tuple[Any, ValueStructure | None]] = {}  # -> its output, while it is to be sent
         self._shapes: dict[tuple[int, int], ValueStructure] = {}  # -> of its output (sender) for the gradient to come
-        self._given: dict[tuple[int, int], list[Tensor]] = {}  # -> tensors of its input whose gradients are to be sent
+        self._received_inputs: dict[tuple[int, int], list[Tensor]] = {}  # -> tensors of its input whose gradients are to be sent
         self._back: dict[tuple[int, int], list[Tensor | None]] = {}  # -> gradients of its input, while to be sent
 
     def link(self, low: int) -> StageLink:
@@ -217,7 +217,7 @@ class PipelineExecutor:
         value, _ = self.link(s - 1).receive()
         self._values[s, m] = value
         if torch.is_grad_enabled():
-            self._given[s, m] = [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad]
+            self._received_inputs[s, m] = [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad]
 
     def _backward(self, action: Action) -> None:
         s, m = action.stage, action.microbatch
@@ -242,7 +242,7 @@ class PipelineExecutor:
 
     def _send_backward(self, action: Action) -> None:
         s, m = action.stage, action.microbatch
-        self.link(s - 1).send_gradients(self._back.pop((s, m)), self._given.pop((s, m)))
+        self.link(s - 1).send_gradients(self._back.pop((s, m)), self._received_inputs.pop((s, m)))
 
     def _recv_backward(self, action: Action) -> None:
         s, m = action.stage, action.microbatch

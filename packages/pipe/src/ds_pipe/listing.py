@@ -84,7 +84,7 @@ class _ListedRank:
     stages: list[int]
     row: list[Action] = field(default_factory=list)
     free_at: float = 0.0
-    held: float = 0.0
+    live_activations: float = 0.0
     left: int = 0  # forwards to come
     ahead: int = 0  # forwards whose input gradient is to come
     weights: deque[tuple[int, int]] = field(default_factory=deque)  # (stage, microbatch) whose weight gradient is left
@@ -152,7 +152,7 @@ class _Simulation:
         problem, memory, group = self.problem, self.problem.costs.activation, self.rule.grouped
         if not rank.left or (self.ahead and rank.ahead >= self.ahead[number]):
             return None
-        most = problem.cap[number] * (1 + 1e-12) - rank.held
+        most = problem.cap[number] * (1 + 1e-12) - rank.live_activations
         ready = [
             s
             for s in rank.stages
@@ -181,7 +181,7 @@ class _Simulation:
         end = rank.free_at = now + costs.of(action.op, stage)
         rank.row.append(action)
         if action.op is ActionKind.FORWARD:
-            rank.held += costs.activation[stage]
+            rank.live_activations += costs.activation[stage]
             rank.left -= 1
             rank.ahead += 1
             self.next_forward[stage] += 1
@@ -201,7 +201,7 @@ class _Simulation:
             if stage:
                 self._arrive(self.gradients[stage - 1], stage, stage - 1, end)
         if action.op.differentiates:
-            rank.held -= costs.activation[stage]
+            rank.live_activations -= costs.activation[stage]
         rank.after_backward = action.op in (ActionKind.BACKWARD, ActionKind.INPUT_GRAD)
         heapq.heappush(self.moments, (end, number))
 

@@ -142,12 +142,12 @@ class PipelineModule(nn.Module):
     # ---- building
 
     @property
-    def _own(self) -> list[int]:
+    def _own_layers(self) -> list[int]:
         mine = [s for s, r in enumerate(self.rank_of) if r == self.places.pipe.rank]
         return [i for s in mine for i in range(self.parts[s], self.parts[s + 1])]
 
     def _build(self) -> None:
-        for index in self._own:
+        for index in self._own_layers:
             layer = self.specs[index]
             if self.seed_layers:
                 self._seed(self.base_seed + index)

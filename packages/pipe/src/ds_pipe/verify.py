@@ -56,7 +56,7 @@ class _SimulatedRank:
     at: int = 0
     live: int = 0
     peak: int = 0
-    held: float = 0.0
+    live_activations: float = 0.0
     peak_held: float = 0.0
     gathered: set[int] = field(default_factory=set)
 
@@ -174,14 +174,14 @@ def _compute(paper: _Paper, r: int, action: Action) -> None:
             _need(paper, r, action, _result(paper, forward, source, m) if here else Action(receive, s, m))
     if forward:
         rank.live += 1
-        rank.held += paper.costs.activation[s]
+        rank.live_activations += paper.costs.activation[s]
     elif action.op.differentiates:
         rank.live -= 1
-        rank.held -= paper.costs.activation[s]
-    rank.peak, rank.peak_held = max(rank.peak, rank.live), max(rank.peak_held, rank.held)
-    if paper.caps is not None and rank.held > paper.caps[r] * (1 + 1e-9):
+        rank.live_activations -= paper.costs.activation[s]
+    rank.peak, rank.peak_held = max(rank.peak, rank.live), max(rank.peak_held, rank.live_activations)
+    if paper.caps is not None and rank.live_activations > paper.caps[r] * (1 + 1e-9):
         raise ScheduleError(
-            f"rank {r} may hold {paper.caps[r]:g} of activations and holds {rank.held:g} after {action}:\n"
+            f"rank {r} may hold {paper.caps[r]:g} of activations and holds {rank.live_activations:g} after {action}:\n"
             f"{_grid(paper.program, r, rank.at)}",
             code="program-cap",
             fix="Raise the cap, or make the program with it (ds_pipe.listed).",

@@ -42,7 +42,7 @@ class TuningRequest:
 
     config: Mapping[str, Any]
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    kept: frozenset[str] = frozenset()
+    fixed: frozenset[str] = frozenset()
     limits: SearchLimits = field(default_factory=SearchLimits)
     budget: TrialBudget = field(default_factory=lambda: TrialBudget(8))
     tuner: Tuner = "model_based"
@@ -59,10 +59,10 @@ class TuningRequest:
         found = default_space(load_config(self.config), world, self.limits, layers)
         if self.sizes is not None and MICRO not in self.values:
             found[MICRO] = found[MICRO][-self.sizes :]
-        found = {**{k: v for k, v in found.items() if k not in self.kept}, **self.values}
+        found = {**{k: v for k, v in found.items() if k not in self.fixed}, **self.values}
         if not any(len(values) > 1 for values in found.values()):
             raise ConfigError(
-                f"nothing is left to choose: {', '.join(sorted({*self.kept, *found})) or 'every key'} has one value",
+                f"nothing is left to choose: {', '.join(sorted({*self.fixed, *found})) or 'every key'} has one value",
                 code="tune-nothing",
                 fix='Write "auto" or a list for a key, leave out --keep, or give --try KEY=VALUE,VALUE.',
             )

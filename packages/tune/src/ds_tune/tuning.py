@@ -56,7 +56,7 @@ class Tuning:
         told: Callable[[NextTrial, Result | None], None],
         shapes: Shapes | None = None,
     ) -> None:
-        self._asked, self._job, self._told = asked, job, told
+        self._request, self._job, self._report = asked, job, told
         self._world, self._shapes = world, shapes
         self._results: list[Result] = []
 
@@ -79,13 +79,13 @@ class Tuning:
         )
         shapes = facts.shapes if facts is not None else self._shapes
         world = self._world if facts is None else facts.world
-        task = TuningTask(self._asked.config, shapes or NO_SHAPES, world, self._asked.model_ranks)
-        space = self._asked.space(world, () if facts is None else facts.layers)
-        candidates, left = candidates_of(task, space, self._asked.limits)
+        task = TuningTask(self._request.config, shapes or NO_SHAPES, world, self._request.model_ranks)
+        space = self._request.space(world, () if facts is None else facts.layers)
+        candidates, left = candidates_of(task, space, self._request.limits)
         names = {c.name for c in candidates}
         results = [r for r in self._results if r.name in names]
-        known = fit_and_predict(candidates, results, self._asked.limits)
-        return TuningResult(candidates, left, results, known, best_candidate(candidates, results, self._asked.metric))
+        known = fit_and_predict(candidates, results, self._request.limits)
+        return TuningResult(candidates, left, results, known, best_candidate(candidates, results, self._request.metric))
 
     def run(self) -> TuningResult:
         """Try until nothing is left to try. An interruption keeps what ended; `resume` goes on from there.
@@ -101,17 +101,17 @@ class Tuning:
             step = next_trial(
                 found.candidates,
                 found.results,
-                self._asked.limits,
-                self._asked.budget,
-                tuner=self._asked.tuner,
-                metric=self._asked.metric,
+                self._request.limits,
+                self._request.budget,
+                tuner=self._request.tuner,
+                metric=self._request.metric,
             )
             if step is None:
                 break
-            self._told(step, None)
+            self._report(step, None)
             result = run_trial(self._job, step, len(self._results))
             self._results.append(result)
-            self._told(step, result)
+            self._report(step, result)
             if result.outcome not in ("measured", "memory") and not any(r.measured for r in self._results):
                 raise _does_not_train(result, self._job)
         if found.best is None:
@@ -123,8 +123,8 @@ class Tuning:
         if found.best is None:
             raise _nothing_measured(found)
         candidate, measured = found.best
-        folder, metric = self._job.results, self._asked.metric
-        config = tuned(self._asked.config, candidate)
+        folder, metric = self._job.results, self._request.metric
+        config = tuned(self._request.config, candidate)
         optimal, best = folder / "ds_config_optimal.json", folder / "ds_config_best.json"
         write_json(optimal, config)
         best.write_text(best_text(self._job.config, candidate, measured, found.results))

@@ -55,7 +55,7 @@ def one_loss(wire, dtype, seed):
     precision = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[dtype]
     with mock.patch("ds_zero.policies.quantized_comm.certificates", return_value=every):
         optimizer = ds_zero.shard(
-            net, inner, stage=3, precision=precision, clip=1.0, memory="private", wire=wire,
+            net, inner, stage=3, precision=precision, clip=1.0, memory="private", quantized_comm=wire,
             policy=ds_zero.UnitSizePolicy(max_numel=60_000, persist_numel=0),
             nodes=ds_zero.NodeTopology(2, secondary_partition=True) if wire.modes else None,
         )  # fmt: skip

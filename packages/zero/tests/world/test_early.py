@@ -32,7 +32,7 @@ def make(bench, *, tier, name="plain", **options):
         "memory": "private",
         **options,
     }
-    return net, ds_zero.shard(net, ds_ops.optim.AdamW(groups), tier=tier, **options)
+    return net, ds_zero.shard(net, ds_ops.optim.AdamW(groups), offload_optimizer=tier, **options)
 
 
 def wait(optimizer):
@@ -78,7 +78,7 @@ def run(bench, tier, act=lambda net, optimizer, step: None, *, steps=6, micros=1
         norms.append(optimizer.last.norm)
         skipped.append(optimizer.last.skipped)
     ledger = optimizer.ahead.ledger
-    return result(net, optimizer), (norms, skipped), (ledger.held, ledger.undone)
+    return result(net, optimizer), (norms, skipped), (ledger.retained, ledger.undone)
 
 
 def both(bench, *args, **options):
@@ -155,7 +155,7 @@ def test_parameters_that_are_used_now_and_then(bench, stage, who):
             block.forward = plain
             wait(optimizer)
             optimizer.step()
-        held = optimizer.ahead.ledger.held
+        held = optimizer.ahead.ledger.retained
         found.append(result(net, optimizer))
     same(*found)
     assert held > 0
@@ -479,5 +479,5 @@ def test_optimizers_whose_updates_cannot_begin_early(bench):
     for kind in kinds:
         net = bench.model("plain")
         with pytest.raises(PlanError, match=kind.__name__) as caught:
-            ds_zero.shard(net, kind(net.parameters(), lr=1e-2), stage=2, tier=EARLY)
+            ds_zero.shard(net, kind(net.parameters(), lr=1e-2), stage=2, offload_optimizer=EARLY)
         assert caught.value.code == "zero-early"

@@ -60,7 +60,7 @@ def test_parameters_exist_once_and_steady_steps_take_nothing(stage):
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     optimizer = ds_zero.shard(net, torch.optim.AdamW(net.parameters()), stage=stage, memory="shared")
-    pool, host = optimizer.sharding.pool, optimizer.sharding.units[0].seat.host
+    pool, host = optimizer.sharding.pool, optimizer.sharding.units[0].groups.host
 
     def step():
         net(torch.randn(4, 64)).sum().backward()
@@ -99,7 +99,7 @@ def test_gathered_writes_reach_every_rank():
 def test_private_is_the_default_on_gloo_and_shared_on_one_rank_is_refused_by_nothing():
     net = nn.Linear(4, 4)
     optimizer = ds_zero.shard(net, torch.optim.SGD(net.parameters(), lr=0.1), stage=3)
-    assert optimizer.sharding.units[0].seat.host is None
+    assert optimizer.sharding.units[0].groups.host is None
     optimizer.close()
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     optimizer = ds_zero.shard(net, torch.optim.SGD(net.parameters(), lr=0.1), stage=3, group=alone, memory="shared")

@@ -99,7 +99,7 @@ def test_what_goes_over_which_link(way, node, across, flat):
         optimizer.step()
 
     step(), step()
-    name = optimizer.sharding.units[0].seat.gathers.name
+    name = optimizer.sharding.units[0].groups.gather_group.name
     assert sent(step) == {k: v * psi for k, v in {"node": node, "across": across, name: flat}.items() if v}
     if way == "secondary":  # of four gathers only the first leaves the node
         assert sent(lambda: step(2)) == {"node": 3 * 0.5 * psi, name: 0.75 * psi}

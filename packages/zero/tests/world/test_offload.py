@@ -121,14 +121,14 @@ def test_a_model_without_an_optimizer_rests_elsewhere(bench, tmp_path):
         for rest in (HOST, filed(tmp_path)):
             net = bench.model("plain").requires_grad_(False)
             policy = ds_zero.UnitSizePolicy(max_numel=600, persist_numel=40)
-            sharding = ds_zero.shard(net, None, stage=3, param_tier=rest, precision=precision, policy=policy)
+            sharding = ds_zero.shard(net, None, stage=3, offload_params=rest, precision=precision, policy=policy)
             tokens = bench.batch(0, 0, 0)
             for _ in range(3):
                 with torch.no_grad():
                     assert torch.equal(net(tokens), expected(tokens))
             resting = [u for u in sharding.units if u.releases]
             assert resting
-            assert all(u.plan.param_tier == rest and u.bytes["full"] == u.bytes["shard"] == 0 for u in resting)
+            assert all(u.plan.offload_params == rest and u.bytes["full"] == u.bytes["shard"] == 0 for u in resting)
             assert sum(s.data.numel() for s in sharding.param_shards()) > 0
             sharding.close()
             for a, b in zip(net.parameters(), expected.parameters(), strict=True):
@@ -151,7 +151,7 @@ def test_whole_parameters_skips_replans_and_suspensions(bench, tmp_path, stage):
         net = bench.model("plain")
         policy = ds_zero.UnitSizePolicy(max_numel=600, persist_numel=40)
         optimizer = ds_zero.shard(
-            net, muon(net), stage=stage, memory="private", precision="fp16", policy=policy, tier=tier
+            net, muon(net), stage=stage, memory="private", precision="fp16", policy=policy, offload_optimizer=tier
         )
         for step in range(5):
             loss = bench.loss(net, bench.batch(step, 0, dist.get_rank()))

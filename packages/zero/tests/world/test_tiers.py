@@ -64,7 +64,7 @@ def test_masters_kept_elsewhere_in_bf16(bench, stage, memory):
     with mock.patch.dict(TIERS, {"narrow": Narrow}):
         Narrow.now = Narrow.most = 0
         optimizer = ds_zero.shard(
-            net, bench.adamw(net), stage=stage, memory=memory, tier="narrow",
+            net, bench.adamw(net), stage=stage, memory=memory, offload_optimizer="narrow",
             policy=ds_zero.UnitSizePolicy(max_numel=600, persist_numel=40),
         )  # fmt: skip
         units = optimizer.sharding.units
@@ -93,11 +93,11 @@ def test_a_tier_for_some_units_and_one_that_there_is_not():
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.raises(PlanError, match="there is no tier 'moon'"):
-        ds_zero.shard(net, inner, tier="moon")
+        ds_zero.shard(net, inner, offload_optimizer="moon")
     with mock.patch.dict(TIERS, {"narrow": Narrow}):
         optimizer = ds_zero.shard(
             net, inner, stage=1, policy=ds_zero.UnitSizePolicy(max_numel=80),
-            tier=lambda spec: "narrow" if "1.weight" in spec.shapes else "device",
+            offload_optimizer=lambda spec: "narrow" if "1.weight" in spec.shapes else "device",
         )  # fmt: skip
-        assert [u.plan.tier for u in optimizer.sharding.units] == ["device", "narrow"]
+        assert [u.plan.offload_optimizer for u in optimizer.sharding.units] == ["device", "narrow"]
         optimizer.close()

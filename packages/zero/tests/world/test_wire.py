@@ -53,7 +53,7 @@ def trained(wire, steps=4, dtype=torch.float32, inspect=lambda optimizer, step: 
     net = net_of(dtype)
     with uncertified():
         optimizer = ds_zero.shard(
-            net, torch.optim.SGD(net.parameters(), lr=0.05), policy=SMALL, wire=wire, memory="private",
+            net, torch.optim.SGD(net.parameters(), lr=0.05), policy=SMALL, quantized_comm=wire, memory="private",
             **{"stage": 3, **options},
         )  # fmt: skip
     for step in range(steps):
@@ -121,7 +121,7 @@ def test_masters_are_never_what_codes_said():
     before = [p.detach().clone() for p in net.parameters()]
     with uncertified():
         optimizer = ds_zero.shard(
-            net, torch.optim.SGD(net.parameters(), lr=0.0), stage=3, policy=SMALL, wire=WIRES["all"], memory="private"
+            net, torch.optim.SGD(net.parameters(), lr=0.0), stage=3, policy=SMALL, quantized_comm=WIRES["all"], memory="private"
         )
     seen = []
     net[0].register_forward_hook(lambda module, *_: seen.append(module.weight.detach().clone()))
@@ -152,7 +152,7 @@ def test_gradients_that_are_not_finite_skip_the_step(way):
     net = net_of(torch.bfloat16)
     with uncertified():
         optimizer = ds_zero.shard(
-            net, torch.optim.SGD(net.parameters(), lr=0.1), stage=3, precision="bf16", policy=SMALL, wire=WIRES[way],
+            net, torch.optim.SGD(net.parameters(), lr=0.1), stage=3, precision="bf16", policy=SMALL, quantized_comm=WIRES[way],
             memory="private",
         )  # fmt: skip
     for bad in (False, True, False):
@@ -175,7 +175,7 @@ def test_errors_are_sent_later_and_counted():
         nn.init.zeros_(net.weight)
         with uncertified():
             optimizer = ds_zero.shard(
-                net, torch.optim.SGD(net.parameters(), lr=1.0), stage=2, wire=wire, memory="private"
+                net, torch.optim.SGD(net.parameters(), lr=1.0), stage=2, quantized_comm=wire, memory="private"
             )
         x = torch.full((1, 128), 0.05)
         x[0, 0] = 1.0  # the step of a code is 1/7
@@ -216,7 +216,7 @@ def test_what_cannot_be_is_refused(options, code):
 def test_memory_that_ranks_share_sends_nothing():
     net = net_of()
     optimizer = ds_zero.shard(
-        net, torch.optim.SGD(net.parameters(), lr=0.1), stage=3, wire=WIRES["all"], memory="shared"
+        net, torch.optim.SGD(net.parameters(), lr=0.1), stage=3, quantized_comm=WIRES["all"], memory="shared"
     )
     assert not any(u.plan.wire.codes_gathers or u.plan.wire.codes_sums for u in optimizer.sharding.units)
     optimizer.close()
@@ -227,7 +227,7 @@ def test_frozen_parameters_travel_as_codes_alone():
     net = net_of()
     net[2].requires_grad_(False)
     optimizer = ds_zero.shard(
-        net, torch.optim.SGD(net.parameters(), lr=0.1), stage=3, wire=QuantizedComm(frozen=QWZ), policy=SMALL, memory="private"
+        net, torch.optim.SGD(net.parameters(), lr=0.1), stage=3, quantized_comm=QuantizedComm(frozen=QWZ), policy=SMALL, memory="private"
     )
     assert {u.spec.trained: u.plan.wire.weights for u in optimizer.sharding.units} == {True: None, False: QWZ}
     before = ds_zero.safe_get_full_fp32_param(net[2].weight)

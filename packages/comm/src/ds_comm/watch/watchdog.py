@@ -357,7 +357,7 @@ class Watchdog:
         reports = {self._rank: report}
         try:
             self._side.report(report)
-            reports |= self._side.collect(self._asked(alarm), _COLLECT_S)
+            reports |= self._side.collect(self._requested_ranks(alarm), _COLLECT_S)
             self._read_goodbyes()
         except RuntimeError as error:
             self._store_error = self._store_error or str(error).splitlines()[0]
@@ -372,7 +372,7 @@ class Watchdog:
         self._settings.end(EXIT_CODE)
         self._stop.set()
 
-    def _asked(self, alarm: Mapping[str, Any]) -> set[int]:
+    def _requested_ranks(self, alarm: Mapping[str, Any]) -> set[int]:
         """Whose reports this rank reads."""
         if self._size > _MANY_RANKS and alarm["rank"] != self._rank:
             return {alarm["rank"]}

@@ -34,29 +34,29 @@ class aio_handle:  # noqa: N801  upstream's spelling
             block_bytes=max(4096, block_size // 4096 * 4096), queue_depth=queue_depth, workers=intra_op_parallelism,
             single_submit=single_submit, overlap=overlap_events,
         )  # fmt: skip
-        self._asked = (block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism)
+        self._arguments = (block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism)
         self._io = AsyncIO(self._settings)
         self._begun = 0
 
     def get_block_size(self) -> int:
         """As it was made."""
-        return self._asked[0]
+        return self._arguments[0]
 
     def get_queue_depth(self) -> int:
         """As it was made."""
-        return self._asked[1]
+        return self._arguments[1]
 
     def get_single_submit(self) -> bool:
         """As it was made."""
-        return self._asked[2]
+        return self._arguments[2]
 
     def get_overlap_events(self) -> bool:
         """As it was made."""
-        return self._asked[3]
+        return self._arguments[3]
 
     def get_intra_op_parallelism(self) -> int:
         """As it was made."""
-        return self._asked[4]
+        return self._arguments[4]
 
     def get_alignment(self) -> int:
         """What a buffer's address is a multiple of, to be used in place."""

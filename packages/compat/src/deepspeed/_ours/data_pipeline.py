@@ -110,7 +110,7 @@ class RandomLTDScheduler:
 
     def get_current_seq(self) -> int:
         """Tokens that are seen now."""
-        return self.router.kept
+        return self.router.num_kept
 
     def get_total_layer_tokens(self, train_iters: int) -> int:
         """Tokens times layers of so many steps from the beginning, which it goes through."""
@@ -134,7 +134,7 @@ class RandomLTDScheduler:
         return {
             "consumed_layer_tokens": router.consumed,
             "current_steps": router.step,
-            "current_value": router.kept,
+            "current_value": router.num_kept,
             "min_value": router.config.min_value,
             "max_value": router.config.max_value,
         }
@@ -174,7 +174,7 @@ class DeepSpeedDataSampler:
         self.curriculum = Curriculum(length, metrics, told.seed, self.total_samples, folder)
         self.consumed_samples = 0
         self._before: Mapping[str, Any] = self.curriculum.state_dict()
-        self._told: Mapping[str, Any] = self.curriculum.told()
+        self._progress: Mapping[str, Any] = self.curriculum.told()
 
     def __len__(self) -> int:
         return self.total_samples
@@ -182,7 +182,7 @@ class DeepSpeedDataSampler:
     def __iter__(self) -> Iterator[list[int]]:
         self.curriculum.load_state_dict(self._before)
         for row in self.curriculum.rows(self._lane, self.global_batch_size, self.consumed_samples):
-            self._before, self._told, self.consumed_samples = row.state, row.told, row.taken
+            self._before, self._progress, self.consumed_samples = row.state, row.progress, row.consumed
             yield row.samples
 
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Schedule]) -> None:
@@ -191,7 +191,7 @@ class DeepSpeedDataSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """To go on from, on any number of ranks."""
-        return {**self._told, "consumed_samples": self.consumed_samples, "curriculum": dict(self._before)}
+        return {**self._progress, "consumed_samples": self.consumed_samples, "curriculum": dict(self._before)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from `state_dict`. States that upstream's sampler saved hold a position, and no way to what follows it: refused."""
@@ -204,7 +204,7 @@ class DeepSpeedDataSampler:
         self._before = state_dict["curriculum"]
         self.consumed_samples = int(state_dict["consumed_samples"])
         self.curriculum.load_state_dict(self._before)
-        self._told = self.curriculum.told()
+        self._progress = self.curriculum.told()
 
 
 class MMapIndexedDataset(TokenFile, Dataset[Any]):

@@ -144,7 +144,7 @@ class WeightCodes:
 
     def __init__(self, config: QuantizationConfig) -> None:
         self.config = config
-        self.made: tuple[QuantSpec, int, tuple[int, ...]] | None = None
+        self.quantized_from: tuple[QuantSpec, int, tuple[int, ...]] | None = None
 
     def quantize(self, values: Tensor) -> Tensor:
         """The codes of values [..., n], uint8."""
@@ -154,14 +154,14 @@ class WeightCodes:
             )
         columns = values.shape[-1]
         spec = QuantSpec(float_format(self.config.q_bits, _mantissa(self.config)), min(self.config.group_size, columns))
-        self.made = (spec, columns, tuple(values.shape))
+        self.quantized_from = (spec, columns, tuple(values.shape))
         return quantize(values.contiguous(), spec, rows=values.numel() // columns).wire
 
     def read(self, codes: Tensor) -> Tensor:
         """Values of the codes; what never was quantized is as it is."""
-        if self.made is None or codes.dtype is not torch.uint8:
+        if self.quantized_from is None or codes.dtype is not torch.uint8:
             return codes
-        spec, columns, shape = self.made
+        spec, columns, shape = self.quantized_from
         return dequantize(QuantTensor(codes, spec, columns, shape, torch.bfloat16))
 
 

@@ -192,14 +192,14 @@ class MonitorMaster(Monitor):
         self.csv_monitor: csvMonitor | None = None
         self.wandb_monitor: WandbMonitor | None = None
         self.comet_monitor: CometMonitor | None = None
-        self._made: list[Monitor] = []
+        self._monitors: list[Monitor] = []
         for name, (kind, section) in kinds.items():
             made = kind(section) if section.enabled and world_group().rank == 0 else None
             setattr(self, name, made)
             if made is not None:
-                self._made.append(made)
+                self._monitors.append(made)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
         """To each of them."""
-        for monitor in self._made:
+        for monitor in self._monitors:
             monitor.write_events(event_list)

@@ -331,7 +331,7 @@ def dress(model: nn.Module) -> None:
         told = (decision.name, decision.gather_output, group.pg, group.size, group.rank)
         own.update({key: value for key, value in zip(_TOLD, told, strict=True) if key not in own})
         own["_dressed"] = True
-    for name, held in cut.held.items():
+    for name, held in cut.shards.items():
         kept: list[Tensor] = []
         given = (True, partial(_make_whole, cut, name, kept), partial(_cut_again, cut, name, kept))
         vars(held.param).update(zip(_GIVEN, given, strict=True))
@@ -359,7 +359,7 @@ def _make_whole(cut: TensorParallelModel, name: str, own: list[Tensor], params: 
 
 @torch.no_grad()
 def _cut_again(cut: TensorParallelModel, name: str, own: list[Tensor], params: Iterable[nn.Parameter]) -> None:
-    held = cut.held[name]
+    held = cut.shards[name]
     for param in params:
         start, stop = held.cut.parts[held.part][cut.group.rank]
         mine = param.data.narrow(held.cut.dim, start, stop - start)
@@ -404,7 +404,7 @@ def collect_autotp_universal_checkpoint_info(model: nn.Module) -> dict[str, Any]
     whole: list[str] = []
     vocabulary: dict[str, int] = {}  # with its tokens
     cut = tensor_parallel_of(model)
-    held: dict[str, Any] = {} if cut is None else dict(cut.held)
+    held: dict[str, Any] = {} if cut is None else dict(cut.shards)
     for path, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
             full = f"{path}.{name}" if path else name

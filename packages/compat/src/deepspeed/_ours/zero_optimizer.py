@@ -112,7 +112,7 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
         """This rank's shard of every unit, in master format: the tensors that training writes to."""
         trained = [unit for unit in self.sharding.units if unit.spec.trained]
         for unit in trained:
-            unit.tier.fetch()
+            unit.state_store.fetch()
         return [unit.shard for unit in trained]
 
     @property
@@ -123,7 +123,7 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
             AttributeError: it is not, as upstream has it.
         """
         trained = [unit for unit in self.sharding.units if unit.spec.trained]
-        if all(unit.plan.tier == "device" for unit in trained):
+        if all(unit.plan.offload_optimizer == "device" for unit in trained):
             raise AttributeError("accumulated_grads_in_cpu: optimizer state is not offloaded")
         found = enumerate(safe_get_local_grad(param) for unit in trained for param in unit.params)
         return {number: grad for number, grad in found if grad is not None}
@@ -181,7 +181,7 @@ class ParameterOffload:
         for hook in getattr(self, "_given", ()):
             hook.back()
         self.forward_hooks: list[Any] = [_Hooks(self._runtime.paused)]
-        self._given = tuple(self.forward_hooks)  # clients reassign the list after removing
+        self._original_hooks = tuple(self.forward_hooks)  # clients reassign the list after removing
 
 
 @contextmanager

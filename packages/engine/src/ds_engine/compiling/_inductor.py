@@ -70,16 +70,16 @@ class _Last(CustomGraphPass):
     """After what inductor does to a graph, and the caller's own pass there: ends of uses go behind the last reader again."""
 
     def __init__(self, given: Any) -> None:
-        self._given = given
+        self._inputs = given
 
     def __call__(self, graph: fx.Graph) -> None:
-        if self._given is not None:
-            self._given(graph)
+        if self._inputs is not None:
+            self._inputs(graph)
         rewriting.put_ends_last(graph)
 
     def uuid(self) -> Any:
         """What compiled graphs are kept under; None, as of a plain function, keeps none."""
-        given = "" if self._given is None else getattr(self._given, "uuid", lambda: None)()
+        given = "" if self._inputs is None else getattr(self._inputs, "uuid", lambda: None)()
         return None if given is None else (get_hash_for_files((rewriting.__file__, graph_reader.__file__)), given)
 
 

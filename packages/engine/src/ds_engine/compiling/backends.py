@@ -64,7 +64,7 @@ class Compiling:
     least: int
     pin: bool
     double: bool
-    told: bool
+    warned: bool
     bucket: int = _BUCKET
     cuts: frozenset[str] = frozenset()
 
@@ -84,7 +84,7 @@ class Compiling:
             f"saved results count from {bytes_text(self.least)} on, in {'page-locked' if self.pin else 'pageable'} memory when offloaded",
             "a gradient buffer is filled while another is summed" if self.double else "each reduction is waited for",
             *([f"the device is waited for {', '.join(waits)}"] if waits else []),
-            *(["every action is logged"] if self.told else []),
+            *(["every action is logged"] if self.warned else []),
         ]
         return "; ".join(said)
 
@@ -137,7 +137,7 @@ def compiling_of(section: CompileConfig | None, zero: ZeroConfig, mesh: MeshSpec
         least=section.free_activation_threshold,
         pin=section.offload_activation_pin_memory,
         double=section.double_buffer,
-        told=section.debug_log,
+        warned=section.debug_log,
         bucket=zero.reduce_bucket_size if "reduce_bucket_size" in zero.model_fields_set else _BUCKET,
         cuts=cuts,
     )

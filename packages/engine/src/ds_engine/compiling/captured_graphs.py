@@ -64,7 +64,7 @@ class Lowered:
         saved = None if options.get("is_inference") or self.backward else own_results()
         self.facts = read(gm.graph, self.params, backward=self.backward, saved=saved, ours=frame.ours)
         if not self.backward:
-            frame.ours = frozenset(one.name for one in self.facts.saved if one.own)
+            frame.ours = frozenset(one.name for one in self.facts.saved if one.owned)
         self.actions: Graph = self.facts
         self.seconds: dict[int, float] = {}
         self.measured = False
@@ -154,7 +154,7 @@ class Frame:
 
     def __init__(self, owner: Owner, captured: fx.GraphModule, find: Callable[[torch.Tensor], ParamLocation | None]) -> None:
         self.owner = owner
-        self._given = [None if tensor is None else find(tensor) for tensor in inputs_of(captured)]
+        self._inputs = [None if tensor is None else find(tensor) for tensor in inputs_of(captured)]
         self.ours: frozenset[str] = frozenset()
         self._places: dict[str, ParamLocation] = {}
         self._views: dict[str, ParamLocation] = {}
@@ -183,4 +183,4 @@ class Frame:
     def _place(self, source: Any) -> ParamLocation | None:
         """Of an input, from what torch says of where it comes from."""
         number = getattr(source, "idx", None)
-        return self._given[number] if isinstance(number, int) else None
+        return self._inputs[number] if isinstance(number, int) else None

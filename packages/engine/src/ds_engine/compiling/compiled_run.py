@@ -49,7 +49,7 @@ class CompiledRun:
         self.passes: dict[str, Pass] = dict(BUILTIN)
         self.session: Any = None
         self.plain = False
-        self._told = plan is None
+        self._logged = plan is None
 
     def __str__(self) -> str:
         if self.session is not None:
@@ -107,8 +107,8 @@ class CompiledRun:
 
     def called(self) -> None:
         """The model is about to run."""
-        if not self._told and not self.active:
-            self._told = True
+        if not self._logged and not self.active:
+            self._logged = True
             _log.warning("compile.deepcompile is on, and engine.compile() was not called: the model runs eagerly")
 
     def stepped(self) -> None:

@@ -76,10 +76,10 @@ class SavedResult:
 
     name: str
     nbytes: int
-    made: int
+    position: int
     first: int
     last: int
-    own: bool = True
+    owned: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +155,8 @@ class Graph:
             for used in node.uses:
                 last[used] = at
         for saved in self.saved:
-            if saved.made >= 0:
-                last[saved.made] = len(self.nodes) - 1
+            if saved.position >= 0:
+                last[saved.position] = len(self.nodes) - 1
         deltas = [0] * (len(self.nodes) + 1)
         for at, node in enumerate(self.nodes):
             deltas[at] += node.nbytes
@@ -208,7 +208,7 @@ class PassInputs:
     floor: int = 0
     least: int = 0
     both: frozenset[int] = frozenset()
-    kept: frozenset[int] = frozenset()
+    saved: frozenset[int] = frozenset()
     peak: int = 0
     states: dict[int, int] = field(default_factory=dict)
     resting: dict[int, int] = field(default_factory=dict)

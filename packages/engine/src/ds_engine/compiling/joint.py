@@ -67,7 +67,7 @@ class JointMessage:
 
     def _scatter(self, dtype: torch.dtype, sums: Sequence[tuple[Tensor, Tensor, UnitLayout]], unit: str) -> None:
         """Side by side, each rank's chunks of all units."""
-        pool, ranks, device = self._seat.pool, self._seat.shards.size, sums[0][0].device
+        pool, ranks, device = self._seat.pool, self._seat.shard_group.size, sums[0][0].device
         whole = pool.take(sum(layout.numel for _, _, layout in sums), dtype, device)
         mine = pool.take(whole.numel() // ranks, dtype, device)
         rows, places, at = whole.view(ranks, -1), list[tuple[Tensor, int]](), 0
@@ -83,7 +83,7 @@ class JointMessage:
             pool.give(whole)
             pool.give(mine)
 
-        self._works.append(comm.reduce_scatter_single(mine, whole, group=self._seat.shards, async_op=True, unit=unit))
+        self._works.append(comm.reduce_scatter_single(mine, whole, group=self._seat.shard_group, async_op=True, unit=unit))
         self._then.append(then)
 
     def _add(self, dtype: torch.dtype, sums: Sequence[tuple[Tensor, Tensor, UnitLayout]], unit: str) -> None:
@@ -99,11 +99,11 @@ class JointMessage:
                 out.copy_(part)
             pool.give(whole)
 
-        self._works.append(comm.all_reduce(whole, group=self._seat.replicas, async_op=True, unit=unit))
+        self._works.append(comm.all_reduce(whole, group=self._seat.replicate_group, async_op=True, unit=unit))
         self._then.append(then)
 
     def _exchange(self, unit: str) -> None:
-        group = self._seat.shards
+        group = self._seat.shard_group
         arriving, leaving = list[list[Tensor]](), list[list[Tensor]]()
         for rank in range(group.size):
             there = [piece for pieces, _ in self._pieces for piece in pieces[rank]]
@@ -156,7 +156,7 @@ def _unpack(coming: Tensor, places: Sequence[Tensor]) -> Callable[[], None]:
 
 def reduce_together(several: Sequence[Gradients]) -> None:
     """`Gradients.reduce` for units of one seat that join, in one message. Collected before, on all ranks the same."""
-    joint = JointMessage(several[0].seat)
+    joint = JointMessage(several[0].groups)
     for gradients in several:
         gradients.way.join(joint)
         gradients.reduce()

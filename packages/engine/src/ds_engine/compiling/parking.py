@@ -45,14 +45,14 @@ class Parking:
     """
 
     def __init__(self, units: Sequence[Unit], *, pin: bool) -> None:
-        self._units, self._pin = {unit.number: unit for unit in units if unit.tier.parks}, pin
+        self._units, self._pin = {unit.number: unit for unit in units if unit.state_store.parks}, pin
         self._away: dict[int, list[_Moved]] = {}
         self._coming: dict[int, Any] = {}  # an event of the copies of units that are on their way back
         self._hosts: dict[tuple[int, int], Tensor] = {}
         self._lane: Any = None
         self.moved = 0
         for number, unit in self._units.items():
-            unit.tier.parked = partial(self.bring, number)
+            unit.state_store.parked = partial(self.bring, number)
 
     @property
     def bytes(self) -> dict[int, int]:
@@ -67,7 +67,7 @@ class Parking:
         self._arrive(number)
         parked, seen = list[_Moved](), set[int]()
         for part in unit.parts:
-            for value in unit.tier.states(part).values():
+            for value in unit.state_store.states(part).values():
                 storage = value.untyped_storage() if isinstance(value, Tensor) and value.dim() else None
                 # What ranks share, and mappings, cannot be emptied: they stay.
                 if storage is None or not storage.nbytes() or storage.data_ptr() in seen or not storage.resizable():
@@ -118,7 +118,7 @@ class Parking:
         """Bring everything back, and do nothing from now on."""
         for number, unit in self._units.items():
             self.bring(number)
-            unit.tier.parked = None
+            unit.state_store.parked = None
         self._units, self._hosts = {}, {}
 
     def _host(self, key: tuple[int, int], nbytes: int, device: torch.device) -> Tensor:

@@ -110,7 +110,7 @@ def keep(graph: Graph, known: PassInputs) -> Graph:
 
     def gone(action: GraphAction) -> bool:
         again = action.verb in (GraphVerb.NEED, GraphVerb.EXPECT) and graph.backward
-        return action.unit in known.kept and (action.verb is GraphVerb.SPARE or again)
+        return action.unit in known.saved and (action.verb is GraphVerb.SPARE or again)
 
     return graph.without(gone)
 
@@ -119,14 +119,14 @@ def free(graph: Graph, known: PassInputs) -> Graph:
     """Give back the memory of saved results of at least `known.least` bytes behind their last use in backward."""
     if not graph.backward:
         return graph
-    found = [saved for saved in graph.saved if saved.own and saved.nbytes >= known.least and saved.last >= 0]
+    found = [saved for saved in graph.saved if saved.owned and saved.nbytes >= known.least and saved.last >= 0]
     return graph.plus(GraphAction(GraphVerb.FREE, saved.last + 1, name=saved.name) for saved in found)
 
 
 def store_all(graph: Graph, known: PassInputs) -> Graph:
     """Keep every saved result of at least `known.least` bytes in host memory between its last use in forward and its first in
     backward: the least memory that there can be."""
-    return _stored(graph, [s.name for s in graph.saved if s.own and s.nbytes >= known.least])
+    return _stored(graph, [s.name for s in graph.saved if s.owned and s.nbytes >= known.least])
 
 
 def store(graph: Graph, known: PassInputs) -> Graph:
@@ -137,7 +137,7 @@ def store(graph: Graph, known: PassInputs) -> Graph:
     chosen = []
     # In both graphs alike: what is saved stands in the order in which it was made.
     for saved in graph.saved:
-        if over > 0 and saved.own and saved.nbytes >= known.least:
+        if over > 0 and saved.owned and saved.nbytes >= known.least:
             chosen.append(saved.name)
             over -= saved.nbytes
     return _stored(graph, chosen)
@@ -148,7 +148,7 @@ def _stored(graph: Graph, names: Iterable[str]) -> Graph:
     found = [saved for saved in graph.saved if saved.name in chosen]
     if graph.backward:
         return graph.plus(GraphAction(GraphVerb.FETCH, saved.first, name=saved.name) for saved in found)
-    return graph.plus(GraphAction(GraphVerb.STORE, max(saved.last, saved.made) + 1, name=saved.name) for saved in found)
+    return graph.plus(GraphAction(GraphVerb.STORE, max(saved.last, saved.position) + 1, name=saved.name) for saved in found)
 
 
 def park_all(graph: Graph, known: PassInputs) -> Graph:

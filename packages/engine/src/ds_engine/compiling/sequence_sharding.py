@@ -42,7 +42,7 @@ class SharedBatch:
         self.attention = None if shares.attention is None else UlyssesAttention.registered(shares.attention)
         self.length = 0
         self._wrapped = 0
-        self._told: InputCheck | None = InputCheck(shares.group, axis="sequence")
+        self._check: InputCheck | None = InputCheck(shares.group, axis="sequence")
         self._signature = inspect.signature(model.forward)
         kinds = {parameter.kind for parameter in self._signature.parameters.values()}
         self._takes_more = inspect.Parameter.VAR_KEYWORD in kinds
@@ -54,7 +54,7 @@ class SharedBatch:
             PlanError: no sequence is recognised, it does not divide ("sequence-length"), the model does not take what a part
                 needs ("sequence-arguments"), or ranks were given different batches ("tensor-inputs").
         """
-        told, self._told = self._told, None
+        told, self._check = self._check, None
         if told is not None:
             told(self.model, args, dict(kwargs))
         given = self._named(args, kwargs)

@@ -124,7 +124,7 @@ class Session:
             self.settings.budget,
             kept,
             self.plan.least,
-            states={n: unit.plan.bytes.optim for n, unit in all_units if unit.tier.parks and unit.plan.bytes.optim},
+            states={n: unit.plan.bytes.optim for n, unit in all_units if unit.state_store.parks and unit.plan.bytes.optim},
             resting={
                 n: unit.layout.shard_numel * unit.dtypes.param.itemsize for n, unit in units if unit.storage.rests
             },
@@ -276,9 +276,9 @@ class Session:
 
     def lower(self, piece: Lowered, gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
         """Code of a graph."""
-        if self.plan.told:
+        if self.plan.warned:
             side = "backward" if piece.backward else "forward"
-            for line in self._told(piece.actions):
+            for line in self._describe(piece.actions):
                 _log.info("graph %d %s, step %d: %s", len(self.pieces), side, self.steps, line)
         begun = time.perf_counter()
         try:
@@ -298,10 +298,10 @@ class Session:
         said = [f"step {self.steps}: {' -> '.join(self.passes)}"]
         for piece in self.pieces:
             said.append("  backward" if piece.backward else "  forward")
-            said += [f"    {line}" for line in self._told(self.decide(piece))]
+            said += [f"    {line}" for line in self._describe(self.decide(piece))]
         return "\n".join(said)
 
-    def _told(self, actions: Graph) -> list[str]:
+    def _describe(self, actions: Graph) -> list[str]:
         names = self._sharding.plan.units
         return actions.lines(lambda unit: names[unit].name)
 
@@ -321,7 +321,7 @@ class Session:
         following = self._next
         self.measuring = following is not None and following.measured and following.step == self.steps + 1
         self.graphs.run_ahead(0 if entry.has("prefetch") else self._ahead)
-        self.graphs.keep(self._known.kept if entry.has("keep") else ())
+        self.graphs.keep(self._known.saved if entry.has("keep") else ())
         self.graphs.sum_together(self._known.buckets if entry.has("bucket") else ())
         if entry.has("offload_opt_states") or entry.has("offload_opt_states_all"):
             self.graphs.park(pin=self.plan.pin)

@@ -127,7 +127,7 @@ class Graphs:
 
     def buckets(self, limit: int) -> tuple[tuple[int, ...], ...]:
         """Units whose gradients fit together into messages of `limit` elements, in the order of reductions. The same on every rank."""
-        sequence = [number for number in reversed(self._reducing.trained) if not self.units[number].seat.apart]
+        sequence = [number for number in reversed(self._reducing.trained) if not self.units[number].groups.external]
         numels = [unit.layout.numel for unit in self.units]
         return tuple(buckets_of(sequence, [unit.gradients for unit in self.units], numels, limit))
 

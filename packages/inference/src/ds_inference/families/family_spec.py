@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ds_inference.spec import AttentionSpec, ExpertsSpec, DecoderLayerSpec, Mlp, Norm, RopeSpec, WeightSource, Spec
+from ds_inference.spec import AttentionSpec, ExpertsSpec, DecoderLayerSpec, Mlp, Norm, RopeSpec, WeightSource, DecoderSpec
 
 __all__ = [
     "LAYER",
@@ -40,7 +40,7 @@ class DecoderFamily:
         sources: From a configuration: roles and their tensors.
     """
 
-    spec: Callable[[Config], Spec]
+    spec: Callable[[Config], DecoderSpec]
     sources: Callable[[Config], Sources]
 
 
@@ -112,17 +112,17 @@ def llama_like(
     norm: Norm | None = None,
     order: Any = "pre",
     **more: Any,
-) -> Spec:
+) -> DecoderSpec:
     layers = tuple(DecoderLayerSpec(a, f, order) for a, f in zip(attentions, feeds, strict=True))
-    found = Spec(
+    found = DecoderSpec(
         family=config["model_type"],
         hidden=config["hidden_size"],
         vocab=config["vocab_size"],
         layers=layers,
         norm=norm or Norm("rms", config.get("rms_norm_eps", 1e-6)),
-        longest=config.get("max_position_embeddings", 2048),
+        max_seq_len=config.get("max_position_embeddings", 2048),
         tied=bool(config.get("tie_word_embeddings", False)),
-        ends=ends_of(config),
+        eos_ids=ends_of(config),
     )
     return replace(found, **more)
 
@@ -172,5 +172,5 @@ _TWO_NORMS = {
 LLAMA = {**_OUTER, **_TWO_NORMS, **_attention_rows(LAYER), **_mlp_rows(LAYER)}
 
 
-def plain(build: Callable[[Config], Spec], sources: Sources = LLAMA) -> DecoderFamily:
+def plain(build: Callable[[Config], DecoderSpec], sources: Sources = LLAMA) -> DecoderFamily:
     return DecoderFamily(build, lambda config: sources)

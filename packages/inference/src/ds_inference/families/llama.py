@@ -21,25 +21,25 @@ from ds_inference.families.family_spec import (
     rows,
     windows_of,
 )
-from ds_inference.spec import AttentionSpec, Mlp, Norm, RopeSpec, Spec
+from ds_inference.spec import AttentionSpec, Mlp, Norm, RopeSpec, DecoderSpec
 
 __all__ = ["FOUR_NORMS", "LLAMA_LIKE", "PHI3"]
 
 
-def _llama(config: Config) -> Spec:
+def _llama(config: Config) -> DecoderSpec:
     count = config["num_hidden_layers"]
     windows = windows_of(config, count) if config["model_type"] != "llama" else [None] * count
     attention = grouped_attention(config)
     return llama_like(config, [replace(attention, window=w) for w in windows], [gated_mlp(config)] * count)
 
 
-def _qwen3(config: Config) -> Spec:
+def _qwen3(config: Config) -> DecoderSpec:
     spec = _llama(config)
     norm = spec.norm
     return replace(spec, layers=tuple(replace(y, attention=replace(y.attention, head_norm=norm)) for y in spec.layers))
 
 
-def _gemma(config: Config) -> Spec:
+def _gemma(config: Config) -> DecoderSpec:
     count = config["num_hidden_layers"]
     norm = Norm("rms", config.get("rms_norm_eps", 1e-6), offset=1.0)
     feed = Mlp(
@@ -49,7 +49,7 @@ def _gemma(config: Config) -> Spec:
     return llama_like(config, [grouped_attention(config)] * count, [feed] * count, norm=norm, embed_scale=scale)
 
 
-def _gemma2(config: Config) -> Spec:
+def _gemma2(config: Config) -> DecoderSpec:
     spec, count = _gemma(config), config["num_hidden_layers"]
     kinds = config.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(count)]
     scale = config["query_pre_attn_scalar"] ** -0.5
@@ -69,7 +69,7 @@ def _gemma2(config: Config) -> Spec:
     return replace(spec, layers=tuple(layers), logit_softcap=config.get("final_logit_softcapping"))
 
 
-def _gemma3(config: Config) -> Spec:
+def _gemma3(config: Config) -> DecoderSpec:
     pattern = config.get("_sliding_window_pattern", config.get("sliding_window_pattern", 6))
     kinds = config.get("layer_types") or [
         "full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(config["num_hidden_layers"])
@@ -95,7 +95,7 @@ FOUR_NORMS = {
 }
 
 
-def _phi3(config: Config) -> Spec:
+def _phi3(config: Config) -> DecoderSpec:
     count = config["num_hidden_layers"]
     heads, kv_heads, width = heads_of(config)
     attention = AttentionSpec(heads, kv_heads, width, width, width**-0.5, rope_of(config, width))
@@ -111,7 +111,7 @@ PHI3 = {
 }
 
 
-def _exaone4(config: Config) -> Spec:
+def _exaone4(config: Config) -> DecoderSpec:
     count = config["num_hidden_layers"]
     norm = Norm("rms", config.get("rms_norm_eps", 1e-5))
     base = grouped_attention(config, head_norm=norm)
@@ -135,14 +135,14 @@ _EXAONE4 = {
 }
 
 
-def _olmo2(config: Config) -> Spec:
+def _olmo2(config: Config) -> DecoderSpec:
     count = config["num_hidden_layers"]
     norm = Norm("rms", config.get("rms_norm_eps", 1e-5))
     attention = grouped_attention(config, whole_norm=norm)
     return llama_like(config, [attention] * count, [gated_mlp(config)] * count, norm=norm, order="post")
 
 
-def _olmo3(config: Config) -> Spec:
+def _olmo3(config: Config) -> DecoderSpec:
     spec, count = _olmo2(config), config["num_hidden_layers"]
     kinds = config.get("layer_types") or ["full_attention" if i % 4 == 3 else "sliding_attention" for i in range(count)]
     width = spec.layers[0].attention.width
@@ -158,7 +158,7 @@ def _olmo3(config: Config) -> Spec:
     return replace(spec, layers=layers)
 
 
-def _vaultgemma(config: Config) -> Spec:
+def _vaultgemma(config: Config) -> DecoderSpec:
     spec = _gemma2(config)
     return replace(spec, layers=tuple(replace(layer, order="pre") for layer in spec.layers))
 

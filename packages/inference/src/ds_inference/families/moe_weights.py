@@ -23,7 +23,7 @@ from ds_inference.families.family_spec import (
     windows_of,
 )
 from ds_inference.families.variants import multiplied
-from ds_inference.spec import AttentionSpec, ExpertsSpec, Latent, Mlp, Norm, WeightSource, Spec
+from ds_inference.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec, Mlp, Norm, WeightSource, DecoderSpec
 
 __all__ = ["SPARSE"]
 
@@ -50,7 +50,7 @@ def _expert_rows(gate: Sequence[str], old: tuple[str, str, str], block: str = "m
     }
 
 
-def _mixtral(config: Config) -> Spec:
+def _mixtral(config: Config) -> DecoderSpec:
     count = config["num_hidden_layers"]
     feed = ExpertsSpec(config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"])
     attention = grouped_attention(config)
@@ -74,7 +74,7 @@ def _sparse(config: Config, feed: ExpertsSpec) -> list[Mlp | ExpertsSpec]:
     return [feed if i not in dense and (i + 1) % step == 0 else gated_mlp(config) for i in range(count)]
 
 
-def _qwen2_moe(config: Config) -> Spec:
+def _qwen2_moe(config: Config) -> DecoderSpec:
     feed = ExpertsSpec(
         first_of(config, "num_experts", "num_local_experts"),
         config["num_experts_per_tok"],
@@ -89,7 +89,7 @@ def _qwen2_moe(config: Config) -> Spec:
     return llama_like(config, [replace(attention, window=w) for w in windows], _sparse(config, feed))
 
 
-def _qwen3_moe(config: Config) -> Spec:
+def _qwen3_moe(config: Config) -> DecoderSpec:
     feed = ExpertsSpec(
         first_of(config, "num_experts", "num_local_experts"),
         config["num_experts_per_tok"],
@@ -113,7 +113,7 @@ _QWEN_MOE = {
 }
 
 
-def _olmoe(config: Config) -> Spec:
+def _olmoe(config: Config) -> DecoderSpec:
     count = config["num_hidden_layers"]
     feed = ExpertsSpec(
         first_of(config, "num_experts", "num_local_experts"),
@@ -125,7 +125,7 @@ def _olmoe(config: Config) -> Spec:
     return llama_like(config, [grouped_attention(config, whole_norm=norm)] * count, [feed] * count, norm=norm)
 
 
-def _gpt_oss(config: Config) -> Spec:
+def _gpt_oss(config: Config) -> DecoderSpec:
     count = config["num_hidden_layers"]
     feed = ExpertsSpec(
         config["num_local_experts"],
@@ -157,10 +157,10 @@ _GPT_OSS = {
 }
 
 
-def _deepseek(config: Config) -> Spec:
+def _deepseek(config: Config) -> DecoderSpec:
     heads, plain, rotated = config["num_attention_heads"], config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     third = config["model_type"] == "deepseek_v3"
-    latent = Latent(config["kv_lora_rank"], config.get("q_lora_rank"), plain, rotated)
+    latent = LatentAttentionSpec(config["kv_lora_rank"], config.get("q_lora_rank"), plain, rotated)
     rope = rope_of(
         {**config, "partial_rotary_factor": 1.0}, rotated, interleaved=bool(config.get("rope_interleave", True))
     )
@@ -179,9 +179,9 @@ def _deepseek(config: Config) -> Spec:
         normalized=bool(config.get("norm_topk_prob", False)) and third,
         scale=config.get("routed_scaling_factor", 1.0),
         groups=config.get("n_group") or 1 if third or config.get("topk_method") == "group_limited_greedy" else 1,
-        chosen_groups=config.get("topk_group") or 1,
+        top_k_groups=config.get("topk_group") or 1,
         group_score="pair" if third else "best",
-        corrected=third,
+        score_bias=third,
         shared=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
     )
     dense = config.get("first_k_dense_replace", 0)
@@ -224,36 +224,36 @@ def _corrected(config: Config) -> list[Mlp | ExpertsSpec]:
         normalized=bool(config.get("norm_topk_prob", True)),
         scale=config.get("routed_scaling_factor", 1.0),
         groups=config.get("n_group") or 1,
-        chosen_groups=config.get("topk_group") or 1,
+        top_k_groups=config.get("topk_group") or 1,
         group_score="pair",
-        corrected=True,
+        score_bias=True,
         shared=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
     )
     count, dense = config["num_hidden_layers"], config.get("first_k_dense_replace") or 0
     return [feed if i >= dense else gated_mlp(config) for i in range(count)]
 
 
-def _glm4_moe(config: Config) -> Spec:
+def _glm4_moe(config: Config) -> DecoderSpec:
     given = {"partial_rotary_factor": 0.5, **config}
     norm = Norm("rms", config.get("rms_norm_eps", 1e-5))
     attention = grouped_attention(given, head_norm=norm if config.get("use_qk_norm") else None)
     return llama_like(config, [attention] * config["num_hidden_layers"], _corrected(config))
 
 
-def _dots1(config: Config) -> Spec:
+def _dots1(config: Config) -> DecoderSpec:
     attention = grouped_attention(config, head_norm=Norm("rms", config.get("rms_norm_eps", 1e-6)))
     windows = windows_of(config, config["num_hidden_layers"])
     return llama_like(config, [replace(attention, window=w) for w in windows], _corrected(config))
 
 
-def _solar_open(config: Config) -> Spec:
+def _solar_open(config: Config) -> DecoderSpec:
     return llama_like(config, [grouped_attention(config)] * config["num_hidden_layers"], _corrected(config))
 
 
 _CORRECTED = {**LLAMA, **{role: source for role, source in _DEEPSEEK.items() if ".feed." in role}}
 
 
-def _minimax_m2(config: Config) -> Spec:
+def _minimax_m2(config: Config) -> DecoderSpec:
     count, (_, _, width) = config["num_hidden_layers"], heads_of(config)
     turned = {"partial_rotary_factor": config["rotary_dim"] / width, **config} if config.get("rotary_dim") else config
     feed = ExpertsSpec(
@@ -261,7 +261,7 @@ def _minimax_m2(config: Config) -> Spec:
         config["num_experts_per_tok"],
         config["intermediate_size"],
         score="sigmoid",
-        corrected=True,
+        score_bias=True,
     )
     attention = grouped_attention(turned, whole_norm=Norm("rms", config.get("rms_norm_eps", 1e-6)))
     return llama_like(config, [attention] * count, [feed] * count)
@@ -278,7 +278,7 @@ _MINIMAX_M2 = {
 # ---- others
 
 
-def _granite_moe(config: Config) -> Spec:
+def _granite_moe(config: Config) -> DecoderSpec:
     feed = ExpertsSpec(
         config["num_local_experts"],
         config["num_experts_per_tok"],

@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_config.errors import UnsupportedError
 from ds_inference.families.family_spec import Config, DecoderFamily, Sources, ends_of, first_of, heads_of, plain, rope_of, rows
-from ds_inference.spec import Alibi, AttentionSpec, DecoderLayerSpec, Mlp, Norm, RopeSpec, WeightSource, Spec
+from ds_inference.spec import Alibi, AttentionSpec, DecoderLayerSpec, Mlp, Norm, RopeSpec, WeightSource, DecoderSpec
 
 __all__ = ["OLDER"]
 
@@ -30,23 +30,23 @@ def _layers(prefix: str, parts: Mapping[str, tuple[str, str] | str]) -> dict[str
     return found
 
 
-def _older(config: Config, attention: AttentionSpec, feed: Mlp, eps: float, **more: Any) -> Spec:
+def _older(config: Config, attention: AttentionSpec, feed: Mlp, eps: float, **more: Any) -> DecoderSpec:
     order = more.pop("order", "pre")
     count = first_of(config, "num_hidden_layers", "n_layer")
-    found = Spec(
+    found = DecoderSpec(
         family=config["model_type"],
         hidden=first_of(config, "hidden_size", "n_embd"),
         vocab=config["vocab_size"],
         layers=(DecoderLayerSpec(attention, feed, order),) * count,
         norm=Norm("layer", eps),
-        longest=first_of(config, "max_position_embeddings", "n_positions", "seq_length", default=2048),
+        max_seq_len=first_of(config, "max_position_embeddings", "n_positions", "seq_length", default=2048),
         tied=bool(config.get("tie_word_embeddings", True)),
-        ends=ends_of(config),
+        eos_ids=ends_of(config),
     )
     return replace(found, **more)
 
 
-def _gpt2(config: Config) -> Spec:
+def _gpt2(config: Config) -> DecoderSpec:
     hidden, heads = config["n_embd"], config["n_head"]
     width = hidden // heads
     scale = width**-0.5 if config.get("scale_attn_weights", True) else 1.0
@@ -81,7 +81,7 @@ _GPT2 = {
 }
 
 
-def _gpt_neox(config: Config) -> Spec:
+def _gpt_neox(config: Config) -> DecoderSpec:
     heads, _, width = heads_of(config)
     attention = AttentionSpec(heads, heads, width, width, width**-0.5, rope_of({"rotary_pct": 0.25, **config}, width))
     feed = Mlp(config["intermediate_size"], config.get("hidden_act", "gelu"), gated=False)
@@ -108,7 +108,7 @@ _GPT_NEOX = {
 }
 
 
-def _opt(config: Config) -> Spec:
+def _opt(config: Config) -> DecoderSpec:
     heads, _, width = heads_of(config)
     attention = AttentionSpec(heads, heads, width, width, width**-0.5)
     feed = Mlp(config["ffn_dim"], config.get("activation_function", "relu"), gated=False)
@@ -149,7 +149,7 @@ _OPT = {
 }
 
 
-def _bloom(config: Config) -> Spec:
+def _bloom(config: Config) -> DecoderSpec:
     hidden, heads = first_of(config, "hidden_size", "n_embed"), first_of(config, "n_head", "num_attention_heads")
     width = hidden // heads
     attention = AttentionSpec(heads, heads, width, width, width**-0.5, alibi=Alibi())
@@ -182,7 +182,7 @@ _BLOOM = {
 }
 
 
-def _falcon(config: Config) -> Spec:
+def _falcon(config: Config) -> DecoderSpec:
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     new = config.get("new_decoder_architecture", False)
     kv_heads = (
@@ -212,7 +212,7 @@ def _falcon_sources(config: Config) -> Sources:
     return {**_WORDS, **_layers("transformer.h.{i}.", {**norms, **_BLOOM_PARTS, **qkv})}
 
 
-def _gptj(config: Config) -> Spec:
+def _gptj(config: Config) -> DecoderSpec:
     """GPT-J and CodeGen: the first `rotary_dim` features of a head are rotated, in neighbouring pairs."""
     hidden, heads = config["n_embd"], config["n_head"]
     width = hidden // heads
@@ -238,7 +238,7 @@ _GPTJ = {
 _CODEGEN = {**_GPTJ, "layers.{i}.attention.qkv.weight": (WeightSource((_GPTJ_BLOCK + "attn.qkv_proj.weight",), "shards"),)}
 
 
-def _big_code(config: Config) -> Spec:
+def _big_code(config: Config) -> DecoderSpec:
     spec = _gpt2({"activation_function": "gelu_pytorch_tanh", **config})
     kv_heads = 1 if config.get("multi_query", True) else config["n_head"]
     return replace(
@@ -258,7 +258,7 @@ def _big_code_sources(config: Config) -> Sources:
     return {**_GPT2, **_layers("transformer.h.{i}.", parts)}
 
 
-def _mpt(config: Config) -> Spec:
+def _mpt(config: Config) -> DecoderSpec:
     hidden, heads, inner = config["d_model"], config["n_heads"], config.get("attn_config") or {}
     odd = {"alibi": True, "alibi_bias_max": 8, "qk_ln": False, "prefix_lm": False, "attn_type": "multihead_attention"}
     wrong = {k: inner[k] for k, usual in odd.items() if inner.get(k, usual) != usual}

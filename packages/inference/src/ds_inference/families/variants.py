@@ -23,7 +23,7 @@ from ds_inference.families.family_spec import (
     rows,
     windows_of,
 )
-from ds_inference.spec import AttentionSpec, Mlp, Norm, WeightSource, Spec
+from ds_inference.spec import AttentionSpec, Mlp, Norm, WeightSource, DecoderSpec
 
 __all__ = ["VARIANTS", "multiplied"]
 
@@ -43,7 +43,7 @@ _BIASED_NORMS = {
 }
 
 
-def _alike(config: Config, attention: AttentionSpec, feed: Mlp | None = None, **more: Any) -> Spec:
+def _alike(config: Config, attention: AttentionSpec, feed: Mlp | None = None, **more: Any) -> DecoderSpec:
     """All layers are the same."""
     count = config["num_hidden_layers"]
     return llama_like(config, [attention] * count, [feed or gated_mlp(config)] * count, **more)
@@ -57,7 +57,7 @@ def _interleaved(config: Config) -> AttentionSpec:
 # ---- Cohere
 
 
-def _cohere(config: Config) -> Spec:
+def _cohere(config: Config) -> DecoderSpec:
     norm = Norm("layer", config.get("layer_norm_eps", 1e-5))
     attention = _interleaved(config)
     if config.get("use_qk_norm"):
@@ -67,7 +67,7 @@ def _cohere(config: Config) -> Spec:
     return _alike(config, attention, norm=norm, order="parallel", tied=tied, logit_scale=scale)
 
 
-def _cohere2(config: Config) -> Spec:
+def _cohere2(config: Config) -> DecoderSpec:
     spec, count = _cohere(config), config["num_hidden_layers"]
     pattern = first_of(config, "_sliding_window_pattern", "sliding_window_pattern", default=4)
     kinds = config.get("layer_types") or [
@@ -93,7 +93,7 @@ _COHERE = {
 # ---- norms with biases
 
 
-def _stablelm(config: Config) -> Spec:
+def _stablelm(config: Config) -> DecoderSpec:
     given = {"partial_rotary_factor": 0.25, **config}
     norm = Norm("layer", config.get("layer_norm_eps", 1e-5))
     attention = grouped_attention(given)
@@ -117,7 +117,7 @@ def _stablelm_sources(config: Config) -> Sources:
     return found
 
 
-def _phi(config: Config) -> Spec:
+def _phi(config: Config) -> DecoderSpec:
     given = {"partial_rotary_factor": 0.5, **config}
     norm = Norm("layer", config.get("layer_norm_eps", 1e-5))
     attention = grouped_attention(given, head_norm=norm if config.get("qk_layernorm") else None)
@@ -140,7 +140,7 @@ _PHI = {
 }
 
 
-def _starcoder2(config: Config) -> Spec:
+def _starcoder2(config: Config) -> DecoderSpec:
     norm = Norm("layer", config.get("norm_epsilon", 1e-5))
     feed = Mlp(config["intermediate_size"], config.get("hidden_act", "gelu_pytorch_tanh"), gated=False)
     attention = grouped_attention(config, window=config.get("sliding_window"))
@@ -150,7 +150,7 @@ def _starcoder2(config: Config) -> Spec:
 _STARCODER2 = {**LLAMA, **_BIASED_NORMS, **_each("feed.up", "mlp.c_fc"), **_each("feed.down", "mlp.c_proj")}
 
 
-def _nemotron(config: Config) -> Spec:
+def _nemotron(config: Config) -> DecoderSpec:
     given = {"partial_rotary_factor": 0.5, **config}
     norm = Norm("layer", config.get("norm_eps", 1e-5), offset=1.0)
     feed = Mlp(config["intermediate_size"], config.get("hidden_act", "relu2"), gated=False)
@@ -160,7 +160,7 @@ def _nemotron(config: Config) -> Spec:
 _NEMOTRON = {**LLAMA, **_BIASED_NORMS, **_each("feed.up", "mlp.up_proj"), **_each("feed.down", "mlp.down_proj")}
 
 
-def _jais2(config: Config) -> Spec:
+def _jais2(config: Config) -> DecoderSpec:
     norm = Norm("layer", config.get("layer_norm_eps", 1e-5))
     feed = Mlp(config["intermediate_size"], config.get("hidden_act", "relu2"), gated=False)
     return _alike(config, grouped_attention(config), feed, norm=norm)
@@ -169,7 +169,7 @@ def _jais2(config: Config) -> Spec:
 # ---- RMS norms
 
 
-def multiplied(config: Config, spec: Spec) -> Spec:
+def multiplied(config: Config, spec: DecoderSpec) -> DecoderSpec:
     """With Granite's multipliers."""
     scale = float(config.get("attention_multiplier", 1.0))
     residual = float(config.get("residual_multiplier", 1.0))
@@ -181,11 +181,11 @@ def multiplied(config: Config, spec: Spec) -> Spec:
     )
 
 
-def _granite(config: Config) -> Spec:
+def _granite(config: Config) -> DecoderSpec:
     return multiplied(config, _alike(config, grouped_attention(config)))
 
 
-def _arcee(config: Config) -> Spec:
+def _arcee(config: Config) -> DecoderSpec:
     feed = Mlp(config["intermediate_size"], config.get("hidden_act", "relu2"), gated=False)
     return _alike(config, grouped_attention(config), feed)
 
@@ -193,11 +193,11 @@ def _arcee(config: Config) -> Spec:
 _ARCEE = {**LLAMA, **_each("feed.up", "mlp.up_proj"), **_each("feed.down", "mlp.down_proj")}
 
 
-def _helium(config: Config) -> Spec:
+def _helium(config: Config) -> DecoderSpec:
     return _alike(config, _interleaved(config))
 
 
-def _smollm3(config: Config) -> Spec:
+def _smollm3(config: Config) -> DecoderSpec:
     count, every = config["num_hidden_layers"], config.get("no_rope_layer_interval", 4)
     turns = config.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(count)]
     base = grouped_attention(config)
@@ -210,7 +210,7 @@ def _smollm3(config: Config) -> Spec:
     return llama_like(config, attentions, [gated_mlp(config)] * count, tied=tied)
 
 
-def _glm(config: Config) -> Spec:
+def _glm(config: Config) -> DecoderSpec:
     order = "sandwich" if config["model_type"] == "glm4" else "pre"
     return _alike(config, _interleaved({"partial_rotary_factor": 0.5, **config}), order=order)
 
@@ -225,11 +225,11 @@ _GLM4 = {
 }
 
 
-def _ernie(config: Config) -> Spec:
+def _ernie(config: Config) -> DecoderSpec:
     return _alike(config, _interleaved(config), tied=bool(config.get("tie_word_embeddings", True)))
 
 
-def _hunyuan(config: Config) -> Spec:
+def _hunyuan(config: Config) -> DecoderSpec:
     norm = Norm("rms", config.get("rms_norm_eps", 1e-5))
     return _alike(config, grouped_attention(config, head_norm=norm, head_norm_late=True))
 
@@ -241,7 +241,7 @@ _HUNYUAN = {
 }
 
 
-def _seed(config: Config) -> Spec:
+def _seed(config: Config) -> DecoderSpec:
     return _alike(config, grouped_attention(config))
 
 

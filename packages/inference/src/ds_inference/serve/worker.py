@@ -114,7 +114,7 @@ class Worker:
     def load(self) -> EngineLoad:
         """As of now; read by any thread."""
         pool = self._engine.scheduler.pool
-        return EngineLoad(len(self._engine.scheduler.requests), pool.free, pool.count, self._steps, self._tokens)
+        return EngineLoad(len(self._engine.scheduler.requests), pool.num_free, pool.count, self._steps, self._tokens)
 
     @property
     def adapters(self) -> list[str]:

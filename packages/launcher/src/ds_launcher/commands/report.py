@@ -84,7 +84,7 @@ def _check_table(checks: Sequence[Check]) -> rich.table.Table:
     for check in checks:
         fix = f"\n-> {check.fix}" if check.fix else ""
         mark = f"[{_STYLE[check.verdict]}]{check.verdict.value}[/]"
-        table.add_row(escape(check.name), mark if check.verdict is not ReportLevel.INFO else "", escape(check.found + fix))
+        table.add_row(escape(check.name), mark if check.verdict is not ReportLevel.INFO else "", escape(check.result + fix))
     return table
 
 

@@ -84,11 +84,11 @@ class HostChunks:
     def __init__(self, on_host: bool) -> None:
         accelerator = get_accelerator()
         self._stream: Any = accelerator.new_stream() if on_host and not accelerator.facts.synchronous else None
-        self._held: dict[int, tuple[Tensor, ...]] = {}
+        self._chunks: dict[int, tuple[Tensor, ...]] = {}
 
     def put(self, index: int, *tensors: Tensor) -> None:
         """Keep these under `index`, instead of what is there. The caller must not change them afterwards."""
-        self._held[index] = tensors if self._stream is None else self._sent(tensors)
+        self._chunks[index] = tensors if self._stream is None else self._sent(tensors)
 
     def walk(self, indices: Sequence[int]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """(index, its tensors on the device), in this order; the next are on their way while the caller uses these."""
@@ -110,7 +110,7 @@ class HostChunks:
         return tuple(found)
 
     def _fetch(self, index: int) -> tuple[tuple[Tensor, ...], Any]:
-        held, accelerator = self._held[index], get_accelerator()
+        held, accelerator = self._chunks[index], get_accelerator()
         if self._stream is None:
             return held, None
         with accelerator.on_stream(self._stream):

@@ -42,12 +42,12 @@ class FpdtInput:
         places = torch.arange(length, device=tokens.device).view(length // chunk, sp_size, -1)
         self._all = places.transpose(0, 1).flatten()
         mine = places[:, sp_rank].flatten()
-        self._found = [None if t is None else t[:, mine] for t in (tokens, labels, position_ids)]
+        self._local_inputs = [None if t is None else t[:, mine] for t in (tokens, labels, position_ids)]
         self._masks = None if loss_mask is None else loss_mask[:, self._all], attention_mask
 
     def generate(self) -> tuple[Any, Any, Any, Any, Any]:
         """Tokens, labels, loss mask, attention mask, positions."""
-        tokens, labels, positions = self._found
+        tokens, labels, positions = self._local_inputs
         return tokens, labels, *self._masks, positions
 
 

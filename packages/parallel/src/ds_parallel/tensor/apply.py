@@ -72,10 +72,10 @@ class TensorParallelModel:
 
     def __init__(self, model: nn.Module, plan: TensorPlan, group: Group) -> None:
         self.model, self.plan, self.group = model, plan, group
-        self.held: dict[str, Held] = {}
+        self.shards: dict[str, Held] = {}
         self.replaced: dict[nn.Parameter, list[nn.Parameter]] = {}
         self._were: list[_Was] = []
-        self._said: dict[nn.Parameter, ParamSharding] = {}
+        self._param_shardings: dict[nn.Parameter, ParamSharding] = {}
         self._handles: list[RemovableHandle] = []
         self._inputs: InputCheck | None = None
 
@@ -115,9 +115,9 @@ class TensorParallelModel:
             return families[was, copies]
 
         for name, param in self.model.named_parameters():  # a tied one by its first name, as without a cut
-            held = self.held.get(name)
+            held = self.shards.get(name)
             origin = param if held is None else self._origin(held)
-            was = self._said.setdefault(origin, param_sharding(origin))
+            was = self._param_shardings.setdefault(origin, param_sharding(origin))
             if held is None:
                 set_param_sharding(param, replace(was, family=family(was.family, degree)))
             else:
@@ -131,7 +131,7 @@ class TensorParallelModel:
         Returns:
             The logical shape; zeros where other parts are.
         """
-        held = self.held[name]
+        held = self.shards[name]
         out = torch.zeros(held.shape, dtype=held.param.dtype, device=held.param.device)
         self._fill(out, held)
         return out
@@ -145,7 +145,7 @@ class TensorParallelModel:
         """
         found: dict[str, Tensor] = {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
-            held = self.held.get(name)
+            held = self.shards.get(name)
             if held is None:
                 if keep:
                     found[name] = tensor.detach()
@@ -175,22 +175,22 @@ class TensorParallelModel:
         """Give the model whole weights and its own layers back. Collective: every rank of the group calls it."""
         self.close()
         whole: dict[int, Tensor] = {}
-        for held in self.held.values():
+        for held in self.shards.values():
             key = id(self._origin(held))
             if key not in whole:
                 whole[key] = held.param.new_empty(held.shape)
             self._fill(whole[key], held)
-        origins = {id(self._origin(held)): self._origin(held) for held in self.held.values()}
+        origins = {id(self._origin(held)): self._origin(held) for held in self.shards.values()}
         for key, origin in origins.items():
             origin.data, origin.grad = whole[key], None
-            self._said.setdefault(origin, ParamSharding())
+            self._param_shardings.setdefault(origin, ParamSharding())
             mark_unlike([origin], ())
-        for param, said in self._said.items():
+        for param, said in self._param_shardings.items():
             set_param_sharding(param, said)
-        self._said.clear()
+        self._param_shardings.clear()
         for was in reversed(self._were):
             was.restore()
-        self.held.clear()
+        self.shards.clear()
         self._were.clear()
         self.model.__dict__.pop(_MARK, None)
 
@@ -204,7 +204,7 @@ class _Was:
 
     module: nn.Module
     kind: type[nn.Module]
-    own: Mapping[str, Any]
+    attributes: Mapping[str, Any]
     params: Mapping[str, nn.Parameter | None]
 
     @classmethod
@@ -215,7 +215,7 @@ class _Was:
     def restore(self) -> None:
         self.module.__dict__.pop("_ds_part", None)
         self.module.__class__ = self.kind
-        self.module.__dict__.update(self.own)
+        self.module.__dict__.update(self.attributes)
         self.module._parameters.clear()
         self.module._parameters.update(self.params)
 
@@ -271,7 +271,7 @@ def parallelize_model(model: nn.Module, plan: TensorPlan, group: Group) -> Tenso
 def _mark_parts(result: TensorParallelModel) -> None:
     """Say that tensor-parallel peers hold other parts, whoever asks before there are families: DDP would copy over them."""
     group = result.group
-    for held in result.held.values():
+    for held in result.shards.values():
         same = held.cut.sharers(held.part, group.rank)
         mark_unlike([held.param], (rank for place, rank in enumerate(group.ranks) if place not in same))
 
@@ -291,7 +291,7 @@ def unsharded_params(params: Iterable[nn.Parameter], cut: TensorParallelModel | 
     own: list[tuple[nn.Parameter, Tensor]] = []
     try:
         for param in params:
-            held = next((h for h in (cut.held.values() if cut is not None else ()) if h.param is param), None)
+            held = next((h for h in (cut.shards.values() if cut is not None else ()) if h.param is param), None)
             if cut is None or held is None:
                 continue
             whole = param.new_empty(held.shape)
@@ -348,7 +348,7 @@ def _replace(result: TensorParallelModel, decision: Decision, module: nn.Module,
         for own, param in zip(names, params, strict=True):
             module.register_parameter(own, param)
     for index, (own, param) in enumerate(zip(names, params, strict=True)):
-        result.held[f"{decision.name}.{own}"] = Held(param, full, shape, cut, index)
+        result.shards[f"{decision.name}.{own}"] = Held(param, full, shape, cut, index)
 
 
 def _resize(module: nn.Module, decision: Decision, cut: DimShards, rank: int) -> None:
@@ -404,11 +404,11 @@ def _holder(name: str, found: Mapping[str, DimShards | None]) -> bool:
 
 def _note_holders(result: TensorParallelModel) -> None:
     """Modules that only hold a parameter of another one hold its part, too."""
-    first = {id(held.param): held for held in result.held.values()}
+    first = {id(held.param): held for held in result.shards.values()}
     for name, param in result.model.named_parameters(remove_duplicate=False):
         held = first.get(id(param))
-        if held is not None and name not in result.held:
-            result.held[name] = Held(held.param, name, held.shape, held.cut, held.part)
+        if held is not None and name not in result.shards:
+            result.shards[name] = Held(held.param, name, held.shape, held.cut, held.part)
 
 
 def _sum_gradients(result: TensorParallelModel, modules: Mapping[str, nn.Module]) -> None:
@@ -418,7 +418,7 @@ def _sum_gradients(result: TensorParallelModel, modules: Mapping[str, nn.Module]
         if decision.sum_gradient:
             for param in modules[decision.name].parameters(recurse=False):
                 result._handles += sum_over(param, group)
-    for held in {id(held.param): held for held in result.held.values()}.values():
+    for held in {id(held.param): held for held in result.shards.values()}.values():
         stretches = held.cut.parts[held.part]
         distinct = sorted(set(stretches))
         if len(distinct) < group.size:

@@ -59,7 +59,7 @@ class _HeadArguments:
 
     names: tuple[str, ...]
     total: int
-    mine: tuple[int, int]
+    local_range: tuple[int, int]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         changed = dict(kwargs)
@@ -70,7 +70,7 @@ class _HeadArguments:
         return args, changed
 
     def _part(self, value: Tensor) -> Tensor:
-        start, stop = self.mine
+        start, stop = self.local_range
         if value.dim() == 4:  # [batch, heads or 1, queries, keys]
             return value[:, start:stop] if value.shape[1] == self.total > 1 else value
         folded = value.view(-1, self.total, *value.shape[1:])  # [batch * heads, ...]

@@ -42,7 +42,7 @@ def load_sharded_weights(
         problems: list[str] = []
         done: set[int] = set()
         for name, tensor in _wanted(cut):
-            held = cut.held.get(name)
+            held = cut.shards.get(name)
             logical, shape = (held.name, held.shape) if held else (name, tuple(tensor.shape))
             stored = files.find(logical)
             if stored is None:
@@ -81,7 +81,7 @@ def _wanted(cut: TensorParallelModel) -> Iterator[tuple[str, Tensor]]:
 def _loaded_elsewhere(cut: TensorParallelModel, tensor: Tensor, files: _FolderTensors) -> bool:
     """Whether a tied name of the same parameter is in the files."""
     for name, other in cut.model.named_parameters(remove_duplicate=False):
-        held = cut.held.get(name)
+        held = cut.shards.get(name)
         if other is tensor and files.find(held.name if held else name) is not None:
             return True
     return False

@@ -147,7 +147,7 @@ def _sharded(wanted: list[Parameter], modifier_rank: int | None, write: bool) ->
     order = {s: i for i, s in enumerate(dict.fromkeys(p.sharding for p in places))}
     places.sort(key=lambda p: (order[p.sharding], p.unit.number, p.member))
     units = list(dict.fromkeys(p.unit for p in places))
-    channels = {p.unit: p.unit.seat.unforeseen() for p in places if p.unit.releases}
+    channels = {p.unit: p.unit.groups.late_group() for p in places if p.unit.releases}
     for unit in units:
         unit.unshard(channels.get(unit))
         unit.pins += 1
@@ -161,7 +161,7 @@ def _sharded(wanted: list[Parameter], modifier_rank: int | None, write: bool) ->
             unit.pins -= 1
         if modifier_rank is not None:
             for place in places:
-                group = place.unit.seat.family.group
+                group = place.unit.groups.reduction_group.group
                 comm.broadcast(
                     place.unit.storage.views[place.member], group=group, group_src=modifier_rank, unit=place.name
                 )
@@ -195,14 +195,14 @@ def _keep(places: Sequence[_Place]) -> None:
     """The full copy's values become the shard's."""
     with torch.no_grad():
         for place in places:
-            place.unit.tier.fetch()
+            place.unit.state_store.fetch()
             flat = place.unit.storage.views[place.member].reshape(-1)
             for start, at, numel in place.ranges():
                 place.unit.shard[at : at + numel].copy_(flat[start : start + numel])
     for unit in dict.fromkeys(place.unit for place in places):
         unit.storage.forget()
         unit.storage.publish()
-        unit.tier.store()
+        unit.state_store.store()
 
 
 @contextmanager
@@ -236,7 +236,7 @@ _Source = Callable[[_Place], "list[tuple[int, Tensor]] | None"]
 
 
 def _param(place: _Place) -> list[tuple[int, Tensor]]:
-    place.unit.tier.fetch()
+    place.unit.state_store.fetch()
     return [(start, place.unit.shard[at : at + numel]) for start, at, numel in place.ranges()]
 
 
@@ -251,7 +251,7 @@ def _state(key: str) -> _Source:
 
     def source(place: _Place) -> list[tuple[int, Tensor]] | None:
         found = []
-        place.unit.tier.fetch_state()
+        place.unit.state_store.fetch_state()
         for start, at, numel in place.ranges():
             for part in place.unit.parts:
                 if part.start <= at and at + numel <= part.stop:
@@ -284,7 +284,7 @@ def _get_full(param: Tensor, source: _Source, dtype: torch.dtype | None = None) 
     place = _place(param)
     if place is None:
         return None
-    ranges, group = source(place), place.unit.seat.shards
+    ranges, group = source(place), place.unit.groups.shard_group
     slot = place.unit.layout.slots[place.member]
     # One more element counts the ranks that have something, so that all of them know when nobody has.
     full = torch.zeros(slot.numel + 1, dtype=dtype or place.unit.dtypes.master, device=place.unit.full.device)
@@ -359,7 +359,7 @@ def _written(param: Parameter) -> Iterator[None]:
     yield
     if place is not None:
         place.unit.mark_updated()
-        place.unit.tier.store()
+        place.unit.state_store.store()
         if not place.unit.releases:
             place.unit.unshard()
 
@@ -372,7 +372,7 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
     place = _place(param)
     own = None if place is None else place.unit.gradients.own(place.member)
     if own is not None and not isinstance(own, ShardedGradient) and place is not None:
-        return _scaled(param, own.detach() * place.unit.seat.size)
+        return _scaled(param, own.detach() * place.unit.groups.size)
     return _scaled(param, _get_full(param, _grad))
 
 
@@ -407,7 +407,7 @@ def safe_update_full_grad_vectorized(
         shard = torch.cat(unit.gradients.sums)
         whole = torch.empty(unit.layout.numel, dtype=shard.dtype, device=shard.device)
         for (start, stop), part in zip(unit.layout.spans, parts_of(shard, unit.layout), strict=True):
-            comm.all_gather_single(whole[start:stop], part, unit.seat.shards, unit=unit.spec.name)
+            comm.all_gather_single(whole[start:stop], part, unit.groups.shard_group, unit=unit.spec.name)
         for place in members:
             slot, param = unit.layout.slots[place.member], unit.params[place.member]
             factor = place.sharding.grad_factor(unit)

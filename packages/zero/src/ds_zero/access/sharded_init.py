@@ -65,7 +65,7 @@ class Init:
         self.enabled, self.meta, self.dtype = enabled, meta, dtype
         cuts = enabled and not meta and group is None
         self._scatter = Scatter(comm.ensure_world() if cuts else comm.as_group(group))
-        self._made: list[weakref.ref[Parameter]] = []
+        self._created: list[weakref.ref[Parameter]] = []
         self._handles: list[Any] = []
 
     def __enter__(self) -> Init:
@@ -91,12 +91,12 @@ class Init:
     ) -> None:
         self.pause()
         if kind is None:
-            for number, ref in enumerate(self._made):
+            for number, ref in enumerate(self._created):
                 param = ref()
                 if param is not None:
                     self._take(param, f"parameter {number}")
             self._scatter.settle()
-        self._made.clear()
+        self._created.clear()
 
     def _parameter(self, module: nn.Module, name: str, param: Any) -> Any:
         del module, name
@@ -107,7 +107,7 @@ class Init:
             return Parameter(torch.empty(param.shape, dtype=dtype, device="meta"), param.requires_grad)
         if dtype is not param.dtype and not is_scattered(param):
             param.data = param.data.to(dtype)  # the same object: it may be tied, or carry a mark
-        self._made.append(weakref.ref(param))
+        self._created.append(weakref.ref(param))
         return None
 
     def _module(self, module: nn.Module, name: str, child: Any) -> None:
@@ -226,14 +226,14 @@ def _find(
 def _read_params(sharding: ShardedModel, found: Mapping[str, _Entry | None]) -> None:
     sharding.quiet("load_pretrained")
     for unit in sharding.units:
-        unit.tier.fetch()
+        unit.state_store.fetch()
         for piece in sharding.pieces(unit):
             entry = found[piece.name]
             if entry is not None:
                 mine = sharding.logical[piece.name].shard("param", "", piece.interval)
                 for here, there in mine.overlap(TensorShard.whole(mine.name, entry.shape, "")):
                     _read(entry, there.start, unit.shard[piece.start + here.start : piece.start + here.stop])
-        unit.tier.store()
+        unit.state_store.store()
 
 
 def _missing_buffers(model: nn.Module, found: Mapping[str, Tensor]) -> list[str]:

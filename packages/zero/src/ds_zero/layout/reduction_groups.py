@@ -23,7 +23,7 @@ from ds_config.errors import PlanError
 from ds_zero.layout.units import DENSE, UnitSpec
 from ds_zero.runtime.init_shards import scatter_of
 
-__all__ = ["Replicas", "check_same", "cut", "family_name", "find_families"]
+__all__ = ["Replicas", "check_same", "cut", "family_name", "find_reduction_groups"]
 
 
 class Replicas(NamedTuple):
@@ -31,7 +31,7 @@ class Replicas(NamedTuple):
 
     shards: Group
     twins: Group
-    made: tuple[Group, ...] = ()
+    created: tuple[Group, ...] = ()
 
 
 def split_replicas(group: Group, shard_size: int | None) -> Replicas:
@@ -62,7 +62,7 @@ def family_name(tensor: Tensor) -> str:
     return DENSE if family is None else family.name
 
 
-def find_families(model: nn.Module, group: Group) -> dict[str, ReductionGroup]:
+def find_reduction_groups(model: nn.Module, group: Group) -> dict[str, ReductionGroup]:
     """The families of a model's parameters and buffers: dense first, the others by name.
 
     Raises:
@@ -175,4 +175,4 @@ def _check_present(families: Mapping[str, ReductionGroup]) -> None:
 def _content(spec: UnitSpec, logical: Mapping[str, Logical]) -> tuple[Any, ...]:
     # A tied weight has other names, and other modules, on other stages; its logical name is the same.
     params = [(replace(p, name="", module=""), logical[p.name]) for p in spec.params]
-    return (spec.family, spec.residency, "" if spec.family != DENSE else spec.module, params)
+    return (spec.family, spec.strategy, "" if spec.family != DENSE else spec.module, params)

@@ -276,28 +276,28 @@ class ShardOptions:
     nodes: NodeTopology | None = None
     sparse: bool = False
     memory: Literal["auto", "private", "shared"] = "auto"
-    tier: str | OffloadPolicy | Callable[[UnitSpec], str | OffloadPolicy] = "device"
-    param_tier: str | OffloadPolicy = "device"
-    wire: CommFormat = PLAIN
+    offload_optimizer: str | OffloadPolicy | Callable[[UnitSpec], str | OffloadPolicy] = "device"
+    offload_params: str | OffloadPolicy = "device"
+    quantized_comm: CommFormat = PLAIN
     updates: UpdatePolicy | None = None
 
-    def tiers_of(self, specs: Sequence[UnitSpec]) -> list[str | OffloadPolicy]:
+    def offload_policies(self, specs: Sequence[UnitSpec]) -> list[str | OffloadPolicy]:
         """The tiers of units, in canonical order."""
-        if isinstance(self.tier, OffloadPolicy):
-            return self.tier.spread(specs)
-        return [self.tier if isinstance(self.tier, str) else self.tier(spec) for spec in specs]
+        if isinstance(self.offload_optimizer, OffloadPolicy):
+            return self.offload_optimizer.spread(specs)
+        return [self.offload_optimizer if isinstance(self.offload_optimizer, str) else self.offload_optimizer(spec) for spec in specs]
 
-    def param_tiers_of(self, specs: Sequence[UnitSpec], shards: Sequence[int]) -> list[str | OffloadPolicy]:
+    def param_offload_policies(self, specs: Sequence[UnitSpec], shards: Sequence[int]) -> list[str | OffloadPolicy]:
         """Where the parameters of units are kept, in canonical order.
 
         Args:
             shards: Of each unit, over how many ranks it is cut.
         """
-        if isinstance(self.param_tier, str):
-            return [self.param_tier] * len(specs)
-        cut = [spec.residency.shard_params for spec in specs]
+        if isinstance(self.offload_params, str):
+            return [self.offload_params] * len(specs)
+        cut = [spec.strategy.shard_params for spec in specs]
         numels = [-(-s.numel // n) if c else 0 for s, n, c in zip(specs, shards, cut, strict=True)]
-        return list(self.param_tier.spread_params(numels))
+        return list(self.offload_params.spread_params(numels))
 
     @property
     def residency(self) -> ShardingStrategy:

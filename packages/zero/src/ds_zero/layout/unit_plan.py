@@ -20,7 +20,7 @@ from ds_zero.layout.elements import UnitLayout, plan_layout
 from ds_zero.layout.shard_options import PLAIN, OptimizerTraits, CommFormat, NodeTopology, OffloadPolicy, ShardOptions, describe
 from ds_zero.layout.dtypes_plan import Dtypes, Precision
 from ds_zero.layout.units import ModuleInfo, ParamInfo, ShardingStrategy, UnitBytes, UnitSpec, plan_units
-from ds_zero.offload.state_stores import kind_of
+from ds_zero.offload.state_stores import store_kind
 
 __all__ = [
     "ShardGroupInfo",
@@ -92,8 +92,8 @@ class UnitPlan:
     storage: ParamStorage
     reduction: ReduceStrategy
     nodes: NodeTopology | None
-    tier: str | OffloadPolicy
-    param_tier: str | OffloadPolicy
+    offload_optimizer: str | OffloadPolicy
+    offload_params: str | OffloadPolicy
     bytes: UnitBytes
     wire: CommFormat = PLAIN
 
@@ -108,13 +108,13 @@ class UnitPlan:
     @property
     def aliased(self) -> bool:
         """Whether the master shard is a range of the buffer that forward uses."""
-        own = self.storage is ParamStorage.RELEASED or not kind_of(self.tier).resident
+        own = self.storage is ParamStorage.RELEASED or not store_kind(self.offload_optimizer).resident
         return self.dtypes.same and len(self.layout.segments) == 1 and not own
 
     @property
     def early(self) -> bool:
         """Whether its update may begin while backward goes on."""
-        return self.spec.trained and isinstance(self.tier, OffloadPolicy) and self.tier.overlap_ratio > 0
+        return self.spec.trained and isinstance(self.offload_optimizer, OffloadPolicy) and self.offload_optimizer.overlap_ratio > 0
 
     @property
     def undo(self) -> int:
@@ -134,7 +134,7 @@ class UnitPlan:
         """Whether the master shard is what gathers send: nothing else is made of it."""
         if self.storage is ParamStorage.RELEASED and not self.spec.trained:
             return True
-        resident = kind_of(self.tier).resident and self.param_tier == "device"
+        resident = store_kind(self.offload_optimizer).resident and self.offload_params == "device"
         released = self.storage is ParamStorage.RELEASED
         return (
             self.dtypes.same and resident and (self.layout.world > 1 or released) and self.storage is not ParamStorage.SHARED
@@ -157,7 +157,7 @@ class UnitPlan:
         )
         return (
             f"{self.name}: {len(self.spec.params)} parameters, {self.numel:,} elements, {self.spec.family}, {formats}, "
-            f"{self.layout.kind} over {self.layout.world}, {self.storage.value}, {self.reduction.value}, {self.tier}, {self.bytes.kept:,} bytes{told and f' and {told}'}"
+            f"{self.layout.kind} over {self.layout.world}, {self.storage.value}, {self.reduction.value}, {self.offload_optimizer}, {self.bytes.kept:,} bytes{told and f' and {told}'}"
         )
 
 
@@ -248,10 +248,10 @@ def plan_unit(
     wire: CommFormat = PLAIN,
 ) -> UnitPlan:
     """Decide about one unit of a family that lives on `ranks`. Padding is counted."""
-    param_tier = param_tier if spec.residency.shard_params else "device"
+    param_tier = param_tier if spec.strategy.shard_params else "device"
     if param_tier != "device":
         ranks = replace(ranks, shared=False)
-    shards = ranks.shards if spec.residency.shard_optim else 1
+    shards = ranks.shards if spec.strategy.shard_optim else 1
     layout = plan_layout(spec.shapes, shards, kind=spec.params[0].layout)
     dtypes = precision.resolve(getattr(torch, spec.params[0].dtype), spec.params[0].name)
     dtypes = dtypes if spec.trained else dtypes.frozen
@@ -261,7 +261,7 @@ def plan_unit(
     if shards > 1 and ranks.shared:
         storage, reduction = ParamStorage.SHARED, ReduceStrategy.POSTING
     elif shards > 1:
-        storage = ParamStorage.RELEASED if spec.residency.shard_params else ParamStorage.PRIVATE
+        storage = ParamStorage.RELEASED if spec.strategy.shard_params else ParamStorage.PRIVATE
         reduction = ReduceStrategy.EXCHANGE if ranks.anywhere else ReduceStrategy.ARENA
     nodes = ranks.nodes if storage is ParamStorage.RELEASED else None
     form = PLAIN
@@ -275,7 +275,7 @@ def plan_unit(
     found = _bytes(made)
     if spec.trained and isinstance(param_tier, OffloadPolicy):
         found = param_tier.planned_params(found)
-    return replace(made, bytes=kind_of(made.tier).planned(found))
+    return replace(made, bytes=store_kind(made.offload_optimizer).planned(found))
 
 
 def _bytes(unit: UnitPlan) -> UnitBytes:
@@ -336,17 +336,17 @@ def plan(
     else:
         params, found = list(model), list(modules) or [ModuleInfo("")]
     specs = plan_units(params, found, options.residency, options.policy)
-    options.wire.check(options.residency)
+    options.quantized_comm.check(options.residency)
     ranks = {spec.family: ranks_of(sizes.get(spec.family, world), options) for spec in specs}
     return ZeroPlan(world, options.residency, plan_all(specs, options, ranks))
 
 
 def plan_all(specs: Sequence[UnitSpec], options: ShardOptions, ranks: Mapping[str, ShardGroupInfo]) -> tuple[UnitPlan, ...]:
     """Decide about all units of a model whose families live on `ranks`."""
-    precision, tiers = Precision.of(options.precision), options.tiers_of(specs)
-    param_tiers = options.param_tiers_of(specs, [ranks[spec.family].shards for spec in specs])
+    precision, tiers = Precision.of(options.precision), options.offload_policies(specs)
+    param_tiers = options.param_offload_policies(specs, [ranks[spec.family].shards for spec in specs])
     return tuple(
-        plan_unit(spec, precision, ranks[spec.family], tier, param_tier, options.wire)
+        plan_unit(spec, precision, ranks[spec.family], tier, param_tier, options.quantized_comm)
         for spec, tier, param_tier in zip(specs, tiers, param_tiers, strict=True)
     )
 

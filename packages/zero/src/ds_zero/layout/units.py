@@ -160,7 +160,7 @@ class UnitSpec:
     name: str
     module: str
     params: tuple[ParamInfo, ...]
-    residency: ShardingStrategy
+    strategy: ShardingStrategy
 
     @property
     def numel(self) -> int:

@@ -38,7 +38,7 @@ from ds_zero.layout.shard_options import OffloadPolicy
 from ds_zero.layout.dtypes_plan import Dtypes
 from ds_zero.layout.units import UnitBytes, UnitSpec
 
-__all__ = ["TIERS", "OptimizerSlice", "ParamStore", "OptimizerStateStore", "Tiered", "kind_of", "made", "nothing", "place_of"]
+__all__ = ["TIERS", "OptimizerSlice", "ParamStore", "OptimizerStateStore", "OffloadedUnit", "store_kind", "make_state_store", "nothing", "make_param_store"]
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +60,7 @@ class OptimizerSlice:
 States = Callable[[OptimizerSlice], dict[str, Any]]
 
 
-class Tiered(Protocol):
+class OffloadedUnit(Protocol):
     """Of a unit what a tier may use: `Unit`. The one thing that it may set is `shard`.
 
     Attributes:
@@ -135,7 +135,7 @@ class OptimizerStateStore(ParamStore):
     alone = False
     parks = True
 
-    def __init__(self, unit: Tiered) -> None:
+    def __init__(self, unit: OffloadedUnit) -> None:
         super().__init__()
         self.unit = unit
         self.states: States = lambda part: {}
@@ -172,12 +172,12 @@ TIERS: dict[str, type[OptimizerStateStore]] = {"device": OptimizerStateStore}
 """By name, as `ShardOptions.tier` says it."""
 
 
-def kind_of(tier: str | OffloadPolicy) -> type[OptimizerStateStore] | OffloadPolicy:
+def store_kind(tier: str | OffloadPolicy) -> type[OptimizerStateStore] | OffloadPolicy:
     """What planning asks a tier: `resident`, `alone`, `planned`."""
-    return tier_of(tier) if isinstance(tier, str) else tier
+    return state_store_type(tier) if isinstance(tier, str) else tier
 
 
-def tier_of(name: str) -> type[OptimizerStateStore]:
+def state_store_type(name: str) -> type[OptimizerStateStore]:
     """The tier of a name.
 
     Raises:
@@ -196,11 +196,11 @@ def tier_of(name: str) -> type[OptimizerStateStore]:
 _MASTER = ""
 
 
-def made(placement: OffloadPolicy | str, unit: Any) -> OptimizerStateStore:
+def make_state_store(placement: OffloadPolicy | str, unit: Any) -> OptimizerStateStore:
     """What keeps the masters and optimizer state of a unit."""
     if isinstance(placement, str):
-        return tier_of(placement)(unit)
-    return HostTier(placement, unit) if placement.device == "host" else FileTier(placement, unit)
+        return state_store_type(placement)(unit)
+    return HostStateStore(placement, unit) if placement.device == "host" else FileStateStore(placement, unit)
 
 
 class SendBuffer(Protocol):
@@ -209,14 +209,14 @@ class SendBuffer(Protocol):
     sent: Tensor | None
 
 
-def place_of(placement: OffloadPolicy | str, unit: Any, sender: SendBuffer) -> ParamStore:
+def make_param_store(placement: OffloadPolicy | str, unit: Any, sender: SendBuffer) -> ParamStore:
     """What keeps `sender.sent` of a unit between gathers."""
     if isinstance(placement, str):
         return ParamStore()
-    return HostPlace(placement) if placement.device == "host" else FilePlace(placement, unit, sender)
+    return HostParamStore(placement) if placement.device == "host" else FileParamStore(placement, unit, sender)
 
 
-class HostPlace(ParamStore):
+class HostParamStore(ParamStore):
     """In memory of the host."""
 
     apart = True
@@ -235,7 +235,7 @@ class HostPlace(ParamStore):
         """Nothing: it is there."""
 
 
-class HostTier(HostPlace, OptimizerStateStore):
+class HostStateStore(HostParamStore, OptimizerStateStore):
     """In memory of the host, where the optimizer updates it.
 
     Attributes:
@@ -245,7 +245,7 @@ class HostTier(HostPlace, OptimizerStateStore):
     resident = False
     parks = False
 
-    def __init__(self, placement: OffloadPolicy, unit: Tiered) -> None:
+    def __init__(self, placement: OffloadPolicy, unit: OffloadedUnit) -> None:
         super().__init__(placement, unit)
         self.wanted: Callable[[], None] = nothing
         self._landings: dict[Tensor, Tensor] = {}
@@ -267,7 +267,7 @@ def nothing() -> None:
     """Nobody listens."""
 
 
-class _Filed(ParamStore, ABC):
+class _FileBacked(ParamStore, ABC):
     """In a file, except while it is used."""
 
     apart = True
@@ -276,10 +276,10 @@ class _Filed(ParamStore, ABC):
         self.placement = placement
         self.ring: BufferRing = unit.seat.pool.shared((role, placement), lambda: _ring(placement, unit.device))
         self.regions, self.record = Regions(unit.layout.shard_numel), ScratchRecord(self.ring, nbytes)
-        self._held = False
+        self._on_host = False
 
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self._held = True
+        self._on_host = True
         return self.regions.add(_MASTER, dtype).of(self.record.blank(), _MASTER)
 
     def fetch(self) -> None:
@@ -287,24 +287,24 @@ class _Filed(ParamStore, ABC):
         self._settle()
 
     def fetch_to_send(self) -> None:
-        if not self._held:
-            self._held = True
+        if not self._on_host:
+            self._on_host = True
             self._point(self.record.hold())
 
     def store(self) -> None:
-        if self._held:
+        if self._on_host:
             self._take_in()
             self._point(None)
             self.record.put(self._let_go())
 
     def drop(self) -> None:
-        if self._held:
+        if self._on_host:
             self._point(None)
             self.record.drop(self._let_go())
 
     def _let_go(self) -> Sequence[Event]:
         """The slot is held no more. Returns after what the device has read it."""
-        after, self._copying, self._held = self._copying, [], False
+        after, self._copying, self._on_host = self._copying, [], False
         return after
 
     def _take_in(self) -> None:
@@ -322,7 +322,7 @@ def _ring(placement: OffloadPolicy, device: torch.device) -> BufferRing:
     return BufferRing(RingSettings(*told), device)
 
 
-class FilePlace(_Filed):
+class FileParamStore(_FileBacked):
     """In a file, except while it is sent."""
 
     def __init__(self, placement: OffloadPolicy, unit: Any, sender: SendBuffer) -> None:
@@ -331,7 +331,7 @@ class FilePlace(_Filed):
         self._open("param_tier", placement, unit, unit.layout.shard_numel * unit.dtypes.param.itemsize)
 
     def fetch_to_send(self) -> None:
-        if self._held:
+        if self._on_host:
             return
         super().fetch_to_send()
         following = self.ring.used(self.record)
@@ -352,7 +352,7 @@ class _Landing:
         del self.memory
 
 
-class FileTier(_Filed, OptimizerStateStore):
+class FileStateStore(_FileBacked, OptimizerStateStore):
     """In a file, except while it is updated."""
 
     resident = False
@@ -365,7 +365,7 @@ class FileTier(_Filed, OptimizerStateStore):
         self._open("tier", placement, unit, unit.plan.bytes.file + 8192 * (1 + unit.spec.params[0].states))
 
     def begin_fetch(self) -> None:
-        if not self._held and self.placement.read_ahead:
+        if not self._on_host and self.placement.read_ahead:
             self.record.begin()
 
     def landing(self, part: Tensor) -> Tensor:
@@ -395,7 +395,7 @@ class FileTier(_Filed, OptimizerStateStore):
                 if place.data_ptr() != value.data_ptr():
                     place.copy_(value.detach().view(-1))
                     # Not `value.data = place`: a view of an optimizer's arena would keep that arena alive.
-                    states[key] = nowhere((0,), value.dtype)
+                    states[key] = empty_placeholder((0,), value.dtype)
                     states[key].data = place.view(value.shape)
 
     def _point(self, memory: Tensor | None) -> None:
@@ -403,7 +403,7 @@ class FileTier(_Filed, OptimizerStateStore):
         kept = [(key, start, value) for key, start, value in self._state() if key in self.regions]
         if memory is None:
             for tensor in (*(part.tensor for part in self.unit.parts), *(value for _, _, value in kept)):
-                tensor.data = nowhere(tensor.shape, tensor.dtype)
+                tensor.data = empty_placeholder(tensor.shape, tensor.dtype)
             return
         for part in self.unit.parts:
             part.tensor.data = master[part.start : part.stop].view(part.tensor.shape)
@@ -431,7 +431,7 @@ class Regions:
             start = -(-self.nbytes // 4096) * 4096 + len(self._at) % 4 * 1024
             self._at[key] = (start, dtype)
             self.nbytes = start + self.numel * dtype.itemsize
-            self._gone[key] = nowhere((self.numel,), dtype)
+            self._gone[key] = empty_placeholder((self.numel,), dtype)
         return self
 
     def of(self, memory: Tensor | None, key: str) -> Tensor:
@@ -446,7 +446,7 @@ def _per_element(value: Any, part: OptimizerSlice) -> bool:
     return isinstance(value, Tensor) and bool(value.dim()) and value.numel() == part.stop - part.start
 
 
-def nowhere(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def empty_placeholder(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A tensor of a shape that has no memory; only its shape and dtype may be read."""
     made = torch.empty((), dtype=dtype).expand(tuple(shape)).detach()
     made.untyped_storage().resize_(0)

@@ -101,14 +101,14 @@ class Calendar:
         fast: Of them, those since columns were chosen.
     """
 
-    told: ZenFlowOptions
+    options: ZenFlowOptions
     step: int = 0
     since: int = 0
     fast: int = 0
 
     def chooses(self) -> bool:
         """Whether the coming step chooses columns."""
-        after, every = self.step - self.told.warm_up, self.told.choose_every
+        after, every = self.step - self.options.warm_up, self.options.choose_every
         return after == 0 or (after > 0 and every > 0 and after % every == 0)
 
     def next(self, *, voted: bool = False) -> ZenFlowStep:
@@ -117,12 +117,12 @@ class Calendar:
         Args:
             voted: Whether the others have grown large; asked where intervals have no length.
         """
-        if self.step < self.told.warm_up:
+        if self.step < self.options.warm_up:
             self.step += 1
             return ZenFlowStep(whole=True)
         choose = self.chooses()
         self.step, self.since, self.fast = self.step + 1, self.since + 1, 1 if choose else self.fast + 1
-        end = self.chooses() or (voted if self.told.interval == 0 else self.since >= self.told.interval)
+        end = self.chooses() or (voted if self.options.interval == 0 else self.since >= self.options.interval)
         return ZenFlowStep(choose=choose, end=end)
 
     def ended(self) -> None:
@@ -177,7 +177,7 @@ class _Places:
 class _Now:
     """A step, and the counters in it."""
 
-    told: ZenFlowStep
+    step: ZenFlowStep
     calendar: Calendar
 
 
@@ -210,7 +210,7 @@ class ZenFlowUpdater(Updater):
         cut = [p.name for unit in trained for p in unit.spec.params if not sharding.logical[p.name].whole]
         if cut:
             raise bad(f"columns of {', '.join(cut[:3])}, which tensor parallelism has cut", "Leave one of the two out.")
-        self.told, self.sharding = told, sharding
+        self.options, self.sharding = told, sharding
         self._calendar, self._step = Calendar(told), ZenFlowStep()
         self._columns: dict[str, Tensor] = {}  # by parameter
         self._places: dict[int, tuple[Any, _Places]] = {}  # by id of a part's tensor
@@ -223,13 +223,13 @@ class ZenFlowUpdater(Updater):
 
     def begin(self, units: Sequence[Unit]) -> None:
         """Decide what this step does. Collective where something is to be summed; gradients are final."""
-        calendar, auto = self._calendar, self.told.interval == 0
+        calendar, auto = self._calendar, self.options.interval == 0
         if self.foresees():
             self._step = calendar.next()
             return
         sums = self._sums(units)
         if calendar.chooses():
-            self._columns = {name: top_columns(found, self.told.ratio).cpu() for name, found in sums.items()}
+            self._columns = {name: top_columns(found, self.options.ratio).cpu() for name, found in sums.items()}
             self._places.clear()
         voted = auto and self._vote(sums)
         self._step = calendar.next(voted=voted)
@@ -238,8 +238,8 @@ class ZenFlowUpdater(Updater):
 
     def foresees(self) -> bool:
         """Not where columns are chosen or an interval ends by votes: both ask all gradients of all ranks."""
-        asks = self._calendar.chooses() or self.told.interval == 0
-        return self._calendar.step < self.told.warm_up or not asks
+        asks = self._calendar.chooses() or self.options.interval == 0
+        return self._calendar.step < self.options.warm_up or not asks
 
     def early(self, unit: Unit, grads: Mapping[Tensor, Tensor], factor: float) -> None:
         calendar, inner = replace(self._calendar), self.inner
@@ -300,7 +300,7 @@ class ZenFlowUpdater(Updater):
             state[WAITING] = torch.zeros_like(part.tensor, requires_grad=False)
         waiting = state[WAITING].view(-1)
         places = self._places_of(unit, part)
-        self._begin(moments, places, now.told)
+        self._begin(moments, places, now.step)
         waiting += grad
         sign = -1.0 if group.get("maximize") else 1.0
         kept = []
@@ -315,9 +315,9 @@ class ZenFlowUpdater(Updater):
             for moment, new in zip(moments, states, strict=True):
                 moment[where] = new
             waiting[where] = 0
-            if now.told.end:
+            if now.step.end:
                 kept += [(value, where, own), *((m, where, s) for m, s in zip(moments, states, strict=True))]
-        return kept, (waiting / now.calendar.since).view_as(part.tensor) if now.told.end else None
+        return kept, (waiting / now.calendar.since).view_as(part.tensor) if now.step.end else None
 
     def _unused(self, unit: Unit, part: OptimizerSlice, group: dict[str, Any]) -> list[_Kept]:
         """As `_part`, where nobody used the part in this step: gradients of earlier ones may wait, what is chosen stays as it is."""
@@ -360,7 +360,7 @@ class ZenFlowUpdater(Updater):
         return found
 
     def _vote(self, sums: Mapping[str, Tensor]) -> bool:
-        steps, ratio, votes = self._calendar.since + 1, self.told.ratio, 0
+        steps, ratio, votes = self._calendar.since + 1, self.options.ratio, 0
         for name, found in sums.items():
             chosen = float(found[self._columns[name].to(found.device)].sum())
             votes += self._votes.setdefault(name, Votes()).add(chosen, float(found.sum()), steps, ratio)
@@ -368,7 +368,7 @@ class ZenFlowUpdater(Updater):
         if everyone.ranks != self.sharding.group.ranks:  # other ranks have other matrices: stages of a pipeline
             told = comm.all_gather_json([votes, asked], everyone, unit="importance")
             votes, asked = (sum(column) for column in zip(*told, strict=True))
-        return votes >= int(self.told.auto_ratio * asked)
+        return votes >= int(self.options.auto_ratio * asked)
 
     def _places_of(self, unit: Unit, part: OptimizerSlice) -> _Places:
         known = self._places.get(id(part.tensor))

@@ -44,11 +44,11 @@ class GatherOrder:
         self._cursor = 0
         self._waiting: dict[int, int] = {}
         self._ahead_numel = 0
-        self.seen: list[int] = []
+        self.recorded: list[int] = []
 
     def need(self, unit: int) -> list[int]:
         """Units to issue now, in order, so that `unit` can be used. Empty if it was issued early and is waiting."""
-        self.seen.append(unit)
+        self.recorded.append(unit)
         if not self.awaits(unit):
             return [unit]  # it was issued: once more, on the spot
         issue = self.expect(unit)
@@ -123,11 +123,11 @@ class ReduceOrder:
         """Start a backward: nothing is ready."""
         self._cursor = 0
         self._ready: set[int] = set()
-        self.seen: list[int] = []
+        self.recorded: list[int] = []
 
     def ready(self, unit: int) -> list[int]:
         """`unit` has all its gradients: the units to reduce now."""
-        self.seen.append(unit)
+        self.recorded.append(unit)
         self._ready.add(unit)
         issue = []
         while self._cursor < len(self.sequence) and self.sequence[self._cursor] in self._ready:

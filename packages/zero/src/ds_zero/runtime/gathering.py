@@ -57,7 +57,7 @@ class Gathering(AccessHandler):
         self.arrivals = Arrivals([len(u.params) for u in units])
         self.hooked: Callable[[Callable[..., None]], Callable[..., None]] = lambda hook: hook
         self.running = [0] * len(self.units)
-        self._routes = list(dict.fromkeys(u.seat.route for u in units if u.seat.route is not None))
+        self._routes = list(dict.fromkeys(u.groups.route for u in units if u.groups.route is not None))
         self._in_backward = backward
         self._where = {id(p): (i, member) for i, u in enumerate(units) for member, p in enumerate(u.params)}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -73,8 +73,8 @@ class Gathering(AccessHandler):
         self._sticky: set[int] = set()
         self._shared: set[int] = set()
         self._strays: set[int] = set()
-        self._told = False
-        self._kept: frozenset[int] = frozenset()
+        self._warned = False
+        self._persistent: frozenset[int] = frozenset()
 
     # ---- hooks come and go
 
@@ -115,7 +115,7 @@ class Gathering(AccessHandler):
         number, member = self._where[id(param)]
         return self.units[number].spec.params[member].name
 
-    def touched(self, param: Parameter, what: str) -> bool:
+    def on_access(self, param: Parameter, what: str) -> bool:
         """Gather a parameter that is used outside its module, if a forward or backward is running."""
         del what
         number, order = self._where[id(param)][0], self.phase()
@@ -128,12 +128,12 @@ class Gathering(AccessHandler):
             self._strays.add(number)
         return True
 
-    def shown(self, param: Parameter, what: str) -> Tensor | None:
+    def materialize(self, param: Parameter, what: str) -> Tensor | None:
         """A placeholder, where no forward or backward is running."""
         if graph_task_id() != -1 or self._forward is not None:
             return None
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             _log.warning(
                 "%s was asked of a sharded parameter, %s, which this rank has only a part of: it, and all like it, show an empty tensor. "
                 "Whole values: whole_state_dict() or save_16bit_model() of the engine, or `with GatheredParameters(params):`",
@@ -142,14 +142,14 @@ class Gathering(AccessHandler):
             )
         return placeholder_of(param, self.name_of(param))
 
-    def copied(self, param: Parameter) -> Parameter:
+    def placeholder_for(self, param: Parameter) -> Parameter:
         """Sends nothing."""
         unit, name = self.units[self._where[id(param)][0]], self.name_of(param)
-        unit.tier.fetch()
+        unit.state_store.fetch()
         pieces = [piece for piece in unit.owned if piece.name == name]
         parts = [unit.shard[piece.start : piece.stop].to(param.dtype) for piece in pieces]
         chunk = torch.cat(parts) if parts else torch.empty(0, dtype=param.dtype, device=param.device)
-        return Copier(unit.seat.shards).like(param, name, chunk.to(param.device), [piece.interval for piece in pieces])
+        return Copier(unit.groups.shard_group).like(param, name, chunk.to(param.device), [piece.interval for piece in pieces])
 
     def _share(self, number: int) -> None:
         """See the note "sticky units"."""
@@ -231,7 +231,7 @@ class Gathering(AccessHandler):
 
     def keep(self, numbers: Collection[int]) -> None:
         """These units stay gathered from the first use of a step until its update. The same on every rank, between steps."""
-        self._kept = frozenset(numbers)
+        self._persistent = frozenset(numbers)
         for order in (*self._forwards.values(), self._backward):
             order.skip = frozenset()
 
@@ -254,8 +254,8 @@ class Gathering(AccessHandler):
                 self.units[other].start_unshard(again=True)
         elif unit.state in (Full.RELEASED, Full.STALE):
             if order is not None:
-                order.seen.append(number)
-            unit.start_unshard(channel=unit.seat.unforeseen())
+                order.recorded.append(number)
+            unit.start_unshard(channel=unit.groups.late_group())
         unit.finish_unshard()
 
     def put_back(self, number: int) -> None:
@@ -265,7 +265,7 @@ class Gathering(AccessHandler):
             self._release(number)
 
     def _release(self, number: int) -> None:
-        if number not in self._sticky and number not in self._kept:
+        if number not in self._sticky and number not in self._persistent:
             self.units[number].reshard()
 
     def _finish_forward(self) -> None:
@@ -275,9 +275,9 @@ class Gathering(AccessHandler):
         for number in self._strays:
             self.put_back(number)
         self._strays.clear()
-        if self._kept and order is self._forwards[""]:  # every rank has them now, and until the update
+        if self._persistent and order is self._forwards[""]:  # every rank has them now, and until the update
             for held in (*self._forwards.values(), self._backward):
-                held.skip = self._kept
+                held.skip = self._persistent
 
     def _finish(self, order: GatherOrder) -> None:
         waiting = order.waiting
@@ -377,8 +377,8 @@ class Gathering(AccessHandler):
     @property
     def seen(self) -> dict[str, list[int]]:
         """The orders of the last phases, and under `shared` what left its module; for the ranks to compare."""
-        orders = {f"forward {name}": order.seen for name, order in self._forwards.items()}
-        return {"backward": self._backward.seen, **orders}
+        orders = {f"forward {name}": order.recorded for name, order in self._forwards.items()}
+        return {"backward": self._backward.recorded, **orders}
 
     @property
     def shared(self) -> list[int]:
@@ -398,7 +398,7 @@ class Gathering(AccessHandler):
 
     def stepped(self) -> None:
         """Parameters are new: no graph recorded before is usable, so nothing needs to stay for one."""
-        for number in self._sticky | self._kept:
+        for number in self._sticky | self._persistent:
             self.units[number].reshard()
         self._sticky = set()
         for order in (*self._forwards.values(), self._backward):

@@ -107,14 +107,14 @@ class GradReducer:
                 mine = out[segment.at : segment.at + segment.chunk]
                 self._works.append(self._scatter(mine, arena[start:stop], seat, segment.at))
         if layout.world == 1:
-            self._works += self._sum_whole(out, seat.replicas)
+            self._works += self._sum_whole(out, seat.replicate_group)
 
     def _scatter(self, mine: Tensor, inp: Tensor, seat: GroupSet, at: int) -> Work:
         if self._codes is None:
-            return comm.reduce_scatter_single(mine, inp, group=seat.shards, async_op=True, unit=self.name)
+            return comm.reduce_scatter_single(mine, inp, group=seat.shard_group, async_op=True, unit=self.name)
         # Errors are kept by this name.
         unit = self.name if len(self.layout.segments) == 1 else f"{self.name}.{at}"
-        return self._codes.reduce_scatter_single(mine, inp, group=seat.shards, async_op=True, unit=unit)
+        return self._codes.reduce_scatter_single(mine, inp, group=seat.shard_group, async_op=True, unit=unit)
 
     def _sum_whole(self, flat: Tensor, group: Group) -> list[Work]:
         """Start to sum a whole unit in place."""
@@ -165,7 +165,7 @@ class Gradients:
     """
 
     def __init__(self, plan: UnitPlan, params: Sequence[Parameter], device: torch.device, seat: GroupSet, way: GradReducer) -> None:
-        self.seat, self.way, self.ranges = seat, way, way.ranges
+        self.groups, self.way, self.ranges = seat, way, way.ranges
         self.sums: list[Tensor] | None = None
         self.arena: Tensor | None = None
         self.open = False
@@ -184,7 +184,7 @@ class Gradients:
     @property
     def joins(self) -> bool:
         """Whether it may be reduced with others, see `Reducing.sum_together`."""
-        return self.way.joins and self.seat.size > 1
+        return self.way.joins and self.groups.size > 1
 
     def collect(self, *, now: bool = True) -> None:
         """Move the parameters' gradients into the arena; parameters without one contribute zeros.
@@ -226,7 +226,7 @@ class Gradients:
         # Gradients that added up wide travel as they are, unless a format narrower than the parameters' was asked for.
         if (
             arena is not None
-            and self.seat.size > 1
+            and self.groups.size > 1
             and dtypes.reduce.itemsize < min(arena.itemsize, dtypes.param.itemsize)
         ):
             arena = self._recast(arena, dtypes.reduce)
@@ -234,9 +234,9 @@ class Gradients:
         if self.sums is None and dtype == self._dtypes.accumulate:
             outs = [self._take_spare(i) if own is None else own for i, own in enumerate(self.way.own())]
         else:
-            flat = self.seat.pool.take(self._layout.shard_numel, dtype, self._device)
+            flat = self.groups.pool.take(self._layout.shard_numel, dtype, self._device)
             outs = [flat[start:stop] for start, stop in self.ranges]
-        self.way.start(outs, self.seat)
+        self.way.start(outs, self.groups)
         self._reducing, self.open = (outs, flat), False
 
     def finish(self) -> None:
@@ -251,13 +251,13 @@ class Gradients:
             return False
         outs, flat = going
         square = self.way.finish(outs)
-        if self._layout.world > 1 and self.seat.replicas.size > 1:
+        if self._layout.world > 1 and self.groups.replicate_group.size > 1:
             for out in outs:
-                comm.all_reduce(out, group=self.seat.replicas, unit=self._name)
+                comm.all_reduce(out, group=self.groups.replicate_group, unit=self._name)
             square = None
         if flat is not None:
             self._add(outs)
-            self.seat.pool.give(flat)
+            self.groups.pool.give(flat)
             square = None
         else:
             self.sums, self._sums_in_arena = outs, self._layout.world == 1
@@ -352,17 +352,17 @@ class Gradients:
 
     def _recast(self, old: Tensor, dtype: torch.dtype) -> Tensor:
         new = self._set_arena(dtype).copy_(old)
-        self.seat.pool.give(old)
+        self.groups.pool.give(old)
         return new
 
     def _set_arena(self, dtype: torch.dtype) -> Tensor:
-        self.arena = arena = self.seat.pool.take(self._layout.numel, dtype, self._device)
+        self.arena = arena = self.groups.pool.take(self._layout.numel, dtype, self._device)
         self._views = [arena[s.offset : s.offset + s.numel].view(s.shape) for s in self._layout.slots]
         return arena
 
     def _give_arena(self) -> None:
         if self.arena is not None:
-            self.seat.pool.give(self.arena)
+            self.groups.pool.give(self.arena)
         self.arena, self._views = None, []
 
     def _take_spare(self, number: int) -> Tensor:

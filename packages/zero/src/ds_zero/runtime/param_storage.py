@@ -29,7 +29,7 @@ from ds_zero.layout.elements import ParamPiece, ParamSlot, UnitLayout, gaps_betw
 from ds_zero.layout.shard_options import PLAIN, CommFormat
 from ds_zero.layout.unit_plan import ParamStorage, UnitPlan
 from ds_zero.offload.copies import to_device
-from ds_zero.offload.state_stores import ParamStore, OptimizerStateStore, place_of
+from ds_zero.offload.state_stores import ParamStore, OptimizerStateStore, make_param_store
 from ds_zero.runtime.sharded_parameter import release, restore
 from ds_zero.runtime.init_shards import is_scattered
 from ds_zero.runtime.unit_groups import GroupSet, Secondary
@@ -44,10 +44,10 @@ class StorageUnit(Protocol):
 
     number: int
     plan: UnitPlan
-    seat: GroupSet
+    groups: GroupSet
     params: list[Parameter]
     owned: tuple[ParamPiece, ...]
-    tier: OptimizerStateStore
+    state_store: OptimizerStateStore
     shard: Tensor
 
     @property
@@ -95,7 +95,7 @@ class PrivateStorage:
 
     def chunks(self, full: Tensor | None = None) -> list[Tensor]:
         """This rank's chunk of each segment, of full by default: where `publish` writes."""
-        rank, base = self._unit.seat.shards.rank, self.full if full is None else full
+        rank, base = self._unit.groups.shard_group.rank, self.full if full is None else full
         return [base[s.start + rank * s.chunk :][: s.chunk] for s in self._layout.segments]
 
     def fill(self, slot: ParamSlot, pieces: Sequence[ParamPiece], value: Tensor | None) -> None:
@@ -131,7 +131,7 @@ class PrivateStorage:
             self._gather(channel, PLAIN)
 
     def _gather(self, channel: comm.Group | None, wire: CommFormat) -> None:
-        seat = self._unit.seat
+        seat = self._unit.groups
         route = seat.route if channel is None and seat.nodes is not None and seat.nodes.hierarchical else None
         start = partial(self._send, route, channel)
         for (begin, end), source in zip(self._layout.spans, self._sources(), strict=True):
@@ -147,10 +147,10 @@ class PrivateStorage:
     @property
     def _sender(self) -> ParamStore:
         """What keeps the tensor that gathers send, where that is none of full's memory."""
-        return self._unit.tier
+        return self._unit.state_store
 
     def _send(self, route: HierarchicalGather | None, channel: comm.Group | None, out: Tensor, mine: Tensor) -> comm.Work:
-        name, gathers = self._unit.plan.name, self._unit.seat.gathers
+        name, gathers = self._unit.plan.name, self._unit.groups.gather_group
         if route is not None:
             return route.gather(out, mine, name)
         return comm.all_gather_single(out, mine, channel or gathers, async_op=True, unit=name)
@@ -159,7 +159,7 @@ class PrivateStorage:
         """What a gather sends, one tensor a segment. Where it is not in its place in full, the collective puts it there, too."""
         if not self._unit.plan.sends_shard:
             return self.chunks()
-        self._unit.tier.fetch_to_send()
+        self._unit.state_store.fetch_to_send()
         return parts_of(self._unit.shard, self._layout)
 
     def finish(self) -> bool:
@@ -225,11 +225,11 @@ class PrivateStorage:
         """
         if self._unit.plan.aliased:
             return
-        if not self._unit.tier.resident:
+        if not self._unit.state_store.resident:
             names = {self._unit.plan.spec.params[i].name for i in written}
             flat = torch.cat(self.chunks()) if names else None
             for piece in [piece for piece in self._unit.owned if piece.name in names]:
-                self._unit.tier.fetch()
+                self._unit.state_store.fetch()
                 self._unit.shard[piece.start : piece.stop].copy_(flat[piece.start : piece.stop])  # type: ignore[index]
             return
         for there, here in zip(self.chunks(), parts_of(self._unit.shard, self._layout), strict=True):
@@ -269,8 +269,8 @@ class ReleasedStorage(PrivateStorage):
 
     def __init__(self, unit: StorageUnit) -> None:
         super().__init__(unit)
-        plan, nodes, route = unit.plan, unit.seat.nodes, unit.seat.route
-        self.param_tier = place_of(plan.param_tier, unit, self)
+        plan, nodes, route = unit.plan, unit.groups.nodes, unit.groups.route
+        self.param_tier = make_param_store(plan.offload_params, unit, self)
         if plan.keeps_sent:
             self.sent = self.param_tier.memory(plan.layout.shard_numel, plan.dtypes.param, unit.device)
             clear_gaps(self.sent, unit.owned)
@@ -321,7 +321,7 @@ class ReleasedStorage(PrivateStorage):
 
     @property
     def _sender(self) -> ParamStore:
-        return self._unit.tier if self.sent is None else self.param_tier
+        return self._unit.state_store if self.sent is None else self.param_tier
 
     def _sources(self) -> list[Tensor]:
         if self.sent is None:
@@ -336,7 +336,7 @@ class ReleasedStorage(PrivateStorage):
         if gathered and self.sent is not None:
             self.param_tier.drop()
         elif gathered and not self._unit.plan.spec.trained:
-            self._unit.tier.drop()
+            self._unit.state_store.drop()
         if gathered and self._near is not None:
             self._near.keep(self.full)
         for param in self._unit.params if self._is_out else ():
@@ -374,7 +374,7 @@ class ReleasedStorage(PrivateStorage):
     def kept(self) -> list[Tensor]:
         if self.sent is not None:
             return [] if self.param_tier.apart else [self.sent]
-        return [] if self._unit.tier.apart else [self._unit.shard]
+        return [] if self._unit.state_store.apart else [self._unit.shard]
 
     @property
     def nbytes(self) -> int:
@@ -396,9 +396,9 @@ class SharedStorage(PrivateStorage):
     common = True
 
     def __init__(self, unit: StorageUnit) -> None:
-        if unit.seat.host is None:
+        if unit.groups.host is None:
             raise RuntimeError(f"unit {unit.plan.name} is planned in shared memory, and there is none")
-        self._host = unit.seat.host
+        self._host = unit.groups.host
         super().__init__(unit)
 
     def _allocate(self) -> Tensor:
@@ -431,7 +431,7 @@ class SharedStorage(PrivateStorage):
         """
         apart = not self._unit.plan.aliased
         if apart:
-            self._unit.tier.fetch()
+            self._unit.state_store.fetch()
         shards = parts_of(self._unit.shard, self._layout)
         with torch.no_grad():
             for shard, home, mine in zip(shards, self.chunks(), self.chunks(self.full), strict=True):

@@ -164,14 +164,14 @@ class GradientReductions:
         self.attributes = GradAttributes(units, self.unused, backward, self.forget)
         self._first: Tensor | None = None
         self._backward, self._gathering, self._arrivals = backward, gathering, gathering.arrivals
-        self._hosts = list(dict.fromkeys(u.seat.host for u in units if u.seat.host is not None))
+        self._hosts = list(dict.fromkeys(u.groups.host for u in units if u.groups.host is not None))
         # Gradients that are summed with ranks outside this backward wait for the step.
-        self._apart = [n for n in self.trained if self.units[n].seat.apart]
+        self._apart = [n for n in self.trained if self.units[n].groups.external]
         self._order = ReduceOrder([n for n in reversed(self.trained) if n not in self._apart])
         self._inflight: deque[int] = deque()
         self._bucket_of: dict[int, tuple[int, ...]] = {}
         self._reduce_several: Callable[[Sequence[Gradients]], None] = _one_by_one
-        self._held: dict[tuple[int, ...], list[int]] = {}  # collected, and waiting for the rest of their bucket
+        self._waiting: dict[tuple[int, ...], list[int]] = {}  # collected, and waiting for the rest of their bucket
         self._handed: dict[
             tuple[int, int], tuple[weakref.ref[Tensor], int]
         ] = {}  # by unit and member: gradient, version
@@ -243,7 +243,7 @@ class GradientReductions:
         self.attributes.take()
         self._first = None
         self._arrivals.any = False
-        self._held.clear()
+        self._waiting.clear()
         self._order.begin()
 
     def finish_backward(self) -> None:
@@ -291,7 +291,7 @@ class GradientReductions:
             gradients.reduce()
             self._inflight.append(number)
         else:
-            waiting = self._held.setdefault(bucket, [])
+            waiting = self._waiting.setdefault(bucket, [])
             waiting.append(number)
             if len(waiting) == len(bucket):
                 self._reduce_bucket(bucket)
@@ -299,7 +299,7 @@ class GradientReductions:
 
     def _reduce_bucket(self, bucket: tuple[int, ...]) -> None:
         """As far as it has been collected."""
-        numbers = self._held.pop(bucket)
+        numbers = self._waiting.pop(bucket)
         self._reduce_several([self.units[number].gradients for number in numbers])
         self._inflight.extend(numbers)
 
@@ -379,7 +379,7 @@ class GradientReductions:
     @property
     def seen(self) -> list[int]:
         """The order in which units were ready in the last backward."""
-        return self._order.seen
+        return self._order.recorded
 
     def adopt(self, seen: Sequence[int]) -> None:
         """Follow `seen` from now on. The same on every rank."""

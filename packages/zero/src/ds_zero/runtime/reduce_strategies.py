@@ -41,7 +41,7 @@ from ds_zero.layout.unit_plan import ReduceStrategy, UnitPlan
 from ds_zero.runtime.gradients import GradReducer
 from ds_zero.runtime.unit_groups import GroupSet
 
-__all__ = ["P2PReduceScatter", "ShmReduceScatter", "EmbeddingRowReducer", "tables", "way_of"]
+__all__ = ["P2PReduceScatter", "ShmReduceScatter", "EmbeddingRowReducer", "tables", "make_reducer"]
 
 LEAST_KEPT = 16384
 """Elements; in shared memory, copying fewer takes less time than the call that would spare it."""
@@ -57,9 +57,9 @@ class _Direct(GradReducer, ABC):
 
     def __init__(self, plan: UnitPlan, seat: GroupSet, runs: Sequence[ReduceRange]) -> None:
         super().__init__(plan, seat)
-        self.rank, self._runs = seat.shards.rank, runs
+        self.rank, self._runs = seat.shard_group.rank, runs
         # One tensor where what was summed is sent on to other ranks.
-        self._in_place = seat.replicas.size == 1
+        self._in_place = seat.replicate_group.size == 1
         if self._in_place:
             self.ranges = tuple((run.start, run.stop) for run in runs)
         self._flat: Tensor | None = None
@@ -136,7 +136,7 @@ class ShmReduceScatter(_Direct):
     """In the slots of `host`."""
 
     def __init__(self, plan: UnitPlan, seat: GroupSet, host: ShmUnitMemory) -> None:
-        layout, rank = plan.layout, seat.shards.rank
+        layout, rank = plan.layout, seat.shard_group.rank
         sums = plan_sums(layout, rank, LEAST_KEPT)
         super().__init__(plan, seat, sums.runs)
         self.host = host
@@ -173,7 +173,7 @@ class ShmReduceScatter(_Direct):
 
     def _publish(self, grads: Mapping[int, Tensor], finish: Callable[[], None]) -> None:
         self._slot = self.host.open_slot(self.layout.numel, self._dtype, finish)
-        mine, part = self._slot.mine, self._part
+        mine, part = self._slot.local, self._part
         blanks, moves, odd = list(self._blanks), [], []
         for member, whole in enumerate(self._whole):
             grad = grads.get(member)
@@ -200,7 +200,7 @@ class ShmReduceScatter(_Direct):
             own = segment.start + self.rank * segment.chunk
             places += self._rotated(segment.start, own, segment.start)
             places += self._rotated(own + segment.chunk, end, own + segment.chunk)
-        copy_ranges(self._slot.mine, [(at, flat, start, n) for start, at, n in places])
+        copy_ranges(self._slot.local, [(at, flat, start, n) for start, at, n in places])
 
     def _post(self) -> None:
         self.host.post(self.slot, self.name)
@@ -222,16 +222,16 @@ class P2PReduceScatter(_Direct):
     """By messages between ranks that share no memory."""
 
     def __init__(self, plan: UnitPlan, seat: GroupSet) -> None:
-        layout, rank = plan.layout, seat.shards.rank
+        layout, rank = plan.layout, seat.shard_group.rank
         self._parcels = [pack(layout, other, LEAST_SENT) for other in range(layout.world)]
         super().__init__(plan, seat, self._parcels[rank].plan.runs)
-        self._group, self._pool = seat.shards, seat.pool
+        self._group, self._pool = seat.shard_group, seat.pool
         self._chosen = frozenset(member for parcel in self._parcels for member in parcel.plan.kept)
         # Where the packs of the ranks begin in a buffer for all of them, and where it ends.
         self._packs = [0, *accumulate(layout.shard_numel - parcel.packed for parcel in self._parcels)]
         self._copies = plan_copies(layout, self._parcels, self._packs[:-1])
         self._blanks = gaps_between([(at, at + numel) for _, _, numel, at in self._copies], self._packs[-1])
-        self._lent: list[Tensor] = []  # the pool's, until `drop`
+        self._pooled: list[Tensor] = []  # the pool's, until `drop`
         self._received: Tensor | None = None
         self._work: Work | None = None
 
@@ -282,8 +282,8 @@ class P2PReduceScatter(_Direct):
         return self._pack
 
     def _take(self, numel: int) -> Tensor:
-        self._lent.append(self._pool.take(numel, self._dtype, torch.device("cpu")))
-        return self._lent[-1]
+        self._pooled.append(self._pool.take(numel, self._dtype, torch.device("cpu")))
+        return self._pooled[-1]
 
     def _post(self) -> None:
         others = self.layout.world - 1
@@ -321,9 +321,9 @@ class P2PReduceScatter(_Direct):
         if self._work is not None:
             self._work.wait()
             self._work = None
-        for buffer in self._lent:
+        for buffer in self._pooled:
             self._pool.give(buffer)
-        self._lent.clear()
+        self._pooled.clear()
         self._received = None
 
 
@@ -350,7 +350,7 @@ class EmbeddingRowReducer(GradReducer):
         return sum_rows(flat, self.tables, group, self.name)
 
 
-def way_of(plan: UnitPlan, seat: GroupSet) -> GradReducer:
+def make_reducer(plan: UnitPlan, seat: GroupSet) -> GradReducer:
     """The strategy that the plan chose."""
     if plan.reduction is ReduceStrategy.POSTING and seat.host is not None:
         return ShmReduceScatter(plan, seat, seat.host)

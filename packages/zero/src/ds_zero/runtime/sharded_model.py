@@ -33,7 +33,7 @@ from ds_comm.broadcast_state import make_same
 from ds_config.errors import PlanError, ShardedAccessError, UnsupportedError
 from ds_config.sizes import bytes_text
 from ds_zero.layout.elements import ParamPiece
-from ds_zero.layout.reduction_groups import check_same, family_name, find_families
+from ds_zero.layout.reduction_groups import check_same, family_name, find_reduction_groups
 from ds_zero.layout.shard_options import OptimizerTraits, ShardOptions, describe, dtype_name
 from ds_zero.layout.unit_plan import ZeroPlan, plan_all
 from ds_zero.layout.dtypes_plan import Precision
@@ -204,8 +204,8 @@ class ShardedModel:
                 code="zero-sparse",
                 fix="Use stage 0, or leave it out.",
             )
-        options.wire.check(residency)
-        self.families = find_families(model, self.group)
+        options.quantized_comm.check(residency)
+        self.families = find_reduction_groups(model, self.group)
         self.everyone = self.group if options.norm is None else comm.as_group(options.norm)
         _check_everyone(self.everyone, self.families, options)
         params, modules = describe(model, groups, habits or OptimizerTraits(options.layout or "flat"), self.precision)
@@ -233,7 +233,7 @@ class ShardedModel:
             host.barrier("shard")
         self.runtime = Runtime(model, self.units, *self._run_ahead())
         self._where = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
-        self.grad_factor: Callable[[Unit], float] = lambda unit: 1.0 / unit.seat.family.divisor
+        self.grad_factor: Callable[[Unit], float] = lambda unit: 1.0 / unit.groups.reduction_group.divisor
         self.state_of: Callable[[OptimizerSlice], Mapping[str, Any]] = lambda part: {}
         for param in by_name.values():
             setattr(param, _TICKET, _Ticket(self))
@@ -267,8 +267,8 @@ class ShardedModel:
         alone = comm.self_group("alone", self.group.global_rank)
         self.families = {DENSE: replace(self.families[DENSE], divisor=1, copies=self.group.size)}
         for unit in self.units:
-            unit.seat = replace(unit.seat, family=self.families[DENSE], replicas=alone)
-            unit.gradients.seat = unit.seat
+            unit.groups = replace(unit.groups, family=self.families[DENSE], replicas=alone)
+            unit.gradients.groups = unit.groups
 
     def find(self, param: Tensor) -> tuple[Unit, int] | None:
         """The unit of a parameter and its number in it; None for a parameter of another model."""
@@ -278,15 +278,15 @@ class ShardedModel:
         """The shards were written from outside: make every copy of them new. Collective."""
         self.unloaded.clear()
         for unit in self.units:
-            unit.tier.fetch()
+            unit.state_store.fetch()
             unit.mark_updated()
-            unit.tier.store()
+            unit.state_store.store()
         self.gather_kept()
 
     def put_away(self) -> None:
         """What was fetched for whole access goes back to its tier, as it is now; views of it are not valid any more."""
         for unit in self.units:
-            unit.tier.store()
+            unit.state_store.store()
 
     def gather_kept(self) -> None:
         """Bring back the full buffers that keep their storage: (N-1)/N of their bytes, all in flight together."""
@@ -311,7 +311,7 @@ class ShardedModel:
     def quiet(self, what: str, units: Iterable[Unit] | None = None) -> None:
         """Return when no rank is still in a forward or backward of this model, where others could see a write to `units` (all
         of them). Collective over their ranks."""
-        hosts = {unit.seat.host for unit in (self.units if units is None else units)}
+        hosts = {unit.groups.host for unit in (self.units if units is None else units)}
         for host in self.seating.hosts:
             if host in hosts:
                 host.barrier(what)
@@ -365,7 +365,7 @@ class ShardedModel:
         """
         found = []
         for unit in self.units:
-            unit.tier.fetch()
+            unit.state_store.fetch()
             dtype = dtype_name(unit.shard.dtype)
             for piece in self.pieces(unit):
                 shard = self.logical[piece.name].shard("param", dtype, piece.interval)
@@ -376,7 +376,7 @@ class ShardedModel:
     def pieces(unit: Unit) -> list[ParamPiece]:
         """What this rank owns of a unit; an empty parameter is the first rank's."""
         owned = list(unit.owned)
-        if unit.seat.shards.rank == 0:
+        if unit.groups.shard_group.rank == 0:
             owned += [ParamPiece(s.name, s.shape, Interval(0, 0), 0) for s in unit.layout.slots if s.numel == 0]
         return owned
 

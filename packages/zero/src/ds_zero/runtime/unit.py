@@ -29,9 +29,9 @@ from ds_zero.layout.elements import ParamPiece, UnitLayout
 from ds_zero.layout.unit_plan import ParamStorage, UnitPlan
 from ds_zero.layout.dtypes_plan import Dtypes
 from ds_zero.layout.units import UnitSpec
-from ds_zero.offload.state_stores import OptimizerSlice, made
+from ds_zero.offload.state_stores import OptimizerSlice, make_state_store
 from ds_zero.runtime.gradients import Gradients
-from ds_zero.runtime.reduce_strategies import way_of
+from ds_zero.runtime.reduce_strategies import make_reducer
 from ds_zero.runtime.init_shards import whole
 from ds_zero.runtime.unit_groups import GroupSet
 from ds_zero.runtime.param_storage import clear_gaps, storage_of
@@ -61,26 +61,26 @@ class Unit:
     def __init__(self, plan: UnitPlan, params: Sequence[Parameter], seat: GroupSet, number: int = 0) -> None:
         self.number = number
         self.plan = plan
-        self.seat = seat
+        self.groups = seat
         self.params = list(params)
-        self.owned = plan.layout.owned(seat.shards.rank)
+        self.owned = plan.layout.owned(seat.shard_group.rank)
         self.pins = 0
         self.state = Full.CURRENT
         self.parts: list[OptimizerSlice] = []
-        self.tier = made(plan.tier, self)
-        self.gradients = Gradients(plan, self.params, self.device, seat, way_of(plan, seat))
+        self.state_store = make_state_store(plan.offload_optimizer, self)
+        self.gradients = Gradients(plan, self.params, self.device, seat, make_reducer(plan, seat))
         self.storage = storage_of(self)
         with torch.no_grad():
             if plan.aliased:
                 self.shard = self.storage.chunks()[0]
             else:
-                self.shard = self.tier.memory(plan.layout.shard_numel, plan.dtypes.master, self.device)
+                self.shard = self.state_store.memory(plan.layout.shard_numel, plan.dtypes.master, self.device)
                 clear_gaps(self.shard, self.owned)
             self._adopt()
         self._versions = [param._version for param in self.params]
         if self.spec.trained:
             self.parts = [self._part(*r) for r in self.gradients.ranges] if self.layout.kind == "flat" else self.split()
-        self.tier.store()
+        self.state_store.store()
 
     def __repr__(self) -> str:
         return f"Unit({self.spec.name}: {len(self.params)} parameters, {self.layout.numel} elements, {self.state.name})"
@@ -216,7 +216,7 @@ class Unit:
     @property
     def bytes(self) -> dict[str, int]:
         """Bytes this rank holds now, by what for. A shard that is a range of full counts as full, and so do a secondary copy and what gathers send."""
-        shard = 0 if self.plan.aliased or self.tier.apart else self.shard.untyped_storage().nbytes()
+        shard = 0 if self.plan.aliased or self.state_store.apart else self.shard.untyped_storage().nbytes()
         grads = {"grad_full": self.gradients.full_bytes, "grad_shard": self.gradients.shard_bytes}
         return {"full": self.storage.nbytes, "shard": shard, **grads}
 

@@ -105,11 +105,11 @@ class GroupSet:
         tables: Names of parameters of whose gradients only the rows that are not zero are sent.
     """
 
-    family: ReductionGroup
-    apart: bool
-    shards: Group
-    gathers: Group
-    replicas: Group
+    reduction_group: ReductionGroup
+    external: bool
+    shard_group: Group
+    gather_group: Group
+    replicate_group: Group
     pool: BufferPool
     shared: bool = False
     host: ShmUnitMemory | None = None
@@ -122,18 +122,18 @@ class GroupSet:
     @property
     def size(self) -> int:
         """Ranks a gradient is summed over."""
-        return self.shards.size * self.replicas.size
+        return self.shard_group.size * self.replicate_group.size
 
     @property
     def counts(self) -> int:
         """How often each element of a gradient is there, over all ranks."""
-        return self.replicas.size * self.family.copies
+        return self.replicate_group.size * self.reduction_group.copies
 
-    def unforeseen(self) -> Group:
+    def late_group(self) -> Group:
         """The channel for gathers outside the recorded order. Made at the first call, which is collective over `shards`."""
         if not self._late:
-            apart = self.gathers is not self.shards
-            self._late.append(duplicate_group(self.shards, "unforeseen", None) if apart else self.gathers)
+            apart = self.gather_group is not self.shard_group
+            self._late.append(duplicate_group(self.shard_group, "unforeseen", None) if apart else self.gather_group)
         return self._late[0]
 
 
@@ -157,7 +157,7 @@ class GroupTable:
     ) -> None:
         self.pool, self.options, self._host, self._tables = pool, options, host, tables
         self._dense = families[DENSE].group
-        self._made: list[Group] = []
+        self._created_groups: list[Group] = []
         self._dense_shards: Group | None = None
         self.seats: dict[str, GroupSet] = {}
         if options.nodes is not None and not options.residency.shard_params:
@@ -182,7 +182,7 @@ class GroupTable:
             alone = comm.self_group("alone", family.group.global_rank)
             return GroupSet(family, apart, alone, alone, family.group, self.pool, tables=self._tables)
         replicas = cut(family, self._dense, self.options.shard_size)
-        self._made += replicas.made
+        self._created_groups += replicas.created
         self._dense_shards = self._dense_shards or replicas.shards
         shards = gathers = replicas.shards
         shared = self._shares(shards)
@@ -190,14 +190,14 @@ class GroupTable:
         route = None if nodes is None else self._route(shards, nodes)
         if self.options.residency.shard_params and shards.size > 1 and not shared:
             gathers = duplicate_group(shards, "gather", None)
-            self._made.append(gathers)
-        levels = None if shared else self.options.wire.levels(shards)
-        self._made += () if levels is None else (levels.inside, levels.across)
+            self._created_groups.append(gathers)
+        levels = None if shared else self.options.quantized_comm.levels(shards)
+        self._created_groups += () if levels is None else (levels.inside, levels.across)
         return GroupSet(family, apart, shards, gathers, replicas.twins, self.pool, shared, None, nodes, route, levels)
 
     def _shares(self, group: Group) -> bool:
         # What is kept elsewhere between uses is nobody else's.
-        memory = self.options.memory if self.options.param_tier == "device" else "private"
+        memory = self.options.memory if self.options.offload_params == "device" else "private"
         if not self._host or memory == "private" or group.size == 1:
             return False
         if memory == "auto" and "cpu:shm" not in dist.get_backend_config(group.pg).split(","):
@@ -232,7 +232,7 @@ class GroupTable:
 
     def _route(self, shards: Group, nodes: NodeTopology) -> HierarchicalGather:
         inside, across = node_groups(shards, nodes.size, ("node", "across"))
-        self._made += inside, across
+        self._created_groups += inside, across
         return HierarchicalGather(inside, across, self.pool)
 
     @property
@@ -241,9 +241,9 @@ class GroupTable:
         device = torch.device("cpu" if self._host else "meta")
         return {
             name: ShardGroupInfo(
-                seat.shards.size,
+                seat.shard_group.size,
                 seat.shared,
-                sends_from_anywhere(seat.shards, device),
+                sends_from_anywhere(seat.shard_group, device),
                 seat.nodes,
             )
             for name, seat in self.seats.items()
@@ -262,7 +262,7 @@ class GroupTable:
                 if unit.spec.trained
             ]
             fulls = {number: (unit.layout.numel, unit.dtypes.param) for number, unit in mine.items()}
-            host = ShmUnitMemory(seat.shards, fulls, max(widths, default=0))
+            host = ShmUnitMemory(seat.shard_group, fulls, max(widths, default=0))
             for name in alike:
                 self.seats[name] = replace(self.seats[name], host=host)
 
@@ -273,10 +273,10 @@ class GroupTable:
 
     def drop(self) -> None:
         """Destroy the groups that were made. Collective."""
-        late = {id(s._late): s._late for s in self.seats.values() if s.gathers is not s.shards}
-        for group in [*(group for found in late.values() for group in found), *reversed(self._made)]:
+        late = {id(s._late): s._late for s in self.seats.values() if s.gather_group is not s.shard_group}
+        for group in [*(group for found in late.values() for group in found), *reversed(self._created_groups)]:
             destroy_group(group)
-        self._made.clear()
+        self._created_groups.clear()
 
 
 def _near(nodes: NodeTopology, dense: Group, shards: Group) -> NodeTopology | None:

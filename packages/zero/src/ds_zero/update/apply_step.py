@@ -32,8 +32,8 @@ class Due:
 
 def apply(due: Due, kept: OptimizerState, ahead: Ahead, updater: Updater) -> None:
     """Update all units. Gradients are used up, and stay for who clears them."""
-    for unit in [unit for unit in due.units if unit.tier.parked is not None]:
-        unit.tier.fetch_state()  # policies of updates read it before any unit is updated
+    for unit in [unit for unit in due.units if unit.state_store.parked is not None]:
+        unit.state_store.fetch_state()  # policies of updates read it before any unit is updated
     kept.sharding.adopt_edits()
     divisor, factor = kept.sharding.families[DENSE].divisor, due.factor
     grads = [(unit, grad) for unit in due.units for grad in unit.gradients.sums or ()]
@@ -54,8 +54,8 @@ def apply(due: Due, kept: OptimizerState, ahead: Ahead, updater: Updater) -> Non
             kept.split(unit)
     updater.begin(due.units)
     publish(early)
-    together = [u for u in gone if not u.tier.alone]
-    batches = [together, *([u] for u in gone if u.tier.alone)]
+    together = [u for u in gone if not u.state_store.alone]
+    batches = [together, *([u] for u in gone if u.state_store.alone)]
     for batch, after in zip(batches, [*batches[1:], []], strict=True):
         _update({unit: gone[unit] for unit in batch}, after, factor, updater)
     updater.finish()
@@ -66,13 +66,13 @@ def _update(units: Mapping[Unit, set[int]], after: Sequence[Unit], factor: float
     if not units:
         return
     for unit, absent in units.items():
-        unit.tier.fetch_state()
+        unit.state_store.fetch_state()
         for part in unit.parts:
             mine = unit.gradients.view(part.start, part.stop)
             if mine is not None and (not absent.issuperset(part.members) or not absent):
-                part.tensor.grad = unit.tier.gradient(mine, part.tensor)
+                part.tensor.grad = unit.state_store.gradient(mine, part.tensor)
     for unit in after:
-        unit.tier.begin_fetch()
+        unit.state_store.begin_fetch()
     updater.update(units, factor)
     for unit in units:
         for part in unit.parts:
@@ -84,4 +84,4 @@ def publish(units: Collection[Unit]) -> None:
     """The shards of units have new values."""
     for unit in units:
         unit.mark_updated()
-        unit.tier.store()
+        unit.state_store.store()

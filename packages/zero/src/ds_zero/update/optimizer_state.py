@@ -56,7 +56,7 @@ class OptimizerState:
     def pieces(self, unit: Unit) -> Iterator[tuple[str, ParamPiece, Tensor]]:
         """Tensors of a unit: (key, of which elements, as many values). What does not have the elements of its parameter (the row sums
         of Adafactor) comes whole, with the parameter's first piece."""
-        unit.tier.fetch_state()
+        unit.state_store.fetch_state()
         pieces = self.sharding.pieces(unit) if unit.parts else []
         for part in unit.parts:
             inside = [piece for piece in pieces if part.start <= piece.start and piece.stop <= part.stop]
@@ -89,7 +89,7 @@ class OptimizerState:
     def materialize(self, names: Iterable[str]) -> None:
         """Create per-element state, zero, so that a load has something to fill."""
         for unit in self.sharding.units:
-            unit.tier.fetch_state()
+            unit.state_store.fetch_state()
             for part in unit.parts:
                 state = self.inner.state[part.tensor]
                 for name in names:
@@ -101,7 +101,7 @@ class OptimizerState:
         """Give every parameter of a unit its own part, with its share of the state so far."""
         if unit.layout.kind != "flat":
             return
-        unit.tier.fetch_state()
+        unit.state_store.fetch_state()
         for old in [part for part in unit.parts if len(part.members) > 1]:
             new = [part for part in unit.split() if old.start <= part.start < old.stop]
             state = self.inner.state.pop(old.tensor, None)
@@ -136,11 +136,11 @@ class OptimizerState:
             if 0 < len(members) < len(unit.params):
                 self.split(unit)
             for member, name in members.items():
-                self._fill(unit, member, _assemble(mine.get(name, []), name, unit.seat.family.group))
+                self._fill(unit, member, _assemble(mine.get(name, []), name, unit.groups.reduction_group.group))
 
     def _fill(self, unit: Unit, member: int, state: Mapping[str, Tensor]) -> None:
         info = unit.spec.params[member]
-        unit.tier.fetch_state()
+        unit.state_store.fetch_state()
         pieces = [p for p in self.sharding.pieces(unit) if p.name == info.name]
         for part in (p for p in unit.parts if member in p.members):
             held = self.inner.state[part.tensor]

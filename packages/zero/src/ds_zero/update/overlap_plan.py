@@ -92,7 +92,7 @@ class OverlapLedger:
     """
 
     def __init__(self, units: Iterable[int]) -> None:
-        self.held = self.undone = 0
+        self.retained = self.undone = 0
         self._states = dict.fromkeys(units, OverlapState.PLAIN)
         self._terms: dict[int, Terms] = {}
         self._collected: dict[int, int] = {}
@@ -150,7 +150,7 @@ class OverlapLedger:
         if self._states[unit] is not OverlapState.EARLY or self._terms[unit] != terms:
             return False
         self._states[unit] = OverlapState.PLAIN
-        self.held += 1
+        self.retained += 1
         return True
 
     def undo(self, unit: int) -> None:

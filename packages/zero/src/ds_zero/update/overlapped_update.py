@@ -28,7 +28,7 @@ from ds_ops.stream import copy_ranges
 from ds_ops.threads import at_most
 from ds_zero.layout.shard_options import OffloadPolicy
 from ds_zero.layout.units import DENSE
-from ds_zero.offload.state_stores import HostTier, OptimizerSlice, nothing
+from ds_zero.offload.state_stores import HostStateStore, OptimizerSlice, nothing
 from ds_zero.runtime.sharded_model import ShardedModel
 from ds_zero.runtime.unit import Unit
 from ds_zero.update.step_reduction import weight_of
@@ -69,7 +69,7 @@ class Ahead:
         check_early(step.updater.inner)
         self._changed, self._jobs = threading.Condition(), SimpleQueue[Callable[[], None] | None]()
         self._thread: threading.Thread | None = None
-        self._kept = {number: _Kept() for number in self._units}
+        self._retained = {number: _Kept() for number in self._units}
         self._errors: dict[int, BaseException] = {}
         self._open = False
         self._side: Any = None
@@ -81,8 +81,8 @@ class Ahead:
         for unit in self._units.values():
             unit.gradients.changing = partial(self._changing, unit)
             unit.gradients.summed = partial(self._summed, unit)
-            if isinstance(unit.tier, HostTier):
-                unit.tier.wanted = partial(self._wanted, unit)
+            if isinstance(unit.state_store, HostStateStore):
+                unit.state_store.wanted = partial(self._wanted, unit)
 
     # ---- in backward
 
@@ -129,10 +129,10 @@ class Ahead:
                 self._changed.notify_all()
 
     def _update(self, unit: Unit, summed: Any) -> Terms:
-        place = unit.tier.placement if isinstance(unit.tier, HostTier) else OffloadPolicy()
+        place = unit.state_store.placement if isinstance(unit.state_store, HostStateStore) else OffloadPolicy()
         threads = math.ceil(place.overlap_ratio * torch.get_num_threads())
         with torch.no_grad(), at_most(threads):
-            self._kept[unit.number].copy(unit, self._sharding.state_of)
+            self._retained[unit.number].copy(unit, self._sharding.state_of)
             factor = self._step.average(self.outlook.divisor)
             terms = self._terms(unit, factor, self._first)
             grads = self._gradients(unit, terms, summed)
@@ -154,7 +154,7 @@ class Ahead:
                     raise RuntimeError(f"unit {unit.spec.name} has no sum of gradients to be updated with")
                 mine = mine * weight if weight != 1.0 else mine
                 mine = mine * terms.factor if terms.first else mine
-                found[part.tensor] = unit.tier.gradient(mine, part.tensor)
+                found[part.tensor] = unit.state_store.gradient(mine, part.tensor)
         return found
 
     def _stream(self, device: torch.device) -> AbstractContextManager[Any]:
@@ -206,7 +206,7 @@ class Ahead:
             if self.ledger.call_off(number):
                 return
             self._changed.wait_for(lambda: self.ledger.state(number) is not OverlapState.WRITING)
-            self._kept[number].restore()
+            self._retained[number].restore()
             self.ledger.undo(number)
             self._errors.pop(number, None)
 
@@ -232,8 +232,8 @@ class Ahead:
         self.take_back_all()
         for unit in self._units.values():
             unit.gradients.changing = unit.gradients.summed = nothing
-            if isinstance(unit.tier, HostTier):
-                unit.tier.wanted = nothing
+            if isinstance(unit.state_store, HostStateStore):
+                unit.state_store.wanted = nothing
         if self._units and self._thread is not None:
             self._jobs.put(None)
             self._thread.join()

@@ -39,7 +39,7 @@ from ds_zero.update.step_reduction import agree, first_nonfinite, weight_of
 from ds_zero.update.overlapped_update import Ahead
 from ds_zero.update.apply_step import Due, apply
 from ds_zero.update.overlap_plan import Outlook
-from ds_zero.update.wrapped_optimizer import Updater, check_inner, habits_of, owns_reduction
+from ds_zero.update.wrapped_optimizer import Updater, check_inner, traits_of, owns_reduction
 from ds_zero.update.optimizer_state import OptimizerState
 
 __all__ = ["ShardedOptimizer", "StepReport", "shard"]
@@ -91,7 +91,7 @@ class ShardedOptimizer(Optimizer):
         self.judge: Callable[[str | None], bool] | None = None
         self.before_update: Callable[[], None] = lambda: None
         self._scaled, self.backwards, self._shows_gradients = 0, 0, False
-        self._habits = habits_of(inner, options.layout)
+        self._habits = traits_of(inner, options.layout)
         if options.updates is not None:
             more = options.updates.states
             self._habits = {n: replace(habits, states=habits.states + more) for n, habits in self._habits.items()}
@@ -120,10 +120,10 @@ class ShardedOptimizer(Optimizer):
         if self._shows_gradients:
             self.show_gradients()
         self.sharding.grad_factor = lambda unit: self.average(self.divisor) * weight_of(unit, self._divisor)
-        self.kept = OptimizerState(inner, self.sharding)
-        self.sharding.state_of = self.kept.of
+        self.state_store = OptimizerState(inner, self.sharding)
+        self.sharding.state_of = self.state_store.of
         for unit in self.sharding.units:
-            unit.tier.states = self.sharding.state_of
+            unit.state_store.states = self.sharding.state_of
         for number, group in enumerate(inner.param_groups):
             units = [u for u in self.sharding.units if u.spec.params[0].group == number]
             group["params"] = [part.tensor for unit in units for part in unit.parts]
@@ -166,7 +166,7 @@ class ShardedOptimizer(Optimizer):
         parameter at a time whole.
         """
         self.ahead.close()
-        mine, scalars = self.kept.fragments(), self.state_dict()
+        mine, scalars = self.state_store.fragments(), self.state_dict()
         self.zero_grad()
         model, options = self.sharding.model, self.sharding.options
         for unit in self.sharding.units:
@@ -180,7 +180,7 @@ class ShardedOptimizer(Optimizer):
             k: {n: v for n, v in of.items() if n not in dropped} for k, of in scalars["scalars"].items()
         }
         self.load_state_dict(scalars)
-        self.kept.carry(mine, {n for n, p in model.named_parameters() if p.requires_grad})
+        self.state_store.carry(mine, {n for n, p in model.named_parameters() if p.requires_grad})
         self.ahead = Ahead(self.sharding, self, self.ahead.outlook)
 
     def suspend(self, kinds: Collection[str] = KINDS, *, pin_memory: bool = True) -> dict[str, int]:
@@ -203,8 +203,8 @@ class ShardedOptimizer(Optimizer):
                 fix="Call `optimizer.scale(loss).backward()`.",
             )
         for unit in self.sharding.units:  # as many as there are buffers: files are read while gradients are computed
-            if unit.spec.trained and unit.tier.alone:
-                unit.tier.begin_fetch()
+            if unit.spec.trained and unit.state_store.alone:
+                unit.state_store.begin_fetch()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish every reduction, clip, update the shards, bring full copies up to date. Collective.
@@ -235,7 +235,7 @@ class ShardedOptimizer(Optimizer):
         culprit = None if finite else first_nonfinite(self.sharding, units)
         skipped, clip = not finite and self._skips(culprit), self._clip(norm)
         if not skipped:
-            apply(Due(units, average * clip, facts.unused), self.kept, self.ahead, self.updater)
+            apply(Due(units, average * clip, facts.unused), self.state_store, self.ahead, self.updater)
         self.ahead.outlook.stepped(self.backwards, self.divisor, altered=skipped or clip != 1.0)
         for unit in units:
             unit.gradients.clear()  # which takes back what was made of them early, where the step was skipped
@@ -299,7 +299,7 @@ class ShardedOptimizer(Optimizer):
 
     def shards(self) -> list[LocalShard]:
         """This rank's part of every parameter and of its optimizer state, as writable 1-D views."""
-        return self.sharding.param_shards() + self.kept.shards()
+        return self.sharding.param_shards() + self.state_store.shards()
 
     def materialize(self, state_names: Iterable[str]) -> None:
         """Create the optimizer's per-element state, zero, so that a load has something to fill.
@@ -307,7 +307,7 @@ class ShardedOptimizer(Optimizer):
         Args:
             state_names: As they appear in the checkpoint (`exp_avg`). Scalars come with `load_state_dict`.
         """
-        self.kept.materialize(state_names)
+        self.state_store.materialize(state_names)
 
     def synchronise(self) -> None:
         """End differences between the ranks' parameters that the optimizer allows for a while (0/1 Adam). Collective.
@@ -327,8 +327,8 @@ class ShardedOptimizer(Optimizer):
         self.ahead.take_back_all()
         return {
             "format": 1,
-            "groups": self.kept.groups(),
-            "scalars": self.kept.scalars(),
+            "groups": self.state_store.groups(),
+            "scalars": self.state_store.scalars(),
             "loss_scale": None if self._scale is None else asdict(self._scale),
             "names": self._all_names(),  # for others that keep states by their place in a group
             **self.updater.state_dict(),
@@ -353,8 +353,8 @@ class ShardedOptimizer(Optimizer):
             CheckpointError: it has another number of groups ("optimizer-groups").
         """
         self.ahead.take_back_all()
-        self.kept.load_groups(state_dict["groups"])
-        self.kept.load_scalars(state_dict["scalars"])
+        self.state_store.load_groups(state_dict["groups"])
+        self.state_store.load_scalars(state_dict["scalars"])
         for unit in self.sharding.units:
             unit.gradients.way.rescale(0.0)
         self.updater.load_state_dict(state_dict)
@@ -396,9 +396,9 @@ class _Options(TypedDict, total=False):
     nodes: NodeTopology | None
     sparse: bool
     memory: Literal["auto", "private", "shared"]
-    tier: str | OffloadPolicy | Callable[[UnitSpec], str | OffloadPolicy]
-    param_tier: str | OffloadPolicy
-    wire: CommFormat
+    offload_optimizer: str | OffloadPolicy | Callable[[UnitSpec], str | OffloadPolicy]
+    offload_params: str | OffloadPolicy
+    quantized_comm: CommFormat
 
 
 @overload

@@ -27,7 +27,7 @@ __all__ = ["StepFacts", "agree", "first_nonfinite", "square_of", "weight_of"]
 
 def weight_of(unit: Unit, divisor: int) -> float:
     """What the sum of a unit's gradients is multiplied by, besides what all are: 1 where its family's divisor is `divisor`."""
-    return divisor / unit.seat.family.divisor
+    return divisor / unit.groups.reduction_group.divisor
 
 
 def square_of(units: Sequence[Unit], divisor: int) -> float:
@@ -41,7 +41,7 @@ def square_of(units: Sequence[Unit], divisor: int) -> float:
         gradients = unit.gradients
         if gradients.sums is None:
             continue
-        weight, told = weight_of(unit, divisor) ** 2 / unit.seat.counts, gradients.square
+        weight, told = weight_of(unit, divisor) ** 2 / unit.groups.counts, gradients.square
         if told is None:
             square = total_squares([_real(grad) for grad in gradients.sums])
             asked.setdefault(square.device, []).append(square * weight)

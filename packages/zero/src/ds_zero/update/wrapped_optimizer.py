@@ -37,7 +37,7 @@ __all__ = [
     "check_early",
     "check_inner",
     "group_of",
-    "habits_of",
+    "traits_of",
     "owns_reduction",
     "settings_of",
     "state_format",
@@ -48,7 +48,7 @@ WAITING = "zenflow_sum"
 """Name of a state that a policy of updates may keep: the sum of an element's gradients that wait for their update."""
 
 
-def habits_of(optimizer: Optimizer, asked: Kind | None) -> dict[int, OptimizerTraits]:
+def traits_of(optimizer: Optimizer, asked: Kind | None) -> dict[int, OptimizerTraits]:
     """Of each optimizer group: the layout that was asked for where it will do, else the one the optimizer needs; and what it keeps.
 
     Raises:
@@ -100,7 +100,7 @@ def check_inner(model: nn.Module, optimizer: Optimizer, options: ShardOptions) -
         UnsupportedError: it reduces what is sharded ("optimizer-owns-reduction"), or cannot keep its state in the format asked for
             ("zero-state-dtype").
     """
-    if isinstance(options.tier, OffloadPolicy) and options.tier.overlap_ratio:
+    if isinstance(options.offload_optimizer, OffloadPolicy) and options.offload_optimizer.overlap_ratio:
         check_early(optimizer)
     names = {id(p): name for name, p in model.named_parameters()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
