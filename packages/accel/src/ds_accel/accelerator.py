@@ -76,17 +76,23 @@ class Accelerator:
     # --- devices
 
     def device(self, index: int | None = None) -> torch.device:
-        """The torch.device of `index`, or of the kind. The CPU is one device, whatever the index."""
+        """Return the torch.device of `index`, or of the device type when `index` is None.
+
+        The CPU is one device, whatever the index.
+        """
         if index is None or self.facts.torch_type == "cpu":
             return torch.device(self.facts.torch_type)
         return torch.device(self.facts.torch_type, index)
 
     def device_count(self) -> int:
-        """How many this process sees. Starts none of them."""
+        """Count the devices that this process sees, without initializing any of them."""
         return int(self._verb("device_count")())
 
     def current_index(self) -> int:
-        """The index that new tensors of the kind go to. Starts the device; 0 where there is only one."""
+        """Return the index of the device on which new tensors are allocated.
+
+        Initializes the device; 0 where there is only one.
+        """
         current = getattr(self.module, "current_device", int)()
         return current if isinstance(current, int) else 0  # torch.cpu answers "cpu"
 
@@ -119,11 +125,11 @@ class Accelerator:
         verb() if index is None or not self._indexed else verb(index)
 
     def new_stream(self) -> Any:
-        """A new stream of the current device; None where the device has no streams."""
+        """Create a stream on the current device; return None where the device has no streams."""
         return self.module.Stream() if hasattr(self.module, "Stream") else None
 
     def current_stream(self) -> Any:
-        """The stream that work goes to now; None where the device has no streams."""
+        """Return the stream on which work is queued now; None where the device has no streams."""
         return self.module.current_stream() if hasattr(self.module, "current_stream") else None
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
@@ -134,12 +140,18 @@ class Accelerator:
         return context
 
     def new_event(self) -> Any:
-        """A new event without timing (record, wait, query, synchronize); a done one where the device has none."""
+        """Create an event without timing (record, wait, query, synchronize).
+
+        Where the device has no events or is synchronous, the event is always complete.
+        """
         event = getattr(self.module, "Event", None)
         return _DoneEvent() if event is None or self.facts.synchronous else event()
 
     def timer(self) -> DeviceTimer:
-        """A timer of work on the current stream: on the device's clock where it has one that can be read, else on the host's."""
+        """Create a timer of the work on the current stream.
+
+        Reads the device's clock where the device has readable timing events, else the host's clock.
+        """
         if self.facts.host_timers or not hasattr(self.module, "Event"):
             return host_timer(self.synchronize)
         return device_timer(self.module)
@@ -160,7 +172,10 @@ class Accelerator:
     # --- memory
 
     def memory(self, index: int | None = None) -> MemoryStats:
-        """Bytes in use on device `index` (None: the current one); on the CPU those of this process."""
+        """Return the bytes in use on device `index` (None: the current device).
+
+        On the CPU, the numbers are those of this process.
+        """
         if self.module is torch.cpu:
             host = host_memory()
             return MemoryStats(host.rss, host.peak_rss, host.rss, host.peak_rss, host.available, host.total)
@@ -179,13 +194,13 @@ class Accelerator:
         getattr(self.module, "empty_cache", _nothing)()
 
     def pinned(self, limit_bytes: int, *, name: str = "pinned") -> PinnedPool:
-        """A new pool of host memory for copies to and from this device, bounded to `limit_bytes`."""
+        """Create a pool of host memory for copies to and from this device, bounded to `limit_bytes`."""
         return PinnedPool(limit_bytes, pinned=self.facts.pinned, name=name)
 
     # --- random numbers
 
     def rng(self, seed: int, index: int | None = None) -> RngStreams:
-        """New named random streams on device `index` (None: the current one)."""
+        """Create named random streams on device `index` (None: the current device)."""
         where = self.current_index() if index is None else index
         return RngStreams(seed, self.device(where if self._indexed else None), self.module)
 
@@ -209,7 +224,7 @@ class Accelerator:
         return triton(self.facts, self.module)
 
     def new_graph(self) -> Any:
-        """An empty graph to be filled by `capture` and run by its `replay()`.
+        """Create an empty graph, which `capture` records and its `replay()` runs.
 
         Raises:
             UnsupportedError: the device has no graphs ("accel-no-graphs").
@@ -256,16 +271,16 @@ class _DoneEvent:
     """The event of a device whose operations are done when they return."""
 
     def record(self, stream: Any = None) -> None:
-        """Nothing to mark."""
+        """Do nothing: an event of a synchronous device is complete from the start."""
 
     def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
+        """Do nothing: a synchronous device has no queued work to wait for."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: a synchronous device has no queued work to wait for."""
 
     def query(self) -> bool:
-        """Everything is done."""
+        """Return True: all work of a synchronous device is complete."""
         return True
 
 

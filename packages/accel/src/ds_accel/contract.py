@@ -54,7 +54,7 @@ def run(accelerator: Accelerator) -> tuple[str, ...]:
 
 
 def facts_fit_the_module(accelerator: Accelerator) -> None:
-    """The module has what the facts name, and everything that is required."""
+    """Check that the device module has every required function and all that the facts name."""
     facts, module = accelerator.facts, accelerator.module
     named = [name for name in (facts.graph_class, facts.ranges, facts.probe) if name]
     named += [rule.ask for rule in (*facts.dtypes.values(), facts.triton) if rule.ask]
@@ -66,7 +66,7 @@ def facts_fit_the_module(accelerator: Accelerator) -> None:
 
 
 def devices_are_counted(accelerator: Accelerator) -> None:
-    """There is a device, the current one is among them, and one that does not exist is refused by name."""
+    """Check that there is a device, that the current index is valid, and that an index past the last is refused."""
     count, current = accelerator.device_count(), accelerator.current_index()
     _expect(count >= 1, f"device_count() is {count}")
     _expect(0 <= current < count, f"the current device is {current} of {count}")
@@ -81,7 +81,7 @@ def devices_are_counted(accelerator: Accelerator) -> None:
 
 
 def tensors_live_on_it(accelerator: Accelerator) -> None:
-    """A tensor is made there, computed with, and comes back the same."""
+    """Check that a tensor moved to the device computes there and returns the right values."""
     host = torch.arange(1000, dtype=torch.float32)
     there = host.to(accelerator.device())
     _expect(accelerator.holds(there), f"a tensor moved to {accelerator.device()} is on {there.device}")
@@ -106,7 +106,7 @@ def work_is_ordered(accelerator: Accelerator) -> None:
 
 
 def time_is_measured(accelerator: Accelerator) -> None:
-    """A timer gives milliseconds that are not negative, also the second time."""
+    """Check that a timer gives milliseconds that are not negative, also at its second use."""
     timer = accelerator.timer()
     for _ in range(2):
         with timer:
@@ -115,7 +115,7 @@ def time_is_measured(accelerator: Accelerator) -> None:
 
 
 def memory_is_counted(accelerator: Accelerator) -> None:
-    """Allocated memory is counted, peaks are not below it, free is not above total."""
+    """Check that allocations are counted, that no peak is below them, and that free is at most total."""
     before = accelerator.memory()
     block = torch.ones(16 * _MIB, dtype=torch.uint8, device=accelerator.device())
     accelerator.synchronize()
@@ -156,7 +156,10 @@ def random_streams_are_independent(accelerator: Accelerator) -> None:
 
 @contextmanager
 def _global_numbers(accelerator: Accelerator) -> Any:
-    """What the global generator gives after the block must be what it would have given before it."""
+    """Record whether the global generator draws the same numbers after the block as it would have before.
+
+    Yields a function that returns the outcome, to be called after the block.
+    """
     outer = accelerator.rng(0)
     device = accelerator.device()
     outcome: list[bool] = []
@@ -169,7 +172,7 @@ def _global_numbers(accelerator: Accelerator) -> Any:
 
 
 def pinned_buffers_carry_copies(accelerator: Accelerator) -> None:
-    """A buffer carries data to the device and back, and the account is even afterwards."""
+    """Check that a pinned buffer carries data to the device and back, and that none is in use afterwards."""
     pool = accelerator.pinned(4 * _MIB)
     values = torch.arange(1000, dtype=torch.float32)
     with pool.take(values.nbytes) as buffer:
@@ -189,7 +192,10 @@ def pinned_buffers_carry_copies(accelerator: Accelerator) -> None:
 
 
 def dtypes_compute(accelerator: Accelerator) -> None:
-    """Every dtype that is said to be supported adds and multiplies right."""
+    """Check that every dtype declared as supported adds and multiplies correctly.
+
+    float8 is left out: that dtype has scaled matrix products only.
+    """
     for name in accelerator.facts.dtypes:
         dtype = getattr(torch, name)
         if not accelerator.supports(dtype) or name.startswith("float8"):
@@ -200,7 +206,7 @@ def dtypes_compute(accelerator: Accelerator) -> None:
 
 
 def graphs_replay(accelerator: Accelerator) -> None:
-    """Where graphs are said to be there, one records and replays; elsewhere they are refused by name."""
+    """Check that a graph captures and replays where graphs are supported, and is refused by name elsewhere."""
     if not accelerator.graphs():
         try:
             accelerator.new_graph()
@@ -222,7 +228,7 @@ def graphs_replay(accelerator: Accelerator) -> None:
 
 
 def names_are_known(accelerator: Accelerator) -> None:
-    """There is a communication backend, and profiler ranges nest."""
+    """Check that a communication and a compile backend are named, and that profiler ranges nest."""
     _expect(accelerator.comm_backend, "the communication backend is empty")
     _expect(accelerator.compile_backend, "the compile backend is empty")
     with accelerator.range("outer"), accelerator.range("inner"):

@@ -50,12 +50,18 @@ class Detection:
 
 
 def known_devices() -> tuple[str, ...]:
-    """The names of every device, in the order of asking: third parties by name, then `DETECTION_ORDER`. Imports nothing."""
+    """Return the names of all known devices in the order of detection, without importing any.
+
+    Third-party devices come first, by name, then `DETECTION_ORDER`.
+    """
     return _order(_others())
 
 
 def _others() -> dict[str, EntryPoint]:
-    """Third parties by name. Reads the metadata of every installed distribution, some 10 ms."""
+    """Return the entry points of third-party devices by name.
+
+    Cost: reads the metadata of every installed distribution, some 10 ms.
+    """
     found: dict[str, EntryPoint] = {}
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         found.setdefault(entry.name, entry)
@@ -67,15 +73,16 @@ def _order(others: Collection[str]) -> tuple[str, ...]:
 
 
 def facts_of(name: str, others: Mapping[str, EntryPoint] | None = None) -> DeviceFacts:
-    """The facts of a known device: those of a third party's entry point of this name, or of the table.
+    """Return the facts of a known device, from the third party's entry point of this name or from the table.
 
-    An entry point that cannot be imported gives facts whose device does not load, so that the reason is given where the
-    device is asked for, and other devices are not held up.
+    An entry point that cannot be imported gives facts whose device does not load: the reason is shown where the device
+    is
+    requested, and other devices stay usable.
 
     Args:
         others: Third parties by name, where they are known already.
     Raises:
-        ConfigError: the entry point's value is no `Facts`, or one of another name ("accel-plugin").
+        ConfigError: the entry point's value is not a `Facts`, or a `Facts` of another name ("accel-plugin").
         KeyError: no device has this name.
     """
     entry = (_others() if others is None else others).get(name)

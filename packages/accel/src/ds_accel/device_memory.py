@@ -121,7 +121,7 @@ def _free_and_total(module: Any, index: int, reserved: int) -> tuple[int, int]:
 
 
 def _kilobytes(file: Path) -> dict[str, int]:
-    """The `Name:  123 kB` lines of a procfs file, in bytes."""
+    """Parse the `Name:  123 kB` lines of a procfs file into bytes by name."""
     found = {}
     for line in file.read_text(encoding="ascii", errors="replace").splitlines():
         name, _, value = line.partition(":")
@@ -132,7 +132,10 @@ def _kilobytes(file: Path) -> dict[str, int]:
 
 
 def _container(cgroups: tuple[Path, ...]) -> tuple[int, int]:
-    """(limit, used) of the control group, of version 2 or 1; an enormous limit where there is none."""
+    """Return (limit, used) in bytes of the control group, version 2 or 1.
+
+    Without a limit, returns (1 << 62, 0).
+    """
     for root in cgroups:
         for limit_name, used_name in (
             ("memory.max", "memory.current"),

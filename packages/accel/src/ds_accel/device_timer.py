@@ -38,7 +38,7 @@ class DeviceTimer:
         self._marks = (self._marks[0], self._mark())
 
     def elapsed_ms(self) -> float:
-        """Milliseconds between the marks.
+        """Return the milliseconds between start and stop.
 
         Raises:
             RuntimeError: the timer was not started and stopped.
@@ -56,7 +56,10 @@ class DeviceTimer:
 
 
 def host_timer(synchronize: Callable[[], None]) -> DeviceTimer:
-    """A timer on the host's clock; `synchronize` waits for the device before each reading (free on the CPU)."""
+    """Create a timer on the host's clock.
+
+    `synchronize` waits for the device before each reading (free on the CPU).
+    """
 
     def mark() -> float:
         synchronize()
@@ -66,7 +69,10 @@ def host_timer(synchronize: Callable[[], None]) -> DeviceTimer:
 
 
 def device_timer(module: Any) -> DeviceTimer:
-    """A timer on the device's own clock, by a pair of the module's timing events; the host is not held up."""
+    """Create a timer on the device's clock, from a pair of the module's timing events.
+
+    Starting and stopping do not block the host.
+    """
 
     def mark() -> Any:
         event = module.Event(enable_timing=True)

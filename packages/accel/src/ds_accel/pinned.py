@@ -88,7 +88,7 @@ class PinnedBuffer:
         return self._block[: self.nbytes]
 
     def view(self, dtype: torch.dtype, numel: int | None = None) -> torch.Tensor:
-        """[numel] of `dtype`, over the first bytes of the buffer; as many as fit when `numel` is None.
+        """Return a [numel] tensor of `dtype` over the first bytes of the buffer; as many as fit when `numel` is None.
 
         Raises:
             PinnedMemoryError: `numel` elements need more than `nbytes` ("pinned-size").
@@ -173,7 +173,10 @@ class PinnedPool:
             return PinnedBuffer(self, block, nbytes)
 
     def block_bytes(self, nbytes: int) -> int:
-        """What a new block for `nbytes` takes from the bound: whole pages, and a power of two when page-locked."""
+        """Return the bytes that a new block for `nbytes` takes from the limit.
+
+        Blocks are whole pages, and a power of two when page-locked.
+        """
         pages = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         return 1 << (pages - 1).bit_length() if self.pinned else pages
 
@@ -187,7 +190,7 @@ class PinnedPool:
         return freed
 
     def stats(self) -> PoolStats:
-        """The account now."""
+        """Return the pool's present counts: bytes in use, waiting and cached, and the peak."""
         with self._lock:
             self._collect()
             kept = sum(block.numel() for block in self._cached)
@@ -235,7 +238,10 @@ class PinnedPool:
             self._changed()
 
     def _forget(self, size: int) -> None:
-        """A buffer was dropped without release. Views of it may still exist, so its block is never lent again."""
+        """Remove a buffer that was dropped without release from the counts.
+
+        Views of the buffer may still exist, so its block is never used again.
+        """
         with self._lock:
             self._in_use -= size
             self._num_lent -= 1

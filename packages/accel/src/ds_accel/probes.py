@@ -83,7 +83,7 @@ def triton(facts: DeviceFacts, module: Any, index: int = 0) -> Capability:
 
 
 def comm_backend(facts: DeviceFacts, platform: str = sys.platform) -> str:
-    """The torch.distributed backend for this device; empty when the facts name none that fits this machine."""
+    """Return the torch.distributed backend for this device; empty when no backend of the facts fits this machine."""
 
     def fits(backend: CommBackend) -> bool:
         return backend.platform in ("", platform) and (not backend.package or find_package(backend.package))
@@ -102,13 +102,19 @@ def present(facts: DeviceFacts, environ: Mapping[str, str] = os.environ) -> Capa
 
 
 def visible_devices(facts: DeviceFacts, environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The devices that `environ` lets a process see, as written there (ids, UUIDs); None when it does not say."""
+    """Return the devices that `environ` makes visible, as written there (ids, UUIDs).
+
+    None when the variable is unset or the device has no such variable.
+    """
     text = environ.get(facts.visible_env) if facts.visible_env else None
     return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def visible_env(facts: DeviceFacts, devices: tuple[str, ...]) -> dict[str, str]:
-    """The environment that shows a process only `devices`; empty where the device has no such variable."""
+    """Return the environment variable that makes only `devices` visible to a process.
+
+    Empty where the device has no such variable.
+    """
     return {facts.visible_env: ",".join(devices)} if facts.visible_env else {}
 
 

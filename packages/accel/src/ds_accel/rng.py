@@ -24,7 +24,10 @@ class RngError(DsError, ValueError):
 
 
 def derive_seed(seed: int, *parts: str | int) -> int:
-    """Mix a seed and names into a 63-bit seed; any difference gives an unrelated one (SHA-256). The same everywhere."""
+    """Derive a 63-bit seed from a seed and names (SHA-256), the same on every machine.
+
+    Any difference in the arguments gives an unrelated seed.
+    """
     text = "\0".join([str(int(seed)), *(f"{type(part).__name__}:{part}" for part in parts)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
@@ -73,7 +76,9 @@ class RngStreams:
             self._set_global_state(self._streams[self._active[-1]].get_state() if self._active else outside)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on, as JSON values: about 7 kB a stream on the CPU, 30 bytes on a GPU.
+        """Return the state of all streams as JSON values, so that a later run continues them.
+
+        About 7 kB a stream on the CPU, 30 bytes on a GPU.
 
         Raises:
             RngError: inside a fork, where a stream's state is in use ("rng-in-fork").

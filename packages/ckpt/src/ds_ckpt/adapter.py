@@ -25,7 +25,10 @@ _KEY = "base_sha256"
 
 
 def base_hash(base: Mapping[str, Tensor]) -> str:
-    """SHA-256 of tensors by name. Cost: one pass over the bytes."""
+    """Hash tensors and their names, dtypes and shapes with SHA-256, in the order of the names.
+
+    Cost: one pass over the bytes.
+    """
     digest = hashlib.sha256()
     for name in sorted(base):
         tensor = base[name]

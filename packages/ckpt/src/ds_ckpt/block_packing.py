@@ -57,7 +57,7 @@ class SaveOptions:
             require(codec)
 
     def codec_of(self, item: Item) -> str:
-        """The codec for an entry. Raises CheckpointError "ckpt-codec": a lossy one, and it is not float32."""
+        """Return the codec for an entry; the empty codec where a lossy codec would meet a dtype other than float32."""
         fits = [prefix for prefix in self.codecs if item.name.startswith(prefix)]
         codec = self.codecs[max(fits, key=len)] if fits else ""
         # Counters and flags among the moments are as they are; they cost nothing.
@@ -79,9 +79,9 @@ class BlockPacker:
         self._file: _BlockFile | None = None
 
     def look(self, ranks: Coordinator, at: CheckpointRef, shards: Sequence[TensorShard]) -> None:
-        """Learn of what is stored in this root, before a save. Collective.
+        """Refresh the list of blocks that this root stores, before a save. Collective.
 
-        Cost: the first time the leaves of the newest checkpoint that this rank needs; later nothing but one look at each file.
+        Cost: the first time the leaves of the newest checkpoint that this rank needs; later only a look at each file.
         """
         if not self.recipe.incremental:
             return
@@ -94,11 +94,17 @@ class BlockPacker:
         self.forget(set(self._files) - there)
 
     def begin(self, draft: Draft, items: Sequence[Item], block_bytes: int) -> Draft:
-        """A draft whose data file is packed. `leaf` says afterwards what was written."""
+        """Return a draft whose data file is packed.
+
+        Afterwards `leaf` returns the entries that were written.
+        """
         return _PackingDraft(self, draft, items, block_bytes)
 
     def opened(self, draft: Draft, rank: int, items: Sequence[Item], sizes: tuple[int, int]) -> WriteFile:
-        """The file of this save, for what comes with `sizes`: (bytes of header in front, bytes of a block)."""
+        """Open the block file of this save for a stream laid out by `sizes`.
+
+        `sizes`: (bytes of header in front, bytes of a block).
+        """
         name = draft.blocks_name(rank)
         shared = self.recipe.incremental
         self._file = _BlockFile(
@@ -107,11 +113,11 @@ class BlockPacker:
         return self._file
 
     def find(self, key: _Key) -> _Place | None:
-        """Where a block is stored already."""
+        """Return where a block is stored already; None where no file stores the block or saves are not incremental."""
         return self._known.get(key) if self.recipe.incremental else None
 
     def leaf(self) -> Leaf:
-        """What the save wrote and refers to, after its file is closed."""
+        """Return the leaf of the save, with the blocks that the save wrote and refers to, after its file is closed."""
         if self._file is None:
             raise CheckpointError(
                 "nothing was packed", code="ckpt-storage", fix="Report this: the leaf is asked for before the file."
@@ -119,7 +125,7 @@ class BlockPacker:
         return self._file.leaf(self._files)
 
     def committed(self) -> None:
-        """The save is done: its blocks can be referred to."""
+        """Register the blocks of the finished save so that later saves can refer to them."""
         if self._file is not None and self.recipe.incremental:
             self._known.update(self._file.fresh)
             if self._file.record is not None:
@@ -127,7 +133,7 @@ class BlockPacker:
         self._file = None
 
     def forget(self, names: set[str]) -> None:
-        """These files are removed."""
+        """Forget the removed files `names` and their blocks."""
         if names:
             self._known = {key: place for key, place in self._known.items() if place[0] not in names}
             self._files = {name: record for name, record in self._files.items() if name not in names}
@@ -202,7 +208,7 @@ class _BlockFile:
         self.record: FileRecord | None = None
 
     def _plan(self) -> list[tuple[int, int]]:
-        """(entry, bytes) of each block, in the order of the stream."""
+        """List (entry, bytes) of each block, in the order of the stream."""
         out = []
         for entry, item in enumerate(self._items):
             for low in range(0, item.nbytes, self._block_bytes):
@@ -260,7 +266,7 @@ class _BlockFile:
             self._target.abandon()
 
     def leaf(self, known: Mapping[str, FileRecord]) -> Leaf:
-        """What was written, and what is referred to."""
+        """Build the leaf: blocks written to this file, and referenced blocks of the `known` files."""
         files: dict[str, int] = {}
         records = {**known, **({self.name: self.record} if self.record is not None else {})}
         found: dict[str, dict[Box, list[PieceRecord]]] = {}

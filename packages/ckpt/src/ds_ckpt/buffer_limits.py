@@ -18,7 +18,7 @@ class _MemoryFile:
         self.data[offset : offset + data.nbytes] = data  # grows where the size was not known
 
     def close(self) -> None:
-        """Memory is as durable as it gets."""
+        """Do nothing: a file in memory has no data to flush."""
 
     def abandon(self) -> None:
         self.data = bytearray()
@@ -34,7 +34,7 @@ class _BytesReadFile:
         return self._data[offset : offset + nbytes]
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: bytes in memory need no open file."""
 
 
 class _MemoryDraft:

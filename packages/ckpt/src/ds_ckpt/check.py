@@ -156,7 +156,10 @@ def _opens(files: Files, index: int) -> bool:
 
 
 def _check_header(files: Files, file: tuple[int, FileRecord], manifest: Manifest) -> None:
-    """The safetensors header must have its checksum and describe exactly the manifest's pieces."""
+    """Check that a file's safetensors header has its checksum and describes exactly the manifest's pieces.
+
+    A file of blocks has no such header: its blocks are checked instead.
+    """
     index, record = file
     where = files.name(index)
     if not record.header_nbytes:  # a file of blocks

@@ -92,7 +92,7 @@ class CheckpointIndex:
 
 
 def leaf_json(leaf: Leaf) -> Json:
-    """A leaf as JSON: what its file holds."""
+    """Convert a leaf to JSON, the content of its file."""
     return {
         "files": [[f.name, f.nbytes, f.header_nbytes, f.header_crc32, int(f.shared)] for f in leaf.files],
         "tensors": {
@@ -129,7 +129,7 @@ def leaf_of(body: Json) -> Leaf:
 
 
 def encode_leaf(leaf: Leaf) -> bytes:
-    """The bytes of a leaf's file."""
+    """Encode a leaf as the bytes of its file."""
     return dump(leaf_json(leaf)).encode()
 
 
@@ -141,7 +141,7 @@ def _piece_json(piece: PieceRecord) -> Json:
 
 
 def entry_of(leaf: Leaf, name: str, data: bytes) -> LeafEntry:
-    """What the index will say of a leaf whose file is `name` and holds `data`."""
+    """Build the index entry of a leaf whose file is `name` and contains `data`."""
     pieces = (
         (tensor, record.shape, bounds_of(record.shape, part.box, piece.start, piece.start + piece.numel))
         for tensor, record in leaf.tensors.items()
@@ -153,7 +153,7 @@ def entry_of(leaf: Leaf, name: str, data: bytes) -> LeafEntry:
 
 
 def entry_json(entry: LeafEntry) -> Json:
-    """An entry as a rank sends it to the one that writes the index."""
+    """Convert an index entry to the JSON that a rank sends to the rank that writes the index."""
     zones = [[z.first, z.last, z.shape, z.bounds] for z in entry.zones]
     return [entry.name, entry.nbytes, entry.crc32, entry.files, zones]
 
@@ -168,7 +168,7 @@ def entry_from(body: Json) -> LeafEntry:
 
 
 def encode_index(index: CheckpointIndex) -> bytes:
-    """The bytes of `manifest.json`, version 2.
+    """Encode an index as the bytes of `manifest.json`, version 2.
 
     Raises:
         CheckpointError: "ckpt-manifest-size".

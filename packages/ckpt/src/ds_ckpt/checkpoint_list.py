@@ -39,7 +39,7 @@ _LEFTOVER_S: Final = 86_400.0  # of a save that never ended: a file that nothing
 
 
 def read_top(at: CheckpointRef) -> Manifest | CheckpointIndex:
-    """`manifest.json` of one checkpoint, checked: all of it in version 1, the index in version 2.
+    """Read and check `manifest.json` of a checkpoint: the whole manifest in version 1, the index in version 2.
 
     Raises:
         CheckpointError: see `format.decode`; "ckpt-not-found".
@@ -50,13 +50,18 @@ def read_top(at: CheckpointRef) -> Manifest | CheckpointIndex:
 
 
 def read_manifest(at: CheckpointRef) -> Manifest:
-    """All of one checkpoint's manifest, checked: with every leaf. Raises CheckpointError as `read_top`."""
+    """Read and check the whole manifest of a checkpoint, with every leaf.
+
+    Raises CheckpointError as `read_top`.
+    """
     top = read_top(at)
     return top if isinstance(top, Manifest) else join(top, _leaves(at, top, top.leaves), whole=True)
 
 
 def read_for(at: CheckpointRef, shards: Sequence[TensorShard]) -> Manifest:
-    """The manifest of one checkpoint with at least the pieces that these shards need, in memory that grows with them.
+    """Read the manifest of a checkpoint with at least the pieces that `shards` need.
+
+    Memory grows with the shards, not with the checkpoint.
 
     Raises:
         CheckpointError: as `read_top`.
@@ -81,7 +86,7 @@ def _leaves(at: CheckpointRef, index: CheckpointIndex, entries: Sequence[LeafEnt
 
 
 def inspect(path: str | os.PathLike[str] | CheckpointRef) -> Manifest:
-    """What a checkpoint holds: its manifest, without reading tensor data."""
+    """Return the manifest of a checkpoint, without reading tensor data."""
     return read_manifest(locate(path))
 
 
@@ -95,9 +100,11 @@ def list_tags(root: str | os.PathLike[str] | CheckpointStorage) -> list[str]:
 
 
 def find_latest(root: str | os.PathLike[str] | CheckpointStorage) -> str | CheckpointRef | None:
-    """The newest complete checkpoint below `root`, as `load` takes it; None where there is none (a first start).
+    """Find the newest complete checkpoint below `root`, in the form that `load` takes; None where there is none.
 
-    Newest is the highest sequence number in the manifests: no file names it, so none can be wrong.
+    There is none at a first start. Newest is the highest sequence number in the manifests: no file names the newest, so
+    no
+    such file can be wrong.
     """
     storage = open_storage(root)
     tag = newest_tag(storage)
@@ -107,12 +114,12 @@ def find_latest(root: str | os.PathLike[str] | CheckpointStorage) -> str | Check
 
 
 def next_sequence(storage: CheckpointStorage) -> int:
-    """One more than the highest sequence number below the root, damaged checkpoints included."""
+    """Return the highest sequence number below the root plus 1, damaged checkpoints included."""
     return 1 + max((peek_sequence(storage.read(tag, MANIFEST, 256)) for tag in storage.tags()), default=0)
 
 
 def newest_tag(storage: CheckpointStorage) -> str | None:
-    """The tag of the newest complete checkpoint; None where there is none."""
+    """Return the tag of the newest complete checkpoint; None where there is none."""
     return next((tag for tag in reversed(_by_age(storage)) if _complete(storage, tag)), None)
 
 
@@ -156,10 +163,10 @@ def prune(root: str | os.PathLike[str] | CheckpointStorage, keep: int) -> list[s
 
 
 def shared_files(at: CheckpointRef) -> set[str]:
-    """Files beside the checkpoints that one refers to; none when there is no such checkpoint.
+    """Return the shared files, beside the checkpoints, that `at` refers to; none when there is no such checkpoint.
 
     Raises:
-        CheckpointError: its manifest cannot be read, so that is not known.
+        CheckpointError: the manifest cannot be read, so the files are not known.
     """
     try:
         top = read_top(at)
@@ -206,7 +213,7 @@ def _complete(storage: CheckpointStorage, tag: str) -> bool:
 
 
 def _data_files(index: CheckpointIndex) -> tuple[FileRecord, ...]:
-    """Every file of a checkpoint as far as its size can be checked: the leaves, and what they say they need."""
+    """List every file of a checkpoint whose size can be checked: the leaves and the files that the leaves need."""
     leaves = [FileRecord(leaf.name, leaf.nbytes, 0, "") for leaf in index.leaves]
     data = dict.fromkeys(file for leaf in index.leaves for file in leaf.files)
     return (*leaves, *(FileRecord(name, nbytes, 0, "", shared) for name, nbytes, shared in data))

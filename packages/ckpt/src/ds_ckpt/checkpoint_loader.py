@@ -139,7 +139,7 @@ def _read(files: Files, manifest: Manifest, local: Sequence[Local], reads: Seque
 
 
 def _prove(ranks: Coordinator, at: CheckpointRef, manifest: Manifest, partials: Sequence[PartialRead]) -> None:
-    """Each block that ranks read in parts is checked by one of them, which receives the checksums of all parts. Collective."""
+    """Check each block that ranks read in parts: a single rank receives the checksums of all parts. Collective."""
     touched = {(p.file, p.at) for p in partials}
     blocks = {(b.file, b.at): b for b in all_blocks(manifest) if (b.file, b.at) in touched}
     messages: dict[int, list[Json]] = {}

@@ -42,7 +42,7 @@ def require(codec: str) -> None:
 
 
 def encode(codec: str, data: memoryview) -> tuple[bytes | memoryview, bytes | memoryview]:
-    """What goes into the file for a block, and what a reader will get back out of it.
+    """Encode a block with `codec`; return the bytes for the file and the bytes that a reader will decode.
 
     Raises:
         CheckpointError: "ckpt-codec": a value that int8 cannot hold (infinite, or not a number).
@@ -59,10 +59,10 @@ def encode(codec: str, data: memoryview) -> tuple[bytes | memoryview, bytes | me
 
 
 def decode(codec: str, data: memoryview, nbytes: int) -> bytes | memoryview:
-    """The `nbytes` of a block out of what is in the file.
+    """Decode the `nbytes` bytes of a block from the bytes in the file.
 
     Raises:
-        CheckpointError: "ckpt-block-damaged": they cannot be made out of that.
+        CheckpointError: "ckpt-block-damaged": the bytes in the file do not decode to `nbytes` bytes.
     """
     if codec == "":
         return data

@@ -69,7 +69,7 @@ class SavingConfig(StrictModel):
     codecs: dict[str, Literal["zstd", "bf16", "int8"]] = Field(default_factory=dict)
 
     def recipe(self) -> SaveOptions | None:
-        """What a save does beyond writing everything as it is; None: nothing.
+        """Build the options of an incremental or encoded save; None where neither is configured.
 
         Raises:
             CheckpointError: "ckpt-codec".
@@ -129,7 +129,7 @@ class CheckpointConfig(StrictModel):
 
 
 def make_engine(config: CheckpointConfig, group: Any = None) -> Checkpointer:
-    """The engine that `config` asks for. Collective over `group`."""
+    """Build the asynchronous or synchronous checkpointer that `config` specifies. Collective over `group`."""
     saving, writer = config.saving, config.writer
     decoupled = writer is not None and writer.decoupled
     if saving.asynchronous or decoupled:
@@ -146,7 +146,7 @@ def make_engine(config: CheckpointConfig, group: Any = None) -> Checkpointer:
 
 
 def make_near(config: CheckpointConfig, group: Any = None) -> LocalCheckpointer | None:
-    """The near copies that `config` asks for, if any. Collective over `group`."""
+    """Build the local checkpointer that `config` specifies; None where none is configured. Collective over `group`."""
     near, saving = config.near, config.saving
     if near is None:
         return None

@@ -60,7 +60,7 @@ class Coordinator:
 
     @staticmethod
     def alone() -> Coordinator:
-        """A world of one, whatever process groups there are."""
+        """Return a coordinator with a world size of 1, whatever process groups there are."""
         return Coordinator(self_group("ckpt"))
 
     @staticmethod
@@ -69,7 +69,10 @@ class Coordinator:
         return group if isinstance(group, Coordinator) else Coordinator(group)
 
     def twin(self) -> Coordinator:
-        """The same ranks over a CPU group of their own, for another thread. Collective; `close` it."""
+        """Duplicate this coordinator over a new CPU process group of the same ranks, for another thread.
+
+        Collective. Call `close` on the result.
+        """
         return Coordinator(duplicate_group(self._group, "ckpt"))
 
     def close(self) -> None:
@@ -111,10 +114,12 @@ class Coordinator:
         return self.spread(result, lambda mine, theirs: theirs if mine is None else mine)
 
     def spread(self, value: Json, merge: Callable[[Json, Json], Json]) -> Json:
-        """Every rank's `value`, merged, on every rank.
+        """Merge the `value` of all ranks and return the merged value on every rank. Collective.
 
         Args:
-            merge: Associative, commutative, and the same when a value is merged in twice: a maximum, a union, the lowest rank's.
+            merge: Associative, commutative, and the same when a value is merged in twice: a maximum, a union, the value
+            of the
+                lowest rank.
         Cost: ceil(log2 N) messages of the merged value.
         """
         step = 1
@@ -138,7 +143,10 @@ class Coordinator:
         return arrived(held, self.rank)
 
     def exchange(self, value: Json) -> list[Any]:
-        """Everyone's `value`, by rank. Its cost grows with the world: only for messages about what failed."""
+        """Gather `value` from every rank and return the values by rank, on every rank. Collective (an all-gather).
+
+        The cost grows with the world size: use this only for messages about a failure.
+        """
         return all_gather_json(value, self._group, unit="ckpt")
 
     def swap(self, data: bytes, to: int, source: int) -> bytes:
@@ -169,12 +177,12 @@ class Coordinator:
 
 
 def hops(size: int) -> list[int]:
-    """The distances of a route's swaps, the farthest first."""
+    """Return the rank distances of the swaps that `route` makes, the largest first."""
     return [1 << k for k in reversed(range((size - 1).bit_length()))]
 
 
 def moving(held: list[Message], rank: int, size: int, step: int) -> tuple[list[Message], list[Message]]:
-    """The messages that go `step` ranks further from `rank` now, and those that stay."""
+    """Split messages at `rank` into those to send `step` ranks further now and those that stay."""
     going: list[Message] = []
     staying: list[Message] = []
     for message in held:
@@ -183,7 +191,7 @@ def moving(held: list[Message], rank: int, size: int, step: int) -> tuple[list[M
 
 
 def pack(messages: list[Message]) -> bytes:
-    """Messages end to end."""
+    """Pack messages end to end into bytes, each behind a header of target, source and length."""
     return b"".join(part for to, source, data in messages for part in (_HEAD.pack(to, source, len(data)), data))
 
 
@@ -199,19 +207,19 @@ def unpack(data: bytes) -> list[Message]:
 
 
 def arrived(held: list[Message], rank: int) -> dict[int, bytes]:
-    """What a route brought, by sender, the lowest first."""
+    """Return the routed messages that are for `rank`, by sender, the lowest first."""
     return {source: data for to, source, data in sorted(held, key=lambda m: m[1]) if to == rank}
 
 
 def _lowest(mine: Json, theirs: Json) -> Json:
-    """The first rank's error."""
+    """Return the error of the lowest rank; None where neither rank has an error."""
     if mine is None or theirs is None:
         return theirs if mine is None else mine
     return min(mine, theirs)
 
 
 def as_checkpoint_error(error: Exception) -> CheckpointError:
-    """`error` itself, or a CheckpointError that says what it was, with the original as its cause."""
+    """Return `error`, wrapped in a CheckpointError with `error` as its cause unless `error` is a CheckpointError."""
     if isinstance(error, CheckpointError):
         return error
     if isinstance(error, OSError):

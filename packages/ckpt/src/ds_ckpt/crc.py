@@ -50,5 +50,5 @@ def _step(num_bytes: int) -> int:
 
 
 def shifted(crc: int, num_bytes_after: int) -> int:
-    """The contribution of a segment with checksum `crc` that is followed by `num_bytes_after` bytes."""
+    """Return the contribution of a segment with checksum `crc` that is followed by `num_bytes_after` bytes."""
     return _multiply(crc, _step(num_bytes_after)) if num_bytes_after else crc

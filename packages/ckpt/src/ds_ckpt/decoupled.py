@@ -73,7 +73,7 @@ class WriterProcess:
         return None if self._child is None else self._child.pid
 
     def start(self) -> None:
-        """Have the process running."""
+        """Start the writer process unless the process is running."""
         if self._child is not None and self._child.poll() is None:
             return
         self.close()
@@ -89,10 +89,10 @@ class WriterProcess:
             )
 
     def draft(self, draft: Draft) -> Draft:
-        """`draft`, with its files written by the process.
+        """Return `draft` wrapped such that the writer process writes its files.
 
         Raises:
-            UnsupportedError: "ckpt-decoupled": it is not on a file system.
+            UnsupportedError: "ckpt-decoupled": the draft is not on a file system.
         """
         if not isinstance(draft, LocalDraft):
             raise UnsupportedError(

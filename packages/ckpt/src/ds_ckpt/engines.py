@@ -61,7 +61,10 @@ class Checkpointer(Protocol):
         aliases: Mapping[str, str] | None = None,
         behind: bool = False,
     ) -> SaveHandle:
-        """As `ds_ckpt.save`; the shards may change when `Pending.copied` is set (without `behind`: at return)."""
+        """Save a checkpoint as `ds_ckpt.save` does, and return a handle of the save.
+
+        The shards may change when `SaveHandle.copied` is set (without `behind`: at return).
+        """
 
     def before_update(self) -> None:
         """Return when no save still reads the shards. Local; costs nothing when none does."""
@@ -108,10 +111,10 @@ class SyncCheckpointer:
         return SaveHandle(copied, future)
 
     def before_update(self) -> None:
-        """No save is ever under way."""
+        """Do nothing: a synchronous save is never under way."""
 
     def wait(self) -> None:
-        """No save is ever under way."""
+        """Do nothing: a synchronous save is never under way."""
 
     def close(self) -> None:
         self._pool = SlabPool()
@@ -254,7 +257,7 @@ class _InProcess:
         return job
 
     def close(self) -> None:
-        """The pool goes with its last user."""
+        """Do nothing: the buffer pool is freed with its last user."""
 
 
 class _InWriter:

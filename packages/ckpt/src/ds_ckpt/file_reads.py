@@ -74,7 +74,7 @@ class Files:
 
     @contextmanager
     def using(self, index: int) -> Iterator[ReadFile]:
-        """File number `index`, open inside the context.
+        """Open the file number `index` for the duration of the context.
 
         Raises:
             CheckpointError: "ckpt-not-found" or "ckpt-file-truncated" (wrong size).
@@ -155,7 +155,7 @@ class Files:
 
     @contextmanager
     def fetch(self, index: int, offset: int, nbytes: int) -> Iterator[memoryview]:
-        """At most `stretch_bytes` that do not cross a multiple of it, inside the context."""
+        """Read at most `stretch_bytes` that cross no multiple of that number; the view is valid inside the context."""
         with self.start(index, offset, nbytes) as view:
             yield view
 
@@ -193,7 +193,7 @@ class Files:
 
 
 def _most_open() -> int:
-    """Files to keep open: an eighth of what this process may open, at most 256."""
+    """Return the number of files to keep open: an eighth of this process's limit, at most 256."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(8, min(256, (soft if soft != resource.RLIM_INFINITY else 2048) // 8))
 

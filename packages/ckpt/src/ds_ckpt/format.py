@@ -60,15 +60,15 @@ def valid_name(name: str) -> bool:
 
 
 def entry_key(name: str, record: TensorRecord, part: int, piece: int) -> str:
-    """The safetensors key of a piece: the tensor's own name when the piece is all of it, else numbered."""
+    """Return the safetensors key of a piece: the tensor's name when the piece is the whole tensor, else numbered."""
     return name if len(record.parts) == 1 and len(record.parts[0].pieces) == 1 else f"{name}#{part}.{piece}"
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The bytes of `manifest.json`, version 1.
+    """Encode a manifest as the bytes of `manifest.json`, version 1.
 
     Raises:
-        CheckpointError: "ckpt-manifest-size": `decode` would refuse it.
+        CheckpointError: "ckpt-manifest-size": `decode` would refuse the manifest.
     """
     _check_readable(manifest)
     rest = {
@@ -88,7 +88,9 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def seal(version: int, rest: Mapping[str, Json]) -> bytes:
-    """A manifest of a version: the line with the checksum, and the rest. `rest` starts with the sequence number.
+    """Build the bytes of a manifest of `version`: the line with the checksum, and the rest.
+
+    `rest` starts with the sequence number.
 
     Raises:
         CheckpointError: "ckpt-manifest-size": larger than any reader takes.
@@ -101,7 +103,10 @@ def seal(version: int, rest: Mapping[str, Json]) -> bytes:
 
 
 def version_of(data: bytes, where: str) -> int:
-    """The version of a manifest. Raises CheckpointError: "ckpt-manifest-damaged", "ckpt-version"."""
+    """Return the format version of a manifest.
+
+    Raises CheckpointError: "ckpt-manifest-damaged", "ckpt-version".
+    """
     head = _HEAD.match(data)
     if head is None:
         raise damaged(where, "it does not start with the line of a ds-ckpt manifest")
@@ -116,7 +121,10 @@ def version_of(data: bytes, where: str) -> int:
 
 
 def unseal(data: bytes, where: str, version: int) -> tuple[Json, str]:
-    """The object of a manifest of this version, and its checksum. Raises CheckpointError as `decode` says."""
+    """Parse a manifest of `version` and verify its checksum; return its object and the checksum.
+
+    Raises CheckpointError as `decode` says.
+    """
     if len(data) > MAX_MANIFEST_BYTES:
         raise invalid(where, f"{len(data)} bytes, more than {MAX_MANIFEST_BYTES}")
     if version_of(data, where) != version:
@@ -134,7 +142,7 @@ def unseal(data: bytes, where: str, version: int) -> tuple[Json, str]:
 
 
 def _check_readable(manifest: Manifest) -> None:
-    """What no reader would take is not written: as `decode` counts."""
+    """Refuse to write a manifest that exceeds the limits of `decode`."""
     if len(manifest.files) > _MAX_FILES:
         raise _too_large(f"{len(manifest.files)} files, and readers take {_MAX_FILES}")
     for name, tensor in manifest.tensors.items():
@@ -153,7 +161,7 @@ def _too_large(what: str) -> CheckpointError:
 
 
 def peek_sequence(head: bytes) -> int:
-    """The sequence number from the first bytes (200 are plenty) of a manifest; -1 when they are not one's."""
+    """Read the sequence number from the first bytes (200 are plenty) of a manifest; -1 for other bytes."""
     match = _HEAD.match(head)
     number = match and _SEQUENCE.match(head, match.end())
     return int(number.group(1)) if number else -1
@@ -287,7 +295,7 @@ def _file(r: Reader, value: Json, path: str) -> FileRecord:
 
 
 def decode_tensor_kind(r: Reader, dtype: Json, shape_json: Json, path: str) -> tuple[str, tuple[int, ...]]:
-    """A dtype and a shape that a tensor can have."""
+    """Decode and check a dtype and a shape that a tensor can have."""
     if type(dtype) is not str or dtype not in CODE:
         raise invalid(r.where, f"{path}.dtype {str(dtype)[:80]!r} is not one of {', '.join(CODE)}")
     shape = r.shape(shape_json, f"{path}.shape")
@@ -297,7 +305,7 @@ def decode_tensor_kind(r: Reader, dtype: Json, shape_json: Json, path: str) -> t
 
 
 def decode_box(r: Reader, offset: Json, shape: Json, path: str) -> Box:
-    """A box that is not empty."""
+    """Decode a box from its offset and shape; refuse an empty box."""
     lows, sides = r.shape(offset, f"{path}.offset"), r.shape(shape, f"{path}.shape")
     if len(lows) != len(sides) or 0 in sides:
         raise invalid(r.where, f"{path} needs one offset and one size of at least 1 per dim")

@@ -26,10 +26,10 @@ def dump(value: Json) -> str:
 
 
 def to_json(value: object, where: str = "meta", depth: int = 0) -> Json:
-    """A copy of `value` made of JSON types only.
+    """Copy `value` into JSON types only.
 
     Raises:
-        CheckpointError: something JSON cannot hold ("ckpt-meta-type"), with its place in the value.
+        CheckpointError: a value that JSON cannot hold ("ckpt-meta-type"), with its place in `value`.
     """
     if depth > _MAX_DEPTH:
         raise _not_json(where, f"nesting deeper than {_MAX_DEPTH}")
@@ -67,7 +67,7 @@ def from_json(value: Json) -> Json:
 
 
 def parse(text: bytes, where: str) -> Json:
-    """JSON without duplicate keys, NaN, or integers beyond 64 bits.
+    """Parse JSON, and refuse duplicate keys, NaN, and integers beyond 64 bits.
 
     Raises:
         CheckpointError: "ckpt-manifest-invalid", naming `where`.

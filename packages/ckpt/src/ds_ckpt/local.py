@@ -42,7 +42,7 @@ _TOKEN = re.compile(r"[0-9a-f]{16}([0-9a-f]{8})")
 
 
 def new_token() -> str:
-    """A name for a draft that no other has, with a mark of this host at its end."""
+    """Generate a unique name for a draft, with a mark of this host at its end."""
     return secrets.token_hex(8) + _host_mark()
 
 
@@ -57,10 +57,10 @@ class Disk:
         os.makedirs(path, exist_ok=True)
 
     def lock(self, path: str) -> int:
-        """A descriptor of the directory that holds an exclusive lock; -1 where the file system has no locks.
+        """Open the directory with an exclusive lock and return its descriptor; -1 where the file system has no locks.
 
         Raises:
-            BlockingIOError: another process holds it.
+            BlockingIOError: another process has the lock.
         """
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -248,7 +248,10 @@ class LocalDraft:
         return LocalWriteFile(self._disk, self.data_path(name), nbytes)
 
     def data_path(self, name: str) -> str:
-        """Where a data file goes. Raises CheckpointError "ckpt-not-shared": this rank does not see the draft."""
+        """Return the path for the data file `name` of the draft.
+
+        Raises CheckpointError "ckpt-not-shared": this rank does not see the draft.
+        """
         if not os.path.isdir(self._path):
             raise CheckpointError(
                 f"this rank does not see {self._path}, which rank 0 made",
@@ -414,7 +417,7 @@ class LocalStorage:
 
 
 def _touched_s(path: str) -> float:
-    """When a draft or one of its files was last written; now for one that is going away."""
+    """Return when a draft or any of its files was last written; now for a draft that is being removed."""
     try:
         return max(os.stat(each).st_mtime for each in (path, *(entry.path for entry in os.scandir(path))))
     except FileNotFoundError:

@@ -26,7 +26,7 @@ class CheckpointRef:
 
 
 def open_storage(root: str | os.PathLike[str] | CheckpointStorage) -> CheckpointStorage:
-    """The storage of a directory or URL; a storage object is returned as it is."""
+    """Open the storage of a directory or URL; a storage object is returned unchanged."""
     if not isinstance(root, str | os.PathLike):
         return root
     text = os.fspath(root)

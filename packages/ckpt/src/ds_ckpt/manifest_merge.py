@@ -15,7 +15,7 @@ __all__ = ["join", "select"]
 
 
 def select(index: CheckpointIndex, shards: Sequence[TensorShard]) -> list[LeafEntry]:
-    """The leaves in which pieces of these shards may be. Never too few.
+    """Select the leaves that may contain pieces of these shards, never too few.
 
     Cost: the zones of the leaves, times those of the shards (a few).
     """
@@ -29,10 +29,10 @@ def select(index: CheckpointIndex, shards: Sequence[TensorShard]) -> list[LeafEn
 
 
 def join(index: CheckpointIndex, leaves: Sequence[Leaf], *, whole: bool) -> Manifest:
-    """One manifest out of an index and its leaves, or some of them.
+    """Merge an index and all or some of its leaves into a manifest.
 
     Args:
-        whole: All of them: parts must cover their tensors, and pieces their parts.
+        whole: `leaves` are all of the index: parts must cover their tensors, and pieces their parts.
 
     Raises:
         CheckpointError: "ckpt-manifest-invalid": leaves that contradict each other.

@@ -56,7 +56,10 @@ class _Snapshot:
 
 
 def _private(folder: Path) -> Path:
-    """`folder`, made so that only this user can look into it: places in memory are shared by all users of a host."""
+    """Create `folder` with access for this user only, and return the path.
+
+    Places in memory are shared by all users of a host.
+    """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     found = folder.stat()
     if found.st_uid != os.getuid() or found.st_mode & 0o077:
@@ -162,7 +165,7 @@ class PeerSnapshots:
             return step, record["meta"]
 
     def copy_of(self, step: int) -> tuple[CheckpointRef, dict[str, Json]]:
-        """This rank's own snapshot of a step, where it lies on this host, and its record."""
+        """Return this rank's snapshot of a step, where it lies on this host, and its record."""
         at = CheckpointRef(LocalStorage(self._place(self._ranks.rank, self._ranks.rank)), f"step-{step}")
         return at, dict(from_json(inspect(at).meta))
 
@@ -213,7 +216,7 @@ class PeerSnapshots:
         return out
 
     def _givers(self, passed: set[tuple[int, int]]) -> dict[int, set[int]]:
-        """Of this rank's shards: which step whose host has. Collective."""
+        """Find which ranks' hosts have each step of this rank's shards: step -> ranks. Collective."""
         told = {owner: json.dumps(sorted(steps)).encode() for owner, steps in self._find_snapshots().items()}
         out: dict[int, set[int]] = {}
         for holder, data in self._ranks.route({o: d for o, d in told.items() if o < self._ranks.size}).items():
@@ -244,7 +247,8 @@ class PeerSnapshots:
         return read, record
 
     def _moved(self, giver: int, read: Mapping[int, _Snapshot], record: Mapping[str, Json]) -> Tensor:
-        """This rank's snapshot, from the rank that read it."""
+        """Receive this rank's snapshot from rank `giver`, and send the snapshots that this rank read to their owners.
+        """
         rank = self._ranks.rank
         works = []
         if giver == rank:
@@ -266,7 +270,7 @@ def _both(mine: Json, theirs: Json) -> Json:
 
 
 def shards_of(record: Mapping[str, Json], data: Tensor) -> list[Local]:
-    """The shards of a snapshot, as they were taken: views of its bytes."""
+    """Return the shards of a snapshot as views of its bytes."""
     shards = [_shard(row) for row in record["shards"]]
     starts, _ = _starts(shards)
     return [LocalShard(s, _part(data, s, start)) for s, start in zip(shards, starts, strict=True)]

@@ -38,7 +38,7 @@ class ReadFile(Protocol):
     nbytes: int
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """`nbytes` from byte `offset` on, for reading at once; the file's own memory where it has any.
+        """Return a view of `nbytes` from byte `offset` on, to be read at once; the file's memory where it has any.
 
         Raises:
             CheckpointError: "ckpt-file-truncated": the file ends before.
@@ -53,7 +53,10 @@ class OnDisk(Protocol):
     """A ReadFile that may be read past the page cache."""
 
     def on_disk(self, offset: int, nbytes: int) -> str | None:
-        """The path of the local file when these bytes of it are not in memory yet, else None. Reads nothing."""
+        """Return the path of the local file when these bytes of the file are not in memory yet, else None.
+
+        Reads nothing.
+        """
 
 
 class Draft(Protocol):
@@ -62,12 +65,15 @@ class Draft(Protocol):
     def file_name(self, rank: int) -> str: ...
     def leaf_name(self, rank: int) -> str: ...
     def blocks_name(self, rank: int) -> str:
-        """A name for a file of encoded or shared blocks: no other save's."""
+        """Return a name for a file of encoded or shared blocks that no other save uses."""
 
     def create(self) -> None: ...
     def write_file(self, name: str, nbytes: int) -> WriteFile: ...
     def write_shared(self, name: str) -> WriteFile:
-        """A file beside the checkpoints, of as many bytes as will be written. `abort` removes it."""
+        """Create a file beside the checkpoints, of as many bytes as will be written.
+
+        `abort` removes the file.
+        """
 
     def commit(self, manifest: bytes) -> None: ...
     def abort(self) -> None: ...
@@ -80,13 +86,19 @@ class CheckpointStorage(Protocol):
         """Tags that have a manifest, in no order. Whether it is a good one is for the caller to see."""
 
     def read(self, tag: str, name: str, limit: int) -> bytes:
-        """At most `limit` first bytes of a file; raises CheckpointError "ckpt-not-found"."""
+        """Read at most the first `limit` bytes of a file.
+
+        Raises CheckpointError "ckpt-not-found".
+        """
 
     def open(self, tag: str, name: str) -> ReadFile: ...
     def draft(self, tag: str, token: str) -> Draft: ...
     def remove(self, tag: str) -> None: ...
     def shared(self) -> list[tuple[str, float]]:
-        """Files beside the checkpoints, and how many seconds ago each was written. `open(SHARED, name)` opens one."""
+        """List the files beside the checkpoints, with the seconds since each was written.
+
+        `open(SHARED, name)` opens such a file.
+        """
 
     def remove_shared(self, names: Collection[str]) -> None: ...
     def hold(self, tag: str, seconds: float) -> Callable[[], None]:
@@ -99,7 +111,7 @@ class CheckpointStorage(Protocol):
         """Tags that must not be removed now."""
 
     def where(self, tag: str) -> str:
-        """The tag as a user would write it, for messages."""
+        """Return the tag as a user would write it, for error messages."""
 
 
 @runtime_checkable
@@ -123,7 +135,7 @@ def put(draft: Draft, name: str, data: bytes) -> None:
 
 
 def not_found(where: str, name: str) -> CheckpointError:
-    """The error for a file that is not there; names the checkpoints beside it where it can."""
+    """Build the error for a missing file, with the names of the checkpoints beside it where they can be listed."""
     siblings = ""
     parent = Path(where).parent
     if parent.is_dir():
@@ -137,7 +149,7 @@ def not_found(where: str, name: str) -> CheckpointError:
 
 
 def truncated(where: str, offset: int, nbytes: int) -> CheckpointError:
-    """The error for a file that ends too early."""
+    """Build the error for a file that ends too early."""
     return CheckpointError(
         f"{where} ends before byte {offset + nbytes} ({nbytes} bytes were asked for at {offset})",
         code="ckpt-file-truncated",

@@ -45,7 +45,7 @@ class _ObjectReadFile:
         return memoryview(self._storage.ask(f"read bytes {offset}..{offset + nbytes} of {self._path}", fetch))
 
     def close(self) -> None:
-        """Ranges are separate requests; nothing is open."""
+        """Do nothing: ranges are separate requests, so nothing is open."""
 
 
 class _ObjectDraft:
@@ -105,17 +105,20 @@ class ObjectStorage:
         self.root = root.rstrip("/")
 
     def ask(self, what: str, action: Callable[[Any], Any]) -> Any:
-        """The answer of the store to `action`, which may be made several times."""
+        """Run `action` on the store and return its result.
+
+        After a failure that passes, `action` is run again.
+        """
         return self.retries(what, lambda: action(self.fs))
 
     def writer(self, path: str, nbytes: int) -> WriteFile:
-        """A new object."""
+        """Create a writer of a new object at `path`."""
         if hasattr(self.fs, "call_s3"):
             return PartsFile(self.fs, self.retries, path, nbytes)
         return PlainFile(self.fs, path)
 
     def names(self, path: str) -> list[tuple[str, float]]:
-        """What is below a path, and how many seconds ago it was written (0 where the store does not say)."""
+        """List the names below a path, with the seconds since each was written (0 where the store does not say)."""
         try:
             found = self.ask(f"list {path}", lambda fs: fs.ls(path, detail=True, refresh=True))
         except FileNotFoundError:

@@ -13,7 +13,7 @@ READERS: Final = ".readers"
 
 
 def hold_name(tag: str, seconds: float) -> str:
-    """The name of a file that holds a checkpoint for so long from now on."""
+    """Build the file name of a read lease on checkpoint `tag` that expires after `seconds`."""
     return f"{tag}@{time.time() + seconds:.0f}@{secrets.token_hex(8)}"
 
 

@@ -58,7 +58,10 @@ class _Block:
         self._left = sum(high - low for low, high in self.ranges)
 
     def add(self, low: int, high: int, crc: int) -> None:
-        """Bytes low..high have this checksum. Raises when the block is complete and is not what was written."""
+        """Add the checksum of bytes low..high to that of the block.
+
+        Raises when the block is complete and its checksum is not the stored checksum.
+        """
         with self._lock:
             self._crc ^= shifted(crc, self.read.nbytes - high)
             self._left -= high - low
@@ -122,7 +125,7 @@ def read_blocks(files: Files, reads: Sequence[BlockRead], buffers: Sequence[memo
 
 
 def _tasks(blocks: Sequence[_Block], limit: int) -> Iterator[list[_Stretch]]:
-    """What to read, in file order: long stretches one by one, short ones together."""
+    """Group the stretches to read into tasks, in file order: a task per long stretch, short stretches batched."""
     short: list[_Stretch] = []
     num_bytes = 0
     for stretch in _stretches(blocks, limit):
@@ -140,7 +143,7 @@ def _tasks(blocks: Sequence[_Block], limit: int) -> Iterator[list[_Stretch]]:
 
 
 def _stretches(blocks: Sequence[_Block], limit: int) -> Iterator[_Stretch]:
-    """The spans of all blocks, cut at multiples of `limit` of their files and joined where they are adjacent."""
+    """Cut the spans of all blocks at multiples of `limit` of their files, and join adjacent spans."""
     open_: _Stretch = []
     for piece in _pieces(blocks, limit):
         if open_:
@@ -282,7 +285,7 @@ def check_block(files: Files, read: BlockRead) -> None:
 
 
 def missing_bytes(reads: Sequence[BlockRead], sizes: Sequence[int]) -> list[int]:
-    """Bytes of each shard that a plan does not fill; all zero for a plan that may be executed."""
+    """Return the bytes of each shard that a plan does not fill; all zero for a plan that may be executed."""
     left = list(sizes)
     for read in reads:
         for run in read.runs:
@@ -291,7 +294,7 @@ def missing_bytes(reads: Sequence[BlockRead], sizes: Sequence[int]) -> list[int]
 
 
 def bad_block(files: Files, read: BlockRead) -> CheckpointError:
-    """The error that names a damaged block."""
+    """Build the error that names a damaged block."""
     return CheckpointError(
         f"{files.name(read.file)} is damaged: bytes {read.at}..{read.at + (read.stored_nbytes or read.nbytes)}, part of {read.name!r}, "
         f"do not have the checksum {read.crc32}",

@@ -43,11 +43,12 @@ class RetryPolicy:
     limit_s: float = 10.0
 
     def __call__(self, what: str, ask: Callable[[], _T]) -> _T:
-        """The answer to `ask`.
+        """Call `ask` until the store answers, at most `attempts` times, and return the answer.
 
         Raises:
-            CheckpointError: "ckpt-store": no answer in all attempts; the last one's error is the cause. Errors that asking again does not
-                change are raised as they are.
+            CheckpointError: "ckpt-store": no answer in all attempts; the last error is the cause. Errors that a retry
+            does not
+                change are raised unchanged.
         """
         for attempt in range(1, self.attempts + 1):
             try:

@@ -105,7 +105,7 @@ class SaveJob:
         return self.share.items
 
     def stream(self, pool: SlabPool) -> FileStream:
-        """This rank's file, to be filled and drained."""
+        """Create the stream of this rank's file, to be filled and drained."""
         return FileStream(self.items, pool, BLOCK_BYTES)
 
     def write(self, stream: FileStream, copy: Copy | None = None) -> Leaf | None:
@@ -273,7 +273,7 @@ def prepare(
 
 
 def _common(mine: Json, theirs: Json) -> Json:
-    """What two ranks say about a save, as one."""
+    """Merge the descriptions that two ranks give of a save."""
     merged = {**mine["aliases"], **theirs["aliases"]}
     clashes = [
         [name, target]
@@ -384,7 +384,7 @@ def _bad_alias(name: str, target: str) -> CheckpointError:
 
 
 def _leaf(items: Sequence[Item], written: Written) -> Leaf:
-    """What a rank's file holds, in the words of a leaf."""
+    """Build the leaf that describes the content of a rank's file."""
     found: dict[str, dict[Box, list[PieceRecord]]] = {}
     kinds: dict[str, Kind] = {}
     at = written.file.header_nbytes

@@ -241,7 +241,10 @@ def _check_names(held: Mapping[str, Sequence[tuple[int, int, TensorShard]]]) -> 
 
 
 def _parts(group: Sequence[tuple[int, int, TensorShard]]) -> list[tuple[Box, list[_Source]]]:
-    """Disjoint boxes and who holds which elements of them. Boxes that overlap in part are flattened into one."""
+    """Split a tensor into disjoint boxes, with the sources that have elements of each box.
+
+    Boxes that overlap in part are flattened into a single box.
+    """
     by_box: dict[Box, list[_Source]] = {}
     for rank, index, shard in group:
         if shard.numel:
@@ -266,7 +269,7 @@ def _parts(group: Sequence[tuple[int, int, TensorShard]]) -> list[tuple[Box, lis
 
 
 def _segments(name: str, box: Box, sources: Sequence[_Source]) -> Iterator[tuple[int, int, tuple[_Source, ...]]]:
-    """Consecutive stretches of a part with the set of sources that hold each; every element is in exactly one."""
+    """Yield consecutive ranges of a part with the set of sources of each; every element is in exactly one range."""
     edges = sorted({edge for s in sources for edge in (s.start, s.stop)})
     starts = sorted(sources, key=lambda s: (s.start, s.rank, s.shard))
     active: list[_Source] = []
@@ -315,16 +318,16 @@ def _items(tensors: Mapping[str, PlannedTensor], world: int) -> tuple[tuple[Item
 
 
 def in_file_order(items: Iterable[Item]) -> tuple[Item, ...]:
-    """Widest elements first: every entry then starts at a multiple of its element size."""
+    """Sort entries for a file, widest elements first: every entry then starts at a multiple of its element size."""
     return tuple(sorted(items, key=lambda i: (-ITEMSIZE[i.dtype], i.key)))
 
 
 def plan_load(shards: Sequence[TensorShard], manifest: Manifest) -> tuple[BlockRead, ...]:
-    """The byte ranges of the files that fill `shards`, block by block, ordered by file and offset.
+    """Plan the byte ranges of the files that fill `shards`, block by block, ordered by file and offset.
 
     The shards must have passed `check_load`. A shard's byte positions are those of its dtype *in the checkpoint*: a
     caller that casts reads into a buffer of that dtype first.
-    Cost: one run per contiguous stretch; a rank with the layout of the writer has one per block.
+    Cost: one run per contiguous range; a rank with the layout of the writer has one per block.
     """
     wanted: dict[tuple[int, int], tuple[BlockRead, list[CopyRun]]] = {}
     for index, shard in enumerate(shards):
@@ -351,13 +354,16 @@ def plan_load(shards: Sequence[TensorShard], manifest: Manifest) -> tuple[BlockR
 
 
 def of_shards(reads: Sequence[BlockRead], chosen: Collection[int]) -> list[BlockRead]:
-    """The reads of a load plan as far as they fill these shards."""
+    """Restrict the reads of a load plan to the runs that fill the `chosen` shards."""
     kept = (replace(read, runs=tuple(run for run in read.runs if run.shard in chosen)) for read in reads)
     return [read for read in kept if read.runs]
 
 
 def all_blocks(manifest: Manifest) -> tuple[BlockRead, ...]:
-    """Every block of a checkpoint, by file and offset, without runs. One that several pieces share is there once."""
+    """List every block of a checkpoint, by file and offset, without runs.
+
+    A block that several pieces share is listed once.
+    """
     out = {}
     for name, tensor in manifest.tensors.items():
         for part in tensor.parts:
@@ -436,7 +442,7 @@ def _flat(offset: Sequence[int], origin: Sequence[int], strides: Sequence[int]) 
 
 
 def more(names: Sequence[str]) -> list[str]:
-    """What an error says of the names after the first `SHOWN`."""
+    """Return an error's line about the names after the first `SHOWN`; no line when there are no more."""
     return [f"... and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
 
 

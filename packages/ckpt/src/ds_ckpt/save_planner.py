@@ -27,18 +27,18 @@ Table = dict[str, Kind]
 
 
 def num_planners(most_shards: int, world: int) -> int:
-    """How many ranks plan, when no rank has more than `most_shards`."""
+    """Return how many ranks plan the save, when no rank has more than `most_shards`."""
     total = most_shards * world
     return 1 if total <= SHARDS_ALONE else min(world, -(-total // SHARDS_PER_PLANNER))
 
 
 def planner_of(name: str, planners: int, world: int) -> int:
-    """The rank that plans a tensor: one of `planners`, spread over the world."""
+    """Return the rank that plans a tensor, which is any of `planners` ranks, spread over the world."""
     return crc32(name.encode("utf-8", "surrogatepass")) % planners * world // planners
 
 
 def described(shards: Sequence[TensorShard], planners: int, world: int) -> dict[int, bytes]:
-    """A rank's shards, for their planners."""
+    """Encode a rank's shards as a message for each of their planners."""
     rows: dict[int, list[Json]] = {}
     for index, s in enumerate(shards):
         box = None if s.box == Box.whole(s.shape) else [s.box.offset, s.box.shape]
@@ -48,7 +48,7 @@ def described(shards: Sequence[TensorShard], planners: int, world: int) -> dict[
 
 
 def planned(came: Mapping[int, bytes], rank: int, world: int) -> tuple[dict[int, bytes], Table]:
-    """What a planner answers to each rank that sent it something, and the tensors it planned.
+    """Plan the tensors of this planner; return the answer to each rank that sent shards, and the planned tensors.
 
     Raises:
         CheckpointError: as `plan.plan_save`.
@@ -69,7 +69,7 @@ def planned(came: Mapping[int, bytes], rank: int, world: int) -> tuple[dict[int,
 
 
 def entries_of(answers: Mapping[int, bytes], shards: Sequence[TensorShard], rank: int) -> tuple[Item, ...]:
-    """The entries of this rank's file, out of what the planners answered, in file order."""
+    """Decode the planners' answers into the entries of this rank's file, in file order."""
     items = []
     for data in answers.values():
         for index, start, numel, number, box_json, at in json.loads(data):

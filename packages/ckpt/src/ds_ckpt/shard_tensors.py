@@ -37,12 +37,12 @@ class Local(Protocol):
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name without the prefix."""
+    """Return the name of a torch dtype without the prefix `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a name that `dtype_name` returned."""
+    """Return the torch dtype of a name that `dtype_name` returned."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise CheckpointError(
@@ -54,7 +54,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def check_local(shards: Iterable[Local]) -> list[Local]:
-    """The shards as a list, each one's data matching what its `TensorShard` says.
+    """Return the shards as a list, after checking that the data of each matches its `TensorShard`.
 
     Raises:
         CheckpointError: "ckpt-shard": number of elements or dtype differ.
@@ -73,7 +73,7 @@ def check_local(shards: Iterable[Local]) -> list[Local]:
 
 
 def byte_view(data: Tensor) -> memoryview:
-    """The bytes of a tensor's elements: the tensor's own memory where it is contiguous and on the host, else a copy."""
+    """View the bytes of a tensor's elements: its own memory where contiguous and on the host, else a copy."""
     return _flat_bytes(data.cpu()).numpy().data if data.numel() else memoryview(b"")
 
 
@@ -84,7 +84,10 @@ def _flat_bytes(data: Tensor) -> Tensor:
 
 
 def copier(locals_: Sequence[Local]) -> Callable[[memoryview, Item, int], int]:
-    """How to copy bytes of an entry of this rank's file into host memory, from any device, and check them on the way."""
+    """Return a function that copies bytes of an entry of this rank's file to host memory, and returns their CRC32.
+
+    The source may be on any device.
+    """
     flat: dict[int, Tensor] = {}  # made one after another: the device waits for the first
 
     def copy(target: memoryview, item: Item, start: int) -> int:
@@ -108,9 +111,11 @@ def _in_place(local: Local, stored_dtype: str) -> bool:
 
 
 def staged_groups(locals_: Sequence[Local], stored_dtypes: Sequence[str], limit_bytes: int) -> list[set[int]]:
-    """Which shards to fill together: in order, so that host memory beside them stays below the limit, or is one shard's.
+    """Group the shards to fill at the same time, in order, within `limit_bytes` of staging host memory per group.
 
-    A shard that is read into where it is (host memory: pinned, shared with other processes, or plain) counts for nothing.
+    A group may exceed the limit only with a single shard. A shard that is read into its own memory (host memory:
+    pinned,
+    shared with other processes, or plain) counts for nothing.
     """
     groups: list[set[int]] = [set()]
     held = 0
@@ -125,7 +130,7 @@ def staged_groups(locals_: Sequence[Local], stored_dtypes: Sequence[str], limit_
 
 
 def staging(local: Local, stored_dtype: str) -> tuple[Tensor, bool]:
-    """Host memory to read a shard into: (the shard's own data, False) where that works, else (a buffer, True).
+    """Return host memory to read a shard into: (the shard's data, False) where that works, else (a buffer, True).
 
     For a device's shard the buffer is pinned where the device gains from it.
     """

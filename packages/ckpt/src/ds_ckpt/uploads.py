@@ -22,7 +22,7 @@ _UPLOADS: Final = 4
 
 
 def size_of(fs: Any, path: str) -> int:
-    """Bytes of an object now, whatever a listing said before."""
+    """Return the current number of bytes of an object, whatever an earlier listing returned."""
     fs.invalidate_cache(path.rpartition("/")[0])
     return int(fs.info(path)["size"])
 

@@ -74,7 +74,7 @@ _Source = Callable[[_UnderWay], tuple[_Range, mmap.mmap] | None]
 
 
 def safetensors_header(entries: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
-    """The header of a safetensors file: eight length bytes, JSON, and spaces up to a page.
+    """Build the header of a safetensors file: eight length bytes, JSON, and spaces up to a page.
 
     Args:
         entries: (key, dtype, shape) in file order; widest elements first keeps every entry aligned.
@@ -109,7 +109,7 @@ class SlabPool:
 
     @staticmethod
     def room(nbytes: int) -> int:
-        """Slab memory that a stream of `nbytes` fills."""
+        """Return the bytes of slab memory that a stream of `nbytes` fills."""
         return -(-nbytes // SLAB_BYTES) * SLAB_BYTES
 
     def at_least(self, nbytes: int) -> None:
@@ -119,7 +119,7 @@ class SlabPool:
             self._changed.notify_all()
 
     def acquire(self, stop: Callable[[], bool]) -> mmap.mmap | None:
-        """A free slab; None when `stop()` says that the writer has ended."""
+        """Wait for a free slab and return the slab; None when `stop()` says that the writer has ended."""
         with self._changed:
             while not stop():
                 if (slab := self._take()) is not None:
@@ -128,12 +128,12 @@ class SlabPool:
         return None
 
     def acquire_now(self) -> mmap.mmap | None:
-        """A free slab; None when all are in use."""
+        """Take a free slab without waiting; None when all slabs are in use."""
         with self._changed:
             return self._take()
 
     def wait(self) -> mmap.mmap:
-        """A free slab, however long it takes: for those who know that one comes back."""
+        """Wait for a free slab without limit; for callers that know that a slab will be released."""
         with self._changed:
             while (slab := self._take()) is None:
                 self._changed.wait()
@@ -292,7 +292,7 @@ class FileStream:
         return total
 
     def _next(self, under_way: _UnderWay) -> tuple[_Range, mmap.mmap] | None:
-        """What `fill` delivered next; None at the end, after all writes have ended."""
+        """Return the next range that `fill` delivered; None at the end, after all writes have ended."""
         while under_way:
             try:
                 entry = self._queue.get_nowait()
@@ -319,7 +319,7 @@ class FileStream:
             raise errors[0]
 
     def _ranges(self) -> Iterator[_Range]:
-        """The stream cut at multiples of SLAB_BYTES."""
+        """Cut the stream into ranges at multiples of SLAB_BYTES."""
         segments: list[_FileSegment] = []
         at, position = 0, len(self._head)
         while position - at >= SLAB_BYTES:  # slabs that hold nothing but header

@@ -41,14 +41,16 @@ class Zone:
 
 
 def shape_key(shape: Sequence[int]) -> int:
-    """A number for a shape, from 1 to 65,536: tensors of another number have another shape."""
+    """Hash a shape to a number from 1 to 65,536: tensors with different numbers have different shapes."""
     return 1 + crc32(",".join(map(str, shape)).encode()) % 2**16
 
 
 def bounds_of(shape: Sequence[int], box: Box, start: int, stop: int) -> Bounds:
-    """The smallest box around elements start..stop (at least one) of `box` flattened, in SCALEths of `shape`.
+    """Return the smallest box around elements start..stop (at least one) of `box` flattened, in SCALEths of `shape`.
 
-    Index i of n is in the i * SCALE // n-th; so what is apart stays apart where n is at most SCALE, and what shares an index shares one.
+    Index i of n is in the i * SCALE // n-th; so different indices stay different where n is at most SCALE, and ranges
+    that
+    share an index share a SCALEth.
     """
     low, high = start, stop - 1
     stride = box.numel
@@ -65,7 +67,10 @@ def bounds_of(shape: Sequence[int], box: Box, start: int, stop: int) -> Bounds:
 
 
 def zones_of(pieces: Iterable[tuple[str, Sequence[int], Bounds]]) -> tuple[Zone, ...]:
-    """Zones that cover pieces, each given by its tensor's name and shape, and its bounds. Cost: n log n."""
+    """Build zones that cover `pieces`, each given by its tensor's name and shape, and its bounds.
+
+    Cost: n log n.
+    """
     names: dict[tuple[int, Bounds], tuple[str, str]] = {}
     for name, shape, bounds in pieces:
         key = (shape_key(shape), bounds)

@@ -24,13 +24,13 @@ REDUCE_SCATTER_SINGLE: Any = getattr(dist, "reduce_scatter_single", None) or dis
 
 
 def backend_names(pg: dist.ProcessGroup) -> dict[str, str]:
-    """Backend of each device type that `pg` can communicate: `{"cpu": "gloo", "cuda": "nccl"}`."""
+    """Return the backend of each device type that `pg` communicates: `{"cpu": "gloo", "cuda": "nccl"}`."""
     pairs = (part.partition(":") for part in dist.get_backend_config(pg).split(","))
     return {device: name for device, _, name in pairs}
 
 
 def second_connection(pg: dist.ProcessGroup) -> dist.Store:
-    """A connection of one's own to the store of `pg`, for another thread."""
+    """Open a separate connection to the store of process group `pg`, for use by another thread."""
     store: Any = c10d._get_process_group_store(pg)  # get_group_store() knows the store of torch's own backends only
     clone: dist.Store = store.clone()
     return clone
@@ -44,10 +44,12 @@ def is_alive(pg: dist.ProcessGroup) -> bool:
 def named_group(
     ranks: Sequence[int], name: str, purpose: str, backend: str | None = None, timeout: timedelta | None = None
 ) -> dist.ProcessGroup:
-    """A process group of `ranks` that only they make, under `name`. `timeout`: as torch has it when None.
+    """Create a process group of `ranks` under `name`, called by its members only.
 
-    torch's own way names such a group after its ranks and the number of groups that this process has: two members that have not
-    equally many wait for each other for ever, and a name that comes again finds the addresses of the group that had it before.
+    `timeout`: torch's default when None.
+
+    torch names such a group after its ranks and the number of groups that this process has: two members with different
+    numbers of groups wait for each other for ever, and a repeated name finds the addresses of the earlier group.
     """
     world: Any = dist.group.WORLD
     default, store = c10d._world.pg_map[world]

@@ -27,10 +27,10 @@ class BackendChoice:
 
 
 def choose_backend(asked: str | None, env: Mapping[str, str], launch: LaunchedProcess, device: tuple[str, str]) -> BackendChoice:
-    """The argument wins over DS_COMM_BACKEND, which wins over what fits the device and the ranks' places.
+    """Choose the backend: `requested`, else DS_COMM_BACKEND, else the best for the device and the ranks' hosts.
 
     Args:
-        asked: The caller's choice.
+        requested: The caller's choice.
         device: Type of the accelerator and torch's backend for it: `("cuda", "nccl")`, `("cpu", "gloo")`.
     """
     if asked:
@@ -51,7 +51,10 @@ def choose_backend(asked: str | None, env: Mapping[str, str], launch: LaunchedPr
 
 
 def settle(choice: BackendChoice, refusals: Sequence[str]) -> BackendChoice:
-    """What remains of a choice after each rank, in order, has said why it cannot use it (empty: it can)."""
+    """Return `choice`, or its fallback when any rank refused the backend.
+
+    `refusals` has each rank's reason, in rank order; an empty reason accepts.
+    """
     refused = [f"rank {rank}: {why}" for rank, why in enumerate(refusals) if why]
     if not refused:
         return choice

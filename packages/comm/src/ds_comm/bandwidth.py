@@ -35,12 +35,12 @@ class Bandwidth:
 
 
 def message_bytes(op: str, passed_bytes: int, ranks: int) -> int:
-    """Bytes of the whole message, from the bytes that one rank passed in."""
+    """Return the bytes of the whole message, from the bytes that one rank passed in."""
     return passed_bytes * ranks if _FAMILY.get(op) == "gathered" else passed_bytes
 
 
 def bandwidth(op: str, passed_bytes: int, ranks: int, seconds: float) -> Bandwidth:
-    """Of one operation of `ranks` ranks to which this one passed `passed_bytes`."""
+    """Compute the bandwidths of an operation of `ranks` ranks to which this rank passed `passed_bytes`."""
     if seconds <= 0 or ranks < 1:
         return Bandwidth(0.0, 0.0)
     algorithm = message_bytes(op, passed_bytes, ranks) * 8 / seconds / 1e9

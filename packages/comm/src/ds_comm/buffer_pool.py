@@ -31,7 +31,7 @@ class BufferPool:
         self.bytes = 0
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A flat buffer [numel] of unspecified content, exclusively the caller's until `give`."""
+        """Return an uninitialized flat buffer [numel], exclusively the caller's until `give`."""
         idle = self._idle.get((numel, dtype, device))
         if idle:
             return idle.pop()
@@ -47,7 +47,10 @@ class BufferPool:
         self._idle.setdefault((buffer.numel(), buffer.dtype, buffer.device), []).append(buffer)
 
     def shared(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What several units use together besides buffers: made when first asked for, closed with the pool."""
+        """Return the object under `key` that several units share, building it with `make` on first use.
+
+        The pool closes the object when the pool closes.
+        """
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]

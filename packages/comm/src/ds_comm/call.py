@@ -42,7 +42,7 @@ class CollectiveCall:
         return kinds.get(device.type, Transport).views
 
     def check(self, *tensors: Tensor, views: bool = False) -> None:
-        """Contiguous, unless `views`, and of one dtype and device."""
+        """Check that `tensors` are contiguous (unless `views`) and of one dtype and device."""
         for tensor in tensors:
             if not views and not tensor.is_contiguous():
                 raise CommError(
@@ -58,7 +58,7 @@ class CollectiveCall:
                 )
 
     def check_parts(self, part: str, part_numel: int, whole: str, whole_numel: int, count: int | None = None) -> None:
-        """The whole has `count` (by default as many as ranks) parts."""
+        """Check that the whole has the elements of `count` parts (default: one part per rank)."""
         count = self.group.size if count is None else count
         if count * part_numel != whole_numel:
             raise self.size_error(
@@ -72,21 +72,21 @@ class CollectiveCall:
             raise self.size_error(f"{name} has {len(items)} places, {count} are needed")
 
     def check_list(self, name: str, tensors: Sequence[Tensor], numel: int | None = None) -> None:
-        """One tensor per rank, of `numel` elements each if given."""
+        """Check that the list has one tensor per rank, each of `numel` elements unless None."""
         self.check_count(name, tensors)
         for index, tensor in enumerate(tensors):
             if numel is not None and tensor.numel() != numel:
                 raise self.size_error(f"{name}[{index}] has {tensor.numel()} elements, {numel} are needed")
 
     def check_pairs(self, parts: str, part: Sequence[Tensor], wholes: str, whole: Sequence[Tensor]) -> None:
-        """As many parts as wholes, and every whole has a part per rank."""
+        """Check that there are as many parts as wholes, and that every whole has a part per rank."""
         if len(part) != len(whole):
             raise self.size_error(f"{len(part)} {parts} for {len(whole)} {wholes}")
         for index, (p, w) in enumerate(zip(part, whole, strict=True)):
             self.check_parts(f"{parts}[{index}]", p.numel(), f"{wholes}[{index}]", w.numel())
 
     def cut(self, name: str, extent: int, sizes: Sequence[int] | None) -> list[int]:
-        """How many of `extent` places are each rank's: as `sizes` says, which sums to it, or equally many."""
+        """Split `extent` into a size per rank: `sizes`, which must sum to `extent`, or equal parts."""
         ranks = self.group.size
         if not sizes:
             if extent % ranks:
@@ -97,7 +97,7 @@ class CollectiveCall:
         return list(sizes)
 
     def root(self, world_rank: int | None, group_rank: int | None, default: int | None = None) -> int:
-        """The rank within the group that either argument names."""
+        """Return the rank within the group that either argument names."""
         if (world_rank is None) == (group_rank is None) and not (world_rank is None and default is not None):
             raise CommError(
                 f"{self}: got src or dst {world_rank} and group_src or group_dst {group_rank}",
@@ -116,7 +116,7 @@ class CollectiveCall:
         return root
 
     def peer(self, world_rank: int | None, group_rank: int | None) -> int:
-        """The other rank of a message, within the group."""
+        """Return the peer rank of a point-to-point message, within the group."""
         peer = self.root(world_rank, group_rank)
         if peer == self.group.rank:
             raise CommError(
@@ -127,7 +127,7 @@ class CollectiveCall:
         return peer
 
     def at_root(self, name: str, tensors: Sequence[Tensor] | None, root: int, numel: int) -> Sequence[Tensor] | None:
-        """The list that only the root passes; None elsewhere."""
+        """Check and return the list that only the root passes; return None on other ranks."""
         if (tensors is not None and len(tensors) > 0) != (self.group.rank == root):
             raise self.size_error(
                 f"{name} is given on rank {root} of the group and nowhere else; this is rank {self.group.rank} and it has "
@@ -139,7 +139,7 @@ class CollectiveCall:
         return tensors
 
     def copy_alone(self, out: Tensor, inp: Tensor, back: Callable[[], None] | None = None) -> None:
-        """What a group of one does: the result is the argument."""
+        """Copy `inp` to `out` and run `back` in a group of one rank; do nothing in larger groups."""
         if self.group.link is not None:
             return
         if out.data_ptr() != inp.data_ptr():
@@ -197,7 +197,7 @@ class CollectiveCall:
         return DONE
 
     def size_error(self, found: str) -> CommError:
-        """The error of buffers that do not fit together on this rank."""
+        """Return the error for buffers whose sizes do not match on this rank."""
         return CommError(
             f"{self} ({self.group.size} ranks): {found}.",
             code="comm-size",

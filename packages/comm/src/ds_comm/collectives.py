@@ -69,7 +69,10 @@ def all_reduce(
 def all_reduce_coalesced(
     tensors: Sequence[Tensor], op: Any = _SUM, group: GroupLike = None, async_op: bool = False, *, unit: str = ""
 ) -> Work:
-    """`all_reduce` of several tensors of one dtype as one message. Costs a copy of them in and out."""
+    """Reduce several tensors of one dtype in place on all ranks, as one `all_reduce` message.
+
+    Cost: a copy of the tensors in and out.
+    """
     call = CollectiveCall("all_reduce_coalesced", as_group(group), unit)
     call.check(*tensors)
     flat, back = _fused(tensors)
@@ -126,7 +129,10 @@ def reduce_scatter(
     *,
     unit: str = "",
 ) -> Work:
-    """`output` is the reduction of every rank's `input_list[rank]`. Costs a copy of the list into one message."""
+    """Reduce every rank's `input_list[rank]` into `output`.
+
+    Cost: a copy of the list into one message.
+    """
     call = CollectiveCall("reduce_scatter", as_group(group), unit)
     call.check(output, *input_list)
     call.check_list("input_list", input_list, output.numel())
@@ -174,7 +180,10 @@ def all_gather_single(
 def all_gather(
     tensor_list: Sequence[Tensor], tensor: Tensor, group: GroupLike = None, async_op: bool = False, *, unit: str = ""
 ) -> Work:
-    """`tensor_list[r]` becomes rank r's `tensor`. Sizes may differ between ranks where the backend allows it (gloo does)."""
+    """Gather rank r's `tensor` into `tensor_list[r]` on all ranks.
+
+    Sizes may differ between ranks where the backend allows it (gloo does).
+    """
     call = CollectiveCall("all_gather", as_group(group), unit)
     call.check(tensor, *tensor_list)
     call.check_list("tensor_list", tensor_list)
@@ -193,7 +202,10 @@ def all_gather_coalesced(
     *,
     unit: str = "",
 ) -> Work:
-    """`all_gather_single` of several pairs of one dtype as one message. Costs a copy of them in and out."""
+    """Gather several pairs of tensors of one dtype as one `all_gather_single` message.
+
+    Cost: a copy of the tensors in and out.
+    """
     call = CollectiveCall("all_gather_coalesced", as_group(group), unit)
     call.check(*output_tensors, *input_tensors)
     call.check_pairs("input_tensors", input_tensors, "output_tensors", output_tensors)
@@ -219,7 +231,7 @@ def all_to_all_single(
     *,
     unit: str = "",
 ) -> Work:
-    """Rows of `input` go to the ranks in order; `output` receives theirs, in rank order.
+    """Scatter the rows of `input` to the ranks in order and gather theirs into `output`, in rank order.
 
     Args:
         output_split_sizes: Rows (of dim 0) that come from each rank; equal parts when None or empty.
@@ -244,9 +256,10 @@ def all_to_all(
     *,
     unit: str = "",
 ) -> Work:
-    """`input_tensor_list[r]` goes to rank r, `output_tensor_list[r]` comes from it; sizes may differ from pair to pair.
+    """Send `input_tensor_list[r]` to rank r and receive `output_tensor_list[r]` from rank r, on all ranks.
 
-    Tensors are contiguous; on shm they may be views, which are moved as they lie.
+    Sizes may differ from pair to pair. Tensors are contiguous; on shm they may be strided views, which are copied
+    directly.
     """
     call = CollectiveCall("all_to_all", as_group(group), unit)
     first = next(iter((*output_tensor_list, *input_tensor_list)), torch.empty(0))
@@ -267,12 +280,15 @@ def all_to_all_pieces(
     *,
     unit: str = "",
 ) -> Work:
-    """The tensors `inputs[r]` go to rank r, which receives them in order in its `outputs[this rank]`. What is for oneself stays.
+    """Send the tensors `inputs[r]` to each rank r, which receives them in order in its `outputs[this rank]`.
+
+    Entries for the calling rank are ignored.
 
     Args:
-        outputs: Contiguous tensors, as many and as large as the other rank sends. Both sides know; nothing is checked between them.
-        inputs: Contiguous tensors that lie anywhere and must not change before the end: nothing is copied on this side.
-    Cost: what is sent; a message a tensor. Worth it from some 256 KiB a tensor on gloo; copy smaller ones together.
+        outputs: Contiguous tensors, as many and as large as the other rank sends. Sizes are not compared between ranks.
+        inputs: Contiguous tensors at any addresses, which must not change before the end: this side copies nothing.
+    Cost: the bytes sent; a message per tensor. Worth using from some 256 KiB a tensor on gloo; copy smaller tensors
+    into one.
     """
     call = CollectiveCall("all_to_all_pieces", as_group(group), unit)
     call.check_count("outputs", outputs)
@@ -311,7 +327,10 @@ def gather(
     *,
     unit: str = "",
 ) -> Work:
-    """On rank `dst` (default 0) `gather_list[r]` becomes rank r's `tensor`. The others pass no list."""
+    """Gather rank r's `tensor` into `gather_list[r]` on rank `dst` (default 0).
+
+    Other ranks pass no list.
+    """
     call = CollectiveCall("gather", as_group(group), unit)
     root = call.root(dst, group_dst, default=0)
     call.check(tensor, *(gather_list or ()))
@@ -355,9 +374,10 @@ def barrier(
 def monitored_barrier(
     group: GroupLike = None, timeout: timedelta | None = None, wait_all_ranks: bool = False, *, unit: str = ""
 ) -> None:
-    """A barrier that raises after `timeout` (10 minutes by default) and names ranks that did not come.
+    """Wait for all ranks; after `timeout` (default 10 minutes) raise an error that names missing ranks.
 
-    gloo names all of them when `wait_all_ranks`; other backends what they know (shm: one; the group is over then).
+    gloo names all of them when `wait_all_ranks`; other backends name those that they know (shm: a single rank, after
+    which the group is unusable).
     Raises:
         CommError: a rank did not come in time ("comm-timeout").
     """
@@ -391,7 +411,7 @@ def _rows(tensor: Tensor) -> int:
 
 
 def _fused(tensors: Sequence[Tensor]) -> tuple[Tensor, Callable[[], None]]:
-    """The elements of all as one message, and what copies it back into them."""
+    """Concatenate the elements of all tensors, and return with them a function that copies them back."""
     flat = torch.cat([tensor.view(-1) for tensor in tensors]) if tensors else torch.empty(0)
 
     def back() -> None:

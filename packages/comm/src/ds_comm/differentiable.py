@@ -118,12 +118,13 @@ def all_gather(
     async_op: bool = False,
     unit: str = "",
 ) -> Any:
-    """Every rank's `x`, put together along `dim`; each rank uses the result in its own way.
+    """Gather every rank's `x` along `dim`, for results that each rank uses differently.
 
     Args:
-        sizes: Places of `dim` that each rank has; as many as here when None. Uneven ones are padded on the way.
+        sizes: Entries of `dim` that each rank has; as many as on this rank when None. Uneven sizes are padded for
+            transfer.
     Returns:
-        `x`'s shape with the sum of sizes in `dim`. Its gradients are summed over the ranks.
+        `x`'s shape with the sum of sizes in `dim`. Its gradients are summed over the ranks (reduce-scatter).
     Cost: (N-1)/N S, and a copy where `dim` is not the outermost.
     """
     call = CollectiveCall("all_gather_single", as_group(group), unit)
@@ -141,10 +142,10 @@ def reduce_scatter(
     async_op: bool = False,
     unit: str = "",
 ) -> Any:
-    """This rank's part along `dim` of the sum of every rank's `x`.
+    """Sum every rank's `x` and return this rank's part of the sum along `dim`.
 
     Args:
-        sizes: Places of `dim` for each rank; equal parts when None. Uneven ones are padded on the way.
+        sizes: Entries of `dim` for each rank; equal parts when None. Uneven sizes are padded for transfer.
     Returns:
         `x`'s shape with sizes[rank] in `dim`.
     Cost: (N-1)/N of x's bytes, and a copy where `dim` is not the outermost.
@@ -155,12 +156,15 @@ def reduce_scatter(
 
 
 def copy(x: Tensor, group: GroupLike, *, unit: str = "") -> Tensor:
-    """`x`, which all ranks have; its gradients are summed over the group. What a part of a cut layer reads."""
+    """Copy a replicated `x` to the group's region; sum its gradients over the group (Megatron's f).
+
+    Column shards of a layer read the result.
+    """
     return cast(Tensor, _run(Copy(CollectiveCall("all_reduce", as_group(group), unit)), x, False))
 
 
 def reduce(x: Tensor, group: GroupLike, *, async_op: bool = False, unit: str = "") -> Any:
-    """The sum of every rank's `x`, common to all. What the parts of a cut layer make together. `x` stays as it is.
+    """Sum every rank's `x` into a result that all ranks share, for row shards of a layer; `x` does not change.
 
     Cost: 2 (N-1)/N S; its gradient costs nothing.
     """
@@ -176,7 +180,7 @@ def gather(
     async_op: bool = False,
     unit: str = "",
 ) -> Any:
-    """Every rank's `x`, put together along `dim`, which all ranks go on to use in the same way; else `all_gather`.
+    """Gather every rank's `x` along `dim`, for a result that all ranks use identically; else use `all_gather`.
 
     Args, returns and cost: as `all_gather`; its gradient costs nothing.
     """
@@ -187,10 +191,10 @@ def gather(
 
 
 def split(x: Tensor, group: GroupLike, dim: int, sizes: Sequence[int] | None = None, *, unit: str = "") -> Tensor:
-    """This rank's part along `dim` of an `x` that all ranks have; its gradients are gathered.
+    """Return this rank's part along `dim` of a replicated `x`; all-gather its gradients.
 
     Args:
-        sizes: Places of `dim` for each rank; equal parts when None.
+        sizes: Entries of `dim` for each rank; equal parts when None.
     Cost: a copy of the part. Its gradient is a `gather`.
     """
     call = CollectiveCall("all_gather_single", as_group(group), unit)
@@ -205,11 +209,14 @@ class InFlight:
     __slots__ = ("_journey", "_result")
 
     def __init__(self, result: Tensor, journey: _Journey | None) -> None:
-        """`journey`: what to wait for; None where the result is there."""
+        """Hold `result` of the operation that `journey` waits for; None where `result` is ready."""
         self._result, self._journey = result, journey
 
     def wait(self) -> Tensor:
-        """The result, when it is there; in the graph. Every call returns the same tensor."""
+        """Wait for the operation and return its result, in the autograd graph.
+
+        Every call returns the same tensor.
+        """
         journey, self._journey = self._journey, None
         if journey is not None:
             self._result = _Arrive.apply(self._result, journey)

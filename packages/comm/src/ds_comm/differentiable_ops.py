@@ -189,7 +189,7 @@ def _shape(x: Tensor, dim: int, places: int) -> tuple[int, ...]:
 
 
 def _packed(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-    """The parts of `x` along `dim`, one after the other, flat; `x` itself where they lie so."""
+    """Concatenate the parts of `x` along `dim` into a flat tensor; return `x` itself where already in that order."""
     if math.prod(x.shape[:dim]) == 1:
         return x.contiguous().view(-1)
     flat = x.new_empty(x.numel())
@@ -200,7 +200,7 @@ def _packed(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
 
 
 def _padded(x: Tensor, numel: int) -> Tensor:
-    """The elements of `x`, flat, and zeros up to `numel`."""
+    """Flatten `x` and pad with zeros up to `numel` elements."""
     if x.numel() == numel:
         return x.contiguous().view(-1)
     flat = x.new_zeros(numel)
@@ -209,5 +209,5 @@ def _padded(x: Tensor, numel: int) -> Tensor:
 
 
 def _back(call: CollectiveCall) -> CollectiveCall:
-    """The call of a gradient: `layers.0` becomes `layers.0.grad`, and that of its gradient `layers.0` again."""
+    """Return the call for a gradient: `layers.0` becomes `layers.0.grad`, whose gradient is `layers.0` again."""
     return replace(call, unit=call.unit.removesuffix(".grad") if call.unit.endswith(".grad") else f"{call.unit}.grad")

@@ -38,7 +38,7 @@ class RankGrid:
         return self.sizes[self._index(axis)]
 
     def rank(self, **coordinate: int) -> int:
-        """The rank at `coordinate`: one index per axis, all of them."""
+        """Return the rank at `coordinate`, which has an index for every axis."""
         if set(coordinate) != set(self.axes):
             raise ValueError(f"a coordinate needs exactly the axes {self.axes}, got {tuple(coordinate)}")
         rank = 0
@@ -78,7 +78,7 @@ class RankGrid:
         return [tuple(base + offset for offset in along) for base in across]
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The one of `groups(*axes)` that `rank` is in."""
+        """Return the group among `groups(*axes)` that contains `rank`."""
         at = self.coordinate(rank)
         return tuple(self.filter_match(**{axis: index for axis, index in at.items() if axis not in axes}))
 

@@ -43,7 +43,7 @@ _timeout: list[timedelta | None] = [None]  # of process groups made here; None: 
 
 
 def use_timeout(timeout: timedelta | None) -> None:
-    """How long a backend lets an operation take in groups made from now on; None: torch's default."""
+    """Set the operation timeout of groups created from now on; None: torch's default."""
     _timeout[0] = timeout
 
 
@@ -137,19 +137,19 @@ GroupLike = Group | dist.ProcessGroup | None
 
 
 def self_group(name: str = "single", rank: int = 0) -> Group:
-    """A group of one: this process, rank `rank` of the world."""
+    """Return a group of this process only, as rank `rank` of the world."""
     return Group(name, (rank,), 0)
 
 
 def world_group() -> Group:
-    """All ranks; a group of one when no process group was initialised."""
+    """Return the group of all ranks; a group of one rank when no process group was initialized."""
     if not dist.is_initialized():
         return self_group("world")
     return as_group(dist.group.WORLD)
 
 
 def as_group(group: GroupLike | Any) -> Group:
-    """What collectives work with: `group` itself, the Group of a ProcessGroup, or the world for None."""
+    """Return the Group for `group`: itself, the Group of a ProcessGroup, or the world for None."""
     if isinstance(group, Group):
         return group
     if group is None:
@@ -165,10 +165,10 @@ def as_group(group: GroupLike | Any) -> Group:
 
 
 def new_group(ranks: Sequence[int], name: str, backend: str | None = None) -> Group | None:
-    """A group of `ranks`; None on ranks outside it. Collective over the world: all ranks call it, in the same order.
+    """Create a group of `ranks`; return None on ranks outside it.
 
-    No process group is made for a single rank, and none again for all ranks of the world. `backend` is torch's name of
-    another backend than the world's.
+    Collective over the world: all ranks call this function, in the same order. No process group is created for a single
+    rank, nor a second for all ranks of the world. `backend` is torch's name of another backend than the world's.
     """
     world = world_group()
     members = tuple(sorted(ranks))
@@ -190,12 +190,13 @@ def new_group(ranks: Sequence[int], name: str, backend: str | None = None) -> Gr
 
 
 def new_local_group(ranks: Sequence[int], name: str, backend: str | None = None) -> Group:
-    """A group that only its members make: other ranks may make others meanwhile, or none. Collective over `ranks`.
+    """Create a group that only its members create (local synchronization). Collective over `ranks`.
 
-    Every member makes its groups of these ranks in the same order. `drop_group` ends it; it may be made again.
+    Other ranks may create other groups meanwhile, or none. Every member creates its groups of these ranks in the same
+    order. `destroy_group` ends the group; a new group of the same ranks may follow.
 
     Args:
-        ranks: Of the world, this one's among them; the group has them in this order.
+        ranks: Of the world, the calling rank among them; the group has them in this order.
         backend: torch's name of another backend than the world's.
     """
     members = tuple(ranks)
@@ -215,11 +216,11 @@ def new_local_group(ranks: Sequence[int], name: str, backend: str | None = None)
 
 
 def node_groups(group: Group, size: int, names: tuple[str, str]) -> tuple[Group, Group]:
-    """The `size` neighbouring ranks of `group` around this one, and those with its place among every such neighbours. Collective.
+    """Create the groups of this rank's node (`size` consecutive ranks) and of its peers across nodes. Collective.
 
     Args:
         size: Divides the ranks of the group.
-        names: Of the two.
+        names: Of the two groups.
     """
     number, place = divmod(group.rank, size)
     inside = new_local_group(group.ranks[number * size : (number + 1) * size], names[0])
@@ -227,12 +228,13 @@ def node_groups(group: Group, size: int, names: tuple[str, str]) -> tuple[Group,
 
 
 def duplicate_group(group: GroupLike, name: str, backend: str | None = "gloo") -> Group:
-    """The same ranks over a process group of their own: another thread, or another order of operations, may use it at any time.
+    """Duplicate `group`: the same ranks over a separate process group (MPI_Comm_dup). Collective over `group`.
 
-    Collective over `group` alone; a group of one is its own twin. `drop_group` ends it.
+    Another thread, or another order of operations, may use the duplicate at any time. A group of one rank is returned
+    unchanged. `destroy_group` ends the duplicate.
 
     Args:
-        backend: For host tensors unless told; None: that of the world.
+        backend: For host tensors by default; None: that of the world.
     """
     group = as_group(group)
     return group if group.link is None else new_local_group(group.ranks, name, backend)

@@ -70,7 +70,7 @@ class HierarchicalGather:
         return any(trip is work for trip in self._line)
 
     def give(self, buffer: Tensor) -> None:
-        """A trip is over."""
+        """Return the staging buffer of a finished gather to the pool."""
         self._pool.give(buffer)
 
 
@@ -83,7 +83,7 @@ class _Trip:
         self._over = False
 
     def go_inside(self) -> None:
-        """The second step: for each node its ranks' chunks, which lie side by side in `out`."""
+        """Start the second step: per node, an all-gather of its ranks' chunks, which are adjacent in `out`."""
         self._first.wait()
         chunk = self._staged.numel() // self._route.across.size
         row = chunk * self._route.inside.size

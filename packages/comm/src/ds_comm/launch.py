@@ -58,7 +58,7 @@ class LaunchedProcess:
         return self.local_size == self.world_size
 
     def environment(self) -> dict[str, str]:
-        """The variables that torch's own functions read, for those that the launcher did not set."""
+        """Return the variables that torch's functions read, for launchers that do not set them."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -68,10 +68,10 @@ class LaunchedProcess:
 
 
 def read_launch(env: Mapping[str, str]) -> LaunchedProcess | None:
-    """Who started this process and as what; None when no launcher did: a world of one.
+    """Read which launcher started this process, and its ranks; None (a world of one rank) without a launcher.
 
     Raises:
-        CommError: variables of a launcher are there but some are missing or no numbers ("comm-env").
+        CommError: some variables of a launcher are missing or not numbers ("comm-env").
     """
     for reader in (_kubernetes, _torchrun, _sagemaker, _azure, _openmpi, _mpich, _slurm):
         found = reader(env)
@@ -82,7 +82,7 @@ def read_launch(env: Mapping[str, str]) -> LaunchedProcess | None:
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm node list: `gpu[07-09,12],login1` gives `gpu07`."""
+    """Return the first host of a Slurm node list: `gpu[07-09,12],login1` gives `gpu07`."""
     found = re.match(r"([^,\[]+)(?:\[([^\]]+)\]([^,\[]*))?", nodelist.strip())
     if not found:
         raise CommError(
@@ -95,7 +95,10 @@ def first_host(nodelist: str) -> str:
 
 
 def _kubernetes(env: Mapping[str, str]) -> LaunchedProcess | None:
-    """A pod's only process. Who starts ranks in a pod gives each a LOCAL_RANK."""
+    """Read the launch of a pod that runs a single process; None in any other environment.
+
+    Launchers that start several ranks in a pod set LOCAL_RANK for each.
+    """
     index = next((name for name in ("RANK", "PET_NODE_RANK", "JOB_COMPLETION_INDEX") if env.get(name)), "")
     size = next((name for name in ("WORLD_SIZE", "PET_NNODES") if env.get(name)), "")
     pod = any(env.get(name) for name in ("KUBERNETES_SERVICE_HOST", "PET_NODE_RANK", "JOB_COMPLETION_INDEX"))
@@ -191,7 +194,7 @@ class _ProcReader:
     env: Mapping[str, str]
 
     def text(self, *names: str) -> str:
-        """The first of these variables that is set."""
+        """Return the first of these variables that is set; raise CommError if none is."""
         for name in names:
             if self.env.get(name):
                 return self.env[name]
@@ -230,7 +233,10 @@ class _ProcReader:
 
 
 def _port(job: str) -> int:
-    """The port of a job that has no free-port agreement: the same on all hosts, another for the next job."""
+    """Derive the port of a job whose ranks cannot agree on a free port.
+
+    The port is the same on all hosts, and usually another for the next job.
+    """
     number = int(job.split(".")[0]) if job.split(".")[0].isdigit() else zlib.crc32(job.encode())
     return _PORTS[number % len(_PORTS)]
 

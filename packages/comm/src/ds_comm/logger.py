@@ -75,7 +75,7 @@ class CommsLogger:
             log_requested(_log, f"{text}, {speed.algorithm_gbps:.2f} Gbps, bus {speed.bus_gbps:.2f} Gbps")
 
     def end_step(self, step: int) -> None:
-        """Totals run over steps."""
+        """Do nothing: totals accumulate over all steps."""
 
     def close(self) -> None:
         """Stop waiting for the device; what was collected stays."""
@@ -90,7 +90,10 @@ class CommsLogger:
         return bool(self._latencies_s)
 
     def summary(self, fastest_s: Mapping[_Key, Sequence[float]] | None = None) -> list[SummaryRow]:
-        """A row per operation and size, in that order. `fastest_s`: of each operation, the latency of its fastest rank."""
+        """Build a row per operation and message size, sorted by both.
+
+        `fastest_s`: of each operation, the latency of its fastest rank.
+        """
         return [
             _row(key, latencies, None if fastest_s is None else fastest_s.get(key, ()))
             for key, latencies in sorted(self._latencies_s.items())
@@ -103,7 +106,7 @@ class CommsLogger:
         return text
 
     def as_dict(self, show_straggler: bool = False, group: GroupLike = None) -> dict[str, Any]:
-        """The summary as plain data."""
+        """Return the summary as plain data, with stragglers if `show_straggler` (collective over `group`)."""
         rows = self.summary(self._fastest(group) if show_straggler else None)
         return {
             "summary": [asdict(row) for row in rows],
@@ -111,7 +114,7 @@ class CommsLogger:
         }
 
     def _fastest(self, group: GroupLike) -> dict[_Key, list[float]]:
-        """Of every operation that all ranks of the group logged, its latency on the fastest of them."""
+        """Return the fastest rank's latency of every operation that all ranks of the group logged. Collective."""
         group = as_group(group)
         every: list[dict[_Key, list[float]]] = [{} for _ in range(group.size)]
         all_gather_object(
@@ -122,7 +125,7 @@ class CommsLogger:
 
 
 def table(rows: Iterable[SummaryRow]) -> str:
-    """The summary as text, one line per operation and size."""
+    """Format the summary as text, one line per operation and size."""
     rows = list(rows)
     head = ["Comm. Op", "Message Size", "Ranks", "Count", "Total Latency(ms)", "Avg Latency(ms)"]
     head += ["tput_avg (Gbps)", "busbw_avg (Gbps)"]

@@ -81,7 +81,7 @@ class MeshSpec:
 
     @classmethod
     def fit(cls, world_size: int, **degrees: int) -> MeshSpec:
-        """The mesh of `world_size` ranks with these degrees; data_shard is inferred when it is left out.
+        """Build the mesh of `world_size` ranks with these degrees; data_shard is inferred when left out.
 
         Raises:
             PlanError: the degrees do not multiply to the world size ("mesh-size").
@@ -140,11 +140,11 @@ class MeshSpec:
         return self.grid.coordinate(rank) | self.expert_grid.coordinate(rank)
 
     def groups(self, name: str) -> list[tuple[int, ...]]:
-        """All groups of `name` (a key of `GROUPS`): lists of ranks in the order in which they are made."""
+        """Return all groups of `name` (a key of `GROUPS`) as tuples of ranks, in the order of creation."""
         return self._grid_of(name).groups(*GROUPS[name])
 
     def group_of(self, name: str, rank: int) -> tuple[int, ...]:
-        """The group of `name` that `rank` is in."""
+        """Return the group of `name` that contains `rank`."""
         return self._grid_of(name).group_of(rank, *GROUPS[name])
 
     def filter_match(self, **coordinate: int) -> list[int]:
@@ -207,9 +207,10 @@ class Mesh(Mapping[str, Group]):
 
     @classmethod
     def from_device_mesh(cls, device_mesh: DeviceMesh) -> Mesh:
-        """The mesh of a torch DeviceMesh whose dims are named after our axes, in our order. Collective over the world.
+        """Build the mesh of a torch DeviceMesh whose dims are a subset of `AXES` in the same order. Collective.
 
-        Groups that torch made are used; only combinations it lacks are made.
+        All ranks of the world call this. Groups that torch created are reused; only the missing combinations are
+        created.
         """
         names = device_mesh.mesh_dim_names or ()
         layout = device_mesh.mesh
@@ -238,10 +239,10 @@ class Mesh(Mapping[str, Group]):
         return cls(spec, world.global_rank, own)
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
-        """The same groups as a torch DeviceMesh: one dim per axis of degree above 1 (`data_shard` when there is none).
+        """Return the same groups as a torch DeviceMesh: one dim per axis of degree above 1, else `data_shard`.
 
         Raises:
-            CommError: there is no process group at all ("comm-world"), so torch has nothing to hold.
+            CommError: there is no process group at all ("comm-world"), so a DeviceMesh has nothing to wrap.
         """
         axes = [axis for axis in AXES if self._groups[axis].size > 1] or ["data_shard"]
         groups = [pg for axis in axes if (pg := self._groups[axis].pg) is not None]

@@ -21,7 +21,7 @@ _LIMIT_BYTES = 1 << 30  # of one rank's text, unpacked: more is a mistake or an 
 
 
 def all_to_all_counts(counts: Tensor, group: GroupLike = None, *, unit: str = "") -> Tensor:
-    """Row r goes to rank r, and row r of the result came from it: how many rows the ranks will send each other.
+    """Exchange how many rows each rank sends to each other rank: row r goes to, and comes from, rank r.
 
     Args:
         counts: [N] or [N, k], int64, on any device that the group communicates.
@@ -44,10 +44,12 @@ def all_to_all_counts(counts: Tensor, group: GroupLike = None, *, unit: str = ""
 
 
 def all_gather_json(value: Any, group: GroupLike = None, *, unit: str = "") -> list[Any]:
-    """Everyone's `value`, by rank, as JSON keeps it (tuples become lists, keys of mappings texts).
+    """Gather every rank's `value`, in rank order, after a round trip through JSON.
+
+    Tuples become lists, and keys of mappings become strings.
 
     Raises:
-        TypeError: JSON has no such value.
+        TypeError: JSON cannot encode the value.
     Cost: two all-gathers; the second pads to the longest text, compressed.
     """
     group = as_group(group)
@@ -83,7 +85,10 @@ def broadcast_json(value: Any, group: GroupLike = None, *, group_src: int = 0, u
 
 
 def metadata_device(group: Group) -> torch.device:
-    """Where small tensors of a group live: backends of devices move device tensors only, the others serve from the CPU."""
+    """Return the device for small tensors of a group: the CPU where the group's backend serves the CPU.
+
+    Backends of devices transfer device tensors only.
+    """
     kinds = {} if group.order is None else group.order.transports
     if not kinds or "cpu" in kinds:
         return torch.device("cpu")

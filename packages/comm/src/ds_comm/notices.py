@@ -23,7 +23,10 @@ def post_notice(topic: str, word: str) -> None:
 
 
 def collect_notices(topic: str, wait_s: float, enough: Callable[[Mapping[int, str]], bool]) -> dict[int, str]:
-    """What ranks of the world have left under `topic`, as soon as it is `enough` or all have; after `wait_s` seconds, what is there."""
+    """Collect the notices of the world's ranks under `topic` until `enough`, all ranks posted, or `wait_s` passed.
+
+    Returns the notices posted so far, by rank.
+    """
     notes, end, found = _notes(), time.monotonic() + wait_s, dict[int, str]()
     while True:
         for rank in sorted(set(range(dist.get_world_size())) - set(found)):

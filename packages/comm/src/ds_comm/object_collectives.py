@@ -29,7 +29,10 @@ __all__ = [
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: GroupLike = None, *, unit: str = "") -> None:
-    """`object_list[r]` becomes rank r's `obj`. The list has one place per rank."""
+    """Gather rank r's `obj` into `object_list[r]` on all ranks.
+
+    The list has one entry per rank.
+    """
     group = as_group(group)
     CollectiveCall("all_gather_object", group, unit).check_count("object_list", object_list)
     mine = _pack(obj, group)
@@ -48,7 +51,10 @@ def gather_object(
     *,
     unit: str = "",
 ) -> None:
-    """On rank `dst` (default 0) `object_gather_list[r]` becomes rank r's `obj`. The others pass no list."""
+    """Gather rank r's `obj` into `object_gather_list[r]` on rank `dst` (default 0).
+
+    Other ranks pass no list.
+    """
     group = as_group(group)
     call = CollectiveCall("gather_object", group, unit)
     root = call.root(dst, group_dst, default=0)
@@ -69,7 +75,7 @@ def broadcast_object_list(
     *,
     unit: str = "",
 ) -> None:
-    """Every rank's list becomes rank `src`'s (default 0), element by element. Lists are of one length."""
+    """Broadcast the list of rank `src` (default 0) into every rank's list of the same length."""
     group = as_group(group)
     call = CollectiveCall("broadcast_object_list", group, unit)
     root = call.root(src, group_src, default=0)

@@ -62,7 +62,7 @@ def send(
     *,
     unit: str = "",
 ) -> None:
-    """`isend` and wait."""
+    """Send `tensor` with `isend` and wait for completion."""
     isend(tensor, dst, group, tag, group_dst, unit=unit).wait()
 
 
@@ -75,7 +75,7 @@ def recv(
     *,
     unit: str = "",
 ) -> None:
-    """`irecv` and wait."""
+    """Receive `tensor` with `irecv` and wait for completion."""
     irecv(tensor, src, group, tag, group_src, unit=unit).wait()
 
 
@@ -115,7 +115,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
 
 
 def _fused(messages: Sequence[P2POp]) -> list[Work]:
-    """One launch for the messages of each group."""
+    """Launch the messages of each process group as one batch."""
     groups: dict[Any, list[P2POp]] = {}
     for message in messages:
         groups.setdefault(as_group(message.group).link, []).append(message)

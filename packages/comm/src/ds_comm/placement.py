@@ -59,12 +59,12 @@ class Interval:
         return self.stop - self.start
 
     def __and__(self, other: Interval) -> Interval:
-        """The common part; empty (at this interval's start) when there is none."""
+        """Return the common part; empty (at this interval's start) when there is none."""
         start, stop = max(self.start, other.start), min(self.stop, other.stop)
         return Interval(start, stop) if start < stop else Interval(self.start, self.start)
 
     def shifted(self, by: int) -> Interval:
-        """The same length, `by` elements further."""
+        """Return this interval moved by `by` elements, of the same length."""
         return Interval(self.start + by, self.stop + by)
 
 
@@ -83,7 +83,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """The box that covers a tensor of `shape`."""
+        """Return the box that covers a tensor of `shape`."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -91,7 +91,7 @@ class Box:
         return math.prod(self.shape)
 
     def __and__(self, other: Box) -> Box | None:
-        """The common box, or None when they share no element."""
+        """Return the common box, or None when the boxes share no element."""
         lo = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         hi = tuple(
             min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -101,7 +101,7 @@ class Box:
         return Box(lo, tuple(h - low for low, h in zip(lo, hi, strict=True)))
 
     def position(self, index: Sequence[int]) -> int:
-        """Where element `index` of the tensor is in this box flattened (row-major)."""
+        """Return the row-major offset of the tensor's element `index` in this box."""
         at = 0
         for i, o, n in zip(index, self.offset, self.shape, strict=True):
             at = at * n + i - o
@@ -135,12 +135,12 @@ class TensorShard:
 
     @classmethod
     def whole(cls, name: str, shape: Sequence[int], dtype: str) -> TensorShard:
-        """The shard of a rank that holds everything."""
+        """Return the shard of a rank that holds the full tensor."""
         return cls.flat(name, shape, dtype, Interval(0, math.prod(shape)))
 
     @classmethod
     def flat(cls, name: str, shape: Sequence[int], dtype: str, interval: Interval) -> TensorShard:
-        """`interval` of the whole flattened tensor: what ZeRO's flat layout leaves on a rank."""
+        """Return the shard `interval` of the whole flattened tensor, as in ZeRO's flat layout."""
         return cls(name, tuple(shape), dtype, Box.whole(shape), interval)
 
     @property
@@ -195,7 +195,7 @@ class _SharedRuns:
         return cls(common, outer, math.prod(common.shape[:outer]), math.prod(common.shape[outer:]))
 
     def start(self, box: Box, row: int) -> int:
-        """Where run `row` begins in `box` flattened. Rises with `row`."""
+        """Return the offset of run `row` in `box` flattened; rises with `row`."""
         index = list(self.common.offset)
         for dim in reversed(range(self.outer)):
             row, step = divmod(row, self.common.shape[dim])
@@ -203,7 +203,7 @@ class _SharedRuns:
         return box.position(index)
 
     def first_after(self, box: Box, element: int) -> int:
-        """The first run that ends after `element` of `box` flattened."""
+        """Return the first run that ends after `element` of `box` flattened."""
         return bisect_right(range(self.count), element - self.width, key=lambda row: self.start(box, row))
 
 
@@ -230,12 +230,12 @@ class LocalShard:
 def local_box(
     shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> Box:
-    """The box that `placements` leave to the rank at `coordinate`.
+    """Return the box that `placements` leave to the rank at `coordinate`.
 
     Args:
         shape: Global shape.
-        placements: One per mesh axis, outermost axis first; a dim that two axes shard is cut by the first, then the rest
-            of it by the second.
+        placements: One per mesh axis, outermost axis first; a dim that two axes shard is split by the first, then the
+            rest of it by the second.
         sizes: Size of each of these axes.
         coordinate: This rank's index along each.
     """

@@ -133,7 +133,10 @@ def _watch_settings(deadline_s: float | None, timeout: timedelta) -> WatchSettin
 
 
 def _rendezvous_s(deadline_s: float | None, timeout: timedelta) -> float:
-    """How long ranks wait for each other to come. A deadline that nobody gave is no patience with slow starts."""
+    """Return how long, in seconds, ranks wait for each other at startup.
+
+    A default deadline does not limit slow starts: only an explicit deadline shortens `timeout`.
+    """
     told = os.environ.get("DS_COMM_DEADLINE_S")
     given = deadline_s if deadline_s is not None else deadline_from(told) if told else 0.0
     limit = timeout.total_seconds()
@@ -149,14 +152,14 @@ def _tell_torch(variables: Mapping[str, str]) -> None:
 
 
 def _choose_device(launch: LaunchedProcess) -> None:
-    """Each rank of a host takes a device of its own, unless the launcher gives it only one."""
+    """Select the device of this rank by local rank, unless the launcher shows each rank only one device."""
     accelerator = get_accelerator()
     if accelerator.name != "cpu" and launch.local_rank < accelerator.device_count():
         accelerator.set_device(launch.local_rank)
 
 
 def _own_device() -> torch.device | None:
-    """The device that this rank communicates from: with it torch splits groups from one communicator."""
+    """Return the device to bind to the process group, from which torch splits communicators; None on the CPU."""
     accelerator = get_accelerator()
     return None if accelerator.name == "cpu" else accelerator.device(accelerator.current_index())
 
@@ -173,7 +176,10 @@ def _backend(asked: str | None, launch: LaunchedProcess, store: dist.Store) -> s
 
 
 def _refusals(launch: LaunchedProcess, store: dist.Store) -> list[str]:
-    """Why each rank cannot share memory with the others; all ranks get the same list. Rank 0's memory is tried."""
+    """Return why each rank cannot share memory with the other ranks, by attaching memory of rank 0.
+
+    All ranks get the same list.
+    """
     here, why = pid_namespace_id(), available()
     probe = SharedSegment(_PROBE_BYTES) if launch.rank == 0 and not why else None
     if launch.rank == 0:

@@ -84,7 +84,7 @@ _DENSE = ParamSharding()
 
 
 def set_param_sharding(param: Tensor, assignment: ParamSharding) -> None:
-    """Say what a parameter or a buffer is. Before the model is sharded; the last word counts."""
+    """Set the sharding of a parameter or buffer, before the model is sharded; the last call counts."""
     setattr(param, _MARK, assignment)
     if assignment.family is not None:
         watch_ddp(_strangers)
@@ -97,7 +97,7 @@ def _strangers(param: Tensor, ranks: Collection[int]) -> Collection[int]:
 
 
 def param_sharding(param: Tensor) -> ParamSharding:
-    """What was said of `param`; dense and whole if nothing was."""
+    """Return the sharding set for `param`; dense and whole by default."""
     found: ParamSharding = getattr(param, _MARK, _DENSE)
     return found
 
@@ -111,7 +111,7 @@ class Logical:
     box: Box
 
     def shard(self, prefix: str, dtype: str, interval: Interval, suffix: str = "") -> TensorShard:
-        """Elements `interval` of the flattened parameter."""
+        """Describe the elements `interval` of the flattened parameter as a tensor shard."""
         return TensorShard(f"{prefix}/{self.name}{suffix}", self.shape, dtype, self.box, interval)
 
     @property
@@ -121,12 +121,12 @@ class Logical:
 
 
 def logical_of(name: str, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Logical:
-    """What tensor `name` is a part of.
+    """Return the logical tensor of which tensor `name` is a part.
 
     Args:
-        shape: The parameter's true shape, if `tensor` does not have it.
+        shape: The parameter's true shape, if `tensor` does not have that shape.
     Raises:
-        PlanError: it does not have the shape of its box ("zero-family").
+        PlanError: the tensor does not have the shape of its box ("zero-family").
     """
     said: ParamSharding = param_sharding(tensor)
     own = tuple(tensor.shape) if shape is None else shape

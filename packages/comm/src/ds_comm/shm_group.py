@@ -50,9 +50,9 @@ _CROWDED_SPIN_US = 20  # where ranks outnumber cores, one that waits must not ke
 
 
 def available() -> str:
-    """Why the backend cannot be used here, or an empty text.
+    """Return why the backend cannot be used in this process; empty if usable.
 
-    A memfd is not limited by the size of /dev/shm, so there is no such reason.
+    The size of /dev/shm is never a reason: a memfd is not limited by that size.
     """
     loaded = _native.load("_cpu")
     if loaded.module is None:
@@ -288,7 +288,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         return _ShmWork(self, [], [])
 
     def rendezvous_within(self, timeout: timedelta) -> None:
-        """A barrier with a timeout of its own; its error names a rank that did not come, and ends the group."""
+        """Wait for all ranks with a separate timeout; its error names a missing rank and ends the group."""
         self._channel.barrier(timeout.total_seconds())
 
     # ---- point to point
@@ -315,7 +315,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     # ---- how a call runs
 
     def _each(self, verb: ShmCollective, pairs: Any, opts: Any, result: Sequence[Tensor]) -> _ShmWork:
-        """One native call per (input, output); outputs that are not contiguous are staged and copied back."""
+        """Issue one native call per (input, output); stage and copy back outputs that are not contiguous."""
         op, root = _OPS[_plain(opts.reduceOp)] if hasattr(opts, "reduceOp") else ShmReduceOp.SUM, getattr(opts, "rootRank", 0)
         copies, tasks = [], []
         for given, out in pairs:
@@ -341,7 +341,10 @@ class ShmProcessGroup(dist.ProcessGroup):
 
 
 def _plain(op: Any) -> Any:
-    """torch wraps the operation; a pre-multiplied sum is the one it cannot unwrap."""
+    """Unwrap torch's reduction operation; raise UnsupportedError for operations without a native form.
+
+    A pre-multiplied sum is the only operation that torch cannot unwrap.
+    """
     found = getattr(op, "op", op)
     if found not in _OPS:
         raise UnsupportedError(
@@ -374,7 +377,7 @@ def _copy_all(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _row_sizes(tensor: Tensor, sizes: Sequence[int], world: int) -> list[int]:
-    """Elements per rank from torch's rows per rank; without sizes the rows are split evenly."""
+    """Convert torch's rows per rank into elements per rank; without sizes the rows are split evenly."""
     rows = tensor.shape[0] if tensor.dim() else 1
     width = tensor.numel() // rows if rows else 0
     if sizes:

@@ -53,7 +53,7 @@ class ShmSequence:
 
     @staticmethod
     def nbytes_for(world: int) -> int:
-        """Bytes that the numbers of `world` ranks take; a multiple of 4096."""
+        """Return the bytes that the sequence numbers of `world` ranks take; a multiple of 4096."""
         return HostCounters.nbytes_for(world) + -(-world * _KEPT * 8 // 4096) * 4096
 
     @property
@@ -61,7 +61,7 @@ class ShmSequence:
         return self._counters.value
 
     def advance(self, what: str) -> int:
-        """This rank has come to its next number, which stands for `what`; returns it."""
+        """Publish and return this rank's next sequence number, which stands for `what`."""
         number = self.value + 1
         place = number % _KEPT
         if self._order is not None:

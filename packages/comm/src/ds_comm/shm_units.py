@@ -57,7 +57,7 @@ class ReductionBuffers:
 
 
 def host_refusal(group: Group) -> str:
-    """Why the ranks of `group` cannot share memory; empty if they can. Collective over the group."""
+    """Return why the ranks of `group` cannot share memory; empty if they can. Collective over the group."""
     mine = "" if os.path.exists("/proc/self/pagemap") else f"rank {group.ranks[group.rank]} cannot see its own pages"
     told = all_gather_json(mine, group, unit="host")
     return next((why for why in told if why), "") or arena_refusal(group)
@@ -109,7 +109,7 @@ class ShmUnitMemory:
         return mine or SharedSegment.attach(token, nbytes), pids
 
     def full(self, number: int) -> tuple[Tensor, Tensor]:
-        """(home, overlay) of a unit; both [numel], zero at first."""
+        """Return the shared storage and the overlay of a unit; both [numel], zero at first."""
         return self._homes[number], self._fulls[number]
 
     def barrier(self, what: str) -> None:
@@ -122,10 +122,10 @@ class ShmUnitMemory:
     # ---- reductions
 
     def open_slot(self, numel: int, dtype: torch.dtype, finish: Callable[[], None]) -> ReductionBuffers:
-        """The buffers of the next reduction, [numel] each, of unspecified content; fill mine, then `post`.
+        """Open the buffers of the next reduction, [numel] each, uninitialized; fill this rank's buffer, then `post`.
 
         Args:
-            finish: Finishes this reduction on this rank; called before the next slot is opened, if it was not before.
+            finish: Finishes this reduction on this rank; called before the next slot is opened, if not called earlier.
         """
         self.finish_pending()
         self._pending = finish
@@ -157,7 +157,10 @@ class ShmUnitMemory:
             self.finish_pending()
 
     def post(self, slot: ReductionBuffers, what: str) -> None:
-        """My part of a slot is filled; `what` it is, the same on all ranks."""
+        """Publish that this rank filled its part of a slot.
+
+        `what` describes the data, the same on all ranks.
+        """
         self._marks[slot.number] = self._posted.advance(what)
 
     def wait(self, slot: ReductionBuffers, what: str) -> None:
@@ -167,7 +170,7 @@ class ShmUnitMemory:
             self._posted.wait(mark, what)
 
     def pulled(self, slot: ReductionBuffers) -> None:
-        """This rank needs a slot no more."""
+        """Drop this rank's record of a slot that it has finished reading."""
         self._marks.pop(slot.number, None)
 
     # ---- edits

@@ -18,16 +18,17 @@ _FOREVER_S = 1e9
 
 
 def own_order(group: Group, name: str) -> OpSequence | None:
-    """An order of operations beside that of the group, for what its ranks do in shared memory; None for a group of one.
+    """Create an operation sequence beside that of the group, for shared memory; None for a group of one rank.
 
-    All ranks come to the same collective before they make one: its mark is what tells it from others of the group.
+    All ranks issue the same collective before the call: the mark of that collective distinguishes the new sequence from
+    other sequences of the group.
     """
     order = group.order
     return None if order is None else OpSequence(f"{order.key}/{name}@{order.mark}", group.name, order.ranks, {})
 
 
 def patient_s(limit_s: float) -> float:
-    """How long one may wait: without end where a watchdog ends waits."""
+    """Return the limit of a wait in seconds: unbounded where a watchdog ends waits, else `limit_s`."""
     return _FOREVER_S if current().watching() else limit_s
 
 

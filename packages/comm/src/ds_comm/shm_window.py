@@ -62,12 +62,15 @@ class ShmWindow:
         self.show()
 
     def show(self) -> None:
-        """As `publish`, where the same ranks have passed another barrier since all wrote: that of another window."""
+        """Publish as `publish` does, but without a barrier of this window.
+
+        The same ranks have passed a barrier of another window since all of them wrote.
+        """
         self.everyone = self._buffers[self._turn]
         self._turn ^= 1
 
     def pull(self, source: int, index: Tensor, out: Tensor | None = None) -> Tensor:
-        """Rows `index` of what rank `source` of the group published last, in that order.
+        """Read rows `index` of the rows that rank `source` of the group published last, in that order.
 
         Args:
             index: [n], int64 or int32, on the CPU; rows may repeat.

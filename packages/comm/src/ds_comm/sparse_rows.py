@@ -66,7 +66,7 @@ def sum_rows(flat: Tensor, tables: Sequence[EmbeddingTable], group: Group, unit:
 
 
 def _counts(used: Sequence[Tensor], device: torch.device, group: Group, unit: str) -> list[list[int]]:
-    """How many rows each rank has, by table and rank."""
+    """Gather how many rows each rank has, by table and rank."""
     mine = torch.tensor([len(rows) for rows in used], dtype=torch.int64, device=device)
     every = torch.empty(group.size * len(used), dtype=torch.int64, device=device)
     all_gather_single(every, mine, group=group, unit=unit)

@@ -186,7 +186,10 @@ def _on_free_port(launch: LaunchedProcess, limit_s: float) -> tuple[dist.Store, 
 
 
 def _read_note(note: Path, limit_s: float) -> tuple[int, str]:
-    """The port and the job's secret. A note of another user, or one that others may read or write, is not believed."""
+    """Read the port and the job's secret from rank 0's note, waiting up to `limit_s` for a valid note.
+
+    A note of another user, or with access for other users, is ignored.
+    """
     deadline, strange = time.monotonic() + limit_s, ""
     while time.monotonic() < deadline:
         try:

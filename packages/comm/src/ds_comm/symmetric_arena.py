@@ -56,7 +56,7 @@ class TensorRequest:
 
 
 def arena_refusal(group: Group) -> str:
-    """Why the ranks of `group` cannot share an arena; empty if they can. Collective over the group."""
+    """Return why the ranks of `group` cannot share an arena; empty if they can. Collective over the group."""
     return _refusal(group, neighbours(group, unit="arena"))
 
 
@@ -98,9 +98,10 @@ class Arena:
         segment.close()
 
     def allocate(self, wishes: Sequence[TensorRequest]) -> list[tuple[Tensor, ...]]:
-        """One tuple per wish: (tensor,) if shared, else one tensor per rank of the group. Zero-filled.
+        """Allocate zero-filled shared memory: per request (tensor,) if shared, else one tensor per rank of the group.
 
-        All wishes of one call are one segment: ask for everything at once. Pages take memory when they are first written.
+        All requests of one call share one segment, so request everything at once. Pages take memory when they are first
+        written.
         """
         offsets: list[list[int]] = []
         at = 0
@@ -132,10 +133,10 @@ class Arena:
         self._run("barrier", unit, None, self._channel.barrier)
 
     def reduce_scatter(self, out: Tensor, parts: Sequence[Tensor], op: ShmReduceOp = ShmReduceOp.SUM, unit: str = "") -> None:
-        """out = sum over ranks of this rank's part of their symmetric tensor; in rank order, half types in fp32.
+        """Reduce this rank's part of all ranks' symmetric tensors into `out`; in rank order, half types in fp32.
 
         Args:
-            out: [n]. May be memory of this rank's own part.
+            out: [n]. May be memory of this rank's part.
             parts: The symmetric tensor, [size * n] each.
         Cost: reads size * n elements, writes n. The peers' tensors may be overwritten after the next barrier.
         """
@@ -143,9 +144,9 @@ class Arena:
         self._run("reduce_scatter_single", unit, parts[0], pull)
 
     def all_gather(self, out: Tensor, shared: Tensor, unit: str = "") -> None:
-        """out = the shared tensor, with every rank's part as it was when the last one came.
+        """Copy the shared tensor into `out`, with every rank's part as written before the last rank's call.
 
-        Who can use `shared` itself needs `barrier` only.
+        A caller that can use `shared` directly needs `barrier` only.
 
         Args:
             out: As many elements as `shared`, contiguous, of its dtype.
@@ -185,5 +186,5 @@ class Arena:
 
 
 def _slot_bytes(ranks: int) -> int:
-    """What a channel that is only a barrier needs: a cache line a rank, in whole pages."""
+    """Return the slot bytes of a channel that only serves as a barrier: a cache line per rank, in whole pages."""
     return -(-ranks * _LINE // _PAGE) * _PAGE

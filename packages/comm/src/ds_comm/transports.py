@@ -90,7 +90,10 @@ class Transport:
         return _started(dist.all_to_all(list(outs), list(inps), group=self.pg, async_op=self.asynchronous))
 
     def all_to_all_rows(self, out: Tensor, inp: Tensor, receive: Sequence[int], send: Sequence[int]) -> Started:
-        """One tensor each way; `receive[r]` rows come from rank r and `send[r]` go to it."""
+        """Exchange rows with all ranks: `receive[r]` rows come from rank r and `send[r]` rows go to rank r.
+
+        Input and output are one tensor each.
+        """
         sizes = list(receive), list(send)
         return _started(dist.all_to_all_single(out, inp, *sizes, group=self.pg, async_op=self.asynchronous))
 
@@ -128,7 +131,7 @@ class Transport:
         return Started(())
 
     def batch(self, messages: Sequence[Any]) -> Started:
-        """Messages that the backend launches as one; `messages` are torch's P2POp."""
+        """Launch `messages` (torch's P2POp) as one batch of the backend."""
         return Started(dist.batch_isend_irecv(list(messages)))
 
 
@@ -236,7 +239,7 @@ class GlooTransport(Transport):
         return _Tag(self.mark * 16 + kind, zlib.crc32(self.unit.encode()))
 
     def _exchange(self, tag: _Tag, received: Sequence[Tensor], sent: Sequence[Tensor]) -> list[Any]:
-        """`sent[r]` goes to rank r and `received[r]` comes from it, for every other rank r; nothing is copied here."""
+        """Send `sent[r]` to and receive `received[r]` from every other rank r, without copying on this side."""
         others = [(self.rank + step) % self.size for step in range(1, self.size)]  # not all to the same one first
         return self._fan_in(tag, others, received) + self._fan_out(tag, others, sent)
 
@@ -255,7 +258,7 @@ class ShmTransport(Transport):
 
 
 def transports(pg: dist.ProcessGroup) -> dict[str, type[Transport]]:
-    """The transport of each device type that `pg` communicates."""
+    """Return the transport of each device type that `pg` communicates."""
     return {device: TRANSPORTS.get((name, device), Transport) for device, name in backend_names(pg).items()}
 
 
@@ -297,7 +300,7 @@ def _rows(like: Tensor, count: int) -> list[Tensor]:
 
 
 def _sum_in_rank_order(out: Tensor, terms: Sequence[Tensor], op: Any) -> None:
-    """`out` = terms[0] + terms[1] + ... (divided by their number for AVG). `out` may be one of the terms."""
+    """Sum `terms` in order into `out` (divided by their number for AVG); `out` may be one of the terms."""
     if out.dtype == torch.bool:
         torch.any(torch.stack(list(terms)), 0, out=out)  # what a sum of booleans is in torch
         return

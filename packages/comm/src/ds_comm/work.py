@@ -89,11 +89,12 @@ class PendingWork:
         self._recorder, self._slot, self._key = stamp
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As `Work.wait`.
+        """Wait for the operation as `Work.wait` does, then finish the operation on this rank.
 
         Raises:
-            CommError: another rank ended ("comm-peer-left"), came with something else ("comm-mismatch"), or the backend
-                failed for a reason of its own ("comm-failed").
+            CommError: another rank ended ("comm-peer-left") or called a different operation ("comm-mismatch"), or the
+            backend
+                failed for another reason ("comm-failed").
         """
         started, self._started = self._started, None
         if started is None:
@@ -132,9 +133,11 @@ class PendingWork:
 
 
 def _device_end() -> Callable[[], bool] | None:
-    """What tells whether the current stream has come to here, and so past what it waits for; None while it is captured.
+    """Record an event on the current stream and return its query; None while the stream is being captured.
 
-    An event and not the backend's handle: that would keep the buffers of an operation for as long as anybody holds it.
+    The query is True once the stream has passed this point, and so every operation that the stream waits for. An event
+    is
+    used, not the backend's handle: a stored handle would keep the buffers of its operation in memory.
     """
     stream = torch.accelerator.current_stream()
     if stream.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -145,7 +148,7 @@ def _device_end() -> Callable[[], bool] | None:
 
 
 def failed(name: object, finding: Finding | None, error: RuntimeError) -> CommError:
-    """The error of an operation that the backend gave up: what other ranks explain, else what the backend says."""
+    """Build the error of an operation that the backend gave up: from the finding, else from the backend's message."""
     if isinstance(error, CommError):  # our own backend knows which rank, the finding also with what
         return error if finding is None else CommError(finding.line, code=finding.code, fix=_FIRST)
     said = _BACKEND_NOISE.sub("", (str(error).splitlines() or [type(error).__name__])[0])

@@ -17,5 +17,5 @@ class UnsupportedImportError(UnsupportedError, ImportError):
 
 
 def missing(kind: type[UnsupportedError], name: str, row: Missing) -> UnsupportedError:
-    """The error of such a name, with the reason and what to use."""
+    """Build the error for a refused name, with the reason and the replacement."""
     return kind(f"{name} is not here: {row.why}", code="compat-missing", fix=f"Use {row.instead}.")

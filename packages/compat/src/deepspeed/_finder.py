@@ -37,7 +37,7 @@ def fill(module: str, namespace: MutableMapping[str, object]) -> None:
 
 
 def resolve(module: str, name: str) -> object:
-    """What the table says `module.name` is; kept in the module.
+    """Return the object that the table maps `module.name` to, and cache the object in the module.
 
     Raises:
         UnsupportedNameError: the name exists upstream and not here ("compat-missing").
@@ -66,7 +66,7 @@ def _at(row: str) -> object:
 
 
 def _refused(module: str) -> Missing | None:
-    """The reason why a module cannot be imported: nothing of what upstream has in it, or below it, is here."""
+    """Return the reason why a module cannot be imported; None if the module or a submodule has names here."""
     rows = [row for home in SURFACE if f"{home}.".startswith(f"{module}.") for row in SURFACE[home].values()]
     reasons = [row for row in rows if isinstance(row, Missing)]
     return reasons[0] if reasons and len(reasons) == len(rows) else None
@@ -78,7 +78,7 @@ class TableFinder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """None for what is no module of the table.
+        """Return the spec of a module of the table; None for any other name.
 
         Raises:
             UnsupportedImportError: a refused module or name ("compat-missing").
@@ -103,7 +103,7 @@ class TableLoader:
     """Makes an empty module that knows its rows; and the program of a module that has `main`."""
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """As Python makes modules."""
+        """Return None, so that Python creates the module object in the default way."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Fill `module`."""
@@ -111,6 +111,6 @@ class TableLoader:
         fill(module.__name__, vars(module))
 
     def get_code(self, fullname: str) -> CodeType:
-        """The program of `python -m`, which asks for nothing else."""
+        """Return the code that `python -m` runs: a call of the package's `main`."""
         home = fullname.removesuffix(".__main__")
         return compile(f"import sys\nfrom {home} import main\nsys.exit(main())\n", f"<{fullname}>", "exec")

@@ -10,7 +10,7 @@ __all__ = ["stub", "write"]
 
 
 def stub(module: str) -> str:
-    """The text of `module`'s stub: where each of its names is from. Refused names are not in it."""
+    """Write the text of `module`'s stub: the source of each of its names. Refused names are left out."""
     lines = [f"# {module}, from the table deepspeed._surface."]
     for name, row in sorted(SURFACE[module].items()):
         if isinstance(row, ConstantRow):

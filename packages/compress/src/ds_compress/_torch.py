@@ -15,7 +15,7 @@ def in_backward() -> bool:
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that a tensor of a class of its own is made of; itself if it is plain."""
+    """Return the plain tensors that make up a tensor subclass; the same tensor if `tensor` is plain."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()

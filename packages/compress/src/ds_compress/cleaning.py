@@ -175,7 +175,7 @@ def _resize(module: Any) -> None:
 
 
 def _finish(module: nn.Module, made: LayerCompression) -> None:
-    """Only quantised inputs stay."""
+    """Detach the compression of a layer, and attach a new compression for quantized inputs if the layer has any."""
     inputs, buffers = made.recipe.inputs, dict(made.named_buffers())
     steps, group, layer = made.steps, made.group, made.recipe.layer
     detach(module)
@@ -192,7 +192,7 @@ def _finish(module: nn.Module, made: LayerCompression) -> None:
 
 
 def _heads(model: nn.Module, found: list[tuple[str, nn.Module, LayerCompression]]) -> dict[str, tuple[int, int]]:
-    """Per related projection, (heads, rows) before."""
+    """Return (heads, rows) of each related projection, before the layers shrink."""
     told = {}
     for _, _, made in found:
         heads = made.recipe.heads

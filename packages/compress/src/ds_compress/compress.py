@@ -31,7 +31,7 @@ _PARALLEL = ("ColumnParallelLinear", "RowParallelLinear", "LinearLayer", "Linear
 
 
 def layers_of(model: nn.Module) -> list[CompressibleLayer]:
-    """The layers of a model that can be compressed, and norms that shrink with them, in the model's order."""
+    """List the layers of a model that can be compressed, and the norms that shrink with them, in the model's order."""
     found = []
     for name, module in model.named_modules():
         kind, weight = _kind(module), getattr(module, "weight", None)
@@ -104,7 +104,7 @@ def decompress(model: nn.Module) -> None:
 
 
 def compressed_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerCompression]]:
-    """(name, module, compression) of each compressed layer."""
+    """Yield (name, module, compression) of each compressed layer."""
     for name, module in model.named_modules():
         made = attached(module)
         if made is not None:
@@ -162,7 +162,10 @@ class CompressionScheduler:
                 made.group = group
 
     def step(self, step_zero_check: bool = False) -> None:
-        """One update was applied. Collective where snip_momentum prunes. With `step_zero_check` nothing was: time stays."""
+        """Advance the schedules of all layers after an applied update. Collective where snip_momentum prunes.
+
+        With `step_zero_check` no update was applied, and the step count stays.
+        """
         if step_zero_check:
             return
         self._sum_sensitivity()
@@ -179,7 +182,7 @@ class CompressionScheduler:
         self.training_steps = steps
 
     def state_dict(self) -> dict[str, int]:
-        """How far it is; masks and ranges are buffers of the model."""
+        """Return the number of steps; masks and ranges are buffers of the model."""
         return {"training_steps": self.training_steps}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -196,5 +199,5 @@ class CompressionScheduler:
 
 
 def compression_scheduler(model: nn.Module, compression_config: Any = None) -> CompressionScheduler:
-    """The schedule of a model that `init_compression` compressed."""
+    """Return the schedule of a model that `init_compression` compressed."""
     return CompressionScheduler(model, compression_config)

@@ -31,10 +31,10 @@ def starts(steps: int, offset: int) -> bool:
 
 
 def fall(now: Bits, count: int, target: int, factor: int = 1) -> Bits:
-    """The bits after `count` steps since the offset: one falls when its period is over, and the period doubles.
+    """Return the bits at `count` steps since the offset: a bit falls when its period ends; the period then doubles.
 
     Args:
-        now: Where it stands; `Bits(start_bits, period)` at first.
+        now: The current state; `Bits(start_bits, period)` at first.
         target: Fewest bits.
         factor: Periods that begin are this many times longer: 1 + floor(4 * eigenvalue) in MoQ.
     """
@@ -44,12 +44,15 @@ def fall(now: Bits, count: int, target: int, factor: int = 1) -> Bits:
 
 
 def mixed_ratio(now: Bits, count: int, change: float) -> float:
-    """How much of the whole weight is in what forward sees: 1 when a bit fell, less by `change` each step, 0 in the end."""
+    """Return the ratio of the unquantized weight in forward: 1 when a bit fell, then less by `change` each step."""
     return max(0.0, 1.0 - change * max(0, count - now.since))
 
 
 def dense_share(steps: int, offset: int, end: int, target: float) -> float:
-    """The share that iterative pruning keeps: 1 before `offset`, `target` from `end` on, falling exponentially between them."""
+    """Return the ratio of weights that iterative pruning does not prune at a step.
+
+    1 before `offset`, `target` from `end` on, falling exponentially between them.
+    """
     if steps < offset:
         return 1.0
     if steps >= end:

@@ -321,7 +321,7 @@ class QuantizeTrainingConfig(StrictModel):
         return self
 
     def as_compression(self) -> CompressionConfig:
-        """The same wish as a section `compression_training`."""
+        """Convert this section to an equivalent section `compression_training`."""
         shared = WeightShared(
             enabled=self.enabled,
             schedule_offset=self.quantize_schedule.schedule_offset,
@@ -351,13 +351,13 @@ class _Sections(StrictModel):
 
 
 def compression_of(source: Source | CompressionConfig) -> CompressionConfig:
-    """The section `compression_training` of a whole DeepSpeed configuration; its other sections are not looked at.
+    """Read the section `compression_training` of a whole DeepSpeed configuration; its other sections are not read.
 
     Args:
         source: A dict, the path of a JSON or HJSON file, its text; or the section, checked already.
     Raises:
         ConfigError: every problem of the section at once. Without the section nothing is compressed.
-        UnsupportedError: eigenvalues are asked for by a configuration ("compress-eigenvalue").
+        UnsupportedError: the configuration enables eigenvalues ("compress-eigenvalue").
     """
     if isinstance(source, CompressionConfig):
         return source

@@ -26,7 +26,7 @@ __all__ = ["Distillation", "Distiller", "TeacherCache", "attention_loss", "hidde
 
 
 def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, mask: Tensor | None = None) -> Tensor:
-    """T^2 * KL(softmax(teacher / T) || softmax(student / T)), the mean over rows.
+    """Compute T^2 * KL(softmax(teacher / T) || softmax(student / T)), the mean over rows.
 
     Args:
         student, teacher: [..., classes].
@@ -39,7 +39,10 @@ def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, mask:
 
 
 def hidden_loss(student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Mean squared difference of hidden states [..., width]; a student of another width needs a projection of its own first."""
+    """Compute the mean squared difference of hidden states [..., width] of student and teacher.
+
+    A student of another width needs a projection first.
+    """
     if student.shape != teacher.shape:
         raise PlanError(
             f"hidden states of the student are {list(student.shape)}, of the teacher {list(teacher.shape)}",
@@ -50,9 +53,9 @@ def hidden_loss(student: Tensor, teacher: Tensor, mask: Tensor | None = None) ->
 
 
 def attention_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """Mean over heads and queries of KL(teacher || student) of attention probabilities [batch, heads, queries, keys].
+    """Compute the mean over heads and queries of KL(teacher || student) of attention probabilities.
 
-    A student with fewer heads is compared by the mean over heads.
+    Both are [batch, heads, queries, keys]. A student with fewer heads is compared by the mean over heads.
     """
     wanted, told = teacher.detach().float(), student.float()
     if wanted.shape[1] != told.shape[1]:
@@ -132,7 +135,7 @@ class TeacherCache:
     def get(
         self, inputs: Any, compute: Callable[[], Mapping[str, Tensor]], *, again: bool = False
     ) -> dict[str, Tensor]:
-        """What was computed for such inputs, on their device; computed now if it is not there, or `again`."""
+        """Return the cached teacher outputs for `inputs`, on their device; compute them if absent, or if `again`."""
         path = self._path(inputs)
         if path.exists() and not again:
             return load_file(path, device=str(_device(inputs)))
@@ -197,7 +200,12 @@ class Distiller:
         projections: Mapping[str, nn.Module] | None = None,
         cache: TeacherCache | None = None,
     ) -> None:
-        """`projections`: modules that bring a student layer's output, by its name, to the teacher's width; train them with the student."""
+        """Attach hooks to the layers of student and teacher that `what` pairs.
+
+        `projections`: modules that bring a student layer's output, by its name, to the teacher's width; train them with
+        the
+        student.
+        """
         self.teacher, self.what, self.cache = teacher.eval(), what, cache
         self.projections = dict(projections or {})
         self._student: dict[str, Tensor] = {}
@@ -223,7 +231,7 @@ class Distiller:
         self._handles.append(module.register_forward_hook(note))
 
     def loss(self, outputs: Any, *args: Any, mask: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """The weighted sum of losses; scalar, fp32.
+        """Compute the weighted sum of the distillation losses; scalar, fp32.
 
         Args:
             outputs: Of the student's forward on these inputs: logits, or an object that has them.

@@ -45,7 +45,7 @@ def generalized_divergence(
     top_k: int | None = None,
     clip: float | None = None,
 ) -> Divergence:
-    """The divergence of the student from the teacher. Computed in the format of the logits.
+    """Compute the divergence of the student from the teacher, in the dtype of the logits.
 
     Args:
         student, teacher: Logits [batch, tokens, vocabulary].

@@ -25,17 +25,18 @@ _log = logging.getLogger("ds_compress")
 def block_eigenvalues(
     model: nn.Module, loss: Callable[[], Tensor], config: EigenvalueConfig, *, normalized: bool = True
 ) -> dict[str, float]:
-    """The largest eigenvalue, by size, of each of the model's layers.
+    """Estimate the largest eigenvalue, by absolute value, of the Hessian of each of the model's layers.
 
     Args:
-        model: Its module `config.layer_name` is a list of layers; the first `config.layer_num` of them, or all, are looked at.
-        loss: Runs the model and gives its loss, a scalar. Called once.
+        model: Its module `config.layer_name` is a list of layers; the first `config.layer_num` of them, or all, are
+        used.
+        loss: Runs the model and returns its loss, a scalar. Called once.
         config: Iterations, tolerance, stability.
-        normalized: Divided by the largest of all, so in [0, 1]; otherwise as they are, with their sign.
+        normalized: Divide by the largest of all, so in [0, 1]; otherwise the values are signed and not scaled.
     Returns:
         By name of the layer.
     Raises:
-        PlanError: there are no such layers, or the loss does not depend on one twice ("compress-eigenvalue").
+        PlanError: there are no such layers, or the loss has no second derivative in a layer ("compress-eigenvalue").
     Cost: one forward, and for each layer and iteration one more backward. Keeps the graph of one forward.
     """
     blocks = _blocks(model, config)
@@ -95,7 +96,9 @@ def _power(used: list[tuple[nn.Parameter, Tensor]], config: EigenvalueConfig, se
 
 
 def stretch_schedule(model: nn.Module, values: Mapping[str, float]) -> None:
-    """Periods of bits that begin from now on are 1 + floor(4 * value) times longer, in layers whose name starts with one of `values`.
+    """Extend the bit-reduction periods of layers whose name starts with a name in `values`.
+
+    Periods that begin from now on are 1 + floor(4 * value) times longer.
 
     Args:
         values: Eigenvalues in [0, 1], by name of a block.

@@ -150,7 +150,10 @@ class LayerCompression(nn.Module):
         return any(starts(self.steps, offset) for offset in acts) or self._senses()
 
     def forward(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The weight and bias that the layer computes with. Gradients reach `weight` straight through quantisation."""
+        """Return the weight and bias that the layer computes with.
+
+        Gradients reach `weight` straight through quantization.
+        """
         weights = self.recipe.weights
         if weights is not None and self.bits is not None and starts(self.steps, weights.offset):
             weight = self._quantised(weight, weights, self.bits)
@@ -165,7 +168,7 @@ class LayerCompression(nn.Module):
         return weight, bias
 
     def final(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What `forward` gives when all schedules are over; detached."""
+        """Return the weight and bias of `forward` after the end of all schedules, detached."""
         weights, weight = self.recipe.weights, weight.detach()
         if weights is not None:
             weight = self._rounded(weight, weights, weights.target)
@@ -177,9 +180,9 @@ class LayerCompression(nn.Module):
         return weight.detach(), None if bias is None else bias.detach()
 
     def mask(self, name: str, weight: Tensor) -> Tensor:
-        """The mask "sparse", "row", "head" or "channel": one entry for each thing that is kept or dropped.
+        """Return the mask "sparse", "row", "head" or "channel": an entry for each element that is pruned or not.
 
-        One of l1 is chosen when it is first asked for, from the weight as it is then, and stays.
+        A mask of method l1 is computed on first use, from the weight of that moment, and does not change afterwards.
         """
         what = self._pruning()[name]
         if what.method == "topk":
@@ -199,7 +202,7 @@ class LayerCompression(nn.Module):
         return row_scores(weight)
 
     def shaped(self, name: str, mask: Tensor, dims: int) -> Tensor:
-        """A mask, so that it can be multiplied with the weight."""
+        """Reshape a mask so that it broadcasts against the weight."""
         if name == "sparse":
             sparse, shape = self.recipe.sparse, self.recipe.layer.shape
             if sparse is not None and sparse.method == "snip_momentum":
@@ -249,7 +252,7 @@ class LayerCompression(nn.Module):
     # ---- inputs
 
     def quantised_input(self, x: Tensor, weight: Tensor) -> Tensor:
-        """A layer's input on its grid: a range for each token, or the running one."""
+        """Quantize a layer's input on a grid with a range for each token, or with the running range."""
         inputs = self.recipe.inputs
         if inputs is None or not starts(self.steps, inputs.offset) or not x.is_floating_point() or not x.numel():
             return x
@@ -277,7 +280,10 @@ class LayerCompression(nn.Module):
 
 
 def _on_range(x: Tensor, span: Tensor, inputs: InputQuantization) -> Tensor:
-    """As `quantizers.symmetric` and `asymmetric`, with a range that was measured before; without one `x` stays as it is."""
+    """Quantize `x` as `quantizers.symmetric` and `asymmetric` do, with a range that was measured before.
+
+    Without a usable range `x` is returned unchanged.
+    """
     low, high = span[0], span[1]
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if inputs.symmetry == "symmetric":
@@ -309,7 +315,7 @@ def attach(module: nn.Module, recipe: LayerRecipe) -> LayerCompression:
 
 
 def attached(module: nn.Module) -> LayerCompression | None:
-    """The compression of a module, if it has one."""
+    """Return the compression of a module, or None if the module is not compressed."""
     found = module._modules.get(CHILD)
     return found if isinstance(found, LayerCompression) else None
 

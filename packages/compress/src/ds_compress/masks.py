@@ -27,12 +27,15 @@ __all__ = [
 
 
 def kept(numel: int, ratio: float) -> int:
-    """How many of `numel` are kept: ceil(ratio * numel), and not one more for the last digit of a float."""
+    """Return how many of `numel` elements stay: ceil(ratio * numel), tolerant of float rounding."""
     return min(numel, max(1, math.ceil(ratio * numel - 1e-9 * numel)))
 
 
 def top_mask(scores: Tensor, ratio: float) -> Tensor:
-    """Which elements have the highest scores; bool, of the shape of `scores`. Of equal ones the first are kept."""
+    """Mark the elements with the highest scores; bool, of the shape of `scores`.
+
+    Of equal scores the first are marked.
+    """
     flat = scores.detach().reshape(-1)
     order = flat.argsort(descending=True, stable=True)
     mask = torch.zeros_like(flat, dtype=torch.bool)
@@ -51,7 +54,7 @@ class _Learnt(torch.autograd.Function):
 
 
 def learnt_mask(scores: Tensor, ratio: float) -> Tensor:
-    """`top_mask` in the dtype of `scores`, whose gradient is that of the mask."""
+    """Return `top_mask` in the dtype of `scores`, whose gradient is that of the mask."""
     result: Tensor = _Learnt.apply(scores, ratio)
     return result
 
@@ -82,15 +85,16 @@ def block_scores(values: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def expand_blocks(mask: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
-    """A mask of blocks as one of elements."""
+    """Expand a mask of blocks to a mask of elements."""
     full = mask.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return full[: shape[0], : shape[1]]
 
 
 def snip_update(scores: Tensor, sensitivity: Tensor, momentum: float = 0.9) -> Tensor:
-    """momentum * scores + |s| / sum |s|, where s = sum of w * dL/dw over a block, over all samples of the step.
+    """Compute momentum * scores + |s| / sum |s|, where s is the sum of w * dL/dw over a block.
 
-    Divided by its sum, so that loss scaling and the size of the loss do not matter. What is not finite is left out.
+    s covers all samples of the step, and is divided by its sum, so that loss scaling and the size of the loss do not
+    matter. A term that is not finite is left out.
     """
     size = sensitivity.abs()
     total = size.sum()

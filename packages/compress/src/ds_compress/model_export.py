@@ -30,7 +30,10 @@ __all__ = ["FAMILIES", "GgufFamily", "export_compressed_tensors", "export_gguf",
 
 
 def pack_columns(codes: Tensor, bits: int) -> Tensor:
-    """[rows, columns] of unsigned codes as int32 [rows, ceil(columns * bits / 32)]; the first code is in the lowest bits."""
+    """Pack [rows, columns] of unsigned codes into int32 [rows, ceil(columns * bits / 32)].
+
+    The first code is in the lowest bits.
+    """
     each = 32 // bits
     rows, columns = codes.shape
     padded = torch.zeros(rows, -(-columns // each) * each, dtype=torch.int64)
@@ -41,7 +44,7 @@ def pack_columns(codes: Tensor, bits: int) -> Tensor:
 
 
 def pack_rows(codes: Tensor, bits: int) -> Tensor:
-    """As `pack_columns`, but rows are packed: int32 [ceil(rows * bits / 32), columns]."""
+    """Pack codes as `pack_columns` does, but along rows: int32 [ceil(rows * bits / 32), columns]."""
     return pack_columns(codes.T, bits).T.contiguous()
 
 
@@ -143,7 +146,7 @@ def _export(found: str, fix: str) -> PlanError:
 
 
 def _plain_state(model: nn.Module, codes: Mapping[str, QuantizedWeight]) -> dict[str, Tensor]:
-    """What is not quantised, each tensor once (tied ones under their first name)."""
+    """Return the state dict of the tensors that are not quantized, tied tensors only under their first name."""
     state, seen = {}, set()
     left_out = {f"{name}.weight" for name in codes}
     for name, held in model.state_dict().items():
@@ -292,7 +295,7 @@ def _sayable(config: Any, family: GgufFamily) -> None:
 
 
 def _tell(writer: Any, config: Any) -> None:
-    """The sizes of a model."""
+    """Write the sizes of a model to the metadata of a GGUF file."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -321,6 +324,6 @@ def _rope(config: Any) -> float:
 
 
 def _interleaved(weight: Tensor, heads: int) -> Tensor:
-    """Rows in the order of rotary pairs (x0, x1), (x2, x3), ... that GGUF keeps, from halves (x0, x_n/2), ..."""
+    """Reorder rows from halves (x0, x_n/2), ... to the rotary pairs (x0, x1), (x2, x3), ... of GGUF."""
     out, inputs = weight.shape
     return weight.view(heads, 2, out // heads // 2, inputs).transpose(1, 2).reshape(out, inputs).contiguous()

@@ -59,7 +59,7 @@ class QuantScheme:
             )
 
     def size(self, inputs: int, name: str = "a layer") -> int:
-        """Inputs of a group in a layer of so many; PlanError if they do not divide."""
+        """Return the number of inputs of a group in a layer with `inputs` inputs; PlanError if they do not divide."""
         size = inputs if self.group_size == -1 else self.group_size
         if inputs % size:
             raise PlanError(
@@ -87,7 +87,7 @@ class QuantizedWeight:
     zeros: Tensor
 
     def weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[out, in]: what the codes stand for."""
+        """Dequantize the codes into a weight [out, in]."""
         each = self.codes.shape[1] // self.scales.shape[1]
         spread = (self.codes.float() - self.zeros.float().repeat_interleave(each, 1)) * self.scales.repeat_interleave(
             each, 1
@@ -96,7 +96,7 @@ class QuantizedWeight:
 
 
 def linears_of(model: nn.Module, exclude: Iterable[str] = ("lm_head",)) -> dict[str, nn.Linear]:
-    """Linear layers by name, without those that a regular expression of `exclude` is found in."""
+    """Return linear layers by name, without those whose name matches a regular expression of `exclude`."""
     out = tuple(exclude)
     return {
         name: module
@@ -114,7 +114,7 @@ def run(model: nn.Module, batch: Any) -> Any:
 
 @contextmanager
 def observed(layers: Mapping[str, nn.Linear], note: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Inside, `note(name, inputs [rows, in])` is called with what each layer is given."""
+    """Call `note(name, inputs [rows, in])` with the inputs of each layer, inside the context."""
 
     def hook(name: str) -> Callable[..., None]:
         def before(module: nn.Module, args: Any) -> None:
@@ -146,7 +146,7 @@ def row_grid(rows: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
 
 
 def to_codes(values: Tensor, scale: Tensor, zero: Tensor, scheme: QuantScheme) -> Tensor:
-    """The nearest codes of values, in the dtype of the values."""
+    """Round values to their nearest codes, in the dtype of the values."""
     return ((values / scale).round() + zero).clamp(0, 2**scheme.bits - 1)
 
 
@@ -154,10 +154,12 @@ def to_codes(values: Tensor, scale: Tensor, zero: Tensor, scheme: QuantScheme) -
 def round_to_nearest(
     model: nn.Module, scheme: QuantScheme | None = None, exclude: Iterable[str] = ("lm_head",)
 ) -> dict[str, QuantizedWeight]:
-    """Quantise linear layers by their weights alone. The model gets the values that the codes stand for.
+    """Quantize linear layers from their weights only, without calibration data.
+
+    The weights of the model are set to the dequantized values.
 
     Returns:
-        By name of the layer, for the functions of `ds_compress.model_export`.
+        By name of the layer, for the functions of `ds_compress.exporting`.
     """
     scheme, made = scheme or QuantScheme(), {}
     layers = linears_of(model, exclude)
@@ -188,16 +190,18 @@ def gptq(
     exclude: Iterable[str] = ("lm_head",),
     damp: float = 0.01,
 ) -> dict[str, QuantizedWeight]:
-    """Quantise linear layers so that their outputs on calibration batches change little.
+    """Quantize linear layers with GPTQ, so that their outputs on calibration batches change little.
 
     Args:
-        model: On one device. It gets the values that the codes stand for.
+        model: On one device. Its weights are set to the dequantized values.
         batches: Inputs; see `run`.
         damp: Added to the diagonal of the inputs' products, times its mean.
     Returns:
         As `round_to_nearest`.
     Raises:
-        PlanError: groups do not divide ("compress-scheme"), a layer was given no inputs ("compress-calibration"); nothing was changed.
+        PlanError: groups do not divide ("compress-scheme"), a layer was given no inputs ("compress-calibration");
+        nothing
+            was changed.
     Cost: for each layer in^2 floats while it is calibrated, and in^3 + out * in^2 operations.
     """
     scheme, layers = scheme or QuantScheme(), linears_of(model, exclude)
@@ -257,10 +261,11 @@ def _gptq_layer(weight: Tensor, product: Tensor, scheme: QuantScheme, size: int,
 
 @torch.no_grad()
 def codes_of_training(model: nn.Module) -> dict[str, QuantizedWeight]:
-    """Codes of layers whose weights were quantised while they were trained. Call it before `redundancy_clean`.
+    """Return codes of the layers whose weights were quantized in training. Call before `redundancy_clean`.
 
-    For symmetric grids of 3 to 8 bits whose groups lie within rows (`quantize_groups` is a multiple of the layer's outputs). The weights that
-    the codes stand for are those of the cleaned model, to the bit.
+    For symmetric grids of 3 to 8 bits whose groups lie within rows (`quantize_groups` is a multiple of the layer's
+    outputs).
+    The dequantized weights are those of the cleaned model, to the bit.
 
     Raises:
         PlanError: a layer has another grid, or loses weights, rows or heads, too ("compress-scheme").

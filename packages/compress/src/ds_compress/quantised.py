@@ -21,7 +21,7 @@ def is_quantised(tensor: Tensor) -> bool:
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """The values that a tensor stands for, as a plain one."""
+    """Dequantize a quantized tensor; a plain tensor is returned unchanged."""
     if not is_quantised(tensor):
         return tensor
     made: Tensor = tensor.dequantize()
@@ -29,7 +29,7 @@ def values_of(tensor: Tensor) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """What it takes in memory."""
+    """Return the bytes that a tensor, quantized or plain, takes in memory."""
     return sum(part.nbytes for part in parts_of(tensor)) if is_quantised(tensor) else tensor.nbytes
 
 

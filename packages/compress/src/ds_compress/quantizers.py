@@ -42,7 +42,10 @@ def symmetric(x: Tensor, bits: int, groups: int, noise: Tensor | None = None) ->
 
 
 def asymmetric(x: Tensor, bits: int, groups: int, noise: Tensor | None = None) -> Tensor:
-    """As `symmetric`, between the least and the largest value: s = (max - min) / 2^bits, and a zero point that is a multiple of s."""
+    """Quantize as `symmetric` does, but between the least and the largest value of each group.
+
+    s = (max - min) / 2^bits, and the zero point is a multiple of s.
+    """
     rows = _rows(x, groups)
     low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
     scale = _nonzero((high - low) / 2**bits)
@@ -52,7 +55,7 @@ def asymmetric(x: Tensor, bits: int, groups: int, noise: Tensor | None = None) -
 
 
 def ternary(x: Tensor, groups: int) -> Tensor:
-    """-a, 0 or a: what is larger than 0.7 times the mean of |x| is kept, a is the mean of |x| over it."""
+    """Quantize to -a, 0 or a: values below 0.7 times the mean of |x| become 0, a is the mean of |x| over the rest."""
     rows = _rows(x, groups)
     size = rows.abs()
     kept = size > 0.7 * size.mean(1, keepdim=True)
@@ -61,7 +64,7 @@ def ternary(x: Tensor, groups: int) -> Tensor:
 
 
 def binary(x: Tensor, groups: int) -> Tensor:
-    """sign(x) times the mean of |x|."""
+    """Quantize to sign(x) times the mean of |x| of each group."""
     rows = _rows(x, groups)
     return (rows.sign() * rows.abs().mean(1, keepdim=True)).view(x.shape).to(x.dtype)
 
@@ -82,7 +85,7 @@ class QuantGrid:
 
 
 def grid_of(numel: int, grid: QuantGrid, name: str) -> QuantGrid:
-    """`grid`, if `numel` elements can be quantised so.
+    """Return `grid` after checking that `numel` elements can be quantized with this grid.
 
     Raises:
         PlanError: the groups do not divide the elements ("compress-groups"); 1 or 2 bits asymmetric ("compress-bits").
@@ -103,7 +106,7 @@ def grid_of(numel: int, grid: QuantGrid, name: str) -> QuantGrid:
 
 
 def quantize(x: Tensor, grid: QuantGrid, noise: Tensor | None = None) -> Tensor:
-    """`x` on the grid; no gradient. Computed in fp32 for half-precision values.
+    """Round `x` to the grid, without gradient. Computed in fp32 for half-precision values.
 
     Args:
         x: Any shape; `grid.groups` divides its elements.
@@ -130,7 +133,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def straight_through(x: Tensor, value: Tensor) -> Tensor:
-    """`value` going forward, the gradient of `x` going back."""
+    """Return `value` in forward, and pass the gradient to `x` in backward (straight-through estimator)."""
     result: Tensor = _StraightThrough.apply(x, value.detach())
     return result
 

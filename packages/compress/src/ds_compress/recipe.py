@@ -108,7 +108,7 @@ class CompressionRecipe:
     layers: Mapping[str, LayerRecipe] = field(default_factory=dict)
 
     def counts(self) -> dict[str, int]:
-        """Layers of each technique."""
+        """Count the layers of each technique."""
         names = [f.name for f in fields(LayerRecipe) if f.name != "layer"]
         return {
             name: count for name in names if (count := sum(getattr(r, name) is not None for r in self.layers.values()))

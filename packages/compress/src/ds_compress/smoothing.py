@@ -30,9 +30,11 @@ class Fold:
 
 @torch.no_grad()
 def find_foldable_norms(model: nn.Module, batch: Any) -> list[Fold]:
-    """Where scales can be moved, found by running `batch`: every candidate is tried, and kept if outputs stay the same.
+    """Find the norms whose scales can be folded into linear layers, by running `batch`.
 
-    A norm whose output also goes elsewhere (a residual, a router) fails that and is left out.
+    Every candidate is tried, and accepted if outputs stay the same. A norm whose output also goes elsewhere (a
+    residual, a
+    router) fails that and is left out.
     """
     norms = {n: m for n, m in model.named_modules() if _is_norm(m)}
     wrote: dict[int, str] = {}
@@ -110,7 +112,7 @@ def _move(model: nn.Module, fold: Fold, scale: Tensor) -> None:
 
 @torch.no_grad()
 def smoothquant(model: nn.Module, batches: Sequence[Any], alpha: float = 0.5) -> list[Fold]:
-    """SmoothQuant: make inputs of linear layers even, feature by feature. Returns where it was done.
+    """Apply SmoothQuant: make inputs of linear layers even, feature by feature; return the changed folds.
 
     Args:
         batches: Calibration inputs; the first also finds the places.
@@ -135,14 +137,16 @@ def smoothquant(model: nn.Module, batches: Sequence[Any], alpha: float = 0.5) ->
 def awq(
     model: nn.Module, batches: Sequence[Any], scheme: QuantScheme | None = None, steps: int = 20, rows: int = 512
 ) -> dict[str, float]:
-    """AWQ: protect the columns that large inputs are multiplied with. Quantise afterwards, with `round_to_nearest` or `gptq` of the same scheme.
+    """Apply AWQ: protect the columns that large inputs are multiplied with.
+
+    Quantize afterwards, with `round_to_nearest` or `gptq` of the same scheme.
 
     Args:
         batches: Calibration inputs; the first also finds the places.
         steps: Exponents from 0 to 1 that are tried.
         rows: Input rows that errors are measured on.
     Returns:
-        The exponent by norm; 0.0 where nothing was better than leaving it.
+        The exponent by norm; 0.0 where no scale was better than no change.
     """
     scheme, folds = scheme or QuantScheme(), find_foldable_norms(model, _first(batches))
     sums: dict[str, Tensor] = {}

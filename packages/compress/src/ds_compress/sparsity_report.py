@@ -52,7 +52,7 @@ class LayerReport:
 
 
 def report_of(model: nn.Module | str | os.PathLike[str]) -> list[LayerReport]:
-    """The layers of a module, or of a folder of safetensors (a single file too), in order.
+    """Report the layers of a module, or of a folder of safetensors (a single file too), in order.
 
     Raises:
         PlanError: there are no safetensors ("compress-report").
@@ -74,7 +74,7 @@ def report_of(model: nn.Module | str | os.PathLike[str]) -> list[LayerReport]:
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:
-    """Layer 10 comes after layer 9."""
+    """Return a sort key in natural order: layer 10 comes after layer 9."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"[.]", name)]
 
 
@@ -107,7 +107,7 @@ def _of_files(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def total_of(layers: Sequence[LayerReport]) -> LayerReport:
-    """All layers as one."""
+    """Sum all layers into a single report."""
     numel = sum(layer.numel for layer in layers)
     known = [layer for layer in layers if layer.zeros is not None]
     counted = sum(layer.numel for layer in known)
@@ -116,7 +116,7 @@ def total_of(layers: Sequence[LayerReport]) -> LayerReport:
 
 
 def table_of(layers: Sequence[LayerReport]) -> list[tuple[str, str, str, str, str, str]]:
-    """Rows of text: name, weights, KiB, bits, zeros, times faster; the last one is all of them."""
+    """Format rows of text: name, weights, KiB, bits, zeros, times faster; the last row is the total."""
     return [
         (
             layer.name,
@@ -131,7 +131,9 @@ def table_of(layers: Sequence[LayerReport]) -> list[tuple[str, str, str, str, st
 
 
 def picture(layers: Sequence[LayerReport], path: str | os.PathLike[str]) -> Path:
-    """Bars of bytes by layer, beside what 16 bits would take. The format follows the name's ending.
+    """Plot the bytes of each layer as bars, beside the bytes of 16-bit weights.
+
+    The format follows the name's ending.
 
     Raises:
         PlanError: matplotlib is not installed ("compress-report").

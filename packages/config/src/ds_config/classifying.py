@@ -39,9 +39,9 @@ class KeyReport:
 
 
 def classify(model: Model, source: Source | Document) -> tuple[KeyReport, ...]:
-    """Every key of `source`, in its order, with what becomes of it; keys of a section follow the section's fate.
+    """Report every key of `source`, in order, with its effect; keys of a section share the section's effect.
 
-    Values are not checked: `load` does. A section that is used is reported by its keys.
+    Values are not checked: `load` checks them. A section that is used is reported by its keys.
     """
     document = read_all(source)
     return tuple(
@@ -83,7 +83,7 @@ def _value(found: Sequence[Option], value: Any, path: KeyPath, kind: Kind) -> It
 
 
 def _all(path: KeyPath, value: Any, kind: Kind, why: str) -> Iterator[tuple[KeyPath, Kind, str]]:
-    """A section and everything in it has one fate."""
+    """Yield a section and everything in the section with the same kind and reason."""
     if not isinstance(value, Mapping) or not value:
         yield path, kind, why
         return

@@ -65,7 +65,10 @@ def read(source: Source | Document) -> Document:
 
 
 def read_all(source: Source | Document) -> Document:
-    """Like `read`, but duplicate keys are left in `Document.issues` for a caller that reports everything at once."""
+    """Read a document as `read` does, but leave duplicate keys in `Document.issues`.
+
+    For a caller that reports everything at once.
+    """
     if isinstance(source, Document):
         return source
     if isinstance(source, Mapping):
@@ -108,7 +111,7 @@ def _duplicates(parsed: Parsed, name: str) -> tuple[Issue, ...]:
 
 
 def _foreign_keys(value: object, path: KeyPath = ()) -> tuple[Issue, ...]:
-    """Keys of a dict that no JSON object can have (`{1: ...}`)."""
+    """Collect an issue for each key of a dict that no JSON object can have (`{1: ...}`)."""
     found: list[Issue] = []
     if isinstance(value, Mapping):
         for key, inner in value.items():
@@ -124,7 +127,7 @@ def _foreign_keys(value: object, path: KeyPath = ()) -> tuple[Issue, ...]:
 
 
 def _from_base64(text: str) -> str | None:
-    """The JSON object that `text` encodes, or None when it encodes none (then it was meant as a path)."""
+    """Decode the JSON object that `text` encodes; return None when there is none (then `text` is a path)."""
     stripped = text.strip()
     try:
         decoded = base64.b64decode(stripped + "=" * (-len(stripped) % 4), altchars=b"-_", validate=True).decode()

@@ -27,7 +27,7 @@ _place: list[str] = []
 
 
 def set_place(text: str) -> None:
-    """Say once where this process stands (`"rank 3/8 data=1 pipeline=1"`); empty text takes it back."""
+    """Set the description of this process in error messages (`"rank 3/8 data=1 pipeline=1"`); empty text clears it."""
     _place[:] = [text] if text else []
 
 

@@ -18,7 +18,7 @@ _WIDEST = 64
 
 
 def values(model: BaseModel, under: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, bool]]:
-    """Every leaf of a model: (path, value, whether it was set). Retired fields are left out."""
+    """Yield every leaf of a model as (path, value, whether the value was set), without retired fields."""
     for name, field in type(model).model_fields.items():
         if retired(field) is None:
             yield from _leaves((*under, name), getattr(model, name), name in model.model_fields_set)

@@ -114,9 +114,10 @@ def validate(
 def examine(
     model: type[_M], source: Source | Document, *, auto: Auto | None = None
 ) -> tuple[_M | None, ConfigError | None]:
-    """What of a document is right, and the error of `validate` about the rest: for a caller that checks more of the former.
+    """Return the valid part of a document, and the error of `validate` about the rest.
 
-    A value that is wrong, or whose key is unknown, counts as left out; None where nothing valid is left.
+    For a caller that checks more of the valid part. A wrong value or an unknown key counts as left out; None where
+    nothing valid is left.
     """
     return _examine(model, read_all(source), auto, Provenance(), keep=True)
 
@@ -143,7 +144,7 @@ def _examine(
 
 
 def _rest(model: type[_M], prepared: dict[str, Any], error: ValidationError) -> _M | None:
-    """The model of what pydantic has nothing against: first without the wrong values, then without their sections."""
+    """Build the model from the valid values: first without the wrong values, then without their sections."""
     for depth in (None, 1):
         for detail in error.errors(include_url=False):
             if (located := _locate(model, prepared, detail["loc"])) is not None:
@@ -164,7 +165,10 @@ def _leave_out(prepared: dict[str, Any], path: KeyPath) -> None:
 
 
 def anchors(model: Model, issues: Sequence[Issue]) -> list[str]:
-    """Where the page of the model's keys explains those that the issues are about: what was probably meant, or what holds it."""
+    """List the links into the page of the model's keys that explain the issues.
+
+    Links lead to the suggested key, else to the innermost documented key on the path of the issue.
+    """
     page: str = getattr(model, "KEYS_PAGE", "")
     if not page:
         return []
@@ -181,7 +185,7 @@ def anchors(model: Model, issues: Sequence[Issue]) -> list[str]:
 
 
 def _names(path: Sequence[str | int]) -> Iterator[str]:
-    """The path as `keys` writes it; each name in it may be one of a mapping, which stands there as `*`."""
+    """Yield the path as `keys` writes paths, then with each later part as `*`, the key of a mapping."""
     parts = ["0" if isinstance(part, int) else str(part) for part in path]
     yield ".".join(parts)
     for i in range(1, len(parts)):
@@ -200,7 +204,7 @@ def _paths(value: Any, path: KeyPath = ()) -> list[KeyPath]:
 
 
 def _prepare(work: _Pass, model: Model, given: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
-    """The object at `path` with today's keys, its known values resolved and coerced, its unknown keys taken out."""
+    """Rewrite the object at `path` to today's keys, resolve and coerce known values, and drop unknown keys."""
     level = migrate(model, {key: value for key, value in given.items() if isinstance(key, str)})
     for name, reason in level.notes:
         place = work.provenance.of((*path, name))
@@ -231,7 +235,7 @@ _DROPPED = object()
 
 
 def _value(work: _Pass, found: Sequence[Option], value: Any, path: KeyPath) -> Any:
-    """One value, ready for pydantic, or `_DROPPED` when it was a problem or stands for the default."""
+    """Prepare a value for pydantic; return `_DROPPED` for a problem or a value that stands for the default."""
     if isinstance(value, Mapping):
         model = model_for(found, value)
         if model is not None:
@@ -405,7 +409,7 @@ def _close_values(found: Sequence[Option], value: Any) -> list[str]:
 
 
 def _record_defaults(model: BaseModel, path: KeyPath, record: Provenance) -> None:
-    """What is not set has the origin "default", also inside sections that a file has."""
+    """Record the origin "default" for every unset value, also inside sections that a file sets."""
     for name in type(model).model_fields:
         here, value = (*path, name), getattr(model, name)
         if name not in model.model_fields_set:

@@ -114,7 +114,7 @@ _WRONG = object()
 
 
 def _parsed(model: Model, name: str, value: Any) -> Any:
-    """The value as its type understands it, or `_WRONG`."""
+    """Validate the value against its field's type; return `_WRONG` if invalid."""
     try:
         return _adapter(model, name).validate_python(coerce(of_field(model.model_fields[name]), value), strict=True)
     except ValidationError:

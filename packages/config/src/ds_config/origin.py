@@ -44,13 +44,13 @@ class Provenance:
         self._origins = dict(origins or {})
 
     def record(self, path: KeyPath, origin: Origin) -> None:
-        """Say where the value at `path` comes from; replaces what was said before for it and for what is inside it."""
+        """Record the origin of the value at `path`; earlier origins of `path` and of paths inside are replaced."""
         for inner in [known for known in self._origins if known[: len(path)] == path]:
             del self._origins[inner]
         self._origins[path] = origin
 
     def derived(self, path: KeyPath, why: str) -> None:
-        """Say that code computed the value at `path`, and why, as a formula or a half sentence."""
+        """Record that code computed the value at `path`; `why` is a formula or a half sentence."""
         self.record(path, Origin("derived", why=why))
 
     def move(self, old: KeyPath, new: KeyPath, why: str, *, keep_inner: bool) -> None:

@@ -180,7 +180,7 @@ class _JsonParser:
         return int(match.group(), 16)
 
     def multiline(self) -> str:
-        """A ''' string: the indentation of its opening quotes is taken off every line, and so are the outer line ends."""
+        """Read a ''' string, without the indentation of its opening quotes and without the outer line ends."""
         start = self.pos
         before = bisect.bisect_left(self.newlines, start)
         indent = start - (self.newlines[before - 1] + 1 if before else 0)

@@ -62,7 +62,7 @@ Retired = Deprecated | NoEffect | Unsupported
 
 
 def said(reason: Retired, section: str = "") -> str:
-    """Say what became of a retired key that stands in `section` (dotted, empty for the outermost object)."""
+    """Describe the effect of a retired key in `section` (dotted, empty for the outermost object)."""
     if isinstance(reason, Deprecated):
         return f"is deprecated: use {section + '.' if section else ''}{reason.new}"
     return f"has no effect: {reason.why}" if isinstance(reason, NoEffect) else f"is not built here: {reason.instead}"

@@ -65,12 +65,12 @@ def options(annotation: Any, metadata: Iterable[Any] = ()) -> list[Option]:
 
 
 def of_field(field: FieldInfo) -> list[Option]:
-    """The options of a field, with the constraints that pydantic took off its annotation put back."""
+    """Return the options of a field, including the constraints that pydantic moved out of its annotation."""
     return options(field.annotation, field.metadata)
 
 
 def literals(found: Sequence[Option]) -> list[Any]:
-    """All values that the `Literal` and enum options name."""
+    """Return all values that the `Literal` and enum options name."""
     values: list[Any] = []
     for option in found:
         if get_origin(option.type) is Literal:
@@ -100,7 +100,7 @@ def _is(candidate: Any, parent: type) -> bool:
 
 
 def model_for(found: Sequence[Option], value: Mapping[str, Any]) -> Model | None:
-    """The model among the options that `value` is meant for: its literals fit, then most of its keys are known."""
+    """Choose the model among the options that fits `value` best: by its literals, then by most known keys."""
     models = [option.type for option in found if _is(option.type, BaseModel)]
 
     def fit(model: Model) -> tuple[bool, int]:
@@ -112,7 +112,7 @@ def model_for(found: Sequence[Option], value: Mapping[str, Any]) -> Model | None
 
 
 def inner(found: Sequence[Option], part: str | int) -> list[Option]:
-    """The options of an element: a value of a mapping for a string, an element of a sequence for an integer."""
+    """Return the options of an element: of a mapping for a string `part`, of a sequence for an integer."""
     result: list[Option] = []
     for option in found:
         origin, args = get_origin(option.type) or option.type, get_args(option.type)
@@ -166,7 +166,7 @@ _KINDS = {
 
 
 def describe(found: Sequence[Option]) -> str:
-    """Say in words what the options accept: `an integer >= 0, "auto" or null`."""
+    """Describe in plain text which values the options accept: `an integer >= 0, "auto" or null`."""
     parts: list[str] = []
     for option in found:
         kind = get_origin(option.type) or option.type
@@ -218,17 +218,17 @@ def _limits(metadata: Iterable[Any]) -> str:
 
 
 def aliases(field: FieldInfo) -> list[str]:
-    """The second spellings of a field."""
+    """Return the alternative spellings of a field."""
     return [item.name for item in field.metadata if isinstance(item, Alias)]
 
 
 def retired(field: FieldInfo) -> Retired | None:
-    """Why the field is retired, or None for a field that is in use."""
+    """Return why the field is retired, or None for a field that is in use."""
     return next((item for item in field.metadata if isinstance(item, Deprecated | NoEffect | Unsupported)), None)
 
 
 def known_names(model: Model) -> set[str]:
-    """Every key that a document may use at the level of `model`: fields, aliases, retired fields."""
+    """Return every key that a document may use at the level of `model`: fields, aliases, retired fields."""
     return set(model.model_fields) | {name for field in model.model_fields.values() for name in aliases(field)}
 
 
@@ -249,7 +249,7 @@ class Key:
 
 @lru_cache(maxsize=16)  # every unknown key of a document asks again
 def keys(model: Model) -> tuple[Key, ...]:
-    """Every key of `model` and of the models nested in it, in the order of their definition."""
+    """Return every key of `model` and of its nested models, in the order of their definition."""
     return tuple(_keys(model, (), ()))
 
 

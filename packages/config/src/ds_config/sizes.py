@@ -12,10 +12,10 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGTP]?)(iB|B)?", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
-    """`4096`, `64K` and `64KiB` (powers of 1024), `5GB` (powers of 1000): the number of bytes, rounded down.
+    """Parse `4096`, `64K` and `64KiB` (powers of 1024) or `5GB` (powers of 1000) into bytes, rounded down.
 
     Raises:
-        ValueError: it is no size.
+        ValueError: `text` is not a size.
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None:
@@ -35,7 +35,7 @@ def size_argument(text: str) -> int:
 
 
 def positive_size(text: str) -> int:
-    """The same, above 0."""
+    """Parse a size argument as `size_argument` does, and refuse 0."""
     value = size_argument(text)
     if value == 0:
         raise argparse.ArgumentTypeError("a size of 0 bytes")
@@ -43,7 +43,7 @@ def positive_size(text: str) -> int:
 
 
 def bytes_text(nbytes: float) -> str:
-    """`512 B`, `1.5 GiB`: in powers of 1024, with at most four digits."""
+    """Format bytes in powers of 1024 with at most four digits: `512 B`, `1.5 GiB`."""
     value, unit = float(nbytes), 0
     while abs(value) >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1

@@ -79,7 +79,7 @@ class Metrics:
             )
 
     def __call__(self, batch: Any) -> list[Values]:
-        """The values of a batch, by metric."""
+        """Compute the values of every metric for a batch."""
         dtypes = self.dtypes or [None] * len(self.names)
         return [
             _checked(*told)
@@ -183,11 +183,14 @@ def _every(length: int, batch_size: int, chunk: int | None) -> int:
 
 
 def _nothing() -> None:
-    """What workers but the first have to reduce."""
+    """Do nothing: only the first worker reduces."""
 
 
 def _chunks_folder(folder: str | PathLike[str], dataset: Any, metrics: Metrics, batch_size: int, every: int) -> Path:
-    """Where chunks of this analysis are: another one has another name, so that its chunks are not taken for these."""
+    """Create the folder for the chunks of this analysis, named by a hash of its inputs, and return its path.
+
+    Another analysis has another name, so that its chunks are not used for this analysis.
+    """
     code = [getattr(function, "__code__", None) for function in metrics.functions]
     known = [None if c is None else c.co_code.hex() + repr(c.co_consts) for c in code]
     mark = getattr(dataset, "fingerprint", None)
@@ -262,7 +265,7 @@ def _write(path: str, values: Values, sizes: Any, dtype: Any = None) -> None:
 
 
 def _percentiles(counts: Mapping[int, int], every: int = 5) -> Iterator[tuple[int, int]]:
-    """(share in percent, value) for each `every` percent of samples, from the number of samples of each value."""
+    """Yield (share in percent, value) for each `every` percent of samples, from the number of samples of each value."""
     total, reached, share = sum(counts.values()), 0, every
     for value in sorted(counts):
         reached += counts[value]

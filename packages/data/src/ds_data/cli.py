@@ -73,7 +73,7 @@ def _tokenize(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _bar(files: list[str]) -> Iterator[Callable[[int], None] | None]:
-    """Progress on a terminal, in bytes read; None where there is none."""
+    """Show progress in bytes read on a terminal; yield None where there is no terminal or no rich."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn

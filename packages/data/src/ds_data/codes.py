@@ -32,11 +32,11 @@ _LIKELY = {6: "deepspeed", 7: "deepspeed", 8: "megatron"}
 
 
 def choose(code: int, table: Table | None, fits: Callable[[DType], bool]) -> DType | None:
-    """The format that `code` stands for; None when no table has it, or none fits.
+    """Choose the dtype of `code`; None when no table has the code.
 
     Args:
-        table: The table to use; None finds out.
-        fits: Whether the index agrees with values of this format.
+        table: The table to use; None tries all tables, the likeliest first, and prefers a dtype that fits.
+        fits: Whether the index agrees with values of this dtype.
     """
     if table is not None:
         return TABLES[table].get(code)
@@ -47,7 +47,7 @@ def choose(code: int, table: Table | None, fits: Callable[[DType], bool]) -> DTy
 
 
 def code_of(dtype: DType, table: Table) -> int:
-    """The code of a format.
+    """Return the code of a dtype in a table.
 
     Raises:
         ConfigError: the table has none ("data-dtype").
@@ -63,7 +63,7 @@ def code_of(dtype: DType, table: Table) -> int:
 
 
 def smallest_int_dtype(low: int, high: int) -> DType:
-    """The smallest integer format that holds `low` and `high`; unsigned where nothing is negative."""
+    """Return the smallest integer dtype that can represent `low` and `high`; unsigned where nothing is negative."""
     names = ("<u1", "<u2", "<u4", "<u8") if low >= 0 else ("<i1", "<i2", "<i4", "<i8")
     for name in names:
         span = np.iinfo(name)

@@ -43,7 +43,10 @@ class CurriculumConfig(StrictModel):
     )
 
     def schedule(self) -> Schedule:
-        """Length at each step; the first is 1. Raises ConfigError ("data-schedule")."""
+        """Build the schedule of the sequence length at each step; the first step is 1.
+
+        Raises ConfigError ("data-schedule").
+        """
         if self.curriculum_type != "seqlen":
             raise ConfigError(
                 f"curriculum_type {self.curriculum_type!r}: only the length of sequences (seqlen) is told to a forward",

@@ -62,7 +62,7 @@ class DifficultyIndex:
             )
 
     def __call__(self, difficulty: float) -> Samples:
-        """int64 [k]: the samples that are at most so hard, in no order."""
+        """Return the samples that are at most of `difficulty`, int64 [k], in no order."""
         file = self._file
         if self._values is None:
             count = self._length if difficulty >= self._parts else self._length // self._parts * max(0, int(difficulty))
@@ -98,7 +98,7 @@ class Metric:
     admission: Callable[[float], Samples] | None = None
 
     def difficulty(self, step: int) -> int:
-        """What the schedule says of a step."""
+        """Return the scheduled difficulty of a step."""
         if self.schedule is None:
             raise ConfigError(
                 f"metric {self.name} has schedule_type custom, and no function was given",
@@ -109,13 +109,14 @@ class Metric:
 
 
 def make_metrics(section: SamplingCurriculumConfig, length: int) -> tuple[Metric, ...]:
-    """The metrics of a configuration, their files opened.
+    """Build the metrics of a configuration, with their files opened.
 
     Args:
         length: Samples of the data set.
     Raises:
-        ConfigError: there is no metric, a file is missing or does not fit ("data-curriculum", "data-file"); a schedule says nothing
-            ("data-schedule").
+        ConfigError: there is no metric, a file is missing or does not fit ("data-curriculum", "data-file"); a schedule
+        is
+            incomplete ("data-schedule").
     """
     if not section.curriculum_metrics:
         raise ConfigError(
@@ -168,7 +169,7 @@ class AdmittedCluster:
     _ahead: Samples = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def draw(self, count: int) -> Samples:
-        """int64 [count]: the next samples."""
+        """Draw the next `count` samples of this cluster, int64 [count]."""
         at = self.drawn - self._from
         if not 0 <= at <= at + count <= len(self._ahead):
             # Of a few places a permutation costs as much as of a thousand.
@@ -244,10 +245,10 @@ class Curriculum:
         self.metrics = tuple(replace(m, schedule=functions.get(m.name, m.schedule)) for m in self.metrics)
 
     def draw(self, batch: int) -> Samples:
-        """int64 [batch]: the samples of the next batch, over all ranks.
+        """Draw the samples of the next batch over all ranks, int64 [batch].
 
         Raises:
-            ConfigError: nothing is admitted at the first difficulty ("data-curriculum").
+            ConfigError: no sample is admitted at the first difficulty ("data-curriculum").
         """
         now = {metric.name: int(metric.difficulty(self.step + 1)) for metric in self.metrics}
         if self.step == 0 or now != self.difficulties:
@@ -267,7 +268,7 @@ class Curriculum:
         return np.concatenate(drawn)[np.argsort(uniform(mix_keys(self.seed, 5, self.step), np.arange(batch)), kind="stable")]
 
     def rows(self, lane: RankSlice, batch: int, taken: int) -> Iterator[RankMicrobatch]:
-        """This rank's rows from position `taken` on, which lies in the batch that is drawn next.
+        """Yield this rank's rows from `position` on, which lies in the batch that is drawn next.
 
         Args:
             batch: Samples of a batch, over all ranks; a multiple of `lane.row`.
@@ -283,7 +284,7 @@ class Curriculum:
                     yield RankMicrobatch(samples[own.start : own.stop].tolist(), end, state, told)
 
     def told(self) -> dict[str, Any]:
-        """Where the curriculum stands, by the names of DeepSpeed's sampler."""
+        """Return the state of the curriculum under the names of DeepSpeed's sampler."""
         return {
             "consumed_samples": self.consumed,
             "curriculum_step": self.step,
@@ -293,7 +294,7 @@ class Curriculum:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What to go on from, on any number of ranks. JSON-able; as long as there are clusters."""
+        """Return the state to resume from, on any number of ranks. JSON-able; grows with the number of clusters."""
         return {
             "seed": self.seed,
             "length": self.length,
@@ -328,7 +329,7 @@ class Curriculum:
         return {metric.name for metric in self.metrics}
 
     def _admit(self, now: Mapping[str, int]) -> None:
-        """A cluster of what is admitted now and was not before; none if there is nothing."""
+        """Add a cluster of the samples that are admitted now and were not before; no cluster if there are none."""
         open_ = np.ones(self.length, bool)
         for metric in self.metrics:
             if metric.admission is not None:
@@ -349,7 +350,10 @@ class Curriculum:
 
 
 def _permuted(length: int, key: int, places: Samples) -> Samples:
-    """What stands at these places of an order of `length` things. A short order is sorted whole, which costs less than a few places."""
+    """Return the entries at `places` of a random order of `length` elements.
+
+    A short order is sorted whole, which costs less than a few places.
+    """
     if length > _AHEAD:
         return KeyedPermutation(length, key)(places)
     return np.argsort(uniform(key, np.arange(length)), kind="stable")[places]

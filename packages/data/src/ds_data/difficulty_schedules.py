@@ -64,10 +64,10 @@ class Root:
 def make_schedule(
     kind: str, low: int, high: int, options: Mapping[str, Any], custom: Schedule | None = None
 ) -> Schedule:
-    """A schedule of the configuration: `schedule_type`, `min_difficulty`, `max_difficulty`, `schedule_config`.
+    """Build the schedule of `schedule_type`, `min_difficulty`, `max_difficulty`, `schedule_config`.
 
     Raises:
-        ConfigError: a key is missing, unknown or says nothing ("data-schedule").
+        ConfigError: a key is missing, unknown or has no valid value ("data-schedule").
     """
     if kind == "custom":
         if custom is None:

@@ -44,11 +44,11 @@ class BlendedDataset:
         self.fingerprint = f"{seed} " + " ".join(parts)
 
     def __len__(self) -> int:
-        """Endless: 2**62 places."""
+        """Return 2**62 places: the mixture is endless."""
         return _ENDLESS
 
     def batch(self, places: ArrayLike) -> dict[str, NDArray[np.int64]]:
-        """int64 [k] places of the mixture -> arrays int64 [k, length], and `source`, int64 [k]."""
+        """Read places of the mixture, int64 [k], as arrays int64 [k, length], and `source`, int64 [k]."""
         which, samples = self.mixture.samples(places)
         out: dict[str, NDArray[np.int64]] = {}
         for number, source in enumerate(self.sources):

@@ -45,7 +45,10 @@ class FillInMiddle:
     seed: int = 1234
 
     def indices(self, length: int, piece: int) -> NDArray[np.int64]:
-        """int64 [length]: what stands where, of piece number `piece`; -1, -2 and -3 are prefix, middle and suffix sentinel."""
+        """Return the source index of each token of piece number `piece` after the reordering, int64 [length].
+
+        -1, -2 and -3 are the prefix, middle and suffix sentinel.
+        """
         chosen, first, one, two = uniform(mix_keys(self.seed, piece), np.arange(4))
         own = np.arange(length, dtype=np.int64)
         if length < 4 or chosen >= self.rate:
@@ -57,7 +60,7 @@ class FillInMiddle:
         return np.concatenate([[-1], prefix, [-3], suffix, [-2], middle])
 
     def apply(self, tokens: NDArray[Any], piece: int) -> NDArray[Any]:
-        """[n] -> [n]: one piece of one document."""
+        """Reorder the tokens of a piece of a document for fill-in-the-middle: [n] -> [n]."""
         indices = self.indices(len(tokens), piece)
         sentinels = np.array([self.suffix, self.middle, self.prefix], tokens.dtype)
         return np.concatenate([tokens, sentinels])[indices]
@@ -129,12 +132,15 @@ class PackedSequences(Sequence[dict[str, NDArray[Any]]]):
         return self._count
 
     def __getitem__(self, at: Any) -> Any:
-        """`input_ids`, `labels`, `position_ids`, `document_ids`: [length] each."""
+        """Return `input_ids`, `labels`, `position_ids`, `document_ids` of a sequence: [length] each."""
         at = range(self._count)[at]
         return {name: rows[0] for name, rows in self.batch([at]).items()}
 
     def tokens(self, sequences: ArrayLike, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """int64 [k] -> [k, length + 1]: inputs and the label after them, widened to the format of `out` (`dtype` by default)."""
+        """Read the tokens of `sequences`: int64 [k] -> [k, length + 1], inputs and the label after the inputs.
+
+        Tokens are widened to the dtype of `out` (`dtype` by default).
+        """
         ids = np.asarray(sequences, np.int64)
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self._count:
             raise IndexError(f"sequences {int(ids.min())} to {int(ids.max())} of {self._count}")
@@ -151,11 +157,11 @@ class PackedSequences(Sequence[dict[str, NDArray[Any]]]):
         return rows
 
     def boundaries(self, sequence: int) -> list[int]:
-        """Where documents begin in a sequence: 0, ..., length. These are the `cu_seqlens` of varlen attention."""
+        """Return where documents begin in a sequence: 0, ..., length, the `cu_seqlens` of varlen attention."""
         return [0, *self._within(sequence, self.length), self.length]
 
     def batch(self, sequences: ArrayLike) -> dict[str, NDArray[Any]]:
-        """int64 [k] -> four arrays [k, length]; see `__getitem__`."""
+        """Read sequences, int64 [k], as four arrays [k, length]; see `__getitem__`."""
         ids = np.asarray(sequences, np.int64)
         rows, length = self.tokens(ids), self.length
         shape = (len(ids), length)
@@ -178,7 +184,7 @@ class PackedSequences(Sequence[dict[str, NDArray[Any]]]):
         return {"input_ids": rows[:, :-1], "labels": labels, "position_ids": positions, "document_ids": documents}
 
     def _within(self, sequence: int, end: int) -> list[int]:
-        """Where documents begin after the first of `end` tokens of a sequence."""
+        """Return where documents begin after the first of `end` tokens of a sequence."""
         start = self._first + range(self._count)[sequence] * self.length
         first, last = np.searchsorted(self._begins, start, "right"), np.searchsorted(self._begins, start + end)
         inside: list[int] = (self._begins[first:last] - start).tolist()

@@ -25,7 +25,7 @@ Places = NDArray[np.int64]
 
 
 def hashed(words: Words) -> Words:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014), a bijection of 64-bit words."""
+    """Apply the finalizer of SplitMix64 (Steele, Lea and Flood 2014), a bijection of 64-bit words."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
@@ -33,7 +33,7 @@ def hashed(words: Words) -> Words:
 
 @lru_cache(maxsize=1024)
 def mix_keys(*numbers: int) -> int:
-    """One 64-bit key of several integers; the order counts."""
+    """Hash several integers into a 64-bit key; the order counts."""
     key = 0
     for number in numbers:
         key = int(hashed(np.array([(key + (number & _MASK) + _GOLDEN) & _MASK], np.uint64))[0])
@@ -67,11 +67,14 @@ class KeyedPermutation:
             )
 
     def __call__(self, places: ArrayLike) -> Places:
-        """int64 [k] -> int64 [k]: what stands at these places, each in 0..length-1. About 0.3 us each in large arrays."""
+        """Return the elements at these places, each in 0..length-1: int64 [k] -> int64 [k].
+
+        About 0.3 us each in large arrays.
+        """
         return self._walk(places, inverse=False)
 
     def inverse(self, things: ArrayLike) -> Places:
-        """int64 [k] -> int64 [k]: where these stand."""
+        """Return the places of these elements: int64 [k] -> int64 [k]."""
         return self._walk(things, inverse=True)
 
     def _walk(self, given: ArrayLike, *, inverse: bool) -> Places:

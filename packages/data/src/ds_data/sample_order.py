@@ -77,11 +77,11 @@ class SampleStream:
         return self.length - self.length % self.multiple
 
     def sample(self, position: int) -> int:
-        """The sample at `position`. Constant time and memory."""
+        """Return the sample at `position`, in constant time and memory."""
         return int(self.samples([position])[0])
 
     def samples(self, positions: ArrayLike) -> Places:
-        """int64 [k] -> int64 [k]: the samples at these positions."""
+        """Return the samples at these positions: int64 [k] -> int64 [k]."""
         epochs, places = np.divmod(np.asarray(positions, np.int64), self.epoch_length)
         if not self.shuffle:
             return places
@@ -154,7 +154,7 @@ class BlendOrder:
         return np.where(shares > 0, quotas, 0)
 
     def samples(self, positions: ArrayLike) -> tuple[Places, Places]:
-        """int64 [k] -> (source, sample of that source), int64 [k] each."""
+        """Return the source at each position and the sample of that source: int64 [k] -> int64 [k] each."""
         blocks, slots = np.divmod(np.asarray(positions, np.int64), _BLOCK)
         ends = np.cumsum(self.quotas)
         drawn = np.empty_like(slots)
@@ -171,7 +171,7 @@ class BlendOrder:
 
 
 def split_ranges(length: int, shares: Sequence[float]) -> tuple[range, ...]:
-    """0..length-1 cut into ranges in these shares ("969, 30, 1"); each end is rounded, nothing is lost.
+    """Split 0..length-1 into ranges in these shares ("969, 30, 1"); each end is rounded, nothing is lost.
 
     Raises:
         ConfigError: a share is negative, or all are 0 ("data-mixture").

@@ -149,7 +149,7 @@ def batch_by_seqlens(
 
 
 def scale_lr(base_batch_size: int, batch_size: int, base_lr: float = 1.0, method: str = "linear") -> float:
-    """The learning rate for `batch_size` samples when `base_lr` suits `base_batch_size`: times k, times sqrt(k), or the same ("none").
+    """Scale `base_lr` from `base_batch_size` to `batch_size`: times k, times sqrt(k), or unchanged ("none").
 
     Raises:
         ConfigError: there is no such method ("data-max-tokens").
@@ -190,7 +190,7 @@ def _greedy(ids: list[int], lengths: list[int], room: int, most: float, per_batc
 
 
 def _alike(ids: list[int], lengths: list[int], room: int, most: float, per_batch: int) -> list[list[int]]:
-    """Batches of `per_batch` microbatches that grow together, one sample each, while none is full."""
+    """Build batches of `per_batch` microbatches that grow in step, a sample each, until a microbatch is full."""
     out: list[list[int]] = []
     left: list[int] = []
     for at in range(0, len(ids) - per_batch + 1, per_batch):

@@ -96,10 +96,10 @@ class RouterConfig:
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> RouterConfig:
-        """From a section `data_efficiency.data_routing.random_ltd` of DeepSpeed's configuration.
+        """Build from a section `data_efficiency.data_routing.random_ltd` of DeepSpeed's configuration.
 
         Raises:
-            ConfigError: a key is missing or unknown, or asks for what is not built ("data-routing").
+            ConfigError: a key is missing or unknown, or asks for an unsupported feature ("data-routing").
         """
         try:
             schedule = dict(section["random_ltd_schedule"])
@@ -176,11 +176,11 @@ class Router:
         return self.num_kept
 
     def draw(self, batch: int, length: int, device: torch.device) -> Tensor:
-        """int64 [batch, kept], rising: tokens of each sample, every set of them equally likely."""
+        """Draw the tokens of each sample, int64 [batch, kept], rising; every set of tokens is equally likely."""
         return torch.rand(batch, length).argsort(1)[:, : self.num_kept].sort(1).values.to(device)
 
     def state_dict(self) -> dict[str, int]:
-        """To go on from. JSON-able."""
+        """Return the state to resume from. JSON-able."""
         return {"kept": self.num_kept, "step": self.step, "consumed": self.consumed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -202,7 +202,10 @@ class RandomLayerTokenDrop(nn.Module):
     random_ltd_router: Router | None = None
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """[batch, length, width] (or length first) -> the same shape, and what else the layer returns."""
+        """Run the layer on a random part of the tokens in training; the rest bypass the layer.
+
+        [batch, length, width] (or length first) -> the same shape, with the further outputs of the layer.
+        """
         router, plain = self.random_ltd_router, super().forward
         if router is None or not self.training:
             return plain(hidden, *args, **kwargs)
@@ -248,10 +251,12 @@ def convert_to_random_ltd(model: nn.Module, layer: type[nn.Module]) -> nn.Module
 
 
 def start_routing(model: nn.Module, config: RouterConfig) -> Router:
-    """From now on the layers that the configuration names see a part of the tokens. Layers are counted as the model lists them.
+    """Route only a part of the tokens through the layers that the configuration names, from now on.
+
+    Layers are counted in the order of the model.
 
     Raises:
-        ConfigError: the model's layers were not converted, or it has fewer ("data-routing").
+        ConfigError: the model's layers were not converted, or the model has fewer ("data-routing").
     """
     found = [module for module in model.modules() if isinstance(module, RandomLayerTokenDrop)]
     if not found or max(config.layers) >= len(found):
@@ -267,14 +272,14 @@ def start_routing(model: nn.Module, config: RouterConfig) -> Router:
 
 
 def stop_routing(model: nn.Module) -> None:
-    """All layers see all tokens again."""
+    """Route all tokens through all layers again."""
     for module in model.modules():
         if isinstance(module, RandomLayerTokenDrop):
             module.random_ltd_router = None
 
 
 def remove_random_ltd_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors that DeepSpeed saved from a wrapped model, under the plain model's names; nested mappings are followed."""
+    """Rename tensors that DeepSpeed saved from a wrapped model to the plain model's names; nested mappings too."""
     return {
         name.replace(_PREFIX, "."): remove_random_ltd_state_dict(value) if isinstance(value, Mapping) else value
         for name, value in state.items()
@@ -282,12 +287,12 @@ def remove_random_ltd_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save_without_random_ltd(model: nn.Module) -> dict[str, Any]:
-    """The state of a routed model, as the plain model has it: our layers have no wrapper."""
+    """Return the state dict of a routed model under the plain model's names: these layers have no wrapper."""
     return remove_random_ltd_state_dict(model.state_dict())
 
 
 def _cut_mask(mask: Tensor, places: Tensor, length: int, model_type: str) -> Tensor:
-    """A mask whose last one or two dimensions are `length`, for the places kept."""
+    """Cut a mask whose last one or two dimensions are `length` to the tokens at `places`."""
     kept = places.shape[1]
     both = mask.dim() > 2 and mask.shape[-2] == length  # rows, too; [batch, 1, 1, length] has columns only
     if model_type == "decoder":

@@ -90,10 +90,11 @@ def parse_index(raw: Raw, data_bytes: int, *, table: Table | None = None, name: 
 
 
 def pack_index(index: TokenIndex, table: Table) -> bytes:
-    """The bytes of an index file.
+    """Pack an index into the bytes of an index file.
 
     Raises:
-        ConfigError: the table has no code for the format ("data-dtype"), or an item has more than 2**31 - 1 values ("data-range").
+        ConfigError: the table has no code for the dtype ("data-dtype"), or an item has more than 2**31 - 1 values
+            ("data-range").
     """
     if len(index) and int(index.sizes.max()) > np.iinfo(np.int32).max:
         raise ConfigError(

@@ -31,10 +31,10 @@ class Batches(Protocol):
         """What distinguishes it from other data."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of sequences."""
 
     def batch(self, sequences: ArrayLike) -> Mapping[str, NDArray[Any]]:
-        """int64 [k] -> arrays [k, ...]."""
+        """Read the arrays [k, ...] of `sequences`, int64 [k]."""
 
 
 class TokenLoader:
@@ -105,7 +105,7 @@ class TokenLoader:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def read(self, start: int) -> Batch:
-        """The microbatch of this rank in the row that begins at `start` of the stream."""
+        """Read the microbatch of this rank in the row that begins at position `start` of the sample stream."""
         return self._there(self._read(self.stream.samples(np.asarray(self.lane.positions(start)))))
 
     def _there(self, batch: Batch) -> Batch:
@@ -116,8 +116,10 @@ class TokenLoader:
         return {name: rows.to(torch.int64) for name, rows in sent.items()}
 
     def _jobs(self) -> Iterator[Places]:
-        """int64 [microbatches, micro]: samples that are read together. One microbatch first, then more at a time: to hand one over takes as long
-        as to read it."""
+        """Yield int64 [microbatches, micro]: samples that a thread reads in a single job.
+
+        A single microbatch first, then more at a time: to hand a job over takes as long as to read a microbatch.
+        """
         start, lane, most = self.consumed, self.lane, max(1, self._ahead // 2) if self._threads else 1
         size, block = 1, 1
         while True:
@@ -135,7 +137,7 @@ class TokenLoader:
         return {name: rows.pin_memory() for name, rows in batch.items()} if self._pin else batch
 
     def state_dict(self) -> dict[str, int | str]:
-        """What to resume from, on any number of ranks and threads. JSON-able."""
+        """Return the state to resume from, on any number of ranks and threads. JSON-able."""
         return {
             "taken": self.consumed,
             "seed": self.stream.seed,

@@ -64,7 +64,7 @@ class Tokenized:
 
 
 def open_tokenizer(path: str | PathLike[str]) -> Tokenizer:
-    """A tokenizer from a `tokenizer.json`, or from the folder of a model that has one.
+    """Open a tokenizer from a `tokenizer.json`, or from the folder of a model that contains such a file.
 
     Raises:
         ConfigError: the library or the file is not there, or the file is no tokenizer ("data-tokenizer").
@@ -91,7 +91,7 @@ def open_tokenizer(path: str | PathLike[str]) -> Tokenizer:
 
 
 def documents(path: str | PathLike[str], source: DocumentSource = DocumentSource()) -> Iterator[tuple[str, int]]:
-    """The documents of one file, each with the bytes of the file that were read so far (as they lie on the disk).
+    """Yield the documents of a file, each with the bytes of the file that were read so far (as stored on disk).
 
     Raises:
         ConfigError: not UTF-8, a line that is no JSON object with a text under the key; says where ("data-text").
@@ -172,7 +172,10 @@ def tokenize(
 
 
 def _ahead(batches: Iterable[tuple[list[str], int]], tokenizer: Tokenizer) -> Iterator[tuple[list[list[int]], int]]:
-    """The tokens of every batch. While one is cut, the next is read and the one before it written."""
+    """Tokenize every batch on a thread, and yield the tokens in order.
+
+    While a batch is tokenized, the next is read and the previous written.
+    """
     with ThreadPoolExecutor(1, thread_name_prefix="ds-data-tokenize") as cutter:
         waiting: tuple[Future[list[list[int]]], int] | None = None
         for texts, read in batches:
@@ -188,7 +191,7 @@ def _cut(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 
 def _batches(names: Sequence[str], source: DocumentSource) -> Iterator[tuple[list[str], int]]:
-    """Documents that are cut together, and how many bytes were read since the batch before."""
+    """Yield batches of documents to tokenize, each with the bytes that were read since the batch before."""
     texts: list[str] = []
     characters = read = 0
     for name in names:

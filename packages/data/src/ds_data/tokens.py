@@ -20,7 +20,7 @@ __all__ = ["TokenFile", "prefix_of"]
 
 
 def prefix_of(path: str | PathLike[str]) -> str:
-    """The common name of the two files: `path` without `.bin` or `.idx`."""
+    """Return the common name of the two files: `path` without `.bin` or `.idx`."""
     text = os.fspath(path)
     return text[:-4] if text.endswith((".bin", ".idx")) else text
 
@@ -80,7 +80,10 @@ class TokenFile:
         return self.values[start : start + size]
 
     def get(self, at: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """A part of one item: `length` values from `offset`, to its end by default. Raises IndexError beyond it."""
+        """Return a part of an item: `length` values from `offset`, to the item's end by default.
+
+        Raises IndexError beyond the item.
+        """
         item = self[at]
         end = len(item) if length is None else offset + length
         if not 0 <= offset <= end <= len(item):

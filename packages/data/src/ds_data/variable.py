@@ -121,7 +121,10 @@ class VariableBatchSizeLR:
         return self.base_lr_scheduler.optimizer
 
     def step(self, epoch: int | None = None, **options: Any) -> None:
-        """One update was applied: the rates of the next batch. `epoch` goes to a batch; others are for the schedule."""
+        """Set the learning rates for the next batch, after an applied update.
+
+        `epoch` goes to a batch; other options are passed to the base schedule.
+        """
         for group, rate in zip(self._groups, self.base_lrs if epoch == 0 else self._unscaled, strict=True):
             group["lr"] = rate
         if epoch != 0:
@@ -131,24 +134,24 @@ class VariableBatchSizeLR:
         self._scale()
 
     def skip(self) -> None:
-        """The batch was left out: the rates of the next one, without a step of the schedule."""
+        """Set the learning rates for the next batch without a step of the schedule: the batch was left out."""
         self.last_epoch += 1
         self._scale()
 
     def get_lr(self) -> list[float]:
-        """Rates of the batch that comes next."""
+        """Return the learning rates of the next batch."""
         return [float(group["lr"]) for group in self._groups]
 
     def get_last_lr(self) -> list[float]:
-        """What the schedule says, before it is scaled."""
+        """Return the learning rates of the base schedule, before scaling."""
         return list(self._unscaled)
 
     def get_mom(self) -> Any:
-        """Momentum, as the schedule says."""
+        """Return the momentum of the base schedule."""
         return self.base_lr_scheduler.get_mom()
 
     def state_dict(self) -> dict[str, Any]:
-        """To go on from. Batch sizes are in it: they say what comes next."""
+        """Return the state to resume from, with the sizes of the batches that come next."""
         return {
             "base_lr_scheduler": self.base_lr_scheduler.state_dict(),
             "base_batch_size": self.base_batch_size,
@@ -190,18 +193,18 @@ class ConstantSchedule:
         self.optimizer = optimizer
 
     def step(self, *args: Any, **options: Any) -> None:
-        """Nothing changes."""
+        """Do nothing: the learning rate is constant."""
 
     def get_mom(self) -> list[Any]:
-        """Momentum of each group."""
+        """Return the momentum of each parameter group."""
         return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
+        """Return an empty state dict: a constant schedule has no state."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing."""
+        """Do nothing: a constant schedule has no state."""
 
 
 def lr_scheduler_for_variable_batch_size(
@@ -212,10 +215,10 @@ def lr_scheduler_for_variable_batch_size(
     lr_scaling_method: str = "linear",
     verbose: bool = False,
 ) -> VariableBatchSizeLR:
-    """Rates that follow the batch size, over those of a schedule, or of an optimizer whose rates are constant.
+    """Build a schedule that scales learning rates by the batch size, over a base schedule or a constant optimizer.
 
     Raises:
-        ConfigError: it is neither ("data-max-tokens").
+        ConfigError: the base is neither a scheduler nor an optimizer ("data-max-tokens").
     """
     base = lr_scheduler_or_optimizer
     if isinstance(base, Optimizer) or (hasattr(base, "param_groups") and not hasattr(base, "optimizer")):
@@ -240,12 +243,13 @@ def dataloader_for_variable_batch_size(
     required_microbatches_of_same_seqlen: bool = False,
     sample_padding_fn: Pad | None = None,
 ) -> tuple[DataLoader[Any], dict[str, Any]]:
-    """A loader of this rank's packed microbatches, and what `engine.deepspeed_io` takes to make the same.
+    """Build a loader of this rank's packed microbatches, and the arguments for `engine.deepspeed_io`.
 
     Args:
         microbatch_ids: (batch, sample ids) of each microbatch, as `batch_by_seqlens` returns them.
         batch_max_seqlens: Longest sample of each batch.
-        required_microbatches_of_same_seqlen: Pad every sample of a batch to its longest, by `sample_padding_fn(sample, length)`.
+        required_microbatches_of_same_seqlen: Pad every sample of a batch to its longest, by
+            `sample_padding_fn(sample, length)`.
     Raises:
         ConfigError: padding is required, and no function was given ("data-max-tokens").
     """
@@ -295,7 +299,10 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size(
     verbose: bool = False,
     seed: int | None = None,
 ) -> tuple[DataLoader[Any], VariableBatchSizeLR, dict[str, Any]]:
-    """`batch_by_seqlens`, `dataloader_for_variable_batch_size` and `lr_scheduler_for_variable_batch_size` in one call."""
+    """Build the loader and the learning-rate schedule of a variable batch size in a single call.
+
+    Calls `batch_by_seqlens`, `dataloader_for_variable_batch_size` and `lr_scheduler_for_variable_batch_size`.
+    """
     microbatches, sizes, longest = batch_by_seqlens(
         dataset_seqlens,
         max_tokens,
@@ -328,7 +335,9 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size(
 
 
 def seqlens_of(metrics_path: str | PathLike[str], length: int) -> NDArray[np.int64]:
-    """int64 [length]: lengths of a data set's samples, as an analyzer left them under `metrics_path` (the metric `seqlen`).
+    """Read the lengths of a data set's samples, int64 [length], that an analyzer wrote under `metrics_path`.
+
+    The metric is `seqlen`.
 
     Raises:
         ConfigError: there are none, or of another data set ("data-file", "data-max-tokens").

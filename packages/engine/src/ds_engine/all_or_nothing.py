@@ -42,5 +42,5 @@ def all_or_nothing(group: Group, action: Callable[[], _T]) -> _T:
 
 
 def _first(one: list[Any] | None, other: list[Any] | None) -> list[Any] | None:
-    """The lower rank's error."""
+    """Return the error of the lower rank; None if neither failed."""
     return min((told for told in (one, other) if told is not None), default=None)

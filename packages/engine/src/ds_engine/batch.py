@@ -55,7 +55,7 @@ class BatchSizes:
 
 
 def resolve_batch(asked: BatchRequest, ranks: int) -> BatchSizes:
-    """The three numbers for `ranks` data-parallel ranks.
+    """Resolve the three batch sizes for `ranks` data-parallel ranks.
 
     Raises:
         ConfigError: a number is not positive ("batch-positive"); neither train nor micro is given ("batch-missing").

@@ -62,16 +62,16 @@ class BatchSource:
         self._stream = self._borrowed = None
 
     def rebatch(self, micro: int, train: int) -> None:
-        """Have the own loader give microbatches of `micro` samples, of steps of `train` over all ranks."""
+        """Set the loader's microbatches to `micro` samples, in steps of `train` samples over all ranks."""
         if self.loader is not None:
             self.loader.rebatch(micro, train)
             self._stream = None
 
     def stream(self, brought: Iterator[Any] | Iterable[Any] | None = None) -> Iterator[Any]:
-        """The microbatches to take next: of what a call brought, else by default.
+        """Return the iterator of the next microbatches: of the data passed to a call, else the default.
 
         Raises:
-            PlanError: there are none ("data-missing").
+            PlanError: there is no data ("data-missing").
         """
         if brought is None and self._stream is not None:
             return self._stream
@@ -98,7 +98,7 @@ class BatchSource:
         return None
 
     def complete(self) -> float:
-        """A step is complete: what was taken until now is part of it. Returns the seconds it waited for data."""
+        """Commit the batches taken so far to the finished step. Returns the seconds spent waiting for data."""
         waited, self._waited_s = self._waited_s, 0.0
         if self.loader is not None:
             waited, self.loader.waited_s = waited + self.loader.waited_s, 0.0
@@ -111,7 +111,7 @@ class BatchSource:
         return 0 if self.loader is None else self.loader.epoch
 
     def _timed(self, data: Iterator[Any]) -> Iterator[Any]:
-        """`data`; the time that each item takes is waited time."""
+        """Yield from `data`, counting the time for each item as waiting time."""
         while True:
             begun = perf_counter()
             try:
@@ -123,7 +123,7 @@ class BatchSource:
 
 
 def _forever(data: Iterable[Any]) -> Iterator[Any]:
-    """`data` again and again; it ends when a pass has nothing."""
+    """Repeat `data` endlessly; stop when a pass yields nothing."""
     empty = False
     while not empty:
         empty = True

@@ -103,7 +103,10 @@ def initialize(
 
 
 def shapes_of(model: nn.Module) -> Shapes:
-    """The shapes that planning needs. Works on a model on meta, too. A model in stages says how it was cut: `pipe_staging`."""
+    """Collect the shapes that planning needs from a model, possibly on the meta device.
+
+    A model in pipeline stages says how the stages were split: `pipe_staging`.
+    """
     params, modules = describe(model, {id(p): 0 for p in model.parameters() if p.requires_grad}, OptimizerTraits())
     staging: PipelineSpec | None = getattr(model, "pipe_staging", None)
     stages = 1 if staging is None else staging.ranks
@@ -165,12 +168,12 @@ def assemble(plan: Plan, model: nn.Module, parts: InitArgs) -> Components:
 
 
 def _samples(loader: ResumableLoader | None) -> Sequence[int]:
-    """Of the microbatch that the loader returned last."""
+    """Return the sample indices of the microbatch that the loader returned last."""
     return () if loader is None else loader.samples
 
 
 def _following(site: BuildContext, loader: ResumableLoader | None) -> Any:
-    """The schedule; where batches differ in size, one whose rates follow them."""
+    """Return the learning rate schedule; with batches of different size, a schedule that scales with their size."""
     batching, optimizer = site.plan.reading.batching, site.optimizer
     if batching is None or optimizer is None or not isinstance(loader, PackedLoader):
         return site.scheduler
@@ -187,7 +190,7 @@ def _following(site: BuildContext, loader: ResumableLoader | None) -> Any:
 def _beside(
     plan: Plan, mesh: Mesh, parts: InitArgs
 ) -> tuple[ResumableLoader | None, tuple[ds_monitor.Sink, ...], CommsLogger | None]:
-    """Parts that do not change the model: the data, and the sinks of metrics."""
+    """Build the parts that do not change the model: the data loader, and the sinks of metrics."""
     loader = _loader(plan, mesh, parts)
     comms = None if plan.telling.comms is None else CommsLogger(plan.telling.comms)
     return loader, (*make_sinks(plan.config, rank=mesh.rank), *([] if comms is None else [comms])), comms

@@ -54,13 +54,13 @@ class CheckpointedRun(Protocol):
         """The units of the model."""
 
     def progress(self) -> dict[str, int]:
-        """The counters, as JSON."""
+        """Return the counters, as JSON values."""
 
     def set_progress(self, saved: Mapping[str, int]) -> None:
         """Go on with these counters."""
 
     def record(self) -> dict[str, Any]:
-        """The configuration, as JSON."""
+        """Return the configuration, as JSON values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,11 @@ class Contents:
 
 
 def contents_of(run: CheckpointedRun, client: Mapping[str, Any], *, frozen: bool = True, buffers: bool = False) -> Contents:
-    """What a checkpoint of `run` holds. Collective.
+    """Collect the contents of a checkpoint of `run`. Collective.
 
     Args:
-        frozen: Whether parameters that need no gradient are in it, too.
-        buffers: This rank's buffers on every rank, not those of one.
+        frozen: Whether to include parameters that need no gradient.
+        buffers: Save this rank's buffers on every rank, not those of a single rank.
     """
     if run.optimizer is not None:
         run.optimizer.synchronise()
@@ -175,7 +175,7 @@ class _Wanted:
 
 
 def _wanted(run: CheckpointedRun, meta: Mapping[str, Any], names: Collection[str], parts: frozenset[str]) -> _Wanted:
-    """What of a checkpoint with this meta and these tensors goes into `run`."""
+    """Select the tensors to load into `run` from a checkpoint with this meta and these tensor names."""
     # A checkpoint that was converted from another library's has no random states.
     random_states = any(name.startswith("rng/") for name in names)
     as_many = meta.get("world") == run.mesh["world"].size
@@ -231,7 +231,7 @@ def _restore(run: CheckpointedRun, meta: Mapping[str, Any], parts: frozenset[str
 
 
 def _newest(root: str, *, missing: bool = False) -> str | None:
-    """The newest checkpoint in `root`. `missing`: there may be no such directory."""
+    """Find the newest checkpoint in `root`. `missing`: the directory may not exist."""
     if "://" not in root and not os.path.isdir(root):
         if missing:
             return None
@@ -248,7 +248,7 @@ def _newest(root: str, *, missing: bool = False) -> str | None:
 
 
 def _buffers(module: nn.Module) -> list[tuple[str, LocalShard]]:
-    """Persistent buffers by name; their shards are views of them, or copies of those that are not contiguous."""
+    """Return persistent buffers by name; their shards are views, or copies of non-contiguous buffers."""
     persistent = set(module.state_dict(keep_vars=True)) if _has_buffers(module) else set()
     return [
         (n, _whole(f"buffer/{logical_of(n, buffer).name}", buffer))
@@ -316,7 +316,7 @@ def _whole(name: str, tensor: Tensor) -> LocalShard:
 
 
 def _aliases(run: CheckpointedRun) -> dict[str, str]:
-    """Second names of tied parameters, so that other readers find them."""
+    """Map further names of tied parameters to their stored name, so that other readers find them."""
     first: dict[int, str] = {id(p): name for name, p in run.module.named_parameters()}
     every: Iterable[tuple[str, nn.Parameter]] = run.module.named_parameters(remove_duplicate=False)
     logical = run.sharding.logical

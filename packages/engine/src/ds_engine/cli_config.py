@@ -71,7 +71,7 @@ def _explained(file: str) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON has: others as their text."""
+    """Convert a value to JSON values; unknown types become their text."""
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
@@ -109,7 +109,7 @@ def _problem(error: DsError) -> dict[str, Any]:
 
 
 def _problems(file: str, world: int | None) -> tuple[DsError | None, list[DsError]]:
-    """What is wrong with a file's keys and values, and what the right ones do not go together with."""
+    """Check a file's keys and values, and the rules that valid values break together."""
     from ds_engine.config import examine_config
     from ds_engine.config_rules import AXES, broken_rules, lasting_problems
 

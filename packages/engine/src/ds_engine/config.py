@@ -202,7 +202,7 @@ def load_config(source: Source | Document, *, auto: Auto | None = None, provenan
 
 
 def examine_config(source: Source | Document) -> tuple[Config | None, ConfigError | None]:
-    """What of a configuration is right, and the error about the rest. See `ds_config.examine`."""
+    """Validate a configuration; return its valid part and the error about the rest. See `ds_config.examine`."""
     document = read_all(source)
     return examine(Config, document, auto=_answers(document, None))
 
@@ -226,13 +226,16 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 @cache
 def default_auto() -> Auto:
-    """Where "auto" means the default, or (for batch keys) what follows from the others. Elsewhere only the caller knows."""
+    """Return the keys where "auto" means the default, or (batch keys) follows from other keys.
+
+    For other keys only the caller knows.
+    """
     sections = {dotted(key.path): USE_DEFAULT for key in keys(Config) if key.path[0] in _AUTO_SECTIONS}
     return MappingProxyType(sections | dict.fromkeys(_BATCH, USE_DEFAULT))
 
 
 def explain_config(source: Source | Document) -> str:
-    """Every value of a configuration and who set it: a line of the file, a rename, the default."""
+    """Explain every value of a configuration and its origin: a line of the file, a rename, the default."""
     provenance = Provenance()
     return explain(load_config(source, provenance=provenance), provenance)
 
@@ -242,9 +245,9 @@ def source_of(
     config_params: Source | None = None,
     args: argparse.Namespace | Mapping[str, Any] | None = None,
 ) -> Source:
-    """Which configuration `initialize` was given: `config`, its old name `config_params`, or `args.deepspeed_config`.
+    """Return the configuration that `initialize` was given: `config`, `config_params`, or `args.deepspeed_config`.
 
-    In a trial of `ds tune` it is a copy with what the trial changes.
+    `config_params` is the old name of `config`. In a trial of `ds tune` the result is a copy with the trial's changes.
 
     Raises:
         ConfigError: none was given, or more than one ("config-source").

@@ -211,7 +211,7 @@ def _without_folder(config: Config) -> list[str]:
 
 
 def _early_key(config: Config) -> str:
-    """The key that asks for updates that begin during backward; empty where there is none."""
+    """Return the key that enables updates during backward; empty where no key does."""
     zero = config.zero_optimization
     if zero.offload_optimizer is not None and zero.offload_optimizer.super_offload:
         return "offload_optimizer.super_offload"
@@ -219,7 +219,7 @@ def _early_key(config: Config) -> str:
 
 
 def _against_early(config: Config) -> list[str]:
-    """What updates that begin during backward do not go with, if they were asked for."""
+    """List the settings that conflict with updates during backward, if these are enabled."""
     zero, optimizer, key = config.zero_optimization, config.optimizer, _early_key(config)
     device = "none" if zero.offload_optimizer is None else zero.offload_optimizer.device
     split, whole = zero.zenflow, zero.offload_optimizer
@@ -239,7 +239,7 @@ def _mode(config: Config) -> str:
 
 
 def _tensor_dtype(config: Config) -> str | None:
-    """The format that the section of tensor parallelism names, if it does."""
+    """Return the dtype that the tensor-parallel section names; None if it names none."""
     section = config.tensor_parallel
     if section is None or "dtype" not in section.model_fields_set:
         return None
@@ -267,14 +267,14 @@ def _hpz(config: Config) -> int:
 
 
 def _near(config: Config) -> str:
-    """The keys that concern nodes; empty where there are none."""
+    """Return the keys that concern the node topology; empty where there are none."""
     if _hpz(config) > 1:
         return f"zero_optimization.zero_hpz_partition_size = {_hpz(config)}"
     return "zero_optimization.mics_hierarchical_params_gather = true" if _two_steps(config) else ""
 
 
 def _vain_codes(config: Config) -> str:
-    """Keys of quantized messages that have nothing to act on."""
+    """Return the keys of quantized communication that have no effect."""
     zero = config.zero_optimization
     weights = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
     found = {
@@ -320,7 +320,7 @@ def _not_of_torch(config: Config) -> list[str]:
 
 
 def _of_the_reduction(config: Config) -> list[str]:
-    """Keys that would do nothing, or break it, where the optimizer reduces gradients itself."""
+    """List the keys without effect, or in conflict, where the optimizer reduces gradients itself."""
     stage, travel = config.zero_optimization.stage, config.communication_data_type
     found = {
         f"zero_optimization.stage = {stage} shards its state": stage > 0,
@@ -339,7 +339,7 @@ def _given(config: Config) -> list[str]:
 
 
 def asked_batch(config: Config, world: int) -> BatchRequest:
-    """The batch keys: elasticity's on `world` ranks, or the configuration's."""
+    """Return the batch keys of elasticity on `world` ranks, or of the configuration."""
     return elastic_batch(config.elasticity, world) if config.elasticity.enabled else config.batch
 
 
@@ -357,14 +357,14 @@ def _degrees_text(mesh: MeshSpec) -> str:
 
 
 def check_rules(config: Config, world: int, axes: Collection[str] = (), stages: int = 1) -> MeshSpec:
-    """The mesh of `world` ranks, or one error for everything that is illegal about `config` on it.
+    """Return the mesh of `world` ranks, or raise one error for every problem of `config` on the mesh.
 
     Args:
-        axes: Of the mesh, those that a degree above 1 can be used on.
+        axes: Axes of the mesh on which a degree above 1 is supported.
         stages: Pipeline stages of the model.
     Raises:
         PlanError: rules are broken, or mesh or batch do not fit; with the code of the only problem, or "plan-rules".
-        UnsupportedError: all problems are things that are not built here.
+        UnsupportedError: all problems are features that are not built here.
         ConfigError: an optimizer or scheduler is unknown.
     """
     mesh, found = broken_rules(config, world, axes, stages)
@@ -374,7 +374,7 @@ def check_rules(config: Config, world: int, axes: Collection[str] = (), stages: 
 
 
 def lasting_problems(config: Config) -> Sequence[DsError]:
-    """What is illegal about `config` however many ranks there are, in the words for the first number tried."""
+    """Return the problems of `config` on any world size, with messages for the first size tried."""
     one = broken_rules(config, 1, AXES)[1]
     others = [{error.code for error in broken_rules(config, world, AXES)[1]} for world in _WORLDS]
     return [error for error in one if all(error.code in codes for codes in others)]
@@ -383,7 +383,7 @@ def lasting_problems(config: Config) -> Sequence[DsError]:
 def broken_rules(
     config: Config, world: int, axes: Collection[str] = (), stages: int = 1
 ) -> tuple[MeshSpec, Sequence[DsError]]:
-    """The mesh of `world` ranks, and what is illegal about `config` on it. Arguments as of `check_rules`."""
+    """Return the mesh of `world` ranks and the problems of `config` on the mesh. Arguments as of `check_rules`."""
     found: list[DsError] = []
     degrees = degrees_of(config, stages)
     for axis, degree in degrees.items():

@@ -52,7 +52,7 @@ Steps = Annotated[int, Field(ge=1)]
 
 
 def _tag(section: Any, known: Collection[str]) -> str:
-    """Which member of a union of sections is meant: its type in lower case, or "torch" for all that is not ours."""
+    """Return the member of a union of sections: its type in lower case, or "torch" for foreign types."""
     name = section.get("type") if isinstance(section, Mapping) else getattr(section, "type", None)
     return name.lower() if isinstance(name, str) and name.lower() in known else "torch"
 
@@ -66,7 +66,7 @@ def _scheduler_tag(section: Any) -> str:
 
 
 def _spelled(name: str) -> BeforeValidator:
-    """Any case of `name` is `name`."""
+    """Build a validator that accepts `name` in any case."""
     return BeforeValidator(lambda value: name if isinstance(value, str) and value.lower() == name.lower() else value)
 
 

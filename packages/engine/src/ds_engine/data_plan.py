@@ -47,10 +47,10 @@ class DataLoaderPlan:
 
 
 def reading_of(section: DataEfficiencyConfig, *, multiple: int, shuffle: bool) -> DataLoaderPlan:
-    """What `data_efficiency` says.
+    """Build the data loading plan from the section `data_efficiency`.
 
     Args:
-        multiple, shuffle: See `Order`.
+        multiple, shuffle: See `SampleOrder`.
     Raises:
         ConfigError: a curriculum and dynamic batching together, or the latter without a limit ("data-max-tokens").
     """

@@ -55,9 +55,10 @@ def load(
 
 
 def layout_of(residency: ShardingStrategy, group: Group, dtype: torch.dtype | None, model: nn.Module) -> Regular:
-    """How the files of a run are cut over the ranks that share the optimizer's state.
+    """Determine how the files of a run are sharded over the ranks that share the optimizer state.
 
-    A PipelineModule is written with one file per layer and with ZeRO 1, the one stage that DeepSpeed's pipelines resume with.
+    A PipelineModule is written with one file per layer and with ZeRO 1, the one stage that DeepSpeed's pipelines resume
+    with.
 
     Raises:
         UnsupportedError: a rank has several stages of the model, which DeepSpeed has not ("ckpt-foreign-layout").
@@ -105,7 +106,7 @@ def _write_as_deepspeed(root: str, tag: str, layout: Regular, group: Group) -> s
 
 
 def latest_tag(root: str) -> str | None:
-    """What the file `latest` names, if that is there."""
+    """Read the checkpoint tag in the file `latest`; None if the file or its checkpoint is missing."""
     latest = Path(root) / "latest"
     named = latest.read_text().strip() if latest.is_file() else None
     return named if named and (Path(root) / named).is_dir() else None
@@ -113,7 +114,10 @@ def latest_tag(root: str) -> str | None:
 
 @contextmanager
 def translated(root: str, tag: str | None, group: Group) -> Iterator[str | None]:
-    """Inside, the tag of a checkpoint of ours that was made of DeepSpeed's `root/tag`; None where that is not one. Collective."""
+    """Translate DeepSpeed's checkpoint `root/tag`; yield the tag of the result, None for another format. Collective.
+
+    The translated checkpoint is removed at exit.
+    """
     source, made = Path(root) / (tag or ""), Path(root) / f"{tag}.translated"
     if tag is None or (source / MANIFEST).is_file() or not any(source.glob("*model_states.pt")):
         yield None

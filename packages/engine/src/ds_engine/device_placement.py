@@ -59,11 +59,12 @@ def _place(model: nn.Module, device: torch.device) -> None:
 
 
 def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """The same structure of tuples, lists and dicts with every tensor on `device`; other leaves as they are.
+    """Move every tensor in tuples, lists and dicts to `device`; other leaves stay unchanged.
 
     Args:
-        dtype: Format of floating-point tensors; None leaves them as they are.
-    A pinned host tensor is copied without blocking. A tensor that is there already is not copied.
+        dtype: Dtype of floating-point tensors; None leaves them unchanged.
+    A pinned host tensor is copied without blocking, on the current stream. A tensor that is there already is not
+    copied.
     """
     if isinstance(value, Tensor):
         cast = dtype if dtype is not None and value.is_floating_point() else value.dtype

@@ -23,7 +23,7 @@ _HIGHLY_COMPOSITE = (
 
 
 def rank_counts(batch: int, micros: Sequence[int], low: int, high: int) -> tuple[int, ...]:
-    """Every number of ranks from `low` to `high` that cuts `batch` into whole microbatches of one of the sizes `micros`."""
+    """Return every number of ranks from `low` to `high` that splits `batch` into microbatches of a size in `micros`."""
     found: set[int] = set()
     for micro in micros:
         if batch % micro == 0:
@@ -35,7 +35,9 @@ def rank_counts(batch: int, micros: Sequence[int], low: int, high: int) -> tuple
 
 
 def elastic_batch(section: ElasticityConfig, world: int) -> BatchRequest:
-    """The train and microbatch sizes on `world` ranks; the train size is the same for every number of ranks it suits.
+    """Choose the train and microbatch sizes on `world` ranks.
+
+    The train size is the same for every world size that divides it.
 
     Raises:
         PlanError: no size suits this number of ranks ("elasticity-world").
@@ -58,7 +60,7 @@ def elastic_batch(section: ElasticityConfig, world: int) -> BatchRequest:
 
 
 def elastic_counts(section: ElasticityConfig) -> tuple[int, tuple[int, ...]]:
-    """The train batch size, and the numbers of data-parallel ranks that it suits.
+    """Choose the train batch size, and return the numbers of data-parallel ranks that divide it.
 
     Raises:
         PlanError: nodes do not hold whole model-parallel groups, or no size suits any number ("elasticity-world").

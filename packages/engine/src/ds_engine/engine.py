@@ -76,7 +76,7 @@ class Engine(EngineState):
         return part.detach()
 
     def next_backward(self) -> Action:
-        """What the program says of the backward that comes next. For subclasses whose caller decides where a step ends."""
+        """Return the schedule's action for the next backward, for subclasses whose caller decides where a step ends."""
         if self.plan.managed:
             return self._backwards[self._position]
         return replace(self._backwards[0], reduce=self.plan.residency.shard_grads)
@@ -112,9 +112,9 @@ class Engine(EngineState):
         return self.plan.managed and self._position == len(self._backwards) - 1
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside accumulate without reducing, at every ZeRO stage; what is open is reduced in `step`.
+        """Accumulate gradients of backwards inside without reducing, at every ZeRO stage; `step` reduces the rest.
 
-        A rank then holds whole gradients: 4 bytes a parameter more at stages 2 and 3.
+        A rank then holds unsharded gradients: 4 bytes a parameter more at stages 2 and 3.
         """
         return self._trains("no_sync").reduction(False)
 
@@ -146,11 +146,11 @@ class Engine(EngineState):
 
     @torch.no_grad()
     def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> float:
-        """Mean loss over microbatches and ranks, in evaluation mode and without gradients. Collective.
+        """Compute the mean loss over microbatches and ranks, in evaluation mode and without gradients. Collective.
 
         Args:
             data_iter: Yields microbatches, the same number on every rank.
-            num_micro_batches: How many to take; by default those of one training step.
+            num_micro_batches: Number of microbatches; by default that of a training step.
         """
         count = num_micro_batches or len(self._backwards)
         # One by one: a frozen BatchNorm evaluates in a model that trains.
@@ -180,7 +180,7 @@ class Engine(EngineState):
     def deepspeed_io(
         self, dataset: Any, batch_size: int | None = None, route: str = "train", **options: Any
     ) -> ResumableLoader:
-        """A loader of this rank's microbatches over a map-style dataset.
+        """Build a loader of this rank's microbatches over a map-style dataset.
 
         Args:
             batch_size: Samples a microbatch; by default that of the plan.
@@ -228,7 +228,7 @@ class Engine(EngineState):
         return self(*batch) if isinstance(batch, tuple | list) else self(batch)
 
     def _passes(self) -> Passes:
-        """What its executor uses of this engine."""
+        """Return the interface that the executor uses of this engine."""
         return _Passes(self)
 
     @contextmanager
@@ -237,11 +237,11 @@ class Engine(EngineState):
             yield
 
     def _reducing(self, action: Action) -> AbstractContextManager[None]:
-        """Backwards inside are timed, and reduce their gradients if the action says so."""
+        """Time the backwards inside, and reduce their gradients if the action says so."""
         return _both(self._telemetry.phase("backward"), self._trains("backward").reduction(action.reduce))
 
     def _start(self, loss: Tensor | SumLoss, divide: bool = True) -> tuple[Tensor, Tensor]:
-        """A loss as a part of the step's, and the scalar that backward starts from."""
+        """Return a loss as its part of the step's loss, and the scaled scalar that backward starts from."""
         value = loss.total if isinstance(loss, SumLoss) else loss
         part = value / len(self._backwards) if divide else value
         before = part / self.plan.predivide if self.plan.predivide != 1.0 else part

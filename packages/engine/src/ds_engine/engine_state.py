@@ -121,7 +121,7 @@ class EngineState(nn.Module):
         return self.counters.skipped
 
     def follower(self, kind: type[F]) -> F | None:
-        """What goes on with this engine's updates and is of a class, for example a schedule of compression; None without one."""
+        """Return the follower of a class, for example a compression schedule; None if the engine has none."""
         return next((follower for follower in self._followers if isinstance(follower, kind)), None)
 
     def was_step_applied(self) -> bool:
@@ -129,7 +129,7 @@ class EngineState(nn.Module):
         return self.last is not None and self.last.applied
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the last step's averaged gradient before clipping."""
+        """Return the norm of the last step's averaged gradient before clipping."""
         return None if self.last is None else self.last.norm
 
     @property
@@ -138,7 +138,7 @@ class EngineState(nn.Module):
         return self.counters.tokens
 
     def get_lr(self) -> list[float]:
-        """Current learning rate of each parameter group."""
+        """Return the current learning rate of each parameter group."""
         return [float(group["lr"]) for group in self._groups("get_lr")]
 
     def set_lr(self, lr: float | Sequence[float]) -> None:
@@ -146,7 +146,7 @@ class EngineState(nn.Module):
         set_rates(self._groups("set_lr"), lr)
 
     def get_mom(self) -> list[Any]:
-        """Momentum of each parameter group: its betas, or its momentum where it has no betas."""
+        """Return the momentum of each parameter group: its betas, or its momentum where it has no betas."""
         return momentum_of(self._groups("get_mom"))
 
     def set_mom(self, momentum: Any) -> None:
@@ -160,12 +160,18 @@ class EngineState(nn.Module):
     # ---- the model's values, and where its state is
 
     def full_state_dict(self, dtype: torch.dtype | None = None, exclude_frozen: bool = False) -> dict[str, Tensor]:
-        """The model's state dict in host memory on rank 0, {} elsewhere. Collective. See `exporting.whole_state`."""
+        """Return the model's full state dict in host memory on rank 0, {} elsewhere. Collective.
+
+        See `full_state.full_state`.
+        """
         lead = self.sharding.group.rank == 0 and self.mesh["tensor"].rank == 0
         return self.whole_state_of(self.module, lead=lead, dtype=dtype, exclude_frozen=exclude_frozen)
 
     def whole_state_of(self, module: nn.Module, *, lead: bool, **options: Any) -> dict[str, Tensor]:
-        """The same of a model inside the model, on the ranks that say `lead`. Collective. See `exporting.whole_state`."""
+        """Return the full state dict of a module inside the model, on the ranks with `lead`. Collective.
+
+        See `full_state.full_state`.
+        """
         self._present("whole_state_dict")
         if self.optimizer is not None:
             self.optimizer.synchronise()
@@ -318,7 +324,8 @@ class EngineState(nn.Module):
         return load(self, fspath(load_dir), tag, wanted, self._near)
 
     def progress(self) -> dict[str, int]:
-        """The counters at the end of the last step, as JSON. Microbatches of a step that is not complete are run again."""
+        """Return the counters at the end of the last step, as JSON values. Microbatches of an incomplete step are rerun.
+        """
         return asdict(self.counters) | {
             "micro_steps": self.counters.micro_steps - self._position,
             "taken": self._feed.consumed,
@@ -333,7 +340,7 @@ class EngineState(nn.Module):
             follower.resume(self.counters.steps - self.counters.skipped)
 
     def record(self) -> dict[str, Any]:
-        """The configuration, as JSON."""
+        """Return the configuration, as JSON values."""
         return self.plan.config.model_dump(mode="json")
 
     # ---- inside
@@ -370,7 +377,7 @@ class EngineState(nn.Module):
             )
 
     def _own_backwards(self) -> tuple[Action, ...]:
-        """One a microbatch: those of the rank's first stage, if it has several."""
+        """Return the backward action of each microbatch: those of the rank's first stage, if it has several."""
         found = self.plan.program.backwards(self.mesh["pipe"].rank)
         return tuple(action for action in found if action.stage == found[0].stage)
 

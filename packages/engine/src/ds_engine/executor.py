@@ -32,16 +32,16 @@ class Passes(Protocol):
         """
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
-        """Backwards inside accumulate gradients, and reduce them where the action says so. Collective if it does."""
+        """Accumulate gradients of backwards inside, and reduce them where the action says so. Collective if it does."""
 
     def forward(self) -> AbstractContextManager[None]:
-        """For an executor that runs parts of the module itself: forwards inside are cast and checkpointed as the plan says."""
+        """Cast and checkpoint forwards inside as planned, for an executor that runs parts of the module."""
 
     def place(self, value: Any, inputs: bool) -> Any:
-        """`value` on the device; inputs of the model in the plan's format."""
+        """Move `value` to the device; cast inputs of the model to the plan's dtype."""
 
     def given(self) -> None:
-        """The next backward of this rank begins at gradients of another one, which are scaled."""
+        """Announce that this rank's next backward begins at scaled gradients of another rank."""
 
     def reduce(self) -> None:
         """Reduce what backwards without reduction have left. Collective."""
@@ -51,14 +51,14 @@ class ProgramExecutor(Protocol):
     """Runs programs. Collective over the ranks that share the program."""
 
     def train(self, actions: Sequence[Action], data: Iterator[Any], passes: Passes) -> None:
-        """Every action of one step, in order; a microbatch is taken from `data` where the program needs one.
+        """Run every action of one step, in order; take microbatches from `data` where needed.
 
         Raises:
             StopIteration: `data` ended. Nothing of the step may be kept then.
         """
 
     def evaluate(self, count: int, data: Iterator[Any], passes: Passes) -> Iterator[Tensor | SumLoss]:
-        """The losses of `count` microbatches, without backward; the same number on every rank."""
+        """Yield the losses of `count` microbatches, without backward; the same number on every rank."""
 
 
 class OneStage:

@@ -39,7 +39,7 @@ class LayerDropConfig(StrictModel):
     gamma: float = Field(default=0.001, ge=0, description="How fast: (1 - theta) exp(-gamma step) + theta.")
 
     def keep(self, step: int) -> float:
-        """The share of layers to keep in the step that follows `step` steps."""
+        """Return the share of layers to keep in the step that follows `step` steps."""
         return (1.0 - self.theta) * math.exp(-self.gamma * step) + self.theta
 
 

@@ -158,7 +158,7 @@ class _Operations(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """It looks on and changes nothing, so torch may compile what runs under it (flex attention compiles itself)."""
+        """Return True: this mode changes nothing, so torch may compile under it (flex attention compiles itself)."""
         return True
 
     def __init__(self, tell: Callable[[int], None]) -> None:
@@ -186,7 +186,7 @@ def _formula(func: Any) -> Callable[..., int] | None:
 
 
 def _product(a: Tensor, b: Tensor, *args: Any, **named: Any) -> int:
-    """`mv` and `dot`: two operations for each element of the larger one."""
+    """Count `mv` and `dot`: two operations for each element of the larger operand."""
     return 2 * max(a.numel(), b.numel())
 
 
@@ -201,12 +201,12 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **named: Any) -> int
 
 
 def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, **named: Any) -> int:
-    """Five products: the scores once more, and the gradients of v, of the probabilities, of q and of k."""
+    """Count five products: the scores again, and the gradients of v, of the probabilities, of q and of k."""
     return _attention(q, k, v) * 5 // 2
 
 
 def _grouped(a: Tensor, b: Tensor, *args: Any, **named: Any) -> int:
-    """Rows of a group with the matrix of that group: each row meets one matrix, unless both are stacks of matrices."""
+    """Count a grouped matmul: each row meets the matrix of its group, unless both are stacks of matrices."""
     stacks = a.shape[0] if a.dim() == b.dim() == 3 else 1
     return 2 * stacks * a.shape[-2] * a.shape[-1] * b.shape[-1]
 

@@ -21,14 +21,15 @@ __all__ = ["load_whole", "save_whole", "whole_state"]
 def whole_state(
     module: nn.Module, sharding: ShardedModel, *, lead: bool, dtype: torch.dtype | None = None, exclude_frozen: bool = False
 ) -> dict[str, Tensor]:
-    """The state dict of `module` in host memory where `lead` says so, and {} elsewhere. Collective.
+    """Return the full state dict of `module` in host memory where `lead` says so, and {} elsewhere. Collective.
 
     Args:
-        lead: Whether this rank gets it.
-        dtype: Format of floating-point values; None is the one they are computed with.
+        lead: Whether this rank gets the state dict.
+        dtype: Dtype of floating-point values; None keeps the compute dtype.
         exclude_frozen: Leave out parameters that need no gradient.
-    Names and order are the module's own; tied tensors are one tensor. What ranks hold parts of (tensor parallelism) is put together,
-    under the name that it had. Cost: one gather of the parameters, unit by unit, and two of those that are parts.
+    Names and order are the module's own; tied tensors are one tensor. Tensor-parallel shards are joined, under the name
+    of the whole
+    tensor. Cost: one all-gather of the parameters, unit by unit, and two for sharded tensors.
     """
     copies: dict[int, Tensor] = {}
     keeps = lead or sharding.group.rank == 0
@@ -52,7 +53,7 @@ def whole_state(
 
 
 def _parts(module: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """The parameters that are parts of larger tensors, and their names in the module."""
+    """Return the parameters that are shards of larger tensors, and their names in the module."""
     found: dict[nn.Parameter, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         if param_sharding(param).box is not None:
@@ -61,7 +62,10 @@ def _parts(module: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def _own_names(parts: Mapping[nn.Parameter, Sequence[str]]) -> dict[str, str]:
-    """What a part's name in the module is in the uncut one: several parts of one tensor are numbered at the end."""
+    """Map a shard's name in the module to its name in the unsharded module.
+
+    Several shards of one tensor are numbered at the end.
+    """
     several = Counter(param_sharding(param).name for param in parts)
     numbered = [param for param in parts if several[param_sharding(param).name] > 1]
     return {name: name.rpartition("_")[0] for param in numbered for name in parts[param]}

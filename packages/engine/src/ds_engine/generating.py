@@ -22,13 +22,14 @@ class GeneratingMethods(Engine):
     """What an engine of any class has besides, where `hybrid_engine.enabled`."""
 
     def generate(self, *inputs: Any, **options: Any) -> Any:
-        """The model's own `generate`, with its arguments, without gradients. Collective at stage 3.
+        """Generate with the model's own `generate` and its arguments, without gradients. Collective at stage 3.
 
         Ranks may have different prompts and end after different numbers of tokens.
 
         Raises:
-            PlanError: the model has no `generate`, or more than `hybrid_engine.max_out_tokens` tokens are asked for ("engine-generate").
-        Memory: at stage 3 this rank holds the whole model in the forward's format meanwhile.
+            PlanError: the model has no `generate`, or more than `hybrid_engine.max_out_tokens` tokens are asked for
+            ("engine-generate").
+        Memory: at stage 3 this rank holds the unsharded model in the forward's dtype meanwhile.
         """
         generate = getattr(self.module, "generate", None)
         if generate is None:

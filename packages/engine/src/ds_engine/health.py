@@ -63,13 +63,13 @@ class LossTrend:
     window: int = 100
 
     def deviations(self, loss: float) -> float:
-        """How many standard deviations `loss` lies above the mean; 0 until 20 losses are known, or where they do not vary."""
+        """Return how many standard deviations `loss` lies above the mean; 0 before 20 losses, or without variance."""
         if self.steps < 20 or not math.isfinite(loss) or self.variance <= 0.0:
             return 0.0
         return (loss - self.mean) / math.sqrt(self.variance)
 
     def after(self, loss: float) -> LossTrend:
-        """The trend with one more loss; one that is not finite leaves it as it is."""
+        """Return the trend with one more loss; unchanged by a non-finite loss."""
         if not math.isfinite(loss):
             return self
         weight = 1.0 / min(self.steps + 1, self.window)
@@ -86,10 +86,10 @@ class SkipRun:
     length: int = 0
 
     def after(self, skipped: bool) -> SkipRun:
-        """The run after one more step.
+        """Return the run of skipped steps after one more step.
 
         Raises:
-            TrainingError: it is `LONGEST_RUN` steps long ("training-skips").
+            TrainingError: the run is `LONGEST_RUN` steps long ("training-skips").
         """
         run = SkipRun(self.length + 1 if skipped else 0)
         if run.length >= LONGEST_RUN:
@@ -152,12 +152,12 @@ class HealthWatch:
     # ---- within a step
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A microbatch of training goes through the model. Its inputs are kept until the step's end, not copied."""
+        """Keep the inputs of a training microbatch until the step's end, without a copy."""
         self._microbatches.append(_Microbatch(self._forwards, args, kwargs, self._samples()))
         self._forwards += 1
 
     def loss(self, value: Tensor) -> None:
-        """The loss of the microbatch whose backward begins."""
+        """Record the loss of the microbatch whose backward begins."""
         self._losses.append(value.detach())
 
     def moved(self, backwards: int) -> bool:
@@ -174,11 +174,11 @@ class HealthWatch:
     # ---- at its end
 
     def nonfinite(self, first: str | None) -> bool:
-        """The gradient of this step is not finite: tell it once; whether the update is to be left out. Collective.
+        """Report once that this step's gradient is not finite; return whether to skip the update. Collective.
 
         Args:
             first: The first parameter, in registration order, whose gradient is not finite.
-        Cost: one gather of a few bytes, and in the first such step one forward of one microbatch, without gradients.
+        Cost: an all-gather of a few bytes, and in the first such step one forward of one microbatch, without gradients.
         """
         policy, step = self.health.nonfinite, self.step_number
         if self._num_reports == 0:
@@ -193,11 +193,13 @@ class HealthWatch:
         return policy != "warn"
 
     def step(self, result: StepResult) -> None:
-        """A step is over. Reads its loss where a sink is attached or the policy asks for it.
+        """Check a finished step. Reads its loss only where a sink is attached or the policy needs the loss.
 
         Raises:
-            TrainingError: on every rank: the gradient was not finite and the policy is to stop ("training-nonfinite"), too many steps
-                in a row were skipped ("training-skips"), the loss jumped ("training-loss-jump"). The weights are those before the
+            TrainingError: on every rank: the gradient was not finite and the policy is to stop ("training-nonfinite"),
+            too many steps
+                in a row were skipped ("training-skips"), the loss jumped ("training-loss-jump"). The weights are those
+                before the
                 step in the first two cases.
         """
         finding, self._finding = self._finding, None
@@ -223,7 +225,7 @@ class HealthWatch:
             )
 
     def _look(self) -> Seen:
-        """What this rank knows; runs one of its microbatches again, the first whose loss is not finite."""
+        """Collect this rank's findings; rerun one of its microbatches, the first whose loss is not finite."""
         bad = [n for n, loss in enumerate(self._losses) if not bool(loss.isfinite().all())]
         kept = {m.number: m for m in self._microbatches}
         samples = [s for n in bad if n in kept for s in kept[n].samples]
@@ -242,7 +244,7 @@ class HealthWatch:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """A forward inside leaves buffers and random numbers as they were."""
+    """Restore buffers and random states after a forward inside."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
     kind = next(iter(devices)).type if devices else "cuda"
@@ -253,7 +255,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def finding_text(step: int, first: str | None, seen: Sequence[Seen], policy: str) -> str:
-    """What was found, in lines a person reads. Pure."""
+    """Format the ranks' findings about a non-finite gradient in readable lines. Pure."""
     done = {"warn": "it was used all the same", "skip": "the update was left out", "stop": "the run stops"}[policy]
     lines = [f"step {step}: the gradient is not finite; {done} (nonfinite: {policy!r})"]
     for rank in (s for s in seen if s.microbatches or s.tensor):

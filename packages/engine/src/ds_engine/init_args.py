@@ -20,10 +20,10 @@ class Follower(Protocol):
     """What goes on with the updates of a run."""
 
     def step(self) -> None:
-        """One update was applied. On all ranks."""
+        """Follow an applied update. Called on all ranks."""
 
     def resume(self, steps: int) -> None:
-        """The model's tensors are those of a checkpoint that was written after so many updates."""
+        """Resume after a checkpoint was loaded that was written after `steps` updates."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class ResumableLoader:
         return self.consumed // self.stream.epoch_length
 
     def __len__(self) -> int:
-        """Microbatches of this rank in an epoch that begins with a row."""
+        """Return the number of this rank's microbatches in an epoch that begins with a row."""
         return -(-self.stream.epoch_length // self.lane.row)
 
     def __iter__(self) -> Iterator[Any]:
@@ -108,7 +108,7 @@ class ResumableLoader:
             yield batch
 
     def forever(self) -> Iterator[Any]:
-        """Microbatches, epoch after epoch; without end unless the number of epochs is limited."""
+        """Yield microbatches, epoch after epoch; endless unless the number of epochs is limited."""
         while not self._ended():
             yield from self
 
@@ -118,7 +118,8 @@ class ResumableLoader:
         self.lane = RankSlice(self.lane.rank, self.lane.ranks, micro)
 
     def state_dict(self) -> dict[str, Any]:
-        """What to resume from, on any number of ranks. JSON-able. A dataset with a `fingerprint` is known again by it."""
+        """Return the state to resume from, on any world size. JSON-able. Includes the dataset's `fingerprint`, if any.
+        """
         mark = getattr(self.dataset, "fingerprint", None)
         state = {"taken": self.consumed, "seed": self.stream.seed, "length": self.stream.length}
         return state if mark is None else state | {"fingerprint": str(mark)}
@@ -145,7 +146,7 @@ class ResumableLoader:
         return self._epochs is not None and self.epoch >= self._epochs
 
     def _rows(self) -> Iterator[RankMicrobatch]:
-        """What is still to come of this epoch."""
+        """Yield the rows that remain in this epoch."""
         row = self.lane.row
         end = self.consumed if self._ended() else (self.epoch + 1) * self.stream.epoch_length
         for start in range(self.consumed, end, row):
@@ -178,7 +179,7 @@ class CurriculumLoader(ResumableLoader):
         self._before: Mapping[str, Any] = curriculum.state_dict()
 
     def __len__(self) -> int:
-        """Microbatches of this rank until the end of the curriculum, or in one pass if it has no end."""
+        """Return the number of this rank's microbatches until the curriculum ends, or in one pass if endless."""
         return (self.curriculum.total or self.stream.length) // self._train * self._train // self.lane.row
 
     def rebatch(self, micro: int, train: int) -> None:
@@ -187,7 +188,7 @@ class CurriculumLoader(ResumableLoader):
         self._train = train
 
     def state_dict(self) -> dict[str, Any]:
-        """What to resume from, on any number of ranks. JSON-able."""
+        """Return the state to resume from, on any number of ranks. JSON-able."""
         return super().state_dict() | {"curriculum": dict(self._before)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -241,7 +242,7 @@ class PackedLoader(ResumableLoader):
         return last - first
 
     def rebatch(self, micro: int, train: int) -> None:
-        """Refused: batches were put together for one train batch size ("data-max-tokens")."""
+        """Raise ConfigError: samples were packed for one train batch size ("data-max-tokens")."""
         raise ConfigError(
             f"the train batch shall become {train} microbatches of {micro}, and samples were put together for another one",
             code="data-max-tokens",
@@ -249,7 +250,7 @@ class PackedLoader(ResumableLoader):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What to resume from, on any number of ranks. JSON-able."""
+        """Return the state to resume from, on any number of ranks. JSON-able."""
         state = super().state_dict()
         return state if self._mark is None else state | {"fingerprint": str(self._mark)}
 
@@ -270,7 +271,7 @@ class LoaderRole:
 def loader_of(
     plan: Plan, data: Group, dataset: Dataset[Any], route: LoaderRole, options: Mapping[str, Any]
 ) -> ResumableLoader:
-    """A loader of this rank's microbatches.
+    """Build the loader of this rank's microbatches for a data route.
 
     Raises:
         UnsupportedError: no such route ("data-route").
@@ -288,11 +289,11 @@ def loader_of(
 def make_loader(
     plan: Plan, lane: RankSlice, dataset: Dataset[Any], options: Mapping[str, Any], *, lead: bool = False
 ) -> ResumableLoader:
-    """The loader of a plan for a data set.
+    """Build the loader of a plan for a data set.
 
     Args:
-        options: Passed to torch's DataLoader; they come before those of the plan.
-        lead: Whether this rank writes what all know.
+        options: Passed to torch's DataLoader; they override those of the plan.
+        lead: Whether this rank writes the files that all ranks share.
     """
     reading, order = plan.reading, plan.reading.order
     options = {"num_workers": reading.workers, "pin_memory": reading.pin_memory, **options}
@@ -316,7 +317,7 @@ def make_loader(
 
 
 def pack_for(plan: Plan, length: int, train: int) -> BatchPacking:
-    """The microbatches of `dynamic_batching` for a data set of `length` samples, `train` of them a step.
+    """Pack the microbatches of `dynamic_batching` for a data set of `length` samples, `train` of them a step.
 
     Raises:
         ConfigError: their lengths are not known, or they fill no batch ("data-max-tokens", "data-file").

@@ -33,7 +33,7 @@ class SumLoss:
 
 
 def loss_of(output: Any) -> Tensor | SumLoss:
-    """The loss in what a model returned: the value itself, its `.loss`, or the first element of a tuple.
+    """Extract the loss from a model's output: the value itself, its `.loss`, or the first element of a tuple.
 
     Raises:
         PlanError: there is none, or it is no scalar ("loss-missing").
@@ -68,7 +68,7 @@ class Totals:
 
     @classmethod
     def of(cls, total: float, count: float) -> Totals | None:
-        """Of mean losses that were added up; None where there were none."""
+        """Build the totals of accumulated mean losses; None where there were none."""
         return cls(torch.tensor(total / count), None) if count else None
 
 
@@ -114,7 +114,8 @@ class LossAccumulator:
         return self._kind is not SumLoss and (self._sum is None or self._sum.device.type == "cpu")
 
     def leave(self) -> tuple[float, float]:
-        """This rank's sum and number of losses, for the caller to add up over the ranks; then `Totals.of`. Forgets them."""
+        """Return and reset this rank's sum and number of losses; the caller adds them up over the ranks for `Totals.of`.
+        """
         both = (0.0, 0.0) if self._sum is None or self._count is None else (float(self._sum), float(self._count))
         self._sum = self._count = self._kind = None
         self.losses = 0

@@ -47,16 +47,16 @@ class Schedule(StrictModel):
     last_batch_iteration: int = Field(default=-1, ge=-1, description="The t to start with.")
 
     def lr(self, t: int, base_lr: float, group: int = 0) -> float:
-        """The learning rate of parameter group number `group` at scheduler step t."""
+        """Return the learning rate of parameter group number `group` at scheduler step t."""
         raise ConfigError(f"{type(self).__name__} defines no learning rate", code="schedule-type", fix="Override lr().")
 
     def momentum(self, t: int, group: int = 0) -> tuple[float, float] | None:
-        """The betas of parameter group number `group` at scheduler step t, or None when the schedule leaves them alone."""
+        """Return the betas of parameter group number `group` at scheduler step t; None if not scheduled."""
         del t, group
         return None
 
     def groups(self) -> dict[str, int]:
-        """Keys given as one value per parameter group, and how many values each has."""
+        """Return the keys with one value per parameter group, and the number of values of each."""
         return {key: len(value) for key, value in self if isinstance(value, tuple)}
 
 
@@ -120,7 +120,7 @@ class OneCycle(Schedule):
         return self.cycle_first_step_size + self._second
 
     def _rise(self, t: int) -> float:
-        """0 at the low end of the cycle, 1 at its top."""
+        """Return the position in the cycle: 0 at its low end, 1 at its top."""
         first, second, at = self.cycle_first_step_size, self._second, (t + 1) % self._total
         stairs = self.cycle_first_stair_count
         if at <= first:
@@ -242,20 +242,20 @@ class LRScheduler:
         self._write()
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group at the current t."""
+        """Return the learning rate of each parameter group at the current t."""
         return [self._lr(i) for i in range(len(self._groups))]
 
     def get_last_lr(self) -> list[float]:
-        """What was last written; the same as `get_lr()`."""
+        """Return the learning rates last written; the same as `get_lr()`."""
         return self.get_lr()
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each parameter group at the current t; None where the schedule leaves them alone."""
+        """Return the betas of each parameter group at the current t; None where they are not scheduled."""
         betas = [self.schedule.momentum(self.last_batch_iteration, i) for i in range(len(self._groups))]
         return None if None in betas else betas  # type: ignore[return-value]
 
     def state_dict(self) -> dict[str, int]:
-        """All there is to resume from: t."""
+        """Return the complete state to resume from: t."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -294,7 +294,7 @@ def set_rates(groups: Sequence[MutableMapping[str, Any]], rates: float | Sequenc
 
 
 def momentum_of(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """Momentum of each parameter group: its betas, or its momentum where it has no betas."""
+    """Return the momentum of each parameter group: its betas, or its momentum where it has no betas."""
     return [group.get("betas", group.get("momentum")) for group in groups]
 
 

@@ -68,7 +68,7 @@ class Fit:
 
 
 def size_of(text: str) -> int:
-    """Bytes. Raises ConfigError: it is no size ("plan-size")."""
+    """Parse a size into bytes. Raises ConfigError: the text is no size ("plan-size")."""
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -76,7 +76,7 @@ def size_of(text: str) -> int:
 
 
 def cluster_of(text: str) -> DeviceCluster:
-    """`8x80GB`: devices of one host; `4x8x80GB`: of four hosts.
+    """Parse a cluster: `8x80GB` for devices of one host, `4x8x80GB` for four hosts.
 
     Raises:
         ConfigError: anything else ("plan-size").
@@ -92,7 +92,7 @@ def cluster_of(text: str) -> DeviceCluster:
 
 
 def numel_of(text: str) -> int | None:
-    """`7B`, `350M`, `1.3e9` as a number of parameters; None where it is no number."""
+    """Parse `7B`, `350M` or `1.3e9` as a number of parameters; None where the text is no number."""
     found = _COUNT.fullmatch(text.strip())
     if found is not None:
         return int(float(found[1]) * _COUNTS[found[2].upper()])
@@ -103,7 +103,10 @@ def numel_of(text: str) -> int | None:
 
 
 def shapes_of_numbers(numel: int, layers: int = 32) -> Shapes:
-    """A model of which only its parameters are known: so many equal layers. Raises ConfigError: there are none ("plan-model")."""
+    """Build the shapes of a model with equal layers from its number of parameters.
+
+    Raises ConfigError: no parameters or no layers ("plan-model").
+    """
     if numel < 1 or layers < 1:
         raise ConfigError(
             f"a model of {numel} parameters in {layers} layers", code="plan-model", fix="Give at least one of each."
@@ -115,7 +118,7 @@ def shapes_of_numbers(numel: int, layers: int = 32) -> Shapes:
 
 
 def fits_of(cluster: DeviceCluster, shapes: Shapes) -> Iterator[Fit]:
-    """Every stage and tier, by what a step has to move: the least first."""
+    """Yield the memory fit of every stage and offload tier, by the bytes that a step moves: the least first."""
     for tier, (stages, section) in _TIERS.items():
         for stage in stages:
             config = {
@@ -130,7 +133,7 @@ def fits_of(cluster: DeviceCluster, shapes: Shapes) -> Iterator[Fit]:
 
 
 def fit_table(cluster: DeviceCluster, shapes: Shapes) -> str:
-    """The rows in words, and which to take."""
+    """Format the fits as a table, with the first that fits."""
     rows = list(fits_of(cluster, shapes))
     lines = [
         f"{shapes.numel:,} parameters, bf16 with Adam, on {cluster.world} devices of {bytes_text(cluster.device_bytes)}",

@@ -39,7 +39,7 @@ class Casting:
 
 
 def precision_of(config: Config) -> Precision:
-    """The formats of parameters, of gradients on the way and added up, of masters, and the loss scale."""
+    """Resolve the dtypes of parameters, of gradient reduction and accumulation, of masters, and the loss scale."""
     fp16, bf16, autocast = config.fp16, config.bf16, casting_of(config).autocast
     formats = Precision(
         reduce=_dtype(config.communication_data_type), accumulate=_dtype(config.data_types.grad_accum_dtype)
@@ -56,7 +56,7 @@ def precision_of(config: Config) -> Precision:
 
 
 def casting_of(config: Config) -> Casting:
-    """What the forward sees."""
+    """Return the dtypes of the forward: of inputs, buffers and autocast."""
     autocast = config.torch_autocast
     fallback = torch.get_autocast_dtype("cpu") if autocast.dtype is None else None
     return Casting(
@@ -67,7 +67,7 @@ def casting_of(config: Config) -> Casting:
 
 
 def precision_text(precision: Precision, casting: Casting) -> str:
-    """One line for the plan."""
+    """Describe precision and casting in one line for the plan."""
     text = (
         f"parameters {_name(precision.param, 'as the model')}, gradients travel {_name(precision.reduce, 'as parameters')}"
         f", add up {_name(precision.accumulate, 'float32')}"

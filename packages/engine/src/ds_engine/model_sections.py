@@ -100,7 +100,7 @@ class WeightQuantizationConfig(StrictModel):
     )
 
     def of_layer(self, name: str, shape: tuple[int, ...]) -> tuple[int, int, bool] | None:
-        """Bits, inputs of a group and symmetry of a layer with a weight of `shape`; None: it stays as it is."""
+        """Return bits, group size and symmetry for a layer with a weight of `shape`; None: not quantized."""
         rows, cols = shape
         how = next((how for key, how in self.post_init_quant.items() if key in name), None)
         if how is None and self.post_init_quant:

@@ -35,7 +35,7 @@ _TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "b
 
 
 def shapes_from(spec: str) -> Shapes:
-    """The shapes of the model that `spec` names (see the module's docstring). No memory, no values.
+    """Load the shapes of the model that `spec` names (see the module's docstring), without memory or values.
 
     Raises:
         ConfigError: there is no such file, module or name, or it makes no module ("plan-model").

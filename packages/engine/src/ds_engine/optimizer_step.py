@@ -13,12 +13,12 @@ __all__ = ["divisor", "settle", "totals_after"]
 
 
 def divisor(plan: Plan, given: float, count: float | None, *, ranks: int, scaled: bool) -> float:
-    """What averaged gradients are still divided by.
+    """Return the divisor that averaged gradients still need.
 
     Args:
-        given: What the caller's own averaging asks for; 1.0 is nothing. Not used where losses are sums.
-        count: What sum losses are divided by, over all ranks; None for mean losses.
-        ranks: Over which gradients were averaged.
+        given: Divisor for the caller's own averaging; 1.0 is none. Not used where losses are sums.
+        count: Total count of sum losses over all ranks; None for mean losses.
+        ranks: Number of ranks over which gradients were averaged.
         scaled: Whether losses went through the engine, which divides them by `plan.predivide`.
     """
     found = given
@@ -33,10 +33,11 @@ def divisor(plan: Plan, given: float, count: float | None, *, ranks: int, scaled
 def settle(
     ledger: LossAccumulator, optimizer: ShardedOptimizer, plan: Plan, group: Group, device: torch.device
 ) -> Totals | None:
-    """Before the update: add up the losses over `group`, and set the optimizer's divisor. Collective.
+    """Reduce the losses over `group` before the update, and set the optimizer's divisor. Collective.
 
-    Only the count of sum losses is needed before the update. Mean losses in host memory go with what the optimizer's ranks tell each
-    other in it; `totals_after` then has them.
+    Only the count of sum losses is needed before the update. Mean losses in host memory travel with the optimizer's own
+    all-reduce in
+    the update; `totals_after` then has them.
 
     Returns: The totals of the step; None where they come with the update, or where no loss was noted.
     """
@@ -49,6 +50,6 @@ def settle(
 
 
 def totals_after(optimizer: ShardedOptimizer, before: Totals | None) -> Totals | None:
-    """The totals of a step whose update is done: those that the update gave, or those known before."""
+    """Return the totals of a step after its update: those that the update reduced, or those known before."""
     report = optimizer.last
     return Totals.of(*report.extra) if report is not None and report.extra else before

@@ -126,12 +126,12 @@ def make_optimizer(
     states: torch.dtype | None = None,
     group: Group | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer that `section` describes.
+    """Build the optimizer that `section` describes.
 
     Args:
         params: Parameters of `model`, or groups of them with values of their own.
-        model: Where their names come from; Muon takes other parameters than embeddings and heads.
-        states: Format of its state; None for fp32. Optimizers of torch have the format of what they update.
+        model: Source of their names; Muon treats embeddings and heads differently.
+        states: Dtype of the optimizer state; None for fp32. Optimizers of torch use the dtype of what they update.
         group: Ranks over which an optimizer averages that reduces gradients itself; None for all.
     Raises:
         ConfigError: the type or a parameter is unknown ("optimizer-type", "optimizer-params").
@@ -164,9 +164,9 @@ def apart(section: OptimizerSection | None) -> bool:
 
 
 def state_tensors(section: OptimizerSection | None) -> int:
-    """Tensors of a parameter's size that an optimizer keeps. Of an optimizer that is not known: 2, as Adam's.
+    """Return how many tensors of a parameter's size an optimizer stores; 2 for an unknown optimizer, as Adam's.
 
-    Of the 1-bit ones: with what the ranks' signs left out so far; what their mean left out is 1/N of a tensor more.
+    Of the 1-bit optimizers: with the error feedback of the ranks' signs; that of their mean is 1/N of a tensor more.
     """
     if isinstance(section, TorchOptimizerSection) and section.type.lower() in ("sgd", "musgd"):
         return 1 if section.params.get("momentum") else 0
@@ -196,7 +196,7 @@ def _first(*values: float | None) -> float:
 
 
 def make_torch_scheduler(section: TorchSchedulerSection, optimizer: torch.optim.Optimizer) -> Any:
-    """The class of torch.optim.lr_scheduler that `section` names, on `optimizer`.
+    """Build the torch.optim.lr_scheduler class that `section` names, on `optimizer`.
 
     Raises:
         ConfigError: the type or a parameter is unknown ("schedule-type", "schedule-params").
@@ -226,7 +226,7 @@ def check_optimizer(section: OptimizerSection) -> None:
 
 
 def check_scheduler(section: SchedulerSection) -> None:
-    """The same for a scheduler section."""
+    """Check the type and parameters of a scheduler section against torch's classes."""
     if not isinstance(section, TorchSchedulerSection):
         return
     known = _classes(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
@@ -237,7 +237,7 @@ def check_scheduler(section: SchedulerSection) -> None:
 
 
 def _classes(where: ModuleType, base: type) -> dict[str, Any]:
-    """Classes of a module of torch that derive from `base`, by name in lower case: names are accepted in any case."""
+    """Return a module's classes derived from `base` by lower-case name: names are accepted in any case."""
     found = [kind for kind in vars(where).values() if inspect.isclass(kind) and issubclass(kind, base)]
     return {kind.__name__.lower(): kind for kind in found if kind is not base}
 

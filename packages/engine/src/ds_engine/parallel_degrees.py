@@ -13,7 +13,7 @@ __all__ = ["degrees_of", "with_degrees"]
 
 
 def degrees_of(config: Config, stages: int = 1) -> dict[str, int]:
-    """Degrees of the axes as the configuration gives them; what is left of the world is for data."""
+    """Return the parallel degrees of the axes in the configuration; the rest of the world is data parallel."""
     tensor, experts = config.tensor_parallel, config.expert_parallel
     return {
         "pipe": stages,
@@ -38,14 +38,15 @@ _KEYS = {"data": "data_parallel_size", "sequence": "sequence_parallel_size"}
 
 
 def with_degrees(config: Config, mesh_param: tuple[int, int] | None = None, mpu: Any = None) -> Config:
-    """`config` with the degrees that `initialize` was given beside it.
+    """Merge the degrees that `initialize` was given besides `config` into it.
 
     Args:
         mesh_param: (data, sequence).
-        mpu: An object of another library that says what degrees there are; they must be the configuration's. Tensor-parallel
-            ranks of which the configuration says nothing are those of the model's own layers.
+        mpu: An object of another library that reports degrees, which must be the configuration's. Tensor-parallel ranks
+        that the
+            configuration does not mention are those of the model's own layers.
     Raises:
-        PlanError: they are no degrees, or others than the configuration's ("mesh-param", "mesh-mpu").
+        PlanError: invalid degrees, or others than the configuration's ("mesh-param", "mesh-mpu").
     """
     if mesh_param is not None:
         config = _with_param(config, mesh_param)

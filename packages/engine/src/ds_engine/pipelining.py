@@ -38,17 +38,17 @@ class StagedMethods(Engine):
     # ---- steps
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Not here: a rank has only some of the layers."""
+        """Raise: a rank of a pipeline has only some of the layers."""
         del args, kwargs
         raise self._whole_steps("forward")
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Not here."""
+        """Raise: a pipeline engine runs whole steps (`train_batch`)."""
         del args, kwargs
         raise self._whole_steps("backward")
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Not here."""
+        """Raise: a pipeline engine runs whole steps (`train_batch`)."""
         del args, kwargs
         raise self._whole_steps("step")
 
@@ -142,14 +142,14 @@ class StagedMethods(Engine):
         return self.mesh["pipe"].rank
 
     def get_additional_losses(self) -> Any:
-        """What the model reports besides its loss, on the ranks that have it."""
+        """Return the losses that the model reports besides its main loss, on the ranks that have them."""
         return getattr(self.module, "get_additional_losses", lambda: None)()
 
     def reset_activation_shape(self) -> None:
-        """Nothing to do: shapes may change with every microbatch."""
+        """Do nothing: shapes may change with every microbatch."""
 
     def set_has_attention_mask(self, value: bool) -> None:
-        """Nothing to do: masks, and any other tensor, travel as they are."""
+        """Do nothing: masks, and any other tensor, are sent unchanged."""
         del value
 
 

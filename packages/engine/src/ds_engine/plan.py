@@ -74,7 +74,7 @@ class MemoryEstimate:
 
     @classmethod
     def of(cls, zero: ZeroPlan) -> MemoryEstimate:
-        """What ds-zero says of every unit, added up."""
+        """Sum the memory estimates of every unit in ds-zero's plan."""
         kept = zero.kept
         return cls(kept["full"], kept["grads"], kept["shard"], kept["optim"], zero.passing, zero.host, zero.file)
 
@@ -231,7 +231,7 @@ class Plan:
         return MemoryEstimate.of(self.zero)
 
     def arguments(self, step: int) -> Mapping[str, object]:
-        """Keywords that the forward gets besides the batch's, in training, after `step` steps."""
+        """Return the extra keywords that the forward gets in training, after `step` steps."""
         told: dict[str, object] = {}
         if self.layer_drop is not None:
             told |= {"progressive_layer_drop": True, "pld_theta": self.layer_drop.keep(step)}
@@ -240,7 +240,7 @@ class Plan:
         return told
 
     def rows(self) -> dict[str, str]:
-        """The plan in words, by topic."""
+        """Describe the plan in words, by topic."""
         return _rows(self)
 
     def __str__(self) -> str:
@@ -319,7 +319,7 @@ def _split_text(split: ZenFlowConfig) -> str:
 
 
 def _offload_text(zero: ZeroPlan) -> str:
-    """What rests where, and what a step moves over each link."""
+    """Describe which state is offloaded where, and the bytes that a step moves over each link."""
     tiers, rests = (
         {str(p) for u in zero.units if isinstance(p := getattr(u, role), OffloadPolicy) and _counts(u, role)}
         for role in ("tier", "param_tier")
@@ -345,7 +345,7 @@ def _offload_text(zero: ZeroPlan) -> str:
 
 
 def _counts(unit: UnitPlan, role: str) -> bool:
-    """The tier of what is not trained is only where its parameters are."""
+    """Return whether a unit's offload in this role counts: optimizer offload only for trained units."""
     return unit.spec.trained if role == "tier" else True
 
 
@@ -378,7 +378,7 @@ def _gradients_text(plan: Plan) -> str:
 
 
 def _wire_text(wire: QuantizedComm) -> str:
-    """What is sent as codes, and how far from exact messages that was seen to end."""
+    """Describe the quantized communication, and its measured loss compared with exact messages."""
     known = certificates()
     rows = {mode: [row["loss"] / row["exact"] - 1 for row in known.get(mode, {}).values()] for mode in wire.modes}
     text = "".join(f", {mode} (certified: loss {max(found):+.2%})" for mode, found in rows.items() if found)

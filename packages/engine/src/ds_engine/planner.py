@@ -103,7 +103,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
 
 
 def _places(config: Config) -> tuple[str | OffloadPolicy, str | OffloadPolicy]:
-    """Where optimizer state and parameters are between uses."""
+    """Return the offload targets of optimizer state and parameters between uses."""
     zero, io = config.zero_optimization, config.aio.settings()
     tier = "device" if zero.offload_optimizer is None else zero.offload_optimizer.placement(io)
     if isinstance(tier, OffloadPolicy) and zero.zenflow is not None and zero.zenflow.overlaps:
@@ -116,12 +116,12 @@ def _places(config: Config) -> tuple[str | OffloadPolicy, str | OffloadPolicy]:
 
 
 def known_axes() -> frozenset[str]:
-    """Axes of the mesh that some transform knows how to use."""
+    """Return the mesh axes that some transform uses."""
     return frozenset(axis for transform in TRANSFORMS for axis in transform.axes)
 
 
 def _program(batch: BatchSizes, residency: ShardingStrategy, staging: PipelineSpec) -> Program:
-    """Gradient accumulation is the program of one stage."""
+    """Build the schedule of a step; gradient accumulation is the schedule of a single stage."""
     program = add_comms(staging.program(batch.accumulation))
     program = mark_reduce(program, every_backward=residency.shard_grads)
     verify(program)
@@ -129,7 +129,7 @@ def _program(batch: BatchSizes, residency: ShardingStrategy, staging: PipelineSp
 
 
 def rebatched(plan: Plan, asked: BatchRequest) -> Plan:
-    """The same plan with another batch.
+    """Return the same plan with another batch.
 
     Raises:
         PlanError, ConfigError: the numbers do not fit; see `resolve_batch`.

@@ -41,7 +41,7 @@ class ExportedModel(Protocol):
         """Backwards so far."""
 
     def whole_state_of(self, module: nn.Module, *, lead: bool) -> dict[str, Tensor]:
-        """Whole weights of a model inside the model, where `lead` says so. Collective."""
+        """Return the full state dict of a module inside the model, where `lead` says so. Collective."""
 
 
 class SavesWhole:
@@ -59,11 +59,11 @@ class SavesWhole:
 
     @classmethod
     def all_in(cls, engine: ExportedModel) -> list[SavesWhole]:
-        """One for each model and model inside it that has the method."""
+        """Build a wrapper for each module in the engine's model that has the method."""
         return [cls(module, engine) for module in engine.module.modules() if hasattr(type(module), _NAME)]
 
     def close(self) -> None:
-        """The model's own method is back."""
+        """Restore the model's own method."""
         model = self._model()
         if model is not None and vars(model).get(_NAME) is self:
             del vars(model)[_NAME]

@@ -36,7 +36,7 @@ class Profile:
 
 
 def profile_text(profile: Profile, section: FlopsProfilerConfig) -> str:
-    """The report: totals, speeds, the largest classes of modules of each level, and (if detailed) every module."""
+    """Format the report: totals, speeds, the largest module classes of each level, and (if detailed) every module."""
     forward = profile.flops
     backward, again, how = _backward(profile, section)
     lines = [
@@ -61,14 +61,14 @@ def profile_text(profile: Profile, section: FlopsProfilerConfig) -> str:
 
 
 def _backward(profile: Profile, section: FlopsProfilerConfig) -> tuple[float, float, str]:
-    """Operations of backward, those computed again, and whether they were counted or are estimated."""
+    """Return operations of backward, recomputed operations, and whether they were counted or estimated."""
     if profile.backward is not None:
         return profile.backward, profile.again or profile.flops * section.recompute_fwd_factor, "counted"
     return 2 * profile.flops, profile.flops * section.recompute_fwd_factor, "twice the forward"
 
 
 def _largest(modules: Sequence[ModuleFlops], count: int) -> list[str]:
-    """For each level the classes with the most parameters, operations and time, as sums over the level."""
+    """List for each level the classes with the most parameters, operations and time, as sums over the level."""
     lines = []
     for depth in sorted({m.depth for m in modules}):
         level = [m for m in modules if m.depth == depth]

@@ -73,7 +73,7 @@ class TelemetryDevice(Protocol):
         """Wait until the device has done what it was given."""
 
     def memory(self) -> MemoryStats:
-        """Bytes in use."""
+        """Return the device memory in use, in bytes."""
 
 
 class _Listener:
@@ -83,10 +83,10 @@ class _Listener:
         """Pass it over."""
 
     def end_step(self, step: int) -> None:
-        """Nothing waits."""
+        """Do nothing: this sink buffers no records."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: this sink has no open resource."""
 
 
 class Telemetry:
@@ -119,7 +119,7 @@ class Telemetry:
         self._plain = not (telling.phases or telling.memory or self.counter)
 
     def phase(self, name: str, model: nn.Module | None = None) -> AbstractContextManager[None]:
-        """A span `engine/<name>`; timed, weighed and counted as the plan says. `model` is what runs in a forward."""
+        """Open a span `engine/<name>`, timed, measured and counted as planned. `model` is the module of a forward."""
         return ds_monitor.span(f"engine/{name}") if self._plain else self._watched(name, model)
 
     @contextmanager
@@ -137,7 +137,7 @@ class Telemetry:
             self._memory[name] = self._device.memory()
 
     def _counting(self, name: str, model: nn.Module | None) -> AbstractContextManager[None] | None:
-        """What counts in a phase: the first forward that is due, and the backward after it."""
+        """Return the FLOP counter of a phase: of the first forward that is due, and of the backward after it."""
         counter = self.counter
         if counter is None:
             return None
@@ -158,7 +158,7 @@ class Telemetry:
         return ds_monitor.active()
 
     def timings(self) -> dict[str, float]:
-        """Seconds of each phase since the last call; empty where they are not timed."""
+        """Return the seconds of each phase since the last call; empty where phases are not timed."""
         read = self._timers.read()
         self._calls |= {name: timing.count for name, timing in read.items()}
         found = {name: timing.total_s for name, timing in read.items()}
@@ -168,7 +168,7 @@ class Telemetry:
         return found
 
     def pause(self) -> None:
-        """What happened since the last step was no training."""
+        """Exclude the time since the last step from the throughput: no training happened."""
         if self._meter is not None:
             self._meter.pause()
 
@@ -230,7 +230,7 @@ class Telemetry:
             ds_monitor.gauge(metric_names.MFU, needed / rates.step_s / peak)
 
     def close(self) -> None:
-        """The last words."""
+        """Detach the listener and log the summary of collectives."""
         if self._listener is not None:
             ds_monitor.detach([self._listener])
         if self.comms is not None and self._lead and self.comms.has_data():
@@ -270,7 +270,7 @@ class Telemetry:
                 Path(flops.output_file).write_text(text + "\n")
 
     def _times(self, result: StepResult, ending: str) -> str:
-        """Milliseconds of each phase: of a microbatch with the ending `_microstep`, of the step without."""
+        """Format the milliseconds of each phase: of a microbatch with the ending `_microstep`, of the step without."""
         told = []
         for name, short in _SHORT.items():
             if name in result.timings:

@@ -39,7 +39,7 @@ class PairVerdict:
 
 
 def features_of(config: Config, mesh: MeshSpec) -> tuple[str, ...]:
-    """The features that a configuration uses on a mesh, in the order of `FEATURES`."""
+    """Return the features that a configuration uses on a mesh, in the order of `FEATURES`."""
     degrees = {
         "data": mesh.data,
         "tensor": mesh.tensor,
@@ -56,7 +56,7 @@ def features_of(config: Config, mesh: MeshSpec) -> tuple[str, ...]:
 
 @cache
 def matrix() -> Mapping[Pair, PairVerdict]:
-    """What the recorded runs say of every pair of features that was drawn; pairs are in the order of `FEATURES`."""
+    """Load the verdicts of the recorded runs on every drawn pair of features, in the order of `FEATURES`."""
     rows = json.loads(resources.files("ds_engine").joinpath("support.json").read_text())["combinations"]
     found: dict[Pair, PairVerdict] = {}
     for row in rows:
@@ -72,12 +72,12 @@ def matrix() -> Mapping[Pair, PairVerdict]:
 
 
 def refused(features: tuple[str, ...]) -> dict[Pair, str]:
-    """Pairs of these features of which every recorded run was refused, with the commonest code."""
+    """Return the pairs of these features that every recorded run refused, with the commonest code."""
     pairs = itertools.combinations(features, 2)
     verdicts = {pair: matrix()[pair] for pair in pairs if pair in matrix()}
     return {pair: v.refused.most_common(1)[0][0] for pair, v in verdicts.items() if v.refused and not v.equal}
 
 
 def never_run(features: tuple[str, ...]) -> tuple[Pair, ...]:
-    """Pairs of these features that no recorded run had."""
+    """Return the pairs of these features that no recorded run had."""
     return tuple(pair for pair in itertools.combinations(features, 2) if pair not in matrix())

@@ -45,7 +45,7 @@ class DeviceProbe(Protocol):
         """Wait until the device has done what it was given."""
 
     def memory(self) -> MemoryStats:
-        """Bytes in use."""
+        """Return the device memory in use, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class TrialSetup:
 
 
 def order_of(section: AutotuningConfig | None) -> TrialSpec | None:
-    """What this process is to measure: the order of `ds tune`, or what the configuration says; None: nothing.
+    """Return the trial specification of `ds tune` or of the configuration; None outside of a trial.
 
     Raises:
         ConfigError: the last step comes before the first ("trial-steps").
@@ -83,7 +83,7 @@ def order_of(section: AutotuningConfig | None) -> TrialSpec | None:
 
 
 def watch_of(plan: Plan, model: nn.Module, place: TrialSetup) -> TrialWatch | None:
-    """The watch of a run that is a trial; call it before the model is changed. None: it is none."""
+    """Build the recorder of a run that is a trial, before the model is changed; None for other runs."""
     order = order_of(plan.tuning)
     return None if order is None else TrialWatch(order, plan, model, place)
 
@@ -94,7 +94,7 @@ def is_trial(plan: Plan) -> bool:
 
 
 def layer_groups(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """Layers of one class and shape that stand in a numbered list, by the pattern of their names. Lists in layers are not looked at."""
+    """Group layers of one class and shape in a numbered list, by the pattern of their names. Skips nested lists."""
     found: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(pattern[:-1]) for pattern in found)
@@ -185,7 +185,7 @@ class _SavedActivations:
         self._handles = []
 
     def facts(self) -> tuple[LayerFacts, ...]:
-        """By pattern."""
+        """Return the facts of the layers by name pattern."""
         return tuple(
             LayerFacts(p, len(layers), self.bytes[p], self.inputs[p], self.seconds[p])
             for p, layers in self.groups.items()
@@ -216,18 +216,18 @@ class TrialWatch:
             self._now[name] = self._now.get(name, 0.0) + record.value
 
     def end_step(self, step: int) -> None:
-        """Nothing is written by step."""
+        """Do nothing: a trial writes nothing per step."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: a trial keeps no open resource."""
 
     # ---- a follower
 
     def resume(self, steps: int) -> None:
-        """A trial counts its own steps."""
+        """Do nothing: a trial counts its own steps."""
 
     def step(self) -> None:
-        """One update was applied. After the last measured one: write, and end this process on all ranks."""
+        """Count an applied update; after the last measured step, write the results and exit on all ranks."""
         self._place.device.synchronize()
         self._steps += 1
         order = self._order
@@ -244,7 +244,7 @@ class TrialWatch:
             self._ends.append(time.perf_counter())
 
     def began(self) -> None:
-        """The engine is ready: where the first step is measured, it begins now."""
+        """Start the clock of the first measured step when the engine is ready."""
         self._ends[0] = time.perf_counter()
 
     # ---- inside
@@ -299,7 +299,7 @@ class TrialWatch:
             write_json(Path(order.metric_path), metrics_of(measured, self._plan.batch.train))
 
     def _tell_model(self) -> None:
-        """DeepSpeed's facts of a model, and the end."""
+        """Write DeepSpeed's facts of the model and exit."""
         world = self._place.mesh["world"]
         saved = int(_largest([float(self._saved.total)], world)[0])
         if world.rank == 0:
@@ -316,7 +316,7 @@ class TrialWatch:
 
 
 def metrics_of(measured: TrialResult, samples: int) -> dict[str, float]:
-    """What DeepSpeed writes of a trial: milliseconds of a step, samples a second, operations a second of one rank."""
+    """Return DeepSpeed's metrics of a trial: milliseconds of a step, samples/s, operations/s of one rank."""
     step_s = measured.step_s
     return {
         "latency": step_s * 1e3,
@@ -329,14 +329,14 @@ def metrics_of(measured: TrialResult, samples: int) -> dict[str, float]:
 
 
 def _largest(numbers: list[float], group: Group) -> list[float]:
-    """Each number of the rank where it is largest. Collective."""
+    """Reduce each number to its largest value over the ranks. Collective."""
     gathered: list[Any] = [None] * group.size
     all_gather_object(gathered, numbers, group)
     return [max(column) for column in zip(*gathered, strict=True)]
 
 
 def _links(group: Group) -> Mapping[str, LinkCost]:
-    """Latency and rate of the collectives that training uses, from a small and a large message. Collective."""
+    """Measure latency and bandwidth of training's collectives by a small and a large message. Collective."""
     backend = "training"
     found = {}
     for op in _OPS:
@@ -349,7 +349,7 @@ def _links(group: Group) -> Mapping[str, LinkCost]:
 
 
 def _limit(nbytes: int) -> None:
-    """Whatever this process allocates beyond `nbytes` fails."""
+    """Limit this process to `nbytes` of memory: further allocations fail."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_DATA, (nbytes, nbytes))

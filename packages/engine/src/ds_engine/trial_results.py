@@ -91,7 +91,7 @@ class TrialResult:
 
 
 def read_measured(path: Path) -> TrialResult:
-    """What a trial wrote. Raises OSError or ValueError where it did not."""
+    """Read the measurements that a trial wrote. Raises OSError or ValueError if missing or invalid."""
     return TypeAdapter(TrialResult).validate_json(path.read_bytes())
 
 

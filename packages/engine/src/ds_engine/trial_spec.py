@@ -42,10 +42,10 @@ class TrialSpec:
 
 
 def order_here(environ: Mapping[str, str] | None = None) -> TrialSpec | None:
-    """The order of this process; None outside a trial.
+    """Load the trial specification of this process; None outside a trial.
 
     Raises:
-        ConfigError: the file that the variable names is no order ("trial-order").
+        ConfigError: the file that the variable names is no specification ("trial-order").
     """
     path = (os.environ if environ is None else environ).get(DS_TRIAL, "")
     if not path:
@@ -59,7 +59,7 @@ def order_here(environ: Mapping[str, str] | None = None) -> TrialSpec | None:
 
 
 def laid_over(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `config` with values at dotted keys; None takes the key away, and sections that are missing are made."""
+    """Copy `config` with values at dotted keys; None removes a key, and missing sections are created."""
     made: dict[str, Any] = dict(config)
     for dotted, value in changes.items():
         *sections, last = dotted.split(".")

@@ -50,7 +50,7 @@ class WeightedBatch:
     counts: bool
 
     def weigh(self, loss: Tensor | SumLoss) -> SumLoss:
-        """The loss of `batch` as its share of the step's: a mean counts as one thing; nothing where it does not count."""
+        """Scale the loss of `batch` to its share of the step's: a mean has count 1; padding batches count 0."""
         found = loss if isinstance(loss, SumLoss) else SumLoss(loss, 1.0)
         if self.counts:
             return found
@@ -104,7 +104,7 @@ def _check(counts: list[int], policy: Policy) -> None:
 
 
 def _counts(mine: int, ever: bool, group: Group) -> list[int]:
-    """How many microbatches each rank has now; -1 for a rank that never had one."""
+    """Exchange how many microbatches each rank has now; -1 for a rank that never had any."""
     counts = torch.zeros(group.size, dtype=torch.int64)
     counts[group.rank] = mine if ever else -1
     all_reduce(counts, group=group, unit="data")

@@ -49,7 +49,7 @@ class Adapter:
 def read_adapter(
     folder: str | PathLike[str], spec: DecoderSpec, sources: Sources, dtype: torch.dtype, device: torch.device
 ) -> Adapter:
-    """The adapter of a folder that PEFT wrote: `adapter_config.json` and `adapter_model.safetensors`.
+    """Read the LoRA adapter of a folder that PEFT wrote: `adapter_config.json` and `adapter_model.safetensors`.
 
     Raises:
         CheckpointError: a file is missing, or a module is none of the model's ("inference-adapter").
@@ -121,7 +121,7 @@ def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
 
 
 def _delta(source: WeightSource, i: int, pairs: Prefixed, spec: DecoderSpec, role: str) -> tuple[Tensor, Tensor] | None:
-    """The role's A and B, whose rows are in the role's order; modules that are not adapted count as zeros."""
+    """Build the role's A and B with rows in the role's order; modules without an adapter count as zeros."""
     names = [name.replace("{i}", str(i)) for name in source.names]
     if not any(name in pairs for name in names):
         return None
@@ -138,7 +138,7 @@ def _delta(source: WeightSource, i: int, pairs: Prefixed, spec: DecoderSpec, rol
 
 
 def _sizes(role: str, spec: DecoderSpec, i: int) -> list[int]:
-    """Outputs of the modules that a role is made of."""
+    """Return the output sizes of the modules that a role is fused from."""
     a, feed = spec.layers[i].attention, spec.layers[i].feed
     if role.endswith("qkv.weight"):
         return [a.heads * a.width, a.kv_heads * a.width, a.kv_heads * a.value_width]

@@ -19,7 +19,9 @@ __all__ = ["BlockPool", "block_hashes"]
 
 
 def block_hashes(tokens: Sequence[int], size: int, salt: bytes = b"") -> list[bytes]:
-    """One print for every full block of `tokens`; equal exactly when all tokens up to the block's end are (128-bit digests).
+    """Hash each full block of `tokens` with its prefix, for prefix caching (128-bit digests).
+
+    Two hashes are equal exactly when all tokens up to the block's end are.
 
     Args:
         salt: What else the values depend on: an adapter, a version of the weights.
@@ -56,7 +58,7 @@ class BlockPool:
         return len(self._blank) + len(self._evictable)
 
     def ref_count(self, block: int) -> int:
-        """How many sequences hold a block."""
+        """Return the reference count of a block."""
         return self._holds[block]
 
     def num_blocks_for(self, tokens: int) -> int:
@@ -91,14 +93,14 @@ class BlockPool:
                     self._evictable[block] = None
 
     def add_refs(self, blocks: Iterable[int]) -> None:
-        """One more hold of each block, which is held already."""
+        """Increment the reference count of each block, which must be in use."""
         for block in blocks:
             if self._holds[block] < 1:
                 raise ValueError(f"block {block} is shared and nobody holds it")
             self._holds[block] += 1
 
     def find_cached(self, prints: Sequence[bytes]) -> list[int]:
-        """The longest run of blocks, from the first print on, whose content is there; one more hold of each."""
+        """Find the longest run of cached blocks from the first hash on, and increment their reference counts."""
         found = []
         for mark in prints:
             block = self._by_print.get(mark)
@@ -110,13 +112,13 @@ class BlockPool:
         return found
 
     def register_hash(self, block: int, mark: bytes) -> None:
-        """The block's content is computed. The first block of a print is the one that is found by it."""
+        """Register a computed block under its hash, unless the hash has a block already."""
         if self._print[block] is None and mark not in self._by_print:
             self._print[block] = mark
             self._by_print[mark] = block
 
     def clear_hashes(self) -> None:
-        """No block is found by its content any more: the weights changed."""
+        """Drop the hashes of all blocks: after a change of weights no block may be reused by its content."""
         for block in range(self.count):
             self._drop_hash(block)
         self._blank.extend(self._evictable)

@@ -29,7 +29,7 @@ class States:
         self._blank: list[int] = []
 
     def __len__(self) -> int:
-        """How many sequences have a row."""
+        """Return the number of sequences that have a row."""
         return len(self._rows)
 
     def read(self, sequences: Sequence[int]) -> list[Tensor]:
@@ -50,7 +50,7 @@ class States:
             tensor[torch.tensor(at, device=tensor.device)] = state
 
     def forget(self, sequences: Iterable[int]) -> None:
-        """These sequences are over, or will be computed anew."""
+        """Free the rows of sequences that ended or will be recomputed."""
         self._blank += [self._rows.pop(s) for s in sequences if s in self._rows]
 
     def _grow(self, states: Sequence[Tensor]) -> None:
@@ -100,12 +100,12 @@ class Cache:
 
     @staticmethod
     def bytes_of(spec: DecoderSpec, size: int, dtype: torch.dtype) -> int:
-        """Of one block of `size` tokens in all layers; 0 if none of them keeps keys and values."""
+        """Return the bytes of a block of `size` tokens in all layers; 0 if no layer stores keys and values."""
         scale = 4 if dtype == torch.int8 else 0
         return size * sum(h * (w * dtype.itemsize + scale) for layer in spec.layers for h, w in _kept(layer))
 
     def copy(self, pairs: tuple[tuple[int, int], ...]) -> None:
-        """(from, to): blocks that get another's content."""
+        """Copy the content of KV cache blocks, for each pair (from, to)."""
         if pairs and self.layers:
             source = torch.tensor([a for a, _ in pairs], device=self.layers[0][0].device)
             target = torch.tensor([b for _, b in pairs], device=self.layers[0][0].device)

@@ -23,7 +23,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Talk until /end or the end of input."""
+    """Run a chat until /end or the end of input."""
     from ds_inference.cli_generate import read_engine
 
     engine, how = read_engine(args)
@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _answer(engine: Any, prompt: list[int], how: Any, answering: Any) -> str:
-    """The answer, shown as it comes. Interrupted: what was said until then."""
+    """Generate an answer and show its text as tokens arrive; when interrupted, return the text so far."""
     from ds_inference.text import TextStream
 
     text, said = TextStream(engine.tokenizer), ""

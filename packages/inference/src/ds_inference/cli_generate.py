@@ -22,7 +22,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def register_model(parser: argparse.ArgumentParser) -> None:
-    """The options of who answers and how."""
+    """Add the options that select the model and the sampling."""
     parser.add_argument("folder", help="what save_pretrained wrote: config.json, *.safetensors, a tokenizer")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
@@ -38,7 +38,7 @@ def register_model(parser: argparse.ArgumentParser) -> None:
 
 
 def read_engine(args: argparse.Namespace) -> tuple[Any, Any]:
-    """The generator, with its tokenizer, and the sampling that the options ask for."""
+    """Load the engine with its tokenizer, and build the sampling parameters from the options."""
     import torch
 
     from ds_inference.model_loader import load

@@ -28,7 +28,10 @@ Record = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
 
 
 def cuda_graph() -> Record:
-    """Recordings as CUDA graphs, which share one pool of memory."""
+    """Return a recorder that captures calls as CUDA graphs, which share a memory pool.
+
+    Captures on a side stream; a replay's output is valid on the current stream.
+    """
     pool = torch.cuda.graph_pool_handle()
 
     def record(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
@@ -68,7 +71,7 @@ class CudaGraphRunner:
         self._recordings: dict[Hashable, _Recording] = {}
 
     def __len__(self) -> int:
-        """How many sets of shapes were recorded."""
+        """Return the number of captured sets of shapes."""
         return len(self._recordings)
 
     @torch.inference_mode()
@@ -98,10 +101,11 @@ class CudaGraphRunner:
 
 
 def padded(batch: BatchIndices, spare: int) -> BatchIndices:
-    """A batch of one-token chunks [D] with rows and columns of `tables` up to powers of two, so that few shapes occur.
+    """Pad a decode batch [D] and its block tables to powers of two, so that few shapes need a CUDA graph.
 
     Args:
-        spare: The slot where rows of padding leave their keys and values. They read block 0, of which nobody sees anything.
+        spare: The null slot, where rows of padding write their keys and values. They read block 0, and their output is
+        not used.
     """
     rows = _power(batch.single)
     columns = max(_LEAST_BLOCKS, _power(batch.tables.shape[1]))

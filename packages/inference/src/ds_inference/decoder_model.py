@@ -46,7 +46,7 @@ _SINGLES = ("tokens", "positions", "slots", "outputs", "tables", "lengths")
 
 
 def replay_obstacle(spec: DecoderSpec, cut: bool) -> str:
-    """Why steps of this spec cannot be recorded; empty: they can."""
+    """Return why steps of this spec cannot be captured as CUDA graphs; an empty string if capture is possible."""
     if cut:
         return "ranks that hold it together meet in every layer"
     if any(isinstance(layer.feed, ExpertsSpec) for layer in spec.layers):
@@ -198,7 +198,7 @@ class Decoder:
         return self.head(x[batch.outputs])
 
     def head(self, x: Tensor) -> Tensor:
-        """Hidden states [R, hidden] to logits, fp32 [R, vocab]."""
+        """Compute logits, fp32 [R, vocab], from hidden states [R, hidden]."""
         spec = self.spec
         if spec.final_norm:
             x = self._norm("norm", x)
@@ -211,14 +211,14 @@ class Decoder:
         return self._scaled(self._whole(linear(x, part, self._floats.get("head.bias")).float()))
 
     def _whole(self, part: Tensor) -> Tensor:
-        """Logits of this rank's words to those of all."""
+        """Combine the logits of all ranks' vocabulary ranges into full logits, by an all-reduce."""
         logits = torch.zeros(len(part), self.spec.vocab, device=part.device)
         if self.cut is not None:
             logits[:, slice(*self.cut.words())] = part
         return self._summed(logits)
 
     def _summed(self, x: Tensor) -> Tensor:
-        """The sum over the ranks that hold the layer; the same bits on each. In place."""
+        """Sum `x` over the tensor-parallel ranks in place (all-reduce); the result has the same bits on each rank."""
         if self.group.size > 1:
             x = x.contiguous()
             ds_comm.all_reduce(x, group=self.group, unit="inference").wait()
@@ -388,7 +388,7 @@ class Decoder:
         return y
 
     def _whole_normed(self, role: str, x: Tensor, norm: Norm, features: int) -> Tensor:
-        """RMS over features that ranks hold parts of."""
+        """Apply RMS norm over features that are sharded over the ranks."""
         weight = self._floats[f"{role}.weight"]
         if self.group.size == 1:
             return _normed(x, weight, None, norm)
@@ -397,7 +397,7 @@ class Decoder:
         return weight * (wide * torch.rsqrt(mean + norm.eps)).to(x.dtype)
 
     def _head_normed(self, role: str, x: Tensor, spec: AttentionSpec) -> Tensor:
-        """Every head of x [T, heads, width] by itself."""
+        """Normalize every head of x [T, heads, width] separately."""
         if spec.head_norm is None:
             return x
         weight, bias = self._floats[f"{role}.weight"], self._floats.get(f"{role}.bias")
@@ -426,7 +426,7 @@ def _normed(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tenso
 
 
 def route(logits: Tensor, spec: ExpertsSpec, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(weights, experts), each [T, chosen], fp32 and int64, of router logits [T, count]."""
+    """Select experts from router logits [T, count]: (weights, experts), each [T, chosen], fp32 and int64."""
     if spec.score == "softmax_chosen":
         best, chosen = logits.float().topk(spec.top_k, dim=-1)
         return torch.softmax(best, -1), chosen

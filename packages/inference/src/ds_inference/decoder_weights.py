@@ -27,7 +27,7 @@ __all__ = ["Folder", "Prefixed", "arranged", "read_config", "read_weights"]
 
 
 def read_config(folder: str | PathLike[str]) -> dict[str, Any]:
-    """`config.json` of a folder, with the language model's part on top where there are several.
+    """Read the `config.json` of a folder.
 
     Raises:
         CheckpointError: there is none, or it is not JSON ("inference-folder").
@@ -84,13 +84,14 @@ class Folder(Mapping[str, Tensor]):
 def read_weights(
     spec: DecoderSpec, sources: Sources, checkpoint: Mapping[str, Weight], keep: Callable[[str, Weight], Weight | None]
 ) -> dict[str, Weight]:
-    """Every role's weight.
+    """Read the weight of every role from a checkpoint.
 
     Args:
         checkpoint: Names to tensors, or to codes (`packed`).
-        keep: What is kept of a role's whole tensor: cast, cut, quantised; None: nothing. Called once a role, in order.
+        keep: Converts a role's full tensor: casts, shards, quantizes; returns None to drop the tensor. Called once a
+        role, in order.
     Raises:
-        CheckpointError: a tensor is missing ("inference-missing"); all missing ones are named.
+        CheckpointError: a tensor is missing ("inference-missing"); all missing tensors are named.
     """
     named = Prefixed(checkpoint)
     found: dict[str, Weight] = {}
@@ -137,7 +138,7 @@ class Prefixed(Mapping[str, Any]):
         return self._inner[self._names[name]]
 
     def own(self, name: str) -> str:
-        """The checkpoint's name."""
+        """Return the name that the checkpoint has for `name`."""
         return self._names[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -173,7 +174,7 @@ def _make(source: WeightSource, i: int, checkpoint: Mapping[str, Weight], spec: 
 
 
 def arranged(source: WeightSource, parts: list[Tensor], i: int, spec: DecoderSpec) -> Tensor:
-    """The role's tensor of the tensors that its source names, by the source's form."""
+    """Combine the tensors that a source names into the role's tensor, by the source's form."""
     if source.layout == "columns":
         parts = [part.t() for part in parts]
     whole = torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -60,7 +60,7 @@ class Embedder:
 
     @torch.inference_mode()
     def embed(self, inputs: Sequence[str | Sequence[int]]) -> Tensor:
-        """fp32 [inputs, width], in the order of the inputs.
+        """Compute the embeddings of the inputs, in their order, as fp32 [inputs, width].
 
         Raises:
             PlanError: an input is empty or too long, or a text and there is no tokenizer ("inference-embedding").
@@ -80,7 +80,7 @@ class Embedder:
         return torch.stack([found[i] for i in range(len(tokens))]) if tokens else torch.empty(0, 0)
 
     def tokens(self, one: str | Sequence[int]) -> list[int]:
-        """Of a text, or as they are."""
+        """Tokenize a text; return token ids unchanged."""
         if not isinstance(one, str):
             return list(one)
         if self.tokenizer is None:
@@ -128,10 +128,10 @@ def load_embedder(
     normalized: bool | None = None,
     budget: int = 8192,
 ) -> Embedder:
-    """An embedder from a folder (transformers' or sentence-transformers') or a module.
+    """Load an embedder from a folder (transformers' or sentence-transformers') or a module.
 
     Args:
-        pooling, normalized: None: what the folder's `modules.json` says; without one, the mean, normalized.
+        pooling, normalized: None: as the folder's `modules.json` says; without such a file, the mean, normalized.
         budget: Places of a batch.
     Raises:
         CheckpointError: the folder cannot be read, or transformers is missing ("inference-folder").
@@ -175,7 +175,7 @@ _MODES: dict[str, Pooling] = {
 
 
 def _said(folder: Path) -> dict[str, Any]:
-    """What the files of sentence-transformers say."""
+    """Read the settings in the files of sentence-transformers; empty without such files."""
     found: dict[str, Any] = {}
     if not (folder / "modules.json").exists():
         return found

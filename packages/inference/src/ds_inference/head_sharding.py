@@ -43,7 +43,7 @@ def _refuse(told: str) -> ShardingError:
 def get_shard_endpoints(
     dim_size: int, shard_rank: int, num_shards: int, granularity: int = DEFAULT_SHARD_GRANULARITY
 ) -> Stretch:
-    """The stretch of a dim that a rank has: whole multiples of `granularity`, one more on the first ranks if they are not even."""
+    """Return a rank's shard of a dim: whole multiples of `granularity`, one more on the first ranks if uneven."""
     if dim_size % granularity:
         raise _refuse(f"a dim of {dim_size} in pieces of {granularity}")
     base, more = divmod(dim_size // granularity, num_shards)
@@ -77,7 +77,7 @@ def heads_of(
 
 
 def get_local_heads(shard_rank: int, num_shards: int, n_heads_q: int, n_heads_kv: int | None = None) -> tuple[int, int]:
-    """How many query heads and key-value heads a rank has. Raises as `heads_of`."""
+    """Return the numbers of query heads and key-value heads of a rank. Raises as `heads_of`."""
     q, kv = heads_of(shard_rank, num_shards, n_heads_q, n_heads_kv)
     return _length(q), _length(kv)
 
@@ -86,7 +86,7 @@ def shard_param(
     param: Tensor | None, shard_mode: ShardingType, shard_rank: int, num_shards: int, num_concatenated_matrices: int = 1,
     granularity: int = DEFAULT_SHARD_GRANULARITY, bias_dims: int = 1,
 ) -> Tensor | None:  # fmt: skip
-    """A rank's part of each of several matrices that stand one after the other; a tensor of `bias_dims` dims is a bias."""
+    """Return a rank's shard of each of several concatenated matrices; a tensor of `bias_dims` dims is a bias."""
     if param is None or num_shards == 1:
         return param
     dim = -1 if shard_mode is ShardingType.INNER_DIMENSION or param.ndim == bias_dims else -2
@@ -99,7 +99,10 @@ def shard_param(
 def shard_qkv_param(
     param: Tensor, shard_rank: int, num_shards: int, head_size: int, n_heads_q: int | None = None, n_heads_kv: int | None = None
 ) -> Tensor:  # fmt: skip
-    """A rank's queries, keys and values of a fused projection. Raises as `heads_of`, and for a shape that is not of these heads."""
+    """Return a rank's queries, keys and values of a fused projection.
+
+    Raises as `heads_of`, and for a shape that is not of these heads.
+    """
     q, kv = _counts(len(param) // (3 * head_size), n_heads_q, n_heads_kv)
     if len(param) != head_size * (q + 2 * kv):
         raise _refuse(f"{len(param)} rows for {q} query and {kv} key-value heads of {head_size}")
@@ -112,7 +115,7 @@ def shard_qkv_param(
 def qkv_out_features(
     in_features: int, shard_rank: int, num_shards: int, head_size: int, n_heads_q: int | None = None, n_heads_kv: int | None = None
 ) -> int:  # fmt: skip
-    """Rows of `shard_qkv_param`'s result for a model of this width."""
+    """Return the number of rows of `shard_qkv_param`'s result for a model of this width."""
     q, kv = _counts(in_features // head_size, n_heads_q, n_heads_kv)
     if in_features != q * head_size:
         raise _refuse(f"a width of {in_features} for {q} query heads of {head_size}")
@@ -123,7 +126,7 @@ def qkv_out_features(
 def shard_attn_out_param(
     param: Tensor, shard_rank: int, num_shards: int, head_size: int, n_heads_q: int | None = None, n_heads_kv: int | None = None
 ) -> Tensor | None:  # fmt: skip
-    """A rank's columns of the projection after attention; its bias is the first rank's."""
+    """Return a rank's columns of the attention output projection; the bias stays with the first rank."""
     if param.ndim == 1:
         return param if shard_rank == 0 else None
     q, kv = _counts(param.shape[-1] // head_size, n_heads_q, n_heads_kv)
@@ -134,7 +137,7 @@ def shard_attn_out_param(
 def attn_out_in_features(
     out_features: int, shard_rank: int, num_shards: int, head_size: int, n_heads_q: int | None = None, n_heads_kv: int | None = None
 ) -> int:  # fmt: skip
-    """Columns of `shard_attn_out_param`'s result."""
+    """Return the number of columns of `shard_attn_out_param`'s result."""
     q, kv = _counts(out_features // head_size, n_heads_q, n_heads_kv)
     return get_local_heads(shard_rank, num_shards, q, kv)[0] * head_size
 
@@ -142,40 +145,43 @@ def attn_out_in_features(
 def shard_mlp_1_param(
     param: Tensor, shard_rank: int, num_shards: int, gated: bool = False, is_moe: bool = False
 ) -> Tensor | None:
-    """A rank's rows of the first projection; of a gated one gates and values alternate. Of experts with one dim more."""
+    """Return a rank's rows of the first projection; of a gated projection, gates and values alternate.
+
+    Weights of experts have one dim more.
+    """
     unit = DEFAULT_SHARD_GRANULARITY * (2 if gated else 1)
     return shard_param(param, ShardingType.OUTER_DIMENSION, shard_rank, num_shards, 1, unit, 2 if is_moe else 1)
 
 
 def shard_mlp_2_param(param: Tensor, shard_rank: int, num_shards: int, is_moe: bool = False) -> Tensor | None:
-    """A rank's columns of the second projection; its bias is the first rank's."""
+    """Return a rank's columns of the second projection; only the first rank has its bias."""
     if param.ndim == (2 if is_moe else 1):
         return param if shard_rank == 0 else None
     return shard_param(param, ShardingType.INNER_DIMENSION, shard_rank, num_shards)
 
 
 def sharded_intermediate_dim(intermediate_size: int, num_shards: int, shard_rank: int) -> int:
-    """Width between the two projections on a rank."""
+    """Return the width between the two projections on a rank."""
     return _length(get_shard_endpoints(intermediate_size, shard_rank, num_shards))
 
 
 def shard_embedding_param(param: Tensor, shard_rank: int, num_shards: int) -> Tensor | None:
-    """A rank's features of every word's vector."""
+    """Return a rank's features of every embedding vector."""
     return shard_param(param, ShardingType.INNER_DIMENSION, shard_rank, num_shards)
 
 
 def sharded_embedding_dim(embedding_size: int, shard_rank: int, num_shards: int) -> int:
-    """How many those are."""
+    """Return the number of embedding features on a rank."""
     return _length(get_shard_endpoints(embedding_size, shard_rank, num_shards))
 
 
 def shard_unembed_param(param: Tensor, shard_rank: int, num_shards: int) -> Tensor | None:
-    """A rank's words of the last projection."""
+    """Return a rank's vocabulary range of the last projection."""
     return shard_param(param, ShardingType.OUTER_DIMENSION, shard_rank, num_shards, granularity=1)
 
 
 def sharded_unembed_dim(vocab_size: int, shard_rank: int, num_shards: int) -> int:
-    """How many those are."""
+    """Return the size of a rank's vocabulary range."""
     return _length(get_shard_endpoints(vocab_size, shard_rank, num_shards, 1))
 
 

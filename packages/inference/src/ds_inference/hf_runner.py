@@ -75,7 +75,10 @@ class HFModelRunner:
         return out
 
     def _compute(self, batch: BatchIndices, pieces: Sequence[_Piece], count: int, cache: Cache, out: Tensor) -> None:
-        """One forward: `count` tokens of each piece. With states, either all pieces begin or none does."""
+        """Run a forward over `count` tokens of each piece, and write the logits into `out`.
+
+        With states, either all pieces begin or none does.
+        """
         row = {token: i for i, token in enumerate(batch.outputs.tolist())}
         at = torch.tensor([[first + i for i in range(count)] for first, _, _ in pieces], device=self.device)
         wanted = [
@@ -123,7 +126,8 @@ class HFModelRunner:
     def _run(
         self, tokens: Tensor, positions: Tensor, past: Any, mask: Tensor | None, most: int
     ) -> tuple[Tensor, list[Tensor]]:
-        """[G, n] to logits [G, at least `most`, vocab] of the last tokens, and the states after them."""
+        """Compute logits [G, at least `most`, vocab] of the last tokens of [G, n], and the states after these tokens.
+        """
         given: dict[str, Any] = {**self._memory.given(past), "attention_mask": mask}
         if self._positions:
             given["position_ids"] = positions
@@ -136,9 +140,10 @@ class HFModelRunner:
     def _past(
         self, sequences: list[tuple[int, tuple[int, ...]]], count: int, cache: Cache
     ) -> tuple[Any, Tensor | None]:
-        """What the sequences hold, [G, heads, longest, width] in each layer, ends together; and which of it is theirs.
+        """Build the past of the sequences, left-padded [G, heads, longest, width] in each layer, and the attention mask.
 
-        No mask where nothing is padded and there are states: some recurrent layers take it for one of the new tokens only.
+        No mask where nothing is padded and there are states: some recurrent layers take the mask for that of the new
+        tokens only.
         """
         longest, size = max(start for start, _ in sequences), cache.size
         follows = self.stateful and longest > 0
@@ -172,7 +177,7 @@ _LONGEST = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 
 @contextmanager
 def _answering(module: nn.Module) -> Iterator[None]:
-    """No dropout, for a while."""
+    """Put a module into eval mode inside the context, without dropout."""
     training = module.training
     if training:
         module.eval()
@@ -189,7 +194,9 @@ def read_module(
     device: torch.device | str | None,
     weights: Mapping[str, Tensor] | None,
 ) -> nn.Module:
-    """The module of a folder, or one with other weights or another dtype: then a copy, never the caller's own changed.
+    """Load the module of a folder, or copy a module for other weights or another dtype.
+
+    Never changes the caller's module.
 
     Raises:
         UnsupportedError: transformers is missing or does not know the folder's kind ("inference-family").

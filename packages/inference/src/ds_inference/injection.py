@@ -37,16 +37,16 @@ __all__ = ["InferenceEngine", "init_inference"]
 
 
 def init_inference(model: nn.Module, config: Any = None, **keys: Any) -> InferenceEngine:
-    """An engine around `model`. The signature is that of DeepSpeed's `init_inference`.
+    """Build an inference engine around `model`, with the signature of DeepSpeed's `init_inference`.
 
     Args:
         model: Any module; changed in place (cast, moved, loaded).
         config: An InferenceConfig, a dict, or the path of a JSON file.
-        keys: More keys of the configuration. One that is also in `config`, with another value, is an error.
+        keys: More keys of the configuration. A key that is also in `config`, with another value, is an error.
     Raises:
         ConfigError: unknown keys, wrong values; all at once.
         PlanError: a key is given twice with different values ("inference-config").
-        UnsupportedError: what is asked for cannot be done here, by name.
+        UnsupportedError: a requested feature is not supported here; the message names the feature.
     """
     return InferenceEngine(model, _resolved(config, keys))
 
@@ -142,7 +142,10 @@ class InferenceEngine(nn.Module):
             return getattr(module, name)
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """The module's own forward, without gradients; with enable_cuda_graph a replay, recorded at the first call of its shapes."""
+        """Run the module's forward without gradients.
+
+        With enable_cuda_graph the call replays a CUDA graph, captured at the first call of its shapes.
+        """
         begin = time.perf_counter()
         with torch.inference_mode():
             out = (self._recorded or self.module)(*inputs, **keywords)
@@ -216,7 +219,10 @@ class InferenceEngine(nn.Module):
         return out
 
     def _sampling(self, prompt: int, keywords: dict[str, Any]) -> tuple[SamplingParams, int]:
-        """From transformers' keywords, with the module's own generation configuration below them."""
+        """Build the sampling parameters and the pad token from transformers' keywords.
+
+        The module's generation configuration gives the defaults.
+        """
         own = getattr(self.module, "generation_config", None)
         given = {**(own.to_diff_dict() if own is not None else {}), **keywords}
         take = dict.fromkeys(
@@ -256,12 +262,12 @@ class InferenceEngine(nn.Module):
     # ---- measuring, compiling, ending
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
-        """From now on the time of every forward is kept, until `model_times`."""
+        """Record the time of every forward from now on, until `model_times`."""
         del use_cuda_events
         self._times = []
 
     def model_times(self) -> list[float]:
-        """Milliseconds of every forward since the last call."""
+        """Return the milliseconds of every forward since the last call."""
         if self._times is None:
             raise PlanError(
                 "model_times() without profile_model_time()",
@@ -286,7 +292,10 @@ class InferenceEngine(nn.Module):
 
 
 def _options(config: InferenceConfig, degree: int) -> TensorOptions:
-    """How a module that runs its own forward is cut; an injection policy names its row-parallel linears, the rest is found."""
+    """Build the tensor-parallel options of a module that runs its own forward.
+
+    An injection policy names the row-parallel linears; the rest is detected.
+    """
     names = [
         n for value in (config.injection_policy or {}).values() for n in ((value,) if isinstance(value, str) else value)
     ]
@@ -299,7 +308,7 @@ def _options(config: InferenceConfig, degree: int) -> TensorOptions:
 
 
 def _quantize(quant: QuantConfig, inputs: int) -> QuantizationOptions | None:
-    """The `quant` section, for matrices of so many inputs."""
+    """Convert the `quant` section to quantization options for matrices of `inputs` inputs; None if disabled."""
     weight, activation = quant.weight, quant.activation
     if not (quant.enabled and weight.enabled and weight.num_bits):
         return None
@@ -311,7 +320,7 @@ def _quantize(quant: QuantConfig, inputs: int) -> QuantizationOptions | None:
 
 
 def _load_into(model: nn.Module, checkpoint: str | Mapping[str, Any], base: str) -> None:
-    """Weights of a folder or of a descriptor's files go into the module; tensors on meta become those that were read."""
+    """Load the weights of a folder or of a descriptor's files into the module, also over meta tensors."""
     files = _files(checkpoint, base)
     missing = {name for name, _ in model.named_parameters()}
     for file in files:

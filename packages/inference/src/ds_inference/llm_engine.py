@@ -286,7 +286,7 @@ class LLMEngine:
         return bool(group.size > 1)
 
     def _worn(self, order: Sequence[ScheduledChunk]) -> tuple[tuple[str, Tensor], ...]:
-        """Which tokens of a batch wear which adapter."""
+        """List the tokens of a batch that use each LoRA adapter."""
         rows: dict[str, list[int]] = {}
         first = 0
         for chunk in order:
@@ -345,12 +345,12 @@ class LLMEngine:
         return list(answers.values())
 
     def stream(self) -> Iterator[TokenOutput]:
-        """Events until nothing is left to do."""
+        """Yield token outputs until all requests are finished."""
         while not self.idle:
             yield from self.step()
 
     def weights_changed(self, version: int) -> None:
-        """Nothing that the old weights computed is used any more; running requests compute their tokens anew."""
+        """Drop all cached results of the old weights; running requests recompute their tokens."""
         self.version = version
         self.scheduler.clear_prefix_cache()
 
@@ -368,9 +368,9 @@ class LLMEngine:
         return list(self.tokenizer.encode(prompt))
 
     def _choose(self, ask: _Ask, logits: Tensor, drafts: Sequence[int], likeliest: Sequence[int] = ()) -> list[TokenOutput]:
-        """The tokens that a request's rows give: the drafts as long as they are what would have been chosen, and one more.
+        """Choose the tokens of a request's rows: the drafts as far as sampling agrees, and another token.
 
-        likeliest: of each row as it is, where that is known already.
+        likeliest: of each row's unchanged logits, where that is known already.
         """
         request, how, found = ask.request, ask.how, []
         answer = list(request.sampled)
@@ -443,9 +443,9 @@ class LLMEngine:
 
 
 def _check_states(decoder: Runner, share: bool | None, speculate: int, cache_dtype: torch.dtype | None) -> None:
-    """What a decoder with states cannot do.
+    """Raise UnsupportedError for options that a decoder with recurrent states does not support.
 
-    A state is of all its tokens: it is neither that of their beginning, nor what it was before tokens that are taken back.
+    A state is of all its tokens: it cannot be shared for a prefix, nor restored to before tokens that were rejected.
     """
     asked = {
         "share=True": bool(share),
@@ -469,14 +469,14 @@ def _sample(how: SamplingParams, number: int) -> SamplingParams:
 
 
 def _renamed(request: Request, identity: int) -> Request:
-    """A request with the same tokens under another identity, not known to any scheduler."""
+    """Copy a request's tokens into a request with another identity, not known to any scheduler."""
     made = Request(identity, list(request.tokens), request.limit, request.priority, request.salt)
     made.num_prompt_tokens = request.num_prompt_tokens
     return made
 
 
 def _guess(tokens: Sequence[int], count: int, longest: int = 3, back: int = 512) -> Sequence[int]:
-    """What followed the last time the last tokens stood in the sequence (prompt lookup; Saxena 2023)."""
+    """Propose the tokens that followed the last earlier occurrence of the last tokens (prompt lookup; Saxena 2023)."""
     first = max(0, len(tokens) - back)
     for width in range(min(longest, len(tokens) - 1), 0, -1):
         tail = tuple(tokens[-width:])

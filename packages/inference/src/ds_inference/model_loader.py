@@ -50,36 +50,47 @@ def load(
     use_module_forward: bool = False,
     cuda_graphs: bool | None = None,
 ) -> LLMEngine:
-    """A generator from a folder of safetensors or a Hugging Face module.
+    """Load an LLM engine from a folder of safetensors or a Hugging Face module.
 
-    A family that is declared (`families`) runs through this package's own forward; any other decoder through its own, slower.
+    A family that is declared (`families`) runs through this package's own forward; any other decoder through its own,
+    slower.
 
     Args:
-        source: The folder (`config.json`, `*.safetensors`), or the module; its weights are used where they are if format and
-            device agree.
-        dtype: Of weights, and of the cache unless `cache_dtype` says otherwise (int8: half of bf16); None: as they are.
-        cache_tokens: The cache holds keys and values of so many tokens, over all requests.
-        block: Tokens of a block.
-        budget, share, speculate, tokenizer: See `Generator`.
-        weights: Where the tensors are taken from, by the names of a checkpoint; None: from the source.
-        quantize: Weights of few bits: a `Quantize`, or the name of a format; None: as they are. Each is quantised when it is read.
-        native: Run the native layer loop of the CPU where it has all the model needs; weights are packed for it, so that it does
-            not see later changes of a module. None: for folders, and where weights are quantised; not with adapters.
-        adapters: Names and folders of LoRA adapters that requests may ask for.
-        group: Ranks that hold each layer together; all of them call alike (`ranks`). None: this rank alone.
-        by_expert: Experts are given to the group's ranks whole, instead of being cut.
-        own_forward: The module runs through its own forward, declared or not, and its weights are not looked at: for a module whose
-            parameters come and go (ZeRO-Inference: `ds_zero.shard(model, stage=3, tier=...)` before).
-        graphs: Record steps that only generate as CUDA graphs, one for each power of two of requests and of blocks, and replay them.
-            Costs the memory of a step for each; weights may change then, and not move. None: on a CUDA device, where the model can: not
-            experts, not on several ranks, not through its own forward.
+        source: The folder (`config.json`, `*.safetensors`), or the module; its weights are used in place if dtype and
+        device agree.
+        dtype: Of weights, and of the KV cache unless `cache_dtype` says otherwise (int8: half of bf16); None:
+        unchanged.
+        cache_tokens: The KV cache has room for the keys and values of so many tokens, over all requests.
+        block_size: Tokens of a block.
+        budget, enable_prefix_caching, num_speculative_tokens, tokenizer: See `LLMEngine`.
+        weights: Source of the tensors, by the names of a checkpoint; None: from `source`.
+        quantize: Weights of few bits: a `QuantizationOptions`, or the name of a format; None: unchanged. Each weight is
+        quantized when
+            it is read.
+        native: Run the native layer loop of the CPU where it supports all that the model needs; weights are packed for
+        the loop, so that
+            later changes of a module have no effect. None: for folders, and where weights are quantized; not with
+            adapters.
+        adapters: Names and folders of LoRA adapters that requests may select.
+        group: Tensor-parallel ranks; all of them make the same calls (`ranks`). None: this rank only.
+        enable_expert_parallel: Whole experts are distributed over the group's ranks, instead of sharding each expert.
+        use_module_forward: The module runs through its own forward, declared or not, and its weights are not read here:
+        for a module
+            whose parameters are gathered and released (ZeRO-Inference: `ds_zero.shard(model, stage=3,
+            offload_params=...)` before).
+        cuda_graphs: Capture steps that only decode as CUDA graphs, one for each power of two of requests and of blocks,
+        and replay
+            the graphs. Costs the memory of a step for each; weights may then change their values, but not their
+            addresses. None: on a
+            CUDA device, where the model can: not experts, not on several ranks, not through its own forward.
     Raises:
         UnsupportedError: CUDA graphs where there is no CUDA device, or of such a model ("inference-cuda-graph");
             this family of models is not declared, and it does not run through its own forward either
-            ("inference-family", "inference-foreign"), or it shall be quantised or native ("inference-family"); its layers have states
-            and it shall share beginnings or speculate ("inference-states"); the folder's codes are of an unknown packing
+            ("inference-family", "inference-foreign"), or it shall be quantized or native ("inference-family"); its
+            layers have states
+            and it shall share prefixes or speculate ("inference-states"); the folder's codes are of an unknown packing
             ("inference-packed").
-        CheckpointError: the folder lacks something ("inference-folder", "inference-missing").
+        CheckpointError: the folder lacks a file or tensor ("inference-folder", "inference-missing").
     """
     decoder = read_decoder(
         source,
@@ -124,7 +135,7 @@ def read_decoder(
     own_forward: bool = False,
     graphs: bool | None = None,
 ) -> Decoder | HFModelRunner:
-    """The runner of a folder or module; arguments and errors are those of `load`."""
+    """Load the runner of a folder or module; arguments and errors are those of `load`."""
     if isinstance(source, nn.Module):
         config: dict[str, Any] = source.config.to_dict()  # type: ignore[operator, union-attr]
         checkpoint: Mapping[str, Weight] = source.state_dict() if weights is None else weights

@@ -61,7 +61,7 @@ _SCORES = {"softmax": Score.SOFTMAX, "sigmoid": Score.SIGMOID, "softmax_chosen":
 
 
 def native_obstacle(spec: DecoderSpec, weights: Mapping[str, Weight]) -> str:
-    """Why the native loop cannot run this; empty: it can."""
+    """Return why the native loop cannot run this spec; an empty string if the loop can."""
     embed = weights["embed.weight"]
     matrices = [w for role, w in weights.items() if role.endswith(_tails())]
     forms = {w.dtype if isinstance(w, Tensor) else w.spec.format for w in matrices}
@@ -137,12 +137,12 @@ class NativeDecoder:
 
     @staticmethod
     def packed_roles(spec: DecoderSpec) -> list[str]:
-        """Of which only the packed form is read."""
+        """List the roles of which only the packed form is read."""
         each = (*(f"{m}.weight" for m in (*_MATRICES, *_SHARED, *_LATENT)), *_EXPERTS)
         return [f"layers.{i}.{role}" for i in range(len(spec.layers)) for role in each] + ["head.weight"]
 
     def step(self, x: Tensor, batch: BatchIndices, cache: list[tuple[Tensor, ...]]) -> Tensor:
-        """Embeddings [T, hidden] to logits, fp32 [R, vocab]; keys and values are kept."""
+        """Run the native layers: embeddings [T, hidden] to logits, fp32 [R, vocab]; writes the KV cache."""
         turns = None
         if self._ropes:
             found = [self._rotations[rope].tables(batch.positions, torch.float32) for rope in self._ropes]
@@ -175,7 +175,7 @@ class NativeDecoder:
         return ProductInputs.BF16 if weight.dtype == torch.bfloat16 else ProductInputs.F32
 
     def _grouped(self, role: str, gated: bool) -> list[PackedWeight]:
-        """Every expert's matrix."""
+        """Pack the matrix of every expert of a role."""
         weight, bias = self._weights.pop(role), self._float(f"{role}_bias")
         count = weight.shape[0]
         each = (_expert(weight, e) for e in range(count))
@@ -183,7 +183,7 @@ class NativeDecoder:
         return [pack(w, None if bias is None else bias[e], gated=gated, inputs=inputs) for e, w in enumerate(each)]
 
     def _latent(self, at: str, spec: AttentionSpec, latent: LatentAttentionSpec) -> tuple[PackedWeight, DecoderLatent]:
-        """What the layer's input is multiplied with, and the rest."""
+        """Pack the matrices of latent attention (MLA): the projection of the layer's input, and the rest."""
         small = latent.q_lora_rank is not None
         names = (f"{at}.{'q_down' if small else 'q'}", f"{at}.kv_down")
         parts = [self._weights.pop(f"{name}.weight") for name in names]
@@ -282,12 +282,15 @@ class NativeDecoder:
 
 
 def _parts(heads: int) -> int:
-    """Into how many parts heads are dealt out that read the same key: of at most 8, so that threads have something to share."""
+    """Return the number of parts of `heads` that read the same key, of at most 8 heads each.
+
+    Smaller parts give threads work to share.
+    """
     return next(parts for parts in range(1, heads + 1) if heads % parts == 0 and heads // parts <= 8)
 
 
 def _stacked(parts: list[Weight]) -> Weight:
-    """Rows under each other; codes stay codes where they are of one kind."""
+    """Concatenate the rows of weights; quantized weights remain codes where their formats agree."""
     codes = [p for p in parts if isinstance(p, QuantTensor)]
     if len(codes) == len(parts) and len({(c.spec, c.cols) for c in codes}) == 1:
         rows = sum(c.rows for c in codes)
@@ -297,7 +300,7 @@ def _stacked(parts: list[Weight]) -> Weight:
 
 
 def _expert(weight: Weight, e: int) -> Weight:
-    """One of [experts, N, K]."""
+    """Return the matrix of expert `e` from [experts, N, K]."""
     if isinstance(weight, Tensor):
         return weight[e]
     _, n, k = weight.shape

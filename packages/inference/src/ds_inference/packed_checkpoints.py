@@ -37,10 +37,10 @@ Read = Callable[[str], Weight]
 
 
 def unpacked(checkpoint: Mapping[str, Tensor], config: Mapping[str, Any]) -> Mapping[str, Weight]:
-    """The checkpoint with its matrices under their plain names.
+    """Return the checkpoint with its packed matrices under their plain names.
 
     Args:
-        config: `config.json`; without a `quantization_config` the checkpoint is returned as it is.
+        config: `config.json`; without a `quantization_config` the checkpoint is returned unchanged.
     Raises:
         UnsupportedError: another packing ("inference-packed").
     """
@@ -161,7 +161,7 @@ _COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quan
 
 
 def _words(packed: Tensor, bits: int) -> Tensor:
-    """int32 [rows, words] to codes int64 [rows, words * 32 / bits], the lowest bits first."""
+    """Unpack int32 [rows, words] into codes int64 [rows, words * 32 / bits], the lowest bits first."""
     shifts = torch.arange(0, 32, bits)
     return ((packed.long()[..., None] >> shifts) & ((1 << bits) - 1)).flatten(1)
 
@@ -176,7 +176,10 @@ def _stretched(scales: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _coded(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int) -> Weight:
-    """Codes [N, K] with scales and zero points [N, groups], as they are; numbers where a group is no multiple of 8."""
+    """Build a QuantTensor from codes [N, K] with scales and zero points [N, groups].
+
+    Dequantizes where a group is no multiple of 8.
+    """
     rows, inputs = codes.shape
     if group % 8 or scales.shape[1] != -(-inputs // group):
         at = torch.arange(inputs) // group

@@ -49,9 +49,9 @@ class BatchIndices:
 
 
 def make_batch(chunks: Sequence[ScheduledChunk], size: int, device: torch.device) -> tuple[BatchIndices, list[ScheduledChunk]]:
-    """The batch, and the chunks in its order: `outputs` belong to them in this order.
+    """Build the batch, and return its chunks in the order to which `outputs` belong.
 
-    size: tokens of a block. All index tensors are made on the host and sent to the device at once.
+    size: tokens of a block. All index tensors are built on the host and copied to the device at once.
     """
     order = [c for c in chunks if len(c.tokens) == 1] + [c for c in chunks if len(c.tokens) != 1]
     single = sum(len(c.tokens) == 1 for c in chunks)
@@ -86,7 +86,10 @@ def make_batch(chunks: Sequence[ScheduledChunk], size: int, device: torch.device
 
 
 def keep(new: Tensor, slots: Tensor, kept: Tensor, scales: Tensor | None) -> None:
-    """Keys or values [T, heads, width] into blocks [blocks, size, heads, width]; int8 with a scale for each token and head."""
+    """Write keys or values [T, heads, width] into the KV cache's blocks [blocks, size, heads, width].
+
+    Blocks of int8 have a scale for each token and head.
+    """
     if scales is None:
         kept.flatten(0, 1)[slots] = new.to(kept.dtype)
         return
@@ -97,7 +100,10 @@ def keep(new: Tensor, slots: Tensor, kept: Tensor, scales: Tensor | None) -> Non
 
 
 def alibi_slopes(heads: int, rounded: bool = False) -> Tensor:
-    """fp32 [heads], bf16 if rounded; Press et al. 2022, "Train Short, Test Long": powers of 2^(-8/n), for n not a power of two filled up from 2n."""
+    """Compute the ALiBi slopes of `heads` heads, fp32 [heads], bf16 if rounded.
+
+    Press et al. 2022, "Train Short, Test Long": powers of 2^(-8/n); for n not a power of two filled up from 2n.
+    """
     nearest = 2 ** math.floor(math.log2(heads))
     base = 2.0 ** (-8.0 / nearest)
     found = [base ** (i + 1) for i in range(nearest)]
@@ -113,11 +119,12 @@ def attend(
     spec: AttentionSpec,
     extra: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """What each token sees of its sequence.
+    """Compute the attention of each token over its sequence in the KV cache.
 
     Args:
         q: [T, heads, width].
-        cache: Keys [blocks, size, kv heads, width] and values [blocks, size, kv heads, value width]; the batch's own are there. Of
+        cache: Keys [blocks, size, kv heads, width] and values [blocks, size, kv heads, value width]; the batch's own
+        are there. Of
             int8, scales fp32 [blocks, size, kv heads] of both follow.
         extra: ALiBi slopes [heads] and sinks [heads], or None.
     Returns: [T, heads, value width].
@@ -166,7 +173,10 @@ def _core(
     spec: AttentionSpec,
     extra: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
-    """q [B, n, heads, width], k and v [B, L, kv heads, .]; positions of queries [B, n] and of keys [L]. Returns [B, n, heads, .]."""
+    """Compute causal attention of q [B, n, heads, width] over k and v [B, L, kv heads, .].
+
+    `positions` are those of queries [B, n] and of keys [L]. Returns [B, n, heads, .].
+    """
     (mine, at), (slopes, sinks) = positions, extra
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     distance = mine[..., None] - at

@@ -62,7 +62,7 @@ def _refuse(found: str, fix: str) -> PlanError:
 
 
 def as_quantize(asked: QuantizationOptions | str | None) -> QuantizationOptions | None:
-    """A name is a format with groups of 128.
+    """Return quantization options; a name means that format with groups of 128.
 
     Raises:
         PlanError: no such format ("inference-quantize").
@@ -75,7 +75,7 @@ def as_quantize(asked: QuantizationOptions | str | None) -> QuantizationOptions 
 
 
 def quantised(role: str, weight: Tensor, how: QuantizationOptions) -> Weight:
-    """The weight of a role: its codes if it is a matrix [N, K] or experts [E, N, K] that products read, else itself."""
+    """Quantize a role's matrix [N, K] or experts [E, N, K] if products read the role; else return the weight."""
     if weight.dim() < 2 or role.endswith(_KEPT) or not role.endswith(("weight", ".up", ".down")):
         return weight.contiguous()
     group = how.group or -(-weight.shape[-1] // 8) * 8
@@ -83,28 +83,28 @@ def quantised(role: str, weight: Tensor, how: QuantizationOptions) -> Weight:
 
 
 def as_read(role: str, weight: Weight) -> Weight:
-    """Codes of a folder as they are, where products read the role; else numbers."""
+    """Return a folder's codes unchanged where matrix products read the role; else the dequantized values."""
     if isinstance(weight, QuantTensor) and not role.endswith(_KEPT):
         return weight
     return dequantised(weight)
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """x @ weight^T + bias, [.., K] to [.., N]."""
+    """Compute x @ weight^T + bias, [.., K] to [.., N]."""
     if isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
     return quantized_linear(x, weight, bias)
 
 
 def grouped_linear(x: Tensor, weights: Weight, ends: Tensor) -> Tensor:
-    """Rows sorted by expert [T, K], each group by its own matrix of [E, N, K]; `ends` int64 [E]."""
+    """Multiply rows sorted by expert [T, K], each group by its own matrix of [E, N, K]; `ends` int64 [E]."""
     if isinstance(weights, Tensor):
         return grouped_matmul(x, weights, ends, transpose=True)
     return quantized_grouped_matmul(x, weights, ends)
 
 
 def dequantised(weight: Weight) -> Tensor:
-    """The numbers."""
+    """Return the weight's values, dequantized from codes if needed."""
     if isinstance(weight, Tensor):
         return weight
     return dequantize(weight, dtype=torch.float32).to(weight.dtype)

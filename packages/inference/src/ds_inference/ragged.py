@@ -90,14 +90,15 @@ class RaggedEngine:
         return 1
 
     def put(self, batch_uids: Iterable[int], batch_tokens: Iterable[Tensor], do_checks: bool = True) -> Tensor:
-        """One forward. Each sequence's tokens follow what it had; unknown ones begin.
+        """Run a forward in which each sequence's tokens follow its earlier tokens; unknown sequences begin.
 
         Args:
             batch_tokens: int64 [.] each, prompts, parts of prompts or single tokens.
-            do_checks: Whether the batch is looked at before; without it, a batch that does not fit is an error in the middle.
-        Returns: fp32 [sequences, vocab], logits of each one's last token.
+            do_checks: Whether the batch is checked before; without the check, a batch that does not fit is an error in
+            the middle.
+        Returns: fp32 [sequences, vocab], logits of each sequence's last token.
         Raises:
-            SchedulingError: it does not fit; nothing was changed.
+            SchedulingError: the batch does not fit; nothing was changed.
         """
         uids, tokens = list(batch_uids), [t.flatten().tolist() for t in batch_tokens]
         status = self.can_schedule(uids, [len(t) for t in tokens]) if do_checks else SchedulingResult.Success
@@ -120,7 +121,8 @@ class RaggedEngine:
         return logits[[row[uid] for uid in uids]]
 
     def query(self, uid: int, max_request_tokens: int, max_request_blocks: int) -> tuple[int, int]:
-        """(tokens, blocks) that the sequence could be given now, at most what is asked; (0, 0) if no sequence may begin."""
+        """Return (tokens, blocks) that the sequence could get now, at most the maxima; (0, 0) if no sequence may begin.
+        """
         known = self._known.get(uid)
         if known is None:
             if len(self._known) >= self.config.state_manager.max_tracked_sequences:
@@ -150,12 +152,12 @@ class RaggedEngine:
         return SchedulingResult.KVCacheLimitExceeded if blocks > self._pool.num_free else SchedulingResult.Success
 
     def get_remaining_block_capacity(self, uid: int) -> int:
-        """Tokens that fit in the last block of a sequence."""
+        """Return the tokens that still fit in the last block of a sequence."""
         known = self._known.get(uid, _Sequence())
         return len(known.blocks) * _BLOCK - known.num_seen
 
     def flush(self, uid: int) -> None:
-        """A sequence is over. An unknown one is none of ours: nothing happens."""
+        """Free the blocks and states of a sequence that has ended; does nothing for an unknown sequence."""
         known = self._known.pop(uid, None)
         if known is not None:
             self._pool.release(reversed(known.blocks))
@@ -168,11 +170,12 @@ def build_hf_engine(
     *,
     dtype: torch.dtype | None = None,
 ) -> RaggedEngine:
-    """The ragged engine of a Hugging Face folder or module.
+    """Build the ragged engine of a Hugging Face folder or module.
 
     Raises:
         UnsupportedError: the model cannot be run ("inference-family", "inference-foreign").
-        PlanError: `tp_size` is neither 1 nor the number of ranks ("inference-ranks"). All of them put the same.
+        PlanError: `tp_size` is neither 1 nor the number of ranks ("inference-ranks"). All ranks make the same calls of
+        `put`.
     """
     config = engine_config or RaggedConfig()
     group = ranks_of(config.tensor_parallel.tp_size)

@@ -28,9 +28,9 @@ _LONG = 10.0 * 365 * 86400
 
 @contextmanager
 def leading(engine: LLMEngine) -> Iterator[None]:
-    """Every step that `engine` computes meanwhile is said to the other ranks of its group, which `follow`.
+    """Broadcast every step of `engine` inside the context to the other ranks of its group, which `follow`.
 
-    Others wait for this rank as long as it has nothing to do; if it ends, they do, with an error that says so.
+    Other ranks wait for this rank as long as no step is due; if this rank ends, they end with an error that says so.
     """
     group = engine.decoder.group
 

@@ -88,7 +88,7 @@ class RecurrentState:
         return bool(self._places or self._holders or self._loose)
 
     def made(self, states: Sequence[Tensor] = ()) -> Any:
-        """A past with nothing in it but `states`, which the forward may change; none: those of sequences that begin."""
+        """Build a past that holds only `states`, which the forward may change; empty for sequences that begin."""
         if self._loose:
             return self._loose(self._config, states)
         past = _cache_of([make() for make in self._makers])
@@ -106,11 +106,11 @@ class RecurrentState:
         return past
 
     def given(self, past: Any) -> dict[str, Any]:
-        """Keywords of a forward with this past."""
+        """Return the keyword arguments of a forward with this past."""
         return {self.argument: past.state if isinstance(past, _Loose) else past, "use_cache": True}
 
     def taken(self, past: Any, result: Any) -> list[Tensor]:
-        """The states after a forward, that had this past and this result. Attributes of modules are left empty."""
+        """Collect the states after a forward that had this past and this result. Clears the attributes of modules."""
         if isinstance(past, _Loose):
             return past.taken(result)
         found = [getattr(past.layers[at], what)[number] for at, what, number in self._places]
@@ -120,10 +120,12 @@ class RecurrentState:
         return found
 
     def learn(self, past: Any) -> list[tuple[Tensor, Tensor]]:
-        """What a forward of one token left in a past that was empty: keys and values [1, heads, 1, width] of the layers that keep any.
+        """Detect which layers of a past store keys and values, and which states, after a single-token forward.
+
+        The past was empty before. Returns the keys and values [1, heads, 1, width] of the layers that store any.
 
         Raises:
-            UnsupportedError: a layer keeps something else, or nothing ("inference-foreign").
+            UnsupportedError: a layer stores a value of an unknown kind, or nothing ("inference-foreign").
         """
         pairs: list[tuple[Any, Any]] = [(getattr(y, "keys", None), getattr(y, "values", None)) for y in past.layers]
         self.saved_lengths = tuple(i for i, (keys, _) in enumerate(pairs) if keys is not None)
@@ -171,7 +173,7 @@ _LOOSE: Mapping[str, type[_Loose]] = {"rwkv": _Loose, "xlstm": _XLSTM}
 
 
 def strange(kind: str, why: str) -> UnsupportedError:
-    """A module that cannot run through its own forward here."""
+    """Build the error for a module that cannot run through its own forward here."""
     return UnsupportedError(
         f"generation by a {kind} model: {why}",
         code="inference-foreign",
@@ -187,9 +189,9 @@ def _cache_of(layers: list[Any]) -> Any:
 
 
 def _makers(kind: str, config: Any) -> list[Callable[[], Any]]:
-    """One for each layer of the cache; empty: all layers keep keys and values.
+    """List a factory for each layer of the cache; empty if all layers store keys and values.
 
-    Those with a window keep everything, too: blocks do, and masks say what is seen.
+    Layers with a window store all keys and values, too: blocks do, and masks limit the window.
     """
     try:
         from transformers import DynamicCache
@@ -221,7 +223,7 @@ def _makers(kind: str, config: Any) -> list[Callable[[], Any]]:
 
 
 def _places(layers: Sequence[Any]) -> Iterator[tuple[int, str, int]]:
-    """Where states are: the layer, its attribute, the number in it."""
+    """Yield the positions of states: the layer, its attribute, the number in that attribute."""
     for at, layer in enumerate(layers):
         for what in _STATES:
             states = getattr(layer, what, None)

@@ -33,13 +33,13 @@ class Rotation:
         self._rope = rope
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos, sin) [T, 1, dim / 2] of positions [T]; the same for all layers of a step."""
+        """Compute (cos, sin) [T, 1, dim / 2] of positions [T]; the same for all layers of a step."""
         angles = positions.float()[:, None] * self._angles
         cos, sin = angles.cos() * self._magnitude, angles.sin() * self._magnitude
         return cos.to(dtype)[:, None], sin.to(dtype)[:, None]
 
     def turn(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        """x [T, heads, width], turned."""
+        """Apply the rotary embedding to x [T, heads, width]."""
         cos, sin = tables
         turned, rest = x[..., : self._rope.dim], x[..., self._rope.dim :]
         if self._rope.interleaved:

@@ -103,7 +103,7 @@ class SamplingParams:
 
 
 def apply_penalties(logits: Tensor, how: SamplingParams, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
-    """Logits [vocab], fp32, after penalties and biases; a new tensor if there are any."""
+    """Apply penalties, biases and the token mask to logits [vocab], fp32; returns a new tensor if there are any."""
     if how.plain:
         return logits
     logits = logits.clone()
@@ -134,7 +134,7 @@ def _masked(logits: Tensor, mask: Tensor) -> Tensor:
 
 
 def sample_token(logits: Tensor, how: SamplingParams, position: int) -> int:
-    """One token from logits [vocab] that are shaped. `position`: of the token in its sequence."""
+    """Sample a token from logits [vocab] after penalties. `position`: of the token in its sequence."""
     if how.greedy:
         return int(logits.argmax())
     # From the largest on: at the smallest temperatures the others then go to -inf, and no quotient overflows.
@@ -187,7 +187,7 @@ def derive_seed(seed: int, kind: str, number: int) -> int:
 
 
 def _mix(seed: int, position: int) -> int:
-    """A 63-bit seed from two numbers, so that neighbouring seeds and positions have nothing in common."""
+    """Hash two numbers into a 63-bit seed, so that neighbouring seeds and positions have nothing in common."""
     return _hash(f"{seed},{position}")
 
 

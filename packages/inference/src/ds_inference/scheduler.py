@@ -86,9 +86,10 @@ class Scheduler:
             )
 
     def fork(self, parent: Request, identity: int) -> Request:
-        """Another request with the parent's tokens, which goes on by itself. It shares what the parent has computed, if blocks are shared.
+        """Add a request with the parent's tokens, which then continues independently.
 
-        Call between steps. Costs one copy of a block in the next step, if the parent's last one is not full.
+        The request shares the parent's computed blocks if prefix caching is on.
+        Call between steps. Costs a copy of a block in the next step, if the parent's last block is not full.
         """
         child = Request(identity, list(parent.tokens), parent.limit, parent.priority, parent.salt)
         child.num_prompt_tokens = parent.num_prompt_tokens  # before it is checked: tokens of the answer count against the limit
@@ -124,11 +125,12 @@ class Scheduler:
     # ---- a step
 
     def schedule(self, drafts: Mapping[int, Sequence[int]] | None = None) -> SchedulerOutput:
-        """The next step. Not empty unless `idle`.
+        """Plan the next step: chunks of requests, and block copies. Not empty unless `idle`.
 
         Args:
-            drafts: Guesses of what requests that generate will say next, by identity. They are computed together with the newest
-                token as far as budget and blocks allow.
+            drafts: Draft tokens of requests that generate, by identity. They are computed together with the newest
+            token as far as
+                budget and blocks allow.
         """
         if self._planned is not None:
             raise PlanError(
@@ -181,10 +183,10 @@ class Scheduler:
         return SchedulerOutput(self._planned, copies, gone)
 
     def update(self, outcomes: Mapping[int, StepOutcome]) -> list[Request]:
-        """The step was computed: what its outputs became, by request. Returns the requests that ended.
+        """Record the outcomes of the computed step, by request, and return the requests that ended.
 
         Raises:
-            PlanError: no step is under way, or an outcome is missing ("inference-order").
+            PlanError: no step is in progress, or an outcome is missing ("inference-order").
         """
         planned = self._planned
         missing = [
@@ -218,7 +220,7 @@ class Scheduler:
             self._preempt(request)
 
     def clear_prefix_cache(self) -> None:
-        """The weights changed: nothing that is in the cache is used any more. Running requests compute their tokens again."""
+        """Drop all cached results after a change of weights; running requests recompute their tokens."""
         for request in list(self._running):
             self._preempt(request)
             request.num_preemptions -= 1
@@ -239,16 +241,16 @@ class Scheduler:
         return min(len(request.tokens) - request.num_computed_tokens, left, self.budget.max_prefill_chunk or left)
 
     def _reach(self, request: Request) -> int:
-        """Tokens that the request can compute without blocks of others."""
+        """Return the tokens that the request can compute without preempting another request."""
         return (len(request.blocks) + self.pool.num_free) * self.pool.size - request.num_computed_tokens
 
     def _later(self, request: Request, settled: set[int]) -> Request | None:
-        """The last running request in order that may lose its blocks to this one."""
+        """Return the last running request in order that may be preempted for `request`; None without any."""
         others = (r for r in reversed(self._running) if r.request_id not in settled and r.rank > request.rank)
         return next(others, None)
 
     def _draft_room(self, request: Request) -> int:
-        """Drafts never push anybody out."""
+        """Return the number of drafts that fit without preempting another request."""
         return self._reach(request) - 1
 
     def _make_room(self, request: Request, count: int, settled: set[int]) -> bool:

@@ -62,15 +62,15 @@ class RankShard:
                 )
 
     def spec(self) -> DecoderSpec:
-        """What this rank computes."""
+        """Return the spec of this rank's shard of the model."""
         return replace(self.whole, layers=tuple(map(self._layer, self.whole.layers)))
 
     def words(self) -> Stretch:
-        """Rows of the head."""
+        """Return this rank's vocabulary range, the rows of its shard of the head."""
         return spread(self.whole.vocab, self.size)[self.rank]
 
     def part(self, role: str, weight: Tensor) -> Tensor | None:
-        """This rank's part of a role's whole weight; None: another rank adds it."""
+        """Return this rank's shard of a role's full weight; None where another rank adds the weight."""
         if role.startswith("head."):
             return weight[slice(*self.words())]
         if not role.startswith("layers."):
@@ -147,10 +147,12 @@ class RankShard:
 
 
 def ranks_of(size: int, group: Any = None) -> Group | None:
-    """The group of `size` ranks that hold each layer together: `group`, or all ranks, connected here if they are not yet; None for one.
+    """Return the group of `size` tensor-parallel ranks: `group`, or all ranks; None for a size of 1.
+
+    Without a group the ranks are connected here if they are not yet.
 
     Raises:
-        PlanError: there are more or fewer ("inference-ranks").
+        PlanError: there are more or fewer ranks ("inference-ranks").
     """
     if size == 1:
         return None
@@ -169,7 +171,7 @@ def _length(stretch: Stretch) -> int:
 
 
 def _parts(weight: Tensor, dim: int, sizes: Sequence[int], stretches: Sequence[Stretch]) -> Tensor:
-    """Of each part of a weight, parts of these sizes in a row along `dim`, its stretch."""
+    """Concatenate the stretch of each part of a weight along `dim`; `sizes` are those of the parts."""
     starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     cut = [
         weight.narrow(dim, start + first, last - first)

@@ -33,7 +33,7 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """The text that is certain now; often empty."""
+        """Add a token and return the text that is certain now; often empty."""
         if self.stopped:
             return ""
         self._tokens.append(token)
@@ -47,7 +47,7 @@ class TextStream:
         return self._past_stops(new)
 
     def finish(self) -> str:
-        """What was held back, and is certain because the answer is over; bytes that never became a character show as one that says so."""
+        """Return the pending text after the last token; incomplete characters show as a replacement character."""
         if self.stopped:
             return ""
         said = self._past_stops(self._tokenizer.decode(self._tokens[self._first :])[self._emitted :])
@@ -82,15 +82,15 @@ class HfTokenizer:
         self.inner = inner
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a prompt, with the tokenizer's own beginning."""
+        """Tokenize a prompt, with the special tokens that the tokenizer adds at the beginning."""
         return list(self.inner.encode(text))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text without special tokens; spaces as they were."""
+        """Decode tokens into text without special tokens; spaces are not cleaned up."""
         return str(self.inner.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Tokens of a conversation that ends where the answer begins; without a template, `role: text` lines."""
+        """Tokenize a conversation up to the beginning of the answer; without a template, as `role: text` lines."""
         if getattr(self.inner, "chat_template", None):
             found = self.inner.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
             return list(found)
@@ -99,7 +99,7 @@ class HfTokenizer:
 
 
 def read_tokenizer(folder: str | PathLike[str]) -> HfTokenizer:
-    """The tokenizer of a folder. Needs transformers (the extra `text`).
+    """Read the tokenizer of a folder. Needs transformers (the extra `text`).
 
     Raises:
         CheckpointError: there is none, or transformers is not installed ("inference-tokenizer").

@@ -58,7 +58,10 @@ class LaunchBackend:
 
 
 def node_command(job: LaunchJob, node_rank: str, *extra: str) -> tuple[str, ...]:
-    """What starts the ranks of one host, on that host; `node_rank` is its place in the inventory, or `auto`."""
+    """Build the command that starts the ranks of one host, on that host.
+
+    `node_rank` is the host's index in the inventory, or `auto`.
+    """
     world = ("--world-info", encode(job.inventory), "--node-rank", node_rank)
     return (job.python, "-P", "-m", "ds_launcher", "run", *world, *extra, *job.options, *job.command)
 
@@ -69,7 +72,7 @@ def _with_exports(job: LaunchJob, argv: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _shell(job: LaunchJob, argv: tuple[str, ...]) -> str:
-    """One line for a login shell on the node."""
+    """Build the command line that a login shell on the node runs for `argv`."""
     return f"cd {shlex.quote(job.cwd)} && exec {shlex.join(_with_exports(job, argv))}"
 
 
@@ -155,7 +158,10 @@ def _openmpi(job: LaunchJob) -> tuple[Process, ...]:
 
 
 def _hydra(job: LaunchJob, all_cores: Mapping[str, str] | None = None) -> tuple[Process, ...]:
-    """MPICH's process manager, which is Intel MPI's and MVAPICH's, too; those two bind the one task of a node unless told."""
+    """Build the `mpirun` process for Hydra, the process manager of MPICH, Intel MPI and MVAPICH.
+
+    Intel MPI and MVAPICH bind the only task of a node to few cores unless the variables of `all_cores` say otherwise.
+    """
     names = ",".join(host.name for host in job.inventory)
     base = ("mpirun", "-n", str(len(job.inventory)), "-ppn", "1", "-hosts", names, "-wdir", job.cwd)
     _, secrets = split_secrets(job.exports)

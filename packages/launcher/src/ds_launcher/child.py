@@ -38,13 +38,13 @@ class Forked:
         self._code: int | None = None
 
     def wait(self) -> int:
-        """Its exit code; negative: the signal that ended it."""
+        """Wait for the process and return its exit code; negative: the signal that ended the process."""
         if self._code is None:
             self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self._code
 
     def poll(self) -> int | None:
-        """That, when it has ended."""
+        """Return the exit code if the process has ended, else None."""
         if self._code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self._code = os.waitstatus_to_exitcode(status) if pid else None
@@ -71,7 +71,7 @@ class Child:
         return self.code is None
 
     def ending(self, index: int) -> Ending:
-        """How it ended, for the blame. Only when it has."""
+        """Return how the process ended, for the failure analysis. Call only after the process has ended."""
         return Ending(index, self.code or 0, self.ended_s, self.traceback_s, self.stop_requested)
 
     def reap(self) -> None:
@@ -187,7 +187,7 @@ def _stdin(kind: str) -> int | None:
 
 
 def before_exec(keeper: int, cores: tuple[int, ...]) -> None:
-    """In the new process: die with the keeper, keep to the cores, take signals as any program does."""
+    """Prepare the new process: die with the keeper, bind to the cores, reset the signal handlers."""
     die_with(keeper)
     if cores:
         os.sched_setaffinity(0, cores)

@@ -11,10 +11,10 @@ __all__ = ["parse_range", "parse_ranges", "share_cores"]
 
 
 def parse_range(text: str) -> range:
-    """The numbers of "3", or of "2-4", both ends among them.
+    """Parse the range "3" or "2-4", both ends included.
 
     Raises:
-        ConfigError: it is neither ("launch-cores").
+        ConfigError: the text is neither ("launch-cores").
     """
     first, dash, last = text.partition("-")
     if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) < int(first):
@@ -23,10 +23,10 @@ def parse_range(text: str) -> range:
 
 
 def parse_ranges(text: str) -> tuple[int, ...]:
-    """The numbers of "0,2-4": ranges in ascending order that do not overlap.
+    """Parse the numbers of "0,2-4": ranges in ascending order that do not overlap.
 
     Raises:
-        ConfigError: they are not ("launch-cores").
+        ConfigError: the ranges descend or overlap ("launch-cores").
     """
     ranges = [parse_range(part.strip()) for part in text.split(",")]
     if any(after[0] <= before[-1] for before, after in pairwise(ranges)):
@@ -39,7 +39,7 @@ def _bad(text: str, why: str) -> ConfigError:
 
 
 def share_cores(cores: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Neighbouring cores for each rank, as many for one as for another; cores that are left over stay idle.
+    """Assign neighbouring cores to each rank, the same number to all; leftover cores stay idle.
 
     Raises:
         ConfigError: fewer cores than ranks ("launch-cores").

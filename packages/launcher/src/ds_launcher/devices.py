@@ -59,7 +59,7 @@ def find_devices(env: Mapping[str, str], root: Path = Path("/")) -> Devices:
 
 
 def restrict(devices: Devices, slots: Sequence[int]) -> dict[str, str]:
-    """The variable that leaves only the devices at positions `slots` visible; empty where there are no devices.
+    """Return the variable that makes only the devices at positions `slots` visible; empty without devices.
 
     Raises:
         ConfigError: a position that no visible device has ("launch-devices").

@@ -35,12 +35,12 @@ _ASSIGNED = re.compile(r"^HELP\s*(?::\s*[^=\n]+)?=\s*", re.MULTILINE)
 
 
 def commands() -> dict[str, EntryPoint]:
-    """Installed commands by name, sorted. Reads metadata only."""
+    """Return the installed commands by name, sorted. Reads package metadata only."""
     return {point.name: point for point in sorted(entry_points(group=GROUP), key=lambda point: point.name)}
 
 
 def source_file(module: str) -> Path | None:
-    """The file a module's source is in, found without importing its packages."""
+    """Find the source file of a module without importing its packages."""
     path: Sequence[str] | None = None
     for name in (parts := module.split("."))[:-1]:
         spec = PathFinder.find_spec(name, path)
@@ -53,7 +53,10 @@ def source_file(module: str) -> Path | None:
 
 
 def load_command(module: str) -> ModuleType:
-    """The command's module. Its package is not imported for it where it was not before and the module has a source file."""
+    """Load the module of a command, if possible without importing its package.
+
+    The package is imported only if that happened before, or if the module has no source file.
+    """
     package = module.partition(".")[0]
     file = None if package == module or package in sys.modules else source_file(module)
     spec = None if file is None else spec_from_file_location(module, file)
@@ -70,10 +73,10 @@ def load_command(module: str) -> ModuleType:
 
 
 def parser_of(name: str, module: ModuleType | None = None) -> argparse.ArgumentParser:
-    """The parser of an installed command.
+    """Build the argument parser of an installed command.
 
     Args:
-        module: its module, where that is loaded already.
+        module: The command's module, if already loaded.
     """
     module = load_command(commands()[name].module) if module is None else module
     parser = argparse.ArgumentParser(prog=f"ds {name}", description=module.HELP)
@@ -82,7 +85,7 @@ def parser_of(name: str, module: ModuleType | None = None) -> argparse.ArgumentP
 
 
 def help_line(module: str) -> str:
-    """The literal assigned to HELP in the module's source; empty when there is none."""
+    """Return the literal assigned to HELP in the module's source; empty when there is none."""
     file = source_file(module)
     if file is None:
         return ""
@@ -95,7 +98,10 @@ def help_line(module: str) -> str:
 
 
 def _first_expression(text: str) -> object:
-    """Value of the literal that `text` begins with; None when it begins with none. Parses no more lines than it has."""
+    """Evaluate the literal that `text` begins with; None when there is none.
+
+    Parses no more lines than the literal has.
+    """
     lines = text.splitlines()
     for count in range(1, min(len(lines), 12) + 1):
         try:

@@ -27,7 +27,7 @@ _LAST_CALL_S = 5  # for further hosts, once the fewest have come
 
 
 def main(argv: list[str]) -> int:
-    """`python -m ds_launcher.elastic_launch SPEC`: SPEC is the JSON that `ds_launcher.job` makes."""
+    """Run `python -m ds_launcher.elastic SPEC`: SPEC is the JSON that `ds_launcher.job` writes."""
     spec = json.loads(argv[0])
     # torch's own way to share a store keeps, on all but its host, the address of a host of an earlier round that may be gone.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

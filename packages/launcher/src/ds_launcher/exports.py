@@ -46,18 +46,18 @@ def is_secret(name: str) -> bool:
 
 
 def split_secrets(exports: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """What may stand on a command line, and what may not."""
+    """Split the variables into those that may appear on a command line and the secrets."""
     secrets = {name: value for name, value in exports.items() if is_secret(name)}
     return {name: value for name, value in exports.items() if name not in secrets}, secrets
 
 
 def write_secrets(secrets: Mapping[str, str]) -> bytes:
-    """One line, for the standard input of a node."""
+    """Encode the secrets as one line, for the standard input of a node."""
     return json.dumps(dict(secrets)).encode() + b"\n"
 
 
 def read_secrets(descriptor: int) -> dict[str, str]:
-    """What `write_secrets` wrote; nothing behind the line is read.
+    """Read the secrets that `write_secrets` wrote; nothing after their line is read.
 
     Raises:
         LaunchError: the pipe ended, or holds something else ("launch-secrets").
@@ -79,7 +79,9 @@ def read_secrets(descriptor: int) -> dict[str, str]:
 
 
 def collect(env: Mapping[str, str], named: Iterable[str], file: Mapping[str, str]) -> dict[str, str]:
-    """The variables to export, sorted by name; `named` (`NAME` or `NAME=value`) wins over the file, the file over `env`.
+    """Collect the variables to export, sorted by name.
+
+    `named` (`NAME` or `NAME=value`) overrides the file, and the file overrides `env`.
 
     Raises:
         ConfigError: `-x NAME` of a variable that is not set ("launch-export").
@@ -99,7 +101,10 @@ def collect(env: Mapping[str, str], named: Iterable[str], file: Mapping[str, str
 
 
 def changes(env: Mapping[str, str], exports: Mapping[str, str]) -> list[str]:
-    """What other hosts get, as a diff against this environment: ` ` as it is here, `+` only there, `~` changed, `-` stays here."""
+    """List the variables that other hosts get, as a diff against this environment.
+
+    Marks: ` ` the same, `+` only on the other hosts, `~` changed, `-` stays here.
+    """
     lines = []
     for name in sorted({*env, *exports}):
         shown = "..." if is_secret(name) else exports.get(name, "")
@@ -131,7 +136,7 @@ def parse_env_file(text: str, source: str) -> dict[str, str]:
 
 
 def read_env_files(env: Mapping[str, str], home: Path, here: Path) -> dict[str, str]:
-    """The variables of `.deepspeed_env` (or the name in DS_ENV_FILE) in the home directory, then in the working directory."""
+    """Read `.deepspeed_env` (or the name in DS_ENV_FILE) in `~`, then in the working directory."""
     values: dict[str, str] = {}
     for folder in (home, here):
         path = folder / env.get("DS_ENV_FILE", ".deepspeed_env")

@@ -39,18 +39,18 @@ class Ending:
 
 
 def failed_at(ending: Ending) -> float:
-    """The moment of failure: of the traceback when the process ended because of it, else of the exit."""
+    """Return the time of failure: of the traceback if the process ended because of it, else of the exit."""
     recent = ending.traceback_s is not None and ending.ended_s - ending.traceback_s <= _RECENT_S
     return ending.traceback_s if recent and ending.code > 0 and ending.traceback_s is not None else ending.ended_s
 
 
 def first_failure(endings: Sequence[Ending]) -> Ending | None:
-    """The process that failed first by itself; None when none did."""
+    """Return the ending of the process that failed first without being asked to stop; None when none did."""
     return min((e for e in endings if e.code != 0 and not e.stop_requested), key=failed_at, default=None)
 
 
 def exit_status(code: int) -> int:
-    """The shell's convention: 128 + signal for a process that a signal ended."""
+    """Return the shell's exit status: 128 + signal for a process that a signal ended."""
     return 128 - code if code < 0 else code
 
 
@@ -72,9 +72,9 @@ def starts_traceback(line: bytes) -> bool:
 
 
 def closing_lines(tail: Sequence[bytes], fallback: int = 20) -> list[bytes]:
-    """Of the last lines of standard error: the last traceback with those it is chained to; else the last `fallback` lines.
+    """Return the last traceback in `tail` with those it is chained to; else the last `fallback` lines.
 
-    What native code logs after the traceback is left out.
+    Lines that native code logs after the traceback are left out.
     """
     headers = [i for i, line in enumerate(tail) if starts_traceback(line)]
     if not headers:

@@ -52,9 +52,9 @@ class BecomeRank(BaseException):
 
 
 def imports_of(source: str) -> tuple[str, ...]:
-    """The modules, of those that may be imported early, that a script imports before it does anything else. Pure.
+    """List the early-importable modules that a script imports before its first other statement. Pure.
 
-    A script may set a variable that an import reads: what it imports after its first other statement is imported by each rank.
+    A script may set a variable that an import reads: each rank does the imports after that statement.
     """
     try:
         tree = ast.parse(source)
@@ -79,7 +79,7 @@ def forkable(processes: Sequence[Process], env: Mapping[str, str]) -> bool:
 
 
 def shared_env(processes: Sequence[Process]) -> dict[str, str]:
-    """The variables that are the same for all: an import may read them (OMP_NUM_THREADS). Pure."""
+    """Return the variables that are the same for all processes: an import may read them (OMP_NUM_THREADS). Pure."""
     first, *others = (process.env for process in processes)
     return {name: value for name, value in first.items() if all(env.get(name) == value for env in others)}
 
@@ -109,11 +109,11 @@ class Forks:
                 gc.freeze()  # a collection in a rank would write to every page that is shared
 
     def fork(self, process: Process, streams: Streams, prepare: Prepare) -> int:
-        """A rank's process id; in the rank itself this raises BecomeRank.
+        """Fork a rank and return its process id; in the rank itself, raise BecomeRank.
 
         Args:
-            prepare: what is done first in the new process, given the keeper's id and the cores.
-            streams: what its standard input, output and error are; None: as they are.
+            prepare: Called first in the new process, with the keeper's id and the cores.
+            streams: Descriptors for standard input, output and error; None leaves the stream unchanged.
         """
         keeper = os.getpid()
         pid = os.fork()
@@ -138,7 +138,7 @@ class Forks:
 
 
 def become(process: Process) -> NoReturn:
-    """Be `python -u SCRIPT ARGUMENTS`, to its end."""
+    """Run `python -u SCRIPT ARGUMENTS` in this process, to its end."""
     os.environ.update(process.env)
     script, words = process.argv[2], list(process.argv[2:])
     sys.argv, sys.orig_argv = words, list(process.argv)
@@ -180,7 +180,7 @@ def _run(script: str) -> None:
 
 
 def _below(error: BaseException) -> TracebackType | None:
-    """Its traceback from the script's first frame on."""
+    """Cut the traceback of an error to begin at the script's first frame, and return the traceback."""
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_globals.get("__name__") == __name__:
         frame = frame.tb_next
@@ -213,7 +213,10 @@ def _descriptors() -> set[int]:
 
 @contextlib.contextmanager
 def _ending_with(control: socket.socket) -> Iterator[None]:
-    """While inside, end this process when `ds run` is gone or passes a signal on: nothing was started, so nothing is left."""
+    """End this process, while inside, when `ds run` is gone or forwards a signal.
+
+    No process was started yet, so nothing is left behind.
+    """
 
     def look(number: int, frame: object) -> None:
         with contextlib.suppress(BlockingIOError):

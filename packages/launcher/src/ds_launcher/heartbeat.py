@@ -54,7 +54,7 @@ class Heartbeat:
 
 
 def encode_message(message: Heartbeat, key: str) -> bytes:
-    """Digest and JSON."""
+    """Encode a message as its digest followed by JSON."""
     told = message.job_end
     words = [told.host, told.text[:800], told.status] if told else None
     body = json.dumps({"from": message.member, "told": words, "bye": message.bye, "about": message.about}).encode()
@@ -62,7 +62,7 @@ def encode_message(message: Heartbeat, key: str) -> bytes:
 
 
 def decode_message(data: bytes, key: str) -> Heartbeat | None:
-    """What `encode_message` made with this key; None for anything else."""
+    """Decode a message that `encode_message` made with this key; return None for anything else."""
     digest, body = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
     if not hmac.compare_digest(digest, _digest(body, key)):
         return None
@@ -95,14 +95,14 @@ class Heartbeats:
         return True
 
     def heard(self, message: Heartbeat, now_s: float) -> None:
-        """A sign of life; none is expected after a bye."""
+        """Record a sign of life of the sender; after a bye, expect no more."""
         if message.bye:
             self._heard_s.pop(message.member, None)
         else:
             self._heard_s[message.member] = now_s
 
     def lost(self, now_s: float) -> JobEnd | None:
-        """Who was heard and fell silent, the longest silent first."""
+        """Return the end of the job because of the longest silent member; None while nobody timed out."""
         member = min(self._heard_s, key=self._heard_s.__getitem__, default=None)
         if member is None or now_s - self._heard_s[member] <= self._watch.lost_after_s:
             return None
@@ -160,7 +160,7 @@ class HeartbeatSocket:
         return told
 
     def tell(self, message: Heartbeat) -> None:
-        """Say something last: to the centre, or as the centre to all."""
+        """Send a final message: to the centre, or from the centre to all members."""
         for _ in range(_REPEATS):
             self._send(message, self._members if self._watch.member == CENTRE else {CENTRE: self._centre})
 
@@ -172,7 +172,10 @@ class HeartbeatSocket:
 
 
 def _unlike(watch: HostWatch, message: Heartbeat) -> JobEnd | None:
-    """Other versions on a host than on node 0: said before ranks wait for each other, or agree on what they do not share."""
+    """Return the end of the job because a host has other versions than node 0; None if they agree.
+
+    Checked before ranks wait for each other, or rely on what their versions do not share.
+    """
     if watch.member != CENTRE or not (watch.about and message.about) or message.about == watch.about:
         return None
     host, first = watch.names[message.member], watch.names[CENTRE]

@@ -183,15 +183,15 @@ def limit(inventory: Inventory, num_hosts: int = -1, num_slots: int = -1) -> Inv
 
 
 def encode(inventory: Inventory) -> str:
-    """URL-safe text of an inventory, for a command line."""
+    """Encode an inventory as URL-safe text, for a command line."""
     return base64.urlsafe_b64encode(json.dumps([[h.name, list(h.slots)] for h in inventory]).encode()).decode()
 
 
 def decode(text: str) -> Inventory:
-    """What `encode` wrote.
+    """Decode an inventory that `encode` wrote.
 
     Raises:
-        ConfigError: it was not written by `encode` ("launch-filter").
+        ConfigError: the text was not written by `encode` ("launch-filter").
     """
     try:
         return tuple(
@@ -206,7 +206,10 @@ def decode(text: str) -> Inventory:
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """Slurm's `node[01-03,7],login` as `node01 node02 node03 node7 login`; several brackets in a name multiply."""
+    """Expand Slurm's `node[01-03,7],login` to `node01 node02 node03 node7 login`.
+
+    Several brackets in a name multiply.
+    """
     names: list[str] = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         expanded = [""]
@@ -229,13 +232,13 @@ def _expand_ranges(text: str) -> list[str]:
 
 
 def from_slurm(env: Mapping[str, str], slots: int) -> Inventory | None:
-    """The hosts of the allocation that `env` describes, `slots` on each; None outside of one."""
+    """Return the hosts of the Slurm allocation in `env`, `slots` on each; None outside of an allocation."""
     nodelist = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
     return tuple(Host(name, tuple(range(slots))) for name in expand_nodelist(nodelist)) if nodelist else None
 
 
 def slurm_gpus(env: Mapping[str, str]) -> int:
-    """Devices on each node of Slurm's allocation, from `4`, `a100:4` or `gpu:a100:4`; 0 where it says none."""
+    """Return the devices on each node of Slurm's allocation, from `4`, `a100:4` or `gpu:a100:4`; 0 if unset."""
     for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
         count = env.get(name, "").rpartition(":")[2]
         if count.isdecimal():

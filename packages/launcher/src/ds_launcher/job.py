@@ -84,7 +84,7 @@ def make_launch(options: RunOptions, facts: HostFacts) -> LaunchPlan:
 
 
 def _watch(options: RunOptions, hosts: Inventory, member: int, centre: tuple[str, int, str]) -> HostWatch | None:
-    """How the hosts notice each other's end; a host that is alone has nobody to notice."""
+    """Build the heartbeat settings by which hosts notice each other's end; None without peers or timeout."""
     if not options.host_timeout or (len(hosts) == 1 and not options.world_info and member != LAUNCHER):
         return None
     return HostWatch(member, tuple(host.name for host in hosts), *centre, options.host_timeout)
@@ -116,7 +116,7 @@ def _local(options: RunOptions, facts: HostFacts) -> tuple[Process, ...]:
 
 
 def _cores(options: RunOptions, facts: HostFacts, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """The cores of each rank of this host; empty where none are bound."""
+    """Return the cores of each rank of this host; empty where none are bound."""
     if not (options.bind_cores or options.core_list):
         return ((),) * ranks
     if "KMP_AFFINITY" in facts.env:
@@ -136,7 +136,10 @@ def _cores(options: RunOptions, facts: HostFacts, ranks: int) -> tuple[tuple[int
 
 
 def _secret(facts: HostFacts) -> dict[str, str]:
-    """For ranks that this launch starts, all of them: nodes that are started by hand, each alone, cannot agree on one."""
+    """Return the job's secret for the ranks, if this launch starts all of them and no secret is set.
+
+    Nodes that are started by hand, one at a time, cannot agree on a secret.
+    """
     return {SECRET: facts.secret} if facts.secret and SECRET not in facts.env else {}
 
 
@@ -166,10 +169,10 @@ def _command(options: RunOptions, python: str) -> tuple[str, ...]:
 
 
 def world_of(options: RunOptions, facts: HostFacts) -> tuple[Inventory, int]:
-    """All hosts of a job of fixed size with their slots, and which one this is.
+    """Return all hosts of a job of fixed size with their slots, and the index of this host.
 
     Raises:
-        ConfigError: a filter does not fit, or nothing tells which host this is.
+        ConfigError: a filter does not fit, or this host cannot be identified.
     """
     low, _ = parse_nnodes(options.nnodes)
     if options.world_info:
@@ -225,7 +228,7 @@ def _restricted(devices: Devices, host: Host) -> dict[str, str]:
 
 
 def remote_hosts(options: RunOptions, facts: HostFacts) -> Inventory:
-    """The hosts that are started from here; empty when the job runs on this host, or this is one node of it."""
+    """Return the hosts that are started from here; empty for a job on this host only, or on a node of a job."""
     if options.no_ssh or options.world_info:
         return ()
     found = facts.hosts

@@ -171,7 +171,10 @@ class LaunchSupervisor:
                 self._on_told(told)
 
     def _on_told(self, told: JobEnd, *, last: bool = False) -> None:
-        """Another host failed or was lost: so does the job, here too. The last word says how the job ended: mpirun may not."""
+        """Stop the job on this host because another host failed or was lost.
+
+        The last notice (`last`) also sets the exit status while stopping, which mpirun may not report.
+        """
         if last and self._job_end is None and self._state is _LaunchState.STOPPING:
             self._job_end = told
         if self._job_end is None and self._state in (_LaunchState.RUNNING, _LaunchState.SETTLING) and self._first() is None:
@@ -227,7 +230,10 @@ class LaunchSupervisor:
                 (os.killpg if child.process.group else os.kill)(child.popen.pid, number)
 
     def _tell_others(self) -> None:
-        """The network may be whole where a host is not: who hears it need not wait for silence."""
+        """Send the other hosts how the job ended here, so that they need not wait for a timeout.
+
+        The network may be intact where a host is not.
+        """
         watch = self._launch.watch
         if self._line is None or watch is None:
             return
@@ -249,7 +255,7 @@ class LaunchSupervisor:
             self._line.tell(Heartbeat(watch.member, told, bye=True))
 
     def _leave(self) -> None:
-        """All ended well: a clean job leaves nothing running either."""
+        """Stop the processes that the ranks left running, after all ranks ended well."""
         self._enter(_LaunchState.LEAVING)
         left = self._others()
         if left:
@@ -269,12 +275,12 @@ class LaunchSupervisor:
         return [child for child in self._children if child.running]
 
     def _others(self) -> list[Proc]:
-        """Living descendants that are not processes of the launch."""
+        """List the living descendants that are not processes of the launch."""
         own = {child.popen.pid for child in self._running()}
         return [proc for proc in descendants(os.getpid()) if not proc.zombie and proc.pid not in own]
 
     def _reap(self) -> None:
-        """Reap what we adopted; where there is no pidfd, notice the ends of our own."""
+        """Collect the exits of adopted processes; without a pidfd, handle the ends of launched processes."""
         for child in self._running():
             if child.pidfd is None and child.popen.poll() is not None:
                 self._on_exit(child)
@@ -311,7 +317,10 @@ class LaunchSupervisor:
         self._screen.finish(_LAST_WORDS_S)
 
     def _first(self) -> Ending | None:
-        """Which of those that ended failed first. At the start of a job of many hosts, of what they told."""
+        """Return the ended process that failed first.
+
+        Where a job of many hosts was started, prefer the host that a notice named.
+        """
         endings = [child.ending(index) for index, child in enumerate(self._children) if not child.running]
         if self._job_end is not None and self._job_end.host:
             named = f"host {self._job_end.host}"
@@ -361,7 +370,10 @@ def _ids(processes: list[Proc]) -> str:
 
 
 def _caught_signals() -> tuple[socket.socket, socket.socket]:
-    """Two ends of a socket: the numbers of caught signals arrive at the first. SIGCHLD is among them, to wake us."""
+    """Create a socket pair whose first end receives the numbers of caught signals.
+
+    SIGCHLD is among them, to wake the event loop.
+    """
     reading, writing = socket.socketpair()
     writing.setblocking(False)
     signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
@@ -371,7 +383,7 @@ def _caught_signals() -> tuple[socket.socket, socket.socket]:
 
 
 def main(argv: list[str]) -> int:
-    """`python -m ds_launcher.keeper FD`: FD is the socket to `ds run`."""
+    """Run `python -m ds_launcher.keeper FD`: FD is the socket to `ds run`."""
     control = socket.socket(fileno=int(argv[0]))
     for number in HANDLED:
         if number != signal.SIGTERM:

@@ -203,7 +203,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def joined(words: Sequence[str]) -> list[str]:
-    """`words` with the value of `--launcher-args` joined to it by `=`: argparse takes "-mca ..." for an option else."""
+    """Join the value of `--launcher-args` to the option by `=`: argparse would take "-mca ..." for an option."""
     found = list(words)
     for i, word in enumerate(words[:-1]):
         if word in ("--launcher-args", "--launcher_args") and words[i + 1].startswith("-"):
@@ -212,7 +212,7 @@ def joined(words: Sequence[str]) -> list[str]:
 
 
 def without_option(words: Sequence[str], flag: str) -> tuple[str, ...]:
-    """`words` without an option and its value."""
+    """Return `words` without an option and its value."""
     kept, skip = [], False
     for word in words:
         if skip:
@@ -225,7 +225,7 @@ def without_option(words: Sequence[str], flag: str) -> tuple[str, ...]:
 
 
 def options_of(args: argparse.Namespace) -> RunOptions:
-    """The parsed arguments as a record.
+    """Convert the parsed arguments to a record of options.
 
     Raises:
         ConfigError: options that contradict each other, or numbers out of range ("launch-options").
@@ -240,7 +240,7 @@ def options_of(args: argparse.Namespace) -> RunOptions:
 
 
 def _elastic(options: RunOptions, args: argparse.Namespace) -> RunOptions:
-    """What `--elastic_training` and its numbers come to, in the words of torch's agent."""
+    """Translate `--elastic_training` and its numbers to the options of torch's elastic agent."""
     low, high = args.min_elastic_nodes, args.max_elastic_nodes
     if not args.elastic_training:
         if (low, high) != (-1, -1):
@@ -290,7 +290,7 @@ def _check(options: RunOptions, manifest: bool) -> None:
 
 
 def parse_nnodes(text: str) -> tuple[int, int]:
-    """`4` -> (4, 4), `1:4` -> (1, 4), empty or `-1` -> (-1, -1): not said.
+    """Parse a node count: `4` -> (4, 4), `1:4` -> (1, 4), empty or `-1` -> (-1, -1), unspecified.
 
     Raises:
         ConfigError: anything else ("launch-options").
@@ -308,7 +308,7 @@ def parse_nnodes(text: str) -> tuple[int, int]:
 
 
 def node_options(options: RunOptions, master_addr: str, master_port: int, run_id: str) -> tuple[str, ...]:
-    """The options that a node of this job is started with, besides those that say which node it is."""
+    """Return the options that a node of this job is started with, except those that identify the node."""
     return (
         *("--master-addr", master_addr, "--master-port", str(master_port), "--run-id", run_id),
         *own_options(options),
@@ -316,7 +316,7 @@ def node_options(options: RunOptions, master_addr: str, master_port: int, run_id
 
 
 def own_options(options: RunOptions) -> tuple[str, ...]:
-    """Those that say how a host starts, binds and ends its ranks."""
+    """Return the options that say how a host starts, binds and ends its ranks."""
     flags = [
         name
         for name, given in (

@@ -89,12 +89,12 @@ class LaunchPlan:
 
 
 def to_json(launch: LaunchPlan) -> str:
-    """Text that `from_json` reads back."""
+    """Serialize a launch to text that `from_json` reads back."""
     return json.dumps(asdict(launch))
 
 
 def from_json(text: str) -> LaunchPlan:
-    """The launch that `to_json` wrote."""
+    """Parse the launch that `to_json` wrote."""
     raw = json.loads(text)
     processes = tuple(
         Process(**{**process, "argv": tuple(process["argv"]), "cores": tuple(process["cores"])})
@@ -106,7 +106,7 @@ def from_json(text: str) -> LaunchPlan:
 
 
 def without_secrets(launch: LaunchPlan) -> dict[str, Any]:
-    """The launch as plain values for people's eyes: those of secrets are `...`."""
+    """Return the launch as plain values for display: values of secrets are `...`."""
     plain = asdict(launch)
     for process in plain["processes"]:
         process["env"] = _shown(process["env"])
@@ -121,7 +121,7 @@ def _shown(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def describe(launch: LaunchPlan) -> str:
-    """One paragraph per process: its name and a line that a shell would take."""
+    """Describe each process by its name and a command line that a shell would accept."""
     lines = []
     for process in launch.processes:
         settings = [f"{key}={value}" for key, value in sorted(_shown(process.env).items())]

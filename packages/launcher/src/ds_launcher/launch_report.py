@@ -34,7 +34,7 @@ _GRAVITY = tuple(ReportLevel)
 
 
 def gather(quick: bool = False) -> PackageReport:
-    """Every part, of the packages in the order of their names."""
+    """Collect every part of the report, from packages in the order of their names."""
     points = sorted(entry_points(group=GROUP), key=lambda point: point.name)
     return merged(_part(point, quick) for point in points)
 
@@ -51,7 +51,10 @@ def _part(point: EntryPoint, quick: bool) -> PackageReport:
 
 
 def merged(parts: Iterable[PackageReport]) -> PackageReport:
-    """One report. What two packages tell of the same thing is told once, by the graver verdict; the first of equals."""
+    """Merge the parts into a report.
+
+    A check that two packages report appears once, with the graver verdict; the first of equals.
+    """
     checks: dict[tuple[str, str], Check] = {}
     tables: list[TextTable] = []
     data: dict[str, Any] = {}
@@ -67,7 +70,7 @@ def merged(parts: Iterable[PackageReport]) -> PackageReport:
 
 
 def as_dict(report: PackageReport) -> dict[str, Any]:
-    """Plain values for JSON."""
+    """Convert a report to plain values for JSON."""
     checks = [
         {"section": c.section, "name": c.name, "verdict": c.verdict.value, "found": c.result, "fix": c.fix}
         for c in report.checks
@@ -79,7 +82,10 @@ def as_dict(report: PackageReport) -> dict[str, Any]:
 
 
 def environment(quick: bool = False) -> PackageReport:
-    """What is installed and visible here. Imports nothing of what it reports on. Variables that may hold secrets are not shown."""
+    """Report the software, devices and settings visible on this host.
+
+    Imports nothing of what the report covers. Variables that may hold secrets are not shown.
+    """
     del quick  # it is quick
     data = _facts()
     python, system, devices = data["python"], data["platform"], data["devices"]
@@ -122,7 +128,7 @@ def _plain() -> tuple[str, ...]:
 
 
 def torch_here() -> PackageReport:
-    """What torch says of itself when it is imported into this process: its build and devices."""
+    """Report torch's build and devices by importing torch into this process."""
     told = _torch()
     broken = "import" in told
     verdict = ReportLevel.BROKEN if broken else ReportLevel.INFO

@@ -67,13 +67,13 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def wanted_of(args: argparse.Namespace, options: RunOptions, env: Mapping[str, str]) -> Wanted:
-    """What was asked of the manifest.
+    """Build the description of the wanted manifest from the arguments.
 
     Args:
-        env: where the values of `-x NAME` come from.
+        env: Source of the values of `-x NAME`.
 
     Raises:
-        ConfigError: something is missing, or cannot stand in a manifest ("launch-manifest"); everything at once.
+        ConfigError: an argument is missing, or cannot appear in a manifest ("launch-manifest"); all problems at once.
     """
     amounts = {name: amount for name, _, amount in (word.partition("=") for word in args.resource)}
     resources = amounts or {"nvidia.com/gpu": str(max(0, options.nproc))}
@@ -113,10 +113,10 @@ def _name_of(script: str) -> str:
 
 
 def manifest(options: RunOptions, wanted: Wanted) -> dict[str, Any]:
-    """The job, as Kubernetes takes it.
+    """Build the Kubernetes manifest of the job.
 
     Raises:
-        ConfigError, UnsupportedError: it cannot be said so ("launch-options", "launch-manifest").
+        ConfigError, UnsupportedError: a manifest cannot express the job ("launch-options", "launch-manifest").
     """
     head = {"name": wanted.name, **({"namespace": wanted.namespace} if wanted.namespace else {})}
     api, kind, spec = KINDS[wanted.kind]
@@ -214,7 +214,10 @@ _NOT_PLAIN = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
 
 
 def as_yaml(value: Any, indent: int = 0) -> str:
-    """Mappings, lists, texts, integers and booleans as YAML; texts that YAML could take for something else are quoted as in JSON."""
+    """Render mappings, lists, texts, integers and booleans as YAML.
+
+    Texts that YAML could take for something else are quoted as in JSON.
+    """
     pad = "  " * indent
     lines = []
     for key, item in value.items() if isinstance(value, Mapping) else ((None, item) for item in value):

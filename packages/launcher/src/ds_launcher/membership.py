@@ -31,7 +31,7 @@ class Store(Protocol):
     """What is used of torch's stores. `add` answers with the sum, and makes what is not there."""
 
     def add(self, key: str, amount: int, /) -> int:
-        """The number at `key`, `amount` added."""
+        """Add `amount` to the number at `key` and return the sum."""
 
     def set(self, key: str, value: str, /) -> None:
         """Write."""
@@ -63,7 +63,10 @@ class Pulse:
         return tuple(self._seen_s)
 
     def seen(self, number: int, count: int, now_s: float) -> str:
-        """A count as it was read. Who said that it leaves is gone at once: then the line that says so, else nothing."""
+        """Record a count that was read from a host; return a line if the host has left the job, else nothing.
+
+        A host that announces that it leaves counts as gone at once.
+        """
         word = count // _WORD
         if word:
             self._seen_s.pop(number, None)
@@ -74,7 +77,10 @@ class Pulse:
         return ""
 
     def lost(self, now_s: float) -> list[str]:
-        """A line for each that was not seen for too long, said once. To be asked after reading: what nobody could read tells nothing."""
+        """Return a line for each host that was silent for too long, once per host.
+
+        Call this after reading: a count that could not be read says nothing about its host.
+        """
         silent = [number for number, seen_s in self._seen_s.items() if now_s - seen_s > self._lost_after_s]
         for number in silent:
             del self._seen_s[number]
@@ -112,7 +118,7 @@ class HostBeats:
             threading.Thread(target=work, name=f"ds-{work.__name__}", daemon=True).start()
 
     def close(self, word: int) -> None:
-        """Say DONE, AGAIN or LEFT, where that takes no longer than two beats, and stop."""
+        """Publish DONE, AGAIN or LEFT, waiting no longer than two beats, and stop."""
         self._word = word
         self._end.set()
         self._announced.wait(2 * self._period_s)
@@ -172,11 +178,11 @@ class WatchedRendezvous:
         return getattr(self._inner, name)
 
     def get_backend(self) -> str:
-        """The name of this kind of handler."""
+        """Return the name of this kind of rendezvous handler."""
         return self._backend
 
     def next_rendezvous(self) -> Any:
-        """Meet the others, and watch those who came."""
+        """Join the next rendezvous, and watch the hosts that joined."""
         self.close(AGAIN)
         info = self._inner.next_rendezvous()
         try:
@@ -189,12 +195,12 @@ class WatchedRendezvous:
         return info
 
     def num_nodes_waiting(self) -> int:
-        """How many hosts want to join, or were lost: with any the agent starts its ranks anew."""
+        """Count the hosts that want to join or were lost: with any, the agent restarts its ranks."""
         lost = len(self._line.gone) if self._line is not None else 0
         return int(self._inner.num_nodes_waiting()) + lost + self._broken
 
     def shutdown(self) -> bool:
-        """The job is over here."""
+        """Announce that the job is done on this host, and shut the inner handler down."""
         self.close(DONE)
         return bool(self._inner.shutdown())
 

@@ -32,7 +32,7 @@ class LineSplitter:
         return lines
 
     def finish(self) -> list[bytes]:
-        """The unfinished line, if there is one: the stream has ended."""
+        """Return the unfinished line, if any, at the end of the stream."""
         rest, self._rest = self._rest, b""
         return [rest] if rest else []
 
@@ -79,7 +79,7 @@ class Screen:
             self._changed.notify()
 
     def finish(self, timeout_s: float) -> bool:
-        """Say that nothing more comes, and wait up to `timeout_s` for what is still to be written. Whether all was."""
+        """Announce the end of the output and wait up to `timeout_s` for pending writes. Whether all were written."""
         with self._changed:
             self._ended = True
             self._changed.notify()

@@ -32,10 +32,10 @@ def in_pod(env: Mapping[str, str]) -> bool:
 
 
 def pod_options(options: RunOptions, env: Mapping[str, str]) -> RunOptions:
-    """`options`, with what the command line leaves open as the pod's environment has it.
+    """Fill the options that the command line leaves open from the pod's environment.
 
     Raises:
-        ConfigError: a variable that is to be a number is none ("launch-pod").
+        ConfigError: a variable that must be a number is none ("launch-pod").
     """
     if not in_pod(env) or options.hostfile or options.world_info or options.include or options.exclude:
         return options
@@ -67,7 +67,7 @@ def _nproc(options: RunOptions, env: Mapping[str, str]) -> int:
 
 
 def _number(env: Mapping[str, str], default: int, *names: str) -> int:
-    """The first of these variables that is set."""
+    """Return the first of these variables that is set, as a number; else `default`."""
     for name in names:
         if value := env.get(name, ""):
             if not value.isdecimal():

@@ -40,7 +40,10 @@ def adopt_orphans() -> bool:
 
 
 def die_with(parent: int) -> None:
-    """Called in a new child before exec: be killed when the process `parent` dies. Survives exec."""
+    """Let the kernel kill this process when the process `parent` dies. Survives exec.
+
+    Called in a new child before exec.
+    """
     if _prctl is None:
         return
     _prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -49,7 +52,7 @@ def die_with(parent: int) -> None:
 
 
 def descendants(root: int) -> list[Proc]:
-    """Every process below `root`, parents first, zombies included. Cost: one read per process of the host."""
+    """List every process below `root`, parents first, zombies included. Cost: one read per process of the host."""
     children: dict[int, list[Proc]] = {}
     for entry in Path("/proc").glob("[0-9]*") if _LINUX else ():
         proc = _read(int(entry.name))
@@ -65,7 +68,7 @@ def descendants(root: int) -> list[Proc]:
 
 
 def open_pidfd(pid: int) -> int | None:
-    """A descriptor that means this process for ever and is readable when it ended; None where there is no such thing.
+    """Open a descriptor that always refers to this process and is readable after its end; None if unsupported.
 
     Raises:
         ProcessLookupError: no process has this id.

@@ -43,7 +43,7 @@ class World:
 
 
 def rank_env(world: World, local_rank: int) -> dict[str, str]:
-    """The variables of one rank of this node."""
+    """Return the environment variables of one rank of this node."""
     rank, local_size = world.first_rank + local_rank, world.local_sizes[world.node_rank]
     values: dict[str, object] = {
         "RANK": rank,
@@ -70,15 +70,17 @@ def rank_env(world: World, local_rank: int) -> dict[str, str]:
 
 
 def omp_threads(cores: int, local_size: int) -> int:
-    """Threads for each of `local_size` ranks that share `cores`."""
+    """Return the number of threads for each of `local_size` ranks that share `cores`."""
     return max(1, cores // max(1, local_size))
 
 
 def node_rank_from(env: Mapping[str, str], names: tuple[str, ...], hostname: str) -> int:
-    """This node's rank, where the command line says `auto`: by name where a scheduler or the host says it, else by number.
+    """Find this node's rank, where the command line says `auto`: by name if known, else by number.
+
+    The name comes from a scheduler or the host, the number from variables of Slurm or MPI.
 
     Raises:
-        ConfigError: several nodes and nothing tells which one this is ("launch-node-rank").
+        ConfigError: several nodes and nothing identifies this node ("launch-node-rank").
     """
     for name in (env.get("SLURMD_NODENAME"), hostname, hostname.split(".")[0]):
         if name in names:

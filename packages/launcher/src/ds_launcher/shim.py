@@ -12,7 +12,7 @@ _OURS = {"LOCAL_SIZE": "LOCAL_WORLD_SIZE", "CROSS_RANK": "GROUP_RANK", "CROSS_SI
 
 
 def wrapped(argv: Sequence[str], env: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """The command and the environment to become."""
+    """Return the command and the environment that replace this process."""
     options, command = argv[: argv.index("--")], list(argv[argv.index("--") + 1 :])
     if "--local-rank-arg" in options:
         command.append(f"--local_rank={env['LOCAL_RANK']}")

@@ -65,14 +65,14 @@ def supervise(launch: LaunchPlan) -> int:
 
 
 def _blank(launch: LaunchPlan) -> str:
-    """Room in the keeper's command line for those of ranks that are its forks."""
+    """Return blanks that reserve room in the keeper's command line for those of its forked ranks."""
     longest = max((sum(len(word) + 1 for word in p.argv) for p in launch.processes if p.fork), default=0)
     return " " * min(longest, 32_000)
 
 
 @contextlib.contextmanager
 def _handling(link: _Link) -> Iterator[None]:
-    """While inside, signals go to the keeper. Those that were ignored (`nohup`) stay ignored."""
+    """Forward signals to the keeper, while inside. Ignored signals (`nohup`) stay ignored."""
     before = {number: signal.getsignal(number) for number in HANDLED}
     try:
         for number, handler in before.items():

@@ -95,7 +95,10 @@ def _averaged(family: ReductionGroup, grad: Tensor) -> Tensor:
 
 
 def _settle(layer: MOELayer, places: ExpertGroups, name: str) -> None:
-    """Say of the experts of `layer` who holds them and what they are called; parts that tensor parallelism made stay parts."""
+    """Record the reduction group and the checkpoint name of each expert parameter of `layer`.
+
+    Parts that tensor parallelism made stay parts.
+    """
     first, many = places.local(layer.num_experts).start, world_group().size > 1
     experts = cast(Experts, layer.experts).deepspeed_experts
     if places.tensor.size > 1 and any(param_sharding(param).box is not None for param in experts.parameters()):
@@ -116,6 +119,9 @@ def _settle(layer: MOELayer, places: ExpertGroups, name: str) -> None:
 
 
 def _whole_rows(places: ExpertGroups, copies: int) -> ReductionGroup:
-    """The family of what sees all rows of its tensor-parallel ranks, `copies` of which hold the same."""
+    """Build the reduction group of parameters that see all rows of their tensor-parallel ranks.
+
+    `copies` of these ranks have the same values.
+    """
     title = f"{places.family.name}-tensor" + (f"-{copies}" if copies > 1 else "")
     return ReductionGroup(title, places.data, places.family.divisor, copies=copies)

@@ -132,7 +132,10 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _replayed(layer: PackedExperts, one: MoEBlock) -> Callable[..., Any]:
-    """A hook on the family's own router: while a tape runs, its choices are the tape's, weighed by the current scores."""
+    """Return a hook for the family's router that replays the choices of a routing trace while the trace plays.
+
+    The choices are weighted by the current scores.
+    """
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         track = layer.track
@@ -151,7 +154,7 @@ def _replayed(layer: PackedExperts, one: MoEBlock) -> Callable[..., Any]:
 
 
 def _whole(layer: Layer, places: ExpertGroups) -> nn.Module:
-    """The module that was replaced, with the values of all experts."""
+    """Gather the values of all experts into the module that was replaced, and return that module. Collective."""
     original: nn.Module = layer.original[0]
     for param in layer.parameters():  # whole again: of no family, and no part
         if param_sharding(param).family is not None:

@@ -14,7 +14,9 @@ __all__ = ["update_expert_bias", "load_balancing_loss", "entropy", "z_loss"]
 
 
 def load_balancing_loss(scores: Tensor, chosen: Tensor, k: int = 1) -> Tensor:
-    """E / k * sum over e of me[e] * ce[e]: k tokens' worth of 1 when all is even (Shazeer 2017; Lepikhin 2020, algorithm 1).
+    """Compute E / k * sum over e of me[e] * ce[e], the load-balancing loss: 1 when all is even.
+
+    Source: Shazeer 2017; Lepikhin 2020, algorithm 1.
 
     Args:
         scores: [T, E] fp32 with gradient. chosen: [T, E], 1 where a token chose an expert; no gradient.
@@ -25,24 +27,28 @@ def load_balancing_loss(scores: Tensor, chosen: Tensor, k: int = 1) -> Tensor:
 
 
 def z_loss(logits: Tensor) -> Tensor:
-    """The mean of logsumexp(logits)^2 over tokens (Zoph et al. 2022, equation 5). 0 without tokens."""
+    """Compute the mean of logsumexp(logits)^2 over tokens (Zoph et al. 2022, equation 5). 0 without tokens."""
     if logits.shape[0] == 0:
         return logits.sum() * 0.0
     return torch.logsumexp(wide(logits), -1).square().mean()
 
 
 def update_expert_bias(bias: Tensor, counts: Tensor, rate: float) -> None:
-    """bias[e] += rate * sign(mean load - load of e), in place (Wang et al. 2024, algorithm 1).
+    """Add rate * sign(mean load - load of e) to bias[e], in place (Wang et al. 2024, algorithm 1).
 
     Args:
-        bias: floats [E]; it is added to scores when experts are chosen, not to weights. counts: [E] over all ranks of a step.
+        bias: floats [E]; it is added to scores when experts are chosen, not to weights. counts: [E] over all ranks of a
+            step.
     """
     load = counts.to(bias.dtype)
     bias.add_(torch.sign(load.mean() - load), alpha=rate)
 
 
 def entropy(counts: Tensor) -> Tensor:
-    """Of the distribution `counts` [..., E] in nats, over log E: 1 when all experts are loaded alike, 0 when one takes all."""
+    """Compute the entropy of the distribution `counts` [..., E] in nats, over log E.
+
+    1 when all experts are loaded alike, 0 when one takes all.
+    """
     share = counts.float() / counts.sum(-1, keepdim=True).clamp(min=1)
     if counts.shape[-1] == 1:
         return torch.ones(counts.shape[:-1], device=counts.device)

@@ -44,14 +44,15 @@ class MoEBlock:
 
 
 def recognise(model: nn.Module, section: ExpertParallelConfig, *, required: bool = True) -> tuple[MoEBlock, ...]:
-    """The blocks of `model`.
+    """Find the MoE blocks of `model`.
 
     Args:
-        section: A preset, names and patterns; what is None is found.
+        section: A preset, names and patterns; None values are detected.
         required: Whether it is an error if there is none.
 
     Raises:
-        PlanError: there is none, a block has something that cannot be cut, or the configuration names another router than the
+        PlanError: there is none, a block has a part that cannot be cut, or the configuration names another router than
+        the
             family has ("moe-model", "moe-router").
     """
     config: Any = getattr(model, "config", None)
@@ -94,7 +95,7 @@ def _family(section: ExpertParallelConfig, config: Any) -> MoEFamily | None:
 
 
 def _look(name: str, block: nn.Module, section: ExpertParallelConfig) -> MoEBlock | None:
-    """What `block` is, by its parts; None if it is no block of experts."""
+    """Identify `block` by its parts; return None if `block` is no block of experts."""
     children = dict(block.named_children())
     experts = children.get(section.expert_pattern or "experts")
     router = next((r for r in _names(section.router_pattern, _ROUTERS) if r in children), None)
@@ -147,7 +148,7 @@ def _complete(found: MoEBlock, family: MoEFamily | None, rule: RouterOptions | N
 
 
 def _rule(section: ExpertParallelConfig, family: MoEFamily | None, config: Any, experts: int) -> RouterOptions | None:
-    """The router's rule: the family's, which the section must not contradict; else what the section says."""
+    """Return the router options: those of the family, which `section` must not contradict; else those of `section`."""
     said: dict[str, Any] = {}
     if section.top_k != "auto":
         said["k"] = section.top_k

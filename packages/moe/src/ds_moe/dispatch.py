@@ -41,7 +41,7 @@ class DispatchRows:
     bounds: tuple[int, ...] | None = None
 
     def on_host(self) -> tuple[int, ...]:
-        """The ends; reads the device if they are only there."""
+        """Return the ends of the experts' rows on the host; reads the device if the ends are only there."""
         return tuple(self.ends.tolist()) if self.bounds is None else self.bounds
 
 
@@ -49,7 +49,7 @@ class Compute(Protocol):
     """The experts of this rank."""
 
     def __call__(self, x: Tensor, rows: DispatchRows) -> Tensor:
-        """y[r] = expert of row r (x[r]). Rows past the last end may become anything finite."""
+        """Compute y[r] = expert of row r (x[r]). Rows past the last end may become anything finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,11 @@ class TokenExchange:
 
 
 def exchange_of(mine: Sequence[int], theirs: Sequence[Sequence[int]]) -> TokenExchange:
-    """The exchange of a rank.
+    """Plan the all-to-all of a rank's rows.
 
     Args:
-        mine: Rows of this rank for each expert of all ranks.
-        theirs: Of each rank, its rows for each expert of this rank.
+        send_counts: Rows of this rank for each expert of all ranks.
+        receive_counts: Of each rank, its rows for each expert of this rank.
     """
     ranks, local = len(theirs), len(theirs[0])
     order = tuple(source * local + expert for expert in range(local) for source in range(ranks))
@@ -97,19 +97,22 @@ def exchange_of(mine: Sequence[int], theirs: Sequence[Sequence[int]]) -> TokenEx
 def through_experts(
     x: Tensor, routed: RouterOutput, compute: Compute, places: ExpertGroups, *, weigh_first: bool = False
 ) -> Tensor:
-    """Each token's experts' outputs, weighted and summed in fp32.
+    """Dispatch tokens to their experts, and combine the weighted outputs of each token in fp32.
 
     Args:
         x: [T, n]; T may differ between ranks, and be 0.
         compute: This rank's experts.
-        weigh_first: Weights are put on what goes into experts, not on what comes out.
+        weigh_first: Weights are put on the inputs of experts, not on their outputs.
     Returns: [T, m] in the dtype of the experts' output.
 
     Raises:
         CommError: ranks have rows of different width or dtype ("moe-ranks-differ").
     Cost: on one rank no read of the device. On P ranks, each way, the rows whose expert is elsewhere are sent, and
-        rows are copied twice: sorted, and re-ordered where a rank has several experts. CPU ranks of one host take rows out of each
-        other's memory instead (`pulling`): tokens are written once and gathered once, results written once and summed from there.
+        rows are copied twice: sorted, and re-ordered where a rank has several experts. CPU ranks of one host take rows
+        out
+        of each other's memory instead (`shm_dispatch`): tokens are written once and gathered once, results written once
+        and
+        summed from there.
     """
     choices = sort_slots(routed.experts, routed.num_experts, keep=routed.kept_mask)
     weights = routed.weights
@@ -130,7 +133,7 @@ def through_experts(
 
 
 def _weighed(rows: Tensor, choices: RowPermutation, routed: RouterOutput) -> tuple[Tensor, Tensor]:
-    """Rows times their weights, and what then remains to be weighed with."""
+    """Multiply rows by their weights; return the rows and the weights that remain to be applied."""
     weights = routed.weights
     rows = rows * _ChoiceRows.apply(weights, choices.slots, choices.rows)[:, None].to(rows.dtype)
     return rows, torch.ones_like(weights) if routed.kept_mask is None else routed.kept_mask.to(weights.dtype)
@@ -161,7 +164,10 @@ def _elsewhere(rows: Tensor, ends: Tensor, compute: Compute, group: Group) -> Te
 
 
 def reorder(x: Tensor, chunks: Sequence[int], order: Sequence[int]) -> Tensor:
-    """The chunks of `x` in another order. Cost: one copy; none if they are in order."""
+    """Reorder the chunks of `x` to `order`.
+
+    Cost: one copy; none if the chunks are in order.
+    """
     present = [i for i in order if chunks[i]]
     if present == sorted(present):
         return x

@@ -90,7 +90,10 @@ def full_state(cut: ExpertParallelModel, *, listed: bool = False) -> Iterator[tu
 
 
 def _everyones(cut: ExpertParallelModel, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """An expert of a list: this rank's and its peers' in the expert group, each under its number among all."""
+    """Gather an expert of a list from this rank and its peers in the expert group; yield each under its global name.
+
+    Collective over the expert group.
+    """
     mine = param_sharding(value).name or name
     before, number, after = _numbered(name, mine)
     group = cut.places.expert
@@ -102,7 +105,7 @@ def _everyones(cut: ExpertParallelModel, name: str, value: Tensor) -> Iterator[t
 
 
 def _numbered(name: str, logical: str) -> tuple[str, int, str]:
-    """A logical name cut at the expert's number, which is where `name` has the number on this rank."""
+    """Split a logical name at the expert's number, which is where `name` has the number on this rank."""
     parts, own = logical.split("."), name.split(".")
     at = next((i for i, (a, b) in enumerate(zip(parts, own, strict=True)) if a != b), None)
     if at is None:
@@ -111,7 +114,7 @@ def _numbered(name: str, logical: str) -> tuple[str, int, str]:
 
 
 def _packed(files: _ExpertFiles, one: MoEBlock, name: str, param: Tensor) -> tuple[Tensor, list[str]]:
-    """This rank's part of one packed weight, from a packed or a listed file."""
+    """Read this rank's part of a packed weight, from a packed or a listed file."""
     box = param_sharding(param).box
     first = 0 if box is None else box.offset[0]
     full = f"{one.name}.{name}"
@@ -166,7 +169,7 @@ class _ExpertFiles:
         return name in self._where
 
     def part(self, name: str, rows: slice | None) -> Tensor:
-        """A tensor, or rows of it."""
+        """Read a tensor, or a range of its rows."""
         if name not in self._where:
             raise _broken(f"no {name} in {self.path}")
         view = self._file(self._where[name]).get_slice(name)

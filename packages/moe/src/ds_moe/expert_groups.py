@@ -86,7 +86,7 @@ class ExpertGroups:
         return ReductionGroup(f"expert{self.expert.size}", self.holders, self.expert.size * self.data.size)
 
     def local(self, experts: int) -> range:
-        """The experts of this rank.
+        """Return the range of experts of this rank.
 
         Raises:
             PlanError: they cannot be cut evenly ("moe-places").
@@ -108,7 +108,7 @@ class ExpertGroups:
 
 
 def alone() -> ExpertGroups:
-    """One rank, all experts."""
+    """Return expert groups of this rank only, which has all experts."""
     one = self_group("expert", world_group().global_rank)
     return ExpertGroups(one, one, one, one)
 

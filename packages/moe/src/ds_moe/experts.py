@@ -34,12 +34,12 @@ class Experts(nn.Module):
             param.group_name = expert_group_name  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, rows: DispatchRows) -> Tensor:
-        """y[r] = expert of row r (x[r]); zeros for rows of no expert."""
+        """Compute y[r] = expert of row r (x[r]); zeros for rows of no expert."""
         return each(self.deepspeed_experts, x, rows)
 
 
 def each(experts: Iterable[nn.Module], x: Tensor, rows: DispatchRows) -> Tensor:
-    """y[r] = expert of row r (x[r]) for modules; zeros for rows of no expert."""
+    """Compute y[r] = expert of row r (x[r]) for modules; zeros for rows of no expert."""
     bounds = rows.on_host()
     sizes = [end - start for start, end in zip((0, *bounds), bounds, strict=False)]
     # split, because the gradient of each x[a:b] would be as large as x.

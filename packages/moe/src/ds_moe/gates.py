@@ -105,7 +105,7 @@ def gate(
 
 
 def _choose(logits: Tensor, scores: Tensor, rule: GateRule, stream: NoiseStream) -> Tensor:
-    """int64 [T, k]. Of equal ones the lowest expert."""
+    """Choose k experts for each token, int64 [T, k]. Of equal experts the lowest wins."""
     if rule.k == 1:
         noisy = logits + gumbel(logits.shape, stream, logits.device) if rule.noise == "RSample" else scores
         return noisy.detach().argmax(-1, keepdim=True)
@@ -119,7 +119,7 @@ def _choose(logits: Tensor, scores: Tensor, rule: GateRule, stream: NoiseStream)
 
 
 def _order(experts: Tensor, scores: Tensor, rule: GateRule, stream: NoiseStream) -> Tensor | None:
-    """Who comes first at an expert: choices from first to last, None as they are numbered."""
+    """Order the choices by their priority at an expert, first to last; None for the order of their numbers."""
     if rule.k == 1:
         if not rule.use_rts:
             return None
@@ -154,7 +154,7 @@ def top1gating(
     use_rts: bool = True,
     ep_group: GroupLike = None,
 ) -> Dense:
-    """(loss, weights [T, E, C], mask [T, E, C], counts [E]) of the top-1 gate; C is the capacity.
+    """Compute (loss, weights [T, E, C], mask [T, E, C], counts [E]) of the top-1 gate; C is the capacity.
 
     Cost: T * E * C elements, which no layer here needs; without capacity a MAX over `ep_group`, if one is given.
     """
@@ -171,7 +171,7 @@ def top2gating(
     ep_group: GroupLike = None,
     top2_2nd_expert_sampling: bool = True,
 ) -> Dense:
-    """As `top1gating`, with two choices."""
+    """Compute the outputs of `top1gating` for a gate with two choices."""
     rule = GateRule(2, capacity_factor, min_capacity, drop_tokens, second_sampling=top2_2nd_expert_sampling)
     return _dense(gate(logits, rule, NoiseStream("top2gating")), rule, ep_group)
 
@@ -185,7 +185,7 @@ def topkgating(
     ep_group: GroupLike = None,
     drop_policy: Literal["probs", "position"] = "probs",
 ) -> Dense:
-    """As `top1gating`, with k choices of the highest probability; meant for k > 2."""
+    """Compute the outputs of `top1gating` for k choices of the highest probability; meant for k > 2."""
     if k < 3:
         raise bad_routing(f"topkgating with k = {k}", "Use top1gating or top2gating, whose losses differ.")
     rule = GateRule(k, capacity_factor, min_capacity, drop_tokens, drop_policy=drop_policy)

@@ -67,7 +67,7 @@ class LayerLoad:
 
 
 def loads(model: nn.Module) -> dict[str, ExpertLoad]:
-    """The `Load` of every layer that has one, by the layer's name."""
+    """Return the `Load` of every layer that has a load, by the layer's name."""
     found = ((name, getattr(module, "load", None)) for name, module in model.named_modules())
     return {name: load for name, load in found if isinstance(load, ExpertLoad)}
 
@@ -79,9 +79,10 @@ def expert_load(model: nn.Module, *, clear: bool = True) -> dict[str, LayerLoad]
 
 
 def report_load(model: nn.Module) -> None:
-    """Gauges `moe/<layer>/{dropped,entropy,largest}` of all layers since the last report, if a sink is attached.
+    """Report gauges `moe/<layer>/{dropped,entropy,largest}` of all layers if a sink is attached.
 
-    Call it once a step: nothing waits for a device. What is on a GPU is copied behind the step and reported by a later call.
+    The gauges cover the time since the last report. Call this once a step: nothing waits for a device. Numbers on a GPU
+    are copied behind the step and reported by a later call.
     """
     if not ds_monitor.active():
         return
@@ -134,7 +135,7 @@ class _Reading:
         return self.arrived is None or bool(self.arrived.query())
 
     def read(self) -> dict[str, LayerLoad]:
-        """The numbers; waits for them."""
+        """Wait for the numbers and return the load of each layer."""
         if self.arrived is not None:
             self.arrived.synchronize()
         told, out = self.numbers.tolist(), {}

@@ -40,7 +40,7 @@ class ExpertLora(nn.Module):
             matrix.copy_(torch.empty(matrix.shape).uniform_(-bound, bound, generator=generator))
 
     def forward(self, x: Tensor, rows: DispatchRows) -> Tensor:
-        """[N, in] to [N, out]."""
+        """Apply the low-rank update of each row's expert: [N, in] to [N, out]."""
         low = grouped_matmul(x, self.lora_A.to(x.dtype), rows.ends, transpose=True)
         return grouped_matmul(low, self.lora_B.to(x.dtype), rows.ends, transpose=True) * self.scale
 

@@ -89,7 +89,7 @@ class ListedBlock(nn.Module):
         self.places, self.ep_size = places, places.expert.size
 
     def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """[..., n] to [..., n]."""
+        """Route tokens to their experts, and return their combined outputs: [..., n] to [..., n]."""
         if self.places is None:
             raise PlanError("these experts were undone", code="moe-places", fix="Build the engine again.")
         x = hidden_states.reshape(-1, hidden_states.shape[-1])

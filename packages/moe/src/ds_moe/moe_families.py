@@ -49,7 +49,7 @@ class MoEFamily:
     returns_logits: bool = True
 
     def selection(self, config: Any) -> RouterOptions:
-        """The router's rule, for a model of this configuration."""
+        """Build the router options for a model of this configuration."""
         normalize = getattr(config, self.normalize, False) if isinstance(self.normalize, str) else self.normalize
         limited = self.grouped is not None and getattr(config, "n_group", None) is not None
         if self.grouped_if is not None and getattr(config, "topk_method", None) != self.grouped_if:
@@ -97,5 +97,5 @@ FAMILIES: Mapping[str, MoEFamily] = {
 
 
 def family_of(config: Any) -> MoEFamily | None:
-    """The family of a model's configuration; None if this table does not have it."""
+    """Return the family of a model's configuration; None if the table has no such family."""
     return FAMILIES.get(str(getattr(config, "model_type", "")))

@@ -78,7 +78,7 @@ class RoutingOptions:
 
 
 def route_through(x: Tensor, routed: RouterOutput, compute: Compute, places: ExpertGroups, how: RoutingOptions) -> Tensor:
-    """`through_experts`, for ranks that may have the same tokens as their tensor-parallel peers.
+    """Dispatch as `through_experts` does, on ranks that may have the same tokens as their tensor-parallel peers.
 
     Raises:
         CommError: those peers routed differently and `how.compare` ("moe-routing-differs").
@@ -135,7 +135,7 @@ class MOELayer(nn.Module):
         self.exp_counts: Tensor | None = None
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> Tensor:
-        """[..., n] to [..., m]; leaves `l_aux` and `exp_counts`."""
+        """Route tokens to their experts, [..., n] to [..., m], and set `l_aux` and `exp_counts`."""
         if self.places is None:
             raise PlanError(
                 f"{self.num_experts} experts are to be on {self.ep_size} ranks, and nobody said on which",
@@ -218,7 +218,10 @@ class MoE(nn.Module):
             self.coefficient = nn.Linear(hidden_size, 2)
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Output [..., hidden_size], the balance loss (scalar with gradient), and choices of each expert (int64 [E])."""
+        """Return the output [..., hidden_size], the balance loss, and the choices of each expert (int64 [E]).
+
+        The loss is a scalar with gradient.
+        """
         layer = self.deepspeed_moe
         out = layer(hidden_states, used_token)
         if self.use_residual:

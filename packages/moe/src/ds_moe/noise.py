@@ -26,7 +26,10 @@ class NoiseStream:
         self.name, self._generator = name, generator
 
     def uniform(self, shape: torch.Size | tuple[int, ...], device: torch.device) -> Tensor:
-        """fp32 in [0, 1). Takes one integer from the CPU's global generator; waits for no device."""
+        """Draw fp32 numbers in [0, 1).
+
+        Takes one integer from the CPU's global generator; waits for no device.
+        """
         generator = self._generator
         if generator is None:
             base = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
@@ -36,13 +39,16 @@ class NoiseStream:
 
 
 def jitter(x: Tensor, stream: NoiseStream, epsilon: float = 1e-2) -> Tensor:
-    """x times numbers from U(1 - epsilon, 1 + epsilon) (Fedus et al. 2021). Float32."""
+    """Multiply x by numbers from U(1 - epsilon, 1 + epsilon) (Fedus et al. 2021). Float32."""
     x = x.float()
     return x if epsilon == 0 else x * stream.uniform(x.shape, x.device).mul_(2 * epsilon).add_(1 - epsilon)
 
 
 def gumbel(shape: torch.Size | tuple[int, ...], stream: NoiseStream, device: torch.device) -> Tensor:
-    """Gumbel(0, 1) fp32: -log(-log(u)). An argmax of logits plus these is a draw from their softmax."""
+    """Draw Gumbel(0, 1) noise in fp32: -log(-log(u)).
+
+    An argmax of logits plus this noise is a draw from their softmax.
+    """
     tiny = torch.finfo(torch.float32).tiny
     waiting = -torch.log(stream.uniform(shape, device).clamp_(min=tiny))
     return -torch.log(waiting.clamp_(min=tiny))

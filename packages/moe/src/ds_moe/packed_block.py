@@ -24,7 +24,7 @@ _TOKENS = 8
 
 
 def held_experts(experts: nn.Module, router: nn.Module) -> int:
-    """The number of experts whose weights `experts` only holds; 0 if it is another kind of module."""
+    """Return the number of experts whose packed weights `experts` only stores; 0 for any other kind of module."""
     weights = dict(experts.named_parameters())
     calls = type(experts).forward is not nn.Module.forward or hasattr(experts, "has_gate")
     if calls or set(weights) != {"gate_up_proj", "down_proj"}:
@@ -83,7 +83,7 @@ class HeldBlock(nn.Module):
         return cast(PackedExperts, self.get_submodule(self.parts.experts))
 
     def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """[..., n] to [..., n]."""
+        """Route tokens to their experts, and return their combined outputs: [..., n] to [..., n]."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = self.get_submodule(self.parts.router)(x)
         track = self.packed.track

@@ -92,12 +92,12 @@ class PackedExperts(nn.Module):
         self.places, self.ep_size = places, places.expert.size
 
     def whole(self) -> dict[str, Tensor]:
-        """All experts, on every rank, by the parameters' names. Collective over the expert group."""
+        """Gather all experts to every rank, by the parameters' names. Collective over the expert group."""
         places = self.places or alone()
         return {name: gather_experts(param, places) for name, param in self.named_parameters(recurse=False)}
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[T, n] to [T, n]: the weighted sum of the chosen experts [T, k]."""
+        """Compute the weighted sum of the outputs of the chosen experts [T, k]: [T, n] to [T, n]."""
         if self.places is None:
             raise PlanError("these experts were undone", code="moe-places", fix="Build the engine again.")
         experts = top_k_index.long()
@@ -130,7 +130,7 @@ class PackedExperts(nn.Module):
 
 
 def gather_experts(param: Tensor, places: ExpertGroups) -> Tensor:
-    """[E, ...] of this rank's [E / ranks, ...]. Collective over the expert group."""
+    """Gather a parameter [E, ...] from the shards [E / ranks, ...] of all ranks. Collective over the expert group."""
     if places.expert.size == 1:
         return param.detach()
     mine = param.detach().contiguous()

@@ -52,17 +52,20 @@ class RouterOutput:
 
 
 def capacity_of(tokens: int, experts: int, factor: float, minimum: int) -> int:
-    """ceil(tokens / experts * factor), at least `minimum`; the product is rounded to fp32 before it is rounded up."""
+    """Return ceil(tokens / experts * factor), at least `minimum`.
+
+    The product is rounded to fp32 before it is rounded up.
+    """
     share = torch.tensor(factor, dtype=torch.float32) * (tokens / experts)
     return max(int(torch.ceil(share)), minimum)
 
 
 def positions(experts: Tensor, num_experts: int, order: Tensor | None = None) -> Tensor:
-    """Of each choice, how many choices of the same expert come before it.
+    """Count, for each choice, how many choices of the same expert come before it.
 
     Args:
         experts: int64 [T, k], each in 0..num_experts; the last for those that do not count.
-        order: int64 [T * k]: choices (token * k + choice) from first to last; None: as they are numbered.
+        order: int64 [T * k]: choices (token * k + choice) from first to last; None: in the order of their numbers.
     Returns: int64 [T, k].
     Cost: two sorts of T * k integers at most.
     """
@@ -83,17 +86,20 @@ def positions(experts: Tensor, num_experts: int, order: Tensor | None = None) ->
 
 
 def probabilities(logits: Tensor) -> Tensor:
-    """softmax of [T, E] over experts. A CPU's vectors lie along a row, and few experts do not fill one: then by columns, four times as fast."""
+    """Compute the softmax of [T, E] over experts.
+
+    A CPU's vectors lie along a row, and few experts do not fill one: then by columns, four times as fast.
+    """
     if logits.device.type == "cpu" and logits.shape[-1] <= _NARROW:
         return logits.t().contiguous().softmax(0).t().contiguous()
     return logits.softmax(-1)
 
 
 def bad_routing(message: str, fix: str) -> PlanError:
-    """A router was asked for something that cannot be."""
+    """Build the error for a routing request that is not possible."""
     return PlanError(message, code="moe-routing", fix=fix)
 
 
 def wide(x: Tensor) -> Tensor:
-    """At least fp32: routers decide in no less."""
+    """Convert `x` to at least fp32: routers decide in no less."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -30,7 +30,7 @@ class _Track:
         self._forwards = self._again = 0
 
     def given(self, tokens: int) -> Tensor | None:
-        """What this forward must choose; None to choose freely."""
+        """Return the choices that this forward must make; None to choose freely."""
         if not self.playing:
             return None
         again = in_backward()

@@ -91,7 +91,10 @@ def select_experts(logits: Tensor, how: RouterOptions, bias: Tensor | None = Non
 
 
 def weigh(scores: Tensor, experts: Tensor, how: RouterOptions) -> Tensor:
-    """Weights [T, k] of chosen experts. `scores` are logits if the rule is the softmax of the chosen."""
+    """Compute the weights [T, k] of the chosen experts.
+
+    `scores` are logits if the rule is the softmax of the chosen.
+    """
     weights = scores.gather(-1, experts)
     if how.score == "softmax_of_chosen":
         weights = weights.softmax(-1)
@@ -116,5 +119,8 @@ def _choose(scores: Tensor, how: RouterOptions, bias: Tensor | None) -> Tensor:
 
 
 def _best(values: Tensor, k: int) -> Tensor:
-    """The k largest of each row, best first; torch.topk does not say which of equal ones it takes, a stable sort does."""
+    """Return the indices of the k largest values of each row, best first.
+
+    torch.topk does not define which of equal values it returns; a stable sort does.
+    """
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :k]

@@ -53,14 +53,17 @@ class Windows:
         return (width, dtype) in self._windows
 
     def of(self, group: Group, width: int, dtype: torch.dtype) -> ShmWindow:
-        """The window of that width and dtype. Collective the first time."""
+        """Return the window of that width and dtype. Collective the first time."""
         found = self._windows.get((width, dtype))
         if found is None:
             found = self._windows[width, dtype] = ShmWindow(group, self.rows, width, dtype)
         return found
 
     def grow(self, rows: int) -> None:
-        """Have room for `rows` rows of each rank; what was published is gone where there was not. Collective, the same on all ranks."""
+        """Grow every window to at least `rows` rows of each rank. Collective, the same on all ranks.
+
+        Growth discards the published rows.
+        """
         if rows > self.rows:
             self.rows = 1 << (rows - 1).bit_length()
             for window in self._windows.values():
@@ -103,19 +106,19 @@ class DispatchPlan:
         return written, numbers
 
     def ends(self) -> Tensor:
-        """int64 [E / P]: where the rows of each of this rank's experts end."""
+        """Return the ends of the rows of each of this rank's experts, int64 [E / P]."""
         return self._at().ends
 
     def keep_tokens(self, numbers: ShmWindow) -> None:
-        """Published numbers say which token each row is."""
+        """Save the token index of each row from the published numbers."""
         self._tokens = self.arriving(numbers).view(-1)
 
     def arriving(self, window: ShmWindow) -> Tensor:
-        """Published rows, which are sorted by expert at home, in the order of this rank's experts."""
+        """Gather published rows, sorted by expert on their source rank, in the order of this rank's experts."""
         return gather_rows(window.everyone, self._at().inward)
 
     def of_tokens(self, window: ShmWindow) -> Tensor:
-        """Published tokens in that order: each as often as an expert of this rank was chosen for it."""
+        """Gather published tokens in the order of this rank's experts: a row for each choice of such an expert."""
         at = self._at()
         if self._tokens is None:  # rows were published sorted, so nobody was told
             self.keep_tokens(self.publish(_tokens_of(self._choices)[:, None], "moe tokens")[0])
@@ -123,7 +126,10 @@ class DispatchPlan:
         return gather_rows(window.everyone, at.source + self._tokens)
 
     def home(self) -> Tensor:
-        """[T * k]: where in a window each of this rank's rows, sorted by expert, has its result."""
+        """Return the combine index [T * k]: where in a window each of this rank's rows has its result.
+
+        The rows are sorted by expert.
+        """
         at = self._at()
         lost = self._choices.slots.numel() - at.home.numel()
         # What no expert had is the last row of this rank's own part, which nobody writes: zeros.
@@ -134,11 +140,11 @@ class DispatchPlan:
         )
 
     def home_of_choices(self) -> Tensor:
-        """[T, k]: the same of each choice."""
+        """Return the combine index [T, k] by choice: where in a window each choice has its result."""
         return self.home()[self._choices.rows]
 
     def sorted(self, of_choices: Tensor) -> Tensor:
-        """[T * k]: numbers of choices [T, k], sorted by expert."""
+        """Sort the numbers of choices [T, k] by expert, as [T * k]."""
         return of_choices.reshape(-1)[self._choices.slots]
 
     def _at(self) -> Pulls:
@@ -149,7 +155,7 @@ class DispatchPlan:
 
 
 def _tokens_of(choices: RowPermutation) -> Tensor:
-    """[T * k]: the token of each row."""
+    """Return the token of each row, [T * k]."""
     return torch.div(choices.slots, max(1, choices.rows.shape[1]), rounding_mode="floor")
 
 
@@ -211,13 +217,19 @@ def check_alike(theirs: Sequence[Sequence[int]], mine: Sequence[int], group: Gro
 
 
 def pull_tokens(x: Tensor, way: DispatchPlan) -> Tensor:
-    """The rows of this rank's experts, of tokens [T, n] on all ranks, which `way_of` published. Its gradient is collective."""
+    """Gather the rows of this rank's experts from tokens [T, n] on all ranks, which `way_of` published.
+
+    The gradient is collective.
+    """
     out: Tensor = _Tokens.apply(x, way)
     return out
 
 
 def pull_rows(rows: Tensor, way: DispatchPlan) -> Tensor:
-    """The same of rows [T * k, n] that are sorted by expert."""
+    """Gather the rows of this rank's experts from rows [T * k, n] that are sorted by expert, on all ranks.
+
+    The gradient is collective.
+    """
     out: Tensor = _PulledRows.apply(rows, way)
     return out
 

@@ -40,13 +40,13 @@ def is_moe_param_group(param_group: Mapping[str, Any]) -> bool:
 
 
 def split_params_into_shared_and_expert_params(params: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Those of all tokens, and those of experts."""
+    """Split parameters into those of all tokens and those of experts."""
     params = list(params)
     return [p for p in params if not is_moe_param(p)], [p for p in params if is_moe_param(p)]
 
 
 def split_params_grads_into_shared_and_expert_params(group: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients that exist, of parameters of all tokens and of experts."""
+    """Split the gradients that exist into those of shared parameters and those of experts."""
     shared, expert = split_params_into_shared_and_expert_params(p for p in group if p.grad is not None)
     return [p.grad.to(p.dtype) for p in shared if p.grad is not None], [
         p.grad.to(p.dtype) for p in expert if p.grad is not None

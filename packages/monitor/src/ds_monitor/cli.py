@@ -73,7 +73,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _numbers(values: Sequence[float]) -> list[float | str]:
-    """As JsonlSink writes them: JSON has no number for some."""
+    """Convert values as JsonlSink writes them: values that are not finite become strings."""
     return [value if math.isfinite(value) else str(value) for value in values]
 
 

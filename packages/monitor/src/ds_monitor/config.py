@@ -110,7 +110,7 @@ class SinkConfig(StrictModel):
         return {key: SecretStr(v) if _SECRET.search(key) and isinstance(v, str) else v for key, v in options.items()}
 
     def known(self) -> dict[str, Any]:
-        """The options as the sink takes them."""
+        """Return the options for the sink's constructor, with secrets revealed."""
         return {key: v.get_secret_value() if isinstance(v, SecretStr) else v for key, v in self.options.items()}
 
 

@@ -17,10 +17,12 @@ _BLANK = 0x2800
 
 
 def read_run(run: str | Path) -> tuple[Curve, ...]:
-    """Every gauge of a run, and the totals of its counters, by name; over steps, or over samples where a CSV file has those.
+    """Read every gauge of a run, and the totals of its counters, by name.
+
+    Curves are over steps, or over samples where a CSV file has samples.
 
     Raises:
-        ConfigError: nothing was written there ("monitor-curve").
+        ConfigError: there are no metrics in `run` ("monitor-curve").
     """
     run = Path(run)
     files = sorted(run.rglob("*")) if run.is_dir() else [run]
@@ -42,10 +44,10 @@ def read_run(run: str | Path) -> tuple[Curve, ...]:
 
 
 def select(curves: Sequence[Curve], parts: Sequence[str]) -> tuple[Curve, ...]:
-    """Those whose name has one of `parts` in it; all without any.
+    """Select the curves whose name contains any of `parts`; all curves without `parts`.
 
     Raises:
-        ConfigError: none has ("monitor-curve").
+        ConfigError: no curve matches ("monitor-curve").
     """
     chosen = tuple(c for c in curves if not parts or any(part.lower() in c.name.lower() for part in parts))
     if not chosen:
@@ -58,9 +60,9 @@ def select(curves: Sequence[Curve], parts: Sequence[str]) -> tuple[Curve, ...]:
 
 
 def draw(curve: Curve, *, width: int = 100, height: int = 8, last: float | None = None) -> str:
-    """A curve in braille characters, two by four dots each, with its name, bounds and last value.
+    """Draw a curve in braille characters, two by four dots each, with its name, bounds and last value.
 
-    Values that are not finite are left out and counted. `last` stands for the last value where the curve is smoothed.
+    Values that are not finite are left out and counted. `last` replaces the last value where the curve is smoothed.
     """
     points = [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if math.isfinite(y)]
     lost = len(curve.y) - len(points)
@@ -90,7 +92,7 @@ def draw(curve: Curve, *, width: int = 100, height: int = 8, last: float | None 
 
 
 def _line(a: tuple[int, int], b: tuple[int, int]) -> list[tuple[int, int]]:
-    """Dots from a to b."""
+    """List the dots of a line from a to b."""
     count = max(abs(b[0] - a[0]), abs(b[1] - a[1]), 1)
     return [
         (round(a[0] + (b[0] - a[0]) * i / count), round(a[1] + (b[1] - a[1]) * i / count)) for i in range(count + 1)

@@ -22,7 +22,10 @@ _LIBRARIES = {
 
 
 def report(quick: bool = False) -> PackageReport:
-    """Every registered sink. Looks for libraries and imports none, so `quick` makes no difference."""
+    """Report every registered sink, without importing its libraries.
+
+    `quick` makes no difference.
+    """
     del quick
     return PackageReport(tuple(_sinks()))
 

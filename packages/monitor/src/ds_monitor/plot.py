@@ -49,7 +49,10 @@ def read_curve(path: str | Path, name: str | None = None) -> Curve:
 
 
 def smooth(values: Sequence[float], weight: float = 0.9) -> tuple[float, ...]:
-    """Exponential moving average with the start's bias removed (Kingma & Ba 2015, section 3); 0 returns the values."""
+    """Compute the exponential moving average with bias correction; a weight of 0 returns the values.
+
+    Bias correction as in Kingma & Ba 2015, section 3.
+    """
     average, scale = 0.0, 0.0
     smoothed = []
     for value in values:
@@ -83,7 +86,7 @@ def plot_curves(curves: Sequence[Curve], path: str | Path, *, title: str = "", x
 
 
 def plot_grid(curves: Sequence[Curve], path: str | Path, *, weight: float = 0.0, title: str = "") -> Path:
-    """A panel for each curve, three in a row, into one PNG.
+    """Plot a panel for each curve, three in a row, into one PNG file.
 
     Raises:
         UnsupportedError: matplotlib is not installed ("monitor-extra").
@@ -95,7 +98,7 @@ def plot_grid(curves: Sequence[Curve], path: str | Path, *, weight: float = 0.0,
 
 
 def page(curves: Sequence[Curve], path: str | Path, *, weight: float = 0.0, title: str = "") -> Path:
-    """The panels as a page that needs no other file, with the last, lowest and highest value of each.
+    """Write the panels as a self-contained HTML page, with the last, lowest and highest value of each curve.
 
     Raises:
         UnsupportedError: matplotlib is not installed ("monitor-extra").

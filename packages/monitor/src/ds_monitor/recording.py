@@ -54,7 +54,10 @@ class Sink(Protocol):
         """Take one record. Called for every report of every kind; ignore kinds that do not concern you."""
 
     def end_step(self, step: int) -> None:
-        """No more records of this step will come. Called when the step moves on, and once before `close`."""
+        """Finish a step: no more records of the step will come.
+
+        Called when the step advances, and once before `close`.
+        """
 
     def close(self) -> None:
         """Make everything durable and release files and threads. Called once."""
@@ -124,9 +127,9 @@ def counter(name: str, value: float = 1, /) -> None:
 
 
 def gauge(name: str, value: float, /) -> None:
-    """Say what something is now (loss, learning rate). The last value of a step stands for the step.
+    """Report the present value of a metric (loss, learning rate); the last value of a step represents the step.
 
-    `value` may be anything `float()` takes. With a sink configured a device tensor is read here, which waits for the
+    `value` may be anything `float()` takes. With a sink configured, a device tensor is read here, which waits for the
     device: report such values once per step, not per layer.
     """
     if _sinks:
@@ -134,7 +137,7 @@ def gauge(name: str, value: float, /) -> None:
 
 
 def event(name: str, /, **attrs: Any) -> None:
-    """Say that something happened once (configuration resolved, checkpoint saved, step skipped)."""
+    """Report that something happened once (configuration resolved, checkpoint saved, step skipped)."""
     if _sinks:
         _emit(RecordKind.EVENT, name, 0.0, attrs, time.time())
 
@@ -145,18 +148,21 @@ def active() -> bool:
 
 
 def active_sinks() -> tuple[Sink, ...]:
-    """The sinks that listen now, in the order in which they were attached."""
+    """Return the attached sinks, in the order in which they were attached."""
     return tuple(_sinks)
 
 
 def span_seconds(prefix: str) -> float:
-    """Seconds of the spans with names that begin with `prefix` and that ended since the step began; those that overlap are added up."""
+    """Sum the seconds of spans whose names begin with `prefix` and that ended since the step began.
+
+    Overlapping spans count in full.
+    """
     with _state.lock:
         return sum(seconds for name, seconds in _state.spent_s.items() if name.startswith(prefix))
 
 
 def current_step() -> int:
-    """The step last given to `set_step`; 0 before."""
+    """Return the step of the last `set_step` call; 0 before the first call."""
     return _state.step
 
 

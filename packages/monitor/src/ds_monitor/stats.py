@@ -8,9 +8,11 @@ __all__ = ["trimmed_mean"]
 
 
 def trimmed_mean(values: Sequence[float], fraction: float = 0.1) -> float:
-    """Mean without the `fraction` smallest and the `fraction` largest values (each rounded down to whole values).
+    """Compute the mean without the `fraction` smallest and the `fraction` largest values.
 
-    Timings have a long tail (a page fault, another job), which one slow value of ten would otherwise decide.
+    Both counts are rounded down. Timings have a long tail (a page fault, another job): in a plain mean, one slow value
+    of
+    ten would dominate.
 
     Raises:
         ValueError: no values, or a fraction that leaves none (not in [0, 0.5)).

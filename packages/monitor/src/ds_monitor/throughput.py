@@ -68,7 +68,7 @@ class ThroughputMeter:
         self._last_s = clock()
 
     def step(self, work: StepWork) -> None:
-        """A step ended now and did `work`; it began when the step before it ended."""
+        """Count a step that ends now and did `work`; the step began when the previous step ended."""
         now_s = self._clock()
         took_s, self._last_s = now_s - self._last_s, now_s
         if self._skip > 0:
@@ -92,7 +92,7 @@ class ThroughputMeter:
         self._last_s = self._clock()
 
     def rates(self) -> Rates | None:
-        """Speed over the window; None before the first counted step."""
+        """Compute the rates over the window; None before the first counted step."""
         if not self._works:
             return None
         total_s, last_s = max(self._total_s, 1e-12), self._seconds[-1]
@@ -110,9 +110,10 @@ class ThroughputMeter:
 
 
 def transformer_flops_per_token(num_params: int, *, num_layers: int, hidden: int, sequence: int) -> float:
-    """Training FLOPs per token of a decoder: 6 per parameter, and 12 * layers * hidden * sequence for attention.
+    """Compute the training FLOPs per token of a decoder.
 
-    `num_params` without embeddings that are only looked up. `hidden` is heads x head size. Attention is counted whole,
-    not halved for the causal mask, as the literature does. Chowdhery et al. 2022, appendix B.
+    6 per parameter, and 12 * layers * hidden * sequence for attention. `num_params` excludes embeddings that are only
+    looked up. `hidden` is heads x head size. Attention is counted in full, not halved for the causal mask, as the
+    literature does. Chowdhery et al. 2022, appendix B.
     """
     return 6.0 * num_params + 12.0 * num_layers * hidden * sequence

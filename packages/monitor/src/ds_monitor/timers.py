@@ -86,7 +86,10 @@ class Timers:
             self.stop(name)
 
     def read(self, *, reset: bool = True) -> dict[str, TimerStats]:
-        """What each finished timer saw, in order of first use. `reset` forgets the laps; running timers go on."""
+        """Return the timing of each finished timer, in order of first use.
+
+        `reset` clears the laps; running timers continue.
+        """
         seen = {name: TimerStats(len(laps), sum(laps), trimmed_mean(laps)) for name, laps in self._laps.items()}
         if reset:
             self._laps.clear()

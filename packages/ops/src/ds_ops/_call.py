@@ -48,7 +48,7 @@ _STATUS = {
 
 
 def native(name: str = "_cpu") -> ModuleType:
-    """The native module, or a `KernelError` that says why it is not there."""
+    """Return the native module, or raise `KernelError` with the reason for its absence."""
     loaded = _native.load(name)
     if loaded.module is None:
         raise KernelError(
@@ -60,9 +60,9 @@ def native(name: str = "_cpu") -> ModuleType:
 
 
 def target(device: torch.device) -> tuple[ModuleType, tuple[int, ...]]:
-    """The native module for tensors on `device`, and the last arguments of its functions.
+    """Return the native module for tensors on `device`, and the last arguments of its functions.
 
-    `_cpu` takes a number of threads there, `_cuda` the device and the current stream; all others are the same.
+    `_cpu` takes a number of threads there, `_cuda` the device and the current stream; all other arguments are the same.
     """
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
@@ -81,12 +81,12 @@ def finish(op: str, status: int) -> None:
 
 
 def refuse(message: str, fix: str = "Give tensors the shapes, dtypes and devices of the docstring.") -> KernelError:
-    """An argument is not what the kernel can take."""
+    """Build the error for an argument that the kernel does not support."""
     return KernelError(message, code="kernel-argument", fix=fix)
 
 
 def describe(t: Tensor) -> str:
-    """`[3, 4] torch.float32 on cpu, strides (4, 1)`: what error messages say about a tensor."""
+    """Describe a tensor for error messages: `[3, 4] torch.float32 on cpu, strides (4, 1)`."""
     return f"{list(t.shape)} {t.dtype} on {t.device}, strides {tuple(t.stride())}"
 
 
@@ -117,14 +117,14 @@ def require(
 
 
 def address(t: Tensor) -> int:
-    """The address of a tensor that `require` let through. The caller keeps `t` alive during the call."""
+    """Return the address of a tensor that `require` has checked. The caller keeps `t` alive during the call."""
     return t.data_ptr()
 
 
 def reach(name: str, t: Tensor, start: int, numel: int, like: Tensor) -> int:
-    """The address of elements [start, start + numel) of a contiguous tensor, of `like`'s dtype and on its device.
+    """Return the address of elements [start, start + numel) of a contiguous tensor, of `like`'s dtype and device.
 
-    `require` and `address` in one, for calls that take tensors by the dozen.
+    Combines `require` and `address`, for calls with dozens of tensors.
     """
     if t.dtype is like.dtype and t.device == like.device and t.is_contiguous() and 0 <= start <= t.numel() - numel:
         first = t.data_ptr()
@@ -187,14 +187,15 @@ class Columns:
         return True
 
     def forgetting(self) -> Columns:
-        """The same table without its tensors: to compare with later, not to call with."""
+        """Return the same table without references to its tensors: to compare with later, not to call with."""
         return replace(self, keep=())
 
 
 def device_table(table: Columns, chunk: int) -> tuple[Tensor, list[int]]:
-    """The rows of `table` on its device as the CUDA kernel reads them, and how many chunks each tensor has.
+    """Copy the rows of `table` to its device for the CUDA kernel, and return how many chunks each tensor has.
 
     Returns: int64 [7, count]: the six rows with 0 for what is absent, then the number of chunks before each tensor.
+    The copy is valid on the current stream. Equal tables are cached.
     """
     chunks = -(-table.rows[0] // chunk)
     before = np.cumsum(chunks) - chunks
@@ -211,7 +212,7 @@ def device_table(table: Columns, chunk: int) -> tuple[Tensor, list[int]]:
 
 
 def _from_pinned(host: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device that the host does not wait for."""
+    """Copy a host tensor to the device without waiting; valid on the current stream."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 

@@ -18,14 +18,16 @@ __all__ = ["bias_gelu", "geglu", "swiglu"]
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
-    """gelu(h) = h / 2 * (1 + tanh(sqrt(2 / pi) (h + 0.044715 h^3))) of h = x + bias (Hendrycks and Gimpel 2016).
+    """Compute gelu(h) = h / 2 * (1 + tanh(sqrt(2 / pi) (h + 0.044715 h^3))) of h = x + bias.
+
+    See Hendrycks and Gimpel 2016.
 
     Args:
         x: [..., n] floats. bias: [n], same dtype and device.
 
     Raises:
         KernelError: "kernel-argument" if the bias does not fit.
-    Cost: two reads and two writes of x; the backward keeps x + bias.
+    Cost: two reads and two writes of x; the backward saves x + bias.
     """
     if bias.shape != x.shape[-1:] or bias.dtype != x.dtype or bias.device != x.device:
         raise _call.refuse(f"bias: expected one for {_call.describe(x)}; found {_call.describe(bias)}.")
@@ -34,20 +36,20 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up (Shazeer 2020).
+    """Compute silu(gate) * up (Shazeer 2020).
 
     Args:
         gate, up: floats of one shape, dtype and device; halves of one tensor are fine.
 
     Raises:
         KernelError: "kernel-argument" if they differ.
-    Cost: three reads, two writes; the backward keeps gate and up, and no product.
+    Cost: three reads, two writes; the backward saves gate and up, and no product.
     """
     return _gated(gate, up, functional.silu)
 
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gelu(gate) * up with gelu(x) = x / 2 * (1 + erf(x / sqrt(2))) (Shazeer 2020). Else as `swiglu`."""
+    """Compute gelu(gate) * up with gelu(x) = x / 2 * (1 + erf(x / sqrt(2))) (Shazeer 2020). Else as `swiglu`."""
     return _gated(gate, up, functional.gelu)
 
 

@@ -50,7 +50,9 @@ def prepare(tensors: UpdateTensors) -> Prepared | None:
 
 
 def update(spec: UpdateSpec, tensors: UpdateTensors) -> None:
-    """(p, states) = rule(p, scale * g, states) in place, and copy = cast(p); see `UpdateSpec` and `UpdateTensors`.
+    """Update (p, states) = rule(p, scale * g, states) in place, and copy = cast(p).
+
+    See `UpdateSpec` and `UpdateTensors`.
 
     Args:
         tensors: lists of tensors of any shape, fp32, bf16 or fp16, one dtype a list.
@@ -65,16 +67,21 @@ def update(spec: UpdateSpec, tensors: UpdateTensors) -> None:
 
 
 def lamb_moments(spec: UpdateSpec, tensors: UpdateTensors) -> Tensor:
-    """First half of a LAMB step (You et al. 2020): m, v = moments of g; parameters stay. Tensors as in `update`.
+    """Compute the first half of a LAMB step (You et al. 2020): m, v = moments of g; parameters do not change.
 
-    Returns [count, 2] fp64 on the tensors' device: the sums over each tensor of p^2 and of the squared direction, summed in one
-    order whatever the number of threads. Cost: 24 bytes an element in fp32: p, g, m, v are read, m and v written.
+    Tensors as in `update`. Returns [count, 2] fp64 on the tensors' device: the sums over each tensor of p^2 and of the
+    squared
+    direction, summed in one order whatever the number of threads. Cost: 24 bytes an element in fp32: p, g, m, v are
+    read, m and v
+    written.
     """
     return _run(_LAMB_MOMENTS, spec, tensors)
 
 
 def lamb_apply(spec: UpdateSpec, tensors: UpdateTensors, ratios: Tensor) -> None:
-    """Second half of a LAMB step (You et al. 2020): p -= ratio * lr * u, where u = m' / (sqrt(v') + eps) + decay * p.
+    """Apply the second half of a LAMB step (You et al. 2020): p -= ratio * lr * u.
+
+    The direction is u = m' / (sqrt(v') + eps) + decay * p.
 
     ratios: [count] fp32, the trust ratio |p| / |u| of each tensor. Cost: 16 bytes an element in fp32.
     """
@@ -123,14 +130,14 @@ def _require_alike(tensors: UpdateTensors) -> None:
 
 
 def _widest(tensors: UpdateTensors) -> torch.dtype:
-    """A dtype that only the reference takes if any stream has one, else the parameters' dtype."""
+    """Return a dtype that only the reference supports if any stream has one, else the parameters' dtype."""
     streams = (tensors.params, tensors.grads, *tensors.states, tensors.copies)
     odd = [s[0].dtype for s in streams if s and s[0].dtype not in _call.DTYPES]
     return odd[0] if odd else tensors.params[0].dtype
 
 
 def _on_host(scale: float | Tensor) -> float:
-    """The factor as a number; a tensor of the CPU is memory, to look into."""
+    """Return the gradient scale as a number, read from host memory if the scale is a CPU tensor."""
     return float(scale.numpy()) if isinstance(scale, Tensor) else scale
 
 
@@ -177,7 +184,7 @@ def _cpu_lamb_apply(spec: UpdateSpec, tensors: UpdateTensors, ratios: Tensor) ->
 
 
 def _cuda_launch(spec: UpdateSpec, table: _call.Columns, ratio: Tensor | None, sums: bool) -> list[Tensor]:
-    """The step; with `sums` the partial sums of each tensor, fp64 [chunks, 2]."""
+    """Launch the update on the current stream; with `sums` return the partial sums of each tensor, fp64 [chunks, 2]."""
     if table.count == 0:
         return []
     module, tail = _call.target(table.keep[0][0].device)

@@ -13,13 +13,13 @@ __all__ = ["evoformer_attention", "masked_softmax"]
 
 
 def masked_softmax(scores: Tensor, mask: Tensor | None = None, *, scale: float = 1.0, causal: bool = False) -> Tensor:
-    """softmax(scale * scores + mask) over the last dim, fp32 inside, in the dtype of scores.
+    """Compute softmax(scale * scores + mask) over the last dim, fp32 inside, in the dtype of scores.
 
     Args:
         scores: [..., queries, keys] floats.
-        mask: broadcastable to scores: booleans (True: may be seen) or floats to add (ALiBi, -inf). None: none.
-        causal: query i sees keys up to i + keys - queries only, so that the last query sees all.
-    Returns: like scores; a row that may see nothing is zeros, not NaN.
+        mask: broadcastable to scores: booleans (True: visible) or floats to add (ALiBi, -inf). None: none.
+        causal: query i attends to keys up to i + keys - queries only, so that the last query attends to all.
+    Returns: like scores; a row with no visible key is zeros, not NaN.
 
     Raises:
         KernelError: "kernel-argument" if scores has less than two dims.
@@ -36,7 +36,7 @@ def masked_softmax(scores: Tensor, mask: Tensor | None = None, *, scale: float =
 def evoformer_attention(
     q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor | None = None, pair_bias: Tensor | None = None
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d) + mask_bias + pair_bias) v, for alignments (Jumper et al. 2021).
+    """Compute softmax(q k^T / sqrt(d) + mask_bias + pair_bias) v, for alignments (Jumper et al. 2021).
 
     Args:
         q, k, v: floats [batch, rows, length, heads, d], all of one dtype.
@@ -46,7 +46,8 @@ def evoformer_attention(
 
     Raises:
         KernelError: "kernel-argument" if shapes do not fit.
-    Cost: rows are done one after another, so biases and scores of one row exist at a time: [batch, heads, length, length].
+    Cost: rows are processed in sequence, so biases and scores of one row exist at a time: [batch, heads, length,
+    length].
     """
     _require_evoformer(q, k, v, mask_bias, pair_bias)
     out: Tensor = choose(_EVOFORMER, q.device.type, q.dtype).backend.run(q, k, v, mask_bias, pair_bias)

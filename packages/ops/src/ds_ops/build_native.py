@@ -103,7 +103,7 @@ def _key(kind: Kind, sources: Path, tools: Mapping[str, Tool]) -> str:
 
 
 def missing_tools(kind: Kind, tools: Mapping[str, Tool]) -> tuple[str, ...]:
-    """What has to be installed before `kind` can be built, one line each."""
+    """List the tools that must be installed before `kind` can be built, one line each."""
     needed = ["c compiler", "c++ compiler", "cmake", "pybind11", *(["nvcc"] if kind == "cuda" else [])]
     return tuple(
         f"{name}: {tools[name].path} {tools[name].problem}".strip() if tools[name].path else f"{name}: not found"
@@ -203,7 +203,7 @@ def _run_step(command: list[str], step: str, log: Path) -> None:
 
 
 def first_error(output: str) -> str:
-    """The first line that reports an error, with the lines that explain it; the end of the output if none does."""
+    """Return the first line that reports an error, with its explanation; the end of the output without such a line."""
     lines = output.splitlines()
     for i, line in enumerate(lines):
         if _ERROR.search(line):

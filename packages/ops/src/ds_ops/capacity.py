@@ -18,7 +18,9 @@ __all__ = ["padded_rows", "within_capacity"]
 def within_capacity(
     experts: Tensor, num_experts: int, capacity: int, *, scores: Tensor | None = None, first_choices: bool = True
 ) -> Tensor:
-    """bool [T, k]: whether a slot is among the first, or the best, `capacity` slots of its expert (Lepikhin et al. 2021).
+    """Return which slots are among the first, or the best, `capacity` slots of their expert, bool [T, k].
+
+    See Lepikhin et al. 2021.
 
     Args:
         experts: int64 [T, k], each in 0..num_experts - 1. capacity: at least 0.
@@ -55,7 +57,7 @@ def within_capacity(
 
 
 def padded_rows(ends: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """(index, valid), each [E, capacity]: the row of every place of every expert in a layout where all are equally long.
+    """Compute (index, valid), each [E, capacity], of a layout padded to `capacity` rows per expert.
 
     Args:
         ends: int64 [E], of a permutation none of whose experts has more than `capacity` rows.

@@ -26,7 +26,7 @@ _KERNELS = _kernels()
 
 
 def crc32(data: bytes | bytearray | memoryview, value: int = 0) -> int:
-    """zlib's CRC-32 of contiguous memory, continuing from `value`. Does not hold the interpreter."""
+    """Compute zlib's CRC-32 of contiguous memory, continuing from `value`. Releases the interpreter lock."""
     return zlib.crc32(data, value) if _KERNELS is None else int(_KERNELS.crc32(data, value, -1))
 
 

@@ -34,7 +34,7 @@ class AioConfig(StrictModel):
     thread_count: Annotated[int, Deprecated("intra_op_parallelism")] = 1
 
     def settings(self) -> IOSettings:
-        """What `ds_ops.io.AsyncIO` takes; the backend is chosen at run time."""
+        """Convert the section to the settings of `ds_ops.io.AsyncIO`; the backend is selected at run time."""
         return IOSettings(
             block_bytes=self.block_size,
             queue_depth=self.queue_depth,

@@ -42,17 +42,23 @@ class HostCounters:
 
     @staticmethod
     def nbytes_for(world: int) -> int:
-        """Bytes that the numbers of `world` ranks take; a multiple of 4096."""
+        """Return the bytes of the counters of `world` ranks, a multiple of 4096."""
         return int(_call.native().shm_counters_bytes(world))
 
     def advance(self) -> int:
-        """This rank's next number; what it wrote before is visible to a rank that sees the number."""
+        """Increment this rank's counter and return its value.
+
+        A rank that reads the value also sees all earlier writes of this rank.
+        """
         self._native.advance()
         self.value += 1
         return self.value
 
     def behind(self, value: int) -> int | None:
-        """The first rank that has not reached `value`; None if all have, and then what they wrote before is visible."""
+        """Return the first rank that has not reached `value`; None if all have.
+
+        All ranks' earlier writes are visible after None.
+        """
         rank = self._native.behind(value & _MASK)
         return None if rank < 0 else int(rank)
 
@@ -75,7 +81,7 @@ class HostCounters:
 
 
 def outcome_error(what: str, rank: int, code: int, peer: int) -> CommError:
-    """The error of a native wait that ended with `code` while `rank` waited, for `peer` where that is known."""
+    """Build the error of a native wait that ended with `code` while `rank` waited, for `peer` if known."""
     text, name, fix = {
         1: (f"rank {peer} ended while rank {rank} waited for it in {what}", "shm-peer-died", "See that rank's log."),
         2: (

@@ -51,7 +51,7 @@ class Diagnosis:
         return tuple(check for check in self.checks if check.verdict is ReportLevel.BROKEN)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Convert the diagnosis to plain values for JSON."""
         return {
             "ok": not self.broken,
             "checks": [
@@ -73,7 +73,7 @@ class Diagnosis:
 
 
 def diagnose(machine: Machine) -> Diagnosis:
-    """Every check and every op row of `machine`, in the order they are shown."""
+    """Run every check and collect every op row of `machine`, in display order."""
     ops = op_rows(machine.stages.get("ops", ProbeStage()).results)
     checks = [
         *_system(machine),
@@ -89,8 +89,11 @@ def diagnose(machine: Machine) -> Diagnosis:
 
 
 def op_rows(found: Mapping[str, Any]) -> tuple[OpRow, ...]:
-    """The probe's rows, with dtypes that are treated alike put together. The reference for a dtype that no native kernel
-    takes is not a defect, so "does not take" alone is left to the row's dtypes."""
+    """Merge the probe's rows whose dtypes are treated alike.
+
+    The reference for a dtype that no native kernel takes is not a defect, so "does not take" is left to the row's
+    dtypes.
+    """
     merged: dict[tuple[Any, ...], list[str]] = {}
     for row in found.get("rows", ()):
         why = tuple((w["backend"], w["reason"], w["fix"]) for w in row["rejected"])

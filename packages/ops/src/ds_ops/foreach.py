@@ -23,7 +23,10 @@ Formula = Callable[[tuple[float, ...], Tensors, Tensors, list[Tensors]], Tensors
 
 
 def update(spec: UpdateSpec, tensors: UpdateTensors) -> None:
-    """`reference.update`, by lists. Cost: up to 12 passes and fp32 copies of 16-bit streams; fused Adam: one pass."""
+    """Update the parameters as `reference.update` does, with torch's foreach operations.
+
+    Cost: up to 12 passes and fp32 copies of 16-bit streams; fused Adam: one pass.
+    """
     if spec.rule is UpdateRule.ADAM and _fusable(spec, tensors):
         _fused_adam(spec, tensors)
         return _leave(spec, tensors)
@@ -39,7 +42,10 @@ def update(spec: UpdateSpec, tensors: UpdateTensors) -> None:
 
 
 def lamb_moments(spec: UpdateSpec, tensors: UpdateTensors) -> Tensor:
-    """As `reference.lamb_moments`; sums of squares are torch's norms, squared, on the device."""
+    """Update LAMB's moments as `reference.lamb_moments` does.
+
+    Sums of squares are torch's norms, squared, on the device.
+    """
     p, g, (m, v) = _wide(tensors.params), _gradients(spec, tensors), [_wide(s) for s in tensors.states]
     _moments(spec.coefficients, g, m, v)
     u = _lamb_direction(spec.coefficients, p, m, v)
@@ -52,7 +58,7 @@ def lamb_moments(spec: UpdateSpec, tensors: UpdateTensors) -> Tensor:
 
 
 def lamb_apply(spec: UpdateSpec, tensors: UpdateTensors, ratios: Tensor) -> None:
-    """As `reference.lamb_apply`; ratios [count] stay on the device."""
+    """Apply LAMB's step as `reference.lamb_apply` does; ratios [count] stay on the device."""
     p, states = _wide(tensors.params), [_wide(s) for s in tensors.states]
     u = _lamb_direction(spec.coefficients, p, *states)
     _torch.foreach_mul_(u, list((ratios.to(p[0].dtype) * -spec.coefficients[8]).unbind()))
@@ -65,7 +71,7 @@ def lamb_apply(spec: UpdateSpec, tensors: UpdateTensors, ratios: Tensor) -> None
 
 
 def _wide(stream: Sequence[Tensor]) -> Tensors:
-    """The stream in fp32 or wider: itself where it is that already."""
+    """Return the stream in fp32 or wider, without a copy if the dtype is wide enough."""
     given = [t.detach() for t in stream]
     wide = torch.promote_types(given[0].dtype, torch.float32)
     if given[0].dtype is wide:
@@ -76,7 +82,7 @@ def _wide(stream: Sequence[Tensor]) -> Tensors:
 
 
 def _gradients(spec: UpdateSpec, tensors: UpdateTensors) -> Tensors:
-    """Gradients times their scale; never the gradients themselves if they change."""
+    """Return the gradients times their scale; never changes the gradients themselves."""
     g = _wide(tensors.grads)
     plain = isinstance(spec.grad_scale, float | int) and spec.grad_scale == 1.0
     return g if plain else list(_torch.foreach_mul(g, spec.grad_scale))
@@ -99,7 +105,10 @@ def _leave(spec: UpdateSpec, tensors: UpdateTensors) -> None:
 
 
 def _fusable(spec: UpdateSpec, tensors: UpdateTensors) -> bool:
-    """Torch's fused Adam takes streams of one dtype, and would write scaled gradients back."""
+    """Return whether torch's fused Adam can run: streams of one dtype, and a gradient scale of 1.
+
+    Torch would write scaled gradients back.
+    """
     streams = (tensors.params, tensors.grads, *tensors.states)
     kinds = {t.dtype for s in streams for t in s}
     unscaled = isinstance(spec.grad_scale, float | int) and spec.grad_scale == 1.0
@@ -110,7 +119,10 @@ def _fusable(spec: UpdateSpec, tensors: UpdateTensors) -> bool:
 
 
 def _fused_adam(spec: UpdateSpec, tensors: UpdateTensors) -> None:
-    """p -= c5 m / (sqrt(v) / c6 + eps) is Adam without bias correction of learning rate c5 c6 and epsilon eps c6."""
+    """Run torch's fused Adam with the coefficients of `spec`.
+
+    p -= c5 m / (sqrt(v) / c6 + eps) is Adam without bias correction of learning rate c5 c6 and epsilon eps c6.
+    """
     decay, l2, omb1, b2, _, step_size, root, eps = spec.coefficients
     run = _torch.fused_adamw_ if decay != 1.0 else _torch.fused_adam_
     lr = step_size * root
@@ -134,7 +146,7 @@ def _fused_adam(spec: UpdateSpec, tensors: UpdateTensors) -> None:
 
 @functools.cache
 def _endless(device: torch.device) -> Tensor:
-    """A step number after which nothing is left to correct for."""
+    """Return a step number so large that Adam's bias correction has no effect."""
     return torch.full((), 1e12, device=device)
 
 

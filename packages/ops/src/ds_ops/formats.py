@@ -116,7 +116,7 @@ class QuantSpec:
         return 1 if self.symmetric else 2
 
     def layout(self, cols: int) -> WireLayout:
-        """Where a row of `cols` elements keeps its codes and parameters."""
+        """Return the offsets of the codes and parameters in a row of `cols` elements."""
         groups = -(-cols // self.group)
         code_bytes = -(-cols * self.format.bits // 8)
         params_at = -(-code_bytes // 4) * 4
@@ -182,7 +182,7 @@ class Swizzle:
         return self.nodes * self.local * self.slices
 
     def order(self) -> list[int]:
-        """The wire row of each input row."""
+        """Return the wire row of each input row."""
         world = self.nodes * self.local
         return [
             piece * world + index * self.nodes + node
@@ -238,7 +238,7 @@ class QuantTensor:
     def empty(
         cls, spec: QuantSpec, rows: int, cols: int, *, like: Tensor, shape: Sequence[int] | None = None
     ) -> QuantTensor:
-        """Uninitialised rows on the device of `like`, which also gives the dtype to return to."""
+        """Allocate uninitialised rows on the device of `like`, which also gives the dtype to dequantize to."""
         wire = torch.empty(rows, spec.layout(cols).row_bytes, dtype=torch.uint8, device=like.device)
         return cls(wire, spec, cols, tuple(shape) if shape is not None else (rows, cols), like.dtype)
 

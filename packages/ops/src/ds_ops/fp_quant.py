@@ -30,7 +30,7 @@ _FORMATS = {(f.bits, f.mantissa): f for f in (FP8_E4M3, FP8_E5M2, FP6_E3M2, FP6_
 
 
 def float_format(bits: int, mantissa_bits: int) -> Format:
-    """The float format of so many bits in all and in the significand.
+    """Return the float format with `bits` bits in all and `mantissa_bits` in the significand.
 
     Raises:
         UnsupportedError: "quant-format" for a combination that does not exist here.
@@ -54,7 +54,7 @@ class FPQuantizer:
     def quantize(
         self, x: Tensor, q_bits: int = 8, q_mantissa_bits: int = 3, *, stochastic_mode: bool = False, seed: int = 0
     ) -> QuantTensor:
-        """Codes of x (contiguous fp32, bf16, fp16; rows are its first dimension, or one if it has less than two).
+        """Quantize x (contiguous fp32, bf16, fp16) by rows, its first dimension; fewer than two dims are a single row.
 
         Raises:
             UnsupportedError: "quant-format". KernelError: "kernel-argument".
@@ -64,19 +64,19 @@ class FPQuantizer:
         return quantize(x, spec, rows=x.shape[0] if x.dim() > 1 else 1, draw=Draw(seed))
 
     def dequantize(self, q: QuantTensor, *, fp_out: Tensor | None = None) -> Tensor:
-        """The values in the shape and dtype of what was quantized, or into `fp_out`."""
+        """Dequantize to the shape and dtype of the quantized tensor, or into `fp_out`."""
         return dequantize(q, out=fp_out)
 
     def selective_dequantize(self, q: QuantTensor, indexes: Tensor) -> Tensor:
-        """Only the rows `indexes` (int64 [k]): [k, ...]. Reads only their codes."""
+        """Dequantize only the rows `indexes` (int64 [k]) to [k, ...]. Reads only their codes."""
         return dequantize(q, rows=indexes).view(indexes.numel(), *q.shape[1:])
 
     def get_scales(self, q: QuantTensor) -> Tensor:
-        """fp32 [rows, groups]: what codes are multiplied by. A view."""
+        """Return the scales of the codes, fp32 [rows, groups]. A view."""
         return q.params[..., 0]
 
     def to_float8(self, q: QuantTensor) -> Tensor:
-        """The codes of an fp8 tensor as torch's own dtype, [rows, cols], unscaled: what scaled matrix products take."""
+        """Return the codes of an fp8 tensor in torch's dtype, [rows, cols], unscaled, for scaled matrix products."""
         dtypes = {FP8_E4M3: torch.float8_e4m3fn, FP8_E5M2: torch.float8_e5m2}
         if q.spec.format not in dtypes:
             raise UnsupportedError(

@@ -80,7 +80,7 @@ class CuFile:
             raise _unsupported(f"the driver of {path} does not start: error {started}")
 
     def register(self, fd: int) -> int:
-        """A handle of an open file, or a negative code."""
+        """Register an open file and return its handle, or a negative code."""
         handle, description = ctypes.c_void_p(), _Description(type=_OPAQUE_FD, handle=_GdsHandle(fd=fd))
         failed = self._register(ctypes.byref(handle), ctypes.byref(description)).err
         return -failed if failed else handle.value or 0
@@ -89,7 +89,10 @@ class CuFile:
         self._deregister(handle)
 
     def move(self, handle: int, address: int, nbytes: int, offset: int, write: bool) -> int:
-        """Bytes moved, or a negative code: an errno, or one of the library's own from 5000 on."""
+        """Read or write bytes and return their number, or a negative code.
+
+        The code is an errno, or one of the library's own from 5000 on.
+        """
         ctypes.set_errno(0)
         moved = int((self._write if write else self._read)(handle, address, nbytes, offset, 0))
         return -(ctypes.get_errno() or errno.EIO) if moved == -1 else moved
@@ -104,7 +107,7 @@ def _unsupported(why: str) -> UnsupportedError:
 
 
 def find_library() -> CuFile:
-    """The library, where the loader finds it (`LD_LIBRARY_PATH` counts).
+    """Load the cuFile library from the loader's search path (`LD_LIBRARY_PATH` counts).
 
     Raises:
         UnsupportedError: "io-gds", with every name that was tried.
@@ -119,7 +122,7 @@ def find_library() -> CuFile:
 
 
 def why_not() -> str:
-    """Why GPUDirect Storage cannot be used here; empty if it can. Starts the library's driver where there is one."""
+    """Return why GPUDirect Storage cannot be used here; an empty string if usable. Starts the library's driver."""
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
     try:
@@ -139,7 +142,7 @@ class DeviceBytes:
 
 
 def device_bytes(memory: object, kind: str) -> DeviceBytes:
-    """The bytes of a contiguous tensor on a device of this kind; work queued on its current stream is waited for.
+    """Return the bytes of a contiguous tensor on a device of this kind, after synchronizing its current stream.
 
     Raises:
         KernelError: "io-memory".

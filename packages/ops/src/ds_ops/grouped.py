@@ -31,23 +31,25 @@ def grouped_matmul(
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> Tensor:
-    """y[rows of g] = x[rows of g] @ weights[g] (+ bias[g]) for every group g (Gale et al. 2022).
+    """Compute y[rows of g] = x[rows of g] @ weights[g] (+ bias[g]) for every group g (Gale et al. 2022).
 
     Args:
         x: floats [T, K], rows sorted by group.
-        weights: [E, K, N], or [E, N, K] with transpose (as torch.nn.Linear keeps them); dtype of x, any strides.
+        weights: [E, K, N], or [E, N, K] with transpose (as in torch.nn.Linear); dtype of x, any strides.
         ends: int32 or int64 [E], ascending, the last one at most T; same device.
         bias: [E, N], dtype of x.
         out: [T, N], dtype of x: written instead of a new tensor. Without autograd only.
-        accumulate: add to `out` (rows past the last end keep what they hold).
+        accumulate: add to `out` (rows past the last end are unchanged).
     Returns: [T, N]; zeros past the last end.
 
     Raises:
-        KernelError: "kernel-argument" if shapes, dtypes or devices do not fit, if `ends` on the CPU does not cut x, or if
-            `out` is asked for where a gradient is.
+        KernelError: "kernel-argument" if shapes, dtypes or devices do not fit, if `ends` on the CPU does not split x,
+        or if
+            `out` is given where a gradient is needed.
     Cost: one product per group that has rows, each written into its part of one result; a group without rows costs
         nothing. The gradient of x is another such product, that of weights one `grouped_outer`; the second use of a
-        transposed weight moves no memory. On CUDA one launch where torch has it (bf16); else `ends` is read on the host.
+        transposed weight moves no memory. On CUDA one launch where torch has it (bf16); else `ends` is read on the
+        host.
     """
     job = _GroupedProduct(transpose, accumulate)
     _require(x, weights, ends, bias, job)
@@ -67,11 +69,11 @@ def grouped_matmul(
 
 
 def grouped_outer(x: Tensor, y: Tensor, ends: Tensor, *, out: Tensor | None = None, accumulate: bool = False) -> Tensor:
-    """out[g] = x[rows of g]^T @ y[rows of g] for every group g: the gradient of weights (Gale et al. 2022).
+    """Compute out[g] = x[rows of g]^T @ y[rows of g] for every group g: the gradient of weights (Gale et al. 2022).
 
     Args:
         x: floats [T, K]; y: [T, N], same dtype and device. ends: as in `grouped_matmul`.
-        out: [E, K, N], dtype of x or fp32: written instead of a new tensor; e.g. a gradient kept in fp32. Without autograd.
+        out: [E, K, N], dtype of x or fp32: written instead of a new tensor; e.g. an fp32 gradient. Without autograd.
         accumulate: add to `out`.
     Returns: [E, K, N]; zeros for a group without rows.
 
@@ -172,7 +174,7 @@ def _matmul_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _matmul_backward(matmul: Callable[..., Tensor], outer: Callable[..., Tensor]) -> Backward:
-    """The gradient in terms of both products: as functions, or as nodes of a graph."""
+    """Build the backward from both products: as functions, or as nodes of a graph."""
 
     def backward(ctx: Any, dy: Tensor) -> Gradients:
         x, weights, ends = ctx.saved_tensors
@@ -255,7 +257,7 @@ _outer_node.register_autograd(_outer_backward(_matmul_node), setup_context=_oute
 
 
 def _parts(t: Tensor, bounds: list[int]) -> tuple[Tensor, ...]:
-    """The rows of each group, and last those of none: one call, whatever the number of groups."""
+    """Split the rows by group, and last the rows of no group, with one call whatever the number of groups."""
     sizes = [b - a for a, b in zip([0, *bounds], bounds, strict=False)]
     return t.split([*sizes, t.shape[0] - sum(sizes)])
 
@@ -333,7 +335,10 @@ def _given(made: Tensor, out: Tensor | None, accumulate: bool) -> Tensor:
 
 
 def _aligned(*tensors: Tensor) -> bool:
-    """Torch's kernel moves 16 bytes at a time: one stride of the matrix is 1, the others are multiples of them."""
+    """Return whether torch's kernel, which moves 16 bytes at a time, can read the tensors.
+
+    One stride of each matrix is 1; the other strides are multiples of 16 bytes.
+    """
     for t in tensors:
         unit = 16 // t.element_size()
         strides = t.stride()
@@ -345,7 +350,10 @@ def _aligned(*tensors: Tensor) -> bool:
 
 
 def _no_grouped_mm(device_type: str, dtype: torch.dtype) -> str:
-    """Why torch's kernel does not run there. On the CPU it is a loop of its own, no faster than the reference's."""
+    """Return why torch's kernel does not run there; an empty string if usable.
+
+    On the CPU torch's kernel is a loop, no faster than the reference's.
+    """
     if device_type != "cuda":
         return Unavailable("torch has a kernel for CUDA only", elsewhere=True)
     if dtype is not torch.bfloat16:

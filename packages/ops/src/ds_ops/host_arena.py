@@ -25,13 +25,13 @@ _STAGGER_BYTES, _STAGGER_STEPS, _ALIGN_BYTES = 1024, 4, 64
 
 
 def zeros_huge(numels: Sequence[int], dtype: torch.dtype, *, stream: int = 0) -> list[Tensor]:
-    """1-D zero tensors on the CPU, one per length, all views of one arena.
+    """Allocate 1-D zero tensors on the CPU, one per length, as views of a single arena of huge pages.
 
     Args:
         stream: which of the arrays that one pass reads together this is; different streams start at different offsets
             into their pages.
 
-    Arenas smaller than a huge page are ordinary memory. Pages are given by the kernel when first written, in huge units
+    Arenas smaller than a huge page are ordinary memory. The kernel allocates pages when first written, in huge units
     where it allows that (`/sys/kernel/mm/transparent_hugepage/enabled` is `madvise` or `always`).
     """
     item = dtype.itemsize
@@ -79,7 +79,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _mapping(num_bytes: int) -> Tensor:
-    """uint8 tensor over a fresh private mapping that starts at a huge page's boundary."""
+    """Map fresh private memory that starts at a huge page's boundary, as a uint8 tensor."""
     size = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES + HUGE_PAGE_BYTES
     region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

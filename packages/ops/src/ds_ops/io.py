@@ -72,7 +72,7 @@ class Transfer:
             raise _failure(self, code, at)
 
     def forgettable(self) -> bool:
-        """Ended, and its failure, if any, was raised."""
+        """Return whether the transfer has ended and its failure, if any, was raised."""
         return self.done() and (self._raised or not self._flight.outcome()[0])
 
     def __repr__(self) -> str:

@@ -54,7 +54,7 @@ class IOBandwidth:
     bytes_per_s: float
 
     def as_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
+        """Convert the measurement to plain values for JSON."""
         return {
             "direction": "write" if self.case.write else "read",
             **asdict(self.case.settings),
@@ -63,7 +63,7 @@ class IOBandwidth:
 
 
 def cases(grid: IOGrid) -> list[IOCase]:
-    """Every combination, writes first. Pure."""
+    """List every combination of the grid, writes first. Pure."""
     directions = [True] * grid.write + [False] * grid.read
     return [
         IOCase(write, IOSettings(block, depth, workers, backend, grid.direct))
@@ -115,7 +115,7 @@ def uncached(path: Path) -> Iterator[None]:
 
 
 def aligned_bytes(nbytes: int) -> torch.Tensor:
-    """[nbytes] uint8 whose address is a multiple of 4096, in huge pages if it is large: what O_DIRECT takes as it is.
+    """Allocate [nbytes] uint8 at a multiple of 4096, in huge pages if large: O_DIRECT needs no copy.
 
     Memory that was pinned page by page cost a third of the bandwidth.
     """
@@ -126,7 +126,7 @@ def aligned_bytes(nbytes: int) -> torch.Tensor:
 
 
 def table(rows: Sequence[IOBandwidth]) -> str:
-    """One line a case, best first in each direction. Bandwidth in GB/s (1e9 bytes)."""
+    """Format one line a case, best first in each direction. Bandwidth in GB/s (1e9 bytes)."""
     head = f"{'':<6} {'backend':<9} {'block':>8} {'depth':>6} {'workers':>8} {'GB/s':>7}"
     lines = [head]
     for row in sorted(rows, key=lambda r: (not r.case.write, -r.bytes_per_s)):
@@ -144,7 +144,7 @@ def _size(nbytes: int) -> str:
 
 
 def best_section(rows: Sequence[IOBandwidth]) -> dict[str, int]:
-    """The `aio` section of a configuration: settings whose slower direction, relative to the best one, is fastest."""
+    """Choose the `aio` section: settings whose slower direction, relative to the best, is fastest."""
     top = {w: max((r.bytes_per_s for r in rows if r.case.write is w), default=0.0) for w in (True, False)}
     share: dict[IOSettings, float] = {}
     for row in rows:

@@ -67,7 +67,10 @@ class IOSettings:
 
 
 def backends() -> dict[str, str]:
-    """Every backend for memory of the host with the reason why it does not work on this machine now, or an empty text. Asks the kernel."""
+    """Return every backend for host memory with the reason for its absence now; an empty string if usable.
+
+    Queries the kernel.
+    """
     return {name: _why_not(name) for name in (*_NATIVE_KINDS, "python")}
 
 
@@ -82,7 +85,7 @@ def _why_not(backend: str) -> str:
 
 
 def _bytes_of(memory: Any, *, writable: bool) -> memoryview:
-    """`memory` as a flat view of bytes: no copy, and the exporter stays alive with the view."""
+    """Return `memory` as a flat view of bytes, without a copy; the exporter stays alive with the view."""
     if isinstance(memory, torch.Tensor):
         if memory.device.type != "cpu" or not memory.is_contiguous():
             raise KernelError(

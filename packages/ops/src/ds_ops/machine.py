@@ -107,7 +107,10 @@ def run_probe(seconds: float = _PROBE_SECONDS, command: tuple[str, ...] = ()) ->
 
 
 def parse_stages(text: str, end: str) -> dict[str, ProbeStage]:
-    """The probe's lines as stages. `end` is what happened to a stage that began and did not report; "probe" if none began."""
+    """Parse the probe's lines into stages.
+
+    `end` is the error of a stage that began and did not report; of stage "probe" if none began.
+    """
     stages: dict[str, ProbeStage] = {}
     begun = ""
     for line in text.splitlines():
@@ -168,6 +171,6 @@ def _aio(folder: Path) -> Pair | None:
 
 
 def _selected(path: Path) -> str:
-    """The word in brackets of `always [madvise] never`."""
+    """Return the choice in brackets of `always [madvise] never`."""
     _, bracket, rest = _text(path).partition("[")
     return rest.partition("]")[0] if bracket else ""

@@ -42,11 +42,13 @@ class MappedFile:
             self._map.madvise(mmap.MADV_NORMAL)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """`nbytes` from `offset` on, present in memory. Copy soon: pages may be given up again under memory pressure.
+        """Return `nbytes` from `offset` on, present in memory.
+
+        Copy soon: pages may be dropped again under memory pressure.
 
         Raises:
-            OSError: EIO: the device failed, or the file was cut after it was opened.
-            ValueError: the range is not inside the file as it was when it was opened.
+            OSError: EIO: the device failed, or the file was truncated after it was opened.
+            ValueError: the range is not inside the file at the time of opening.
         """
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise ValueError(f"bytes {offset}..{offset + nbytes} of {self._path}, which has {self.nbytes}")
@@ -66,7 +68,7 @@ class MappedFile:
         return bool(native.resident(memoryview(self._map)[offset : offset + nbytes]))
 
     def close(self) -> None:
-        """No further views; the memory goes with the last one that is still held (by a traceback, perhaps)."""
+        """Drop the mapping: no further views; its memory is freed with the last view that is referenced."""
         self._map, self.nbytes = None, 0
 
     def _error(self, number: int, what: str) -> OSError:

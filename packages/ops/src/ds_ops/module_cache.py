@@ -14,24 +14,30 @@ _SOURCES = {".txt", ".cmake", ".in", ".h", ".hpp", ".cuh", ".c", ".cpp", ".cu"}
 
 
 def cache_root() -> Path:
-    """Where `ds ops build` puts modules: `DS_OPS_CACHE`, else the user's cache folder. Node-local by preference."""
+    """Return the folder of modules built by `ds ops build`: `DS_OPS_CACHE`, else the user's cache folder.
+
+    Preferably node-local.
+    """
     if given := os.environ.get("DS_OPS_CACHE"):
         return Path(given)
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "ds_ops"
 
 
 def build_folder(kind: str, key: str) -> Path:
-    """The folder of one build: modules of another version of ds-ops are never loaded."""
+    """Return the folder of a build: modules of another version of ds-ops are never loaded."""
     return cache_root() / f"{_version()}-{kind}-{key}"
 
 
 def module_file(name: str) -> str:
-    """File name of the module `name` for this Python and processor."""
+    """Return the file name of the module `name` for this Python and processor."""
     return f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 def built_modules(name: str) -> list[Path]:
-    """Modules `name` built of these very sources for this Python, newest first; of any, where no sources are installed."""
+    """List the modules `name` built from exactly these sources for this Python, newest first.
+
+    Where no sources are installed, modules built from any sources are listed.
+    """
     sources = source_dir()
     key = sources_key(sources) if sources else "*"
     found = cache_root().glob(f"{_version()}-*-{key}-*/lib/{module_file(name)}")
@@ -39,7 +45,7 @@ def built_modules(name: str) -> list[Path]:
 
 
 def sources_key(sources: Path) -> str:
-    """A digest of the native sources: a module built of others is never loaded, whatever version it says it is of."""
+    """Hash the native sources: a module built from other sources is never loaded, whatever its version."""
     digest = hashlib.sha256()
     for path in sorted(sources.rglob("*")):
         relative = path.relative_to(sources)
@@ -49,7 +55,7 @@ def sources_key(sources: Path) -> str:
 
 
 def source_dir() -> Path | None:
-    """The CMake project: inside an installed wheel, or `native/` of a checkout or sdist; None if neither is there."""
+    """Find the CMake project in an installed wheel, or `native/` of a checkout or sdist; None if neither exists."""
     here = Path(__file__).resolve().parent
     places = [here / "_src", *(parent / "native" for parent in list(here.parents)[1:4])]
     return next((p for p in places if (p / "CMakeLists.txt").is_file() and (p / "cpu").is_dir()), None)

@@ -58,7 +58,7 @@ class RowPermutation:
 
 
 def top_k_gating(logits: Tensor, k: int, *, renormalize: bool = False) -> Gating:
-    """p = softmax(logits) over all experts in fp32, the k largest of each token; of equal ones the lowest expert.
+    """Select the k largest of p = softmax(logits) of each token, in fp32; among equals the lowest expert.
 
     Args:
         logits: [T, E] floats. renormalize: w = p / sum of the k chosen p.
@@ -145,16 +145,17 @@ class Pulls:
 
 
 def pulls_of(counts: Tensor, rank: int, room: int) -> Pulls:
-    """The pulls of one rank.
+    """Compute the reads of a rank in an expert-parallel all-to-all through shared memory.
 
     Args:
-        counts: int64 [P, E] on the CPU: each rank's rows for each expert; at home they are sorted by expert. Rank r has the experts
+        counts: int64 [P, E] on the CPU: each rank's rows for each expert, sorted by expert on that rank. Rank r has the
+        experts
             [r * E / P, (r + 1) * E / P).
-        room: Rows of a rank in the shared memory, at least as many as it has, and as its experts get.
+        room: Rows of a rank in the shared memory, at least as many as the rank has, and as its experts get.
 
     Raises:
-        KernelError: "kernel-argument" for other shapes, dtypes, devices, and where there is not so much room.
-    Cost: some integers a row. Source: the all-to-all of Lepikhin et al. 2020, seen from who reads.
+        KernelError: "kernel-argument" for other shapes, dtypes, devices, and where there is not enough room.
+    Cost: some integers a row. Source: the all-to-all of Lepikhin et al. 2020, seen from the reader.
     """
     fits = (
         counts.dim() == 2
@@ -208,17 +209,19 @@ def _reference_pulls(counts: Tensor, rank: int, room: int) -> Pulls:
 
 
 def _runs(starts: Tensor, number: Tensor) -> Tensor:
-    """For each i the numbers from starts[i] on, number[i] of them, one run after the other."""
+    """Concatenate for each i the number[i] consecutive numbers from starts[i] on."""
     before = number.cumsum(0) - number
     return (starts - before).repeat_interleave(number) + torch.arange(int(number.sum()))
 
 
 def regroup(counts: Tensor, rows: int) -> RowPermutation:
-    """How rows that came as chunks [source, expert] become chunks [expert, source]: what follows an all-to-all of rows.
+    """Compute the permutation from chunks [source, expert] to chunks [expert, source], after an all-to-all of rows.
 
     Args:
-        counts: int64 [S, E]: rows of each chunk, in the order of arrival. rows: their sum, known from the sizes received.
-    Returns: a permutation of "tokens" with one choice: `permute(x, p)` moves rows to their experts, `p.ends` are theirs,
+        counts: int64 [S, E]: rows of each chunk, in the order of arrival. rows: their sum, known from the sizes
+        received.
+    Returns: a permutation of "tokens" with one choice: `permute(x, p)` moves rows to their experts, `p.ends` are
+    theirs,
         and `unpermute(y, p)` moves results back.
 
     Raises:
@@ -243,7 +246,9 @@ def regroup(counts: Tensor, rows: int) -> RowPermutation:
 
 
 def permute(x: Tensor, p: RowPermutation) -> Tensor:
-    """Rows of tokens: out[r] = x[slot of row r / k]. The gradient gathers by `p.rows`, without atomic additions.
+    """Copy tokens to their rows: out[r] = x[slot of row r / k].
+
+    The gradient gathers by `p.rows`, without atomic additions.
 
     Args:
         x: [T, n] of any dtype. p: of `sort_slots`, on the same device.
@@ -259,7 +264,9 @@ def permute(x: Tensor, p: RowPermutation) -> Tensor:
 
 
 def unpermute(y: Tensor, p: RowPermutation, weights: Tensor | None = None) -> Tensor:
-    """Tokens of rows: out[t] = the sum over choices c of weights[t, c] * y[row of (t, c)], in fp32, rounded to y's dtype.
+    """Combine rows into tokens: out[t] = the sum over choices c of weights[t, c] * y[row of (t, c)].
+
+    The sum is in fp32, rounded to y's dtype.
 
     Args:
         y: floats [T * k, n]. p: of `sort_slots` or `regroup`. weights: floats [T, k]; None: ones. All on one device.
@@ -301,7 +308,10 @@ def _reference_gating(logits: Tensor, k: int, renormalize: bool) -> Gating:
 
 
 def _count(values: Tensor, size: int) -> Tensor:
-    """int64 [size]: how often each number occurs. (bincount's result has a length that no compiler can know.)"""
+    """Count how often each number occurs, int64 [size].
+
+    The length of bincount's result is unknown to a compiler.
+    """
     flat = values.reshape(-1)
     return torch.zeros(size, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
 

@@ -63,7 +63,7 @@ _KEPT = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 def obstacle() -> str:
-    """Why there is no native step here; empty: there is."""
+    """Return why the native step is not available; an empty string if available."""
     return _native.load("_cpu").reason if _native.load("_cpu").module is None else ""
 
 
@@ -82,7 +82,7 @@ class Normed:
     layer: bool = False
 
     def words(self) -> tuple[int, ...]:
-        """`Normed`."""
+        """Return the fields of the native struct `Normed`."""
         return (address(self.weight), address(self.bias), _word(self.eps), _word(self.offset), int(self.layer))
 
 
@@ -127,7 +127,7 @@ class DecoderExperts:
         object.__setattr__(self, "_tables", tables)
 
     def words(self) -> np.ndarray:
-        """`Experts`; it must outlive the step."""
+        """Pack the fields of the native struct `Experts` into an array, which must outlive the step."""
         up, down = (t.ctypes.data if len(t) else 0 for t in self._tables)
         found = [*self.router.words(), up, down, self.count, self.chosen, self.first, len(self.up), self.groups]
         found += [self.chosen_groups, int(self.pair), int(self.score), int(self.normalized), _word(self.scale)]
@@ -161,7 +161,7 @@ class DecoderLatent:
         object.__setattr__(self, "_tables", tables)
 
     def words(self) -> np.ndarray:
-        """`Latent`; it must outlive the step."""
+        """Pack the fields of the native struct `Latent` into an array, which must outlive the step."""
         up = self.query_up
         found = [*self.query_norm.words(), *self.norm.words(), *(_NO_MATRIX if up is None else up.words())]
         found += [t.ctypes.data for t in self._tables]
@@ -210,7 +210,7 @@ class DecoderLayer:
     latent: DecoderLatent | None = None
 
     def words(self) -> list[int]:
-        """`Layer`, up to the tables of its experts and its latent, and its cache."""
+        """Return the fields of the native struct `Layer`, up to the tables of its experts, its latent and its cache."""
         found = [word for norm in self.norms for word in norm.words()]
         found += [word for matrix in self.matrices for word in (_NO_MATRIX if matrix is None else matrix.words())]
         rope, dim, pairs = self.rope or (-1, 0, False)
@@ -338,7 +338,7 @@ class DecoderProgram:
         return logits[:, : self.head.outputs]
 
     def _require(self, x: Tensor, chunks: Sequence[TokenRun], outputs: Tensor, cache: Sequence[KeptLayer]) -> int:
-        """Every address that the step follows is inside of its tensor."""
+        """Check that every address that the step reads or writes is inside its tensor."""
         _call.require("x", x, dtypes=(torch.float32,), numel=x.shape[0] * self.hidden)
         _call.require("outputs", outputs, dtypes=(torch.int64,))
         ends = [c.first + c.count for c in chunks]

@@ -22,7 +22,7 @@ __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019).
+    """Compute x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019).
 
     Args:
         x: [..., n], fp32, bf16, fp16 (others through torch); copied if it is not contiguous.
@@ -41,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> T
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
-    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, the variance biased (Ba et al. 2016).
+    """Compute (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, the variance biased (Ba et al. 2016).
 
     Args:
         x: floats [..., n]. weight, bias: [n] of any float dtype, or None.
@@ -56,9 +56,12 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(s), s) with s = x + residual, rounded to x's dtype: what pre-norm blocks do between layers (Xiong et al. 2020).
+    """Compute (rms_norm(s), s) with s = x + residual, rounded to x's dtype.
 
-    x: [..., n], fp32, bf16, fp16. residual: like x. Cost: two reads, two writes, in place of three and two in two passes.
+    Pre-norm blocks do this between layers (Xiong et al. 2020).
+
+    x: [..., n], fp32, bf16, fp16. residual: like x. Cost: two reads, two writes, in place of three and two in two
+    passes.
     """
     _require_vectors(x, weight, None)
     _require_like(x, residual)
@@ -71,7 +74,7 @@ def add_rms_norm(
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """(layer_norm(s), s) with s = x + residual. Two passes."""
+    """Compute (layer_norm(s), s) with s = x + residual, in two passes."""
     _require_like(x, residual)
     total = x + residual
     return layer_norm(total, weight, bias, eps=eps), total
@@ -131,7 +134,7 @@ def _at(t: Tensor | None) -> int:
 
 
 def _scratch(device: torch.device, rows: int, cols: int) -> tuple[Tensor, ...]:
-    """What the CPU kernels want to work in; the CUDA kernels want nothing."""
+    """Allocate the workspace of the CPU kernels; empty for the CUDA kernels."""
     return (torch.empty(rows, cols),) if device.type == "cpu" else ()
 
 
@@ -152,7 +155,10 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: flo
 def _backward(
     saved: _NormState, dy: Tensor, dsum: Tensor | None, wanted: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of what was normalized (dsum: what reached it by another way), and of the weight in dtype `wanted`."""
+    """Compute the gradients of the normalized input, and of the weight in dtype `wanted`.
+
+    `dsum` is the gradient that reached the input by another path.
+    """
     h, cols = saved.h, saved.h.shape[-1]
     module, tail = _call.target(h.device)
     dx, scratch = torch.empty_like(h), _scratch(h.device, 2 * tail[0], cols)

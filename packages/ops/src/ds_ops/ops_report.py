@@ -17,14 +17,14 @@ def report(quick: bool = False) -> PackageReport:
 
 
 def report_of(diagnosis: Diagnosis) -> PackageReport:
-    """A diagnosis as it is shown; JSON has every op by itself."""
+    """Build the report of a diagnosis for display; the JSON form lists every op separately."""
     heads = ("device", "dtypes", "backend", "why not better", "ops")
     table = TextTable("ops", "the backend that runs, and why a better one does not", heads, tuple(_rows(diagnosis.ops)))
     return PackageReport(diagnosis.checks, (table,), {"ops": diagnosis.as_dict()["ops"]})
 
 
 def _rows(ops: Sequence[OpRow]) -> list[tuple[str, ...]]:
-    """Ops that are treated alike share a row."""
+    """Merge ops that are treated alike into a row each."""
     alike: dict[tuple[object, ...], list[OpRow]] = {}
     for row in ops:
         alike.setdefault((row.device, row.dtypes, row.backend, row.why_not), []).append(row)
@@ -37,5 +37,5 @@ def _rows(ops: Sequence[OpRow]) -> list[tuple[str, ...]]:
 
 
 def _short(text: str) -> str:
-    """float32 as people say it."""
+    """Replace dtype names by short names: torch.float32 by fp32."""
     return text.replace("torch.", "").replace("bfloat", "bf").replace("float", "fp")

@@ -16,7 +16,7 @@ __all__ = ["packed_linear", "unpacked"]
 
 
 def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
-    """y = x @ W^T + bias, inputs rounded as the packing says, sums in fp32, in the order of the outputs as they were packed.
+    """Compute y = x @ W^T + bias, inputs rounded as the packing says, sums in fp32, outputs in their original order.
 
     Args:
         x: [..., K], fp32, on the CPU. weight: of `decoder.pack`, [N, K].
@@ -24,7 +24,8 @@ def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
 
     Raises:
         KernelError: "kernel-argument" if shapes or devices do not fit.
-    Cost: every weight read once for each block of rows whose inputs fit the second-level cache; one pass that packs the inputs.
+    Cost: every weight read once for each block of rows whose inputs fit the second-level cache; one pass that packs the
+    inputs.
         Source: Goto and van de Geijn 2008.
     """
     _call.require(
@@ -38,7 +39,7 @@ def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def unpacked(weight: PackedWeight) -> Tensor:
-    """The numbers, fp32 [n, k], padded and in the order of the packing."""
+    """Unpack the weight's values, fp32 [n, k], padded and in the order of the packing."""
     units, k = weight.n // UNIT, weight.k
     if weight.kind == 0:
         return weight.data.view(units, k, UNIT).transpose(1, 2).flatten(0, 1)
@@ -57,7 +58,10 @@ def unpacked(weight: PackedWeight) -> Tensor:
 
 
 def _in_order(y: Tensor, weight: PackedWeight) -> Tensor:
-    """[rows, n] of units to [rows, outputs]: gate and value alternate in the packing, and each is padded to whole units."""
+    """Reorder [rows, n] of packed units to [rows, outputs].
+
+    Gate and value alternate in the packing, and each is padded to whole units.
+    """
     if not weight.gated:
         return y[:, : weight.outputs]
     halves = y.view(y.shape[0], weight.n // (2 * UNIT), 2, UNIT).transpose(1, 2).flatten(2)

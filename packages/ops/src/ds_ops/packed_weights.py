@@ -28,7 +28,7 @@ class ProductInputs(enum.IntEnum):
 
 
 def address(t: Tensor | None) -> int:
-    """Of the first element; 0 for none."""
+    """Return the address of the first element; 0 for None."""
     return 0 if t is None else _call.address(t)
 
 
@@ -57,7 +57,7 @@ class PackedWeight:
     gated: bool
 
     def words(self) -> tuple[int, ...]:
-        """`Matrix`."""
+        """Return the fields of the native struct `Matrix`."""
         return (
             address(self.data),
             address(self.params),
@@ -124,7 +124,7 @@ def pack(
 
 
 def _units(rows: Tensor, gated: bool) -> Tensor:
-    """[N, ...] to [units, 32, ...], padded with zeros; units of the two halves alternate if gated."""
+    """Pack [N, ...] into [units, 32, ...], padded with zeros; units of the two halves alternate if gated."""
     parts = rows.chunk(2) if gated else (rows,)
     padded = [torch.cat([p, p.new_zeros(-p.shape[0] % UNIT, *p.shape[1:])]) for p in parts]
     cut = [p.view(-1, UNIT, *p.shape[1:]) for p in padded]
@@ -132,7 +132,7 @@ def _units(rows: Tensor, gated: bool) -> Tensor:
 
 
 def _codes(weight: QuantTensor) -> Tensor:
-    """uint8 [N, K], unsigned."""
+    """Return the codes as unsigned uint8 [N, K]."""
     codes = weight.codes
     if weight.spec.format == INT4:
         codes = torch.stack([codes & 15, codes >> 4], -1).flatten(1)[:, : weight.cols]
@@ -143,7 +143,7 @@ def _codes(weight: QuantTensor) -> Tensor:
 
 
 def _params(weight: QuantTensor) -> Tensor:
-    """fp32 [N, groups, 2]: scale, and the code that means zero."""
+    """Return the scale and the zero point of each group, fp32 [N, groups, 2]."""
     params = weight.params
     if weight.spec.symmetric:
         half = 8.0 if weight.spec.format == INT4 else 128.0

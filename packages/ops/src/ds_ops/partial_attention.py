@@ -46,7 +46,7 @@ ALL = View()
 
 
 def partial_attention(q: Tensor, k: Tensor, v: Tensor, view: View = ALL) -> tuple[Tensor, Tensor]:
-    """(out, lse): out = softmax(scale q k^T + mask) v over these keys, lse the log of the softmax's denominator.
+    """Compute out = softmax(scale q k^T + mask) v over these keys, and lse, the log of the softmax's denominator.
 
     Args:
         q: floats [B, H, Lq, D]; k, v: [B, G, Lk, D] of its dtype, any strides.
@@ -54,7 +54,8 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, view: View = ALL) -> tupl
 
     Raises:
         KernelError: "kernel-argument" if shapes do not fit.
-    Cost: no [Lq, Lk] tensor on the CPU, and on CUDA for 16 bits without a mask (torch's flash kernels); elsewhere scores
+    Cost: no [Lq, Lk] tensor on the CPU, and on CUDA for 16 bits without a mask (torch's flash kernels); elsewhere
+    scores
         in fp32. A mask of blocks becomes one of booleans, unless it shows all or nothing. Source: Dao et al. 2022.
     """
     _require(q, k, v, view)
@@ -71,12 +72,14 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, view: View = ALL) -> tupl
 def partial_attention_grad(
     dout: Tensor, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, view: View = ALL
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of one part: with P = exp(scores - lse), dS = P (dout v^T - rowsum(dout out)) (Dao et al. 2022).
+    """Compute (dq, dk, dv) of one part of the keys (Dao et al. 2022).
+
+    With P = exp(scores - lse), dS = P (dout v^T - rowsum(dout out)).
 
     Args:
         dout, out: [B, H, Lq, D], dtype of q; lse: fp32 [B, H, Lq]: of the part, or merged over all parts.
         qkv: q, k, v of this part, as in `partial_attention`.
-    Returns: like q, k, v. Over all parts, the dq add up; dk and dv are whole.
+    Returns: like q, k, v. Over all parts, the dq add up; dk and dv are complete.
 
     Raises:
         KernelError: "kernel-argument" if shapes do not fit.
@@ -96,15 +99,19 @@ def partial_attention_grad(
 
 
 def merge_partial(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of both sets of keys: lse = log(e^lse1 + e^lse2), out = e^(lse1 - lse) out1 + e^(lse2 - lse) out2.
+    """Merge the partial attention of two sets of keys into (out, lse) of both.
+
+    lse = log(e^lse1 + e^lse2), out = e^(lse1 - lse) out1 + e^(lse2 - lse) out2.
 
     Args:
-        out1, out2: floats [..., D]; lse1, lse2: floats [...]. A part that saw nothing (out 0, lse -inf) changes nothing.
-    Returns: out in the wider dtype of both (keep the running one in fp32), lse. Gradients through all four.
+        out1, out2: floats [..., D]; lse1, lse2: floats [...]. A part without a visible key (out 0, lse -inf) changes
+        nothing.
+    Returns: out in the wider dtype of both (use fp32 for the running one), lse. Gradients through all four.
 
     Raises:
         KernelError: "kernel-argument" if shapes do not fit.
-    Cost: about six passes over out in plain torch; the order of parts changes only the rounding. Source: Dao et al. 2023.
+    Cost: about six passes over out in plain torch; the order of parts changes only the rounding. Source: Dao et al.
+    2023.
     """
     if out1.shape != out2.shape or lse1.shape != out1.shape[:-1] or lse2.shape != lse1.shape:
         shown = "; ".join(map(_call.describe, (out1, lse1, out2, lse2)))
@@ -184,7 +191,7 @@ def _job(q: Tensor, k: Tensor, view: View) -> _AttentionProblem:
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """[B, G, H / G, Lq, Lk], fp32 or wider."""
+    """Compute the masked scores, [B, G, H / G, Lq, Lk], fp32 or wider."""
     wide = torch.promote_types(q.dtype, torch.float32)
     groups = k.shape[1]
     scores = q.to(wide).unflatten(1, (groups, -1)) @ k.to(wide)[:, :, None].transpose(-1, -2) * scale
@@ -230,7 +237,7 @@ def _reference_grad(
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """A row that saw nothing has only scores of -inf: with any finite lse its weights are zeros."""
+    """Replace -inf in `lse` by 0: a row without visible keys then has weights of zero."""
     return lse.masked_fill(lse == -torch.inf, 0)
 
 
@@ -283,7 +290,7 @@ def _flash_grad(
 
 
 def _in_rows(t: Tensor) -> Tensor:
-    """The kernels take any strides but that of the features, which they do not look at."""
+    """Return the tensor with a feature stride of 1, the only stride that the kernels do not read."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 

@@ -65,7 +65,7 @@ def _native() -> dict[str, Any]:
 
 
 def _trial() -> dict[str, Any]:
-    """One small step with native kernels beside the reference: the largest difference must be rounding."""
+    """Run a small step with native kernels and with the reference: the largest difference must be rounding."""
     import torch
 
     import ds_ops.registry as registry
@@ -93,7 +93,7 @@ def _io() -> dict[str, Any]:
 
 
 def _ops() -> dict[str, Any]:
-    """Which backend runs each op, per device and dtype."""
+    """List the backend that runs each op, per device and dtype."""
     import torch
 
     from ds_ops.all_ops import every_op

@@ -67,12 +67,12 @@ def quantize(
     draw: Draw = _NO_DRAW,
     out: QuantTensor | None = None,
 ) -> QuantTensor:
-    """Codes c = round(x / scale) of every group, by the formulas and sources of `ds_ops.formats` (ZeRO++, Wang et al. 2023).
+    """Quantize to codes c = round(x / scale) of every group, by the formulas and sources of `ds_ops.formats`.
 
-    No gradient flows through it (`ds_ops.fake_quant` has one).
+    See ZeRO++, Wang et al. 2023. No gradient flows through it (`ds_ops.fake_quant` has one).
 
     Args:
-        x: contiguous fp32, bf16 or fp16 of any shape, seen as [rows, numel / rows]. Groups do not cross rows.
+        x: contiguous fp32, bf16 or fp16 of any shape, viewed as [rows, numel / rows]. Groups do not cross rows.
         rows: how many, or a `Swizzle`, which also says which wire row each one becomes.
         draw: used with stochastic rounding only.
         out: reuse this; must be of the same spec and size.
@@ -100,12 +100,15 @@ def quantize(
 def dequantize(
     q: QuantTensor, *, rows: Tensor | None = None, dtype: torch.dtype | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """x' = (c - zero) * scale in the shape of `q`; with `rows` (int64 [k] of row numbers) only those, [k, cols].
+    """Compute x' = (c - zero) * scale in the shape of `q`; with `rows` (int64 [k]) only these rows, [k, cols].
 
-    Formulas and sources: `ds_ops.formats` (OCP 2023, Wang et al. 2023). Products are fp32, rounded once to dtype (default: of what was quantized).
+    Formulas and sources: `ds_ops.formats` (OCP 2023, Wang et al. 2023). Products are fp32, rounded once to dtype
+    (default: that of
+    the quantized tensor).
 
     Raises:
-        KernelError: "kernel-argument" for a bad dtype, `out`, or (on the CPU; a device gives NaN) a row that does not exist.
+        KernelError: "kernel-argument" for a bad dtype, `out`, or (on the CPU; a device gives NaN) a row that does not
+        exist.
     Cost: bits/8 + 4/group bytes read, one write an element.
     """
     count = q.rows if rows is None else rows.numel()
@@ -219,7 +222,7 @@ def _rows_after(q: QuantTensor, sources: int) -> int:
 
 
 def native_spec(spec: QuantSpec, draw: Draw = _NO_DRAW) -> tuple[float, ...]:
-    """The arguments of a kernel that describe a format. The order of native/include/ds/quant_arguments.h."""
+    """Return the kernel arguments that describe a format, in the order of native/include/ds/quant_arguments.h."""
     f = spec.format
     stochastic = spec.rounding is Rounding.STOCHASTIC
     format_part = (f.bits, f.mantissa, f.bias, f.max_code, f.maximum)
@@ -227,7 +230,7 @@ def native_spec(spec: QuantSpec, draw: Draw = _NO_DRAW) -> tuple[float, ...]:
 
 
 def native_rows(q: QuantTensor) -> tuple[int, ...]:
-    """Where a kernel finds the rows of a wire."""
+    """Return the kernel arguments that locate the rows of a wire."""
     return (_call.address(q.wire), q.rows, q.cols, q.layout.params_at, q.layout.row_bytes)
 
 

@@ -45,7 +45,7 @@ def quantize_weight(weight: Tensor, kind: Format = INT8, *, group: int = 128, sy
 
 
 def quantized_linear(x: Tensor, weight: QuantTensor, bias: Tensor | None = None) -> Tensor:
-    """y = x @ dequantize(weight)^T + bias, sums in fp32, rounded once to the dtype of x.
+    """Compute y = x @ dequantize(weight)^T + bias, sums in fp32, rounded once to the dtype of x.
 
     Args:
         x: [..., K], fp32, bf16 or fp16. weight: of `quantize_weight`, [N, K]. bias: [N] floats.
@@ -69,7 +69,9 @@ def quantized_linear(x: Tensor, weight: QuantTensor, bias: Tensor | None = None)
 
 
 def quantized_grouped_matmul(x: Tensor, weights: QuantTensor, ends: Tensor) -> Tensor:
-    """y[rows of g] = x[rows of g] @ dequantize(weights)[g]^T for every group g: `grouped_matmul` with transpose.
+    """Compute y[rows of g] = x[rows of g] @ dequantize(weights)[g]^T for every group g.
+
+    This is `grouped_matmul` with transpose.
 
     Args:
         x: [T, K], rows sorted by group, fp32, bf16 or fp16. weights: of `quantize_weight`, [E, N, K].
@@ -99,7 +101,7 @@ def _require(x: Tensor, weight: QuantTensor) -> None:
 
 
 def _part(weight: QuantTensor, first: int, rows: int) -> QuantTensor:
-    """Rows [first, first + rows) of the wire, as a weight of their own. Copies nothing."""
+    """Return rows [first, first + rows) of the wire as a separate weight. Copies nothing."""
     return QuantTensor(weight.wire[first : first + rows], weight.spec, weight.cols, (rows, weight.cols), weight.dtype)
 
 
@@ -116,7 +118,7 @@ def _multiplied(x: Tensor, weight: QuantTensor, ends: Tensor | None) -> Tensor:
 
 
 def _groups(rows: int, weight: QuantTensor, ends: Tensor | None) -> Iterator[tuple[slice, QuantTensor]]:
-    """The rows of each group that has some, and its weight [N, K]."""
+    """Yield the rows of each non-empty group, and its weight [N, K]."""
     if ends is None:
         yield slice(0, rows), weight
         return
@@ -137,7 +139,7 @@ def _forward(x: Tensor, weight: QuantTensor, ends: Tensor | None) -> Tensor:
 
 
 def _gradient(dy: Tensor, weight: QuantTensor, ends: Tensor | None) -> Tensor:
-    """dx = dy @ numbers, a panel of weights at a time."""
+    """Compute dx = dy @ dequantize(weight), a panel of weights at a time."""
     dx = dy.new_zeros(dy.shape[0], weight.cols)
     for rows, part in _groups(dy.shape[0], weight, ends):
         for panel in _panels(part):
@@ -148,7 +150,10 @@ def _gradient(dy: Tensor, weight: QuantTensor, ends: Tensor | None) -> Tensor:
 
 
 def _panels(weight: QuantTensor) -> Iterator[slice]:
-    """Outputs that become numbers together: all of them would take as much memory as quantizing saved."""
+    """Yield the ranges of outputs that are dequantized at once.
+
+    Dequantizing all outputs would take as much memory as quantizing saved.
+    """
     step = max(64, _PANEL // max(weight.cols, 1))
     for first in range(0, weight.rows, step):
         yield slice(first, min(first + step, weight.rows))

@@ -34,16 +34,18 @@ def sum_ranges(
     own: int = 0,
     instead: Sequence[Tensor | None] = (),
 ) -> float:
-    """outs[i] = the sum over k of the elements of rows[k] from starts[i][k] on, in that order; returns the sum of all outs^2 (fp64).
+    """Sum ranges: outs[i] = the sum over k of the elements of rows[k] from starts[i][k] on, in that order.
 
-    Sums are made in fp32 or wider and rounded once.
+    Returns the sum of all outs^2 (fp64). Sums are computed in fp32 or wider and rounded once.
 
     Args:
         outs: at least one, contiguous, of one dtype (fp32, bf16, fp16; others through torch) on one device.
-        rows: at least one, contiguous; apart from outs, or an out itself.
-        instead: instead[i], where it is there and not None, stands for what out i would read of rows[own]: as many elements as the
-            out has, the out itself or apart from all outs.
-    Cost: one read of each source, one write of each out; no read for the squares. Thakur et al. 2005, section 4.3. The call
+        rows: at least one, contiguous; disjoint from outs, or an out itself.
+        instead: instead[i], if present and not None, replaces what out i would read of rows[own_row]: as many elements
+        as the
+            out has, the out itself or disjoint from all outs.
+    Cost: one read of each source, one write of each out; no read for the squares. Thakur et al. 2005, section 4.3. The
+    call
     takes about 8 us for each of several ranges, where one call a range takes 24.
     """
     if not outs or not rows:
@@ -65,7 +67,7 @@ def sum_sources(out: Tensor, sources: Sequence[Tensor]) -> float:
 
 
 def _check(sums: _Sums) -> tuple[list[int], list[int], list[int]]:
-    """Addresses of the outs, those of all of their sources one after the other, and the outs' lengths."""
+    """Check the sums and return the addresses of the outs and of all their sources in order, and the outs' lengths."""
     like, to, of, numels = sums.outs[0], [], [], []
     size = like.element_size()
     lengths = [row.numel() for row in sums.rows]

@@ -94,14 +94,15 @@ def register(op: Op) -> Op:
 
 
 def ops() -> tuple[Op, ...]:
-    """Every registered op, by name."""
+    """Return every registered op, sorted by name."""
     return tuple(_ops[name] for name in sorted(_ops))
 
 
 def choose(op: Op, device_type: str, dtype: torch.dtype) -> Choice:
-    """The backend of `op` for tensors of this kind. Cached; about a microsecond.
+    """Choose the backend of `op` for tensors of this kind. Cached; about a microsecond.
 
-    Under torch.compile: plain torch, which the compiler fuses with what stands around it; it cannot look into a kernel.
+    Under torch.compile: plain torch, which the compiler fuses with neighbouring operations; a kernel is opaque to the
+    compiler.
     """
     if torch.compiler.is_compiling():
         return _traced(op)
@@ -137,27 +138,30 @@ def _choose(op: Op, device_type: str, dtype: torch.dtype, forced: str) -> Choice
 
 
 def cpu_backend(run: Callable[..., Any], dtypes: tuple[torch.dtype, ...] = tuple(DTYPES)) -> Backend:
-    """A backend of the native CPU module."""
+    """Build a backend of the native CPU module."""
     return Backend("cpu", run, functools.partial(_native_obstacle, "_cpu", "cpu", dtypes))
 
 
 def cuda_backend(run: Callable[..., Any], dtypes: tuple[torch.dtype, ...] = tuple(DTYPES)) -> Backend:
-    """A backend of the native CUDA module."""
+    """Build a backend of the native CUDA module."""
     return Backend("cuda", run, functools.partial(_native_obstacle, "_cuda", "cuda", dtypes))
 
 
 def reference_backend(run: Callable[..., Any], *, moves: bool = False) -> Backend:
-    """The definition in plain torch; runs on every device. moves: it computes nothing, so that any dtype will do."""
+    """Build the reference backend in plain torch, which runs on every device.
+
+    moves: the op computes nothing, so that any dtype will do.
+    """
     return Backend("reference", run, _anything if moves else _floats)
 
 
 def torch_backend(run: Callable[..., Any]) -> Backend:
-    """Torch's own fused kernel, where it is as good as one of ours would be."""
+    """Build a backend of torch's own fused kernel, for ops where a native kernel would be no faster."""
     return Backend("torch", run, _floats)
 
 
 def absent_backend(name: str, why: str) -> Backend:
-    """A backend that was not written; `why` says what the reference costs in its place."""
+    """Build the entry of a backend that was not written; `why` says what the reference costs instead."""
     return Backend(name, _absent, lambda _device, _dtype: Unavailable(why))
 
 
@@ -190,6 +194,9 @@ def _native_obstacle(
 
 @functools.cache
 def _no_device(module: Any) -> str:
-    """Why the CUDA runtime inside our module sees no device, where torch's own may: it can want a newer driver."""
+    """Return why the native module's CUDA runtime finds no device, where torch's own may; else an empty string.
+
+    The native runtime can require a newer driver.
+    """
     count, why = module.devices()
     return "" if count else Unavailable(f"its CUDA runtime finds no device: {why}", fix="ds ops build cuda")

@@ -16,7 +16,7 @@ __all__ = ["rotary_tables", "rotate", "scaled_tables"]
 
 
 def rotary_tables(positions: Tensor, dim: int, *, base: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """(cos, sin) of position * base^(-2i / dim), each fp32 [*positions.shape, dim / 2], computed in fp64.
+    """Compute (cos, sin) of position * base^(-2i / dim), each fp32 [*positions.shape, dim / 2], in fp64.
 
     positions: integers of any shape. dim: even, the number of rotated features.
     """
@@ -28,9 +28,10 @@ def rotary_tables(positions: Tensor, dim: int, *, base: float = 10000.0) -> tupl
 
 
 def scaled_tables(positions: Tensor, rope: RotarySpec, *, length: int = 0) -> tuple[Tensor, Tensor]:
-    """`rotary_tables` of a rotary embedding with linear, dynamic, YaRN, longrope or llama3 scaling.
+    """Compute `rotary_tables` of a rotary embedding with linear, dynamic, YaRN, longrope or llama3 scaling.
 
-    length: positions in use; what "dynamic" and "longrope" choose by (not read from `positions`, which may be on a device).
+    length: positions in use, which "dynamic" and "longrope" depend on (not read from `positions`, which may be on a
+    device).
     """
     frequencies = rotary_frequencies(rope, length)
     angles = positions.double()[..., None] * frequencies.angles.to(positions.device)
@@ -38,7 +39,9 @@ def scaled_tables(positions: Tensor, rope: RotarySpec, *, length: int = 0) -> tu
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """(a, b) -> (a cos - b sin, b cos + a sin) of the first 2 * cos.shape[-1] features of x; the rest stays (Su et al. 2021).
+    """Rotate (a, b) -> (a cos - b sin, b cos + a sin), the first 2 * cos.shape[-1] features of x (Su et al. 2021).
+
+    Other features are unchanged.
 
     Args:
         x: [..., tokens, heads, features] floats.
@@ -48,7 +51,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
 
     Raises:
         KernelError: "kernel-argument" if tables and x do not fit.
-    Cost: about five passes over x; the backward is the opposite rotation and keeps nothing but the tables.
+    Cost: about five passes over x; the backward is the opposite rotation and saves nothing but the tables.
     """
     pairs = cos.shape[-1] if cos.dim() else 0
     fits = cos.shape == sin.shape and x.dim() >= 3 and cos.dim() >= 2 and 2 * pairs <= x.shape[-1]

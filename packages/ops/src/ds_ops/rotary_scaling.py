@@ -47,10 +47,10 @@ class Frequencies:
 
 
 def rotary_frequencies(rope: RotarySpec, length: int = 0) -> Frequencies:
-    """The angle a position of each pair, and the factor of the tables.
+    """Compute each pair's angle per position, and the factor of the tables.
 
     Args:
-        length: positions in use; what "dynamic" and "longrope" choose by. 0: at most those trained on.
+        length: positions in use, which "dynamic" and "longrope" depend on. 0: at most those trained on.
 
     Raises:
         UnsupportedError: "rotary-scaling" for a type that is not known.
@@ -98,7 +98,7 @@ def _linear(rope: RotarySpec, given: Mapping[str, Any], length: int) -> Frequenc
 
 
 def _dynamic(rope: RotarySpec, given: Mapping[str, Any], length: int) -> Frequencies:
-    """The base grows with the length, so that the slowest pair is stretched by the factor and the fastest not at all."""
+    """Increase the base with the length: the slowest pair is stretched by the factor, the fastest not at all."""
     factor, trained = given["factor"], rope.max_positions or _trained(rope, given)
     stretch = factor * max(length, trained) / trained - (factor - 1)
     exponent = rope.dim / (rope.dim - 2) if rope.dim > 2 else 1.0
@@ -106,11 +106,14 @@ def _dynamic(rope: RotarySpec, given: Mapping[str, Any], length: int) -> Frequen
 
 
 def _yarn(rope: RotarySpec, given: Mapping[str, Any], length: int) -> Frequencies:
-    """Pairs with many rotations within the trained length keep their frequency, those with few are stretched, others mix."""
+    """Scale the frequencies of pairs with few rotations within the trained length, keep those with many.
+
+    Pairs between are interpolated.
+    """
     factor, trained = given["factor"], _trained(rope, given)
 
     def pair_of(turns: float) -> float:
-        """The pair (a real number) that makes so many rotations within the trained length."""
+        """Return the pair (a real number) that makes `turns` rotations within the trained length."""
         return rope.dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
 
     first, last = pair_of(given.get("beta_fast") or 32), pair_of(given.get("beta_slow") or 1)
@@ -135,7 +138,7 @@ def _yarn_magnitude(given: Mapping[str, Any], factor: float) -> float:
 
 
 def _longrope(rope: RotarySpec, given: Mapping[str, Any], length: int) -> Frequencies:
-    """Each pair has its own stretch, found by search; one set for lengths trained on, one for longer ones."""
+    """Scale each pair by a factor of the configuration: one set for trained lengths, another for longer lengths."""
     trained = _trained(rope, given)
     key = "long_factor" if length > trained else "short_factor"
     stretch = torch.tensor(given[key], dtype=torch.float64)
@@ -151,7 +154,10 @@ def _longrope(rope: RotarySpec, given: Mapping[str, Any], length: int) -> Freque
 
 
 def _llama3(rope: RotarySpec, given: Mapping[str, Any], length: int) -> Frequencies:
-    """Waves much shorter than the trained length stay, much longer ones are stretched, those between are interpolated by their number of rotations."""
+    """Scale waves much longer than the trained length by the factor, and keep much shorter waves.
+
+    Waves between are interpolated by their number of rotations.
+    """
     plain, trained = _plain(rope.dim, rope.base), _trained(rope, given)
     slow, fast = given["low_freq_factor"], given["high_freq_factor"]
     if slow >= fast:

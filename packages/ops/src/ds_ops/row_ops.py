@@ -17,15 +17,15 @@ _MOVED = (
 
 
 def gather_rows(x: Tensor, index: Tensor, *, per: int = 1) -> Tensor:
-    """out[i] = x[index[i] // per].
+    """Gather rows: out[i] = x[index[i] // per].
 
     Args:
         x: [N, n] of any dtype. index: int64 [R], each in 0..N * per - 1, on the same device.
     Returns: [R, n].
 
     Raises:
-        KernelError: "kernel-argument" for other shapes and dtypes, and on the CPU for a row that is not there.
-    Cost: one read and one write of what is picked. Source: Gale et al. 2022.
+        KernelError: "kernel-argument" for other shapes and dtypes, and on the CPU for a row that does not exist.
+    Cost: one read and one write of the selected rows. Source: Gale et al. 2022.
     """
     if x.dim() != 2 or index.dim() != 1 or index.dtype is not torch.int64 or index.device != x.device or per < 1:
         raise _call.refuse(
@@ -36,15 +36,19 @@ def gather_rows(x: Tensor, index: Tensor, *, per: int = 1) -> Tensor:
 
 
 def gather_sum(rows: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
-    """out[t] = the sum over c of weights[t, c] * rows[index[t, c]], in at least fp32, rounded to rows' dtype.
+    """Compute out[t] = the sum over c of weights[t, c] * rows[index[t, c]].
+
+    The sum is in at least fp32, rounded to rows' dtype.
 
     Args:
-        rows: floats [N, n]. index: int64 [T, k], each in 0..N - 1. weights: floats [T, k]; None: ones. All on one device.
+        rows: floats [N, n]. index: int64 [T, k], each in 0..N - 1. weights: floats [T, k]; None: ones. All on one
+        device.
     Returns: [T, n].
 
     Raises:
-        KernelError: "kernel-argument" for other shapes and dtypes, and on the CPU for a row that is not there.
-    Cost: on the CPU one read of each picked row and one write of the sums; elsewhere they are gathered, multiplied and summed.
+        KernelError: "kernel-argument" for other shapes and dtypes, and on the CPU for a row that does not exist.
+    Cost: on the CPU one read of each selected row and one write of the sums; elsewhere they are gathered, multiplied
+    and summed.
     Source: the combine of Gale et al. 2022.
     """
     fits = weights is None or (weights.shape == index.shape and weights.device == rows.device)
@@ -59,13 +63,13 @@ def gather_sum(rows: Tensor, index: Tensor, weights: Tensor | None = None) -> Te
 
 
 def row_products(a: Tensor, b: Tensor) -> Tensor:
-    """[r]: the scalar product of each row of a and b [r, n], in at least fp32."""
+    """Compute the scalar product [r] of each row of a and b [r, n], in at least fp32."""
     wide = torch.promote_types(a.dtype, torch.float32)
     return torch.bmm(a.to(wide)[:, None], b.to(wide)[..., None]).view(-1)
 
 
 def weighed(rows: Tensor, weights: Tensor) -> Tensor:
-    """rows [r, n] times weights [r], in at least fp32, in rows' dtype; written over the rows where they are as wide."""
+    """Multiply rows [r, n] by weights [r], in at least fp32, in rows' dtype; in place where rows are as wide."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     factors = weights.to(wide)[:, None]
     return rows.mul_(factors) if rows.dtype is wide else (rows.to(wide) * factors).to(rows.dtype)

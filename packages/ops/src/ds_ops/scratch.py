@@ -36,10 +36,10 @@ _PAGE = 4096
 
 
 def host_bytes(nbytes: int, device: torch.device, *, pin: bool) -> Tensor:
-    """[nbytes], uint8, on the host, starts on a page. Zero.
+    """Allocate [nbytes], uint8, zeros, on the host, at the start of a page.
 
     Args:
-        device: What it is copied to and from; page-locked memory helps where that is not the host itself.
+        device: Copies go to and come from this device; page-locked memory helps where that is not the host itself.
     Page-locking may be refused (RLIMIT_MEMLOCK, the driver): then the memory is plain, with one warning a process.
     """
     if pin and device.type not in ("cpu", "meta", "mps"):
@@ -169,7 +169,7 @@ class ScratchFile:
 
 
 def _nameless(folder: str) -> int:
-    """A descriptor of a fresh file in `folder` that has no name there."""
+    """Open a fresh unnamed file in `folder` and return its descriptor."""
     tmpfile = getattr(os, "O_TMPFILE", 0)
     if tmpfile:
         with contextlib.suppress(OSError):  # not every file system has it
@@ -285,7 +285,7 @@ class BufferRing:
         return self._allocated < self.settings.buffers
 
     def forget(self, record: ScratchRecord) -> None:
-        """It is not read ahead any more: it is used, or let go."""
+        """Remove a record from the prefetched records: the record is used or released."""
         if record in self.ahead:
             self.ahead.remove(record)
 
@@ -300,7 +300,10 @@ class BufferRing:
             self._free.append(slot)
 
     def used(self, record: ScratchRecord) -> ScratchRecord | None:
-        """A record was used. Returns the one that followed when the same two were used last: training repeats itself."""
+        """Note the use of a record, and predict the next record.
+
+        The prediction is the record that followed when the same two records were used last: training repeats.
+        """
         before, self._last = self._last, (self._last[1], record.number)
         self._after[before] = record
         return self._after.get(self._last)
@@ -345,7 +348,7 @@ class ScratchRecord:
         self.ring.reads += self.nbytes
 
     def hold(self) -> Tensor:
-        """[nbytes], uint8: its bytes, to be read and written until `put` or `drop`."""
+        """Return the record's bytes, [nbytes], uint8, to be read and written until `put` or `drop`."""
         if self._slot is None:
             self._read()
         if self._reading is not None:
@@ -354,7 +357,7 @@ class ScratchRecord:
         return self.blank()
 
     def blank(self) -> Tensor:
-        """[nbytes], uint8: the slot, without reading what the file has."""
+        """Return the record's slot, [nbytes], uint8, without reading the file."""
         self.ring.forget(self)
         if self._slot is None:
             self._slot = self.ring.take(self.nbytes)

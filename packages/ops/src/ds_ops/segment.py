@@ -52,7 +52,7 @@ class SharedSegment:
 
     @classmethod
     def attach(cls, token: str, nbytes: int) -> SharedSegment:
-        """The segment behind `token`, opened in this process."""
+        """Open the segment of `token` in this process."""
         pid, fd, identity = token.split(":")
         try:
             opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -65,7 +65,7 @@ class SharedSegment:
         return cls(nbytes, opened)
 
     def tensor(self, numel: int, dtype: torch.dtype, offset_bytes: int = 0) -> Tensor:
-        """[numel] of `dtype` at `offset_bytes`, in the shared memory itself. Keeps the mapping alive."""
+        """Return [numel] of `dtype` at `offset_bytes` as a view of the shared memory. Keeps the mapping alive."""
         width = torch.empty((), dtype=dtype).element_size()
         if offset_bytes % width or offset_bytes < 0 or offset_bytes + numel * width > self.nbytes:
             raise KernelError(
@@ -96,7 +96,10 @@ def _identity(file: os.stat_result) -> str:
 
 
 def _huge_file() -> int:
-    """A descriptor, or a negative number where this system does not let its users mount."""
+    """Open a file of huge pages and return its descriptor.
+
+    The result is negative where this system does not let its users mount.
+    """
     return int(_call.native().shm_huge_file())
 
 
@@ -106,7 +109,10 @@ def _memfds_are_small() -> bool:
 
 
 def pid_namespace_id() -> str:
-    """Where a token of this process is valid: processes that say the same text run on one boot and in one PID namespace."""
+    """Return an identifier of this boot and PID namespace.
+
+    A token of this process is valid in processes that return the same text.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id")
     name = boot.read_text().strip() if boot.exists() else os.uname().nodename
     return f"{name}/{os.stat('/proc/self/ns/pid').st_ino}"

@@ -100,7 +100,7 @@ class ChannelSettings:
     timeout_s: float = 600.0
 
     def segment_bytes(self, world: int) -> int:
-        """Size of the segment for `world` ranks; memory is taken only where it is touched."""
+        """Return the size of the segment for `world` ranks; memory is allocated only where touched."""
         return int(_call.native().shm_total_bytes(self.slot_bytes, self.mailbox_bytes, world))
 
 
@@ -168,12 +168,12 @@ class Channel:
         self.check(verb.name.lower(), self._end.run(*words, self.settings.spin_us, self._timeout_ms))
 
     def pull(self, out: Tensor, sources: Sequence[Tensor], op: ShmReduceOp = ShmReduceOp.SUM, *, first: int = 0) -> None:
-        """A barrier, then `combine` of elements [first, first + out.numel()) of each source, as every rank wrote them."""
+        """Wait at a barrier, then `combine` elements [first, first + out.numel()) of all ranks' sources."""
         words = _combined(out, sources, op, first)
         self.check("pull", self._end.pull(*words, self.settings.spin_us, self._timeout_ms))
 
     def fetch(self, out: Tensor, source: Tensor) -> None:
-        """A barrier, then out = source, of any dtype; past the cache from 4 MiB on."""
+        """Wait at a barrier, then copy source to out, of any dtype; bypasses the cache from 4 MiB on."""
         if out.numel() != source.numel():
             raise KernelError(
                 f"fetch: {source.numel()} elements into {out.numel()}", code="shm-bounds", fix="Give them one size."
@@ -183,8 +183,11 @@ class Channel:
         self.check("fetch", self._end.pull(*words, self.settings.spin_us, self._timeout_ms))
 
     def sum_hook(self) -> tuple[int, int]:
-        """Addresses of a native function that sums floats over the ranks, and of its argument: for loops that never come back to
-        Python between sums. They are good while the channel is; `check_sums` says what went wrong."""
+        """Return the addresses of a native function that sums floats over the ranks, and of its argument.
+
+        For loops that do not return to Python between sums. The addresses are valid while the channel is; `check_sums`
+        reports errors.
+        """
         found: tuple[int, int] = self._end.sum_hook(self.settings.spin_us, self._timeout_ms)
         return found
 
@@ -193,9 +196,10 @@ class Channel:
         self.check("sum", self._end.summed())
 
     def start(self, verb: ShmCollective, inp: Tensor, out: Tensor, *, op: ShmReduceOp = ShmReduceOp.SUM, root: int = 0) -> ShmTask:
-        """The same without waiting; the tensors must not change before the task ended.
+        """Start a collective without waiting; the tensors must not change before the task ended.
 
-        What is small is shown to the others at once and taken from them by `Task.wait`, `Task.done` or the next call; the rest
+        Small data is published to the other ranks at once and read from them by `Task.wait`, `Task.done` or the next
+        call; the rest
         runs on the channel's own thread.
         """
         job = self._end.start(*self._words(verb, inp, out, op, root), self._timeout_ms, self.settings.spin_us)
@@ -243,7 +247,8 @@ class Channel:
         return self._retain(ShmTask(self, job, (*inputs, *outputs), "all_to_all"))
 
     def send(self, data: Tensor, to: int, tag: int = 0) -> ShmTask:
-        """Hand `data` to rank `to`, in order per pair of ranks. Ends when the other rank has taken all but 2 cells."""
+        """Send `data` to rank `to`, in order per pair of ranks. Ends when the other rank has received all but 2 cells.
+        """
         nbytes = data.numel() * data.element_size()
         job = self._end.post(True, self._peer(to), tag, _pointer(data), nbytes, self._timeout_ms)
         return self._retain(ShmTask(self, job, (data,), f"send to rank {to}"))
@@ -323,9 +328,10 @@ class Channel:
 
 
 def combine(out: Tensor, sources: Sequence[Tensor], op: ShmReduceOp = ShmReduceOp.SUM) -> None:
-    """out = op over `sources`, in their order; half types in fp32. `out` may be one of them.
+    """Reduce `sources` into `out` with op, in their order; half types in fp32.
 
-    With sources in the arenas of all ranks this is a reduce-scatter that copies nothing.
+    `out` may be one of the sources. With sources in the arenas of all ranks this is a reduce-scatter that copies
+    nothing.
     Cost: (len(sources) + 1) * out.nbytes.
     """
     _call.native().shm_combine(*_combined(out, sources, op))
@@ -334,7 +340,10 @@ def combine(out: Tensor, sources: Sequence[Tensor], op: ShmReduceOp = ShmReduceO
 def _combined(
     out: Tensor, sources: Sequence[Tensor], op: ShmReduceOp, first: int | None = None
 ) -> tuple[int, list[int], int, int, int]:
-    """What the native function takes. The sources are as long as `out`, or long enough from `first` on."""
+    """Check the tensors and return the arguments of the native function.
+
+    The sources are as long as `out`, or long enough from `first` on.
+    """
     if not sources:
         raise KernelError("combine needs at least one source", code="shm-bounds", fix="Pass the tensors to reduce.")
     element, n, dtypes = _element(out, op), out.numel(), (out.dtype,)
@@ -380,7 +389,10 @@ def _element(tensor: Tensor, op: ShmReduceOp) -> int:
 
 
 def rows_of(tensor: Tensor) -> tuple[int, int] | None:
-    """(elements of a row, elements from one row to the next) of a CPU tensor that lies in rows without gaps, all at one distance; else None."""
+    """Return (elements of a row, elements from one row to the next) of a CPU tensor; None for other layouts.
+
+    The rows have no gaps inside, and all lie at one distance.
+    """
     dims = [(size, step) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
     if tensor.device.type != "cpu" or tensor.is_neg() or tensor.is_conj():
         return None
@@ -396,7 +408,7 @@ def rows_of(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def _moved(inp: Tensor, out: Tensor) -> tuple[int, int]:
-    """What is only moved is moved as bytes: any dtype goes."""
+    """Return the byte element type and the element size of an op that only moves data of any dtype."""
     if inp.dtype is not out.dtype:
         raise KernelError(
             f"input and output differ in dtype: {inp.dtype} and {out.dtype}",

@@ -74,7 +74,10 @@ class Pattern:
             raise KernelError("; ".join(wrong) + ".", code="sparse-pattern", fix="Correct the numbers of the pattern.")
 
     def layout(self, blocks: int, heads: int = 1, *, seed: int = 0) -> Tensor:
-        """bool [heads, blocks, blocks]; one head serves all heads of `block_sparse_attention`."""
+        """Build the layout of visible blocks, bool [heads, blocks, blocks].
+
+        A single head serves all heads of `block_sparse_attention`.
+        """
         place = torch.arange(blocks)
         row, col = place[:, None], place[None, :]
         near = (row - col).abs() <= self.reach
@@ -109,7 +112,7 @@ class Pattern:
 
 
 def _window_of(sizes: tuple[int, ...], blocks: int) -> Tensor:
-    """int64 [blocks]: the number of the window that each block is in."""
+    """Return the number of each block's window, int64 [blocks]."""
     lengths = list(sizes)
     while sum(lengths) < blocks:
         lengths.append(sizes[-1])
@@ -117,12 +120,12 @@ def _window_of(sizes: tuple[int, ...], blocks: int) -> Tensor:
 
 
 def dense(*, causal: bool = False) -> Pattern:
-    """All blocks see all (earlier) blocks."""
+    """Build the pattern in which all blocks attend to all (earlier) blocks."""
     return Pattern(everyone=((0, 1 << 40),), causal=causal)
 
 
 def fixed(local: int = 4, seen: int = 1, *, shifts: int = 1, rows: bool = False, causal: bool = False) -> Pattern:
-    """Windows of `local` blocks; the last `seen` of each window are seen by all."""
+    """Build windows of `local` blocks; the last `global_blocks` of each window are visible to all."""
     return Pattern(windows=(local,), per_window=seen, shifts=shifts, rows=rows, causal=causal)
 
 
@@ -134,24 +137,27 @@ def variable(
     rows: bool = False,
     causal: bool = False,
 ) -> Pattern:
-    """Windows of chosen sizes, chosen blocks that all see, random blocks."""
+    """Build windows of chosen sizes, chosen global blocks that are visible to all, and random blocks."""
     return Pattern(windows=windows, everyone=everyone, random=random, rows=rows, causal=causal)
 
 
 def bigbird(random: int = 1, window: int = 3, seen: int = 1, *, causal: bool = False) -> Pattern:
-    """Random blocks, a sliding window of `window` blocks, and the first `seen` blocks, which see all and are seen by all."""
+    """Build BigBird's pattern: random blocks, a sliding window of `window` blocks, and global blocks.
+
+    The first `global_blocks` blocks are global. Global blocks attend to all blocks and are visible to all.
+    """
     return Pattern(reach=window // 2, everyone=((0, seen),) if seen else (), rows=True, random=random, causal=causal)
 
 
 def bslongformer(
     window: int = 3, everyone: tuple[tuple[int, int], ...] = ((0, 1),), *, causal: bool = False
 ) -> Pattern:
-    """A sliding window, and chosen blocks that see all and are seen by all."""
+    """Build Longformer's pattern: a sliding window, and global blocks that attend to all and are visible to all."""
     return Pattern(reach=window // 2, everyone=everyone, rows=True, causal=causal)
 
 
 def sliding_window(window: int = 3, *, causal: bool = True) -> Pattern:
-    """window // 2 blocks on either side, or only the earlier ones."""
+    """Build a window of window // 2 blocks on either side, or only of earlier blocks."""
     return Pattern(reach=window // 2, causal=causal)
 
 
@@ -167,16 +173,19 @@ class Sparsity:
 def block_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, sparsity: Sparsity, *, key_mask: Tensor | None = None
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v over the keys that `sparsity` and `key_mask` show; a query that sees none gets zeros.
+    """Compute softmax(q k^T / sqrt(d)) v over the keys that `sparsity` and `key_mask` make visible.
+
+    A query without a visible key gets zeros.
 
     Args:
         q, k, v: [batch, heads, length, d] floats of one shape; any length, the last block may be short.
-        key_mask: bool [batch, length], true where a key may be seen; None: everywhere.
+        key_mask: bool [batch, length], true where a key is visible; None: everywhere.
     Returns: like q, with gradients for all three.
 
     Raises:
         KernelError: "kernel-argument" if shapes do not fit.
-    Cost: operations in proportion to the visible blocks; their keys and values are copied once per block that sees them:
+    Cost: operations in proportion to the visible blocks; their keys and values are copied once per block that attends
+    to them:
         2 * visible * batch * heads * block * d elements. Torch's fused attention runs on rows with equally many blocks.
     Source: Child et al. 2019.
     """
@@ -186,7 +195,7 @@ def block_sparse_attention(
 
 
 def block_mask(sparsity: Sparsity, length: int) -> BlockMask:
-    """The same visibility for `torch.nn.attention.flex_attention`, which torch.compile makes one kernel of.
+    """Build the mask of the same visibility for `torch.nn.attention.flex_attention`, which torch.compile fuses.
 
     Args:
         length: of queries and keys. Blocks should be multiples of the kernel's tiles: 128 suits every device.
@@ -243,7 +252,7 @@ class _EqualRows:
 
 
 def _parts(seen: Tensor) -> Iterator[_EqualRows]:
-    """The visible part of one head's layout [blocks, blocks], in pieces that are one dense product each."""
+    """Split the visible part of a head's layout [blocks, blocks] into parts that are a dense product each."""
     counts = seen.sum(-1)
     for count in counts[counts > 0].unique().tolist():
         rows = (counts == count).nonzero()[:, 0]
@@ -271,7 +280,7 @@ def _torch_sparse(q: Tensor, k: Tensor, v: Tensor, s: Sparsity, key_mask: Tensor
 
 
 def _visible(part: _EqualRows, s: Sparsity, shown: Tensor) -> Tensor:
-    """bool [batch or 1, 1, R, block, c * block]: which keys, in the order of part.cols, each query sees."""
+    """Compute the visible keys of each query, in the order of part.cols: bool [batch or 1, 1, R, block, c * block]."""
     inside = torch.arange(s.block, device=shown.device)
     keys = (part.cols[..., None] * s.block + inside).flatten(1)
     visible = shown[:, keys][:, None, :, None, :]
@@ -282,7 +291,10 @@ def _visible(part: _EqualRows, s: Sparsity, shown: Tensor) -> Tensor:
 
 
 def _attend(a: Tensor, b: Tensor, c: Tensor, visible: Tensor, part: _EqualRows) -> Tensor:
-    """[batch, heads, R, block, d] for the rows of `part`; a, b, c: [batch, heads, blocks, block, d]."""
+    """Compute attention [batch, heads, R, block, d] for the rows of `part`.
+
+    a, b, c: [batch, heads, blocks, block, d].
+    """
     batch, heads = a.shape[:2]
     queries = a[:, :, part.rows].flatten(1, 2)
     keys, values = (t[:, :, part.cols].flatten(3, 4).flatten(1, 2) for t in (b, c))

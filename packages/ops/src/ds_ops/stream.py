@@ -65,16 +65,16 @@ def _squares(x: Tensor) -> Tensor:
 
 
 def grad_norm(tensors: Sequence[Tensor]) -> float:
-    """The 2-norm of all elements of all tensors; not finite exactly if some element, or the sum, is not."""
+    """Compute the 2-norm of all elements of all tensors; not finite exactly if some element, or the sum, is not."""
     return math.sqrt(math.fsum(sum_squares(t) for t in tensors)) if tensors else 0.0
 
 
 def convert(out: Tensor, x: Tensor, *, scale: float = 1.0) -> Tensor:
-    """out[i] = cast(x[i] * scale), product in fp32, rounded to nearest even (IEEE 754-2019). Returns `out`.
+    """Convert out[i] = cast(x[i] * scale), product in fp32, rounded to nearest even (IEEE 754-2019). Returns `out`.
 
     Args:
         out: as many elements as `x`; any of fp32, bf16, fp16. May be `x` itself; any other overlap is refused.
-    Cost: one read, one write; large results go past the cache.
+    Cost: one read, one write; large results bypass the cache.
     """
     if out.numel() != x.numel() or out.device != x.device:
         raise KernelError(
@@ -87,18 +87,18 @@ def convert(out: Tensor, x: Tensor, *, scale: float = 1.0) -> Tensor:
 
 
 def copy_ranges(out: Tensor, ranges: Sequence[tuple[int, Tensor, int, int]]) -> Tensor:
-    """out[at : at + n] = x[start : start + n] of flattened tensors, for each (at, x, start, n). Returns `out`.
+    """Copy out[at : at + n] = x[start : start + n] of flattened tensors, for each (at, x, start, n). Returns `out`.
 
     Args:
         out: contiguous; fp32, bf16, fp16, fp64 (others through torch).
-        ranges: each `x` contiguous, of out's dtype and device, apart from `out`; no two write the same element.
-    Cost: one read, one write: what is large is next read by another core, so it goes past the cache.
+        ranges: each `x` contiguous, of out's dtype and device, disjoint from `out`; no two write the same element.
+    Cost: one read, one write: large ranges are next read by another core, so they bypass the cache.
     """
     return choose(_COPY_RANGES, out.device.type, out.dtype).backend.run(out, ranges)
 
 
 def fill(out: Tensor, value: float) -> Tensor:
-    """out[i] = value for any shape, rounded to out's dtype (IEEE 754-2019). Returns `out`. Cost: one write."""
+    """Fill out[i] = value for any shape, rounded to out's dtype (IEEE 754-2019). Returns `out`. Cost: one write."""
     return choose(_FILL, out.device.type, out.dtype).backend.run(out, value)
 
 
@@ -152,7 +152,7 @@ def _cpu_copy_ranges(out: Tensor, ranges: Sequence[tuple[int, Tensor, int, int]]
 def _check_ranges(
     out: Tensor, ranges: Sequence[tuple[int, Tensor, int, int]]
 ) -> tuple[list[int], list[int], list[int]]:
-    """Of each range where it comes to, where it comes from, and its bytes."""
+    """Check the ranges and return the target address, source address and bytes of each."""
     numel, size = out.numel(), out.element_size()
     begin = _call.reach("out", out, 0, numel, out)
     end = begin + numel * size

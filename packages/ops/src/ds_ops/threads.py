@@ -19,16 +19,16 @@ _told = _Told()
 
 
 def kernel_threads() -> int:
-    """Threads of the calling thread's next kernel; at least 1."""
+    """Return the number of threads of the calling thread's next kernel; at least 1."""
     threads = torch.get_num_threads()
     return threads if _told.most is None else min(threads, _told.most)
 
 
 @contextmanager
 def at_most(threads: int) -> Iterator[None]:
-    """Inside, kernels that this thread calls use up to so many threads; those of other threads are not concerned.
+    """Limit the threads of kernels that this thread calls inside the context; other threads are unaffected.
 
-    For a thread that works beside the one that trains. Nested contexts combine with *min*.
+    For a thread that works beside the training thread. Nested contexts combine with *min*.
     """
     before = _told.most
     _told.most = max(1, threads if before is None else min(before, threads))

@@ -15,7 +15,7 @@ __all__ = ["gather_tokens", "sample_tokens", "scatter_tokens"]
 def sample_tokens(
     layers: int, batch: int, length: int, keep: int, *, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Which tokens each layer keeps: int64 [layers, batch, keep], ascending, drawn without replacement.
+    """Sample the tokens that each layer keeps: int64 [layers, batch, keep], ascending, without replacement.
 
     Raises:
         KernelError: "kernel-argument" if keep is not in 0..length.
@@ -30,14 +30,14 @@ def sample_tokens(
 
 
 def gather_tokens(x: Tensor, index: Tensor) -> Tensor:
-    """The tokens index[b] of each x[b]: out[b, i] = x[b, index[b, i]]. The gradient is scattered back.
+    """Gather the tokens index[b] of each x[b]: out[b, i] = x[b, index[b, i]]. The backward scatters the gradient.
 
     Args:
         x: [batch, length, n] of any dtype. index: int64 [batch, keep], each in 0..length - 1.
 
     Raises:
         KernelError: "kernel-argument" if shapes or devices do not fit, or an index is outside of x (on the CPU).
-    Cost: one read and write of what is kept. Source: Yao et al. 2022.
+    Cost: one read and write of the selected tokens. Source: Yao et al. 2022.
     """
     _require(x, index)
     out: Tensor = choose(_GATHER, x.device.type, x.dtype).backend.run(x, index)
@@ -45,14 +45,15 @@ def gather_tokens(x: Tensor, index: Tensor) -> Tensor:
 
 
 def scatter_tokens(x: Tensor, part: Tensor, index: Tensor) -> Tensor:
-    """x with out[b, index[b, i]] = part[b, i]; gradients reach both.
+    """Scatter tokens: return x with out[b, index[b, i]] = part[b, i]; gradients reach both.
 
     Args:
-        x: [batch, length, n] of any dtype. part: [batch, keep, n], same dtype. index: int64 [batch, keep], no two equal.
+        x: [batch, length, n] of any dtype. part: [batch, keep, n], same dtype. index: int64 [batch, keep], no two
+        equal.
 
     Raises:
         KernelError: as `gather_tokens`.
-    Cost: one read and write of x, and of what is kept. Source: Yao et al. 2022.
+    Cost: one read and write of x, and of the selected tokens. Source: Yao et al. 2022.
     """
     _require(x, index)
     if part.shape != (*index.shape, x.shape[2]) or part.dtype != x.dtype or part.device != x.device:
@@ -87,7 +88,10 @@ def _reference_scatter(x: Tensor, part: Tensor, index: Tensor) -> Tensor:
 
 
 def _is_byte(x: Tensor) -> bool:
-    """A float of one byte: torch moves those only as integers. They have no gradient."""
+    """Return whether x has floats of one byte, which torch moves only as integers.
+
+    Such floats have no gradient.
+    """
     return x.dtype.is_floating_point and x.dtype.itemsize == 1
 
 

@@ -32,7 +32,7 @@ class Tool:
 
 
 def find_tools(environ: Mapping[str, str]) -> dict[str, Tool]:
-    """The C and C++ compilers, CMake, Ninja, pybind11 and nvcc, as `ds ops build` would find them in `environ`."""
+    """Find the compilers, CMake, Ninja, pybind11, nvcc and hipcc, as `ds ops build` would in `environ`."""
     path = environ.get("PATH")
     return {
         "c compiler": _compiler(environ.get("CC", ""), ("cc", "gcc", "clang"), "c", path),
@@ -46,7 +46,10 @@ def find_tools(environ: Mapping[str, str]) -> dict[str, Tool]:
 
 
 def find_nvcc(environ: Mapping[str, str]) -> str:
-    """CUDACXX, PATH, CUDA_HOME, CUDA_PATH, then /usr/local/cuda: the order of the CMake project. Empty if there is none."""
+    """Find nvcc by CUDACXX, PATH, CUDA_HOME, CUDA_PATH, then /usr/local/cuda; empty if there is none.
+
+    This is the order of the CMake project.
+    """
     if given := environ.get("CUDACXX"):
         return shutil.which(given, path=environ.get("PATH")) or given
     if found := shutil.which("nvcc", path=environ.get("PATH")):
@@ -57,7 +60,7 @@ def find_nvcc(environ: Mapping[str, str]) -> str:
 
 
 def _pybind11() -> Tool:
-    """path: the folder with its CMake files."""
+    """Find pybind11; the path is the folder with its CMake files."""
     try:
         package = importlib.import_module("pybind11")
     except ImportError:
@@ -81,7 +84,10 @@ def _version(program: str) -> Tool:
 
 
 def _compiler(given: str, names: tuple[str, ...], language: str, path: str | None) -> Tool:
-    """`given` (CC or CXX, maybe with options) or the first of `names`, proven by compiling five words."""
+    """Find a working compiler: `command` (CC or CXX, maybe with options) or the first of `names`.
+
+    The compiler is tested with an empty program.
+    """
     words = given.split()
     candidates = words[:1] or list(names)
     program = next((found for name in candidates if (found := shutil.which(name, path=path))), "")

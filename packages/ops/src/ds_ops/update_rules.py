@@ -102,7 +102,7 @@ class AdamHyper:
 
 
 def adam_coefficients(h: AdamHyper, step: int) -> tuple[float, ...]:
-    """(decay, l2, 1-b1, b2, 1-b2, lr/(1-b1^t), sqrt(1-b2^t), eps) for step t >= 1."""
+    """Return (decay, l2, 1-b1, b2, 1-b2, lr/(1-b1^t), sqrt(1-b2^t), eps) for step t >= 1."""
     b1, b2 = h.betas
     decay = 1 - h.lr * h.weight_decay if h.decoupled else 1.0
     l2 = 0.0 if h.decoupled else h.weight_decay
@@ -111,14 +111,17 @@ def adam_coefficients(h: AdamHyper, step: int) -> tuple[float, ...]:
 
 
 def adam_undo_coefficients(h: AdamHyper, step: int) -> tuple[float, ...]:
-    """The coefficients of step t and their inverses: takes AdamW's step t back."""
+    """Return the coefficients of step t and their inverses, which undo AdamW's step t."""
     c = adam_coefficients(h, step)
     b1, b2 = h.betas
     return (*c, 1 / b1 if b1 else 0.0, 1 / b2 if b2 else 0.0, 1 / c[0])
 
 
 def lamb_coefficients(h: AdamHyper, step: int, *, eps_inside_sqrt: bool = False) -> tuple[float, ...]:
-    """(wd, 0, 1-b1, b2, 1-b2, 1/(1-b1^t), sqrt(1-b2^t), eps, lr, 0, 1/(1-b2^t)); eps is at the zero's place if inside the root."""
+    """Return (wd, 0, 1-b1, b2, 1-b2, 1/(1-b1^t), sqrt(1-b2^t), eps, lr, 0, 1/(1-b2^t)).
+
+    With `eps_inside_sqrt`, eps takes the place of the second zero, and a zero the place of eps.
+    """
     b1, b2 = h.betas
     c1, c2 = (1 - b1**step, 1 - b2**step) if h.bias_correction else (1.0, 1.0)
     outside, inside = (0.0, h.eps) if eps_inside_sqrt else (h.eps, 0.0)
@@ -126,21 +129,24 @@ def lamb_coefficients(h: AdamHyper, step: int, *, eps_inside_sqrt: bool = False)
 
 
 def lion_coefficients(lr: float, betas: tuple[float, float], weight_decay: float) -> tuple[float, ...]:
-    """(decay, b1, 1-b1, b2, 1-b2, lr)."""
+    """Return Lion's coefficients (decay, b1, 1-b1, b2, 1-b2, lr)."""
     b1, b2 = betas
     return (1 - lr * weight_decay, b1, 1 - b1, b2, 1 - b2, lr)
 
 
 def adagrad_coefficients(lr: float, eps: float, weight_decay: float) -> tuple[float, ...]:
-    """(l2, lr, eps); `lr` is already decayed for the step."""
+    """Return Adagrad's coefficients (l2, lr, eps); `lr` is already decayed for the step."""
     return (weight_decay, lr, eps)
 
 
 def sgd_coefficients(lr: float, momentum: float, dampening: float, weight_decay: float) -> tuple[float, ...]:
-    """(decay, l2, momentum, 1-dampening, nesterov=0, lr). For Nesterov, replace position 4 by 1."""
+    """Return SGD's coefficients (decay, l2, momentum, 1-dampening, nesterov=0, lr).
+
+    For Nesterov, replace position 4 by 1.
+    """
     return (1.0, weight_decay, momentum, 1 - dampening, 0.0, lr)
 
 
 def sgd_plain_coefficients(lr: float, weight_decay: float) -> tuple[float, ...]:
-    """(decay, l2, lr)."""
+    """Return the coefficients (decay, l2, lr) of SGD without momentum."""
     return (1.0, weight_decay, lr)

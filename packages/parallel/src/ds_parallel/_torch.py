@@ -8,5 +8,5 @@ __all__ = ["version_of"]
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written in place; views of the same memory count together."""
+    """Return how often a tensor was written in place; views of the same memory share the count."""
     return tensor._version

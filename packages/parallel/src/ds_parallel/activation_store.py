@@ -80,7 +80,7 @@ class ActivationMemory:
         self._lock = threading.RLock()  # graphs are freed on autograd's threads, and inside any line of this one
 
     def add(self, on_host: bool, nbytes: int) -> None:
-        """So many bytes are kept more, or (negative) less."""
+        """Add `nbytes` (negative: subtract) to the saved bytes on the host or device, and update the peak."""
         with self._lock:
             if on_host:
                 self.host += nbytes
@@ -128,10 +128,10 @@ class _BufferSlots:
         self._free: list[int] = []
 
     def take(self, numel: int) -> tuple[Tensor, Callable[[], None]]:
-        """A buffer [numel] and what gives it back.
+        """Take a buffer [numel] from the pool, and return with the buffer a function that frees it.
 
         Raises:
-            PlanError: all are in use ("activations-slots"); it is larger than those in use ("activations-size").
+            PlanError: all are in use ("activations-slots"); `numel` exceeds buffers in use ("activations-size").
         """
         idle = self._buffer is None or len(self._free) == self.count
         if numel > self._numel:
@@ -232,10 +232,12 @@ class ActivationStore:
         return kept
 
     def unpack(self, kept: Kept | _SavedInput) -> Tensor:
-        """The input again. Gathers it over the group if it was cut: collective then, and sends (N-1)/N of its bytes.
+        """Restore a saved input; a partitioned input is all-gathered over the group.
+
+        The all-gather is collective and sends (N-1)/N of the input's bytes.
 
         Raises:
-            PlanError: it was held as it is, and written since ("activations-written").
+            PlanError: the input was saved by reference, and was written since ("activations-written").
         """
         if isinstance(kept, _SavedInput):
             if kept.version is not None and version_of(kept.tensor) != kept.version:
@@ -358,7 +360,7 @@ class ActivationStore:
         return self._stream
 
     def _mark(self) -> Any:
-        """When everything that was sent so far, there and back, is done."""
+        """Record an event on the copy stream, which completes when all copies queued so far are done."""
         event = self.accelerator.new_event()
         event.record(self._side())
         return event

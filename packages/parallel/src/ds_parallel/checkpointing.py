@@ -78,11 +78,13 @@ class ActivationCheckpointing:
         return self._keeper.account
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`function(*args, **kwargs)`, computed again in backward. Tensors may stand in lists, tuples and dicts, at any depth.
+        """Run `function(*args, **kwargs)` and recompute its activations in backward.
+
+        Tensors may be in lists, tuples and dicts, at any depth.
 
         Raises:
-            PlanError: see `Keeper.pack` and `Keeper.unpack`.
-        Cost: a second forward of `function` in backward. Collective in backward where inputs are cut.
+            PlanError: see `ActivationStore.pack` and `ActivationStore.unpack`.
+        Cost: a second forward of `function` in backward. Collective in backward where inputs are partitioned.
         """
         saves = partial(torch_checkpoint.create_selective_checkpoint_contexts, list(self.save_ops))
         context: dict[str, Any] = {"context_fn": saves} if self.save_ops else {}
@@ -92,10 +94,10 @@ class ActivationCheckpointing:
         return self._run(partial(torch_checkpoint.checkpoint, use_reentrant=False, **context), function, args, kwargs)
 
     def checkpoint_reentrant(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The same in the reentrant form. `function` returns a tensor or a tuple.
+        """Run `function`, which returns a tensor or a tuple, with reentrant activation checkpointing.
 
         Raises:
-            PlanError: also when results of operations are to be kept ("activations-form").
+            PlanError: as `checkpoint`; also when results of operations are to be saved ("activations-form").
         """
         if self.save_ops:
             raise PlanError(
@@ -107,7 +109,10 @@ class ActivationCheckpointing:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, on this thread, `checkpoint` and `checkpoint_reentrant` of this module are this policy's."""
+        """Make this policy active: `checkpoint` and `checkpoint_reentrant` of this module use the policy.
+
+        Applies to the calling thread, inside the context.
+        """
         token = _active.set(self)
         try:
             yield
@@ -157,7 +162,7 @@ class ActivationCheckpointing:
         return saved_tensors_hooks(pack, unpack)
 
     def _time_backward(self, results: list[Tensor], inputs: list[Tensor]) -> None:
-        """From the first gradient of a result to the last of an input, recomputation included."""
+        """Time from the first gradient of a result to the last gradient of an input, recomputation included."""
         waiting = {at for at, tensor in enumerate(inputs) if tensor.requires_grad}
         stack = ExitStack()
         begun: list[bool] = []
@@ -216,15 +221,15 @@ class _Call:
 
 
 def current_checkpointing() -> ActivationCheckpointing:
-    """The active policy; one that keeps inputs as they are where none is active."""
+    """Return the active policy; a default policy, which saves inputs unchanged, where none is active."""
     return _active.get() or ActivationCheckpointing()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)` as the active policy checkpoints it. For a model's forward."""
+    """Run `function(*args, **kwargs)` with the active policy's checkpointing, for use in a model's forward."""
     return current_checkpointing().checkpoint(function, *args, **kwargs)
 
 
 def checkpoint_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The same in the reentrant form."""
+    """Run `function(*args, **kwargs)` with the active policy's checkpointing in the reentrant form."""
     return current_checkpointing().checkpoint_reentrant(function, *args, **kwargs)

@@ -34,10 +34,11 @@ class HeadCounts:
             )
 
     def stretches(self, degree: int) -> tuple[tuple[Stretch, Stretch], ...]:
-        """For each rank its query heads and its key-value heads. Query heads stay with the key-value head they use.
+        """Return each rank's query heads and key-value heads; query heads stay with the key-value head they use.
 
-        As many ranks as key-value heads or fewer: whole groups, the first ranks take what is left over. More ranks: a
-        key-value head is held by several of them, among which its query heads are divided.
+        Up to as many ranks as key-value heads: whole groups per rank, where the first ranks get one more. With more
+        ranks, a
+        key-value head is replicated on several ranks, among which its query heads are divided.
 
         Raises:
             PlanError: a rank would have no query head ("tensor-heads").
@@ -60,7 +61,7 @@ class HeadCounts:
 
 
 def spread(units: int, over: int) -> tuple[Stretch, ...]:
-    """`units` in order over `over` takers, as evenly as whole units allow; the first takers have one more."""
+    """Split `units` into `over` consecutive ranges, as evenly as possible; the first ranges have one more."""
     each, left = divmod(units, over)
     bounds = [index * each + min(index, left) for index in range(over + 1)]
     return tuple(pairwise(bounds))

@@ -69,7 +69,7 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         super().__init__(self._pack, self._unpack)
 
     def mark(self, tensor: Tensor) -> None:
-        """It may go to the host when autograd saves it."""
+        """Mark a tensor for offload to the host when autograd saves the tensor."""
         self._marked[id(tensor)] = tensor
         self.stats.marked_tensors += 1
 

@@ -51,14 +51,16 @@ class Checkpointed:
 def checkpoint_modules(
     model: nn.Module, patterns: Iterable[str], policy: ActivationCheckpointing | None = None
 ) -> Checkpointed:
-    """Checkpoint the forward of the modules of `model` whose names match. Names, parameters, hooks and state dicts stay.
+    """Recompute in backward the forward of the modules of `model` whose names match `patterns`.
+
+    Names, parameters, hooks and state dicts do not change.
 
     Args:
-        patterns: Qualified names; in them `*` is any one part (`layers.*`), `**` any number of parts.
-        policy: How; the policy that is active when the forward runs by default.
+        patterns: Qualified names; in them `*` is any single part (`layers.*`), `**` any number of parts.
+        policy: The policy to use; by default the policy that is active when the forward runs.
     Raises:
-        PlanError: a pattern matches no module ("activations-modules"); a module has a forward of its own that is not its
-            class's ("activations-forward").
+        PlanError: a pattern matches no module ("activations-modules"); a module has a forward that is not its class's
+            ("activations-forward").
     """
     callables = [name for name, module in model.named_modules() if name and type(module).forward is not _NO_FORWARD]
     names = match_modules(callables, tuple(patterns))
@@ -83,10 +85,10 @@ def checkpoint_modules(
 
 
 def match_modules(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, ...]:
-    """The names that match a pattern, in their order. Pure.
+    """Return the names that match any pattern, in their order. Pure.
 
     Raises:
-        PlanError: a pattern matches none ("activations-modules").
+        PlanError: a pattern matches no name ("activations-modules").
     """
     found = {pattern: {name for name in names if _matches(name.split("."), pattern.split("."))} for pattern in patterns}
     empty = [pattern for pattern, matched in found.items() if not matched]

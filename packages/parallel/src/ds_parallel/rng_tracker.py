@@ -25,7 +25,7 @@ _OFFSET = 2718
 
 
 def tensor_seed(seed: int, tensor_rank: int) -> int:
-    """Where a rank begins its named state: seed + 2718 + rank, as Megatron and DeepSpeed have it."""
+    """Return the seed of a rank's named random state: seed + 2718 + rank, as in Megatron and DeepSpeed."""
     return seed + _OFFSET + tensor_rank
 
 
@@ -47,7 +47,10 @@ class RngTracker:
         return self._accelerator or get_accelerator()
 
     def states(self) -> dict[str, Tensor]:
-        """The table: uint8 tensors by name. The tensors are never written, so the copy of the table is a snapshot."""
+        """Return a copy of the table of random states, uint8 tensors by name.
+
+        The tensors are never written, so the copy of the table is a snapshot.
+        """
         return dict(self._states)
 
     def restore(self, states: Mapping[str, Tensor]) -> None:
@@ -59,10 +62,10 @@ class RngTracker:
         self._states, self._seeds = {}, set()
 
     def add(self, name: str, seed: int) -> None:
-        """A new state, begun at `seed`; the default one stays as it is.
+        """Add a random state that starts at `seed`; the default state does not change.
 
         Raises:
-            ConfigError: the name or the seed is taken: two states would draw the same numbers ("rng-name").
+            ConfigError: the name or the seed is in use: two states would draw the same numbers ("rng-name").
         """
         if name in self._states or seed in self._seeds:
             raise ConfigError(
@@ -83,10 +86,12 @@ class RngTracker:
 
     @contextmanager
     def fork(self, name: str = TENSOR_PARALLEL) -> Iterator[None]:
-        """Inside, the device draws from the named state; it has advanced afterwards, and the default one has not.
+        """Draw the device's random numbers from the named state inside the context.
+
+        Afterwards the named state has advanced, and the default state has not.
 
         Raises:
-            ConfigError: there is none of that name ("rng-name").
+            ConfigError: there is no state of that name ("rng-name").
         """
         if name not in self._states:
             raise ConfigError(
@@ -104,7 +109,8 @@ class RngTracker:
 
     @contextmanager
     def replayed(self, states: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside, the table is `states` (what a recomputation starts from); afterwards it is as it was."""
+        """Replace the table by `states` (the start of a recomputation) inside the context, and restore the table after.
+        """
         before = self.states()
         self.restore(states)
         try:
@@ -113,7 +119,7 @@ class RngTracker:
             self.restore(before)
 
     def default_state(self) -> Tensor:
-        """The device's own state."""
+        """Return the default random state of the device."""
         module = self.accelerator.module
         state: Tensor = module.get_rng_state() if hasattr(module, "get_rng_state") else torch.get_rng_state()
         return state

@@ -24,13 +24,15 @@ Reduction = Literal["mean", "sum"]
 
 
 def tiled(function: Callable[[Tensor], Tensor], x: Tensor, tiles: int, dim: int = -2) -> Tensor:
-    """`function(x)` for a function of each place of `dim` alone, in `tiles` parts; each is computed again in backward.
+    """Apply `function` to `x` in `tiles` parts, and recompute each part in backward.
+
+    `function` treats each entry of `dim` independently.
 
     Args:
         x: Any shape; parts are as even as its size allows.
     Returns:
-        The results, put together along `dim`.
-    Cost: a second forward; besides input and output, what `function` keeps of one tile.
+        The results, concatenated along `dim`.
+    Cost: a second forward; besides input and output, the activations of `function` for a single tile.
     """
     parts = x.tensor_split(min(tiles, max(x.shape[dim], 1)), dim)
     if not torch.is_grad_enabled():
@@ -39,10 +41,10 @@ def tiled(function: Callable[[Tensor], Tensor], x: Tensor, tiles: int, dim: int 
 
 
 def tiled_mlp(module: nn.Module, tiles: int | None = None) -> Callable[[Tensor], Tensor]:
-    """The forward of an MLP in tiles.
+    """Wrap the forward of an MLP to run in tiles.
 
     Args:
-        tiles: How many; None: as many as its input is longer than wide, at least one.
+        tiles: How many; None: the input's length divided by its width, rounded up.
     """
     plain = module.forward
 
@@ -63,7 +65,7 @@ def tiled_cross_entropy(
     ignore_index: int = -100,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """`cross_entropy(hidden @ weight.T + bias, labels)` that never holds more than one tile of logits.
+    """Compute `cross_entropy(hidden @ weight.T + bias, labels)` with only a tile of logits in memory.
 
     Args:
         hidden: [..., width].
@@ -75,7 +77,8 @@ def tiled_cross_entropy(
         A scalar, in fp32 at least.
     Raises:
         PlanError: hidden states and labels are of different shapes ("tiled-shapes").
-    Cost: three matrix products, as without tiles; keeps the gradients of hidden, weight and bias from forward to backward.
+    Cost: three matrix products, as without tiles; saves the gradients of hidden, weight and bias from forward to
+    backward.
     """
     if hidden.shape[:-1] != labels.shape:
         raise PlanError(
@@ -143,19 +146,21 @@ def tiled_loss(
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """A loss of any form over tiles of tokens; forward computes the gradient of each tile.
+    """Compute a loss of any form over tiles of tokens; forward computes the gradient of each tile.
 
     Args:
-        function: Of a tile of `x` and of each of `others`; returns a scalar: the tile's mean or sum, as `reduction` says.
+        function: Of a tile of `x` and of each of `others`; returns a scalar: the tile's mean or sum, as `reduction`
+        says.
         x: [batch, sequence, ...]; tiles are of the flattened first two dims.
         others: [batch, sequence, ...] each, or None: labels, masks. They get no gradient.
         parameters: What `function` computes with and that needs a gradient.
-        weights: [batch, sequence]: how much each token counts in a tile's mean; by default labels other than -100 if the first of
-            `others` is a tensor of whole numbers, else every token.
-        reduction: `mean`: the mean over all tokens, whatever tile they are in; `sum`.
+        weights: [batch, sequence]: how much each token counts in a tile's mean; by default labels other than -100 if
+        the
+            first of `others` is a tensor of integers, else every token.
+        reduction: `mean`: the mean over all tokens, in whatever tile; `sum`.
     Returns:
-        A scalar in the format that `function` returns; added up in fp32 at least.
-    Cost: keeps the gradients of `x` and `parameters` from forward to backward.
+        A scalar in the dtype that `function` returns; accumulated in fp32 at least.
+    Cost: saves the gradients of `x` and `parameters` from forward to backward.
     """
     rows = [None if other is None else other.flatten(0, 1) for other in others]
     labels = others[0] if others else None
@@ -229,15 +234,17 @@ def sequence_tiled_compute(
     output_unshard_dimension: int = 1,
     output_reduction: Reduction | None = "mean",
 ) -> Tensor:
-    """`fn(**kwargs)` over tiles of the sequence, dim 1 of `kwargs_to_shard`; each tile is computed again in backward.
+    """Run `fn(**kwargs)` over tiles of the sequence, dim 1 of `kwargs_to_shard`; recompute each tile in backward.
 
     Args:
-        seqlen: Size of dim 1 of what is cut.
-        kwargs_to_pass: Given whole to every tile.
-        grad_requiring_tensor_key: The one of `kwargs_to_shard` that needs a gradient; others may have one, too.
-        compute_params: Parameters that `fn` computes with. Autograd finds them; they are named for callers of upstream's.
-        output_unshard_dimension: Results are put together along this dim, if `output_reduction` is None.
-        output_reduction: Results are scalars: their `sum`, or their `mean` with each tile counted by its length.
+        seqlen: Size of dim 1 of the tensors to split.
+        kwargs_to_pass: Passed unsplit to every tile.
+        grad_requiring_tensor_key: The entry of `kwargs_to_shard` that needs a gradient; others may also have gradients.
+        compute_params: Parameters that `fn` computes with. Autograd detects them; the argument is for compatibility
+        with
+            DeepSpeed.
+        output_unshard_dimension: Results are concatenated along this dim, if `output_reduction` is None.
+        output_reduction: Results are scalars: their `sum`, or their `mean` with each tile weighted by its length.
     Raises:
         PlanError: sizes do not fit ("tiled-shapes").
     """
@@ -263,7 +270,7 @@ def sequence_tiled_compute(
 
 
 def _scaled(kept: Tensor, factor: Tensor) -> Tensor:
-    """In the format it was kept in: a factor in fp32 would widen it."""
+    """Multiply a saved gradient by `factor` in the gradient's dtype, as a factor in fp32 would widen the gradient."""
     return kept * factor.to(kept.dtype) if kept.dtype != torch.float16 else (kept * factor.float()).to(kept.dtype)
 
 

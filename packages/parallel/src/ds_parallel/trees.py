@@ -11,14 +11,17 @@ __all__ = ["flatten", "tensors_in"]
 
 
 def flatten(tree: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
-    """The tensors of `tree` in order, and what makes an equal tree with others in their places. Holds none of them."""
+    """Return the tensors of `tree` in order, and a function that rebuilds the tree with other tensors.
+
+    The function holds none of the tensors.
+    """
     tensors: list[Tensor] = []
     build = _builder(tree, tensors)
     return tensors, build
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors of `tree` in order."""
+    """Return the tensors of `tree` in order."""
     return flatten(tree)[0]
 
 

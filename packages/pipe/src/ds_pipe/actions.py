@@ -92,7 +92,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that prints as `text`.
+        """Parse the text form of an action, the inverse of `str`.
 
         Raises:
             PlanError: not the text form of an action ("program-text").
@@ -127,7 +127,7 @@ class Program:
         return 1 + max((action.microbatch for actions in self.ranks for action in actions), default=-1)
 
     def owners(self) -> dict[int, int]:
-        """Which rank computes each stage.
+        """Return which rank computes each stage.
 
         Raises:
             PlanError: two ranks compute the same stage ("program-order").
@@ -144,7 +144,7 @@ class Program:
         return owner
 
     def backwards(self, rank: int) -> tuple[Action, ...]:
-        """The backwards of a rank that give gradients of weights, in order: what decides when they are reduced."""
+        """Return a rank's backwards that compute weight gradients, in order; they decide when to reduce gradients."""
         return tuple(action for action in self.ranks[rank] if action.op.differentiates)
 
     def __str__(self) -> str:
@@ -152,5 +152,5 @@ class Program:
 
     @classmethod
     def parse(cls, text: str) -> Program:
-        """The program that prints as `text`: one rank a line, actions separated by blanks."""
+        """Parse the text form of a program: one rank per line, actions separated by blanks."""
         return cls(tuple(tuple(Action.parse(word) for word in line.split()) for line in text.split("\n")))

@@ -55,7 +55,10 @@ def broadcast_ties(ties: Sequence[Tie]) -> None:
 
 
 def annotate_params(model: StagedModel) -> None:
-    """Say of every parameter what it is called in the unsplit model, and of tied ones that their gradients are summed over stages."""
+    """Label every parameter with its name in the unsplit model, and tied parameters with a reduction group.
+
+    Gradients of tied parameters are summed over stages.
+    """
     tied = {id(one.param): one for one in model.ties}
     copies = model.places.gradient.size
     families: dict[tuple[int, ...], ReductionGroup] = {}

@@ -108,12 +108,15 @@ def _show(args: argparse.Namespace) -> None:
 
 
 def _rows(ranks: Sequence[Sequence[Span]]) -> list[list[dict[str, Any]]]:
-    """The spans of every rank."""
+    """Return the spans of every rank as plain data."""
     return [[{"begin": begin, "end": end, "action": str(action)} for begin, end, action in row] for row in ranks]
 
 
 def _of_trace(trace: Trace, args: argparse.Namespace, rank_of: tuple[int, ...]) -> tuple[Costs, tuple[int, ...]]:
-    """Costs of the step, and where a schedule has its stages: `listed` leaves them where they were measured."""
+    """Return the costs of the traced step, and the rank of every stage under the schedule.
+
+    `listed` leaves stages on the ranks where they were measured.
+    """
     from ds_pipe.costs import Costs
 
     owners = trace.program.owners()

@@ -45,13 +45,13 @@ class Costs:
 
     @classmethod
     def even(cls, stages: int) -> Costs:
-        """All stages alike: each of the three passes takes 1, one microbatch holds 1."""
+        """Return equal costs for all stages: each of the three passes takes 1, a microbatch's activations take 1."""
         one = (1.0,) * stages
         return cls(one, one, one, one)
 
     @classmethod
     def measured(cls, rows: Sequence[Sequence[float]], transfer: float = 0.0) -> Costs:
-        """From `(forward, input_grad, weight_grad)` of every stage; activations count 1 each."""
+        """Build costs from `(forward, input_grad, weight_grad)` of every stage; activations count 1 each."""
         if any(len(row) != 3 for row in rows):
             raise PlanError(
                 f"a stage is measured by three times, got {[len(row) for row in rows]}",

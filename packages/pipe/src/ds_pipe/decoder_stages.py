@@ -93,12 +93,15 @@ class DecoderStages(nn.Module):
         return self._staged
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The model's own loss: labels are shifted by one, -100 does not count."""
+        """Compute the original model's loss: labels are shifted by one position, -100 does not count."""
         found: Tensor = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size)
         return found
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Above 0: keep only the input of each stage, and compute it again in the backward."""
+        """Enable activation checkpointing of whole stages for an interval above 0.
+
+        Each stage then saves only its input and recomputes its forward in the backward.
+        """
         for part in self._staged.parts.values():
             part.again = interval > 0  # type: ignore[assignment]
 

@@ -30,7 +30,10 @@ class GradientReduction(Protocol):
     """How gradients of weights become one over the ranks that hold them: the seat of data parallelism and ZeRO."""
 
     def around(self, action: Action) -> AbstractContextManager[None]:
-        """Entered around an action that adds to gradients of weights; `action.reduce` says whether they are reduced when it ends."""
+        """Return a context to enter around an action that adds to weight gradients.
+
+        `action.reduce` says whether the gradients are reduced when the action ends.
+        """
 
     def reduce(self, stage: int) -> None:
         """Reduce the gradients of a stage now. Collective over the ranks that hold it."""
@@ -42,10 +45,10 @@ class GradientReduction(Protocol):
         """Give them back."""
 
     def finish(self) -> None:
-        """All actions of a step are done."""
+        """Finish the reduction after all actions of a step."""
 
     def scale(self, loss: Tensor) -> Tensor:
-        """A loss as it is differentiated (loss scaling). Called by criteria."""
+        """Return the loss to differentiate (loss scaling). Called by criteria."""
 
 
 Criterion = Callable[[int, Any, Any], Tensor]
@@ -69,7 +72,7 @@ class MicrobatchSource:
     _inputs: dict[int, list[Any]] = field(default_factory=dict)
 
     def take(self, microbatch: int, what: int) -> Any:
-        """Inputs (0) or labels (1) of a microbatch."""
+        """Return the inputs (`what` 0) or labels (1) of a microbatch, and free them after their last use."""
         while self._next <= microbatch:
             try:
                 drawn = next(self.source)
@@ -119,7 +122,7 @@ class PipelineExecutor:
         self._back: dict[tuple[int, int], list[Tensor | None]] = {}  # -> gradients of its input, while to be sent
 
     def link(self, low: int) -> StageLink:
-        """The link between stage `low` and the next one, one of which is another rank's."""
+        """Return the link between stage `low` and the next stage, which are on different ranks."""
         if low not in self._links:
             if self._channels is None:
                 raise RuntimeError("a link in a pipeline of one rank")
@@ -159,7 +162,10 @@ class PipelineExecutor:
         self._criterion: Any = criterion
 
     def _flush(self) -> None:
-        """What was sent is with its receiver, or waits for it alone: before anything that waits for other ranks."""
+        """Flush all links before this rank waits for other ranks.
+
+        Afterwards each sent message has arrived, or waits for its receiver only.
+        """
         for link in self._links.values():
             link.flush()
 
@@ -275,7 +281,7 @@ class PipelineExecutor:
     # ---- the loss, everywhere
 
     def share(self, numbers: Tensor) -> Tensor:
-        """What the rank of the last stage has, on all ranks of the pipeline. Collective over it."""
+        """Broadcast `numbers` from the rank of the last stage to all ranks of the pipeline. Collective."""
         group = self.model.places.pipe
         ds_comm.broadcast(numbers, group=group, group_src=self.model.rank_of[-1], unit="pipe.loss")
         return numbers

@@ -52,18 +52,21 @@ class PlainReduction:
         _average(self._params[stage], self._model.places.gradient, self._model.places.gradient.size)
 
     def gather(self, stage: int) -> None:
-        """Parameters are whole."""
+        """Do nothing: parameters are not sharded."""
 
     def release(self, stage: int) -> None:
-        """They stay."""
+        """Do nothing: parameters are not sharded."""
 
     def finish(self) -> None:
-        """Tied gradients: summed over stages, averaged over data. Collective over the ranks that hold them."""
+        """Reduce the gradients of tied parameters: sum over stages, average over data.
+
+        Collective over the ranks that share the parameters.
+        """
         for one in self._model.ties:
             _average([one.param], one.everyone, one.everyone.size // one.group.size)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """As it is."""
+        """Return `loss` unscaled: this reduction has no loss scale."""
         return loss
 
 
@@ -77,17 +80,20 @@ class ReducingOptimizer(Protocol):
         """Reduce what backwards without reduction have left. Collective."""
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss as it is differentiated."""
+        """Return the loss to differentiate, multiplied by the loss scale."""
 
 
 class BackwardReducer(Protocol):
     """What reduces gradients while backwards run: an engine's passes, or an optimizer."""
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
-        """Around what adds to gradients of weights; `action.reduce` says whether they are reduced inside."""
+        """Return a context to enter around an action that adds to weight gradients.
+
+        `action.reduce` says whether the gradients are reduced inside the context.
+        """
 
     def given(self) -> None:
-        """Gradients are about to come from another stage, where the loss was scaled."""
+        """Prepare for gradients from another stage, which scaled the loss."""
 
     def reduce(self) -> None:
         """Reduce what backwards without reduction have left. Collective."""
@@ -108,7 +114,10 @@ class StageReduction:
 
     @contextmanager
     def around(self, action: Action) -> Iterator[None]:
-        """One stage a rank: whole backwards reduce while they run. Else what a rank has is reduced when all of it is there."""
+        """Return a context that reduces during a whole backward where the rank has one stage, else after the action.
+
+        With several stages, a rank's gradients are reduced when all of them are complete.
+        """
         inside = action.op is ActionKind.BACKWARD and self._stages == 1
         if not self._last:
             self._reducing.given()
@@ -118,24 +127,24 @@ class StageReduction:
             self.reduce(action.stage)
 
     def reduce(self, stage: int) -> None:
-        """Collective over the ranks that hold these parameters."""
+        """Reduce the rank's gradients if due. Collective over the ranks that share these parameters."""
         del stage
         self._left -= 1
         if self._every or self._left == 0:
             self._reducing.reduce()
 
     def gather(self, stage: int) -> None:
-        """Who shards parameters gathers them by hooks of its own."""
+        """Do nothing: the hooks of the sharding layer all-gather parameters."""
 
     def release(self, stage: int) -> None:
-        """And releases."""
+        """Do nothing: the hooks of the sharding layer free parameters."""
 
     def finish(self) -> None:
-        """The update ends what is open."""
+        """Reset the count of unreduced stages for the next step; the update finishes pending reductions."""
         self._left = self._stages
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss was scaled where it was made."""
+        """Return `loss` unchanged: the loss was scaled where it was computed."""
         return loss
 
 
@@ -181,7 +190,7 @@ def _average(params: Sequence[torch.nn.Parameter], group: Group, divisor: int) -
 
 
 def global_norm(model: StagedModel) -> Tensor:
-    """The 2-norm of all gradients of the whole model, after a step's backwards; a tied parameter counts once.
+    """Compute the 2-norm of all gradients of the whole model after a step; a tied parameter counts once.
 
     Returns a float64 scalar on the host, the same on all ranks of the pipeline. Collective over `places.model`.
     """

@@ -70,14 +70,17 @@ class TiedLayerSpec(LayerSpec):
 
 
 def class_name(layer: object) -> str:
-    """What `type:` patterns are matched against."""
+    """Return the class name against which `type:` patterns are matched."""
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
     return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
 
 
 def parameters_of(layer: object) -> int:
-    """Elements of the layer's trained parameters. A spec is built on the meta device for it, which allocates nothing."""
+    """Count the elements of the layer's trained parameters.
+
+    A spec is built on the meta device for the count, which allocates nothing.
+    """
     if isinstance(layer, LayerSpec):
         state = torch.get_rng_state()
         with torch.device("meta"):

@@ -109,7 +109,10 @@ class _Simulation:
         self.moments = [(0.0, problem.rank_of[0])]
 
     def _room_after(self) -> list[float]:
-        """Of every stage: what one microbatch needs in the later stages of the same rank. See "a forward leaves memory"."""
+        """Compute, per stage, the memory of a microbatch in later stages of the same rank.
+
+        See "a forward leaves memory".
+        """
         rank_of, memory = self.problem.rank_of, self.problem.costs.activation
         return [
             sum(memory[t] for t in range(s + 1, len(rank_of)) if rank_of[t] == rank_of[s]) for s in range(len(rank_of))
@@ -213,8 +216,10 @@ class _Simulation:
 
 
 def generate(problem: ScheduleProblem, rule: SchedulePriority) -> Program:
-    """The program that `rule` makes of `problem`. It always exists: see "a forward leaves memory".
+    """Generate the program of `problem` by list scheduling under `rule`.
 
-    Cost: one heap entry or three an action; 1,000 actions in about 5 ms.
+    A program always exists: see "a forward leaves memory".
+
+    Cost: one to three heap entries per action; 1,000 actions in about 5 ms.
     """
     return _Simulation(problem, rule).run()

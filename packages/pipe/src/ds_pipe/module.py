@@ -115,11 +115,11 @@ class PipelineModule(nn.Module):
         )
 
     def partitions(self) -> tuple[int, ...]:
-        """The bounds of the stages: stage s has layers `[bounds[s], bounds[s + 1])`."""
+        """Return the bounds of the stages: stage s has layers `[bounds[s], bounds[s + 1])`."""
         return self.parts
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The stage that has a layer."""
+        """Return the stage that contains layer `layer_idx`; raise PlanError if there is no such layer."""
         found = [s for s in range(len(self.rank_of)) if self.parts[s] <= layer_idx < self.parts[s + 1]]
         if not found:
             raise PlanError(
@@ -133,7 +133,7 @@ class PipelineModule(nn.Module):
         return self.places.topology
 
     def mpu(self) -> PipelineParallelGrid:
-        """The groups of this rank, by the names of Megatron's mpu."""
+        """Return the groups of this rank, by the names of Megatron's mpu."""
         return self._mpu
 
     def num_pipeline_stages(self) -> int:
@@ -225,7 +225,7 @@ class PipelineModule(nn.Module):
         return value
 
     def run_layers(self, start: int, stop: int) -> Callable[[Any], Any]:
-        """A function that runs layers [start, stop) of this rank."""
+        """Return a function that runs layers [start, stop) of this rank."""
         offset = self.micro_offset
 
         def run(value: Any) -> Any:
@@ -250,11 +250,11 @@ class PipelineModule(nn.Module):
         self.activation_checkpoint_interval = interval
 
     def get_additional_losses(self) -> Mapping[str, Any] | None:
-        """Losses to report besides the main one; subclasses return a dict of tensors."""
+        """Return losses to report besides the main loss; subclasses return a dict of tensors."""
         return None
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
-        """The parameters that other stages hold, too, with the group that holds them."""
+        """Return the parameters that other stages share, each with the process group of these stages."""
         return [(one.param, one.group.pg) for one in self._staged.ties]
 
     def allreduce_tied_weight_gradients(self) -> None:
@@ -305,7 +305,7 @@ class _StageModule(nn.Module):
 
 
 def _differentiable(value: Any) -> Any:
-    """The same value; where no tensor of it requires a gradient, floating ones do now: reentrant checkpoints ask for one."""
+    """Make floating tensors of `value` require gradients where no tensor does, as reentrant checkpointing needs."""
     tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
     if any(t.requires_grad for t in tensors):
         return value

@@ -14,17 +14,17 @@ __all__ = ["balanced", "matching", "uniform"]
 
 
 def uniform(layers: int, parts: int) -> tuple[int, ...]:
-    """As many layers in every part; the first ones have one more where it does not divide."""
+    """Split the layers into equal parts; the first parts have one layer more where `parts` does not divide."""
     _check(layers, parts)
     size, more = divmod(layers, parts)
     return tuple(k * size + min(k, more) for k in range(parts + 1))
 
 
 def balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
-    """The partition whose heaviest part is lightest; of those the one whose parts differ least in sum of squares.
+    """Return the partition whose heaviest part is lightest; among equals the least sum of squares.
 
-    Every part has at least one layer. Layers of no weight stay with the part before them: an activation that works in place is not
-    parted from the layer that it follows.
+    Every part has at least one layer. Layers of no weight stay with the part before them: an activation that works in
+    place is not separated from the layer that it follows.
 
     Args:
         weights: Of every layer, 0 or more: parameters, seconds, or 1 for layers that count.
@@ -57,10 +57,10 @@ def balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
 
 
 def matching(names: Sequence[str], pattern: str) -> list[float]:
-    """1 for every layer whose class name matches (anywhere, whatever the case), 0 for others.
+    """Return 1 for every layer whose class name matches (anywhere, ignoring case), 0 for other layers.
 
     Raises:
-        PlanError: the pattern is not a regular expression, or no layer matches it ("pipe-partition").
+        PlanError: the pattern is not a regular expression, or no layer matches the pattern ("pipe-partition").
     """
     try:
         found = [1.0 if re.search(pattern, name, re.IGNORECASE) else 0.0 for name in names]

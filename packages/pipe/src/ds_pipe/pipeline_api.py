@@ -25,10 +25,10 @@ __all__ = ["Pipeline", "pipeline", "split_batch"]
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
-    """Inputs and labels of a microbatch: a pair as it is; a dict with `labels` is its own inputs.
+    """Split a microbatch into inputs and labels: a pair, or a dict with `labels`, which is its inputs.
 
     Raises:
-        PlanError: it is neither ("pipe-batch").
+        PlanError: the microbatch is neither ("pipe-batch").
     """
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
@@ -72,7 +72,7 @@ class Pipeline:
         self.reduces_every_backward = every_backward
 
     def program(self, microbatches: int | None = None) -> Program:
-        """What all ranks run in a step, verified."""
+        """Return the verified program that all ranks run in a step."""
         count, every = microbatches or self.microbatches, self.reduces_every_backward
         if (count, every) not in self._programs:
             program = add_comms(mark_reduce(self._make(count), every))
@@ -130,7 +130,7 @@ class Pipeline:
         return outputs, self._shared(found, count) if with_loss else None
 
     def forwards(self, count: int) -> tuple[Action, ...]:
-        """This rank's row of an evaluation of `count` microbatches."""
+        """Return this rank's actions for an evaluation of `count` microbatches."""
         rank_of = self.model.rank_of
         return self._row(add_comms(inference(len(rank_of), count, rank_of)))
 
@@ -162,17 +162,18 @@ def pipeline(
     costs: Costs | None = None,
     cap: float = float("inf"),
 ) -> Pipeline:
-    """A step function for a model in stages.
+    """Build the step function of a model in stages.
 
     Args:
-        model: Cut for this rank: a PipelineModule, a DecoderStages, or a StagedModel of your own.
+        model: Split for this rank: a PipelineModule, a DecoderStages, or a custom StagedModel.
         microbatches: Of a step, where a call does not say.
-        schedule: A name of `ds_pipe.SCHEDULES` that fits how the model was cut, or a function from the number of microbatches to a
-            program; by default what the model was cut for.
-        costs: Measured times of all stages: the program is then made from them (`listed`), whatever `schedule` says.
-        cap: With `costs`, the activation memory a rank may hold.
+        schedule: A name of `ds_pipe.SCHEDULES` that fits how the model was split, or a function from the number of
+            microbatches to a program; by default the schedule for which the model was split.
+        costs: Measured times of all stages: the program is then built from them (`list_scheduled`), whatever `schedule`
+            says.
+        cap: With `costs`, the activation memory that a rank may use.
     Raises:
-        PlanError: the schedule needs another number of stages than the model was cut into ("pipe-schedule").
+        PlanError: the schedule needs another number of stages than the model has ("pipe-schedule").
         ScheduleError: the program cannot run.
     """
     staged = model if isinstance(model, StagedModel) else model.staged

@@ -18,15 +18,16 @@ __all__ = ["profile_layers"]
 
 
 def profile_layers(layers: Sequence[Any], sample: Any, repeats: int = 5) -> list[float]:
-    """Seconds of forward and backward of every layer, the same on all ranks (those of rank 0).
+    """Measure the seconds of forward and backward of every layer, the same on all ranks (those of rank 0).
 
-    One layer at a time is built and run on what the layer before it returned, so the whole model never exists at once.
+    A single layer at a time is built and run on the output of the previous layer, so the whole model never exists at
+    once.
 
     Args:
         layers: As PipelineModule takes them.
         sample: The inputs of a microbatch.
         repeats: Runs of each; the fastest counts, which other processes disturbed least.
-    Collective over the world: rank 0 measures, the others wait. Random numbers are left as they were.
+    Collective over the world: rank 0 measures, other ranks wait. The random state is restored.
     """
     seconds = torch.zeros(len(layers), dtype=torch.float64)
     if ds_comm.world_group().rank == 0:

@@ -10,12 +10,12 @@ __all__ = ["add_comms", "add_gathers", "add_reduces", "mark_reduce"]
 
 
 def mark_reduce(program: Program, every_backward: bool) -> Program:
-    """Say at which backwards a stage's gradients are reduced over the data-parallel ranks.
+    """Mark the backwards at which a stage's gradients are reduced over the data-parallel ranks.
 
     Args:
-        every_backward: True reduces after each backward, so that no rank keeps whole gradients between microbatches
+        every_backward: True reduces after each backward, so that no rank stores full gradients between microbatches
             (sharded gradients: ZeRO stages 2 and 3). False reduces once, after the last backward of each stage
-            (whole gradients are kept: stages 0 and 1), which sends 1/microbatches of the bytes.
+            (full gradients are stored: stages 0 and 1), which sends 1/microbatches of the bytes.
     """
     return Program(tuple(_mark_row(actions, every_backward) for actions in program.ranks))
 
@@ -40,10 +40,10 @@ def add_reduces(program: Program) -> Program:
 
 
 def add_gathers(program: Program, ahead: int = 1) -> Program:
-    """Say when the parameters of each stage are brought together and given back: ZeRO stage 3 by the program.
+    """Add the actions that all-gather and free the parameters of each stage (ZeRO stage 3 by the program).
 
-    A stage is gathered `ahead` actions of the rank before its first use after a time without, and given back after the last use
-    before one. A rank with one stage gathers once and gives back once; with several, one stage at a time (and the next).
+    A stage is all-gathered `ahead` actions of the rank before its first use after a pause, and freed after the last use
+    before a pause. A rank with one stage gathers once and frees once; with several, one stage at a time (and the next).
     """
     return Program(tuple(_gather_row(actions, ahead) for actions in program.ranks))
 

@@ -47,24 +47,36 @@ __all__ = [
 
 
 def accumulation(microbatches: int) -> Program:
-    """Gradient accumulation, which is the one-stage pipeline: forward, then backward, `microbatches` times."""
+    """Build the program of gradient accumulation, the one-stage pipeline.
+
+    Forward, then backward, `microbatches` times.
+    """
     return one_f_one_b(1, microbatches)
 
 
 def gpipe(stages: int, microbatches: int) -> Program:
-    """All forwards, then all backwards. Keeps the activations of every microbatch alive."""
+    """Build the GPipe program: all forwards, then all backwards.
+
+    Stores the activations of every microbatch.
+    """
     check_size(stages, microbatches)
     return generate(_even(looped(stages, stages), microbatches, [math.inf] * stages), SchedulePriority(flush=True))
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Program:
-    """One forward, one backward: the bubble of GPipe; stage s holds at most `stages - s` microbatches."""
+    """Build the 1F1B program: one forward, one backward, with the bubble of GPipe.
+
+    Stage s stores the activations of at most `stages - s` microbatches.
+    """
     check_size(stages, microbatches)
     return generate(_even(looped(stages, stages), microbatches, range(stages, 0, -1)), SchedulePriority())
 
 
 def interleaved(ranks: int, microbatches: int, virtual: int = 2) -> Program:
-    """1F1B with `virtual` stages on every rank: the bubble is divided by it. Best when `ranks` divides `microbatches`."""
+    """Build the interleaved 1F1B program with `virtual` stages per rank, which divides the bubble by `virtual`.
+
+    Best when `ranks` divides `microbatches`.
+    """
     check_size(ranks, microbatches)
     problem = _even(looped(ranks, ranks * virtual), microbatches, [math.inf] * ranks)
     ahead = tuple(2 * (ranks - r - 1) + (virtual - 1) * ranks + 1 for r in range(ranks))
@@ -72,7 +84,10 @@ def interleaved(ranks: int, microbatches: int, virtual: int = 2) -> Program:
 
 
 def zb_h1(stages: int, microbatches: int) -> Program:
-    """Weight gradients fill the waits of 1F1B; no rank holds more than 1F1B's first."""
+    """Build the ZB-H1 program: weight gradients fill the bubbles of 1F1B.
+
+    No rank stores more activations than 1F1B's first rank.
+    """
     check_size(stages, microbatches)
     problem = _even(looped(stages, stages), microbatches, [stages] * stages)
     bounded = replace(problem, ahead=tuple(range(stages, 0, -1)))
@@ -80,24 +95,29 @@ def zb_h1(stages: int, microbatches: int) -> Program:
 
 
 def zb_h2(stages: int, microbatches: int) -> Program:
-    """No waits but the first of the run, for up to `2 stages - 1` microbatches held."""
+    """Build the ZB-H2 program, whose only bubble is at the start, with up to `2 stages - 1` microbatches in memory."""
     check_size(stages, microbatches)
     problem = _even(looped(stages, stages), microbatches, [2 * stages - 1] * stages)
     return _best(problem, _SPLIT)
 
 
 def zbv(ranks: int, microbatches: int, cap: float | None = None) -> Program:
-    """Two stages a rank, down and back up, with split backwards.
+    """Build the ZB-V program: two stages per rank, down and back up, with split backwards.
 
     Args:
-        cap: Stage activations a rank may hold; by default 3 x `ranks`, that is 1.5 times what 1F1B's first rank holds.
+        cap: Stage activations that a rank may store; by default 3 x `ranks`, which is 1.5 times those of 1F1B's first
+            rank.
     """
     check_size(ranks, microbatches)
     return _best(_even(vee(ranks), microbatches, [3 * ranks if cap is None else cap] * ranks), _SPLIT)
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Program:
-    """ZBV's placement; forwards and whole backwards in pairs, so that one's transfers run under the other; the end is split."""
+    """Build the DualPipeV program: ZB-V's placement, with forwards and whole backwards in pairs.
+
+    The transfers of each action of a pair overlap with the computation of the other action. Backwards at the end are
+    split.
+    """
     check_size(ranks, microbatches)
     problem = _even(vee(ranks), microbatches, [2 * ranks + 2] * ranks)
     return generate(problem, SchedulePriority("end", pair=True))
@@ -114,14 +134,16 @@ def inference(stages: int, microbatches: int, rank_of: Sequence[int] | None = No
 
 
 def list_scheduled(microbatches: int, costs: Costs, rank_of: Sequence[int], cap: float | Sequence[float] = math.inf) -> Program:
-    """The best program found for measured costs under a memory cap: shortest period, then span, then least memory.
+    """Search for the best program for measured costs under a memory cap.
+
+    Ranked by shortest period, then span, then least memory.
 
     Args:
-        costs: Times and activation of every stage.
+        costs: Times and activation memory of every stage.
         rank_of: The rank of every stage.
-        cap: Activation memory of every rank, or one for all, in the unit of `costs.activation`.
+        cap: Activation memory of every rank, or one number for all, in the unit of `costs.activation`.
     Raises:
-        PlanError: one microbatch does not fit under the cap ("program-cap"), or numbers do not fit ("program-costs").
+        PlanError: a single microbatch exceeds the cap ("program-cap"), or numbers do not fit ("program-costs").
     Cost: about 30 programs are generated and timed: 1 s for 1,000 actions.
     """
     check_size(len(rank_of), microbatches)
@@ -157,18 +179,18 @@ SCHEDULES: dict[str, Callable[[int, int], Program]] = {
 
 
 def placement_of(name: str, ranks: int, virtual: int = 2) -> tuple[int, ...]:
-    """The rank of every stage under a schedule of this name, `listed` and `inference` as 1F1B."""
+    """Return the rank of every stage under the schedule `name`; `listed` and `inference` as 1F1B."""
     if name in ("zbv", "dualpipe-v"):
         return vee(ranks)
     return looped(ranks, ranks * (virtual if name == "interleaved" else 1))
 
 
 def make_program(name: str, ranks: int, microbatches: int, virtual: int = 2) -> Program:
-    """A schedule by its name.
+    """Build the program of the schedule `name`.
 
     Args:
         name: A key of `SCHEDULES`, or `inference`.
-        virtual: Stages a rank, for `interleaved`.
+        virtual: Stages per rank, for `interleaved`.
     Raises:
         PlanError: there is no such schedule ("program-name").
     """
@@ -204,7 +226,7 @@ class PipelineSpec:
     seeded: bool = False
 
     def program(self, microbatches: int) -> Program:
-        """What computes in a step."""
+        """Build the program of the compute actions of a step."""
         return make_program(self.schedule, self.ranks, microbatches, self.virtual)
 
 
@@ -217,7 +239,7 @@ def _best(problem: ScheduleProblem, rules: Iterable[SchedulePriority]) -> Progra
 
 
 def _best_of(asked: Iterable[tuple[ScheduleProblem, Iterable[SchedulePriority]]]) -> Program:
-    """Of the programs of all problems and rules the one with the shortest period, then span; the first of equals."""
+    """Return the program with the shortest period, then span, over all problems and rules; the first of equals."""
     found: tuple[float, float] | None = None
     best = Program(())
     for problem, rules in asked:

@@ -44,7 +44,8 @@ class Backwards:
 
     @contextmanager
     def running(self, mode: Mode) -> Iterator[list[WeightGradJob]]:
-        """A backward inside is of this kind; gives the list its jobs come into."""
+        """Set the kind of the backwards inside the context, and yield the list that collects their weight-gradient jobs.
+        """
         before = (self.mode, self.jobs)
         self.mode, self.jobs = mode, []
         try:

@@ -82,7 +82,7 @@ def _one_step(
 
 
 def _input_of(action: Action, last: int) -> tuple[bool, int, int] | None:
-    """What an action waits for."""
+    """Return the result for which an action waits: (forward, stage, microbatch), or None."""
     s, m = action.stage, action.microbatch
     if action.op is ActionKind.FORWARD:
         return (True, s - 1, m) if s else None

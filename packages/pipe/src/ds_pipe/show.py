@@ -16,7 +16,9 @@ _COLOURS = {ActionKind.FORWARD: "#6fa8dc", ActionKind.BACKWARD: "#93c47d", Actio
 
 
 def as_table(ranks: Sequence[Sequence[Span]], columns: int = 160) -> str:
-    """One rank a line, time from left to right, dots for waiting. An action's text is cut to the width of its time.
+    """Draw one rank per line, time from left to right, dots for waiting.
+
+    An action's text is truncated to the width of its time.
 
     Args:
         columns: Characters of a line, at most.

@@ -73,7 +73,7 @@ class WeightGradRecorder:
             self._capture = before
 
     def anchor(self, leaf: Tensor) -> None:
-        """The forward that is recorded passes `leaf`."""
+        """Record `leaf` as an anchor of the forward that is being captured."""
         if self._capture is not None:
             self._capture.anchors.append(leaf)
 
@@ -94,13 +94,15 @@ class WeightGradRecorder:
 def split_backward(
     outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor], capture: Capture
 ) -> tuple[list[Tensor | None], list[WeightGradJob]]:
-    """The gradients of `inputs`, and the jobs that give those of weights. The graph stays until the jobs are freed.
+    """Compute the gradients of `inputs`, and return jobs that compute the weight gradients later.
+
+    The graph stays until the jobs are freed.
 
     Args:
         outputs: Tensors with a graph.
         grads: Of them, same shapes.
         inputs: Leaves that require gradients.
-        capture: Of the forward that made `outputs`.
+        capture: Of the forward that produced `outputs`.
     """
     edges = [edge for of_call, _ in capture.calls for edge in of_call]
     wanted: list[Any] = [*inputs, *edges, *capture.anchors]
@@ -126,7 +128,7 @@ def run_jobs(jobs: Sequence[WeightGradJob]) -> None:
 
 
 def _owners(outputs: Sequence[Tensor], capture: Capture) -> tuple[dict[tuple[int, int], Node], list[GradientEdge]]:
-    """Where parameters that one call leads to accumulate, by id and number of that call; and where the other trained ones do.
+    """Find the accumulation nodes of parameters that a single call reaches, by (id, call), and of all others.
 
     Cost: a look at every node of the graph, about 1 us each.
     """

@@ -101,7 +101,7 @@ class PipelineStage:
     def _matched(
         self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None] | None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Outputs that were used, with their gradients."""
+        """Return the outputs that were used, with their gradients."""
         if grads is None:
             if len(outputs) != 1 or outputs[0].numel() != 1:
                 what = [f"of shape {list(t.shape)}" for t in outputs]
@@ -117,7 +117,7 @@ class PipelineStage:
         return [t for t, _ in pairs], [g for _, g in pairs]
 
     def weight_grad(self, microbatch: int) -> None:
-        """The second half: adds the weights' gradients, and frees what the microbatch held."""
+        """Run the second half of a backward: add the weight gradients, and free the microbatch's memory."""
         with self.backwards.running(Mode.THROUGH):
             run_jobs(self._jobs.pop(microbatch))
 

@@ -43,21 +43,21 @@ class ValueStructure:
         return sum(1 for kind, value in self.leaves if kind == "tensor" and value)
 
     def encoded(self) -> bytes:
-        """As JSON, longer than a number."""
+        """Encode this signature as JSON, padded to be longer than a signature number."""
         return json.dumps([self.tree, self.leaves]).encode().ljust(_NUMBER + 1)
 
     @classmethod
     def decoded(cls, data: bytes) -> ValueStructure:
-        """What `encoded` was given."""
+        """Decode the signature that `encoded` returned."""
         tree, leaves = json.loads(data)
         return cls(tree, tuple(tuple(leaf) for leaf in leaves))
 
 
 def describe(value: Any, where: str) -> tuple[ValueStructure, list[Tensor]]:
-    """The signature of a value and its tensors.
+    """Return the signature of a value and its tensors.
 
     Raises:
-        UnsupportedError: a leaf cannot travel ("pipe-travel"); names it.
+        UnsupportedError: a leaf cannot be sent ("pipe-travel"); the error names the leaf.
     """
     pairs, spec = tree_flatten_with_path(value)
     leaves: list[tuple[Any, ...]] = []
@@ -133,7 +133,7 @@ class StageLink:
         return signature
 
     def receive(self) -> tuple[Any, ValueStructure]:
-        """The next value and its signature. At the upper stage."""
+        """Receive the next value and its signature, on the upper stage."""
         head, *tensors = self._receiver.recv()
         told = head.numpy().tobytes()
         if len(told) > _NUMBER:
@@ -158,7 +158,7 @@ class StageLink:
             self._start([torch.zeros_like(t) if g is None else g for g, t in zip(grads, like, strict=True)])
 
     def receive_gradients(self, signature: ValueStructure) -> list[Tensor | None]:
-        """The gradients of a value with this signature, which was sent."""
+        """Receive the gradients of a value with this signature, which was sent earlier."""
         if not signature.gradients:
             return []
         found = self._receiver.recv()

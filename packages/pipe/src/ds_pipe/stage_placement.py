@@ -24,7 +24,7 @@ def looped(ranks: int, stages: int) -> tuple[int, ...]:
 
 
 def vee(ranks: int) -> tuple[int, ...]:
-    """Two stages a rank, down the ranks and back up."""
+    """Place two stages on each rank, down the ranks and back up."""
     check_size(ranks, 1)
     return (*range(ranks), *reversed(range(ranks)))
 

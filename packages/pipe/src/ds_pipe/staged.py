@@ -62,10 +62,10 @@ class StagedModel:
         return len(self.rank_of) - 1 in self.parts
 
     def logical_name(self, name: str) -> str:
-        """The name in the unsplit model of what `module` calls `name`."""
+        """Return the name in the unsplit model of the parameter that `module` calls `name`."""
         return self.names.get(name, name)
 
     def named_logical(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters of this rank by their names in the unsplit model."""
+        """Yield the parameters of this rank by their names in the unsplit model."""
         for name, param in self.module.named_parameters():
             yield self.logical_name(name), param

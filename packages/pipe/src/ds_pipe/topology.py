@@ -41,7 +41,7 @@ class ProcessTopology:
         self.ProcessCoord: Any = NamedTuple("ProcessCoord", [(axis, int) for axis in axes])  # type: ignore[misc]
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """The rank at a coordinate: one index per axis."""
+        """Return the rank at a coordinate, which has one index per axis."""
         return self.grid.rank(**coord_kwargs)
 
     def get_coord(self, rank: int) -> Any:
@@ -169,7 +169,7 @@ class PipelineParallelGrid:
         return self._topo
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """The rank of the world at another stage, with this rank's other indices unless they are given."""
+        """Return the world rank at stage `stage_id`, with this rank's other indices except those in `kwargs`."""
         here: Mapping[str, int] = self._topo.grid.coordinate(self.global_rank)
         return self._topo.grid.rank(**{**here, "pipe": stage_id, **kwargs})
 

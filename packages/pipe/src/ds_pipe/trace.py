@@ -68,7 +68,9 @@ class Trace:
         return Program(tuple(tuple(action for _, _, action in row) for row in self.computing))
 
     def costs(self) -> Costs:
-        """Medians by stage and pass. Of a whole backward each half counts as one of the two gradients.
+        """Compute the median times by stage and pass.
+
+        Each half of a whole backward counts as one of the two gradients.
 
         Raises:
             PlanError: a stage of the pipeline ran nothing ("pipe-trace").
@@ -95,7 +97,7 @@ class Trace:
         return Costs.measured(rows)
 
     def planned(self) -> ScheduleTiming:
-        """The same program on paper: every action takes its stage's median, transfers take nothing."""
+        """Simulate the same program with every action at its stage's median time and free transfers."""
         return simulate(self.program, self.costs())
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -126,11 +128,11 @@ def _wrong(message: str) -> PlanError:
 
 @contextmanager
 def tracing(step: Pipeline) -> Iterator[list[Trace]]:
-    """Inside, every training step is timed; on leaving, the list has one trace for each, on every rank.
+    """Time every training step inside the context; on exit the list has a trace per step, on every rank.
 
     Args:
-        step: What `pipeline` gave; of an engine, `engine.stages.pipeline`.
-    Collective over the pipeline, on entry and on exit. Cost: two readings of the clock an action.
+        step: The result of `pipeline`; of an engine, `engine.stages.pipeline`.
+    Collective over the pipeline, on entry and on exit. Cost: two readings of the clock per action.
     """
     group = step.model.places.pipe
     ds_comm.barrier(group=group, unit="pipe.trace")
@@ -149,7 +151,10 @@ def tracing(step: Pipeline) -> Iterator[list[Trace]]:
 
 
 def _steps(spans: Sequence[Span]) -> list[list[Span]]:
-    """The actions of a rank by step: the first of a step is the first forward of its lowest stage."""
+    """Split the actions of a rank by step: a step begins where an action repeats.
+
+    No action occurs twice in a step.
+    """
     steps: list[list[Span]] = []
     seen: set[str] = set()
     for span in spans:

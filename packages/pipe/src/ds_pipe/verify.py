@@ -189,7 +189,7 @@ def _compute(paper: _Paper, r: int, action: Action) -> None:
 
 
 def _result(paper: _Paper, forward: bool, stage: int, microbatch: int) -> Action:
-    """The action whose result a neighbour stage waits for."""
+    """Return the action whose result an adjacent stage waits for."""
     if forward:
         return Action(ActionKind.FORWARD, stage, microbatch)
     split = Action(ActionKind.INPUT_GRAD, stage, microbatch)
@@ -288,7 +288,7 @@ def _deadlock(paper: _Paper) -> ScheduleError:
 
 
 def _grid(program: Program, rank: int, cell: int) -> str:
-    """The program around a cell, ranks as rows, the cell in [brackets]."""
+    """Format the program around a cell, ranks as rows, the cell in [brackets]."""
     start = max(0, cell - _GRID_BEFORE)
     rows = []
     for r, actions in enumerate(program.ranks):

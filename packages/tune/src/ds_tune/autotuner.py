@@ -100,7 +100,7 @@ class ResourceManager:
             self.finished_experiments[name] = (result, found.plan.batch.train)
 
     def parse_results(self, metric: str) -> tuple[str | None, float | None]:
-        """The best experiment's name and its value."""
+        """Return the best experiment's name and its value."""
         values = {
             name: value_of(result.measured, samples, metric)  # type: ignore[arg-type]
             for name, (result, samples) in self.finished_experiments.items()
@@ -119,7 +119,7 @@ def _holders(config: Any, key: str) -> Iterator[dict[str, Any]]:
 
 
 def get_val_by_key(d: dict[str, Any], key: str) -> Any:
-    """The first value of a key in a dict or one inside it; None where it is nowhere."""
+    """Return the first value of a key in a dict or its nested dicts; None if the key is missing."""
     return next((found[key] for found in _holders(d, key)), None)
 
 

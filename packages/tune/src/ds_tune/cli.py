@@ -130,7 +130,7 @@ def _job(args: argparse.Namespace, what: tuple[Any, tuple[str, ...], tuple[str, 
 
 
 def _config_words(args: argparse.Namespace) -> tuple[tuple[str, ...], str]:
-    """The words that name the configuration's file on the script's command line, and the file."""
+    """Find the words that name the configuration's file on the script's command line, and the file."""
     from ds_config.errors import ConfigError
 
     given = list(args.script_args)
@@ -186,7 +186,7 @@ def devices_here() -> int:
 
 
 def teller() -> Callable[[NextTrial, Result | None], None]:
-    """What tells of each trial as it begins and ends, on standard error."""
+    """Build a callback that reports each trial's start and end on standard error."""
     made = [0]
 
     def tell(step: NextTrial, result: Result | None) -> None:
@@ -237,7 +237,7 @@ def show(found: TuningResult, files: dict[str, str], asked: TuningRequest, as_js
 
 
 def _table(rows: list[dict[str, Any]]) -> None:
-    """The trials, best last; by rich where it is installed."""
+    """Print the trials as a table, best last; with rich where installed."""
     cells = [
         (row["name"], str(row["rung"]), row["outcome"], *(_cell(row[key], scale) for key, scale in _COLUMNS))
         for row in sorted(rows, key=lambda row: -(row["measured_ms"] or 1e12))
@@ -264,7 +264,7 @@ def _cell(value: float | None, scale: float) -> str:
 
 
 def _explain(tuning: Tuning, name: str, as_json: bool, job: TrialRunner) -> int:
-    """What is known without starting anything."""
+    """Print the candidates and predictions without starting a trial."""
     from ds_config.errors import ConfigError
     from ds_config.did_you_mean import nearest
     from ds_tune.results_writer import explained, left_text

@@ -93,7 +93,7 @@ class Calibration:
 
 
 def traffic_of(plan: Plan) -> dict[str, tuple[float, float]]:
-    """Messages and their bytes in one step of one rank, by collective; of data-parallel exchange."""
+    """Return data-parallel messages and bytes in one step of one rank, by collective."""
     stage, accumulation = plan.residency, plan.batch.accumulation
     ranks = plan.mesh.data * plan.mesh.sequence
     if ranks == 1:
@@ -127,9 +127,9 @@ def _updated(plan: Plan) -> float:
 
 
 def _in_place(plan: Plan, on_host: bool) -> tuple[float, float]:
-    """Bytes of the gradients whose sums lie where one of their terms was made: of this rank's shards, and of the whole.
+    """Return the bytes of gradients whose sums stay in the memory of a term: this rank's shards, and the whole.
 
-    So it is where ranks compute on hosts and share optimizer state, whatever carries their messages.
+    This applies where ranks compute on hosts and share optimizer state, whatever carries their messages.
     """
     if not on_host or not plan.residency.shard_optim:
         return 0.0, 0.0
@@ -139,7 +139,7 @@ def _in_place(plan: Plan, on_host: bool) -> tuple[float, float]:
 
 
 def _made_anew(plan: Plan, on_host: bool, activations: float) -> float:
-    """Gradients of the last microbatch, as far as they do not take the place of what backward gives back."""
+    """Return the bytes of the last microbatch's gradients that do not reuse memory freed by backward."""
     return max(0.0, _in_place(plan, on_host)[1] - activations)
 
 
@@ -204,7 +204,7 @@ def _gathers_s(trial: Trial, links: Mapping[str, LinkCost]) -> float:
 
 
 def _memory_of(same: Sequence[Trial]) -> tuple[float, float]:
-    """Bytes of the process and of one sample: a line through the smallest and the largest microbatch."""
+    """Fit the bytes of the process and of one sample: a line through the smallest and the largest microbatch."""
     kept = max(t.measured.saved_bytes / t.measured.micro for t in same)
 
     def beside(trial: Trial) -> float:
@@ -219,7 +219,7 @@ def _memory_of(same: Sequence[Trial]) -> tuple[float, float]:
 
 
 def _layers_of(measured: TrialResult) -> tuple[dict[str, float], dict[str, float]]:
-    """What checkpointing the layers of a pattern saves of one sample, and what it computes again."""
+    """Return the bytes per sample that checkpointing the layers of each pattern saves, and the recomputed share."""
     saved, shares = {}, {}
     whole = (measured.forward_s + measured.backward_s) / measured.accumulation
     for layer in measured.layers:
@@ -252,7 +252,7 @@ def _difference(trial: Trial, plain: Calibration) -> Difference:
 
 
 def predict(candidate: Candidate, numbers: Calibration) -> Prediction:
-    """What a candidate needs, part by part."""
+    """Predict the memory and time of a candidate, part by part."""
     plan = candidate.plan
     batch = plan.batch
     cut = plan.mesh.tensor * plan.mesh.sequence
@@ -285,7 +285,10 @@ def _patterns(candidate: Candidate) -> tuple[str, ...]:
 
 
 def _at(points: Sequence[tuple[int, float]], micro: int) -> float:
-    """Between measured sizes on a line; beyond them on the last line, or in proportion where there is one point; never shrinking."""
+    """Interpolate linearly between measured sizes; never shrinking.
+
+    Beyond the sizes, extend the last line, or scale in proportion where there is a single point.
+    """
     if len(points) == 1:
         size, seconds = points[0]
         return seconds * micro / size
@@ -296,7 +299,7 @@ def _at(points: Sequence[tuple[int, float]], micro: int) -> float:
 
 
 def _bubble(plan: Plan) -> float:
-    """What a pipeline waits, in parts of what it computes; 0 for a model that is not cut."""
+    """Return the pipeline bubble as a fraction of the compute time; 0 for a model without stages."""
     if plan.mesh.pipe == 1:
         return 0.0
     idle = min(0.99, verify(plan.program).bubble)

@@ -51,7 +51,7 @@ class TuningRequest:
     model_ranks: int = 1
 
     def space(self, world: int, layers: Sequence[LayerFacts] = ()) -> dict[str, tuple[Any, ...]]:
-        """All values of all keys.
+        """Return all values of all tuned keys.
 
         Raises:
             ConfigError: nothing is left to choose ("tune-nothing").
@@ -70,7 +70,7 @@ class TuningRequest:
 
 
 def asked_of(config: Mapping[str, Any]) -> TuningRequest:
-    """What a configuration says by itself: lists and "auto" in the keys that are looked at; `ds tune` adds its options."""
+    """Build the tuning request of a configuration: lists and "auto" in tuned keys; `ds tune` adds its options."""
     values: dict[str, tuple[Any, ...]] = {}
     changes: dict[str, Any] = {}
     for key in _LOOKED_AT:
@@ -85,7 +85,7 @@ def asked_of(config: Mapping[str, Any]) -> TuningRequest:
 
 
 def asked_by_section(config: Mapping[str, Any], section: AutotuningConfig) -> TuningRequest:
-    """What `--autotuning` means: the section's limits and number of trials, and DeepSpeed's rules of what stays."""
+    """Build the tuning request of `--autotuning`: the section's limits and trials, and DeepSpeed's fixed keys."""
     plain = asked_of(config)
     given = [key for key in (MICRO, STAGE) if isinstance(_at(plain.config, key), int)]
     values = dict(plain.values)
@@ -117,7 +117,7 @@ def _at(config: Mapping[str, Any], dotted: str) -> Any:
 
 
 def parse_setting(text: str) -> tuple[str, tuple[Any, ...]]:
-    """`key=1,2` as a key and its values; each is read as JSON, or else as text.
+    """Parse `key=1,2` into a key and its values; each value is read as JSON, or else as text.
 
     Raises:
         ConfigError: there is no `=`, no key or no value ("tune-space").

@@ -17,14 +17,17 @@ __all__ = ["best_text", "explained", "left_text", "rows_of", "summary_text", "tu
 
 
 def tuned(config: Mapping[str, Any], candidate: Candidate) -> dict[str, Any]:
-    """The user's configuration with the candidate's settings, and without the section that asked for tuning."""
+    """Return the user's configuration with the candidate's settings, and without the autotuning section."""
     made = laid_over(config, candidate.changes)
     made.pop("autotuning", None)
     return made
 
 
 def best_text(config: Mapping[str, Any], candidate: Candidate, measured: TrialResult, tried: Sequence[Result]) -> str:
-    """JSON with comments, which `ds_engine.load_config` reads: what changed and what was measured."""
+    """Format the best configuration as JSON with comments about the changes and measurements.
+
+    `ds_engine.load_config` reads the result.
+    """
     made = tuned(config, candidate)
     counts = {outcome: sum(r.outcome == outcome for r in tried) for outcome in dict.fromkeys(r.outcome for r in tried)}
     lines = [
@@ -64,7 +67,7 @@ def _object(made: Mapping[str, Any], before: Mapping[str, Any], under: str, dept
 
 
 def explained(candidate: Candidate, prediction: Prediction, measured: TrialResult | None = None) -> str:
-    """One candidate in words: every part of its prediction, and what was measured."""
+    """Describe a candidate in words: every part of its prediction, and its measurements."""
     lines = [f"{candidate.name}: {candidate.plan.batch}"]
     found = "" if measured is None else f", measured {bytes_text(measured.peak_bytes)}"
     lines.append(f"  memory of a rank  {bytes_text(int(prediction.peak_bytes))}{found}")
@@ -82,7 +85,7 @@ def _bytes(value: float) -> str:
 def rows_of(
     candidates: Sequence[Candidate], results: Sequence[Result], known: SearchState, metric: Metric
 ) -> list[dict[str, Any]]:
-    """One row a trial, in the order they were made: what was predicted, with all that is known now, and what was measured."""
+    """Build a row per trial, in their order: the prediction from all current knowledge, and the measurements."""
     by_name = {c.name: c for c in candidates}
     rows = []
     for result in results:
@@ -101,7 +104,7 @@ def rows_of(
 
 
 def summary_text(candidates: Sequence[Candidate], results: Sequence[Result], metric: Metric) -> str:
-    """DeepSpeed's `summary.txt`: by tuning space (a ZeRO stage) the number of experiments, the best value and its name."""
+    """Format DeepSpeed's `summary.txt`: per tuning space (ZeRO stage) the experiments, best value and its name."""
     by_name = {c.name: c for c in candidates}
     spaces: dict[str, list[Result]] = {}
     for result in results:
@@ -125,7 +128,7 @@ def summary_text(candidates: Sequence[Candidate], results: Sequence[Result], met
 
 
 def left_text(left: Sequence[Rejected]) -> str:
-    """What was left out, by reason: how often, and the first of each."""
+    """Format the rejected configurations by reason: how often, and the first of each."""
     reasons: dict[str, list[Rejected]] = {}
     for one in left:
         reasons.setdefault(one.code, []).append(one)

@@ -97,7 +97,7 @@ class SearchState:
 
 
 def value_of(measured: TrialResult, samples: int, metric: Metric) -> float:
-    """What is compared; more is better for every metric."""
+    """Return the value by which trials are compared; larger is better for every metric."""
     if metric == "latency":
         return -measured.step_s
     if metric == "flops":
@@ -129,7 +129,7 @@ def next_trial(
     candidates: Sequence[Candidate], results: Sequence[Result], limits: SearchLimits, budget: TrialBudget, *, tuner: Tuner = "model_based",
     metric: Metric = "throughput",
 ) -> NextTrial | None:  # fmt: skip
-    """The next trial, or None at the end."""
+    """Choose the next trial, or return None at the end."""
     if len(results) >= budget.trials or _stopped(candidates, results, budget, metric):
         return None
     tried = {r.name for r in results}
@@ -160,7 +160,7 @@ def _key(of: Candidate | Rejected) -> str:
 
 
 def _first(candidates: Sequence[Candidate], results: Sequence[Result], budget: TrialBudget) -> NextTrial | None:
-    """The smallest candidate, and smaller ones of other structures when it died."""
+    """Choose the smallest candidate, or after its failure smaller ones of other structures."""
     tried = {r.name for r in results}
     order = sorted(
         (c for c in candidates if c.name not in tried), key=lambda c: (c.plan.batch.micro, _plainness(c), _states(c))
@@ -171,7 +171,7 @@ def _first(candidates: Sequence[Candidate], results: Sequence[Result], budget: T
 
 
 def _plainness(candidate: Candidate) -> int:
-    """How many settings of a candidate's structure are more than nothing; a reference has few."""
+    """Count the settings of a candidate's structure that are not neutral; a reference has few."""
     return sum(
         bool(value) and key != "zero_optimization.stage" and value != "none"
         for key, value in candidate.structure.items()
@@ -194,7 +194,7 @@ def _larger_died(candidate: Candidate, candidates: Sequence[Candidate], results:
 def _probe(
     open_: Sequence[Candidate], candidates: Sequence[Candidate], results: Sequence[Result], budget: TrialBudget
 ) -> NextTrial | None:
-    """A second size of the reference, then one trial of each other setting; with half of the budget at most."""
+    """Choose a second size of the reference, then one trial per other setting; with half of the budget at most."""
     if len(results) >= max(2, (budget.trials + 1) // 2):
         return None
     measured = [c for c in candidates if any(r.name == c.name and r.measured for r in results)]
@@ -233,7 +233,10 @@ def _alike(candidate: Candidate, first: Candidate, but: str) -> bool:
 def _promising(
     open_: Sequence[Candidate], known: SearchState, candidates: Sequence[Candidate], results: Sequence[Result], budget: TrialBudget, metric: Metric
 ) -> NextTrial | None:  # fmt: skip
-    """The best predicted of what was not tried, unless something measured is clearly better, or the repeats need what is left."""
+    """Choose the best predicted untried candidate.
+
+    None if a measured candidate is clearly better, or the repeats need the rest of the budget.
+    """
     repeats = max(1, budget.trials // 4)
     if not open_ or len(results) >= budget.trials - repeats:
         return None
@@ -262,9 +265,9 @@ def _samples(candidates: Sequence[Candidate], name: str) -> int:
 
 
 def rung_sizes(count: int) -> tuple[int, ...]:
-    """How many of `count` measured candidates are measured again, rung by rung, until two are left: 8 -> 4, 2.
+    """Return how many of `count` measured candidates each rung of successive halving repeats: 8 -> 4, 2.
 
-    The last rung compares two: there is nothing to learn from measuring one alone.
+    The last rung compares two: there is nothing to learn from measuring a single candidate.
     """
     rungs = []
     while (count := math.ceil(count / 2)) >= 2:
@@ -275,7 +278,7 @@ def rung_sizes(count: int) -> tuple[int, ...]:
 
 
 def _again(candidates: Sequence[Candidate], results: Sequence[Result], budget: TrialBudget, metric: Metric) -> NextTrial | None:
-    """The next repeat of successive halving."""
+    """Choose the next repeat of successive halving."""
     measured = [r for r in results if r.measured is not None]
     near = _ranked(measured, 0, candidates, metric)
     values = {
@@ -323,7 +326,7 @@ def _stopped(candidates: Sequence[Candidate], results: Sequence[Result], budget:
 def best_candidate(
     candidates: Sequence[Candidate], results: Sequence[Result], metric: Metric = "throughput"
 ) -> tuple[Candidate, TrialResult] | None:
-    """The best candidate: among those that reached the last rung, the fastest there; None where nothing was measured."""
+    """Return the best candidate: the fastest in the last rung reached; None if nothing was measured."""
     measured = [r for r in results if r.measured is not None and any(c.name == r.name for c in candidates)]
     if not measured:
         return None

@@ -120,7 +120,7 @@ class Rejected:
 
 
 def _word(key: str, value: Any) -> str:
-    """A setting in a name of a file; empty where it is what is usual."""
+    """Return a setting as part of a file name; empty for the usual value."""
     if value in (None, (), [], "none", 1, False):
         return ""
     short = key.rsplit(".", 1)[-1].replace("_", "") if key != CHECKPOINTED else "ckpt"
@@ -131,9 +131,9 @@ def _word(key: str, value: Any) -> str:
 def default_space(
     config: Config, world: int, limits: SearchLimits, layers: Sequence[LayerFacts] = ()
 ) -> dict[str, tuple[Any, ...]]:
-    """What is looked at when nobody says: sizes of a microbatch, ZeRO stages, and checkpointing of the layers that were seen.
+    """Build the default search space: microbatch sizes, ZeRO stages, and checkpointing of the measured layers.
 
-    Degrees of parallelism change what a training script must do and are looked at when asked for.
+    Degrees of parallelism change what a training script must do and are searched on request only.
     """
     low, high = limits.micro
     train = config.train_batch_size or high * world
@@ -146,9 +146,10 @@ def default_space(
 
 
 def candidates_of(task: TuningTask, space: Space, limits: SearchLimits) -> tuple[list[Candidate], list[Rejected]]:
-    """Every combination of the space's values, planned.
+    """Plan every combination of the space's values; return the candidates and the rejected ones.
 
-    Of the three batch keys two are enough: where the configuration or the space gives `train_batch_size`, accumulation follows.
+    Of the three batch keys two are enough: where the configuration or the space gives `train_batch_size`, accumulation
+    follows.
 
     Raises:
         ConfigError: the space has a key without values ("tune-space").

@@ -78,7 +78,7 @@ class TrialRunner:
 
 
 def script_words(job: TrialRunner, config_file: str, values: Mapping[str, Any]) -> tuple[str, ...]:
-    """The script's arguments with another configuration file, and with values of the configuration where they are mapped."""
+    """Return the script's arguments with another configuration file and with mapped configuration values."""
     words = [config_file if word in job.config_words else word for word in job.arguments]
     for key, flag in job.mappings.items():
         if values.get(key) is None:
@@ -94,7 +94,7 @@ def script_words(job: TrialRunner, config_file: str, values: Mapping[str, Any]) 
 
 
 def command_of(job: TrialRunner, config_file: str, values: Mapping[str, Any]) -> tuple[str, ...]:
-    """The whole command of a run with a configuration."""
+    """Build the whole command of a run with a configuration."""
     return (
         sys.executable,
         "-m",
@@ -107,7 +107,7 @@ def command_of(job: TrialRunner, config_file: str, values: Mapping[str, Any]) ->
 
 
 def ended(status: int | None, told: str) -> tuple[Outcome, str]:
-    """What a job without numbers died of: its exit status (None: the time was over) and the last it said."""
+    """Classify why a job without numbers ended, from its exit status (None: timeout) and its last output."""
     last = "\n".join(told.strip().splitlines()[-_TOLD:])
     if status is None:
         return "time limit", last
@@ -122,7 +122,7 @@ def ended(status: int | None, told: str) -> tuple[Outcome, str]:
 
 
 def folder_of(job: TrialRunner, name: str, rung: int) -> Path:
-    """Where a trial's files are."""
+    """Return the folder of a trial's files."""
     return job.results / (f"{name}_r{rung}" if rung else name)
 
 
@@ -182,7 +182,10 @@ def _prepare(job: TrialRunner, step: NextTrial, folder: Path) -> tuple[tuple[str
 
 
 def _wait(command: Sequence[str], environ: Mapping[str, str], streams: tuple[Any, Any], limit_s: float) -> int | None:
-    """The exit status; None when the time was over. `ds run` leaves no process behind, also when it is asked to end."""
+    """Run the command and return its exit status; None on timeout.
+
+    `ds run` leaves no process behind, also when it is asked to end.
+    """
     with subprocess.Popen(
         command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=streams[0], stderr=streams[1]
     ) as job:
@@ -212,7 +215,7 @@ def _result(step: NextTrial, folder: Path, status: int | None, seconds: float) -
 
 
 def results_on_disk(job: TrialRunner) -> list[Result]:
-    """What is there of an earlier tuning of the same question, in the order it was made."""
+    """Load the results of an earlier tuning with the same signature, in the order of their trials."""
     found = []
     for path in job.results.glob("*/outcome.json"):
         try:

@@ -73,7 +73,7 @@ class Tuning:
         self._results = []
 
     def found(self) -> TuningResult:
-        """Everything that follows from the results. Pure but for what was read."""
+        """Compute everything that follows from the results. Pure except for the results read before."""
         facts = next(
             (r.measured for r in self._results if r.measured is not None and r.measured.shapes is not None), None
         )
@@ -119,7 +119,7 @@ class Tuning:
         return found
 
     def write(self, found: TuningResult) -> dict[str, str]:
-        """The files of a result, by what they are."""
+        """Write the files of an outcome; return their paths by kind."""
         if found.best is None:
             raise _nothing_measured(found)
         candidate, measured = found.best

@@ -13,10 +13,12 @@ __all__ = ["draw"]
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path, title: str = "") -> Path:
-    """Two squares: time of a step and memory of a rank, a point for each trial that was measured, and the line where both agree.
+    """Draw predicted against measured step time and memory per rank, a point per measured trial.
+
+    A line shows where both agree.
 
     Args:
-        rows: As `ds_tune.results_writer.rows_of` makes them.
+        rows: As `ds_tune.writing.rows_of` builds them.
     Raises:
         UnsupportedError: matplotlib is not installed ("tune-picture").
     """

@@ -24,7 +24,7 @@ _FLAGS = ("--deepspeed_config", "--deepspeed")
 
 
 def section_of(config: dict[str, Any]) -> AutotuningConfig:
-    """The section, checked. Raises ConfigError: every problem of it."""
+    """Validate and return the autotuning section. Raises ConfigError: every problem of the section."""
     return validate(AutotuningConfig, read(dict(config.get("autotuning") or {})))
 
 
@@ -76,7 +76,7 @@ def _ranks(launch: tuple[str, ...]) -> int:
 
 
 def _shapes(section: AutotuningConfig) -> Shapes | None:
-    """What the section says of the model: a file that a run with `model_info.profile` wrote, or its numbers."""
+    """Return the section's model shapes: from a file that a `model_info.profile` run wrote, or from its numbers."""
     info = section.model_info
     numel, layers = info.num_params, info.num_layers
     if section.model_info_path and not info.profile and Path(section.model_info_path).is_file():

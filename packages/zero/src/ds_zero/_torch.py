@@ -34,13 +34,16 @@ can_watch_saved: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is
 
 
 def unpack_hook() -> Callable[..., Any] | None:
-    """What autograd calls for a tensor that is saved now: of who (activation checkpointing, offloading) decides what it saves."""
+    """Return the hook by which autograd unpacks tensors saved now; None without saved-tensor hooks.
+
+    The hook identifies what decides about saved tensors (activation checkpointing, offloading).
+    """
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return None if top is None else top[1]
 
 
 def storage_uses(tensor: Tensor) -> int:
-    """How many tensors share `tensor`'s memory, itself included."""
+    """Count the tensors that share `tensor`'s memory, including `tensor`."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) - 1  # ours
 
@@ -51,11 +54,14 @@ def queue_callback(callback: Callable[[], None]) -> None:
 
 
 def without_torch_function() -> AbstractContextManager[None]:
-    """Inside, tensor subclasses are treated as plain tensors."""
+    """Treat tensor subclasses as plain tensors, while inside."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """An optimizer class's own `step`, without the profiler that torch wraps around it and imports when it first runs."""
+    """Return an optimizer class's `step` without torch's profiler wrapper.
+
+    The wrapper imports the profiler when it first runs.
+    """
     step: Callable[..., Any] = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]

@@ -69,7 +69,7 @@ class OffloadParamConfig(_OffloadConfig):
     )
 
     def placement(self, io: IOSettings) -> str | OffloadPolicy:
-        """The same as `ds_zero.shard` takes it."""
+        """Return this section as the OffloadPolicy that `ds_zero.shard` accepts."""
         return self._placement(io, near=self.max_in_cpu)
 
 
@@ -99,7 +99,7 @@ class OffloadOptimizerConfig(_OffloadConfig):
     )
 
     def placement(self, io: IOSettings) -> str | OffloadPolicy:
-        """The same as `ds_zero.shard` takes it."""
+        """Return this section as the OffloadPolicy that `ds_zero.shard` accepts."""
         reads, writes = self.pipeline_read is not False, self.pipeline_write is not False
         early = self.cpuadam_cores_perc if self.super_offload else 0.0
         return self._placement(io, self.ratio, early, read_ahead=reads, write_behind=writes)
@@ -152,12 +152,12 @@ class ZenFlowConfig(StrictModel):
         return self.overlap_step and self.update_interval != "auto"
 
     def importance(self, steps_per_epoch: int | None = None) -> ZenFlowOptions:
-        """The same as `ds_zero.shard` takes it.
+        """Return this section as the ZenFlowOptions that `ds_zero.shard` accepts.
 
         Args:
-            steps_per_epoch: Of the engine's data; None where the caller brings them.
+            steps_per_epoch: Of the engine's data; None where the caller feeds the batches.
         Raises:
-            PlanError: strategy and interval do not go together ("zero-importance").
+            PlanError: strategy and interval contradict each other ("zero-importance").
         """
         strategy, every = self.select_strategy, self.select_interval
         if (strategy == "auto") != (every == "auto"):

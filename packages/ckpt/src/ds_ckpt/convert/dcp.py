@@ -91,7 +91,7 @@ def _metadata(file: IO[bytes], where: str) -> Metadata:
 
 
 def open_dcp(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> TensorSource:
-    """The tensors of a DCP directory under our names.
+    """Open the tensors of a DCP directory under the names of this package.
 
     Raises:
         UnsupportedError: "ckpt-pickle" without `allow_pickle`.

@@ -80,11 +80,11 @@ class _Found:
 
 
 def open_deepspeed(path: str | os.PathLike[str], *, tag: str | None = None, allow_pickle: bool = False) -> TensorSource:
-    """A DeepSpeed checkpoint (the folder of a tag, or the folder of tags) as logical tensors.
+    """Open a DeepSpeed checkpoint (the folder of a tag, or the folder of tags) as unsharded tensors.
 
     Raises:
         UnsupportedError: "ckpt-pickle" without `allow_pickle`; "ckpt-foreign-layout": tensor parallelism or AutoEP in
-            the regular layout (convert to the universal one with DeepSpeed first).
+            the regular layout (convert to the universal layout with DeepSpeed first).
         CheckpointError: "ckpt-not-found", "ckpt-foreign": missing files, sizes that do not add up.
     Cost: files are mapped; a tensor is assembled when it is read.
     """
@@ -199,7 +199,10 @@ def _module(found: _Found, states: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _layers_and_experts(found: _Found, folder: Path, states: Sequence[Mapping[str, Any]]) -> None:
-    """What model files of pipeline layers and of experts hold, until the optimizer's master copies replace it."""
+    """Collect the tensors in the model files of pipeline layers and of experts.
+
+    The optimizer's master copies replace these tensors later.
+    """
     buffers = {name for state in states for name in state.get("buffer_names") or ()}
     known = {name for state in states for group in state.get("param_shapes") or [] for name in group}
     tied = {name.removeprefix(_TIED).partition(".")[2] for name in known if name.startswith(_TIED)}
@@ -239,7 +242,7 @@ def _optimizer(found: _Found, states: Sequence[Mapping[str, Any]], ranks: Sequen
 
 
 def _names_of(shapes: Sequence[Mapping[str, Any]], flats: Sequence[int], count: Any) -> list[str]:
-    """The parameters of an optimizer group in order, those of the experts of all ranks included."""
+    """List the parameters of an optimizer group in order, with those of the experts of all ranks."""
     out = []
     for flat in flats:
         owners = max(count) // int(count[flat]) if isinstance(count, list | tuple) else 1
@@ -248,7 +251,7 @@ def _names_of(shapes: Sequence[Mapping[str, Any]], flats: Sequence[int], count: 
 
 
 def _scale(scaler: Any) -> Json:
-    """The state of a loss scale as ds_zero keeps it; None without one."""
+    """Convert the state of a DeepSpeed loss scaler to the form that ds_zero stores; None without a loss scale."""
     if not hasattr(scaler, "cur_scale") or (not getattr(scaler, "dynamic", False) and scaler.cur_scale == 1):
         return None
     return {
@@ -271,7 +274,10 @@ def _stage12(found: _Found, shapes: Sequence[Mapping[str, Any]], ranks: Sequence
 
 
 def _global_name(name: str, names: Iterable[str], owner: int) -> str:
-    """The name of an expert's parameter in the whole model, from the one it has on a rank."""
+    """Return the name of an expert's parameter in the whole model, from its name on rank `owner`.
+
+    A name that belongs to no expert is returned unchanged.
+    """
     match = _EXPERT_NAME.fullmatch(name)
     if match is None or not owner:
         return name
@@ -333,7 +339,7 @@ def _stage3(
 def _across(
     parts: Sequence[Tensor], offset: int, numel: int, limits: Sequence[int] | None = None
 ) -> Iterator[tuple[Tensor, int, int]]:
-    """Where elements offset..offset+numel of `parts` laid end to end lie: (tensor, start, length)."""
+    """Locate elements offset..offset+numel in `parts` laid end to end: yield (tensor, start, length)."""
     at = 0
     for index, part in enumerate(parts):
         size = limits[index] if limits else part.numel()
@@ -400,7 +406,10 @@ def _universal(found: _Found, zero: Path, states: Sequence[Mapping[str, Any]]) -
 
 
 def _meta(found: _Found, state: Mapping[str, Any]) -> dict[str, Json]:
-    """Meta as ds_engine keeps it. What JSON cannot hold is named in `left_out`."""
+    """Build the meta of a checkpoint in the form that ds_engine stores.
+
+    `left_out` names the values that JSON cannot hold.
+    """
     left_out = list(found.left_out)
 
     def plain(value: Any, name: str) -> Json:

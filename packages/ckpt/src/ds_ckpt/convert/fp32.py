@@ -40,7 +40,7 @@ class LazyTensor:
 def open_training(
     checkpoint_dir: str | os.PathLike[str], tag: str | None = None, *, allow_pickle: bool = False
 ) -> TensorSource:
-    """A checkpoint of ours, or of DeepSpeed, in a folder of tags (or the folder of one tag)."""
+    """Open a checkpoint of this package or of DeepSpeed in a folder of tags (or the folder of a tag)."""
     root = Path(checkpoint_dir)
     if tag is not None and (root / tag / MANIFEST).is_file():
         return open_checkpoint(root / tag)
@@ -59,7 +59,7 @@ def open_training(
 
 
 def weights(source: TensorSource, *, exclude_frozen_parameters: bool = False) -> TensorSource:
-    """The model of a training checkpoint: parameters and buffers under the module's own names.
+    """Extract the model of a training checkpoint: parameters and buffers under the module's names.
 
     Args:
         exclude_frozen_parameters: Leave out parameters without optimizer state.
@@ -84,7 +84,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
     *,
     allow_pickle: bool = False,
 ) -> dict[str, Tensor] | dict[str, LazyTensor]:
-    """A state dict of full fp32 tensors; tied names share one tensor. `lazy_mode`: `LazyTensor`s instead.
+    """Return a state dict of full fp32 tensors; tied names share a tensor.
+
+    With `lazy_mode` the values are `LazyTensor`s.
 
     Cost: the whole model in host memory, unless lazy.
     """

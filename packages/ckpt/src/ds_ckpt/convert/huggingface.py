@@ -42,7 +42,7 @@ class Exported:
 
 
 def open_hf(path: str | os.PathLike[str]) -> TensorSource:
-    """Tensors of a safetensors file, or of a directory that holds one, an index, or any number of them.
+    """Open the tensors of a safetensors file, or of a directory with such a file, an index, or several files.
 
     Raises:
         CheckpointError: "ckpt-not-found" (no such file), "ckpt-foreign" (an index that names a file outside the

@@ -112,10 +112,11 @@ def require_pickle(allowed: bool, what: str) -> None:
 
 
 def load_pt(path: str | os.PathLike[str]) -> Any:
-    """The content of a `.pt` file, tensors mapped from the file (host memory is used as they are read).
+    """Load a `.pt` file with its tensors mapped from the file (host memory is used as they are read).
 
     Raises:
-        CheckpointError: "ckpt-not-found"; "ckpt-foreign": not such a file, or it needs code that is not on the list.
+        CheckpointError: "ckpt-not-found"; "ckpt-foreign": no `.pt` file, or a file that needs code that is not on the
+        list.
     """
     try:
         with torch.serialization.safe_globals(list(_KNOWN)):

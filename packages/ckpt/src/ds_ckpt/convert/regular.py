@@ -91,7 +91,7 @@ class _RankFileWriter:
         self.meta, self.optimizer = source.meta, dict(source.meta.get("optimizer") or {})
 
     def write(self, mp: int) -> None:
-        """All files of model-parallel rank number `mp`."""
+        """Write all files of the model-parallel rank number `mp`."""
         prefix = "bf16_" if self.layout.dtype == "bfloat16" else ""
         for rank in range(self.layout.ranks):
             body = {"optimizer_state_dict": self._optimizer(rank), "ds_config": self._config(), "ds_version": _VERSION}
@@ -163,7 +163,10 @@ class _RankFileWriter:
         return found
 
     def _state_keys(self, names: Sequence[str]) -> list[str]:
-        """The states of a group's parameters; every one of them must have all, each of the parameter's own shape."""
+        """List the optimizer states that the parameters `names` of a group have.
+
+        Every parameter must have all of these states, each of the parameter's shape.
+        """
         entries = self.source.entries
         keys = sorted({k.rpartition("/")[2] for n in names for k in entries if k.startswith(f"optim/{n}/")} - {"step"})
         for name, key in itertools.product(names, keys):
@@ -246,7 +249,7 @@ class _RankFileWriter:
         return {**out, **{alias: out[target] for alias, target in self._shared().items() if target in out}}
 
     def _half(self, key: str) -> Tensor:
-        """A tensor of the model as the model has it: trained parameters in its dtype, the others as they are."""
+        """Read a tensor for the model files: a trained parameter in the model's dtype, any other tensor unchanged."""
         value, name = self.source.entries[key].read(), key.partition("/")[2]
         return value.to(torch_dtype(self.layout.dtype)) if name in self.trained else value
 
@@ -293,7 +296,7 @@ class _RankFileWriter:
         return {n: torch.Size(self.source.entries[f"param/{n}"].shape).numel() for n in names}
 
     def _local(self, names: Sequence[str]) -> dict[str, str]:
-        """Global name -> name on its rank, of a group as rank 0 has it."""
+        """Map the global names of a group's parameters on rank 0 to their names on that rank."""
         own, _, _ = _own(self._sizes(names), self.layout, 0)
         return {name: self._local_name(name) for name in own}
 
@@ -320,7 +323,7 @@ class _RankFileWriter:
 
 
 def _stages(source: TensorSource, layout: Regular) -> list[_Stage]:
-    """The pipeline stages; one stage without a pipeline."""
+    """Split names and optimizer groups into pipeline stages; a single stage without a pipeline."""
     names = {key.partition("/")[2] for key in source.entries if key.startswith(("param/", "buffer/"))}
     groups, known = _groups(source, layout), list((source.meta.get("optimizer") or {}).get("groups") or [])
     if not layout.pipeline:
@@ -343,7 +346,10 @@ def _stages(source: TensorSource, layout: Regular) -> list[_Stage]:
 
 
 def _place(name: str, layout: Regular) -> tuple[tuple[int, ...], str]:
-    """(the layers that have a parameter or buffer, what they call it); no layers where that is not known."""
+    """Return the layers that have a parameter or buffer, and its name in these layers.
+
+    No layers where they are not known.
+    """
     if (found := _LAYER.fullmatch(name)) is not None:
         return (int(found[1]),), found[2]
     tied = _TIED.fullmatch(name)
@@ -351,14 +357,20 @@ def _place(name: str, layout: Regular) -> tuple[tuple[int, ...], str]:
 
 
 def _ordered(group: Sequence[str], first: Mapping[str, int]) -> list[str]:
-    """What of a group a stage has. Its tied parameters are in the order in which that stage comes to their layers."""
+    """Order the parameters of `group` that a stage has, given the `first` layer of each there.
+
+    Tied parameters are in the order in which that stage comes to their layers.
+    """
     own = [n for n in group if n in first]
     tied = iter(sorted((n for n in own if _TIED.fullmatch(n)), key=first.__getitem__))
     return [next(tied) if _TIED.fullmatch(n) else n for n in own]
 
 
 def _groups(source: TensorSource, layout: Regular) -> list[list[str]]:
-    """The parameters of each optimizer group, in order. Raises CheckpointError "ckpt-foreign" where that is not known."""
+    """List the parameters of each optimizer group, in order.
+
+    Raises CheckpointError "ckpt-foreign" where the groups are not known.
+    """
     optimizer = source.meta.get("optimizer") or {}
     named = layout.groups if layout.groups is not None else optimizer.get("names")
     number = len(optimizer.get("groups") or [])
@@ -385,7 +397,7 @@ def _groups(source: TensorSource, layout: Regular) -> list[list[str]]:
 
 
 def _experts_of(names: Iterator[str]) -> dict[str, set[int]]:
-    """Layers with experts, in the order of the names: prefix -> numbers of its experts."""
+    """Find the layers with experts, in the order of `names`: prefix -> numbers of its experts."""
     out: dict[str, set[int]] = {}
     for name in names:
         found = EXPERT.fullmatch(name)

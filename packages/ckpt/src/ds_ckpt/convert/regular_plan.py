@@ -85,7 +85,10 @@ class Flat:
 
 
 def plan_flats(groups: Sequence[Mapping[str, int]], layout: Regular, rank: int) -> tuple[Flat, ...]:
-    """The flats of data-parallel rank `rank`. `groups`: name -> number of elements, experts under their global numbers."""
+    """Plan the flat tensors of data-parallel rank `rank`.
+
+    `groups`: name -> number of elements, experts under their global numbers.
+    """
     out: list[Flat] = []
     for number, group in enumerate(groups):
         if layout.stage == 3:
@@ -97,7 +100,10 @@ def plan_flats(groups: Sequence[Mapping[str, int]], layout: Regular, rank: int) 
 
 
 def _own(group: Mapping[str, int], layout: Regular, rank: int) -> tuple[Mapping[str, int], int, int]:
-    """What of a group the rank shares in, as which part of how many: all, or the experts that are its own."""
+    """Return the parameters of a group that `rank` shares, the index of its partition, and their number.
+
+    These are all parameters of the group, or the experts that the rank owns.
+    """
     if layout.experts == 1 or not any(EXPERT.fullmatch(name) for name in group):
         return group, rank, layout.ranks
     mine = {n: size for n, size in group.items() if _owner(n, group, layout.experts)[0] == rank % layout.experts}
@@ -105,7 +111,7 @@ def _own(group: Mapping[str, int], layout: Regular, rank: int) -> tuple[Mapping[
 
 
 def _owner(name: str, group: Mapping[str, int], experts: int) -> tuple[int, str]:
-    """(which of the ranks that share experts has this one, the name it has there)."""
+    """Return which of the ranks that share experts has expert `name`, and the expert's name on that rank."""
     found = EXPERT.fullmatch(name)
     if found is None:
         raise CheckpointError(

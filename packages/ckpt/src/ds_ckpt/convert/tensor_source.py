@@ -45,7 +45,10 @@ class TensorSource:
 
 
 def from_dict(tensors: Mapping[str, Tensor], meta: Mapping[str, Json] | None = None) -> TensorSource:
-    """A source over tensors in memory. Tensors that are the same object are stored once, the others as aliases."""
+    """Build a source over tensors in memory.
+
+    Tensors that are the same object are stored once, under their first name; the other names are aliases.
+    """
     entries, aliases, first = dict[str, TensorEntry](), dict[str, str](), dict[int, str]()
     for name, tensor in tensors.items():
         if first.setdefault(id(tensor), name) != name:
@@ -56,7 +59,10 @@ def from_dict(tensors: Mapping[str, Tensor], meta: Mapping[str, Json] | None = N
 
 
 def open_checkpoint(path: str | os.PathLike[str] | CheckpointRef) -> TensorSource:
-    """A checkpoint of ours as a source. Each read opens the files it needs and checks the blocks it touches."""
+    """Open a checkpoint of this package as a source.
+
+    Each read opens the files it needs and checks the blocks it touches.
+    """
     at = locate(path)
     manifest = read_manifest(at)
 
@@ -79,7 +85,7 @@ def open_checkpoint(path: str | os.PathLike[str] | CheckpointRef) -> TensorSourc
 
 
 def renamed(source: TensorSource, rename: Callable[[str], str | None]) -> TensorSource:
-    """`source` with other names; those for which `rename` gives None are left out, and aliases of them, too."""
+    """Rename the tensors of `source`; drop names for which `rename` returns None, and aliases of dropped names."""
     entries = {new: entry for name, entry in source.entries.items() if (new := rename(name)) is not None}
     aliases = {}
     for name, target in source.aliases.items():
@@ -90,7 +96,7 @@ def renamed(source: TensorSource, rename: Callable[[str], str | None]) -> Tensor
 
 
 def cast(source: TensorSource, dtype: str) -> TensorSource:
-    """`source` with every floating-point tensor converted to `dtype` when it is read."""
+    """Return `source` with every floating-point tensor converted to `dtype` when the tensor is read."""
     wanted = torch_dtype(dtype)
 
     def converted(entry: TensorEntry) -> TensorEntry:

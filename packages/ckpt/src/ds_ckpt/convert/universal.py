@@ -77,7 +77,7 @@ def _check_part(name: str) -> None:
 
 
 def _trained(source: TensorSource) -> dict[str, list[str]]:
-    """Parameter name -> its optimizer states, for parameters that have any."""
+    """Map each parameter that has optimizer states to the names of these states."""
     out: dict[str, list[str]] = {}
     for key in source.entries:
         if key.startswith("optim/"):

@@ -55,12 +55,12 @@ class Receiver:
     """The end that receives."""
 
     def __init__(self, source: Any) -> None:
-        """`source` has `post`, `ready` and `take`: how the next message is prepared for, polled for and taken."""
+        """Wrap `source`, whose `post`, `ready` and `take` prepare for, poll for and receive the next message."""
         self._source = source
         self._coming: deque[Coming] = deque()
 
     def recv(self) -> tuple[Tensor, ...]:
-        """The next message, in new tensors."""
+        """Receive the next message into new tensors."""
         return self.post().wait()
 
     def post(self) -> Coming:
@@ -91,7 +91,7 @@ class Coming:
         self._tensors: tuple[Tensor, ...] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> tuple[Tensor, ...]:
-        """The tensors, when they are here.
+        """Wait for this message and return its tensors.
 
         Raises:
             CommError: the other rank ended ("comm-peer-left", "shm-peer-died") or, where no watchdog runs, did not come
@@ -126,7 +126,7 @@ class Channels:
         self._receivers: dict[tuple[int, int, str], Receiver] = {}
 
     def sender(self, to: int, tag: int = 0, *, unit: str = "") -> Sender:
-        """This rank's end of channel `tag` to rank `to` of the group. The same object every time."""
+        """Return this rank's end of channel `tag` to rank `to` of the group; the same object every time."""
         key = self._peer(to), tag, unit
         if key not in self._senders:
             memory = self._in_memory(to)
@@ -136,7 +136,7 @@ class Channels:
         return self._senders[key]
 
     def receiver(self, source: int, tag: int = 0, *, unit: str = "") -> Receiver:
-        """This rank's end of channel `tag` from rank `source` of the group. The same object every time."""
+        """Return this rank's end of channel `tag` from rank `source` of the group; the same object every time."""
         key = self._peer(source), tag, unit
         if key not in self._receivers:
             memory = self._in_memory(source)

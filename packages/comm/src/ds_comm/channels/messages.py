@@ -27,7 +27,7 @@ _HEAD_WORDS = 2  # number of the signature; bytes of its text where it is new
 
 
 def _tags(tag: int) -> tuple[int, int]:
-    """Of heads and of tensors."""
+    """Return the message tags of heads and of tensors for channel `tag`."""
     return _TAGS + 2 * tag, _TAGS + 2 * tag + 1
 
 
@@ -42,7 +42,7 @@ class MessageSender:
         self._under_way: deque[tuple[Work, list[Tensor]]] = deque()
 
     def send(self, tensors: Sequence[Tensor]) -> Work:
-        """As `Sender.send`: complete when the receiver took it."""
+        """Send the tensors as `Sender.send` does; the work is complete when the receiver took them."""
         while self._under_way and (self._under_way[0][0].is_completed() or len(self._under_way) > _UNDER_WAY):
             self._under_way.popleft()[0].wait()
         key = MessageSignature.key(tensors)
@@ -95,7 +95,7 @@ class MessageReceiver:
         return self._made_ready()[0].is_completed()
 
     def take(self) -> tuple[Tensor, ...]:
-        """The next message, when it is here."""
+        """Wait for the next message and return its tensors."""
         (work, head, outs), self._posted = self._made_ready(), None
         work.wait()
         number, text_bytes = head.tolist()

@@ -40,11 +40,11 @@ class Rings:
         self.segments: list[SharedSegment] = []
 
     def sender(self, to: int, tag: int, unit: str) -> _LateSender:
-        """The filling end of a ring to rank `to`."""
+        """Return the sending end of a ring to rank `to`."""
         return _LateSender(self, self._end("send", to, unit), tag)
 
     def receiver(self, source: int, tag: int, unit: str) -> _LateReceiver:
-        """The other end of a ring that rank `source` fills."""
+        """Return the receiving end of a ring that rank `source` fills."""
         return _LateReceiver(self, self._end("recv", source, unit), tag)
 
     def pids(self, sender: int, receiver: int) -> tuple[int, int]:
@@ -52,7 +52,7 @@ class Rings:
         return self._neighbours[sender].pid, self._neighbours[receiver].pid
 
     def note(self, sender: int, receiver: int, tag: int) -> str:
-        """Where the sender of a channel tells of its memory."""
+        """Return the store key under which the sender of a channel publishes its memory."""
         return f"channel/{self._number}/{sender}/{receiver}/{tag}"
 
     @property
@@ -82,7 +82,7 @@ class _LateSender:
         self._open: RingSender | None = None
 
     def send(self, tensors: Sequence[Tensor]) -> Work:
-        """As `Sender.send`."""
+        """Send the tensors as `Sender.send` does, opening the ring at the first message."""
         if self._open is None:
             self._open = self._make(MessageSignature(MessageSignature.key(tensors)).nbytes)
         return self._open.send(tensors)
@@ -105,14 +105,14 @@ class _LateReceiver:
         self._open: RingReceiver | None = None
 
     def post(self) -> None:
-        """Nothing is to be prepared."""
+        """Do nothing: a ring needs no preparation for the next message."""
 
     def ready(self) -> bool:
         """Whether something came."""
         return (self._open is not None or self._rings.store.check([self._note])) and self._opened().ready()
 
     def take(self) -> tuple[Tensor, ...]:
-        """The next message, when it is here."""
+        """Wait for the next message and return its tensors, opening the ring first if needed."""
         return (self._open or self._opened()).take()
 
     @property

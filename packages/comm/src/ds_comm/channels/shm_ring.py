@@ -60,7 +60,10 @@ class RingLayout:
 
 
 def plan_ring(message_bytes: int, depth: int) -> RingLayout:
-    """Memory for `depth` messages of this size, and for what may follow: memory is taken only where it is touched."""
+    """Plan a ring for `depth` messages of `message_bytes`, with room for larger messages.
+
+    Unused cells cost nothing: the system allocates memory only where it is touched.
+    """
     return RingLayout(max(_CELLS, depth * -(-message_bytes // _CELL_BYTES)), _CELL_BYTES)
 
 
@@ -126,28 +129,28 @@ class _RingEnd:
         return self.counters.behind(self.awaited) is None
 
     def step(self) -> None:
-        """This end is done with the present cell."""
+        """Advance to the next cell, and publish that this end is done with the present cell."""
         self._cell = (self._cell + 1) % self.plan.cells
         self.awaited += 1
         self.counters.advance()
 
     def publish(self, kind: int, number: int, nbytes: int) -> None:
-        """The present cell is filled."""
+        """Write the head of the filled present cell and advance to the next cell."""
         at = self._cell * _HEAD_WORDS
         self._heads[at], self._heads[at + 1], self._heads[at + 2] = kind, number, nbytes
         self.step()
 
     def head(self) -> tuple[int, int, int]:
-        """What the present cell has: its kind, the number of the signature, bytes of the message or text."""
+        """Return the head of the present cell: kind, signature number, bytes of the message or text."""
         at = self._cell * _HEAD_WORDS
         return self._heads[at], self._heads[at + 1], self._heads[at + 2]
 
     def cell(self) -> Tensor:
-        """The present cell, uint8."""
+        """Return the present cell as a uint8 tensor."""
         return self._bytes[self._cell]
 
     def leaves(self, layout: _Layout) -> list[Tensor]:
-        """The tensors of a message that fits one cell, in the present one."""
+        """Return views of the present cell as the tensors of a message that fits one cell."""
         found = self._views[self._cell].get(layout.number)
         if found is None:
             at = self.plan.cells_at + self._cell * self.plan.cell_bytes
@@ -173,13 +176,13 @@ class RingSender:
     """The end that fills."""
 
     def __init__(self, segment: SharedSegment, plan: RingLayout, pids: Sequence[int], end: End) -> None:
-        """`pids`: of the sender and the receiver."""
+        """Open the sending end of a ring; `pids` are those of the sender and the receiver."""
         self._ring, self._end = _RingEnd(segment, plan, 0, pids), end
         self._known: dict[tuple[Leaf, ...], _Layout] = {}
         self._under_way: deque[_Sending] = deque()
 
     def send(self, tensors: Sequence[Tensor]) -> Work:
-        """As `Sender.send`: complete at once where cells are free."""
+        """Send the tensors as `Sender.send` does; the work is complete at once where cells are free."""
         ring, layout = self._ring, self._known.get(MessageSignature.key(tensors))
         if layout is None or len(layout.cells) > 1 or self._under_way or not ring.ready():
             slot = self._end.begin(tensors[0] if tensors else None)
@@ -247,7 +250,7 @@ class _Sending:
         return True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As `Work.wait`; takes as long as it takes."""
+        """Wait as `Work.wait` does, without a limit: `timeout` is ignored."""
         while not self.is_completed():
             self._sender.wait(self._slot)
         return True
@@ -262,7 +265,7 @@ class RingReceiver:
     """The end that takes out."""
 
     def __init__(self, segment: SharedSegment, plan: RingLayout, pids: Sequence[int], end: End) -> None:
-        """`pids`: of the sender and the receiver."""
+        """Open the receiving end of a ring; `pids` are those of the sender and the receiver."""
         self._ring, self._end = _RingEnd(segment, plan, 1, pids), end
         self._known: dict[int, _Layout] = {}
         self._last: _Layout | None = None
@@ -272,7 +275,7 @@ class RingReceiver:
         return self._ring.ready()
 
     def take(self) -> tuple[Tensor, ...]:
-        """The next message, when it is here."""
+        """Wait for the next message and return copies of its tensors."""
         ring, layout = self._ring, self._last
         outs = None if layout is None else layout.signature.empties()  # while it is on its way
         slot = self._end.begin(outs[0] if outs else None)
@@ -303,7 +306,7 @@ class RingReceiver:
             self._ring.step()
 
     def _learn(self, slot: int, kind: int, number: int, nbytes: int) -> _Layout:
-        """The layout of the message that begins in the present cell, after its signature where that is new."""
+        """Return the layout of the message that begins in the present cell, after reading its signature if new."""
         ring, text = self._ring, b""
         while kind == _TEXT:
             text += ring.cell()[: min(nbytes - len(text), ring.plan.cell_bytes)].numpy().tobytes()
@@ -324,5 +327,5 @@ class RingReceiver:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Its bytes, in a copy where they do not lie in a row."""
+    """Return the bytes of `tensor` as flat uint8, in a copy where they are not contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)

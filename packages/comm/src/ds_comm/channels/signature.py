@@ -36,7 +36,7 @@ class MessageSignature:
 
     @staticmethod
     def key(tensors: Sequence[Tensor]) -> tuple[Leaf, ...]:
-        """What messages of one signature have in common."""
+        """Return the dtype and shape of each tensor, equal for messages of one signature."""
         return tuple([(tensor.dtype, tensor.shape) for tensor in tensors])
 
     @cached_property
@@ -59,11 +59,11 @@ class MessageSignature:
         return self.starts[-1] + self.sizes[-1] if self.leaves else 0
 
     def empties(self, device: torch.device | None = None) -> list[Tensor]:
-        """Tensors of this signature."""
+        """Allocate uninitialized tensors of this signature on `device`."""
         return [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in self.leaves]
 
     def cells(self, cell_bytes: int) -> list[list[CellPiece]]:
-        """What lies in each cell of a message cut into cells; one cell at least."""
+        """List the pieces in each cell of a message split into cells; at least one cell."""
         return [list(self._pieces(at, at + cell_bytes)) for at in range(0, max(self.nbytes, 1), cell_bytes)]
 
     def _pieces(self, first: int, last: int) -> Iterator[CellPiece]:
@@ -73,16 +73,16 @@ class MessageSignature:
                 yield CellPiece(leaf, low - start, high - start, low - first)
 
     def text(self) -> bytes:
-        """As it is told to the other rank."""
+        """Encode this signature as JSON for the other rank."""
         leaves = [[str(dtype).removeprefix("torch."), list(shape)] for dtype, shape in self.leaves]
         return json.dumps(leaves, separators=(",", ":")).encode()
 
     @staticmethod
     def parse(text: bytes) -> MessageSignature:
-        """What the other rank told.
+        """Parse a signature that another rank encoded with `text`.
 
         Raises:
-            CommError: it is none ("comm-metadata").
+            CommError: `text` is not a signature ("comm-metadata").
         """
         try:
             found = [(getattr(torch, name), torch.Size(shape)) for name, shape in json.loads(text)]

@@ -55,7 +55,10 @@ class ErrorFeedback:
         self._uses: dict[tuple[str, int], int] = {}
 
     def error(self, unit: str, hop: int, like: Tensor) -> Tensor:
-        """[numel of `like`], its dtype: the error of a unit's message, zeros at first; to be changed in place."""
+        """Return the error of a unit's message, to be changed in place; zeros at first and after a reset.
+
+        The tensor is [numel of `like`], of its dtype.
+        """
         if not unit:
             raise CommError(
                 "a message without a unit cannot have feedback: errors are kept by unit",
@@ -71,7 +74,7 @@ class ErrorFeedback:
         return found
 
     def rescale(self, factor: float) -> None:
-        """The messages' scale changed by `factor` (a loss scale): so do errors."""
+        """Multiply all errors by `factor` after the messages' scale (a loss scale) changed by that factor."""
         for error in self._errors.values():
             error.mul_(factor)
 
@@ -109,9 +112,11 @@ class Quantized:
         *,
         unit: str = "",
     ) -> Work:
-        """`ds_comm.all_gather_single` of quantized parts. Every rank gets the same bits, also of its own part.
+        """Gather quantized parts, as `ds_comm.all_gather_single`.
 
-        Cost: the quantized part sent to each rank; one pass to quantize, one to restore.
+        Every rank gets the same bits, also for the part that it passed.
+
+        Cost: the quantized part sent to each rank; one pass to quantize, one to dequantize.
         """
         call = CollectiveCall("all_gather_single", self._group(group), unit)
         call.check(output_tensor, input_tensor)
@@ -134,10 +139,10 @@ class Quantized:
         *,
         unit: str = "",
     ) -> Work:
-        """`ds_comm.reduce_scatter_single` of quantized parts, for SUM and AVG.
+        """Reduce and scatter quantized parts with SUM or AVG, as `ds_comm.reduce_scatter_single`.
 
-        With a hierarchy `wait()` makes the second hop: ranks wait for such operations in the same order.
-        Cost: the quantized tensor sent once, or 1/local of it across nodes and all of it inside.
+        With a hierarchy, `wait()` makes the second hop: ranks wait for such operations in the same order.
+        Cost: the quantized tensor sent once, or 1/local of the tensor across nodes and all of it inside.
         Raises:
             CommError: another op ("comm-quantized-op"), a group that is not the hierarchy's ("comm-hierarchy").
         """
@@ -198,7 +203,7 @@ class Quantized:
         )
 
     def _swizzled(self, x: Tensor, unit: str, swizzle: Swizzle) -> QuantTensor:
-        """The first hop's rows in the order of their way."""
+        """Quantize the rows of the first hop in the order in which both hops send them."""
         if self.feedback is None:
             return quantize(x.view(-1), self.spec, rows=swizzle)
         straight = self._quantized(x, 0, unit, swizzle.rows)
@@ -207,7 +212,7 @@ class Quantized:
         return replace(straight, wire=wire)
 
     def _summed(self, received: QuantTensor, sources: int, unit: str) -> QuantTensor:
-        """The sums over a node, quantized for the second hop."""
+        """Sum the received rows over a node and quantize the sums for the second hop."""
         if self.feedback is None:
             return reduce_quantized(received, sources)
         return self._quantized(reduce(received, sources), 1, unit, received.rows // sources)
@@ -223,7 +228,7 @@ def _then(work: Work, async_op: bool, then: Callable[[], None], waits: bool = Fa
 
 
 def _keep(result: Tensor) -> None:
-    """The result is where it was asked for."""
+    """Do nothing: `result` was written into the caller's output."""
 
 
 def _factor(call: CollectiveCall, op: Any) -> float:

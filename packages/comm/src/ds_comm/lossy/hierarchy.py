@@ -37,7 +37,9 @@ class Hierarchy:
 
     @classmethod
     def split(cls, group: GroupLike, local: int, *, inside_backend: str | None = None) -> Hierarchy:
-        """Nodes are `local` consecutive ranks of `group`. Collective over the world, each rank with its own group.
+        """Split `group` into nodes of `local` consecutive ranks.
+
+        Collective over the world, each rank with its group.
 
         Args:
             inside_backend: torch's name of the backend inside nodes, for example `"shm"`; default that of the world.
@@ -68,9 +70,11 @@ class Hierarchy:
         return self.inside.size
 
     def all_reduce(self, tensor: Tensor, op: Any = ReduceOp.SUM, *, unit: str = "") -> None:
-        """`ds_comm.all_reduce` in three phases, of which only the middle one leaves the node.
+        """Reduce `tensor` over all ranks in three phases, of which only the middle phase crosses nodes.
 
-        Sums are made inside nodes first, then over nodes: other roundings than in one sum, the same bits on every rank.
+        Sums are computed inside nodes first, then over nodes: rounding differs from `ds_comm.all_reduce`, but every
+        rank
+        has the same bits.
         Cost: (N-1)/N of the bytes of 1/local of the tensor twice across nodes, the tensor twice inside.
         """
         flat = tensor.view(-1)

@@ -268,7 +268,7 @@ class OnebitLamb(OneBit):
         return {"max_coeff": self.settings.max_coeff, "min_coeff": self.settings.min_coeff}
 
     def lamb_coefficients(self) -> list[float]:
-        """The rate of each parameter at the last step, relative to lr, in the order of the groups."""
+        """Return the rate of each parameter at the last step, relative to lr, in the order of the groups."""
         return [float(self.state[p].get("rate", 1.0)) for group in self.param_groups for p in group["params"]]
 
     def _ensure_state(self, params: Sequence[Tensor]) -> None:

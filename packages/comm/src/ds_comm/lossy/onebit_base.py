@@ -22,7 +22,7 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tenso
 
 
 def limited(default: float, good: Callable[[Any], bool], wanted: str) -> Any:
-    """A setting that must be `good`."""
+    """Define a dataclass field whose value must satisfy `good`."""
     return field(default=default, metadata={"good": good, "wanted": wanted})
 
 
@@ -97,16 +97,19 @@ class OneBit(Optimizer):
         self._errors: dict[str, SignErrors] = {}
 
     def _group_defaults(self) -> dict[str, Any]:
-        """What else a parameter group holds."""
+        """Return the further defaults of a parameter group; a subclass adds its keys here."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; errors start at zero."""
+        """Load the state dict as torch does; errors restart at zero."""
         super().load_state_dict(state_dict)
         self._errors.clear()
 
     def error_tensors(self) -> dict[str, Tensor]:
-        """Error feedback of this rank as it is now, 1-D fp32, by `worker/<message>` and `server/<message>`. Written in place."""
+        """Return this rank's present error feedback, 1-D fp32, by `worker/<message>` and `server/<message>`.
+
+        Each optimizer step changes these tensors in place.
+        """
         found = {f"worker/{unit}": errors.worker for unit, errors in self._errors.items()}
         return found | {f"server/{unit}": errors.server for unit, errors in self._errors.items()}
 
@@ -162,7 +165,10 @@ class OneBit(Optimizer):
         _unflat(flat.div_(self._group.size), tensors)
 
     def _sign_mean(self, tensors: Sequence[Tensor], denominators: Sequence[Tensor], unit: str) -> None:
-        """The same, one bit per element, in units of `denominators`, with the errors of `unit`."""
+        """Average `tensors` over the group in place, one bit per element, in units of `denominators`.
+
+        Uses and updates the error feedback of `unit`.
+        """
         flat, unit_of = _flat(tensors), _flat(denominators)
         flat.div_(unit_of)
         if unit not in self._errors or self._errors[unit].numel != flat.numel():
@@ -171,7 +177,7 @@ class OneBit(Optimizer):
         _unflat(flat.mul_(unit_of), tensors)
 
     def _denominators(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """sqrt(v) + eps of each parameter, the same on all ranks."""
+        """Compute sqrt(v) + eps of each parameter, the same on all ranks."""
         return [
             _denominator(self.state[p]["exp_avg_sq"], 1.0, group["eps"])
             for group, found in self._groups_of(params)
@@ -179,7 +185,7 @@ class OneBit(Optimizer):
         ]
 
     def _gradients(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's gradients in fp32, copies; zeros where there is none."""
+        """Copy this rank's gradients to fp32; zeros for parameters without a gradient."""
         return [
             torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)
             if p.grad is None
@@ -188,7 +194,7 @@ class OneBit(Optimizer):
         ]
 
     def _groups_of(self, params: Sequence[Tensor]) -> Iterable[tuple[dict[str, Any], list[Tensor]]]:
-        """Each parameter group with those of its members that are among `params`."""
+        """Yield each parameter group with its members that are among `params`."""
         chosen = {id(p) for p in params}
         for group in self.param_groups:
             found = [p for p in group["params"] if id(p) in chosen]

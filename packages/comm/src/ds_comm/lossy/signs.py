@@ -39,7 +39,10 @@ class SignErrors:
 
     @classmethod
     def zeros(cls, numel: int, ranks: int, device: torch.device | str = "cpu") -> SignErrors:
-        """Nothing owed. Memory: 4 (1 + 1/ranks) bytes an element."""
+        """Allocate zero errors for `numel` elements on `ranks` ranks.
+
+        Memory: 4 (1 + 1/ranks) bytes an element.
+        """
         padded = -(-max(numel, 1) // (ranks * BLOCK)) * ranks * BLOCK
         return cls(numel, torch.zeros(padded, device=device), torch.zeros(padded // ranks, device=device))
 
@@ -89,9 +92,9 @@ def mean_of_signs(tensor: Tensor, errors: SignErrors, group: GroupLike = None, *
 
 
 def pack_signs(x: Tensor, counts: Tensor | None = None) -> Tensor:
-    """[blocks, BLOCK] fp32 -> the wire, uint8 [blocks, BLOCK / 8 + 4].
+    """Pack [blocks, BLOCK] fp32 into signs and a magnitude per block, uint8 [blocks, BLOCK / 8 + 4].
 
-    counts: [blocks]: how many elements of each block are real; the others are zeros and do not count in its mean.
+    counts: [blocks]: how many elements of each block are real; other elements are zeros and do not count in its mean.
     """
     magnitudes = x.abs().sum(1) / (BLOCK if counts is None else counts)
     bits = (x >= 0).view(torch.uint8).view(x.shape[0], BLOCK // 8, 8)
@@ -105,14 +108,17 @@ def pack_signs(x: Tensor, counts: Tensor | None = None) -> Tensor:
 
 
 def unpack_signs(wire: Tensor) -> Tensor:
-    """uint8 [blocks, BLOCK / 8 + 4] -> fp32 [blocks, BLOCK]: plus or minus the block's magnitude."""
+    """Unpack uint8 [blocks, BLOCK / 8 + 4] to fp32 [blocks, BLOCK]: plus or minus the block's magnitude."""
     magnitudes = wire[:, BLOCK // 8 :].contiguous().view(torch.float32)
     signs = torch.nn.functional.embedding(wire[:, : BLOCK // 8].int(), _SIGNS.to(wire.device))
     return signs.view(-1, BLOCK).mul_(magnitudes)
 
 
 def _compress(error: Tensor, real: int) -> Tensor:
-    """The wire of `error`, in which what the wire does not tell remains. Elements from `real` on are padding."""
+    """Compress `error` to packed signs, and leave in `error` the part that they do not represent.
+
+    Elements from `real` on are padding.
+    """
     error[real:].zero_()  # what signs of padding left there must stay out of magnitudes
     rows = error.view(-1, BLOCK)
     counts = (real - torch.arange(0, error.numel(), BLOCK, device=error.device)).clamp(1, BLOCK)

@@ -24,7 +24,7 @@ def user_frame(thread: int | None = None) -> str:
 
 
 def error_place(error: BaseException) -> str:
-    """Where an exception was raised or, if that is library code, where user code called it."""
+    """Return where an exception was raised or, if that is library code, where user code called the library."""
     frames, step = [], error.__traceback__
     while step is not None:
         frames.append((step.tb_frame, step.tb_lineno))

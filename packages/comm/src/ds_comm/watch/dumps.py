@@ -27,12 +27,12 @@ _NAME = re.compile(r"rank-(\d+)-pid-(\d+)(?:-job-(.+))?\.json")
 
 
 def new_job() -> str:
-    """A name for a job that starts now, in UTC: `20261125-154501-3fa94c`."""
+    """Generate a name for a job that starts now, in UTC: `20261125-154501-3fa94c`."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
 
 
 def dump_name(rank: int, pid: int, job: str) -> str:
-    """The name of a rank's file."""
+    """Return the file name of a rank's dump."""
     return f"rank-{rank}-pid-{pid}-job-{job}.json"
 
 
@@ -82,7 +82,7 @@ class DumpedOp:
 
 
 def jobs_in(folder: Path) -> list[DumpFolder]:
-    """The jobs whose dumps are in `folder`; the one that wrote last is the first."""
+    """List the jobs whose dumps are in `folder`, the most recently written first."""
     found: dict[str, dict[int, tuple[float, Path]]] = defaultdict(dict)
     for path in folder.glob("rank-*.json"):
         if (name := _NAME.fullmatch(path.name)) is None:
@@ -102,10 +102,10 @@ def jobs_in(folder: Path) -> list[DumpFolder]:
 
 
 def read_dumps(folder: Path, job: str | None = None) -> list[Dump]:
-    """The dumps of one job in `folder`, in order of rank: of the job `job`, or of the one that wrote last.
+    """Read the dumps of one job in `folder` in rank order: of `job`, or of the job written last.
 
     Raises:
-        CommError: there is none ("comm-no-dump").
+        CommError: the folder has no such dumps ("comm-no-dump").
     """
     jobs = jobs_in(folder)
     if not jobs:
@@ -130,7 +130,10 @@ def _read(rank: int, path: Path) -> Dump:
 
 
 def compare(dumps: Sequence[Dump]) -> list[DumpedOp]:
-    """Operations by group and mark; a group's ranks are those of the dumps that have a stamp of it."""
+    """Align the operations of all dumps by group and mark.
+
+    A group's ranks are those of the dumps that have a stamp of the group.
+    """
     by_group: dict[str, dict[int, dict[int, Stamp]]] = defaultdict(lambda: defaultdict(dict))
     ranks: dict[str, set[int]] = defaultdict(set)
     for dump in dumps:
@@ -146,7 +149,7 @@ def compare(dumps: Sequence[Dump]) -> list[DumpedOp]:
 
 
 def render(dumps: Sequence[Dump], before: int = 5) -> str:
-    """The lines of all ranks, and of each group the operations around the first one that they do not share."""
+    """Render the lines of all ranks, and per group the operations around the first that differs between ranks."""
     lines = [dump.line for dump in dumps]
     for group, mine in _remembered(dumps):
         odd = next((i for i, row in enumerate(mine) if not row.agree), None)
@@ -164,9 +167,9 @@ def render(dumps: Sequence[Dump], before: int = 5) -> str:
 
 
 def as_dict(dumps: Sequence[Dump]) -> dict[str, Any]:
-    """The same as plain values: what each rank said, and of each group all operations that every rank remembers.
+    """Return each rank's line, and per group all operations that every rank remembers, as plain values.
 
-    `differs_at` is the mark of the first one that they do not share; None where all agree.
+    `differs_at` is the mark of the first operation that differs between ranks; None where all agree.
     """
     groups = []
     for group, rows in _remembered(dumps):
@@ -184,7 +187,10 @@ def as_dict(dumps: Sequence[Dump]) -> dict[str, Any]:
 
 
 def _remembered(dumps: Sequence[Dump]) -> list[tuple[str, list[DumpedOp]]]:
-    """Rows by group. A ring forgets old operations on one rank sooner than on another: compare from where all remember."""
+    """Group the rows of operations by process group, from the first operation that all ranks remember.
+
+    A ring overwrites old operations on some ranks sooner than on others.
+    """
     rows, found = compare(dumps), []
     for key in dict.fromkeys(row.key for row in rows):
         mine = [row for row in rows if row.key == key]

@@ -31,28 +31,31 @@ class Recorder(Protocol):
     """What `call` tells of each operation. `what` is the operation's name, its unit, and the root or peer (-1: none)."""
 
     def begin(self, order: OpSequence, mark: int, what: tuple[str, str, int], tensor: Tensor | None) -> int:
-        """An operation begins; returns its slot."""
+        """Record the begin of an operation and return its slot."""
 
     def waiting(self, slot: int) -> None:
-        """This thread blocks in it."""
+        """Mark operation `slot` as blocking the calling thread."""
 
     def ended(self, slot: int) -> None:
-        """It is complete."""
+        """Mark operation `slot` as complete."""
 
     def follow(self, slot: int, key: str, done: Callable[[], bool]) -> None:
-        """It is complete when `done` says so; the host does not wait for it. `key` is the group's."""
+        """Mark operation `slot` as complete once `done` returns True; the host does not wait.
+
+        `key` is the group's.
+        """
 
     def explain(self, slot: int) -> Finding | None:
-        """Why it failed, as far as other ranks explain it."""
+        """Return why operation `slot` failed, as far as other ranks explain the failure."""
 
     def patience(self, seconds: float) -> AbstractContextManager[None]:
-        """Others may wait for this rank that long."""
+        """Extend the time that other ranks may wait for this rank to `seconds` while the context is open."""
 
     def watching(self) -> bool:
         """Whether somebody reads what is stamped."""
 
     def close(self, why: str) -> None:
-        """Nothing follows."""
+        """Close the recorder for the reason `why`; no operation follows."""
 
 
 class _Off:
@@ -109,12 +112,12 @@ _current: list[Recorder] = [_OFF]
 
 
 def current() -> Recorder:
-    """The recorder of this process."""
+    """Return the recorder of this process."""
     return _current[0]
 
 
 def deadline_from(value: str | None) -> float:
-    """Seconds of DS_COMM_DEADLINE_S; 60 when it is not set; 0 turns the watchdog off."""
+    """Parse the seconds of DS_COMM_DEADLINE_S; 60 when unset; 0 turns the watchdog off."""
     return float(value) if value else DEFAULT_DEADLINE_S
 
 

@@ -14,15 +14,15 @@ SECRET_VARIABLE = "DS_JOB_SECRET"
 
 
 def new_secret() -> str:
-    """One that nobody guesses."""
+    """Generate a random secret of 128 bits, in hex."""
     return secrets.token_hex(16)
 
 
 def job_secret(env: Mapping[str, str] = os.environ) -> bytes:
-    """The job's, as its launcher or its rendezvous left it in the environment; empty where there is none."""
+    """Return the job's secret from the environment, set by launcher or rendezvous; empty if there is none."""
     return env.get(SECRET_VARIABLE, "").encode()
 
 
 def seal(secret: bytes, name: str, text: str) -> str:
-    """A code that only who knows the secret can make for this text in this place."""
+    """Compute an authentication code (HMAC) of this text under this name, for holders of the secret."""
     return hmac.new(secret, f"{name}\0{text}".encode(), hashlib.sha256).hexdigest()[:32]

@@ -10,7 +10,7 @@ __all__ = ["Peer", "open_peer"]
 
 
 def open_peer(pid: int, fd: int) -> Peer | None:
-    """The process whose ring is its file descriptor `fd`; None when it cannot be opened."""
+    """Open the peer process whose ring is its file descriptor `fd`; return None when that fails."""
     try:
         return Peer(pid, RingReader(pid, fd))
     except OSError:  # another container, another user, or it died before we came
@@ -32,11 +32,11 @@ class Peer:
         return status.rpartition(")")[2].split()[0] not in "ZX"
 
     def end(self) -> str:
-        """How it ended, as far as it told."""
+        """Return how the peer process ended, as far as its ring says."""
         return self._ring.goodbye() or f"its process {self.pid} died without a word"
 
     def stamps(self) -> list[Stamp]:
-        """Its last operations, oldest first."""
+        """Return the peer's last operations, oldest first."""
         return self._ring.stamps()
 
     def close(self) -> None:

@@ -58,7 +58,7 @@ class SideChannel:
         return f"{seal(self._secret, key, text)} {text}" if self._secret else text
 
     def _opened(self, key: str, data: bytes) -> Any:
-        """What stands there; None where it is not from this job."""
+        """Verify and decode the value of `key`; return None where the value is not from this job."""
         text = data.decode(errors="replace")
         if self._secret:
             code, _, text = text.partition(" ")
@@ -77,7 +77,7 @@ class SideChannel:
         return self._open
 
     def hang_up(self) -> None:
-        """Say that this rank uses the store no more, and do not."""
+        """Announce that this rank no longer uses the store, and stop using the store."""
         self.tell("hung-up", True)
         self._open = None
 
@@ -87,11 +87,14 @@ class SideChannel:
         self._store.set(name, self._seal(name, value))
 
     def ask(self, key: str, rank: int) -> Any:
-        """What rank `rank` published; None when nothing."""
+        """Return the value that rank `rank` published under `key`; None when there is none."""
         return self._read(f"{key}/{rank}")
 
     def agree_on_job(self, proposed: str) -> str:
-        """The name that all ranks of this world use: that of the first one to ask. It becomes part of a file's name."""
+        """Agree on the job name that all ranks of this world use: the proposal of the first rank to ask.
+
+        The name becomes part of a file's name.
+        """
         told = self._opened("job", self._store.compare_set("job", "", self._seal("job", proposed)))
         return told if isinstance(told, str) and _NAME.fullmatch(told) else proposed
 
@@ -101,7 +104,7 @@ class SideChannel:
         self._store.append(name, self._seal(name, {"rank": self._rank, **hello}) + "\n")
 
     def introduced(self, host: str) -> list[dict[str, Any]]:
-        """What the ranks of this host told so far."""
+        """Return the introductions that the ranks of this host published so far."""
         name = f"host/{host}"
         lines = self._store.get(name).splitlines() if self._store.check([name]) else []
         return [hello for line in lines if (hello := self._opened(name, line)) is not None]
@@ -112,18 +115,18 @@ class SideChannel:
             self._store.set("alarm", self._seal("alarm", reason))
 
     def alarm(self) -> Any:
-        """The alarm; None while there is none."""
+        """Return the alarm, or None while no rank raised an alarm."""
         return self._read("alarm")
 
     def leave(self, why: str, heads: Mapping[str, int]) -> None:
-        """Say goodbye; `heads` is the last mark in each group that this rank came to."""
+        """Publish that this rank leaves and why; `heads` is its last mark in each group."""
         number = self._store.add("left", 1)
         name = f"goodbye/{number}"
         self._store.set(name, self._seal(name, {"rank": self._rank, "why": why, "heads": dict(heads)}))
         self.tell("left", True)
 
     def left(self, known: int) -> list[tuple[int, str, dict[str, int]]]:
-        """Who said goodbye after the first `known` of them: rank, why, and the last mark in each group."""
+        """Return the departures after the first `known`: rank, reason, and the last mark in each group."""
         found = []
         for number in range(known + 1, int(self._store.add("left", 0)) + 1):
             note = self._read(f"goodbye/{number}")

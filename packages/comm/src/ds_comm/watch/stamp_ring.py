@@ -163,32 +163,35 @@ class StampRing:
         return slot
 
     def waiting(self, slot: int) -> None:
-        """A thread blocks in the operation of `slot` from now on."""
+        """Mark the operation of `slot` as blocking a thread from now on."""
         _pack_time(self._map, _HEAD_BYTES + slot * 128 + _WAITED_AT, time.monotonic())
 
     def ended(self, slot: int) -> None:
-        """The operation of `slot` is complete."""
+        """Mark the operation of `slot` as complete."""
         _pack_time(self._map, _HEAD_BYTES + slot * 128 + _ENDED_AT, time.monotonic())
 
     def stamp(self, slot: int) -> Stamp | None:
-        """What is in one slot."""
+        """Return the stamp in one slot; None when the slot is empty."""
         at = _HEAD_BYTES + slot * _RECORD.size
         return next(_records(self._map[at : at + _RECORD.size], _groups(self._map)), None)
 
     def stamps(self) -> list[Stamp]:
-        """All stamps in the ring, oldest first. Takes some 20 ms: not for the path of training."""
+        """Return all stamps in the ring, oldest first.
+
+        Takes some 20 ms: not for the training path.
+        """
         return _parse(self._map)
 
     def blocked_since(self) -> float:
-        """When the longest of the present waits began, in time.monotonic(); 0 when no thread waits. Takes 20 us."""
+        """Return when the longest present wait began, in time.monotonic(); 0 when no thread waits. Takes 20 us."""
         times = np.frombuffer(self._map, _COLUMNS, _SLOTS, _HEAD_BYTES)
         waits = times["waited"][(times["waited"] > 0) & (times["ended"] == 0)]
         return float(waits.min()) if len(waits) else 0.0
 
     def digests(self, known: Mapping[str, Iterable[int]]) -> dict[str, dict[int, int]]:
-        """By group: digests of the blocks of 64 operations that are complete, still in the ring and not `known`.
+        """Compute, by group, digests of complete blocks of 64 operations that are still in the ring and not `known`.
 
-        Ranks that did the same operations have the same digests. Takes some 200 us.
+        Ranks that ran the same operations have the same digests. Takes some 200 us.
         """
         rows = np.frombuffer(self._map, _COLUMNS, _SLOTS, _HEAD_BYTES)
         rows = rows[(rows["began"] > 0) & (rows["mark"] > 0)].copy()
@@ -205,7 +208,7 @@ class StampRing:
 
     @staticmethod
     def block_marks(block: int) -> tuple[int, int]:
-        """The first and last operation under a digest."""
+        """Return the marks of the first and last operation under a digest."""
         return block * _BLOCK + 1, (block + 1) * _BLOCK
 
     def goodbye(self, why: str) -> None:
@@ -213,7 +216,10 @@ class StampRing:
         self._write_line({"goodbye": why})
 
     def close(self) -> None:
-        """No new reader can open it. The memory goes with the last that holds it: works may still stamp their end."""
+        """Close the file descriptor of the ring; afterwards no new reader can open it.
+
+        The mapping stays until its last user is gone: works may still stamp their end.
+        """
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -250,11 +256,11 @@ class RingReader:
             os.close(own)
 
     def stamps(self) -> list[Stamp]:
-        """All stamps in the ring, oldest first."""
+        """Return all stamps in the ring, oldest first."""
         return _parse(self._map)
 
     def goodbye(self) -> str:
-        """What the process said at its end; empty when it was killed."""
+        """Return the reason that the process recorded at its end; empty when the process was killed."""
         return next((str(line["goodbye"]) for line in _lines(self._map) if "goodbye" in line), "")
 
     def close(self) -> None:

@@ -36,19 +36,19 @@ class RankReport:
     heads: Mapping[str, int] = field(default_factory=dict)
 
     def waits(self) -> list[Stamp]:
-        """Operations it is blocked in, the longest wait first."""
+        """Return the operations in which this rank is blocked, the longest wait first."""
         return sorted((stamp for stamp in self.stamps if stamp.waits), key=lambda stamp: stamp.waited_s)
 
     def at(self, key: str, mark: int) -> Stamp | None:
-        """Its operation with this mark, if it came to it and the ring still has it."""
+        """Return this rank's operation with this mark; None if not reached or no longer in the ring."""
         return next((stamp for stamp in self.stamps if stamp.key == key and stamp.mark == mark), None)
 
     def head(self, key: str) -> int:
-        """The last mark it came to in this group."""
+        """Return the last mark that this rank reached in this group."""
         return max((stamp.mark for stamp in self.stamps if stamp.key == key), default=self.heads.get(key, 0))
 
     def place(self) -> str:
-        """What it does now, in words."""
+        """Describe the present activity of this rank in plain text."""
         if self.gone:
             last = self.stamps[-1] if self.stamps else None
             return f"has ended ({self.gone})" + (f", last in {last}" if last else "")
@@ -71,11 +71,11 @@ class Finding:
 
 
 def judge(mine: RankReport, reports: Mapping[int, RankReport], groups: Mapping[str, tuple[int, ...]]) -> Finding:
-    """What the rank that reports `mine` says.
+    """Decide the finding of the rank that reports `local_report`, from all known reports.
 
     Args:
-        reports: What is known of each rank.
-        groups: Ranks of the world of each group that it is in, by torch's name.
+        reports: The known report of each rank.
+        groups: World ranks of each group that the reporting rank is in, by torch's name.
     """
     me, others = mine.rank, [report for rank, report in sorted(reports.items()) if rank != mine.rank]
     for wait in mine.waits():
@@ -97,9 +97,9 @@ def judge(mine: RankReport, reports: Mapping[int, RankReport], groups: Mapping[s
 
 
 def judge_wait(wait: Stamp, mine: RankReport, reports: Mapping[int, RankReport], awaited: Sequence[int]) -> Finding | None:
-    """What the rank that reports `mine` says of its operation, for which ranks `awaited` of the world are to blame if any are.
+    """Explain the operation `wait` of the rank that reports `local_report` by the ranks `awaited`.
 
-    None when none of them explains it.
+    None when none of these world ranks explains the wait.
     """
     found = list(_culprits(wait, [reports[rank] for rank in awaited if rank in reports]))
     silent = [rank for rank in awaited if rank not in reports]
@@ -121,7 +121,7 @@ def differs(a: Stamp, b: Stamp) -> bool:
 
 
 def _culprits(wait: Stamp, others: Iterable[RankReport]) -> Iterator[tuple[str, str]]:
-    """Of each rank that keeps `wait` from ending: the code and the words."""
+    """Yield, for each rank that keeps `wait` from ending, the error code and its description."""
     for other in others:
         stamp = other.at(wait.key, wait.mark) if wait.mark else None
         if stamp is not None and differs(wait, stamp):

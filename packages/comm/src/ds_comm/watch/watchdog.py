@@ -156,13 +156,13 @@ class Watchdog:
                 self._store_error = str(error).splitlines()[0]
 
     def follow(self, slot: int, key: str, done: Callable[[], bool]) -> None:
-        """An operation of group `key` whose end only the device knows: stamp it when `done` says so."""
+        """Stamp the end of an operation of group `key` once `done` returns True; only the device knows that end."""
         self._on_device.setdefault(key, deque()).append((slot, done))
 
     def explain(self, wait: Stamp, limit_s: float = 2.0) -> Finding | None:
-        """Why an operation of this rank failed, if another rank explains it; waits a moment for its report.
+        """Return why an operation of this rank failed, if another rank explains it; wait briefly for its report.
 
-        None when the world that it watched is over: what its ranks said last explains nothing of a later one.
+        None when the watched world has ended: the last reports of its ranks explain no failure of a later world.
         """
         if self._world_is_over():
             return None
@@ -230,7 +230,7 @@ class Watchdog:
         self._end(self._side.alarm())
 
     def _reason(self, blocked_s: float) -> str | None:
-        """Why this rank raises an alarm now, if it does."""
+        """Return why this rank raises an alarm now; None if there is no reason."""
         wait = self._longest_wait() if blocked_s > _SUSPECT_S else None
         if wait is not None:
             finding = self._blame_gone(wait)
@@ -256,7 +256,7 @@ class Watchdog:
         return next(iter(self._own_report().waits()), None)
 
     def _blame_gone(self, wait: Stamp) -> Finding | None:
-        """The line for an operation that will not end because a rank it needs has ended; None when none has."""
+        """Explain an operation that will not end because a required rank has ended; None when none has."""
         gone = {rank: why for rank, why in self._gone().items() if rank in self.groups.get(wait.key, ())}
         for rank, (why, heads) in gone.items():
             report = self._left_behind(rank, why, heads)
@@ -266,7 +266,10 @@ class Watchdog:
         return None
 
     def _blame_different(self, wait: Stamp) -> Finding | None:
-        """The line for an operation at whose place another rank of this host came with a different one."""
+        """Explain an operation whose mark stands for a different operation on another rank of this host.
+
+        None when there is no such rank.
+        """
         for rank, peer in self._peers.items():
             if peer is not None and rank in self.groups.get(wait.key, ()):
                 report = self._left_behind(rank, "" if peer.alive() else peer.end(), {})

@@ -14,12 +14,12 @@ __all__ = ["compilers", "flatten", "transformed", "tree_leaves", "unflatten"]
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """All elements, one tensor after the other."""
+    """Concatenate the elements of all tensors into a flat tensor."""
     return _flatten_dense_tensors(tensors)
 
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> Any:
-    """The opposite, in the shapes of `tensors`."""
+    """Split a flat tensor into tensors with the shapes of `tensors`."""
     return _unflatten_dense_tensors(flat, tensors)
 
 

@@ -47,27 +47,30 @@ class FacadeAccelerator:
     # ---- which device
 
     def device_name(self, device_index: int | str | None = None) -> str:
-        """`"cuda"`, or `"cuda:1"`; the CPU is `"cpu"` whatever the index."""
+        """Return the device's name, `"cuda"` or `"cuda:1"`; the CPU is `"cpu"` whatever the index."""
         return str(self.ours.device(None if device_index is None else int(device_index)))
 
     def device(self, device_index: int | None = None) -> torch.device:
-        """As a torch.device."""
+        """Return the device as a torch.device."""
         return self.ours.device(device_index)
 
     def set_device(self, device_index: int) -> None:
-        """New tensors go to this one."""
+        """Make the device of this index the default for new tensors."""
         self.ours.set_device(device_index)
 
     def current_device(self) -> int | str:
-        """Its index; the name on the CPU."""
+        """Return the index of the current device; its name on the CPU."""
         return "cpu" if self._name == "cpu" else self.ours.current_index()
 
     def current_device_name(self) -> str:
-        """A string for `.to()`."""
+        """Return the current device's name, a string for `.to()`."""
         return self.device_name(self.ours.current_index())
 
     def device_count(self) -> int:
-        """How many this process sees; on the CPU, the ranks that a launcher put on this host (LOCAL_SIZE)."""
+        """Return the number of devices that this process sees.
+
+        On the CPU that is the number of ranks that a launcher started on this host (LOCAL_SIZE).
+        """
         told = int(os.environ.get("LOCAL_SIZE", "0")) if self._name == "cpu" else 0
         return max(told, 0) or self.ours.device_count()
 
@@ -90,11 +93,11 @@ class FacadeAccelerator:
         self.ours.synchronize(device_index)
 
     def communication_backend_name(self) -> str:
-        """torch.distributed's backend for this device."""
+        """Return the name of torch.distributed's backend for this device."""
         return self.ours.comm_backend
 
     def get_compile_backend(self) -> str:
-        """torch.compile's backend."""
+        """Return the name of torch.compile's backend."""
         return self._compile_backend
 
     def is_triton_supported(self) -> bool:
@@ -130,7 +133,7 @@ class FacadeAccelerator:
     manual_seed_all = manual_seed
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """Random state of the device, or of the host for the CPU."""
+        """Return the random state of the device, or of the host for the CPU."""
         if self._name == "cpu":
             return torch.get_rng_state()
         state: torch.Tensor = self.ours.module.get_rng_state(self.ours.device(device_index))
@@ -165,12 +168,12 @@ class FacadeAccelerator:
     def pin_memory(
         self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True, align_bytes: int = 1
     ) -> torch.Tensor:
-        """A pinned copy; the tensor itself where the device needs none.
+        """Return a pinned copy of `tensor`; `tensor` itself where the device needs no pinned memory.
 
         Args:
-            make_copy: False gives memory of that size, whatever is in it.
-            match_shape: False gives it flat.
-            align_bytes: Every allocation is aligned to a page.
+            make_copy: False gives memory of that size with undefined contents.
+            match_shape: False gives a flat tensor.
+            align_bytes: Ignored: every allocation is aligned to a page.
         """
         del align_bytes
         pinned = tensor.contiguous().pin_memory() if self.ours.facts.pinned else tensor
@@ -179,7 +182,7 @@ class FacadeAccelerator:
         return pinned if match_shape else pinned.reshape(-1)
 
     def unpin_memory(self, tensor: torch.Tensor) -> None:
-        """Nothing to do: pinned memory goes with its last tensor."""
+        """Do nothing: pinned memory is freed with its last tensor."""
         del tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -205,7 +208,7 @@ class FacadeAccelerator:
     # ---- graphs of work
 
     def create_graph(self) -> Any:
-        """An empty one; None where the device has none."""
+        """Create an empty graph; None where the device has no graphs."""
         made = getattr(self.ours.module, "CUDAGraph", None)
         return None if made is None else made()
 
@@ -224,42 +227,45 @@ class FacadeAccelerator:
     # ---- what else upstream's interface names
 
     def default_generator(self, device_index: int | None = None) -> torch.Generator:
-        """The one that random operations use."""
+        """Return the generator that random operations of a device use."""
         if self._name == "cpu":
             return torch.default_generator
         found: torch.Generator = self.ours.module.default_generators[device_index or 0]
         return found
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
-        """What the device's allocator counts; of the host, the bytes in use."""
+        """Return the statistics of the device's allocator; for the host, the bytes in use."""
         stats = getattr(self.ours.module, "memory_stats", None)
         return {"allocated_bytes.all.current": self.memory_allocated()} if stats is None else dict(stats(device_index))
 
     def op_builder_dir(self) -> str:
-        """The module of the builders."""
+        """Return the name of the module with the op builders."""
         return "deepspeed.ops.op_builder"
 
     def get_op_builder(self, class_name: str) -> Any:
-        """The class of a builder, by its name; None for an unknown one. See `deepspeed.ops.op_builder`."""
+        """Return the class of a builder by its name; None for an unknown name.
+
+        See `deepspeed.ops.op_builder`.
+        """
         return BUILDERS.get(class_name)
 
     def create_op_builder(self, class_name: str) -> Any:
-        """A builder, by its class's name; None for an unknown one."""
+        """Create a builder by its class's name; None for an unknown name."""
         found = BUILDERS.get(class_name)
         return None if found is None else found()
 
     def build_extension(self) -> Any:
-        """torch's command that compiles extensions; nothing here calls it."""
+        """Return torch's command class that compiles extensions; unused here."""
         from torch.utils.cpp_extension import BuildExtension  # imports a compiler's tools
 
         return BuildExtension
 
     def export_envs(self) -> list[str]:
-        """Beginnings of variables that go to other hosts."""
+        """Return the prefixes of environment variables that a launcher exports to other hosts."""
         return ["NCCL"] if self._name == "cuda" else []
 
     def visible_devices_envs(self) -> list[str]:
-        """Variables that say which devices a process sees."""
+        """Return the environment variables that select the devices a process sees."""
         return ["CUDA_VISIBLE_DEVICES"]
 
     def set_visible_devices_envs(
@@ -308,7 +314,7 @@ _set: list[Any] = []
 
 
 def get_accelerator() -> FacadeAccelerator:
-    """The accelerator of this process, or what `set_accelerator` was given."""
+    """Return the accelerator that `set_accelerator` set, or else the detected accelerator of this process."""
     return _set[-1] if _set else _found()
 
 

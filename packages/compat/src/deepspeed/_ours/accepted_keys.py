@@ -27,7 +27,7 @@ LAYOUT = "DS_CHECKPOINT_LAYOUT"
 
 
 def accepted(raw: Raw) -> dict[str, Any]:
-    """`raw` without what upstream would not have looked at; 0 and 1 are truth values where those belong."""
+    """Return `raw` without the keys that upstream ignores; 0 and 1 become truth values where the key is a flag."""
     kept = _known_of(_with_truth(raw, ()), "")
     for section in [name for name in kept if name in _LAX]:
         if isinstance(kept[section], Mapping):
@@ -55,7 +55,7 @@ def accepted(raw: Raw) -> dict[str, Any]:
 
 
 def section_of(raw: Raw, name: str) -> Raw:
-    """A section; empty where it is not given, or is none."""
+    """Return a section of `raw`; an empty mapping where it is missing or not a mapping."""
     found = raw.get(name)
     return found if isinstance(found, Mapping) else {}
 
@@ -130,7 +130,10 @@ def _without(raw: Raw, path: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _known_of(section: Raw, name: str) -> dict[str, Any]:
-    """`section` without the keys that nothing knows, each with a warning; `name` is empty for the whole configuration."""
+    """Return `section` without its unknown keys, each of which is logged as a warning.
+
+    `name` is empty for the whole configuration.
+    """
     known = _keys_of(name)
     for key in section:
         if key not in known:
@@ -183,10 +186,10 @@ _NOT_WITH_SUM: tuple[tuple[str, Callable[[Raw], bool]], ...] = (
 
 
 def get_gradient_allreduce_op(param_dict: Raw) -> str:
-    """ "mean" or "sum".
+    """Return the gradient's reduce operation, "mean" or "sum".
 
     Raises:
-        ConfigError: anything else, or a sum with what divides gradients in its own way ("compat-argument").
+        ConfigError: any other value, or a sum with a feature that divides gradients in its own way ("compat-argument").
     """
     found = str(param_dict.get("gradient_allreduce_op", "mean")).lower()
     clash = next((name for name, there in _NOT_WITH_SUM if found == "sum" and there(param_dict)), None)

@@ -31,7 +31,7 @@ class CudaRNGStatesTracker(RngTracker):
     """Named random states of the device, under upstream's names; `fork(name)` computes with one of them."""
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """A copy of the table."""
+        """Return a copy of the table of random states."""
         return self.states()
 
     def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
@@ -53,7 +53,7 @@ class _Process:
     )
 
     def keep(self, keeping: ActivationPolicy) -> None:
-        """Checkpoint like this from now on."""
+        """Set the activation policy `keeping` for all later checkpointed calls."""
         self.policy = ActivationCheckpointing(keeping, self.group, tracker=_CUDA_RNG_STATE_TRACKER)
         self.configured = True
 
@@ -66,12 +66,14 @@ def configure(
     bool | None = None, num_checkpoints: int | None = None, checkpoint_in_cpu: bool | None = None, synchronize: bool |
     None = None, profile: bool | None = None,
 ) -> None:  # fmt: skip
-    """Say how calls are checkpointed. Of a configuration only `activation_checkpointing` is read; arguments override it.
+    """Configure activation checkpointing of this process; arguments override the section of the configuration.
+
+    Of a configuration only `activation_checkpointing` is read.
 
     Args:
         mpu_: Has `get_tensor_model_parallel_group` or `get_model_parallel_group`: the ranks that partition activations.
     Raises:
-        ConfigError: contiguous checkpointing without a number, or the section is no good.
+        ConfigError: contiguous checkpointing without a number, or the section is invalid.
     """
     document = {} if deepspeed_config is None else read_all(deepspeed_config).data
     given = {
@@ -107,7 +109,7 @@ def reset() -> None:
 
 
 def set_num_layers(nlayers: int) -> None:
-    """How many buffers contiguous checkpointing makes."""
+    """Set the number of buffers that contiguous checkpointing allocates."""
     if _process.policy.keeping.slots is not None:
         _process.keep(replace(_process.policy.keeping, slots=nlayers))
 
@@ -132,7 +134,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The same by saved-tensor hooks."""
+    """Run `function` with activation checkpointing by saved-tensor hooks, without a reentrant backward."""
     return _policy().checkpoint(function, *args, **kwargs)
 
 
@@ -146,7 +148,7 @@ def _set_cuda_rng_state(new_state: torch.Tensor, device: Any = -1) -> None:
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """The one of this process."""
+    """Return the tracker of random states of this process."""
     return _CUDA_RNG_STATE_TRACKER
 
 

@@ -39,27 +39,27 @@ class aio_handle:  # noqa: N801  upstream's spelling
         self._begun = 0
 
     def get_block_size(self) -> int:
-        """As it was made."""
+        """Return the block size that the handle was created with."""
         return self._arguments[0]
 
     def get_queue_depth(self) -> int:
-        """As it was made."""
+        """Return the queue depth that the handle was created with."""
         return self._arguments[1]
 
     def get_single_submit(self) -> bool:
-        """As it was made."""
+        """Return the `single_submit` that the handle was created with."""
         return self._arguments[2]
 
     def get_overlap_events(self) -> bool:
-        """As it was made."""
+        """Return the `overlap_events` that the handle was created with."""
         return self._arguments[3]
 
     def get_intra_op_parallelism(self) -> int:
-        """As it was made."""
+        """Return the intra-op parallelism that the handle was created with."""
         return self._arguments[4]
 
     def get_alignment(self) -> int:
-        """What a buffer's address is a multiple of, to be used in place."""
+        """Return the address alignment in bytes of a buffer that is read or written without a copy."""
         return 4096
 
     def _begin(self, write: bool, buffer: Tensor, filename: str | os.PathLike[str], offset: int) -> None:
@@ -107,7 +107,7 @@ class aio_handle:  # noqa: N801  upstream's spelling
         self, buffer: Tensor, filename: str, validate: bool = False, async_: bool = False, file_offset: int = 0, **rest:
         Any,
     ) -> int:  # fmt: skip
-        """`async_pread` or `read`."""
+        """Read a file into `buffer` with `async_pread` or `read`."""
         begin = rest.get("async", async_)
         return (
             self.async_pread(buffer, filename, file_offset)
@@ -119,7 +119,7 @@ class aio_handle:  # noqa: N801  upstream's spelling
         self, buffer: Tensor, filename: str, validate: bool = False, async_: bool = False, file_offset: int = 0, **rest:
         Any,
     ) -> int:  # fmt: skip
-        """`async_pwrite` or `write`."""
+        """Write `buffer` to a file with `async_pwrite` or `write`."""
         if rest.get("async", async_):
             return self.async_pwrite(buffer, filename, file_offset)
         return self.write(buffer, filename, validate, file_offset)
@@ -135,12 +135,12 @@ class aio_handle:  # noqa: N801  upstream's spelling
         return begun
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: Tensor) -> Tensor:
-        """[num_elem] of the example's dtype, in memory that a device reads directly, where there is one."""
+        """Allocate [num_elem] of the example's dtype, in pinned memory where a device uses pinned memory."""
         made = torch.empty(num_elem, dtype=example_tensor.dtype)
         return made.pin_memory() if get_accelerator().facts.pinned else made
 
     def free_cpu_locked_tensor(self, tensor: Tensor) -> bool:
-        """Memory ends with its last tensor."""
+        """Return True without freeing: the memory is freed with its last tensor."""
         del tensor
         return True
 
@@ -150,7 +150,7 @@ class aio_handle:  # noqa: N801  upstream's spelling
 
 
 def functions() -> dict[str, Any]:
-    """What `AsyncIOBuilder().load()` has."""
+    """Return the functions that `AsyncIOBuilder().load()` provides."""
 
     def aio_write(buffer: Tensor, filename: str, *settings: Any) -> int:
         return aio_handle(*settings[:4]).sync_pwrite(buffer, filename)

@@ -72,7 +72,7 @@ class TPLayerSpec:
             )
 
     def get_partition_dim(self) -> int:
-        """The dim that is cut, or has the parts."""
+        """Return the dim that is sharded, or that holds the fused parts."""
         if self.partition_dim is not None:
             return self.partition_dim
         return 1 if self.partition_type is PartitionType.ROW else 0
@@ -98,7 +98,7 @@ class AutoTPConfig:
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any]) -> AutoTPConfig:
-        """The section of a configuration."""
+        """Build the object from a section of a configuration."""
         given = dict(config_dict)
         given["layer_specs"] = [
             spec if isinstance(spec, TPLayerSpec) else TPLayerSpec(**spec) for spec in given.get("layer_specs", ())
@@ -106,12 +106,12 @@ class AutoTPConfig:
         return cls(**given)
 
     def find_matching_spec(self, param_name: str, model_type: str | None = None) -> TPLayerSpec | None:
-        """The first rule about a parameter."""
+        """Return the first rule that matches a parameter; None without a match."""
         return next((spec for spec in self.layer_specs if spec.matches(param_name, model_type)), None)
 
 
 def merge_autotp_configs(base: AutoTPConfig, override: AutoTPConfig) -> AutoTPConfig:
-    """`override`, and after its rules those of `base`."""
+    """Merge two configurations: `override`, with the rules of `base` after its own rules."""
     return AutoTPConfig(
         tp_size=override.tp_size if override.tp_size > 1 else base.tp_size,
         layer_specs=[*override.layer_specs, *base.layer_specs],
@@ -133,10 +133,10 @@ class TPPlanConverter:
 
     @staticmethod
     def convert(hf_tp_plan: Mapping[str, str]) -> list[TPLayerSpec] | None:
-        """One rule an entry; None for no entries.
+        """Convert each entry of a Hugging Face plan into a rule; None for an empty plan.
 
         Raises:
-            ValueError: a style that is not known. Half a plan could cut one of two layers that belong together.
+            ValueError: an unknown style. Half a plan could shard only the first of two layers that belong together.
         """
         unknown = sorted({style for style in hf_tp_plan.values() if style.lower() not in SUPPORTED_STYLES})
         if unknown:
@@ -160,7 +160,10 @@ class TPPlanConverter:
 
 
 def _get_hf_tp_plan(model: Any) -> dict[str, str] | None:
-    """The plan of a model's configuration, of its class and of itself; entries that say the same below a prefix once."""
+    """Merge the tensor-parallel plans of a model's configuration, its class and the instance.
+
+    Entries that repeat a key of the configuration's plan below a prefix are dropped.
+    """
     found = dict(getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {})
     base = tuple(found)
     for plan in (getattr(type(model), "_tp_plan", None), getattr(model, "_tp_plan", None)):
@@ -171,7 +174,7 @@ def _get_hf_tp_plan(model: Any) -> dict[str, str] | None:
 
 
 def get_tensor_parallel_config(ds_config: Mapping[str, Any]) -> TPTrainingConfig:
-    """The section `tensor_parallel` of a configuration."""
+    """Return the validated section `tensor_parallel` of a configuration."""
     return TPTrainingConfig.model_validate(ds_config.get("tensor_parallel") or {})
 
 
@@ -197,15 +200,15 @@ class AutoTP:
         self.mp_size, self.mp_group = 1, None
 
     def set_tensor_parallel_config(self, mp_size: int, mp_group: Any) -> None:
-        """Over which ranks: torch's group; None is this rank alone."""
+        """Set the tensor-parallel degree and torch's process group; None is this rank only."""
         self.mp_size, self.mp_group = mp_size, mp_group
 
     def update_linear_policies(self) -> None:
-        """Nothing to do: every rule says what its layers become."""
+        """Do nothing: every rule names the class that replaces its layers."""
 
     @staticmethod
     def tp_parser(model: nn.Module) -> list[tuple[type[nn.Module], list[str]]]:
-        """For each class of blocks, the names in it of the layers whose results are summed."""
+        """List, for each class of blocks, the names of its layers whose outputs are all-reduced (row layers)."""
         modules = dict(model.named_modules())
         found: dict[type[nn.Module], list[str]] = {}
         for decision in make_tensor_plan(facts_of(model), TensorOptions(degree=2)).cut:
@@ -241,7 +244,7 @@ class AutoTP:
         return r_module
 
     def _replace_with_config(self, child: nn.Module, full_name: str) -> nn.Module | None:
-        """What takes the place of a layer; None leaves it."""
+        """Build the tensor-parallel replacement of a layer; None leaves the layer unchanged."""
         if self.partition_config is None or isinstance(child, LinearLayer | LinearAllreduce):
             return None
         spec = self.partition_config.find_matching_spec(f"{full_name}.weight", self._get_model_type())
@@ -278,7 +281,7 @@ _SIZES = (
 
 
 def get_head_shard_sizes(num_heads: int, num_kv_heads: int | None = None) -> list[int]:
-    """Heads of each tensor-parallel rank."""
+    """Return the number of attention heads of each tensor-parallel rank."""
     return get_shard_size_list(num_heads, _ranks()[1], num_kv_heads=num_kv_heads)
 
 
@@ -314,13 +317,13 @@ def _shares(module: nn.Module, name: str, given: int) -> tuple[int, list[int]]:
 
 
 def build_mpt_alibi_tensor(module: nn.Module, num_heads: int, *args: Any, **options: Any) -> Tensor:
-    """[heads, 1, length] for this rank's heads."""
+    """Build MPT's ALiBi tensor [heads, 1, length] for this rank's heads."""
     total, sizes = _shares(module, "build_mpt_alibi_tensor", num_heads)
     return _mine(vars(module)["build_mpt_alibi_tensor_orig"](total, *args, **options), 0, sizes)
 
 
 def get_alibi_mask(module: nn.Module, tensor: Any, *args: Any, **options: Any) -> Tensor:
-    """[heads, length, length] for this rank's heads."""
+    """Build the ALiBi mask [heads, length, length] for this rank's heads."""
     local = int(module.n_head)  # type: ignore[arg-type]
     total, sizes = _shares(module, "get_alibi_mask", local)
     module.n_head = total  # type: ignore[assignment]
@@ -335,7 +338,9 @@ def build_bloom_alibi_tensor(
     attention_mask: Tensor, num_heads: int, dtype: torch.dtype, head_shard_sizes: Sequence[int] | None = None,
     total_num_heads: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """[batch * heads, 1, length] for this rank's heads: slope times position (Press et al., arXiv:2108.12409, section 3).
+    """Build BLOOM's ALiBi tensor [batch * heads, 1, length] for this rank's heads: slope times position.
+
+    The slopes are those of Press et al., arXiv:2108.12409, section 3.
 
     Args:
         attention_mask: [batch, length], 1 where a token counts.

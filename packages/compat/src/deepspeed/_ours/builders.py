@@ -57,18 +57,18 @@ class OpBuilder:
         return type(self).functions is not None
 
     def absolute_name(self) -> str:
-        """The module that upstream would have compiled."""
+        """Return the name of the module that upstream would have compiled."""
         return f"deepspeed.ops.{self.name}_op"
 
     def sources(self) -> list[str]:
-        """Nothing is compiled."""
+        """Return an empty list: nothing is compiled here."""
         return []
 
     def load(self, verbose: bool = False) -> Any:
-        """An object with the operation's functions.
+        """Return an object with the operation's functions.
 
         Raises:
-            UnsupportedError: there are none here ("compat-missing").
+            UnsupportedError: the functions of this operation are not here ("compat-missing").
         """
         del verbose
         functions = type(self).functions

@@ -44,10 +44,10 @@ if __name__ == "__main__":
 
 
 def encode(value: Any, path: str = "client_state") -> Any:
-    """`value` as JSON.
+    """Encode `value` as data that JSON can represent.
 
     Raises:
-        UnsupportedError: something that is neither data nor a tensor; the message says where ("compat-client-state").
+        UnsupportedError: a value that is neither data nor a tensor; the message gives its path ("compat-client-state").
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -89,7 +89,7 @@ def _encode_other(value: Any, path: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given."""
+    """Decode the result of `encode` into the original value."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
@@ -126,16 +126,18 @@ def same_everywhere(value: Any, group: Group) -> Any:
 
 
 def name_of_tag(load_dir: str, tag: str | None) -> str | None:
-    """The tag to load: the one given, or what `latest` says; None leaves it to the newest complete one."""
+    """Return the tag to load: `tag`, or the content of `latest`; None selects the newest complete checkpoint."""
     return latest_tag(load_dir) if tag is None else str(tag)
 
 
 def leave_signs(save_dir: str, tag: str, *, latest: bool, sharded: bool) -> None:
-    """What clients look for beside the tag's folder. Called by one rank, when the checkpoint is complete.
+    """Write the files that clients expect beside the tag's folder.
+
+    Called by a single rank, when the checkpoint is complete.
 
     Args:
         latest: Write the file `latest`.
-        sharded: Put `zero_to_fp32.py` there, as upstream does from stage 1.
+        sharded: Write `zero_to_fp32.py`, as upstream does from stage 1.
     """
     folder = Path(save_dir)
     if sharded:
@@ -149,10 +151,11 @@ def leave_signs(save_dir: str, tag: str, *, latest: bool, sharded: bool) -> None
 
 
 def leave_files(folder: str, module: Mapping[str, Tensor], facts: Mapping[str, Any], optim: str) -> None:
-    """Files that programs look for in a checkpoint of upstream's, beside ours. Called by one rank.
+    """Write the files that programs expect in a checkpoint of upstream's, beside ours.
 
-    Nothing here reads them. They hold what torch.load(weights_only=True) can make: the weights and the caller's state, and which
-    stage it was.
+    Called by a single rank. Nothing here reads them. They hold only what torch.load(weights_only=True) can load: the
+    weights, the caller's state, and the
+    stage.
 
     Args:
         module: The model's weights, where upstream stores them in one file: below stage 3.
@@ -173,7 +176,7 @@ def leave_files(folder: str, module: Mapping[str, Tensor], facts: Mapping[str, A
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """Nested containers with every tensor as a compact copy on `device`; one copy for tensors that are the same."""
+    """Clone nested containers with every tensor as a compact copy on `device`; the same tensor is copied once."""
     return _cloned(item, torch.device(device), {})
 
 
@@ -190,17 +193,17 @@ def _cloned(item: Any, device: torch.device, made: dict[int, Tensor]) -> Any:
 
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
-    """Path of upstream's file of a model-parallel rank's weights, in the folder of a tag."""
+    """Return the path of upstream's file of a model-parallel rank's weights, in the folder of a tag."""
     return os.path.join(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt")
 
 
 def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
-    """Path of upstream's file of a rank's optimizer state."""
+    """Return the path of upstream's file of a rank's optimizer state."""
     return os.path.join(base_folder, f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
 
 
 def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) -> str:
-    """Path of upstream's file of a pipeline layer."""
+    """Return the path of upstream's file of a pipeline layer."""
     return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}-model_states.pt")
 
 
@@ -211,14 +214,14 @@ class TorchCheckpointEngine:
         self.config = config_params
 
     def save(self, state_dict: Any, path: str) -> None:
-        """`torch.save`."""
+        """Write a state dict with `torch.save`."""
         torch.save(state_dict, path)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """`torch.load` of data only."""
+        """Load a state dict with `torch.load(weights_only=True)`."""
         return torch.load(io.BytesIO(Path(path).read_bytes()), map_location=map_location, weights_only=True)
 
     def commit(self, info: Any) -> bool:
-        """A file is complete when `save` returns."""
+        """Return True: a file is complete when `save` returns."""
         del info
         return True

@@ -89,7 +89,7 @@ def init_distributed(
 
 
 def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True) -> None:
-    """`init_distributed` reads MPI's variables; this makes the group with them."""
+    """Initialize the process group from MPI's variables, which `init_distributed` reads."""
     init_distributed(distributed_port=distributed_port, verbose=verbose)
 
 
@@ -115,7 +115,7 @@ def is_available() -> bool:
 
 
 def get_rank(group: Any = None) -> int:
-    """This process's rank in the group; 0 before there is one."""
+    """Return this process's rank in the group; 0 before a process group exists."""
     return ds_comm.as_group(group).rank
 
 
@@ -130,7 +130,7 @@ def get_local_rank() -> int:
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """The rank in the world of a rank of the group."""
+    """Return the world rank of a rank of the group."""
     return ds_comm.as_group(group).ranks[group_rank]
 
 
@@ -140,12 +140,12 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
 
 
 def get_world_group() -> Any:
-    """torch's group of all ranks."""
+    """Return torch's process group of all ranks."""
     return dist.group.WORLD
 
 
 def new_group(ranks: Sequence[int]) -> Any:
-    """torch's group of these ranks. Collective over the world."""
+    """Create torch's process group of these ranks. Collective over the world."""
     return dist.new_group(list(ranks))
 
 
@@ -163,7 +163,10 @@ def in_aws_sm() -> bool:
 
 
 def _adapted(function: Callable[..., Any], keywords: Mapping[str, str] | None = None) -> Callable[..., Any]:
-    """`function` with upstream's trailing arguments, and with upstream's names of `keywords` (theirs -> ours)."""
+    """Wrap `function` so that it accepts upstream's trailing arguments and keyword names.
+
+    `keywords` maps upstream's names to ours.
+    """
     names = keywords or {}
 
     @wraps(function)
@@ -203,7 +206,7 @@ irecv = _adapted(ds_comm.irecv)
 
 
 def has_all_gather_into_tensor() -> bool:
-    """Always."""
+    """Return True: all-gather into a tensor is always available."""
     return True
 
 
@@ -256,7 +259,7 @@ def get_logged_comm_ops() -> list[str]:
 
 
 def get_comm_operation_count(operation_name: str | None = None) -> int:
-    """How many operations it collected; of one name, or all."""
+    """Return the number of operations that the comms logger collected, of a given name or of all names."""
     told = collected(collector())["summary"]
     names = told if operation_name is None else [name for name in told if name == operation_name]
     return sum(row["count"] for name in names for row in told[name].values())

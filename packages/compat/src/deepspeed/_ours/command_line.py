@@ -27,10 +27,10 @@ EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """`ds run` with upstream's habit: the script gets `--local_rank=N` unless `--no_local_rank` is given.
+    """Run `ds run` as upstream does: the script gets `--local_rank=N` unless `--no_local_rank` is given.
 
     Raises:
-        ConfigError: `args` contradict each other ("launch-options"). The program says it and ends with 2.
+        ConfigError: `args` contradict each other ("launch-options"). The program prints the error and exits with 2.
     """
     if args is not None:
         parse_args(args)
@@ -38,7 +38,10 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def launch(args: Sequence[str] | None = None) -> int:
-    """`deepspeed.launcher.launch`: the ranks of this host, with upstream's `--world_info`, `--node_rank` and addresses."""
+    """Start the ranks of this host, as `deepspeed.launcher.launch` does.
+
+    Reads upstream's `--world_info`, `--node_rank` and addresses.
+    """
     parser = argparse.ArgumentParser(prog="deepspeed.launcher.launch")
     parser.add_argument("--node_rank", type=int, default=0)
     parser.add_argument("--master_addr", default="127.0.0.1")
@@ -62,18 +65,18 @@ def launch(args: Sequence[str] | None = None) -> int:
 
 
 def report(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> int:
-    """`ds env`."""
+    """Run `ds env` and return its exit status."""
     del hide_operator_status, hide_errors_and_warnings
     return ds(["env"])
 
 
 def cli_main() -> int:
-    """The program `ds_report`."""
+    """Run the program `ds_report` and return its exit status."""
     return report()
 
 
 def ssh(args: Sequence[str] | None = None) -> int:
-    """The program `ds_ssh [-f HOSTFILE] COMMAND...`: `ds ssh`."""
+    """Run the program `ds_ssh [-f HOSTFILE] COMMAND...` by `ds ssh`."""
     parser = argparse.ArgumentParser(prog="ds_ssh", description="Run a command on all hosts.")
     parser.add_argument("-f", "--hostfile", default=DLTS_HOSTFILE)
     parser.add_argument("command", nargs=argparse.REMAINDER)
@@ -82,12 +85,12 @@ def ssh(args: Sequence[str] | None = None) -> int:
 
 
 def bench(args: Sequence[str] | None = None) -> int:
-    """The program `ds_bench`: `ds comm bench`, whose options it takes."""
+    """Run the program `ds_bench` by `ds comm bench`, with the options of the latter."""
     return ds(["comm", "bench", *(sys.argv[1:] if args is None else args)])
 
 
 def io(args: Sequence[str] | None = None) -> int:
-    """The program `ds_io --folder DIR [--read] [--io_size SIZE] ...`: `ds io bench`."""
+    """Run the program `ds_io --folder DIR [--read] [--io_size SIZE] ...` by `ds io bench`."""
     parser = argparse.ArgumentParser(prog="ds_io", description="Measure file I/O.")
     parser.add_argument("--folder", required=True)
     parser.add_argument("--read", action="store_true", help="reads only; writes only without it")
@@ -106,7 +109,7 @@ def io(args: Sequence[str] | None = None) -> int:
 
 
 def tune(args: Sequence[str] | None = None) -> int:
-    """The program `ds_nvme_tune --nvme_dir DIR...`: `ds io tune`."""
+    """Run the program `ds_nvme_tune --nvme_dir DIR...` by `ds io tune`."""
     parser = argparse.ArgumentParser(prog="ds_nvme_tune", description="Find the best settings for file I/O.")
     parser.add_argument("--nvme_dir", nargs="+", required=True)
     parser.add_argument("--io_size", default="400M")
@@ -119,7 +122,7 @@ def tune(args: Sequence[str] | None = None) -> int:
 
 
 def elastic(args: Sequence[str] | None = None) -> int:
-    """The program `ds_elastic -c CONFIG [-w RANKS]`: what the `elasticity` section comes to."""
+    """Run the program `ds_elastic -c CONFIG [-w RANKS]`: print the batch sizes of the `elasticity` section."""
     parser = argparse.ArgumentParser(prog="ds_elastic", description="Show what elasticity comes to.")
     parser.add_argument("-c", "--config", required=True)
     parser.add_argument("-w", "--world-size", type=int, default=0)
@@ -132,7 +135,7 @@ def elastic(args: Sequence[str] | None = None) -> int:
 
 
 def universal_arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
-    """What `ds_to_universal.py` was given."""
+    """Parse the command line of `ds_to_universal.py` and ignore unknown options."""
     parser = argparse.ArgumentParser(
         prog="ds_to_universal.py", description="Convert a checkpoint to the universal layout."
     )
@@ -143,7 +146,9 @@ def universal_arguments(args: Sequence[str] | None = None) -> argparse.Namespace
 
 
 def to_universal(args: argparse.Namespace | Sequence[str] | None = None) -> int:
-    """`ds_to_universal.py --input_folder TAG --output_folder OUT`: upstream's checkpoint, or ours, in its universal layout.
+    """Convert a checkpoint, upstream's or ours, to upstream's universal layout.
+
+    The program is `ds_to_universal.py --input_folder TAG --output_folder OUT`.
 
     Args:
         args: The command line; or, as upstream's `main` has it, an object with `input_folder` and `output_folder`.

@@ -27,12 +27,15 @@ _switched: list[Collector] = []
 
 
 def collector() -> Collector | None:
-    """The comms logger that listens: the one of `configure`, or an engine's."""
+    """Return the active comms logger: that of `configure`, or else an engine's; None without any."""
     return next((sink for sink in (*_switched, *ds_monitor.active_sinks()) if isinstance(sink, Collector)), None)
 
 
 def switch(config: CommsLoggerConfig) -> None:
-    """Listen as the configuration says; what was collected before is kept where it went."""
+    """Attach or detach this process's comms logger as the configuration says.
+
+    Records collected before stay with the detached logger.
+    """
     while _switched:
         ds_monitor.detach([_switched.pop()])
     if config.enabled:
@@ -47,7 +50,7 @@ def print_rank_0(message: str) -> None:
 
 
 def convert_size(size_bytes: int) -> str:
-    """Bytes as text in the largest unit that leaves a whole part, two places: "1.5 KB"."""
+    """Format bytes in the largest unit that leaves a whole part, to two decimal places: "1.5 KB"."""
     if size_bytes == 0:
         return "0B"
     power = min((size_bytes.bit_length() - 1) // 10, len(_UNITS) - 1)
@@ -55,7 +58,7 @@ def convert_size(size_bytes: int) -> str:
 
 
 def calc_bw_log(comm_op: str, size: int, duration: float) -> tuple[float, float]:
-    """Algorithm and bus bandwidth in Gbps of an operation that passed `size` bytes a rank and took `duration` ms."""
+    """Compute the algorithm and bus bandwidth in Gbps of an operation of `size` bytes a rank and `duration` ms."""
     speed = bandwidth(_OURS.get(comm_op, comm_op), size, world_group().size, duration / 1e3)
     return speed.algorithm_gbps, speed.bus_gbps
 
@@ -102,15 +105,15 @@ class CommsLogger:
         return bool(self.comms_dict)
 
     def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
-        """A copy of `comms_dict` whose rows are the same lists."""
+        """Return a shallow copy of `comms_dict`; its rows are the same lists."""
         return dict(self.comms_dict)
 
     def get_total_operations(self) -> int:
-        """How many operations."""
+        """Return the number of operations logged so far."""
         return sum(row[0] for sizes in self.comms_dict.values() for row in sizes.values())
 
     def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]] | None:
-        """By size: count and trimmed averages; None for an operation that was not counted."""
+        """Return count and trimmed averages by message size; None for an operation that was not counted."""
         sizes = self.comms_dict.get(operation_name)
         return None if sizes is None else {size: _summed(size, row) for size, row in sizes.items()}
 
@@ -171,7 +174,10 @@ def _report(told: dict[str, Any], straggling: dict[str, Any] | None) -> dict[str
 
 
 def collected(found: Collector | None, show_straggler: bool = False) -> dict[str, Any]:
-    """What a collector has, in upstream's shape. With `show_straggler` every rank calls it together."""
+    """Return the records of a comms logger in upstream's format.
+
+    With `show_straggler` the call is collective over all ranks.
+    """
     told: dict[str, Any] = {}
     straggling: dict[str, Any] = {}
     for row in [] if found is None else found.as_dict(show_straggler)["summary"]:
@@ -194,6 +200,6 @@ def collected(found: Collector | None, show_straggler: bool = False) -> dict[str
 
 
 def print_collected(report: dict[str, Any]) -> None:
-    """The table of `collected`, on rank 0."""
+    """Print the table of a report of `collected`, on rank 0."""
     if world_group().rank == 0:
         _print(report["summary"])

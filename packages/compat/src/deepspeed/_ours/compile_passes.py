@@ -34,7 +34,7 @@ class PassContract:
     conflicts_with: frozenset[str] = frozenset()
 
     def ours(self) -> Contract:
-        """The same for ds_engine's check."""
+        """Convert the contract to ds_engine's `Contract` for its check."""
         return Contract(self.requires, self.provides, self.conflicts_with)
 
 
@@ -54,7 +54,7 @@ def register_pass_contract(name: str, contract: PassContract | None) -> None:
 
 
 def get_pass_contract(name: str) -> PassContract | None:
-    """The contract of a name, if it has one."""
+    """Return the contract registered under a name; None without a contract."""
     return _pass_contracts.get(name)
 
 
@@ -158,7 +158,10 @@ _UPSTREAMS = 8  # arguments; ds_engine's passes take seven
 
 
 def as_ours(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A pass of the caller as ds_engine calls it. Upstream's form is told by its eight arguments."""
+    """Wrap a pass of the caller into the form that ds_engine calls.
+
+    Upstream's form is recognised by its eight arguments.
+    """
     try:
         inspect.signature(function).bind(*range(_UPSTREAMS))
     except (TypeError, ValueError):
@@ -167,7 +170,7 @@ def as_ours(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def functions_of(passes: Mapping[str, Pass]) -> dict[str, Callable[..., Any]]:
-    """The functions that the caller has registered, by name."""
+    """Return the functions that the caller has registered, by name."""
     edits = {name: one.edit for name, one in passes.items() if one.edit is not None}
     return {name: edit.function if isinstance(edit, _Given) else edit for name, edit in edits.items()}
 
@@ -175,7 +178,7 @@ def functions_of(passes: Mapping[str, Pass]) -> dict[str, Callable[..., Any]]:
 def translated_schedule(
     schedule: Sequence[tuple[int, Sequence[Any]]], functions: Mapping[str, Callable[..., Any]] | None = None
 ) -> list[tuple[int, list[Any]]]:
-    """A schedule with upstream's passes replaced by ours, and functions by the names that they are registered under."""
+    """Replace upstream's passes in a schedule by ours, and functions by their registered names."""
 
     def ours(one: Any) -> Sequence[Any]:
         for name, (function, names) in BUILTIN.items():
@@ -189,7 +192,7 @@ def translated_schedule(
 
 
 def _both(upstream: str, contract: PassContract) -> PassContract:
-    """A contract of upstream's pass that provides as well what ours provide, which stand for it."""
+    """Extend a contract of upstream's pass by what our passes provide, which replace that pass."""
     ours = [OURS[name].contract.provides for name in BUILTIN[upstream][1]]
     return PassContract(contract.requires, contract.provides.union(*ours), contract.conflicts_with)
 

@@ -33,12 +33,12 @@ DeepSpeedConfigError = ConfigError
 
 
 def raw_config(config: Source | None, config_params: Source | None = None, args: Any = None) -> dict[str, Any]:
-    """The configuration as the caller wrote it, from any of the places that `initialize` takes it from.
+    """Return the configuration as the caller wrote it, from any of the places that `initialize` accepts.
 
-    A dict is returned as it is, the same object: clients keep it and read it through `engine.config`.
+    A dict is returned unchanged, the same object: clients hold it and read it through `engine.config`.
 
     Raises:
-        ConfigError: none was given, or more than one ("config-source"); it cannot be read.
+        ConfigError: none was given, or more than one ("config-source"); the source cannot be read.
     """
     source = source_of(config, config_params, args)
     return source if isinstance(source, dict) else dict(read(_path(source)).data)
@@ -53,7 +53,7 @@ def _path(source: Any) -> Source:
 
 
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
-    """Largest norm of the gradient; 0 does not clip."""
+    """Return the largest norm of the gradient; 0 does not clip."""
     return float(param_dict.get("gradient_clipping", Config.model_fields["gradient_clipping"].default))
 
 
@@ -75,7 +75,9 @@ def get_log_level(param_dict: Mapping[str, Any]) -> str | None:
 
 
 def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """For `json.load(..., object_pairs_hook=...)`: a dict, or an error that names the keys given twice.
+    """Build a dict from pairs, or raise an error that names the duplicate keys.
+
+    For `json.load(..., object_pairs_hook=...)`.
 
     Raises:
         ValueError: a key is given twice.

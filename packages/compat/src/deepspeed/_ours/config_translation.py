@@ -9,5 +9,5 @@ __all__ = ["reads"]
 
 
 def reads(path: str, meaning: str) -> Any:
-    """A property that gives the attribute at `path` ("state.step")."""
+    """Build a property that returns the attribute at `path` ("state.step")."""
     return property(attrgetter(path), doc=meaning)

@@ -31,11 +31,11 @@ class ProgressiveLayerDrop:
         self.theta, self.gamma, self.current_theta = theta, gamma, 1.0
 
     def get_state(self) -> dict[str, Any]:
-        """What a model's forward is given."""
+        """Return the keyword arguments for a model's forward."""
         return {"progressive_layer_drop": True, "pld_theta": self.get_theta()}
 
     def get_theta(self) -> float:
-        """At the last step that was told."""
+        """Return theta of the last updated step."""
         return self.current_theta
 
     def update_state(self, global_step: int) -> None:
@@ -44,7 +44,10 @@ class ProgressiveLayerDrop:
 
 
 def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> list[Tensor]:
-    """The average of every rank's `tensors`, of each this rank's part: flat, in order, the last ranks' shorter. Collective."""
+    """Reduce-scatter the average of every rank's `tensors`. Collective.
+
+    The shards are flat and in order; the last ranks' shards may be shorter.
+    """
     ranks = as_group(group)
     found = []
     for tensor in tensors:
@@ -65,13 +68,13 @@ def all_to_all_quant_reduce(tensors: Sequence[Tensor], groups: Mapping[str, Any]
 def all_to_all_loco_quant_reduce(
     params: Sequence[nn.Parameter], groups: Mapping[str, Any], loco_param: Any = None
 ) -> list[Tensor]:
-    """The same of gradients: nothing is rounded, so there is no error to feed back. Collective."""
+    """Reduce-scatter the average of gradients, exact: without rounding there is no error to feed back. Collective."""
     del loco_param
     return all_to_all_quant_reduce([param.grad for param in params if param.grad is not None], groups)
 
 
 def get_state_devices(model: DeepSpeedEngine, state: OffloadStateTypeEnum) -> set[torch.device]:
-    """Where a kind of an engine's state lies; nowhere while it is moved away."""
+    """Return the devices of a kind of an engine's state; an empty set while the state is moved away."""
     params = [param for param in model.module.parameters() if param.requires_grad]
     if state is OffloadStateTypeEnum.lp_params:
         found: list[Any] = [param.data for param in params]
@@ -98,13 +101,13 @@ def debug_clear_module_and_param_names() -> None:
 
 
 def debug_extract_module_and_param_names(model: nn.Module) -> None:
-    """Learn the names in a model."""
+    """Register the names of a model's modules and parameters."""
     _modules.update({id(module): name for name, module in model.named_modules()})
     _params.update({id(param): name for name, param in model.named_parameters()})
 
 
 def debug_module2name(module: nn.Module) -> str:
-    """`unknown` if no model with it was seen."""
+    """Return the registered name of a module, or `unknown`."""
     return _modules.get(id(module), "unknown")
 
 
@@ -113,7 +116,7 @@ def debug_module2name_class(module: nn.Module) -> str:
 
 
 def debug_param2name(param: Tensor) -> str:
-    """`unknown` if no model with it was seen."""
+    """Return the registered name of a parameter, or `unknown`."""
     return _params.get(id(param), "unknown")
 
 

@@ -16,19 +16,23 @@ _NODES = Path("/sys/devices/system/node")
 
 
 def parse_range_list(range_str: str) -> list[int]:
-    """The numbers of "0,2-4": ranges in ascending order that do not overlap. Anything else is a ValueError."""
+    """Parse "0,2-4" into its numbers: ranges in ascending order that do not overlap.
+
+    Raises:
+        ValueError: any other text.
+    """
     return list(cpu_binding.parse_ranges(range_str))
 
 
 def get_numa_cores() -> list[list[int]]:
-    """Cores of each memory node that has some, by the kernel's own numbers; empty where it does not tell."""
+    """List the cores of each NUMA node, by the kernel's own numbers; empty where the kernel lists no nodes."""
     nodes = sorted(_NODES.glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
     lists = [(node / "cpulist").read_text().strip() for node in nodes if (node / "cpulist").is_file()]
     return [parse_range_list(text) if text else [] for text in lists]
 
 
 def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank: int) -> tuple[int, list[str]]:
-    """How many cores a rank gets, and the start of a command that binds it to its own and to their memory.
+    """Return the cores per rank, and the numactl command prefix that binds a rank to its cores and their memory.
 
     Args:
         bind_core_list: Cores to share, as `parse_range_list` reads them; None: those this process may use.
@@ -65,7 +69,7 @@ def _text(numbers: Sequence[int]) -> str:
 
 
 def _memory(own: Sequence[int]) -> list[str]:
-    """The option that takes memory near the cores; none where all of it is as near."""
+    """Return the numactl option for the NUMA nodes of these cores; empty on a host with fewer than two nodes."""
     nodes = get_numa_cores()
     near = [number for number, node in enumerate(nodes) if set(node) & set(own)]
     return ["-m", _text(near)] if near and len(nodes) > 1 else []

@@ -57,7 +57,7 @@ class CurriculumScheduler:
         self._custom = schedule_function
 
     def get_difficulty(self, global_steps: int) -> int:
-        """What the schedule says of a step, the first of which is 1."""
+        """Return the schedule's difficulty at a step, the first of which is 1."""
         return self._schedule()(global_steps)
 
     def update_difficulty(self, global_steps: int) -> int:
@@ -67,7 +67,7 @@ class CurriculumScheduler:
         return int(self.state["current_difficulty"])
 
     def get_current_difficulty(self) -> int:
-        """Of the last update."""
+        """Return the difficulty of the last update."""
         return int(self.state["current_difficulty"])
 
     def set_current_difficulty(self, difficulty: int) -> None:
@@ -75,7 +75,7 @@ class CurriculumScheduler:
         self.state["current_difficulty"] = difficulty
 
     def get_state(self) -> dict[str, Any]:
-        """To go on from."""
+        """Return the scheduler's state, from which training can resume."""
         return self.state
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -109,17 +109,17 @@ class RandomLTDScheduler:
         self.router.update(global_steps, self.global_batch_size)
 
     def get_current_seq(self) -> int:
-        """Tokens that are seen now."""
+        """Return the number of tokens that the layers process now."""
         return self.router.num_kept
 
     def get_total_layer_tokens(self, train_iters: int) -> int:
-        """Tokens times layers of so many steps from the beginning, which it goes through."""
+        """Count tokens times layers over `train_iters` steps from the first step; advances the schedule."""
         for step in range(train_iters):
             self.update_seq(step)
         return self.router.consumed
 
     def reset_to_init(self) -> None:
-        """Back to before the first step."""
+        """Reset the schedule to its state before the first step."""
         self.router.load_state_dict({"kept": self.router.config.min_value, "step": -1, "consumed": 0})
 
     def get_state(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class RandomLTDScheduler:
         return {**self.state_dict(), "schedule_type": "fixed_linear", "schedule_config": steps}
 
     def state_dict(self) -> dict[str, int]:
-        """To go on from."""
+        """Return the schedule's state dict, from which training can resume."""
         router = self.router
         return {
             "consumed_layer_tokens": router.consumed,
@@ -186,11 +186,11 @@ class DeepSpeedDataSampler:
             yield row.samples
 
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Schedule]) -> None:
-        """Functions of the step, by metric."""
+        """Set custom schedules, functions of the step, by metric."""
         self.curriculum.set_schedules(schedule_func_dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """To go on from, on any number of ranks."""
+        """Return the sampler's state dict, from which any number of ranks can resume."""
         return {**self._progress, "consumed_samples": self.consumed_samples, "curriculum": dict(self._before)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -226,11 +226,11 @@ class MMapIndexedDataset(TokenFile, Dataset[Any]):
         return self.index.bounds
 
     def get_doc_idx(self) -> NDArray[np.int64]:
-        """`doc_idx`."""
+        """Return the document boundaries, `doc_idx`."""
         return self.doc_idx
 
     def size(self, index: int) -> int:
-        """Values of an item."""
+        """Return the number of values of an item."""
         return int(self.sizes[index])
 
     @staticmethod
@@ -251,24 +251,24 @@ class MMapIndexedDatasetBuilder:
         self._out = TokenWriter(out_file, dtype, table="deepspeed")
 
     def add_item(self, tensor: Any) -> None:
-        """One item: a tensor or what numpy takes."""
+        """Append an item: a tensor or any array-like."""
         self.add_item_numpy(tensor.numpy() if isinstance(tensor, torch.Tensor) else np.asarray(tensor))
 
     def add_item_numpy(self, np_array: NDArray[Any]) -> None:
-        """One item."""
+        """Append an item given as a numpy array."""
         self._out.add(np_array, ends_document=False)
 
     def add_items(self, arr_list: Sequence[Any]) -> None:
-        """Items."""
+        """Append several items in their order."""
         for item in arr_list:
             self.add_item(item)
 
     def end_document(self) -> None:
-        """What was added since the last one is a document."""
+        """End a document: all items added since the previous end."""
         self._out.end_document()
 
     def merge_file_(self, another_file: str) -> None:
-        """All items and documents of another file."""
+        """Append all items and documents of another file."""
         self._out.merge(another_file)
 
     def finalize(self, index_file: str) -> None:
@@ -287,23 +287,26 @@ class MMapIndexedDatasetBuilder:
 
 
 def index_file_path(prefix_path: str) -> str:
-    """Path of the index."""
+    """Return the path of the index file of a prefix."""
     return prefix_path + ".idx"
 
 
 def data_file_path(prefix_path: str) -> str:
-    """Path of the values."""
+    """Return the path of the file with the values of a prefix."""
     return prefix_path + ".bin"
 
 
 def make_dataset(path: str, impl: str, skip_warmup: bool = False) -> MMapIndexedDataset | None:
-    """A token file of any layout, or None where there is none."""
+    """Open a token file of any layout; None where the file does not exist."""
     del impl
     return MMapIndexedDataset(path, skip_warmup) if MMapIndexedDataset.exists(path) else None
 
 
 def make_builder(out_file: str, impl: str, vocab_size: int | None = None) -> MMapIndexedDatasetBuilder:
-    """A builder for tokens of a vocabulary: 16 bits where they hold it, else 32. Only the layout `mmap` is written."""
+    """Create a builder for tokens of a vocabulary: 16 bits where the vocabulary fits, else 32.
+
+    Only the layout `mmap` is written.
+    """
     if impl != "mmap":
         raise UnsupportedError(
             f"make_builder(impl={impl!r}): the older layouts are read, not written",
@@ -314,13 +317,13 @@ def make_builder(out_file: str, impl: str, vocab_size: int | None = None) -> MMa
 
 
 def find_fit_int_dtype(min_value: int, max_value: int) -> Any:
-    """The smallest integer format for a range, unsigned where nothing is negative."""
+    """Find the smallest integer dtype for a range, unsigned where the range has no negative values."""
     kinds = (np.uint8, np.uint16, np.uint32, np.uint64) if min_value >= 0 else (np.int8, np.int16, np.int32, np.int64)
     return next(kind for kind in kinds if np.iinfo(kind).min <= min_value and max_value <= np.iinfo(kind).max)
 
 
 def split_index(start_idx: int, end_idx: int, num_partitions: int) -> list[tuple[int, int]]:
-    """Ranges of about the same length."""
+    """Split an index range into ranges of about the same length."""
     ends = np.linspace(start_idx, end_idx, num=num_partitions + 1, dtype=int).tolist()
     return list(pairwise(ends))
 
@@ -329,11 +332,13 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     dataset: Any, engine: Any, dataset_seqlens: Any = None, dataset_filter_ids: Any = None, dataloader_collate_fn: Any =
     None, sample_padding_fn: Any = None, batch_seqlens_fn: Any = None,
 ) -> tuple[Any, VariableBatchSizeLR, dict[str, Any]]:  # fmt: skip
-    """What `data_efficiency.data_sampling.dynamic_batching` of an engine says, for a data set. Collective if lengths are computed.
+    """Build the loader and LR scheduler of an engine's `data_sampling.dynamic_batching` for a data set.
+
+    Collective if lengths are computed.
 
     Args:
-        dataset_seqlens: Tokens of each sample; by default what an analyzer left under `metrics_path`.
-        batch_seqlens_fn: Lengths of a batch of samples, for an analyzer that is run where nothing was left.
+        dataset_seqlens: Tokens of each sample; by default those that an analyzer wrote under `metrics_path`.
+        batch_seqlens_fn: Lengths of a batch of samples, for an analyzer that is run where no lengths were written.
     Raises:
         ConfigError: dynamic batching is off, or no lengths are known ("data-max-tokens").
     """

@@ -114,7 +114,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         return self._monitor
 
     def get_summary_writer(self) -> Any:
-        """TensorBoard's writer; None where it is off, and on other ranks."""
+        """Return TensorBoard's writer; None where TensorBoard is off, and on other ranks."""
         tensorboard = self.monitor.tb_monitor
         return None if tensorboard is None else tensorboard.summary_writer
 
@@ -124,8 +124,9 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         return has_moe_layers(self.module)[0]
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the last update's averaged gradient before clipping; also between updates. Of a skipped step inf, also where
-        the gradients have a nan.
+        """Return the norm of the last update's averaged gradient before clipping; also between updates.
+
+        The norm of a skipped step is inf, also where the gradients have a nan.
         """
         last = None if self.optimizer is None else self.optimizer.last
         return None if last is None else math.inf if last.skipped else last.norm
@@ -133,10 +134,12 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
     # ---- where a step ends
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside accumulate without reducing. At ZeRO stages 0 and 1, as upstream has it; see `coalesce_grad_reduction`.
+        """Accumulate gradients of the backwards inside the context without reducing, at ZeRO stages 0 and 1.
+
+        The limit to these stages is upstream's; see `coalesce_grad_reduction`.
 
         Raises:
-            PlanError: at stage 2 or 3, or inside another; an AssertionError, too ("compat-order").
+            PlanError: at stage 2 or 3, or inside another such context; an AssertionError, too ("compat-order").
         """
         stage = self.plan.config.zero_optimization.stage
         if stage > 1:
@@ -147,10 +150,12 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         return self._without_reducing("no_sync")
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
-        """Several backwards inside, one reduction at the next step. At every ZeRO stage; a rank holds whole gradients meanwhile.
+        """Defer gradient reduction of several backwards inside the context to the next step, at every ZeRO stage.
+
+        A rank holds unsharded gradients meanwhile.
 
         Raises:
-            PlanError: where the loop decides by itself when a step ends; an AssertionError, too ("compat-order").
+            PlanError: where the training loop decides when a step ends; an AssertionError, too ("compat-order").
         """
         if not self.plan.managed:
             raise out_of_order(
@@ -203,10 +208,13 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         return super().backward(loss, retain_graph, scale_wrt_gas)
 
     def _backward_epilogue(self) -> None:
-        """Nothing: gradients of a plain `loss.backward()` are seen as they arrive. For losses that several engines share."""
+        """Do nothing: gradients of a plain `loss.backward()` are processed on arrival.
+
+        For losses that several engines share.
+        """
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """The next backward, and the step after it, are (not) the last of a step; until this is called again."""
+        """Set whether the next backward and the following step end a gradient accumulation, until the next call."""
         if not self.plan.managed:
             raise out_of_order(
                 "set_gradient_accumulation_boundary() without managed_gradient_accumulation", "Call step() instead."
@@ -218,17 +226,20 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         return super().is_gradient_accumulation_boundary() if self._boundary is None else self._boundary
 
     def next_backward(self) -> Action:
-        """As the program has it, or as the caller decided: shards reduce every time, whole gradients at the end."""
+        """Return the action of the next backward: the program's, or the caller's decision on the boundary.
+
+        Sharded gradients are reduced in every backward, unsharded gradients in the last.
+        """
         if self._boundary is None:
             return super().next_backward()
         return replace(self._backwards[-1], reduce=self._boundary or self.plan.residency.shard_grads)
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
-        """Nothing to do: the last backward of a step reduces, and `step` closes what is open."""
+        """Do nothing: the last backward of a step reduces, and `step` finishes pending reductions."""
         del bucket_size
 
     def scale(self, loss: Tensor) -> Tensor:
-        """`loss` as `.backward()` may be called on it: divided by the microbatches, times the loss scale."""
+        """Scale `loss` for a plain `.backward()`: divide by the microbatches, multiply by the loss scale."""
         if loss.numel() != 1:
             raise out_of_order(
                 f"scale() wants a scalar tensor, got one of shape {tuple(loss.shape)}", "Reduce the loss first."
@@ -242,7 +253,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         return self.optimizer or self.sharding
 
     def empty_partition_cache(self) -> None:
-        """Nothing is kept: a unit is released when its graph is done with it."""
+        """Do nothing: no partitions are cached, a unit is released when its graph no longer needs its parameters."""
 
     def compile(  # type: ignore[override]
         self,
@@ -330,7 +341,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         )
 
     def _tell_overflow(self, held: ScaleState) -> None:
-        """Upstream's line about a skipped step, which programs look for."""
+        """Log upstream's line about a skipped step, which programs parse."""
         now = self._trains("step")._scale
         if self.global_rank or now is None or (now.scale, now.tolerance) == (held.scale, held.tolerance):
             return

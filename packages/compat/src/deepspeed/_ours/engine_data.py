@@ -103,10 +103,10 @@ class ReadsData(Engine):
         )
 
     def random_ltd_initialize(self) -> None:
-        """Nothing is left to do: `initialize` has routed the converted layers.
+        """Do nothing but check: `initialize` has already routed the converted layers.
 
         Raises:
-            PlanError: the configuration does not ask for it ("compat-argument").
+            PlanError: the configuration does not enable random-LTD ("compat-argument").
         """
         if self.random_ltd_scheduler is None:
             raise out_of_order(
@@ -119,7 +119,7 @@ class ReadsData(Engine):
             self.training_dataloader.post_process = post_process_func
 
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], int]]) -> None:
-        """Functions of the step for the metrics of the curriculum, by name."""
+        """Set custom schedules, functions of the step, for the metrics of the curriculum, by name."""
         if isinstance(self.training_dataloader, CurriculumLoader):
             self.training_dataloader.curriculum.set_schedules(schedule_func_dict)
 
@@ -133,7 +133,7 @@ class ReadsData(Engine):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader | ResumableLoader:
-        """A loader of this rank's microbatches; shuffled on the route `train`, except for a pipeline."""
+        """Build a loader of this rank's microbatches; shuffled on the route `train`, except for a pipeline."""
         if self.plan.reading.curriculum is not None or self.plan.reading.batching is not None:
             return super().deepspeed_io(dataset, batch_size, route, collate_fn=collate_fn)
         ranks = self.mesh["data"]

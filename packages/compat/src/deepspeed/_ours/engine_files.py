@@ -74,7 +74,7 @@ class SavesAndLoads(Engine):
         return True
 
     def _one_tag(self, tag: str) -> str:
-        """The tag, the same on every rank: rank 0's, after what `checkpoint.tag_validation` says of others. Collective."""
+        """Return rank 0's tag on every rank, after checking the tags by `checkpoint.tag_validation`. Collective."""
         tags = self.mesh["world"].size * [None]
         all_gather_object(tags, tag, group=self.mesh["world"])
         if len(set(tags)) > 1:
@@ -91,7 +91,10 @@ class SavesAndLoads(Engine):
         return not self.plan.residency.shard_params and self.plan.config.checkpoint.layout == "ds"
 
     def _facts(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
-        """What upstream stores beside the weights. Client state that only pickle could hold was refused before."""
+        """Collect the values that upstream stores beside the weights.
+
+        Client state that only pickle could hold was refused before.
+        """
         counters = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
         return {
             **client_state,
@@ -125,7 +128,7 @@ class SavesAndLoads(Engine):
     def _get_ckpt_name(
         self, checkpoints_path: str, tag: str, mp_placeholder: str | None = None, pp_placeholder: str | None = None
     ) -> str:
-        """Path of the file with this rank's part of the model's states, in upstream's layout."""
+        """Return the path of the file with this rank's shard of the model's states, in upstream's layout."""
         tensor = mp_placeholder or f"{self.checkpoint_mp_rank:02d}"
         if not self.plan.residency.shard_params:
             return get_model_ckpt_name_for_rank(os.path.join(checkpoints_path, str(tag)), tensor)
@@ -133,7 +136,7 @@ class SavesAndLoads(Engine):
         return os.path.join(checkpoints_path, str(tag), f"zero_pp_rank_{data}_mp_rank_{tensor}_model_states.pt")
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int) -> str:
-        """Path of the file with a rank's optimizer state, in upstream's layout."""
+        """Return the path of the file with a rank's optimizer state, in upstream's layout."""
         name = os.path.basename(get_zero_ckpt_name_for_rank("", expp_rank, 0))
         return f"{checkpoints_path}/{tag}/{'bf16_' if self.bfloat16_enabled() else ''}{name}"
 
@@ -191,7 +194,10 @@ class SavesAndLoads(Engine):
         self, destination: Any = None, prefix: str = "", keep_vars: bool = False, exclude_frozen_parameters: bool =
         False,
     ) -> dict[str, Tensor]:  # fmt: skip
-        """The whole model's state dict: on rank 0, or on every rank where parameters are whole. Collective where they are cut."""
+        """Return the full state dict: on rank 0 where parameters are sharded, else on every rank.
+
+        Collective where parameters are sharded.
+        """
         del destination, keep_vars
         if self.plan.residency.shard_params or self.mp_world_size > 1:
             found = self.full_state_dict(exclude_frozen=exclude_frozen_parameters)
@@ -212,7 +218,7 @@ class SavesAndLoads(Engine):
             self.load_full_state_dict(state, strict)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """The whole model in the format it computes in, on rank 0; None elsewhere. Collective."""
+        """Return the full state dict in the compute dtype on rank 0; None on other ranks. Collective."""
         return self.full_state_dict(exclude_frozen=exclude_frozen_parameters) or None
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict

@@ -36,7 +36,10 @@ def _cold(total_params: int, largest_layer_params: int) -> list[ParamInfo]:
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> int:
-    """Most bytes of model states on one rank at stage 2; logged. `additional_buffer_factor` has nothing to multiply here."""
+    """Estimate and log the peak bytes of model states on a rank at stage 2.
+
+    `additional_buffer_factor` is ignored: the estimate has no buffers to multiply.
+    """
     del additional_buffer_factor
     return _estimate(model, 2, num_gpus_per_node * num_nodes)
 
@@ -44,7 +47,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> int:
-    """The same at stage 3."""
+    """Estimate and log the peak bytes of model states on a rank at stage 3."""
     del additional_buffer_factor
     return _estimate(model, 3, num_gpus_per_node * num_nodes)
 
@@ -52,7 +55,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> int:
-    """The same at stage 2 for a number of parameters."""
+    """Estimate and log the peak bytes of model states on a rank at stage 2 for a number of parameters."""
     del additional_buffer_factor
     return _estimate(_cold(total_params, total_params), 2, num_gpus_per_node * num_nodes)
 
@@ -61,6 +64,9 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     total_params: int, largest_layer_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> int:  # fmt: skip
-    """The same at stage 3 for a number of parameters, the largest layer having `largest_layer_params` of them."""
+    """Estimate and log the peak bytes of model states on a rank at stage 3 for a number of parameters.
+
+    The largest layer has `largest_layer_params` parameters.
+    """
     del additional_buffer_factor
     return _estimate(_cold(total_params, largest_layer_params), 3, num_gpus_per_node * num_nodes)

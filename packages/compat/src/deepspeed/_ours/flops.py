@@ -69,7 +69,7 @@ class FlopsProfiler:
         self.reset_profile()
 
     def get_total_flops(self, as_string: bool = False) -> int | str:
-        """Operations of the forward; a multiply-add is two."""
+        """Return the floating-point operations of the forward; a multiply-add counts as two."""
         flops = self._counter.modules[0].flops if self._counter.modules else 0
         return f"{_short(flops)}FLOPs" if as_string else flops
 
@@ -79,12 +79,12 @@ class FlopsProfiler:
         return f"{_short(macs)}MACs" if as_string else macs
 
     def get_total_params(self, as_string: bool = False) -> int | str:
-        """Elements of the model's parameters."""
+        """Return the number of elements of the model's parameters."""
         numel = sum(param.numel() for param in self.model.parameters())
         return _short(numel).strip() if as_string else numel
 
     def get_total_duration(self, as_string: bool = False) -> float | str:
-        """Seconds between start and stop, counting included."""
+        """Return the seconds between start and stop, counting included."""
         return f"{self._seconds * 1e3:.2f} ms" if as_string else self._seconds
 
     def print_model_profile(
@@ -120,11 +120,11 @@ def get_model_profile(
     warm_up: int = 1, as_string: bool = True, output_file: str | None = None, ignore_modules: Sequence[type[nn.Module]]
     | None = None, mode: str = "forward",
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """Operations, multiply-adds and parameters of one call, without gradients; as text or as numbers.
+    """Count operations, multiply-adds and parameters of a call without gradients; as text or as numbers.
 
     Args:
-        input_shape: Of one fp32 input of ones, instead of `args` and `kwargs`.
-        warm_up: Calls before the one that is counted.
+        input_shape: Of a single fp32 input of ones, instead of `args` and `kwargs`.
+        warm_up: Calls before the call that is counted.
         mode: "forward", or "generate" for `model.generate`.
     Raises:
         UnsupportedError: another mode ("compat-argument").

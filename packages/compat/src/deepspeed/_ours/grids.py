@@ -28,13 +28,14 @@ def expert_parallel_ranks(
     world_size: int, tensor_parallel_size_: int, expert_parallel_size_: int, pipeline_parallel_size_: int = 1,
     use_data_before_expert_parallel_: bool = False,
 ) -> tuple[list[list[int]], list[list[int]]]:  # fmt: skip
-    """The groups that share experts, and the groups that hold the same ones.
+    """List the expert-parallel groups, and the expert-data-parallel groups that replicate the same experts.
 
-    Ranks of a stage are consecutive; inside, tensor-parallel ranks are neighbours. What is left is data parallelism, which
-    experts are cut over: `expert_parallel_size_` neighbours of it share all experts.
+    Ranks of a stage are consecutive; inside, tensor-parallel ranks are neighbours. The remaining dimension is data
+    parallelism,
+    over which experts are sharded: `expert_parallel_size_` neighbouring data ranks share all experts.
 
     Args:
-        use_data_before_expert_parallel_: Holders of the same experts are neighbours instead.
+        use_data_before_expert_parallel_: Replicas of the same experts are neighbours instead.
     """
     stage = world_size // pipeline_parallel_size_
     shared, same = [], []
@@ -70,7 +71,7 @@ class model_2d_descriptor:  # noqa: N801  upstream's name
         self._data[pp_index, tp_index] += data
 
     def get_data(self, pp_index: int | None = None, tp_index: int | None = None) -> list[int]:
-        """What one place reads; all places of a stage, or of a tensor rank, or of both, where None is given."""
+        """List the files that a (stage, tensor rank) position reads; None selects all stages, or all tensor ranks."""
         stages = range(self.pp_degree) if pp_index is None else [pp_index]
         tensors = range(self.tp_degree) if tp_index is None else [tp_index]
         return [file for place in product(stages, tensors) for file in self._data[place]]
@@ -89,7 +90,7 @@ class model_3d_desc:  # noqa: N801  upstream's name
         return self.pp_degree * self.tp_degree * self.dp_degree
 
     def get_desc(self) -> str:
-        """As text."""
+        """Format the degrees as text: pipeline, tensor, data."""
         return f"{self.pp_degree},{self.tp_degree},{self.dp_degree}"
 
     def can_reshape(self, target: model_3d_desc) -> tuple[bool, list[str]]:
@@ -103,10 +104,12 @@ class model_3d_desc:  # noqa: N801  upstream's name
         return not wrong, wrong
 
     def reshape(self, target: model_3d_desc, verbose: bool = False) -> list[model_2d_descriptor]:
-        """For each data rank of `target`, which of this one's files each place reads.
+        """List, for each data rank of `target`, the files of this checkpoint that each position reads.
 
-        File (stage p, tensor t, data d) has the index `p * tp + t + d * pp * tp`. Neighbouring stages and tensor ranks join; the
-        files of a joined place, all data ranks of one before the next, are dealt out in equal parts over the new data ranks.
+        File (stage p, tensor t, data d) has the index `p * tp + t + d * pp * tp`. Neighbouring stages and tensor ranks
+        are merged; the
+        files of a merged position, all data ranks of a source position before the next, are split equally over the new
+        data ranks.
 
         Raises:
             PlanError: a degree does not divide ("compat-argument").
@@ -136,7 +139,7 @@ _OPTIM = re.compile(r"(?:\w*_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt
 
 
 def parallel_metadata(mpu: Any) -> dict[str, dict[str, int]]:
-    """What a checkpoint says of the degrees it was written with."""
+    """Return a checkpoint's record of the parallel degrees of `mpu`."""
     sizes = {}
     for key, *methods in (
         ("pp_degree", "get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size"),
@@ -153,10 +156,10 @@ def parallel_metadata(mpu: Any) -> dict[str, dict[str, int]]:
 
 
 def get_model_3d_descriptor(dir: str) -> model_3d_desc:  # noqa: A002  upstream's name
-    """The degrees of upstream's checkpoint in a folder, from what its files say and from their names.
+    """Return the degrees of upstream's checkpoint in a folder, from its files' records and names.
 
     Raises:
-        CheckpointError: some files say it and some do not, or they differ ("compat-files").
+        CheckpointError: only some files record the degrees, or the records differ ("compat-files").
     """
     return DeepSpeedCheckpoint(dir).original
 
@@ -191,7 +194,7 @@ class ZeROCheckpoint:
         self.num_files = len(self.file_list)
 
     def get_src_tp_degree(self) -> int:
-        """Its tensor ranks."""
+        """Return the checkpoint's tensor-parallel degree."""
         return self.src_3d.tp_degree
 
     def reshape(self, target_3d_desc: model_3d_desc) -> None:
@@ -200,7 +203,7 @@ class ZeROCheckpoint:
         self.target_3d = target_3d_desc
 
     def get_files_for_rank(self, pp_index: int, tp_index: int, dp_index: int) -> list[str]:
-        """The files that a place of the degrees asked for reads."""
+        """List the files that a position of the target degrees reads."""
         plan = self.src_3d.reshape(self.target_3d)[dp_index]
         return [self.file_list[file] for file in plan.get_data(pp_index, tp_index)]
 
@@ -233,7 +236,7 @@ class DeepSpeedCheckpoint:
         self.dp_degree = dp_degree or self.original.dp_degree
 
     def get_checkpoint_info(self, info_key: str = "universal_checkpoint_info") -> Any:
-        """An entry of the first model file; None where it has none."""
+        """Return an entry of the first model file; None where the entry is missing."""
         return self.model_state_metadata[0].get(info_key) if self.model_state_metadata else None
 
     def get_iteration(self) -> int:
@@ -254,10 +257,10 @@ class DeepSpeedCheckpoint:
 
 
 def expert_layers(model_state_metadata: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """What model files say of layers whose experts were replaced (`ds_autoep_layers`), end to end.
+    """Concatenate the model files' records of layers with replaced experts (`ds_autoep_layers`).
 
     Raises:
-        CheckpointError: it is no list ("compat-files").
+        CheckpointError: a record is not a list ("compat-files").
     """
     found: list[Any] = []
     for state in model_state_metadata:
@@ -274,7 +277,7 @@ _FIELDS = ("moe_layer_id", "module_path", "num_experts", "num_local_experts", "e
 
 
 def cut_layers(model: nn.Module) -> list[dict[str, Any]]:
-    """What a checkpoint says of the layers whose experts were cut over ranks (`ds_autoep_layers`)."""
+    """Build a checkpoint's record of the layers under expert parallelism (`ds_autoep_layers`)."""
     found = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, PackedExperts | ListedBlock)]
     rows = [(name, layer.num_experts, layer.ep_size) for name, layer in found]
     told = [
@@ -302,7 +305,7 @@ def check_layers(layers: Any) -> None:
 
 
 def fragment_path(temp_dir: str, param_name: str, state_name: str, dp_rank: int) -> str:
-    """Path of a data-parallel rank's part of a state of a parameter, as upstream's converter leaves them."""
+    """Return the path of a data-parallel rank's fragment of a parameter's state, named as by upstream's converter."""
     return os.path.join(temp_dir, param_name, "0", f"{state_name}.{dp_rank:02d}")
 
 

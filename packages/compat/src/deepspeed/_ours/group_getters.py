@@ -34,7 +34,7 @@ def share_layers(mesh: Mesh | None) -> None:
 
 
 def forget_layers(mesh: Mesh) -> None:
-    """The engine with this mesh has ended."""
+    """Drop the shared groups of a mesh whose engine has ended."""
     if _cut and _cut[0] is mesh:
         share_layers(None)
 
@@ -62,11 +62,11 @@ def _group(name: str) -> Any:
 
 
 def _asks(what: str, axis: str, sequences: str = "", whole: bool = False) -> Callable[[], Any]:
-    """A function that gives the group, rank or world_size of this rank on an axis of the mesh.
+    """Build a function that returns the group, rank or world_size of this rank on an axis of the mesh.
 
     Args:
-        sequences: What the ranks that share sequences call it, which count where there are any.
-        whole: Where nothing is cut, the axis is the world; else this rank alone.
+        sequences: Name of the axis for the ranks that share sequences, which take precedence where there are any.
+        whole: Where the axis is not in use, it is the world; else this rank only.
     """
 
     def ask() -> Any:
@@ -97,12 +97,12 @@ _get_sequence_parallel_group, _get_sequence_parallel_rank, _get_sequence_paralle
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """The first of the ranks that layers are cut over, as a rank of the world: whose batch the others should have."""
+    """Return the world rank of the first tensor-parallel rank, whose batch the other ranks of its group should have."""
     return _cut[0]["tensor"].ranks[0] if _cut else world_group().rank
 
 
 def _get_world_group() -> Any:
-    """torch's group of all ranks."""
+    """Return torch's process group of all ranks."""
     return dist.group.WORLD
 
 

@@ -105,7 +105,7 @@ class RolloutEngine(ABC):
         """Use the weights as they are after `step`."""
 
     def shutdown(self) -> None:  # noqa: B027  an engine may hold nothing
-        """Nothing follows."""
+        """Do nothing: the base class has no resources to release."""
 
 
 @dataclass
@@ -152,7 +152,7 @@ class HybridEngineRollout(RolloutEngine):
 
     @staticmethod
     def _sample_top_p(logits: Tensor, temperature: float, top_p: float) -> Tensor:
-        """One token a row, [rows, 1], drawn among the likeliest that together reach `top_p`; [rows, vocabulary] in."""
+        """Sample a token a row, [rows, 1], from logits [rows, vocabulary] among the likeliest up to `top_p`."""
         likely, order = torch.softmax(logits / temperature, -1).sort(-1, descending=True)
         likely = likely.masked_fill(likely.cumsum(-1) - likely >= top_p, 0)
         return order.gather(-1, torch.multinomial(likely, 1))
@@ -186,15 +186,15 @@ class HybridEngineRollout(RolloutEngine):
         return RolloutBatch(found, mask, torch.full((len(found),), start, device=found.device))
 
     def sync_weights(self, step: int) -> None:
-        """Nothing: they are the same."""
+        """Do nothing: training and generation use the same weights."""
         del step
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the rollout has no resources to release."""
 
 
 def _answered(tokens: Tensor, end: int | None) -> Tensor:
-    """1 for tokens of an answer up to and with its end, 0 for what follows."""
+    """Build the mask of answers: 1 for tokens up to and with the end token, 0 after the end token."""
     if end is None:
         return torch.ones_like(tokens)
     ends = tokens == end
@@ -205,10 +205,10 @@ def build_rollout(
     rollout_cfg: RolloutConfig, student_engine: DeepSpeedHybridEngine | None = None, tokenizer: Any = None, **kwargs:
     Any,
 ) -> RolloutEngine:  # fmt: skip
-    """The rollout engine that `rollout_cfg.engine` names.
+    """Build the rollout engine that `rollout_cfg.engine` names.
 
     Raises:
-        ValueError: it is not "hybrid_engine", or what that needs is missing.
+        ValueError: the engine is not "hybrid_engine", or an argument that it needs is missing.
     """
     del kwargs  # upstream takes and drops them
     if rollout_cfg.engine != "hybrid_engine":
@@ -232,10 +232,10 @@ class ResponseTokenBatch:
 
     @classmethod
     def from_rollout(cls, rollout: RolloutBatch) -> ResponseTokenBatch:
-        """Targets are the answers' tokens; nothing of prompts and padding counts.
+        """Build a batch whose targets are the answers' tokens; prompts and padding are masked.
 
         Raises:
-            ValueError: tensors on several devices, or starts that are no places of the rows.
+            ValueError: tensors on several devices, or starts outside the rows.
         """
         ids, mask, starts = rollout.input_ids, rollout.attention_mask, rollout.response_start_idx
         if {mask.device, starts.device} != {ids.device}:
@@ -251,7 +251,7 @@ class ResponseTokenBatch:
         return cls(ids, mask, ids[:, 1:], counted)
 
     def select_causal_logits(self, logits: Tensor) -> Tensor:
-        """[batch, tokens, vocabulary] without the last token's, which predict what is not there.
+        """Drop the last token's logits, which have no target, from [batch, tokens, vocabulary].
 
         Raises:
             ValueError: another shape.
@@ -276,7 +276,7 @@ def generalized_jsd_loss(
     student_logits: Tensor, teacher_logits: Tensor, response_mask: Tensor, beta: float = 0.5, temperature: float = 1.0,
     teacher_top_k: int | None = None, pointwise_clip: float | None = None,
 ) -> JSDLossOutput:  # fmt: skip
-    """`ds_compress.generalized_divergence` of answers' tokens."""
+    """Compute `ds_compress.generalized_divergence` of the answers' tokens."""
     found = generalized_divergence(
         student_logits, teacher_logits, response_mask,
         beta=beta, temperature=temperature, top_k=teacher_top_k, clip=pointwise_clip,

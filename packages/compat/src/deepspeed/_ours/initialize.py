@@ -125,7 +125,10 @@ def initialize(
 
 
 def _check_buckets(raw: Mapping[str, Any]) -> None:
-    """Upstream's buckets begin at multiples of two elements; a size that says otherwise is refused as there, though nothing reads it."""
+    """Raise ConfigError if `allgather_bucket_size` is odd at stage 1 or 2, as upstream does.
+
+    Nothing here reads the size.
+    """
     zero = section_of(raw, "zero_optimization")
     size = zero.get("allgather_bucket_size", 2)
     if zero.get("stage") in (1, 2) and isinstance(size, int) and size % 2:
@@ -137,7 +140,10 @@ def _check_buckets(raw: Mapping[str, Any]) -> None:
 
 
 def _check_host_optimizer(raw: Mapping[str, Any], config: Config, optimizer: Any) -> None:
-    """Every optimizer works with offloaded state; one that the configuration insists on refusing is refused."""
+    """Raise ConfigError if the state of a foreign optimizer is offloaded although the configuration forbids that.
+
+    Every optimizer works with offloaded state; only `zero_force_ds_cpu_optimizer = true` refuses.
+    """
     offload = config.zero_optimization.offload_optimizer
     if raw.get("zero_force_ds_cpu_optimizer") is not True or offload is None or offload.device == "none":
         return
@@ -151,7 +157,10 @@ def _check_host_optimizer(raw: Mapping[str, Any], config: Config, optimizer: Any
 
 
 def _check_untested_optimizer(raw: Mapping[str, Any], config: Config, optimizer: Any) -> None:
-    """Any optimizer works that keeps no state across parameters; one that the configuration insists on refusing is refused."""
+    """Raise ConfigError if a foreign optimizer is used with ZeRO although the configuration forbids that.
+
+    Any optimizer works that has no state across parameters; only `zero_allow_untested_optimizer = false` refuses.
+    """
     if raw.get("zero_allow_untested_optimizer") is not False or config.zero_optimization.stage == 0:
         return
     home = type(optimizer).__module__.partition(".")[0]
@@ -176,7 +185,7 @@ def _is_of_sequences(mpu: Any, shared: int) -> bool:
 
 
 def _let_share(model: nn.Module) -> None:
-    """A model of no known attention is taken to exchange over a sequence by itself, as upstream takes every model."""
+    """Mark a model of no known attention as sequence-parallel, with a warning, as upstream assumes for every model."""
     facts = facts_of(model)
     if facts is not None and not facts.shares_sequences and not facts.attention:
         logger.warning(
@@ -238,7 +247,7 @@ def tp_model_init(
 
 
 def _with_asked(config: Config, asked: _TpInitRequest | None, mpu: Any) -> Config:
-    """The configuration with the degree that `tp_model_init` noted."""
+    """Return the configuration with the tensor-parallel degree that `tp_model_init` noted."""
     if asked is None:
         return config
     section = config.tensor_parallel
@@ -261,10 +270,11 @@ def _with_asked(config: Config, asked: _TpInitRequest | None, mpu: Any) -> Confi
 
 
 def _with_own_batch(config: Config, world: int) -> tuple[Config, int | None]:
-    """The configuration without a batch size that counts ranks which share samples; and the size, where ranks share any.
+    """Return the configuration without a train batch size that counts tensor-parallel ranks; and that size, if any.
 
-    Upstream's arithmetic, train = micro x accumulation x all ranks, holds for a program that gives all three: it gets the microbatches
-    a step that it asked for.
+    Upstream's arithmetic, train = micro x accumulation x all ranks, holds for a program that gives all three: a step
+    has as many
+    microbatches as the program requested.
     """
     degrees = degrees_of(config)
     train, micro, steps = (
@@ -301,5 +311,5 @@ def _note_layers(engine: DeepSpeedEngine, model: nn.Module, asked: _TpInitReques
 
 
 def default_inference_config() -> dict[str, Any]:
-    """Every key of `init_inference` with its default."""
+    """Return every key of `init_inference` with its default."""
     return InferenceConfig().model_dump()

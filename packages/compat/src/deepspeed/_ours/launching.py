@@ -33,7 +33,7 @@ _PLAIN = re.compile(r"[\w@%+=:,./-]*", re.ASCII)
 
 
 def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
-    """Host -> slots of a hostfile; None when there is no such file.
+    """Read a hostfile into host -> slots; None when the file does not exist.
 
     Raises:
         ConfigError: a bad line, a host given twice, no host at all ("launch-hostfile").
@@ -45,7 +45,7 @@ def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
 
 
 def hosts_of(hostfile_lines: Iterable[str]) -> dict[str, int]:
-    """Host -> slots of a hostfile's lines. See `fetch_hostfile`."""
+    """Parse a hostfile's lines into host -> slots. See `fetch_hostfile`."""
     text = "\n".join(line.strip() for line in hostfile_lines)
     return {host.name: len(host.slots) for host in parse_hostfile(text, "the hostfile")}
 
@@ -59,10 +59,10 @@ def _inventory(pool: Mapping[str, int | Sequence[int]]) -> Inventory:
 def parse_resource_filter(
     host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
 ) -> dict[str, list[int]]:
-    """The slots that a filter `host[:slot,slot]@host...` keeps, or leaves; none, where it leaves none.
+    """Return the slots that a filter `host[:slot,slot]@host...` includes, or does not exclude; may be empty.
 
     Raises:
-        ConfigError: both are given, or they name what is not there ("launch-filter").
+        ConfigError: both filters are given, or a filter names an unknown host or slot ("launch-filter").
     """
     if not include_str and not exclude_str:
         return {name: list(slots) for name, slots in host_info.items()}
@@ -79,17 +79,17 @@ def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, 
 
 
 def encode_world_info(world_info: Mapping[str, Any]) -> str:
-    """Hosts and their slots as text for a command line."""
+    """Encode hosts and their slots as text for a command line."""
     return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
 
 
 def decode_world_info(text: str) -> Any:
-    """What `encode_world_info` was given."""
+    """Decode the text of `encode_world_info` into hosts and their slots."""
     return json.loads(base64.urlsafe_b64decode(text))
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of `deepspeed`: those of `ds run`, and the script as `user_script` with its `user_args`."""
+    """Parse the options of `deepspeed`: those of `ds run`, with the script as `user_script` and its `user_args`."""
     parser = argparse.ArgumentParser(prog="deepspeed")
     register(parser)
     parser.allow_abbrev = True  # as upstream's
@@ -123,7 +123,7 @@ class MultiNodeRunner(ABC):
 
     @abstractmethod
     def get_cmd(self, environment: Mapping[str, str], active_resources: Mapping[str, Any]) -> Any:
-        """The command that starts the script on all hosts."""
+        """Build the command that starts the script on all hosts."""
 
     def add_export(self, key: str, var: str) -> None:
         """Give a variable to the other hosts."""
@@ -131,7 +131,7 @@ class MultiNodeRunner(ABC):
         self.exports[key.strip()] = text if _PLAIN.fullmatch(text) else f'"{text}"'
 
     def parse_user_args(self) -> list[str]:
-        """The script's own arguments, quoted for a shell."""
+        """Quote the script's arguments for a shell."""
         return [shlex.quote(str(arg)) for arg in self.args.user_args]
 
     @property
@@ -189,7 +189,10 @@ class PDSHRunner(_BackendRunner):
     BACKEND = "pdsh"
 
     def get_cmd(self, environment: Mapping[str, str], active_resources: Mapping[str, Any]) -> Any:
-        """The command, one that stops what it started (the node's end of a connection does that), and its environment."""
+        """Return the start command, the stop command and the environment.
+
+        The stop command does nothing: a node stops its ranks when its connection ends.
+        """
         process = self._process(environment, active_resources)
         return list(process.argv), ["true"], {**environment, **process.env}
 

@@ -86,7 +86,7 @@ class LoRAOptimizedLinear(LoRALinear):
             self.init_lora()
 
     def draw_base(self) -> None:
-        """As upstream: Glorot's bound for what one rank holds."""
+        """Initialize the base weight as upstream does, with Glorot's bound for the shard of a rank."""
         bound = math.sqrt(6 / (self.weight.numel() / self.out_features + self.out_features))
         nn.init.uniform_(self.weight, -bound, bound)
 
@@ -95,7 +95,7 @@ class LoRAOptimizedLinear(LoRALinear):
         self.start()
 
     def full_weight(self) -> Tensor:
-        """The whole base. Collective where it is cut."""
+        """Return the full base weight. Collective where the weight is sharded."""
         return self.base()
 
     @property
@@ -147,7 +147,7 @@ class WeightCodes:
         self.quantized_from: tuple[QuantSpec, int, tuple[int, ...]] | None = None
 
     def quantize(self, values: Tensor) -> Tensor:
-        """The codes of values [..., n], uint8."""
+        """Quantize values [..., n] into codes, uint8."""
         if values.dtype is not torch.bfloat16:
             raise also(ConfigError, AssertionError)(
                 f"a weight of {values.dtype} was to be quantized", code="compat-argument", fix="Use torch.bfloat16."
@@ -158,7 +158,7 @@ class WeightCodes:
         return quantize(values.contiguous(), spec, rows=values.numel() // columns).wire
 
     def read(self, codes: Tensor) -> Tensor:
-        """Values of the codes; what never was quantized is as it is."""
+        """Dequantize codes into values; return a tensor that never was quantized unchanged."""
         if self.quantized_from is None or codes.dtype is not torch.uint8:
             return codes
         spec, columns, shape = self.quantized_from
@@ -195,13 +195,13 @@ class QuantizedParameter(nn.Parameter):
         return made
 
     def to(self, *args: Any, **options: Any) -> QuantizedParameter:
-        """A copy on the device, as codes."""
+        """Copy the parameter to the device, as quantized codes."""
         there = self.detach().as_subclass(Tensor).to(*args, **options)
         codes = there if there.dtype is torch.uint8 else self.quantizer.quantize(there)
         return type(self)(codes, False, self.quantization_config, self.quantizer)
 
     def dequantized(self) -> Tensor:
-        """The values of the codes."""
+        """Return the dequantized values of the codes."""
         return self.quantizer.read(self.detach().as_subclass(Tensor))
 
 
@@ -314,7 +314,7 @@ def _replaced(lora: LoRAConfig | None, quant: QuantizationConfig | None) -> Iter
 
 
 def _makers() -> list[tuple[Any, str]]:
-    """Where Transformers makes whole models."""
+    """List the functions with which Transformers builds whole models, as (class, name)."""
     try:
         from transformers import AutoModelForCausalLM as Model
     except ImportError:

@@ -150,7 +150,7 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def _reader(annotation: Any) -> Callable[[str], Any]:
-    """How the text of an argument becomes a value: the first that fits of what the parameter may be."""
+    """Return the converter from an argument's text to a value of the parameter's type."""
     kinds = get_args(annotation) or (annotation,)
     if bool in kinds:
         return lambda text: text.lower() in ("1", "true", "yes")
@@ -158,7 +158,7 @@ def _reader(annotation: Any) -> Callable[[str], Any]:
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """The arguments of `add_tuning_arguments` from this program's, and the others."""
+    """Parse the arguments of `add_tuning_arguments` from this program's; also return the remaining arguments."""
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
 
 
@@ -173,7 +173,7 @@ def _override(names: Iterable[str], args: argparse.Namespace, params: dict[str, 
 
 
 def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
-    """The `scheduler` section that arguments ask for, or None and why there is none."""
+    """Build the `scheduler` section from arguments, or return None and the reason for its absence."""
     name = getattr(args, "lr_schedule", None)
     if name is None:
         return None, "--lr_schedule not specified on command line"
@@ -185,7 +185,7 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[Any, str]:
-    """The first learning rate that a `scheduler` section says, or None and why it says none."""
+    """Return the first learning rate of a `scheduler` section, or None and the reason for its absence."""
     for key in ("type", "params"):
         if key not in config:
             return None, f"LR schedule {key} not defined in config"

@@ -16,11 +16,11 @@ __all__ = ["drop_tokens", "gather_tokens", "route_slots", "sparse_decode", "spar
 def route_slots(
     indices: Sequence[Tensor], locations: Sequence[Tensor], num_experts: int, capacity: int
 ) -> list[Tensor]:
-    """For every choice the slot of each token, [tokens]: expert times capacity plus place; -1 where it was dropped.
+    """Compute for every choice the slot of each token, [tokens]: expert times capacity plus position; -1 if dropped.
 
     Args:
         indices: For every choice, the expert of each token; negative where there is none.
-        locations: For every choice, its place among the expert's tokens.
+        locations: For every choice, the token's position among the expert's tokens.
     """
     found = []
     for expert, place in zip(indices, locations, strict=True):
@@ -30,7 +30,7 @@ def route_slots(
 
 
 def sparse_encode(hidden: Tensor, slots: Sequence[Tensor], num_experts: int, capacity: int) -> Tensor:
-    """[experts, capacity, hidden]: every token in its slots, zeros elsewhere."""
+    """Scatter every token into its slots, [experts, capacity, hidden], with zeros elsewhere."""
     out = hidden.new_zeros(num_experts * capacity + 1, hidden.shape[-1])  # the last row takes what was dropped
     for slot in slots:
         out = out.index_add(0, slot.where(slot >= 0, num_experts * capacity), hidden)
@@ -38,7 +38,7 @@ def sparse_encode(hidden: Tensor, slots: Sequence[Tensor], num_experts: int, cap
 
 
 def sparse_decode(expert_output: Tensor, slots: Sequence[Tensor], gates: Sequence[Tensor], num_tokens: int) -> Tensor:
-    """[tokens, hidden]: what the slots of each token hold, weighted by its gates.
+    """Combine the slots of each token, weighted by its gates, into [tokens, hidden].
 
     Args:
         expert_output: [experts * capacity, hidden].
@@ -52,14 +52,14 @@ def sparse_decode(expert_output: Tensor, slots: Sequence[Tensor], gates: Sequenc
 
 
 def drop_tokens(input_: Tensor, dim: int = 0) -> Tensor:
-    """This tensor-parallel rank's part along `dim` of tokens that all of them have."""
+    """Return this tensor-parallel rank's shard along `dim` of replicated tokens."""
     if group_getters.get_tensor_model_parallel_world_size() == 1:
         return input_
     return split(input_, group_getters.get_tensor_model_parallel_group(), dim)
 
 
 def gather_tokens(input_: Tensor, dim: int = 0) -> Tensor:
-    """Every tensor-parallel rank's tokens, put together along `dim`."""
+    """Gather the tokens of every tensor-parallel rank along `dim` (all-gather)."""
     if group_getters.get_tensor_model_parallel_world_size() == 1:
         return input_
     found: Tensor = all_gather(input_, group_getters.get_tensor_model_parallel_group(), dim)

@@ -66,7 +66,10 @@ class TensorBoardMonitor(_FileMonitor):
             self.get_summary_writer()
 
     def get_summary_writer(self, base: str | None = None) -> Any:
-        """The writer, made when it is first wanted. `base` is not read: the section says the folder."""
+        """Return the writer, which the first call creates.
+
+        `base` is ignored: the folder comes from the section.
+        """
         del base
         if self._writes and self.summary_writer is None:
             require("tensorboard", "tensorboard")
@@ -76,7 +79,7 @@ class TensorBoardMonitor(_FileMonitor):
         return self.summary_writer
 
     def write_events(self, event_list: Sequence[Event], flush: bool = True) -> None:
-        """One scalar each."""
+        """Write each event as a scalar."""
         if self.summary_writer is None:
             return
         for name, value, samples in event_list:
@@ -105,7 +108,7 @@ class csvMonitor(_FileMonitor):  # noqa: N801  upstream's spelling
             Path(self.log_dir).mkdir(parents=True, exist_ok=True)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """One row each, in the file of its name."""
+        """Write each event as a row of the file of its name."""
         if self._sink is None:
             return
         for name, value, samples in event_list:
@@ -122,7 +125,7 @@ class WandbMonitor(Monitor):
         self._sink = WandbSink(axis="samples", **options) if self._writes else None
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """A row of all."""
+        """Write all events as a single row."""
         if self._sink is None:
             return
         for name, value, samples in event_list:
@@ -130,7 +133,7 @@ class WandbMonitor(Monitor):
         self._sink.end_step(0)
 
     def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None, sync: Any = None) -> None:
-        """`wandb.log` of the run, on rank 0."""
+        """Log `data` to the run with `wandb.log`, on rank 0."""
         del sync
         if self._sink is not None:
             require("wandb", "wandb").log(data, step=step, commit=commit)
@@ -164,7 +167,7 @@ class CometMonitor(Monitor):
             self.experiment.set_name(comet_config.experiment_name)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """One metric each, unless the last of its name is too near."""
+        """Log each event as a metric, unless its name was logged less than `samples_log_interval` samples ago."""
         if self.experiment is None:
             return
         for name, value, samples in event_list:
@@ -200,6 +203,6 @@ class MonitorMaster(Monitor):
                 self._monitors.append(made)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """To each of them."""
+        """Write the events to each enabled monitor."""
         for monitor in self._monitors:
             monitor.write_events(event_list)

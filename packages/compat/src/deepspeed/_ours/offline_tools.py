@@ -66,7 +66,7 @@ class _Steps(logging.Handler):
 
 
 def tell_steps() -> None:
-    """From now on lines about steps are written by this module's logger, whatever its level. Again does nothing."""
+    """Route log lines about steps to this module's logger, whatever its level. Does nothing when called again."""
     ours = logging.getLogger("ds_engine")
     if not any(isinstance(handler, _Steps) for handler in ours.handlers):
         ours.addHandler(_Steps())
@@ -78,7 +78,7 @@ class LoggerFactory:
 
     @staticmethod
     def create_logger(name: str | None = None, level: int = logging.WARNING) -> logging.Logger:
-        """The logger `name`, with a handler unless it has one.
+        """Return the logger `name`, with a handler added if the logger has none.
 
         Raises:
             ValueError: no name.
@@ -196,7 +196,10 @@ class OnDevice:
 
 
 def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """Tensors of nested lists, tuples and dicts on `device`; others, and those `criterion_func` refuses, as they are."""
+    """Move tensors of nested lists, tuples and dicts to `device`.
+
+    Other values, and tensors that `criterion_func` refuses, are returned unchanged.
+    """
     if isinstance(item, Tensor):
         return item.to(device) if criterion_func is None or criterion_func(item) else item
     if isinstance(item, list | tuple):
@@ -228,13 +231,13 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu:
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """`base(args, key=value)` as text."""
+    """Format a call as the text `base(args, key=value)`."""
     parts = [repr(arg) for arg in args] + [f"{key}={value!r}" for key, value in kwargs.items()]
     return f"{base}({', '.join(parts)})"
 
 
 def noop_decorator(func: F) -> F:
-    """The function itself."""
+    """Return the decorated function itself, unchanged."""
     return func
 
 
@@ -242,13 +245,13 @@ def noop_decorator(func: F) -> F:
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Bounds of `num_parts` parts that differ by at most one item, the first ones being larger."""
+    """Return the bounds of `num_parts` parts that differ by at most one item, the larger parts first."""
     size, more = divmod(num_items, num_parts)
     return [0, *itertools.accumulate(size + (part < more) for part in range(num_parts))]
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Bounds of `num_parts` parts of consecutive items whose heaviest is as light as possible."""
+    """Return the bounds of `num_parts` parts of consecutive items whose heaviest is as light as possible."""
     sums = [0.0, *itertools.accumulate(weights)]
 
     @functools.cache
@@ -273,7 +276,7 @@ _LEAF = "_z3_leaf"
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Say that a module's whole subtree is one unit at stage 3, or take it back. A hint: results do not depend on it."""
+    """Set whether a module's whole subtree is a single unit at stage 3. A hint: results do not depend on the flag."""
     setattr(model, _LEAF, flag)
 
 
@@ -288,7 +291,7 @@ def z3_leaf_parameter(model: nn.Parameter) -> bool:
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """All leaf modules of a model."""
+    """List all leaf modules of a model."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
@@ -314,7 +317,7 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """The other way."""
+    """Clear the leaf mark of modules of these classes, and return the modules."""
     wanted = tuple(leaf_module_classes)
     return _flag(model, lambda name, module: isinstance(module, wanted), f"classes {wanted}", raise_if_not_found, False)
 
@@ -351,7 +354,10 @@ def _flag_by_text(
 
 
 def mark_leaf_modules(model: nn.Module, section: Any) -> None:
-    """What `zero_optimization.leaf_module` names; what is not there is no error, since defaults name many models."""
+    """Mark the leaf modules of `zero_optimization.leaf_module`.
+
+    A name that matches nothing is no error, since the defaults name many models.
+    """
     set_z3_leaf_modules(model, section.classes, raise_if_not_found=False)
     set_z3_leaf_modules_by_name(model, section.names, raise_if_not_found=False)
     set_z3_leaf_modules_by_suffix(model, section.name_suffixes, raise_if_not_found=False)

@@ -204,7 +204,7 @@ class DeepSpeedCPUAdagrad(Adagrad):
         super().__init__(params, lr=lr, eps=eps, weight_decay=weight_decay, state_dtype=dtype)
 
     def step(self, closure: Any = None, **options: Any) -> Any:
-        """As any. A sparse gradient is made dense first: where it has no rows, nothing changes."""
+        """Update the parameters after making sparse gradients dense: rows without a gradient do not change."""
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None and param.grad.is_sparse:
@@ -299,12 +299,12 @@ def muon_update(
     grad: torch.Tensor, momentum: torch.Tensor, beta: float = 0.95, ns_steps: int = 5, nesterov: bool = True, ns_method:
     str = "gram", is_expert_group: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """The direction in which Muon goes: momentum, orthogonalized, times sqrt(max(1, rows / columns)).
+    """Compute the direction of Muon's update: momentum, orthogonalized, times sqrt(max(1, rows / columns)).
 
     Args:
         grad: [rows, columns], a stack of these, or a convolution's weight, whose last three dims are flattened.
             Overwritten with `nesterov`.
-        momentum: Like it; moved towards `grad`.
+        momentum: Of the shape of `grad`; moved towards `grad`.
         ns_method: "gram" or "standard".
     """
     momentum.lerp_(grad, 1 - beta)

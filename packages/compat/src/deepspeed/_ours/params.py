@@ -85,7 +85,10 @@ def mark(sharding: ShardedModel) -> None:
 
 
 def mark_scattered(param: Parameter, ranks: int) -> None:
-    """The same for a parameter that `zero.Init` has cut over so many ranks. Again for one that has them does nothing."""
+    """Set upstream's attributes on a parameter that `zero.Init` has sharded over `ranks`.
+
+    Does nothing for a parameter that has the attributes.
+    """
     if not is_zero_param(param):
         _set(param, chunk_of(param), ranks, persists=False)
 
@@ -120,11 +123,11 @@ def is_zero_param(parameter: object) -> bool:
 
 
 def get_allgather_dtype(param: Parameter, param_ds_tensor: Tensor) -> torch.dtype:
-    """The format in which a parameter's parts travel: the one it computes in, whatever its master's is."""
+    """Return the dtype of a parameter's all-gather: its compute dtype, whatever its master's dtype is."""
     del param_ds_tensor
     return param.dtype
 
 
 def _share(numel: int, ranks: int) -> int:
-    """Elements that a rank would hold of an even cut, as upstream counts them."""
+    """Return the elements of a rank's shard of an even split, as upstream counts elements."""
     return -(-numel // ranks)

@@ -78,10 +78,10 @@ class PipeSchedule(ABC):
 
     @abstractmethod
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """One list a step."""
+        """Yield the list of instructions of each step."""
 
     def num_pipe_buffers(self) -> int:
-        """Microbatches that are on their way at once."""
+        """Return the number of microbatches in flight at once."""
         return self.micro_batches
 
     stage = reads("stage_id", "This one.")
@@ -112,7 +112,7 @@ class InferenceSchedule(PipeSchedule):
     """Forwards only: microbatch m at step m + s."""
 
     def num_pipe_buffers(self) -> int:
-        """One is computed while the other is sent."""
+        """Return 2: a microbatch is computed while another is sent."""
         return 2
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
@@ -136,11 +136,11 @@ class TrainSchedule(PipeSchedule):
     """One forward, one backward; the last step reduces and updates."""
 
     def num_pipe_buffers(self) -> int:
-        """As many as forwards that wait for their backward, and at least two."""
+        """Return the number of forwards that wait for their backward, at least two."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """See the top of the file."""
+        """Yield the instructions of each step of the 1F1B schedule. See the top of the file."""
         total = 2 * (self.micro_batches + self.stages - 1)
         for step in range(total):
             micro, forward = self._at(step)
@@ -156,7 +156,10 @@ class TrainSchedule(PipeSchedule):
             yield done
 
     def _at(self, step: int) -> tuple[int, bool]:
-        """Which microbatch a step is about, and whether it is its forward. Outside of 0..M - 1 there is nothing to do."""
+        """Return the microbatch of a step, and whether the step is its forward.
+
+        A microbatch outside of 0..M - 1 means that the stage idles.
+        """
         forward = step % 2 == self.stage_id % 2
         first = self.stage_id if forward else 2 * self.stages - 1 - self.stage_id
         return (step - first) // 2, forward

@@ -88,7 +88,7 @@ class PipelineEngine(StagedMethods, DeepSpeedEngine):  # type: ignore[misc]  # u
         return PipelineParallelGrid(places=self.module.places)  # type: ignore[arg-type]
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:  # type: ignore[override]
-        """One step of all microbatches. The mean loss over microbatches and copies, on every rank."""
+        """Run a step of all microbatches and return the mean loss over microbatches and replicas, on every rank."""
         result = self.train_step(data_iter)
         if result.mean is None:
             raise RuntimeError("a step of a pipeline ended without a loss")
@@ -104,7 +104,7 @@ class PipelineEngine(StagedMethods, DeepSpeedEngine):  # type: ignore[misc]  # u
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Loss of some microbatches without gradients; with `return_logits` a pair with the last stage's outputs.
+        """Compute the loss of some microbatches without gradients; with `return_logits` also the last stage's outputs.
 
         Without `compute_loss` the outputs by microbatch, on the last stage's ranks; with `reduce_output=None` the same.
         """
@@ -124,5 +124,5 @@ class PipelineEngine(StagedMethods, DeepSpeedEngine):  # type: ignore[misc]  # u
         return (loss, logits) if return_logits else loss
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Every call of `train_batch` ends a step."""
+        """Return True: every call of `train_batch` ends a step."""
         return True

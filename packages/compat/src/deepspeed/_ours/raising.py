@@ -16,7 +16,7 @@ _twins: dict[tuple[type, type], type[DsError]] = {}
 
 
 def also(kind: type[DsError], builtin: type[Exception]) -> type[DsError]:
-    """The subclass of `kind` that is a `builtin`, too; `kind` itself if it is one already."""
+    """Return the subclass of `kind` that is a `builtin`, too; `kind` itself if already a subclass of `builtin`."""
     if issubclass(kind, builtin):
         return kind
     if (kind, builtin) in _twins:
@@ -32,7 +32,7 @@ def also(kind: type[DsError], builtin: type[Exception]) -> type[DsError]:
 
 
 def out_of_order(what: str, fix: str) -> DsError:
-    """A call at the wrong time or with the wrong thing, where upstream asserts ("compat-order")."""
+    """Build the error for a call at the wrong time or a wrong argument ("compat-order"), where upstream asserts."""
     return also(PlanError, AssertionError)(what, code="compat-order", fix=fix)
 
 

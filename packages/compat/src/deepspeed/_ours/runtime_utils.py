@@ -41,7 +41,7 @@ GATED_ACTIVATION_TYPES = [ActivationFuncType.GATED_GELU, ActivationFuncType.GATE
 
 
 def get_value(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
-    """The value of a key, or the default."""
+    """Return the value of a key, or the default."""
     return param_dict.get(param_name, param_default_value)
 
 
@@ -61,7 +61,7 @@ class DeepSpeedFlopsProfilerConfig(_Section):
 
 
 def aio_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The section `aio` of a configuration, with defaults."""
+    """Return the section `aio` of a configuration, with defaults."""
     defaults = {
         "block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False, "overlap_events": True,
         "use_gds": False,
@@ -73,7 +73,7 @@ def aio_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_mpu(default: Any, meaning: str, *names: str) -> Callable[..., Any]:
-    """What an object of Megatron's tells under a newer or an older name; `default` without one."""
+    """Build a function that calls the first existing method of `names` on Megatron's mpu; `default` without any."""
 
     def ask(mpu: Any = None) -> Any:
         return next((getattr(mpu, name)() for name in names if hasattr(mpu, name)), default)
@@ -119,12 +119,15 @@ def ensure_directory_exists(filename: str) -> None:
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:
-    """The norm of all, from the norms of parts."""
+    """Combine the norms of parts into the norm of the whole."""
     return math.sqrt(sum(float(norm) ** 2 for norm in norm_list))
 
 
 def get_grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2, mpu: Any = None) -> float:
-    """Norm of the gradients of whole parameters on this rank; `engine.get_global_grad_norm` is that of the run."""
+    """Compute the norm of the gradients of unsharded parameters on this rank.
+
+    `engine.get_global_grad_norm` is the norm of the run.
+    """
     del mpu
     listed = [parameters] if isinstance(parameters, Tensor) else parameters
     grads = [param.grad for param in listed if param.grad is not None]
@@ -151,7 +154,7 @@ class DummyOptim:
 
 
 def prime_factors(number: int) -> list[int]:
-    """Prime factors of a positive number, ascending; [] of 1.
+    """Compute the prime factors of a positive number, ascending; [] of 1.
 
     Raises:
         ValueError: below 1.

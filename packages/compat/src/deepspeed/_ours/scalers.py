@@ -31,15 +31,18 @@ class LossScalerBase:
     loss_scale = reads("cur_scale", "`cur_scale`.")
 
     def scale_gradient(self, module: Any, grad_in: Any, grad_out: Any) -> tuple[Tensor, ...]:
-        """As a backward hook of a module: gradients times the scale."""
+        """Multiply gradients by the loss scale, as a backward hook of a module."""
         del module, grad_out
         return tuple(self.cur_scale * grad for grad in grad_in)
 
     def update_scale(self, overflow: bool) -> None:
-        """After a step; `overflow` says whether a gradient was not finite."""
+        """Update the scale after a step; the base class does nothing.
+
+        `overflow` says whether a gradient was not finite.
+        """
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Backward of the scaled loss."""
+        """Run backward of the scaled loss."""
         (loss * self.cur_scale).backward(retain_graph=retain_graph)
 
     def has_overflow(self, params: Any) -> bool:
@@ -147,7 +150,7 @@ class EngineLossScaler:
 def CreateLossScaler(  # noqa: N802  upstream's spelling
     dtype: torch.dtype, static_loss_scale: float, dynamic_scaling: bool, dynamic_loss_args: dict[str, Any] | None
 ) -> LossScalerBase:
-    """The scaler for a format: a dynamic one for fp16 where it is asked for, 1 for what needs none."""
+    """Create the loss scaler for a dtype: dynamic for fp16 with `dynamic_scaling`, static 1 for other dtypes."""
     if dtype is torch.half and dynamic_scaling:
         return DynamicLossScaler(dtype=dtype, **(dynamic_loss_args or {"init_scale": 2.0**32}))
     return LossScaler(static_loss_scale if dtype is torch.half else 1.0)

@@ -164,7 +164,7 @@ class DeepSpeedZeroConfig(
 
 
 def get_zero_config(param_dict: Mapping[str, Any]) -> Any:
-    """The section of a configuration; the oldest form, a boolean, is stage 1 or 0."""
+    """Return the section `zero_optimization`; the oldest form, a boolean, is stage 1 or 0."""
     section = param_dict.get("zero_optimization", {})
     return DeepSpeedZeroConfig(**({"stage": int(section)} if isinstance(section, bool) else section))
 
@@ -201,17 +201,17 @@ class DeepSpeedFP16Config(_shown(strict.FP16Config, "_FP16", **_WHOLE)):  # type
         return value
 
     def initial_dynamic_scale(self) -> int:
-        """The first dynamic scale."""
+        """Return the initial dynamic loss scale."""
         return int(2**self.initial_scale_power)
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
-    """The section `bf16`, or `bfloat16`, of a configuration."""
+    """Return the section `bf16`, or `bfloat16`, of a configuration."""
     return DeepSpeedBF16Config(**(param_dict.get("bf16") or param_dict.get("bfloat16") or {}))
 
 
 def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
-    """The section `fp16` of a configuration."""
+    """Return the section `fp16` of a configuration."""
     return DeepSpeedFP16Config(**(param_dict.get("fp16") or {}))
 
 
@@ -235,5 +235,5 @@ class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
-    """The sections of a configuration."""
+    """Return the monitor sections of a configuration."""
     return DeepSpeedMonitorConfig(**{key: param_dict.get(key, {}) for key in DeepSpeedMonitorConfig.model_fields})

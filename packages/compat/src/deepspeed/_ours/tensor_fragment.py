@@ -21,7 +21,7 @@ __all__ = [
 
 
 def prefix_sum_inc(weights: Sequence[int]) -> list[int]:
-    """Running sums, each with its own number in it."""
+    """Compute the inclusive prefix sums of `weights`."""
     total, sums = 0, []
     for weight in weights:
         total += weight
@@ -59,15 +59,15 @@ class SparseTensor:
 
     @staticmethod
     def type() -> str:
-        """As a tensor has it."""
+        """Return the type's name, as a tensor does."""
         return "deepspeed.SparseTensor"
 
     def to_coo_tensor(self) -> Tensor:
-        """As torch's sparse tensor."""
+        """Convert the rows to torch's sparse tensor."""
         return torch.sparse_coo_tensor(self.indices.unsqueeze(0), self.values, self.dense_size)
 
     def to_dense(self) -> Tensor:
-        """The whole matrix."""
+        """Convert the rows to the full dense matrix."""
         return self.values.new_zeros(self.dense_size).index_add_(0, self.indices, self.values)
 
     def sparse_size(self) -> tuple[int, int]:
@@ -119,26 +119,26 @@ class PartitionedTensor:
 
     @classmethod
     def from_meta(cls, meta: Tensor, local_part: Tensor, group: Any, device: Any = None) -> PartitionedTensor:
-        """What `to_meta` and `data` of one tell, together again."""
+        """Rebuild a tensor from the results of `to_meta` and `data`."""
         made = cls(None, group, meta)
         made.local_data = local_part if device is None else local_part.to(device)
         made.orig_device = made.local_data.device
         return made
 
     def to_meta(self) -> Tensor:
-        """int64: the shape of the whole."""
+        """Return the shape of the full tensor, int64."""
         return torch.tensor(self.orig_size, dtype=torch.int64, device=self.local_data.device)
 
     def data(self) -> Tensor:
-        """This rank's stretch."""
+        """Return this rank's shard of the tensor."""
         return self.local_data
 
     def local_size(self) -> torch.Size:
-        """Its shape."""
+        """Return the shape of this rank's shard."""
         return self.local_data.size()
 
     def full(self, device: Any = None) -> Tensor:
-        """The whole. Collective over the group."""
+        """Gather the full tensor from all shards. Collective over the group."""
         padded = self.local_data.new_zeros(self._share)
         padded[: self.local_data.numel()] = self.local_data
         whole = padded.new_empty(self._share * self.group.size)
@@ -154,7 +154,7 @@ class NoGatherHandle:
         self.param = param
 
     def wait(self, **options: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing: no all-gather was started."""
         del options
 
 
@@ -166,7 +166,7 @@ class AllGatherHandle:
         self.handle, self.param = handle, param
 
     def wait(self, handle_dependency: bool = True) -> None:
-        """Until the parameter is whole."""
+        """Wait until the parameter's all-gather is complete."""
         del handle_dependency
         self.handle.wait()
 
@@ -178,7 +178,7 @@ class MultipleAllGatherHandles:
         self.handles = list(handles)
 
     def wait(self, handle_dependency: bool = True) -> None:
-        """Until all are done."""
+        """Wait until all all-gathers are complete."""
         for handle in self.handles:
             handle.wait(handle_dependency=handle_dependency)
 
@@ -224,7 +224,7 @@ def _gradients(ctx: Any, x: Tensor, weight: Tensor, grad: Tensor) -> Any:
 
 
 def zero3_linear_wrap(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`, as one node of the graph."""
+    """Apply `torch.nn.functional.linear` as a single node of the graph."""
     found: Tensor = LinearFunctionForZeroStage3.apply(x, weight, bias)
     return found
 
@@ -253,5 +253,5 @@ class SeqAllToAll:
 
     @staticmethod
     def apply(group: Any, x: Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int = 0, *others: Any) -> Tensor:
-        """`single_all_to_all`."""
+        """Apply `single_all_to_all` with upstream's order of arguments."""
         return single_all_to_all(x, scatter_idx, gather_idx, batch_dim_idx, group, *others)

@@ -146,7 +146,7 @@ class TensorParallel_Layer(nn.Module, metaclass=_AlsoCut):  # noqa: N801  upstre
         return self.partition_dim == 0
 
     def _dim(self, param: Tensor) -> int | None:
-        """Along which dim a parameter is cut; None where it is whole on every rank."""
+        """Return the dim along which a parameter is sharded; None where the parameter is replicated."""
         return self.partition_dim if param.dim() > 1 else 0 if self._column else None
 
     def _cuttable(self) -> None:
@@ -189,7 +189,8 @@ class TensorParallel_Layer(nn.Module, metaclass=_AlsoCut):  # noqa: N801  upstre
             param.data = torch.cat(mine, dim).contiguous()
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] to [..., out]: this rank's columns of it, or all of them where parts are summed."""
+        """Map [..., in] to [..., out]: this rank's columns, or all columns where outputs are all-reduced or gathered.
+        """
         if self._column:
             out = functional.linear(copy(x, self.group), self.weight, self.bias)
             return self._together(out) if self.gather_output else out
@@ -372,7 +373,7 @@ def _cut_again(cut: TensorParallelModel, name: str, own: list[Tensor], params: I
 def GatherReplacedLayerParams(  # noqa: N802  upstream's name
     params: nn.Parameter | Iterable[nn.Parameter], module: nn.Module, enabled: bool = True
 ) -> AbstractContextManager[Any]:
-    """Inside, `params` are the whole tensors of a model that is cut over ranks. Collective over them."""
+    """Gather `params` of a tensor-parallel model inside the context, as full tensors. Collective over its ranks."""
     given = [params] if isinstance(params, nn.Parameter) else list(params)
     if not enabled:
         return nullcontext()
@@ -399,7 +400,7 @@ class _Gathered(AbstractContextManager[None]):
 
 
 def collect_autotp_universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
-    """What programs keep beside universal checkpoints: which parameters are cut by rows, which are whole on every rank."""
+    """Collect the metadata of universal checkpoints: the parameters sharded by rows, and the replicated parameters."""
     rows: list[str] = []
     whole: list[str] = []
     vocabulary: dict[str, int] = {}  # with its tokens

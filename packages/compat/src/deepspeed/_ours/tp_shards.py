@@ -24,40 +24,40 @@ _NO_HEADS_IN = ("mlp", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def set_num_kv_heads(num: int | None) -> None:
-    """Dims that are whole key-value heads are cut between heads from now on; None: any dim anywhere."""
+    """Set the number of key-value heads, between which dims that are whole heads are split; None: split anywhere."""
     global num_kv_heads
     num_kv_heads = num
 
 
 def get_num_kv_heads() -> int | None:
-    """What was set."""
+    """Return the number of key-value heads that was set."""
     return num_kv_heads
 
 
 def set_num_attention_heads(num: int | None) -> None:
-    """Kept for `get_num_attention_heads`."""
+    """Set the number that `get_num_attention_heads` returns."""
     global num_attention_heads
     num_attention_heads = num
 
 
 def get_num_attention_heads() -> int | None:
-    """What was set."""
+    """Return the number of attention heads that was set."""
     return num_attention_heads
 
 
 def set_n_embd(num: int | None) -> None:
-    """Kept for `get_n_embd`."""
+    """Set the number that `get_n_embd` returns."""
     global n_embd
     n_embd = num
 
 
 def get_n_embd() -> int | None:
-    """What was set."""
+    """Return the embedding size that was set."""
     return n_embd
 
 
 def set_tp_grain_size(num: int) -> None:
-    """Other dims are cut between multiples of this; the last rank has what is over."""
+    """Set the grain size: other dims are split between its multiples; the last rank has the remainder."""
     global tp_grain_size
     tp_grain_size = num
 
@@ -66,12 +66,12 @@ def get_shard_size(
     total_size: int, mp_size: int, name: str | None = None, rank: int | None = None, mp_group: Any = None, num_kv_heads:
     int | None = None,
 ) -> int:  # fmt: skip
-    """Elements of one rank.
+    """Return the elements of a rank's shard of a dim.
 
     Args:
-        name: Of the layer; parts of it say that its dim has nothing to do with heads.
+        name: Of the layer; parts of the name say that its dim has nothing to do with heads.
         rank: In the tensor-parallel group; None: this process's.
-        num_kv_heads: Instead of what `set_num_kv_heads` was given.
+        num_kv_heads: Instead of the number set by `set_num_kv_heads`.
     Raises:
         ValueError: neither rank nor group is given, and the group is not the world.
     """
@@ -101,5 +101,5 @@ def _share(number: int, ranks: int, rank: int) -> int:
 def get_shard_size_list(
     total_size: int, mp_size: int, name: str | None = None, num_kv_heads: int | None = None
 ) -> list[int]:
-    """Elements of each rank; together all of them."""
+    """Return the elements of each rank's shard; their sum is `total_size`."""
     return [get_shard_size(total_size, mp_size, name, rank, num_kv_heads=num_kv_heads) for rank in range(mp_size)]

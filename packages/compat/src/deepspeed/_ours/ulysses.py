@@ -33,7 +33,10 @@ class UlyssesSPAttentionHF:
         None = None, seq_length: int | None = None, seq_length_is_variable: bool = True, disable_in_eval: bool = False,
         max_length: int | None = None,
     ) -> SequenceRanks | None:  # fmt: skip
-        """See `ds_parallel.sequence.hf_attention.register_with_transformers`. What it returns is `mpu` of `initialize`."""
+        """Register sequence-parallel attention with Transformers and return `mpu` for `initialize`.
+
+        See `ds_parallel.sequence.hf.register_with_transformers`.
+        """
         made = register_with_transformers(
             model_name_or_path,
             core_attn_implementation,
@@ -70,7 +73,10 @@ class TiledMLP:
         fn: Callable[[Any, Tensor], Tensor], self: Any, x: Tensor, shards: int, compute_params: Sequence[Tensor] | None
         = None,
     ) -> Tensor:  # fmt: skip
-        """Each tile is computed again in backward; a parameter's gradient comes once, after the last tile."""
+        """Run `fn` tile by tile and recompute each tile in backward.
+
+        A parameter's gradient is complete after the last tile.
+        """
         del compute_params  # autograd knows them
         return tiled(lambda part: fn(self, part), x, shards)
 
@@ -102,7 +108,7 @@ class TiledFusedLogitsLoss:
 
 
 def _reached(fn: Callable[..., Tensor], module: Any, x: Tensor, others: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves that a loss of one token is computed with."""
+    """List the parameters that contribute to the loss, found with a probe of a single token."""
     with torch.enable_grad():
         probe = x.detach().flatten(0, 1)[:1].requires_grad_()
         loss = fn(module, probe, *(other.flatten(0, 1)[:1] for other in others))
@@ -130,7 +136,10 @@ class SequenceTiledCompute:
         grad_requiring_tensor_key: str, compute_params: Sequence[Tensor] | None, output_unshard_dimension: int,
         output_reduction: Any, *args: Any,
     ) -> Tensor:  # fmt: skip
-        """`args`: the values of `keys_to_shard`, then those of `keys_to_pass`."""
+        """Compute `fn` tile by tile along the sequence.
+
+        `args`: the values of `keys_to_shard`, then those of `keys_to_pass`.
+        """
         cut = dict(zip(keys_to_shard, args, strict=False))
         passed = dict(zip(keys_to_pass, args[len(keys_to_shard) :], strict=True))
         return sequence_tiled_compute(

@@ -23,7 +23,7 @@ _log = logging.getLogger("DeepSpeed")
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """Mean without the lowest and highest `trim_percent` (0 to 1) of the values; 0 for none."""
+    """Compute the mean without the lowest and highest `trim_percent` (0 to 1) of the values; 0 for no values."""
     if not data:
         return 0.0
     return trimmed_mean(data, min(trim_percent, 0.49))
@@ -55,7 +55,7 @@ class _Timer:
         self._total, self.started_ = 0.0, False
 
     def elapsed(self, reset: bool = True) -> float:
-        """Milliseconds so far; a running timer goes on."""
+        """Return the milliseconds so far; a running timer continues."""
         running = self.started_
         if running:
             self.stop()
@@ -67,7 +67,7 @@ class _Timer:
         return found
 
     def mean(self) -> float:
-        """Of the recorded times, without the extremes."""
+        """Compute the mean of the recorded times without the extremes."""
         return trimmed_mean(self._records) if self._records else 0.0
 
 
@@ -81,7 +81,7 @@ class SynchronizedWallClockTimer:
         return self.timers.setdefault(name, _Timer(name))
 
     def get_timers(self) -> dict[str, _Timer]:
-        """All of them."""
+        """Return all timers by name."""
         return self.timers
 
     def has_timer(self, name: str) -> bool:
@@ -90,7 +90,7 @@ class SynchronizedWallClockTimer:
 
     @staticmethod
     def memory_usage() -> str:
-        """What the device holds, as text."""
+        """Format the device's allocated and peak memory as text."""
         stats = get_accelerator().memory()
         return f"{stats.allocated / 2**30:.2f} GiB allocated, peak {stats.peak / 2**30:.2f} GiB"
 
@@ -98,13 +98,13 @@ class SynchronizedWallClockTimer:
         self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True, memory_breakdown: bool = False, ranks:
         Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        """One line with the named timers in milliseconds, on `ranks` (default: rank 0)."""
+        """Log a line with the named timers in milliseconds, on `ranks` (default: rank 0)."""
         parts = [f"{name}: {self(name).elapsed(reset) / normalizer:.2f}" for name in names if name in self.timers]
         if world_group().rank in (ranks or [0]):
             _log.info("time (ms) | %s%s", " | ".join(parts), f" | {self.memory_usage()}" if memory_breakdown else "")
 
     def get_mean(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """Mean of recorded times by name."""
+        """Return the mean of recorded times by name."""
         del reset
         return {name: self(name).mean() / normalizer for name in names if name in self.timers}
 
@@ -116,7 +116,7 @@ class NoopTimer:
         """A timer that does nothing, and measures 0."""
 
         def elapsed(self, *args: Any, **options: Any) -> float:
-            """0."""
+            """Return 0: this timer measures nothing."""
             return 0.0
 
         start = stop = reset = mean = elapsed
@@ -128,18 +128,18 @@ class NoopTimer:
         return self.timer
 
     def get_timers(self) -> dict[str, Any]:
-        """None."""
+        """Return an empty dict: there are no timers."""
         return {}
 
     def has_timer(self, name: str) -> bool:
-        """Always: it does nothing."""
+        """Return True for every name: any timer exists and does nothing."""
         return True
 
     def log(self, names: Sequence[str], **options: Any) -> None:
-        """Nothing."""
+        """Do nothing: there are no times to log."""
 
     def get_mean(self, names: Sequence[str], **options: Any) -> dict[str, float]:
-        """None."""
+        """Return an empty dict: no times are recorded."""
         return {}
 
 
@@ -164,12 +164,15 @@ class ThroughputTimer:
         self.total_elapsed_time = self._begun = 0.0
 
     def start(self) -> None:
-        """A microbatch begins."""
+        """Start the clock of a microbatch."""
         if self.config.enabled:
             self._begun = time.perf_counter()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """It ended; with `global_step` a step did, too."""
+        """Stop the clock and count the microbatch; with `global_step` also count a step.
+
+        Synchronizes the device.
+        """
         if not self.config.enabled:
             return
         get_accelerator().synchronize()
@@ -182,6 +185,6 @@ class ThroughputTimer:
             self.logging(f"step {self.global_step_count}: {self.avg_samples_per_sec():.2f} samples/s")
 
     def avg_samples_per_sec(self) -> float:
-        """Over the counted steps; minus infinity before there is one."""
+        """Return the samples per second over the counted steps; minus infinity before the first counted step."""
         counted = self.global_step_count - self.start_step
         return counted * self.batch_size / self.total_elapsed_time if counted > 0 else float("-inf")

@@ -31,7 +31,10 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Any]:
-    """See `ds_ckpt.convert.fp32`. Upstream's files are read too, through a restricted unpickler."""
+    """Load a full fp32 state dict from a ZeRO checkpoint. See `ds_ckpt.convert.fp32`.
+
+    Upstream's files are read, too, through a restricted unpickler.
+    """
     return dict(
         fp32.get_fp32_state_dict_from_zero_checkpoint(
             checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode, allow_pickle=True
@@ -65,7 +68,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def get_optim_files(checkpoint_dir: str) -> list[str]:
-    """Upstream's optimizer files in the folder of a tag.
+    """List upstream's optimizer files in the folder of a tag.
 
     Raises:
         CheckpointError: there are none, as in checkpoints of ours ("compat-files").
@@ -74,7 +77,7 @@ def get_optim_files(checkpoint_dir: str) -> list[str]:
 
 
 def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
-    """Upstream's model file of the first rank. Raises as `get_optim_files`."""
+    """Return the path of upstream's model file of the first rank. Raises as `get_optim_files`."""
     name = "mp_rank_00_model_states.pt" if zero_stage <= 2 else "zero_pp_rank_0_mp_rank_00_model_states.pt"
     return _files(checkpoint_dir, name)[0]
 
@@ -103,7 +106,7 @@ def _size(text: str | None) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The program `zero_to_fp32.py`."""
+    """Run the program `zero_to_fp32.py`: write the full fp32 weights of a checkpoint."""
     parser = argparse.ArgumentParser(description="Write the whole fp32 weights of a checkpoint.")
     parser.add_argument("checkpoint_dir", help="folder of checkpoints, the one with the file `latest`")
     parser.add_argument("output_dir", help="folder to write into")

@@ -41,7 +41,7 @@ def GatheredParameters(  # noqa: N802  upstream's name
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Inside, `params` are whole. Collective. See `ds_zero.GatheredParameters`.
+    """Gather `params` inside the context, as full tensors. Collective. See `ds_zero.GatheredParameters`.
 
     A change without `modifier_rank` is dropped with a warning, where ds-zero raises. Contexts may be nested.
     """
@@ -57,7 +57,10 @@ def GatheredParameters(  # noqa: N802  upstream's name
 def single_rank_error(
     dp_world_size: int, explicit_process_group: Any, env: Mapping[str, str] | None = None
 ) -> str | None:
-    """What is wrong where a launcher started several ranks and the process group has one, which would hold a model whole."""
+    """Return an error text if a launcher started several ranks but the world size is 1; else None.
+
+    Such a rank would hold a model unsharded.
+    """
     told = str((os.environ if env is None else env).get("WORLD_SIZE"))
     if dp_world_size != 1 or explicit_process_group is not None or not told.isdecimal() or int(told) <= 1:
         return None
@@ -187,18 +190,21 @@ class TiledLinear(ds_zero.TiledLinear):
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], target_fp_dtype: torch.dtype) -> Callable[..., Any]:
-    """The constructor itself: `Init` replaces nothing in torch. Clients assign this name and read it again."""
+    """Return the constructor itself: `Init` replaces nothing in torch.
+
+    Clients assign this name and read its value again.
+    """
     del target_fp_dtype
     return fn
 
 
 def shutdown_init_context() -> None:
-    """What is made from here on is not cut, though it may be inside `Init`; until `restore_init_context`."""
+    """Pause all entered `Init` contexts: parameters created until `restore_init_context` are not sharded."""
     for context in _entered:
         context.pause()
 
 
 def restore_init_context() -> None:
-    """See `shutdown_init_context`."""
+    """Resume the `Init` contexts that `shutdown_init_context` paused."""
     for context in _entered:
         context.go_on()

@@ -28,7 +28,7 @@ _KINDS = {
 
 
 def kinds_of(include: Collection[Any] | None, device: Any) -> frozenset[str]:
-    """What ds-zero calls the states that `offload_states` is to move.
+    """Return ds-zero's names of the states that `offload_states` is to move.
 
     Args:
         include: Of `OffloadStateTypeEnum`, or their values; None is all.
@@ -47,7 +47,7 @@ class OffloadsStates:
     """`offload_states` and `reload_states` with upstream's arguments, for the engine and for its optimizer."""
 
     def _holder(self) -> ShardedOptimizer | ShardedModel:
-        """What holds the state: the optimizer, or the sharded model where there is none."""
+        """Return the owner of the state: the optimizer, or the sharded model where there is none."""
         raise TypeError(f"{type(self).__name__} does not say what holds its state")
 
     def offload_states(
@@ -140,17 +140,20 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
     bit16_groups = fp16_groups
 
     def _set_fp32_optimizer_param_groups(self) -> None:
-        """Nothing: the state of `optimizer` can always be read. Programs that look at it at stage 3 call this before."""
+        """Do nothing: the state of `optimizer` can always be read.
+
+        Programs that read that state at stage 3 call this before.
+        """
 
     def _clear_fp32_optimizer_param_groups(self) -> None:
-        """Nothing. Called after; see `_set_fp32_optimizer_param_groups`."""
+        """Do nothing: `_set_fp32_optimizer_param_groups` set nothing to clear."""
 
     def needs_scaler(self) -> bool:
         """Whether a loss must go through `engine.scale` before a plain `backward()`."""
         return self.sharding.precision.scale is not None
 
     def get_lr(self) -> list[float]:
-        """Learning rate of each parameter group."""
+        """Return the learning rate of each parameter group."""
         return [float(group["lr"]) for group in self.param_groups]
 
     def set_lr(self, lr: float) -> None:
@@ -186,7 +189,10 @@ class ParameterOffload:
 
 @contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """`ds_zero.unwrap_model_for_generation`; meanwhile an engine's optimizer shows no forward hooks."""
+    """Unwrap a model with `ds_zero.unwrap_model_for_generation`.
+
+    Inside the context an engine's optimizer shows no forward hooks.
+    """
     shown = getattr(getattr(model, "optimizer", None), "parameter_offload", None)
     hooks: list[Any] = [] if shown is None else shown.forward_hooks
     with ds_zero.unwrap_model_for_generation(model) as plain:
@@ -206,15 +212,15 @@ class ModuleView:
         self._model = model
 
     def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:
-        """As a module has it."""
+        """Iterate over the model's parameters with their names, as a module does."""
         return self._model.named_parameters(prefix, recurse)
 
     def ds_external_parameters(self) -> Any:
-        """None: a parameter used outside its module is gathered when it is touched."""
+        """Return an empty iterator: a parameter used outside its module is gathered on access."""
         return iter(())
 
     def parameters(self, recurse: bool = True) -> Any:
-        """As a module has it."""
+        """Iterate over the model's parameters, as a module does."""
         return (param for _, param in chain(self.named_parameters(recurse=recurse), self.ds_external_parameters()))
 
 

@@ -33,7 +33,7 @@ Rows = Mapping[str, Row]
 
 
 def from_(home: str, *names: str, **renamed: str) -> dict[str, Row]:
-    """Rows of names that have the same name in `home`, and of those that have another there."""
+    """Build rows for names of a module, unchanged or renamed."""
     same: dict[str, Row] = {name: f"{home}:{name}" for name in names}
     return same | {name: f"{home}:{there}" for name, there in renamed.items()}
 
@@ -43,5 +43,5 @@ def not_(missing: Missing, *names: str) -> dict[str, Row]:
 
 
 def values(constants: Mapping[str, object]) -> dict[str, Row]:
-    """Rows of constants."""
+    """Build the rows of constants, by name."""
     return {name: ConstantRow(value) for name, value in constants.items()}

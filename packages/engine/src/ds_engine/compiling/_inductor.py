@@ -32,7 +32,7 @@ _LEFT = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
 
 @contextmanager
 def _clean() -> Iterator[None]:
-    """Inside, kernels are loaded; afterwards the environment is as before."""
+    """Restore, after kernels were loaded inside, the environment to its state before."""
     before = os.environ.get(_LEFT)
     try:
         yield
@@ -56,7 +56,7 @@ def backend(
 def lower(
     gm: fx.GraphModule, inputs: Sequence[Any], fake: Any, patches: dict[str, Any], options: dict[str, Any]
 ) -> Callable[[list[Any]], Any]:
-    """Code of a graph with its actions in it."""
+    """Compile a graph that contains actions to code with inductor."""
     _tell_inductor()
     last = {_LAST: _Last(patches.get(_LAST))}
     with torch._inductor.config.patch({**_STAY, **patches, **last}), V.set_fake_mode(fake), _clean():
@@ -78,13 +78,13 @@ class _Last(CustomGraphPass):
         rewriting.put_ends_last(graph)
 
     def uuid(self) -> Any:
-        """What compiled graphs are kept under; None, as of a plain function, keeps none."""
+        """Return the cache key of compiled graphs; None, as for a plain function, disables the cache."""
         given = "" if self._inputs is None else getattr(self._inputs, "uuid", lambda: None)()
         return None if given is None else (get_hash_for_files((rewriting.__file__, graph_reader.__file__)), given)
 
 
 def mode_options(mode: str) -> dict[str, Any]:
-    """What a mode of `torch.compile` stands for."""
+    """Return the inductor options of a mode of `torch.compile`."""
     return dict(torch._inductor.list_mode_options(mode))
 
 
@@ -92,9 +92,10 @@ _lowered: list[bool] = []
 
 
 def _tell_inductor() -> None:
-    """Lowerings of operations that change the memory of what they are given, once in a process.
+    """Register lowerings of operations that change the memory of their inputs, once in a process.
 
-    Whatever still reads that memory must do so before; and memory of gradients that were handed over is not inductor's any more.
+    Every operation that still reads that memory must run before; memory of gradients that were passed on belongs to
+    inductor no more.
     """
     if _lowered:
         return

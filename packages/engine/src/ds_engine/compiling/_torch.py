@@ -55,19 +55,19 @@ class Context:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """As it was when the graph was captured."""
+        """Restore the tracing context of the graph's capture, while inside."""
         with tracing(self.tracing):
             yield
 
 
 def own_results() -> int | None:
-    """How many results of the forward graph that is being compiled are the caller's."""
+    """Return how many results of the forward graph being compiled belong to the caller; None outside of a compile."""
     context = TracingContext.try_get()
     return None if context is None or context.fw_metadata is None else context.fw_metadata.num_forward
 
 
 def inputs_of(gm: fx.GraphModule) -> list[torch.Tensor | None]:
-    """The tensors behind the inputs of a captured graph, in order; None for numbers."""
+    """Return the tensors behind the inputs of a captured graph, in order; None for numbers."""
     found: list[torch.Tensor | None] = []
     for node in gm.graph.nodes:
         if node.op == "placeholder":
@@ -81,7 +81,7 @@ _PIECES = 4096  # one a module and shape: torch's limit of 8 is meant for shapes
 
 
 def keep_out(*packages: str) -> None:
-    """Functions of these packages run as they are when they run outside of graphs, once in a process: torch captures them no more."""
+    """Exclude functions of these packages from capture: torch runs them eagerly. Once in a process."""
     for name in packages:
         if name not in _kept_out:
             trace_rules.add(name)
@@ -92,7 +92,7 @@ _kept_out: set[str] = set()
 
 
 def substitute(function: Callable[..., Any], traced: Callable[..., Any]) -> None:
-    """While something is captured, `traced` stands for `function`; once in a process. Outside of captures nothing changes."""
+    """Replace `function` by `traced` in captures, once in a process. Outside of captures nothing changes."""
     if function not in _substituted:
         _substituted.add(function)
         torch.compiler.substitute_in_graph(function)(traced)
@@ -102,16 +102,17 @@ _substituted: set[Callable[..., Any]] = set()
 
 
 def group_named(name: str) -> Group:
-    """The ranks that torch knows by a name."""
+    """Return the group that torch knows by a process group name."""
     return as_group(c10d._resolve_process_group(name))  # type: ignore[arg-type]
 
 
 def compile_model(
     call: Callable[..., Any], backend: Callable[..., Any], params: Sequence[torch.Tensor], **options: Any
 ) -> Any:
-    """`torch.compile(call)` without checks, before each call, of what of `params` cannot change, or changes between uses: their class.
+    """Compile `call` with `torch.compile`, without tensor guards on `params`.
 
-    Their identity is checked, see `bind`.
+    Guards would check before each call what cannot change, or changes between uses: their class. Their identity is
+    checked, see `bind`.
     """
     ours = {id(param) for param in params}
 
@@ -152,7 +153,7 @@ def quiet(hook: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def watch_compiles(begin: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """Inside, be told of every capture of a graph in this process."""
+    """Call `begin` and `end` around every capture of a graph in this process, while inside."""
 
     def begun(args: object) -> None:
         del args
@@ -172,20 +173,20 @@ def watch_compiles(begin: Callable[[], None], end: Callable[[], None]) -> Iterat
 
 
 def break_reasons() -> dict[str, int]:
-    """Why captures ended early so far in this process, and how often."""
+    """Return why captures broke so far in this process, and how often."""
     return dict(counters["graph_break"])
 
 
 @contextmanager
 def captured() -> Iterator[None]:
-    """While a graph is taken apart into forward and backward."""
+    """Configure torch while a graph is split into forward and backward."""
     # torch's cache of whole captures would find a run's graphs with the actions of another run in them.
     with torch._functorch.config.patch(enable_autograd_cache=False, donated_buffer=False):
         yield
 
 
 def eager_backend(gm: fx.GraphModule, inputs: Sequence[Any], inner: Callable[..., Any]) -> Callable[..., Any]:
-    """The same without a compiler: graphs run operation by operation."""
+    """Split a captured graph like `backend`, but run graphs operation by operation, without a compiler."""
 
     def side(backward: bool, inference: bool = False) -> Callable[..., Any]:
         return lambda graph, examples: inner(graph, examples, is_backward=backward, is_inference=inference)
@@ -202,7 +203,7 @@ def eager_backend(gm: fx.GraphModule, inputs: Sequence[Any], inner: Callable[...
 
 
 def lower_eager(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """A graph as Python that drops its inputs as soon as they are used."""
+    """Generate Python for a graph that drops its inputs as soon as they are used."""
     gm.graph.set_codegen(fx.graph._BoxedCodeGen())
     gm.recompile()
     return gm.forward

@@ -90,11 +90,12 @@ class Compiling:
 
 
 def compiling_of(section: CompileConfig | None, zero: ZeroConfig, mesh: MeshSpec) -> Compiling | None:
-    """What the section asks for at a ZeRO stage; None for graphs without actions.
+    """Resolve the compile section at a ZeRO stage; None for graphs without actions.
 
     Raises:
-        PlanError: passes that the stage does not have ("compile-pass"), passes that cut where there is one rank to cut over
-            ("compile-cuts"), or state that is elsewhere already ("compile-offload").
+        PlanError: passes that the stage does not have ("compile-pass"), passes that shard over a single rank
+        ("compile-cuts"), or state
+            that is offloaded already ("compile-offload").
     """
     if section is None or not section.deepcompile:
         return None

@@ -29,16 +29,16 @@ class Owner(Protocol):
     measuring: bool
 
     def decide(self, piece: Lowered) -> Graph:
-        """The actions of one."""
+        """Return the graph of a piece with its actions."""
 
     def edit(self, piece: Lowered, gm: fx.GraphModule) -> fx.GraphModule:
-        """What passes of users make of it."""
+        """Apply the users' passes to the graph module of a piece."""
 
     def lower(self, piece: Lowered, gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
-        """Code that takes a list of inputs."""
+        """Compile a graph module to code that takes a list of inputs."""
 
     def add(self, piece: Lowered) -> None:
-        """There is a new one."""
+        """Register a captured graph so that later schedules re-lower it."""
 
 
 class Lowered:
@@ -73,7 +73,7 @@ class Lowered:
         self._lower()
 
     def forget(self) -> None:
-        """Other passes are due: lower it again before it runs."""
+        """Discard the compiled code: other passes are due, so the graph is lowered again before its next run."""
         self._run = None
 
     def close(self) -> None:
@@ -160,13 +160,14 @@ class Frame:
         self._views: dict[str, ParamLocation] = {}
 
     def inner(self, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Lowered:
-        """What compiles the forward and the backward graph."""
+        """Create the piece that compiles the forward or the backward graph."""
         return Lowered(self.owner, gm, inputs, options, self)
 
     def params_of(self, gm: fx.GraphModule, *, backward: bool) -> dict[str, ParamLocation]:
-        """Inputs of a graph that are parameters, or in backward views of them that the forward graph kept.
+        """Return the inputs of a graph that are parameters, or in backward views of them that forward saved.
 
-        Of a backward graph all parameters of the forward graph, by their names there: gradients stand in that order, also of those
+        Of a backward graph all parameters of the forward graph, by their names there: gradients stand in that order,
+        also of those
         that backward does not read.
         """
         if backward:
@@ -181,6 +182,6 @@ class Frame:
         return dict(self._places)
 
     def _place(self, source: Any) -> ParamLocation | None:
-        """Of an input, from what torch says of where it comes from."""
+        """Find the parameter of an input by torch's description of its source."""
         number = getattr(source, "idx", None)
         return self._inputs[number] if isinstance(number, int) else None

@@ -106,18 +106,18 @@ class CompiledRun:
         self.session.start(None if self.shares is None else SharedBatch(self.model, self.shares))
 
     def called(self) -> None:
-        """The model is about to run."""
+        """Warn once, before the model runs, if compilation is configured but `compile()` was not called."""
         if not self._logged and not self.active:
             self._logged = True
             _log.warning("compile.deepcompile is on, and engine.compile() was not called: the model runs eagerly")
 
     def stepped(self) -> None:
-        """A step is over. Collective where other passes are due."""
+        """Advance the session after a step. Collective where other passes are due."""
         if self.session is not None:
             self.session.stepped()
 
     def close(self) -> None:
-        """The model runs as before."""
+        """Restore the model's eager execution and stop the session."""
         if self.session is not None:
             self.session.stop()
         if self.plain:

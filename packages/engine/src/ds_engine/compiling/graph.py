@@ -101,7 +101,7 @@ class GraphAction:
         return self.told()
 
     def told(self, names: Callable[[int], str] = str) -> str:
-        """In words, units by their names."""
+        """Describe the action in words, with units by their names."""
         return f"{self.verb.value} {self.name or ' + '.join(map(names, self.units))}"
 
 
@@ -140,16 +140,16 @@ class Graph:
         return tuple(dict.fromkeys(unit for node in self.nodes for unit in node.reads))
 
     def plus(self, actions: Iterable[GraphAction]) -> Graph:
-        """With more actions, in order."""
+        """Return the graph with more actions, in order."""
         found = [*self.actions, *actions]
         return replace(self, actions=tuple(sorted(found, key=lambda a: (a.at, _ORDER[a.verb]))))
 
     def without(self, gone: Callable[[GraphAction], bool]) -> Graph:
-        """Without some of its actions."""
+        """Return the graph without the actions that `gone` selects."""
         return replace(self, actions=tuple(action for action in self.actions if not gone(action)))
 
     def live(self) -> list[int]:
-        """Bytes of results that are there while each node runs, parameters left out. Inputs stay to the end."""
+        """Return the live bytes of results while each node runs, without parameters. Inputs live to the end."""
         last = list(range(len(self.nodes)))
         for at, node in enumerate(self.nodes):
             for used in node.uses:
@@ -164,7 +164,7 @@ class Graph:
         return [self.inputs_bytes + total for total in accumulate(deltas)][: len(self.nodes)]
 
     def resident(self, nbytes: Callable[[int], int]) -> list[int]:
-        """Bytes of gathered units while each node runs, as the actions say; `nbytes` of each."""
+        """Return the bytes of gathered units while each node runs, according to the actions; `nbytes` of each unit."""
         deltas, here = [0] * (self.end + 2), set()
         for action in self.actions:
             if action.verb in (GraphVerb.NEED, GraphVerb.EXPECT) and action.unit not in here:
@@ -176,7 +176,7 @@ class Graph:
         return list(accumulate(deltas))[: self.end]
 
     def lines(self, names: Callable[[int], str] = str) -> list[str]:
-        """The actions in words, each with the node that it comes before."""
+        """Describe the actions in words, each with the node that follows."""
         told = []
         for action in self.actions:
             where = f"before {self.nodes[action.at].name}" if action.at < self.end else "at the end"

@@ -264,7 +264,7 @@ def _exchange(
 
 
 def substitute_moves() -> None:
-    """From now on captures of this process have moves in them, instead of ending there."""
+    """Let captures of this process include collectives, instead of breaking there."""
     for function, traced in (
         (differentiable.copy, _copy),
         (differentiable.reduce, _reduce),

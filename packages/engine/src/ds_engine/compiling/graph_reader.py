@@ -40,7 +40,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def bytes_of(value: Any) -> int:
-    """Of a node's traced value; sizes that are not known yet count as their hints."""
+    """Return the bytes of a node's traced value; symbolic sizes count as their hints."""
     if isinstance(value, torch.Tensor):
         numel = 1
         for size in value.shape:
@@ -57,7 +57,7 @@ def _hint(size: int | torch.SymInt) -> int:
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """The node whose memory a node's result is in, as far as views tell."""
+    """Return the node that owns the memory of a node's result, following views."""
     while node.op == "call_function" and is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
@@ -71,12 +71,14 @@ def read(
     saved: int | None,
     ours: Collection[str] = (),
 ) -> Graph:
-    """What passes know of `graph`.
+    """Read from `graph` the facts that passes need.
 
     Args:
         params: Inputs that are parameters or views of them, by name of the node.
-        saved: Of a forward graph, how many of its results are the caller's; the others are kept for backward. None: no backward.
-        ours: Of a backward graph, names of what the forward graph kept in memory of its own; the others may be views of what the
+        saved: Of a forward graph, how many of its results are the caller's; the rest is saved for backward. None: no
+        backward.
+        ours: Of a backward graph, names of saved results in memory of the forward graph; the rest may be views of
+        tensors that the
             caller has.
     """
     order = list(graph.nodes)

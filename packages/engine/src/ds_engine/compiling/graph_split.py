@@ -74,7 +74,7 @@ def _is_sum(node: Any) -> bool:
 
 
 def _terms(node: fx.Node, inner: set[fx.Node]) -> Iterator[fx.Node]:
-    """What a sum of sums adds."""
+    """Yield the terms of a nested sum in a graph."""
     for source in node.args:
         if isinstance(source, fx.Node) and source in inner and len(source.users) == 1:
             yield from _terms(source, inner)
@@ -110,7 +110,10 @@ def attention_of_the_whole(
     *,
     group_name: str,
 ) -> Tensor:
-    """`scaled_dot_product_attention` of this rank's part [batch, heads, sequence / N, head size] to the whole sequence."""
+    """Attend from this rank's part [batch, heads, sequence / N, head size] to the whole sequence.
+
+    Computes `scaled_dot_product_attention` between two all-to-alls (heads for sequence, and back).
+    """
     del attn_mask, enable_gqa  # `wrap_attention` refuses the one, and the other follows from the heads
     group = group_named(group_name)
     dealt = assign_heads(HeadCounts(query.shape[1], key.shape[1]), group.size)
@@ -187,7 +190,7 @@ _RANGES = frozenset({"arange", "linspace", "range"})
 
 
 def _problems(gm: fx.GraphModule, given: set[fx.Node], length: int) -> Iterator[str]:
-    """What reads beyond a rank's part, as far as one operation tells."""
+    """Yield the operations that read beyond a rank's part of a sequence, as far as a single operation shows."""
     ours = set(given)  # what depends on the batch
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -231,7 +234,7 @@ def _shape(node: Any) -> tuple[Any, ...]:
 
 
 def _dims(node: fx.Node) -> set[Any]:
-    """Dims that a reduction names, counted from the front."""
+    """Return the dims that a reduction names, counted from the front."""
     told = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else ())
     count = len(_shape(node.all_input_nodes[0]))
     return {

@@ -66,7 +66,7 @@ class JointMessage:
         self._sums, self._pieces = {}, []
 
     def _scatter(self, dtype: torch.dtype, sums: Sequence[tuple[Tensor, Tensor, UnitLayout]], unit: str) -> None:
-        """Side by side, each rank's chunks of all units."""
+        """Start a reduce-scatter of a bucket in which each rank's chunks of all units are contiguous."""
         pool, ranks, device = self._seat.pool, self._seat.shard_group.size, sums[0][0].device
         whole = pool.take(sum(layout.numel for _, _, layout in sums), dtype, device)
         mine = pool.take(whole.numel() // ranks, dtype, device)
@@ -87,7 +87,7 @@ class JointMessage:
         self._then.append(then)
 
     def _add(self, dtype: torch.dtype, sums: Sequence[tuple[Tensor, Tensor, UnitLayout]], unit: str) -> None:
-        """One after the other: every rank has all of them."""
+        """Start an all-reduce of a bucket of whole units, one after another."""
         pool, device = self._seat.pool, sums[0][0].device
         whole = pool.take(sum(out.numel() for _, out, _ in sums), dtype, device)
         parts = whole.split([out.numel() for _, out, _ in sums])
@@ -155,7 +155,10 @@ def _unpack(coming: Tensor, places: Sequence[Tensor]) -> Callable[[], None]:
 
 
 def reduce_together(several: Sequence[Gradients]) -> None:
-    """`Gradients.reduce` for units of one seat that join, in one message. Collected before, on all ranks the same."""
+    """Reduce units of one group set that join, as `Gradients.reduce`, in one message.
+
+    Call after collecting, on all ranks the same.
+    """
     joint = JointMessage(several[0].groups)
     for gradients in several:
         gradients.way.join(joint)
@@ -175,7 +178,9 @@ class Member(Protocol):
 def buckets_of(
     sequence: Sequence[int], members: Sequence[Member], numels: Sequence[int], limit: int
 ) -> list[tuple[int, ...]]:
-    """Neighbours in `sequence`, the order of reductions, that go together: of one seat, `limit` elements at most. Pure.
+    """Group neighbours in `sequence`, the reduction order, into buckets of at most `limit` elements. Pure.
+
+    The units of a bucket have the same group set.
 
     Args:
         members, numels: By number of the unit.

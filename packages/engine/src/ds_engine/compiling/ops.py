@@ -46,7 +46,7 @@ _keys = itertools.count()
 
 
 def register_target(target: Target) -> int:
-    """The key of a session, for as long as its target lives."""
+    """Register a target and return the key of its session, valid as long as the target lives."""
     key = next(_keys)
     _targets[key] = target
     return key

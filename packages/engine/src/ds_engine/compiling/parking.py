@@ -122,7 +122,7 @@ class Parking:
         self._units, self._hosts = {}, {}
 
     def _host(self, key: tuple[int, int], nbytes: int, device: torch.device) -> Tensor:
-        """Memory of the host that is used again in every step: page-locking it takes long."""
+        """Return a host buffer that is reused in every step: pinning takes long."""
         found = self._hosts.get(key)
         if found is None or found.numel() != nbytes:
             found = self._hosts[key] = host_bytes(nbytes, device, pin=self._pin)

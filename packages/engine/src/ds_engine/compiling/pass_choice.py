@@ -43,7 +43,7 @@ def insert(graph: Graph, known: PassInputs) -> Graph:
 
 
 def reduce(graph: Graph, known: PassInputs) -> Graph:
-    """Hand over the gradients of a unit behind the last of them that this graph makes."""
+    """Insert the reduction of each unit's gradients after the last gradient that this graph computes."""
     del known
     last: dict[int, int] = defaultdict(int)
     for grad in graph.grads:
@@ -52,7 +52,7 @@ def reduce(graph: Graph, known: PassInputs) -> Graph:
 
 
 def bucket(graph: Graph, known: PassInputs) -> Graph:
-    """Hand the gradients of a bucket's units over together, behind the last of them that this graph makes."""
+    """Join the reductions of a bucket's units, after the last gradient that this graph computes."""
     arrived = {a.unit: a for a in graph.actions if a.verb is GraphVerb.ARRIVED}
     joined, gone = [], set[int]()
     for units in known.buckets:
@@ -93,7 +93,7 @@ def prefetch(graph: Graph, known: PassInputs) -> Graph:
 
 
 def choose_kept(known: PassInputs) -> frozenset[int]:
-    """Units that stay gathered between forward and backward: those whose gather is costliest a byte, as long as memory lasts."""
+    """Choose units that stay gathered between forward and backward, by all-gather time per byte, as memory allows."""
     if known.budget is None:
         return known.both
     room = int(known.budget * _MARGIN) - known.floor - known.peak
@@ -130,7 +130,7 @@ def store_all(graph: Graph, known: PassInputs) -> Graph:
 
 
 def store(graph: Graph, known: PassInputs) -> Graph:
-    """The same for as few saved results as the budget asks for: those that are needed last in backward, which are made first."""
+    """Offload as few saved results as the budget needs: those needed last in backward, which are computed first."""
     if known.budget is None:
         return graph
     over = known.floor + known.peak - int(known.budget * _MARGIN)
@@ -158,7 +158,10 @@ def park_all(graph: Graph, known: PassInputs) -> Graph:
 
 
 def park(graph: Graph, known: PassInputs) -> Graph:
-    """The same for as few units as the budget asks for, as late and as short as memory allows; for all of them where no budget is known."""
+    """Offload the optimizer state of as few units as the budget needs, as late and as short as memory allows.
+
+    Offloads the state of all units where no budget is known.
+    """
     if known.budget is None:
         return park_all(graph, known)
     over = known.floor + known.peak - int(known.budget * _MARGIN)
@@ -174,9 +177,11 @@ def park(graph: Graph, known: PassInputs) -> Graph:
 
 
 def _parked(graph: Graph, states: dict[int, int], room: list[int] | None) -> Graph:
-    """Args:
-    states: Bytes of each unit that is parked.
-    room: Bytes that are free at each position with all state on the device; None where nothing is known.
+    """Insert actions that offload optimizer state in forward, or bring the state back in backward.
+
+    Args:
+        states: Bytes of each unit that is offloaded.
+        room: Bytes that are free at each position with all state on the device; None where nothing is known.
     """
     if not graph.backward:
         at, actions, gone = 0, [], 0

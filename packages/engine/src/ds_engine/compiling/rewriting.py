@@ -76,9 +76,11 @@ class _Editor:
         self.graph.call_function(op, (params, self.key, action.unit))
 
     def arrived(self, grads: list[tuple[int, int, fx.Node]], params: list[fx.Node]) -> None:
-        """Hand gradients over: (unit, member, node) each, and their units' parameters, which may be released then.
+        """Insert the reduction of gradients: (unit, member, node) each, with their units' parameters.
 
-        What shares memory with something that is used otherwise is copied first.
+        The parameters may be released afterwards.
+
+        A gradient that shares memory with a tensor that is used otherwise is copied first.
         """
         given = [node for _, _, node in grads]
         handed, bases = [], set()
@@ -107,13 +109,13 @@ class _Editor:
         return made
 
     def store(self, node: fx.Node) -> None:
-        """The result that is kept for backward is its copy in host memory."""
+        """Replace a result saved for backward by its copy in host memory."""
         made = self.graph.call_function(OPS.store.default, (node, self.key))
         made.meta = {"val": _like(node.meta["val"], torch.device("cpu"))}
         self.output.args = (fx.map_arg(self.output.args[0], lambda n: made if n is node else n),)
 
     def fetch(self, node: fx.Node) -> None:
-        """What a backward graph is given is in host memory; what it uses is the copy that is made here."""
+        """Copy a backward input from host memory to the device, and use the copy in its place."""
         value = node.meta["val"]
         device = value.device
         made = self.graph.call_function(OPS.fetch.default, (node, device))

@@ -229,7 +229,7 @@ def _broken(passes: Sequence[Pass]) -> list[str]:
 
 
 def resolve(asked: Sequence[tuple[int, Sequence[Any]]], known: Mapping[str, Pass]) -> tuple[PassEntry, ...]:
-    """A schedule of (step, names, passes or functions) with every pass looked up. Checked.
+    """Resolve a schedule of (step, names, passes or functions) by looking up every pass. The result is checked.
 
     Raises:
         PlanError: a name is unknown ("compile-pass"), or see `check_schedule`.
@@ -240,7 +240,7 @@ def resolve(asked: Sequence[tuple[int, Sequence[Any]]], known: Mapping[str, Pass
 
 
 def named(each: Any, known: Mapping[str, Pass]) -> Pass:
-    """The pass that a name or a function stands for. A function that nobody registered is a pass without a contract."""
+    """Return the pass of a name or a function. An unregistered function is a pass without a contract."""
     if isinstance(each, Pass):
         return each
     if callable(each):
@@ -263,5 +263,5 @@ def named(each: Any, known: Mapping[str, Pass]) -> Pass:
 
 
 def schedule_text(entries: Sequence[PassEntry]) -> str:
-    """One line: the passes of each step."""
+    """Describe the passes of each step in one line."""
     return "; ".join(f"from step {e.step}: {' -> '.join(p.name for p in e.passes)}" for e in entries)

@@ -48,10 +48,11 @@ class SharedBatch:
         self._takes_more = inspect.Parameter.VAR_KEYWORD in kinds
 
     def cut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor | int]:
-        """This rank's part of a batch, as keywords, and how many tokens of it count for the loss. Collective the first time.
+        """Return this rank's part of a batch, as keywords, and its tokens for the loss. Collective the first time.
 
         Raises:
-            PlanError: no sequence is recognised, it does not divide ("sequence-length"), the model does not take what a part
+            PlanError: no sequence is recognised, it does not divide ("sequence-length"), the model does not take the
+            arguments that a part
                 needs ("sequence-arguments"), or ranks were given different batches ("tensor-inputs").
         """
         told, self._check = self._check, None
@@ -70,7 +71,7 @@ class SharedBatch:
         return part, tokens
 
     def whole(self, result: Any, tokens: Tensor | int) -> Any:
-        """What the model has returned of its part, with the loss of the whole. Other results stay parts."""
+        """Replace the loss in the model's result for its part by the loss of the whole. Other results stay parts."""
         loss = result if isinstance(result, Tensor) else _loss_in(result)
         if not isinstance(loss, Tensor) or loss.dim():
             return result
@@ -83,7 +84,10 @@ class SharedBatch:
         return result
 
     def wrap(self, gm: fx.GraphModule, model_owns: list[bool]) -> None:
-        """The attention of a captured forward exchanges. `model_owns`: of each input whether it is the model's."""
+        """Add sequence all-to-alls to the attention of a captured forward.
+
+        `model_owns`: of each input whether it is the model's.
+        """
         if self.in_graphs and self.group.order is not None:
             self._wrapped += wrap_attention(gm, self.group.order.key, self.length, [not owned for owned in model_owns])
 

@@ -112,7 +112,7 @@ class Session:
         self._enter(schedule[0])
 
     def _facts(self) -> PassInputs:
-        """What is known of the plan alone."""
+        """Collect the pass inputs that follow from the plan, without measurements."""
         units = [(n, unit) for n, unit in enumerate(self.graphs.units) if self.graphs.released(n)]
         gathered = {n: unit.plan.bytes.gathered for n, unit in units}
         seconds = {n: float(unit.plan.sent["gather"]) for n, unit in units}
@@ -185,7 +185,7 @@ class Session:
         )
 
     def stop(self) -> None:
-        """The model runs as before. Between steps, on all ranks."""
+        """Restore the model's eager execution and release every captured graph. Between steps, on all ranks."""
         self.model._compiled_call_impl = None
         self._watch.close()
         self.graphs.keep(())
@@ -241,7 +241,7 @@ class Session:
         return ParamLocation(found[0].number, found[1], found[0].spec.trained and not watched)
 
     def decide(self, piece: Lowered) -> Graph:
-        """The actions of the passes of the day."""
+        """Apply the current schedule's passes to a piece and return its graph with actions."""
         graph = piece.facts
         for each in self._entry.passes:
             if each.decide is not None:
@@ -275,7 +275,7 @@ class Session:
         return gm
 
     def lower(self, piece: Lowered, gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
-        """Code of a graph."""
+        """Lower a graph to code with the chosen backend."""
         if self.plan.warned:
             side = "backward" if piece.backward else "forward"
             for line in self._describe(piece.actions):
@@ -290,11 +290,11 @@ class Session:
                 self.seconds += time.perf_counter() - begun
 
     def add(self, piece: Lowered) -> None:
-        """There is a new one."""
+        """Register a captured graph so that later schedules re-lower it."""
         self.pieces.append(piece)
 
     def __str__(self) -> str:
-        """The passes of the next step, and what they do in every graph so far."""
+        """Describe the passes of the next step, and their actions in every graph so far."""
         said = [f"step {self.steps}: {' -> '.join(self.passes)}"]
         for piece in self.pieces:
             said.append("  backward" if piece.backward else "  forward")
@@ -331,7 +331,7 @@ class Session:
             piece.forget()
 
     def stepped(self) -> None:
-        """A step is over. Collective where other passes are due."""
+        """Count a finished step and switch to the passes that are due. Collective where other passes are due."""
         self.steps += 1
         following = self._next
         if following is None:
@@ -345,7 +345,7 @@ class Session:
             self.measuring = following.measured and following.step == self.steps + 1
 
     def _agree(self) -> PassInputs:
-        """What was measured, alike on all ranks: the longest gathers, the highest peak. Collective."""
+        """Merge the measurements of all ranks: the longest all-gathers, the highest peak. Collective."""
         seconds: dict[int, float] = {}
         for piece in self.pieces:
             for unit, took in piece.seconds.items():
@@ -380,5 +380,5 @@ class Session:
 
 
 def _inductor() -> ModuleType:
-    """torch's compiler, for the runs that use it."""
+    """Import torch's compiler, for the runs that use it."""
     return import_module("ds_engine.compiling._inductor")

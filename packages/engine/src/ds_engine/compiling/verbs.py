@@ -46,7 +46,7 @@ class Graphs:
         return self.units[number].releases
 
     def forward(self) -> AbstractContextManager[None]:
-        """Around the forward of the whole model: a phase of gathers."""
+        """Mark the forward of the whole model as a phase of all-gathers."""
         return self._gathering.forward()
 
     def hook_with(self, model: nn.Module, hooked: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
@@ -58,7 +58,7 @@ class Graphs:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Inside, released parameters have their own class."""
+        """Restore the original class of released parameters, while inside."""
         # Those of a gather that is under way, too: they have their class back when somebody waits for it.
         given = [(unit, p) for unit in self.units for p in unit.params if type(p) is ShardedParameter]
         for _, param in given:
@@ -73,70 +73,73 @@ class Graphs:
     # ---- what graphs call
 
     def expect(self, number: int) -> None:
-        """A unit will be needed: its gather begins, after those that come before it. Collective over its ranks, as all of these."""
+        """Prefetch a unit: start its all-gather, after those before it in the order. Collective over its ranks.
+
+        So are all methods of this class that begin all-gathers or reductions.
+        """
         order = self._gathering.phase()
         for other in () if order is None else order.expect(number):
             self.units[other].start_unshard(again=True)
 
     def need(self, number: int) -> None:
-        """A unit is needed: returns when its parameters are usable."""
+        """Gather a unit; return when its parameters are usable."""
         self._gathering.gather(number, self._gathering.phase())
 
     def spare(self, number: int) -> None:
-        """A unit is not needed any more in this graph: it goes back, unless a call outside of the graph has it."""
+        """Release a unit that this graph needs no more, unless a call outside of the graph uses the unit."""
         gathering = self._gathering
         if self.units[number].releases and not gathering.calls[number] and not gathering.running[number]:
             gathering.put_back(number)
 
     def load(self, number: int) -> None:
-        """A unit that rests on the host will be gathered: what this rank sends of it goes to the device."""
+        """Copy this rank's shard of an offloaded unit to the device, before its all-gather."""
         self.loads += self.units[number].storage.load()
 
     def put_state(self, number: int) -> None:
-        """The optimizer's state of a unit is not needed while this graph runs: it goes to the host."""
+        """Offload the optimizer state of a unit to the host while this graph runs."""
         if self._parking is not None:
             self._parking.put(number)
 
     def get_state(self, number: int) -> None:
-        """It will be needed soon, if this backward ends with reductions: it comes back while the graph goes on."""
+        """Start to copy a unit's optimizer state back to the device, if this backward ends with reductions."""
         if self._parking is not None and self._reducing.now:
             self._parking.begin(number)
 
     def arrived(self, number: int, members: Sequence[int], grads: Sequence[Tensor]) -> None:
-        """Gradients of parameters of a unit; they belong to it from now on. The last one of the unit begins its reduction."""
+        """Take over gradients of a unit's parameters; the last gradient of the unit begins its reduction."""
         for member, grad in zip(members, grads, strict=True):
             self._reducing.hand_over(number, member, grad)
 
     # ---- between steps
 
     def keep(self, numbers: Collection[int]) -> None:
-        """These units stay gathered from the first use of a step until its update. The same on every rank."""
+        """Keep units gathered from their first use in a step until the update. The same on every rank."""
         self._gathering.keep([n for n in numbers if self.units[n].releases])
 
     def park(self, *, pin: bool) -> Parking:
-        """From now on graphs may move the optimizer's state; `stay` ends it. Between steps."""
+        """Allow graphs to offload the optimizer state, until `stay`. Between steps."""
         if self._parking is None:
             self._parking = Parking(self.units, pin=pin)
         return self._parking
 
     def stay(self) -> None:
-        """The optimizer's state is on the device again, and stays there."""
+        """Move the optimizer state back to the device and end its offloading."""
         parking, self._parking = self._parking, None
         if parking is not None:
             parking.close()
 
     def buckets(self, limit: int) -> tuple[tuple[int, ...], ...]:
-        """Units whose gradients fit together into messages of `limit` elements, in the order of reductions. The same on every rank."""
+        """Group units into gradient buckets of at most `limit` elements, in reduction order. The same on every rank."""
         sequence = [number for number in reversed(self._reducing.trained) if not self.units[number].groups.external]
         numels = [unit.layout.numel for unit in self.units]
         return tuple(buckets_of(sequence, [unit.gradients for unit in self.units], numels, limit))
 
     def sum_together(self, buckets: Sequence[tuple[int, ...]]) -> None:
-        """The gradients of each bucket's units are summed by one message from now on. Between steps, the same on every rank."""
+        """Reduce the gradients of each bucket's units in one message. Between steps, the same on every rank."""
         self._reducing.sum_together(buckets, reduce_together)
 
     def run_ahead(self, numel: int) -> None:
-        """How many elements are gathered before a graph asks for them."""
+        """Set how many elements are prefetched before a graph needs them."""
         self._gathering.ahead = numel
 
     @property

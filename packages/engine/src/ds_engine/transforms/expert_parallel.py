@@ -138,7 +138,7 @@ class _Reporting:
 
 
 def _experts(param: ParamInfo, shapes: Shapes) -> int:
-    """The number of experts of the block that a parameter of experts is in; 0 for other parameters."""
+    """Count the experts in the block of an expert parameter; 0 for other parameters."""
     match = _EXPERT.search(param.name)
     if match is None or ".deepspeed_experts." in param.name:
         return 0

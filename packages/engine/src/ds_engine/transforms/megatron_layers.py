@@ -69,7 +69,10 @@ def _is_part(param: Tensor) -> bool:
 
 
 def _part(name: str, param: Tensor, family: ReductionGroup, group: Group) -> ParamSharding:
-    """A part along `partition_dim` where the parameter says one; else a tensor of its own, whose name has this rank's place."""
+    """Return the sharding along `partition_dim` where the parameter has one; else a separate tensor per rank.
+
+    The name of a separate tensor contains this rank's number.
+    """
     dim = getattr(param, "partition_dim", -1)
     if not isinstance(dim, int) or not 0 <= dim < param.dim() or getattr(param, "partition_stride", 1) != 1:
         return ParamSharding(family, f"{name}.tensor{group.rank}of{group.size}")

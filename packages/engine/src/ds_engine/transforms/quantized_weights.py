@@ -65,7 +65,7 @@ class CodedLinear(nn.Module):
         return QuantTensor(self.codes, self._spec, self.in_features, (self.out_features, self.in_features), self._dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features] to [..., out_features]."""
+        """Apply the quantized layer: [..., in_features] to [..., out_features]."""
         return quantized_linear(x, self._coded(), self.bias)
 
     def extra_repr(self) -> str:
@@ -126,7 +126,7 @@ class QuantizedWeights(Transform["tuple[Coded, ...]", "list[tuple[nn.Module, str
         return made
 
     def undo(self, made: list[tuple[nn.Module, str, CodedLinear]]) -> None:
-        """The layers come back with the numbers that their codes stand for."""
+        """Restore the linear layers with the dequantized weights."""
         for parent, name, coded in made:
             layer = nn.Linear(coded.in_features, coded.out_features, bias=False, device="meta")
             layer.weight = nn.Parameter(coded.weight, requires_grad=False)
@@ -139,7 +139,7 @@ def _here(weight: Any) -> bool:
 
 
 def _chosen(section: WeightQuantizationConfig, shapes: Shapes) -> list[Coded]:
-    """Frozen matrices that the section selects: by name, or all of them."""
+    """Select the frozen matrices that the section names, or all of them."""
     found = []
     for param in shapes.params:
         name, _, kind = param.name.rpartition(".")

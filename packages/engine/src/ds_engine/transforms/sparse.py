@@ -34,7 +34,7 @@ _CORES = ("sdpa",)
 
 
 def pattern_of(section: SparseAttentionConfig) -> Pattern:
-    """What a section describes."""
+    """Build the sparsity pattern that a section describes."""
     causal = section.attention == "unidirectional"
     if section.global_block_end_indices is not None:
         everyone = tuple(zip(section.global_block_indices, section.global_block_end_indices, strict=True))
@@ -78,7 +78,10 @@ class SparseSelfAttention(nn.Module):
         self._layouts: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """All [batch, heads, length, d]; `key_mask` bool [batch, length], true where a key may be seen."""
+        """Compute block-sparse attention: tensors [batch, heads, length, d], `key_mask` bool [batch, length].
+
+        The mask is true where a key may be attended to.
+        """
         heads = query.shape[1] if self.per_head else 1
         blocks = -(-query.shape[2] // self.block)
         place = blocks, heads, query.device
@@ -162,7 +165,7 @@ class _Wrapped:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As transformers calls it: [batch, heads, length, d] in, [batch, length, heads, d] out."""
+        """Compute attention as transformers calls it: [batch, heads, length, d] in, [batch, length, heads, d] out."""
         if id(module) not in self.ours or query.shape[2] != key.shape[2]:  # a cache: one token sees what it sees
             return self.core(module, query, key, value, attention_mask, *args, **kwargs)
         if kwargs.get("dropout") and module.training:
@@ -181,7 +184,7 @@ class _Wrapped:
 
 
 def _keys(mask: Any) -> Tensor | None:
-    """Which keys the last token may see: what is not padding."""
+    """Return the keys that the last token may attend to: those that are not padding."""
     if not isinstance(mask, Tensor):
         return None
     last = mask[:, 0, -1, :] if mask.dim() == 4 else mask

@@ -72,7 +72,11 @@ class Stages(Transform[StageTransform, Pipeline]):
 
 
 def _check_expected(section: PipelineConfig, found: PipelineSpec | None) -> None:
-    """The model is cut when it is made: a configuration that expects another cut is an error."""
+    """Check that the configuration expects the stages that the model was built with.
+
+    Raises:
+        PlanError: the configuration expects another split ("engine-stages").
+    """
     cut = found or PipelineSpec("", 1)
     wrong = []
     if section.stages not in ("auto", cut.ranks):
@@ -111,7 +115,7 @@ class StagedExecutor:
         return self.pipeline.model.first or self.pipeline.model.last
 
     def train(self, actions: Sequence[Action], data: Iterator[Any], passes: Passes) -> None:
-        """As `Executor.train`: losses are noted on every rank of the pipeline."""
+        """Run a step as `Executor.train`; losses are recorded on every rank of the pipeline."""
         found: dict[int, Tensor | SumLoss] = {}
 
         def criterion(microbatch: int, out: Any, labels: tuple[Any, WeightedBatch | None]) -> Tensor:
@@ -129,7 +133,7 @@ class StagedExecutor:
                 passes.start(loss)
 
     def evaluate(self, count: int, data: Iterator[Any], passes: Passes) -> Iterator[Tensor | SumLoss]:
-        """As `Executor.evaluate`."""
+        """Yield losses as `Executor.evaluate`, on every rank of the pipeline."""
         found: dict[int, Tensor | SumLoss] = {}
 
         def done(microbatch: int, out: Any, labels: tuple[Any, WeightedBatch | None]) -> None:
@@ -150,7 +154,7 @@ class StagedExecutor:
             stage.backwards.forwards = passes.forward
 
     def loss(self, out: Any, labels: tuple[Any, WeightedBatch | None]) -> Tensor | SumLoss:
-        """What `done` makes of its output and labels."""
+        """Compute the loss from the output and labels that `done` receives."""
         return self._loss(out, labels)
 
     def _loss(self, out: Any, labels: tuple[Any, WeightedBatch | None]) -> Tensor | SumLoss:
@@ -167,7 +171,7 @@ class StagedExecutor:
         return MicrobatchSource(data, split, self.pipeline.model.first + self.pipeline.model.last)
 
     def _everywhere(self, found: Mapping[int, Tensor | SumLoss], count: int) -> list[Tensor | SumLoss]:
-        """The losses by microbatch on all ranks of the pipeline. Collective over it: one message of 24 bytes a microbatch."""
+        """Share the losses by microbatch with all ranks of the pipeline. Collective: 24 bytes a microbatch."""
         table = torch.zeros(count, 3, dtype=torch.float64)
         for microbatch, loss in found.items():
             summed = isinstance(loss, SumLoss)

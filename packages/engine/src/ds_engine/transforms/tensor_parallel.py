@@ -74,7 +74,7 @@ class Tensor(Transform[TensorPlan, TensorParallelModel]):
 
 
 def _follow(made: TensorParallelModel, site: BuildContext) -> None:
-    """Optimizers and groups that the caller made over the whole model get the parts of what is in several."""
+    """Replace parameters in the caller's optimizer and groups by the shards they were split into."""
     if not made.replaced:
         return
 

@@ -59,7 +59,7 @@ class RandomLTD:
         self.resume(0)
 
     def step(self) -> None:
-        """One update was applied."""
+        """Advance the token router after an applied update."""
         self.router.update(self.router.step + 1, self._train)
 
     def resume(self, steps: int) -> None:

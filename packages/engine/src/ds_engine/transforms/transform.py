@@ -91,19 +91,19 @@ class Transform(ABC, Generic[What, Made]):
 
     @abstractmethod
     def decide(self, asked: TransformInput) -> What | None:
-        """What will be done; None for nothing. Pure.
+        """Decide how to transform a model of these shapes; None for no change. Pure.
 
         Raises:
             PlanError, ConfigError, UnsupportedError: it cannot be done to a model of these shapes.
         """
 
     def plan_rows(self, what: What) -> Mapping[str, str]:
-        """The decision in words, by topic, for `print(plan)`."""
+        """Describe the decision in words, by topic, for `print(plan)`."""
         del what
         return {}
 
     def shapes(self, what: What, shapes: Shapes) -> Shapes:
-        """What the model's shapes on one rank become."""
+        """Return the model's shapes on one rank after this transform."""
         del what
         return shapes
 
@@ -137,7 +137,7 @@ class Applied:
 
 
 def decide_all(transforms: tuple[Transform[Any, Any], ...], asked: TransformInput) -> tuple[tuple[TransformPlan, ...], Shapes]:
-    """What every transform will do, and the shapes that are left on a rank after all of them. Pure."""
+    """Decide every transform in order; return the decisions and the shapes left on a rank. Pure."""
     changes = []
     for transform in transforms:
         what = transform.decide(asked)

@@ -86,13 +86,13 @@ def _residency_text(residency: ShardingStrategy) -> str:
 
 
 def _steps_of_an_epoch(site: BuildContext) -> int | None:
-    """Of the engine's data; None where the caller brings them."""
+    """Return the steps per epoch of the engine's data; None where the caller feeds the batches."""
     data = site.parts.data
     return None if data is None else max(1, -(-len(data) // site.plan.batch.train))
 
 
 def _nodes(sharding: ShardPlan, local: int) -> NodeTopology | None:
-    """Which ranks are close to each other: as many as the configuration lets keep copies, else those of a host."""
+    """Return the node topology: as many ranks as hold a secondary partition, else the ranks of a host."""
     if sharding.near > 1:
         return NodeTopology(sharding.near, hierarchical=sharding.two_steps, secondary_partition=True)
     return NodeTopology(local, hierarchical=True) if sharding.two_steps else None
@@ -129,7 +129,7 @@ def _optimizer(site: BuildContext) -> torch.optim.Optimizer | None:
 
 
 def _scheduler(site: BuildContext, inner: torch.optim.Optimizer) -> Any:
-    """A scheduler writes into the groups of the inner optimizer, which are also the sharded one's."""
+    """Build the scheduler on the groups of the inner optimizer, which are also the sharded optimizer's."""
     given, section = site.parts.scheduler, site.plan.config.scheduler
     if given is not None:
         return given(inner) if callable(given) and not hasattr(given, "state_dict") else given

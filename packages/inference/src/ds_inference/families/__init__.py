@@ -19,10 +19,10 @@ FAMILIES: dict[str, DecoderFamily] = dict(sorted({**LLAMA_LIKE, **SPARSE, **OLDE
 
 
 def family_of(config: Config) -> DecoderFamily:
-    """The declaration for a configuration.
+    """Return the declared model family of a configuration.
 
     Raises:
-        UnsupportedError: it is not declared ("inference-family").
+        UnsupportedError: the family is not declared ("inference-family").
     """
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:

@@ -57,7 +57,10 @@ def ends_of(config: Config) -> tuple[int, ...]:
 
 
 def rope_of(config: Config, width: int, *, kind: str | None = None, interleaved: bool = False) -> RopeSpec:
-    """Rotation of `width` features a head, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+    """Build the RoPE of `width` features a head from a configuration.
+
+    Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
+    """
     given = config.get("rope_parameters") or {}
     if kind is not None and isinstance(given.get(kind), Mapping):
         given = given[kind]
@@ -86,14 +89,14 @@ def heads_of(config: Config) -> tuple[int, int, int]:
 
 
 def grouped_attention(config: Config, **more: Any) -> AttentionSpec:
-    """Rotary attention with as many key heads as the configuration says."""
+    """Build rotary attention with as many key heads as the configuration says."""
     heads, kv_heads, width = heads_of(config)
     attention = AttentionSpec(heads, kv_heads, width, width, width**-0.5, rope_of(config, width))
     return replace(attention, **more)
 
 
 def windows_of(config: Config, layers: int) -> list[int | None]:
-    """The window of every layer."""
+    """Return the sliding window of every layer; None for full attention."""
     window = config.get("sliding_window")
     kinds = config.get("layer_types")
     if window is None or config.get("use_sliding_window") is False:

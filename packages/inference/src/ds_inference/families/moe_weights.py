@@ -29,7 +29,7 @@ __all__ = ["SPARSE"]
 
 
 def _expert_rows(gate: Sequence[str], old: tuple[str, str, str], block: str = "mlp") -> dict[str, tuple[WeightSource, ...]]:
-    """Experts as a packed tensor (transformers 5 in memory), or as one module each (files, and transformers 4).
+    """Map expert roles to a packed tensor (transformers 5 in memory) or to a module each (files, transformers 4).
 
     Args:
         gate: Names the router's weight may have.
@@ -68,7 +68,7 @@ _NAMED = ("mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight", 
 
 
 def _sparse(config: Config, feed: ExpertsSpec) -> list[Mlp | ExpertsSpec]:
-    """Which layers have experts: every `decoder_sparse_step`-th, but those of `mlp_only_layers`."""
+    """Return the feed-forward of each layer: experts in every `decoder_sparse_step`-th, except `mlp_only_layers`."""
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     count = config["num_hidden_layers"]
     return [feed if i not in dense and (i + 1) % step == 0 else gated_mlp(config) for i in range(count)]
@@ -215,7 +215,7 @@ _DEEPSEEK = {
 
 
 def _corrected(config: Config) -> list[Mlp | ExpertsSpec]:
-    """Experts chosen by sigmoids and a correction, behind the first dense layers."""
+    """Return the feed-forward of each layer: after the dense layers, experts selected by sigmoid and score bias."""
     feed = ExpertsSpec(
         first_of(config, "n_routed_experts", "num_local_experts"),
         config["num_experts_per_tok"],

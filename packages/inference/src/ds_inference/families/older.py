@@ -14,7 +14,7 @@ __all__ = ["OLDER"]
 
 
 def _both(role: str, name: str, form: Any = "rows") -> dict[str, tuple[WeightSource, ...]]:
-    """Weight and bias of one tensor each; only matrices have a form that is not rows."""
+    """Map a role's weight and bias to a tensor each; only matrices have a form other than rows."""
     bias: Any = form if form in ("heads", "groups") else "rows"
     return {
         f"{role}.weight": (WeightSource((f"{name}.weight",), form),),
@@ -213,7 +213,7 @@ def _falcon_sources(config: Config) -> Sources:
 
 
 def _gptj(config: Config) -> DecoderSpec:
-    """GPT-J and CodeGen: the first `rotary_dim` features of a head are rotated, in neighbouring pairs."""
+    """Build the spec of GPT-J and CodeGen, which rotate the first `rotary_dim` features in neighbouring pairs."""
     hidden, heads = config["n_embd"], config["n_head"]
     width = hidden // heads
     rope = RopeSpec(first_of(config, "rotary_dim", default=width), interleaved=True)

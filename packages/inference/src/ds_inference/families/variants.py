@@ -44,7 +44,7 @@ _BIASED_NORMS = {
 
 
 def _alike(config: Config, attention: AttentionSpec, feed: Mlp | None = None, **more: Any) -> DecoderSpec:
-    """All layers are the same."""
+    """Build a Llama-like spec whose layers are all the same."""
     count = config["num_hidden_layers"]
     return llama_like(config, [attention] * count, [feed or gated_mlp(config)] * count, **more)
 
@@ -170,7 +170,7 @@ def _jais2(config: Config) -> DecoderSpec:
 
 
 def multiplied(config: Config, spec: DecoderSpec) -> DecoderSpec:
-    """With Granite's multipliers."""
+    """Apply Granite's multipliers to a spec."""
     scale = float(config.get("attention_multiplier", 1.0))
     residual = float(config.get("residual_multiplier", 1.0))
     return replace(

@@ -83,7 +83,7 @@ class _ParsedRequest:
 
 
 def make_app(worker: Worker, tokenizer: HfTokenizer, name: str, limits: ServerLimits | None = None) -> FastAPI:
-    """The application. It closes the worker when it ends, after requests that are under way are answered."""
+    """Build the application, which closes the worker on shutdown after pending requests are answered."""
     return _Server(worker, tokenizer, name, limits or ServerLimits()).app
 
 
@@ -195,7 +195,7 @@ class _Server:
             self._worker.check(prompt, asked.how, asked.adapter)
 
     async def _until_gone(self, request: Request, work: Awaitable[Response]) -> Response:
-        """The answer, or its cancellation as soon as the client has closed the connection."""
+        """Await the answer, or cancel the work as soon as the client has closed the connection."""
         task = asyncio.ensure_future(work)
         while not task.done():
             await asyncio.wait({task}, timeout=0.25)

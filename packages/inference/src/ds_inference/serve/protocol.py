@@ -66,7 +66,7 @@ class CompletionRequest(_Request):
     suffix: None = None
 
     def prompts(self) -> list[str | list[int]]:
-        """One or several."""
+        """Return the request's prompts, one or several, as a list."""
         given: Any = self.prompt
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             return [given]
@@ -82,7 +82,7 @@ class ChatMessage(BaseModel):
     content: str | list[dict[str, Any]] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """With its text in one piece."""
+        """Return the message with its text joined into a single string."""
         content = self.content
         if isinstance(content, list):
             content = "".join(str(part.get("text", "")) for part in content)

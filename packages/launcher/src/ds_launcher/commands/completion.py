@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def offered(words: Sequence[str]) -> list[str]:
-    """What the last of `words` (after `ds`) may become; nothing where files are meant."""
+    """List the completions of the last of `words` (after `ds`); nothing where files are expected."""
     begun = words[-1] if words else ""
     known = commands()
     if len(words) < 2:
@@ -62,7 +62,7 @@ def offered(words: Sequence[str]) -> list[str]:
 
 
 def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The commands below this one, by name."""
+    """Return the subcommands of a parser by name."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             return dict(action.choices)

@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def explanations() -> dict[str, str]:
-    """Code -> its text, in the order of the files."""
+    """Read the explanation of each error code, in the order of the files."""
     found: dict[str, str] = {}
     for file in sorted(files("ds_launcher").joinpath("explanations").iterdir(), key=lambda file: file.name):
         if file.name.endswith(".md"):

@@ -46,7 +46,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(words: Sequence[str]) -> list[str]:
-    """The command line as argparse reads it right."""
+    """Rewrite the command line so that argparse reads it correctly."""
     found = joined(words)
     before = found[: found.index("--")] if "--" in found else found
     if any(word.partition("=")[0] == "--autotuning" for word in before):
@@ -121,7 +121,10 @@ def _make_log_dir(folder: str) -> None:
 
 @contextlib.contextmanager
 def _pid_file(options: RunOptions) -> Iterator[None]:
-    """While inside, with --save-pid, a file by which scripts that know our id find that it is a job's."""
+    """Create, with --save-pid, a file named after our process id that marks the process as a job's launcher.
+
+    Scripts that know the id look for the file. The file is removed at exit.
+    """
     if not options.save_pid:
         yield
         return
@@ -141,7 +144,7 @@ def _pid_file(options: RunOptions) -> Iterator[None]:
 
 
 def _tune(args: argparse.Namespace, options: RunOptions) -> int:
-    """`--autotuning`: the jobs are those of this command line without it."""
+    """Run `--autotuning`: pass this command line without that option to ds-tune, which starts the jobs."""
     if importlib.util.find_spec("ds_tune") is None:
         raise LaunchError(
             "--autotuning is done by ds-tune, which is not installed",
@@ -213,7 +216,7 @@ def _check_tools(options: RunOptions, elastic: bool) -> None:
 
 
 def _show(launch: LaunchPlan, options: RunOptions, travels: Sequence[str] = ()) -> int:
-    """What would be started, and as a diff what of the environment the other hosts get."""
+    """Print the planned launch and, as a diff, the variables that the other hosts get."""
     if options.as_json:
         print(json.dumps({**without_secrets(launch), "variables": list(travels)}, indent=1))
         return 0

@@ -57,7 +57,7 @@ class BackgroundSink:
             self._hand_over()
 
     def end_step(self, step: int) -> None:
-        """Hand over what came since the last time, unless that was a moment ago."""
+        """Pass the records collected so far to the writing thread, at most once per `EVERY_S` seconds."""
         if self._failure is not None:
             self._raise()
         self._batch.append(step)

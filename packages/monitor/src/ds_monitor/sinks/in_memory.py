@@ -28,7 +28,7 @@ class MemorySink:
         self.closed = True
 
     def named(self, name: str) -> list[Measurement]:
-        """The records of one name, oldest first."""
+        """Return the records of one name, oldest first."""
         return [record for record in self.records if record.name == name]
 
     def total(self, name: str) -> float:

@@ -51,7 +51,7 @@ class JsonlSink:
         self._file.write(json.dumps(row, default=str, separators=(",", ":")).encode() + b"\n")
 
     def end_step(self, step: int) -> None:
-        """Nothing waits: every line is written when it comes."""
+        """Do nothing: every line is written when its record arrives."""
 
     def close(self) -> None:
         """Close the file."""

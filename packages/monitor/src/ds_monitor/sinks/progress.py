@@ -103,7 +103,7 @@ class ProgressSink:
 
 
 def duration(seconds: float) -> str:
-    """`75.2` -> `1:15`, `3700` -> `1:01:40`; not a number or negative: `?`."""
+    """Format seconds: `75.2` -> `1:15`, `3700` -> `1:01:40`; NaN or negative: `?`."""
     if not seconds >= 0:
         return "?"
     minutes, rest = divmod(int(seconds), 60)

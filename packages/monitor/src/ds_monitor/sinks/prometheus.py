@@ -97,7 +97,7 @@ class PrometheusSink:
             self._write_file(self._path)
 
     def collect(self) -> Iterator[Any]:
-        """What prometheus_client asks for at a scrape, from its own thread."""
+        """Yield the metric families of a scrape, on the thread of prometheus_client."""
         with self._lock:
             gauges, totals, spans = dict(self._gauges), dict(self._totals), dict(self._spans)
         for kind, values in ((self._core.GaugeMetricFamily, gauges), (self._core.CounterMetricFamily, totals)):
@@ -118,5 +118,5 @@ class PrometheusSink:
 
 
 def metric_name(name: str) -> str:
-    """A name of ours as Prometheus allows it: `Train/Samples/lr` -> `ds_train_samples_lr`."""
+    """Convert a metric name to the form that Prometheus allows: `Train/Samples/lr` -> `ds_train_samples_lr`."""
     return "ds_" + _FORBIDDEN.sub("_", name).strip("_").lower()

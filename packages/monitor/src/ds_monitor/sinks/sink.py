@@ -16,7 +16,7 @@ Axis = Literal["step", "samples"]
 
 
 def position(record: Measurement, axis: Axis) -> int:
-    """Where the record lies on `axis`; a job that never told its samples is placed by steps."""
+    """Return the record's position on `axis`; a record without a sample count is placed by its step."""
     return record.samples if axis == "samples" and record.samples is not None else record.step
 
 
@@ -44,7 +44,7 @@ class ScalarSink:
         self._pending[record.name] = (value, position(record, self.axis), record.time_s)
 
     def end_step(self, step: int) -> None:
-        """Hand on what the step collected."""
+        """Write the values that the step collected."""
         pending, self._pending = self._pending, {}
         for name, (value, x, time_s) in pending.items():
             self.put(name, value, x, time_s)
@@ -54,17 +54,23 @@ class ScalarSink:
         raise TypeError(f"{type(self).__name__} must define put(name, value, x, time_s)")
 
     def close(self) -> None:
-        """Nothing is held here."""
+        """Do nothing: this base class owns no resources."""
 
 
 def file_of_rank(path: str | Path, rank: int | None) -> Path:
-    """Where a rank's own file lies: `trace.jsonl` -> `trace.rank3.jsonl`; None is the only rank that writes."""
+    """Return the path of a rank's file: `trace.jsonl` -> `trace.rank3.jsonl`.
+
+    `path` is unchanged when `rank` is None, for the only rank that writes.
+    """
     path = Path(path)
     return path if rank is None else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
 
 
 def folder_of_rank(path: str | Path, rank: int | None) -> Path:
-    """Where a rank's own folder lies: `logs` -> `logs/rank3`; None is the only rank that writes."""
+    """Return the path of a rank's folder: `logs` -> `logs/rank3`.
+
+    `path` is unchanged when `rank` is None, for the only rank that writes.
+    """
     return Path(path) if rank is None else Path(path) / f"rank{rank}"
 
 

@@ -45,7 +45,10 @@ class Lateness:
 
 
 def match(ranks: Sequence[Rank]) -> tuple[Collective, ...]:
-    """The collectives that at least two ranks told of, in order of their beginning. One that ranks call differently is left out."""
+    """Match the collectives that at least two ranks recorded, in order of their start.
+
+    A collective whose name differs between ranks is left out.
+    """
     found: dict[tuple[str, int], dict[int, Span]] = {}
     for rank in ranks:
         for span in rank.spans:
@@ -60,7 +63,10 @@ def match(ranks: Sequence[Rank]) -> tuple[Collective, ...]:
 
 
 def offsets(collectives: Sequence[Collective]) -> dict[int, float]:
-    """Seconds that each rank's clock is ahead of the median, where collectives show a difference: hosts' clocks differ."""
+    """Estimate by how many seconds each rank's clock is ahead of the median, for ranks with a visible difference.
+
+    Clocks of different hosts differ.
+    """
     ahead: dict[int, list[float]] = {}
     for collective in collectives:
         if collective.meeting:
@@ -72,10 +78,10 @@ def offsets(collectives: Sequence[Collective]) -> dict[int, float]:
 
 
 def lateness(collectives: Sequence[Collective], clocks: Mapping[int, float] | None = None) -> tuple[Lateness, ...]:
-    """Of each rank, the one that was waited for longest first.
+    """Compute how long other ranks waited for each rank, the longest first.
 
     Args:
-        clocks: What `offsets` found.
+        clocks: The result of `offsets`.
     """
     ahead = clocks or {}
     last: dict[int, list[float]] = {}
@@ -90,7 +96,10 @@ def lateness(collectives: Sequence[Collective], clocks: Mapping[int, float] | No
 
 
 def straggler(late: Sequence[Lateness], seconds: float) -> Lateness | None:
-    """The rank that stands out: waited for in at least a hundredth of the run's `seconds`, and twice as long as any other."""
+    """Return the straggler, or None if no rank stands out.
+
+    A straggler delays other ranks for at least a hundredth of the run's `seconds`, and twice as long as any other rank.
+    """
     if len(late) < 2 or late[0].seconds < 0.01 * seconds or late[0].seconds < 2 * late[1].seconds:
         return None
     return late[0]

@@ -43,7 +43,7 @@ def write_perfetto(
 
 
 def lanes(spans: Sequence[Span]) -> list[list[Span]]:
-    """Rows in which spans follow each other or lie within each other: what overlaps in another way goes to a further row."""
+    """Assign spans to rows in which spans follow each other or nest; other overlaps go to a further row."""
     rows: list[tuple[list[Span], list[float]]] = []
     for span in sorted(spans, key=lambda s: (s.began_s, -s.seconds)):
         for row, open_ends in rows:
@@ -88,7 +88,7 @@ def _of_rank(rank: Rank, flows: Mapping[tuple[int, int], int], zero_s: float) ->
 
 
 def _edges(row: Sequence[Span]) -> Iterator[tuple[float, tuple[int, int], int, Span]]:
-    """Beginnings and ends with what orders them at one instant: ends come first, the inner one before the outer."""
+    """Yield begins and ends of spans with a sort key for equal times: ends first, inner before outer."""
     for index, span in enumerate(row):
         yield span.began_s, (1, index), _BEGIN, span
         yield span.ended_s, (0 if span.seconds > 0 else 2, -index), _END, span

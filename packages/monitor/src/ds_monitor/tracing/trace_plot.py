@@ -21,7 +21,7 @@ def report(
     late: Sequence[Lateness],
     worst: Lateness | None,
 ) -> str:
-    """What the merged trace says, in lines a person reads."""
+    """Summarize the merged trace as readable lines of text."""
     lines = [f"{ranks} ranks, {len(calls)} collectives matched"]
     lines += [f"clock of rank {rank}: {value * 1e3:+.1f} ms, taken away" for rank, value in sorted(clocks.items())]
     lines += [
@@ -42,10 +42,11 @@ def draw(
     *,
     step: int | None = None,
 ) -> Path:
-    """Phases and collectives of one step below each other, rank by rank; beside it for how long each rank was waited for; memory over time.
+    """Draw phases and collectives of a step rank by rank, waiting time per rank, and memory over time.
 
     Args:
-        step: Which one, of those that the files name; by default the last that every rank has whole. Files without steps are drawn whole.
+        step: A step that the files name; by default the last that is complete on every rank. Files without steps are
+            drawn in full.
     Raises:
         UnsupportedError: matplotlib is not installed ("monitor-extra").
     """
@@ -86,7 +87,7 @@ def draw(
 
 
 def _memory(axes: Any, ranks: Sequence[Rank], clocks: Mapping[int, float]) -> None:
-    """Memory in use over the whole trace."""
+    """Plot the memory in use over the whole trace."""
     zero_s = min(rank.spans[0].began_s - clocks.get(rank.rank, 0.0) for rank in ranks)
     for rank in ranks:
         told = [
@@ -101,7 +102,10 @@ def _memory(axes: Any, ranks: Sequence[Rank], clocks: Mapping[int, float]) -> No
 
 
 def _window(ranks: Sequence[Rank], step: int | None) -> tuple[float, float, str]:
-    """From when to when, and what that is: the phases of an engine's step lie between two ends of `engine/step`."""
+    """Return begin, end and title of the drawn step, which lies between two ends of `engine/step`.
+
+    Without at least two ends, the window is the whole trace.
+    """
     ends = [[span.ended_s for span in rank.spans if span.name == "engine/step"] for rank in ranks]
     count = min(map(len, ends))
     first = min(span.began_s for rank in ranks for span in rank.spans)

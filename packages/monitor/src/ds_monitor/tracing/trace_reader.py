@@ -143,7 +143,7 @@ def _events(events: list[dict[str, Any]], base_us: float) -> Iterator[Span]:
 
 
 def _placed(spans: list[Span]) -> Iterator[Span]:
-    """Torch's profiler numbers no collectives: their order within a group is the order of their beginnings."""
+    """Number the collectives of each group by the order of their start, as torch's profiler has no numbers."""
     seen: dict[str, int] = {}
     for span in spans:
         if not span.group:

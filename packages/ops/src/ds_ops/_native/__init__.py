@@ -32,7 +32,7 @@ class Loaded:
 
 @functools.cache
 def load(name: str) -> Loaded:
-    """The module `_cpu` or `_cuda`. Never raises: absence is a value, and every op has a reference to fall back on."""
+    """Load the module `_cpu` or `_cuda`. Never raises: absence is a value, and every op has a reference fallback."""
     try:
         return Loaded(importlib.import_module(f"{__name__}.{name}"), "")
     except ModuleNotFoundError:
@@ -59,7 +59,10 @@ def _load_file(name: str, path: Path) -> ModuleType:
 
 @functools.cache
 def build_info() -> dict[str, str]:
-    """How the loaded `_cpu` was built (compiler, instruction-set levels, OpenMP, CUDA); empty in pure Python."""
+    """Return the build record of the loaded `_cpu`; empty in pure Python.
+
+    The record names the compiler, instruction-set levels, OpenMP and CUDA.
+    """
     module = load("_cpu").module
     if module is None or module.__file__ is None:
         return {}

@@ -83,7 +83,7 @@ class Lamb(OpsOptimizer):
 
 
 def trust_ratios(sums: Tensor, low: float, high: float) -> Tensor:
-    """[count] fp32 ratios from [count, 2] sums of squares of parameters and directions."""
+    """Compute [count] fp32 ratios from [count, 2] sums of squares of parameters and directions."""
     norms = sums.sqrt()
     ratios = (norms[:, 0] / norms[:, 1]).clamp(low, high)
     return torch.where((norms > 0).all(1), ratios, torch.ones_like(ratios)).float()

@@ -59,7 +59,7 @@ def _standard(y: Tensor, steps: int) -> Tensor:
 
 
 def _gram(y: Tensor, steps: int) -> Tensor:
-    """y_k = q_k y_0 with q a product of polynomials of the Gram matrix: only small matrices inside the loop.
+    """Compute y_k = q_k y_0 with q a product of polynomials of the Gram matrix: the loop has only small matrices.
 
     Restarted once from the multiplied matrix: rounding in the Gram matrix grows with the number of steps taken on it.
     """
@@ -201,7 +201,8 @@ class Muon(OpsOptimizer):
 
     @staticmethod
     def _schedule(group: dict[str, Any]) -> float:
-        """How far a scheduler has moved the group's rate: vectors inside a Muon group follow it."""
+        """Return the ratio of the group's rate to its initial rate; vectors inside a Muon group follow this schedule.
+        """
         initial = float(group.get("initial_lr", group["lr"]))
         return float(group["lr"]) / initial if initial else 1.0
 

@@ -47,7 +47,7 @@ class FusedOps:
     copies: Mapping[Tensor, Tensor] = field(default_factory=dict)
 
     def grad_of(self, p: Tensor) -> Tensor | None:
-        """The gradient this step uses for `p`; None: it is not stepped."""
+        """Return the gradient that this step uses for `p`; None if `p` is not stepped."""
         given = self.grads.get(p)
         return p.grad if given is None else given
 
@@ -79,7 +79,7 @@ class _Repeat:
 
 
 def signed(scale: float | Tensor, group: Group) -> float | Tensor:
-    """The factor of gradients, negative where the objective is maximized."""
+    """Return the factor of gradients, negative where the objective is maximized."""
     return -scale if group.get("maximize") else scale
 
 
@@ -90,7 +90,7 @@ def _fused(spec: UpdateSpec, group: Group, fusion: FusedOps, step: int) -> Updat
 
 
 def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
-    """torch decorates some Optimizer methods so that their first call imports its compiler (over a second); undecorate."""
+    """Undo torch's decoration of an Optimizer method: its first call would import torch's compiler (over a second)."""
     return getattr(method, "__wrapped__", method)
 
 
@@ -135,11 +135,11 @@ class OpsOptimizer(Optimizer):
         return not self.elementwise
 
     def states_of(self, group: Group, p: Tensor) -> tuple[str, ...]:
-        """The state tensors that `p` has in `group`."""
+        """Return the names of the state tensors that `p` has in `group`."""
         return self.state_names
 
     def spec(self, group: Group, step: int) -> UpdateSpec:
-        """What step number `step` (from 1) does to the parameters of `group`. Pure."""
+        """Return the update of step number `step` (from 1) for the parameters of `group`. Pure."""
         raise UnsupportedError(
             f"{type(self).__name__} defines no elementwise rule.",
             code="optimizer-rule",
@@ -155,7 +155,7 @@ class OpsOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, fusion: FusedOps = NO_FUSION) -> Any:
-        """One step over every parameter that has a gradient. Returns what `closure` returned.
+        """Update every parameter that has a gradient, and return the result of `closure`.
 
         Raises:
             UnsupportedError: "optimizer-sparse" for a sparse gradient.
@@ -237,7 +237,7 @@ class OpsOptimizer(Optimizer):
         return fresh
 
     def state_dtype_of(self, p: Tensor) -> torch.dtype:
-        """The dtype of the states of `p`: that of its own attribute `state_dtype`, where it has one, else the optimizer's."""
+        """Return the dtype of the states of `p`: its attribute `state_dtype` if set, else the optimizer's."""
         asked: torch.dtype = getattr(p, "state_dtype", self.state_dtype)
         return torch.float64 if p.dtype == torch.float64 else asked
 
@@ -322,5 +322,8 @@ def _alike(grads: Sequence[Tensor | None]) -> bool:
 
 
 def _like(p: Tensor, grad: Tensor) -> Tensor:
-    """The gradient in its parameter's memory order: autograd may give another one (an expanded or transposed view)."""
+    """Return the gradient in its parameter's memory order.
+
+    Autograd may give another order (an expanded or transposed view).
+    """
     return grad.contiguous() if p.is_contiguous() and not grad.is_contiguous() else grad

@@ -20,7 +20,7 @@ _MASK = 0xFFFFFFFF
 
 @functools.lru_cache(maxsize=64)
 def places(order: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64: an order of rows where a kernel reads it. A step uses the same few again and again."""
+    """Copy an order of rows to the device, int64, and cache the tensor: a step uses few orders repeatedly."""
     return torch.tensor(order, dtype=torch.int64, device=device)
 
 
@@ -52,7 +52,7 @@ def dequantize(q: QuantTensor, rows: Tensor | None, out: Tensor) -> None:
 
 
 def reduce(q: QuantTensor, sources: int, factor: float, out: Tensor) -> None:
-    """out [rows / sources, cols] = factor * sum over sources, added in fp32 in their order."""
+    """Compute out [rows / sources, cols] = factor * sum over sources, added in fp32 in their order."""
     first, *others = _values(q).view(sources, q.rows // sources, q.cols)
     for part in others:
         first = first + part
@@ -60,14 +60,17 @@ def reduce(q: QuantTensor, sources: int, factor: float, out: Tensor) -> None:
 
 
 def reduce_quantized(q: QuantTensor, sources: int, factor: float, out: QuantTensor, draw: Draw) -> None:
-    """The same sum, quantized again."""
+    """Reduce the sources as `reduce` does, and quantize the sum again."""
     dense = torch.empty(out.rows, out.cols, device=q.wire.device)
     reduce(q, sources, factor, dense)
     quantize(out, dense, None, draw)
 
 
 def _in_groups(x: Tensor, spec: QuantSpec) -> Tensor:
-    """[rows, cols] to [rows, groups, group]; zeros fill the last group, which changes neither range nor codes."""
+    """View [rows, cols] as [rows, groups, group], with zeros that fill the last group.
+
+    The zeros change neither range nor codes.
+    """
     rows, cols = x.shape
     groups = -(-cols // spec.group)
     return torch.nn.functional.pad(x, (0, groups * spec.group - cols)).view(rows, groups, spec.group)
@@ -99,8 +102,10 @@ def _parameters(grouped: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tenso
 
 
 def uniform(index: Tensor, draw: Draw) -> Tensor:
-    """fp32 in (-1/2, 1/2), odd multiples of 2^-25, from int64 indices: the 32-bit mixing function "lowbias32" with a key
-    before and a key between its multiplications."""
+    """Draw fp32 in (-1/2, 1/2), odd multiples of 2^-25, from int64 indices.
+
+    Uses the 32-bit mixing function "lowbias32" with a key before and a key between its multiplications.
+    """
     first, second = draw.keys
     low, high = index & _MASK, (index >> 32) & _MASK
     x = low ^ first
@@ -111,7 +116,10 @@ def uniform(index: Tensor, draw: Draw) -> Tensor:
 
 
 def encode(y: Tensor, spec: QuantSpec, noise: Tensor | None) -> Tensor:
-    """int64 codes of scaled values; for asymmetric integers without the zero point, which the caller adds."""
+    """Encode scaled values as int64 codes.
+
+    Codes of asymmetric integers lack the zero point, which the caller adds.
+    """
     if spec.format.is_float:
         return _float_codes(y, spec.format, noise)
     whole = _rounded(y, noise)
@@ -126,7 +134,10 @@ def _rounded(y: Tensor, noise: Tensor | None) -> Tensor:
 
 
 def _float_codes(y: Tensor, f: Format, noise: Tensor | None) -> Tensor:
-    """|y| in units of the format's spacing there; with subnormals and carries, codes then just count upwards."""
+    """Encode floats: round |y| in units of the format's spacing at |y|.
+
+    With subnormals and carries, codes then just count upwards.
+    """
     bits = y.contiguous().view(torch.int32).long()
     magnitude = bits & 0x7FFFFFFF
     lowest = 128 - f.bias
@@ -137,12 +148,15 @@ def _float_codes(y: Tensor, f: Format, noise: Tensor | None) -> Tensor:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """fp32 2^exponent for int64 exponents in [-126, 127], exactly (torch's pow and ldexp may be one ulp off)."""
+    """Compute fp32 2^exponent for int64 exponents in [-126, 127], exactly.
+
+    Torch's pow and ldexp may be one ulp off.
+    """
     return ((exponent + 127) << 23).int().view(torch.float32)
 
 
 def decode(codes: Tensor, spec: QuantSpec, zero: Tensor) -> Tensor:
-    """fp32 values of codes at scale 1."""
+    """Decode codes into fp32 values at scale 1."""
     f = spec.format
     if f.is_float:
         magnitude = codes & (2 ** (f.bits - 1) - 1)
@@ -156,7 +170,7 @@ def decode(codes: Tensor, spec: QuantSpec, zero: Tensor) -> Tensor:
 
 
 def _values(q: QuantTensor) -> Tensor:
-    """fp32 [rows, cols]."""
+    """Dequantize to fp32 [rows, cols]."""
     codes = unpack(q.codes, q.spec.format.bits, q.cols)
     params = q.params.repeat_interleave(q.spec.group, dim=1)[:, : q.cols]
     zero = torch.zeros_like(params[..., 0]) if q.spec.symmetric else params[..., 1]
@@ -164,7 +178,7 @@ def _values(q: QuantTensor) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """[rows, n] codes to uint8 [rows, ceil(n * bits / 8)]: a stream of bits, the first element lowest."""
+    """Pack [rows, n] codes into uint8 [rows, ceil(n * bits / 8)]: a stream of bits, the first element lowest."""
     rows, n = codes.shape
     run, run_bytes = {4: (2, 1), 6: (4, 3), 8: (1, 1)}[bits]
     padded = torch.nn.functional.pad(codes, (0, -n % run)).view(rows, -(-n // run), run)
@@ -174,7 +188,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
-    """The int64 codes [rows, n] that `pack` packed."""
+    """Unpack the int64 codes [rows, n] that `pack` packed."""
     rows = packed.shape[0]
     run, run_bytes = {4: (2, 1), 6: (4, 3), 8: (1, 1)}[bits]
     runs = -(-packed.shape[1] // run_bytes)

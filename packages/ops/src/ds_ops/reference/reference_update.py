@@ -49,7 +49,7 @@ def lamb_moments(spec: UpdateSpec, tensors: UpdateTensors) -> Tensor:
 
 
 def lamb_apply(spec: UpdateSpec, tensors: UpdateTensors, ratios: Tensor) -> None:
-    """p -= ratio * lr * u, with the direction u of the moments that `lamb_moments` left. ratios: [count] fp32."""
+    """Update p -= ratio * lr * u, with the direction u of the moments of `lamb_moments`. ratios: [count] fp32."""
     for i, param in enumerate(tensors.params):
         p, wide = _wide(param), [_wide(s[i]) for s in tensors.states]
         p = p.add(_lamb_direction(spec.coefficients, p, *wide) * (ratios[i] * -spec.coefficients[8]))
@@ -74,7 +74,7 @@ def dithered(x: Tensor, stored: torch.dtype, dither: float) -> Tensor:
 
 
 def _wide(t: Tensor) -> Tensor:
-    """A copy that arithmetic may overwrite, in fp32 or wider."""
+    """Copy a tensor to fp32 or wider, for arithmetic in place."""
     return t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True)
 
 

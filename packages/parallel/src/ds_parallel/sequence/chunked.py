@@ -42,27 +42,30 @@ class Chunking:
     on_host: bool = True
 
     def sees(self, queries: int) -> range:
-        """The chunks of keys that a chunk of queries sees something of."""
+        """Return the chunks of keys to which a chunk of queries attends."""
         return range(queries + 1 if self.causal else self.chunks)
 
     def view(self, queries: int, keys: int) -> View:
-        """What is seen of a pair."""
+        """Return the attention mask and scale of a pair of query chunk and key chunk."""
         return View(self.causal and queries == keys, None, self.scale)
 
 
 def chunked_attention(x: Tensor, project: Project, params: Sequence[Tensor], how: Chunking) -> Tensor:
-    """Attention of a sequence to itself.
+    """Compute self-attention of a sequence chunk by chunk.
 
     Args:
-        x: [tokens, ...]; cut along its first dim.
-        project: `project(part, index)` makes queries [batch, length, heads, head size], and keys and values of as many heads or of a
-            number that divides them. `length` is that of a chunk on all ranks that share the sequence, if it exchanges heads.
-        params: What `project` reads besides `part` and that need gradients.
+        x: [tokens, ...]; split along its first dim.
+        project: `project(part, index)` returns queries [batch, length, heads, head size], and keys and values of as
+        many
+            heads or of a number that divides them. `length` is that of a chunk on all ranks that share the sequence, if
+            `project` exchanges heads.
+        params: What `project` reads besides `part` and that needs gradients.
     Returns: [batch, chunks x length, heads, head size].
     Raises:
         PlanError: the chunks do not divide the tokens ("sequence-chunks").
-    Cost: the projection runs twice; chunks x (chunks + 1) / 2 fetches of a chunk of keys and values in forward and three times that in
-        backward, each beside the computation of the chunk before it.
+    Cost: the projection runs twice; chunks x (chunks + 1) / 2 fetches of a chunk of keys and values in forward and
+    three
+        times that in backward, each overlapped with the computation of the previous chunk.
     """
     if how.chunks < 1 or x.shape[0] % how.chunks:
         raise PlanError(
@@ -91,7 +94,8 @@ class HostChunks:
         self._chunks[index] = tensors if self._stream is None else self._sent(tensors)
 
     def walk(self, indices: Sequence[int]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """(index, its tensors on the device), in this order; the next are on their way while the caller uses these."""
+        """Yield (index, its tensors on the device) in this order; prefetch the next chunk while the caller uses this.
+        """
         coming = [self._fetch(index) for index in indices[:1]]
         for place, index in enumerate(indices):
             current = coming.pop()
@@ -189,5 +193,5 @@ class _Chunked(torch.autograd.Function):
 
 
 def _heads(made: Sequence[Tensor]) -> list[Tensor]:
-    """[batch, length, heads, head size] to the kernels' [batch, heads, length, head size]."""
+    """Transpose [batch, length, heads, head size] to the kernels' [batch, heads, length, head size]."""
     return [tensor.transpose(1, 2) for tensor in made]

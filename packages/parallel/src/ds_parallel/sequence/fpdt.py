@@ -46,7 +46,7 @@ class FpdtInput:
         self._masks = None if loss_mask is None else loss_mask[:, self._all], attention_mask
 
     def generate(self) -> tuple[Any, Any, Any, Any, Any]:
-        """Tokens, labels, loss mask, attention mask, positions."""
+        """Return tokens, labels, loss mask, attention mask and positions."""
         tokens, labels, positions = self._local_inputs
         return tokens, labels, *self._masks, positions
 
@@ -60,11 +60,11 @@ class FpdtFunction:
         hidden_size: int, projection: int, head_size: int, kv_projection: int, weight: Tensor, bias: Tensor | None, dropout: float,
         num_chunks: int = 8, cpu_offloading: bool = True,
     ) -> Tensor:  # fmt: skip
-        """Causal attention of x [tokens, batch, width]: [batch, tokens, heads, head size].
+        """Compute causal attention of x [tokens, batch, width]: [batch, tokens, heads, head size].
 
         Args:
             rotary: Cosines and sines [whole sequence, 1, 1, features], or None.
-            weight, bias: Of queries, keys and values, one after the other.
+            weight, bias: Of queries, keys and values, concatenated.
         Raises:
             UnsupportedError: a mask or dropout ("compat-argument").
         """
@@ -124,7 +124,7 @@ class FpdtAttention(nn.Module):
     def forward(
         self, layernorm_output: Tensor, attention_mask: Any, inference_params: Any, rotary_pos_emb: Any, cpu_offloading: bool = True
     ) -> tuple[Tensor, Any]:  # fmt: skip
-        """The output, and the bias that is not added yet, or None."""
+        """Compute FPDT attention; return the output, and the bias if the caller adds the bias, else None."""
         size, told = self.config.kv_channels, self.config
         out = FpdtFunction.apply(
             layernorm_output, attention_mask, inference_params, rotary_pos_emb, self.spg, 2, 0, told.hidden_size,
@@ -143,7 +143,10 @@ class FpdtFfn:
     def apply(
         x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, add_bias: bool, chunk_size: int
     ) -> tuple[Tensor, Any]:
-        """x [tokens, ...] -> the same shape, and the second bias where it is not added."""
+        """Apply the feed-forward layers to x [tokens, ...] chunk by chunk.
+
+        Returns a tensor of the same shape, and the second bias where it is not added.
+        """
 
         def layers(part: Tensor) -> Tensor:
             return F.linear(F.gelu(F.linear(part, w1, b1), approximate="tanh"), w2, b2 if add_bias else None)
@@ -158,7 +161,10 @@ class FpdtLogitsLoss:
     def apply(
         lm_output: Tensor, labels: Tensor, logit_weights: Tensor, rank: int, spg_size: int, spg: Any, num_chunk: int
     ) -> Tensor:
-        """lm_output [tokens, batch, width], labels [batch, tokens] -> fp32 [tokens of all ranks, batch]."""
+        """Compute the loss per token in chunks and gather the losses over the group.
+
+        lm_output [tokens, batch, width], labels [batch, tokens] -> fp32 [tokens of all ranks, batch].
+        """
         del rank, spg_size
 
         def losses(part: Tensor, wanted: Tensor) -> Tensor:

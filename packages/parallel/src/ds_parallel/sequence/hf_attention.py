@@ -86,7 +86,7 @@ class UlyssesAttention:
 
     @classmethod
     def registered(cls, name: str) -> UlyssesAttention | None:
-        """What wraps the attention function `name` now."""
+        """Return the wrapper that is registered for the attention function `name`; None if there is none."""
         registry = _registry()
         found = registry.get(name)
         return found if isinstance(found, cls) else None
@@ -107,10 +107,12 @@ class UlyssesAttention:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Attention of this rank's part: query [batch, heads, sequence / N, head size], returns [batch, sequence / N, heads, ...].
+        """Compute the attention of this rank's part of the sequence.
+
+        query [batch, heads, sequence / N, head size]; returns [batch, sequence / N, heads, ...].
 
         Raises:
-            PlanError: no positions were given ("sequence-positions"), or heads do not fit ("tensor-heads").
+            PlanError: there are no position ids ("sequence-positions"), or heads do not fit ("tensor-heads").
         """
         group = self.group
         ranks = len(group.ranks)  # a field: a compiler that captures this does not look into properties of groups
@@ -150,10 +152,13 @@ class _Groups:
 def document_mask(
     positions: Tensor, causal: bool, window: int | None = None, packed: bool | None = None
 ) -> Tensor | None:
-    """Which token may see which, from the positions of whole sequences: [batch, 1, queries, keys]; None where `causal` says it all.
+    """Build the mask of token pairs that attend, from the positions of whole sequences.
 
-    A document ends where the next position is not one more. `window`: how many tokens back a token sees, itself included.
-    `packed`: whether there may be several documents; None: look.
+    [batch, 1, queries, keys]; None where `causal` describes the mask fully.
+
+    A document ends where the next position is not one more. `window`: how many tokens back a token attends, itself
+    included.
+    `packed`: whether there may be several documents; None: detect from the positions.
     """
     rows, length = positions.shape
     first = torch.ones_like(positions[:, :1], dtype=torch.bool)
@@ -179,10 +184,10 @@ class SequenceRanks:
     """Who shares sequences with whom: blocks of consecutive ranks; the others are for data. What `mpu` is to an engine."""
 
     def __init__(self, size: int) -> None:
-        """Collective over the world.
+        """Build the mesh with a sequence-parallel degree of `size`. Collective over the world.
 
         Raises:
-            PlanError: the world does not divide by `size` ("mesh-size").
+            PlanError: `size` does not divide the world size ("mesh-size").
         """
         self.mesh = Mesh.build(MeshSpec.fit(world_group().size, sequence=size))
 

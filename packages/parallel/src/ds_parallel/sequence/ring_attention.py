@@ -51,15 +51,15 @@ class RingPlan:
     chunks: tuple[tuple[Stretch, ...], ...]
 
     def length(self, rank: int) -> int:
-        """Tokens of a rank."""
+        """Return the number of tokens of a rank."""
         return sum(stop - start for start, stop in self.chunks[rank])
 
     def part(self, whole: Tensor, rank: int, dim: int) -> Tensor:
-        """A rank's tokens of a whole tensor."""
+        """Return a rank's tokens of a whole tensor."""
         return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in self.chunks[rank]], dim)
 
     def whole(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """All ranks' parts, back in the sequence's order."""
+        """Concatenate all ranks' parts in the order of the sequence."""
         pieces: list[tuple[int, Tensor]] = []
         for chunks, part in zip(self.chunks, parts, strict=True):
             sizes = [stop - start for start, stop in chunks]
@@ -67,7 +67,7 @@ class RingPlan:
         return torch.cat([piece for _, piece in sorted(pieces, key=lambda one: one[0])], dim)
 
     def pairs(self, rank: int, source: int, causal: bool) -> tuple[Pair, ...]:
-        """What `rank`'s queries see of `source`'s keys."""
+        """List the pairs of chunks in which `rank`'s queries attend to `source`'s keys."""
         found = []
         for queries, at in _places(self.chunks[rank]):
             for keys, key_at in _places(self.chunks[source]):
@@ -87,7 +87,7 @@ class RingPlan:
 
 
 def plan_ring(length: int, ranks: int, *, zigzag: bool = True) -> RingPlan:
-    """Parts of a sequence. Pure.
+    """Plan the chunks of a sequence for each rank. Pure.
 
     Args:
         zigzag: Two chunks a rank, from both ends: balanced under a causal mask.
@@ -118,10 +118,14 @@ class RingAttention:
             )
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None) -> Tensor:
-        """
+        """Compute the attention of this rank's queries to the keys and values of all ranks.
+
         Args:
-            query: [batch, part, heads, head size]; key, value the same with heads that divide those.
-            documents: [batch, whole sequence], the same on all ranks: which document each token is of; tokens see their own.
+            query: [batch, part, heads, head size]; key and value the same, with a number of heads that divides that of
+            query.
+            documents: [batch, whole sequence], the same on all ranks: the document of each token; tokens attend to
+            their
+                document only.
         Raises:
             PlanError: the part has another length than the plan says ("sequence-ring").
         """
@@ -137,7 +141,7 @@ class RingAttention:
         return out.transpose(1, 2)
 
     def view(self, pair: Pair, documents: Tensor | None) -> View | None:
-        """What is seen of a pair; None for nothing."""
+        """Return the attention mask and scale of a pair of chunks; None if no query attends to any key."""
         if documents is None:
             return View(pair.causal, None, self.scale)
         mine = documents[:, pair.queries_at[0] : pair.queries_at[1], None]
@@ -195,7 +199,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _round(both: Tensor, plan: RingPlan, group: Group) -> Any:
-    """(whose, keys, values) of every rank, this one's first; the next are under way while these are used."""
+    """Yield (source rank, keys, values) of every rank, this rank's first; the next transfer overlaps with their use."""
     rank, size = group.rank, group.size
     current = both.contiguous()
     for step in range(size):
@@ -247,7 +251,10 @@ class _Passed:
 
 
 def _shift(sent: Tensor, received: Tensor, group: Group, tag: int) -> list[Work]:
-    """To the next rank, from the one before. Even ranks send first, so that backends whose sends wait for the receive do not deadlock."""
+    """Send `sent` to the next rank and receive `received` from the previous rank.
+
+    Even ranks send first, so that backends whose sends wait for the receive do not deadlock.
+    """
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     send = lambda: isend(sent, group=group, group_dst=after, tag=tag, unit="ring")  # noqa: E731
     receive = lambda: irecv(received, group=group, group_src=before, tag=tag, unit="ring")  # noqa: E731

@@ -20,13 +20,13 @@ IGNORED = -100
 
 
 def sequence_part(batch: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
-    """This rank's part of a batch: every tensor [batch, sequence, ...] is cut in its dim 1; the rest stays.
+    """Return this rank's part of a batch: every tensor [batch, sequence, ...] is split in its dim 1.
 
-    `labels` become `shift_labels` (the label of position i is token i + 1 of the whole sequence, over the border of parts);
-    `position_ids` are counted where the batch has none.
+    Other values do not change. `labels` become `shift_labels` (the label of position i is token i + 1 of the whole
+    sequence, across the border of parts); `position_ids` are counted where the batch has none.
 
     Raises:
-        PlanError: the sequence does not divide by the ranks ("sequence-length").
+        PlanError: the ranks do not divide the sequence ("sequence-length").
     """
     whole = dict(batch)
     leading = next((key for key in ("input_ids", "inputs_embeds", "labels", "shift_labels") if key in whole), None)
@@ -73,7 +73,7 @@ class SequenceDataLoader:
         return len(self.loader) * self.group.size  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """For every batch of the loader one part of the batch of every rank, in rank order.
+        """Yield, for every batch of the loader, this rank's part of the batch of every rank, in rank order.
 
         Raises:
             PlanError: see `sequence_part`; loaders that end at different batches ("sequence-loader").
@@ -102,14 +102,14 @@ class SequenceDataLoader:
 
 
 def token_weighted_loss(loss: Tensor, tokens: Tensor | int, group: GroupLike) -> Tensor:
-    """The mean over all tokens of a sequence, from each rank's mean over its own.
+    """Compute the mean loss over all tokens of a sequence from each rank's mean over its tokens.
 
     Args:
-        loss: This rank's mean over the tokens that count; whatever it is where none does.
-        tokens: How many count here.
+        loss: This rank's mean over the tokens that count; any value where none does.
+        tokens: How many tokens count on this rank.
     Returns:
-        The same on every rank of the group. Its gradient is that of one process where gradients are averaged over the ranks of
-        a sequence, as the engine does and as a sum over them divided by their number does.
+        The same on every rank of the group. Its gradient is that of a single process where gradients are averaged over
+        the ranks of a sequence, as the engine does, or summed over them and divided by their number.
     """
     group = as_group(group)
     count = torch.as_tensor(tokens, dtype=torch.float32, device=loss.device).reshape(1)

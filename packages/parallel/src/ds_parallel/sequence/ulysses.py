@@ -40,7 +40,7 @@ class HeadAssignment:
 
 
 def assign_heads(heads: HeadCounts, ranks: int) -> HeadAssignment:
-    """Deal heads to ranks. Pure.
+    """Assign query and key-value heads to ranks. Pure.
 
     Raises:
         PlanError: fewer query heads than ranks ("tensor-heads").
@@ -99,12 +99,13 @@ class DistributedAttention(nn.Module):
         lengths: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Attention of this rank's part of the queries to the whole sequence.
+        """Compute the attention of this rank's part of the queries to the whole sequence.
 
         Args:
-            query: [..., sequence / N, ..., heads, ..., head size], the sequence at `gather_idx`, heads at `scatter_idx`.
+            query: [..., sequence / N, ..., heads, ..., head size], the sequence at `gather_idx`, heads at
+            `scatter_idx`.
             key, value: The same with key-value heads, whose number divides that of the heads.
-            batch_dim_idx: Says which dim is the batch, as upstream has it; it must be neither of the other two.
+            batch_dim_idx: The dim of the batch, as in DeepSpeed; different from the dims of heads and sequence.
             rotary_pos_emb: (cos, sin) for the whole sequence, applied to query and key by halves.
             lengths: Of each rank's part, where parts are of different lengths.
         Returns:
@@ -136,7 +137,10 @@ def to_heads(
     group: Group,
     lengths: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From parts of the sequence to parts of the heads. `dims`: of heads and of the sequence. The three travel together."""
+    """Exchange parts of the sequence for parts of the heads, with three all-to-alls in flight at once.
+
+    `dims`: of heads and of the sequence.
+    """
     heads, seq = dims
     if dealt.sent is not None:
         index = torch.tensor(dealt.sent, device=key.device)
@@ -156,7 +160,7 @@ def to_heads(
 def to_sequence(
     context: Tensor, dealt: HeadAssignment, dims: tuple[int, int], group: Group, lengths: Sequence[int] | None = None
 ) -> Tensor:
-    """From parts of the heads back to parts of the sequence."""
+    """Exchange parts of the heads for parts of the sequence, the inverse of `to_heads`."""
     heads, seq = dims
     each = context.shape[heads] // dealt.queries[group.rank]  # head size, where the attention has folded it in
     sizes = None if len(set(dealt.queries)) == 1 else [n * each for n in dealt.queries]
@@ -167,13 +171,16 @@ def to_sequence(
 
 
 def rotate_half(x: Tensor) -> Tensor:
-    """(a, b) -> (-b, a) of the halves of the last dim."""
+    """Map the halves (a, b) of the last dim to (-b, a)."""
     first, second = x.chunk(2, -1)
     return torch.cat([-second, first], -1)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The first features of x [..., dim] rotated by angles whose cosines and sines [..., features] are given; the others as they are."""
+    """Rotate the first features of x [..., dim] by the angles of `cos` and `sin` [..., features].
+
+    Other features do not change.
+    """
     features, others = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     features = features * cos + rotate_half(features) * sin
     return torch.cat([features, others], -1) if others.shape[-1] else features

@@ -51,7 +51,7 @@ class Held:
     part: int
 
     def box(self, rank: int) -> Box:
-        """What `rank` holds of it."""
+        """Return the box of the logical tensor that `rank` has."""
         start, stop = self.cut.parts[self.part][rank]
         dim = self.cut.dim
         offset, size = [0] * len(self.shape), list(self.shape)
@@ -80,10 +80,12 @@ class TensorParallelModel:
         self._inputs: InputCheck | None = None
 
     def check_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """What the model does with its first batch: compare it over the ranks. For callers whose model is captured by a compiler.
+        """Compare the first batch over the ranks, as the model's first forward does.
+
+        For callers whose model is captured by a compiler.
 
         Raises:
-            PlanError: the ranks were given different batches ("tensor-inputs").
+            PlanError: the ranks have different batches ("tensor-inputs").
         """
         inputs, self._inputs = self._inputs, None
         if inputs is not None:
@@ -126,10 +128,10 @@ class TensorParallelModel:
                 set_param_sharding(param, ParamSharding(family(was.family, copies), logical, held.shape, held.box(rank)))
 
     def whole(self, name: str) -> Tensor:
-        """The logical tensor of parameter `name` as far as this parameter is a part of it, put together. Collective.
+        """Gather the shards of parameter `name` into its logical tensor. Collective.
 
         Returns:
-            The logical shape; zeros where other parts are.
+            The logical shape; zeros outside the part that this parameter covers.
         """
         held = self.shards[name]
         out = torch.zeros(held.shape, dtype=held.param.dtype, device=held.param.device)
@@ -137,10 +139,12 @@ class TensorParallelModel:
         return out
 
     def state_dict(self, *, keep: bool = True) -> dict[str, Tensor]:
-        """The model's state under its own names, whole tensors. Collective: every rank of the group calls it.
+        """Return the state dict of the unsplit model, with full tensors under their original names. Collective.
+
+        Every rank of the group calls this method.
 
         Args:
-            keep: Whether this rank gets the result; the others get an empty one.
+            keep: Whether this rank gets the result; other ranks get an empty dict.
         Cost: the largest tensor twice besides the result.
         """
         found: dict[str, Tensor] = {}
@@ -277,16 +281,17 @@ def _mark_parts(result: TensorParallelModel) -> None:
 
 
 def tensor_parallel_of(model: nn.Module) -> TensorParallelModel | None:
-    """How a model, or the model it is a part of, was cut; None if it was not."""
+    """Return the tensor-parallel form of a model, or of the model that contains it; None if unsplit."""
     found = next((vars(module)[_MARK] for module in model.modules() if _MARK in vars(module)), None)
     return found if isinstance(found, TensorParallelModel) else None
 
 
 @contextmanager
 def unsharded_params(params: Iterable[nn.Parameter], cut: TensorParallelModel | None) -> Iterator[None]:
-    """Inside, each of `params` that is a part has the data of the whole tensor; to be read only. Collective over the cut's group.
+    """Gather the full tensors of the sharded `params` inside the context, read-only. Collective over the group.
 
-    One part of a fused weight has that part of all ranks. Parameters that ZeRO has released must be gathered outside of this.
+    A part of a fused weight is gathered from all ranks for that part only. Parameters that ZeRO has freed must be
+    gathered outside of this context.
     """
     own: list[tuple[nn.Parameter, Tensor]] = []
     try:
@@ -352,7 +357,7 @@ def _replace(result: TensorParallelModel, decision: Decision, module: nn.Module,
 
 
 def _resize(module: nn.Module, decision: Decision, cut: DimShards, rank: int) -> None:
-    """Whole numbers that a module says of itself."""
+    """Set the sizes that a module stores as attributes to those of this rank's part."""
     width, own = cut.width(rank), module.__dict__
     column = decision.kind is ShardKind.COLUMN
     keys = {
@@ -403,7 +408,7 @@ def _holder(name: str, found: Mapping[str, DimShards | None]) -> bool:
 
 
 def _note_holders(result: TensorParallelModel) -> None:
-    """Modules that only hold a parameter of another one hold its part, too."""
+    """Register the shard also under the names of modules that only reference another module's parameter."""
     first = {id(held.param): held for held in result.shards.values()}
     for name, param in result.model.named_parameters(remove_duplicate=False):
         held = first.get(id(param))
@@ -412,7 +417,7 @@ def _note_holders(result: TensorParallelModel) -> None:
 
 
 def _sum_gradients(result: TensorParallelModel, modules: Mapping[str, nn.Module]) -> None:
-    """What several ranks hold alike and use for different parts of an activation."""
+    """Register all-reduces for gradients of parameters that several ranks replicate but use differently."""
     group = result.group
     for decision in result.plan.decisions:
         if decision.sum_gradient:

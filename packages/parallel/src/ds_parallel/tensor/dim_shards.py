@@ -54,15 +54,15 @@ class DimShards:
     parts: tuple[tuple[Stretch, ...], ...]
 
     def stretches(self, rank: int) -> tuple[Stretch, ...]:
-        """What `rank` holds of every part, in the parts' order."""
+        """Return the range of every part that `rank` has, in the order of the parts."""
         return tuple(part[rank] for part in self.parts)
 
     def width(self, rank: int) -> int:
-        """Elements of the dim that `rank` holds."""
+        """Return the number of elements of the dim that `rank` has."""
         return sum(stop - start for start, stop in self.stretches(rank))
 
     def sharers(self, part: int, rank: int) -> tuple[int, ...]:
-        """The ranks that hold the same stretch of `part` as `rank`, it included."""
+        """Return the ranks that have the same range of `part` as `rank`, including `rank`."""
         mine = self.parts[part][rank]
         return tuple(other for other, stretch in enumerate(self.parts[part]) if stretch == mine)
 
@@ -122,7 +122,7 @@ def _stretches(unit: HeadUnit, length: int, degree: int, heads: HeadCounts | Non
 
 
 def _sizes(size: int, parts: Sequence[ShardPart], heads: HeadCounts | None) -> list[int]:
-    """Every part's elements. Parts without a size share what is left, as they have heads, or equally without any."""
+    """Return every part's elements; parts without a size share the rest, in proportion to their heads or equally."""
     left = size - sum(part.size or 0 for part in parts)
     open_parts = [part for part in parts if part.size is None]
     weights = {part.unit: _weight(part.unit, open_parts, heads) for part in open_parts}

@@ -27,7 +27,7 @@ __all__ = ["InputCheck", "follow_heads", "sum_over"]
 
 
 def follow_heads(plan: TensorPlan, rank: int, modules: Mapping[str, nn.Module]) -> list[RemovableHandle]:
-    """Attention modules compute with this rank's heads."""
+    """Make attention modules compute with this rank's heads: set attributes, configurations and hooks."""
     handles = []
     for name, heads in plan.heads.items():
         module = modules[name]

@@ -56,7 +56,7 @@ class LayerRule:
 
 
 def first_match(rules: Iterable[LayerRule], name: str) -> LayerRule | None:
-    """The first rule that matches; None if none does."""
+    """Return the first rule that matches `name`; None if no rule matches."""
     return next((rule for rule in rules if rule.matches(name)), None)
 
 
@@ -80,10 +80,12 @@ class ConfiguredLayerRule(Protocol):
 
 
 def rules_of_specs(specs: Iterable[ConfiguredLayerRule], model_type: str | None) -> list[LayerRule]:
-    """Rules of `partition_config.layer_specs`. Patterns are matched from the start of a parameter's path, `.weight` included.
+    """Build the rules of `partition_config.layer_specs`.
+
+    Patterns are matched from the start of a parameter's path, `.weight` included.
 
     Raises:
-        PlanError: a shape or a dim that says nothing sensible ("tensor-parts").
+        PlanError: a shape or a dim is not valid ("tensor-parts").
     """
     found = []
     for spec in specs:
@@ -112,16 +114,20 @@ def rules_of_specs(specs: Iterable[ConfiguredLayerRule], model_type: str | None)
 
 
 def _module_pattern(pattern: str) -> str:
-    """A pattern over parameter paths, as one over module names: matched from the start, what follows is free.
+    """Convert a pattern over parameter paths into a pattern over module names.
 
-    Users write `.*\\.o_proj\\.weight$`; a module's name has no `.weight`, so that end becomes optional.
+    Matched from the start, followed by anything. Users end patterns in an escaped `.weight` and `$`; a module's name
+    has no `.weight`, so the pattern is used without that end.
     """
     stem = re.sub(r"(\\?\.)(weight|bias|\(weight\|bias\)|\(\?:weight\|bias\))\$?$", "", pattern)
     return f"(?:{stem})" if stem != pattern else f"(?:{pattern}).*" if not pattern.endswith("$") else f"(?:{pattern})"
 
 
 def _parts_of_shape(spec: ConfiguredLayerRule, kind: ShardKind) -> tuple[ShardPart, ...]:
-    """`[3, -1]`: three equal parts; `[[q, k, v], -1]`: parts of these sizes; `[-1, n]` and plain sizes: one part."""
+    """Convert a shape into parts.
+
+    `[3, -1]`: three equal parts; `[[q, k, v], -1]`: parts of these sizes; `[-1, n]` and plain sizes: a single part.
+    """
     shape = spec.shape or ()
     dim = spec.partition_dim if spec.partition_dim is not None else (0 if kind is ShardKind.COLUMN else 1)
     nested = [at for at, entry in enumerate(shape) if isinstance(entry, tuple)]
@@ -155,10 +161,10 @@ _STYLES: Mapping[str, tuple[ShardKind, tuple[str, ...]]] = {
 
 
 def rules_of_tp_plan(plan: Mapping[str, str], prefixes: Sequence[str] = ("",)) -> list[LayerRule]:
-    """Rules of a transformers model's own plan: names with `*` for a number, and a style each.
+    """Build rules from a transformers model's tp_plan: names with `*` for a number, each with a style.
 
     Args:
-        prefixes: What stands before the plan's names in the model that is cut (`"model."` for a model with a head).
+        prefixes: What precedes the plan's names in the model (`"model."` for a model with a head).
     Raises:
         PlanError: a style that is not known ("tensor-style").
     """

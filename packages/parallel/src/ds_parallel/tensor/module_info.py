@@ -110,7 +110,10 @@ class ModelFacts:
     structure: tuple[LayerRule, ...] = ()
 
     def attention_of(self, name: str) -> AttentionInfo | None:
-        """The attention that layer `name` is part of: an ancestor, or the only one inside an ancestor called attention."""
+        """Return the attention that layer `name` is part of; None if there is none.
+
+        This is an ancestor, or the only attention inside an ancestor whose name contains `att`.
+        """
         parts = name.split(".")
         for depth in range(len(parts) - 1, 0, -1):
             above = ".".join(parts[:depth])
@@ -203,7 +206,7 @@ def _wide(sizes: Mapping[str, int], names: tuple[str, ...], width: int) -> int:
 
 
 def _own_plan(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """The plan of the model's classes and configurations, each with the name of the module that has it in front."""
+    """Yield the tp_plan of the model's classes and configurations, each prefixed with its module's name."""
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
         below = f"{name}." if name else ""

@@ -75,7 +75,7 @@ class LayerShard:
     split_input: bool = False
 
     def widths(self, part: int) -> list[int]:
-        """What each rank holds of a part."""
+        """Return how many elements of a part each rank has."""
         return [stop - start for start, stop in self.cut.parts[part]]
 
 
@@ -85,13 +85,13 @@ def part_names(name: str, cut: DimShards) -> list[str]:
 
 
 def cut_class(plain: type[nn.Module], kind: ShardKind, names: dict[str, list[str]], dims: dict[str, int]) -> type[nn.Module]:
-    """The class of a module of class `plain` that is cut.
+    """Build the tensor-parallel class of modules of class `plain`.
 
     Args:
-        names: For every parameter that is cut, the names that take its place.
-        dims: The dim along which each of these is put together.
+        names: For every sharded parameter, the names that replace its name.
+        dims: The dim along which each of these parameters is concatenated.
     Raises:
-        UnsupportedError: `plain` computes in its own way ("tensor-layer").
+        UnsupportedError: `plain` has a different forward, which cannot run on a shard ("tensor-layer").
     """
     space: dict[str, Any] = {"__module__": plain.__module__, "_ds_plain": plain}
     for name, parts in names.items():
@@ -112,7 +112,7 @@ def cut_class(plain: type[nn.Module], kind: ShardKind, names: dict[str, list[str
 
 
 def kind_of(module: nn.Module) -> ShardKind | None:
-    """How a layer is cut; None where it is not."""
+    """Return how a layer is sharded; None where the layer is not sharded."""
     return next((kind for kind, front in _FRONTS.items() if isinstance(module, front)), None)
 
 

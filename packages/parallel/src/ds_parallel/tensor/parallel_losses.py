@@ -23,17 +23,17 @@ __all__ = ["CausalLoss", "causal_loss", "vocab_parallel_cross_entropy"]
 def vocab_parallel_cross_entropy(
     logits: Tensor, labels: Tensor, group: Group, *, widths: Sequence[int] | None = None, ignore_index: int = -100
 ) -> Tensor:
-    """The loss of every token, in fp32; 0 where the label is `ignore_index`.
+    """Compute the loss of every token in fp32 from vocabulary-sharded logits; 0 where the label is `ignore_index`.
 
     Args:
         logits: [tokens, this rank's columns].
         labels: [tokens], of the whole vocabulary, the same on all ranks.
-        widths: Columns of each rank; equal ones when None.
+        widths: Columns of each rank; equal widths when None.
     Returns:
         [tokens], the same on all ranks; its gradient reaches this rank's columns.
     Raises:
         PlanError: widths are not this rank's columns ("tensor-vocabulary").
-    Cost: three all-reduces of [tokens]; keeps the softmax of this rank's columns for backward.
+    Cost: three all-reduces of [tokens]; saves the softmax of this rank's columns for backward.
     """
     sizes = list(widths) if widths is not None else [logits.shape[-1]] * group.size
     if len(sizes) != group.size or sizes[group.rank] != logits.shape[-1]:
@@ -67,7 +67,7 @@ class CausalLoss:
         shift_labels: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """The mean over labels that count, or their sum divided by `num_items_in_batch`."""
+        """Compute the mean loss over labels that count, or their sum divided by `num_items_in_batch`."""
         if shift_labels is None:
             if labels is None:
                 raise PlanError("a loss without labels", code="tensor-vocabulary", fix="Pass labels or shift_labels.")
@@ -82,7 +82,7 @@ class CausalLoss:
 
 
 def causal_loss(group: Group, widths: Sequence[int]) -> CausalLoss:
-    """For `model.loss_function = causal_loss(group, widths)` after a cut with `gather_logits=False`."""
+    """Build the loss for `model.loss_function` of a model split with `gather_logits=False`."""
     return CausalLoss(group, widths)
 
 

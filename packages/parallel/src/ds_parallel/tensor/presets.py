@@ -43,7 +43,10 @@ class Preset:
 
 
 def _rules(family: str, *lines: tuple[str, ShardKind, tuple[ShardPart, ...] | None]) -> tuple[LayerRule, ...]:
-    """Rules of `family`; the last layer of a model (`head`) is put together, q and k norms sum their gradients."""
+    """Build the rules of `family`; the output of a model's last layer (`head`) is gathered.
+
+    Query and key norms sum their gradients.
+    """
     return tuple(
         LayerRule(
             rf"(?:.*\.)?(?:{pattern})",
@@ -261,15 +264,15 @@ _ALIASES = {"qwen2": "llama", "mistral": "llama", "qwen3": "llama", "gemma": "ll
 
 
 def preset_for(model_type: str | None, flags: Mapping[str, Scalar]) -> Preset | None:
-    """The preset of a model, by its type and what its configuration says; None if it is of no known family."""
+    """Return the preset of a model, by its type and its configuration; None for an unknown family."""
     return next((preset for preset in PRESETS if preset.fits(model_type, flags)), None)
 
 
 def preset_named(name: str, flags: Mapping[str, Scalar]) -> Preset:
-    """The preset a user asked for by name.
+    """Return the preset that a user requests by name.
 
     Raises:
-        PlanError: there is none of that name ("tensor-preset").
+        PlanError: there is no preset of that name ("tensor-preset").
     """
     asked = _ALIASES.get(name, name)
     named = [preset for preset in PRESETS if preset.name == asked]

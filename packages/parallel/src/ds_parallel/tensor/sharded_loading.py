@@ -134,7 +134,7 @@ class _FolderTensors:
         return self._handles[file]
 
     def find(self, name: str) -> str | None:
-        """The stored name: itself, without its first part, or with the one all stored names begin with."""
+        """Find the stored name: `name`, without its first part, or with the first part of the stored names."""
         if name in self._places:
             return name
         rest = name.partition(".")[2]

@@ -48,11 +48,11 @@ class _Tracer(fx.Tracer):
 def rules_of_structure(
     model: nn.Module, heads: Mapping[str, tuple[int, int, int]], known: frozenset[str]
 ) -> list[LayerRule]:
-    """One rule for every layer that a trace says is cut.
+    """Build a rule for every layer that a symbolic trace shows can be sharded.
 
     Args:
         heads: Of attention modules by name: query heads, key-value heads, elements of a head.
-        known: Names of attributes of such modules that are changed by the cut, or are of one head.
+        known: Names of attributes of such modules that sharding changes, or that are of a single head.
     Cost: a symbolic trace of each module that has linear layers.
     """
     found: dict[str, LayerRule] = {}
@@ -78,7 +78,7 @@ def rules_of_structure(
 
 
 def _linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Of the module and of Sequentials in it."""
+    """Yield the linear layers of the module and of Sequentials in the module."""
     for key, child in module.named_children():
         if isinstance(child, nn.Linear):
             yield key, child
@@ -93,7 +93,7 @@ def _inside_traced(model: nn.Module, name: str) -> bool:
 
 
 def _calls(graph: fx.Graph, own: Mapping[str, nn.Linear]) -> dict[fx.Node, str]:
-    """Nodes that call a linear layer, of layers that are called once."""
+    """Map each node that calls a linear layer to the layer's name, for layers that are called once."""
     nodes = [node for node in graph.nodes if node.op == "call_module" and node.target in own]
     counts = [node.target for node in nodes]
     return {node: str(node.target) for node in nodes if counts.count(node.target) == 1 and len(node.args) == 1}
@@ -134,7 +134,10 @@ def _feed_forward(
 
 
 def _sources(row: fx.Node, calls: Mapping[fx.Node, str], modules: Mapping[str, nn.Module]) -> set[fx.Node]:
-    """The linear layers that `row`'s input is an elementwise function of; empty if it is one of anything else, too."""
+    """Return the linear layers of which `row`'s input is an elementwise function.
+
+    Empty if that input depends on anything else.
+    """
     found: set[fx.Node] = set()
     todo: list[Any] = [row.args[0]]
     while todo:
@@ -149,7 +152,10 @@ def _sources(row: fx.Node, calls: Mapping[fx.Node, str], modules: Mapping[str, n
 
 
 def _ends(source: fx.Node, calls: Mapping[fx.Node, str], modules: Mapping[str, nn.Module]) -> set[fx.Node] | None:
-    """The linear layers that read `source` through elementwise functions; None if anything else reads it."""
+    """Return the linear layers that read `source` through elementwise functions.
+
+    None if anything else reads `source`.
+    """
     found: set[fx.Node] = set()
     todo = list(source.users)
     while todo:

@@ -115,7 +115,7 @@ class TensorPlan:
         return tuple(decision for decision in self.decisions if decision.kind is not ShardKind.SKIP)
 
     def numel(self, rank: int) -> tuple[int, int]:
-        """(elements of listed layers that `rank` holds, elements of them in the uncut model)."""
+        """Return (elements of listed layers on `rank`, elements of these layers in the unsplit model)."""
         held = total = 0
         for decision in self.decisions:
             for key, shape in decision.layer.shapes.items():
@@ -128,7 +128,7 @@ class TensorPlan:
         return held, total
 
     def traffic(self) -> Traffic:
-        """What is summed over the ranks for every token."""
+        """Return the elements that are all-reduced per token, in forward and in backward."""
         forward = backward = 0
         read: set[tuple[str, int]] = set()  # layers below one module that read one input sum its gradient once
         for decision in self.cut:
@@ -193,7 +193,7 @@ def make_tensor_plan(facts: ModelFacts, options: TensorOptions) -> TensorPlan:
 
 
 def _with_tied_heads(decisions: tuple[Decision, ...], facts: ModelFacts) -> tuple[Decision, ...]:
-    """Last layers that only a name cuts stay whole with the embedding that they are tied to."""
+    """Leave output layers that are sharded by name only unsplit where the embedding tied to them is unsplit."""
     whole = {f"{d.name}.weight": d.name for d in decisions if d.kind is ShardKind.SKIP}
     tied = {
         name: next((whole[other] for other in names if other in whole), None) for names in facts.tied for name in names
@@ -274,7 +274,7 @@ def _expert_cuts(layer: LayerInfo, cut: object) -> dict[str, DimShards]:
 
 
 def _parts_by_size(size: int, attention: AttentionInfo | None) -> tuple[ShardPart, ...]:
-    """What a rule without parts means: inside attention whole heads, by the size; elsewhere an even cut."""
+    """Return the parts of a rule without parts: inside attention whole heads, by the size; elsewhere a single part."""
     if attention is None:
         return (ShardPart(),)
     query, keys, width = attention.heads.query, attention.heads.key_value, attention.width
@@ -311,7 +311,7 @@ def _by_heads(rule: LayerRule, layer: LayerInfo, kind: ShardKind, attention: Att
 
 
 def _attributes(attention: AttentionInfo, degree: int) -> dict[str, tuple[int, ...]]:
-    """What an attention module's own numbers are on each rank."""
+    """Compute the head counts and widths that an attention module stores as attributes, for each rank."""
     found: dict[str, tuple[int, ...]] = {}
     counts = [(q[1] - q[0], kv[1] - kv[0]) for q, kv in attention.heads.stretches(degree)]
     query, keys = attention.heads.query, attention.heads.key_value

@@ -60,7 +60,7 @@ class _Place:
         return self.unit.spec.params[self.member].name
 
     def ranges(self) -> list[tuple[int, int, int]]:
-        """(start in the parameter, start in the shard, elements) of what this rank owns."""
+        """Return (start in the parameter, start in the shard, elements) of the ranges that this rank owns."""
         owned = self.unit.owned
         return [(p.interval.start, p.start, p.interval.numel) for p in owned if p.name == self.name]
 
@@ -83,17 +83,19 @@ def GatheredParameters(  # noqa: N802  the reference's name; used as a context m
     *,
     write: bool = False,
 ) -> Iterator[None]:
-    """Inside, `params` are whole and usable on every rank. Collective on entry and, with changes, on exit.
+    """Gather `params` so that they are whole and usable on every rank. Collective on entry and, if changed, on exit.
 
     Args:
-        params: Parameters, or a module for all of its.
-        modifier_rank: This rank's changes (rank within the group that the parameter's gradient is summed over) become everyone's.
+        params: Parameters, or a module for all its parameters.
+        modifier_rank: Broadcast this rank's changes (a rank within the group that the parameter's gradient is reduced
+        over).
         fwd_module: Accepted for compatibility; a parameter used outside its own module needs no registration here.
         enabled: False makes this do nothing.
         write: Keep changes that every rank made alike.
     Raises:
         ShardedAccessError: a parameter was changed without `modifier_rank` or `write` ("sharded-write"); on exit, after
-            the change was dropped. Where parameters are kept whole (stages 0 to 2) a change that every rank makes is kept.
+            the change was dropped. Where parameters are unsharded (stages 0 to 2) a change that every rank makes is
+            kept.
     Cost: (N-1)/N of the bytes of the units the parameters are in; with modifier_rank their bytes once more.
     """
     del fwd_module
@@ -112,7 +114,7 @@ def GatheredParameters(  # noqa: N802  the reference's name; used as a context m
 
 @contextmanager
 def _scattered(params: list[Parameter], modifier_rank: int | None, write: bool) -> Iterator[None]:
-    """Of models that `Init` has cut and `shard` has not seen yet."""
+    """Gather the parameters of models that `Init` has sharded and `shard` has not seen yet."""
     params.sort(key=number_of)  # callers give sets, whose order differs between ranks
     for param in params:
         _scatter(param).pin(param)
@@ -183,7 +185,10 @@ def _not_written(names: Sequence[str]) -> ShardedAccessError:
 
 
 def _quiet(changed: list[_Place], told: bool, places: Sequence[_Place]) -> list[_Place]:
-    """What may be written to shards now. In memory that ranks share, only when all of them are here to do the same."""
+    """Return the places that may be written to shards now.
+
+    In shared memory, only when all ranks are here to do the same (`agreed`).
+    """
     if told:
         for sharding in dict.fromkeys(p.sharding for p in places):
             sharding.quiet("GatheredParameters", [p.unit for p in places if p.sharding is sharding])
@@ -192,7 +197,7 @@ def _quiet(changed: list[_Place], told: bool, places: Sequence[_Place]) -> list[
 
 
 def _keep(places: Sequence[_Place]) -> None:
-    """The full copy's values become the shard's."""
+    """Copy the full parameter's values into this rank's shard."""
     with torch.no_grad():
         for place in places:
             place.unit.state_store.fetch()
@@ -207,9 +212,9 @@ def _keep(places: Sequence[_Place]) -> None:
 
 @contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """Inside, `model` is whole and has none of our hooks: generate as with a plain model. Collective on entry and exit.
+    """Unshard `model` and pause its hooks, to generate as with a plain model. Collective on entry and exit.
 
-    Cost: one gather of the whole model; this rank holds all of it meanwhile.
+    Cost: an all-gather of the whole model; this rank holds all of it meanwhile.
     """
     sharding = sharding_of(next(iter(model.parameters()), torch.empty(0)))
     if sharding is None:
@@ -326,8 +331,10 @@ def _set(param: Tensor, value: Tensor, source: _Source, *, local: bool) -> None:
 
 
 def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
-    """The parameter in true shape, on every rank, in master format (fp32, if that of a frozen one is narrower); None if it is not
-    part of a sharded model. Collective."""
+    """Return the unsharded parameter on every rank, in its original shape and master dtype. Collective.
+
+    The dtype is fp32 where a frozen parameter's is narrower. None if the parameter is not part of a sharded model.
+    """
     place = _place(param)
     frozen = place is not None and not place.unit.spec.trained and param.is_floating_point()
     return _get_full(param, _param, torch.promote_types(param.dtype, torch.float32) if frozen else None)
@@ -340,7 +347,7 @@ def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
 
 
 def safe_get_local_fp32_param(param: Parameter) -> Tensor | None:
-    """This rank's elements of the parameter in master format: a view where they are one range."""
+    """Return this rank's elements of the parameter in master dtype: a view where they are contiguous."""
     return _get_local(param, _param)
 
 
@@ -352,7 +359,7 @@ def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
 
 @contextmanager
 def _written(param: Parameter) -> Iterator[None]:
-    """Around a write to shards: no rank is in a forward or backward before, and every copy follows after."""
+    """Guard a write to shards: wait until no rank is in a forward or backward, then refresh every copy."""
     place = _place(param)
     if place is not None:
         place.sharding.quiet(place.name, [place.unit])
@@ -365,9 +372,9 @@ def _written(param: Parameter) -> Iterator[None]:
 
 
 def safe_get_full_grad(param: Parameter) -> Tensor | None:
-    """The averaged gradient in the accumulate format and true shape; None if no rank has one. Collective.
+    """Return the averaged gradient in accumulation dtype and original shape; None if no rank has any. Collective.
 
-    Before anything of a step was reduced (inside `no_sync`): this rank's own gradient, as if every rank had the same.
+    Before any gradient of a step was reduced (inside `no_sync`): this rank's gradient, as if all ranks had the same.
     """
     place = _place(param)
     own = None if place is None else place.unit.gradients.own(place.member)
@@ -377,7 +384,7 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
 
 
 def safe_get_local_grad(param: Parameter) -> Tensor | None:
-    """This rank's elements of the averaged gradient; a copy."""
+    """Return a copy of this rank's elements of the averaged gradient."""
     return _scaled(param, _get_local(param, _grad))
 
 
@@ -425,12 +432,12 @@ def _scaled(param: Tensor, grad: Tensor | None) -> Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
-    """An entry of the optimizer's state (`exp_avg`) in true shape; None before the optimizer made it. Collective."""
+    """Return an entry of the optimizer state (`exp_avg`) in original shape; None before its creation. Collective."""
     return _get_full(param, _state(optim_state_key))
 
 
 def safe_get_local_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
-    """This rank's elements of an entry of the optimizer's state."""
+    """Return this rank's elements of an entry of the optimizer state."""
     return _get_local(param, _state(optim_state_key))
 
 

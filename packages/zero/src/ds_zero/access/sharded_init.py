@@ -73,7 +73,7 @@ class Init:
         return self
 
     def pause(self) -> None:
-        """Until `go_on`, what is made is left alone."""
+        """Stop sharding new modules until `go_on` is called."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -128,7 +128,7 @@ class Init:
             self._take(param, name)
 
     def taken(self, param: Parameter) -> None:
-        """`param` was cut; also called for one that was before. For subclasses."""
+        """Do nothing: subclasses override this hook, called after `param` is sharded, or again if it already was."""
 
 
 class MiCS_Init(Init):  # noqa: N801  the reference's name
@@ -198,7 +198,7 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
 
 
 def _told(sharding: ShardedModel, names: list[str]) -> list[str]:
-    """The names of all ranks, where the ranks' models differ. Collective."""
+    """Return the names of all ranks, where the ranks' models differ. Collective: all-gathers the names."""
     if len(sharding.families) == 1 and sharding.everyone.ranks == sharding.group.ranks:
         return names
     told = comm.all_gather_json(names, sharding.everyone, unit="load_pretrained")
@@ -208,7 +208,7 @@ def _told(sharding: ShardedModel, names: list[str]) -> list[str]:
 def _find(
     sharding: ShardedModel, entries: Mapping[str, _Entry], aliases: Mapping[str, list[str]]
 ) -> dict[str, _Entry | None]:
-    """Where each parameter's logical tensor is in the files."""
+    """Find each parameter's logical tensor in the files; None where no file has the tensor."""
     found: dict[str, _Entry | None] = {}
     for slot in (slot for unit in sharding.units for slot in unit.layout.slots):
         logical = sharding.logical[slot.name]
@@ -244,7 +244,7 @@ def _missing_buffers(model: nn.Module, found: Mapping[str, Tensor]) -> list[str]
 
 
 def _read(entry: _Entry, start: int, out: Tensor) -> None:
-    """out = elements [start, start + n) of a tensor in a file, cast to out's format."""
+    """Read elements [start, start + n) of a tensor in a file into `out`, cast to the dtype of `out`."""
     width, done = entry.dtype.itemsize, 0
     with open(entry.path, "rb") as file, torch.no_grad():
         file.seek(entry.start + start * width)
@@ -258,7 +258,7 @@ def _read(entry: _Entry, start: int, out: Tensor) -> None:
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """First name of each parameter -> all its names: of tied parameters a file may have any one."""
+    """Map the first name of each parameter to all its names: a file may store tied parameters under any of them."""
     first = {id(p): n for n, p in model.named_parameters()}
     names: dict[str, list[str]] = {n: [] for n in first.values()}
     for name, param in model.named_parameters(remove_duplicate=False):

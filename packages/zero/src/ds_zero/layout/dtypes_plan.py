@@ -39,7 +39,7 @@ class LossScale:
     consecutive: bool = False
 
     def start(self) -> ScaleState:
-        """The state before the first step."""
+        """Return the loss scale state before the first step."""
         return ScaleState(self.initial if self.static is None else self.static, self.hysteresis, 0, -1)
 
 
@@ -61,7 +61,7 @@ class ScaleState:
 
 
 def next_scale(rule: LossScale, state: ScaleState, overflow: bool) -> ScaleState:
-    """The state after one step. Pure; every rank must be told the same `overflow`."""
+    """Return the loss scale state after one step. Pure; `overflow` must be the same on every rank."""
     step = state.step + 1
     if rule.static is not None:
         return replace(state, step=step, last_overflow=state.step if overflow else state.last_overflow)
@@ -142,7 +142,7 @@ class Precision:
 
     @classmethod
     def of(cls, name: str | Precision | None) -> Precision:
-        """`"fp32"`, `"bf16"` or `"fp16"`: the usual recipe of that name. None: whatever the model is."""
+        """Return the usual recipe named `"fp32"`, `"bf16"` or `"fp16"`; None keeps the model's dtypes."""
         if isinstance(name, Precision):
             return name
         if name is None:
@@ -160,7 +160,7 @@ class Precision:
         return next((i for i, rule in enumerate(self.rules) if fnmatchcase(name, rule.names)), None)
 
     def resolve(self, dtype: torch.dtype, name: str = "") -> Dtypes:
-        """The formats of a parameter whose own format is `dtype`. Parameters that are not floating point stay as they are."""
+        """Return the dtypes of a parameter whose own dtype is `dtype`. Non-floating-point parameters stay unchanged."""
         if not dtype.is_floating_point:
             return Dtypes(dtype, dtype, dtype, dtype)
         number = self.rule_of(name)

@@ -130,7 +130,10 @@ class UnitLayout:
         return tuple((s.start, s.start + s.chunk * self.world) for s in self.segments)
 
     def owned(self, rank: int) -> tuple[ParamPiece, ...]:
-        """What `rank` holds, in order of its shard. Every element of every parameter is in exactly one rank's answer."""
+        """Return the pieces that `rank` holds, in order of its shard.
+
+        Every element of every parameter is in exactly one rank's pieces.
+        """
         pieces = []
         for segment in self.segments:
             lo = segment.start + rank * segment.chunk
@@ -144,7 +147,7 @@ class UnitLayout:
 
 
 def gaps_between(taken: Iterable[tuple[int, int]], numel: int) -> tuple[Interval, ...]:
-    """What of [0, numel) is in none of the ranges (start, stop), which do not overlap."""
+    """Return the intervals of [0, numel) outside the ranges (start, stop), which do not overlap."""
     edges = sorted(taken)
     pairs = zip([0, *(stop for _, stop in edges)], [*(start for start, _ in edges), numel], strict=True)
     return tuple(Interval(end, start) for end, start in pairs if start > end)
@@ -251,7 +254,10 @@ class ReducePlan:
 
 
 def plan_sums(layout: UnitLayout, rank: int, least: int) -> ReducePlan:
-    """What rank `rank` publishes and sums of a unit, where ranges of `least` elements are kept. O(parameters x segments)."""
+    """Plan which ranges rank `rank` publishes and sums of a unit, in runs of at least `least` elements.
+
+    Cost: O(parameters x segments).
+    """
     member_of = {slot.name: member for member, slot in enumerate(layout.slots)}
     published: list[PublishedRange] = []
     runs: list[ReduceRange] = []
@@ -304,7 +310,10 @@ class P2PBucket:
 
 
 def pack(layout: UnitLayout, rank: int, least: int) -> P2PBucket:
-    """What rank `rank` gets of a unit, where runs of `least` elements travel by themselves. O(parameters x segments)."""
+    """Plan the bucket that rank `rank` receives of a unit; runs of `least` elements are separate messages.
+
+    Cost: O(parameters x segments).
+    """
     plan = plan_sums(layout, rank, least)
     large = tuple(i for i, run in enumerate(plan.runs) if run.member is not None)
     small = tuple(i for i, run in enumerate(plan.runs) if run.member is None)
@@ -318,7 +327,11 @@ def pack(layout: UnitLayout, rank: int, least: int) -> P2PBucket:
 def plan_copies(
     layout: UnitLayout, parcels: Sequence[P2PBucket], begins: Sequence[int]
 ) -> tuple[tuple[int, int, int, int], ...]:
-    """(parameter, its first element, elements, where they go) of all short runs, in a buffer where those of each rank begin at `begins`."""
+    """Plan the copies of all short runs into a buffer where each rank's runs begin at `begins`.
+
+    Returns:
+        (parameter, its first element, elements, destination) per copy, by destination.
+    """
     found = []
     for parcel, begin in zip(parcels, begins, strict=True):
         for i in parcel.small:

@@ -57,16 +57,16 @@ def split_replicas(group: Group, shard_size: int | None) -> Replicas:
 
 
 def family_name(tensor: Tensor) -> str:
-    """The name of a tensor's family."""
+    """Return the name of a tensor's reduction group."""
     family = param_sharding(tensor).family
     return DENSE if family is None else family.name
 
 
 def find_reduction_groups(model: nn.Module, group: Group) -> dict[str, ReductionGroup]:
-    """The families of a model's parameters and buffers: dense first, the others by name.
+    """Collect the reduction groups of a model's parameters and buffers: dense first, the rest by name.
 
     Raises:
-        PlanError: two families have one name, or one does not have this rank ("zero-family").
+        PlanError: two reduction groups have one name, or a group lacks this rank ("zero-family").
     """
     found: dict[str, ReductionGroup] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -97,13 +97,13 @@ def _facts(family: ReductionGroup) -> tuple[object, ...]:
 
 
 def cut(family: ReductionGroup, within: Group, shard_size: int | None) -> Replicas:
-    """The ranks that share one copy of a family's state, and their twins. Collective over the family's group.
+    """Build the shard group and the replicate group (HSDP) of a reduction group. Collective over its ranks.
 
     Args:
         within: The ranks that the model was given to.
         shard_size: As in ShardOptions.
     Raises:
-        PlanError: the ranks cannot be cut alike ("zero-shard-size", "zero-family").
+        PlanError: the ranks cannot be split into equal groups ("zero-shard-size", "zero-family").
     """
     group = family.group
     inside = tuple(rank for rank in group.ranks if rank in within.ranks)
@@ -153,7 +153,13 @@ def check_same(specs: Sequence[UnitSpec], logical: Mapping[str, Logical], famili
 
 
 def _check_present(families: Mapping[str, ReductionGroup]) -> None:
-    """A family that a rank of its group lacks would let the others wait for that rank."""
+    """Check that every rank of a reduction group has parameters in that group. Collective.
+
+    A rank without them would make the rest of the group wait.
+
+    Raises:
+        PlanError: a rank lacks a reduction group ("zero-family").
+    """
     group = families[DENSE].group
     mine = torch.tensor([len(families)], dtype=torch.int64)
     if group.size > 1:

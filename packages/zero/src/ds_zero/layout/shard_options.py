@@ -124,17 +124,17 @@ class OffloadPolicy:
         return self.device == "file"
 
     def planned(self, found: UnitBytes) -> UnitBytes:
-        """Masters and optimizer state are here instead of on the device. Pure."""
+        """Move the bytes of master parameters and optimizer state from the device to this offload target. Pure."""
         moved = found.shard + found.optim
         held = 2 * moved if self.overlap_ratio else moved
         return replace(found, shard=0, optim=0, **{self.device: getattr(found, self.device) + held})
 
     def planned_params(self, found: UnitBytes) -> UnitBytes:
-        """What gathers send is here instead of on the device. Pure."""
+        """Move the bytes of the shards that all-gathers send from the device to this offload target. Pure."""
         return replace(found, full=0, **{self.device: getattr(found, self.device) + found.full})
 
     def staging(self, units: Sequence[UnitBytes]) -> int:
-        """Bytes of host memory for what is on its way to or from files."""
+        """Return the bytes of host memory for staging buffers to and from files."""
         if self.device != "file":
             return 0
         return min(self.buffer_count, len(units)) * max(
@@ -142,12 +142,19 @@ class OffloadPolicy:
         )
 
     def spread(self, units: Sequence[UnitSpec]) -> list[str | OffloadPolicy]:
-        """Of each unit, in canonical order, whether it is placed here. Whole units: at least the share asked for."""
+        """Decide for each unit, in canonical order, whether it is offloaded.
+
+        Whole units: at least the ratio asked for.
+        """
         numels = [unit.numel if unit.trained else 0 for unit in units]
         return [self if here else "device" for here in placed_numel(numels, self.ratio)]
 
     def spread_params(self, numels: Sequence[int]) -> list[OffloadPolicy]:
-        """Of each unit, in canonical order, where its parameters are between uses, given the elements that a rank keeps of it."""
+        """Decide for each unit, in canonical order, where its parameters are offloaded between uses.
+
+        Args:
+            numels: Of each unit, the elements that a rank holds.
+        """
         host, done, found = replace(self, where="host", folder=None, near=0), 0, []
         for numel in numels:
             done += numel
@@ -156,7 +163,7 @@ class OffloadPolicy:
 
 
 def placed_numel(numels: Sequence[int], share: float) -> list[bool]:
-    """Which of several units are in the last `share` of all elements, counting a unit that lies across the border in."""
+    """Return which units lie in the last `share` of all elements; a unit across the border counts as inside."""
     kept, done = (1.0 - share) * sum(numels), 0
     found = []
     for numel in numels:
@@ -182,7 +189,7 @@ class CommFormat:
         return False
 
     def of_unit(self, *, trained: bool, gathered: bool) -> CommFormat:
-        """What a unit uses of it that is cut over ranks; `gathered`: it is released between uses."""
+        """Return the format for a sharded unit; `gathered`: the unit is resharded between uses."""
         del trained, gathered
         return self
 
@@ -193,12 +200,12 @@ class CommFormat:
         """Raise where it is not known to train parameters of a format as well."""
 
     def message(self, what: Literal["gather", "reduce"], layout: UnitLayout, dtype: torch.dtype) -> int:
-        """Bytes of a shard on its way."""
+        """Return the bytes of a shard as sent."""
         del what
         return layout.shard_numel * dtype.itemsize
 
     def buffers(self, layout: UnitLayout, dtypes: Dtypes) -> tuple[int, int, int]:
-        """Bytes on a rank beside those of plain messages: during a gather, during a reduction, and kept."""
+        """Return the extra bytes per rank beside plain messages: in an all-gather, in a reduction, and persistent."""
         del layout, dtypes
         return 0, 0, 0
 
@@ -207,12 +214,15 @@ class CommFormat:
         return start(out, mine)
 
     def levels(self, shards: Group) -> Hierarchy | None:
-        """Two levels for the gradients of `shards`; None where one hop is right. Collective over `shards`."""
+        """Return the intra-node and inter-node groups for the gradients of `shards`; None where one hop is right.
+
+        Collective over `shards`.
+        """
         del shards
         return None
 
     def sums(self, levels: Hierarchy | None) -> tuple[Quantized | None, ErrorFeedback | None]:
-        """The collectives that reduce one unit's gradients, and where their errors are; None where gradients are exact."""
+        """Return the collectives that reduce a unit's gradients, and their error feedback; None for exact gradients."""
         del levels
         return None, None
 
@@ -231,7 +241,7 @@ class UpdatePolicy(Protocol):
     def states(self) -> int: ...
 
     def start(self, inner: Optimizer, sharding: Any) -> Any:
-        """The `Updater` of an optimizer whose model is sharded."""
+        """Build the `Updater` of an optimizer whose model is sharded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,16 +292,16 @@ class ShardOptions:
     updates: UpdatePolicy | None = None
 
     def offload_policies(self, specs: Sequence[UnitSpec]) -> list[str | OffloadPolicy]:
-        """The tiers of units, in canonical order."""
+        """Return the optimizer offload of each unit, in canonical order."""
         if isinstance(self.offload_optimizer, OffloadPolicy):
             return self.offload_optimizer.spread(specs)
         return [self.offload_optimizer if isinstance(self.offload_optimizer, str) else self.offload_optimizer(spec) for spec in specs]
 
     def param_offload_policies(self, specs: Sequence[UnitSpec], shards: Sequence[int]) -> list[str | OffloadPolicy]:
-        """Where the parameters of units are kept, in canonical order.
+        """Return the parameter offload of each unit, in canonical order.
 
         Args:
-            shards: Of each unit, over how many ranks it is cut.
+            shards: Of each unit, the number of ranks that share its shards.
         """
         if isinstance(self.offload_params, str):
             return [self.offload_params] * len(specs)
@@ -314,7 +324,7 @@ class ShardOptions:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.float32` -> `"float32"`."""
+    """Return the name of a dtype: `torch.float32` -> `"float32"`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -337,12 +347,12 @@ def describe(
     habits: OptimizerTraits | Mapping[int, OptimizerTraits],
     precision: Precision | None = None,
 ) -> tuple[list[ParamInfo], list[ModuleInfo]]:
-    """The planner's records of a model.
+    """Build the planner's records of a model's parameters and modules.
 
     Args:
         groups: id of a parameter -> number of its optimizer group.
-        habits: Of the optimizer, for all trained parameters or by number of the group.
-        precision: Parameters to which different rules of it apply do not share a unit.
+        habits: Traits of the optimizer, for all trained parameters or by number of the group.
+        precision: Parameters with different precision rules do not share a unit.
     """
     modules = [
         ModuleInfo(name, type(module).forward is not nn.Module.forward) for name, module in model.named_modules()

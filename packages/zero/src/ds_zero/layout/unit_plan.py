@@ -227,10 +227,11 @@ class ZeroPlan:
 
 
 def passing_bytes(units: Iterable[UnitBytes], residency: ShardingStrategy) -> int:
-    """Most bytes that come and go at a time: the unit in use, the next one, and gradient buffers.
+    """Return the peak of transient bytes: the unit in use, the prefetched unit, and gradient buckets.
 
-    Of these there are up to two, one that is summed and one that is filled, and a third where parameters are sharded; as many as
-    units where gradients are reduced after the last microbatch only.
+    Of the buckets there are up to two, one that is reduced and one that is filled, and a third where parameters are
+    sharded; as many
+    as units where gradients are reduced after the last microbatch only.
     """
     found = list(units)
     gathered = sorted((b.gathered for b in found), reverse=True)[:2]
@@ -317,14 +318,14 @@ def plan(
     modules: Sequence[ModuleInfo] = (),
     families: Mapping[str, int] | None = None,
 ) -> ZeroPlan:
-    """What `shard` would do with a model on `world` ranks. Works on a model on the meta device, or on records alone.
+    """Plan how `shard` would shard a model on `world` ranks. Works on a meta-device model, or on records only.
 
     Args:
         model: A model whose parameters that require gradients are trained in one group; or the planner's records.
-        options: As for `shard`; the group is not used. Memory is taken as shared where that is asked for by name.
-        state_tensors: Per element, of the optimizer, where `model` is one; records say it themselves.
+        options: As for `shard`; the group is not used. Memory counts as shared only where that is asked for by name.
+        state_tensors: Per element, of the optimizer, where `model` is a module; records carry the number themselves.
         modules: With records, their modules in registration order.
-        families: With records, on how many ranks the parameters of each family live; those of others on `world`.
+        families: With records, the number of ranks of each reduction group; parameters of unlisted groups use `world`.
     """
     options = options or ShardOptions()
     precision = Precision.of(options.precision)
@@ -352,7 +353,7 @@ def plan_all(specs: Sequence[UnitSpec], options: ShardOptions, ranks: Mapping[st
 
 
 def ranks_of(world: int, options: ShardOptions) -> ShardGroupInfo:
-    """What planning assumes of ranks that there are not yet."""
+    """Build the ShardGroupInfo that planning assumes for ranks that do not exist yet."""
     shards = min(options.shard_size or world, world)
     nodes = options.nodes if options.nodes is not None and 1 < options.nodes.size < shards else None
     return ShardGroupInfo(shards, shared=options.memory == "shared", nodes=nodes)

@@ -93,7 +93,7 @@ class ParamStore:
         self._copying: list[Event] = []
 
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[numel], of any content: where the tensor is while it is made."""
+        """Allocate [numel] uninitialized elements for a tensor while the tensor is built."""
         return torch.empty(numel, dtype=dtype, device=device)
 
     def fetch(self) -> None:
@@ -113,10 +113,10 @@ class ParamStore:
         self._copying = []
 
     def store(self) -> None:
-        """They were written, or only read: put them away."""
+        """Store the parameters after a read or a write, and free their memory."""
 
     def drop(self) -> None:
-        """They were only read since the last `store`: put them away."""
+        """Free the parameters' memory: they were only read since the last `store`."""
 
 
 class OptimizerStateStore(ParamStore):
@@ -149,14 +149,14 @@ class OptimizerStateStore(ParamStore):
 
     @staticmethod
     def planned(found: UnitBytes) -> UnitBytes:
-        """What of a unit's bytes is kept on the device, given what the tier `device` keeps. Pure."""
+        """Return the bytes of a unit on the device, given the bytes that the `device` tier uses. Pure."""
         return found
 
     def begin_fetch(self) -> None:
         """Start what `fetch` ends. Called while another unit is updated."""
 
     def gradient(self, summed: Tensor, part: Tensor) -> Tensor:
-        """What the optimizer is given: a sum in the format, shape and place of the part."""
+        """Convert a reduced gradient to the dtype, shape and device of the optimizer's part."""
         if summed.device != part.device:
             summed = self.landing(part).copy_(summed.view(-1))
         elif summed.dtype != part.dtype:
@@ -164,7 +164,10 @@ class OptimizerStateStore(ParamStore):
         return summed if summed.shape == part.shape else summed.view(part.shape)
 
     def landing(self, part: Tensor) -> Tensor:
-        """[numel] of the part's format and place, for a gradient that comes from a device. Kept: copies into new memory are slow."""
+        """Return a buffer [numel] of the part's dtype and device for a gradient that comes from a device.
+
+        The buffer is reused: copies into new memory are slow.
+        """
         return torch.empty(part.numel(), dtype=part.dtype, device=part.device)
 
 
@@ -173,15 +176,15 @@ TIERS: dict[str, type[OptimizerStateStore]] = {"device": OptimizerStateStore}
 
 
 def store_kind(tier: str | OffloadPolicy) -> type[OptimizerStateStore] | OffloadPolicy:
-    """What planning asks a tier: `resident`, `alone`, `planned`."""
+    """Return the object that answers planning questions about a tier: `resident`, `one_unit_at_a_time`, `planned`."""
     return state_store_type(tier) if isinstance(tier, str) else tier
 
 
 def state_store_type(name: str) -> type[OptimizerStateStore]:
-    """The tier of a name.
+    """Look up the optimizer state store of a name.
 
     Raises:
-        PlanError: there is none ("zero-tier").
+        PlanError: no tier has this name ("zero-tier").
     """
     found = TIERS.get(name)
     if found is None:
@@ -197,7 +200,7 @@ _MASTER = ""
 
 
 def make_state_store(placement: OffloadPolicy | str, unit: Any) -> OptimizerStateStore:
-    """What keeps the masters and optimizer state of a unit."""
+    """Build the OptimizerStateStore of a unit's master parameters and optimizer state."""
     if isinstance(placement, str):
         return state_store_type(placement)(unit)
     return HostStateStore(placement, unit) if placement.device == "host" else FileStateStore(placement, unit)
@@ -210,7 +213,7 @@ class SendBuffer(Protocol):
 
 
 def make_param_store(placement: OffloadPolicy | str, unit: Any, sender: SendBuffer) -> ParamStore:
-    """What keeps `sender.sent` of a unit between gathers."""
+    """Build the ParamStore that holds `sender.sent` of a unit between all-gathers."""
     if isinstance(placement, str):
         return ParamStore()
     return HostParamStore(placement) if placement.device == "host" else FileParamStore(placement, unit, sender)
@@ -264,7 +267,7 @@ class HostStateStore(HostParamStore, OptimizerStateStore):
 
 
 def nothing() -> None:
-    """Nobody listens."""
+    """Do nothing: default callback without a listener."""
 
 
 class _FileBacked(ParamStore, ABC):
@@ -308,11 +311,11 @@ class _FileBacked(ParamStore, ABC):
         return after
 
     def _take_in(self) -> None:
-        """What was made or replaced since the fetch goes into the slot."""
+        """Copy tensors that were created or replaced since the fetch into the slot."""
 
     @abstractmethod
     def _point(self, memory: Tensor | None) -> None:
-        """Every tensor to its range of `memory`; None: to none."""
+        """Point every tensor at its range of `memory`; with None, leave the tensors without memory."""
 
 
 def _ring(placement: OffloadPolicy, device: torch.device) -> BufferRing:
@@ -375,7 +378,7 @@ class FileStateStore(_FileBacked, OptimizerStateStore):
         return made.memory.view(part.dtype)
 
     def _state(self) -> Iterator[tuple[str, int, Tensor]]:
-        """Tensors that have the elements of their part: (key, where they start in the shard, the tensor)."""
+        """Yield per-element state tensors: (key, start in the shard, tensor)."""
         for part in self.unit.parts:
             for key, value in self.states(part).items():
                 if _per_element(value, part):
@@ -435,7 +438,7 @@ class Regions:
         return self
 
     def of(self, memory: Tensor | None, key: str) -> Tensor:
-        """[numel]: that kind's range of a record; without memory a tensor of the same shape that has none."""
+        """Return the range [numel] of a record under `key`; without memory, a memoryless tensor of that shape."""
         if memory is None:
             return self._gone[key]
         start, dtype = self._at[key]
@@ -447,7 +450,7 @@ def _per_element(value: Any, part: OptimizerSlice) -> bool:
 
 
 def empty_placeholder(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor of a shape that has no memory; only its shape and dtype may be read."""
+    """Create a tensor without memory; only its shape and dtype may be read."""
     made = torch.empty((), dtype=dtype).expand(tuple(shape)).detach()
     made.untyped_storage().resize_(0)
     return made

@@ -107,7 +107,7 @@ def bring_back(units: Sequence[Unit], gone: Iterable[Away]) -> None:
 
 
 def _close_off(units: Iterable[Unit]) -> None:
-    """Nobody may use the parameters of units whose bytes are gone."""
+    """Make any use of the parameters of units whose bytes are on the host raise."""
     for unit in units:
         needed = [*unit.storage.kept, *([unit.shard] if unit.state_store.resident else [])]
         if unit.state is Full.AWAY or all(t.untyped_storage().nbytes() or not t.numel() for t in needed):

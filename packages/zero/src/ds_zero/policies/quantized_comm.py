@@ -95,7 +95,7 @@ class QuantizedComm(CommFormat):
         return replace(form, gradients=self.gradients, correction=self.correction, node=self.node)
 
     def check(self, residency: ShardingStrategy) -> None:
-        """What was asked can act.
+        """Check that the quantization options have an effect under the sharding strategy.
 
         Raises:
             PlanError: "zero-wire".
@@ -115,10 +115,10 @@ class QuantizedComm(CommFormat):
             )
 
     def check_format(self, dtype: torch.dtype) -> None:
-        """Every mode of a unit has a certificate for parameters of `dtype`.
+        """Check that every quantized mode of a unit has a certificate for parameters of `dtype`.
 
         Raises:
-            UnsupportedError: one has none ("zero-uncertified").
+            UnsupportedError: a mode has no certificate ("zero-uncertified").
         """
         name = str(dtype).removeprefix("torch.")
         for mode in self.modes:
@@ -187,7 +187,7 @@ def _text(spec: QuantSpec) -> str:
 
 @cache
 def certificates() -> Certificates:
-    """mode -> format of the parameters -> `loss`, `exact` and `steps` of the run. Read once."""
+    """Load the certificates: mode -> dtype of the parameters -> `loss`, `exact` and `steps` of the run. Read once."""
     found: Certificates = json.loads(resources.files("ds_zero").joinpath("certificates.json").read_text())
     return found
 

@@ -192,7 +192,7 @@ class LoRALinear(nn.Module):
             self._place()
 
     def base(self) -> Tensor:
-        """W [out, in], whole, in the dtype it had. Collective over the group."""
+        """Return the whole base W [out, in] in its original dtype. Collective over the group: all-gathers its rows."""
         rows = self._rows()
         return dequantize(rows) if isinstance(rows, QuantTensor) else rows
 
@@ -226,7 +226,7 @@ class LoRALinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
-        """Sizes, as `print(model)` shows them."""
+        """Return the sizes that `print(model)` shows."""
         ranks = 1 if self.group is None else self.group.size
         codes = "" if self.quantized is None else f", {self.quantized.name}"
         return f"{self.in_features}, {self.out_features}, rank={self.rank}, over {ranks} ranks{codes}"

@@ -126,7 +126,7 @@ class Calendar:
         return ZenFlowStep(choose=choose, end=end)
 
     def ended(self) -> None:
-        """The interval's last step was made."""
+        """Reset the step counter of the interval after its last step."""
         self.since = 0
 
 
@@ -146,7 +146,7 @@ class Votes:
 
 
 def columns_of(values: Tensor, begin: int, columns: int) -> Tensor:
-    """[n] consecutive elements of a matrix, from element `begin` -> [columns]: sums of their absolute values by column."""
+    """Sum absolute values by column: [n] consecutive elements of a matrix, from element `begin` -> [columns]."""
     out = values.new_zeros(columns)
     head = min(-begin % columns, values.numel())
     body = (values.numel() - head) // columns * columns
@@ -156,12 +156,15 @@ def columns_of(values: Tensor, begin: int, columns: int) -> Tensor:
 
 
 def top_columns(sums: Tensor, ratio: float) -> Tensor:
-    """[columns] -> int64 [k], rising: the k columns with the largest sums, k a share of them and at least 1."""
+    """Select the k columns with the largest sums: [columns] -> int64 [k], ascending.
+
+    k is the share `ratio` of the columns, and at least 1.
+    """
     return sums.topk(max(1, int(sums.numel() * ratio))).indices.sort().values
 
 
 def bad(what: str, fix: str) -> PlanError:
-    """An update that cannot be split so."""
+    """Build the error for an update that ZenFlow cannot split as configured."""
     return PlanError(what, code="zero-importance", fix=fix)
 
 
@@ -237,7 +240,10 @@ class ZenFlowUpdater(Updater):
             self._votes.clear()
 
     def foresees(self) -> bool:
-        """Not where columns are chosen or an interval ends by votes: both ask all gradients of all ranks."""
+        """Return whether the next step is known without the gradients of all ranks.
+
+        False where columns are selected or an interval ends by votes: both need all gradients.
+        """
         asks = self._calendar.chooses() or self.options.interval == 0
         return self._calendar.step < self.options.warm_up or not asks
 
@@ -280,7 +286,7 @@ class ZenFlowUpdater(Updater):
             self._settle(units, kept, told)
 
     def _settle(self, units: Iterable[Unit], kept: Sequence[_Kept], told: ZenFlowStep) -> None:
-        """The update of all others was made: what it was not to change, and sums that wait no more."""
+        """Restore the values that the update of the unimportant elements must not change, and clear applied sums."""
         for flat, places, values in kept:
             flat[places] = values
         for part in (part for unit in units for part in unit.parts if told.end):
@@ -320,7 +326,10 @@ class ZenFlowUpdater(Updater):
         return kept, (waiting / now.calendar.since).view_as(part.tensor) if now.step.end else None
 
     def _unused(self, unit: Unit, part: OptimizerSlice, group: dict[str, Any]) -> list[_Kept]:
-        """As `_part`, where nobody used the part in this step: gradients of earlier ones may wait, what is chosen stays as it is."""
+        """Handle a part that had no gradient in this step, as `_part`.
+
+        Gradients of earlier steps may wait for the update; selected elements stay unchanged.
+        """
         inner: Any = self.inner
         state, value = inner.state.get(part.tensor, {}), part.tensor.detach().view(-1)
         moments = [state[name].view(-1) for name in inner.states_of(group, part.tensor) if name in state]
@@ -343,7 +352,8 @@ class ZenFlowUpdater(Updater):
     # ---- which columns
 
     def _sums(self, units: Sequence[Unit]) -> dict[str, Tensor]:
-        """[columns] of every matrix: sums of |g| over rows and ranks. Collective: one all-reduce of 4 bytes a column."""
+        """Sum |g| of every matrix over rows and ranks: [columns] each. Collective: an all-reduce of 4 bytes a column.
+        """
         device = units[0].shard.device if units else torch.device("cpu")
         shapes = {p.name: p.shape for u in units for p in u.spec.params if len(p.shape) == 2}
         found = {name: torch.zeros(shape[1], dtype=torch.float32, device=device) for name, shape in shapes.items()}
@@ -394,7 +404,10 @@ class ZenFlowUpdater(Updater):
     # ---- what is kept
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters and columns. JSON-able, the same on every rank; sums are states of the optimizer. Collective."""
+        """Return counters and columns for a checkpoint. JSON-able and the same on every rank. Collective.
+
+        The gradient sums are part of the optimizer state.
+        """
         calendar, known = self._calendar, self.sharding.logical
         columns: dict[str, list[int]] = {known[name].name: found.tolist() for name, found in self._columns.items()}
         votes = {known[name].name: [v.mean, v.others] for name, v in self._votes.items()}

@@ -43,8 +43,11 @@ class ForwardCall:
         self._watch: saved_tensors_hooks | None = None
 
     def begin(self, inputs: Any) -> ForwardCall:
-        """The call was given `inputs`: those with gradients say when it is left. What autograd saves is looked at until `guard`, unless it
-        is saved as somebody else says; inside a call that is watched, for both."""
+        """Register hooks on `inputs`, whose gradients mark the end of the call's backward.
+
+        What autograd saves is watched until `guard`, unless other saved-tensor hooks are active; inside another watched
+        call, for both.
+        """
         for tensor in tensors_in(inputs):
             if tensor.requires_grad:
                 self.inputs += 1
@@ -58,7 +61,7 @@ class ForwardCall:
         return self
 
     def guard(self, output: Any) -> None:
-        """The call has returned `output`: its gradient is what begins the module's backward."""
+        """Register hooks on `output`, whose gradient marks the begin of the module's backward."""
         if self._watch is not None:
             self._watch.__exit__()
             self._watch = None
@@ -107,7 +110,7 @@ def _pack(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """Tensors in tuples, lists, mappings and the attributes of records (dataclasses, model outputs)."""
+    """Yield the tensors in tuples, lists, mappings and the attributes of records (dataclasses, model outputs)."""
     if isinstance(value, Tensor):
         yield value
     elif depth > 6 or value is None or isinstance(value, (str, bytes, int, float, type, nn.Module)):
@@ -136,7 +139,7 @@ class Backward(ABC):
         self._end: Callable[[], _End | None] = lambda: None
 
     def enter(self) -> None:
-        """Something happens in a backward: the first time it begins."""
+        """Begin the backward if this is its first event; note a nested backward."""
         task = graph_task_id()
         if task == self.task:
             return
@@ -163,7 +166,7 @@ class Backward(ABC):
         return self._inner.get(graph_task_id())
 
     def end(self) -> None:
-        """The outermost backward has done all it does."""
+        """Finish the outermost backward after its last event."""
         self.task = None
         self.end_backward()
         self._inner.clear()
@@ -180,19 +183,19 @@ class Backward(ABC):
 
     @abstractmethod
     def begin_backward(self) -> None:
-        """The outermost backward begins. What this raises ends it, and it never began."""
+        """Start the outermost backward. If this raises, the backward counts as never begun."""
 
     @abstractmethod
     def end_backward(self) -> None:
-        """It is over."""
+        """Finish the outermost backward: reduce and release what is left."""
 
     @abstractmethod
     def abandon_backward(self) -> None:
-        """It has no end: its progress is to be forgotten."""
+        """Discard the progress of a backward that has no end."""
 
     @abstractmethod
     def end_inner(self, units: set[int]) -> None:
-        """A backward inside it is over, in which modules of `units` were entered."""
+        """Finish a nested backward, in which modules of `units` were entered."""
 
 
 class _End:

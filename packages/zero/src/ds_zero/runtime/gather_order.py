@@ -47,7 +47,7 @@ class GatherOrder:
         self.recorded: list[int] = []
 
     def need(self, unit: int) -> list[int]:
-        """Units to issue now, in order, so that `unit` can be used. Empty if it was issued early and is waiting."""
+        """Return the units to all-gather now, in order, so that `unit` can be used. Empty if prefetched and waiting."""
         self.recorded.append(unit)
         if not self.awaits(unit):
             return [unit]  # it was issued: once more, on the spot
@@ -58,7 +58,8 @@ class GatherOrder:
         return issue
 
     def expect(self, unit: int) -> list[int]:
-        """Units to issue now, in order, so that `unit` is under way before it is needed. Empty if it is, or was issued before."""
+        """Return the units to prefetch now, in order, so that `unit` is under way before use. Empty if issued already.
+        """
         if self._waiting.get(unit) or self._last.get(unit, -1) < self._cursor:
             return []
         place = self.sequence.index(unit, self._cursor)
@@ -78,11 +79,12 @@ class GatherOrder:
         self._set(tuple(unit for unit in self._all if unit not in units))
 
     def run_ahead(self) -> int | None:
-        """The next unit in order, to be issued before anyone here needs it; None at the end."""
+        """Return the next unit in order to prefetch, before any use on this rank; None at the end."""
         return self._issue() if self._cursor < len(self.sequence) else None
 
     def finish(self) -> list[int]:
-        """Units that were not issued in this phase: other ranks may be waiting for them. None waits any more."""
+        """Return the units that were not issued in this phase, for which other ranks may wait; clear the waiting units.
+        """
         left = list(self.sequence[self._cursor :])
         self._cursor = len(self.sequence)
         self._waiting.clear()
@@ -126,7 +128,7 @@ class ReduceOrder:
         self.recorded: list[int] = []
 
     def ready(self, unit: int) -> list[int]:
-        """`unit` has all its gradients: the units to reduce now."""
+        """Mark `unit` as having all its gradients, and return the units to reduce now."""
         self.recorded.append(unit)
         self._ready.add(unit)
         issue = []
@@ -136,7 +138,7 @@ class ReduceOrder:
         return issue
 
     def finish(self) -> list[int]:
-        """Units that were not reduced in this backward."""
+        """Return the units that were not reduced in this backward."""
         left = list(self.sequence[self._cursor :])
         self._cursor = len(self.sequence)
         return left
@@ -168,7 +170,7 @@ class Arrivals:
         self.known = self.any = False
 
     def add(self, unit: int, member: int) -> bool:
-        """One has arrived. Whether it was the last of its unit."""
+        """Record the arrival of a gradient; return whether it was the last of its unit."""
         self.any = True
         missing = self.missing[unit]
         if member not in missing:
@@ -182,7 +184,7 @@ class Arrivals:
         return not self.missing[unit]
 
     def clear(self) -> None:
-        """No gradient of the next backward has arrived."""
+        """Reset the arrival counters before the next backward."""
         for missing, size in zip(self.missing, self._sizes, strict=True):
             missing.update(range(size))
         self.again.clear()

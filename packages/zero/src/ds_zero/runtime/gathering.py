@@ -129,7 +129,7 @@ class Gathering(AccessHandler):
         return True
 
     def materialize(self, param: Parameter, what: str) -> Tensor | None:
-        """A placeholder, where no forward or backward is running."""
+        """Return a placeholder for a sharded parameter outside of any forward or backward; warn the first time."""
         if graph_task_id() != -1 or self._forward is not None:
             return None
         if not self._warned:
@@ -152,7 +152,7 @@ class Gathering(AccessHandler):
         return Copier(unit.groups.shard_group).like(param, name, chunk.to(param.device), [piece.interval for piece in pieces])
 
     def _share(self, number: int) -> None:
-        """See the note "sticky units"."""
+        """Mark a unit as used outside its module: never released during a phase (see the note on persistent units)."""
         self._shared.add(number)
         self._sticky.add(number)
 
@@ -197,7 +197,7 @@ class Gathering(AccessHandler):
         return pre, post
 
     def _enter(self, name: str) -> GatherOrder:
-        """A module's forward begins; the outermost one begins a phase."""
+        """Enter a module's forward; the outermost forward begins a phase."""
         if self._depth == 0 or self._forward is None:
             self._in_backward.abandon()
             self._forward = self._forwards[name]
@@ -212,7 +212,7 @@ class Gathering(AccessHandler):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """The forward of the whole model, where its modules have no hooks that would say so."""
+        """Mark the forward of the whole model, for modules without hooks."""
         if not self.released or graph_task_id() != -1:
             yield
             return
@@ -223,14 +223,15 @@ class Gathering(AccessHandler):
             self._leave()
 
     def phase(self) -> GatherOrder | None:
-        """The order of the phase that runs; None outside of any."""
+        """Return the gather order of the phase that runs; None outside of any phase."""
         if graph_task_id() == -1:
             return self._forward
         self._in_backward.enter()
         return self._backward
 
     def keep(self, numbers: Collection[int]) -> None:
-        """These units stay gathered from the first use of a step until its update. The same on every rank, between steps."""
+        """Keep units gathered from their first use in a step until the update. The same on every rank, between steps.
+        """
         self._persistent = frozenset(numbers)
         for order in (*self._forwards.values(), self._backward):
             order.skip = frozenset()
@@ -259,7 +260,10 @@ class Gathering(AccessHandler):
         unit.finish_unshard()
 
     def put_back(self, number: int) -> None:
-        """A unit is not needed by what asked for it; it stays where something else keeps it, or was gathered early for a use to come."""
+        """Release a unit that its caller no longer needs.
+
+        The unit stays gathered while another use needs it, or if it was prefetched for a later use.
+        """
         order = self._forward if graph_task_id() == -1 else self._backward
         if order is None or not order.is_waiting(number):
             self._release(number)
@@ -298,11 +302,14 @@ class Gathering(AccessHandler):
     # ---- backward
 
     def begin_backward(self) -> None:
-        """The outermost backward begins."""
+        """Begin the gather order of the outermost backward."""
         self._backward.begin()
 
     def finish_backward(self) -> None:
-        """It is over: ranks that took another path may count on gathers that were not needed here."""
+        """Finish the gather order of the backward.
+
+        Ranks that took another path may count on all-gathers that were not needed here.
+        """
         if self.released:
             self._finish(self._backward)
 
@@ -313,17 +320,17 @@ class Gathering(AccessHandler):
             calls.clear()
 
     def release_all(self) -> None:
-        """Nothing is in use but what is sticky."""
+        """Free all gathered units except those marked persistent."""
         for number in self.released:
             self._release(number)
 
     def completed(self, number: int) -> None:
-        """A unit's gradients have all arrived: it goes back unless a call still needs it."""
+        """Release a unit after all its gradients have arrived, unless a call still needs it."""
         if self.units[number].releases and not self.calls[number]:
             self.put_back(number)
 
     def end_inner(self, numbers: set[int]) -> None:
-        """A checkpointed segment is done: what it gathered and does not train is not needed for the next one."""
+        """Release the frozen units that a checkpointed segment gathered, after the segment is done."""
         for number in numbers:
             if not self.units[number].spec.trained and not self.calls[number]:
                 self.put_back(number)
@@ -336,7 +343,7 @@ class Gathering(AccessHandler):
         self._push()
 
     def entered(self, call: ForwardCall) -> None:
-        """Watcher: the backward of a call begins."""
+        """Gather the units of a call when its backward begins (watcher)."""
         self._in_backward.enter()
         inner = self._in_backward.inner_units
         if torch.is_grad_enabled():  # create_graph: what this backward saves is guarded by nobody
@@ -350,7 +357,7 @@ class Gathering(AccessHandler):
             self.gather(number, self._backward)
 
     def unpacked(self, numbers: tuple[int, ...]) -> None:
-        """Watcher: autograd needs something a module saved. Its unit should be here by now."""
+        """Gather the units whose saved tensors autograd unpacks, if they are not gathered by now (watcher)."""
         for number in numbers:
             if self.units[number].state is not Full.CURRENT and graph_task_id() != -1:
                 self._in_backward.enter()
@@ -358,7 +365,8 @@ class Gathering(AccessHandler):
                 self._share(number)
 
     def unseen(self, numbers: tuple[int, ...], output: Any) -> None:
-        """Watcher: a module whose results leave it by another way than its outputs, if at all."""
+        """Mark units of a module without tensor outputs as persistent: their results leave by another path (watcher).
+        """
         if graph_task_id() != -1:  # a recomputation that was stopped early
             return
         self._sticky.update(numbers)
@@ -366,7 +374,7 @@ class Gathering(AccessHandler):
             self._shared.update(numbers)
 
     def left(self, call: ForwardCall) -> None:
-        """Watcher: the gradients of all inputs of a call have arrived."""
+        """Release the units of a call after the gradients of all its inputs have arrived (watcher)."""
         for number in call.numbers:
             self.calls[number].discard(call)
             if not self.calls[number] and (not self.units[number].spec.trained or self.arrivals.complete(number)):
@@ -392,12 +400,12 @@ class Gathering(AccessHandler):
         self._backward.adopt(seen["backward"])
 
     def share(self, numbers: set[int]) -> None:
-        """These units are used outside their modules on some rank: no backward is to expect them. The same on every rank."""
+        """Mark units used outside their modules on some rank, which no backward may expect. The same on every rank."""
         self._shared = numbers
         self._backward.drop(numbers)
 
     def stepped(self) -> None:
-        """Parameters are new: no graph recorded before is usable, so nothing needs to stay for one."""
+        """Reshard the units that stayed gathered: after an update no earlier graph is usable."""
         for number in self._sticky | self._persistent:
             self.units[number].reshard()
         self._sticky = set()

@@ -69,7 +69,7 @@ class GradReducer:
         return self._codes is None
 
     def join(self, joint: BucketMessage) -> None:
-        """The next reduction gives its message to `joint`, which is sent later."""
+        """Make the next reduction add its message to the bucket `joint`, which is sent later."""
         self._joint = joint
 
     def take(self, grads: Mapping[int, Tensor], dtype: torch.dtype, finish: Callable[[], None]) -> bool:
@@ -82,7 +82,7 @@ class GradReducer:
         return False
 
     def begin(self, arena: Tensor | None, finish: Callable[[], None]) -> torch.dtype:
-        """Say to the others what this rank has: the arena, or without one what was taken. Returns the format of the sum."""
+        """Publish this rank's gradients: the bucket, or gradients taken without a bucket. Returns the sum's dtype."""
         del finish
         if arena is None:
             raise RuntimeError(f"unit {self.name} has no gradient buffer to reduce")
@@ -90,7 +90,7 @@ class GradReducer:
         return arena.dtype
 
     def own(self) -> Sequence[Tensor | None]:
-        """Of each range where its sum may be, in memory of its own terms; None: elsewhere."""
+        """Return for each range the memory where its sum may replace its terms; None: separate memory."""
         # A sum that is also one of its terms would need memory for the term that comes.
         alone = self.layout.world == 1 and self._arena is not None
         return [self._arena[: self.layout.shard_numel] if alone and self._arena is not None else None]
@@ -133,7 +133,7 @@ class GradReducer:
         """Forget what was taken and not summed."""
 
     def rescale(self, factor: float) -> None:
-        """The next gradients are so many times as large; 0: nothing is known of them. So are errors that they correct."""
+        """Scale the error feedback by `factor`, as the next gradients are scaled; 0 clears the errors."""
         if self._errors is not None and factor:
             self._errors.rescale(factor)
         elif self._errors is not None:
@@ -274,13 +274,14 @@ class Gradients:
             held.add_(more)
 
     def own(self, member: int) -> Tensor | None:
-        """What this rank has collected for a member and not reduced yet; None where nothing waits, or sums are there, too."""
+        """Return the collected gradient of a member that is not reduced yet; None if reduced or partly summed already.
+        """
         if not self.open or self.sums is not None:
             return None
         return self._params[member].grad if self.arena is None else self._views[member]
 
     def view(self, start: int, stop: int) -> Tensor | None:
-        """Elements [start, stop) of the shard of the sum, which lie in one range; None while there is none."""
+        """Return elements [start, stop) of the shard of the sum, which lie in one range; None without a sum."""
         if self.sums is None:
             return None
         number = bisect_right(self.ranges, start, key=itemgetter(0)) - 1
@@ -366,7 +367,7 @@ class Gradients:
         self.arena, self._views = None, []
 
     def _take_spare(self, number: int) -> Tensor:
-        """Memory of its own for the sum of a range."""
+        """Return the separate memory for the sum of a range, allocated at first use."""
         spare, dtype = self._spares[number], self._dtypes.accumulate
         if spare is None:
             start, stop = self.ranges[number]

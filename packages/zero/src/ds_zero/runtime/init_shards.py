@@ -132,7 +132,7 @@ class Scatter(AccessHandler):
         return True
 
     def used(self, param: Parameter) -> None:
-        """The use is over; scatter again unless it left a view."""
+        """Reshard the parameter after its use, unless the use left a view."""
         record = param.__dict__.get(_RECORD)
         is_open = any(p is param for p in self._open)
         if record is None or not is_open or record.pins:
@@ -141,7 +141,7 @@ class Scatter(AccessHandler):
             self._scatter(param)
 
     def shown(self, param: Parameter, what: str) -> Tensor | None:
-        """`param` without its graph, sharing its memory; it has its values while it is used."""
+        """Return an alias of `param` without its graph, sharing its memory; filled only while `param` is used."""
         if what != "detach":
             return None
         with without_torch_function():
@@ -152,12 +152,12 @@ class Scatter(AccessHandler):
         return alias
 
     def copied(self, param: Parameter) -> Parameter:
-        """another parameter with the same values, cut the same way (a module that is copied). Sends nothing."""
+        """Copy a sharded parameter with its values, sharded the same way (module copies), without communication."""
         record = self._record(param)
         return self.like(param, record.name, record.chunk.clone(), record.pieces)
 
     def like(self, param: Parameter, name: str, chunk: Tensor, pieces: Sequence[Interval] | None) -> Parameter:
-        """A scattered parameter that looks as the released `param` and has the values of which this rank holds `chunk`. Sends nothing."""
+        """Build a sharded parameter like the released `param`, with values from the shard `chunk`. No communication."""
         padded = -(-param.numel() // self.group.size) * self.group.size
         full = torch.empty(padded, dtype=param.dtype, device=param.device)
         with without_torch_function():
@@ -181,7 +181,7 @@ class Scatter(AccessHandler):
         self._open.append(param)
 
     def _join(self, record: _Record, pieces: Sequence[Interval]) -> None:
-        """The first gather of what was not cut here; from then on its parts are equal."""
+        """Gather for the first time a parameter that was not sharded here; afterwards its shards are equal."""
         record.full.zero_()
         parts = record.chunk.split([piece.numel for piece in pieces])
         for piece, part in zip(pieces, parts, strict=True):
@@ -213,13 +213,13 @@ class Scatter(AccessHandler):
 
     @staticmethod
     def _known_uses(record: _Record) -> int:
-        """Tensors that share the buffer's memory and do not mind when it goes: itself, the parameter, what is shown of it."""
+        """Count the tensors that may lose the buffer's memory: the buffer, the parameter and its aliases."""
         record.shown = [ref for ref in record.shown if ref() is not None]
         return 2 + len(record.shown)
 
     @staticmethod
     def _new_buffer(param: Parameter, record: _Record, device: torch.device) -> None:
-        """Other memory for `param`, which is not released, and for what is shown of it."""
+        """Allocate new memory for the unreleased `param` and its aliases."""
         record.full = torch.empty(record.full.numel(), dtype=record.full.dtype, device=device)
         param.data = record.full[: param.numel()].view(param.shape)
         with without_torch_function():
@@ -238,7 +238,7 @@ class Copier(Scatter):
     """
 
     def shown(self, param: Parameter, what: str) -> Tensor | None:
-        """not its values."""
+        """Return a placeholder without the values of `param`."""
         return placeholder_of(param, self.name_of(param))
 
 
@@ -276,26 +276,26 @@ def is_scattered(param: Tensor) -> bool:
 
 
 def scatter_of(param: Tensor) -> Scatter | None:
-    """Who keeps a scattered parameter; None for any other tensor."""
+    """Return the Scatter of a sharded parameter; None for any other tensor."""
     keeper = keeper_of(param)
     return keeper if isinstance(keeper, Scatter) else None
 
 
 def number_of(param: Tensor) -> int:
-    """The number of a scattered parameter, the same on every rank: the order for collectives over several."""
+    """Return the number of a sharded parameter, the same on every rank: the order for collectives over several."""
     record: _Record = param.__dict__[_RECORD]
     return record.number
 
 
 def chunk_of(param: Tensor) -> Tensor | None:
-    """This rank's elements of a scattered parameter, flat, filled up with zeros; None for any other tensor."""
+    """Return this rank's flat shard of a sharded parameter, zero-padded; None for any other tensor."""
     record: _Record | None = param.__dict__.get(_RECORD)
     return None if record is None else record.chunk
 
 
 @contextmanager
 def whole(param: Parameter) -> Iterator[Tensor]:
-    """The values of a parameter that is about to be adopted by a unit; a scattered one is whole inside and gone after. Collective."""
+    """Yield the values of a parameter that a unit is about to adopt; gather and then free a sharded one. Collective."""
     keeper = keeper_of(param)
     if not isinstance(keeper, Scatter):
         yield param.data

@@ -55,7 +55,7 @@ class StorageUnit(Protocol):
 
 
 def parts_of(shard: Tensor, layout: UnitLayout) -> list[Tensor]:
-    """What of a shard belongs to each segment."""
+    """Split a shard into the part of each segment."""
     return [shard[s.at : s.at + s.chunk] for s in layout.segments]
 
 
@@ -94,7 +94,7 @@ class PrivateStorage:
         return full
 
     def chunks(self, full: Tensor | None = None) -> list[Tensor]:
-        """This rank's chunk of each segment, of full by default: where `publish` writes."""
+        """Return this rank's chunk of each segment, by default of the full buffer: where `publish` writes."""
         rank, base = self._unit.groups.shard_group.rank, self.full if full is None else full
         return [base[s.start + rank * s.chunk :][: s.chunk] for s in self._layout.segments]
 
@@ -112,7 +112,7 @@ class PrivateStorage:
             there.copy_(value)
 
     def adopt(self) -> None:
-        """Parameters are views of full from now on."""
+        """Make the parameters views of the full buffer."""
         self.views = [self.full[s.offset : s.offset + s.numel].view(s.shape) for s in self._layout.slots]
         for param, view in zip(self._unit.params, self.views, strict=True):
             param.data = view
@@ -156,7 +156,10 @@ class PrivateStorage:
         return comm.all_gather_single(out, mine, channel or gathers, async_op=True, unit=name)
 
     def _sources(self) -> list[Tensor]:
-        """What a gather sends, one tensor a segment. Where it is not in its place in full, the collective puts it there, too."""
+        """Return the tensors that an all-gather sends, one per segment.
+
+        Where a tensor is not in its place in the full buffer, the collective also copies the values there.
+        """
         if not self._unit.plan.sends_shard:
             return self.chunks()
         self._unit.state_store.fetch_to_send()
@@ -183,12 +186,12 @@ class PrivateStorage:
         return False
 
     def forget(self) -> None:
-        """The shards were written: the next gather comes from them. On all ranks alike."""
+        """Invalidate copies of the shards after a write: the next all-gather sends the shards. On all ranks alike."""
 
     # ---- updates and edits
 
     def publish(self) -> None:
-        """The shard's values go where gathers send them from, in full's format."""
+        """Copy the shard's values, cast to the full buffer's dtype, to where all-gathers read."""
         plan = self._unit.plan
         if not plan.aliased and not plan.sends_shard:
             self._publish_to(self.chunks())
@@ -200,7 +203,11 @@ class PrivateStorage:
                     out.copy_(part if out.device.type == "cpu" else part.to(out.device))  # the format changes there
 
     def take_back(self) -> None:
-        """`param.data = other` gave a parameter other memory: its values are a change like any, and it is a view of full again."""
+        """Copy parameters whose memory `param.data = other` replaced into the full buffer, and restore the views.
+
+        Raises:
+            PlanError: the new memory has another shape, dtype or device ("zero-replaced").
+        """
         for info, param, view in zip(self._unit.plan.spec.params, self._unit.params, self.views, strict=True):
             if param.data_ptr() == view.data_ptr():
                 continue
@@ -218,10 +225,12 @@ class PrivateStorage:
 
     @torch.no_grad()
     def adopt_edits(self, written: Collection[int]) -> None:
-        """Edits of full that every rank made alike go into the shard, if it is kept apart from full.
+        """Copy edits of the full buffer that every rank made alike into the shard, if stored separately.
 
-        A write through `param.data` leaves no trace but the values: full is compared with the shard in its format, one pass over both.
-        Where the shard is in another tier, which may round it, only parameters whose version changed count: `written` are their numbers.
+        A write through `param.data` leaves no trace but the values: the full buffer is compared with the shard in its
+        dtype, one pass over
+        both. Where the shard is offloaded, which may round it, only parameters whose version changed count: `written`
+        are their numbers.
         """
         if self._unit.plan.aliased:
             return
@@ -241,7 +250,7 @@ class PrivateStorage:
                     torch.where(full != told, full if wide else full.to(shard.dtype), shard, out=shard)
 
     def adopt_overlay(self) -> None:
-        """What this rank alone sees of its edits goes to the others. Nothing where full is a rank's own."""
+        """Publish this rank's private edits to its peers. Does nothing where the full buffer is not shared."""
 
     # ---- memory
 
@@ -414,7 +423,7 @@ class SharedStorage(PrivateStorage):
             self.home[slot.offset + start : slot.offset + stop].copy_(value[start:stop])  # type: ignore[index]
 
     def start(self, channel: comm.Group | None, *, exact: bool) -> None:
-        """Nothing: `finish` waits."""
+        """Do nothing: `finish` waits for the shared memory."""
 
     def finish(self) -> bool:
         self._host.barrier(f"gather of {self._unit.plan.name}")
@@ -422,12 +431,14 @@ class SharedStorage(PrivateStorage):
         return False
 
     def adopt_edits(self, written: Collection[int]) -> None:
-        """Nothing here: `adopt_overlay`."""
+        """Do nothing: `adopt_overlay` handles edits of shared memory."""
 
     def adopt_overlay(self) -> None:
-        """This rank's edits of its own chunk go into home and the shard, the others are dropped: their owners have made them.
+        """Copy this rank's edits of its chunk into shared memory and the shard; drop edits of other chunks.
 
-        Call where no rank reads parameters: after every rank's backward, before the update.
+        The owners of other chunks have made the same edits. Call where no rank reads parameters: after every rank's
+        backward, before the
+        update.
         """
         apart = not self._unit.plan.aliased
         if apart:
@@ -450,12 +461,12 @@ _KINDS: Mapping[ParamStorage, type[PrivateStorage]] = {
 
 
 def storage_of(unit: StorageUnit) -> PrivateStorage:
-    """The strategy that the plan chose."""
+    """Build the ParamStorage that the plan chose."""
     return _KINDS[unit.plan.storage](unit)
 
 
 def _take_over(unit: StorageUnit) -> Tensor | None:
-    """The memory of a parameter that fills the unit and is nobody else's: it becomes full as it is, nothing is copied."""
+    """Reuse the memory of an unshared parameter that fills the unit as the full buffer, without a copy; else None."""
     (param, *others), slot = unit.params, unit.plan.layout.slots[0]
     fits = slot.numel == unit.plan.layout.numel and param.dtype == unit.plan.dtypes.param
     if others or not fits or param.is_meta or is_scattered(param):

@@ -53,7 +53,7 @@ class Helper:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The block may wait for other ranks."""
+        """Mark the block as possibly waiting for other ranks, so that the helper thread may help."""
         if self._thread is None:
             args = (weakref.ref(self), self._stop)
             self._thread = threading.Thread(target=_watch, args=args, name="ds-zero-helper", daemon=True)
@@ -67,7 +67,7 @@ class Helper:
                 self._since = None
 
     def poll(self) -> None:
-        """Help once if a wait has lasted long."""
+        """Run the help function if a wait has lasted long."""
         with self._lock:
             if self._since is not None and time.monotonic() - self._since > _PATIENCE_S:
                 help_once = self._help()
@@ -107,13 +107,13 @@ class ZeroGrad:
         self._before = model.__dict__.get(_NAME)
 
     def attach(self) -> None:
-        """The model has it from now on."""
+        """Install this object as the model's `zero_grad`."""
         model = self._model()
         if model is not None:
             model.__dict__[_NAME] = self
 
     def detach(self) -> None:
-        """The model has what it had before."""
+        """Restore the `zero_grad` that the model had before."""
         model = self._model()
         if model is None or model.__dict__.get(_NAME) is not self:
             return
@@ -210,7 +210,7 @@ class GradientReductions:
         return fired
 
     def hand_over(self, number: int, member: int, grad: Tensor) -> None:
-        """A graph has the gradient of a parameter: as `arrived`, and see the note "handed over"."""
+        """Accept a parameter's gradient from a graph: as `arrived`, and see the note "handed over"."""
         param = self.units[number].params[member]
         with without_torch_function():
             held = param.grad = grad if param.grad is None else param.grad + grad
@@ -228,7 +228,7 @@ class GradientReductions:
         return now is None or (now is found[0]() and now._version == found[1])
 
     def arrived(self, number: int, member: int) -> None:
-        """A gradient was added to that of a parameter."""
+        """Record that a parameter's gradient was accumulated; reduce the unit when complete."""
         if graph_task_id() != self._backward.task:
             self._backward.enter()
         if self._first is None:
@@ -239,7 +239,7 @@ class GradientReductions:
             self._complete(number)
 
     def begin_backward(self) -> None:
-        """The outermost backward begins."""
+        """Reset arrivals, open buckets and the reduction order for the outermost backward."""
         self.attributes.take()
         self._first = None
         self._arrivals.any = False
@@ -247,7 +247,7 @@ class GradientReductions:
         self._order.begin()
 
     def finish_backward(self) -> None:
-        """It is over: every trained unit is reduced, unless no parameter took part (torch.autograd.grad)."""
+        """Reduce every trained unit not reduced yet, unless no parameter took part (torch.autograd.grad)."""
         self._handed.clear()
         arrivals = self._arrivals
         for number in self.trained:
@@ -272,7 +272,7 @@ class GradientReductions:
         self.attributes.put(self._first)
 
     def _complete(self, number: int) -> None:
-        """All gradients of a unit have arrived, as far as this graph goes."""
+        """Reduce or collect a unit whose gradients have all arrived, as far as this graph goes."""
         arrivals = self._arrivals
         if self._backward.inside and not arrivals.known:
             arrivals.late.add(number)  # a checkpointed segment; another one may use the same parameters
@@ -298,7 +298,7 @@ class GradientReductions:
         self._limit_inflight()
 
     def _reduce_bucket(self, bucket: tuple[int, ...]) -> None:
-        """As far as it has been collected."""
+        """Reduce the units collected so far in a bucket, in a joint message."""
         numbers = self._waiting.pop(bucket)
         self._reduce_several([self.units[number].gradients for number in numbers])
         self._inflight.extend(numbers)
@@ -368,12 +368,12 @@ class GradientReductions:
         self.stepped()
 
     def stepped(self) -> None:
-        """A step begins: nothing was used in it."""
+        """Mark every parameter as unused at the beginning of a step."""
         for number in self.trained:
             self.unused[number].update(range(len(self.units[number].params)))
 
     def absent(self, number: int) -> set[int]:
-        """Parameters of a unit that this rank's backwards have given no gradient in this step, as far as they are."""
+        """Return the parameters of a unit that have no gradient from this rank's backwards in this step so far."""
         return self.unused[number] & self._arrivals.missing[number]
 
     @property

@@ -85,7 +85,7 @@ class _Direct(GradReducer, ABC):
         return [self._mine(run) if run.member in self._free else None for run in self._runs]
 
     def start(self, outs: Sequence[Tensor], seat: GroupSet) -> None:
-        """Nothing: the others read, or get, what `begin` posted."""
+        """Do nothing: peers read, or receive, the gradients that `begin` published."""
 
     def finish(self, outs: Sequence[Tensor]) -> float | None:
         if not self._in_place:
@@ -106,7 +106,7 @@ class _Direct(GradReducer, ABC):
         self._grads[member] = grad
 
     def _mine(self, run: ReduceRange) -> Tensor | None:
-        """What this rank has of a run and does not copy; None: it was copied."""
+        """Return this rank's gradient elements of a run that are not copied; None if they were copied."""
         if self._flat is not None:
             return self._flat[run.at : run.at + run.numel]
         mine = self._views.get(run.at)
@@ -121,15 +121,15 @@ class _Direct(GradReducer, ABC):
 
     @abstractmethod
     def _publish_flat(self, flat: Tensor, finish: Callable[[], None]) -> None:
-        """The same from a buffer laid out like the unit."""
+        """Publish gradients from a buffer laid out like the unit."""
 
     @abstractmethod
     def _post(self) -> None:
-        """What is published may be read by the others."""
+        """Allow peers to read the published gradients."""
 
     @abstractmethod
     def _pull(self, outs: Sequence[Tensor]) -> float:
-        """outs[i] = the sum over ranks of run i, in rank order; waits until all posted. Returns the squares' sum."""
+        """Sum run i over ranks, in rank order, into outs[i], after all ranks posted. Returns the sum of squares."""
 
 
 class ShmReduceScatter(_Direct):
@@ -152,7 +152,10 @@ class ShmReduceScatter(_Direct):
         self._slot: ReductionBuffers | None = None
 
     def _rotated(self, start: int, stop: int, first: int = 0) -> list[_Place]:
-        """Where elements [start, stop) of the unit, which are [first, ...) of something else, are in this rank's slot: at most two."""
+        """Locate elements [start, stop) of the unit in this rank's slot: at most two ranges.
+
+        They are elements [first, ...) of another tensor.
+        """
         first_own, numel = self._first, self.layout.numel
         if start < first_own < stop:
             return [*self._rotated(start, first_own, first), *self._rotated(first_own, stop, first + first_own - start)]
@@ -213,7 +216,7 @@ class ShmReduceScatter(_Direct):
         return squares
 
     def drop(self) -> None:
-        """Also a slot that nobody will pull."""
+        """Drop pending gradients, and the slot that no peer will read."""
         super().drop()
         self._slot = None
 
@@ -316,7 +319,7 @@ class P2PReduceScatter(_Direct):
         return squares
 
     def drop(self) -> None:
-        """Also messages that nobody will pull; they are waited for."""
+        """Drop pending gradients; wait for messages in flight and return their buffers to the pool."""
         super().drop()
         if self._work is not None:
             self._work.wait()
@@ -351,7 +354,7 @@ class EmbeddingRowReducer(GradReducer):
 
 
 def make_reducer(plan: UnitPlan, seat: GroupSet) -> GradReducer:
-    """The strategy that the plan chose."""
+    """Build the GradReducer that the plan chose."""
     if plan.reduction is ReduceStrategy.POSTING and seat.host is not None:
         return ShmReduceScatter(plan, seat, seat.host)
     if plan.reduction is ReduceStrategy.EXCHANGE:

@@ -80,7 +80,7 @@ class Runtime(Backward):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, the model's modules have none of our hooks. Its parameters must stay gathered meanwhile."""
+        """Remove the hooks from the model's modules, while inside. Parameters must stay gathered meanwhile."""
         self.gathering.remove_hooks()
         try:
             yield
@@ -95,14 +95,14 @@ class Runtime(Backward):
         self.gathering.begin_backward()
 
     def end_backward(self) -> None:
-        """Every trained unit is reduced, every released unit goes back."""
+        """Reduce every trained unit and reshard every released unit."""
         self.gathering.finish_backward()
         self.reducing.finish_backward()
         self.abandon_backward()
         self.gathering.release_all()
 
     def abandon_backward(self) -> None:
-        """Gradients it left behind stay, as in torch."""
+        """Discard the state of an unfinished backward. Its gradients stay, as in torch."""
         self.gathering.clear_backward()
 
     def end_inner(self, units: set[int]) -> None:
@@ -111,7 +111,7 @@ class Runtime(Backward):
     # ---- between steps
 
     def settle(self, group: Group) -> None:
-        """Once, after the first step: follow the order that was seen, if all ranks saw the same. Collective."""
+        """Follow the order recorded in the first step, if all ranks recorded the same. Once. Collective."""
         if self._settled:
             return
         self._settled = True
@@ -126,13 +126,13 @@ class Runtime(Backward):
         self.gathering.share({number for number, key in enumerate(self._keys) if key in shared})
 
     def stepped(self) -> None:
-        """An update was made, or left out."""
+        """Reset gathering and reduction after an update, or a skipped update."""
         self.gathering.stepped()
         self.reducing.stepped()
 
 
 def _keys(units: Sequence[Unit]) -> list[tuple[str, int]]:
-    """(family, place among its units) of each unit."""
+    """Return (reduction group, index within that group) of each unit."""
     counters: dict[str, Iterator[int]] = defaultdict(itertools.count)
     return [(unit.spec.family, next(counters[unit.spec.family])) for unit in units]
 
@@ -149,7 +149,11 @@ def _check_everyone(everyone: Group, families: Mapping[str, ReductionGroup], opt
 
 
 def _check_host(plan: ZeroPlan, everyone: Group) -> None:
-    """Every rank refuses if the host of one cannot hold what its ranks would keep there. Collective if anything is kept there."""
+    """Check on every rank that each host can hold what its ranks offload. Collective if anything is offloaded.
+
+    Raises:
+        PlanError: on every rank, if a host cannot ("offload-host-memory").
+    """
     if not plan.host:
         return
     told: list[str] = [""] * everyone.size
@@ -164,7 +168,7 @@ def _check_host(plan: ZeroPlan, everyone: Group) -> None:
 
 
 def room_refusal(needed: int, ranks: int, *, what: str) -> str:
-    """Why the host cannot hold what its `ranks` would keep there, `needed` bytes each; empty if it can."""
+    """Explain why the host cannot hold `needed` bytes of offload for each of its `ranks`; empty if enough is free."""
     available = host_memory().available
     if needed * ranks <= available:
         return ""
@@ -239,7 +243,7 @@ class ShardedModel:
             setattr(param, _TICKET, _Ticket(self))
 
     def _run_ahead(self) -> tuple[int, int]:
-        """Elements gathered before they are needed, and gradient bytes in unfinished reductions."""
+        """Return the limits of prefetched elements and of gradient bytes in unfinished reductions."""
         if not self.options.overlap:
             return 0, -1
         residency = self.plan.residency
@@ -250,9 +254,10 @@ class ShardedModel:
         return max((u.layout.numel for u in self.units), default=0), several * arena
 
     def keep_gradients_local(self) -> None:
-        """From now on gradients stay as each rank computed them, for an optimizer that averages them itself. At stage 0.
+        """Stop averaging gradients over ranks, for an optimizer that averages them. Stage 0 only.
 
-        Their norm, alike on all ranks, is the root of the mean of the ranks' squared norms, which bounds the norm of their mean.
+        Their norm, alike on all ranks, is the root of the mean of the ranks' squared norms, which bounds the norm of
+        their mean.
 
         Raises:
             UnsupportedError: some parameters are not on all ranks ("zero-family-local").
@@ -271,11 +276,12 @@ class ShardedModel:
             unit.gradients.groups = unit.groups
 
     def find(self, param: Tensor) -> tuple[Unit, int] | None:
-        """The unit of a parameter and its number in it; None for a parameter of another model."""
+        """Return the unit of a parameter and its index in the unit; None for a parameter of another model."""
         return self._where.get(id(param))
 
     def refresh(self) -> None:
-        """The shards were written from outside: make every copy of them new. Collective."""
+        """Refresh every copy of the shards after a write from outside. Collective: an all-gather of all unsharded units.
+        """
         self.unloaded.clear()
         for unit in self.units:
             unit.state_store.fetch()
@@ -284,7 +290,7 @@ class ShardedModel:
         self.gather_kept()
 
     def put_away(self) -> None:
-        """What was fetched for whole access goes back to its tier, as it is now; views of it are not valid any more."""
+        """Store the shards fetched for full access back to their offload target; views become invalid."""
         for unit in self.units:
             unit.state_store.store()
 
@@ -301,7 +307,10 @@ class ShardedModel:
             unit.finish_unshard()
 
     def adopt_edits(self) -> None:
-        """Parameters that every rank edited alike since the last update go into the shards. Before an update, on all ranks."""
+        """Copy parameters that every rank edited alike since the last update into the shards.
+
+        Call before an update, on all ranks.
+        """
         for unit in self.units:
             unit.adopt_edits()
         for host in self.seating.hosts:
@@ -359,9 +368,9 @@ class ShardedModel:
             )
 
     def param_shards(self) -> list[LocalShard]:
-        """This rank's elements of every parameter, in master format, as views: `param/<name>`.
+        """Return this rank's elements of every parameter, in master dtype, as views: `param/<name>`.
 
-        What another tier keeps is fetched, and stays until the next update or `refresh`.
+        Offloaded shards are fetched, and stay until the next update or `refresh`.
         """
         found = []
         for unit in self.units:
@@ -374,7 +383,7 @@ class ShardedModel:
 
     @staticmethod
     def pieces(unit: Unit) -> list[ParamPiece]:
-        """What this rank owns of a unit; an empty parameter is the first rank's."""
+        """Return the pieces of a unit that this rank owns; an empty parameter belongs to the first rank."""
         owned = list(unit.owned)
         if unit.groups.shard_group.rank == 0:
             owned += [ParamPiece(s.name, s.shape, Interval(0, 0), 0) for s in unit.layout.slots if s.numel == 0]
@@ -416,6 +425,6 @@ class _Ticket:
 
 
 def sharding_of(param: Tensor) -> ShardedModel | None:
-    """The Sharding a parameter belongs to; None for a parameter that is not sharded."""
+    """Return the ShardedModel that a parameter belongs to; None for a parameter that is not sharded."""
     ticket = getattr(param, _TICKET, None)
     return None if ticket is None or ticket.owner is None else ticket.owner()

@@ -38,33 +38,33 @@ class AccessHandler(ABC):
 
     @abstractmethod
     def name_of(self, param: Parameter) -> str:
-        """The parameter's qualified name."""
+        """Return the parameter's qualified name."""
 
     @abstractmethod
     def touched(self, param: Parameter, what: str) -> bool:
-        """`param` is about to be used by `what`: gather it and return True, or return False to have the use refused."""
+        """Gather `param` before its use by `what` and return True, or return False to have the use refused."""
 
     def used(self, param: Parameter) -> None:  # noqa: B027
-        """The use that `touched` was asked about is over."""
+        """End the use of `param` that `touched` allowed."""
 
     def shown(self, param: Parameter, what: str) -> Tensor | None:
-        """What `what`, which only looks, is answered with in the place of `param`'s values; None: they are needed."""
+        """Return a stand-in for `param`'s values in `what`, which only inspects them; None if the values are needed."""
         del param, what
         return None
 
     def copied(self, param: Parameter) -> Parameter | None:
-        """Another parameter of which this rank holds the same part, released as `param` is; None: its values are needed."""
+        """Return another sharded parameter with the same shard; None if the values are needed."""
         del param
         return None
 
 
 def keep(param: Tensor, keeper: AccessHandler) -> None:
-    """Say once who answers for `param`; needed before `release`."""
+    """Register the access handler of `param`, once; needed before `release`."""
     setattr(param, _KEEPER, keeper)
 
 
 def keeper_of(param: Tensor) -> Any:
-    """Who answers for `param`; None for a parameter that nobody keeps."""
+    """Return the access handler of `param`; None for a parameter without a handler."""
     return param.__dict__.get(_KEEPER)
 
 
@@ -75,14 +75,14 @@ def unkeep(param: Parameter) -> None:
 
 
 def release(param: Tensor) -> None:
-    """From now on every use of `param`'s values asks its keeper. O(1), no allocation."""
+    """Make every use of `param`'s values ask its access handler. O(1), no allocation."""
     if type(param) is not ShardedParameter:
         setattr(param, _CLASS, param.__class__)
         param.__class__ = ShardedParameter
 
 
 def restore(param: Tensor) -> None:
-    """`param` may be used freely again."""
+    """Restore the class of `param`, whose values may be used freely again."""
     param.__class__ = param.__dict__[_CLASS]
 
 
@@ -112,7 +112,7 @@ _PROPERTIES = {
 
 
 def _called(func: Callable[..., Any]) -> str:
-    """The name of what was called; of a property, the property's."""
+    """Return the name of the called function; of a property accessor, the property's name."""
     name: str = getattr(func, "__name__", "")
     is_property = name in ("__get__", "__set__", "__delete__")
     return getattr(getattr(func, "__self__", None), "__name__", name) if is_property else name
@@ -129,7 +129,7 @@ def _reads(func: Callable[..., Any]) -> bool:
 
 
 def _refusal(what: str, name: str, shape: Sequence[int]) -> ShardedAccessError:
-    """Somebody wants values that this rank does not have."""
+    """Build the error for a use of values that this rank does not have."""
     return ShardedAccessError(
         f"parameter {name} {tuple(shape)} was used by {what!r} while this rank holds only its shard of it",
         code="sharded-access",
@@ -232,7 +232,7 @@ class Placeholder(Tensor):
 
 
 def placeholder_of(param: Tensor, name: str) -> Placeholder:
-    """What stands for the values of `param`. O(1)."""
+    """Build a placeholder for the values of `param`. O(1)."""
     with without_torch_function():
         made = torch.empty(0, dtype=param.dtype, device=param.device).as_subclass(Placeholder)
         made.of = (name, tuple(param.shape))
@@ -247,5 +247,5 @@ def _dressed(made: Tensor, like: Placeholder) -> Placeholder:
 
 
 def _attributes_of(param: Tensor) -> dict[str, Any]:
-    """What programs have noted on it; names with an underscore are somebody's own."""
+    """Return the attributes that programs set on a parameter, without private names."""
     return {key: value for key, value in param.__dict__.items() if not key.startswith("_")}

@@ -145,12 +145,13 @@ class Unit:
         self.finish_unshard()
 
     def start_unshard(self, *, again: bool = False, channel: comm.Group | None = None, exact: bool = False) -> None:
-        """The first half of `unshard`: returns while the gather runs. Parameters are unusable until `finish_unshard`.
+        """Start `unshard` and return while the all-gather runs. Parameters are unusable until `finish_unshard`.
 
         Args:
-            again: Take part even if full is current: other ranks count on it. It is then written with what it holds.
-            channel: The ranks of the seat over another channel than for foreseen gathers.
-            exact: Send no codes, even if full is current by way of codes.
+            again: Take part even if the full buffer is current, since other ranks count on this rank; its values are
+            written again.
+            channel: A group of the same ranks, other than the group for recorded gathers.
+            exact: Send no quantized values, even if the full buffer is current from quantized values.
         """
         if exact and self.storage.coarse:
             self.finish_unshard()
@@ -173,7 +174,8 @@ class Unit:
             self.state = Full.CURRENT
 
     def start_renew(self) -> None:
-        """Every rank has published and all have passed a barrier since: full is current, or a gather of it starts."""
+        """Mark the full buffer current, or start its all-gather. Call after all ranks published and passed a barrier.
+        """
         if self.storage.common:
             self.state = Full.CURRENT
         else:
@@ -192,7 +194,10 @@ class Unit:
         self.state = Full.RELEASED
 
     def mark_updated(self) -> None:
-        """The shard was written. A graph recorded before must not be used again: autograd refuses it by version."""
+        """Mark the shard as written and refresh its copies.
+
+        A graph recorded before must not be used again: autograd refuses the graph by version.
+        """
         self.storage.forget()
         self.storage.publish()
         increment_version(self.params)
@@ -201,7 +206,7 @@ class Unit:
             self.state = Full.STALE
 
     def adopt_edits(self) -> None:
-        """Parameters that were written since the last update go into the shard, if they are kept apart from it.
+        """Copy parameters written since the last update into the shards, if stored separately.
 
         Every rank is expected to have made the same change.
         """
@@ -242,7 +247,7 @@ class Unit:
         return made
 
     def split(self) -> list[OptimizerSlice]:
-        """One part a parameter, in the shape of what this rank has of it: whole, rows, or flat."""
+        """Split the shard into a part per parameter, in the shape of this rank's elements: whole, rows, or flat."""
         numbers, parts = self._numbers, []
         for piece in self.owned:
             view = self.shard[piece.start : piece.stop]

@@ -62,7 +62,7 @@ class Secondary:
         return [self._route.gather_inside(full[start:stop], mine, self._unit) for start, stop, mine in pieces]
 
     def keep(self, full: Tensor) -> None:
-        """The full buffer was gathered from everywhere: copy this rank's piece of it. Nothing happens where that is valid."""
+        """Copy this rank's piece of the gathered full buffer to the secondary partition, unless that is valid."""
         if self.valid:
             return
         if self._piece is None:
@@ -80,7 +80,7 @@ class Secondary:
         return freed
 
     def _pieces(self, kept: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """(start, stop) of each segment in the full buffer, and this rank's piece of it."""
+        """Yield (start, stop) of each segment in the full buffer, and this rank's piece of the segment."""
         size = self._route.inside.size
         parts = kept.split([(stop - start) // size for start, stop in self._layout.spans])
         return ((start, stop, part) for (start, stop), part in zip(self._layout.spans, parts, strict=True))
@@ -130,7 +130,10 @@ class GroupSet:
         return self.replicate_group.size * self.reduction_group.copies
 
     def late_group(self) -> Group:
-        """The channel for gathers outside the recorded order. Made at the first call, which is collective over `shards`."""
+        """Return the group for all-gathers outside the recorded order.
+
+        Created at the first call, which is collective over `shards`.
+        """
         if not self._late:
             apart = self.gather_group is not self.shard_group
             self._late.append(duplicate_group(self.shard_group, "unforeseen", None) if apart else self.gather_group)
@@ -280,7 +283,10 @@ class GroupTable:
 
 
 def _near(nodes: NodeTopology, dense: Group, shards: Group) -> NodeTopology | None:
-    """The same nodes as a family sees them that lives on some of the ranks; None if not all have as many of them, side by side."""
+    """Return the node topology of a reduction group on some of the ranks.
+
+    None unless every node has the same number of the ranks, side by side.
+    """
     places = [dense.ranks.index(rank) // nodes.size for rank in shards.ranks if rank in dense.ranks]
     size = places.count(places[0]) if places else 0
     if (
@@ -301,7 +307,9 @@ def sends_from_anywhere(group: Group, device: torch.device) -> bool:
 
 
 def node_groups(shards: Group, size: int, names: tuple[str, str]) -> tuple[Group, Group]:
-    """The ranks of this rank's node, and those with its place in every node. Collective over `shards`.
+    """Build the group of this rank's node, and the group of ranks at its position in every node.
+
+    Collective over `shards`.
 
     Raises:
         PlanError: the size does not divide the ranks ("zero-nodes").

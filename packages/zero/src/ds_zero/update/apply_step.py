@@ -81,7 +81,7 @@ def _update(units: Mapping[Unit, set[int]], after: Sequence[Unit], factor: float
 
 
 def publish(units: Collection[Unit]) -> None:
-    """The shards of units have new values."""
+    """Publish the new values of the units' shards and store them to their offload target."""
     for unit in units:
         unit.mark_updated()
         unit.state_store.store()

@@ -49,13 +49,16 @@ class OptimizerState:
         self.inner, self.sharding = inner, sharding
 
     def of(self, part: OptimizerSlice) -> dict[str, Any]:
-        """Of one part; empty before its first step."""
+        """Return the optimizer state of one part; empty before its first step."""
         found: dict[str, Any] = self.inner.state.get(part.tensor, {})
         return found
 
     def pieces(self, unit: Unit) -> Iterator[tuple[str, ParamPiece, Tensor]]:
-        """Tensors of a unit: (key, of which elements, as many values). What does not have the elements of its parameter (the row sums
-        of Adafactor) comes whole, with the parameter's first piece."""
+        """Yield the state tensors of a unit: (key, piece of the parameter, as many values).
+
+        A tensor without the elements of its parameter (the row sums of Adafactor) comes whole, with the parameter's
+        first piece.
+        """
         unit.state_store.fetch_state()
         pieces = self.sharding.pieces(unit) if unit.parts else []
         for part in unit.parts:
@@ -72,7 +75,7 @@ class OptimizerState:
                     yield key, piece, flat[piece.start - part.start : piece.stop - part.start]
 
     def shards(self) -> list[LocalShard]:
-        """This rank's part of the state, as writable 1-D views."""
+        """Return this rank's part of the state, as writable 1-D views."""
         found = []
         for unit in self.sharding.units:
             for key, piece, data in self.pieces(unit):
@@ -158,7 +161,7 @@ class OptimizerState:
     # ---- what is not a tensor of a parameter's elements
 
     def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups without their parameters. JSON-able."""
+        """Return the optimizer's groups without their parameters. JSON-able."""
         return [{k: _plain(v) for k, v in g.items() if k != "params"} for g in self.inner.param_groups]
 
     def load_groups(self, saved: Iterable[Mapping[str, Any]]) -> None:

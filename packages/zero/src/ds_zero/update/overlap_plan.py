@@ -72,10 +72,10 @@ class Outlook:
         return self.calm and backward == self.backwards
 
     def stepped(self, backwards: int, divisor: float, *, altered: bool) -> None:
-        """A step was made.
+        """Record a finished step, to predict the next backward.
 
         Args:
-            altered: It was clipped, or left out.
+            altered: Whether the gradients were clipped, or the update skipped.
         """
         steady = self.backwards == 0 or divisor == self.divisor
         self.backwards, self.divisor, self.calm = backwards, divisor, steady and not altered
@@ -98,7 +98,7 @@ class OverlapLedger:
         self._collected: dict[int, int] = {}
 
     def state(self, unit: int) -> OverlapState:
-        """Where a unit is."""
+        """Return the state of a unit's early update."""
         return self._states[unit]
 
     @property
@@ -112,35 +112,39 @@ class OverlapLedger:
         return [unit for unit, state in self._states.items() if state is not OverlapState.PLAIN]
 
     def collect(self, unit: int, backward: int) -> None:
-        """Gradients of a unit are collected in this backward of the step. It is as the last step left it."""
+        """Record that a unit's gradients are collected in this backward of the step. The unit has no early update yet.
+        """
         self._check(unit, OverlapState.PLAIN)
         self._collected[unit] = backward
 
     def ready(self, unit: int, backward: int, outlook: Outlook) -> bool:
-        """A sum is there: whether it is the one of what this backward collected, the last one, and nothing was made of it yet."""
+        """Return whether an arrived sum is final for the step and the unit has no early update.
+
+        The sum must be that of what this backward, the last of the step, collected.
+        """
         fresh = self._collected.get(unit) == backward
         return fresh and outlook.last(backward) and self._states[unit] is OverlapState.PLAIN
 
     def line_up(self, unit: int) -> None:
-        """An update is in line."""
+        """Queue the early update of a unit."""
         self._move(unit, OverlapState.PLAIN, OverlapState.WAITING)
 
     def call_off(self, unit: int) -> bool:
-        """Nothing of an update that is in line will be done. Whether there was one."""
+        """Cancel the queued update of a unit; return whether an update was queued."""
         if self._states[unit] is not OverlapState.WAITING:
             return False
         self._states[unit] = OverlapState.PLAIN
         return True
 
     def begin(self, unit: int) -> bool:
-        """The thread takes up an update; False: it was called off."""
+        """Start a queued update on the thread; return False if the update was cancelled."""
         if self._states[unit] is not OverlapState.WAITING:
             return False
         self._states[unit] = OverlapState.WRITING
         return True
 
     def end(self, unit: int, terms: Terms | None) -> None:
-        """The thread has updated a unit on these terms; None: it failed."""
+        """Record that the thread updated a unit on these terms; None: the update failed."""
         self._move(unit, OverlapState.WRITING, OverlapState.BROKEN if terms is None else OverlapState.EARLY)
         if terms is not None:
             self._terms[unit] = terms
@@ -154,7 +158,7 @@ class OverlapLedger:
         return True
 
     def undo(self, unit: int) -> None:
-        """A unit is as the last step left it again."""
+        """Mark a unit as restored to its state after the last step."""
         self._check(unit, OverlapState.EARLY, OverlapState.BROKEN)
         self._states[unit] = OverlapState.PLAIN
         self.undone += 1

@@ -142,7 +142,10 @@ class Ahead:
         return terms if terms == after else replace(terms, version=-1)
 
     def _gradients(self, unit: Unit, terms: Terms, summed: Any) -> dict[Tensor, Tensor]:
-        """What the step would give the optimizer, by part; sums stay as they are."""
+        """Compute the gradients that the step would pass to the optimizer, by part; the sums stay unchanged.
+
+        With `summed` the gradients are valid on the update stream of the device.
+        """
         if summed is not None:
             summed.synchronize()
         weight = weight_of(unit, self._sharding.families[DENSE].divisor)
@@ -172,7 +175,7 @@ class Ahead:
     # ---- in the step, and for whoever wants the state before
 
     def finish(self) -> BaseException | None:
-        """The step begins: what is in line is left to it. What the thread raised; None: nothing."""
+        """Stop the update thread for the step, which does the queued updates. Returns the thread's error, or None."""
         if not self._units:
             return None
         with self._changed:
@@ -183,7 +186,7 @@ class Ahead:
         return next(iter(self._errors.values()), None)
 
     def settle(self, factor: float, *, first: bool) -> list[Unit]:
-        """Units that have this step's update: it was made on these terms. Of all others it is taken back."""
+        """Return the units whose early update used exactly this step's terms; undo the other early updates."""
         held = []
         for number in self.ledger.busy:
             unit = self._units[number]
@@ -198,7 +201,7 @@ class Ahead:
         self.take_back(unit)
 
     def take_back(self, unit: Unit) -> None:
-        """The unit's state is as the last step left it. Waits for the thread if it writes to it."""
+        """Restore the unit's state from before its early update, waiting while the thread writes to the unit."""
         number = unit.number
         if self.ledger.state(number) is OverlapState.PLAIN:
             return
@@ -211,7 +214,7 @@ class Ahead:
             self._errors.pop(number, None)
 
     def take_back_all(self) -> None:
-        """No unit has an early update."""
+        """Undo the early update of every unit."""
         for number in self.ledger.busy:
             self.take_back(self._units[number])
 

@@ -138,12 +138,15 @@ class ShardedOptimizer(Optimizer):
         return self.sharding.families[DENSE].divisor
 
     def average(self, divisor: float) -> float:
-        """What a summed gradient is multiplied by to be the gradient, divided by `divisor`; in some families it has a weight besides."""
+        """Return the factor that turns a summed gradient into the gradient divided by `divisor`.
+
+        In some reduction groups there is another weight besides.
+        """
         scale = 1.0 if self._scale is None else self._scale.scale
         return 1.0 / (self._divisor * scale * divisor)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """`loss` times the loss scale; the loss itself without one."""
+        """Multiply `loss` by the loss scale; return the loss unchanged without a scale."""
         self._scaled += 1
         return loss if self._scale is None else loss * self._scale.scale
 
@@ -184,14 +187,14 @@ class ShardedOptimizer(Optimizer):
         self.ahead = Ahead(self.sharding, self, self.ahead.outlook)
 
     def suspend(self, kinds: Collection[str] = KINDS, *, pin_memory: bool = True) -> dict[str, int]:
-        """`Sharding.suspend`, with the optimizer's state."""
+        """Suspend the sharded model together with the optimizer state, as `ShardedModel.suspend`."""
         self.sharding.runtime.reducing.drain()  # where a sum comes, an update may begin
         self.ahead.take_back_all()
         state = [v for of in self.inner.state.values() for v in of.values() if isinstance(v, Tensor)]
         return self.sharding.suspend(kinds, pin_memory=pin_memory, state=state)
 
     def resume(self) -> None:
-        """`Sharding.resume`."""
+        """Resume the sharded model and optimizer state, as `ShardedModel.resume`."""
         self.sharding.resume()
 
     def _begin_backward(self) -> None:
@@ -292,13 +295,13 @@ class ShardedOptimizer(Optimizer):
         self.sharding.runtime.reducing.attributes.attach()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """`reduction(False)`."""
+        """Disable gradient reduction, while inside: `reduction(False)`."""
         return self.reduction(False)
 
     # ---- what is kept
 
     def shards(self) -> list[LocalShard]:
-        """This rank's part of every parameter and of its optimizer state, as writable 1-D views."""
+        """Return this rank's part of every parameter and of its optimizer state, as writable 1-D views."""
         return self.sharding.param_shards() + self.state_store.shards()
 
     def materialize(self, state_names: Iterable[str]) -> None:
@@ -319,7 +322,7 @@ class ShardedOptimizer(Optimizer):
             self.sharding.refresh()
 
     def refresh(self) -> None:
-        """The shards were written (a load): bring every copy of them up to date. Collective."""
+        """Refresh every copy of the shards after they were written, for example by a load. Collective."""
         self.sharding.refresh()
 
     def state_dict(self) -> dict[str, Any]:
@@ -335,7 +338,8 @@ class ShardedOptimizer(Optimizer):
         }
 
     def _all_names(self) -> list[list[str]]:
-        """The parameters of each group, also those of ranks that hold other parts of the model; the same on every rank."""
+        """Return the parameter names of each group, including those of other pipeline stages; the same on every rank.
+        """
         everyone = self.sharding.everyone
         if everyone.ranks == self.sharding.group.ranks:
             return self._names

@@ -26,7 +26,7 @@ __all__ = ["StepFacts", "agree", "first_nonfinite", "square_of", "weight_of"]
 
 
 def weight_of(unit: Unit, divisor: int) -> float:
-    """What the sum of a unit's gradients is multiplied by, besides what all are: 1 where its family's divisor is `divisor`."""
+    """Return the extra factor of a unit's gradient sum: 1 where its reduction group's divisor is `divisor`."""
     return divisor / unit.groups.reduction_group.divisor
 
 
@@ -72,14 +72,17 @@ class StepFacts:
 
 
 def agree(sharding: ShardedModel, *, wants_norm: bool, extra: Sequence[float] = (), failed: bool = False) -> StepFacts:
-    """One all-reduce of 8 bytes a parameter; one more for each family but dense, and one of 16 bytes where the model is on more ranks.
+    """Agree over ranks on the step's norm, unused parameters and failures, by an all-reduce of 8 bytes a parameter.
+
+    Another all-reduce for each reduction group but dense, and one of 16 bytes where the model is on more ranks.
 
     Args:
         wants_norm: Whether to measure the gradient.
-        extra: Numbers of the caller's own to sum over the ranks, as many on every rank.
+        extra: Numbers of the caller to sum over the ranks, as many on every rank.
         failed: Whether an update that had begun in backward failed on this rank.
     Raises:
-        PlanError: in strict mode, on every rank, if only some of those that have a parameter used it ("ranks-diverged").
+        PlanError: in strict mode, on every rank, if only some of those that have a parameter used it
+        ("ranks-diverged").
     """
     units, reducing = [u for u in sharding.units if u.spec.trained], sharding.runtime.reducing
     square = square_of(units, sharding.families[DENSE].divisor) if wants_norm else 0.0
@@ -110,7 +113,7 @@ def agree(sharding: ShardedModel, *, wants_norm: bool, extra: Sequence[float] = 
 def _count(
     units: Sequence[Unit], absent: dict[int, set[int]], family: ReductionGroup, extra: tuple[float, ...]
 ) -> tuple[list[list[float]], tuple[float, ...]]:
-    """Of each unit how many ranks of a family used each parameter; and the sums of `extra`."""
+    """Count for each unit how many ranks of a reduction group used each parameter; also sum `extra`. Collective."""
     sizes = [len(unit.params) for unit in units]
     counts = torch.ones(sum(sizes) + len(extra), dtype=torch.float64)
     base = 0
@@ -135,7 +138,10 @@ def _diverged(names: Sequence[str], size: int) -> PlanError:
 
 
 def first_nonfinite(sharding: ShardedModel, units: Sequence[Unit]) -> str | None:
-    """The first parameter whose reduced gradient is not finite, the same on every rank. Collective; a skip is rare."""
+    """Find the first parameter whose reduced gradient is not finite, the same on every rank. Collective.
+
+    Called only when a step is skipped, which is rare.
+    """
     order = {p.name: i for i, p in enumerate(p for u in units for p in u.spec.params)}
     found: list[tuple[int, str]] = []
     for unit in units:

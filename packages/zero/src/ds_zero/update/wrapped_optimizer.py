@@ -49,7 +49,9 @@ WAITING = "zenflow_sum"
 
 
 def traits_of(optimizer: Optimizer, asked: Kind | None) -> dict[int, OptimizerTraits]:
-    """Of each optimizer group: the layout that was asked for where it will do, else the one the optimizer needs; and what it keeps.
+    """Return the OptimizerTraits of each optimizer group: its layout and its state per element.
+
+    The layout is the requested one where it suffices, else the one the optimizer needs.
 
     Raises:
         UnsupportedError: the optimizer cannot be sharded, or not in the layout asked for ("zero-optimizer").
@@ -92,13 +94,15 @@ def owns_reduction(optimizer: Optimizer) -> bool:
 
 
 def check_inner(model: nn.Module, optimizer: Optimizer, options: ShardOptions) -> None:
-    """What was asked can be done with this optimizer.
+    """Check that the options can work with this optimizer.
 
     Raises:
-        PlanError: it has parameters that the model does not have ("zero-foreign-parameters"), or its updates cannot begin during backward
-            ("zero-early").
-        UnsupportedError: it reduces what is sharded ("optimizer-owns-reduction"), or cannot keep its state in the format asked for
-            ("zero-state-dtype").
+        PlanError: the optimizer has parameters that the model does not have ("zero-foreign-parameters"), or its updates
+        cannot begin
+            during backward ("zero-early").
+        UnsupportedError: the optimizer reduces what is sharded ("optimizer-owns-reduction"), or cannot store its state
+        in the dtype asked
+            for ("zero-state-dtype").
     """
     if isinstance(options.offload_optimizer, OffloadPolicy) and options.offload_optimizer.overlap_ratio:
         check_early(optimizer)
@@ -135,15 +139,15 @@ def _keeps(optimizer: Optimizer, master: torch.dtype, state: torch.dtype) -> boo
 
 
 def state_format(optimizer: Optimizer, param: Tensor) -> torch.dtype:
-    """The format in which an optimizer keeps its state of a parameter."""
+    """Return the dtype in which an optimizer stores its state of a parameter."""
     return optimizer.state_dtype_of(param) if isinstance(optimizer, OpsOptimizer) else param.dtype
 
 
 def check_early(optimizer: Optimizer) -> None:
-    """Single units can be updated before their step (`ahead.py`).
+    """Check that single units can be updated before their step (`overlapped_update.py`).
 
     Raises:
-        PlanError: they cannot ("zero-early").
+        PlanError: the optimizer does not allow early updates ("zero-early").
     """
     kind, why = type(optimizer), ""
     if not isinstance(optimizer, OpsOptimizer) or not optimizer.elementwise:
@@ -159,13 +163,13 @@ def check_early(optimizer: Optimizer) -> None:
 
 
 def group_of(optimizer: Optimizer, unit: Unit) -> dict[str, Any]:
-    """The optimizer's group that a unit's parameters are in."""
+    """Return the optimizer group that contains a unit's parameters."""
     group: dict[str, Any] = optimizer.param_groups[unit.spec.params[0].group or 0]
     return group
 
 
 def settings_of(optimizer: Optimizer, unit: Unit) -> tuple[tuple[str, Any], ...]:
-    """What the group of a unit says besides its parameters, as it is now."""
+    """Return the current settings of a unit's optimizer group, without its parameters."""
     found = [(k, v) for k, v in list(group_of(optimizer, unit).items()) if k != "params"]
     return tuple((k, v.tolist() if isinstance(v, Tensor) else v) for k, v in found)
 
@@ -175,7 +179,7 @@ _LARGEST = 1e30  # its inverse is a normal fp32, too
 
 
 def step_with(optimizer: Optimizer, grads: Sequence[Tensor], factor: float) -> None:
-    """`optimizer.step()` with every gradient multiplied by `factor`.
+    """Call `optimizer.step()` with every gradient multiplied by `factor`.
 
     Args:
         grads: The memory of all gradients, each element once; it may be changed.
@@ -215,7 +219,7 @@ class Updater:
         self.inner = inner
 
     def moved(self, sharding: ShardedModel) -> None:
-        """The model was planned anew."""
+        """Update references to the model's units after the model was planned anew."""
 
     def begin(self, units: Sequence[Unit]) -> None:
         """Decide what this step does, on all ranks alike; gradients are final."""
@@ -225,7 +229,7 @@ class Updater:
         step_with(self.inner, [grad for u in units for grad in u.gradients.sums or ()], factor)
 
     def finish(self) -> None:
-        """All units were stepped."""
+        """Finish the update after all units were stepped."""
 
     def foresees(self) -> bool:
         """Whether what the coming step does is decided before its gradients are there, so that units can be updated early."""
@@ -241,7 +245,7 @@ class Updater:
             self.inner.step_group(group_of(self.inner, unit), FusedOps(grad_scale=factor, grads=grads))
 
     def state_dict(self) -> dict[str, Any]:
-        """What it adds to the optimizer's. JSON-able, the same on every rank. Collective."""
+        """Return the entries added to the optimizer's state dict. JSON-able, the same on every rank. Collective."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
