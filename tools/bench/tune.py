@@ -83,7 +83,7 @@ def grid(form: str) -> None:
 
     def tuning(name: str, budget: TrialBudget, tuner: Any) -> Tuning:
         asked = replace(asked_of(CONFIG), values=values, budget=budget, tuner=tuner)
-        return Tuning(asked, job_of(name), 2, told=_tell)
+        return Tuning(asked, job_of(name), 2, on_trial=_tell)
 
     began = time.monotonic()
     # The first trial tells the layers, and with them the space doubles: every candidate is measured once, in the order of the grid.

@@ -85,11 +85,11 @@ def test_the_bound_is_never_passed_and_kept_blocks_make_room() -> None:
     assert pool.stats().kept == 16 * KIB
     with pool.take(20 * KIB):
         stats = pool.stats()
-        assert (stats.in_use_bytes, stats.kept, stats.held) == (36 * KIB, 0, 36 * KIB), "the kept block went back to the system"
+        assert (stats.in_use_bytes, stats.kept, stats.reserved) == (36 * KIB, 0, 36 * KIB), "the kept block went back to the system"
     b.release()
     assert pool.stats().peak == 36 * KIB
     assert pool.trim() == 36 * KIB
-    assert pool.stats().held == 0
+    assert pool.stats().reserved == 0
     with pytest.raises(ValueError, match="a pinned buffer of 0 bytes"):
         pool.take(0)
 
@@ -145,7 +145,7 @@ def test_a_dropped_buffer_leaves_the_account_and_is_not_lent_again() -> None:
     view = pool.take(8 * KIB).tensor
     view.fill_(7)
     gc.collect()
-    assert pool.stats().held == 0
+    assert pool.stats().reserved == 0
     with pool.take(8 * KIB) as other:
         other.tensor.fill_(1)
         assert int(view.sum()) == 7 * 8 * KIB
@@ -159,7 +159,7 @@ def test_the_system_refuses() -> None:
     with pytest.raises(PinnedMemoryError, match=r"gave no block of 4096 bytes \(CUDA error: out of memory\)") as caught:
         pool.take(1)
     assert caught.value.code == "pinned-alloc"
-    assert pool.stats().held == 0
+    assert pool.stats().reserved == 0
 
 
 def test_the_account_is_told_to_the_monitor() -> None:
@@ -201,7 +201,7 @@ def test_any_use_keeps_the_account_right_and_lends_no_byte_twice(requests: list[
         elif verb == "trim":
             pool.trim()
         stats = pool.stats()
-        assert stats.held <= stats.limit
+        assert stats.reserved <= stats.limit
         assert stats.num_lent == len(lent)
         assert stats.in_use_bytes >= sum(buffer.nbytes for buffer in lent)
         spans = sorted((b.tensor.data_ptr(), b.nbytes) for b in lent)

@@ -14,7 +14,7 @@ from ds_compress.masks import (
     block_scores,
     expand_blocks,
     head_scores,
-    kept,
+    num_kept,
     learnt_mask,
     row_scores,
     snip_update,
@@ -116,14 +116,14 @@ def test_groups_must_divide_and_half_precision_stays_half() -> None:
 def test_a_mask_keeps_as_many_as_it_says(numel: int, ratio: float) -> None:
     scores = drawn(numel, seed=numel).round(decimals=1)  # with equal ones
     mask = top_mask(scores, ratio)
-    assert int(mask.sum()) == kept(numel, ratio)
-    assert abs(kept(numel, ratio) - ratio * numel) < 1 + 1e-6
+    assert int(mask.sum()) == num_kept(numel, ratio)
+    assert abs(num_kept(numel, ratio) - ratio * numel) < 1 + 1e-6
     if 0 < int(mask.sum()) < numel:
         assert scores[mask].min() >= scores[~mask].max()
 
 
 def test_kept_is_the_ceiling_and_no_more() -> None:
-    assert [kept(10, r) for r in (0.1, 0.3, 0.31, 1.0, 0.01)] == [1, 3, 4, 10, 1]
+    assert [num_kept(10, r) for r in (0.1, 0.3, 0.31, 1.0, 0.01)] == [1, 3, 4, 10, 1]
 
 
 def test_learnt_scores_have_the_gradient_of_their_mask() -> None:

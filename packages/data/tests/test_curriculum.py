@@ -172,7 +172,7 @@ def test_a_section_and_the_files_it_leaves(tmp_path: Path) -> None:
     for step in range(1, 7):
         made.draw(4)
         assert made.difficulties == {"rarity": min(1 + step, 6)}
-    told = made.told()
+    told = made.progress()
     assert told["data_cluster_paths"] == [f"cluster_rarity{d}" for d in (2, 3, 4, 5, 6)]
     assert told["consumed_samples"] == 24
     for name, cluster in zip(told["data_cluster_paths"], made.clusters, strict=True):

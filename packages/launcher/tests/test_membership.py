@@ -58,8 +58,8 @@ def within(condition: Callable[[], object], seconds: float = 20) -> None:
 def test_who_does_not_count_up_is_lost_once() -> None:
     pulse = Pulse(MET, lost_after_s=10, now_s=0)
     for now_s in (4, 8, 12, 16):
-        assert pulse.seen(1, now_s, now_s) == ""
-        assert pulse.seen(2, 7, now_s) == ""  # where it was
+        assert pulse.observe(1, now_s, now_s) == ""
+        assert pulse.observe(2, 7, now_s) == ""  # where it was
     (line,) = pulse.lost(16)
     assert line.startswith("host gamma was lost: nothing heard from it for 10 s (--host-timeout)")
     assert pulse.lost(17) == []
@@ -75,7 +75,7 @@ def test_a_host_that_never_counted_is_lost_as_well() -> None:
 @pytest.mark.parametrize(("word", "line"), [(DONE, ""), (AGAIN, ""), (LEFT, "host beta left the job")])
 def test_who_says_its_last_word_is_not_waited_for(word: int, line: str) -> None:
     pulse = Pulse(MET, lost_after_s=10, now_s=0)
-    assert pulse.seen(1, word * WORD + 3, 1).startswith(line)
+    assert pulse.observe(1, word * WORD + 3, 1).startswith(line)
     assert pulse.watched == (2,)
     assert [text.split()[1] for text in pulse.lost(1000)] == ["gamma"]
 

@@ -97,7 +97,7 @@ def test_ranges_are_summed_from_where_they_start_or_from_what_stands_for_them(da
         torch.empty(n, dtype=dtype) if o is None or data.draw(st.booleans()) else o
         for n, o in zip(numels, instead, strict=True)
     ]
-    squares = sum_ranges(outs, rows, starts, own=own, instead=instead)
+    squares = sum_ranges(outs, rows, starts, own_row=own, instead=instead)
     assert all(torch.equal(out, want) for out, want in zip(outs, expected, strict=True))
     assert squares == pytest.approx(sum(float(want.double().square().sum()) for want in expected), rel=1e-12)
 

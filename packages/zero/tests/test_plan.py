@@ -31,7 +31,7 @@ NO_PERSIST = ds_zero.UnitSizePolicy(max_numel=64 * 64 + 64, persist_numel=0)
 def test_kept_bytes_are_the_papers_and_at_stage_1_only_a_shard_of_gradients(stage, precision, bytes_per_element):
     options = ds_zero.ShardOptions(stage=stage, precision=precision, policy=NO_PERSIST)
     found = ds_zero.plan(net(), 4, options)
-    assert tuple(found.kept.values()) == tuple(NUMEL * b for b in bytes_per_element)
+    assert tuple(found.persistent_bytes.values()) == tuple(NUMEL * b for b in bytes_per_element)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -47,11 +47,11 @@ def test_equals_what_is_allocated_in_one_process(stage, precision):
         model(torch.ones(2, 64, dtype=model[0].weight.dtype)).sum().backward()
         optimizer.step()
     held = [u.bytes for u in optimizer.sharding.units]
-    assert sum(h["full"] for h in held) == found.kept["full"]
-    assert sum(h["shard"] for h in held) == found.kept["shard"]
-    assert sum(h["grad_full"] + h["grad_shard"] for h in held) == found.kept["grads"]
+    assert sum(h["full"] for h in held) == found.persistent_bytes["full"]
+    assert sum(h["shard"] for h in held) == found.persistent_bytes["shard"]
+    assert sum(h["grad_full"] + h["grad_shard"] for h in held) == found.persistent_bytes["grads"]
     state = sum(t.nbytes for s in optimizer.state.values() for t in s.values())
-    assert state == found.kept["optim"]
+    assert state == found.persistent_bytes["optim"]
     optimizer.close()
 
 
@@ -65,7 +65,7 @@ def test_at_stage_1_every_gradient_may_wait_for_the_last_microbatch():
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_doubling_the_ranks_halves_what_is_sharded(stage):
     options = ds_zero.ShardOptions(stage=stage, precision="bf16", policy=NO_PERSIST)
-    small, large = (ds_zero.plan(net(), world, options).kept for world in (8, 16))
+    small, large = (ds_zero.plan(net(), world, options).persistent_bytes for world in (8, 16))
     assert small["optim"] == pytest.approx(2 * large["optim"], rel=0.05)  # chunks are whole lines
     assert small["shard"] == pytest.approx(2 * large["shard"], rel=0.05)
 
@@ -79,15 +79,15 @@ def test_seventy_billion_parameters_from_records_in_no_time():
     found = ds_zero.plan(params, 1024, ds_zero.ShardOptions(stage=3, precision="bf16"), modules=modules)
     assert time.process_time() - began < 10
     assert len(found.units) == 80
-    assert found.kept["optim"] == pytest.approx(8 * 80 * 8 * 8192 * 13_000 / 1024, rel=1e-3)
+    assert found.persistent_bytes["optim"] == pytest.approx(8 * 80 * 8 * 8192 * 13_000 / 1024, rel=1e-3)
     assert "80 units on 1024 ranks" in str(found)
-    assert found.peak == sum(found.kept.values()) + found.passing
+    assert found.peak == sum(found.persistent_bytes.values()) + found.passing
 
 
 def test_a_model_on_the_meta_device_is_enough():
     with torch.device("meta"):
         model = nn.Linear(1 << 15, 1 << 15)
-    assert ds_zero.plan(model, 8, ds_zero.ShardOptions(stage=3)).kept["shard"] == pytest.approx(
+    assert ds_zero.plan(model, 8, ds_zero.ShardOptions(stage=3)).persistent_bytes["shard"] == pytest.approx(
         (1 << 30) * 4 / 8, rel=1e-3
     )
 
@@ -97,7 +97,7 @@ def test_state_of_a_format_of_its_own_is_counted():
     found = ds_zero.plan(
         net(), 4, ds_zero.ShardOptions(stage=2, precision=ds_zero.Precision(rules=(rule,)), policy=NO_PERSIST)
     )
-    assert found.kept["optim"] == 2 * (64 * 64 + 64) // 4 * (3 * 4 + 2)
+    assert found.persistent_bytes["optim"] == 2 * (64 * 64 + 64) // 4 * (3 * 4 + 2)
 
 
 @pytest.mark.parametrize(("stage", "passing"), [(0, 9 + 40), (1, 9 + 40), (2, 9 + 20), (3, 9 + 30)])
@@ -134,5 +134,5 @@ def test_a_plan_says_its_bytes_in_mebibytes():
     words = {line.split()[0]: float(line.split()[1]) for line in str(found).splitlines()[1:]}
     assert words["passing"] == pytest.approx(found.passing / 2**20, abs=0.06) != 0
     assert words["peak"] == pytest.approx(found.peak / 2**20, abs=0.06) != 0
-    for name, nbytes in found.kept.items():
+    for name, nbytes in found.persistent_bytes.items():
         assert words[name] == pytest.approx(nbytes / 2**20, abs=0.06)

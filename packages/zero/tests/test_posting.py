@@ -123,7 +123,7 @@ def test_half_of_a_matrix_is_copied_on_two_ranks():
     layout = plan_layout({"w": (512, 256), "b": (256,)}, 2)
     for rank in range(2):
         plan = plan_sums(layout, rank, 16384)
-        assert plan.kept == {0}
+        assert plan.members == {0}
         published = sum(part.stop - part.start for part in plan.published)
         assert published == prod((512, 256)) - max(r.stop - r.start for r in plan.runs)
         assert abs(published - prod((512, 256)) // 2) <= 256

@@ -57,16 +57,16 @@ class Accelerator:
         Raises:
             UnsupportedError: neither the facts nor torch know one ("accel-no-backend").
         """
-        found = comm_backend(self.facts)
+        backend = comm_backend(self.facts)
         registered = dist.Backend.default_device_backend_map if dist.is_available() else {}
-        found = found or registered.get(self.facts.torch_type, "")
-        if not found:
+        backend = backend or registered.get(self.facts.torch_type, "")
+        if not backend:
             raise UnsupportedError(
                 f"no torch.distributed backend is known for {self.name}.",
                 code="accel-no-backend",
                 fix="Name one in Facts.backends, or register it with torch.distributed.Backend.register_backend.",
             )
-        return found
+        return backend
 
     @property
     def compile_backend(self) -> str:
@@ -263,8 +263,8 @@ class Accelerator:
                 code="accel-missing-verb",
                 fix="Run ds_accel.contract.run on this device: it lists everything its module lacks.",
             )
-        found: Callable[..., Any] = verb
-        return found
+        function: Callable[..., Any] = verb
+        return function
 
 
 class _DoneEvent:

@@ -62,10 +62,10 @@ def _others() -> dict[str, EntryPoint]:
 
     Cost: reads the metadata of every installed distribution, some 10 ms.
     """
-    found: dict[str, EntryPoint] = {}
+    entries: dict[str, EntryPoint] = {}
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        found.setdefault(entry.name, entry)
-    return found
+        entries.setdefault(entry.name, entry)
+    return entries
 
 
 def _order(others: Collection[str]) -> tuple[str, ...]:
@@ -93,9 +93,9 @@ def facts_of(name: str, others: Mapping[str, EntryPoint] | None = None) -> Devic
     except (ImportError, AttributeError):
         return DeviceFacts(name=name, torch_type=name, module=entry.module)
     if not isinstance(facts, DeviceFacts) or facts.name != name:
-        found = f"the Facts of {facts.name!r}" if isinstance(facts, DeviceFacts) else f"a {type(facts).__name__}"
+        described = f"the Facts of {facts.name!r}" if isinstance(facts, DeviceFacts) else f"a {type(facts).__name__}"
         raise ConfigError(
-            f"the entry point {name} = {entry.value} of {ENTRY_POINTS} is {found}, not the Facts of {name!r}.",
+            f"the entry point {name} = {entry.value} of {ENTRY_POINTS} is {described}, not the Facts of {name!r}.",
             code="accel-plugin",
             fix="Correct the package that brings it, or uninstall it.",
         )

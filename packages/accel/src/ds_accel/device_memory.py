@@ -122,13 +122,13 @@ def _free_and_total(module: Any, index: int, reserved: int) -> tuple[int, int]:
 
 def _kilobytes(file: Path) -> dict[str, int]:
     """Parse the `Name:  123 kB` lines of a procfs file into bytes by name."""
-    found = {}
+    sizes = {}
     for line in file.read_text(encoding="ascii", errors="replace").splitlines():
         name, _, value = line.partition(":")
         words = value.split()
         if len(words) == 2 and words[1] == "kB" and words[0].isdigit():
-            found[name] = int(words[0]) * 1024
-    return found
+            sizes[name] = int(words[0]) * 1024
+    return sizes
 
 
 def _container(cgroups: tuple[Path, ...]) -> tuple[int, int]:
@@ -157,5 +157,5 @@ def _from_psutil() -> ProcessMemory:
             fix="pip install 'ds-accel[psutil]'.",
         )
     psutil = importlib.import_module("psutil")
-    mine, machine = psutil.Process().memory_info(), psutil.virtual_memory()
-    return ProcessMemory(mine.rss, -1, getattr(mine, "peak_wset", mine.rss), machine.available, machine.total)
+    process, machine = psutil.Process().memory_info(), psutil.virtual_memory()
+    return ProcessMemory(process.rss, -1, getattr(process, "peak_wset", process.rss), machine.available, machine.total)

@@ -55,7 +55,7 @@ class PoolStats:
     num_lent: int
 
     @property
-    def held(self) -> int:
+    def reserved(self) -> int:
         """What the pool has from the system now."""
         return self.in_use_bytes + self.waiting + self.kept
 
@@ -193,8 +193,8 @@ class PinnedPool:
         """Return the pool's present counts: bytes in use, waiting and cached, and the peak."""
         with self._lock:
             self._collect()
-            kept = sum(block.numel() for block in self._cached)
-            return PoolStats(self.limit_bytes, self._in_use, self._waiting_bytes(), kept, self._peak, self._num_lent)
+            cached = sum(block.numel() for block in self._cached)
+            return PoolStats(self.limit_bytes, self._in_use, self._waiting_bytes(), cached, self._peak, self._num_lent)
 
     def _fitting(self, size: int) -> torch.Tensor | None:
         fits = [i for i, block in enumerate(self._cached) if size <= block.numel() <= size * _MAX_WASTE]

@@ -53,10 +53,10 @@ def judge(rule: CapabilityRule, module: Any, index: int, what: str) -> Capabilit
     if capability is None:
         return Capability(rule.native_from is not None, f"{what}: {_name(module)} does not tell its compute capability")
     enough = capability >= needed
-    found = f"compute capability {_dots(capability)} {'>=' if enough else '<'} {_dots(needed)}"
+    comparison = f"compute capability {_dots(capability)} {'>=' if enough else '<'} {_dots(needed)}"
     if rule.min_capability is None:
-        return Capability(True, f"{what}: {'native' if enough else 'emulated'}, {found}")
-    return Capability(enough, f"{what}: {found}")
+        return Capability(True, f"{what}: {'native' if enough else 'emulated'}, {comparison}")
+    return Capability(enough, f"{what}: {comparison}")
 
 
 def supports(facts: DeviceFacts, module: Any, dtype: str, index: int = 0) -> Capability:

@@ -55,10 +55,10 @@ def load_adapter(
     Raises:
         CheckpointError: "ckpt-base-differs": the adapter was trained on another base.
     """
-    saved, found = inspect(path).meta.get(_KEY), base_hash(base)
-    if saved != found:
+    saved, digest = inspect(path).meta.get(_KEY), base_hash(base)
+    if saved != digest:
         raise CheckpointError(
-            f"the adapter in {path} belongs to a base with SHA-256 {saved}, this base has {found}",
+            f"the adapter in {path} belongs to a base with SHA-256 {saved}, this base has {digest}",
             code="ckpt-base-differs",
             fix="Load the base it was trained on, in the same dtype.",
         )

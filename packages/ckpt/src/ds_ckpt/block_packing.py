@@ -269,7 +269,7 @@ class _BlockFile:
         """Build the leaf: blocks written to this file, and referenced blocks of the `known` files."""
         files: dict[str, int] = {}
         records = {**known, **({self.name: self.record} if self.record is not None else {})}
-        found: dict[str, dict[Box, list[PieceRecord]]] = {}
+        pieces_by_name: dict[str, dict[Box, list[PieceRecord]]] = {}
         kinds: dict[str, Kind] = {}
         for item, places in zip(self._items, self._places, strict=True):
             blocks = tuple(
@@ -277,10 +277,10 @@ class _BlockFile:
                 for key, (name, at, nbytes, _) in places
             )
             piece = PieceRecord(0, 0, item.piece.numel, tuple(crc for _, (_, _, _, crc) in places), item.at, blocks)
-            found.setdefault(item.name, {}).setdefault(item.box, []).append(piece)
+            pieces_by_name.setdefault(item.name, {}).setdefault(item.box, []).append(piece)
             kinds[item.name] = (item.dtype, item.total)
         tensors = {
             name: TensorRecord(*kinds[name], tuple(PartRecord(box, tuple(pieces)) for box, pieces in boxes.items()))
-            for name, boxes in found.items()
+            for name, boxes in pieces_by_name.items()
         }
         return Leaf(tuple(records[name] for name in files), tensors)

@@ -63,11 +63,11 @@ class _MemoryDraft:
         return self._files[name]
 
     def commit(self, manifest: bytes) -> None:
-        own = {n: f.data for n, f in self._files.items() if not n.startswith(SHARED)}
+        files = {n: f.data for n, f in self._files.items() if not n.startswith(SHARED)}
         beside = {n.rpartition("/")[2]: f.data for n, f in self._files.items() if n.startswith(SHARED)}
         if beside:
             self._storage.checkpoints[SHARED] = {**self._storage.checkpoints.get(SHARED, {}), **beside}
-        self._storage.checkpoints[self._tag] = {**own, MANIFEST: manifest}
+        self._storage.checkpoints[self._tag] = {**files, MANIFEST: manifest}
 
     def abort(self) -> None:
         self._files = {}

@@ -182,9 +182,9 @@ def _check_header(files: Files, file: tuple[int, FileRecord], manifest: Manifest
                     shape = list(tensor.shape) if key == name else [piece.numel]
                     stop = start + piece.numel * ITEMSIZE[tensor.dtype]
                     expected[key] = {"dtype": CODE[tensor.dtype], "shape": shape, "data_offsets": [start, stop]}
-    found = {key: value for key, value in entries.items() if key != "__metadata__"}
-    if found != expected:
-        odd = sorted(key for key in set(found) | set(expected) if found.get(key) != expected.get(key))
+    listed_entries = {key: value for key, value in entries.items() if key != "__metadata__"}
+    if listed_entries != expected:
+        odd = sorted(key for key in set(listed_entries) | set(expected) if listed_entries.get(key) != expected.get(key))
         raise _bad_header(where, f"it does not describe the manifest's entries: {', '.join(odd[:5])}")
 
 

@@ -161,10 +161,10 @@ def entry_json(entry: LeafEntry) -> Json:
 def entry_from(body: Json) -> LeafEntry:
     """Undo `entry_json`."""
     name, nbytes, crc, files, zones = body
-    found = tuple(
+    decoded_zones = tuple(
         Zone(first, last, shape, tuple((low, high) for low, high in bounds)) for first, last, shape, bounds in zones
     )
-    return LeafEntry(name, nbytes, crc, tuple((n, size, bool(shared)) for n, size, shared in files), found)
+    return LeafEntry(name, nbytes, crc, tuple((n, size, bool(shared)) for n, size, shared in files), decoded_zones)
 
 
 def encode_index(index: CheckpointIndex) -> bytes:

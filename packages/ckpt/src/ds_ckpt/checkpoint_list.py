@@ -136,9 +136,9 @@ def remove(path: str | os.PathLike[str] | CheckpointRef) -> None:
             code="ckpt-held",
             fix="Remove it when the load is over; what a reader that died left ends by itself within the hour.",
         )
-    mine = shared_files(at)
+    shared = shared_files(at)
     at.storage.remove(at.tag)
-    collect(at.storage, mine)
+    collect(at.storage, shared)
 
 
 def prune(root: str | os.PathLike[str] | CheckpointStorage, keep: int) -> list[str]:
@@ -152,8 +152,8 @@ def prune(root: str | os.PathLike[str] | CheckpointStorage, keep: int) -> list[s
             f"keep is {keep}; the newest checkpoint always stays", code="ckpt-keep", fix="Use 1 or more."
         )
     storage = open_storage(root)
-    held = storage.tags_in_use()
-    old = [tag for tag in list_tags(storage)[:-keep] if tag not in held]
+    in_use = storage.tags_in_use()
+    old = [tag for tag in list_tags(storage)[:-keep] if tag not in in_use]
     free: set[str] = set()
     for tag in old:
         free |= shared_files(CheckpointRef(storage, tag))

@@ -66,14 +66,14 @@ def load(
 
 def _load(ranks: Coordinator, at: CheckpointRef, shards: Iterable[Local], options: LoadOptions) -> dict[str, Json]:
     local: list[Local] = []
-    found: list[Manifest | CheckpointIndex] = []
+    tops: list[Manifest | CheckpointIndex] = []
 
     def look() -> None:
         local.extend(check_local(shards))
-        found.append(read_top(at))
+        tops.append(read_top(at))
 
     ranks.settle(look)
-    top = found[0]
+    top = tops[0]
     if ranks.spread(top.crc32, lambda mine, theirs: mine if mine == theirs else None) is None:
         raise CheckpointError(
             f"ranks see different checkpoints at {at.storage.where(at.tag)}",
@@ -82,16 +82,16 @@ def _load(ranks: Coordinator, at: CheckpointRef, shards: Iterable[Local], option
         )
     known = {**{name: name for name in top.tensors}, **top.aliases}
     order = sorted(known)
-    asked = _asked(ranks, order, {item.shard.name for item in local})
+    requested = _asked(ranks, order, {item.shard.name for item in local})
     manifests: list[Manifest] = []
     reads: list[BlockRead] = []
-    own = [item.shard for item in local]
+    local_shards = [item.shard for item in local]
 
     def plan() -> None:
         # Names first: leaves are read for what is there.
-        present = [shard for shard in own if shard.name in known]  # the others have no elements
+        present = [shard for shard in local_shards if shard.name in known]  # the others have no elements
         bare = top if isinstance(top, Manifest) else join(top, [], whole=False)
-        check_load(own, asked, bare, options)
+        check_load(local_shards, requested, bare, options)
         manifests.append(resolve(at, top, present))
         reads.extend(plan_load(present, manifests[0]))
 
@@ -99,7 +99,7 @@ def _load(ranks: Coordinator, at: CheckpointRef, shards: Iterable[Local], option
     manifest, local = manifests[0], [item for item in local if item.shard.name in known]
     wanted = sum(run.nbytes for read in reads for run in read.runs)
     most = ranks.spread(wanted, max) * ranks.size
-    stored = sum(manifest.tensors[name].nbytes for name in {known[name] for name in asked})
+    stored = sum(manifest.tensors[name].nbytes for name in {known[name] for name in requested})
     with Files(at.storage, at.tag, manifest.files, direct=most <= _SHARED * stored) as files:
         partials: list[PartialRead] = []
         ranks.settle(lambda: partials.extend(_read(files, manifest, local, reads)), patience_s=TRANSFER_S)
@@ -107,9 +107,9 @@ def _load(ranks: Coordinator, at: CheckpointRef, shards: Iterable[Local], option
     return dict(from_json(top.meta))
 
 
-def _asked(ranks: Coordinator, order: Sequence[str], own: set[str]) -> set[str]:
+def _asked(ranks: Coordinator, order: Sequence[str], local_names: set[str]) -> set[str]:
     """Names of the checkpoint that any rank asks for: one bit a name travels."""
-    mask = sum(1 << i for i, name in enumerate(order) if name in own)
+    mask = sum(1 << i for i, name in enumerate(order) if name in local_names)
     merged = int(ranks.spread(f"{mask:x}", lambda a, b: f"{int(a, 16) | int(b, 16):x}"), 16)
     bits = f"{merged:b}"[::-1]
     return {name for name, bit in zip(order, bits, strict=False) if bit == "1"}

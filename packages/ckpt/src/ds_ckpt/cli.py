@@ -121,33 +121,33 @@ def _line(m: Manifest) -> str:
 def _verify(args: argparse.Namespace) -> int:
     from ds_ckpt.check import verify
 
-    found = verify(args.path)
+    report = verify(args.path)
     if args.json:
-        print(json.dumps(asdict(found)))
+        print(json.dumps(asdict(report)))
         return 0
-    print(f"sound: {found.num_files} files, {found.num_blocks} blocks, {found.nbytes} bytes")
+    print(f"sound: {report.num_files} files, {report.num_blocks} blocks, {report.nbytes} bytes")
     return 0
 
 
 def _diff(args: argparse.Namespace) -> int:
     from ds_ckpt.check import diff
 
-    found = diff(args.first, args.second)
+    differences = diff(args.first, args.second)
     if args.json:
-        print(json.dumps({"equal": not found, **asdict(found)}))
-        return int(bool(found))
+        print(json.dumps({"equal": not differences, **asdict(differences)}))
+        return int(bool(differences))
     for title, names in (
-        ("only in the first", found.only_first),
-        ("only in the second", found.only_second),
-        ("other shape or dtype", found.kind),
-        ("other values", found.values),
-        ("other meta", found.meta),
+        ("only in the first", differences.only_first),
+        ("only in the second", differences.only_second),
+        ("other shape or dtype", differences.kind),
+        ("other values", differences.values),
+        ("other meta", differences.meta),
     ):
         for name in names:
             print(f"{title}: {name}")
-    if not found:
+    if not differences:
         print("equal")
-    return int(bool(found))
+    return int(bool(differences))
 
 
 def _export(args: argparse.Namespace) -> int:

@@ -31,8 +31,8 @@ _MOST: Final = float(np.finfo(np.float32).max)
 
 def certificates() -> dict[str, Any]:
     """Runs with moments that went through each lossy codec, beside the exact run; the tests of this package made them."""
-    found: dict[str, Any] = json.loads(resources.files("ds_ckpt").joinpath("certificates.json").read_text())
-    return found
+    runs: dict[str, Any] = json.loads(resources.files("ds_ckpt").joinpath("certificates.json").read_text())
+    return runs
 
 
 def require(codec: str) -> None:

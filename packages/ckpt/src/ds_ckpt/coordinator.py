@@ -90,16 +90,16 @@ class Coordinator:
         Cost: ceil(log2 N) small messages.
         """
         result: Json = None
-        mine: CheckpointError | None = None
+        own_error: CheckpointError | None = None
         try:
             with extend_timeout(patience_s) if patience_s and self.size > 1 else nullcontext():
                 result = action()
         except Exception as error:
-            mine = as_checkpoint_error(error)
-        told = [self.rank, mine.message, mine.code, mine.fix] if mine is not None else None
-        first = self.spread(told, _lowest)
-        if mine is not None:
-            raise mine
+            own_error = as_checkpoint_error(error)
+        report = [self.rank, own_error.message, own_error.code, own_error.fix] if own_error is not None else None
+        first = self.spread(report, _lowest)
+        if own_error is not None:
+            raise own_error
         if first is not None:
             rank, message, code, fix = first
             raise CheckpointError(f"rank {rank}: {message}", code=code, fix=fix)
@@ -125,8 +125,8 @@ class Coordinator:
         step = 1
         while step < self.size:
             data = json.dumps(value, separators=(",", ":")).encode()
-            theirs = self.swap(data, (self.rank + step) % self.size, (self.rank - step) % self.size)
-            value = merge(value, json.loads(theirs))
+            received = self.swap(data, (self.rank + step) % self.size, (self.rank - step) % self.size)
+            value = merge(value, json.loads(received))
             step *= 2
         return value
 
@@ -135,12 +135,12 @@ class Coordinator:
 
         Cost: ceil(log2 N) messages; a byte passes through half as many ranks on average.
         """
-        held: list[Message] = [(to, self.rank, data) for to, data in messages.items()]
+        pending: list[Message] = [(to, self.rank, data) for to, data in messages.items()]
         for step in hops(self.size):
-            going, held = moving(held, self.rank, self.size, step)
+            going, pending = moving(pending, self.rank, self.size, step)
             came = self.swap(pack(going), (self.rank + step) % self.size, (self.rank - step) % self.size)
-            held += unpack(came)
-        return arrived(held, self.rank)
+            pending += unpack(came)
+        return arrived(pending, self.rank)
 
     def exchange(self, value: Json) -> list[Any]:
         """Gather `value` from every rank and return the values by rank, on every rank. Collective (an all-gather).
@@ -181,11 +181,11 @@ def hops(size: int) -> list[int]:
     return [1 << k for k in reversed(range((size - 1).bit_length()))]
 
 
-def moving(held: list[Message], rank: int, size: int, step: int) -> tuple[list[Message], list[Message]]:
+def moving(messages: list[Message], rank: int, size: int, step: int) -> tuple[list[Message], list[Message]]:
     """Split messages at `rank` into those to send `step` ranks further now and those that stay."""
     going: list[Message] = []
     staying: list[Message] = []
-    for message in held:
+    for message in messages:
         (going if (message[0] - rank) % size & step else staying).append(message)
     return going, staying
 
@@ -206,16 +206,16 @@ def unpack(data: bytes) -> list[Message]:
     return out
 
 
-def arrived(held: list[Message], rank: int) -> dict[int, bytes]:
+def arrived(messages: list[Message], rank: int) -> dict[int, bytes]:
     """Return the routed messages that are for `rank`, by sender, the lowest first."""
-    return {source: data for to, source, data in sorted(held, key=lambda m: m[1]) if to == rank}
+    return {source: data for to, source, data in sorted(messages, key=lambda m: m[1]) if to == rank}
 
 
-def _lowest(mine: Json, theirs: Json) -> Json:
+def _lowest(first: Json, second: Json) -> Json:
     """Return the error of the lowest rank; None where neither rank has an error."""
-    if mine is None or theirs is None:
-        return theirs if mine is None else mine
-    return min(mine, theirs)
+    if first is None or second is None:
+        return second if first is None else first
+    return min(first, second)
 
 
 def as_checkpoint_error(error: Exception) -> CheckpointError:

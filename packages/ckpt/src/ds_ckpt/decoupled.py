@@ -77,12 +77,12 @@ class WriterProcess:
         if self._child is not None and self._child.poll() is None:
             return
         self.close()
-        self._link, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-I", "-S", str(_SCRIPT), str(theirs.fileno()), str(self._pool.fd)]
+        self._link, child_end = socket.socketpair()
+        with child_end:
+            command = [sys.executable, "-I", "-S", str(_SCRIPT), str(child_end.fileno()), str(self._pool.fd)]
             self._child = subprocess.Popen(
                 command,
-                pass_fds=(theirs.fileno(), self._pool.fd),
+                pass_fds=(child_end.fileno(), self._pool.fd),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,

@@ -95,12 +95,12 @@ class Files:
                 handle.users += 1
                 self._open.move_to_end(index)
         if handle is None:
-            made = self._opened(index)  # outside of the lock: a store may take its time
+            opened = self._opened(index)  # outside of the lock: a store may take its time
             with self._lock:
-                handle = self._open.setdefault(index, made)
+                handle = self._open.setdefault(index, opened)
                 handle.users += 1
-            if handle is not made:
-                made.file.close()
+            if handle is not opened:
+                opened.file.close()
             self._close_idle()
         try:
             yield handle
@@ -139,10 +139,10 @@ class Files:
         record = self._records[index]
         file = self._storage.open(SHARED if record.shared else self._tag, record.name)
         if file.nbytes != record.nbytes:
-            found = file.nbytes
+            actual_nbytes = file.nbytes
             file.close()
             raise CheckpointError(
-                f"{self.name(index)} has {found} bytes, the manifest says {record.nbytes}",
+                f"{self.name(index)} has {actual_nbytes} bytes, the manifest says {record.nbytes}",
                 code="ckpt-file-truncated",
                 fix="The file was cut or replaced; use another checkpoint.",
             )

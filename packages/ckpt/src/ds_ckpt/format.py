@@ -135,10 +135,10 @@ def unseal(data: bytes, where: str, version: int) -> tuple[Json, str]:
         )
     head = _HEAD.match(data)
     stated = head.group(2).decode() if head else ""
-    found = f"{crc32(memoryview(data)[head.end() if head else 0 :]):08x}"
-    if found != stated:
-        raise damaged(where, f"its checksum says {stated}, its content {found}")
-    return parse(data, where), found
+    checksum = f"{crc32(memoryview(data)[head.end() if head else 0 :]):08x}"
+    if checksum != stated:
+        raise damaged(where, f"its checksum says {stated}, its content {checksum}")
+    return parse(data, where), checksum
 
 
 def _check_readable(manifest: Manifest) -> None:

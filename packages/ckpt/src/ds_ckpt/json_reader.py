@@ -25,9 +25,9 @@ class Reader:
 
     def fields(self, value: Json, path: str, names: tuple[str, ...]) -> list[Json]:
         if type(value) is not dict or set(value) != set(names):
-            found = sorted(value)[:12] if type(value) is dict else type(value).__name__
+            present = sorted(value)[:12] if type(value) is dict else type(value).__name__
             raise invalid(
-                self.where, f"{path} must have exactly the fields {', '.join(names)}; found {str(found)[:200]}"
+                self.where, f"{path} must have exactly the fields {', '.join(names)}; found {str(present)[:200]}"
             )
         return [value[name] for name in names]
 

@@ -30,7 +30,7 @@ class LoadOptions:
     cast: bool = False
 
 
-def check_load(shards: Sequence[TensorShard], asked: Collection[str], manifest: Manifest, options: LoadOptions) -> None:
+def check_load(shards: Sequence[TensorShard], requested: Collection[str], manifest: Manifest, options: LoadOptions) -> None:
     """Refuse, with every reason at once, what the checkpoint cannot fill exactly.
 
     Args:
@@ -52,11 +52,11 @@ def check_load(shards: Sequence[TensorShard], asked: Collection[str], manifest: 
         problems.append(f"missing {name!r}" + (f" (nearest: {near[0]!r})" if near else ""))
     problems += more(missing)
     if options.strict:
-        served = {known[name] for name in asked if name in known}
-        mine = sorted(
+        served = {known[name] for name in requested if name in known}
+        unexpected = sorted(
             n for n, t in manifest.tensors.items() if n not in served and n.startswith(options.prefixes) and t.nbytes
         )
-        problems += [f"unexpected {name!r}" for name in mine[:SHOWN]] + more(mine)
+        problems += [f"unexpected {name!r}" for name in unexpected[:SHOWN]] + more(unexpected)
     wrong = []
     for shard in shards:
         if shard.name not in known:

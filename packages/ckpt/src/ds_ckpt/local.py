@@ -312,8 +312,8 @@ class LocalStorage:
             names = os.listdir(self.root)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        found = {n.removeprefix(_OLD) for n in names if not n.startswith(".") or n.startswith(_OLD)}
-        return [t for t in found if os.path.isfile(os.path.join(self._directory(t), MANIFEST))]
+        candidates = {n.removeprefix(_OLD) for n in names if not n.startswith(".") or n.startswith(_OLD)}
+        return [t for t in candidates if os.path.isfile(os.path.join(self._directory(t), MANIFEST))]
 
     def read(self, tag: str, name: str, limit: int) -> bytes:
         try:

@@ -127,9 +127,9 @@ class LocalCheckpointer:
         local = list(shards)
         tag = self._ranks.first(lambda: newest_tag(self._storage))
         far = -1 if tag is None else int(self._ranks.first(lambda: inspect(CheckpointRef(self._storage, tag)).meta.get(_STEP, -1)))
-        found = self._near.restore(local, newer_than=far)
-        if found is not None:
-            return found[0], dict(found[1]["meta"])
+        snapshot = self._near.restore(local, newer_than=far)
+        if snapshot is not None:
+            return snapshot[0], dict(snapshot[1]["meta"])
         if tag is None:
             return None
         meta = load(CheckpointRef(self._storage, tag), local, group=self._ranks, options=options)
@@ -147,8 +147,8 @@ class LocalCheckpointer:
         def wanted(record: Mapping[str, Json]) -> Iterable[Local]:
             return shards(record["meta"]["meta"], [row[0] for row in record["shards"]])
 
-        found = self._near.restore(wanted, newer_than=newer_than)
-        return None if found is None else (found[0], dict(found[1]["meta"]))
+        snapshot = self._near.restore(wanted, newer_than=newer_than)
+        return None if snapshot is None else (snapshot[0], dict(snapshot[1]["meta"]))
 
     def wait(self) -> None:
         """Return when the last snapshot is on the nodes, and what was due is in the store."""
@@ -206,8 +206,8 @@ class LocalCheckpointer:
                 local.extend(item for item in shards_of(record, data) if item.shard.name not in hidden)
 
             self._behind.settle(read, patience_s=TRANSFER_S)
-            told = record["meta"]
-            what = ({**told["meta"], _STEP: step}, told["aliases"])
+            snapshot_meta = record["meta"]
+            what = ({**snapshot_meta["meta"], _STEP: step}, snapshot_meta["aliases"])
             target = CheckpointRef(self._storage, f"step-{step}")
             job = prepare(
                 self._behind, target, lambda: [item.shard for item in local], what, self._cache, self._packing

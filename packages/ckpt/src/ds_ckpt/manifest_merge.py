@@ -25,7 +25,7 @@ def select(index: CheckpointIndex, shards: Sequence[TensorShard]) -> list[LeafEn
         if s.numel and index.aliases.get(s.name, s.name) in index.tensors
     ]
     zones = zones_of(wanted)
-    return [leaf for leaf in index.leaves if any(meet(own, zone) for zone in leaf.zones for own in zones)]
+    return [leaf for leaf in index.leaves if any(meet(shard_zone, zone) for zone in leaf.zones for shard_zone in zones)]
 
 
 def join(index: CheckpointIndex, leaves: Sequence[Leaf], *, whole: bool) -> Manifest:

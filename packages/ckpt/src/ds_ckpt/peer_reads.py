@@ -61,10 +61,10 @@ def _private(folder: Path) -> Path:
     Places in memory are shared by all users of a host.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    found = folder.stat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise CheckpointError(
-            f"{folder} (owner {found.st_uid}, mode {found.st_mode & 0o777:o}) is open to other users, who could read or change "
+            f"{folder} (owner {status.st_uid}, mode {status.st_mode & 0o777:o}) is open to other users, who could read or change "
             "the snapshots",
             code="ckpt-not-private",
             fix="Choose a folder that does not exist yet, or is yours with mode 700.",
@@ -112,8 +112,8 @@ class PeerSnapshots:
             return False
         self.wait()
         with ds_monitor.span("ckpt.peer_snapshot", step=step):
-            taken = _taken(step, self._ranks.size, check_local(shards), meta)
-        self._under_way = self._thread.submit(self._spread, step, taken)
+            snapshot = _taken(step, self._ranks.size, check_local(shards), meta)
+        self._under_way = self._thread.submit(self._spread, step, snapshot)
         return True
 
     def wait(self) -> None:
@@ -171,23 +171,23 @@ class PeerSnapshots:
 
     # -- behind the steps
 
-    def _spread(self, step: int, own: _Snapshot) -> None:
+    def _spread(self, step: int, own_snapshot: _Snapshot) -> None:
         rank, size = self._ranks.rank, self._ranks.size
         owner, buddy = (rank - self._distance) % size, (rank + self._distance) % size
-        kept = [(rank, own)]
+        snapshots = [(rank, own_snapshot)]
         if owner != rank:
-            said = json.loads(self._behind.swap(json.dumps([own.data.numel(), own.record]).encode(), buddy, owner))
-            theirs = _Snapshot(torch.empty(said[0], dtype=torch.uint8), said[1])
+            header = json.loads(self._behind.swap(json.dumps([own_snapshot.data.numel(), own_snapshot.record]).encode(), buddy, owner))
+            owner_snapshot = _Snapshot(torch.empty(header[0], dtype=torch.uint8), header[1])
             works = [
-                isend(own.data, group=self._behind.group, group_dst=buddy, unit="snapshot"),
-                irecv(theirs.data, group=self._behind.group, group_src=owner, unit="snapshot"),
+                isend(own_snapshot.data, group=self._behind.group, group_dst=buddy, unit="snapshot"),
+                irecv(owner_snapshot.data, group=self._behind.group, group_src=owner, unit="snapshot"),
             ]
             for work in works:
                 work.wait()
-            kept.append((owner, theirs))
+            snapshots.append((owner, owner_snapshot))
 
         def store() -> None:
-            for whose, snapshot in kept:
+            for whose, snapshot in snapshots:
                 storage = LocalStorage(self._place(rank, whose))
                 at = CheckpointRef(storage, f"step-{step}")
                 save(at, full_shards({"bytes": snapshot.data}), snapshot.record, group=Coordinator.alone())
@@ -195,7 +195,7 @@ class PeerSnapshots:
         self._behind.settle(store, patience_s=TRANSFER_S)
 
         def thin() -> None:  # only now: until every rank has the new step, the older one is what all have
-            for whose, _ in kept:
+            for whose, _ in snapshots:
                 prune(LocalStorage(self._place(rank, whose)), _KEEP)
 
         self._behind.settle(thin)
@@ -217,9 +217,9 @@ class PeerSnapshots:
 
     def _givers(self, passed: set[tuple[int, int]]) -> dict[int, set[int]]:
         """Find which ranks' hosts have each step of this rank's shards: step -> ranks. Collective."""
-        told = {owner: json.dumps(sorted(steps)).encode() for owner, steps in self._find_snapshots().items()}
+        messages = {owner: json.dumps(sorted(steps)).encode() for owner, steps in self._find_snapshots().items()}
         out: dict[int, set[int]] = {}
-        for holder, data in self._ranks.route({o: d for o, d in told.items() if o < self._ranks.size}).items():
+        for holder, data in self._ranks.route({o: d for o, d in messages.items() if o < self._ranks.size}).items():
             for step in json.loads(data):
                 if (step, holder) not in passed:
                     out.setdefault(step, set()).add(holder)
@@ -230,13 +230,13 @@ class PeerSnapshots:
 
         None for a record: the giver's copy is damaged.
         """
-        asked = self._ranks.route({giver: b""})
-        found = self._find_snapshots()
+        requests = self._ranks.route({giver: b""})
+        local_copies = self._find_snapshots()
         read: dict[int, _Snapshot] = {}
         answers = {}
-        for owner in asked:
+        for owner in requests:
             try:
-                path = found[owner][step]
+                path = local_copies[owner][step]
                 data = torch.empty(inspect(path).nbytes, dtype=torch.uint8)
                 read[owner] = _Snapshot(data, load(path, full_shards({"bytes": data}), group=Coordinator.alone()))
             except (CheckpointError, KeyError) as error:
@@ -252,21 +252,21 @@ class PeerSnapshots:
         rank = self._ranks.rank
         works = []
         if giver == rank:
-            mine = read[rank].data
+            buffer = read[rank].data
         else:
-            mine = torch.empty(_starts([_shard(row) for row in record["shards"]])[1], dtype=torch.uint8)
-            works.append(irecv(mine, group=self._behind.group, group_src=giver, unit="snapshot"))
+            buffer = torch.empty(_starts([_shard(row) for row in record["shards"]])[1], dtype=torch.uint8)
+            works.append(irecv(buffer, group=self._behind.group, group_src=giver, unit="snapshot"))
         for owner, snapshot in read.items():
             if owner != rank:
                 works.append(isend(snapshot.data, group=self._behind.group, group_dst=owner, unit="snapshot"))
         for work in works:
             work.wait()
-        return mine
+        return buffer
 
 
-def _both(mine: Json, theirs: Json) -> Json:
+def _both(first: Json, second: Json) -> Json:
     """Steps that both have."""
-    return sorted(set(mine) & set(theirs))
+    return sorted(set(first) & set(second))
 
 
 def shards_of(record: Mapping[str, Json], data: Tensor) -> list[Local]:

@@ -120,12 +120,12 @@ class ObjectStorage:
     def names(self, path: str) -> list[tuple[str, float]]:
         """List the names below a path, with the seconds since each was written (0 where the store does not say)."""
         try:
-            found = self.ask(f"list {path}", lambda fs: fs.ls(path, detail=True, refresh=True))
+            listing = self.ask(f"list {path}", lambda fs: fs.ls(path, detail=True, refresh=True))
         except FileNotFoundError:
             return []
         now = time.time()
         out = []
-        for entry in found:
+        for entry in listing:
             name = str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]
             written = entry.get("LastModified") or entry.get("mtime") or entry.get("created")
             stamp = getattr(written, "timestamp", None)

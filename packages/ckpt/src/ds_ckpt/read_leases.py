@@ -19,10 +19,10 @@ def hold_name(tag: str, seconds: float) -> str:
 
 def held_tags(names: Collection[str]) -> set[str]:
     """Tags that files of these names hold now."""
-    held = set()
+    leased = set()
     for name in names:
         tag, _, rest = name.partition("@")
         until = rest.partition("@")[0]
         if until.isdigit() and int(until) > time.time():
-            held.add(tag)
-    return held
+            leased.add(tag)
+    return leased

@@ -255,16 +255,16 @@ def unproven(partials: Iterable[PartialRead], expected: Mapping[tuple[int, int],
     for p in partials:
         parts.setdefault((p.file, p.at), set()).add((p.ranges, p.crc))
     out = []
-    for key, found in sorted(parts.items()):
+    for key, block_parts in sorted(parts.items()):
         nbytes, want = expected[key]
         at, crc = 0, 0
-        for low, high in sorted(r for ranges, _ in found for r in ranges):
+        for low, high in sorted(r for ranges, _ in block_parts for r in ranges):
             if low != at:
                 break
             at = high
-        for _, part in found:
+        for _, part in block_parts:
             crc ^= part
-        if at != nbytes or crc != want or sum(h - l for ranges, _ in found for l, h in ranges) != nbytes:  # noqa: E741
+        if at != nbytes or crc != want or sum(h - l for ranges, _ in block_parts for l, h in ranges) != nbytes:  # noqa: E741
             out.append(key)
     return out
 

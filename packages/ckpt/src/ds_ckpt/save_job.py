@@ -125,27 +125,27 @@ class SaveJob:
 
     def publish_leaf(self, leaf: Leaf | None) -> bytes:
         """Step 5: what this rank sends rank 0; writes the leaf's file where leaves have files."""
-        said: dict[str, Json] = {"planned": {n: [dtype, shape] for n, (dtype, shape) in self.share.planned.items()}}
+        report: dict[str, Json] = {"planned": {n: [dtype, shape] for n, (dtype, shape) in self.share.planned.items()}}
         if leaf is not None:
             if self.inline:
-                said["leaf"] = leaf_json(leaf)
+                report["leaf"] = leaf_json(leaf)
             else:
                 data, name = encode_leaf(leaf), self.draft.leaf_name(self.rank)
                 put(self.draft, name, data)
-                said["entry"] = entry_json(entry_of(leaf, name, data))
-        return dump(said).encode()
+                report["entry"] = entry_json(entry_of(leaf, name, data))
+        return dump(report).encode()
 
     @property
     def inline(self) -> bool:
         """Whether the manifest holds all places itself (version 1): few enough for one rank to plan, in files of their own."""
         return self.share.alone and self.packing is None
 
-    def commit(self, said: Mapping[int, bytes]) -> Json:
+    def commit(self, reports: Mapping[int, bytes]) -> Json:
         """Publish, from what every rank said; the sequence number and the bytes of all tensors. Rank 0 only."""
         with ds_monitor.span("ckpt.commit", checkpoint=self.at.tag):
             sequence = next_sequence(self.at.storage)
             replaced = shared_files(self.at)
-            answers = [json.loads(data) for _, data in sorted(said.items())]
+            answers = [json.loads(data) for _, data in sorted(reports.items())]
             tensors: dict[str, Kind] = {}
             for answer in answers:
                 tensors |= {name: (dtype, tuple(shape)) for name, (dtype, shape) in answer["planned"].items()}
@@ -238,10 +238,10 @@ def prepare(
 
     `shards` gives this rank's; an error it raises is an error on every rank.
     """
-    own: list[TensorShard] = []
+    local_shards: list[TensorShard] = []
 
     def describe() -> Json:
-        own.extend(shards())
+        local_shards.extend(shards())
         at, meta = locate(path), to_json(record[0])
         where = at.storage.where(at.tag)
         sums = {key: crc32(dump(value).encode()) for key, value in meta.items()}
@@ -250,61 +250,61 @@ def prepare(
             "explain": [where, sums],
             "aliases": dict(record[1]),
             "clash": None,
-            "changed": cache.shards != own,
-            "most": len(own),
+            "changed": cache.shards != local_shards,
+            "most": len(local_shards),
             "token": new_token() if ranks.rank == 0 else None,
         }
 
-    mine = ranks.settle(describe)
-    explain = mine.pop("explain")
-    common = ranks.spread(mine, _common)
+    description = ranks.settle(describe)
+    explain = description.pop("explain")
+    common = ranks.spread(description, _common)
     if common["same"] is None:
         _tell_difference(ranks.exchange(explain))
     if common["clash"] is not None:
         raise _bad_alias(*common["clash"])
     if common["changed"]:
-        cache.share = _share(ranks, own, common["most"])
-        cache.shards = own
+        cache.share = _share(ranks, local_shards, common["most"])
+        cache.shards = local_shards
     at = locate(path)
     draft = at.storage.draft(at.tag, common["token"])
     if packing is not None:
-        packing.look(ranks, at, own)
+        packing.look(ranks, at, local_shards)
     return SaveJob(at, draft, cache.share, ranks.rank, to_json(record[0]), dict(sorted(common["aliases"].items())), packing)
 
 
-def _common(mine: Json, theirs: Json) -> Json:
+def _common(first: Json, second: Json) -> Json:
     """Merge the descriptions that two ranks give of a save."""
-    merged = {**mine["aliases"], **theirs["aliases"]}
+    merged = {**first["aliases"], **second["aliases"]}
     clashes = [
         [name, target]
-        for name, target in sorted(mine["aliases"].items())
-        if theirs["aliases"].get(name, target) != target
+        for name, target in sorted(first["aliases"].items())
+        if second["aliases"].get(name, target) != target
     ]
-    known = [c for c in (mine["clash"], theirs["clash"]) if c is not None]
+    known = [c for c in (first["clash"], second["clash"]) if c is not None]
     return {
-        "same": mine["same"] if mine["same"] == theirs["same"] else None,
+        "same": first["same"] if first["same"] == second["same"] else None,
         "aliases": merged,
         "clash": min([*clashes, *known], default=None),
-        "changed": mine["changed"] or theirs["changed"],
-        "most": max(mine["most"], theirs["most"]),
-        "token": mine["token"] or theirs["token"],
+        "changed": first["changed"] or second["changed"],
+        "most": max(first["most"], second["most"]),
+        "token": first["token"] or second["token"],
     }
 
 
-def _share(ranks: Coordinator, own: list[TensorShard], most: int) -> RankSavePlan:
+def _share(ranks: Coordinator, local_shards: list[TensorShard], most: int) -> RankSavePlan:
     count = num_planners(most, ranks.size)
-    came = ranks.route(described(own, count, ranks.size))
+    came = ranks.route(described(local_shards, count, ranks.size))
     answers: dict[int, bytes] = {}
     table: dict[str, Kind] = {}
 
     def plan() -> None:
         if came:
-            found, kinds = planned(came, ranks.rank, ranks.size)
-            answers.update(found)
+            messages, kinds = planned(came, ranks.rank, ranks.size)
+            answers.update(messages)
             table.update(kinds)
 
     ranks.settle(plan)
-    return RankSavePlan(entries_of(ranks.route(answers), own, ranks.rank), table, count == 1)
+    return RankSavePlan(entries_of(ranks.route(answers), local_shards, ranks.rank), table, count == 1)
 
 
 class Gathered:
@@ -320,15 +320,15 @@ class Gathered:
 
 def publish(ranks: Coordinator, job: SaveJob, write: Callable[[], Leaf | None]) -> SaveResult:
     """Steps 3 to 6 of a save; `write` is step 4. Collective."""
-    said: list[bytes] = []
+    reports: list[bytes] = []
 
     def account() -> None:
-        said.append(job.publish_leaf(write()))
+        reports.append(job.publish_leaf(write()))
 
     try:
         ranks.settle(lambda: job.draft.create() if ranks.rank == 0 else None)
         ranks.settle(account, patience_s=TRANSFER_S)
-        came = ranks.route({0: said[0]})
+        came = ranks.route({0: reports[0]})
         sequence, nbytes = ranks.first(lambda: job.commit(came))
     except BaseException as error:
         if ranks.rank == 0:
@@ -350,10 +350,10 @@ def undo(draft: Draft, error: BaseException) -> None:
         ds_monitor.event("ckpt.leftover", why=str(left))
 
 
-def _tell_difference(said: Sequence[Json]) -> None:
+def _tell_difference(explanations: Sequence[Json]) -> None:
     """Raise what differs between ranks. `said`: of each, the place and a checksum of each value of meta."""
-    where, first = said[0]
-    for rank, (other, sums) in enumerate(said[1:], 1):
+    where, first = explanations[0]
+    for rank, (other, sums) in enumerate(explanations[1:], 1):
         if other != where:
             raise CheckpointError(
                 f"ranks save to different places: rank 0 to {where}, rank {rank} to {other}",
@@ -385,16 +385,16 @@ def _bad_alias(name: str, target: str) -> CheckpointError:
 
 def _leaf(items: Sequence[Item], written: Written) -> Leaf:
     """Build the leaf that describes the content of a rank's file."""
-    found: dict[str, dict[Box, list[PieceRecord]]] = {}
+    pieces_by_name: dict[str, dict[Box, list[PieceRecord]]] = {}
     kinds: dict[str, Kind] = {}
     at = written.file.header_nbytes
     for item, crc in zip(items, written.crc32, strict=True):
         piece = PieceRecord(0, at, item.piece.numel, tuple(crc), item.at)
-        found.setdefault(item.name, {}).setdefault(item.box, []).append(piece)
+        pieces_by_name.setdefault(item.name, {}).setdefault(item.box, []).append(piece)
         kinds[item.name] = (item.dtype, item.total)
         at += item.nbytes
     tensors = {
         name: TensorRecord(*kinds[name], tuple(PartRecord(box, tuple(pieces)) for box, pieces in boxes.items()))
-        for name, boxes in found.items()
+        for name, boxes in pieces_by_name.items()
     }
     return Leaf((written.file,), tensors)

@@ -158,17 +158,17 @@ def plan_save(requests: Sequence[Sequence[TensorShard]], split_bytes: int = BLOC
             tensor), "ckpt-incomplete-tensor" (elements that no rank holds).
     Cost: n log n in the number of shards; the same result on every rank.
     """
-    held: dict[str, list[tuple[int, int, TensorShard]]] = {}
+    shards_by_name: dict[str, list[tuple[int, int, TensorShard]]] = {}
     for rank, shards in enumerate(requests):
         for index, shard in enumerate(shards):
-            held.setdefault(shard.name, []).append((rank, index, shard))
-    _check_names(held)
+            shards_by_name.setdefault(shard.name, []).append((rank, index, shard))
+    _check_names(shards_by_name)
     load = [0] * len(requests)
     shared: list[tuple[int, str, int, int, int, tuple[_Source, ...]]] = []
     chosen: dict[str, list[tuple[Box, list[tuple[int, int, _Source]]]]] = {}
-    for name in sorted(held):
-        parts = _parts(held[name])
-        itemsize = ITEMSIZE[held[name][0][2].dtype]
+    for name in sorted(shards_by_name):
+        parts = _parts(shards_by_name[name])
+        itemsize = ITEMSIZE[shards_by_name[name][0][2].dtype]
         chosen[name] = [(box, []) for box, _ in parts]
         for number, (box, sources) in enumerate(parts):
             for start, stop, holders in _segments(name, box, sources):
@@ -183,8 +183,8 @@ def plan_save(requests: Sequence[Sequence[TensorShard]], split_bytes: int = BLOC
     _balance(shared, load, chosen, favoured)
     tensors = {}
     for name, parts_chosen in chosen.items():
-        shard = held[name][0][2]
-        parts_done = tuple(PlannedPart(box, _pieces(taken)) for box, taken in parts_chosen)
+        shard = shards_by_name[name][0][2]
+        parts_done = tuple(PlannedPart(box, _pieces(segments)) for box, segments in parts_chosen)
         tensors[name] = PlannedTensor(shard.dtype, shard.shape, parts_done)
     return SavePlan(tensors, _items(tensors, len(requests)))
 
@@ -213,22 +213,22 @@ def _balance(
         chosen[name][number][1].append((low, high, by_rank[rank]))
 
 
-def _check_names(held: Mapping[str, Sequence[tuple[int, int, TensorShard]]]) -> None:
-    bad = [name for name in held if not valid_name(name)]
+def _check_names(shards_by_name: Mapping[str, Sequence[tuple[int, int, TensorShard]]]) -> None:
+    bad = [name for name in shards_by_name if not valid_name(name)]
     if bad:
         raise CheckpointError(
             f"a checkpoint cannot hold tensors named {_listed([repr(n) for n in bad])}",
             code="ckpt-name",
             fix="Use printable names without `#`, up to 4096 characters.",
         )
-    unknown = sorted({s.dtype for group in held.values() for _, _, s in group} - set(CODE))
+    unknown = sorted({s.dtype for group in shards_by_name.values() for _, _, s in group} - set(CODE))
     if unknown:
         raise CheckpointError(
             f"a checkpoint cannot hold elements of type {', '.join(unknown)}",
             code="ckpt-dtype",
             fix=f"Convert to one of {', '.join(CODE)}.",
         )
-    for name, group in held.items():
+    for name, group in shards_by_name.items():
         first_rank, _, first = group[0]
         for rank, _, shard in group[1:]:
             if (shard.shape, shard.dtype) != (first.shape, first.dtype):
@@ -253,10 +253,10 @@ def _parts(group: Sequence[tuple[int, int, TensorShard]]) -> list[tuple[Box, lis
     boxes = sorted(by_box, key=lambda b: (b.offset, b.shape))
     whole = Box.whole(group[0][2].shape)
     if disjoint(boxes):
-        found = sum(box.numel for box in boxes)
-        if found != whole.numel:
+        covered = sum(box.numel for box in boxes)
+        if covered != whole.numel:
             raise CheckpointError(
-                f"{group[0][2].name!r} has {whole.numel} elements, the ranks' boxes only {found}",
+                f"{group[0][2].name!r} has {whole.numel} elements, the ranks' boxes only {covered}",
                 code="ckpt-incomplete-tensor",
                 fix="Pass the shards of every rank, with a group that contains all of them.",
             )
@@ -273,11 +273,11 @@ def _segments(name: str, box: Box, sources: Sequence[_Source]) -> Iterator[tuple
     edges = sorted({edge for s in sources for edge in (s.start, s.stop)})
     starts = sorted(sources, key=lambda s: (s.start, s.rank, s.shard))
     active: list[_Source] = []
-    taken, at = 0, 0
+    next_index, at = 0, 0
     for low, high in itertools.pairwise(edges):
-        while taken < len(starts) and starts[taken].start <= low:
-            active.append(starts[taken])
-            taken += 1
+        while next_index < len(starts) and starts[next_index].start <= low:
+            active.append(starts[next_index])
+            next_index += 1
         active = [s for s in active if s.stop > low]
         if low != at or not active:
             break
@@ -291,9 +291,9 @@ def _segments(name: str, box: Box, sources: Sequence[_Source]) -> Iterator[tuple
         )
 
 
-def _pieces(taken: list[tuple[int, int, _Source]]) -> tuple[PlannedPiece, ...]:
+def _pieces(segments: list[tuple[int, int, _Source]]) -> tuple[PlannedPiece, ...]:
     pieces: list[PlannedPiece] = []
-    for low, high, source in sorted(taken, key=lambda t: t[0]):
+    for low, high, source in sorted(segments, key=lambda t: t[0]):
         start = source.at + low - source.start
         last = pieces[-1] if pieces else None
         if last and (last.rank, last.shard, last.start + last.numel) == (source.rank, source.shard, start):
@@ -355,8 +355,8 @@ def plan_load(shards: Sequence[TensorShard], manifest: Manifest) -> tuple[BlockR
 
 def of_shards(reads: Sequence[BlockRead], chosen: Collection[int]) -> list[BlockRead]:
     """Restrict the reads of a load plan to the runs that fill the `chosen` shards."""
-    kept = (replace(read, runs=tuple(run for run in read.runs if run.shard in chosen)) for read in reads)
-    return [read for read in kept if read.runs]
+    selected = (replace(read, runs=tuple(run for run in read.runs if run.shard in chosen)) for read in reads)
+    return [read for read in selected if read.runs]
 
 
 def all_blocks(manifest: Manifest) -> tuple[BlockRead, ...]:
@@ -417,20 +417,20 @@ def _aligned(shard: TensorShard, part: Box) -> Iterator[tuple[int, int, int]]:
         inner -= 1
     dim = max(inner - 1, 0)
     length = math.prod(common.shape[dim:])
-    ours, theirs = _strides(shard.box), _strides(part)
+    ours, part_strides = _strides(shard.box), _strides(part)
     low = _flat(common.offset, shard.box.offset, ours)
-    base = _flat(common.offset, part.offset, theirs)
+    base = _flat(common.offset, part.offset, part_strides)
     outer = common.shape[:dim]
     for n in range(math.prod(outer)):
-        rest, mine, other = n, low, base
+        rest, shard_at, other = n, low, base
         for d in reversed(range(dim)):
             rest, i = divmod(rest, outer[d])
-            mine += i * ours[d]
-            other += i * theirs[d]
-        start = max(mine, shard.interval.start)
-        stop = min(mine + length, shard.interval.stop)
+            shard_at += i * ours[d]
+            other += i * part_strides[d]
+        start = max(shard_at, shard.interval.start)
+        stop = min(shard_at + length, shard.interval.stop)
         if start < stop:
-            yield start - shard.interval.start, other + start - mine, stop - start
+            yield start - shard.interval.start, other + start - shard_at, stop - start
 
 
 def _strides(box: Box) -> list[int]:

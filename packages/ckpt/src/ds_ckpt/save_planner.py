@@ -44,7 +44,7 @@ def described(shards: Sequence[TensorShard], planners: int, world: int) -> dict[
         box = None if s.box == Box.whole(s.shape) else [s.box.offset, s.box.shape]
         row = [index, s.name, s.dtype, s.shape, box, s.interval.start, s.interval.stop]
         rows.setdefault(planner_of(s.name, planners, world), []).append(row)
-    return {rank: _dump(found) for rank, found in rows.items()}
+    return {rank: _dump(rank_rows) for rank, rank_rows in rows.items()}
 
 
 def planned(came: Mapping[int, bytes], rank: int, world: int) -> tuple[dict[int, bytes], Table]:

@@ -43,14 +43,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a name that `dtype_name` returned."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise CheckpointError(
             f"this torch has no dtype {name}",
             code="ckpt-dtype",
             fix="Update torch, or convert the checkpoint elsewhere.",
         )
-    return found
+    return dtype
 
 
 def check_local(shards: Iterable[Local]) -> list[Local]:
@@ -118,14 +118,14 @@ def staged_groups(locals_: Sequence[Local], stored_dtypes: Sequence[str], limit_
     shared with other processes, or plain) counts for nothing.
     """
     groups: list[set[int]] = [set()]
-    held = 0
+    staged_bytes = 0
     for i, (local, dtype) in enumerate(zip(locals_, stored_dtypes, strict=True)):
         nbytes = 0 if _in_place(local, dtype) else local.shard.numel * ITEMSIZE[dtype]
-        if held and held + nbytes > limit_bytes:
+        if staged_bytes and staged_bytes + nbytes > limit_bytes:
             groups.append(set())
-            held = 0
+            staged_bytes = 0
         groups[-1].add(i)
-        held += nbytes
+        staged_bytes += nbytes
     return groups
 
 

@@ -32,8 +32,8 @@ def put_object(fs: Any, retries: RetryPolicy, path: str, data: bytes) -> None:
 
     def ask() -> None:
         fs.pipe_file(path, data)
-        if (found := size_of(fs, path)) != len(data):
-            raise IncompleteError(f"{path} has {found} bytes, {len(data)} were written")
+        if (size := size_of(fs, path)) != len(data):
+            raise IncompleteError(f"{path} has {size} bytes, {len(data)} were written")
 
     retries(f"write {path}", ask)
 
@@ -139,8 +139,8 @@ class PartsFile(_InOrder):
             if size_of(self._fs, self._path) != self._at:
                 raise
         self._fs.invalidate_cache(self._path.rpartition("/")[0])
-        if (found := size_of(self._fs, self._path)) != self._at:
-            raise IncompleteError(f"{self._path} has {found} bytes, {self._at} were written")
+        if (size := size_of(self._fs, self._path)) != self._at:
+            raise IncompleteError(f"{self._path} has {size} bytes, {self._at} were written")
 
     def _ask(self, method: str, **arguments: Any) -> Any:
         return self._fs.call_s3(method, Bucket=self._bucket, Key=self._key, **arguments)

@@ -65,5 +65,5 @@ def named_group(
         len(members), members.index(world.rank()), members, kind, store, group_name, **options
     )
     c10d._world.pg_group_ranks[pg] = {rank: place for place, rank in enumerate(members)}
-    made: dist.ProcessGroup = pg
-    return made
+    group: dist.ProcessGroup = pg
+    return group

@@ -26,15 +26,15 @@ class BackendChoice:
     otherwise: str = ""
 
 
-def choose_backend(asked: str | None, env: Mapping[str, str], launch: LaunchedProcess, device: tuple[str, str]) -> BackendChoice:
+def choose_backend(requested: str | None, env: Mapping[str, str], launch: LaunchedProcess, device: tuple[str, str]) -> BackendChoice:
     """Choose the backend: `requested`, else DS_COMM_BACKEND, else the best for the device and the ranks' hosts.
 
     Args:
         requested: The caller's choice.
         device: Type of the accelerator and torch's backend for it: `("cuda", "nccl")`, `("cpu", "gloo")`.
     """
-    if asked:
-        return BackendChoice(asked, "asked for")
+    if requested:
+        return BackendChoice(requested, "asked for")
     if env.get(BACKEND_VARIABLE):
         return BackendChoice(env[BACKEND_VARIABLE], f"{BACKEND_VARIABLE} is set")
     kind, backend = device
@@ -43,10 +43,10 @@ def choose_backend(asked: str | None, env: Mapping[str, str], launch: LaunchedPr
     if launch.world_size == 1:
         return BackendChoice(backend, "there is one rank")
     if not launch.one_host:
-        told = (
+        ranks_here = (
             f"{launch.local_size} of {launch.world_size} ranks are" if launch.local_size else "nobody told how many are"
         )
-        return BackendChoice(backend, f"{told} on this host")
+        return BackendChoice(backend, f"{ranks_here} on this host")
     return BackendChoice("shm", f"all {launch.world_size} ranks are on this host", otherwise=backend)
 
 

@@ -19,9 +19,9 @@ def make_same(tensors: Sequence[Tensor], group: Group) -> None:
     if group.link is None:
         return
     with torch.no_grad():
-        mine = _digests([t.detach() for t in tensors])
-        all_of = torch.empty(group.size * mine.numel(), dtype=torch.int64)
-        all_gather_single(all_of, mine.flatten(), group, unit="shard")
+        digests = _digests([t.detach() for t in tensors])
+        all_of = torch.empty(group.size * digests.numel(), dtype=torch.int64)
+        all_gather_single(all_of, digests.flatten(), group, unit="shard")
         table = all_of.view(group.size, -1, 2)
         differs = (table != table[0]).flatten(2).any(2).any(0)
         for i in differs.nonzero().flatten().tolist():

@@ -58,8 +58,8 @@ class BufferPool:
     def close(self) -> None:
         """`drop`, and `close` what is shared."""
         self.drop()
-        for made in self._shared.values():
-            made.close()
+        for resource in self._shared.values():
+            resource.close()
         self._shared.clear()
 
     def drop(self) -> int:

@@ -186,8 +186,8 @@ class CollectiveCall:
         except RuntimeError as error:
             recorder.ended(slot)
             span.__exit__(None, None, None)
-            told = failed(self, recorder.explain(slot), error)
-            raise told from (None if isinstance(error, CommError) else error)
+            failure = failed(self, recorder.explain(slot), error)
+            raise failure from (None if isinstance(error, CommError) else error)
         work = PendingWork(
             started if back is None else _then(started, back), self, (recorder, slot, order.key), span, host_waits
         )
@@ -196,10 +196,10 @@ class CollectiveCall:
         work.wait()
         return DONE
 
-    def size_error(self, found: str) -> CommError:
+    def size_error(self, mismatch: str) -> CommError:
         """Return the error for buffers whose sizes do not match on this rank."""
         return CommError(
-            f"{self} ({self.group.size} ranks): {found}.",
+            f"{self} ({self.group.size} ranks): {mismatch}.",
             code="comm-size",
             fix="Pass buffers of matching sizes; pad the last part where the ranks do not divide a tensor.",
         )
@@ -207,14 +207,14 @@ class CollectiveCall:
     def _transport(self, by_device: dict[str, type[Transport]], tensor: Tensor | None) -> type[Transport]:
         if tensor is None:
             return next(iter(by_device.values()))
-        found = by_device.get(tensor.device.type)
-        if found is None:
+        transport = by_device.get(tensor.device.type)
+        if transport is None:
             raise CommError(
                 f"{self}: it communicates tensors on {sorted(by_device)}, got one on {tensor.device}",
                 code="comm-device",
                 fix="Move the tensor, or initialise with a backend for its device (backend='cpu:gloo,cuda:nccl').",
             )
-        return found
+        return transport
 
     def _span(self, tensor: Tensor | None, nbytes: int | None, place: tuple[str, int]) -> AbstractContextManager[None]:
         if not ds_monitor.active():

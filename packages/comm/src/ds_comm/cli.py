@@ -70,8 +70,8 @@ def _debug(args: argparse.Namespace) -> int:
     dumps = read_dumps(args.folder, args.job)
     others = [job for job in jobs_in(args.folder) if job.name != dumps[0].job]
     if args.json:
-        told = [{"job": job.name, "ranks": list(job.files), "written_s": job.written_s} for job in others]
-        print(json.dumps({"job": dumps[0].job, "others": told, **as_dict(dumps)}, indent=1))
+        summaries = [{"job": job.name, "ranks": list(job.files), "written_s": job.written_s} for job in others]
+        print(json.dumps({"job": dumps[0].job, "others": summaries, **as_dict(dumps)}, indent=1))
         return 0
     print(render(dumps, args.before))
     if others:

@@ -242,8 +242,8 @@ def all_to_all_single(
     call.check(output, input)
     receive = call.cut("output", _rows(output), output_split_sizes)
     send = call.cut("input", _rows(input), input_split_sizes)
-    mine, own = input[: send[call.group.rank]].numel(), output[: receive[call.group.rank]].numel()
-    call.check_parts("input part for itself", mine, "output part", own, 1)
+    sent_numel, received_numel = input[: send[call.group.rank]].numel(), output[: receive[call.group.rank]].numel()
+    call.check_parts("input part for itself", sent_numel, "output part", received_numel, 1)
     call.copy_alone(output, input)
     return call.start(input, async_op, lambda to: to.all_to_all_rows(output, input, receive, send))
 
@@ -266,10 +266,10 @@ def all_to_all(
     call.check(*output_tensor_list, *input_tensor_list, views=call.takes_views(first.device))
     call.check_list("output_tensor_list", output_tensor_list)
     call.check_list("input_tensor_list", input_tensor_list)
-    mine, out = input_tensor_list[call.group.rank], output_tensor_list[call.group.rank]
-    call.check_parts("input part for itself", mine.numel(), "output part", out.numel(), 1)
-    call.copy_alone(out, mine)
-    return call.start(mine, async_op, lambda to: to.all_to_all(output_tensor_list, input_tensor_list))
+    inp, out = input_tensor_list[call.group.rank], output_tensor_list[call.group.rank]
+    call.check_parts("input part for itself", inp.numel(), "output part", out.numel(), 1)
+    call.copy_alone(out, inp)
+    return call.start(inp, async_op, lambda to: to.all_to_all(output_tensor_list, input_tensor_list))
 
 
 def all_to_all_pieces(

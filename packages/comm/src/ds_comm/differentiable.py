@@ -314,11 +314,11 @@ def _dim(call: CollectiveCall, x: Tensor, dim: int) -> int:
     return dim % x.dim()
 
 
-def _everyones(call: CollectiveCall, name: str, mine: int, sizes: Sequence[int] | None) -> list[int]:
+def _everyones(call: CollectiveCall, name: str, extent: int, sizes: Sequence[int] | None) -> list[int]:
     if sizes is None:
-        return [mine] * call.group.size
-    if len(sizes) != call.group.size or sizes[call.group.rank] != mine or min(sizes) < 0:
+        return [extent] * call.group.size
+    if len(sizes) != call.group.size or sizes[call.group.rank] != extent or min(sizes) < 0:
         raise call.size_error(
-            f"{name} has {mine} places on rank {call.group.rank} of the group, the sizes are {list(sizes)}"
+            f"{name} has {extent} places on rank {call.group.rank} of the group, the sizes are {list(sizes)}"
         )
     return list(sizes)

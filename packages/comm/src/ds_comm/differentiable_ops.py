@@ -154,8 +154,8 @@ class SplitForward:
     cut: DimSizes
 
     def launch(self, x: Tensor, async_op: bool) -> Launched:
-        mine = x.split(self.cut.sizes, self.cut.dim)[self.call.group.rank]
-        return Launched(mine.clone(memory_format=torch.contiguous_format))
+        part = x.split(self.cut.sizes, self.cut.dim)[self.call.group.rank]
+        return Launched(part.clone(memory_format=torch.contiguous_format))
 
     def reverse(self) -> CollectiveOp:
         return AllGather(_back(self.call), self.cut, common=True)

@@ -279,11 +279,11 @@ _orders: WeakKeyDictionary[dist.ProcessGroup, OpSequence] = WeakKeyDictionary()
 
 
 def _order(pg: dist.ProcessGroup, name: str) -> OpSequence:
-    found = _orders.get(pg)
-    if found is None:
-        found = OpSequence(pg.group_name, name, tuple(dist.get_process_group_ranks(pg)), transports(pg))
-        _orders[pg] = found
-    return found
+    order = _orders.get(pg)
+    if order is None:
+        order = OpSequence(pg.group_name, name, tuple(dist.get_process_group_ranks(pg)), transports(pg))
+        _orders[pg] = order
+    return order
 
 
 def _short(ranks: Sequence[int]) -> str:

@@ -37,7 +37,7 @@ class HierarchicalGather:
         self._pool = pool
         self._line: deque[_Trip] = deque()
 
-    def gather(self, out: Tensor, mine: Tensor, unit: str) -> Work:
+    def gather(self, out: Tensor, inp: Tensor, unit: str) -> Work:
         """Start `all_gather_single(out, mine)` in two steps.
 
         Args:
@@ -46,16 +46,16 @@ class HierarchicalGather:
         Cost: (nodes-1) n elements over the links between nodes, (size-1) nodes n inside; a buffer of nodes n meanwhile.
         """
         self.push()
-        staged = self._pool.take(self.across.size * mine.numel(), mine.dtype, mine.device)
-        first = all_gather_single(staged, mine, self.across, async_op=True, unit=unit)
+        staged = self._pool.take(self.across.size * inp.numel(), inp.dtype, inp.device)
+        first = all_gather_single(staged, inp, self.across, async_op=True, unit=unit)
         trip = _Trip(self, out, staged, first, unit)
         self._line.append(trip)
         return trip
 
-    def gather_inside(self, out: Tensor, mine: Tensor, unit: str) -> Work:
+    def gather_inside(self, out: Tensor, inp: Tensor, unit: str) -> Work:
         """Start to put together `out` [size * n] from the pieces [n] of this node's ranks."""
         self.push()
-        return all_gather_single(out, mine, self.inside, async_op=True, unit=unit)
+        return all_gather_single(out, inp, self.inside, async_op=True, unit=unit)
 
     def push(self, last: Work | None = None) -> None:
         """Start the second steps that wait in line, in order; up to that of `last`, by default all."""
@@ -88,8 +88,8 @@ class _Trip:
         chunk = self._staged.numel() // self._route.across.size
         row = chunk * self._route.inside.size
         for node in range(self._route.across.size):
-            out, mine = self._out[node * row :][:row], self._staged[node * chunk :][:chunk]
-            self._second.append(all_gather_single(out, mine, self._route.inside, async_op=True, unit=self._unit))
+            out, inp = self._out[node * row :][:row], self._staged[node * chunk :][:chunk]
+            self._second.append(all_gather_single(out, inp, self._route.inside, async_op=True, unit=self._unit))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until `out` may be read."""

@@ -74,23 +74,23 @@ def read_launch(env: Mapping[str, str]) -> LaunchedProcess | None:
         CommError: some variables of a launcher are missing or not numbers ("comm-env").
     """
     for reader in (_kubernetes, _torchrun, _sagemaker, _azure, _openmpi, _mpich, _slurm):
-        found = reader(env)
-        if found is not None:
-            _check(found)
-            return found
+        launch = reader(env)
+        if launch is not None:
+            _check(launch)
+            return launch
     return None
 
 
 def first_host(nodelist: str) -> str:
     """Return the first host of a Slurm node list: `gpu[07-09,12],login1` gives `gpu07`."""
-    found = re.match(r"([^,\[]+)(?:\[([^\]]+)\]([^,\[]*))?", nodelist.strip())
-    if not found:
+    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\]([^,\[]*))?", nodelist.strip())
+    if not match:
         raise CommError(
             f"SLURM_STEP_NODELIST={nodelist!r} has no first host",
             code="comm-env",
             fix="Set MASTER_ADDR to the host of rank 0.",
         )
-    prefix, numbers, suffix = found.groups()
+    prefix, numbers, suffix = match.groups()
     return prefix if numbers is None else f"{prefix}{re.split('[-,]', numbers)[0]}{suffix}"
 
 

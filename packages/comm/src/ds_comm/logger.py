@@ -118,7 +118,7 @@ class CommsLogger:
         group = as_group(group)
         every: list[dict[_Key, list[float]]] = [{} for _ in range(group.size)]
         all_gather_object(
-            every, {key: list(found) for key, found in self._latencies_s.items()}, group, unit="comms logger"
+            every, {key: list(latencies) for key, latencies in self._latencies_s.items()}, group, unit="comms logger"
         )
         common = set.intersection(*(set(one) for one in every))
         return {key: [min(times) for times in zip(*(one[key] for one in every), strict=False)] for key in common}

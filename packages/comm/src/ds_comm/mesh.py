@@ -98,7 +98,7 @@ class MeshSpec:
         """Raise unless the degrees multiply to `world_size`."""
         if self.world_size == world_size:
             return
-        given = " x ".join(f"{axis} {n}" for axis in AXES if (n := getattr(self, axis)) > 1) or "no degree above 1"
+        degrees = " x ".join(f"{axis} {n}" for axis in AXES if (n := getattr(self, axis)) > 1) or "no degree above 1"
         others = self.world_size // self.data_shard
         fix = (
             f"Set mesh.data_shard = {world_size // others}, or leave it out to infer it."
@@ -106,7 +106,7 @@ class MeshSpec:
             else f"Start a multiple of {others} ranks, or lower a degree."
         )
         raise PlanError(
-            f"mesh degrees do not multiply to the world size:\n  {given} = {self.world_size}, world size {world_size}.",
+            f"mesh degrees do not multiply to the world size:\n  {degrees} = {self.world_size}, world size {world_size}.",
             code="mesh-size",
             fix=fix,
         )
@@ -149,12 +149,12 @@ class MeshSpec:
 
     def filter_match(self, **coordinate: int) -> list[int]:
         """Ranks with these indices along axes, in rising order; expert axes may be named, too."""
-        own = {axis: index for axis, index in coordinate.items() if axis in AXES}
+        dense = {axis: index for axis, index in coordinate.items() if axis in AXES}
         rest = {axis: index for axis, index in coordinate.items() if axis not in AXES}
         if not rest:
-            return self.grid.filter_match(**own)
+            return self.grid.filter_match(**dense)
         experts = set(self.expert_grid.filter_match(**rest))
-        return [rank for rank in self.grid.filter_match(**own) if rank in experts]
+        return [rank for rank in self.grid.filter_match(**dense) if rank in experts]
 
     def describe(self, rank: int) -> str:
         """`rank 3/8 data_shard=1 tensor=1`: what error messages start with."""
@@ -195,15 +195,15 @@ class Mesh(Mapping[str, Group]):
         world = world_group()
         spec.check(world.size)
         set_place(spec.describe(world.global_rank) if world.size > 1 else "")
-        made: dict[tuple[int, ...], Group | None] = {}
-        own: dict[str, Group] = {}
+        created: dict[tuple[int, ...], Group | None] = {}
+        groups: dict[str, Group] = {}
         for name in GROUPS:
             for ranks in spec.groups(name):
-                if ranks not in made:
-                    made[ranks] = new_group(ranks, name)
-                if (group := made[ranks]) is not None:
-                    own[name] = Group(name, group.ranks, group.rank, group.link)
-        return cls(spec, world.global_rank, own)
+                if ranks not in created:
+                    created[ranks] = new_group(ranks, name)
+                if (group := created[ranks]) is not None:
+                    groups[name] = Group(name, group.ranks, group.rank, group.link)
+        return cls(spec, world.global_rank, groups)
 
     @classmethod
     def from_device_mesh(cls, device_mesh: DeviceMesh) -> Mesh:
@@ -225,18 +225,18 @@ class Mesh(Mapping[str, Group]):
         spec = MeshSpec(**dict(zip(names, layout.shape, strict=True)))
         world = world_group()
         spec.check(world.size)
-        given = {spec.group_of(name, world.global_rank): device_mesh.get_group(name) for name in names}
-        made: dict[tuple[int, ...], Group | None] = {}
-        own: dict[str, Group] = {}
+        torch_groups = {spec.group_of(name, world.global_rank): device_mesh.get_group(name) for name in names}
+        created: dict[tuple[int, ...], Group | None] = {}
+        groups: dict[str, Group] = {}
         along = {ranks for name in names for ranks in spec.groups(name)}  # torch made these, whoever is in them
         for name in GROUPS:
             for ranks in spec.groups(name):
-                if ranks not in along and ranks not in made:
-                    made[ranks] = new_group(ranks, name)
-            mine = spec.group_of(name, world.global_rank)
-            pg = given[mine] if mine in given else getattr(made.get(mine), "link", None)
-            own[name] = Group(name, mine, mine.index(world.global_rank), pg)
-        return cls(spec, world.global_rank, own)
+                if ranks not in along and ranks not in created:
+                    created[ranks] = new_group(ranks, name)
+            members = spec.group_of(name, world.global_rank)
+            pg = torch_groups[members] if members in torch_groups else getattr(created.get(members), "link", None)
+            groups[name] = Group(name, members, members.index(world.global_rank), pg)
+        return cls(spec, world.global_rank, groups)
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
         """Return the same groups as a torch DeviceMesh: one dim per axis of degree above 1, else `data_shard`.

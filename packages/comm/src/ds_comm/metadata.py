@@ -57,9 +57,9 @@ def all_gather_json(value: Any, group: GroupLike = None, *, unit: str = "") -> l
     if group.size == 1:
         return [_unpack(data)]
     device = metadata_device(group)
-    mine = torch.tensor([data.numel()], dtype=torch.int64, device=device)
-    sizes = mine.new_empty(group.size)
-    all_gather_single(sizes, mine, group, unit=unit)
+    size = torch.tensor([data.numel()], dtype=torch.int64, device=device)
+    sizes = size.new_empty(group.size)
+    all_gather_single(sizes, size, group, unit=unit)
     lengths = sizes.tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: data.numel()] = data

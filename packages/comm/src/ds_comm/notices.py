@@ -27,13 +27,13 @@ def collect_notices(topic: str, wait_s: float, enough: Callable[[Mapping[int, st
 
     Returns the notices posted so far, by rank.
     """
-    notes, end, found = _notes(), time.monotonic() + wait_s, dict[int, str]()
+    notes, end, messages = _notes(), time.monotonic() + wait_s, dict[int, str]()
     while True:
-        for rank in sorted(set(range(dist.get_world_size())) - set(found)):
+        for rank in sorted(set(range(dist.get_world_size())) - set(messages)):
             if notes.check([f"{topic}/{rank}"]):
-                found[rank] = notes.get(f"{topic}/{rank}").decode()
-        if enough(found) or len(found) == dist.get_world_size() or time.monotonic() > end:
-            return found
+                messages[rank] = notes.get(f"{topic}/{rank}").decode()
+        if enough(messages) or len(messages) == dist.get_world_size() or time.monotonic() > end:
+            return messages
         time.sleep(0.02)
 
 

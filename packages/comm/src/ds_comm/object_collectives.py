@@ -35,10 +35,10 @@ def all_gather_object(object_list: list[Any], obj: Any, group: GroupLike = None,
     """
     group = as_group(group)
     CollectiveCall("all_gather_object", group, unit).check_count("object_list", object_list)
-    mine = _pack(obj, group)
-    sizes = _all_sizes(mine, group, unit)
-    rows = mine.new_empty((group.size, max(sizes)))
-    all_gather_single(rows, _padded(mine, max(sizes)), group, unit=unit)
+    packed = _pack(obj, group)
+    sizes = _all_sizes(packed, group, unit)
+    rows = packed.new_empty((group.size, max(sizes)))
+    all_gather_single(rows, _padded(packed, max(sizes)), group, unit=unit)
     object_list[:] = [_unpack(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
 
@@ -58,10 +58,10 @@ def gather_object(
     group = as_group(group)
     call = CollectiveCall("gather_object", group, unit)
     root = call.root(dst, group_dst, default=0)
-    mine = _pack(obj, group)
-    sizes = _all_sizes(mine, group, unit)
-    rows = list(mine.new_empty((group.size, max(sizes)))) if group.rank == root else None
-    gather(_padded(mine, max(sizes)), rows, group_dst=root, group=group, unit=unit)
+    packed = _pack(obj, group)
+    sizes = _all_sizes(packed, group, unit)
+    rows = list(packed.new_empty((group.size, max(sizes)))) if group.rank == root else None
+    gather(_padded(packed, max(sizes)), rows, group_dst=root, group=group, unit=unit)
     if rows is not None and object_gather_list is not None:
         object_gather_list[:] = [_unpack(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
@@ -106,15 +106,15 @@ def scatter_object_list(
     parts: list[Tensor] | None = None
     sizes = torch.zeros(group.size, dtype=torch.int64, device=metadata_device(group))
     if group.rank == root:
-        given = list(scatter_object_input_list or ())
-        call.check_count("scatter_object_input_list", given)
-        packed = [_pack(obj, group) for obj in given]
+        objects = list(scatter_object_input_list or ())
+        call.check_count("scatter_object_input_list", objects)
+        packed = [_pack(obj, group) for obj in objects]
         sizes.copy_(torch.tensor([part.numel() for part in packed]))
         parts = [_padded(part, int(sizes.max())) for part in packed]
     broadcast(sizes, group_src=root, group=group, unit=unit)
-    mine = torch.empty(int(sizes.max()), dtype=torch.uint8, device=sizes.device)
-    scatter(mine, parts, group_src=root, group=group, unit=unit)
-    scatter_object_output_list[:1] = [_unpack(mine[: int(sizes[group.rank])])]
+    received = torch.empty(int(sizes.max()), dtype=torch.uint8, device=sizes.device)
+    scatter(received, parts, group_src=root, group=group, unit=unit)
+    scatter_object_output_list[:1] = [_unpack(received[: int(sizes[group.rank])])]
 
 
 def send_object_list(
@@ -167,6 +167,6 @@ def _padded(packed: Tensor, size: int) -> Tensor:
 
 def _all_sizes(packed: Tensor, group: Group, unit: str) -> list[int]:
     sizes = torch.empty(group.size, dtype=torch.int64, device=packed.device)
-    mine = torch.tensor([packed.numel()], dtype=torch.int64, device=packed.device)
-    all_gather_single(sizes, mine, group, unit=unit)
+    local_size = torch.tensor([packed.numel()], dtype=torch.int64, device=packed.device)
+    all_gather_single(sizes, local_size, group, unit=unit)
     return [int(size) for size in sizes.tolist()]

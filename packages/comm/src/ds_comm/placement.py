@@ -163,13 +163,13 @@ class TensorShard:
         rows = _SharedRuns.of(common, self.box, other.box)
         first = max(rows.first_after(self.box, self.interval.start), rows.first_after(other.box, other.interval.start))
         for row in range(first, rows.count):
-            mine, theirs = rows.start(self.box, row), rows.start(other.box, row)
-            if mine >= self.interval.stop or theirs >= other.interval.stop:
+            start, other_start = rows.start(self.box, row), rows.start(other.box, row)
+            if start >= self.interval.stop or other_start >= other.interval.stop:
                 return
-            held = Interval(mine, mine + rows.width) & self.interval
-            both = held.shifted(theirs - mine) & other.interval
+            run = Interval(start, start + rows.width) & self.interval
+            both = run.shifted(other_start - start) & other.interval
             if both.numel:
-                yield both.shifted(mine - theirs - self.interval.start), both.shifted(-other.interval.start)
+                yield both.shifted(start - other_start - self.interval.start), both.shifted(-other.interval.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +187,9 @@ class _SharedRuns:
     width: int
 
     @classmethod
-    def of(cls, common: Box, mine: Box, theirs: Box) -> _SharedRuns:
+    def of(cls, common: Box, box: Box, other_box: Box) -> _SharedRuns:
         outer = len(common.shape)
-        while outer > 0 and common.shape[outer - 1] == mine.shape[outer - 1] == theirs.shape[outer - 1]:
+        while outer > 0 and common.shape[outer - 1] == box.shape[outer - 1] == other_box.shape[outer - 1]:
             outer -= 1  # this dim is covered fully on both sides: it joins the run
         outer = max(outer - 1, 0)  # the last dim that is not covered fully is still contiguous
         return cls(common, outer, math.prod(common.shape[:outer]), math.prod(common.shape[outer:]))
@@ -219,11 +219,11 @@ class LocalShard:
     data: Tensor
 
     def __post_init__(self) -> None:
-        found = (tuple(self.data.shape), str(self.data.dtype).removeprefix("torch."), self.data.is_contiguous())
-        if found != ((self.shard.numel,), self.shard.dtype, True):
+        layout = (tuple(self.data.shape), str(self.data.dtype).removeprefix("torch."), self.data.is_contiguous())
+        if layout != ((self.shard.numel,), self.shard.dtype, True):
             raise ValueError(
                 f"{self.shard.name}: data must be contiguous, of shape ({self.shard.numel},) and {self.shard.dtype}; "
-                f"got shape {found[0]}, {found[1]}, contiguous={found[2]}"
+                f"got shape {layout[0]}, {layout[1]}, contiguous={layout[2]}"
             )
 
 

@@ -122,11 +122,11 @@ def local_rank() -> int:
 
 
 def _watch_settings(deadline_s: float | None, timeout: timedelta) -> WatchSettings:
-    told = os.environ.get("DS_COMM_DEADLINE_S")
+    variable = os.environ.get("DS_COMM_DEADLINE_S")
     if deadline_s is None:
         # A device runs long after its host: for longer nobody can tell what hangs from what only computes.
-        on_device = get_accelerator().name != "cpu" and not told
-        deadline_s = timeout.total_seconds() if on_device else deadline_from(told)
+        on_device = get_accelerator().name != "cpu" and not variable
+        deadline_s = timeout.total_seconds() if on_device else deadline_from(variable)
     dump_dir = os.environ.get("DS_COMM_DUMP_DIR")
     settings = WatchSettings(deadline_s, local_size=int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
     return settings if dump_dir is None else replace(settings, dump_dir=Path(dump_dir))
@@ -137,10 +137,10 @@ def _rendezvous_s(deadline_s: float | None, timeout: timedelta) -> float:
 
     A default deadline does not limit slow starts: only an explicit deadline shortens `timeout`.
     """
-    told = os.environ.get("DS_COMM_DEADLINE_S")
-    given = deadline_s if deadline_s is not None else deadline_from(told) if told else 0.0
+    variable = os.environ.get("DS_COMM_DEADLINE_S")
+    deadline = deadline_s if deadline_s is not None else deadline_from(variable) if variable else 0.0
     limit = timeout.total_seconds()
-    return min(limit, max(given, _LEAST_MEETING_S)) if given > 0 else limit
+    return min(limit, max(deadline, _LEAST_MEETING_S)) if deadline > 0 else limit
 
 
 def _tell_torch(variables: Mapping[str, str]) -> None:
@@ -164,9 +164,9 @@ def _own_device() -> torch.device | None:
     return None if accelerator.name == "cpu" else accelerator.device(accelerator.current_index())
 
 
-def _backend(asked: str | None, launch: LaunchedProcess, store: dist.Store) -> str:
+def _backend(requested: str | None, launch: LaunchedProcess, store: dist.Store) -> str:
     accelerator = get_accelerator()
-    choice = choose_backend(asked, os.environ, launch, (accelerator.device().type, accelerator.comm_backend))
+    choice = choose_backend(requested, os.environ, launch, (accelerator.device().type, accelerator.comm_backend))
     if not choice.otherwise:
         return choice.name
     final = settle(choice, _refusals(launch, store))
@@ -189,10 +189,10 @@ def _refusals(launch: LaunchedProcess, store: dist.Store) -> list[str]:
         if not why and not refused:
             why = _cannot_attach(token) if here == there else "on another host or in another PID namespace than rank 0"
         store.set(f"share/{launch.rank}", f"||{why}")
-    found = [store.get(f"share/{rank}").decode().split("|", 2)[2] for rank in range(launch.world_size)]
+    reasons = [store.get(f"share/{rank}").decode().split("|", 2)[2] for rank in range(launch.world_size)]
     if probe is not None:  # everyone has tried it
         probe.close()
-    return found
+    return reasons
 
 
 def _cannot_attach(token: str) -> str:

@@ -98,8 +98,8 @@ def _strangers(param: Tensor, ranks: Collection[int]) -> Collection[int]:
 
 def param_sharding(param: Tensor) -> ParamSharding:
     """Return the sharding set for `param`; dense and whole by default."""
-    found: ParamSharding = getattr(param, _MARK, _DENSE)
-    return found
+    sharding: ParamSharding = getattr(param, _MARK, _DENSE)
+    return sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +128,14 @@ def logical_of(name: str, tensor: Tensor, shape: tuple[int, ...] | None = None) 
     Raises:
         PlanError: the tensor does not have the shape of its box ("zero-family").
     """
-    said: ParamSharding = param_sharding(tensor)
-    own = tuple(tensor.shape) if shape is None else shape
-    box, of = said.box or Box.whole(own), said.shape or own
+    sharding: ParamSharding = param_sharding(tensor)
+    local_shape = tuple(tensor.shape) if shape is None else shape
+    box, of = sharding.box or Box.whole(local_shape), sharding.shape or local_shape
     inside = len(box.shape) == len(of) and all(o + s <= n for o, s, n in zip(box.offset, box.shape, of, strict=True))
-    if box.shape != own or not inside:
+    if box.shape != local_shape or not inside:
         raise PlanError(
-            f"{name} has shape {own} and was assigned {box} of a tensor of shape {of}",
+            f"{name} has shape {local_shape} and was assigned {box} of a tensor of shape {of}",
             code="zero-family",
             fix="Assign the box that the parameter is, in the logical tensor's dims.",
         )
-    return Logical(said.name or name, of, box)
+    return Logical(sharding.name or name, of, box)

@@ -273,9 +273,9 @@ class ShmProcessGroup(dist.ProcessGroup):
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         opts = opts or dist.AllToAllOptions()
         into = [out if _in_rows(out) else torch.empty(out.shape, dtype=out.dtype) for out in outputs]
-        given = [one if _in_rows(one) else one.contiguous() for one in inputs]
+        sources = [one if _in_rows(one) else one.contiguous() for one in inputs]
         copies = [(out, staged) for out, staged in zip(outputs, into, strict=True) if staged is not out]
-        work = _ShmWork(self, [self._channel.all_to_all_parts(given, into)], outputs)
+        work = _ShmWork(self, [self._channel.all_to_all_parts(sources, into)], outputs)
         if copies:
             work.then(lambda: _copy_all(copies))
         return self._now_or_later(work, opts)
@@ -318,9 +318,9 @@ class ShmProcessGroup(dist.ProcessGroup):
         """Issue one native call per (input, output); stage and copy back outputs that are not contiguous."""
         op, root = _OPS[_plain(opts.reduceOp)] if hasattr(opts, "reduceOp") else ShmReduceOp.SUM, getattr(opts, "rootRank", 0)
         copies, tasks = [], []
-        for given, out in pairs:
+        for source, out in pairs:
             into = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
-            inp = into.copy_(out) if given is out and into is not out else given.contiguous()
+            inp = into.copy_(out) if source is out and into is not out else source.contiguous()
             if into is not out:
                 copies.append((out, into))
             if opts.asyncOp:
@@ -345,12 +345,12 @@ def _plain(op: Any) -> Any:
 
     A pre-multiplied sum is the only operation that torch cannot unwrap.
     """
-    found = getattr(op, "op", op)
-    if found not in _OPS:
+    plain = getattr(op, "op", op)
+    if plain not in _OPS:
         raise UnsupportedError(
             f"the shm backend has no reduction {op}", code="shm-reduction", fix=f"Use one of {[str(o) for o in _OPS]}."
         )
-    return found
+    return plain
 
 
 def _spread(parts: Sequence[Tensor], flat: Tensor) -> None:
@@ -400,17 +400,17 @@ def _connect(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Cha
     nbytes = settings.segment_bytes(size)
     segment = SharedSegment(nbytes) if rank == 0 else None
     store.set(f"shm/{rank}", f"{pid_namespace_id()}|{os.getpid()}|{segment.token if segment else ''}")
-    told = [store.get(f"shm/{r}").decode().split("|") for r in range(size)]
-    hosts = sorted({host for host, _, _ in told})
+    peers = [store.get(f"shm/{r}").decode().split("|") for r in range(size)]
+    hosts = sorted({host for host, _, _ in peers})
     if len(hosts) > 1:
-        places = ", ".join(f"rank {r} on {host}" for r, (host, _, _) in enumerate(told))
+        places = ", ".join(f"rank {r} on {host}" for r, (host, _, _) in enumerate(peers))
         raise CommError(
             f"the shm backend needs all ranks on one host and in one PID namespace, found {places}",
             code="shm-hosts",
             fix="Use gloo across hosts.",
         )
-    segment = segment or SharedSegment.attach(told[0][2], nbytes)
-    channel = Channel(segment, rank, [int(pid) for _, pid, _ in told], settings)
+    segment = segment or SharedSegment.attach(peers[0][2], nbytes)
+    channel = Channel(segment, rank, [int(pid) for _, pid, _ in peers], settings)
     channel.barrier()  # everyone has mapped it; from here on nothing names it
     segment.close()
     return channel

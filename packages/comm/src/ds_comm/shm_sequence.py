@@ -101,8 +101,8 @@ class ShmSequence:
     def _compare(self, number: int, what: str, slot: int) -> None:
         """Raise if another rank means something else; its word may as well be that of a later number."""
         for rank, word in enumerate(self._meanings[:, number % _KEPT].tolist()):
-            mine = int(self._meanings[self._group.rank, number % _KEPT])
-            if word >> 32 == mine >> 32 and word != mine:
+            expected = int(self._meanings[self._group.rank, number % _KEPT])
+            if word >> 32 == expected >> 32 and word != expected:
                 name = f"post[{what}] #{number} of group {self._group.name!r}"
                 error = CommError(
                     f"rank {self._group.global_rank} came to {name} and rank {self._group.ranks[rank]} with something else",

@@ -58,9 +58,9 @@ class ReductionBuffers:
 
 def host_refusal(group: Group) -> str:
     """Return why the ranks of `group` cannot share memory; empty if they can. Collective over the group."""
-    mine = "" if os.path.exists("/proc/self/pagemap") else f"rank {group.ranks[group.rank]} cannot see its own pages"
-    told = all_gather_json(mine, group, unit="host")
-    return next((why for why in told if why), "") or arena_refusal(group)
+    refusal = "" if os.path.exists("/proc/self/pagemap") else f"rank {group.ranks[group.rank]} cannot see its own pages"
+    refusals = all_gather_json(refusal, group, unit="host")
+    return next((why for why in refusals if why), "") or arena_refusal(group)
 
 
 class ShmUnitMemory:
@@ -103,10 +103,10 @@ class ShmUnitMemory:
     def _attach(self, nbytes: int) -> tuple[SharedSegment, list[int]]:
         # Each parameter's old pages are free when the next is copied here. Huge pages would have to be found elsewhere: twice the
         # setup, a tenth more memory, and no shorter steps.
-        mine = SharedSegment(nbytes, small_pages=True) if self.rank == 0 else None
+        owned = SharedSegment(nbytes, small_pages=True) if self.rank == 0 else None
         pids = [one.pid for one in neighbours(self.group, unit="host")]
-        token = broadcast_json(mine.token if mine else "", self.group, unit="host")
-        return mine or SharedSegment.attach(token, nbytes), pids
+        token = broadcast_json(owned.token if owned else "", self.group, unit="host")
+        return owned or SharedSegment.attach(token, nbytes), pids
 
     def full(self, number: int) -> tuple[Tensor, Tensor]:
         """Return the shared storage and the overlay of a unit; both [numel], zero at first."""

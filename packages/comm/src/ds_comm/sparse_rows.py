@@ -67,11 +67,11 @@ def sum_rows(flat: Tensor, tables: Sequence[EmbeddingTable], group: Group, unit:
 
 def _counts(used: Sequence[Tensor], device: torch.device, group: Group, unit: str) -> list[list[int]]:
     """Gather how many rows each rank has, by table and rank."""
-    mine = torch.tensor([len(rows) for rows in used], dtype=torch.int64, device=device)
+    local_counts = torch.tensor([len(rows) for rows in used], dtype=torch.int64, device=device)
     every = torch.empty(group.size * len(used), dtype=torch.int64, device=device)
-    all_gather_single(every, mine, group=group, unit=unit)
-    found: list[list[int]] = every.view(group.size, -1).t().tolist()
-    return found
+    all_gather_single(every, local_counts, group=group, unit=unit)
+    counts: list[list[int]] = every.view(group.size, -1).t().tolist()
+    return counts
 
 
 def _add_rows(view: Tensor, rows: Tensor, of_ranks: Sequence[int], group: Group, unit: str) -> None:

@@ -100,9 +100,9 @@ def _roll_call(store: dist.Store, launch: LaunchedProcess, end_s: float) -> None
             if missing and launch.rank == here[0]:
                 waited = f"{now - began_s:.0f} s for {missing}, which did not come to init_distributed yet"
                 _log.warning("rank %d waits %s; it waits at most %.0f s more", launch.rank, waited, end_s - now)
-    if (found := store.get("end").decode()) != _ALL:
+    if (outcome := store.get("end").decode()) != _ALL:
         _until_read(store, launch)
-        raise TimeoutError(f"{found} did not come")
+        raise TimeoutError(f"{outcome} did not come")
 
 
 def _until_read(store: dist.Store, launch: LaunchedProcess) -> None:
@@ -194,9 +194,9 @@ def _read_note(note: Path, limit_s: float) -> tuple[int, str]:
     while time.monotonic() < deadline:
         try:
             with os.fdopen(os.open(note, os.O_RDONLY | os.O_NOFOLLOW)) as file:
-                found = os.fstat(file.fileno())
-                if found.st_uid != os.getuid() or found.st_mode & 0o077:
-                    strange = f"; what is there belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}"
+                status = os.fstat(file.fileno())
+                if status.st_uid != os.getuid() or status.st_mode & 0o077:
+                    strange = f"; what is there belongs to user {status.st_uid} with mode {status.st_mode & 0o777:o}"
                     raise FileNotFoundError(note)
                 fields = _NOTE.fullmatch(file.read(_NOTE_BYTES))
             if fields is None or not 0 < int(fields[2]) < 1 << 16:

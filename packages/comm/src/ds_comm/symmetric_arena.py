@@ -60,8 +60,8 @@ def arena_refusal(group: Group) -> str:
     return _refusal(group, neighbours(group, unit="arena"))
 
 
-def _refusal(group: Group, told: Sequence[Neighbour]) -> str:
-    places = [one.place for one in told]
+def _refusal(group: Group, peers: Sequence[Neighbour]) -> str:
+    places = [one.place for one in peers]
     if not all(places):
         return f"rank {group.ranks[places.index('')]} has no native module or no memfd"
     if len(set(places)) > 1:
@@ -77,8 +77,8 @@ class Arena:
     """
 
     def __init__(self, group: Group, *, timeout_s: float = LIMIT_S) -> None:
-        told = neighbours(group, unit="arena")
-        refusal = _refusal(group, told)
+        peers = neighbours(group, unit="arena")
+        refusal = _refusal(group, peers)
         if refusal:
             raise CommError(
                 f"group {group.name!r} of {group.size} ranks cannot share memory: {refusal}",
@@ -92,7 +92,7 @@ class Arena:
             _slot_bytes(group.size), _PAGE, spin_us=20 if crowded else 200, timeout_s=patient_s(timeout_s)
         )
         segment = self._segment(settings.segment_bytes(self.size))
-        self._channel = Channel(segment, self.rank, [one.pid for one in told], settings)
+        self._channel = Channel(segment, self.rank, [one.pid for one in peers], settings)
         self._order = own_order(group, "arena")
         self.barrier("arena")
         segment.close()
@@ -115,13 +115,13 @@ class Arena:
             return []
         segment = self._segment(at)
         self.nbytes += at
-        found = [
+        tensors = [
             tuple(segment.tensor(wish.numel, wish.dtype, place) for place in places)
             for wish, places in zip(wishes, offsets, strict=True)
         ]
         self.barrier("arena")
         segment.close()
-        return found
+        return tensors
 
     @property
     def channel(self) -> Channel:
@@ -180,9 +180,9 @@ class Arena:
         return None
 
     def _segment(self, nbytes: int) -> SharedSegment:
-        mine = SharedSegment(nbytes) if self.rank == 0 else None
-        token = broadcast_json(mine.token if mine else "", self.group, unit="arena")
-        return mine or SharedSegment.attach(token, nbytes)
+        owned = SharedSegment(nbytes) if self.rank == 0 else None
+        token = broadcast_json(owned.token if owned else "", self.group, unit="arena")
+        return owned or SharedSegment.attach(token, nbytes)
 
 
 def _slot_bytes(ranks: int) -> int:

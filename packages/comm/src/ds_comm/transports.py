@@ -124,8 +124,8 @@ class Transport:
         """Blocks; names who did not come, as far as the backend knows."""
         if dist.get_backend(self.pg) == "gloo":
             dist.monitored_barrier(self.pg, timeout, wait_all_ranks)
-        elif (own := getattr(self.pg, "rendezvous_within", None)) is not None:
-            own(timeout)
+        elif (timed_barrier := getattr(self.pg, "rendezvous_within", None)) is not None:
+            timed_barrier(timeout)
         else:
             dist.barrier(self.pg, async_op=True).wait(timeout)
         return Started(())
@@ -178,9 +178,9 @@ class GlooTransport(Transport):
 
     def all_gather_parts(self, parts: Sequence[Tensor], inp: Tensor) -> Started:
         works = self._exchange(self._tag(4), parts, [inp] * self.size)
-        mine = parts[self.rank]
-        if mine.data_ptr() != inp.data_ptr():
-            mine.copy_(inp)
+        part = parts[self.rank]
+        if part.data_ptr() != inp.data_ptr():
+            part.copy_(inp)
         return Started(works)
 
     def broadcast(self, tensor: Tensor, src: int) -> Started:

@@ -120,8 +120,8 @@ class PendingWork:
                     work.wait(timeout)
         except RuntimeError as error:
             self._recorder.ended(self._slot)
-            told = failed(self._name, self._recorder.explain(self._slot), error)
-            raise told from (None if isinstance(error, CommError) else error)
+            failure = failed(self._name, self._recorder.explain(self._slot), error)
+            raise failure from (None if isinstance(error, CommError) else error)
         done = None if self._host_waits else _device_end()
         if done is None:
             self._recorder.ended(self._slot)
@@ -151,11 +151,11 @@ def failed(name: object, finding: Finding | None, error: RuntimeError) -> CommEr
     """Build the error of an operation that the backend gave up: from the finding, else from the backend's message."""
     if isinstance(error, CommError):  # our own backend knows which rank, the finding also with what
         return error if finding is None else CommError(finding.line, code=finding.code, fix=_FIRST)
-    said = _BACKEND_NOISE.sub("", (str(error).splitlines() or [type(error).__name__])[0])
+    message = _BACKEND_NOISE.sub("", (str(error).splitlines() or [type(error).__name__])[0])
     if finding is not None:
-        return CommError(f"{finding.line} ({said})", code=finding.code, fix=_FIRST)
+        return CommError(f"{finding.line} ({message})", code=finding.code, fix=_FIRST)
     return CommError(
-        f"{name} failed: {said}",
+        f"{name} failed: {message}",
         code="comm-failed",
         fix="See whether all ranks still run and reach each other; the backend's own message is above.",
     )

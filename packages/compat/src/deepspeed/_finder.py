@@ -61,8 +61,8 @@ def resolve(module: str, name: str) -> object:
 
 def _at(row: str) -> object:
     home, _, attribute = row.partition(":")
-    found: object = importlib.import_module(home)
-    return getattr(found, attribute) if attribute else found
+    source: object = importlib.import_module(home)
+    return getattr(source, attribute) if attribute else source
 
 
 def _refused(module: str) -> Missing | None:

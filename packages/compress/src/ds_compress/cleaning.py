@@ -94,22 +94,22 @@ def redundancy_clean(
             code="compress-none",
             fix="Call init_compression, load the state, then clean.",
         )
-    found = list(compressed_layers(model))
-    finals = {name: made.final(_param(module, "weight"), _maybe(module, "bias")) for name, module, made in found}
-    cuts, before = _Cuts(model), _heads(model, found)
-    for name, module, made in found:
-        _plan(name, module, made, cuts)
+    layers = list(compressed_layers(model))
+    finals = {name: compression.final(_param(module, "weight"), _maybe(module, "bias")) for name, module, compression in layers}
+    cuts, before = _Cuts(model), _heads(model, layers)
+    for name, module, compression in layers:
+        _plan(name, module, compression, cuts)
     with torch.no_grad():
-        for name, module, _ in found:
+        for name, module, _ in layers:
             weight, bias = finals[name]
             _param(module, "weight").copy_(weight)
             if bias is not None:
                 _param(module, "bias").copy_(bias)
         for name, cut in cuts.cuts.items():
             _shrink(model.get_submodule(name), cut)
-    _tell_heads(model, found, before)
-    for _, module, made in found:
-        _finish(module, made)
+    _tell_heads(model, layers, before)
+    for _, module, compression in layers:
+        _finish(module, compression)
     return model
 
 
@@ -121,17 +121,17 @@ def _maybe(module: nn.Module, name: str) -> nn.Parameter | None:
     return module._parameters.get(name)
 
 
-def _plan(name: str, module: nn.Module, made: LayerCompression, cuts: _Cuts) -> None:
-    weight, recipe = _param(module, "weight"), made.recipe
+def _plan(name: str, module: nn.Module, compression: LayerCompression, cuts: _Cuts) -> None:
+    weight, recipe = _param(module, "weight"), compression.recipe
     for kind, pruned in (("row", recipe.rows), ("channel", recipe.channels)):
         if pruned is not None and pruned.related:
-            mask = made.mask(kind, weight).reshape(-1).bool()
+            mask = compression.mask(kind, weight).reshape(-1).bool()
             keep = mask.nonzero().reshape(-1)
             cuts.rows(name, keep)
             for other in pruned.related:
                 cuts.columns(other, keep, mask.numel())
     if recipe.heads is not None and recipe.heads.related:
-        mask = made.mask("head", weight).reshape(-1).bool()
+        mask = compression.mask("head", weight).reshape(-1).bool()
         keep = mask.nonzero().reshape(-1)
         cuts.columns(name, keep, mask.numel())
         for other in recipe.heads.related:
@@ -174,10 +174,10 @@ def _resize(module: Any) -> None:
         module.out_features, module.in_features = shape[0], shape[1]
 
 
-def _finish(module: nn.Module, made: LayerCompression) -> None:
+def _finish(module: nn.Module, compression: LayerCompression) -> None:
     """Detach the compression of a layer, and attach a new compression for quantized inputs if the layer has any."""
-    inputs, buffers = made.recipe.inputs, dict(made.named_buffers())
-    steps, group, layer = made.steps, made.group, made.recipe.layer
+    inputs, buffers = compression.recipe.inputs, dict(compression.named_buffers())
+    steps, group, layer = compression.steps, compression.group, compression.recipe.layer
     detach(module)
     if inputs is None:
         return
@@ -191,19 +191,19 @@ def _finish(module: nn.Module, made: LayerCompression) -> None:
 # ---- heads
 
 
-def _heads(model: nn.Module, found: list[tuple[str, nn.Module, LayerCompression]]) -> dict[str, tuple[int, int]]:
+def _heads(model: nn.Module, layers: list[tuple[str, nn.Module, LayerCompression]]) -> dict[str, tuple[int, int]]:
     """Return (heads, rows) of each related projection, before the layers shrink."""
-    told = {}
-    for _, _, made in found:
-        heads = made.recipe.heads
+    sizes = {}
+    for _, _, compression in layers:
+        heads = compression.recipe.heads
         for other in heads.related if heads is not None else ():
             weight: Any = model.get_submodule(other).weight
-            told[other] = (heads.heads if heads is not None else 0, int(weight.shape[0]))
-    return told
+            sizes[other] = (heads.heads if heads is not None else 0, int(weight.shape[0]))
+    return sizes
 
 
 def _tell_heads(
-    model: nn.Module, found: list[tuple[str, nn.Module, LayerCompression]], before: Mapping[str, tuple[int, int]]
+    model: nn.Module, compressed: list[tuple[str, nn.Module, LayerCompression]], before: Mapping[str, tuple[int, int]]
 ) -> None:
     counts = set()
     for other, (heads, rows) in before.items():
@@ -216,7 +216,7 @@ def _tell_heads(
     if config is None or len(counts) != 1 or not before:
         return
     # Only where all layers have lost as many: a config has one number.
-    pruned = sum(made.recipe.heads is not None and bool(made.recipe.heads.related) for _, _, made in found)
+    pruned = sum(compression.recipe.heads is not None and bool(compression.recipe.heads.related) for _, _, compression in compressed)
     layers = getattr(config, "num_hidden_layers", getattr(config, "n_layer", None))
     if layers is None or pruned == layers:
         heads, rows = next(iter(before.values()))

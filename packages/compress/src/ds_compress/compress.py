@@ -32,12 +32,12 @@ _PARALLEL = ("ColumnParallelLinear", "RowParallelLinear", "LinearLayer", "Linear
 
 def layers_of(model: nn.Module) -> list[CompressibleLayer]:
     """List the layers of a model that can be compressed, and the norms that shrink with them, in the model's order."""
-    found = []
+    layers = []
     for name, module in model.named_modules():
         kind, weight = _kind(module), getattr(module, "weight", None)
         if kind is not None and isinstance(weight, Tensor):
-            found.append(CompressibleLayer(name, kind, tuple(getattr(weight, "ds_shape", weight.shape))))
-    return found
+            layers.append(CompressibleLayer(name, kind, tuple(getattr(weight, "ds_shape", weight.shape))))
+    return layers
 
 
 def _kind(module: nn.Module) -> Kind | None:
@@ -90,11 +90,11 @@ def init_compression(
 def compress(model: nn.Module, recipe: CompressionRecipe, group: Group | None = None) -> list[LayerCompression]:
     """Attach a recipe. `group`: ranks whose batches are one batch; None is all ranks, looked up when needed."""
     _check(model, recipe)
-    made = []
+    compressions = []
     for name, one in recipe.layers.items():
-        made.append(attach(model.get_submodule(name), one))
-        made[-1].group = group
-    return made
+        compressions.append(attach(model.get_submodule(name), one))
+        compressions[-1].group = group
+    return compressions
 
 
 def decompress(model: nn.Module) -> None:
@@ -106,9 +106,9 @@ def decompress(model: nn.Module) -> None:
 def compressed_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerCompression]]:
     """Yield (name, module, compression) of each compressed layer."""
     for name, module in model.named_modules():
-        made = attached(module)
-        if made is not None:
-            yield name, module, made
+        compression = attached(module)
+        if compression is not None:
+            yield name, module, compression
 
 
 def is_compressed(model: nn.Module) -> bool:
@@ -155,11 +155,11 @@ class CompressionScheduler:
     def __init__(self, model: nn.Module, compression_config: Any = None, group: Group | None = None) -> None:
         del compression_config  # the layers know
         self.model = model
-        self.layers = [made for _, _, made in compressed_layers(model)]
-        self.training_steps = max((made.steps for made in self.layers), default=0)
+        self.layers = [compression for _, _, compression in compressed_layers(model)]
+        self.training_steps = max((compression.steps for compression in self.layers), default=0)
         if group is not None:
-            for made in self.layers:
-                made.group = group
+            for compression in self.layers:
+                compression.group = group
 
     def step(self, step_zero_check: bool = False) -> None:
         """Advance the schedules of all layers after an applied update. Collective where snip_momentum prunes.
@@ -170,15 +170,15 @@ class CompressionScheduler:
             return
         self._sum_sensitivity()
         self.training_steps += 1
-        for made in self.layers:
-            made.at(self.training_steps)
-            made.prune_blocks()
+        for compression in self.layers:
+            compression.at(self.training_steps)
+            compression.prune_blocks()
 
     def resume(self, steps: int) -> None:
         """Go on after `steps` updates, with buffers of the model that were loaded by whatever means."""
-        for made in self.layers:
-            made.pull()
-            made.at(steps)
+        for compression in self.layers:
+            compression.pull()
+            compression.at(steps)
         self.training_steps = steps
 
     def state_dict(self) -> dict[str, int]:
@@ -190,12 +190,12 @@ class CompressionScheduler:
         self.resume(int(state["training_steps"]))
 
     def _sum_sensitivity(self) -> None:
-        sensing = [made for made in self.layers if made.recipe.sparse is not None and "sensitivity" in made._buffers]
+        sensing = [compression for compression in self.layers if compression.recipe.sparse is not None and "sensitivity" in compression._buffers]
         if not sensing:
             return
         group = sensing[0].group or world_group()
         if group.size > 1:
-            all_reduce_coalesced([made.sensitivity for made in sensing], group=group)
+            all_reduce_coalesced([compression.sensitivity for compression in sensing], group=group)
 
 
 def compression_scheduler(model: nn.Module, compression_config: Any = None) -> CompressionScheduler:

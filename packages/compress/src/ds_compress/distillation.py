@@ -32,9 +32,9 @@ def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, mask:
         student, teacher: [..., classes].
         mask: [...], which rows count; all by default.
     """
-    told = torch.log_softmax(student.float() / temperature, -1)
+    student_log_probs = torch.log_softmax(student.float() / temperature, -1)
     wanted = torch.log_softmax(teacher.detach().float() / temperature, -1)
-    rows = (wanted.exp() * (wanted - told)).sum(-1) * temperature**2
+    rows = (wanted.exp() * (wanted - student_log_probs)).sum(-1) * temperature**2
     return _mean(rows, mask)
 
 
@@ -57,11 +57,11 @@ def attention_loss(student: Tensor, teacher: Tensor) -> Tensor:
 
     Both are [batch, heads, queries, keys]. A student with fewer heads is compared by the mean over heads.
     """
-    wanted, told = teacher.detach().float(), student.float()
-    if wanted.shape[1] != told.shape[1]:
-        wanted, told = wanted.mean(1, keepdim=True), told.mean(1, keepdim=True)
+    wanted, student_probs = teacher.detach().float(), student.float()
+    if wanted.shape[1] != student_probs.shape[1]:
+        wanted, student_probs = wanted.mean(1, keepdim=True), student_probs.mean(1, keepdim=True)
     least = torch.finfo(torch.float32).tiny
-    return (wanted * (wanted.clamp_min(least).log() - told.clamp_min(least).log())).sum(-1).mean()
+    return (wanted * (wanted.clamp_min(least).log() - student_probs.clamp_min(least).log())).sum(-1).mean()
 
 
 def _mean(rows: Tensor, mask: Tensor | None) -> Tensor:
@@ -139,11 +139,11 @@ class TeacherCache:
         path = self._path(inputs)
         if path.exists() and not again:
             return load_file(path, device=str(_device(inputs)))
-        made = {name: value.detach() for name, value in compute().items()}
+        outputs = {name: value.detach() for name, value in compute().items()}
         draft = path.with_suffix(f".{os.getpid()}.tmp")
-        save_file({name: value.contiguous().cpu() for name, value in made.items()}, draft)
+        save_file({name: value.contiguous().cpu() for name, value in outputs.items()}, draft)
         draft.replace(path)
-        return made
+        return outputs
 
 
 def _leaves(value: Any) -> list[Tensor]:
@@ -211,8 +211,8 @@ class Distiller:
         self._student: dict[str, Tensor] = {}
         self._taught: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
-        for own, other in what.layers:
-            self._listen(student, own, self._student, "student")
+        for student_layer, other in what.layers:
+            self._listen(student, student_layer, self._student, "student")
             self._listen(teacher, other, self._taught, "teacher")
 
     def _listen(self, model: nn.Module, name: str, into: dict[str, Tensor], whose: str) -> None:
@@ -255,14 +255,14 @@ class Distiller:
 
     def _hidden(self, taught: Mapping[str, Tensor], mask: Tensor | None) -> Tensor:
         losses = []
-        for own, other in self.what.layers:
-            projection = self.projections.get(own, nn.Identity())
-            losses.append(hidden_loss(projection(self._student[own]), taught[f"layer/{other}"], mask))
+        for student_layer, other in self.what.layers:
+            projection = self.projections.get(student_layer, nn.Identity())
+            losses.append(hidden_loss(projection(self._student[student_layer]), taught[f"layer/{other}"], mask))
         return torch.stack(losses).mean()
 
     def _attention(self, outputs: Any, taught: Mapping[str, Tensor]) -> Tensor:
-        own = _attentions(outputs)
-        return torch.stack([attention_loss(own[i], taught[f"attention/{j}"]) for i, j in self.what.attentions]).mean()
+        attentions = _attentions(outputs)
+        return torch.stack([attention_loss(attentions[i], taught[f"attention/{j}"]) for i, j in self.what.attentions]).mean()
 
     def _teach(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Tensor]:
         if self.cache is None:
@@ -275,14 +275,14 @@ class Distiller:
     @torch.no_grad()
     def _compute(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         outputs = self.teacher(*args, **kwargs)
-        made = {f"layer/{name}": value.detach() for name, value in self._taught.items()}
+        results = {f"layer/{name}": value.detach() for name, value in self._taught.items()}
         self._taught.clear()
         if self.what.logits:
-            made["logits"] = _logits(outputs).detach()
+            results["logits"] = _logits(outputs).detach()
         if self.what.attentions:
-            found = _attentions(outputs)
-            made |= {f"attention/{j}": found[j].detach() for _, j in self.what.attentions}
-        return made
+            attentions = _attentions(outputs)
+            results |= {f"attention/{j}": attentions[j].detach() for _, j in self.what.attentions}
+        return results
 
     def close(self) -> None:
         """Stop listening."""
@@ -290,32 +290,32 @@ class Distiller:
             handle.remove()
 
 
-def _all_true(mine: bool, device: torch.device, group: Group) -> bool:
+def _all_true(local_value: bool, device: torch.device, group: Group) -> bool:
     if group.size == 1:
-        return mine
-    found = torch.tensor(mine, dtype=torch.int32, device=device)
-    all_reduce(found, ReduceOp.MIN, group)
-    return bool(found)
+        return local_value
+    flag = torch.tensor(local_value, dtype=torch.int32, device=device)
+    all_reduce(flag, ReduceOp.MIN, group)
+    return bool(flag)
 
 
 def _logits(outputs: Any) -> Tensor:
-    found = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
-    if not isinstance(found, Tensor):
+    logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+    if not isinstance(logits, Tensor):
         raise PlanError(
             f"outputs are a {type(outputs).__name__} without logits",
             code="compress-distill",
             fix="Return logits, or an object with `logits`.",
         )
-    return found
+    return logits
 
 
 def _attentions(outputs: Any) -> Sequence[Tensor]:
-    found = getattr(outputs, "attentions", None)
-    if not found:
+    attentions = getattr(outputs, "attentions", None)
+    if not attentions:
         raise PlanError(
             "outputs have no attentions",
             code="compress-distill",
             fix="Call student and teacher with output_attentions=True, and attention that computes them (eager).",
         )
-    result: Sequence[Tensor] = found
+    result: Sequence[Tensor] = attentions
     return result

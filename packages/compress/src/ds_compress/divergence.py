@@ -61,14 +61,14 @@ def generalized_divergence(
     if top_k is not None:
         likely = teacher.topk(top_k, -1).indices
         student, teacher = student.gather(-1, likely), teacher.gather(-1, likely)
-    told, wanted = (torch.log_softmax(logits / temperature, -1) for logits in (student, teacher))
+    student_log_probs, wanted = (torch.log_softmax(logits / temperature, -1) for logits in (student, teacher))
     if beta == 0:
-        parts = wanted.exp() * (wanted - told)
+        parts = wanted.exp() * (wanted - student_log_probs)
     elif beta == 1:
-        parts = told.exp() * (told - wanted)
+        parts = student_log_probs.exp() * (student_log_probs - wanted)
     else:
-        mixed = torch.logaddexp(told + math.log1p(-beta), wanted + math.log(beta))
-        parts = torch.lerp(told.exp() * (told - mixed), wanted.exp() * (wanted - mixed), beta)
+        mixed = torch.logaddexp(student_log_probs + math.log1p(-beta), wanted + math.log(beta))
+        parts = torch.lerp(student_log_probs.exp() * (student_log_probs - mixed), wanted.exp() * (wanted - mixed), beta)
     if clip is not None:
         parts = parts.clamp_max(clip)
     counted = mask.to(parts.dtype)

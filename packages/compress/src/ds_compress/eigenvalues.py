@@ -43,7 +43,7 @@ def block_eigenvalues(
     wanted = {name: [p for p in block.parameters() if p.requires_grad] for name, block in blocks.items()}
     every = [p for params in wanted.values() for p in params]
     grads = dict(zip(every, torch.autograd.grad(loss(), every, create_graph=True, allow_unused=True), strict=True))
-    found = {}
+    eigenvalues = {}
     for number, (name, params) in enumerate(wanted.items()):
         used = [(p, g) for p in params if (g := grads[p]) is not None and g.requires_grad]
         if not used:
@@ -52,13 +52,13 @@ def block_eigenvalues(
                 code="compress-eigenvalue",
                 fix="Use eager attention, and a loss that depends on every layer.",
             )
-        found[name] = _power(used, config, number)
+        eigenvalues[name] = _power(used, config, number)
         if config.verbose:
-            _log.info("largest eigenvalue of %s: %.4g", name, found[name])
+            _log.info("largest eigenvalue of %s: %.4g", name, eigenvalues[name])
     if not normalized:
-        return found
-    most = max((abs(value) for value in found.values()), default=0.0)
-    return {name: abs(value) / most if most else 0.0 for name, value in found.items()}
+        return eigenvalues
+    most = max((abs(value) for value in eigenvalues.values()), default=0.0)
+    return {name: abs(value) / most if most else 0.0 for name, value in eigenvalues.items()}
 
 
 def _blocks(model: nn.Module, config: EigenvalueConfig) -> dict[str, nn.Module]:
@@ -103,10 +103,10 @@ def stretch_schedule(model: nn.Module, values: Mapping[str, float]) -> None:
     Args:
         values: Eigenvalues in [0, 1], by name of a block.
     """
-    for name, _, made in compressed_layers(model):
+    for name, _, compression in compressed_layers(model):
         for block, value in values.items():
             if name == block or name.startswith(f"{block}."):
-                made.factor = 1 + math.floor(4 * value)
+                compression.factor = 1 + math.floor(4 * value)
 
 
 class Curvature:

@@ -94,11 +94,11 @@ class LayerCompression(nn.Module):
                 self.register_parameter(f"{name}_scores", nn.Parameter(scores))
 
     def _pruning(self) -> dict[str, SparsePruning | Pruned]:
-        found = {
+        methods = {
             "sparse": self.recipe.sparse, "row": self.recipe.rows, "head": self.recipe.heads,
             "channel": self.recipe.channels,
         }  # fmt: skip
-        return {name: what for name, what in found.items() if what is not None}
+        return {name: what for name, what in methods.items() if what is not None}
 
     # ---- time
 
@@ -240,10 +240,10 @@ class LayerCompression(nn.Module):
         result = weight * mask.to(weight.dtype)
         if self._senses() and result.requires_grad:
             block = self.recipe.sparse.block if self.recipe.sparse is not None else (1, 1)
-            held = weight.detach().clone()  # ZeRO may take the weight away before the gradient comes
+            weight_copy = weight.detach().clone()  # ZeRO may take the weight away before the gradient comes
 
             def note(grad: Tensor) -> None:
-                product = (held * grad).flatten(1).float()
+                product = (weight_copy * grad).flatten(1).float()
                 self.sensitivity += block_scores(product, block)
 
             result.register_hook(note)
@@ -304,46 +304,46 @@ def _on_range(x: Tensor, span: Tensor, inputs: InputQuantization) -> Tensor:
 
 def attach(module: nn.Module, recipe: LayerRecipe) -> LayerCompression:
     """Compress one module from now on."""
-    made = LayerCompression(recipe, module.weight.device)  # type: ignore[arg-type]
-    made.train(module.training)
-    module.add_module(CHILD, made)
-    made._handles = [
+    compression = LayerCompression(recipe, module.weight.device)  # type: ignore[arg-type]
+    compression.train(module.training)
+    module.add_module(CHILD, compression)
+    compression._handles = [
         module.register_forward_pre_hook(_before, with_kwargs=True),
         module.register_forward_hook(_after, always_call=True),
     ]
-    return made
+    return compression
 
 
 def attached(module: nn.Module) -> LayerCompression | None:
     """Return the compression of a module, or None if the module is not compressed."""
-    found = module._modules.get(CHILD)
-    return found if isinstance(found, LayerCompression) else None
+    compression = module._modules.get(CHILD)
+    return compression if isinstance(compression, LayerCompression) else None
 
 
 def detach(module: nn.Module) -> None:
     """Take the compression of a module away; its weight stays as it is."""
-    made = attached(module)
-    if made is not None:
-        for handle in made._handles:
+    compression = attached(module)
+    if compression is not None:
+        for handle in compression._handles:
             handle.remove()
         del module._modules[CHILD]
 
 
 def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    made: Any = module._modules[CHILD]
-    if made.touches_weight():
+    compression: Any = module._modules[CHILD]
+    if compression.touches_weight():
         old = module._parameters.get("bias")
-        weight, bias = made(module._parameters["weight"], old)
+        weight, bias = compression(module._parameters["weight"], old)
         module.__dict__["weight"] = weight
         if bias is not old:
             module.__dict__["bias"] = bias
-    if made.recipe.inputs is not None:
+    if compression.recipe.inputs is not None:
         param = module._parameters["weight"]
         if args:
-            args = (made.quantised_input(args[0], param), *args[1:])
+            args = (compression.quantised_input(args[0], param), *args[1:])
         elif kwargs:
             first = next(iter(kwargs))
-            kwargs = {**kwargs, first: made.quantised_input(kwargs[first], param)}
+            kwargs = {**kwargs, first: compression.quantised_input(kwargs[first], param)}
     return args, kwargs
 
 
@@ -352,6 +352,6 @@ def _after(module: nn.Module, args: Any, output: Any) -> None:
     module.__dict__.pop("bias", None)
 
 
-def _loaded(made: nn.Module, keys: Any) -> None:
-    if isinstance(made, LayerCompression) and not made.state.is_meta:
-        made.pull()
+def _loaded(compression: nn.Module, keys: Any) -> None:
+    if isinstance(compression, LayerCompression) and not compression.state.is_meta:
+        compression.pull()

@@ -18,7 +18,7 @@ __all__ = [
     "channel_scores",
     "expand_blocks",
     "head_scores",
-    "kept",
+    "num_kept",
     "learnt_mask",
     "row_scores",
     "snip_update",
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-def kept(numel: int, ratio: float) -> int:
+def num_kept(numel: int, ratio: float) -> int:
     """Return how many of `numel` elements stay: ceil(ratio * numel), tolerant of float rounding."""
     return min(numel, max(1, math.ceil(ratio * numel - 1e-9 * numel)))
 
@@ -39,7 +39,7 @@ def top_mask(scores: Tensor, ratio: float) -> Tensor:
     flat = scores.detach().reshape(-1)
     order = flat.argsort(descending=True, stable=True)
     mask = torch.zeros_like(flat, dtype=torch.bool)
-    mask[order[: kept(flat.numel(), ratio)]] = True
+    mask[order[: num_kept(flat.numel(), ratio)]] = True
     return mask.view(scores.shape)
 
 

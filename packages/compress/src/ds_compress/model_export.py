@@ -141,20 +141,20 @@ def _one_scheme(codes: Mapping[str, QuantizedWeight], bits: tuple[int, ...]) -> 
     return scheme
 
 
-def _export(found: str, fix: str) -> PlanError:
-    return PlanError(f"the format has no place for {found}", code="compress-export", fix=fix)
+def _export(feature: str, fix: str) -> PlanError:
+    return PlanError(f"the format has no place for {feature}", code="compress-export", fix=fix)
 
 
 def _plain_state(model: nn.Module, codes: Mapping[str, QuantizedWeight]) -> dict[str, Tensor]:
     """Return the state dict of the tensors that are not quantized, tied tensors only under their first name."""
-    state, seen = {}, set()
+    state, visited = {}, set()
     left_out = {f"{name}.weight" for name in codes}
-    for name, held in model.state_dict().items():
-        value = values_of(held)
-        key = (id(held) if is_quantised(held) else held.data_ptr(), held.shape)
-        if name in left_out or ".compression." in name or (value.numel() and key in seen):
+    for name, tensor in model.state_dict().items():
+        value = values_of(tensor)
+        key = (id(tensor) if is_quantised(tensor) else tensor.data_ptr(), tensor.shape)
+        if name in left_out or ".compression." in name or (value.numel() and key in visited):
             continue
-        seen.add(key)
+        visited.add(key)
         state[name] = value.detach().cpu().contiguous()
     return state
 
@@ -169,11 +169,11 @@ def _write(
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     if config is None:
-        own = getattr(model, "config", None)
-        if own is None or not hasattr(own, "to_dict"):
+        model_config = getattr(model, "config", None)
+        if model_config is None or not hasattr(model_config, "to_dict"):
             raise _export("a model without a config", "Pass config=, what config.json shall say.")
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        config = {**own.to_dict(), "architectures": [type(model).__name__], "dtype": dtype}
+        config = {**model_config.to_dict(), "architectures": [type(model).__name__], "dtype": dtype}
     save_file(dict(state), path / "model.safetensors", metadata={"format": "pt"})
     text = json.dumps({**config, "quantization_config": dict(section)}, indent=2, default=str)
     (path / "config.json").write_text(text + "\n")

@@ -161,7 +161,7 @@ def round_to_nearest(
     Returns:
         By name of the layer, for the functions of `ds_compress.exporting`.
     """
-    scheme, made = scheme or QuantScheme(), {}
+    scheme, codes_by_name = scheme or QuantScheme(), {}
     layers = linears_of(model, exclude)
     for name, module in layers.items():
         refuse_quantised(name, module)
@@ -172,14 +172,14 @@ def round_to_nearest(
         rows = weight.reshape(-1, size)
         scale, zero = row_grid(rows, scheme)
         groups = module.in_features // size
-        made[name] = QuantizedWeight(
+        codes_by_name[name] = QuantizedWeight(
             scheme,
             to_codes(rows, scale, zero, scheme).view(weight.shape).to(torch.uint8),
             scale.view(-1, groups),
             zero.view(-1, groups).to(torch.uint8),
         )
-        module.weight.copy_(made[name].weight(module.weight.dtype))
-    return made
+        module.weight.copy_(codes_by_name[name].weight(module.weight.dtype))
+    return codes_by_name
 
 
 @torch.no_grad()
@@ -227,12 +227,12 @@ def gptq(
             code="compress-calibration",
             fix="Give batches that the model's every linear layer sees, or exclude these.",
         )
-    made = {}
+    codes_by_name = {}
     for name, module in layers.items():
         size = scheme.size(module.in_features, name)
-        made[name] = _gptq_layer(module.weight.double(), products.pop(name), scheme, size, damp)
-        module.weight.copy_(made[name].weight(module.weight.dtype))
-    return made
+        codes_by_name[name] = _gptq_layer(module.weight.double(), products.pop(name), scheme, size, damp)
+        module.weight.copy_(codes_by_name[name].weight(module.weight.dtype))
+    return codes_by_name
 
 
 def _gptq_layer(weight: Tensor, product: Tensor, scheme: QuantScheme, size: int, damp: float) -> QuantizedWeight:
@@ -270,7 +270,7 @@ def codes_of_training(model: nn.Module) -> dict[str, QuantizedWeight]:
     Raises:
         PlanError: a layer has another grid, or loses weights, rows or heads, too ("compress-scheme").
     """
-    made = {}
+    codes_by_name = {}
     for name, module, compression in compressed_layers(model):
         weights, recipe = compression.recipe.weights, compression.recipe
         if weights is None or not isinstance(module, nn.Linear):
@@ -291,7 +291,7 @@ def codes_of_training(model: nn.Module) -> dict[str, QuantizedWeight]:
         codes = (rows / scale).round().clamp(-half, half - 1) + half
         scheme = QuantScheme(weights.target, size if per_row > 1 else -1)
         zeros = torch.full((module.out_features, per_row), half, dtype=torch.uint8)
-        made[name] = QuantizedWeight(
+        codes_by_name[name] = QuantizedWeight(
             scheme, codes.view(module.weight.shape).to(torch.uint8), scale.view(module.out_features, per_row), zeros
         )
-    return made
+    return codes_by_name

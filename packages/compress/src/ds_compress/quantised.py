@@ -24,8 +24,8 @@ def values_of(tensor: Tensor) -> Tensor:
     """Dequantize a quantized tensor; a plain tensor is returned unchanged."""
     if not is_quantised(tensor):
         return tensor
-    made: Tensor = tensor.dequantize()
-    return made
+    values: Tensor = tensor.dequantize()
+    return values
 
 
 def bytes_of(tensor: Tensor) -> int:

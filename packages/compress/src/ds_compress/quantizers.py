@@ -58,9 +58,9 @@ def ternary(x: Tensor, groups: int) -> Tensor:
     """Quantize to -a, 0 or a: values below 0.7 times the mean of |x| become 0, a is the mean of |x| over the rest."""
     rows = _rows(x, groups)
     size = rows.abs()
-    kept = size > 0.7 * size.mean(1, keepdim=True)
-    alpha = (size * kept).sum(1, keepdim=True) / kept.sum(1, keepdim=True).clamp(min=1)
-    return (rows.sign() * kept * alpha).view(x.shape).to(x.dtype)
+    large = size > 0.7 * size.mean(1, keepdim=True)
+    alpha = (size * large).sum(1, keepdim=True) / large.sum(1, keepdim=True).clamp(min=1)
+    return (rows.sign() * large * alpha).view(x.shape).to(x.dtype)
 
 
 def binary(x: Tensor, groups: int) -> Tensor:

@@ -133,7 +133,7 @@ def make_recipe(config: CompressionConfig, layers: Sequence[CompressibleLayer]) 
         shared = weights.shared_parameters
         mixed = shared.fp16_mixed_quantize
         for group_name, group in weights.different_groups.items():
-            made = Weights(
+            quantization = Weights(
                 group.params.start_bits,
                 group.params.target_bits,
                 group.params.quantization_period,
@@ -145,16 +145,16 @@ def make_recipe(config: CompressionConfig, layers: Sequence[CompressibleLayer]) 
                 shared.quantize_verbose,
             )
             place = f"weight_quantization.different_groups.{group_name}"
-            making.put("weights", place, group, ("linear", "conv", "embedding"), partial(_weights, made))
+            making.put("weights", place, group, ("linear", "conv", "embedding"), partial(_weights, quantization))
     inputs = config.activation_quantization
     if inputs.enabled:
-        told = inputs.shared_parameters
+        input_options = inputs.shared_parameters
         for group_name, activations in inputs.different_groups.items():
             what = InputQuantization(
                 activations.params.bits,
-                told.schedule_offset,
-                told.quantization_type,
-                told.range_calibration == "static",
+                input_options.schedule_offset,
+                input_options.quantization_type,
+                input_options.range_calibration == "static",
             )
             place = f"activation_quantization.different_groups.{group_name}"
             making.put("inputs", place, activations, ("linear", "conv"), partial(_as_it_is, what))
@@ -220,8 +220,8 @@ class _Making:
                         code="compress-twice",
                         fix="Make the patterns of a technique find different layers.",
                     )
-                made = make(recipe.layer, tuple(row[number] for row in others))
-                self.recipes[name] = replace(recipe, **{technique: made})
+                settings = make(recipe.layer, tuple(row[number] for row in others))
+                self.recipes[name] = replace(recipe, **{technique: settings})
 
 
 def _as_it_is(what: Any, layer: CompressibleLayer, related: tuple[str, ...]) -> Any:
@@ -244,7 +244,7 @@ def _sparse(config: CompressionConfig, making: _Making) -> None:
     end = shared.schedule_offset if shared.schedule_offset_end is None else shared.schedule_offset_end
     for group_name, group in config.sparse_pruning.different_groups.items():
         place = f"sparse_pruning.different_groups.{group_name}"
-        made = SparsePruning(
+        settings = SparsePruning(
             shared.method,
             group.params.dense_ratio,
             shared.schedule_offset,
@@ -252,7 +252,7 @@ def _sparse(config: CompressionConfig, making: _Making) -> None:
             shared.schedule_offset_stride,
             shared.block,
         )
-        making.put("sparse", place, group, ("linear", "conv"), partial(_as_it_is, made))
+        making.put("sparse", place, group, ("linear", "conv"), partial(_as_it_is, settings))
     if shared.method == "snip_momentum":
         rest = SparsePruning(
             shared.method, shared.dense_ratio, shared.schedule_offset, end, shared.schedule_offset_stride, shared.block

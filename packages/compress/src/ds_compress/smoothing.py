@@ -39,11 +39,11 @@ def find_foldable_norms(model: nn.Module, batch: Any) -> list[Fold]:
     norms = {n: m for n, m in model.named_modules() if _is_norm(m)}
     wrote: dict[int, str] = {}
     read: dict[str, list[str]] = {}
-    kept: list[Tensor] = []  # ids are of living tensors
+    retained_outputs: list[Tensor] = []  # ids are of living tensors
 
     def after(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            kept.append(output)
+            retained_outputs.append(output)
             wrote[id(output)] = name
 
         return hook
@@ -63,7 +63,7 @@ def find_foldable_norms(model: nn.Module, batch: Any) -> list[Fold]:
         wanted = _tensors(run(model, batch))
         for handle in handles:
             handle.remove()
-        found = []
+        folds = []
         for norm, layers in read.items():
             fold = Fold(norm, tuple(dict.fromkeys(layers)))
             width = norms[norm].weight.shape[0]
@@ -75,12 +75,12 @@ def find_foldable_norms(model: nn.Module, batch: Any) -> list[Fold]:
             )
             _move(model, fold, 1 / trial)
             if same:
-                found.append(fold)
+                folds.append(fold)
     finally:
         for handle in handles:
             handle.remove()
         model.train(training)
-    return found
+    return folds
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -164,15 +164,15 @@ def awq(
     for fold in folds:
         first = fold.layers[0]
         mean = (sums[first] / counts[first]).clamp_min(1e-5)
-        best, least, kept = 0.0, float("inf"), torch.ones_like(mean)
+        best, least, best_scale = 0.0, float("inf"), torch.ones_like(mean)
         for step in range(steps + 1):
             alpha = step / steps
             scale = mean**alpha
             scale = scale / (scale.max() * scale.min()).sqrt()
             error = sum(_error(_weight(model, n).float(), samples[first], scale, scheme) for n in fold.layers)
             if error < least:
-                best, least, kept = alpha, error, scale
-        _move(model, fold, kept)
+                best, least, best_scale = alpha, error, scale
+        _move(model, fold, best_scale)
         chosen[fold.norm] = best
     return chosen
 

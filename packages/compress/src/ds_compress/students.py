@@ -35,9 +35,9 @@ def student_initialization(
     pairs += [(name, name) for name in section.other_module_name]
     copies = []
     for new, old in pairs:
-        own, other = _values(student_model, new, "student"), _values(teacher_model, old, "teacher")
+        student_values, other = _values(student_model, new, "student"), _values(teacher_model, old, "teacher")
         wrong = [
-            n for n in own.keys() | other.keys() if n not in own or n not in other or own[n].shape != other[n].shape
+            n for n in student_values.keys() | other.keys() if n not in student_values or n not in other or student_values[n].shape != other[n].shape
         ]
         if wrong:
             raise PlanError(
@@ -45,7 +45,7 @@ def student_initialization(
                 code="compress-student",
                 fix="Build the student as the teacher, only with fewer layers.",
             )
-        copies += [(own[n], other[n]) for n in own]
+        copies += [(student_values[n], other[n]) for n in student_values]
     layers = _module(student_model, prefix, "student")
     if isinstance(layers, nn.ModuleList | nn.Sequential) and len(layers) != len(section.teacher_layer):
         raise PlanError(
@@ -103,7 +103,7 @@ def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module] | N
 
 def _linear(old: Any) -> nn.Linear:
     inputs, outputs = old.weight.shape
-    made = nn.Linear(inputs, outputs, old.bias is not None, device="meta", dtype=old.weight.dtype)
-    made.weight = nn.Parameter(old.weight.detach().t().contiguous(), requires_grad=old.weight.requires_grad)
-    made.bias = old.bias
-    return made.train(old.training)
+    linear = nn.Linear(inputs, outputs, old.bias is not None, device="meta", dtype=old.weight.dtype)
+    linear.weight = nn.Parameter(old.weight.detach().t().contiguous(), requires_grad=old.weight.requires_grad)
+    linear.bias = old.bias
+    return linear.train(old.training)

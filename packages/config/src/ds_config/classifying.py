@@ -68,16 +68,16 @@ def _walk(model: Model, data: Mapping[str, Any], path: KeyPath) -> Iterator[tupl
             yield from _value(of_field(field), value, here, "moved" if name != owner else "used")
 
 
-def _value(found: Sequence[Option], value: Any, path: KeyPath, kind: Kind) -> Iterator[tuple[KeyPath, Kind, str]]:
-    model = model_for(found, value) if isinstance(value, Mapping) else None
+def _value(choices: Sequence[Option], value: Any, path: KeyPath, kind: Kind) -> Iterator[tuple[KeyPath, Kind, str]]:
+    model = model_for(choices, value) if isinstance(value, Mapping) else None
     if model is not None:
         yield from _walk(model, value, path)
     elif isinstance(value, Mapping) and value:
         for name, item in value.items():
-            yield from _value(inner(found, str(name)), item, (*path, str(name)), kind)
+            yield from _value(inner(choices, str(name)), item, (*path, str(name)), kind)
     elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
         for index, item in enumerate(value):
-            yield from _value(inner(found, index), item, (*path, index), kind)
+            yield from _value(inner(choices, index), item, (*path, index), kind)
     else:
         yield path, kind, "another spelling" if kind == "moved" else ""
 

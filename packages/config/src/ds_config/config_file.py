@@ -112,18 +112,18 @@ def _duplicates(parsed: Parsed, name: str) -> tuple[Issue, ...]:
 
 def _foreign_keys(value: object, path: KeyPath = ()) -> tuple[Issue, ...]:
     """Collect an issue for each key of a dict that no JSON object can have (`{1: ...}`)."""
-    found: list[Issue] = []
+    issues: list[Issue] = []
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if isinstance(key, str):
-                found += _foreign_keys(inner, (*path, key))
+                issues += _foreign_keys(inner, (*path, key))
             else:
                 message = f"has the key {key!r} of type {type(key).__name__}; keys are strings."
-                found.append(Issue("config-value", path, Origin("dict"), message))
+                issues.append(Issue("config-value", path, Origin("dict"), message))
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
-            found += _foreign_keys(inner, (*path, index))
-    return tuple(found)
+            issues += _foreign_keys(inner, (*path, index))
+    return tuple(issues)
 
 
 def _from_base64(text: str) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from ds_config.errors import ConfigError
-from ds_config.schema_fields import said
+from ds_config.schema_fields import retirement_note
 from ds_config.issues import Issue, error_of, shown
 from ds_config.migrate import migrate
 from ds_config.strict_model import PREPARED, StrictModel
@@ -123,12 +123,12 @@ def examine(
 
 
 def _examine(
-    model: type[_M], given: Document, auto: Auto | None, record: Provenance, *, keep: bool
+    model: type[_M], document: Document, auto: Auto | None, record: Provenance, *, keep: bool
 ) -> tuple[_M | None, ConfigError | None]:
-    for path in _paths(given.data):
-        record.record(path, given.origin(path))
-    work = _Pass(model, auto or {}, record, list(given.issues))
-    prepared = _prepare(work, model, given.data, ())
+    for path in _paths(document.data):
+        record.record(path, document.origin(path))
+    work = _Pass(model, auto or {}, record, list(document.issues))
+    prepared = _prepare(work, model, document.data, ())
     result: _M | None = None
     try:
         result = model.model_validate(prepared, context=PREPARED)
@@ -140,7 +140,7 @@ def _examine(
         _log.warning("%s", note)
     if result is not None and not work.issues:
         return result, None
-    return result, error_of(work.issues, given.name, anchors(model, work.issues))
+    return result, error_of(work.issues, document.name, anchors(model, work.issues))
 
 
 def _rest(model: type[_M], prepared: dict[str, Any], error: ValidationError) -> _M | None:
@@ -173,15 +173,15 @@ def anchors(model: Model, issues: Sequence[Issue]) -> list[str]:
     if not page:
         return []
     known = {".".join(map(str, key.path)) for key in keys(model)}
-    found: dict[str, None] = {}
+    links: dict[str, None] = {}
     for issue in issues:
         meant = issue.suggestions if issue.code == "config-unknown-key" else ()
         candidates: list[Sequence[str | int]] = [near.split(".") for near in meant]
         candidates += [issue.path[:end] for end in range(len(issue.path), 0, -1)]
         at = next((name for path in candidates for name in _names(path) if name in known), None)
         if at is not None:
-            found[f"{page}#{at}"] = None
-    return list(found)
+            links[f"{page}#{at}"] = None
+    return list(links)
 
 
 def _names(path: Sequence[str | int]) -> Iterator[str]:
@@ -203,12 +203,12 @@ def _paths(value: Any, path: KeyPath = ()) -> list[KeyPath]:
 # --- prepare
 
 
-def _prepare(work: _Pass, model: Model, given: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
+def _prepare(work: _Pass, model: Model, section: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
     """Rewrite the object at `path` to today's keys, resolve and coerce known values, and drop unknown keys."""
-    level = migrate(model, {key: value for key, value in given.items() if isinstance(key, str)})
+    level = migrate(model, {key: value for key, value in section.items() if isinstance(key, str)})
     for name, reason in level.notes:
         place = work.provenance.of((*path, name))
-        work.notes.append(f"{place} {dotted((*path, name))} {said(reason, dotted(path))}")
+        work.notes.append(f"{place} {dotted((*path, name))} {retirement_note(reason, dotted(path))}")
     for problem in level.problems:
         work.dropped.add((*path, problem.name))
         work.problem(problem.code, (*path, problem.name), problem.message, problem.fix)
@@ -234,31 +234,31 @@ def _prepare(work: _Pass, model: Model, given: Mapping[str, Any], path: KeyPath)
 _DROPPED = object()
 
 
-def _value(work: _Pass, found: Sequence[Option], value: Any, path: KeyPath) -> Any:
+def _value(work: _Pass, choices: Sequence[Option], value: Any, path: KeyPath) -> Any:
     """Prepare a value for pydantic; return `_DROPPED` for a problem or a value that stands for the default."""
     if isinstance(value, Mapping):
-        model = model_for(found, value)
+        model = model_for(choices, value)
         if model is not None:
             return _prepare(work, model, value, path)
-        items = {key: _value(work, inner(found, str(key)), item, (*path, key)) for key, item in value.items()}
+        items = {key: _value(work, inner(choices, str(key)), item, (*path, key)) for key, item in value.items()}
         return {key: item for key, item in items.items() if item is not _DROPPED}
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        elements = [_value(work, inner(found, i), item, (*path, i)) for i, item in enumerate(value)]
+        elements = [_value(work, inner(choices, i), item, (*path, i)) for i, item in enumerate(value)]
         # A dropped element must not move the others: the document is refused anyway, only places count.
-        kept = type(value)(None if item is _DROPPED else item for item in elements)
-        return coerce(found, kept)
-    if isinstance(value, str) and value == "auto" and not accepts_auto(found):
-        return _resolved(work, found, path)
-    if isinstance(value, bool) and refuses_bool(found):
-        work.problem("config-value", path, f"found {_seen(found, value)}, expected {describe(found)}.")
+        sequence = type(value)(None if item is _DROPPED else item for item in elements)
+        return coerce(choices, sequence)
+    if isinstance(value, str) and value == "auto" and not accepts_auto(choices):
+        return _resolved(work, choices, path)
+    if isinstance(value, bool) and refuses_bool(choices):
+        work.problem("config-value", path, f"found {_seen(choices, value)}, expected {describe(choices)}.")
         return _DROPPED
-    return coerce(found, value)
+    return coerce(choices, value)
 
 
-def _resolved(work: _Pass, found: Sequence[Option], path: KeyPath) -> Any:
+def _resolved(work: _Pass, choices: Sequence[Option], path: KeyPath) -> Any:
     name = dotted(path)
     if name not in work.auto:
-        work.problem("config-auto", path, 'is "auto", and nobody here knows what that is.', _asked(found))
+        work.problem("config-auto", path, 'is "auto", and nobody here knows what that is.', _asked(choices))
         return _DROPPED
     value = work.auto[name]
     place = work.provenance.of(path)
@@ -266,11 +266,11 @@ def _resolved(work: _Pass, found: Sequence[Option], path: KeyPath) -> Any:
         work.provenance.record(path, Origin("default", why=f'"auto" at {place}'))
         return _DROPPED
     work.provenance.derived(path, f'"auto" at {place}')
-    return coerce(found, value)
+    return coerce(choices, value)
 
 
-def _asked(found: Sequence[Option]) -> str:
-    expected = describe(found)
+def _asked(choices: Sequence[Option]) -> str:
+    expected = describe(choices)
     return "Write the value." if expected == "anything" else f"Write {expected}."
 
 
@@ -308,8 +308,8 @@ def _collect(work: _Pass, model: Model, data: Mapping[str, Any], error: Validati
     for detail in error.errors(include_url=False):
         if (located := _locate(model, data, detail["loc"])) is None:
             continue
-        path, found, value = located
-        by_path.setdefault(path, []).append((detail, found, value))
+        path, choices, value = located
+        by_path.setdefault(path, []).append((detail, choices, value))
     for path, entries in by_path.items():
         if path in work.dropped:
             continue
@@ -341,25 +341,25 @@ def _locate(
     """
     path: KeyPath = ()
     value: Any = data
-    found = [Option(model)]
+    choices = [Option(model)]
     for part in loc:
-        owner = model_for(found, value) if isinstance(value, Mapping) else None
+        owner = model_for(choices, value) if isinstance(value, Mapping) else None
         if owner is not None and part in owner.model_fields:
-            found = of_field(owner.model_fields[str(part)])
+            choices = of_field(owner.model_fields[str(part)])
             value = value.get(part)
         elif _has(value, part):
-            found, value = inner(found, part), value[part]
-        elif owner is not None and part in _other_models(found, owner):
+            choices, value = inner(choices, part), value[part]
+        elif owner is not None and part in _other_models(choices, owner):
             return None
         else:
             continue
         path = (*path, part)
-    return path, found, value
+    return path, choices, value
 
 
-def _other_models(found: Sequence[Option], meant: Model) -> set[str]:
+def _other_models(choices: Sequence[Option], meant: Model) -> set[str]:
     return {
-        option.type.__name__ for option in found if option.type is not meant and hasattr(option.type, "model_fields")
+        option.type.__name__ for option in choices if option.type is not meant and hasattr(option.type, "model_fields")
     }
 
 
@@ -384,25 +384,25 @@ _PLAIN = (
 )
 
 
-def _message(detail: _Detail, found: list[Option], value: Any) -> str:
-    expected = describe(found)
+def _message(detail: _Detail, choices: list[Option], value: Any) -> str:
+    expected = describe(choices)
     if detail["type"] == "missing" and value is None:
         return f"is missing; expected {expected}."
     if _spoken(detail):
         text = str(detail.get("ctx", {}).get("error", detail["msg"])).strip()
         return text if text.endswith((".", "?", "!")) else f"{text}."
     extra = "" if any(sign in detail["type"] for sign in _PLAIN) else f" ({detail['msg']})"
-    return f"found {_seen(found, value)}, expected {expected}{extra}."
+    return f"found {_seen(choices, value)}, expected {expected}{extra}."
 
 
-def _seen(found: Sequence[Option], value: Any) -> str:
-    return "a value that is not shown" if is_secret(found) else shown(value)
+def _seen(choices: Sequence[Option], value: Any) -> str:
+    return "a value that is not shown" if is_secret(choices) else shown(value)
 
 
-def _close_values(found: Sequence[Option], value: Any) -> list[str]:
+def _close_values(choices: Sequence[Option], value: Any) -> list[str]:
     if not isinstance(value, str):
         return []
-    texts = {text for text in literals(found) if isinstance(text, str)}
+    texts = {text for text in literals(choices) if isinstance(text, str)}
     return [shown(text) for text in nearest(value, texts)] or [
         shown(text) for text in texts if text.casefold() == value.casefold()
     ]

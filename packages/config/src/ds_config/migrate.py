@@ -52,9 +52,9 @@ class Level:
     problems: list[KeyProblem] = field(default_factory=list)
 
 
-def migrate(model: Model, given: Mapping[str, Any]) -> Level:
+def migrate(model: Model, section: Mapping[str, Any]) -> Level:
     """Rewrite the keys of `given` into those that `model` uses today. `given` is not changed."""
-    level = Level(dict(given))
+    level = Level(dict(section))
     for name, info in model.model_fields.items():
         for old in aliases(info):
             if old in level.values:
@@ -95,13 +95,13 @@ def _move(level: Level, move: MovedKey, value: Any) -> bool:
     del level.values[move.old]
     new = ".".join(move.new)
     *sections, last = move.new
-    target, taken = level.values, False
+    target, occupied = level.values, False
     for section in sections:
         existing = target.get(section)
-        taken = taken or not (existing is None or isinstance(existing, Mapping))
+        occupied = occupied or not (existing is None or isinstance(existing, Mapping))
         target[section] = dict(existing) if isinstance(existing, Mapping) else {}
         target = target[section]
-    if taken or last in target:
+    if occupied or last in target:
         message = f"and {new!r} are two names of one setting, and both are given."
         level.problems.append(KeyProblem("config-both-keys", move.old, message, f"Keep {new!r}."))
         return False

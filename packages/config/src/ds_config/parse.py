@@ -131,8 +131,8 @@ class _JsonParser:
             return self.quoted(self.text[self.pos])
         match = _BARE_KEY.match(self.text, self.pos)
         if not match or not match.group():
-            found = self.text[self.pos]
-            raise self.error(f"expected a key, found {found!r}", self.swallowed())
+            char = self.text[self.pos]
+            raise self.error(f"expected a key, found {char!r}", self.swallowed())
         self.pos = match.end()
         return match.group()
 
@@ -261,7 +261,7 @@ class _JsonParser:
         return self.members(path, depth, closing="}")
 
     def members(self, path: KeyPath, depth: int, closing: str) -> dict[str, Any]:
-        start, found = self.pos, dict[str, Any]()
+        start, result = self.pos, dict[str, Any]()
         while (char := self.space()) != closing:
             if not char:
                 raise self.error("this { is never closed", self.swallowed(), pos=max(start - 1, 0))
@@ -275,30 +275,30 @@ class _JsonParser:
             self.pos += 1
             self.space()
             here, line = (*path, key), self.line(key_pos)
-            if key in found:
+            if key in result:
                 # What stands inside the second one must not overwrite the places of the first.
                 self.duplicates.append(Duplicate(here, self.lines[here], line))
-                kept, self.lines = self.lines, {}
+                saved_lines, self.lines = self.lines, {}
                 self.value(here, depth + 1)
-                self.lines = kept
+                self.lines = saved_lines
             else:
                 self.lines[here] = line
-                found[key] = self.value(here, depth + 1)
+                result[key] = self.value(here, depth + 1)
             if self.space() == ",":
                 self.pos += 1
         self.pos += len(closing)
-        return found
+        return result
 
     def array(self, path: KeyPath, depth: int) -> list[Any]:
-        start, found = self.pos, list[Any]()
+        start, elements = self.pos, list[Any]()
         self.pos += 1
         while (char := self.space()) != "]":
             if not char:
                 raise self.error("this [ is never closed", self.swallowed(), pos=start)
-            here = (*path, len(found))
+            here = (*path, len(elements))
             self.lines[here] = self.line(self.pos)
-            found.append(self.value(here, depth + 1))
+            elements.append(self.value(here, depth + 1))
             if self.space() == ",":
                 self.pos += 1
         self.pos += 1
-        return found
+        return elements

@@ -19,8 +19,8 @@ _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 def this_rank() -> int:
     """Return the rank that the launcher set for this process; 0 without a launcher."""
-    found = next((os.environ[name] for name in _RANKS if os.environ.get(name, "").isdecimal()), "0")
-    return int(found)
+    text = next((os.environ[name] for name in _RANKS if os.environ.get(name, "").isdecimal()), "0")
+    return int(text)
 
 
 class Once(logging.Filter):

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Alias", "NoEffect", "Deprecated", "Retired", "Unsupported", "said"]
+__all__ = ["Alias", "NoEffect", "Deprecated", "Retired", "Unsupported", "retirement_note"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Unsupported:
 Retired = Deprecated | NoEffect | Unsupported
 
 
-def said(reason: Retired, section: str = "") -> str:
+def retirement_note(reason: Retired, section: str = "") -> str:
     """Describe the effect of a retired key in `section` (dotted, empty for the outermost object)."""
     if isinstance(reason, Deprecated):
         return f"is deprecated: use {section + '.' if section else ''}{reason.new}"

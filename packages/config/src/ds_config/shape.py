@@ -60,7 +60,7 @@ def options(annotation: Any, metadata: Iterable[Any] = ()) -> list[Option]:
     if origin is Annotated:
         return options(args[0], (*metadata, *args[1:]))
     if origin in (Union, types.UnionType):
-        return [found for arg in args for found in options(arg, metadata)]
+        return [option for arg in args for option in options(arg, metadata)]
     return [Option(annotation, tuple(metadata))]
 
 
@@ -69,10 +69,10 @@ def of_field(field: FieldInfo) -> list[Option]:
     return options(field.annotation, field.metadata)
 
 
-def literals(found: Sequence[Option]) -> list[Any]:
+def literals(choices: Sequence[Option]) -> list[Any]:
     """Return all values that the `Literal` and enum options name."""
     values: list[Any] = []
-    for option in found:
+    for option in choices:
         if get_origin(option.type) is Literal:
             values += get_args(option.type)
         elif _is(option.type, enum.Enum):
@@ -80,28 +80,28 @@ def literals(found: Sequence[Option]) -> list[Any]:
     return values
 
 
-def accepts_auto(found: Sequence[Option]) -> bool:
+def accepts_auto(choices: Sequence[Option]) -> bool:
     """Whether "auto" is a value of its own here, not a request to fill the value in."""
-    return "auto" in literals(found)
+    return "auto" in literals(choices)
 
 
-def refuses_bool(found: Sequence[Option]) -> bool:
+def refuses_bool(choices: Sequence[Option]) -> bool:
     """Whether true and false would only pass here by being equal to the literals 1 and 0."""
-    numbers = any(type(value) is int for value in literals(found))
-    return numbers and not any(option.type in (bool, Any, object) for option in found) and True not in _bools(found)
+    numbers = any(type(value) is int for value in literals(choices))
+    return numbers and not any(option.type in (bool, Any, object) for option in choices) and True not in _bools(choices)
 
 
-def _bools(found: Sequence[Option]) -> set[str | bool]:
-    return {True for value in literals(found) if isinstance(value, bool)}
+def _bools(choices: Sequence[Option]) -> set[str | bool]:
+    return {True for value in literals(choices) if isinstance(value, bool)}
 
 
 def _is(candidate: Any, parent: type) -> bool:
     return isinstance(candidate, type) and issubclass(candidate, parent)
 
 
-def model_for(found: Sequence[Option], value: Mapping[str, Any]) -> Model | None:
+def model_for(choices: Sequence[Option], value: Mapping[str, Any]) -> Model | None:
     """Choose the model among the options that fits `value` best: by its literals, then by most known keys."""
-    models = [option.type for option in found if _is(option.type, BaseModel)]
+    models = [option.type for option in choices if _is(option.type, BaseModel)]
 
     def fit(model: Model) -> tuple[bool, int]:
         tags = {name: literals(of_field(field)) for name, field in model.model_fields.items()}
@@ -111,10 +111,10 @@ def model_for(found: Sequence[Option], value: Mapping[str, Any]) -> Model | None
     return max(models, key=fit, default=None)
 
 
-def inner(found: Sequence[Option], part: str | int) -> list[Option]:
+def inner(choices: Sequence[Option], part: str | int) -> list[Option]:
     """Return the options of an element: of a mapping for a string `part`, of a sequence for an integer."""
     result: list[Option] = []
-    for option in found:
+    for option in choices:
         origin, args = get_origin(option.type) or option.type, get_args(option.type)
         if isinstance(part, str) and _is(origin, Mapping):
             result += options(args[1]) if len(args) == 2 else [Option(Any)]
@@ -127,22 +127,22 @@ def inner(found: Sequence[Option], part: str | int) -> list[Option]:
     return result
 
 
-def coerce(found: Sequence[Option], value: Any) -> Any:
+def coerce(choices: Sequence[Option], value: Any) -> Any:
     """Turn what JSON can write into what the annotation wants, when nothing is lost or guessed.
 
     An integral float (below 2**63) becomes an int where an int is wanted and a float is not; a list becomes the tuple or set,
     a string the path or the enum member that is wanted; elements likewise. Everything else is returned as it is, and so are
     objects that a model is wanted for: the model coerces them.
     """
-    kinds = [get_origin(option.type) or option.type for option in found]
-    numbers = [type(literal) for literal in literals(found)]
+    kinds = [get_origin(option.type) or option.type for option in choices]
+    numbers = [type(literal) for literal in literals(choices)]
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         wants_int = int in kinds or int in numbers
         return int(value) if wants_int and float not in kinds and float not in numbers else value
-    if type(value) is dict and model_for(found, value) is None:
-        return {key: coerce(inner(found, str(key)), item) for key, item in value.items()}
+    if type(value) is dict and model_for(choices, value) is None:
+        return {key: coerce(inner(choices, str(key)), item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        value = type(value)(coerce(inner(found, index), item) for index, item in enumerate(value))
+        value = type(value)(coerce(inner(choices, index), item) for index, item in enumerate(value))
         wanted = next((kind for kind in kinds if kind in (tuple, set, frozenset)), None)
         return wanted(value) if wanted and type(value) is list and list not in kinds else value
     if isinstance(value, str) and str not in kinds:
@@ -165,10 +165,10 @@ _KINDS = {
 }
 
 
-def describe(found: Sequence[Option]) -> str:
+def describe(choices: Sequence[Option]) -> str:
     """Describe in plain text which values the options accept: `an integer >= 0, "auto" or null`."""
     parts: list[str] = []
-    for option in found:
+    for option in choices:
         kind = get_origin(option.type) or option.type
         if kind is Literal or _is(kind, enum.Enum):
             parts += [shown(value) for value in literals([option])]
@@ -191,9 +191,9 @@ def describe(found: Sequence[Option]) -> str:
     return unique[0] if len(unique) == 1 else f"{', '.join(unique[:-1])} or {unique[-1]}" if unique else "nothing"
 
 
-def is_secret(found: Sequence[Option]) -> bool:
+def is_secret(choices: Sequence[Option]) -> bool:
     """Whether the value is one that is never written or shown."""
-    return any(option.type is SecretStr for option in found)
+    return any(option.type is SecretStr for option in choices)
 
 
 _LIMITS = {
@@ -212,8 +212,8 @@ def _limits(metadata: Iterable[Any]) -> str:
     for item in metadata:
         constraints = item.metadata if isinstance(item, FieldInfo) else [item]
         for constraint in constraints:
-            found = {name: getattr(constraint, name, None) for name in _LIMITS}
-            words += [_LIMITS[name].format(bound) for name, bound in found.items() if bound is not None]
+            bounds = {name: getattr(constraint, name, None) for name in _LIMITS}
+            words += [_LIMITS[name].format(bound) for name, bound in bounds.items() if bound is not None]
     return " " + " and ".join(words) if words else ""
 
 
@@ -263,8 +263,8 @@ def _keys(model: Model, under: KeyPath, inside: tuple[Model, ...]) -> Iterator[K
             yield from _keys(nested, (*under, name, *part), (*inside, model))
 
 
-def _nested(found: Sequence[Option], depth: int = 0) -> Iterator[tuple[KeyPath, Model]]:
-    for option in found:
+def _nested(choices: Sequence[Option], depth: int = 0) -> Iterator[tuple[KeyPath, Model]]:
+    for option in choices:
         if _is(option.type, BaseModel):
             yield (), option.type
         elif depth < 4 and option.type not in (Any, object):

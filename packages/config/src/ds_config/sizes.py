@@ -17,10 +17,10 @@ def parse_bytes(text: str) -> int:
     Raises:
         ValueError: `text` is not a size.
     """
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
         raise ValueError(f"{text!r} is no size: write bytes, or 64K, 16MiB, 5GB")
-    number, unit, ending = found.groups()
+    number, unit, ending = match.groups()
     base = 1000 if (ending or "").upper() == "B" else 1024
     factor = base ** _UNITS.index(unit.upper())
     return int(number) * factor if number.isdigit() else int(float(number) * factor)

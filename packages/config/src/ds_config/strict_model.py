@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic.json_schema import JsonSchemaValue
 
-from ds_config.schema_fields import said
+from ds_config.schema_fields import retirement_note
 from ds_config.issues import shown
 from ds_config.migrate import migrate
 from ds_config.saying import speak
@@ -62,13 +62,13 @@ class StrictModel(BaseModel):
         if level.problems:
             raise ValueError("; ".join(f"{p.name} {p.message} {p.fix}" for p in level.problems))
         for name, reason in level.notes:
-            _log.warning("%s.%s %s", cls.__name__, name, said(reason))
+            _log.warning("%s.%s %s", cls.__name__, name, retirement_note(reason))
         for name, value in level.values.items():
             if name in cls.model_fields:
-                found = of_field(cls.model_fields[name])
-                if isinstance(value, bool) and refuses_bool(found):
+                choices = of_field(cls.model_fields[name])
+                if isinstance(value, bool) and refuses_bool(choices):
                     raise ValueError(f"{name}: found {shown(value)}, which is no number")
-                level.values[name] = coerce(found, value)
+                level.values[name] = coerce(choices, value)
         return level.values
 
     @model_serializer(mode="wrap")
@@ -84,7 +84,7 @@ class StrictModel(BaseModel):
         for name, field in cls.model_fields.items():
             reason = retired(field)
             if name in properties and reason is not None:
-                properties[name] = {**properties[name], "deprecated": True, "description": f"{name} {said(reason)}."}
+                properties[name] = {**properties[name], "deprecated": True, "description": f"{name} {retirement_note(reason)}."}
             for other in aliases(field):
                 if name in properties:
                     properties[other] = {**properties[name], "description": f"Another spelling of {name}."}

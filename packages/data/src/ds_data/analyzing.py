@@ -70,10 +70,10 @@ class DataAnalyzer:
         sample_indices: Sequence[int] | None = None,
     ) -> None:
         self.custom = (custom_map_init, custom_map_update, custom_map_finalize)
-        given = sum(function is not None for function in self.custom)
-        if not 0 <= worker_id < num_workers or num_threads < 1 or batch_size < 1 or given not in (0, 3):
+        num_custom = sum(function is not None for function in self.custom)
+        if not 0 <= worker_id < num_workers or num_threads < 1 or batch_size < 1 or num_custom not in (0, 3):
             raise ConfigError(
-                f"worker {worker_id} of {num_workers}, {num_threads} processes, batches of {batch_size}, {given} of 3 custom map functions",
+                f"worker {worker_id} of {num_workers}, {num_threads} processes, batches of {batch_size}, {num_custom} of 3 custom map functions",
                 code="data-analysis",
                 fix="Count workers from 0, give positive numbers, and all three of custom_map_init, _update and _finalize or none.",
             )
@@ -112,8 +112,8 @@ class DataAnalyzer:
     def run_reduce(self) -> None:
         """Write the files, when every worker has mapped."""
         if self.custom_reduce is not None:
-            told = (self.metrics.names, self.metrics.types, self.save_path, self.num_workers)
-            self.custom_reduce(self.dataset, *told, self.num_threads, self.num_threads_reduce)
+            arguments = (self.metrics.names, self.metrics.types, self.save_path, self.num_workers)
+            self.custom_reduce(self.dataset, *arguments, self.num_threads, self.num_threads_reduce)
             return
         reduce_chunks(self.dataset, self.metrics, self.save_path, batch_size=self.batch_size)
 
@@ -131,15 +131,15 @@ class DataAnalyzer:
         from ds_comm import all_gather_json, as_group
 
         ranks = as_group(group)
-        mine: Exception | None = None
+        own_error: Exception | None = None
         try:
             action()
         except (DsError, OSError, ValueError, TypeError, RuntimeError, LookupError) as error:
-            mine = error
-        told = all_gather_json("" if mine is None else str(mine), ranks) if ranks.size > 1 else []
-        if mine is not None:
-            raise mine
-        for rank, text in enumerate(told):
+            own_error = error
+        messages = all_gather_json("" if own_error is None else str(own_error), ranks) if ranks.size > 1 else []
+        if own_error is not None:
+            raise own_error
+        for rank, text in enumerate(messages):
             if text:
                 raise ConfigError(
                     f"the analysis failed on rank {rank}: {text}",

@@ -62,7 +62,7 @@ class Metrics:
         dtypes = self.dtypes or [None] * len(self.names)
         counts = [len(self.names), len(self.functions), len(self.types), len(dtypes)]
         wrong = [name for name in self.names if not name or "/" in name or name in (".", "..")]
-        told = (
+        problem = (
             f"{counts[0]} names, {counts[1]} functions, {counts[2]} types and {counts[3]} dtypes"
             if len(set(counts)) > 1 or not self.names
             else f"metrics named {wrong}"
@@ -71,9 +71,9 @@ class Metrics:
             if set(self.types) - set(_TYPES)
             else None
         )
-        if told is not None:
+        if problem is not None:
             raise ConfigError(
-                f"metrics with {told}",
+                f"metrics with {problem}",
                 code="data-analysis",
                 fix=f"Give one name, function and type a metric, all names different; types are {', '.join(_TYPES)}.",
             )
@@ -82,8 +82,8 @@ class Metrics:
         """Compute the values of every metric for a batch."""
         dtypes = self.dtypes or [None] * len(self.names)
         return [
-            _checked(*told)
-            for told in zip(self.names, [f(batch) for f in self.functions], self.types, dtypes, strict=True)
+            _checked(*row)
+            for row in zip(self.names, [f(batch) for f in self.functions], self.types, dtypes, strict=True)
         ]
 
 
@@ -131,12 +131,12 @@ def map_chunks(
                     single[m].append(values)
                 else:
                     sums[m] = values if (before := sums[m]) is None else before + values
-        found: dict[str, Any] = {"ids": np.concatenate(ids)}
+        arrays: dict[str, Any] = {"ids": np.concatenate(ids)}
         for m, rows in enumerate(single):
-            found[f"m{m}"] = np.concatenate(rows) if rows else sums[m]
+            arrays[f"m{m}"] = np.concatenate(rows) if rows else sums[m]
         draft = target.with_suffix(f".{os.getpid()}.part")
         with draft.open("wb") as out:
-            np.savez(out, **found)
+            np.savez(out, **arrays)
         draft.replace(target)
         done += end - start
         _log.info("part %d of %d: %d samples measured, up to %d of %d", number, parts, done, end, len(dataset))
@@ -163,11 +163,11 @@ def reduce_chunks(
             fix="Let every worker map its part first; what is there is not measured again.",
         )
     chunks = [dict(np.load(file)) for file in files]
-    ids = np.concatenate([found["ids"] for found in chunks]) if chunks else np.zeros(0, np.int64)
+    ids = np.concatenate([arrays["ids"] for arrays in chunks]) if chunks else np.zeros(0, np.int64)
     for m, (name, kind) in enumerate(zip(metrics.names, metrics.types, strict=True)):
         target = Path(folder) / name
         target.mkdir(parents=True, exist_ok=True)
-        values = [found[f"m{m}"] for found in chunks]
+        values = [arrays[f"m{m}"] for arrays in chunks]
         if kind == "single_value_per_sample":
             _write_values(target / name, np.concatenate(values), ids)
         else:
@@ -194,15 +194,15 @@ def _chunks_folder(folder: str | PathLike[str], dataset: Any, metrics: Metrics, 
     code = [getattr(function, "__code__", None) for function in metrics.functions]
     known = [None if c is None else c.co_code.hex() + repr(c.co_consts) for c in code]
     mark = getattr(dataset, "fingerprint", None)
-    told = [len(dataset), mark, list(metrics.names), list(metrics.types), known, batch_size, every]
-    mark = hashlib.blake2b(json.dumps(told, default=str).encode(), digest_size=6).hexdigest()
+    identity = [len(dataset), mark, list(metrics.names), list(metrics.types), known, batch_size, every]
+    mark = hashlib.blake2b(json.dumps(identity, default=str).encode(), digest_size=6).hexdigest()
     place = Path(folder) / f"chunks-{mark}"
     place.mkdir(parents=True, exist_ok=True)
     return place
 
 
-def _checked(name: str, found: Any, kind: MetricType, dtype: Any) -> Values:
-    values = found.detach().cpu().numpy() if isinstance(found, torch.Tensor) else found
+def _checked(name: str, result: Any, kind: MetricType, dtype: Any) -> Values:
+    values = result.detach().cpu().numpy() if isinstance(result, torch.Tensor) else result
     wanted = (
         None if dtype is None else np.dtype(str(dtype).rpartition(".")[2] if isinstance(dtype, torch.dtype) else dtype)
     )
@@ -211,9 +211,9 @@ def _checked(name: str, found: Any, kind: MetricType, dtype: Any) -> Values:
         or values.dtype.kind not in "iub"
         or (wanted is not None and values.dtype != wanted)
     ):
-        told = values.dtype if isinstance(values, np.ndarray) else type(found).__name__
+        actual = values.dtype if isinstance(values, np.ndarray) else type(result).__name__
         raise ConfigError(
-            f"metric {name} gave {told}, expected {'integers' if wanted is None else wanted}",
+            f"metric {name} gave {actual}, expected {'integers' if wanted is None else wanted}",
             code="data-analysis",
             fix="Return a tensor or an array of whole numbers, of the dtype that was announced.",
         )
@@ -231,9 +231,9 @@ def _same_number(name: str, values: Values, places: range) -> None:
 
 def _ids(batch: Any, places: range, names: Sequence[int] | None) -> NDArray[np.int64]:
     if isinstance(batch, Mapping) and "index" in batch:
-        found = batch["index"]
-        told = np.asarray(found.cpu() if isinstance(found, torch.Tensor) else found, np.int64)
-        return told.reshape(len(told), -1)[:, 0]
+        index = batch["index"]
+        ids = np.asarray(index.cpu() if isinstance(index, torch.Tensor) else index, np.int64)
+        return ids.reshape(len(ids), -1)[:, 0]
     if names is not None:
         return np.array([int(names[i]) for i in places], np.int64)
     return np.arange(places.start, places.stop, dtype=np.int64)
@@ -243,17 +243,17 @@ def _write_values(path: Path, values: Values, ids: NDArray[np.int64]) -> None:
     kind = smallest_int_dtype(int(values.min(initial=0)), int(values.max(initial=0)))
     names = smallest_int_dtype(0, int(ids.max(initial=0)))
     by_id = np.argsort(ids, kind="stable")
-    own = values[by_id] if bool((ids[by_id] == np.arange(len(ids))).all()) else values
-    _write(f"{path}_sample_to_metric", own, np.ones(len(own), np.int64), kind)
+    ordered_values = values[by_id] if bool((ids[by_id] == np.arange(len(ids))).all()) else values
+    _write(f"{path}_sample_to_metric", ordered_values, np.ones(len(ordered_values), np.int64), kind)
     order = np.lexsort((ids, values))
-    found, counts = np.unique(values, return_counts=True)
+    distinct, counts = np.unique(values, return_counts=True)
     samples = ids[order]
     _write(f"{path}_index_to_sample", samples, counts, names)
-    _write(f"{path}_index_to_metric", found, np.ones(len(found), np.int64), kind)
-    for share, value in _percentiles(dict(zip(found.tolist(), counts.tolist(), strict=True))):
+    _write(f"{path}_index_to_metric", distinct, np.ones(len(distinct), np.int64), kind)
+    for share, value in _percentiles(dict(zip(distinct.tolist(), counts.tolist(), strict=True))):
         _log.info("%s: %d %% of the samples are at most %d", path.name, share, value)
-    together = max(1, len(found) // 100)
-    merged = [int(counts[at : at + together].sum()) for at in range(0, len(found), together)]
+    together = max(1, len(distinct) // 100)
+    merged = [int(counts[at : at + together].sum()) for at in range(0, len(distinct), together)]
     _write(f"{path}_index_to_sample_percentile_merged", samples, merged, names)
 
 

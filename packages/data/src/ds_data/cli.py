@@ -59,14 +59,14 @@ def _tokenize(args: argparse.Namespace) -> int:
     tokenizer = open_tokenizer(args.tokenizer)
     source = DocumentSource(args.key, args.lines)
     with _bar(args.files) as progress:
-        made = tokenize(
+        result = tokenize(
             args.files, args.out, tokenizer, source=source, end=args.end, table=args.table, progress=progress
         )
     if args.json:
-        print(json.dumps(asdict(made)))
+        print(json.dumps(asdict(result)))
         return 0
     print(
-        f"{made.prefix}: {made.tokens:,} tokens in {made.documents:,} documents ({made.dtype}); {made.empty:,} empty ones left out"
+        f"{result.prefix}: {result.tokens:,} tokens in {result.documents:,} documents ({result.dtype}); {result.empty:,} empty ones left out"
     )
     return 0
 

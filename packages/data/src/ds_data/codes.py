@@ -42,8 +42,8 @@ def choose(code: int, table: Table | None, fits: Callable[[DType], bool]) -> DTy
         return TABLES[table].get(code)
     first = _LIKELY.get(code, "megatron")
     order = sorted(TABLES, key=lambda name: name != first)
-    found = [TABLES[name][code] for name in order if code in TABLES[name]]
-    return next(filter(fits, found), found[0] if found else None)
+    candidates = [TABLES[name][code] for name in order if code in TABLES[name]]
+    return next(filter(fits, candidates), candidates[0] if candidates else None)
 
 
 def code_of(dtype: DType, table: Table) -> int:

@@ -199,8 +199,8 @@ class DataEfficiencyConfig(StrictModel):
     def sampling(self) -> DataSamplingConfig | None:
         """How samples are read; None: as ever."""
         section = self.data_sampling
-        told = "data_sampling" in self.model_fields_set
-        return section if told and self.enabled and section.enabled else None
+        configured = "data_sampling" in self.model_fields_set
+        return section if configured and self.enabled and section.enabled else None
 
     @property
     def curriculum(self) -> SamplingCurriculumConfig | None:

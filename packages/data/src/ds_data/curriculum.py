@@ -73,14 +73,14 @@ class DifficultyIndex:
         else:
             hard = self._values.values[self._values.index.starts]
             rows = [file[i] for i in np.flatnonzero(hard <= difficulty).tolist()]
-        found = np.concatenate(rows).astype(np.int64) if rows else np.zeros(0, np.int64)
-        if found.size and not 0 <= int(found.min()) <= int(found.max()) < self._length:
+        samples = np.concatenate(rows).astype(np.int64) if rows else np.zeros(0, np.int64)
+        if samples.size and not 0 <= int(samples.min()) <= int(samples.max()) < self._length:
             raise ConfigError(
-                f"{file.prefix} names sample {int(found.max())} of a data set of {self._length}",
+                f"{file.prefix} names sample {int(samples.max())} of a data set of {self._length}",
                 code="data-curriculum",
                 fix="Give the files that an analyzer wrote for this data set.",
             )
-        return found
+        return samples
 
 
 @dataclass(frozen=True)
@@ -124,18 +124,18 @@ def make_metrics(section: SamplingCurriculumConfig, length: int) -> tuple[Metric
             code="data-curriculum",
             fix="Give a metric, with its schedule and the files of an analyzer.",
         )
-    return tuple(_metric(name, told, length) for name, told in section.curriculum_metrics.items())
+    return tuple(_metric(name, config, length) for name, config in section.curriculum_metrics.items())
 
 
-def _metric(name: str, told: CurriculumMetricConfig, length: int) -> Metric:
-    custom = told.schedule_type == "custom"
-    options, bounds = told.schedule_config, (told.min_difficulty, told.max_difficulty)
-    schedule = None if custom else make_schedule(told.schedule_type, *bounds, options)
-    if told.clustering_type == "single_cluster":
+def _metric(name: str, config: CurriculumMetricConfig, length: int) -> Metric:
+    custom = config.schedule_type == "custom"
+    options, bounds = config.schedule_config, (config.min_difficulty, config.max_difficulty)
+    schedule = None if custom else make_schedule(config.schedule_type, *bounds, options)
+    if config.clustering_type == "single_cluster":
         return Metric(name, schedule)
-    by_value = told.difficulty_type == "value"
-    needed = {"index_to_sample_path": told.index_to_sample_path} | (
-        {"index_to_metric_path": told.index_to_metric_path} if by_value else {}
+    by_value = config.difficulty_type == "value"
+    needed = {"index_to_sample_path": config.index_to_sample_path} | (
+        {"index_to_metric_path": config.index_to_metric_path} if by_value else {}
     )
     missing = [key for key, path in needed.items() if path is None]
     if missing:
@@ -144,9 +144,9 @@ def _metric(name: str, told: CurriculumMetricConfig, length: int) -> Metric:
             code="data-curriculum",
             fix="Give the files that ds_data.DataAnalyzer wrote, or clustering_type single_cluster.",
         )
-    values = told.index_to_metric_path if by_value else None
+    values = config.index_to_metric_path if by_value else None
     return Metric(
-        name, schedule, DifficultyIndex(str(told.index_to_sample_path), values, parts=told.max_difficulty, length=length)
+        name, schedule, DifficultyIndex(str(config.index_to_sample_path), values, parts=config.max_difficulty, length=length)
     )
 
 
@@ -267,7 +267,7 @@ class Curriculum:
         self.consumed += batch
         return np.concatenate(drawn)[np.argsort(uniform(mix_keys(self.seed, 5, self.step), np.arange(batch)), kind="stable")]
 
-    def rows(self, lane: RankSlice, batch: int, taken: int) -> Iterator[RankMicrobatch]:
+    def rows(self, lane: RankSlice, batch: int, position: int) -> Iterator[RankMicrobatch]:
         """Yield this rank's rows from `position` on, which lies in the batch that is drawn next.
 
         Args:
@@ -276,14 +276,14 @@ class Curriculum:
         while self.total is None or self.consumed + batch <= self.total:
             before, begun = self.state_dict(), self.consumed
             samples = self.draw(batch)
-            after, told = self.state_dict(), self.told() | {"batch": samples.tolist()}
+            after, progress = self.state_dict(), self.progress() | {"batch": samples.tolist()}
             for start in range(begun, begun + batch, lane.row):
-                own, end = lane.positions(start - begun), start + lane.row
-                if start >= taken:
+                local_span, end = lane.positions(start - begun), start + lane.row
+                if start >= position:
                     state = before if end < begun + batch else after
-                    yield RankMicrobatch(samples[own.start : own.stop].tolist(), end, state, told)
+                    yield RankMicrobatch(samples[local_span.start : local_span.stop].tolist(), end, state, progress)
 
-    def told(self) -> dict[str, Any]:
+    def progress(self) -> dict[str, Any]:
         """Return the state of the curriculum under the names of DeepSpeed's sampler."""
         return {
             "consumed_samples": self.consumed,

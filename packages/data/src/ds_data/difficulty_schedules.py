@@ -97,7 +97,7 @@ def make_schedule(
     return Root(low, high, total, multiple, degree)
 
 
-def _bad(kind: str, options: Mapping[str, Any], found: str, fix: str) -> ConfigError:
+def _bad(kind: str, options: Mapping[str, Any], problem: str, fix: str) -> ConfigError:
     return ConfigError(
-        f"schedule_type {kind} with schedule_config {dict(options)}: {found}", code="data-schedule", fix=fix
+        f"schedule_type {kind} with schedule_config {dict(options)}: {problem}", code="data-schedule", fix=fix
     )

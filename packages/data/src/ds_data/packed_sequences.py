@@ -50,11 +50,11 @@ class FillInMiddle:
         -1, -2 and -3 are the prefix, middle and suffix sentinel.
         """
         chosen, first, one, two = uniform(mix_keys(self.seed, piece), np.arange(4))
-        own = np.arange(length, dtype=np.int64)
+        places = np.arange(length, dtype=np.int64)
         if length < 4 or chosen >= self.rate:
-            return own
+            return places
         a, b = sorted((int(one * (length - 2)), int(two * (length - 2))))
-        prefix, middle, suffix = own[:a], own[a:b], own[b : length - 3]
+        prefix, middle, suffix = places[:a], places[a:b], places[b : length - 3]
         if first < self.suffix_first:
             return np.concatenate([[-1, -3], suffix, [-2], prefix, middle])
         return np.concatenate([[-1], prefix, [-3], suffix, [-2], middle])

@@ -77,8 +77,8 @@ class KeyedPermutation:
         """Return the places of these elements: int64 [k] -> int64 [k]."""
         return self._walk(things, inverse=True)
 
-    def _walk(self, given: ArrayLike, *, inverse: bool) -> Places:
-        values = np.atleast_1d(np.asarray(given, np.int64))
+    def _walk(self, positions: ArrayLike, *, inverse: bool) -> Places:
+        values = np.atleast_1d(np.asarray(positions, np.int64))
         if values.size and (int(values.min()) < 0 or int(values.max()) >= self.length):
             raise IndexError(f"places {int(values.min())} to {int(values.max())} of {self.length}")
         out = self._round_trip(values.astype(np.uint64), inverse)

@@ -77,11 +77,11 @@ def pack_by_seqlens(
             fix="Give positive numbers, and min_batch_size <= max_batch_size.",
         )
     ids = _ordered(lengths, order, seed)
-    kept = ids[lengths[ids] <= max_tokens]
-    dropped = len(ids) - len(kept)
+    usable = ids[lengths[ids] <= max_tokens]
+    dropped = len(ids) - len(usable)
     group = _alike if same_size else _greedy
-    found = group(kept.tolist(), lengths[kept].tolist(), max_tokens, math.inf if most is None else most, per_batch)
-    full = [micro for micro in found if len(micro) >= fewest]
+    packed = group(usable.tolist(), lengths[usable].tolist(), max_tokens, math.inf if most is None else most, per_batch)
+    full = [micro for micro in packed if len(micro) >= fewest]
     full = full[: len(full) // per_batch * per_batch]
     if not full:
         raise ConfigError(
@@ -95,7 +95,7 @@ def pack_by_seqlens(
         tuple(sum(map(len, batch)) for batch in batches),
         tuple(max(int(lengths[i]) for micro in batch for i in micro) for batch in batches),
         dropped,
-        len(kept) - sum(map(len, full)),
+        len(usable) - sum(map(len, full)),
     )
 
 
@@ -166,11 +166,11 @@ def scale_lr(base_batch_size: int, batch_size: int, base_lr: float = 1.0, method
 def _ordered(lengths: NDArray[np.int64], order: str, seed: int) -> NDArray[Any]:
     if order == "seqlen":
         return np.argsort(lengths, kind="stable")
-    own = np.arange(len(lengths))
+    ids = np.arange(len(lengths))
     if order == "dataloader" or not len(lengths):
-        return own
+        return ids
     if order == "random":
-        return KeyedPermutation(len(lengths), mix_keys(seed, 3))(own)
+        return KeyedPermutation(len(lengths), mix_keys(seed, 3))(ids)
     raise ConfigError(
         f"there is no picking order {order!r}", code="data-max-tokens", fix="Use dataloader, random or seqlen."
     )

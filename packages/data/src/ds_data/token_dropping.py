@@ -105,7 +105,7 @@ class RouterConfig:
             schedule = dict(section["random_ltd_schedule"])
             options = dict(schedule["schedule_config"])
             layers, count = tuple(section["random_ltd_layer_id"]), int(section["random_ltd_layer_num"])
-            made = cls(
+            config = cls(
                 total_layers=int(section["total_layer_num"]),
                 layers=layers,
                 min_value=int(schedule["min_value"]),
@@ -118,7 +118,7 @@ class RouterConfig:
             )
         except KeyError as error:
             raise ConfigError(f"random_ltd has no {error}", code="data-routing", fix="Give this key.") from error
-        told = {
+        known = {
             "enabled",
             "total_layer_num",
             "random_ltd_layer_num",
@@ -126,14 +126,14 @@ class RouterConfig:
             "model_mask_name",
             "model_type",
         }
-        told |= {
+        known |= {
             "hidden_state_order",
             "random_ltd_schedule",
             "layer_token_lr_schedule",
             "global_batch_size",
             "micro_batch_size",
         }
-        unknown = sorted(section.keys() - told) + sorted(options.keys() - {"require_steps", "seq_per_step"})
+        unknown = sorted(section.keys() - known) + sorted(options.keys() - {"require_steps", "seq_per_step"})
         unknown += sorted(schedule.keys() - {"min_value", "max_value", "schedule_type", "schedule_config"})
         if unknown or schedule.get("schedule_type", "fixed_linear") != "fixed_linear" or count != len(layers):
             raise ConfigError(
@@ -147,7 +147,7 @@ class RouterConfig:
                 code="data-routing",
                 fix="Schedule the rate by steps.",
             )
-        return made
+        return config
 
 
 class Router:
@@ -229,19 +229,19 @@ def convert_to_random_ltd(model: nn.Module, layer: type[nn.Module]) -> nn.Module
     Raises:
         ConfigError: the model has no such layer, it is converted already, or a layer's forward is not its class's ("data-routing").
     """
-    found = [module for module in model.modules() if isinstance(module, layer)]
-    told = (
-        f"has no {layer.__name__} within it" if not found or model in found
-        else f"is converted already ({layer.__name__})" if any(isinstance(module, RandomLayerTokenDrop) for module in found)
-        else f"has a {layer.__name__} whose forward was replaced" if any("forward" in vars(module) for module in found)
+    layers = [module for module in model.modules() if isinstance(module, layer)]
+    problem = (
+        f"has no {layer.__name__} within it" if not layers or model in layers
+        else f"is converted already ({layer.__name__})" if any(isinstance(module, RandomLayerTokenDrop) for module in layers)
+        else f"has a {layer.__name__} whose forward was replaced" if any("forward" in vars(module) for module in layers)
         else None
     )  # fmt: skip
-    if told is not None:
+    if problem is not None:
         raise ConfigError(
-            f"the model {told}", code="data-routing", fix="Convert a model once, with the class of its repeated layers."
+            f"the model {problem}", code="data-routing", fix="Convert a model once, with the class of its repeated layers."
         )
     kinds: dict[type[nn.Module], type[nn.Module]] = {}
-    for module in found:
+    for module in layers:
         plain = type(module)
         if plain not in kinds:
             space = {"__module__": plain.__module__, "__doc__": plain.__doc__}
@@ -258,16 +258,16 @@ def start_routing(model: nn.Module, config: RouterConfig) -> Router:
     Raises:
         ConfigError: the model's layers were not converted, or the model has fewer ("data-routing").
     """
-    found = [module for module in model.modules() if isinstance(module, RandomLayerTokenDrop)]
-    if not found or max(config.layers) >= len(found):
+    layers = [module for module in model.modules() if isinstance(module, RandomLayerTokenDrop)]
+    if not layers or max(config.layers) >= len(layers):
         raise ConfigError(
-            f"the model has {len(found)} layers that can be routed; asked for {config.layers}",
+            f"the model has {len(layers)} layers that can be routed; asked for {config.layers}",
             code="data-routing",
             fix="Call convert_to_random_ltd(model, the class of its layers) first, and name layers counted from 0.",
         )
     router = Router(config)
     for number in config.layers:
-        found[number].random_ltd_router = router
+        layers[number].random_ltd_router = router
     return router
 
 
@@ -293,17 +293,17 @@ def save_without_random_ltd(model: nn.Module) -> dict[str, Any]:
 
 def _cut_mask(mask: Tensor, places: Tensor, length: int, model_type: str) -> Tensor:
     """Cut a mask whose last one or two dimensions are `length` to the tokens at `places`."""
-    kept = places.shape[1]
+    num_kept = places.shape[1]
     both = mask.dim() > 2 and mask.shape[-2] == length  # rows, too; [batch, 1, 1, length] has columns only
     if model_type == "decoder":
-        cut = mask[..., :kept]
-        return cut[..., :kept, :] if both else cut
+        cut = mask[..., :num_kept]
+        return cut[..., :num_kept, :] if both else cut
     if mask.shape[0] == 1 and places.shape[0] > 1:
         mask = mask.expand(places.shape[0], *mask.shape[1:])
-    shape = [places.shape[0]] + [1] * (mask.dim() - 2) + [kept]
-    columns = places.view(shape).expand(*mask.shape[:-1], kept)
+    shape = [places.shape[0]] + [1] * (mask.dim() - 2) + [num_kept]
+    columns = places.view(shape).expand(*mask.shape[:-1], num_kept)
     cut = mask.gather(-1, columns)
     if not both:
         return cut
-    rows = places.view([*shape[:-2], kept, 1]).expand(*cut.shape[:-2], kept, kept)
+    rows = places.view([*shape[:-2], num_kept, 1]).expand(*cut.shape[:-2], num_kept, num_kept)
     return cut.gather(-2, rows)

@@ -150,7 +150,7 @@ def _parse_legacy(raw: Raw, data_bytes: int, name: str) -> TokenIndex:
     # The older writers had a third table: theirs is recognised by the width of a value that stands beside the code.
     names = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: {2: "<u2", 4: "<f4", 8: "<f8"}.get(width),
              7: {4: "<u4", 8: "<f8"}.get(width), 8: {2: "<u2", 8: "<u8"}.get(width)}  # fmt: skip
-    if (found := names.get(code)) is None or np.dtype(found).itemsize != width:
+    if (dtype_name := names.get(code)) is None or np.dtype(dtype_name).itemsize != width:
         raise ConfigError(
             f"{name}: format code {code} with {width} bytes a value is unknown",
             code="data-dtype",
@@ -170,7 +170,7 @@ def _parse_legacy(raw: Raw, data_bytes: int, name: str) -> TokenIndex:
     products = [int(np.prod(shape[a:b], dtype=object)) for a, b in pairwise(dim_offsets)]
     if products != sizes.tolist():
         raise _bad(name, "sizes and offsets contradict each other")
-    return _checked(TokenIndex(np.dtype(found), sizes, offsets[:-1] * width, documents), data_bytes, name)
+    return _checked(TokenIndex(np.dtype(dtype_name), sizes, offsets[:-1] * width, documents), data_bytes, name)
 
 
 def _checked(index: TokenIndex, data_bytes: int, name: str) -> TokenIndex:
@@ -215,11 +215,11 @@ def _read(raw: Raw, at: int, count: int, dtype: str) -> NDArray[Any]:
     return np.frombuffer(raw, dtype=dtype, count=count, offset=at)
 
 
-def _bad(name: str, found: str, fix: str = "Write it again, or look at it with `ds data check`.") -> ConfigError:
-    return ConfigError(f"{name} is no usable index: {found}", code="data-index", fix=fix)
+def _bad(name: str, problem: str, fix: str = "Write it again, or look at it with `ds data check`.") -> ConfigError:
+    return ConfigError(f"{name} is no usable index: {problem}", code="data-index", fix=fix)
 
 
-def _short(name: str, expected: int, found: int, of: str = "a header") -> ConfigError:
+def _short(name: str, expected: int, actual: int, of: str = "a header") -> ConfigError:
     return _bad(
-        name, f"{of} take {expected} bytes, the file has {found}", "It is cut short or foreign. Write it again."
+        name, f"{of} take {expected} bytes, the file has {actual}", "It is cut short or foreign. Write it again."
     )

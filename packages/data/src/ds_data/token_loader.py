@@ -98,8 +98,8 @@ class TokenLoader:
                     waiting -= 1
                     at += row
                     self.consumed = at  # counted when returned, not when read
-                    own = slice(each * self.lane.micro, (each + 1) * self.lane.micro)
-                    yield self._there({name: rows[own] for name, rows in batch.items()})
+                    span = slice(each * self.lane.micro, (each + 1) * self.lane.micro)
+                    yield self._there({name: rows[span] for name, rows in batch.items()})
         finally:
             if pool is not None:
                 pool.shutdown(wait=True, cancel_futures=True)
@@ -125,10 +125,10 @@ class TokenLoader:
         while True:
             places = np.concatenate([lane.positions(start + i * lane.row) for i in range(block)])
             # Of a few samples, the calls would cost more than the numbers.
-            found = self.stream.samples(places).reshape(block, lane.micro)
+            samples = self.stream.samples(places).reshape(block, lane.micro)
             at = 0
             while at < block:
-                yield found[at : at + size]
+                yield samples[at : at + size]
                 at, size = at + size, min(2 * size, most)
             start, block = start + block * lane.row, _BLOCK
 
@@ -161,9 +161,9 @@ def check_state(saved: Mapping[str, int | str], now: Mapping[str, int | str]) ->
     changed = [name for name in ("length", "fingerprint") if name in saved and saved[name] != now.get(name)]
     if changed:
         words = {"length": "{} samples then, {} now", "fingerprint": "fingerprint {} then, {} now"}
-        told = ", ".join(words[name].format(saved[name], now.get(name)) for name in changed)
+        differences = ", ".join(words[name].format(saved[name], now.get(name)) for name in changed)
         raise CheckpointError(
-            f"the checkpoint was written with other data: {told}",
+            f"the checkpoint was written with other data: {differences}",
             code="data-changed",
             fix="Give the same data, or begin its first epoch: load_checkpoint(..., load_data_state=False), or no load_state_dict().",
         )

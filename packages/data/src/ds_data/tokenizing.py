@@ -195,11 +195,11 @@ def _batches(names: Sequence[str], source: DocumentSource) -> Iterator[tuple[lis
     texts: list[str] = []
     characters = read = 0
     for name in names:
-        seen = 0
+        position = 0
         for text, at in documents(name, source):
             texts.append(text)
             characters += len(text)
-            read, seen = read + at - seen, at
+            read, position = read + at - position, at
             if characters >= _BATCH_CHARACTERS:
                 yield texts, read
                 texts, characters, read = [], 0, 0

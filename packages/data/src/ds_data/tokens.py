@@ -60,8 +60,8 @@ class TokenFile:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process opens the map itself, instead of being sent the values.
-        made = type(self) if self._table is None else partial(type(self), table=self._table)
-        return made, (self.prefix,)
+        factory = type(self) if self._table is None else partial(type(self), table=self._table)
+        return factory, (self.prefix,)
 
     def __len__(self) -> int:
         return len(self.index)

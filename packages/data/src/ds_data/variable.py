@@ -169,8 +169,8 @@ class VariableBatchSizeLR:
         self.base_batch_size, self.batch_sizes = state_dict["base_batch_size"], list(state_dict["batch_sizes"])
         self.lr_scaling_method, self.verbose = state_dict["lr_scaling_method"], state_dict["verbose"]
         self.base_lrs, self.last_epoch = list(state_dict["base_lrs"]), int(state_dict["last_epoch"])
-        told = state_dict.get("unscaled_lrs")
-        self._unscaled = [float(group["lr"]) for group in self._groups] if told is None else list(told)
+        unscaled = state_dict.get("unscaled_lrs")
+        self._unscaled = [float(group["lr"]) for group in self._groups] if unscaled is None else list(unscaled)
         self._scale()
 
     def _scale(self) -> None:

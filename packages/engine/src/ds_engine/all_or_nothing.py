@@ -21,17 +21,17 @@ def all_or_nothing(group: Group, action: Callable[[], _T]) -> _T:
         PlanError: it went well here and not on another rank ("engine-other-rank"), whose own error is raised there.
     Cost: a small message for each doubling of the group.
     """
-    mine: Exception | None = None
+    failure: Exception | None = None
     try:
         result = action()
     except CommError:  # the ranks no longer call the same collectives
         raise
     except Exception as error:
-        mine = error
-    said = None if mine is None else [group.rank, f"{type(mine).__name__}: {getattr(mine, 'message', mine)}"]
-    first = Coordinator(group).spread(said, _first)
-    if mine is not None:
-        raise mine
+        failure = error
+    report = None if failure is None else [group.rank, f"{type(failure).__name__}: {getattr(failure, 'message', failure)}"]
+    first = Coordinator(group).spread(report, _first)
+    if failure is not None:
+        raise failure
     if first is not None:
         raise PlanError(
             f"rank {first[0]} failed: {first[1]}",
@@ -43,4 +43,4 @@ def all_or_nothing(group: Group, action: Callable[[], _T]) -> _T:
 
 def _first(one: list[Any] | None, other: list[Any] | None) -> list[Any] | None:
     """Return the error of the lower rank; None if neither failed."""
-    return min((told for told in (one, other) if told is not None), default=None)
+    return min((error for error in (one, other) if error is not None), default=None)

@@ -54,32 +54,32 @@ class BatchSizes:
         return f"{self.train} = {self.micro} per rank x {self.accumulation} microbatches x {self.ranks} data-parallel ranks"
 
 
-def resolve_batch(asked: BatchRequest, ranks: int) -> BatchSizes:
+def resolve_batch(request: BatchRequest, ranks: int) -> BatchSizes:
     """Resolve the three batch sizes for `ranks` data-parallel ranks.
 
     Raises:
         ConfigError: a number is not positive ("batch-positive"); neither train nor micro is given ("batch-missing").
         PlanError: the numbers do not fit each other or the number of ranks ("batch-arithmetic").
     """
-    _check_given(asked, ranks)
-    train, micro, steps = asked.train, asked.micro, asked.accumulation
+    _check_given(request, ranks)
+    train, micro, steps = request.train, request.micro, request.accumulation
     if train is not None and micro is not None:
         if steps is None:
-            steps = _divide(train, micro * ranks, f"micro {micro} x ranks {ranks}", "accumulation", asked, ranks)
+            steps = _divide(train, micro * ranks, f"micro {micro} x ranks {ranks}", "accumulation", request, ranks)
             return BatchSizes(train, micro, steps, ranks, _because("accumulation", "train_batch_size / (micro x ranks)"))
         if train != micro * steps * ranks:
-            raise _does_not_fit(asked, ranks, f"{micro} x {steps} x {ranks} = {micro * steps * ranks}")
+            raise _does_not_fit(request, ranks, f"{micro} x {steps} x {ranks} = {micro * steps * ranks}")
         return BatchSizes(train, micro, steps, ranks)
     if train is not None:
         why = _because("micro", "train_batch_size / (accumulation x ranks)")
         if steps is None:
             steps, why = 1, _because("accumulation", "one microbatch a step unless given") + why
-        micro = _divide(train, steps * ranks, f"accumulation {steps} x ranks {ranks}", "micro", asked, ranks)
+        micro = _divide(train, steps * ranks, f"accumulation {steps} x ranks {ranks}", "micro", request, ranks)
         return BatchSizes(train, micro, steps, ranks, why)
     if micro is None:
-        given = f"gradient_accumulation_steps = {steps}" if steps is not None else "none of the three batch keys"
+        provided = f"gradient_accumulation_steps = {steps}" if steps is not None else "none of the three batch keys"
         raise ConfigError(
-            f"the batch size is not known: the configuration gives {given}",
+            f"the batch size is not known: the configuration gives {provided}",
             code="batch-missing",
             fix="Set train_batch_size, or train_micro_batch_size_per_gpu.",
         )
@@ -93,15 +93,15 @@ def _because(name: str, reason: str) -> tuple[tuple[str, str], ...]:
     return ((_KEYS[name], reason),)
 
 
-def _check_given(asked: BatchRequest, ranks: int) -> None:
+def _check_given(request: BatchRequest, ranks: int) -> None:
     if ranks < 1:
         raise PlanError(
             f"batch arithmetic needs at least one data-parallel rank, got {ranks}",
             code="batch-arithmetic",
             fix="Check the mesh degrees: their product must divide the world size.",
         )
-    given = {key: getattr(asked, name) for name, key in _KEYS.items()}
-    bad = [f"{key} = {value}" for key, value in given.items() if value is not None and value < 1]
+    sizes = {key: getattr(request, name) for name, key in _KEYS.items()}
+    bad = [f"{key} = {value}" for key, value in sizes.items() if value is not None and value < 1]
     if bad:
         raise ConfigError(
             f"batch sizes must be positive, found {', '.join(bad)}",
@@ -110,27 +110,27 @@ def _check_given(asked: BatchRequest, ranks: int) -> None:
         )
 
 
-def _divide(total: int, by: int, by_text: str, name: str, asked: BatchRequest, ranks: int) -> int:
+def _divide(total: int, by: int, by_text: str, name: str, request: BatchRequest, ranks: int) -> int:
     quotient, rest = divmod(total, by)
     if rest or quotient == 0:
-        raise _does_not_fit(asked, ranks, f"{_KEYS[name]} would be {total} / ({by_text}) = {total / by:g}", unit=by)
+        raise _does_not_fit(request, ranks, f"{_KEYS[name]} would be {total} / ({by_text}) = {total / by:g}", unit=by)
     return quotient
 
 
-def _does_not_fit(asked: BatchRequest, ranks: int, found: str, unit: int | None = None) -> PlanError:
-    given = ", ".join(
-        f"{key} = {getattr(asked, name)}" for name, key in _KEYS.items() if getattr(asked, name) is not None
+def _does_not_fit(request: BatchRequest, ranks: int, computed: str, unit: int | None = None) -> PlanError:
+    provided = ", ".join(
+        f"{key} = {getattr(request, name)}" for name, key in _KEYS.items() if getattr(request, name) is not None
     )
-    train = asked.train or 0
+    train = request.train or 0
     if unit is None:
-        product = (asked.micro or 1) * (asked.accumulation or 1) * ranks
+        product = (request.micro or 1) * (request.accumulation or 1) * ranks
         fix = f"Set train_batch_size = {product}, or give only two of the three keys."
     else:
         near = sorted({max(unit, train // unit * unit), (train // unit + 1) * unit})
         fix = f"Set train_batch_size to a multiple of {unit} ({' or '.join(map(str, near))}), or change the divisor."
     return PlanError(
         "train_batch_size must equal train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel ranks:\n"
-        f"  asked {given}, on {ranks} data-parallel ranks; {found}.",
+        f"  asked {provided}, on {ranks} data-parallel ranks; {computed}.",
         code="batch-arithmetic",
         fix=fix,
     )

@@ -24,8 +24,8 @@ class BatchSource:
         taken: Samples taken from it by the steps that are complete.
     """
 
-    def __init__(self, own: ResumableLoader | None) -> None:
-        self.loader, self.consumed = own, 0
+    def __init__(self, loader: ResumableLoader | None) -> None:
+        self.loader, self.consumed = loader, 0
         self._brought: Iterable[Any] | None = None
         self._stream: Iterator[Any] | None = None
         self._borrowed: tuple[Iterable[Any], Iterator[Any]] | None = None  # what a call brought last, and where it is
@@ -75,12 +75,12 @@ class BatchSource:
         """
         if brought is None and self._stream is not None:
             return self._stream
-        found = self._brought if brought is None else brought
-        if isinstance(found, Iterator):
-            return self._timed(found)
-        if found is not None:
-            if self._borrowed is None or self._borrowed[0] is not found:
-                self._borrowed = found, _forever(found)
+        source = self._brought if brought is None else brought
+        if isinstance(source, Iterator):
+            return self._timed(source)
+        if source is not None:
+            if self._borrowed is None or self._borrowed[0] is not source:
+                self._borrowed = source, _forever(source)
             return self._timed(self._borrowed[1])
         if self.loader is None:
             raise PlanError(

@@ -116,8 +116,8 @@ def shapes_of(model: nn.Module) -> Shapes:
 def build(plan: Plan, model: nn.Module, parts: InitArgs) -> Engine:
     """Make the components of a plan and the engine that holds them. Collective; `model` is changed in place."""
     plain = Engine if plan.answer_tokens is None else HybridEngine
-    made = PipelineEngine if plan.staging is not None else plain
-    return made(plan, assemble(plan, model, parts))
+    engine_class = PipelineEngine if plan.staging is not None else plain
+    return engine_class(plan, assemble(plan, model, parts))
 
 
 def assemble(plan: Plan, model: nn.Module, parts: InitArgs) -> Components:

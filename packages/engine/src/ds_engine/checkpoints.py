@@ -96,8 +96,8 @@ def contents_of(run: CheckpointedRun, client: Mapping[str, Any], *, frozen: bool
     }
     still = [n for n, p in run.module.named_parameters() if not p.requires_grad]
     left_out = set() if frozen else {f"param/{run.sharding.logical[n].name}" for n in still}
-    kept = [s for n, s in _buffers(run.module) if buffers or _gives(run, n)]
-    model = [*(s for s in run.sharding.param_shards() if s.shard.name not in left_out), *kept]
+    buffer_shards = [s for n, s in _buffers(run.module) if buffers or _gives(run, n)]
+    model = [*(s for s in run.sharding.param_shards() if s.shard.name not in left_out), *buffer_shards]
     aliases = {name: stored for name, stored in _aliases(run).items() if stored not in left_out}
     shards = [*model, *_optim_shards(run), *_error_shards(run), *_random_shards(run, _random_states(run.device))]
     return Contents(shards, meta, aliases)
@@ -144,16 +144,16 @@ def load_run(
     path = f"{root}/{tag}" if tag is not None else _newest(root, missing=near is not None)
     manifest = None if path is None else ds_ckpt.inspect(path)
     if tag is None and near is not None and "partly" not in parts:
-        asked: list[_Wanted] = []
+        requests: list[_Wanted] = []
 
         def wanted(meta: Mapping[str, Any], names: list[str]) -> list[LocalShard]:
-            asked[:] = [_wanted(run, meta, names, parts)]
-            return asked[0].shards
+            requests[:] = [_wanted(run, meta, names, parts)]
+            return requests[0].shards
 
         reached = -1 if manifest is None else int(manifest.meta.get("counters", {}).get("steps", -1))
-        found = near.restore_near(wanted, newer_than=reached)
-        if found is not None:
-            return _taken_up(run, f"the nodes' copy of step {found[0]}", found[1], (asked[0], parts))
+        restored = near.restore_near(wanted, newer_than=reached)
+        if restored is not None:
+            return _taken_up(run, f"the nodes' copy of step {restored[0]}", restored[1], (requests[0], parts))
     if path is None or manifest is None:
         _log.warning("%s holds no complete checkpoint; nothing was loaded", root)
         return None, None
@@ -240,8 +240,8 @@ def _newest(root: str, *, missing: bool = False) -> str | None:
             code="ckpt-not-found",
             fix="Check the path, or start without load_checkpoint().",
         )
-    found = ds_ckpt.find_latest(root)
-    return None if found is None else str(found)
+    latest = ds_ckpt.find_latest(root)
+    return None if latest is None else str(latest)
 
 
 # --- tensors

@@ -85,10 +85,10 @@ def _check_as_json(file: str, world: int | None, keys: Sequence[KeyReport]) -> i
 
     wrong, broken = _problems(file, world)
     errors = [*([wrong] if wrong is not None else []), *broken]
-    told: dict[str, Any] = {"file": file, "problems": [_problem(error) for error in errors]}
+    report: dict[str, Any] = {"file": file, "problems": [_problem(error) for error in errors]}
     if keys:
-        told["keys"] = [{"key": dotted(k.path), "kind": k.kind, "why": k.why, "origin": str(k.origin)} for k in keys]
-    print(json.dumps(told, indent=1))
+        report["keys"] = [{"key": dotted(k.path), "kind": k.kind, "why": k.why, "origin": str(k.origin)} for k in keys]
+    print(json.dumps(report, indent=1))
     return 1 if errors else 0
 
 

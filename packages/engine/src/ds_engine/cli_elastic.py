@@ -25,20 +25,20 @@ def main(args: argparse.Namespace) -> int:
     from ds_config.errors import DsError
 
     try:
-        told = _told(args.config, args.world)
+        sizes = _told(args.config, args.world)
     except DsError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     if args.json:
-        print(json.dumps(told, indent=1))
+        print(json.dumps(sizes, indent=1))
     elif args.world:
         print(
-            f"{args.world} ranks: train batch size {told['train']}, microbatches of {told['micro']}, "
-            f"{told['accumulation']} a step on each rank"
+            f"{args.world} ranks: train batch size {sizes['train']}, microbatches of {sizes['micro']}, "
+            f"{sizes['accumulation']} a step on each rank"
         )
     else:
-        ranks = ", ".join(map(str, told["ranks"]))
-        print(f"train batch size {told['train']}, on any of {len(told['ranks'])} numbers of ranks: {ranks}")
+        ranks = ", ".join(map(str, sizes["ranks"]))
+        print(f"train batch size {sizes['train']}, on any of {len(sizes['ranks'])} numbers of ranks: {ranks}")
     return 0
 
 
@@ -57,7 +57,7 @@ def _told(file: str, world: int) -> dict[str, Any]:
     if not world:
         batch, counts = elastic_counts(section)
         return {"train": batch, "ranks": list(counts)}
-    asked = elastic_batch(section, world)
-    train, micro = asked.train or 0, asked.micro or 1
+    request = elastic_batch(section, world)
+    train, micro = request.train or 0, request.micro or 1
     share = section.model_parallel_size if section.version >= 0.2 else 1
     return {"world": world, "train": train, "micro": micro, "accumulation": train // (world // share * micro)}

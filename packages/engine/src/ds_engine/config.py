@@ -253,20 +253,20 @@ def source_of(
         ConfigError: none was given, or more than one ("config-source").
     """
     attributes = args if isinstance(args, Mapping) else vars(args) if args is not None else {}
-    found: dict[str, Any] = {
+    sources: dict[str, Any] = {
         "config": config,
         "config_params": config_params,
         "args.deepspeed_config": attributes.get("deepspeed_config"),
         "args.deepscale_config": attributes.get("deepscale_config"),
     }
-    given = {name: value for name, value in found.items() if value is not None}
-    if len(given) != 1:
-        told = ", ".join(given) if given else "none of config, config_params, args.deepspeed_config"
+    provided = {name: value for name, value in sources.items() if value is not None}
+    if len(provided) != 1:
+        names = ", ".join(provided) if provided else "none of config, config_params, args.deepspeed_config"
         raise ConfigError(
-            f"initialize() needs one configuration, got {told}",
+            f"initialize() needs one configuration, got {names}",
             code="config-source",
             fix="Pass config= (a dict or a path), or start the script with --deepspeed_config FILE.",
         )
-    source: Source = next(iter(given.values()))
+    source: Source = next(iter(provided.values()))
     order = order_here()
     return source if order is None or not order.changes else laid_over(read(source).data, order.changes)

@@ -206,8 +206,8 @@ def _offloads(config: Config, role: str) -> bool:
 
 def _without_folder(config: Config) -> list[str]:
     names = [f"offload_{role}" for role in ("optimizer", "param")]
-    found = {name: getattr(config.zero_optimization, name) for name in names}
-    return [name for name, s in found.items() if s is not None and s.device == "nvme" and not s.nvme_path]
+    sections = {name: getattr(config.zero_optimization, name) for name in names}
+    return [name for name, s in sections.items() if s is not None and s.device == "nvme" and not s.nvme_path]
 
 
 def _early_key(config: Config) -> str:
@@ -223,7 +223,7 @@ def _against_early(config: Config) -> list[str]:
     zero, optimizer, key = config.zero_optimization, config.optimizer, _early_key(config)
     device = "none" if zero.offload_optimizer is None else zero.offload_optimizer.device
     split, whole = zero.zenflow, zero.offload_optimizer
-    found = {
+    conflicts = {
         f"offload_optimizer.device = {device}": device != "cpu",
         "pt_reserved_cores_perc = 1": key.startswith("zenflow")
         and split is not None
@@ -231,7 +231,7 @@ def _against_early(config: Config) -> list[str]:
         "cpuadam_cores_perc = 0": key.startswith("offload") and whole is not None and whole.cpuadam_cores_perc == 0,
         f"optimizer {'' if optimizer is None else optimizer.type}": not apart(optimizer),
     }
-    return [what for what, wrong in found.items() if key and wrong]
+    return [what for what, wrong in conflicts.items() if key and wrong]
 
 
 def _mode(config: Config) -> str:
@@ -249,13 +249,13 @@ def _tensor_dtype(config: Config) -> str | None:
 
 def _needs_mode(config: Config) -> list[str]:
     """Switches that would be ignored because their section is off."""
-    asked = {
+    switches = {
         "fp16.auto_cast": config.fp16.auto_cast and not config.fp16.enabled,
         "fp16.fp16_master_weights_and_grads": config.fp16.fp16_master_weights_and_grads and not config.fp16.enabled,
         "bf16.bf16_master_weights_and_grads": config.bf16.bf16_master_weights_and_grads and not config.bf16.enabled,
         "torch_autocast.dtype": config.torch_autocast.dtype is not None and not config.torch_autocast.enabled,
     }
-    return [name for name, ignored in asked.items() if ignored]
+    return [name for name, ignored in switches.items() if ignored]
 
 
 def _mics(config: Config) -> int:
@@ -277,13 +277,13 @@ def _vain_codes(config: Config) -> str:
     """Return the keys of quantized communication that have no effect."""
     zero = config.zero_optimization
     weights = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
-    found = {
+    conditions = {
         "quantized weights": weights and zero.stage != 3,
         "zero_quantized_gradients": zero.zero_quantized_gradients and zero.stage == 0,
         "zeropp_loco_param without zero_quantized_gradients": zero.zeropp_loco_param is not None
         and not zero.zero_quantized_gradients,
     }
-    return ", ".join(name for name, vain in found.items() if vain)
+    return ", ".join(name for name, vain in conditions.items() if vain)
 
 
 def _two_steps(config: Config) -> bool:
@@ -300,11 +300,11 @@ def _shards(config: Config, mesh: MeshSpec) -> int:
 
 
 def _scalings(config: Config) -> list[str]:
-    found = {
+    factors = {
         "prescale_gradients = true": config.prescale_gradients,
         f"gradient_predivide_factor = {config.gradient_predivide_factor:g}": config.gradient_predivide_factor != 1.0,
     }
-    return [said for said, asked in found.items() if asked]
+    return [text for text, active in factors.items() if active]
 
 
 def _not_of_torch(config: Config) -> list[str]:
@@ -312,17 +312,17 @@ def _not_of_torch(config: Config) -> list[str]:
     params = None if config.optimizer is None else config.optimizer.params
     if not isinstance(params, AdamParams) or not (params.torch_adam or params.amsgrad):
         return []
-    found = {
+    flags = {
         "bias_correction = false": not params.bias_correction,
         "fp32_optimizer_states = false": not params.fp32_optimizer_states,
     }
-    return [said for said, asked in found.items() if asked]
+    return [text for text, active in flags.items() if active]
 
 
 def _of_the_reduction(config: Config) -> list[str]:
     """List the keys without effect, or in conflict, where the optimizer reduces gradients itself."""
     stage, travel = config.zero_optimization.stage, config.communication_data_type
-    found = {
+    conflicts = {
         f"zero_optimization.stage = {stage} shards its state": stage > 0,
         f"communication_data_type = {travel} speaks of gradients that do not travel": travel is not None,
         "sparse_gradients = true speaks of gradients that do not travel": config.sparse_gradients,
@@ -330,7 +330,7 @@ def _of_the_reduction(config: Config) -> list[str]:
         "gradient_predivide_factor speaks of sums that are not made": config.gradient_predivide_factor != 1.0,
         "bf16.bf16_optimizer_states = true would make its state narrow": config.bf16.bf16_optimizer_states,
     }
-    return [said for said, asked in found.items() if asked]
+    return [text for text, active in conflicts.items() if active]
 
 
 def _given(config: Config) -> list[str]:
@@ -367,9 +367,9 @@ def check_rules(config: Config, world: int, axes: Collection[str] = (), stages: 
         UnsupportedError: all problems are features that are not built here.
         ConfigError: an optimizer or scheduler is unknown.
     """
-    mesh, found = broken_rules(config, world, axes, stages)
-    if found:
-        raise _together(found)
+    mesh, errors = broken_rules(config, world, axes, stages)
+    if errors:
+        raise _together(errors)
     return mesh
 
 
@@ -384,19 +384,19 @@ def broken_rules(
     config: Config, world: int, axes: Collection[str] = (), stages: int = 1
 ) -> tuple[MeshSpec, Sequence[DsError]]:
     """Return the mesh of `world` ranks and the problems of `config` on the mesh. Arguments as of `check_rules`."""
-    found: list[DsError] = []
+    errors: list[DsError] = []
     degrees = degrees_of(config, stages)
     for axis, degree in degrees.items():
         if degree > 1 and axis not in axes:
-            asked = _WHERE[axis].format(degree)
-            error = UnsupportedError(f"{asked}: nothing here uses it yet", code="mesh-unbuilt", fix="Use 1.")
-            found.append(error)
+            setting = _WHERE[axis].format(degree)
+            error = UnsupportedError(f"{setting}: nothing here uses it yet", code="mesh-unbuilt", fix="Use 1.")
+            errors.append(error)
     try:
         mesh = MeshSpec.fit(world, **degrees)
     except DsError as error:
-        found.append(error)
+        errors.append(error)
         mesh = MeshSpec.fit(world)
-    found += [
+    errors += [
         PlanError(rule.message(config, mesh), code=rule.code, fix=rule.fix)
         for rule in RULES
         if rule.broken(config, mesh)
@@ -411,15 +411,15 @@ def broken_rules(
         try:
             check()
         except DsError as error:
-            found.append(error)
-    return mesh, found
+            errors.append(error)
+    return mesh, errors
 
 
-def _together(found: Sequence[DsError]) -> DsError:
-    if len(found) == 1:
-        return found[0]
-    lines = [f"{len(found)} problems with the configuration:"]
-    for error in found:
+def _together(errors: Sequence[DsError]) -> DsError:
+    if len(errors) == 1:
+        return errors[0]
+    lines = [f"{len(errors)} problems with the configuration:"]
+    for error in errors:
         lines += [f"  {error.code}: {error.message}", f"    {error.fix}"]
-    kind = UnsupportedError if all(isinstance(error, UnsupportedError) for error in found) else PlanError
+    kind = UnsupportedError if all(isinstance(error, UnsupportedError) for error in errors) else PlanError
     return kind("\n".join(lines), code="plan-rules", fix="Correct each; they are independent.")

@@ -59,9 +59,9 @@ def reading_of(section: DataEfficiencyConfig, *, multiple: int, shuffle: bool) -
         return DataLoaderPlan(SampleOrder(section.seed, shuffle, multiple))
     batching = section.batching
     if batching is not None and (batching.max_tokens is None or section.curriculum is not None):
-        found = "no max_tokens" if batching.max_tokens is None else "a curriculum, which chooses samples by other rules"
+        conflict = "no max_tokens" if batching.max_tokens is None else "a curriculum, which chooses samples by other rules"
         raise ConfigError(
-            f"dynamic_batching is enabled, with {found}",
+            f"dynamic_batching is enabled, with {conflict}",
             code="data-max-tokens",
             fix="Give max_tokens, and leave curriculum_learning of data_sampling out.",
         )

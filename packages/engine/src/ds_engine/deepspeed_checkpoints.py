@@ -63,7 +63,7 @@ def layout_of(residency: ShardingStrategy, group: Group, dtype: torch.dtype | No
     Raises:
         UnsupportedError: a rank has several stages of the model, which DeepSpeed has not ("ckpt-foreign-layout").
     """
-    stage = next(number for number, found in STAGES.items() if found == residency)
+    stage = next(number for number, strategy in STAGES.items() if strategy == residency)
     cut = Regular(stage, group.size, str(dtype or torch.float32).removeprefix("torch."))
     if not isinstance(model, PipelineModule):
         return cut
@@ -118,33 +118,33 @@ def translated(root: str, tag: str | None, group: Group) -> Iterator[str | None]
 
     The translated checkpoint is removed at exit.
     """
-    source, made = Path(root) / (tag or ""), Path(root) / f"{tag}.translated"
+    source, target = Path(root) / (tag or ""), Path(root) / f"{tag}.translated"
     if tag is None or (source / MANIFEST).is_file() or not any(source.glob("*model_states.pt")):
         yield None
         return
 
     def write() -> None:
-        shutil.rmtree(made, ignore_errors=True)
-        write_checkpoint(open_deepspeed(source, allow_pickle=True), made)
+        shutil.rmtree(target, ignore_errors=True)
+        write_checkpoint(open_deepspeed(source, allow_pickle=True), target)
 
     _on_one(write, group, f"{source} was not read")
     try:
-        yield made.name
+        yield target.name
     finally:
         barrier(group)
         if group.rank == 0:
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(target, ignore_errors=True)
 
 
 def _on_one(work: Callable[[], None], group: Group, what: str) -> None:
     """Do it on rank 0; every rank learns how it ended, so that no rank waits for one that failed."""
-    told: list[str | None] = [None]
+    outcome: list[str | None] = [None]
     failed: Exception | None = None
     if group.rank == 0:
         try:
             work()
         except Exception as error:  # sent to all ranks, whatever it is
-            told, failed = [f"{type(error).__name__}: {error}"], error
-    broadcast_object_list(told, group=group, group_src=0)
-    if told[0] is not None:
-        raise CheckpointError(f"{what}: {told[0]}", code="ckpt-foreign", fix="See the error of rank 0.") from failed
+            outcome, failed = [f"{type(error).__name__}: {error}"], error
+    broadcast_object_list(outcome, group=group, group_src=0)
+    if outcome[0] is not None:
+        raise CheckpointError(f"{what}: {outcome[0]}", code="ckpt-foreign", fix="See the error of rank 0.") from failed

@@ -24,14 +24,14 @@ _HIGHLY_COMPOSITE = (
 
 def rank_counts(batch: int, micros: Sequence[int], low: int, high: int) -> tuple[int, ...]:
     """Return every number of ranks from `low` to `high` that splits `batch` into microbatches of a size in `micros`."""
-    found: set[int] = set()
+    counts: set[int] = set()
     for micro in micros:
         if batch % micro == 0:
             rows = batch // micro
             for small in range(1, math.isqrt(rows) + 1):
                 if rows % small == 0:
-                    found |= {small, rows // small}
-    return tuple(sorted(n for n in found if low <= n <= high))
+                    counts |= {small, rows // small}
+    return tuple(sorted(n for n in counts if low <= n <= high))
 
 
 def elastic_batch(section: ElasticityConfig, world: int) -> BatchRequest:
@@ -103,12 +103,12 @@ def _best(
 
 def _unfit(section: ElasticityConfig, world: int, batch: int, counts: Sequence[int]) -> PlanError:
     near = sorted(counts, key=lambda n: abs(n - world))[:4]
-    told = (
+    alternatives = (
         f"batch {batch} suits {len(counts)} numbers of ranks, near {world}: {sorted(near)}" if counts else "none does"
     )
     return PlanError(
         f"no train batch size up to {section.max_train_batch_size} suits {world} ranks with microbatches of "
-        f"{list(section.micro_batch_sizes)} ({told})",
+        f"{list(section.micro_batch_sizes)} ({alternatives})",
         code="elasticity-world",
         fix="Start another number of ranks, or widen micro_batch_sizes, max_train_batch_size, min_gpus and max_gpus.",
     )

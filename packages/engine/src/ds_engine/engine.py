@@ -214,9 +214,9 @@ class Engine(EngineState):
 
     # ---- inside
 
-    def _rebatch(self, asked: BatchRequest) -> None:
+    def _rebatch(self, request: BatchRequest) -> None:
         self._between_steps("changing the batch size")
-        self.plan = rebatched(self.plan, asked)
+        self.plan = rebatched(self.plan, request)
         self._backwards = self._own_backwards()
         self._feed.rebatch(self.plan.batch.micro, self.plan.batch.train)
 
@@ -323,7 +323,7 @@ class _Passes:
     def place(self, value: Any, inputs: bool) -> Any:
         return to_device(value, self.engine.device, self.engine.plan.casting.inputs if inputs else None)
 
-    def given(self) -> None:
+    def expect_gradients(self) -> None:
         self.engine._trains("backward").scale(torch.zeros(()))
 
     def reduce(self) -> None:

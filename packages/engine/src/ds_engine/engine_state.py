@@ -206,8 +206,8 @@ class EngineState(nn.Module):
             include: Of `optimizer`, `masters`, `parameters`, `gradients`; None is all.
             pin_memory: Into page-locked memory.
         """
-        asked = set(KINDS if include is None else include)
-        here = asked - {away.kind for away in self.sharding.away}
+        kinds = set(KINDS if include is None else include)
+        here = kinds - {away.kind for away in self.sharding.away}
         (self.optimizer or self.sharding).suspend(here, pin_memory=pin_memory)
 
     def reload_states(self) -> None:
@@ -320,7 +320,7 @@ class EngineState(nn.Module):
         self._feed.restart()
         if self.optimizer is not None and not self.sharding.away:
             self._drop_step()
-        wanted = frozenset(name for name, asked in parts.items() if asked)
+        wanted = frozenset(name for name, enabled in parts.items() if enabled)
         return load(self, fspath(load_dir), tag, wanted, self._near)
 
     def progress(self) -> dict[str, int]:
@@ -378,8 +378,8 @@ class EngineState(nn.Module):
 
     def _own_backwards(self) -> tuple[Action, ...]:
         """Return the backward action of each microbatch: those of the rank's first stage, if it has several."""
-        found = self.plan.program.backwards(self.mesh["pipe"].rank)
-        return tuple(action for action in found if action.stage == found[0].stage)
+        backwards = self.plan.program.backwards(self.mesh["pipe"].rank)
+        return tuple(action for action in backwards if action.stage == backwards[0].stage)
 
     def _drop_step(self) -> None:
         """Forget the microbatches of a step that will not be complete."""

@@ -40,7 +40,7 @@ class Passes(Protocol):
     def place(self, value: Any, inputs: bool) -> Any:
         """Move `value` to the device; cast inputs of the model to the plan's dtype."""
 
-    def given(self) -> None:
+    def expect_gradients(self) -> None:
         """Announce that this rank's next backward begins at scaled gradients of another rank."""
 
     def reduce(self) -> None:

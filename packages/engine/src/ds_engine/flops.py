@@ -181,8 +181,8 @@ class _Operations(TorchDispatchMode):
 
 def _formula(func: Any) -> Callable[..., int] | None:
     packet = getattr(func, "_overloadpacket", func)
-    found: Callable[..., int] | None = _FORMULAS.get(str(packet)) or flop_registry.get(packet)
-    return found
+    formula: Callable[..., int] | None = _FORMULAS.get(str(packet)) or flop_registry.get(packet)
+    return formula
 
 
 def _product(a: Tensor, b: Tensor, *args: Any, **named: Any) -> int:

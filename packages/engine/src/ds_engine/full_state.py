@@ -54,11 +54,11 @@ def whole_state(
 
 def _parts(module: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Return the parameters that are shards of larger tensors, and their names in the module."""
-    found: dict[nn.Parameter, list[str]] = {}
+    parts: dict[nn.Parameter, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         if param_sharding(param).box is not None:
-            found.setdefault(param, []).append(name)
-    return found
+            parts.setdefault(param, []).append(name)
+    return parts
 
 
 def _own_names(parts: Mapping[nn.Parameter, Sequence[str]]) -> dict[str, str]:
@@ -77,28 +77,28 @@ def _join(module: nn.Module, sharding: ShardedModel, copies: dict[int, Tensor]) 
     One rank of those that hold the same part gives it; the axis by which a tensor was cut does not matter.
     """
     parts, everyone = _parts(module), sharding.everyone
-    held: dict[str, list[nn.Parameter]] = {}
+    by_name: dict[str, list[nn.Parameter]] = {}
     for param in parts:
-        held.setdefault(str(param_sharding(param).name), []).append(param)
-    mine = [
-        (name, said.shape, said.box, copies[id(param)].dtype)
-        for name, params in held.items()
-        for param, said in ((p, param_sharding(p)) for p in params)
+        by_name.setdefault(str(param_sharding(param).name), []).append(param)
+    local_parts = [
+        (name, spec.shape, spec.box, copies[id(param)].dtype)
+        for name, params in by_name.items()
+        for param, spec in ((p, param_sharding(p)) for p in params)
         if sharding.group.rank == 0
     ]
-    told: list[Any] = [None] * everyone.size
-    all_gather_object(told, mine, group=everyone)
-    wholes = {name: (shape, dtype) for rank in told for name, shape, _, dtype in rank}
-    givers = {(name, box): rank for rank in reversed(range(everyone.size)) for name, _, box, _ in told[rank]}
+    rank_parts: list[Any] = [None] * everyone.size
+    all_gather_object(rank_parts, local_parts, group=everyone)
+    wholes = {name: (shape, dtype) for rank in rank_parts for name, shape, _, dtype in rank}
+    givers = {(name, box): rank for rank in reversed(range(everyone.size)) for name, _, box, _ in rank_parts[rank]}
     device = next((unit.device for unit in sharding.units), torch.device("cpu"))
     for name, (shape, dtype) in sorted(wholes.items()):
         whole = torch.zeros(shape, dtype=dtype, device=device)
-        for param in held.get(name, ()):
+        for param in by_name.get(name, ()):
             box = param_sharding(param).box
             if box is not None and givers[name, box] == everyone.rank:
                 whole[_of(box)] = copies[id(param)]
         all_reduce(whole, group=everyone, unit=name)
-        ours = [param for param in held.get(name, ()) if id(param) in copies]
+        ours = [param for param in by_name.get(name, ()) if id(param) in copies]
         if ours:
             copies.update(dict.fromkeys(map(id, ours), whole.cpu()))
     return _own_names(parts)
@@ -139,15 +139,15 @@ def load_whole(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> 
     Returns: missing and unexpected keys, as torch's `load_state_dict` does.
     """
     parts = _parts(module)
-    own, given = _own_names(parts), dict(state)
+    full_names, local_state = _own_names(parts), dict(state)
     for param, names in parts.items():
         box = param_sharding(param).box
         for name in names:
-            whole = state.get(own.get(name, name))
+            whole = state.get(full_names.get(name, name))
             if box is not None and isinstance(whole, Tensor) and whole.shape == param_sharding(param).shape:
-                given.pop(own.get(name, name), None)
-                given[name] = whole[_of(box)]
-    state = given
+                local_state.pop(full_names.get(name, name), None)
+                local_state[name] = whole[_of(box)]
+    state = local_state
     with GatheredParameters(module, write=True):
-        found = module.load_state_dict(state, strict=strict)
-    return list(found.missing_keys), list(found.unexpected_keys)
+        result = module.load_state_dict(state, strict=strict)
+    return list(result.missing_keys), list(result.unexpected_keys)

@@ -46,9 +46,9 @@ class GeneratingMethods(Engine):
     def _check_room(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         prompt = next((t for t in (*inputs, *map(options.get, ("input_ids", "inputs"))) if isinstance(t, Tensor)), None)
         length = 0 if prompt is None or prompt.dim() < 2 else prompt.shape[1]
-        told = options.get("generation_config")
-        new = options.get("max_new_tokens", getattr(told, "max_new_tokens", None))
-        whole = options.get("max_length", getattr(told, "max_length", None)) if new is None else length + new
+        settings = options.get("generation_config")
+        new = options.get("max_new_tokens", getattr(settings, "max_new_tokens", None))
+        whole = options.get("max_length", getattr(settings, "max_length", None)) if new is None else length + new
         room = self.plan.answer_tokens
         if room is not None and max(length, whole or 0) > room:
             raise PlanError(

@@ -182,8 +182,8 @@ class HealthWatch:
         """
         policy, step = self.health.nonfinite, self.step_number
         if self._num_reports == 0:
-            told = all_gather_json(asdict(self._look()), self._group, unit="nonfinite")
-            self._finding = finding_text(step, first, [Seen(**seen) for seen in told], policy)
+            reports = all_gather_json(asdict(self._look()), self._group, unit="nonfinite")
+            self._finding = finding_text(step, first, [Seen(**fields) for fields in reports], policy)
         elif policy == "skip":
             self._finding = f"step {step}: skipped, too; first parameter whose gradient is not finite: {first}"
         if self._finding is not None and self._group.rank == 0:
@@ -227,19 +227,19 @@ class HealthWatch:
     def _look(self) -> Seen:
         """Collect this rank's findings; rerun one of its microbatches, the first whose loss is not finite."""
         bad = [n for n, loss in enumerate(self._losses) if not bool(loss.isfinite().all())]
-        kept = {m.number: m for m in self._microbatches}
-        samples = [s for n in bad if n in kept for s in kept[n].samples]
+        microbatches = {m.number: m for m in self._microbatches}
+        samples = [s for n in bad if n in microbatches for s in microbatches[n].samples]
         # A forward may be collective: all ranks run one, or none does.
-        able = all(all_gather_json(bool(kept), self._group, unit="nonfinite"))
-        again = next((kept[n] for n in bad if n in kept), self._microbatches[-1] if kept else None)
+        able = all(all_gather_json(bool(microbatches), self._group, unit="nonfinite"))
+        again = next((microbatches[n] for n in bad if n in microbatches), self._microbatches[-1] if microbatches else None)
         tensor = self._first(again) if able and again is not None else None
         return Seen(self._group.rank, tuple(bad), tuple(samples), tensor)
 
     def _first(self, microbatch: _Microbatch) -> str | None:
         with _undisturbed(self._model), NonfiniteDetector(self._model) as search:
             self._model(*microbatch.args, **microbatch.kwargs)
-        found = search.first
-        return None if found is None else f"{found.name or 'the model'}: {found.what} in {found.phase}"
+        location = search.first
+        return None if location is None else f"{location.name or 'the model'}: {location.what} in {location.phase}"
 
 
 @contextmanager
@@ -254,11 +254,11 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
             buffer.copy_(before)
 
 
-def finding_text(step: int, first: str | None, seen: Sequence[Seen], policy: str) -> str:
+def finding_text(step: int, first: str | None, reports: Sequence[Seen], policy: str) -> str:
     """Format the ranks' findings about a non-finite gradient in readable lines. Pure."""
     done = {"warn": "it was used all the same", "skip": "the update was left out", "stop": "the run stops"}[policy]
     lines = [f"step {step}: the gradient is not finite; {done} (nonfinite: {policy!r})"]
-    for rank in (s for s in seen if s.microbatches or s.tensor):
+    for rank in (s for s in reports if s.microbatches or s.tensor):
         where = f"rank {rank.rank}"
         if rank.microbatches:
             where += f", microbatch {_listed(rank.microbatches)}: the loss is not finite"
@@ -267,7 +267,7 @@ def finding_text(step: int, first: str | None, seen: Sequence[Seen], policy: str
         if rank.tensor:
             where += f"; first tensor: {rank.tensor}"
         lines.append(f"  {where}")
-    if not any(s.microbatches for s in seen):
+    if not any(s.microbatches for s in reports):
         lines.append("  every loss is finite: it began in a backward")
     if first is not None:
         lines.append(f"  first parameter whose gradient is not finite: {first}")

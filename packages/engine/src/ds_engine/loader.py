@@ -130,12 +130,12 @@ class ResumableLoader:
         Raises:
             CheckpointError: the dataset has another length or fingerprint, or was read in an order of another kind ("data-changed").
         """
-        own = self.state_dict()
-        check_state(state, own)
-        if ("curriculum" in state) != ("curriculum" in own):
+        current = self.state_dict()
+        check_state(state, current)
+        if ("curriculum" in state) != ("curriculum" in current):
             raise CheckpointError(
                 f"the checkpoint was written {'with' if 'curriculum' in state else 'without'} a curriculum of samples, this run is "
-                f"{'with' if 'curriculum' in own else 'without'} one",
+                f"{'with' if 'curriculum' in current else 'without'} one",
                 code="data-changed",
                 fix="Keep data_efficiency.data_sampling as it was, or begin the data anew: load_checkpoint(..., load_data_state=False).",
             )
@@ -228,12 +228,12 @@ class PackedLoader(ResumableLoader):
         packing: BatchPacking,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        told = dict(options or {})
-        collate = told.pop("collate_fn", None) or default_collate
+        loader_options = dict(options or {})
+        collate = loader_options.pop("collate_fn", None) or default_collate
         self.packing, packed = packing, PackedDataset(dataset, packing.microbatches)
         self._numbers = [0, *accumulate(map(len, packing.microbatches))]
         self._mark = getattr(dataset, "fingerprint", None)
-        super().__init__(packed, lane, order, {**told, "collate_fn": Joined(collate)})
+        super().__init__(packed, lane, order, {**loader_options, "collate_fn": Joined(collate)})
 
     def samples_between(self, begun: int, ended: int) -> int:
         """Samples of the positions from `begun` to `ended`."""
@@ -322,25 +322,25 @@ def pack_for(plan: Plan, length: int, train: int) -> BatchPacking:
     Raises:
         ConfigError: their lengths are not known, or they fill no batch ("data-max-tokens", "data-file").
     """
-    told = plan.reading.batching
-    if told is None or told.metrics_path is None or told.max_tokens is None:
+    batching = plan.reading.batching
+    if batching is None or batching.metrics_path is None or batching.max_tokens is None:
         raise ConfigError(
             "dynamic_batching has no metrics_path, where the lengths of samples are",
             code="data-max-tokens",
             fix="Analyse the data with the metric seqlen, or pass lengths to get_dataloader_and_lr_scheduler_for_variable_batch_size.",
         )
     packing = pack_by_seqlens(
-        seqlens_of(told.metrics_path, length),
-        told.max_tokens,
-        sizes=(told.min_batch_size, told.max_batch_size),
-        order=told.sequence_picking_order,
+        seqlens_of(batching.metrics_path, length),
+        batching.max_tokens,
+        sizes=(batching.min_batch_size, batching.max_batch_size),
+        order=batching.sequence_picking_order,
         per_batch=train,
         seed=plan.reading.order.seed,
     )
-    if packing.dropped or told.verbose:
+    if packing.dropped or batching.verbose:
         text = (
             "%d samples longer than %d tokens are dropped; %d at the end fill no batch; %d batches of %d to %d samples"
         )
         sizes = packing.sizes
-        _log.warning(text, packing.dropped, told.max_tokens, packing.left_out, len(sizes), min(sizes), max(sizes))
+        _log.warning(text, packing.dropped, batching.max_tokens, packing.left_out, len(sizes), min(sizes), max(sizes))
     return packing

@@ -38,20 +38,20 @@ def loss_of(output: Any) -> Tensor | SumLoss:
     Raises:
         PlanError: there is none, or it is no scalar ("loss-missing").
     """
-    found: Any = output if isinstance(output, SumLoss | Tensor) else getattr(output, "loss", None)
-    if found is None and isinstance(output, tuple | list) and output:
-        found = output[0]
-    if found is None and isinstance(output, dict):
-        found = output.get("loss")
-    value = found.total if isinstance(found, SumLoss) else found
-    if not isinstance(value, Tensor) or value.numel() != 1 or not isinstance(found, SumLoss | Tensor):
+    loss: Any = output if isinstance(output, SumLoss | Tensor) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, tuple | list) and output:
+        loss = output[0]
+    if loss is None and isinstance(output, dict):
+        loss = output.get("loss")
+    value = loss.total if isinstance(loss, SumLoss) else loss
+    if not isinstance(value, Tensor) or value.numel() != 1 or not isinstance(loss, SumLoss | Tensor):
         what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(output).__name__}"
         raise PlanError(
             f"the model returned {what} where a scalar loss is needed",
             code="loss-missing",
             fix="Return the mean loss, a ds_engine.SumLoss(total, count), or an object with a .loss.",
         )
-    return found
+    return loss
 
 
 @dataclass(frozen=True, slots=True)

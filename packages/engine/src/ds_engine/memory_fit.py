@@ -81,21 +81,21 @@ def cluster_of(text: str) -> DeviceCluster:
     Raises:
         ConfigError: anything else ("plan-size").
     """
-    found = _CLUSTER.fullmatch(text.strip())
-    if found is None or int(found[2]) < 1 or int(found[1] or 1) < 1:
+    match = _CLUSTER.fullmatch(text.strip())
+    if match is None or int(match[2]) < 1 or int(match[1] or 1) < 1:
         raise ConfigError(
             f"{text!r} is no number of devices and their memory",
             code="plan-size",
             fix="Write 8x80GB, or 4x8x80GB for four hosts.",
         )
-    return DeviceCluster(int(found[1] or 1), int(found[2]), size_of(found[3]))
+    return DeviceCluster(int(match[1] or 1), int(match[2]), size_of(match[3]))
 
 
 def numel_of(text: str) -> int | None:
     """Parse `7B`, `350M` or `1.3e9` as a number of parameters; None where the text is no number."""
-    found = _COUNT.fullmatch(text.strip())
-    if found is not None:
-        return int(float(found[1]) * _COUNTS[found[2].upper()])
+    match = _COUNT.fullmatch(text.strip())
+    if match is not None:
+        return int(float(match[1]) * _COUNTS[match[2].upper()])
     try:
         return int(float(text))
     except ValueError:

@@ -72,12 +72,12 @@ def _find(spec: str) -> Callable[[], object]:
         sys.path.insert(0, str(path.parent.resolve()))
         place = path.stem
     try:
-        found = getattr(importlib.import_module(place), name, None)
+        factory = getattr(importlib.import_module(place), name, None)
     except ModuleNotFoundError as error:
         raise _wrong(f"{spec}: {error}", "Install it, or give a file.") from error
-    if not callable(found):
+    if not callable(factory):
         raise _wrong(f"{place} has nothing callable named {name!r}", "Check the name.")
-    return found
+    return factory
 
 
 # ---- Hugging Face
@@ -86,13 +86,13 @@ def _find(spec: str) -> Callable[[], object]:
 def _of_files(files: list[Path]) -> Shapes:
     from safetensors import safe_open  # its header alone is read
 
-    found: list[tuple[str, tuple[int, ...], str]] = []
+    tensors: list[tuple[str, tuple[int, ...], str]] = []
     for file in files:
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118  the file is no mapping
                 piece = opened.get_slice(name)
-                found.append((name, tuple(piece.get_shape()), _TORCH_NAMES.get(piece.get_dtype(), "float32")))
-    return _shapes(found)
+                tensors.append((name, tuple(piece.get_shape()), _TORCH_NAMES.get(piece.get_dtype(), "float32")))
+    return _shapes(tensors)
 
 
 def _of_config(path: Path) -> Shapes:
@@ -145,10 +145,10 @@ def decoder_shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, 
         yield "lm_head.weight", (config["vocab_size"], hidden), dtype
 
 
-def _shapes(found: list[tuple[str, tuple[int, ...], str]]) -> Shapes:
+def _shapes(tensors: list[tuple[str, tuple[int, ...], str]]) -> Shapes:
     modules: dict[str, ModuleInfo] = {"": ModuleInfo("")}
     params = []
-    for name, shape, dtype in found:
+    for name, shape, dtype in tensors:
         parts = name.split(".")
         for depth in range(1, len(parts)):
             module = ".".join(parts[:depth])

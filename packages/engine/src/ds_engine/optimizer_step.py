@@ -12,7 +12,7 @@ from ds_zero import ShardedOptimizer
 __all__ = ["divisor", "settle", "totals_after"]
 
 
-def divisor(plan: Plan, given: float, count: float | None, *, ranks: int, scaled: bool) -> float:
+def divisor(plan: Plan, requested: float, count: float | None, *, ranks: int, scaled: bool) -> float:
     """Return the divisor that averaged gradients still need.
 
     Args:
@@ -21,13 +21,13 @@ def divisor(plan: Plan, given: float, count: float | None, *, ranks: int, scaled
         ranks: Number of ranks over which gradients were averaged.
         scaled: Whether losses went through the engine, which divides them by `plan.predivide`.
     """
-    found = given
+    result = requested
     if count is not None:
         # Gradients are divided by microbatches and ranks so far.
-        found = (count or 1.0) / (plan.batch.accumulation * ranks)
+        result = (count or 1.0) / (plan.batch.accumulation * ranks)
     elif plan.sums:
-        found = 1.0 / ranks
-    return found / plan.predivide if scaled else found
+        result = 1.0 / ranks
+    return result / plan.predivide if scaled else result
 
 
 def settle(

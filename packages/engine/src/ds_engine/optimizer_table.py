@@ -98,13 +98,13 @@ def _torch(section: TorchOptimizerSection, states: dict[str, Any]) -> Made:
     del states
     check_optimizer(section)
     name = FROM_MUP.get(section.type.lower())
-    made = _classes(torch.optim, torch.optim.Optimizer)[section.type.lower()] if name is None else _of_mup(name)
-    return made, {key: _tupled(value) for key, value in section.params.items()}
+    optimizer_class = _classes(torch.optim, torch.optim.Optimizer)[section.type.lower()] if name is None else _of_mup(name)
+    return optimizer_class, {key: _tupled(value) for key, value in section.params.items()}
 
 
 def _of_mup(name: str) -> Callable[..., torch.optim.Optimizer]:
-    made: Callable[..., torch.optim.Optimizer] = getattr(importlib.import_module("mup"), name)
-    return made
+    optimizer_class: Callable[..., torch.optim.Optimizer] = getattr(importlib.import_module("mup"), name)
+    return optimizer_class
 
 
 _TABLE: Mapping[type, Callable[[Any, dict[str, Any]], Made]] = {
@@ -177,13 +177,13 @@ def _muon_groups(params: Sequence[Any], names: Mapping[int, str]) -> list[dict[s
     groups = [group if isinstance(group, dict) else {"params": [group]} for group in params]
     if not any(isinstance(group, dict) for group in params):
         groups = [{"params": list(params)}]
-    made = []
+    split_groups = []
     for group in groups:
         whole = [p for p in group["params"] if group.get("use_muon", _for_muon(names.get(id(p), ""), p))]
         chosen = {id(p) for p in whole}
         rest = [p for p in group["params"] if id(p) not in chosen]
-        made += [{**group, "params": part, "use_muon": use} for part, use in ((whole, True), (rest, False)) if part]
-    return made
+        split_groups += [{**group, "params": part, "use_muon": use} for part, use in ((whole, True), (rest, False)) if part]
+    return split_groups
 
 
 def _for_muon(name: str, param: torch.Tensor) -> bool:
@@ -238,8 +238,8 @@ def check_scheduler(section: SchedulerSection) -> None:
 
 def _classes(where: ModuleType, base: type) -> dict[str, Any]:
     """Return a module's classes derived from `base` by lower-case name: names are accepted in any case."""
-    found = [kind for kind in vars(where).values() if inspect.isclass(kind) and issubclass(kind, base)]
-    return {kind.__name__.lower(): kind for kind in found if kind is not base}
+    classes = [kind for kind in vars(where).values() if inspect.isclass(kind) and issubclass(kind, base)]
+    return {kind.__name__.lower(): kind for kind in classes if kind is not base}
 
 
 def _unknown(what: str, name: str, known: Iterable[str], where: str) -> ConfigError:
@@ -251,9 +251,9 @@ def _unknown(what: str, name: str, known: Iterable[str], where: str) -> ConfigEr
     )
 
 
-def _check_arguments(what: str, name: str, given: Mapping[str, Any], kind: type) -> None:
+def _check_arguments(what: str, name: str, arguments: Mapping[str, Any], kind: type) -> None:
     names = list(inspect.signature(kind.__init__).parameters)[2:]  # type: ignore[misc]
-    unknown = sorted(set(given) - set(names))
+    unknown = sorted(set(arguments) - set(names))
     if unknown:
         close = nearest(unknown[0], names)
         raise ConfigError(

@@ -64,39 +64,39 @@ def _with_own_layers(config: Config, mpu: Any) -> Config:
 
 
 def _of_mpu(mpu: Any) -> dict[str, int]:
-    found = {axis: next((getattr(mpu, n)() for n in names if hasattr(mpu, n)), None) for axis, names in _OF_MPU.items()}
-    return {axis: n for axis, n in found.items() if n is not None}
+    degrees = {axis: next((getattr(mpu, n)() for n in names if hasattr(mpu, n)), None) for axis, names in _OF_MPU.items()}
+    return {axis: n for axis, n in degrees.items() if n is not None}
 
 
 def _with_param(config: Config, mesh_param: tuple[int, int]) -> Config:
-    given = tuple(mesh_param)
-    if len(given) != 2 or not all(isinstance(n, int) and n >= 1 for n in given):
+    degrees = tuple(mesh_param)
+    if len(degrees) != 2 or not all(isinstance(n, int) and n >= 1 for n in degrees):
         raise PlanError(
             f"mesh_param = {mesh_param!r}", code="mesh-param", fix="Give (data, sequence): two whole numbers from 1."
         )
-    asked = dict(zip(_KEYS.values(), given, strict=True))
+    updates = dict(zip(_KEYS.values(), degrees, strict=True))
     other = {
-        key: value for key in asked if key in config.model_fields_set and (value := getattr(config, key)) != asked[key]
+        key: value for key in updates if key in config.model_fields_set and (value := getattr(config, key)) != updates[key]
     }
     if other:
         raise PlanError(
-            f"mesh_param = {given}, and the configuration says {', '.join(f'{k} = {v}' for k, v in other.items())}",
+            f"mesh_param = {degrees}, and the configuration says {', '.join(f'{k} = {v}' for k, v in other.items())}",
             code="mesh-param",
             fix="Give the degrees in one place.",
         )
-    return config.model_copy(update=asked)
+    return config.model_copy(update=updates)
 
 
 def _check_mpu(config: Config, mpu: Any) -> None:
     ours = degrees_of(config) | {"data": config.data_parallel_size}
-    said = _of_mpu(mpu)
-    if not said:
+    mpu_degrees = _of_mpu(mpu)
+    if not mpu_degrees:
         raise PlanError(
             f"mpu is a {type(mpu).__name__} that says no degree: it has none of {_OF_MPU['tensor']} and their like",
             code="mesh-mpu",
             fix="Leave mpu out; degrees are set in the configuration.",
         )
-    other = {axis: n for axis, n in said.items() if ours[axis] not in (None, n)}
+    other = {axis: n for axis, n in mpu_degrees.items() if ours[axis] not in (None, n)}
     if other:
         raise PlanError(
             "; ".join(f"mpu says {axis} {n}, the configuration {ours[axis]}" for axis, n in other.items()),

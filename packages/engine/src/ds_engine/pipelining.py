@@ -100,10 +100,10 @@ class StagedMethods(Engine):
         finally:
             self.module.train(training)
         self._telemetry.pause()
-        kept = [outputs[m][0] for m in sorted(outputs)]
-        logits = (_joined(kept) if kept else None) if return_logits else None
+        results = [outputs[m][0] for m in sorted(outputs)]
+        logits = (_joined(results) if results else None) if return_logits else None
         if not compute_loss:
-            return (kept or None), logits
+            return (results or None), logits
         for m in sorted(outputs):
             ledger.add(outputs[m][1])
         totals = ledger.close(self._averaging) if outputs else None

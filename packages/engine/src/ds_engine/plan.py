@@ -75,8 +75,8 @@ class MemoryEstimate:
     @classmethod
     def of(cls, zero: ZeroPlan) -> MemoryEstimate:
         """Sum the memory estimates of every unit in ds-zero's plan."""
-        kept = zero.kept
-        return cls(kept["full"], kept["grads"], kept["shard"], kept["optim"], zero.passing, zero.host, zero.file)
+        persistent = zero.persistent_bytes
+        return cls(persistent["full"], persistent["grads"], persistent["shard"], persistent["optim"], zero.passing, zero.host, zero.file)
 
     @property
     def total_bytes(self) -> int:
@@ -232,12 +232,12 @@ class Plan:
 
     def arguments(self, step: int) -> Mapping[str, object]:
         """Return the extra keywords that the forward gets in training, after `step` steps."""
-        told: dict[str, object] = {}
+        keywords: dict[str, object] = {}
         if self.layer_drop is not None:
-            told |= {"progressive_layer_drop": True, "pld_theta": self.layer_drop.keep(step)}
+            keywords |= {"progressive_layer_drop": True, "pld_theta": self.layer_drop.keep(step)}
         if self.curriculum is not None:
-            told["curriculum_seqlen"] = self.curriculum(step + 1)
-        return told
+            keywords["curriculum_seqlen"] = self.curriculum(step + 1)
+        return keywords
 
     def rows(self) -> dict[str, str]:
         """Describe the plan in words, by topic."""
@@ -330,18 +330,18 @@ def _offload_text(zero: ZeroPlan) -> str:
     grads = sum(u.layout.shard_numel * u.dtypes.accumulate.itemsize for u in trained)
     params = sum(u.layout.shard_numel * u.dtypes.param.itemsize for u in trained)
     filed = sum(u.bytes.file for u in trained)
-    said = [f"optimizer state in {' and '.join(sorted(tiers))}"] if tiers else []
-    said += [f"parameters in {' and '.join(sorted(rests))}"] if rests else []
-    said += [f"{bytes_text(zero.host)} of host memory" if zero.host else ""]
-    said += [f"{bytes_text(zero.file)} of files" if zero.file else ""]
+    sentences = [f"optimizer state in {' and '.join(sorted(tiers))}"] if tiers else []
+    sentences += [f"parameters in {' and '.join(sorted(rests))}"] if rests else []
+    sentences += [f"{bytes_text(zero.host)} of host memory" if zero.host else ""]
+    sentences += [f"{bytes_text(zero.file)} of files" if zero.file else ""]
     if trained:
-        said.append(f"a step moves {bytes_text(grads)} of gradients there and {bytes_text(params)} of parameters back")
-    said += [f"reads and writes {bytes_text(filed)} of files" if filed else ""]
+        sentences.append(f"a step moves {bytes_text(grads)} of gradients there and {bytes_text(params)} of parameters back")
+    sentences += [f"reads and writes {bytes_text(filed)} of files" if filed else ""]
     if zero.early:
-        said.append(
+        sentences.append(
             f"updates of {zero.early} units begin during backward; {bytes_text(zero.undo)} keep what they overwrite until the step is known"
         )
-    return "; ".join(filter(None, said))
+    return "; ".join(filter(None, sentences))
 
 
 def _counts(unit: UnitPlan, role: str) -> bool:
@@ -381,7 +381,7 @@ def _wire_text(wire: QuantizedComm) -> str:
     """Describe the quantized communication, and its measured loss compared with exact messages."""
     known = certificates()
     rows = {mode: [row["loss"] / row["exact"] - 1 for row in known.get(mode, {}).values()] for mode in wire.modes}
-    text = "".join(f", {mode} (certified: loss {max(found):+.2%})" for mode, found in rows.items() if found)
+    text = "".join(f", {mode} (certified: loss {max(losses):+.2%})" for mode, losses in rows.items() if losses)
     return text + ("; ranks that share memory use no codes: they send nothing" if wire.modes else "")
 
 

@@ -57,7 +57,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
     precision = precision_of(config)
     states = _states(config, shapes, precision)
     # The optimizer of the caller, and its groups, are not known yet; what is built is planned again from them, by the same function.
-    kept = state_tensors(config.optimizer) + (sharding.split is not None)
+    state_count = state_tensors(config.optimizer) + (sharding.split is not None)
     options = ShardOptions(
         stage=residency,
         precision=precision if states is None else replace(precision, state=states),
@@ -68,7 +68,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         offload_optimizer=sharding.tier,
         offload_params=sharding.param_tier,
     )
-    params = [replace(p, states=kept) for p in shapes.params]
+    params = [replace(p, states=state_count) for p in shapes.params]
     ranks = mesh.data * mesh.sequence
     experts = {p.family: max(1, ranks // mesh.expert) for p in params if p.family.startswith("expert")}
     zero = plan_sharding(params, ranks, options, modules=shapes.modules, families=experts)
@@ -91,12 +91,12 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         health=Health(config.nonfinite, config.loss_jump_stop),
         predivide=float(mesh.data * mesh.sequence) if config.prescale_gradients else config.gradient_predivide_factor,
         managed=config.managed_gradient_accumulation,
-        curriculum=told.schedule() if (told := config.curriculum_learning) is not None and told.enabled else None,
+        curriculum=curriculum.schedule() if (curriculum := config.curriculum_learning) is not None and curriculum.enabled else None,
         layer_drop=drop if (drop := config.progressive_layer_drop) is not None and drop.enabled else None,
         transforms=transforms,
         staging=shapes.staging,
         foreign=config.checkpoint.layout == "deepspeed",
-        tuning=asked if (asked := config.autotuning) is not None and asked.enabled else None,
+        tuning=tuning if (tuning := config.autotuning) is not None and tuning.enabled else None,
         compiling=compiling_of(config.compile, config.zero_optimization, mesh),
         answer_tokens=hybrid.max_out_tokens if (hybrid := config.hybrid_engine).enabled else None,
     )
@@ -128,13 +128,13 @@ def _program(batch: BatchSizes, residency: ShardingStrategy, staging: PipelineSp
     return program
 
 
-def rebatched(plan: Plan, asked: BatchRequest) -> Plan:
+def rebatched(plan: Plan, request: BatchRequest) -> Plan:
     """Return the same plan with another batch.
 
     Raises:
         PlanError, ConfigError: the numbers do not fit; see `resolve_batch`.
     """
-    batch = resolve_batch(asked, plan.batch.ranks)
+    batch = resolve_batch(request, plan.batch.ranks)
     program = _program(batch, plan.residency, plan.staging or PipelineSpec("1f1b", plan.mesh.pipe))
     order = replace(plan.reading.order, multiple=_multiple(plan.config, batch))
     return replace(plan, batch=batch, program=program, reading=replace(plan.reading, order=order))
@@ -184,9 +184,9 @@ def _policy(config: Config, modules: Sequence[ModuleInfo]) -> UnitSizePolicy:
     leaves = {m.name for m in modules if m.name in leaf.names or (m.name and m.name.endswith(leaf.name_suffixes))}
     # The schema's default (half a billion elements) would make one unit of most models, with nothing to overlap. Stage 0 is plain
     # data parallelism, whose reductions no key of this section cuts; clients fill in tiny sizes for small models at any stage.
-    asked = zero.stage > 0 and "reduce_bucket_size" in zero.model_fields_set
+    configured = zero.stage > 0 and "reduce_bucket_size" in zero.model_fields_set
     return UnitSizePolicy(
-        max_numel=zero.reduce_bucket_size if asked else None,
+        max_numel=zero.reduce_bucket_size if configured else None,
         persist_numel=zero.param_persistence_threshold,
         persist_total=zero.model_persistence_threshold,
         leaves=frozenset(leaves),

@@ -78,9 +78,9 @@ class SavesWhole:
         if engine is None:
             return save(*args, **options)
         call = inspect.signature(save).bind(*args, **options)
-        given = {**call.arguments, **options}
-        has = given.get("state_dict") is not None
-        writes = self._writes(engine, os.path.abspath(given["save_directory"]), has, given.get("is_main_process", True))
+        arguments = {**call.arguments, **options}
+        has = arguments.get("state_dict") is not None
+        writes = self._writes(engine, os.path.abspath(arguments["save_directory"]), has, arguments.get("is_main_process", True))
         if has:
             return save(*args, **options)
         if writes is None:
@@ -100,8 +100,8 @@ class SavesWhole:
         if world.size == 1:
             return not has and bool(main)
         topic = f"{_NAME}/{engine.global_steps}.{engine.micro_steps}/{folder}"
-        mine = _GIVEN if has else socket.gethostname() if main else _IDLE
-        post_notice(topic, mine)
+        notice = _GIVEN if has else socket.gethostname() if main else _IDLE
+        post_notice(topic, notice)
         words = {} if has else collect_notices(topic, self.wait_s, lambda heard: _GIVEN in heard.values())
         if has or _GIVEN in words.values():
             return None
@@ -113,4 +113,4 @@ class SavesWhole:
                 code="sharded-access",
                 fix="Call it on every rank, or pass state_dict=, of whole_state_dict() of the engine, which every rank calls.",
             )
-        return bool(main) and world.rank == min(rank for rank, word in words.items() if word == mine)
+        return bool(main) and world.rank == min(rank for rank, word in words.items() if word == notice)

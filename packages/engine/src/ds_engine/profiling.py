@@ -77,8 +77,8 @@ def _largest(modules: Sequence[ModuleFlops], count: int) -> list[str]:
             (lambda m: m.flops, lambda v: f"{_count(v)}FLOPs"),
             (lambda m: m.seconds, lambda v: f"{v * 1e3:.2f} ms"),
         )
-        told = (_ranked(level, value, text, count) for value, text in columns)
-        lines.append(f"    {depth}: " + " | ".join(told))
+        columns_text = (_ranked(level, value, text, count) for value, text in columns)
+        lines.append(f"    {depth}: " + " | ".join(columns_text))
     return lines
 
 

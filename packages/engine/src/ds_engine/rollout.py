@@ -70,11 +70,11 @@ class Rollout:
         Nothing that older weights computed is used afterwards.
         """
         live = _Live(self.engine.module)
-        made = load(self.engine.module, dtype=self._dtype, weights=live, **self._options)
+        loaded = load(self.engine.module, dtype=self._dtype, weights=live, **self._options)
         if self._generator is None:
-            self._generator = made
+            self._generator = loaded
         else:  # requests that are under way go on with the new weights
-            self._generator.decoder = made.decoder
+            self._generator.decoder = loaded.decoder
         self._generator.weights_changed(self.engine.counters.steps)
         return self._generator.version
 

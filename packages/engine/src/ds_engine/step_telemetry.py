@@ -161,11 +161,11 @@ class Telemetry:
         """Return the seconds of each phase since the last call; empty where phases are not timed."""
         read = self._timers.read()
         self._calls |= {name: timing.count for name, timing in read.items()}
-        found = {name: timing.total_s for name, timing in read.items()}
-        if self._listener is not None and "backward" in found:
-            reduced_s, self._reduced_s = min(self._reduced_s, found["backward"]), 0.0
-            found |= {"backward_inner": found["backward"] - reduced_s, "backward_allreduce": reduced_s}
-        return found
+        seconds = {name: timing.total_s for name, timing in read.items()}
+        if self._listener is not None and "backward" in seconds:
+            reduced_s, self._reduced_s = min(self._reduced_s, seconds["backward"]), 0.0
+            seconds |= {"backward_inner": seconds["backward"] - reduced_s, "backward_allreduce": reduced_s}
+        return seconds
 
     def pause(self) -> None:
         """Exclude the time since the last step from the throughput: no training happened."""
@@ -271,12 +271,12 @@ class Telemetry:
 
     def _times(self, result: StepResult, ending: str) -> str:
         """Format the milliseconds of each phase: of a microbatch with the ending `_microstep`, of the step without."""
-        told = []
+        columns = []
         for name, short in _SHORT.items():
             if name in result.timings:
                 parts = self._calls.get(name.partition("_")[0], 1) if ending else 1
-                told.append(f"{short}{ending}: {result.timings[name] / parts * 1e3:.2f}")
-        return " | ".join(told)
+                columns.append(f"{short}{ending}: {result.timings[name] / parts * 1e3:.2f}")
+        return " | ".join(columns)
 
     def _speed(self, result: StepResult, read: bool) -> Rates | None:
         """Note the step; its speed if it is to be read and is known yet."""

@@ -47,28 +47,28 @@ def features_of(config: Config, mesh: MeshSpec) -> tuple[str, ...]:
         "pipe": mesh.pipe,
         "experts": mesh.expert,
     }
-    found = {axis for axis, degree in degrees.items() if degree > 1} | {f"zero{config.zero_optimization.stage}"}
+    used = {axis for axis, degree in degrees.items() if degree > 1} | {f"zero{config.zero_optimization.stage}"}
     if config.pipeline.activation_checkpoint_interval or config.activation_checkpointing.modules:
-        found.add("checkpointing")
-    found.add("fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32")
-    return tuple(feature for feature in FEATURES if feature in found)
+        used.add("checkpointing")
+    used.add("fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32")
+    return tuple(feature for feature in FEATURES if feature in used)
 
 
 @cache
 def matrix() -> Mapping[Pair, PairVerdict]:
     """Load the verdicts of the recorded runs on every drawn pair of features, in the order of `FEATURES`."""
     rows = json.loads(resources.files("ds_engine").joinpath("support.json").read_text())["combinations"]
-    found: dict[Pair, PairVerdict] = {}
+    verdicts: dict[Pair, PairVerdict] = {}
     for row in rows:
         used = {axis for axis in _AXES if row[axis] > 1} | {f"zero{row['zero']}", row["precision"]}
         used |= {"checkpointing"} if row["checkpointing"] else set()
         for pair in itertools.combinations([feature for feature in FEATURES if feature in used], 2):
-            verdict = found.setdefault(pair, PairVerdict())
+            verdict = verdicts.setdefault(pair, PairVerdict())
             if row["found"] == "equal":
                 verdict.equal += 1
             else:
                 verdict.refused[row["found"].removeprefix("refused: ")] += 1
-    return found
+    return verdicts
 
 
 def refused(features: tuple[str, ...]) -> dict[Pair, str]:

@@ -95,16 +95,16 @@ def is_trial(plan: Plan) -> bool:
 
 def layer_groups(model: nn.Module) -> dict[str, list[nn.Module]]:
     """Group layers of one class and shape in a numbered list, by the pattern of their names. Skips nested lists."""
-    found: dict[str, list[nn.Module]] = {}
+    groups: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
-        inside = any(name.startswith(pattern[:-1]) for pattern in found)
+        inside = any(name.startswith(pattern[:-1]) for pattern in groups)
         if inside or not name or not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
             continue
         children = list(module)
         signs = {(type(c), tuple((n, tuple(p.shape)) for n, p in c.named_parameters())) for c in children}
         if len(signs) == 1 and next(iter(signs))[1]:
-            found[f"{name}.*"] = children
-    return found
+            groups[f"{name}.*"] = children
+    return groups
 
 
 class _Flops(TorchDispatchMode):
@@ -304,13 +304,13 @@ class TrialWatch:
         saved = int(_largest([float(self._saved.total)], world)[0])
         if world.rank == 0:
             numel = self._place.shapes.numel
-            found = {
+            facts = {
                 "num_params": numel,
                 "trainable_num_params": self._trained,
                 "activation_mem_per_gpu": saved,
                 "rank": 0,
             }
-            write_json(Path(self._order.model_info_path), found)
+            write_json(Path(self._order.model_info_path), facts)
         _largest([0.0], world)
         raise SystemExit(0)
 
@@ -338,14 +338,14 @@ def _largest(numbers: list[float], group: Group) -> list[float]:
 def _links(group: Group) -> Mapping[str, LinkCost]:
     """Measure latency and bandwidth of training's collectives by a small and a large message. Collective."""
     backend = "training"
-    found = {}
+    links = {}
     for op in _OPS:
         small, large = (
             measure({backend: group}, [BenchCase(op, backend, torch.float32, size)], 0.1)[0].median_s for size in _SWEPT
         )
         rate = (_SWEPT[1] - _SWEPT[0]) / max(large - small, 1e-9)
-        found[op] = LinkCost(max(0.0, small - _SWEPT[0] / rate), rate)
-    return found
+        links[op] = LinkCost(max(0.0, small - _SWEPT[0] / rate), rate)
+    return links
 
 
 def _limit(nbytes: int) -> None:

@@ -60,11 +60,11 @@ def order_here(environ: Mapping[str, str] | None = None) -> TrialSpec | None:
 
 def laid_over(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Copy `config` with values at dotted keys; None removes a key, and missing sections are created."""
-    made: dict[str, Any] = dict(config)
+    result: dict[str, Any] = dict(config)
     for dotted, value in changes.items():
         *sections, last = dotted.split(".")
-        at = made
-        if value is None and not _has(made, sections):
+        at = result
+        if value is None and not _has(result, sections):
             continue
         for name in sections:
             at[name] = dict(at[name]) if isinstance(at.get(name), Mapping) else {}
@@ -73,7 +73,7 @@ def laid_over(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
             at.pop(last, None)
         else:
             at[last] = value
-    return made
+    return result
 
 
 def _has(config: Mapping[str, Any], sections: list[str]) -> bool:

@@ -51,11 +51,11 @@ class WeightedBatch:
 
     def weigh(self, loss: Tensor | SumLoss) -> SumLoss:
         """Scale the loss of `batch` to its share of the step's: a mean has count 1; padding batches count 0."""
-        found = loss if isinstance(loss, SumLoss) else SumLoss(loss, 1.0)
+        loss_sum = loss if isinstance(loss, SumLoss) else SumLoss(loss, 1.0)
         if self.counts:
-            return found
-        never = torch.zeros_like(found.total, dtype=torch.bool)
-        return SumLoss(torch.where(never, found.total, 0.0), 0.0)  # with its graph: backward runs on every rank
+            return loss_sum
+        never = torch.zeros_like(loss_sum.total, dtype=torch.bool)
+        return SumLoss(torch.where(never, loss_sum.total, 0.0), 0.0)  # with its graph: backward runs on every rank
 
 
 def even_batches(batches: Iterable[Any], group: Group, policy: Policy = "stop", *, together: int = 1) -> Iterator[Any]:
@@ -72,17 +72,17 @@ def even_batches(batches: Iterable[Any], group: Group, policy: Policy = "stop", 
     """
     source, last = iter(batches), None
     while True:
-        taken = list(islice(source, together))
-        last = taken[-1] if taken else last
-        counts = _counts(len(taken), last is not None, group)
+        step_batches = list(islice(source, together))
+        last = step_batches[-1] if step_batches else last
+        counts = _counts(len(step_batches), last is not None, group)
         if max(counts) <= 0:
             return
         _check(counts, policy)
         if policy == "fill":
-            yield from (WeightedBatch(batch, counts=True) for batch in taken)
-            yield from (WeightedBatch(last, counts=False) for _ in range(together - len(taken)))
+            yield from (WeightedBatch(batch, counts=True) for batch in step_batches)
+            yield from (WeightedBatch(last, counts=False) for _ in range(together - len(step_batches)))
         elif min(counts) == together:
-            yield from taken
+            yield from step_batches
         else:
             return
 
@@ -103,9 +103,9 @@ def _check(counts: list[int], policy: Policy) -> None:
         )
 
 
-def _counts(mine: int, ever: bool, group: Group) -> list[int]:
+def _counts(count: int, ever: bool, group: Group) -> list[int]:
     """Exchange how many microbatches each rank has now; -1 for a rank that never had any."""
     counts = torch.zeros(group.size, dtype=torch.int64)
-    counts[group.rank] = mine if ever else -1
+    counts[group.rank] = count if ever else -1
     all_reduce(counts, group=group, unit="data")
     return [int(n) for n in counts]

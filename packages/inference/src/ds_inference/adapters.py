@@ -40,9 +40,9 @@ class Adapter:
 
     def add(self, role: str, y: Tensor, x: Tensor, rows: Tensor) -> None:
         """Add the role's part to rows of y [T, out], from x [T, in]."""
-        found = self.deltas.get(role)
-        if found is not None:
-            a, b = found
+        delta = self.deltas.get(role)
+        if delta is not None:
+            a, b = delta
             y.index_add_(0, rows, ((x[rows] @ a.t()) @ b.t()).to(y.dtype))
 
 
@@ -76,27 +76,27 @@ def read_adapter(
         if part == "lora_A":
             down, up = tensor.to(device, dtype), state[name.replace("lora_A", "lora_B")].to(device, torch.float32)
             pairs[module + ".weight"] = down, (up * _scale(config, module, len(tensor))).to(dtype)
-    found, used = {}, set[str]()
+    deltas, used = {}, set[str]()
     names = Prefixed(pairs)
     for role, choices in sources.items():
         if not role.endswith(tuple(f"{r}.weight" for r in _ROLES)):
             continue
         for i in range(len(spec.layers)):
             for choice in choices:
-                made = _delta(choice, i, names, spec, role)
-                if made is not None:
-                    found[role.replace("{i}", str(i)).removesuffix(".weight")] = made
+                delta = _delta(choice, i, names, spec, role)
+                if delta is not None:
+                    deltas[role.replace("{i}", str(i)).removesuffix(".weight")] = delta
                     used |= {
-                        names.own(n.replace("{i}", str(i))) for n in choice.names if n.replace("{i}", str(i)) in names
+                        names.checkpoint_name(n.replace("{i}", str(i))) for n in choice.names if n.replace("{i}", str(i)) in names
                     }
     left = sorted(set(pairs) - used)
-    if left or not found:
+    if left or not deltas:
         raise CheckpointError(
             f"{folder} adapts {', '.join(left[:4]) or 'nothing'}: no linear layer of a {spec.family} model that takes adapters",
             code="inference-adapter",
             fix="Merge the adapter into the model (merge_and_unload of PEFT) and load that; experts, embeddings and the head take none.",
         )
-    return Adapter(found)
+    return Adapter(deltas)
 
 
 def _read(folder: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -26,13 +26,13 @@ def block_hashes(tokens: Sequence[int], size: int, salt: bytes = b"") -> list[by
     Args:
         salt: What else the values depend on: an adapter, a version of the weights.
     """
-    found, before = [], salt
+    hashes, before = [], salt
     for start in range(0, len(tokens) - size + 1, size):
         before = hashlib.blake2b(
             array("q", tokens[start : start + size]).tobytes(), key=before[:64], digest_size=16
         ).digest()
-        found.append(before)
-    return found
+        hashes.append(before)
+    return hashes
 
 
 class BlockPool:
@@ -101,15 +101,15 @@ class BlockPool:
 
     def find_cached(self, prints: Sequence[bytes]) -> list[int]:
         """Find the longest run of cached blocks from the first hash on, and increment their reference counts."""
-        found = []
+        blocks = []
         for mark in prints:
             block = self._by_print.get(mark)
             if block is None:
                 break
             self._holds[block] += 1
             self._evictable.pop(block, None)
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def register_hash(self, block: int, mark: bytes) -> None:
         """Register a computed block under its hash, unless the hash has a block already."""

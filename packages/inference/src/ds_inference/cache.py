@@ -87,16 +87,16 @@ class Cache:
 
     @staticmethod
     def _made(
-        kept: tuple[tuple[int, int], ...], room: tuple[int, int], dtype: torch.dtype, device: torch.device
+        sizes: tuple[tuple[int, int], ...], room: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, ...]:
-        shapes = [(*room, *s) for s in kept]
+        shapes = [(*room, *s) for s in sizes]
         if device.type == "cpu":  # memory is taken when a block is first written
-            found = [zeros_huge([math.prod(s)], dtype)[0].view(s) for s in shapes]
+            tensors = [zeros_huge([math.prod(s)], dtype)[0].view(s) for s in shapes]
         else:
-            found = [torch.zeros(s, dtype=dtype, device=device) for s in shapes]
+            tensors = [torch.zeros(s, dtype=dtype, device=device) for s in shapes]
         if dtype == torch.int8:
-            found += [torch.zeros(*room, heads, device=device) for heads, _ in kept]
-        return tuple(found)
+            tensors += [torch.zeros(*room, heads, device=device) for heads, _ in sizes]
+        return tuple(tensors)
 
     @staticmethod
     def bytes_of(spec: DecoderSpec, size: int, dtype: torch.dtype) -> int:

@@ -51,17 +51,17 @@ def _answer(engine: Any, prompt: list[int], how: Any, answering: Any) -> str:
     """Generate an answer and show its text as tokens arrive; when interrupted, return the text so far."""
     from ds_inference.text import TextStream
 
-    text, said = TextStream(engine.tokenizer), ""
+    text, answer = TextStream(engine.tokenizer), ""
     identities = engine.submit(prompt, how)
     with answering() as show:
         try:
             for event in engine.stream():
-                said += text.push(event.token) + (text.finish() if event.reason else "")
-                show(said)
+                answer += text.push(event.token) + (text.finish() if event.reason else "")
+                show(answer)
         except KeyboardInterrupt:
             for identity in identities:
                 engine.cancel(identity)
-    return said
+    return answer
 
 
 def _plain() -> tuple[Callable[[], str], Any]:
@@ -69,11 +69,11 @@ def _plain() -> tuple[Callable[[], str], Any]:
     def answering() -> Iterator[Callable[[str], None]]:
         shown = 0
 
-        def show(said: str) -> None:
+        def show(text: str) -> None:
             nonlocal shown
-            sys.stdout.write(said[shown:])
+            sys.stdout.write(text[shown:])
             sys.stdout.flush()
-            shown = len(said)
+            shown = len(text)
 
         yield show
         sys.stdout.write("\n")

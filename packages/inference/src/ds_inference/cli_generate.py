@@ -46,9 +46,9 @@ def read_engine(args: argparse.Namespace) -> tuple[Any, Any]:
     from ds_inference.text import read_tokenizer
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
-    kept = None if args.cache_dtype is None else torch.int8
+    cache_dtype = None if args.cache_dtype is None else torch.int8
     engine = load(
-        args.folder, dtype=dtype, tokenizer=read_tokenizer(args.folder), quantize=args.quantize, cache_dtype=kept
+        args.folder, dtype=dtype, tokenizer=read_tokenizer(args.folder), quantize=args.quantize, cache_dtype=cache_dtype
     )
     return engine, SamplingParams(args.max_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed)
 
@@ -70,16 +70,16 @@ def main(args: argparse.Namespace) -> int:
 def _print(engine: Any, prompt: Sequence[int], how: Any, *, as_json: bool) -> str:
     from ds_inference.text import TextStream
 
-    text, said, began_s, tokens, reason = TextStream(engine.tokenizer), "", time.perf_counter(), 0, ""
+    text, answer, began_s, tokens, reason = TextStream(engine.tokenizer), "", time.perf_counter(), 0, ""
     engine.submit(prompt, how)
     for event in engine.stream():
         piece = text.push(event.token) + (text.finish() if event.reason else "")
-        said, tokens, reason = said + piece, tokens + 1, event.reason or ""
+        answer, tokens, reason = answer + piece, tokens + 1, event.reason or ""
         if not as_json:
             sys.stdout.write(piece)
             sys.stdout.flush()
     took_s = time.perf_counter() - began_s
     counts = {"prompt_tokens": len(prompt), "tokens": tokens, "reason": reason, "seconds": took_s}
-    sys.stdout.write(json.dumps({"text": said, **counts}) + "\n" if as_json else "\n")
+    sys.stdout.write(json.dumps({"text": answer, **counts}) + "\n" if as_json else "\n")
     sys.stdout.flush()
-    return said
+    return answer

@@ -97,10 +97,10 @@ def main(args: argparse.Namespace) -> int:
     return 0 if server.started else 1
 
 
-def _adapters(given: list[str]) -> dict[str, str]:
-    wrong = [one for one in given if "=" not in one or one.startswith("=")]
+def _adapters(options: list[str]) -> dict[str, str]:
+    wrong = [one for one in options if "=" not in one or one.startswith("=")]
     if wrong:
         raise PlanError(
             f"--adapter {wrong[0]}", code="inference-adapter", fix="Write --adapter NAME=FOLDER, once for each."
         )
-    return dict(one.split("=", 1) for one in given)
+    return dict(one.split("=", 1) for one in options)

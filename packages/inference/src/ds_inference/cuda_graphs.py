@@ -88,8 +88,8 @@ class CudaGraphRunner:
                 return self._function(*inputs, **keywords)
             recording = self._recordings[key] = self._recorded(leaves, tree)
         else:
-            for place, given in zip(recording.inputs, tensors, strict=True):
-                place.copy_(given)
+            for place, tensor in zip(recording.inputs, tensors, strict=True):
+                place.copy_(tensor)
         recording.replay()
         return _pytree.tree_map_only(Tensor, torch.clone, recording.output)
 

@@ -358,8 +358,8 @@ class Decoder:
             rows = sort_slots(chosen, spec.count)
         else:
             first, last = spec.local_range
-            mine = (chosen >= first) & (chosen < last)
-            rows = sort_slots((chosen - first).clamp(0, last - first - 1), last - first, keep=mine)
+            local_choices = (chosen >= first) & (chosen < last)
+            rows = sort_slots((chosen - first).clamp(0, last - first - 1), last - first, keep=local_choices)
         sorted_x = permute(x, rows)
         y = self._of_experts(f"{at}.experts.up", sorted_x, rows.ends)
         gate, value = y.chunk(2, dim=-1)
@@ -435,9 +435,9 @@ def route(logits: Tensor, spec: ExpertsSpec, correction: Tensor | None) -> tuple
     if spec.groups > 1:
         grouped = by.view(-1, spec.groups, spec.count // spec.groups)
         value = grouped.topk(2, -1)[0].sum(-1) if spec.group_score == "pair" else grouped.amax(-1)
-        kept = torch.zeros_like(value, dtype=torch.bool).scatter_(1, value.topk(spec.top_k_groups, -1)[1], True)
+        allowed = torch.zeros_like(value, dtype=torch.bool).scatter_(1, value.topk(spec.top_k_groups, -1)[1], True)
         hidden = -torch.inf if spec.group_score == "pair" else 0.0
-        by = grouped.masked_fill(~kept[..., None], hidden).flatten(1)
+        by = grouped.masked_fill(~allowed[..., None], hidden).flatten(1)
     chosen = by.topk(spec.top_k, -1)[1]
     share = scores.gather(1, chosen)
     if spec.normalized:

@@ -34,14 +34,14 @@ def read_config(folder: str | PathLike[str]) -> dict[str, Any]:
     """
     file = Path(folder) / "config.json"
     try:
-        found: dict[str, Any] = json.loads(file.read_text())
+        config: dict[str, Any] = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{file} cannot be read: {error}",
             code="inference-folder",
             fix="Give the folder that save_pretrained wrote: config.json and *.safetensors.",
         ) from error
-    return found
+    return config
 
 
 class Folder(Mapping[str, Tensor]):
@@ -59,8 +59,8 @@ class Folder(Mapping[str, Tensor]):
         self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118  # not a dict
 
     def __getitem__(self, name: str) -> Tensor:
-        found: Tensor = self._where[name].get_tensor(name)
-        return found
+        tensor: Tensor = self._where[name].get_tensor(name)
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)
@@ -94,7 +94,7 @@ def read_weights(
         CheckpointError: a tensor is missing ("inference-missing"); all missing tensors are named.
     """
     named = Prefixed(checkpoint)
-    found: dict[str, Weight] = {}
+    weights: dict[str, Weight] = {}
     missing: list[str] = []
     for role, choices in sources.items():
         numbers = range(len(spec.layers)) if "{i}" in role else range(1)
@@ -106,11 +106,11 @@ def read_weights(
                     missing.append(choices[0].names[0].replace("{i}", str(i)))
                 continue
             full = role.replace("{i}", str(i))
-            kept = keep(full, _make(chosen, i, named, spec, feed))
-            if kept is not None:
-                found[full] = kept
+            weight = keep(full, _make(chosen, i, named, spec, feed))
+            if weight is not None:
+                weights[full] = weight
     needed = {"embed.weight"} if spec.tied else {"embed.weight", "head.weight"}
-    missing += sorted(role for role in needed if role not in found)
+    missing += sorted(role for role in needed if role not in weights)
     if missing:
         raise CheckpointError(
             f"the checkpoint of a {spec.family} model lacks {', '.join(missing[:8])}"
@@ -118,7 +118,7 @@ def read_weights(
             code="inference-missing",
             fix="Check that the folder is complete and that config.json belongs to it.",
         )
-    return found
+    return weights
 
 
 class Prefixed(Mapping[str, Any]):
@@ -137,7 +137,7 @@ class Prefixed(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         return self._inner[self._names[name]]
 
-    def own(self, name: str) -> str:
+    def checkpoint_name(self, name: str) -> str:
         """Return the name that the checkpoint has for `name`."""
         return self._names[name]
 
@@ -163,14 +163,14 @@ def _make(source: WeightSource, i: int, checkpoint: Mapping[str, Weight], spec: 
     if source.layout == "stack" and isinstance(feed, ExpertsSpec):
         each = [[dequantised(checkpoint[name.replace("{e}", str(e))]) for name in names] for e in range(feed.count)]
         return torch.stack([torch.cat(parts) if len(parts) > 1 else parts[0] for parts in each])
-    found = [checkpoint[name] for name in names]
-    codes = [part for part in found if isinstance(part, QuantTensor)]
-    if source.layout == "rows" and len(codes) == len(found) and len({(c.spec, c.cols) for c in codes}) == 1:
+    tensors = [checkpoint[name] for name in names]
+    codes = [part for part in tensors if isinstance(part, QuantTensor)]
+    if source.layout == "rows" and len(codes) == len(tensors) and len({(c.spec, c.cols) for c in codes}) == 1:
         rows = sum(c.rows for c in codes)
         return QuantTensor(
             torch.cat([c.wire for c in codes]), codes[0].spec, codes[0].cols, (rows, codes[0].cols), codes[0].dtype
         )
-    return arranged(source, [dequantised(part) for part in found], i, spec)
+    return arranged(source, [dequantised(part) for part in tensors], i, spec)
 
 
 def arranged(source: WeightSource, parts: list[Tensor], i: int, spec: DecoderSpec) -> Tensor:

@@ -73,11 +73,11 @@ class Embedder:
                 code="inference-embedding",
                 fix="Shorten them, or cut them into parts.",
             )
-        found: dict[int, Tensor] = {}
+        vectors: dict[int, Tensor] = {}
         for rows in self._batches(tokens):
             for i, vector in zip(rows, self._run([tokens[i] for i in rows]), strict=True):
-                found[i] = vector
-        return torch.stack([found[i] for i in range(len(tokens))]) if tokens else torch.empty(0, 0)
+                vectors[i] = vector
+        return torch.stack([vectors[i] for i in range(len(tokens))]) if tokens else torch.empty(0, 0)
 
     def tokens(self, one: str | Sequence[int]) -> list[int]:
         """Tokenize a text; return token ids unchanged."""
@@ -136,13 +136,13 @@ def load_embedder(
     Raises:
         CheckpointError: the folder cannot be read, or transformers is missing ("inference-folder").
     """
-    said: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if isinstance(source, nn.Module):
         module = source.eval()
         inner = getattr(module, "base_model", module)  # a head gives logits; vectors are below it
         module = inner if isinstance(inner, nn.Module) else module
     else:
-        said = _said(Path(source))
+        settings = _said(Path(source))
         try:
             from transformers import AutoModel
 
@@ -159,10 +159,10 @@ def load_embedder(
     return Embedder(
         module,
         tokenizer=tokenizer,
-        pooling=pooling or said.get("pooling", "mean"),
-        normalized=normalized if normalized is not None else said.get("normalized", True),
+        pooling=pooling or settings.get("pooling", "mean"),
+        normalized=normalized if normalized is not None else settings.get("normalized", True),
         budget=budget,
-        longest=said.get("longest"),
+        longest=settings.get("longest"),
     )
 
 
@@ -176,24 +176,24 @@ _MODES: dict[str, Pooling] = {
 
 def _said(folder: Path) -> dict[str, Any]:
     """Read the settings in the files of sentence-transformers; empty without such files."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if not (folder / "modules.json").exists():
-        return found
+        return settings
     modules = json.loads((folder / "modules.json").read_text())
-    found["normalized"] = any(m["type"].endswith(".Normalize") for m in modules)
+    settings["normalized"] = any(m["type"].endswith(".Normalize") for m in modules)
     for module in modules:
         file = folder / module["path"] / "config.json"
         if module["type"].endswith(".Pooling"):
-            given = json.loads(file.read_text())
-            on = [mode for name, mode in _MODES.items() if given.get(name)]
+            pooling = json.loads(file.read_text())
+            on = [mode for name, mode in _MODES.items() if pooling.get(name)]
             if len(on) != 1:
                 raise CheckpointError(
                     f"{file} pools by {on or 'something else'}",
                     code="inference-folder",
                     fix="Give pooling=: mean, first, last or max.",
                 )
-            found["pooling"] = on[0]
+            settings["pooling"] = on[0]
     sizes = folder / "sentence_bert_config.json"
     if sizes.exists():
-        found["longest"] = json.loads(sizes.read_text()).get("max_seq_length")
-    return found
+        settings["longest"] = json.loads(sizes.read_text()).get("max_seq_length")
+    return settings

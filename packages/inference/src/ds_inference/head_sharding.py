@@ -34,9 +34,9 @@ class ShardingError(PlanError, ValueError):
     """Heads, features and ranks do not fit."""
 
 
-def _refuse(told: str) -> ShardingError:
+def _refuse(message: str) -> ShardingError:
     return ShardingError(
-        told, code="inference-shards", fix="Give the model's own numbers of heads, and ranks that they allow."
+        message, code="inference-shards", fix="Give the model's own numbers of heads, and ranks that they allow."
     )
 
 
@@ -63,8 +63,8 @@ def heads_of(
     if n_heads_q < num_shards or n_heads_q % kv:
         raise _refuse(f"{n_heads_q} query heads and {kv} key-value heads on {num_shards} ranks")
     if kv == n_heads_q:
-        own = get_shard_endpoints(n_heads_q, shard_rank, num_shards, 1)
-        return own, own
+        heads = get_shard_endpoints(n_heads_q, shard_rank, num_shards, 1)
+        return heads, heads
     if max(kv, num_shards) % min(kv, num_shards):
         raise _refuse(f"{kv} key-value heads on {num_shards} ranks")
     ratio = n_heads_q // kv
@@ -90,9 +90,9 @@ def shard_param(
     if param is None or num_shards == 1:
         return param
     dim = -1 if shard_mode is ShardingType.INNER_DIMENSION or param.ndim == bias_dims else -2
-    own = get_shard_endpoints(param.shape[dim] // num_concatenated_matrices, shard_rank, num_shards, granularity)
+    stretch = get_shard_endpoints(param.shape[dim] // num_concatenated_matrices, shard_rank, num_shards, granularity)
     return torch.cat(
-        [matrix.narrow(dim, own[0], _length(own)) for matrix in param.chunk(num_concatenated_matrices, dim)], dim
+        [matrix.narrow(dim, stretch[0], _length(stretch)) for matrix in param.chunk(num_concatenated_matrices, dim)], dim
     )
 
 
@@ -106,9 +106,9 @@ def shard_qkv_param(
     q, kv = _counts(len(param) // (3 * head_size), n_heads_q, n_heads_kv)
     if len(param) != head_size * (q + 2 * kv):
         raise _refuse(f"{len(param)} rows for {q} query and {kv} key-value heads of {head_size}")
-    own = heads_of(shard_rank, num_shards, q, kv)
+    heads = heads_of(shard_rank, num_shards, q, kv)
     starts = (0, q, q + kv)
-    parts = [(at + stretch[0], _length(stretch)) for at, stretch in zip(starts, (own[0], own[1], own[1]), strict=True)]
+    parts = [(at + stretch[0], _length(stretch)) for at, stretch in zip(starts, (heads[0], heads[1], heads[1]), strict=True)]
     return torch.cat([param.narrow(0, start * head_size, length * head_size) for start, length in parts])
 
 
@@ -119,8 +119,8 @@ def qkv_out_features(
     q, kv = _counts(in_features // head_size, n_heads_q, n_heads_kv)
     if in_features != q * head_size:
         raise _refuse(f"a width of {in_features} for {q} query heads of {head_size}")
-    mine, shared = get_local_heads(shard_rank, num_shards, q, kv)
-    return (mine + 2 * shared) * head_size
+    queries, shared = get_local_heads(shard_rank, num_shards, q, kv)
+    return (queries + 2 * shared) * head_size
 
 
 def shard_attn_out_param(

@@ -98,17 +98,17 @@ class HFModelRunner:
         config = cast("Any", self.module).config
         text: Any = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
         kind = str(config.model_type)
-        past = self._memory.made()
+        past = self._memory.new_past()
         one = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         try:
             with torch.no_grad():
                 logits, _ = self._run(one, one, past, torch.ones_like(one), 1)
-            kept = self._memory.learn(past)
+            pairs = self._memory.learn(past)
         except (AttributeError, ValueError, TypeError, IndexError, NotImplementedError) as error:
             raise strange(kind, f"its forward with a past fails: {error}") from error
         layers = tuple(
             DecoderLayerSpec(AttentionSpec(k.shape[1], k.shape[1], k.shape[-1], v.shape[-1], 1.0), Mlp(0, "silu", gated=False))
-            for k, v in kept
+            for k, v in pairs
         )
         ends = getattr(getattr(self.module, "generation_config", None), "eos_token_id", None)
         ends = getattr(config, "eos_token_id", None) if ends is None else ends
@@ -128,14 +128,14 @@ class HFModelRunner:
     ) -> tuple[Tensor, list[Tensor]]:
         """Compute logits [G, at least `most`, vocab] of the last tokens of [G, n], and the states after these tokens.
         """
-        given: dict[str, Any] = {**self._memory.given(past), "attention_mask": mask}
+        keywords: dict[str, Any] = {**self._memory.forward_keywords(past), "attention_mask": mask}
         if self._positions:
-            given["position_ids"] = positions
+            keywords["position_ids"] = positions
         if self._last:
-            given["logits_to_keep"] = most
+            keywords["logits_to_keep"] = most
         with _answering(self.module):
-            result = self.module(input_ids=tokens, **given)
-        return result.logits, self._memory.taken(past, result)
+            result = self.module(input_ids=tokens, **keywords)
+        return result.logits, self._memory.collect_states(past, result)
 
     def _past(
         self, sequences: list[tuple[int, tuple[int, ...]]], count: int, cache: Cache
@@ -147,7 +147,7 @@ class HFModelRunner:
         """
         longest, size = max(start for start, _ in sequences), cache.size
         follows = self.stateful and longest > 0
-        past = self._memory.made(cache.states.read([blocks[0] for _, blocks in sequences]) if follows else ())
+        past = self._memory.new_past(cache.states.read([blocks[0] for _, blocks in sequences]) if follows else ())
         mask = torch.zeros(len(sequences), longest + count, dtype=torch.int64)
         rows = torch.zeros(len(sequences), longest, dtype=torch.int64)
         for g, (start, blocks) in enumerate(sequences):
@@ -167,9 +167,9 @@ class HFModelRunner:
     def _keep(self, past: Any, slots: Tensor, count: int, cache: Cache) -> None:
         for i, (keys, values, *scales) in zip(self._memory.saved_lengths, cache.layers, strict=True):
             layer = past.layers[i]
-            for n, (new, kept) in enumerate(((layer.keys, keys), (layer.values, values))):
+            for n, (new, stored) in enumerate(((layer.keys, keys), (layer.values, values))):
                 flat = new[:, :, -count:].transpose(1, 2).flatten(0, 1)
-                keep(flat, slots, kept, scales[n] if scales else None)
+                keep(flat, slots, stored, scales[n] if scales else None)
 
 
 _LONGEST = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
@@ -205,7 +205,7 @@ def read_module(
         try:
             from transformers import AutoModelForCausalLM
 
-            found: nn.Module = AutoModelForCausalLM.from_pretrained(
+            module: nn.Module = AutoModelForCausalLM.from_pretrained(
                 source, local_files_only=True, trust_remote_code=False, dtype=dtype or "auto"
             )
         except (ImportError, ValueError, KeyError) as error:
@@ -214,13 +214,13 @@ def read_module(
                 code="inference-family",
                 fix="Install ds-inference[text] with a transformers that knows the model; code in folders is never run.",
             ) from error
-        return found.to(device).eval()
+        return module.to(device).eval()
     if weights is not None:
-        made: nn.Module = type(source)(cast("Any", source).config)
+        reloaded: nn.Module = type(source)(cast("Any", source).config)
         with torch.no_grad():
-            for name, target in made.state_dict().items():
+            for name, target in reloaded.state_dict().items():
                 target.copy_(weights[name])
-        return made.to(device=device, dtype=dtype)
+        return reloaded.to(device=device, dtype=dtype)
     first = next(source.parameters())
     same = (dtype is None or dtype == first.dtype) and (device is None or torch.device(device) == first.device)
     return source if same else copy.deepcopy(source).to(device=device, dtype=dtype)

@@ -55,19 +55,19 @@ def _resolved(config: Any, keys: Mapping[str, Any]) -> InferenceConfig:
     if isinstance(config, InferenceConfig):
         if not keys:
             return config
-        given: dict[str, Any] = {name: getattr(config, name) for name in config.model_fields_set}
+        values: dict[str, Any] = {name: getattr(config, name) for name in config.model_fields_set}
     elif isinstance(config, str | Path):
-        given = json.loads(Path(config).read_text())
+        values = json.loads(Path(config).read_text())
     else:
-        given = dict(config or {})
-    twice = [name for name in keys if name in given and given[name] != keys[name]]
+        values = dict(config or {})
+    twice = [name for name in keys if name in values and values[name] != keys[name]]
     if twice:
         raise PlanError(
-            ", ".join(f"{n} is {given[n]!r} in the configuration and {keys[n]!r} in the call" for n in twice),
+            ", ".join(f"{n} is {values[n]!r} in the configuration and {keys[n]!r} in the call" for n in twice),
             code="inference-config",
             fix="Give each key once.",
         )
-    return load_config(InferenceConfig, {**given, **keys})
+    return load_config(InferenceConfig, {**values, **keys})
 
 
 class InferenceEngine(nn.Module):
@@ -223,34 +223,34 @@ class InferenceEngine(nn.Module):
 
         The module's generation configuration gives the defaults.
         """
-        own = getattr(self.module, "generation_config", None)
-        given = {**(own.to_diff_dict() if own is not None else {}), **keywords}
+        defaults = getattr(self.module, "generation_config", None)
+        options = {**(defaults.to_diff_dict() if defaults is not None else {}), **keywords}
         take = dict.fromkeys(
             ("bos_token_id", "decoder_start_token_id", "use_cache", "transformers_version", "num_beams")
         )
-        end = given.pop("eos_token_id", None)
-        pad = given.pop("pad_token_id", None)
+        end = options.pop("eos_token_id", None)
+        pad = options.pop("pad_token_id", None)
         room = self.config.max_out_tokens - prompt
-        count = given.pop("max_new_tokens", None)
-        whole = given.pop("max_length", None)
+        count = options.pop("max_new_tokens", None)
+        whole = options.pop("max_length", None)
         if count is None:
             count = (whole or 20) - prompt
-        sample = given.pop("do_sample", False)
+        sample = options.pop("do_sample", False)
         ends = () if end is None else tuple(end) if isinstance(end, list | tuple) else (int(end),)
         vocab = cast(Any, self.module).config.get_text_config(decoder=True).vocab_size
         how = {
             "max_new_tokens": max(1, min(count, room)),
-            "temperature": float(given.pop("temperature", 1.0)) if sample else 0.0,
-            "top_k": given.pop("top_k", 50) if sample else 0,
-            "top_p": float(given.pop("top_p", 1.0)) if sample else 1.0,
-            "repetition_penalty": float(given.pop("repetition_penalty", 1.0)),
-            "samples": given.pop("num_return_sequences", 1),
+            "temperature": float(options.pop("temperature", 1.0)) if sample else 0.0,
+            "top_k": options.pop("top_k", 50) if sample else 0,
+            "top_p": float(options.pop("top_p", 1.0)) if sample else 1.0,
+            "repetition_penalty": float(options.pop("repetition_penalty", 1.0)),
+            "samples": options.pop("num_return_sequences", 1),
             "stop_tokens": tuple(t for t in ends if 0 <= t < vocab),  # -1, and ends of another tokenizer, never come
             "ignore_end": "eos_token_id" in keywords,
             # From torch's generator, as the module's own `generate` draws: `torch.manual_seed` makes a call repeat.
             "seed": int(torch.randint(1 << 62, (), device="cpu")) if sample else None,
         }
-        unknown = sorted(k for k, v in given.items() if k not in take and k in keywords and v is not None)
+        unknown = sorted(k for k, v in options.items() if k not in take and k in keywords and v is not None)
         if unknown:
             raise UnsupportedError(
                 f"generate with {', '.join(unknown)} through injected kernels",
@@ -274,8 +274,8 @@ class InferenceEngine(nn.Module):
                 code="inference-order",
                 fix="Call profile_model_time() first.",
             )
-        found, self._times = self._times, []
-        return found
+        times, self._times = self._times, []
+        return times
 
     def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
         """Compile the module's forward."""
@@ -346,12 +346,12 @@ def _files(checkpoint: str | Mapping[str, Any], base: str) -> list[Path]:
     if isinstance(checkpoint, str):
         place = Path(base, checkpoint)
         if place.is_dir():
-            found = sorted(place.glob("*.safetensors")) or sorted(place.glob("*.bin"))
-            if not found:
+            files = sorted(place.glob("*.safetensors")) or sorted(place.glob("*.bin"))
+            if not files:
                 raise CheckpointError(
                     f"{place} has neither *.safetensors nor *.bin", code="inference-folder", fix="Give another folder."
                 )
-            return found
+            return files
         descriptor: Mapping[str, Any] = json.loads(place.read_text())
         base = base or str(place.parent)
     else:

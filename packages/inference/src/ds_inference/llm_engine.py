@@ -293,7 +293,7 @@ class LLMEngine:
             if name := self.scheduler.requests[chunk.request].salt.decode():
                 rows.setdefault(name, []).extend(range(first, first + len(chunk.tokens)))
             first += len(chunk.tokens)
-        return tuple((name, torch.tensor(found, device=self.decoder.device)) for name, found in rows.items())
+        return tuple((name, torch.tensor(indices, device=self.decoder.device)) for name, indices in rows.items())
 
     @property
     def idle(self) -> bool:
@@ -372,7 +372,7 @@ class LLMEngine:
 
         likeliest: of each row's unchanged logits, where that is known already.
         """
-        request, how, found = ask.request, ask.how, []
+        request, how, token_outputs = ask.request, ask.how, []
         answer = list(request.sampled)
         for i in range(len(logits)):
             if likeliest and how.greedy and how.plain:
@@ -381,10 +381,10 @@ class LLMEngine:
                 row = apply_penalties(logits[i], how, request.tokens[: request.num_prompt_tokens], answer)
                 token = sample_token(row, how, request.num_prompt_tokens + len(answer))
             answer.append(token)
-            found.append(self._event(ask, token, logits[i], answer))
-            if found[-1].reason or i == len(drafts) or token != drafts[i]:
+            token_outputs.append(self._event(ask, token, logits[i], answer))
+            if token_outputs[-1].reason or i == len(drafts) or token != drafts[i]:
                 break
-        return found
+        return token_outputs
 
     def _event(self, ask: _Ask, token: int, logits: Tensor, answer: list[int]) -> TokenOutput:
         how, identity = ask.how, ask.request.request_id
@@ -447,12 +447,12 @@ def _check_states(decoder: Runner, share: bool | None, speculate: int, cache_dty
 
     A state is of all its tokens: it cannot be shared for a prefix, nor restored to before tokens that were rejected.
     """
-    asked = {
+    options = {
         "share=True": bool(share),
         f"speculate={speculate}": speculate > 0,
         f"cache_dtype={cache_dtype}": cache_dtype is not None and not decoder.spec.layers,
     }
-    wrong = [words for words, true in asked.items() if true]
+    wrong = [words for words, true in options.items() if true]
     if wrong:
         raise UnsupportedError(
             f"{', '.join(wrong)} for a {decoder.spec.family} model, whose layers keep states"
@@ -470,9 +470,9 @@ def _sample(how: SamplingParams, number: int) -> SamplingParams:
 
 def _renamed(request: Request, identity: int) -> Request:
     """Copy a request's tokens into a request with another identity, not known to any scheduler."""
-    made = Request(identity, list(request.tokens), request.limit, request.priority, request.salt)
-    made.num_prompt_tokens = request.num_prompt_tokens
-    return made
+    renamed = Request(identity, list(request.tokens), request.limit, request.priority, request.salt)
+    renamed.num_prompt_tokens = request.num_prompt_tokens
+    return renamed
 
 
 def _guess(tokens: Sequence[int], count: int, longest: int = 3, back: int = 512) -> Sequence[int]:
@@ -487,5 +487,5 @@ def _guess(tokens: Sequence[int], count: int, longest: int = 3, back: int = 512)
 
 
 def _cut(text: str, stops: tuple[str, ...]) -> str:
-    at = min((found for stop in stops if (found := text.find(stop)) >= 0), default=len(text))
+    at = min((position for stop in stops if (position := text.find(stop)) >= 0), default=len(text))
     return text[:at]

@@ -78,7 +78,7 @@ def native_obstacle(spec: DecoderSpec, weights: Mapping[str, Weight]) -> str:
         ),
         "an activation": any(y.feed.activation not in _ACTIVATIONS for y in spec.layers),
     }
-    return next((reason for reason, found in reasons.items() if found), "") or obstacle()
+    return next((reason for reason, applies in reasons.items() if applies), "") or obstacle()
 
 
 def _on_cpu(weight: Weight) -> bool:
@@ -145,9 +145,9 @@ class NativeDecoder:
         """Run the native layers: embeddings [T, hidden] to logits, fp32 [R, vocab]; writes the KV cache."""
         turns = None
         if self._ropes:
-            found = [self._rotations[rope].tables(batch.positions, torch.float32) for rope in self._ropes]
-            most = max(cos.shape[-1] for cos, _ in found)
-            both = (torch.cat(kind, 1).transpose(0, 1) for kind in found)  # [2, T, .]
+            tables = [self._rotations[rope].tables(batch.positions, torch.float32) for rope in self._ropes]
+            most = max(cos.shape[-1] for cos, _ in tables)
+            both = (torch.cat(kind, 1).transpose(0, 1) for kind in tables)  # [2, T, .]
             turns = torch.stack([F.pad(kind, (0, most - kind.shape[-1])) for kind in both], 1)
         if cache is not self._cache:
             self._cache, self._kept_layers = cache, [KeptLayer(*tensors) for tensors in cache]
@@ -157,8 +157,8 @@ class NativeDecoder:
     # ---- packing
 
     def _float(self, role: str) -> Tensor | None:
-        found = self._weights.get(role)
-        return found.float().contiguous() if isinstance(found, Tensor) else None
+        weight = self._weights.get(role)
+        return weight.float().contiguous() if isinstance(weight, Tensor) else None
 
     def _norm(self, role: str, norm: Norm) -> Normed:
         weight = self._float(f"{role}.weight")
@@ -236,10 +236,10 @@ class NativeDecoder:
 
     def _layer(self, at: str, layer: DecoderLayerSpec, spec: DecoderSpec) -> DecoderLayer:
         a, feed = layer.attention, layer.feed
-        own: Callable[[str], Normed] = lambda n: Normed() if n == "." else self._norm(f"{at}.norm{n}", spec.norm)  # noqa: E731
+        block_norm: Callable[[str], Normed] = lambda n: Normed() if n == "." else self._norm(f"{at}.norm{n}", spec.norm)  # noqa: E731
         inner = a.whole_norm or a.head_norm
         gated = isinstance(feed, ExpertsSpec) or feed.gated
-        norms = [own(n) for n in _NORMS[layer.order]]
+        norms = [block_norm(n) for n in _NORMS[layer.order]]
         norms += [self._norm(f"{at}.attention.{p}_norm", inner) if inner else Normed() for p in "qk"]
         slopes = None
         if a.alibi is not None:

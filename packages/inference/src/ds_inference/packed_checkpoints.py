@@ -184,14 +184,14 @@ def _coded(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int) 
     if group % 8 or scales.shape[1] != -(-inputs // group):
         at = torch.arange(inputs) // group
         return ((codes - zeros[:, at]) * scales.float()[:, at]).to(scales.dtype)
-    made = QuantTensor.empty(
+    quantized = QuantTensor.empty(
         QuantSpec(INT8 if bits == 8 else INT4, group, symmetric=False), rows, inputs, like=scales.new_empty(0)
     )
-    made.wire.zero_()
+    quantized.wire.zero_()
     flat = codes.to(torch.uint8)
     if bits == 4:
         flat = flat if inputs % 2 == 0 else torch.nn.functional.pad(flat, (0, 1))
         flat = flat[:, 0::2] | (flat[:, 1::2] << 4)
-    made.codes.copy_(flat)
-    made.params.copy_(torch.stack([scales.float(), zeros.float()], -1))
-    return made
+    quantized.codes.copy_(flat)
+    quantized.params.copy_(torch.stack([scales.float(), zeros.float()], -1))
+    return quantized

@@ -85,18 +85,18 @@ def make_batch(chunks: Sequence[ScheduledChunk], size: int, device: torch.device
     return batch, order
 
 
-def keep(new: Tensor, slots: Tensor, kept: Tensor, scales: Tensor | None) -> None:
+def keep(new: Tensor, slots: Tensor, blocks: Tensor, scales: Tensor | None) -> None:
     """Write keys or values [T, heads, width] into the KV cache's blocks [blocks, size, heads, width].
 
     Blocks of int8 have a scale for each token and head.
     """
     if scales is None:
-        kept.flatten(0, 1)[slots] = new.to(kept.dtype)
+        blocks.flatten(0, 1)[slots] = new.to(blocks.dtype)
         return
     most = new.float().abs().amax(-1)
     scale = torch.where(most > 0, most / 127.0, 1.0)
     scales.flatten(0, 1)[slots] = scale
-    kept.flatten(0, 1)[slots] = (new.float() / scale[..., None]).round().to(torch.int8)
+    blocks.flatten(0, 1)[slots] = (new.float() / scale[..., None]).round().to(torch.int8)
 
 
 def alibi_slopes(heads: int, rounded: bool = False) -> Tensor:
@@ -106,10 +106,10 @@ def alibi_slopes(heads: int, rounded: bool = False) -> Tensor:
     """
     nearest = 2 ** math.floor(math.log2(heads))
     base = 2.0 ** (-8.0 / nearest)
-    found = [base ** (i + 1) for i in range(nearest)]
+    slopes = [base ** (i + 1) for i in range(nearest)]
     base = 2.0 ** (-4.0 / nearest)
-    found += [base ** (2 * i + 1) for i in range(heads - nearest)]
-    return torch.tensor(found, dtype=torch.bfloat16 if rounded else torch.float32)
+    slopes += [base ** (2 * i + 1) for i in range(heads - nearest)]
+    return torch.tensor(slopes, dtype=torch.bfloat16 if rounded else torch.float32)
 
 
 def attend(
@@ -136,24 +136,24 @@ def attend(
     def read(blocks: Tensor) -> tuple[Tensor, Tensor]:
         if not scales:
             return keys[blocks], values[blocks]
-        found = (t[blocks] * s[blocks][..., None] for t, s in zip((keys, values), scales, strict=True))
-        k, v = (t.to(q.dtype) for t in found)
+        dequantized = (t[blocks] * s[blocks][..., None] for t, s in zip((keys, values), scales, strict=True))
+        k, v = (t.to(q.dtype) for t in dequantized)
         return k, v
 
     if batch.single:
         rows = batch.tables.shape[1] * keys.shape[1]
         k, v = (t.view(batch.single, rows, *t.shape[-2:]) for t in read(batch.tables))
         at = torch.arange(rows, device=q.device)
-        mine = (batch.lengths - 1)[:, None]
-        out[: batch.single] = _core(q[: batch.single, None], k, v, (mine, at), spec, extra)[:, 0]
+        queries = (batch.lengths - 1)[:, None]
+        out[: batch.single] = _core(q[: batch.single, None], k, v, (queries, at), spec, extra)[:, 0]
     for first, count, start, blocks in batch.spans:
         length = start + count
         k, v = (t.view(1, -1, *t.shape[-2:])[:, :length] for t in read(blocks))
         if start == 0 and q.device.type != "cpu" and _plain(spec, extra, length):
-            mine, ks, vs = (t.transpose(1, 2) for t in (q[None, first : first + count], k, v))
+            queries, ks, vs = (t.transpose(1, 2) for t in (q[None, first : first + count], k, v))
             many = spec.heads != spec.kv_heads
-            seen = F.scaled_dot_product_attention(mine, ks, vs, is_causal=True, scale=spec.scale, enable_gqa=many)
-            out[first : first + count] = seen[0].transpose(0, 1)
+            attended = F.scaled_dot_product_attention(queries, ks, vs, is_causal=True, scale=spec.scale, enable_gqa=many)
+            out[first : first + count] = attended[0].transpose(0, 1)
             continue
         at = torch.arange(length, device=q.device)
         out[first : first + count] = _core(q[None, first : first + count], k, v, (at[None, start:], at), spec, extra)[0]
@@ -177,13 +177,13 @@ def _core(
 
     `positions` are those of queries [B, n] and of keys [L]. Returns [B, n, heads, .].
     """
-    (mine, at), (slopes, sinks) = positions, extra
+    (query_positions, at), (slopes, sinks) = positions, extra
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    distance = mine[..., None] - at
-    seen = distance >= 0
+    distance = query_positions[..., None] - at
+    visible = distance >= 0
     if spec.window is not None:
-        seen &= distance < spec.window
-    mask = seen[:, None]
+        visible &= distance < spec.window
+    mask = visible[:, None]
     if spec.softcap is None and sinks is None:
         if slopes is not None and spec.alibi is not None:
             bias = (slopes[:, None] * at).float() * spec.alibi.scale

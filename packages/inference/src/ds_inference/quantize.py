@@ -57,21 +57,21 @@ class QuantizationOptions:
             raise _refuse(f"{self}", f"{self.format} codes have no zero point and multiply floats.")
 
 
-def _refuse(found: str, fix: str) -> PlanError:
-    return PlanError(f"weights cannot be quantised as {found}", code="inference-quantize", fix=fix)
+def _refuse(description: str, fix: str) -> PlanError:
+    return PlanError(f"weights cannot be quantised as {description}", code="inference-quantize", fix=fix)
 
 
-def as_quantize(asked: QuantizationOptions | str | None) -> QuantizationOptions | None:
+def as_quantize(requested: QuantizationOptions | str | None) -> QuantizationOptions | None:
     """Return quantization options; a name means that format with groups of 128.
 
     Raises:
         PlanError: no such format ("inference-quantize").
     """
-    if asked is None or isinstance(asked, QuantizationOptions):
-        return asked
-    if asked not in _FORMATS:
-        raise _refuse(repr(asked), f"Use one of {', '.join(_FORMATS)}, or a Quantize.")
-    return QuantizationOptions(asked)  # type: ignore[arg-type]
+    if requested is None or isinstance(requested, QuantizationOptions):
+        return requested
+    if requested not in _FORMATS:
+        raise _refuse(repr(requested), f"Use one of {', '.join(_FORMATS)}, or a Quantize.")
+    return QuantizationOptions(requested)  # type: ignore[arg-type]
 
 
 def quantised(role: str, weight: Tensor, how: QuantizationOptions) -> Weight:

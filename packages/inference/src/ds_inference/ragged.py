@@ -108,10 +108,10 @@ class RaggedEngine:
         for uid, new in zip(uids, tokens, strict=True):
             known = self._known.setdefault(uid, _Sequence())
             missing = self._pool.num_blocks_for(known.num_seen + len(new)) - len(known.blocks)
-            taken = self._pool.allocate(max(0, missing))
-            if taken is None:
+            new_blocks = self._pool.allocate(max(0, missing))
+            if new_blocks is None:
                 raise SchedulingError(SchedulingResult.KVCacheLimitExceeded)
-            known.blocks += taken
+            known.blocks += new_blocks
             chunks.append(ScheduledChunk(uid, tuple(new), known.num_seen, tuple(known.blocks), 1))
         batch, order = make_batch(chunks, _BLOCK, self.model.device)
         logits = self.model.forward(batch, self._cache)
@@ -135,16 +135,16 @@ class RaggedEngine:
 
     def can_schedule(self, uids: Iterable[int], lengths: Iterable[int]) -> SchedulingResult:
         """Whether one forward can take so many tokens of these sequences."""
-        limits, asked = self.config.state_manager, list(zip(uids, lengths, strict=True))
-        new = sum(uid not in self._known for uid, _ in asked)
+        limits, requests = self.config.state_manager, list(zip(uids, lengths, strict=True))
+        new = sum(uid not in self._known for uid, _ in requests)
         if len(self._known) + new > limits.max_tracked_sequences:
             return SchedulingResult.EngineSequenceLimitExceeded
-        if len(asked) > limits.max_ragged_sequence_count:
+        if len(requests) > limits.max_ragged_sequence_count:
             return SchedulingResult.BatchSequenceLimitExceeded
-        if sum(length for _, length in asked) > limits.max_ragged_batch_size:
+        if sum(length for _, length in requests) > limits.max_ragged_batch_size:
             return SchedulingResult.BatchTokenLimitExceeded
         blocks = 0
-        for uid, length in asked:
+        for uid, length in requests:
             known = self._known.get(uid, _Sequence())
             if known.num_seen + length > self._longest:
                 return SchedulingResult.SequenceTokenLimitExceeded
@@ -193,11 +193,11 @@ def _blocks(decoder: Runner, config: RaggedConfig) -> int:
     each = Cache.bytes_of(decoder.spec, _BLOCK, decoder.dtype)
     longest = min(limits.max_context, decoder.spec.max_seq_len)
     wanted = limits.max_tracked_sequences * -(-longest // _BLOCK)  # more than this is never used
-    found: int = min(wanted, (free - limits.memory_config.size) // each) if each else wanted
-    if found < 1:
+    count: int = min(wanted, (free - limits.memory_config.size) // each) if each else wanted
+    if count < 1:
         raise PlanError(
             f"{free} bytes are free, {limits.memory_config.size} of them reserved: no room for a block of {each} bytes",
             code="inference-cache",
             fix="Reserve less (state_manager.memory_config.size).",
         )
-    return found
+    return count

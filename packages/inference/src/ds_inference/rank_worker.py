@@ -49,8 +49,8 @@ def leading(engine: LLMEngine) -> Iterator[None]:
 def follow(engine: LLMEngine) -> None:
     """Compute what the first rank of the group says, until it says no more."""
     group = engine.decoder.group
-    while (said := ds_comm.broadcast_json(None, group, unit="step")) is not None:
-        plan = _heard(said)
+    while (message := ds_comm.broadcast_json(None, group, unit="step")) is not None:
+        plan = _heard(message)
         batch, _ = make_batch(plan.chunks, engine.cache.size, engine.decoder.device)
         engine.cache.copy(plan.copies)
         engine.decoder.forward(batch, engine.cache)
@@ -61,9 +61,9 @@ def _said(plan: SchedulerOutput) -> dict[str, Any]:
     return {"chunks": chunks, "copies": [list(pair) for pair in plan.copies]}
 
 
-def _heard(said: dict[str, Any]) -> SchedulerOutput:
+def _heard(message: dict[str, Any]) -> SchedulerOutput:
     chunks = [
         ScheduledChunk(request, tuple(tokens), start, tuple(blocks), outputs)
-        for request, tokens, start, blocks, outputs in said["chunks"]
+        for request, tokens, start, blocks, outputs in message["chunks"]
     ]
-    return SchedulerOutput(tuple(chunks), tuple((a, b) for a, b in said["copies"]))
+    return SchedulerOutput(tuple(chunks), tuple((a, b) for a, b in message["copies"]))

@@ -87,7 +87,7 @@ class RecurrentState:
         """Whether there are states."""
         return bool(self._places or self._holders or self._loose)
 
-    def made(self, states: Sequence[Tensor] = ()) -> Any:
+    def new_past(self, states: Sequence[Tensor] = ()) -> Any:
         """Build a past that holds only `states`, which the forward may change; empty for sequences that begin."""
         if self._loose:
             return self._loose(self._config, states)
@@ -105,19 +105,19 @@ class RecurrentState:
             setattr(part, name, rest[i] if rest else None)
         return past
 
-    def given(self, past: Any) -> dict[str, Any]:
+    def forward_keywords(self, past: Any) -> dict[str, Any]:
         """Return the keyword arguments of a forward with this past."""
         return {self.argument: past.state if isinstance(past, _Loose) else past, "use_cache": True}
 
-    def taken(self, past: Any, result: Any) -> list[Tensor]:
+    def collect_states(self, past: Any, result: Any) -> list[Tensor]:
         """Collect the states after a forward that had this past and this result. Clears the attributes of modules."""
         if isinstance(past, _Loose):
-            return past.taken(result)
-        found = [getattr(past.layers[at], what)[number] for at, what, number in self._places]
+            return past.collect_states(result)
+        states = [getattr(past.layers[at], what)[number] for at, what, number in self._places]
         for part, name in self._holders:
-            found.append(getattr(part, name))
+            states.append(getattr(part, name))
             setattr(part, name, None)
-        return found
+        return states
 
     def learn(self, past: Any) -> list[tuple[Tensor, Tensor]]:
         """Detect which layers of a past store keys and values, and which states, after a single-token forward.
@@ -133,13 +133,13 @@ class RecurrentState:
         self.continues = not self.stateful or self._kind in _CONTINUES
         silent = set(range(len(pairs))) - set(self.saved_lengths) - {at for at, _, _ in self._places}
         silent -= {i for i, y in enumerate(past.layers) if self._holders or type(y).__name__ == "DummyLayer"}
-        found = [pairs[i] for i in self.saved_lengths]
-        strangers = any(t is None or t.dim() != 4 or t.shape[-2] != 1 for pair in found for t in pair)
-        if silent or strangers or not (found or self.stateful):
+        kv_pairs = [pairs[i] for i in self.saved_lengths]
+        strangers = any(t is None or t.dim() != 4 or t.shape[-2] != 1 for pair in kv_pairs for t in pair)
+        if silent or strangers or not (kv_pairs or self.stateful):
             raise strange(
                 self._kind, "its layers keep neither keys and values of every token nor states that are known"
             )
-        return found
+        return kv_pairs
 
 
 class _Loose:
@@ -150,7 +150,7 @@ class _Loose:
         self.layers: list[Any] = []
         self.state: Any = list(states) or None
 
-    def taken(self, result: Any) -> list[Tensor]:
+    def collect_states(self, result: Any) -> list[Tensor]:
         return list(result.state)
 
 
@@ -165,7 +165,7 @@ class _XLSTM(_Loose):
             self.state = xLSTMCache(config, len(states[0]), dtype=states[0].dtype, device=str(states[0].device))
             self.state.rnn_state = {i: tuple(states[3 * i : 3 * i + 3]) for i in range(len(states) // 3)}
 
-    def taken(self, result: Any) -> list[Tensor]:
+    def collect_states(self, result: Any) -> list[Tensor]:
         return [state for layer in result.cache.rnn_state.values() for state in layer]
 
 
@@ -208,18 +208,18 @@ def _makers(kind: str, config: Any) -> list[Callable[[], Any]]:
     layers = DynamicCache(config=config).layers
     if not any(isinstance(y, LinearAttentionCacheLayerMixin) for y in layers):
         return []
-    found: list[Callable[[], Any]] = []
+    factories: list[Callable[[], Any]] = []
     for layer in layers:
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             plain = LinearAttentionAndFullAttentionLayer if isinstance(layer, DynamicLayer) else type(layer)
-            found.append(partial(plain, number_of_states=layer.number_of_states))
+            factories.append(partial(plain, number_of_states=layer.number_of_states))
         elif type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-            found.append(DynamicLayer)
+            factories.append(DynamicLayer)
         elif type(layer).__name__ == "DummyLayer":
-            found.append(type(layer))
+            factories.append(type(layer))
         else:
             raise strange(kind, f"a layer keeps a {type(layer).__name__}")
-    return found
+    return factories
 
 
 def _places(layers: Sequence[Any]) -> Iterator[tuple[int, str, int]]:

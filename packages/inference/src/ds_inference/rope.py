@@ -28,8 +28,8 @@ class Rotation:
     def __init__(self, rope: RopeSpec, length: int, device: torch.device) -> None:
         scaling = {k: v for k, v in rope.parameters.items() if k != "max_position_embeddings"}
         longest = int(rope.parameters.get("max_position_embeddings", 0) or 0)
-        found = rotary_frequencies(Scaled(rope.dim, rope.theta, scaling, longest), min(length, longest))
-        self._angles, self._magnitude = found.angles.float().to(device), found.magnitude
+        frequencies = rotary_frequencies(Scaled(rope.dim, rope.theta, scaling, longest), min(length, longest))
+        self._angles, self._magnitude = frequencies.angles.float().to(device), frequencies.magnitude
         self._rope = rope
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -107,8 +107,8 @@ def apply_penalties(logits: Tensor, how: SamplingParams, prompt: Sequence[int], 
     if how.plain:
         return logits
     logits = logits.clone()
-    if how.repetition_penalty != 1 and (seen := sorted({*prompt, *answer})):
-        at = torch.tensor(seen, device=logits.device)
+    if how.repetition_penalty != 1 and (tokens := sorted({*prompt, *answer})):
+        at = torch.tensor(tokens, device=logits.device)
         value = logits[at]
         logits[at] = torch.where(value > 0, value / how.repetition_penalty, value * how.repetition_penalty)
     if (how.presence_penalty or how.frequency_penalty) and answer:
@@ -138,12 +138,12 @@ def sample_token(logits: Tensor, how: SamplingParams, position: int) -> int:
     if how.greedy:
         return int(logits.argmax())
     # From the largest on: at the smallest temperatures the others then go to -inf, and no quotient overflows.
-    kept = _restrict_to_top((logits - logits.max()) / max(how.temperature, 1 / _FLOATS), how)
+    filtered = _restrict_to_top((logits - logits.max()) / max(how.temperature, 1 / _FLOATS), how)
     # The largest of log p + Gumbel noise is a draw from p (Gumbel 1954); the noise of each token is the same whatever is kept.
     seed = draw_seed() if how.seed is None else how.seed
     generator = torch.Generator(logits.device).manual_seed(_mix(seed, position))
-    noise = torch.empty_like(kept).exponential_(generator=generator)
-    return int((kept - noise.log()).argmax())
+    noise = torch.empty_like(filtered).exponential_(generator=generator)
+    return int((filtered - noise.log()).argmax())
 
 
 def _restrict_to_top(logits: Tensor, how: SamplingParams) -> Tensor:

@@ -97,13 +97,13 @@ class Scheduler:
         full, rest = divmod(parent.num_computed_tokens, self.pool.size)
         if not self.share or parent.state is not RequestState.RUNNING or len(self._running) >= self.budget.max_num_seqs:
             return child
-        own = self.pool.allocate(1 if rest else 0)
-        if own is None:
+        tail_blocks = self.pool.allocate(1 if rest else 0)
+        if tail_blocks is None:
             return child
         self.pool.add_refs(parent.blocks[:full])
         if rest:
-            self._copies.append((parent.blocks[full], own[0]))
-        child.blocks = [*parent.blocks[:full], *own]
+            self._copies.append((parent.blocks[full], tail_blocks[0]))
+        child.blocks = [*parent.blocks[:full], *tail_blocks]
         child.num_computed_tokens, child.block_hashes, child.num_hashed_blocks = parent.num_computed_tokens, list(parent.block_hashes), parent.num_hashed_blocks
         self._waiting.remove(child)
         self._start(child)
@@ -204,9 +204,9 @@ class Scheduler:
             request = self.requests.get(chunk.request)
             if request is None or request.state is not RequestState.RUNNING:  # was cancelled during the step
                 continue
-            given = outcomes[chunk.request].tokens if chunk.outputs else ()
-            request.num_computed_tokens += len(chunk.tokens) - max(0, chunk.outputs - 1) + max(0, len(given) - 1)
-            request.tokens += given[: request.limit - len(request.sampled)]
+            tokens = outcomes[chunk.request].tokens if chunk.outputs else ()
+            request.num_computed_tokens += len(chunk.tokens) - max(0, chunk.outputs - 1) + max(0, len(tokens) - 1)
+            request.tokens += tokens[: request.limit - len(request.sampled)]
             self._cache_full_blocks(request)
             if chunk.outputs and (outcomes[chunk.request].finished or len(request.sampled) >= request.limit):
                 self._end(request, RequestState.FINISHED)

@@ -75,8 +75,8 @@ class RankShard:
             return weight[slice(*self.words())]
         if not role.startswith("layers."):
             return weight
-        own = self.by_expert and ".experts." in role  # each expert's bias is added where the expert is
-        if role.endswith(_SUMMED) and self.rank and not own:
+        whole_expert = self.by_expert and ".experts." in role  # each expert's bias is added where the expert is
+        if role.endswith(_SUMMED) and self.rank and not whole_expert:
             return None
         _, number, kind, *_ = role.split(".")
         layer = self.whole.layers[int(number)]
@@ -135,14 +135,14 @@ class RankShard:
         if name.startswith("experts.") and isinstance(feed, ExpertsSpec) and self.by_expert:
             return weight[slice(*self._units(feed.count))]
         total = feed.shared if name.startswith("shared.") and isinstance(feed, ExpertsSpec) else feed.width
-        mine = self._units(total)
+        units = self._units(total)
         gated = isinstance(feed, ExpertsSpec) or feed.gated
         dim = 1 if name.startswith("experts.") else 0
         if name.endswith((".up", "up.weight", "up.bias", ".up_bias")):
             halves = 2 if gated else 1
-            return _parts(weight, dim, (total,) * halves, (mine,) * halves)
+            return _parts(weight, dim, (total,) * halves, (units,) * halves)
         if name.endswith((".down", "down.weight")):
-            return weight[..., slice(*mine)]
+            return weight[..., slice(*units)]
         return weight
 
 
@@ -156,14 +156,14 @@ def ranks_of(size: int, group: Any = None) -> Group | None:
     """
     if size == 1:
         return None
-    found = init_distributed() if group is None else as_group(group)
-    if found.size != size:
+    ranks = init_distributed() if group is None else as_group(group)
+    if ranks.size != size:
         raise PlanError(
-            f"layers over {size} ranks, and {found.size} ranks are there",
+            f"layers over {size} ranks, and {ranks.size} ranks are there",
             code="inference-ranks",
             fix="Start as many ranks (ds run), or give the group of these ranks.",
         )
-    return found
+    return ranks
 
 
 def _length(stretch: Stretch) -> int:

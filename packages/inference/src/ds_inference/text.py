@@ -50,13 +50,13 @@ class TextStream:
         """Return the pending text after the last token; incomplete characters show as a replacement character."""
         if self.stopped:
             return ""
-        said = self._past_stops(self._tokenizer.decode(self._tokens[self._first :])[self._emitted :])
-        held, self._pending = self._pending, ""
-        return said + held
+        text = self._past_stops(self._tokenizer.decode(self._tokens[self._first :])[self._emitted :])
+        pending, self._pending = self._pending, ""
+        return text + pending
 
     def _past_stops(self, new: str) -> str:
         text = self._pending + new
-        at = min((found for stop in self._stops if (found := text.find(stop)) >= 0), default=-1)
+        at = min((position for stop in self._stops if (position := text.find(stop)) >= 0), default=-1)
         if at >= 0:
             self.stopped, self._pending = True, ""
             return text[:at]
@@ -92,8 +92,8 @@ class HfTokenizer:
     def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Tokenize a conversation up to the beginning of the answer; without a template, as `role: text` lines."""
         if getattr(self.inner, "chat_template", None):
-            found = self.inner.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
-            return list(found)
+            token_ids = self.inner.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+            return list(token_ids)
         lines = [f"{message['role']}: {message['content']}" for message in messages]
         return self.encode("\n".join([*lines, "assistant:"]))
 

@@ -44,13 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _overview() -> str:
-    found = commands()
-    told = {name: help_line(point.module) for name, point in found.items()}
-    told |= {
-        name: f"the same as `ds {' '.join(to)}`" for name, to in ALIASES.items() if to[0] in found and name not in found
+    installed = commands()
+    descriptions = {name: help_line(point.module) for name, point in installed.items()}
+    descriptions |= {
+        name: f"the same as `ds {' '.join(to)}`" for name, to in ALIASES.items() if to[0] in installed and name not in installed
     }
-    width = max((len(name) for name in told), default=0)
-    lines = [f"  {name:{width}}  {told[name]}".rstrip() for name in sorted(told)]
+    width = max((len(name) for name in descriptions), default=0)
+    lines = [f"  {name:{width}}  {descriptions[name]}".rstrip() for name in sorted(descriptions)]
     return "\n".join(["usage: ds <command> [options]", "", *lines, "", "`ds <command> --help` says more."])
 
 

@@ -62,14 +62,14 @@ def load_command(module: str) -> ModuleType:
     spec = None if file is None else spec_from_file_location(module, file)
     if spec is None or spec.loader is None:
         return importlib.import_module(module)
-    made = module_from_spec(spec)
+    loaded = module_from_spec(spec)
     # Known by its name while it runs, as classes in it may ask; not after: who imports it then gets it as a part of its package.
-    sys.modules[module] = made
+    sys.modules[module] = loaded
     try:
-        spec.loader.exec_module(made)
+        spec.loader.exec_module(loaded)
     finally:
         sys.modules.pop(module, None)
-    return made
+    return loaded
 
 
 def parser_of(name: str, module: ModuleType | None = None) -> argparse.ArgumentParser:

@@ -96,7 +96,7 @@ def _run(spec: dict[str, Any], folder: Path) -> int:
 _ADVICE = "where no host is sure to stay, `ds rendezvous` on one outside of the job keeps it"
 
 
-def _register(spec: dict[str, Any], made: list[WatchedRendezvous]) -> None:
+def _register(spec: dict[str, Any], handlers: list[WatchedRendezvous]) -> None:
     """Make torch's launcher know our handler: its own c10d one, watched where there can be several hosts."""
     from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
@@ -105,7 +105,7 @@ def _register(spec: dict[str, Any], made: list[WatchedRendezvous]) -> None:
     def create(params: RendezvousParameters) -> Any:
         backend, store = create_backend(params)
         handler = WatchedRendezvous(create_handler(store, backend, params), _BACKEND, lambda met: _line(spec, met))
-        made.append(handler)
+        handlers.append(handler)
         return handler
 
     rendezvous_handler_registry.register(_BACKEND, create)
@@ -121,10 +121,10 @@ def _line(spec: dict[str, Any], met: Round) -> HostBeats | None:
     host, port = parse_rendezvous_endpoint(spec["endpoint"], default_port=_PORT)
 
     def open_store() -> Store:
-        made: Store = TCPStore(
+        client: Store = TCPStore(
             host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=lost_after_s)
         )
-        return made
+        return client
 
     def cut_off() -> None:
         _say(

@@ -66,16 +66,16 @@ def read_secrets(descriptor: int) -> dict[str, str]:
     while not line.endswith(b"\n") and len(line) < _MOST_BYTES and (byte := os.read(descriptor, 1)):
         line += byte
     try:
-        found = json.loads(line)
+        secrets = json.loads(line)
     except ValueError:
-        found = None
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        secrets = None
+    if not isinstance(secrets, dict) or not all(isinstance(value, str) for value in secrets.values()):
         raise LaunchError(
             f"standard input does not begin with the variables that were promised ({len(line)} bytes)",
             code="launch-secrets",
             fix="Use the same version of ds-launcher on every host.",
         )
-    return found
+    return secrets
 
 
 def collect(env: Mapping[str, str], named: Iterable[str], file: Mapping[str, str]) -> dict[str, str]:
@@ -89,14 +89,14 @@ def collect(env: Mapping[str, str], named: Iterable[str], file: Mapping[str, str
     chosen = {name: value for name, value in env.items() if name.startswith(ALLOWED)}
     chosen.update(file)
     for item in named:
-        name, given, value = item.partition("=")
-        if not given and name not in env:
+        name, equals, value = item.partition("=")
+        if not equals and name not in env:
             raise ConfigError(
                 f"-x {name}: the variable is not set here",
                 code="launch-export",
                 fix=f"Set it, or give its value: -x {name}=...",
             )
-        chosen[name] = value if given else env[name]
+        chosen[name] = value if equals else env[name]
     return dict(sorted(chosen.items()))
 
 

@@ -60,15 +60,15 @@ def imports_of(source: str) -> tuple[str, ...]:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return ()
-    found: dict[str, None] = {}
+    modules: dict[str, None] = {}
     for node in tree.body:
         if isinstance(node, ast.Import):
-            found |= dict.fromkeys(alias.name for alias in node.names)
+            modules |= dict.fromkeys(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found[node.module] = None
+            modules[node.module] = None
         elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
             break
-    return tuple(name for name in found if name.split(".")[0] in _ROOTS or name.startswith("ds_"))
+    return tuple(name for name in modules if name.split(".")[0] in _ROOTS or name.startswith("ds_"))
 
 
 def forkable(processes: Sequence[Process], env: Mapping[str, str]) -> bool:
@@ -121,8 +121,8 @@ class Forks:
             self._begin(process, keeper, (streams, prepare))
         return pid
 
-    def _begin(self, process: Process, keeper: int, given: tuple[Streams, Prepare]) -> NoReturn:
-        streams, prepare = given
+    def _begin(self, process: Process, keeper: int, setup: tuple[Streams, Prepare]) -> NoReturn:
+        streams, prepare = setup
         signal.set_wakeup_fd(-1)
         os.setsid()
         prepare(keeper, process.cores)

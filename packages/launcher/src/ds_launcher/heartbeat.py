@@ -55,8 +55,8 @@ class Heartbeat:
 
 def encode_message(message: Heartbeat, key: str) -> bytes:
     """Encode a message as its digest followed by JSON."""
-    told = message.job_end
-    words = [told.host, told.text[:800], told.status] if told else None
+    job_end = message.job_end
+    words = [job_end.host, job_end.text[:800], job_end.status] if job_end else None
     body = json.dumps({"from": message.member, "told": words, "bye": message.bye, "about": message.about}).encode()
     return _digest(body, key) + body
 
@@ -66,8 +66,8 @@ def decode_message(data: bytes, key: str) -> Heartbeat | None:
     digest, body = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
     if not hmac.compare_digest(digest, _digest(body, key)):
         return None
-    found = json.loads(body)
-    return Heartbeat(found["from"], JobEnd(*found["told"]) if found["told"] else None, found["bye"], found["about"])
+    fields = json.loads(body)
+    return Heartbeat(fields["from"], JobEnd(*fields["told"]) if fields["told"] else None, fields["bye"], fields["about"])
 
 
 def _digest(body: bytes, key: str) -> bytes:
@@ -138,7 +138,7 @@ class HeartbeatSocket:
 
     def listen(self, now_s: float) -> list[Heartbeat]:
         """Take what came; return those that tell something."""
-        told = []
+        notices = []
         with contextlib.suppress(BlockingIOError):
             while True:
                 try:
@@ -156,8 +156,8 @@ class HeartbeatSocket:
                 if (unlike := _unlike(self._watch, message)) is not None:
                     message = Heartbeat(message.member, unlike)
                 if message.job_end is not None:
-                    told.append(message)
-        return told
+                    notices.append(message)
+        return notices
 
     def tell(self, message: Heartbeat) -> None:
         """Send a final message: to the centre, or from the centre to all members."""

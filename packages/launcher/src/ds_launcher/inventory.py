@@ -127,7 +127,7 @@ def select(inventory: Inventory, include: str = "", exclude: str = "", *, some: 
         )
     chosen = parse_filter(include or exclude) if include or exclude else {}
     _check_known(inventory, chosen)
-    kept = []
+    selected = []
     for host in inventory:
         named = set(chosen.get(host.name, ())) or set(host.slots)
         if include:
@@ -135,14 +135,14 @@ def select(inventory: Inventory, include: str = "", exclude: str = "", *, some: 
         else:
             slots = tuple(slot for slot in host.slots if host.name not in chosen or slot not in named)
         if slots:
-            kept.append(Host(host.name, slots))
-    if some and not kept:
+            selected.append(Host(host.name, slots))
+    if some and not selected:
         raise ConfigError(
             f"the filter {include or exclude!r} leaves no slot of {_listed(inventory)}",
             code="launch-filter",
             fix="Keep at least one slot.",
         )
-    return tuple(kept)
+    return tuple(selected)
 
 
 def _check_known(inventory: Inventory, chosen: Mapping[str, Sequence[int]]) -> None:
@@ -178,8 +178,8 @@ def limit(inventory: Inventory, num_hosts: int = -1, num_slots: int = -1) -> Inv
             code="launch-filter",
             fix="Ask for at least 1 (-1 means all) and at most what the inventory has.",
         )
-    kept = inventory if num_hosts == -1 else inventory[:num_hosts]
-    return kept if num_slots == -1 else tuple(Host(host.name, tuple(range(num_slots))) for host in kept)
+    hosts = inventory if num_hosts == -1 else inventory[:num_hosts]
+    return hosts if num_slots == -1 else tuple(Host(host.name, tuple(range(num_slots))) for host in hosts)
 
 
 def encode(inventory: Inventory) -> str:

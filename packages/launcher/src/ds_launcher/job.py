@@ -111,8 +111,8 @@ def _local(options: RunOptions, facts: HostFacts) -> tuple[Process, ...]:
         shared["OMP_NUM_THREADS"] = str(omp_threads(facts.cores, len(host.slots)))
     if len(inventory) == 1 and not options.world_info:
         shared.update(_secret(facts))
-    made = [_rank(options, facts, world, (local, shared)) for local in range(len(host.slots))]
-    return tuple(replace(process, cores=own) for process, own in zip(made, cores, strict=True))
+    processes = [_rank(options, facts, world, (local, shared)) for local in range(len(host.slots))]
+    return tuple(replace(process, cores=rank_cores) for process, rank_cores in zip(processes, cores, strict=True))
 
 
 def _cores(options: RunOptions, facts: HostFacts, ranks: int) -> tuple[tuple[int, ...], ...]:
@@ -231,12 +231,12 @@ def remote_hosts(options: RunOptions, facts: HostFacts) -> Inventory:
     """Return the hosts that are started from here; empty for a job on this host only, or on a node of a job."""
     if options.no_ssh or options.world_info:
         return ()
-    found = facts.hosts
-    if found is None and options.launcher == "slurm":
-        found = from_slurm(facts.env, _local_slots(options, facts))
-    if found is None:
+    candidates = facts.hosts
+    if candidates is None and options.launcher == "slurm":
+        candidates = from_slurm(facts.env, _local_slots(options, facts))
+    if candidates is None:
         return ()
-    inventory = _narrowed(options, found)
+    inventory = _narrowed(options, candidates)
     local = len(inventory) == 1 and inventory[0].name in (*_LOCAL_NAMES, facts.hostname, facts.hostname.split(".")[0])
     return inventory if options.force_multi or not local else ()
 

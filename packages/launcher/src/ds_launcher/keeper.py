@@ -167,18 +167,18 @@ class LaunchSupervisor:
         if self._line is not None:
             now_s = time.monotonic()
             self._line.speak(now_s)
-            if (told := self._line.beats.lost(now_s)) is not None:
-                self._on_told(told)
+            if (job_end := self._line.beats.lost(now_s)) is not None:
+                self._on_told(job_end)
 
-    def _on_told(self, told: JobEnd, *, last: bool = False) -> None:
+    def _on_told(self, job_end: JobEnd, *, last: bool = False) -> None:
         """Stop the job on this host because another host failed or was lost.
 
         The last notice (`last`) also sets the exit status while stopping, which mpirun may not report.
         """
         if last and self._job_end is None and self._state is _LaunchState.STOPPING:
-            self._job_end = told
+            self._job_end = job_end
         if self._job_end is None and self._state in (_LaunchState.RUNNING, _LaunchState.SETTLING) and self._first() is None:
-            self._job_end = told
+            self._job_end = job_end
             self._stop(signal.SIGTERM)
 
     def _on_signal(self, number: int) -> None:
@@ -238,21 +238,21 @@ class LaunchSupervisor:
         if self._line is None or watch is None:
             return
         here, first = "" if watch.member < 0 else watch.names[watch.member], self._first()
-        told = self._job_end
-        if told is None and first is not None and here:
+        job_end = self._job_end
+        if job_end is None and first is not None and here:
             name = self._children[first.index].process.name
-            told = JobEnd(here, f"{name} on host {here} failed first ({explain(first.code)})", exit_status(first.code))
-        if told is None and self._signal:
+            job_end = JobEnd(here, f"{name} on host {here} failed first ({explain(first.code)})", exit_status(first.code))
+        if job_end is None and self._signal:
             where = f"on host {here}" if here else "where `ds run` was started"
-            told = JobEnd("", f"stopped by {signal.Signals(self._signal).name} {where}", 128 + self._signal)
-        if told is not None:
-            self._line.tell(Heartbeat(watch.member, told))
+            job_end = JobEnd("", f"stopped by {signal.Signals(self._signal).name} {where}", 128 + self._signal)
+        if job_end is not None:
+            self._line.tell(Heartbeat(watch.member, job_end))
 
     def _part(self, status: int) -> None:
         watch = self._launch.watch
         if self._line is not None and watch is not None and (status == 0 or watch.member == CENTRE):
-            told = JobEnd("", f"the ranks on host {watch.names[CENTRE]} ended with {status}", status) if status else None
-            self._line.tell(Heartbeat(watch.member, told, bye=True))
+            job_end = JobEnd("", f"the ranks on host {watch.names[CENTRE]} ended with {status}", status) if status else None
+            self._line.tell(Heartbeat(watch.member, job_end, bye=True))
 
     def _leave(self) -> None:
         """Stop the processes that the ranks left running, after all ranks ended well."""
@@ -276,8 +276,8 @@ class LaunchSupervisor:
 
     def _others(self) -> list[Proc]:
         """List the living descendants that are not processes of the launch."""
-        own = {child.popen.pid for child in self._running()}
-        return [proc for proc in descendants(os.getpid()) if not proc.zombie and proc.pid not in own]
+        launched = {child.popen.pid for child in self._running()}
+        return [proc for proc in descendants(os.getpid()) if not proc.zombie and proc.pid not in launched]
 
     def _reap(self) -> None:
         """Collect the exits of adopted processes; without a pidfd, handle the ends of launched processes."""
@@ -286,10 +286,10 @@ class LaunchSupervisor:
                 self._on_exit(child)
         if not self._adopts:
             return
-        own = {child.popen.pid for child in self._running()}
+        launched = {child.popen.pid for child in self._running()}
         with contextlib.suppress(ChildProcessError):
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                if ended.si_pid in own:
+                if ended.si_pid in launched:
                     return  # its turn comes with its pidfd
                 os.waitpid(ended.si_pid, 0)
 

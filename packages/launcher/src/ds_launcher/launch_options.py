@@ -204,24 +204,24 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def joined(words: Sequence[str]) -> list[str]:
     """Join the value of `--launcher-args` to the option by `=`: argparse would take "-mca ..." for an option."""
-    found = list(words)
+    tokens = list(words)
     for i, word in enumerate(words[:-1]):
         if word in ("--launcher-args", "--launcher_args") and words[i + 1].startswith("-"):
-            return [*found[:i], f"{word}={words[i + 1]}", *found[i + 2 :]]
-    return found
+            return [*tokens[:i], f"{word}={words[i + 1]}", *tokens[i + 2 :]]
+    return tokens
 
 
 def without_option(words: Sequence[str], flag: str) -> tuple[str, ...]:
     """Return `words` without an option and its value."""
-    kept, skip = [], False
+    remaining, skip = [], False
     for word in words:
         if skip:
             skip = False
         elif word == flag:
             skip = True
         elif not word.startswith(f"{flag}="):
-            kept.append(word)
-    return tuple(kept)
+            remaining.append(word)
+    return tuple(remaining)
 
 
 def options_of(args: argparse.Namespace) -> RunOptions:
@@ -319,13 +319,13 @@ def own_options(options: RunOptions) -> tuple[str, ...]:
     """Return the options that say how a host starts, binds and ends its ranks."""
     flags = [
         name
-        for name, given in (
+        for name, enabled in (
             ("--module", options.module),
             ("--no-python", options.no_python),
             ("--local-rank-arg", options.local_rank_arg),
             ("--bind-cores", options.bind_cores),
         )
-        if given
+        if enabled
     ]
     flags += ["--core-list", options.core_list] if options.core_list else []
     log_dir = ["--log-dir", options.log_dir] if options.log_dir else []

@@ -45,8 +45,8 @@ def _part(point: EntryPoint, quick: bool) -> PackageReport:
     except Exception as error:
         package = point.dist.name if point.dist is not None else point.value
         fix = f"pip install --force-reinstall --no-deps {package}"
-        found = f"its part of the report failed: {type(error).__name__}: {error}"
-        return PackageReport((Check("report", package, ReportLevel.BROKEN, found, fix),))
+        finding = f"its part of the report failed: {type(error).__name__}: {error}"
+        return PackageReport((Check("report", package, ReportLevel.BROKEN, finding, fix),))
     return part
 
 
@@ -94,11 +94,11 @@ def environment(quick: bool = False) -> PackageReport:
         ("system", "platform", str(system["system"])),
         ("system", "cores", str(system["cores"])),
         ("device", "visible", "none" if devices["kind"] == "none" else f"{devices['kind']}: {devices['visible']}"),
-        *(("packages", name, found) for name, found in data["packages"].items()),
-        *(("tools", name, found) for name, found in data["tools"].items()),
-        *(("settings", name, found) for name, found in data["variables"].items()),
+        *(("packages", name, value) for name, value in data["packages"].items()),
+        *(("tools", name, value) for name, value in data["tools"].items()),
+        *(("settings", name, value) for name, value in data["variables"].items()),
     ]
-    return PackageReport(tuple(Check(section, name, ReportLevel.INFO, found) for section, name, found in checks), data=data)
+    return PackageReport(tuple(Check(section, name, ReportLevel.INFO, value) for section, name, value in checks), data=data)
 
 
 def _facts() -> dict[str, dict[str, Any]]:
@@ -129,12 +129,12 @@ def _plain() -> tuple[str, ...]:
 
 def torch_here() -> PackageReport:
     """Report torch's build and devices by importing torch into this process."""
-    told = _torch()
-    broken = "import" in told
+    facts = _torch()
+    broken = "import" in facts
     verdict = ReportLevel.BROKEN if broken else ReportLevel.INFO
     fix = "pip install --force-reinstall torch" if broken else ""
     return PackageReport(
-        tuple(Check("torch", name, verdict, str(value), fix) for name, value in told.items()), data={"torch": told}
+        tuple(Check("torch", name, verdict, str(value), fix) for name, value in facts.items()), data={"torch": facts}
     )
 
 

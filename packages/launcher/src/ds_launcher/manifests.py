@@ -103,8 +103,8 @@ def wanted_of(args: argparse.Namespace, options: RunOptions, env: Mapping[str, s
             code="launch-manifest",
             fix="See `ds run --help`. A secret of the cluster reaches the ranks by envFrom or secretKeyRef, added to the manifest.",
         )
-    given = {n: value for n, value in variables.items() if value is not None}
-    return Wanted(args.print_manifest, args.image, name, args.namespace, resources, given)
+    exported = {n: value for n, value in variables.items() if value is not None}
+    return Wanted(args.print_manifest, args.image, name, args.namespace, resources, exported)
 
 
 def _name_of(script: str) -> str:

@@ -62,7 +62,7 @@ class Pulse:
         """Whose beats are still to be read."""
         return tuple(self._seen_s)
 
-    def seen(self, number: int, count: int, now_s: float) -> str:
+    def observe(self, number: int, count: int, now_s: float) -> str:
         """Record a count that was read from a host; return a line if the host has left the job, else nothing.
 
         A host that announces that it leaves counts as gone at once.
@@ -141,7 +141,7 @@ class HostBeats:
 
     def _read(self, store: Store) -> None:
         for number in self._pulse.watched:
-            if line := self._pulse.seen(number, store.add(self._key(number), 0), time.monotonic()):
+            if line := self._pulse.observe(number, store.add(self._key(number), 0), time.monotonic()):
                 self._lose(line)
         for line in self._pulse.lost(time.monotonic()):
             self._lose(line)
@@ -211,10 +211,10 @@ class WatchedRendezvous:
             line.close(word)
 
 
-def _introduce(store: Store, own: int, hosts: int) -> Round:
+def _introduce(store: Store, rank: int, hosts: int) -> Round:
     """Tell the others of a round who this is, and learn who they are."""
-    store.set(_NAME.format(own), socket.gethostname())
-    if own == 0:
+    store.set(_NAME.format(rank), socket.gethostname())
+    if rank == 0:
         store.set(_ROUND, uuid.uuid4().hex)
     names = tuple(store.get(_NAME.format(number)).decode() for number in range(hosts))
-    return Round(store.get(_ROUND).decode(), own, names)
+    return Round(store.get(_ROUND).decode(), rank, names)

@@ -43,17 +43,17 @@ def pod_options(options: RunOptions, env: Mapping[str, str]) -> RunOptions:
     if not nnodes and "PET_NODE_RANK" not in env and "RANK" in env:
         nnodes = env.get("WORLD_SIZE", "")  # an operator that starts one rank a pod
     low, high = parse_nnodes(nnodes)
-    found = replace(options, nnodes=nnodes, nproc=_nproc(options, env))
+    resolved = replace(options, nnodes=nnodes, nproc=_nproc(options, env))
     endpoint = options.rdzv_endpoint or env.get("PET_RDZV_ENDPOINT", "")
     if low != high or endpoint:
         restarts = options.max_restarts or _number(env, 0, "PET_MAX_RESTARTS")
         run_id = options.run_id or env.get("PET_RDZV_ID", "")
-        return replace(found, rdzv_endpoint=endpoint, max_restarts=restarts, run_id=run_id)
+        return replace(resolved, rdzv_endpoint=endpoint, max_restarts=restarts, run_id=run_id)
     if low <= 1:
-        return found
+        return resolved
     index = _number(env, -1, "PET_NODE_RANK", "JOB_COMPLETION_INDEX", "RANK")
     return replace(
-        found,
+        resolved,
         node_rank=str(index) if options.node_rank == "auto" and index >= 0 else options.node_rank,
         master_addr=options.master_addr or env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR", ""),
         master_port=options.master_port or _number(env, 0, "PET_MASTER_PORT", "MASTER_PORT"),
@@ -61,9 +61,9 @@ def pod_options(options: RunOptions, env: Mapping[str, str]) -> RunOptions:
 
 
 def _nproc(options: RunOptions, env: Mapping[str, str]) -> int:
-    told = env.get("PET_NPROC_PER_NODE") or env.get("PET_N_PROC_PER_NODE", "")
+    configured = env.get("PET_NPROC_PER_NODE") or env.get("PET_N_PROC_PER_NODE", "")
     # "auto", "gpu" and "cpu" leave it to who starts the ranks: the devices that are visible here.
-    return options.nproc if options.nproc != -1 or not told.isdecimal() else int(told)
+    return options.nproc if options.nproc != -1 or not configured.isdecimal() else int(configured)
 
 
 def _number(env: Mapping[str, str], default: int, *names: str) -> int:

@@ -58,13 +58,13 @@ def descendants(root: int) -> list[Proc]:
         proc = _read(int(entry.name))
         if proc is not None:
             children.setdefault(proc.parent, []).append(proc)
-    found: list[Proc] = []
+    processes: list[Proc] = []
     queue = [root]
     while queue:
         below = children.get(queue.pop(), [])
-        found += below
+        processes += below
         queue += [proc.pid for proc in below]
-    return found
+    return processes
 
 
 def open_pidfd(pid: int) -> int | None:

@@ -16,7 +16,7 @@ def wrapped(argv: Sequence[str], env: Mapping[str, str]) -> tuple[list[str], dic
     options, command = argv[: argv.index("--")], list(argv[argv.index("--") + 1 :])
     if "--local-rank-arg" in options:
         command.append(f"--local_rank={env['LOCAL_RANK']}")
-    return command, {**env, **{ours: env[theirs] for ours, theirs in _OURS.items() if theirs in env}}
+    return command, {**env, **{ours: env[source] for ours, source in _OURS.items() if source in env}}
 
 
 def main(argv: list[str]) -> None:

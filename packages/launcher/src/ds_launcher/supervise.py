@@ -45,15 +45,15 @@ class _Link:
 def supervise(launch: LaunchPlan) -> int:
     """Run the launch to its end; return the exit status for the shell. Signals are handled meanwhile; main thread only."""
     adopt_orphans()
-    ours, theirs = socket.socketpair()
+    ours, keeper_end = socket.socketpair()
     link = _Link(ours)
     with ours, _handling(link):
         keeper = subprocess.Popen(
-            [sys.executable, "-P", "-m", "ds_launcher.keeper", str(theirs.fileno()), _blank(launch)],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-P", "-m", "ds_launcher.keeper", str(keeper_end.fileno()), _blank(launch)],
+            pass_fds=[keeper_end.fileno()],
             start_new_session=True,
         )
-        theirs.close()
+        keeper_end.close()
         link.start(launch)
         code = keeper.wait()
         if code < 0:

@@ -62,18 +62,18 @@ def place_experts(model: nn.Module, mesh: Mesh | None = None, *, data_first: boo
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MOELayer)}
     apart = {name: layer for name, layer in layers.items() if layer.ep_size > 1 or (mesh and mesh["tensor"].size > 1)}
-    told = all_gather_json([layer.ep_size for layer in apart.values()])  # a pipeline stage may have no such layer
-    sizes = sorted({size for of_rank in told for size in of_rank})
-    made = {size: make_places(size, mesh, data_first=data_first) for size in sizes}
+    degrees = all_gather_json([layer.ep_size for layer in apart.values()])  # a pipeline stage may have no such layer
+    sizes = sorted({size for of_rank in degrees for size in of_rank})
+    groups_by_size = {size: make_places(size, mesh, data_first=data_first) for size in sizes}
     for name, layer in layers.items():
         layer.gate.name = f"{name}.gate"
         if name not in apart:
             continue
-        places = made[layer.ep_size]
+        places = groups_by_size[layer.ep_size]
         layer.places = places
         _settle(layer, places, name)
     _leave_out_of_ddp(model, {name: layers[name] for name in apart})
-    return ExpertPlacement(dict(layers), tuple(made.values()))
+    return ExpertPlacement(dict(layers), tuple(groups_by_size.values()))
 
 
 def _leave_out_of_ddp(model: nn.Module, apart: dict[str, MOELayer]) -> None:

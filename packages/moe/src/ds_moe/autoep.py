@@ -87,14 +87,14 @@ def apply_expert_parallel(
             code="moe-unbuilt",
             fix="Use 1 and a larger autoep_size: tensor-parallel ranks take a part of the tokens each.",
         )
-    found = recognise(model, section, required=required)
-    ready = [(one, _ready(model, one)) for one in found]
+    moe_blocks = recognise(model, section, required=required)
+    ready = [(one, _ready(model, one)) for one in moe_blocks]
     places = (
         alone()
         if section.autoep_size == 1 and mesh is None
         else make_places(section.autoep_size, mesh, data_first=data_first)
     )
-    for one in found:
+    for one in moe_blocks:
         places.local(one.experts)
     cut = ExpertParallelModel(model, {}, (), places)
     for one, module in ready:
@@ -142,13 +142,13 @@ def _replayed(layer: PackedExperts, one: MoEBlock) -> Callable[..., Any]:
         if track is None or not track.playing or one.rule is None:
             return None
         logits: Tensor = output[0]
-        given = track.given(logits.shape[0])
-        if given is None:
+        choices = track.next_choices(logits.shape[0])
+        if choices is None:
             return None
         raw = logits.float()
         scores = {"sigmoid": raw.sigmoid, "softmax": lambda: raw.softmax(-1), "softmax_of_chosen": lambda: raw}
-        weights = weigh(scores[one.rule.score](), given, one.rule).to(output[1].dtype)
-        return (logits, weights, given)
+        weights = weigh(scores[one.rule.score](), choices, one.rule).to(output[1].dtype)
+        return (logits, weights, choices)
 
     return hook
 
@@ -165,10 +165,10 @@ def _whole(layer: Layer, places: ExpertGroups) -> nn.Module:
         return original
     if places.expert.size == 1:
         return original
-    mine = next(iter(layer.get_submodule(layer.parts.experts).children()))
+    local_expert = next(iter(layer.get_submodule(layer.parts.experts).children()))
     for number, expert in enumerate(original.get_submodule(layer.parts.experts).children()):
         owner = number // (layer.num_experts // places.expert.size)
-        for param, like in zip(expert.parameters(), mine.parameters(), strict=True):
+        for param, like in zip(expert.parameters(), local_expert.parameters(), strict=True):
             if owner != places.expert.rank:
                 param.data = torch.empty_like(like)
             broadcast(param.detach(), group_src=owner, group=places.expert, unit="experts")

@@ -59,18 +59,18 @@ def recognise(model: nn.Module, section: ExpertParallelConfig, *, required: bool
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     family = _family(section, config)
     pattern = re.compile(section.moe_layer_pattern) if section.moe_layer_pattern else None
-    found: list[MoEBlock] = []
+    blocks: list[MoEBlock] = []
     for name, block in model.named_modules():
         if pattern is not None and not pattern.search(name):
             continue
-        if any(name.startswith(f"{other.name}.") for other in found):
+        if any(name.startswith(f"{other.name}.") for other in blocks):
             continue
         one = _look(name, block, section)
         if one is not None:
-            found.append(one)
-    if not found and not required:
+            blocks.append(one)
+    if not blocks and not required:
         return ()
-    if not found:
+    if not blocks:
         raise PlanError(
             f"{type(model).__name__} (model_type {getattr(config, 'model_type', None)!r}) has no block of experts that can be cut"
             + (f", none that {section.moe_layer_pattern!r} matches" if pattern else ""),
@@ -78,8 +78,8 @@ def recognise(model: nn.Module, section: ExpertParallelConfig, *, required: bool
             fix="Set expert_parallel.moe_layer_pattern, expert_pattern and router_pattern to the names of its parts, or leave "
             "expert_parallel out. Packed experts of transformers 5 and ModuleLists of experts are known.",
         )
-    rule = _rule(section, family, config, found[0].experts)
-    return tuple(_complete(one, family, rule) for one in found)
+    rule = _rule(section, family, config, blocks[0].experts)
+    return tuple(_complete(one, family, rule) for one in blocks)
 
 
 def _family(section: ExpertParallelConfig, config: Any) -> MoEFamily | None:
@@ -118,12 +118,12 @@ def _look(name: str, block: nn.Module, section: ExpertParallelConfig) -> MoEBloc
             )
         parts = BlockParts(router, section.expert_pattern or "experts", shared, gate)
         return MoEBlock(name, len(experts), None, None, router, parts)
-    held = held_experts(experts, children[router])
+    num_experts = held_experts(experts, children[router])
     others = [
         c for c in children if c not in (router, section.expert_pattern or "experts") and list(children[c].parameters())
     ]
-    if held and not others:
-        return MoEBlock(name, held, None, None, router, BlockParts(router, section.expert_pattern or "experts"))
+    if num_experts and not others:
+        return MoEBlock(name, num_experts, None, None, router, BlockParts(router, section.expert_pattern or "experts"))
     packed = [p for p in experts.parameters(recurse=False) if p.dim() == 3]
     if not packed or not hasattr(experts, "has_gate"):
         return None
@@ -133,47 +133,47 @@ def _look(name: str, block: nn.Module, section: ExpertParallelConfig) -> MoEBloc
     )
 
 
-def _names(given: str | None, usual: tuple[str, ...]) -> Iterator[str]:
-    yield from ((given,) if given is not None else usual)
+def _names(configured: str | None, usual: tuple[str, ...]) -> Iterator[str]:
+    yield from ((configured,) if configured is not None else usual)
 
 
-def _complete(found: MoEBlock, family: MoEFamily | None, rule: RouterOptions | None) -> MoEBlock:
-    if found.parts is not None and rule is None:
+def _complete(block: MoEBlock, family: MoEFamily | None, rule: RouterOptions | None) -> MoEBlock:
+    if block.parts is not None and rule is None:
         raise PlanError(
-            f"{found.name}: a block with a list of experts, or their weights alone, of a family that is not known; how does its router choose?",
+            f"{block.name}: a block with a list of experts, or their weights alone, of a family that is not known; how does its router choose?",
             code="moe-router",
             fix="Set expert_parallel.top_k and score_func (and route_norm, route_scale, num_expert_groups if it has them).",
         )
-    return replace(found, family=family, rule=rule)
+    return replace(block, family=family, rule=rule)
 
 
 def _rule(section: ExpertParallelConfig, family: MoEFamily | None, config: Any, experts: int) -> RouterOptions | None:
     """Return the router options: those of the family, which `section` must not contradict; else those of `section`."""
-    said: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if section.top_k != "auto":
-        said["k"] = section.top_k
+        options["k"] = section.top_k
     elif section.top_k_attr is not None:
-        said["k"] = int(_attr(config, section.top_k_attr))
+        options["k"] = int(_attr(config, section.top_k_attr))
     if section.score_func != "auto":
-        said["score"] = section.score_func
+        options["score"] = section.score_func
     if section.route_norm is not None:
-        said["normalize"] = section.route_norm
+        options["normalize"] = section.route_norm
     if section.routed_scaling_factor != "auto":
-        said["scale"] = section.routed_scaling_factor
+        options["scale"] = section.routed_scaling_factor
     elif section.route_scale != 1.0:
-        said["scale"] = section.route_scale
+        options["scale"] = section.route_scale
     if section.num_expert_groups is not None:
-        said |= {"groups": section.num_expert_groups, "limited_groups": section.num_limited_groups}
+        options |= {"groups": section.num_expert_groups, "limited_groups": section.num_limited_groups}
     count = int(_attr(config, section.num_experts_attr)) if section.num_experts_attr is not None else experts
     wrong = [] if count == experts else [f"{section.num_experts_attr} = {count}, and there are {experts} experts"]
     if family is None:
         if wrong:
             raise _disagree(wrong)
-        return RouterOptions(**said) if "k" in said else None
+        return RouterOptions(**options) if "k" in options else None
     rule = family.selection(config)
     wrong += [
         f"{key} = {value}, and the router of {family.name} has {getattr(rule, key)}"
-        for key, value in said.items()
+        for key, value in options.items()
         if getattr(rule, key) != value
     ]
     if wrong:

@@ -71,24 +71,24 @@ class TokenExchange:
     bounds: tuple[int, ...]
 
 
-def exchange_of(mine: Sequence[int], theirs: Sequence[Sequence[int]]) -> TokenExchange:
+def exchange_of(send_counts: Sequence[int], receive_counts: Sequence[Sequence[int]]) -> TokenExchange:
     """Plan the all-to-all of a rank's rows.
 
     Args:
         send_counts: Rows of this rank for each expert of all ranks.
         receive_counts: Of each rank, its rows for each expert of this rank.
     """
-    ranks, local = len(theirs), len(theirs[0])
+    ranks, local = len(receive_counts), len(receive_counts[0])
     order = tuple(source * local + expert for expert in range(local) for source in range(ranks))
-    totals = [sum(row[expert] for row in theirs) for expert in range(local)]
+    totals = [sum(row[expert] for row in receive_counts) for expert in range(local)]
     bounds, end = [], 0
     for total in totals:
         end += total
         bounds.append(end)
     return TokenExchange(
-        send=tuple(sum(mine[r * local : (r + 1) * local]) for r in range(ranks)),
-        receive=tuple(sum(row) for row in theirs),
-        chunks=tuple(count for row in theirs for count in row),
+        send=tuple(sum(send_counts[r * local : (r + 1) * local]) for r in range(ranks)),
+        receive=tuple(sum(row) for row in receive_counts),
+        chunks=tuple(count for row in receive_counts for count in row),
         order=order,
         bounds=tuple(bounds),
     )
@@ -144,15 +144,15 @@ def _elsewhere(rows: Tensor, ends: Tensor, compute: Compute, group: Group) -> Te
     local = counts.numel() // group.size
     # Two columns more say what a rank's rows are, so that ranks that differ raise an error and do not wait for bytes.
     facts = counts.new_tensor([rows.shape[1], rows.element_size()]).expand(group.size, 2)
-    told = torch.cat((counts.view(group.size, local), facts), 1)
-    got = torch.empty_like(told)
-    all_to_all_single(got, told, group=group, unit="moe counts")
-    both = torch.stack((told, got)).tolist()  # the one read of the device
+    header = torch.cat((counts.view(group.size, local), facts), 1)
+    got = torch.empty_like(header)
+    all_to_all_single(got, header, group=group, unit="moe counts")
+    both = torch.stack((header, got)).tolist()  # the one read of the device
     check_alike([row[local:] for row in both[1]], both[0][0][local:], group)
     plan = exchange_of([n for row in both[0] for n in row[:local]], [row[:local] for row in both[1]])
     sent = sum(plan.send)
-    kept = rows if sent == rows.shape[0] else rows[:sent]
-    arrived = differentiable.all_to_all_rows(kept, group, plan.send, plan.receive, unit="moe dispatch")
+    sent_rows = rows if sent == rows.shape[0] else rows[:sent]
+    arrived = differentiable.all_to_all_rows(sent_rows, group, plan.send, plan.receive, unit="moe dispatch")
     in_order = reorder(arrived, plan.chunks, plan.order)
     bounds = torch.tensor(plan.bounds, dtype=torch.int64).to(rows.device, non_blocking=True)
     out = compute(in_order, DispatchRows(bounds, plan.bounds))

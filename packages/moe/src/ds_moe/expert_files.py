@@ -94,8 +94,8 @@ def _everyones(cut: ExpertParallelModel, name: str, value: Tensor) -> Iterator[t
 
     Collective over the expert group.
     """
-    mine = param_sharding(value).name or name
-    before, number, after = _numbered(name, mine)
+    logical = param_sharding(value).name or name
+    before, number, after = _numbered(name, logical)
     group = cut.places.expert
     layer = next(layer for at, layer in cut.layers.items() if name.startswith(f"{at}."))
     each = layer.num_experts // group.size
@@ -106,8 +106,8 @@ def _everyones(cut: ExpertParallelModel, name: str, value: Tensor) -> Iterator[t
 
 def _numbered(name: str, logical: str) -> tuple[str, int, str]:
     """Split a logical name at the expert's number, which is where `name` has the number on this rank."""
-    parts, own = logical.split("."), name.split(".")
-    at = next((i for i, (a, b) in enumerate(zip(parts, own, strict=True)) if a != b), None)
+    parts, name_parts = logical.split("."), name.split(".")
+    at = next((i for i, (a, b) in enumerate(zip(parts, name_parts, strict=True)) if a != b), None)
     if at is None:
         at = max(i for i, part in enumerate(parts) if part.isdigit())
     return ".".join(parts[:at]) + ".", int(parts[at]), "." + ".".join(parts[at + 1 :])

@@ -127,19 +127,19 @@ def make_places(ep_size: int, mesh: Mesh | None = None, *, data_first: bool = Fa
     ranks = place_ranks(spec, ep_size, data_first=data_first)
     known = {} if mesh is None else {group.ranks: group for group in mesh.values()}
     shared = set() if mesh is None else {group for name in mesh for group in spec.groups(name)}
-    made: dict[tuple[int, ...], Group | None] = {}
+    created: dict[tuple[int, ...], Group | None] = {}
 
-    def own(name: str, groups: Iterable[tuple[int, ...]]) -> Group:
-        mine = next(group for group in groups if world.global_rank in group)
+    def group_of(name: str, groups: Iterable[tuple[int, ...]]) -> Group:
+        own_ranks = next(group for group in groups if world.global_rank in group)
         for group in groups:  # every rank makes every group, in one order
-            if group not in made and group not in shared:
-                made[group] = new_group(group, name)
-        found = known.get(mine) or made.get(mine)
-        if found is None:
-            raise RuntimeError(f"no group {name} of {mine}")
-        return Group(name, found.ranks, found.rank, found.link)
+            if group not in created and group not in shared:
+                created[group] = new_group(group, name)
+        match = known.get(own_ranks) or created.get(own_ranks)
+        if match is None:
+            raise RuntimeError(f"no group {name} of {own_ranks}")
+        return Group(name, match.ranks, match.rank, match.link)
 
-    expert, data = own("expert", ranks.expert), own("data", ranks.data)
-    holders, tensor = own("holders", ranks.holders), own("tensor", ranks.tensor)
-    mine = tuple(g for g in made.values() if g is not None and g.size > 1 and g.ranks != world.ranks)
-    return ExpertGroups(expert, data, holders, tensor, created=mine)
+    expert, data = group_of("expert", ranks.expert), group_of("data", ranks.data)
+    holders, tensor = group_of("holders", ranks.holders), group_of("tensor", ranks.tensor)
+    own_groups = tuple(g for g in created.values() if g is not None and g.size > 1 and g.ranks != world.ranks)
+    return ExpertGroups(expert, data, holders, tensor, created=own_groups)

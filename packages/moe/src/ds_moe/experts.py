@@ -44,8 +44,8 @@ def each(experts: Iterable[nn.Module], x: Tensor, rows: DispatchRows) -> Tensor:
     sizes = [end - start for start, end in zip((0, *bounds), bounds, strict=False)]
     # split, because the gradient of each x[a:b] would be as large as x.
     *parts, rest = x.split([*sizes, x.shape[0] - (bounds[-1] if bounds else 0)])
-    made = [expert(part) for expert, part in zip(experts, parts, strict=True)]
-    outs = [out[0] if isinstance(out, tuple) else out for out in made]
+    outputs = [expert(part) for expert, part in zip(experts, parts, strict=True)]
+    outs = [out[0] if isinstance(out, tuple) else out for out in outputs]
     if rest.shape[0]:
         outs.append(outs[0].new_zeros(rest.shape[0], *outs[0].shape[1:]))
     return outs[0] if len(outs) == 1 else torch.cat(outs)

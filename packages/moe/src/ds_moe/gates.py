@@ -85,23 +85,23 @@ def gate(
         experts = _choose(logits, scores, rule, stream)
     # GShard's loss looks at first choices.
     counted = torch.zeros_like(scores).scatter_(1, experts[:, :1] if rule.k == 2 else experts, 1.0)
-    asking, kept, capacity = experts, None, None
+    asking, keep_mask, capacity = experts, None, None
     if used_token is not None:
-        kept = (used_token != 0)[:, None]
-        counted = counted * kept
-        asking = experts.masked_fill(~kept, count)
+        keep_mask = (used_token != 0)[:, None]
+        counted = counted * keep_mask
+        asking = experts.masked_fill(~keep_mask, count)
     loss = load_balancing_loss(scores, counted, 1 if rule.k == 2 else rule.k)
     counts = _counts(asking, count)
     if rule.drop_tokens:
         capacity = capacity_of(tokens, count, rule.capacity_factor * rule.k, rule.min_capacity)
         room = positions(asking, count, _order(asking, scores.detach(), rule, stream)) < capacity
-        kept = room if kept is None else room & kept
+        keep_mask = room if keep_mask is None else room & keep_mask
     weights = scores.gather(1, experts)
-    if kept is not None:
-        weights = weights.masked_fill(~kept, 0.0)
+    if keep_mask is not None:
+        weights = weights.masked_fill(~keep_mask, 0.0)
     if rule.k > 1:
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
-    return RouterOutput(experts, weights, counts, loss, scores.detach(), kept, capacity)
+    return RouterOutput(experts, weights, counts, loss, scores.detach(), keep_mask, capacity)
 
 
 def _choose(logits: Tensor, scores: Tensor, rule: GateRule, stream: NoiseStream) -> Tensor:

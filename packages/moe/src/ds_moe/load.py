@@ -68,8 +68,8 @@ class LayerLoad:
 
 def loads(model: nn.Module) -> dict[str, ExpertLoad]:
     """Return the `Load` of every layer that has a load, by the layer's name."""
-    found = ((name, getattr(module, "load", None)) for name, module in model.named_modules())
-    return {name: load for name, load in found if isinstance(load, ExpertLoad)}
+    candidates = ((name, getattr(module, "load", None)) for name, module in model.named_modules())
+    return {name: load for name, load in candidates if isinstance(load, ExpertLoad)}
 
 
 def expert_load(model: nn.Module, *, clear: bool = True) -> dict[str, LayerLoad]:
@@ -138,9 +138,9 @@ class _Reading:
         """Wait for the numbers and return the load of each layer."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        told, out = self.numbers.tolist(), {}
+        values, out = self.numbers.tolist(), {}
         for name, size in self.layers:
-            numbers, dropped, told = tuple(told[:size]), told[size], told[size + 1 :]
+            numbers, dropped, values = tuple(values[:size]), values[size], values[size + 1 :]
             mean, even = sum(numbers) / size, float(entropy(torch.tensor(numbers)))
             out[name] = LayerLoad(numbers, dropped, even, max(numbers) / mean if mean else 0.0)
         return out

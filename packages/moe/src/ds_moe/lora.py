@@ -61,7 +61,7 @@ def attach_lora(
         PlanError: there are no packed experts with these weights ("moe-model").
     Cost: rank * (in + out) elements an expert and target; no communication.
     """
-    made: list[nn.Parameter] = []
+    new_params: list[nn.Parameter] = []
     for name, layer in model.named_modules():
         if not isinstance(layer, PackedExperts):
             continue
@@ -69,23 +69,23 @@ def attach_lora(
             base = getattr(layer, target)
             wide = (base.shape[1], base.shape[2]) if layer.transposed else (base.shape[2], base.shape[1])
             extra = ExpertLora((base.shape[0], *wide), rank, alpha / rank).to(base.device)
-            said = param_sharding(base)
-            first = 0 if said.box is None else said.box.offset[0]
+            sharding = param_sharding(base)
+            first = 0 if sharding.box is None else sharding.box.offset[0]
             extra.draw(f"{name}.{target}", first, seed)
             layer.lora[target] = extra
             for key, param in extra.named_parameters():
                 whole = (layer.num_experts, *param.shape[1:])
                 box = Box((first, 0, 0), tuple(param.shape))
-                set_param_sharding(param, ParamSharding(said.family, f"{name}.lora.{target}.{key}", whole, box))
+                set_param_sharding(param, ParamSharding(sharding.family, f"{name}.lora.{target}.{key}", whole, box))
                 param.allreduce = False  # type: ignore[attr-defined]
                 param.group_name = getattr(base, "group_name", None)  # type: ignore[attr-defined]
-                made.append(param)
+                new_params.append(param)
         for param in layer.parameters(recurse=False):
             param.requires_grad_(False)
-    if not made:
+    if not new_params:
         raise PlanError(
             f"{type(model).__name__} has no packed experts with {tuple(targets)}",
             code="moe-model",
             fix="Call cut_experts(model, section) first (autoep_size 1 cuts nothing), and name weights of its experts.",
         )
-    return made
+    return new_params

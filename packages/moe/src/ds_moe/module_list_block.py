@@ -73,15 +73,15 @@ class ListedBlock(nn.Module):
 
     def settle(self, places: ExpertGroups, name: str) -> None:
         """Keep this rank's experts only. No communication."""
-        mine = places.local(self.num_experts)
+        local_experts = places.local(self.num_experts)
         everyone = list(self.get_submodule(self.parts.experts).children())
-        experts = everyone[mine.start : mine.stop]
-        for other in everyone[: mine.start] + everyone[mine.stop :]:
+        experts = everyone[local_experts.start : local_experts.stop]
+        for other in everyone[: local_experts.start] + everyone[local_experts.stop :]:
             for param in other.parameters():
                 param.data = param.new_empty(0)  # the block that was replaced keeps the module, not the memory
         self.add_module(self.parts.experts, nn.ModuleList(experts))
         family = places.family if places.holders.size * places.expert.size > 1 else None
-        for number, expert in zip(mine, experts, strict=True):
+        for number, expert in zip(local_experts, experts, strict=True):
             for rest, param in expert.named_parameters():
                 set_param_sharding(param, ParamSharding(family, f"{name}.{self.parts.experts}.{number}.{rest}".lstrip(".")))
                 param.allreduce = False  # type: ignore[attr-defined]
@@ -97,8 +97,8 @@ class ListedBlock(nn.Module):
         weight, bias = cast(Tensor, router.weight), cast(Tensor | None, getattr(router, "bias", None))
         logits = nn.functional.linear(wide(x), wide(weight), None if bias is None else wide(bias))
         correction = getattr(router, "e_score_correction_bias", None)
-        given = None if self.track is None else self.track.given(x.shape[0])
-        routed = select_experts(logits, self.rule, correction, experts=given)
+        replayed = None if self.track is None else self.track.next_choices(x.shape[0])
+        routed = select_experts(logits, self.rule, correction, experts=replayed)
         if self.track is not None:
             self.track.took(routed.experts)
         self.load.note(routed)

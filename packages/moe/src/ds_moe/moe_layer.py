@@ -55,8 +55,8 @@ class TopKGate(nn.Module):
             if rule.noise == "Jitter":
                 x = jitter(x, stream)
             logits = nn.functional.linear(x, self.wg.weight.to(x.dtype))
-        given = None if self.track is None else self.track.given(x.shape[0])
-        routed = gate(logits, rule, stream, used_token, experts=given)
+        replayed = None if self.track is None else self.track.next_choices(x.shape[0])
+        routed = gate(logits, rule, stream, used_token, experts=replayed)
         if self.track is not None:
             self.track.took(routed.experts)
         return routed
@@ -97,8 +97,8 @@ def route_through(x: Tensor, routed: RouterOutput, compute: Compute, places: Exp
         weights=differentiable.split(routed.weights, tensor, 0, sizes, unit="moe weights"),
         kept=None if routed.kept_mask is None else routed.kept_mask[start : start + sizes[tensor.rank]],
     )
-    mine = differentiable.split(x, tensor, 0, sizes, unit="moe tokens")
-    out = through_experts(mine, part, compute, places, weigh_first=how.weigh_first)
+    tokens = differentiable.split(x, tensor, 0, sizes, unit="moe tokens")
+    out = through_experts(tokens, part, compute, places, weigh_first=how.weigh_first)
     return cast(Tensor, differentiable.gather(out, tensor, 0, sizes, unit="moe tokens"))
 
 
@@ -106,11 +106,11 @@ def _compare(routed: RouterOutput, places: ExpertGroups) -> None:
     flat = routed.experts.reshape(-1)
     place = torch.arange(1, flat.numel() + 1, device=flat.device)
     digest = torch.stack((((flat + 1) * place * 0x9E3779B1).sum(), flat.sum(), place.new_tensor(flat.numel())))
-    told = digest.new_empty((places.tensor.size, 3))
-    all_gather_single(told, digest, group=places.tensor, unit="moe routing")
-    if (told != told[0]).any():
+    digests = digest.new_empty((places.tensor.size, 3))
+    all_gather_single(digests, digest, group=places.tensor, unit="moe routing")
+    if (digests != digests[0]).any():
         raise CommError(
-            f"ranks {places.tensor.ranks} have the same tokens and route them differently (digests {told[:, 0].tolist()})",
+            f"ranks {places.tensor.ranks} have the same tokens and route them differently (digests {digests[:, 0].tolist()})",
             code="moe-routing-differs",
             fix="Seed noise and dropout alike on tensor-parallel ranks, and keep routers replicated.",
         )

@@ -87,8 +87,8 @@ class HeldBlock(nn.Module):
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = self.get_submodule(self.parts.router)(x)
         track = self.packed.track
-        given = None if track is None else track.given(x.shape[0])
-        routed = select_experts(wide(logits), self.rule, experts=given)
+        replayed = None if track is None else track.next_choices(x.shape[0])
+        routed = select_experts(wide(logits), self.rule, experts=replayed)
         out = self.packed(x, routed.experts, routed.weights).reshape(hidden_states.shape)
         return (out, logits) if self.returns_logits else out
 
@@ -101,14 +101,14 @@ class HeldBlock(nn.Module):
         x = torch.randn(1, _TOKENS, weight.shape[1], generator=draw).to(weight.device)
         exact = {name: value.float() for name, value in values.items()}
         with torch.no_grad():
-            theirs: Any = torch.func.functional_call(original, exact, (x,))
-            self.returns_logits = isinstance(theirs, tuple)
-            theirs = theirs[0] if self.returns_logits else theirs
+            expected: Any = torch.func.functional_call(original, exact, (x,))
+            self.returns_logits = isinstance(expected, tuple)
+            expected = expected[0] if self.returns_logits else expected
             ours = torch.func.functional_call(self, exact, (x,))
             ours = ours[0] if self.returns_logits else ours
         self.packed.load.clear()
-        if theirs.shape != ours.shape or not torch.allclose(
-            theirs, ours, rtol=1e-3, atol=1e-4 * float(theirs.abs().max())
+        if expected.shape != ours.shape or not torch.allclose(
+            expected, ours, rtol=1e-3, atol=1e-4 * float(expected.abs().max())
         ):
             raise PlanError(
                 f"{type(original).__name__} gives other values than a router with {self.rule} and gated experts",

@@ -78,11 +78,11 @@ class PackedExperts(nn.Module):
 
     def settle(self, places: ExpertGroups, name: str) -> None:
         """Keep this rank's experts only. No communication: every rank has all of them, or none has values yet (meta)."""
-        mine = places.local(self.num_experts)
+        local_experts = places.local(self.num_experts)
         for key, param in self.named_parameters(recurse=False):
             whole = tuple(param.shape)
-            box = Box((mine.start, *[0] * (len(whole) - 1)), (len(mine), *whole[1:]))
-            part = param.detach()[mine.start : mine.stop]
+            box = Box((local_experts.start, *[0] * (len(whole) - 1)), (len(local_experts), *whole[1:]))
+            part = param.detach()[local_experts.start : local_experts.stop]
             param.data = part.clone() if places.expert.size > 1 else part
             family = places.family if places.holders.size * places.expert.size > 1 else None
             logical = param_sharding(param).name or f"{name}.{key}".lstrip(".")  # a stage knows it by another name
@@ -112,18 +112,18 @@ class PackedExperts(nn.Module):
         return out.to(hidden_states.dtype)
 
     def _compute(self, x: Tensor, rows: DispatchRows) -> Tensor:
-        own: Any = self.original[0]
-        first = "gate_up_proj" if own.has_gate else "up_proj"
+        original: Any = self.original[0]
+        first = "gate_up_proj" if original.has_gate else "up_proj"
         wanted = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
         x = x.to(wanted or getattr(self, first).dtype)
         y = self._product(first, x, rows)
-        y = own._apply_gate(y) if own.has_gate else own.act_fn(y)
+        y = original._apply_gate(y) if original.has_gate else original.act_fn(y)
         y = self._product("down_proj", y, rows)
-        return own.post_expert_norm(y) if getattr(own, "has_post_expert_norm", False) else y
+        return original.post_expert_norm(y) if getattr(original, "has_post_expert_norm", False) else y
 
     def _product(self, name: str, x: Tensor, rows: DispatchRows) -> Tensor:
-        own: Any = self.original[0]
-        weight, bias = getattr(self, name), getattr(self, f"{name}_bias") if own.has_bias else None
+        original: Any = self.original[0]
+        weight, bias = getattr(self, name), getattr(self, f"{name}_bias") if original.has_bias else None
         bias = None if bias is None else bias.to(x.dtype)
         y = grouped_matmul(x, weight.to(x.dtype), rows.ends, transpose=not self.transposed, bias=bias)
         return y + self.lora[name](x, rows) if name in self.lora else y
@@ -133,7 +133,7 @@ def gather_experts(param: Tensor, places: ExpertGroups) -> Tensor:
     """Gather a parameter [E, ...] from the shards [E / ranks, ...] of all ranks. Collective over the expert group."""
     if places.expert.size == 1:
         return param.detach()
-    mine = param.detach().contiguous()
-    parts = [torch.empty_like(mine) for _ in range(places.expert.size)]
-    all_gather(parts, mine, group=places.expert, unit="experts")
+    shard = param.detach().contiguous()
+    parts = [torch.empty_like(shard) for _ in range(places.expert.size)]
+    all_gather(parts, shard, group=places.expert, unit="experts")
     return torch.cat(parts)

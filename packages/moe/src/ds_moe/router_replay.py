@@ -29,7 +29,7 @@ class _Track:
         self.name, self.playing, self.choices = name, playing, choices
         self._forwards = self._again = 0
 
-    def given(self, tokens: int) -> Tensor | None:
+    def next_choices(self, tokens: int) -> Tensor | None:
         """Return the choices that this forward must make; None to choose freely."""
         if not self.playing:
             return None
@@ -69,11 +69,11 @@ class RoutingTrace:
 
 
 def _routers(model: nn.Module) -> dict[str, Replayable]:
-    found: dict[str, Replayable] = {}
+    routers: dict[str, Replayable] = {}
     for name, module in model.named_modules():
         if isinstance(module, Replayable):
-            found[name] = module
-    return found
+            routers[name] = module
+    return routers
 
 
 @contextmanager

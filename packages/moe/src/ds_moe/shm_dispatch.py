@@ -54,10 +54,10 @@ class Windows:
 
     def of(self, group: Group, width: int, dtype: torch.dtype) -> ShmWindow:
         """Return the window of that width and dtype. Collective the first time."""
-        found = self._windows.get((width, dtype))
-        if found is None:
-            found = self._windows[width, dtype] = ShmWindow(group, self.rows, width, dtype)
-        return found
+        window = self._windows.get((width, dtype))
+        if window is None:
+            window = self._windows[width, dtype] = ShmWindow(group, self.rows, width, dtype)
+        return window
 
     def grow(self, rows: int) -> None:
         """Grow every window to at least `rows` rows of each rank. Collective, the same on all ranks.
@@ -202,15 +202,15 @@ def way_of(x: Tensor, choices: RowPermutation, group: Group, windows: Windows, *
     return way
 
 
-def check_alike(theirs: Sequence[Sequence[int]], mine: Sequence[int], group: Group) -> None:
+def check_alike(headers: Sequence[Sequence[int]], expected: Sequence[int], group: Group) -> None:
     """Raise if a rank's rows are others than `mine`: (elements, bytes of one).
 
     Raises:
         CommError: they are ("moe-ranks-differ").
     """
-    if any(list(row) != list(mine) for row in theirs):
+    if any(list(row) != list(expected) for row in headers):
         raise CommError(
-            f"rows of {mine[0]} elements of {mine[1]} bytes here; on the ranks of {group}: {[tuple(row) for row in theirs]}",
+            f"rows of {expected[0]} elements of {expected[1]} bytes here; on the ranks of {group}: {[tuple(row) for row in headers]}",
             code="moe-ranks-differ",
             fix="Give the layer inputs of one width and dtype on every rank.",
         )

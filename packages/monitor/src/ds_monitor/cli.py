@@ -53,19 +53,19 @@ def _show(args: argparse.Namespace) -> int:
     from ds_monitor import curves
     from ds_monitor.plot import page, plot_grid, smooth
 
-    found = curves.select(curves.read_run(args.run), args.metric)
+    selected = curves.select(curves.read_run(args.run), args.metric)
     width = min(shutil.get_terminal_size((100, 24)).columns, 110)
-    smoothed = [curves.Curve(c.name, c.x, smooth(c.y, args.smooth)) if args.smooth else c for c in found]
-    for curve, shown in zip(found, smoothed, strict=True) if not args.json else ():
+    smoothed = [curves.Curve(c.name, c.x, smooth(c.y, args.smooth)) if args.smooth else c for c in selected]
+    for curve, shown in zip(selected, smoothed, strict=True) if not args.json else ():
         print(curves.draw(shown, width=width, last=curve.y[-1]))
     drawn = []
     if args.png:
-        drawn.append(plot_grid(found, args.png, weight=args.smooth, title=args.run.name))
+        drawn.append(plot_grid(selected, args.png, weight=args.smooth, title=args.run.name))
     if args.html:
-        drawn.append(page(found, args.html, weight=args.smooth, title=args.run.name))
+        drawn.append(page(selected, args.html, weight=args.smooth, title=args.run.name))
     if args.json:
-        told = [{"name": c.name, "x": _numbers(c.x), "y": _numbers(c.y)} for c in smoothed]
-        print(json.dumps({"curves": told, "drawn": list(map(str, drawn))}))
+        records = [{"name": c.name, "x": _numbers(c.x), "y": _numbers(c.y)} for c in smoothed]
+        print(json.dumps({"curves": records, "drawn": list(map(str, drawn))}))
         return 0
     for path in drawn:
         print(f"drawn: {path}")
@@ -93,7 +93,7 @@ def _trace(args: argparse.Namespace) -> int:
         print(f"written: {out}")
     picture = draw(ranks, late, clocks, args.png or args.folder / "merged.png", step=args.step)
     if args.json:
-        told = {
+        summary = {
             "ranks": [rank.rank for rank in ranks],
             "collectives": len(calls),
             "clocks": [{"rank": rank, "ahead_s": value} for rank, value in sorted(clocks.items())],
@@ -102,7 +102,7 @@ def _trace(args: argparse.Namespace) -> int:
             "written": str(out),
             "drawn": str(picture),
         }
-        print(json.dumps(told, indent=1))
+        print(json.dumps(summary, indent=1))
         return 0
     print(f"drawn: {picture}")
     return 0

@@ -149,8 +149,8 @@ def make_sinks(config: MonitorConfig, *, rank: int = 0) -> list[Sink]:
         UnsupportedError: a sink's package is not installed ("monitor-extra"); nothing is called so ("monitor-sink").
         ConfigError: a sink has no such option ("monitor-sink-options").
     """
-    made = [_started(name, make) for name, make in _makers(config, rank)]
-    return [BackgroundSink(sink) for sink in made if sink is not None]
+    started = [_started(name, make) for name, make in _makers(config, rank)]
+    return [BackgroundSink(sink) for sink in started if sink is not None]
 
 
 def _started(name: str, make: Callable[[], Sink]) -> Sink | None:
@@ -166,22 +166,22 @@ def _started(name: str, make: Callable[[], Sink]) -> Sink | None:
 
 
 def _makers(config: MonitorConfig, rank: int) -> list[tuple[str, Callable[[], Sink]]]:
-    found: list[tuple[str, Callable[[], Sink]]] = []
+    makers: list[tuple[str, Callable[[], Sink]]] = []
     board, table, weights, comet = config.tensorboard, config.csv_monitor, config.wandb, config.comet
     if rank == 0 and board.enabled:
         folder = Path(board.output_path) / board.job_name
-        found.append(("tensorboard", partial(TensorBoardSink, folder, axis="samples")))
+        makers.append(("tensorboard", partial(TensorBoardSink, folder, axis="samples")))
     if rank == 0 and table.enabled:
-        found.append(("csv_monitor", partial(CsvSink, Path(table.output_path) / table.job_name, axis="samples")))
+        makers.append(("csv_monitor", partial(CsvSink, Path(table.output_path) / table.job_name, axis="samples")))
     if rank == 0 and weights.enabled:
         named: dict[str, Any] = {"project": weights.project, "group": weights.group, "entity": weights.team}
-        found.append(("wandb", partial(WandbSink, axis="samples", **named)))
+        makers.append(("wandb", partial(WandbSink, axis="samples", **named)))
     if rank == 0 and comet.enabled:
         options = comet.model_dump(exclude={"enabled"})
         options["api_key"] = None if comet.api_key is None else comet.api_key.get_secret_value()
-        found.append(("comet", partial(CometSink, axis="samples", **options)))
-    for asked in config.monitor.sinks:
-        if asked.ranks == "all" or rank == 0:
-            own = {"rank": rank} if asked.ranks == "all" and takes_rank(asked.sink) else {}
-            found.append((asked.sink, partial(make_sink, asked.sink, **{**own, **asked.known()})))
-    return found
+        makers.append(("comet", partial(CometSink, axis="samples", **options)))
+    for entry in config.monitor.sinks:
+        if entry.ranks == "all" or rank == 0:
+            defaults = {"rank": rank} if entry.ranks == "all" and takes_rank(entry.sink) else {}
+            makers.append((entry.sink, partial(make_sink, entry.sink, **{**defaults, **entry.known()})))
+    return makers

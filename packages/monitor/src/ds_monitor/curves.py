@@ -26,21 +26,21 @@ def read_run(run: str | Path) -> tuple[Curve, ...]:
     """
     run = Path(run)
     files = sorted(run.rglob("*")) if run.is_dir() else [run]
-    found: dict[str, Curve] = {}
+    curves: dict[str, Curve] = {}
     for file in files:
         if file.suffix == ".csv" and file.stat().st_size:
             curve = read_curve(file)
-            found.setdefault(_named(file, curve.name, run), curve)
+            curves.setdefault(_named(file, curve.name, run), curve)
         elif file.suffix == ".jsonl":
             for curve in _jsonl(file):
-                found.setdefault(_named(file, curve.name, run), curve)
-    if not found:
+                curves.setdefault(_named(file, curve.name, run), curve)
+    if not curves:
         raise ConfigError(
             f"there are no metrics in {run}",
             code="monitor-curve",
             fix="Name the folder that csv_monitor or a sink of the configuration (csv, jsonl) writes to.",
         )
-    return tuple(Curve(name, curve.x, curve.y) for name, curve in sorted(found.items()))
+    return tuple(Curve(name, curve.x, curve.y) for name, curve in sorted(curves.items()))
 
 
 def select(curves: Sequence[Curve], parts: Sequence[str]) -> tuple[Curve, ...]:

@@ -22,5 +22,5 @@ def trimmed_mean(values: Sequence[float], fraction: float = 0.1) -> float:
     if not 0 <= fraction < 0.5:
         raise ValueError(f"fraction {fraction} is not in [0, 0.5)")
     cut = int(len(values) * fraction)
-    kept = sorted(values)[cut : len(values) - cut]
-    return sum(kept) / len(kept)
+    trimmed = sorted(values)[cut : len(values) - cut]
+    return sum(trimmed) / len(trimmed)

@@ -90,14 +90,14 @@ class Timers:
 
         `reset` clears the laps; running timers continue.
         """
-        seen = {name: TimerStats(len(laps), sum(laps), trimmed_mean(laps)) for name, laps in self._laps.items()}
+        timings = {name: TimerStats(len(laps), sum(laps), trimmed_mean(laps)) for name, laps in self._laps.items()}
         if reset:
             self._laps.clear()
-        return seen
+        return timings
 
     def report(self, prefix: str = "Timers/") -> dict[str, TimerStats]:
         """`read()`, and one gauge of the mean in milliseconds per timer: `Timers/forward_ms`."""
-        seen = self.read()
-        for name, timing in seen.items():
+        timings = self.read()
+        for name, timing in timings.items():
             gauge(f"{prefix}{name}_ms", timing.mean_s * 1e3)
-        return seen
+        return timings

@@ -202,13 +202,13 @@ def device_table(table: Columns, chunk: int) -> tuple[Tensor, list[int]]:
     rows = np.concatenate((np.maximum(table.rows, 0), before[None]))
     device = table.keep[0][0].device
     key = (device, rows.tobytes())
-    made = _tables.pop(key, None)
-    if made is None:
-        made = _from_pinned(torch.from_numpy(rows), device)
+    device_rows = _tables.pop(key, None)
+    if device_rows is None:
+        device_rows = _from_pinned(torch.from_numpy(rows), device)
         if len(_tables) >= _MOST_TABLES:
             _tables.pop(next(iter(_tables)))
-    _tables[key] = made  # last: the one that goes latest
-    return made, chunks.tolist()
+    _tables[key] = device_rows  # last: the one that goes latest
+    return device_rows, chunks.tolist()
 
 
 def _from_pinned(host: Tensor, device: torch.device) -> Tensor:

@@ -23,11 +23,11 @@ class Catalog:
 def every_op() -> Catalog:
     """Import all modules of ds_ops but commands and private ones. Never raises: what is broken is part of the answer."""
     broken = []
-    for found in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if found.name.startswith(("_", "cli")):
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if module.name.startswith(("_", "cli")):
             continue
         try:
-            importlib.import_module(f"ds_ops.{found.name}")
+            importlib.import_module(f"ds_ops.{module.name}")
         except Exception as error:  # whatever a broken machine can raise is what the caller wants to know
-            broken.append((f"ds_ops.{found.name}", f"{type(error).__name__}: {error}"))
+            broken.append((f"ds_ops.{module.name}", f"{type(error).__name__}: {error}"))
     return Catalog(ops(), tuple(broken))

@@ -98,8 +98,8 @@ def _torch_evoformer(q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor | None, 
     for row in range(q.shape[1]):
         bias: Tensor | None = None if pair_bias is None else pair_bias[:, 0].to(q.dtype)
         if mask_bias is not None:
-            own = mask_bias[:, row].to(q.dtype)
-            bias = own if bias is None else bias + own
+            row_bias = mask_bias[:, row].to(q.dtype)
+            bias = row_bias if bias is None else bias + row_bias
         a, b, c = (t[:, row].transpose(1, 2) for t in (q, k, v))
         outs.append(functional.scaled_dot_product_attention(a, b, c, attn_mask=bias).transpose(1, 2))
     return torch.stack(outs, dim=1) if outs else torch.empty_like(q)

@@ -142,16 +142,16 @@ def build(todo: BuildPlan, *, force: bool = False, say: Say = lambda _line: None
 def locked(path: Path, say: Say) -> Iterator[None]:
     """Hold the lock file `path`. It stays behind, with the last holder's name in it; only a living holder locks."""
     with path.open("a+") as file:
-        told = False
+        reported = False
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if not told:
+                if not reported:
                     file.seek(0)
                     say(f"waiting for another build, by {file.read().strip() or 'an unknown process'}")
-                    told = True
+                    reported = True
                 time.sleep(0.1)
         file.seek(0)
         file.truncate()
@@ -175,28 +175,28 @@ def _make(todo: BuildPlan, say: Say) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _publish(made: Path, todo: BuildPlan) -> None:
-    if not (made / todo.module.name).is_file():
+def _publish(built: Path, todo: BuildPlan) -> None:
+    if not (built / todo.module.name).is_file():
         raise KernelError(
             f"the sources define no module _{todo.kind}.",
             code="ops-build-missing",
             fix="Install a version of ds-ops that has it; until then its ops run in plain torch.",
         )
     shutil.rmtree(todo.folder / "lib", ignore_errors=True)
-    made.rename(todo.folder / "lib")
+    built.rename(todo.folder / "lib")
 
 
 def _run_step(command: list[str], step: str, log: Path) -> None:
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-        status, said = done.returncode, done.stdout
+        status, output = done.returncode, done.stdout
     except OSError as error:
-        status, said = 1, f"error: {command[0]}: {error}"
+        status, output = 1, f"error: {command[0]}: {error}"
     with log.open("a") as file:
-        file.write(f"$ {' '.join(command)}\n{said}\n")
+        file.write(f"$ {' '.join(command)}\n{output}\n")
     if status:
         raise KernelError(
-            f"{step} the native module failed. The first error:\n{first_error(said)}\nAll output: {log}",
+            f"{step} the native module failed. The first error:\n{first_error(output)}\nAll output: {log}",
             code="ops-build-failed",
             fix="Correct what the error names (CXX chooses another compiler), then run `ds ops build` again.",
         )

@@ -49,11 +49,11 @@ def within_capacity(
         asking = asking[order]
     p = sort_slots(asking[:, None], num_experts)
     starts = p.ends - p.counts
-    kept = p.rows[:, 0] - starts[asking] < capacity
+    within = p.rows[:, 0] - starts[asking] < capacity
     if order is not None:
-        kept = torch.empty_like(kept).index_copy_(0, order, kept)
-    kept = kept.view(turned.shape)
-    return kept.t().contiguous() if first_choices else kept
+        within = torch.empty_like(within).index_copy_(0, order, within)
+    within = within.view(turned.shape)
+    return within.t().contiguous() if first_choices else within
 
 
 def padded_rows(ends: Tensor, capacity: int) -> tuple[Tensor, Tensor]:

@@ -48,11 +48,11 @@ def main(args: argparse.Namespace) -> int:
     from ds_ops.io import backends  # which imports torch; `ds io --help` must not
     from ds_ops.io_bench import IOGrid, best_section, measure, table
 
-    found = backends()
-    wanted = args.backend or [name for name, why in found.items() if not why and name != "python"] or ["python"]
-    for name in [name for name in wanted if found[name]]:
-        print(f"{name} left out: {found[name]}", file=sys.stderr)
-    usable = tuple(cast("Backend", name) for name in wanted if not found[name])
+    problems = backends()
+    wanted = args.backend or [name for name, why in problems.items() if not why and name != "python"] or ["python"]
+    for name in [name for name in wanted if problems[name]]:
+        print(f"{name} left out: {problems[name]}", file=sys.stderr)
+    usable = tuple(cast("Backend", name) for name in wanted if not problems[name])
     if not usable or (args.no_read and args.no_write):
         print("nothing to measure: no backend works, or both directions are switched off", file=sys.stderr)
         return 2

@@ -88,14 +88,14 @@ def diagnose(machine: Machine) -> Diagnosis:
     return Diagnosis(tuple(checks), ops)
 
 
-def op_rows(found: Mapping[str, Any]) -> tuple[OpRow, ...]:
+def op_rows(probe: Mapping[str, Any]) -> tuple[OpRow, ...]:
     """Merge the probe's rows whose dtypes are treated alike.
 
     The reference for a dtype that no native kernel takes is not a defect, so "does not take" is left to the row's
     dtypes.
     """
     merged: dict[tuple[Any, ...], list[str]] = {}
-    for row in found.get("rows", ()):
+    for row in probe.get("rows", ()):
         why = tuple((w["backend"], w["reason"], w["fix"]) for w in row["rejected"])
         if row["error"]:
             why = ((row["backend"] or "any", row["error"], "unset DS_OPS"),)
@@ -103,13 +103,13 @@ def op_rows(found: Mapping[str, Any]) -> tuple[OpRow, ...]:
     return tuple(OpRow(o, s, d, tuple(dtypes), b, why) for (o, s, d, b, why), dtypes in merged.items())
 
 
-def _check(section: str, name: str, found: str, good: bool, otherwise: tuple[ReportLevel, str]) -> Check:
+def _check(section: str, name: str, finding: str, good: bool, otherwise: tuple[ReportLevel, str]) -> Check:
     verdict, fix = (ReportLevel.FINE, "") if good else otherwise
-    return Check(section, name, verdict, found, fix)
+    return Check(section, name, verdict, finding, fix)
 
 
-def _info(section: str, name: str, found: str) -> Check:
-    return Check(section, name, ReportLevel.INFO, found)
+def _info(section: str, name: str, finding: str) -> Check:
+    return Check(section, name, ReportLevel.INFO, finding)
 
 
 def _gib(size: float) -> str:
@@ -224,9 +224,9 @@ def _compilers(m: Machine) -> Iterator[Check]:
             yield _info("compilers", name, f"{tool.path}  {tool.version}")
             continue
         needed = not built and name not in ("ninja", "nvcc", "hipcc")
-        found = f"{tool.path}: {tool.problem}" if tool.path else "not found"
+        finding = f"{tool.path}: {tool.problem}" if tool.path else "not found"
         verdict = ReportLevel.SLOWER if needed else ReportLevel.INFO
-        yield Check("compilers", name, verdict, found, _install(name, tool) if needed else "")
+        yield Check("compilers", name, verdict, finding, _install(name, tool) if needed else "")
     yield _info("compilers", "native sources", m.native_sources or "not installed: `ds ops build` cannot work")
 
 

@@ -36,8 +36,8 @@ def update(spec: UpdateSpec, tensors: UpdateTensors) -> None:
     _store(tensors.params, _FORMULAS[spec.rule](spec.coefficients, p, g, states))
     if (second := SECOND_MOMENT.get(spec.rule)) is not None:
         states[second] = _dithered(spec, states[second], tensors.states[second])
-    for kept, new in zip(tensors.states, states, strict=True):
-        _store(kept, new)
+    for old, new in zip(tensors.states, states, strict=True):
+        _store(old, new)
     return _leave(spec, tensors)
 
 
@@ -49,8 +49,8 @@ def lamb_moments(spec: UpdateSpec, tensors: UpdateTensors) -> Tensor:
     p, g, (m, v) = _wide(tensors.params), _gradients(spec, tensors), [_wide(s) for s in tensors.states]
     _moments(spec.coefficients, g, m, v)
     u = _lamb_direction(spec.coefficients, p, m, v)
-    for kept, new in zip(tensors.states, (m, _dithered(spec, v, tensors.states[1])), strict=True):
-        _store(kept, new)
+    for old, new in zip(tensors.states, (m, _dithered(spec, v, tensors.states[1])), strict=True):
+        _store(old, new)
     if spec.zero_grad:
         _torch.foreach_zero_(list(tensors.grads))
     norms = [torch.stack(_torch.foreach_norm(some, 2, dtype=torch.float64)) for some in (p, u)]
@@ -72,13 +72,13 @@ def lamb_apply(spec: UpdateSpec, tensors: UpdateTensors, ratios: Tensor) -> None
 
 def _wide(stream: Sequence[Tensor]) -> Tensors:
     """Return the stream in fp32 or wider, without a copy if the dtype is wide enough."""
-    given = [t.detach() for t in stream]
-    wide = torch.promote_types(given[0].dtype, torch.float32)
-    if given[0].dtype is wide:
-        return given
-    made = [torch.empty_like(t, dtype=wide) for t in given]
-    _torch.foreach_copy_(made, given)
-    return made
+    tensors = [t.detach() for t in stream]
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    if tensors[0].dtype is wide:
+        return tensors
+    copies = [torch.empty_like(t, dtype=wide) for t in tensors]
+    _torch.foreach_copy_(copies, tensors)
+    return copies
 
 
 def _gradients(spec: UpdateSpec, tensors: UpdateTensors) -> Tensors:
@@ -88,9 +88,9 @@ def _gradients(spec: UpdateSpec, tensors: UpdateTensors) -> Tensors:
     return g if plain else list(_torch.foreach_mul(g, spec.grad_scale))
 
 
-def _store(kept: Sequence[Tensor], new: Sequence[Tensor]) -> None:
-    if any(a.data_ptr() != b.data_ptr() for a, b in zip(kept, new, strict=True)):
-        _torch.foreach_copy_([t.detach() for t in kept], list(new))
+def _store(targets: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+    if any(a.data_ptr() != b.data_ptr() for a, b in zip(targets, new, strict=True)):
+        _torch.foreach_copy_([t.detach() for t in targets], list(new))
 
 
 def _dithered(spec: UpdateSpec, new: Tensors, kept: Sequence[Tensor]) -> Tensors:

@@ -148,9 +148,9 @@ def device_bytes(memory: object, kind: str) -> DeviceBytes:
         KernelError: "io-memory".
     """
     if not isinstance(memory, torch.Tensor) or memory.device.type != kind or not memory.is_contiguous():
-        found = _call.describe(memory) if isinstance(memory, torch.Tensor) else type(memory).__name__
+        description = _call.describe(memory) if isinstance(memory, torch.Tensor) else type(memory).__name__
         raise KernelError(
-            f"backend gds moves contiguous {kind} tensors; found {found}.",
+            f"backend gds moves contiguous {kind} tensors; found {description}.",
             code="io-memory",
             fix="Call .contiguous(), move it to the device, or use another backend for memory of the host.",
         )

@@ -86,16 +86,16 @@ def grouped_outer(x: Tensor, y: Tensor, ends: Tensor, *, out: Tensor | None = No
     _require_ends(ends, x)
     if out is not None:
         _require_out(out, [ends.shape[0], x.shape[1], y.shape[1]], x, (x, y), "x's dtype or fp32")
-        made: Tensor = choose(_OUTER, x.device.type, x.dtype).backend.run(x, y, ends, out, accumulate)
+        result: Tensor = choose(_OUTER, x.device.type, x.dtype).backend.run(x, y, ends, out, accumulate)
     elif accumulate:
         raise _call.refuse("accumulate=True without a tensor to add to.", "Pass out=.")
     elif torch.compiler.is_compiling():
-        made = torch.ops.ds_ops.grouped_outer(x, y, ends)
+        result = torch.ops.ds_ops.grouped_outer(x, y, ends)
     elif torch.is_grad_enabled() and (x.requires_grad or y.requires_grad):
-        made = _GroupedOuter.apply(x, y, ends)
+        result = _GroupedOuter.apply(x, y, ends)
     else:
-        made = _outer(x, y, ends)
-    return made
+        result = _outer(x, y, ends)
+    return result
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -159,8 +159,8 @@ def _product(x: Tensor, weights: Tensor, ends: Tensor, bias: Tensor | None, tran
 
 
 def _outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
-    made: Tensor = choose(_OUTER, x.device.type, x.dtype).backend.run(x, y, ends, None, False)
-    return made
+    result: Tensor = choose(_OUTER, x.device.type, x.dtype).backend.run(x, y, ends, None, False)
+    return result
 
 
 Gradients = tuple[Tensor | None, ...]
@@ -292,13 +292,13 @@ def _loop_outer(x: Tensor, y: Tensor, ends: Tensor, out: Tensor | None, accumula
     bounds = group_bounds(ends, x.shape[0])
     wide = (x.to(out.dtype), y.to(out.dtype))
     left, right = (_parts(t, bounds)[:-1] for t in wide)
-    for a, b, made in zip(left, right, out.unbind(0), strict=True):
+    for a, b, target in zip(left, right, out.unbind(0), strict=True):
         if accumulate:
-            made.addmm_(a.t(), b)
+            target.addmm_(a.t(), b)
         elif len(a):
-            torch.mm(a.t(), b, out=made)
+            torch.mm(a.t(), b, out=target)
         else:
-            made.zero_()
+            target.zero_()
     return out
 
 
@@ -322,16 +322,16 @@ def _torch_matmul(
 def _torch_outer(x: Tensor, y: Tensor, ends: Tensor, out: Tensor | None, accumulate: bool) -> Tensor:
     if not _aligned(x, y):
         return _loop_outer(x, y, ends, out, accumulate)
-    made = _torch.grouped_mm(x.t(), y, offs=ends.to(torch.int32))
+    product = _torch.grouped_mm(x.t(), y, offs=ends.to(torch.int32))
     # A group without rows is a product of nothing, which the kernel may skip.
-    made = made.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
-    return _given(made, out, accumulate)
+    product = product.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
+    return _given(product, out, accumulate)
 
 
-def _given(made: Tensor, out: Tensor | None, accumulate: bool) -> Tensor:
+def _given(product: Tensor, out: Tensor | None, accumulate: bool) -> Tensor:
     if out is None:
-        return made
-    return out.add_(made) if accumulate else out.copy_(made)
+        return product
+    return out.add_(product) if accumulate else out.copy_(product)
 
 
 def _aligned(*tensors: Tensor) -> bool:

@@ -115,14 +115,14 @@ def parse_stages(text: str, end: str) -> dict[str, ProbeStage]:
     begun = ""
     for line in text.splitlines():
         try:
-            said = json.loads(line)
+            record = json.loads(line)
         except ValueError:  # a library that prints
             continue
-        if not isinstance(said, dict):
+        if not isinstance(record, dict):
             continue
-        begun = str(said.get("begin", "")) if "begin" in said else ""
-        if "stage" in said:
-            stages[str(said["stage"])] = ProbeStage(said.get("found", {}), str(said.get("error", "")))
+        begun = str(record.get("begin", "")) if "begin" in record else ""
+        if "stage" in record:
+            stages[str(record["stage"])] = ProbeStage(record.get("found", {}), str(record.get("error", "")))
     if begun or not stages:
         stages[begun or "probe"] = ProbeStage(error=end)
     return stages

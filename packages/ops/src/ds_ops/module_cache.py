@@ -18,8 +18,8 @@ def cache_root() -> Path:
 
     Preferably node-local.
     """
-    if given := os.environ.get("DS_OPS_CACHE"):
-        return Path(given)
+    if folder := os.environ.get("DS_OPS_CACHE"):
+        return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "ds_ops"
 
 
@@ -40,8 +40,8 @@ def built_modules(name: str) -> list[Path]:
     """
     sources = source_dir()
     key = sources_key(sources) if sources else "*"
-    found = cache_root().glob(f"{_version()}-*-{key}-*/lib/{module_file(name)}")
-    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+    paths = cache_root().glob(f"{_version()}-*-{key}-*/lib/{module_file(name)}")
+    return sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
 def sources_key(sources: Path) -> str:

@@ -96,10 +96,10 @@ def sort_slots(experts: Tensor, num_experts: int, *, keep: Tensor | None = None)
 
 def _native_sort(experts: Tensor, num_experts: int, keep: Tensor | None) -> RowPermutation:
     experts = _call.require("experts", experts.contiguous(), dtypes=(torch.int64,))
-    kept = None if keep is None else _call.require("keep", keep.contiguous(), dtypes=(torch.bool,))
+    mask = None if keep is None else _call.require("keep", keep.contiguous(), dtypes=(torch.bool,))
     slots, rows, ends = experts.new_empty(experts.numel()), torch.empty_like(experts), experts.new_empty(num_experts)
     status = _call.native().sort_slots(
-        _call.address(experts), experts.numel(), num_experts, 0 if kept is None else _call.address(kept),
+        _call.address(experts), experts.numel(), num_experts, 0 if mask is None else _call.address(mask),
         _call.address(slots), _call.address(rows), _call.address(ends),
     )  # fmt: skip
     if status:
@@ -178,31 +178,31 @@ def _no_room(counts: Tensor, room: int) -> KernelError:
 def _native_pulls(counts: Tensor, rank: int, room: int) -> Pulls:
     counts = _call.require("counts", counts.contiguous(), dtypes=(torch.int64,))
     ranks, experts = counts.shape
-    made, ends = counts.new_empty(3, room), counts.new_empty(experts // ranks)
-    inward, source, home = made.unbind()
+    indices, ends = counts.new_empty(3, room), counts.new_empty(experts // ranks)
+    inward, source, home = indices.unbind()
     status = _call.native().pulls(
         _call.address(counts), ranks, experts, rank, room, *(_call.address(t) for t in (inward, source, home, ends))
     )
     if status:
         raise _no_room(counts, room)
-    own = int(ends[-1])
-    return Pulls(inward[:own], source[:own], home[: int(counts[rank].sum())], ends)
+    received = int(ends[-1])
+    return Pulls(inward[:received], source[:received], home[: int(counts[rank].sum())], ends)
 
 
 def _reference_pulls(counts: Tensor, rank: int, room: int) -> Pulls:
     ranks, experts = counts.shape
     local = experts // ranks
-    held = counts.sum(0).view(ranks, local).sum(1)
-    if max(int(held.max()), int(counts.sum(1).max())) > room or int(counts.min()) < 0:
+    expert_rows = counts.sum(0).view(ranks, local).sum(1)
+    if max(int(expert_rows.max()), int(counts.sum(1).max())) > room or int(counts.min()) < 0:
         raise _no_room(counts, room)
     firsts = torch.arange(ranks) * room
     starts = counts.cumsum(1) - counts + firsts[:, None]  # of each rank and expert, the first row at home
-    mine = slice(rank * local, (rank + 1) * local)
-    number = counts[:, mine].t().reshape(-1)
+    local_experts = slice(rank * local, (rank + 1) * local)
+    number = counts[:, local_experts].t().reshape(-1)
     # What an expert's rank holds is in the order (expert, source), like what comes in here.
-    held = counts.view(ranks, ranks, local).permute(1, 2, 0).reshape(ranks, -1)
-    there = (held.cumsum(1) - held + firsts[:, None]).view(ranks, local, ranks)[:, :, rank].reshape(-1)
-    inward, home = _runs(starts[:, mine].t().reshape(-1), number), _runs(there, counts[rank])
+    expert_rows = counts.view(ranks, ranks, local).permute(1, 2, 0).reshape(ranks, -1)
+    there = (expert_rows.cumsum(1) - expert_rows + firsts[:, None]).view(ranks, local, ranks)[:, :, rank].reshape(-1)
+    inward, home = _runs(starts[:, local_experts].t().reshape(-1), number), _runs(there, counts[rank])
     return Pulls(
         inward, firsts.repeat(local).repeat_interleave(number), home, number.view(local, ranks).sum(1).cumsum(0)
     )
@@ -241,8 +241,8 @@ def regroup(counts: Tensor, rows: int) -> RowPermutation:
     slots = place + (arrived[number] - ends + sizes)[chunk] if sources * experts else place
     back = torch.empty_like(slots)
     back[slots] = place
-    own = ends.view(experts, sources)[:, -1] if sources else ends.new_zeros(experts)
-    return RowPermutation(slots, back.view(rows, 1), own.contiguous())
+    expert_ends = ends.view(experts, sources)[:, -1] if sources else ends.new_zeros(experts)
+    return RowPermutation(slots, back.view(rows, 1), expert_ends.contiguous())
 
 
 def permute(x: Tensor, p: RowPermutation) -> Tensor:

@@ -129,10 +129,10 @@ class DecoderExperts:
     def words(self) -> np.ndarray:
         """Pack the fields of the native struct `Experts` into an array, which must outlive the step."""
         up, down = (t.ctypes.data if len(t) else 0 for t in self._tables)
-        found = [*self.router.words(), up, down, self.count, self.chosen, self.first, len(self.up), self.groups]
-        found += [self.chosen_groups, int(self.pair), int(self.score), int(self.normalized), _word(self.scale)]
-        found += [address(self.correction), _word(self.clamp), _word(self.alpha), int(self.own_gated)]
-        return np.array(found, dtype=np.int64)
+        fields = [*self.router.words(), up, down, self.count, self.chosen, self.first, len(self.up), self.groups]
+        fields += [self.chosen_groups, int(self.pair), int(self.score), int(self.normalized), _word(self.scale)]
+        fields += [address(self.correction), _word(self.clamp), _word(self.alpha), int(self.own_gated)]
+        return np.array(fields, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,10 +163,10 @@ class DecoderLatent:
     def words(self) -> np.ndarray:
         """Pack the fields of the native struct `Latent` into an array, which must outlive the step."""
         up = self.query_up
-        found = [*self.query_norm.words(), *self.norm.words(), *(_NO_MATRIX if up is None else up.words())]
-        found += [t.ctypes.data for t in self._tables]
-        found += [self.rank, self.plain, self.rotated, 0 if up is None else up.inner, self.value_width]
-        return np.array(found, dtype=np.int64)
+        fields = [*self.query_norm.words(), *self.norm.words(), *(_NO_MATRIX if up is None else up.words())]
+        fields += [t.ctypes.data for t in self._tables]
+        fields += [self.rank, self.plain, self.rotated, 0 if up is None else up.inner, self.value_width]
+        return np.array(fields, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,13 +211,13 @@ class DecoderLayer:
 
     def words(self) -> list[int]:
         """Return the fields of the native struct `Layer`, up to the tables of its experts, its latent and its cache."""
-        found = [word for norm in self.norms for word in norm.words()]
-        found += [word for matrix in self.matrices for word in (_NO_MATRIX if matrix is None else matrix.words())]
+        fields = [word for norm in self.norms for word in norm.words()]
+        fields += [word for matrix in self.matrices for word in (_NO_MATRIX if matrix is None else matrix.words())]
         rope, dim, pairs = self.rope or (-1, 0, False)
-        found += [self.heads, self.kv_heads, self.width, self.value_width, _word(self.scale), _word(self.softcap)]
-        found += [self.window, address(self.slopes), address(self.sinks), rope, dim, int(pairs), int(self.whole)]
-        found += [int(self.norm_each), int(self.norm_late), _word(self.clip), _word(self.residual)]
-        return [*found, int(self.parallel), int(self.after), int(self.activation), int(self.gated)]
+        fields += [self.heads, self.kv_heads, self.width, self.value_width, _word(self.scale), _word(self.softcap)]
+        fields += [self.window, address(self.slopes), address(self.sinks), rope, dim, int(pairs), int(self.whole)]
+        fields += [int(self.norm_each), int(self.norm_late), _word(self.clip), _word(self.residual)]
+        return [*fields, int(self.parallel), int(self.after), int(self.activation), int(self.gated)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -352,14 +352,14 @@ class DecoderProgram:
         wanted = outputs.tolist()
         if wanted and not 0 <= min(wanted) <= max(wanted) < x.shape[0]:
             raise self._misfit(f"outputs are not all below {x.shape[0]}")
-        for layer, kept in zip(self.layers, cache, strict=True) if cache is not self._loaded_layers else ():
-            count, size, *rest = kept.keys.shape
+        for layer, layer_cache in zip(self.layers, cache, strict=True) if cache is not self._loaded_layers else ():
+            count, size, *rest = layer_cache.keys.shape
             heads = 1 if layer.latent else layer.kv_heads
-            found = None if kept.values is None else list(kept.values.shape)
+            value_shape = None if layer_cache.values is None else list(layer_cache.values.shape)
             wanted_values = None if layer.latent else [count, size, heads, layer.value_width]
-            fits = rest == [heads, layer.width] and found == wanted_values and kept.keys.dtype in _KEPT
-            if not fits or (layer.latent and kept.keys.dtype == torch.int8):
-                raise self._misfit(f"keys {_call.describe(kept.keys)}, values {found}")
+            fits = rest == [heads, layer.width] and value_shape == wanted_values and layer_cache.keys.dtype in _KEPT
+            if not fits or (layer.latent and layer_cache.keys.dtype == torch.int8):
+                raise self._misfit(f"keys {_call.describe(layer_cache.keys)}, values {value_shape}")
         count, size = cache[0].keys.shape[:2]
         for c in chunks:
             if c.count < 1 or c.start < 0 or len(c.blocks) * size < c.start + c.count:
@@ -369,5 +369,5 @@ class DecoderProgram:
         return x.shape[0]
 
     @staticmethod
-    def _misfit(found: str) -> KernelError:
-        return _call.refuse(f"decoder step: {found}.", "Give chunks, outputs and caches of this batch.")
+    def _misfit(description: str) -> KernelError:
+        return _call.refuse(f"decoder step: {description}.", "Give chunks, outputs and caches of this batch.")

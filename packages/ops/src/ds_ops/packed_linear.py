@@ -73,12 +73,12 @@ def _rounded(x: Tensor, weight: PackedWeight) -> Tensor:
         return x.bfloat16().float()
     if weight.inputs is ProductInputs.F32:
         return x
-    found = []
+    rounded = []
     for part in x.split(weight.group, -1):
         most = part.abs().amax(-1, keepdim=True)
         scale = torch.where(most > 0, most / 127.0, 1.0)
-        found.append((part * (1.0 / scale)).round() * scale)
-    return torch.cat(found, -1)
+        rounded.append((part * (1.0 / scale)).round() * scale)
+    return torch.cat(rounded, -1)
 
 
 def _reference(x: Tensor, weight: PackedWeight) -> Tensor:

@@ -173,11 +173,11 @@ def _job(q: Tensor, k: Tensor, view: View) -> _AttentionProblem:
         shown = mask.layout.to(q.device)
         mask = shown.repeat_interleave(mask.block, 1).repeat_interleave(mask.block, 2)[None, :, :queries, :keys]
     if causal and (mask is not None or queries != keys):
-        seen = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+        visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
         if mask is None:
-            mask = seen
+            mask = visible
         else:
-            mask = mask & seen if mask.dtype is torch.bool else mask.masked_fill(~seen, -torch.inf)
+            mask = mask & visible if mask.dtype is torch.bool else mask.masked_fill(~visible, -torch.inf)
         causal = False
     if mask is None:
         return _AttentionProblem(None, causal, scale)
@@ -249,8 +249,8 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
         return _reference(q, k, v, mask, causal, scale)
     q, k, v = map(_in_rows, (q, k, v))
     if q.device.type == "cuda":
-        made = _torch.scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
-        return made[0], made[1]
+        result = _torch.scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+        return result[0], result[1]
     out, lse = _torch.scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     if mask is not None:  # the kernel has 0 where nothing was seen
         lse = lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
@@ -279,10 +279,10 @@ def _flash_grad(
             torch.zeros((), dtype=torch.uint64, device=q.device),
         )
         lengths = (None, None, q.shape[2], k.shape[2])
-        made = _torch.scaled_dot_product_flash_attention_backward(
+        grads = _torch.scaled_dot_product_flash_attention_backward(
             dout, q, k, v, out, lse, *lengths, 0.0, causal, *seeds, scale=scale
         )
-        return made[0], made[1], made[2]
+        return grads[0], grads[1], grads[2]
     dq, dk, dv = _torch.scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
     )
@@ -356,8 +356,8 @@ def _backward(gradient: Gradient) -> Callable[..., tuple[Any, ...]]:
         wide = [functional.pad(t, (0, 8)) for t in (q, k, v, out, dout)]
         wide[2][..., d] = 1
         wide[4][..., d] = dlse.masked_fill(lse == -torch.inf, 0)
-        made = gradient(wide[4], *wide[:3], wide[3], lse, mask, ctx.causal, ctx.scale)
-        return (*(t[..., :d].contiguous() for t in made), None, None, None)
+        grads = gradient(wide[4], *wide[:3], wide[3], lse, mask, ctx.causal, ctx.scale)
+        return (*(t[..., :d].contiguous() for t in grads), None, None, None)
 
     return backward
 

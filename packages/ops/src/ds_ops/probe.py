@@ -36,12 +36,12 @@ def _cuda() -> dict[str, Any]:
 
     if not torch.version.cuda and not torch.version.hip:
         return {"available": False, "devices": []}
-    found = range(torch.cuda.device_count())
+    indices = range(torch.cuda.device_count())
     return {
         "available": torch.cuda.is_available(),
         "devices": [
             f"{torch.cuda.get_device_name(i)}, capability {'.'.join(map(str, torch.cuda.get_device_capability(i)))}"
-            for i in found
+            for i in indices
         ],
     }
 

@@ -31,7 +31,7 @@ def sum_ranges(
     rows: Sequence[Tensor],
     starts: Sequence[Sequence[int]],
     *,
-    own: int = 0,
+    own_row: int = 0,
     instead: Sequence[Tensor | None] = (),
 ) -> float:
     """Sum ranges: outs[i] = the sum over k of the elements of rows[k] from starts[i][k] on, in that order.
@@ -50,7 +50,7 @@ def sum_ranges(
     """
     if not outs or not rows:
         raise _call.refuse("sum_ranges: no outs, or no rows.", "Pass at least one tensor of each.")
-    sums = _Sums(outs, rows, starts, own, instead or [None] * len(outs))
+    sums = _Sums(outs, rows, starts, own_row, instead or [None] * len(outs))
     return choose(_SUM_RANGES, outs[0].device.type, outs[0].dtype).backend.run(sums)
 
 

@@ -57,8 +57,8 @@ def rotary_frequencies(rope: RotarySpec, length: int = 0) -> Frequencies:
         KernelError: "kernel-argument" for a missing, wrong or superfluous number, all of them at once.
     Source: Su et al. 2021; linear: Chen et al. 2023; YaRN: Peng et al. 2023; longrope: Ding et al. 2024.
     """
-    given = dict(rope.scaling or {})
-    kind = str(given.get("rope_type", given.get("type", "default")))
+    scaling = dict(rope.scaling or {})
+    kind = str(scaling.get("rope_type", scaling.get("type", "default")))
     if rope.dim < 2 or rope.dim % 2:
         raise _call.refuse(f"dim {rope.dim} is not a positive even number.", "Turn whole pairs.")
     if kind not in _KINDS:
@@ -68,103 +68,103 @@ def rotary_frequencies(rope: RotarySpec, length: int = 0) -> Frequencies:
             fix=f"Use one of {', '.join(sorted(_KINDS))}.",
         )
     needs, make = _KINDS[kind]
-    missing = [key for key in needs if given.get(key) is None and not (key == _TRAINED and rope.max_positions)]
-    numbers = {k: v for k, v in given.items() if k in _NUMBERS and v is not None}
+    missing = [key for key in needs if scaling.get(key) is None and not (key == _TRAINED and rope.max_positions)]
+    numbers = {k: v for k, v in scaling.items() if k in _NUMBERS and v is not None}
     wrong = [
         f"{k} = {v!r}" for k, v in numbers.items() if isinstance(v, bool) or not isinstance(v, int | float) or v <= 0
     ]
     if missing or wrong:
-        said = [f"{', '.join(missing)} missing"] if missing else []
+        problems = [f"{', '.join(missing)} missing"] if missing else []
         raise _call.refuse(
-            f"rope_type {kind!r}: {'; '.join(said + wrong)}.", "Give positive numbers for all of its keys."
+            f"rope_type {kind!r}: {'; '.join(problems + wrong)}.", "Give positive numbers for all of its keys."
         )
-    return make(rope, given, length)
+    return make(rope, scaling, length)
 
 
 def _plain(dim: int, base: float) -> Tensor:
     return base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
 
-def _trained(rope: RotarySpec, given: Mapping[str, Any]) -> int:
-    return int(given.get(_TRAINED) or rope.max_positions)
+def _trained(rope: RotarySpec, scaling: Mapping[str, Any]) -> int:
+    return int(scaling.get(_TRAINED) or rope.max_positions)
 
 
-def _default(rope: RotarySpec, given: Mapping[str, Any], length: int) -> Frequencies:
+def _default(rope: RotarySpec, scaling: Mapping[str, Any], length: int) -> Frequencies:
     return Frequencies(_plain(rope.dim, rope.base))
 
 
-def _linear(rope: RotarySpec, given: Mapping[str, Any], length: int) -> Frequencies:
-    return Frequencies(_plain(rope.dim, rope.base) / given["factor"])
+def _linear(rope: RotarySpec, scaling: Mapping[str, Any], length: int) -> Frequencies:
+    return Frequencies(_plain(rope.dim, rope.base) / scaling["factor"])
 
 
-def _dynamic(rope: RotarySpec, given: Mapping[str, Any], length: int) -> Frequencies:
+def _dynamic(rope: RotarySpec, scaling: Mapping[str, Any], length: int) -> Frequencies:
     """Increase the base with the length: the slowest pair is stretched by the factor, the fastest not at all."""
-    factor, trained = given["factor"], rope.max_positions or _trained(rope, given)
+    factor, trained = scaling["factor"], rope.max_positions or _trained(rope, scaling)
     stretch = factor * max(length, trained) / trained - (factor - 1)
     exponent = rope.dim / (rope.dim - 2) if rope.dim > 2 else 1.0
     return Frequencies(_plain(rope.dim, rope.base * stretch**exponent))
 
 
-def _yarn(rope: RotarySpec, given: Mapping[str, Any], length: int) -> Frequencies:
+def _yarn(rope: RotarySpec, scaling: Mapping[str, Any], length: int) -> Frequencies:
     """Scale the frequencies of pairs with few rotations within the trained length, keep those with many.
 
     Pairs between are interpolated.
     """
-    factor, trained = given["factor"], _trained(rope, given)
+    factor, trained = scaling["factor"], _trained(rope, scaling)
 
     def pair_of(turns: float) -> float:
         """Return the pair (a real number) that makes `turns` rotations within the trained length."""
         return rope.dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
 
-    first, last = pair_of(given.get("beta_fast") or 32), pair_of(given.get("beta_slow") or 1)
-    if given.get("truncate", True):
+    first, last = pair_of(scaling.get("beta_fast") or 32), pair_of(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rope.dim - 1)
     width = last - first if last != first else 0.001
     stretched = ((torch.arange(rope.dim // 2, dtype=torch.float64) - first) / width).clamp(0, 1)
     plain = _plain(rope.dim, rope.base)
-    return Frequencies(plain * (1 - stretched) + plain / factor * stretched, _yarn_magnitude(given, factor))
+    return Frequencies(plain * (1 - stretched) + plain / factor * stretched, _yarn_magnitude(scaling, factor))
 
 
-def _yarn_magnitude(given: Mapping[str, Any], factor: float) -> float:
-    if given.get("attention_factor") is not None:
-        return float(given["attention_factor"])
+def _yarn_magnitude(scaling: Mapping[str, Any], factor: float) -> float:
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
 
     def of(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
-    above, below = given.get("mscale"), given.get("mscale_all_dim")
+    above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
     return of(above) / of(below) if above and below else of(1.0)
 
 
-def _longrope(rope: RotarySpec, given: Mapping[str, Any], length: int) -> Frequencies:
+def _longrope(rope: RotarySpec, scaling: Mapping[str, Any], length: int) -> Frequencies:
     """Scale each pair by a factor of the configuration: one set for trained lengths, another for longer lengths."""
-    trained = _trained(rope, given)
+    trained = _trained(rope, scaling)
     key = "long_factor" if length > trained else "short_factor"
-    stretch = torch.tensor(given[key], dtype=torch.float64)
+    stretch = torch.tensor(scaling[key], dtype=torch.float64)
     if stretch.shape != (rope.dim // 2,):
         raise _call.refuse(
             f"{key}: expected {rope.dim // 2} numbers, one a pair; found {list(stretch.shape)}.", "Check head_dim."
         )
-    factor = given.get("factor") or (rope.max_positions or trained) / trained
-    magnitude = given.get("attention_factor")
+    factor = scaling.get("factor") or (rope.max_positions or trained) / trained
+    magnitude = scaling.get("attention_factor")
     if magnitude is None:
         magnitude = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
     return Frequencies(_plain(rope.dim, rope.base) / stretch, float(magnitude))
 
 
-def _llama3(rope: RotarySpec, given: Mapping[str, Any], length: int) -> Frequencies:
+def _llama3(rope: RotarySpec, scaling: Mapping[str, Any], length: int) -> Frequencies:
     """Scale waves much longer than the trained length by the factor, and keep much shorter waves.
 
     Waves between are interpolated by their number of rotations.
     """
-    plain, trained = _plain(rope.dim, rope.base), _trained(rope, given)
-    slow, fast = given["low_freq_factor"], given["high_freq_factor"]
+    plain, trained = _plain(rope.dim, rope.base), _trained(rope, scaling)
+    slow, fast = scaling["low_freq_factor"], scaling["high_freq_factor"]
     if slow >= fast:
         raise _call.refuse(f"low_freq_factor {slow} is not below high_freq_factor {fast}.", "Swap or correct them.")
     turns = trained * plain / (2 * math.pi)
-    kept = ((turns - slow) / (fast - slow)).clamp(0, 1)
-    return Frequencies(plain * kept + plain / given["factor"] * (1 - kept))
+    weight = ((turns - slow) / (fast - slow)).clamp(0, 1)
+    return Frequencies(plain * weight + plain / scaling["factor"] * (1 - weight))
 
 
 _TRAINED = "original_max_position_embeddings"

@@ -93,9 +93,9 @@ class Moving:
 
     def _told(self, error: FileTransferError) -> FileTransferError:
         text = f"scratch file in {self.folder}: {error.message}"
-        told = FileTransferError(text, code=error.code or "io-failed", fix=error.fix or "")
-        told.errno, told.filename, told.offset = error.errno, self.folder, error.offset
-        return told
+        wrapped = FileTransferError(text, code=error.code or "io-failed", fix=error.fix or "")
+        wrapped.errno, wrapped.filename, wrapped.offset = error.errno, self.folder, error.offset
+        return wrapped
 
 
 class ScratchFile:
@@ -368,12 +368,12 @@ class ScratchRecord:
         old = self.hold()
         if nbytes <= self.nbytes:
             return old
-        slot, kept = self._slot, self.nbytes
+        slot, old_size = self._slot, self.nbytes
         self.nbytes = -(-nbytes // _PAGE) * _PAGE
         self._offset = self.ring.scratch.reserve(self.nbytes)
         self._slot = self.ring.take(self.nbytes)
         new = self.blank()
-        new[:kept].copy_(old[:kept])
+        new[:old_size].copy_(old[:old_size])
         if slot is not None:
             self.ring.give(slot)
         return new

@@ -58,10 +58,10 @@ class SharedSegment:
             opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise _attach_error(token, str(error)) from error
-        found = os.fstat(opened)
-        if _identity(found) != identity or found.st_size != nbytes:
+        status = os.fstat(opened)
+        if _identity(status) != identity or status.st_size != nbytes:
             os.close(opened)
-            raise _attach_error(token, f"it names another file of {found.st_size} bytes, expected {nbytes}")
+            raise _attach_error(token, f"it names another file of {status.st_size} bytes, expected {nbytes}")
         return cls(nbytes, opened)
 
     def tensor(self, numel: int, dtype: torch.dtype, offset_bytes: int = 0) -> Tensor:

@@ -188,8 +188,8 @@ class Channel:
         For loops that do not return to Python between sums. The addresses are valid while the channel is; `check_sums`
         reports errors.
         """
-        found: tuple[int, int] = self._end.sum_hook(self.settings.spin_us, self._timeout_ms)
-        return found
+        addresses: tuple[int, int] = self._end.sum_hook(self.settings.spin_us, self._timeout_ms)
+        return addresses
 
     def check_sums(self) -> None:
         """Raise the error of the last of those sums."""

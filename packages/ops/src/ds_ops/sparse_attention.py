@@ -90,18 +90,18 @@ class Pattern:
         return whole & (col <= row) if self.causal else whole
 
     def _seen_by_all(self, blocks: int, head: int) -> Tensor:
-        seen = torch.zeros(blocks, dtype=torch.bool)
+        visible = torch.zeros(blocks, dtype=torch.bool)
         for first, end in self.everyone:
-            seen[first:end] = True
+            visible[first:end] = True
         if self.per_window:
             size = self.windows[0]
             lead = size - (1 + head % self.shifts) * self.per_window
             for start in range(0, blocks, size):
                 # A window that the end of the sequence cuts keeps its blocks within what is left of it.
                 first = min(start + lead, max(blocks - self.per_window, 0))
-                seen[first : first + self.per_window] = True
-        columns = seen[None, :].expand(blocks, blocks)
-        return columns | seen[:, None] if self.rows else columns
+                visible[first : first + self.per_window] = True
+        columns = visible[None, :].expand(blocks, blocks)
+        return columns | visible[:, None] if self.rows else columns
 
     def _drawn(self, blocks: int, draws: torch.Generator) -> Tensor:
         chosen = torch.zeros(blocks, blocks, dtype=torch.bool)
@@ -124,9 +124,9 @@ def dense(*, causal: bool = False) -> Pattern:
     return Pattern(everyone=((0, 1 << 40),), causal=causal)
 
 
-def fixed(local: int = 4, seen: int = 1, *, shifts: int = 1, rows: bool = False, causal: bool = False) -> Pattern:
+def fixed(local: int = 4, global_blocks: int = 1, *, shifts: int = 1, rows: bool = False, causal: bool = False) -> Pattern:
     """Build windows of `local` blocks; the last `global_blocks` of each window are visible to all."""
-    return Pattern(windows=(local,), per_window=seen, shifts=shifts, rows=rows, causal=causal)
+    return Pattern(windows=(local,), per_window=global_blocks, shifts=shifts, rows=rows, causal=causal)
 
 
 def variable(
@@ -141,12 +141,12 @@ def variable(
     return Pattern(windows=windows, everyone=everyone, random=random, rows=rows, causal=causal)
 
 
-def bigbird(random: int = 1, window: int = 3, seen: int = 1, *, causal: bool = False) -> Pattern:
+def bigbird(random: int = 1, window: int = 3, global_blocks: int = 1, *, causal: bool = False) -> Pattern:
     """Build BigBird's pattern: random blocks, a sliding window of `window` blocks, and global blocks.
 
     The first `global_blocks` blocks are global. Global blocks attend to all blocks and are visible to all.
     """
-    return Pattern(reach=window // 2, everyone=((0, seen),) if seen else (), rows=True, random=random, causal=causal)
+    return Pattern(reach=window // 2, everyone=((0, global_blocks),) if global_blocks else (), rows=True, random=random, causal=causal)
 
 
 def bslongformer(
@@ -209,13 +209,13 @@ def block_mask(sparsity: Sparsity, length: int) -> BlockMask:
     counts = layout.sum(-1, dtype=torch.int32)
 
     def visible(_batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = layout[head % heads, query // block, key // block]
-        return seen & (key <= query) if causal else seen
+        shown = layout[head % heads, query // block, key // block]
+        return shown & (key <= query) if causal else shown
 
-    made: BlockMask = BlockMask.from_kv_blocks(
+    mask: BlockMask = BlockMask.from_kv_blocks(
         counts[None], order[None], BLOCK_SIZE=block, mask_mod=visible, seq_lengths=(length, length)
     )
-    return made
+    return mask
 
 
 def _require(q: Tensor, k: Tensor, v: Tensor, s: Sparsity, key_mask: Tensor | None) -> None:
@@ -239,8 +239,8 @@ def _reference_sparse(q: Tensor, k: Tensor, v: Tensor, s: Sparsity, key_mask: Te
         allowed = allowed & key_mask[:, None, None, :]
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ k.to(wide).transpose(-1, -2)
-    seen = masked_softmax(scores, allowed, scale=max(q.shape[-1], 1) ** -0.5, causal=s.causal)
-    return (seen @ v.to(wide)).to(q.dtype)
+    probabilities = masked_softmax(scores, allowed, scale=max(q.shape[-1], 1) ** -0.5, causal=s.causal)
+    return (probabilities @ v.to(wide)).to(q.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -251,12 +251,12 @@ class _EqualRows:
     cols: Tensor
 
 
-def _parts(seen: Tensor) -> Iterator[_EqualRows]:
+def _parts(layout: Tensor) -> Iterator[_EqualRows]:
     """Split the visible part of a head's layout [blocks, blocks] into parts that are a dense product each."""
-    counts = seen.sum(-1)
+    counts = layout.sum(-1)
     for count in counts[counts > 0].unique().tolist():
         rows = (counts == count).nonzero()[:, 0]
-        yield _EqualRows(rows, seen[rows].nonzero()[:, 1].view(-1, count))
+        yield _EqualRows(rows, layout[rows].nonzero()[:, 1].view(-1, count))
 
 
 def _torch_sparse(q: Tensor, k: Tensor, v: Tensor, s: Sparsity, key_mask: Tensor | None) -> Tensor:
@@ -271,11 +271,11 @@ def _torch_sparse(q: Tensor, k: Tensor, v: Tensor, s: Sparsity, key_mask: Tensor
         return (q + k + v).masked_fill(torch.ones((), dtype=torch.bool, device=q.device), 0)
     outs = []
     for head in range(len(layout)):
-        mine = slice(head, head + 1) if len(layout) > 1 else slice(None)
+        head_slice = slice(head, head + 1) if len(layout) > 1 else slice(None)
         parts = list(_parts(layout[head]))
-        seen = [_attend(a[:, mine], b[:, mine], c[:, mine], _visible(p, s, shown), p) for p in parts]
-        empty = torch.zeros_like(a[:, mine])
-        outs.append(empty.index_copy(2, torch.cat([p.rows for p in parts]), torch.cat(seen, 2)) if parts else empty)
+        outputs = [_attend(a[:, head_slice], b[:, head_slice], c[:, head_slice], _visible(p, s, shown), p) for p in parts]
+        empty = torch.zeros_like(a[:, head_slice])
+        outs.append(empty.index_copy(2, torch.cat([p.rows for p in parts]), torch.cat(outputs, 2)) if parts else empty)
     return torch.cat(outs, 1).flatten(2, 3)[:, :, :length]
 
 
@@ -301,8 +301,8 @@ def _attend(a: Tensor, b: Tensor, c: Tensor, visible: Tensor, part: _EqualRows) 
     blind = ~visible.any(-1, keepdim=True)
     # Blind rows see everything and are emptied afterwards: a softmax of nothing has no gradient, not even zero.
     mask = (visible | blind).expand(-1, heads, -1, -1, -1).flatten(1, 2)
-    seen = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-    return seen.view(batch, heads, len(part.rows), *seen.shape[2:]).masked_fill(blind, 0)
+    attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+    return attended.view(batch, heads, len(part.rows), *attended.shape[2:]).masked_fill(blind, 0)
 
 
 _SPARSE = register(

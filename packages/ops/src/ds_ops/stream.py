@@ -60,8 +60,8 @@ def clip_scale(squares: Tensor, max_norm: float, *, scale: float = 1.0) -> Tenso
 
 
 def _squares(x: Tensor) -> Tensor:
-    made: Tensor = choose(_SUM_SQUARES, x.device.type, x.dtype).backend.run(x)
-    return made
+    result: Tensor = choose(_SUM_SQUARES, x.device.type, x.dtype).backend.run(x)
+    return result
 
 
 def grad_norm(tensors: Sequence[Tensor]) -> float:

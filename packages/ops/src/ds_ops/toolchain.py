@@ -50,10 +50,10 @@ def find_nvcc(environ: Mapping[str, str]) -> str:
 
     This is the order of the CMake project.
     """
-    if given := environ.get("CUDACXX"):
-        return shutil.which(given, path=environ.get("PATH")) or given
-    if found := shutil.which("nvcc", path=environ.get("PATH")):
-        return found
+    if compiler := environ.get("CUDACXX"):
+        return shutil.which(compiler, path=environ.get("PATH")) or compiler
+    if program := shutil.which("nvcc", path=environ.get("PATH")):
+        return program
     homes = (environ.get("CUDA_HOME", ""), environ.get("CUDA_PATH", ""), "/usr/local/cuda")
     places = [Path(home) / "bin" / "nvcc" for home in homes if home]
     return next((str(place) for place in places if place.is_file()), "")
@@ -83,20 +83,20 @@ def _version(program: str) -> Tool:
     )
 
 
-def _compiler(given: str, names: tuple[str, ...], language: str, path: str | None) -> Tool:
+def _compiler(command: str, names: tuple[str, ...], language: str, path: str | None) -> Tool:
     """Find a working compiler: `command` (CC or CXX, maybe with options) or the first of `names`.
 
     The compiler is tested with an empty program.
     """
-    words = given.split()
+    words = command.split()
     candidates = words[:1] or list(names)
-    program = next((found for name in candidates if (found := shutil.which(name, path=path))), "")
+    program = next((resolved for name in candidates if (resolved := shutil.which(name, path=path))), "")
     if not program:
-        return Tool(given, "", "no such program") if given else Tool()
+        return Tool(command, "", "no such program") if command else Tool()
     text = _PROGRAM if language == "c++" else "int main(void) { return 0; }\n"
-    status, said = _run([program, *words[1:], "-x", language, "-fsyntax-only", "-"], text)
+    status, output = _run([program, *words[1:], "-x", language, "-fsyntax-only", "-"], text)
     if status:
-        return Tool(program, "", f"cannot compile an empty program: {said.strip()[:200] or f'exit status {status}'}")
+        return Tool(program, "", f"cannot compile an empty program: {output.strip()[:200] or f'exit status {status}'}")
     return _version(program)
 
 

@@ -227,11 +227,11 @@ class ActivationStore:
         if not (sliced or away or self.keeping.slots is not None):
             return _SavedInput(tensor, version_of(tensor))
         with torch.no_grad():
-            kept = self._keep(tensor, position, sliced, away)
-        self._remember(tensor, kept)
-        return kept
+            entry = self._keep(tensor, position, sliced, away)
+        self._remember(tensor, entry)
+        return entry
 
-    def unpack(self, kept: Kept | _SavedInput) -> Tensor:
+    def unpack(self, entry: Kept | _SavedInput) -> Tensor:
         """Restore a saved input; a partitioned input is all-gathered over the group.
 
         The all-gather is collective and sends (N-1)/N of the input's bytes.
@@ -239,40 +239,40 @@ class ActivationStore:
         Raises:
             PlanError: the input was saved by reference, and was written since ("activations-written").
         """
-        if isinstance(kept, _SavedInput):
-            if kept.version is not None and version_of(kept.tensor) != kept.version:
+        if isinstance(entry, _SavedInput):
+            if entry.version is not None and version_of(entry.tensor) != entry.version:
                 raise PlanError(
-                    f"an input of a checkpointed call, {tuple(kept.tensor.shape)}, was written in place after it",
+                    f"an input of a checkpointed call, {tuple(entry.tensor.shape)}, was written in place after it",
                     code="activations-written",
                     fix="Write to a copy: backward computes the call again from its inputs.",
                 )
-            return kept.tensor
+            return entry.tensor
         with torch.no_grad():
-            piece = self._fetch(kept)
-            if kept.sliced:
+            piece = self._fetch(entry)
+            if entry.sliced:
                 whole = torch.empty(piece.numel() * self.group.size, dtype=piece.dtype, device=piece.device)
                 comm.all_gather_single(whole, piece, group=self.group, unit="checkpointed input")
                 piece = whole
-            elif piece is kept.piece:
+            elif piece is entry.piece:
                 piece = piece.clone()  # the slot may be used again before the recomputed graph is done with it
-            return piece.as_strided(kept.shape, kept.stride)
+            return piece.as_strided(entry.shape, entry.stride)
 
     # ---- inside
 
     def _keep(self, tensor: Tensor, position: int, sliced: bool, away: bool) -> Kept:
         flat = tensor.detach().as_strided((tensor.numel(),), (1,))
         part = -(-flat.numel() // self.group.size) if sliced else flat.numel()
-        mine = flat[self.group.rank * part : (self.group.rank + 1) * part] if sliced else flat
+        piece = flat[self.group.rank * part : (self.group.rank + 1) * part] if sliced else flat
         place, free = self._place(tensor, position, part, away)
-        kept = Kept(tensor, place, sliced)
+        entry = Kept(tensor, place, sliced)
         if away:
-            self._send(kept, place[: mine.numel()], mine)
+            self._send(entry, place[: piece.numel()], piece)
         else:
-            place[: mine.numel()].copy_(mine)
+            place[: piece.numel()].copy_(piece)
         nbytes = part * tensor.element_size()
         self.account.add(away, nbytes)
-        weakref.finalize(kept, self._freed, away, nbytes, free).atexit = False
-        return kept
+        weakref.finalize(entry, self._freed, away, nbytes, free).atexit = False
+        return entry
 
     def _place(self, tensor: Tensor, position: int, part: int, away: bool) -> tuple[Tensor, Callable[[], None] | None]:
         if self.keeping.slots is None:
@@ -310,49 +310,49 @@ class ActivationStore:
         if free is not None:
             free()
 
-    def _send(self, kept: Kept, place: Tensor, mine: Tensor) -> None:
+    def _send(self, entry: Kept, place: Tensor, piece: Tensor) -> None:
         """Start the copy to the host; the device goes on meanwhile."""
         accelerator, stream = self.accelerator, self._side()
         ready = accelerator.new_event()
         ready.record(accelerator.current_stream())
         with accelerator.on_stream(stream):
             ready.wait(stream)
-            place.copy_(mine, non_blocking=True)
-            kept.left = accelerator.new_event()
-            kept.left.record(stream)
+            place.copy_(piece, non_blocking=True)
+            entry.left = accelerator.new_event()
+            entry.left.record(stream)
         if stream is not None:
-            mine.record_stream(stream)
-        kept.before, self._latest = self._latest, weakref.ref(kept)
+            piece.record_stream(stream)
+        entry.before, self._latest = self._latest, weakref.ref(entry)
 
-    def _fetch(self, kept: Kept) -> Tensor:
-        if kept.left is None:
-            return kept.piece
-        self._start(kept)
-        ahead = kept.before()
+    def _fetch(self, entry: Kept) -> Tensor:
+        if entry.left is None:
+            return entry.piece
+        self._start(entry)
+        ahead = entry.before()
         if ahead is not None:
             self._start(ahead)
-        kept.arrived.wait(self.accelerator.current_stream())
-        back, kept.back = kept.back, None
+        entry.arrived.wait(self.accelerator.current_stream())
+        back, entry.back = entry.back, None
         if back is None:
             raise RuntimeError("a piece that was fetched is not there")
         return back
 
-    def _start(self, kept: Kept) -> None:
+    def _start(self, entry: Kept) -> None:
         """Start the copy back to the device."""
-        if kept.back is not None:
+        if entry.back is not None:
             return
         accelerator, stream = self.accelerator, self._side()
-        kept.back = torch.empty(kept.piece.shape, dtype=kept.piece.dtype, device=kept.device)
+        entry.back = torch.empty(entry.piece.shape, dtype=entry.piece.dtype, device=entry.device)
         ready = accelerator.new_event()
         ready.record(accelerator.current_stream())
         with accelerator.on_stream(stream):
             ready.wait(stream)  # the memory may be one that the device is still using
-            kept.left.wait(stream)
-            kept.back.copy_(kept.piece, non_blocking=True)
-            kept.arrived = accelerator.new_event()
-            kept.arrived.record(stream)
+            entry.left.wait(stream)
+            entry.back.copy_(entry.piece, non_blocking=True)
+            entry.arrived = accelerator.new_event()
+            entry.arrived.record(stream)
         if stream is not None:
-            kept.back.record_stream(stream)
+            entry.back.record_stream(stream)
 
     def _side(self) -> Any:
         if self._stream is None:
@@ -365,12 +365,12 @@ class ActivationStore:
         event.record(self._side())
         return event
 
-    def _remember(self, tensor: Tensor, kept: Kept) -> None:
+    def _remember(self, tensor: Tensor, entry: Kept) -> None:
         key = id(tensor)
         self._known[key] = (
             weakref.ref(tensor, lambda _: self._known.pop(key, None)),
             version_of(tensor),
-            weakref.ref(kept),
+            weakref.ref(entry),
         )
 
     def _say(self, text: str) -> None:

@@ -156,8 +156,8 @@ class ActivationCheckpointing:
             at = positions.get(id(tensor))
             return tensor if at is None else keeper.pack(tensor, at)
 
-        def unpack(kept: Any) -> Tensor:
-            return kept if isinstance(kept, Tensor) else keeper.unpack(kept)
+        def unpack(packed: Any) -> Tensor:
+            return packed if isinstance(packed, Tensor) else keeper.unpack(packed)
 
         return saved_tensors_hooks(pack, unpack)
 

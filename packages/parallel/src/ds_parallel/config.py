@@ -153,10 +153,10 @@ class TensorParallelConfig(StrictModel):
     @property
     def other_degrees(self) -> dict[str, int]:
         """Keys that name another number of ranks than `autotp_size`."""
-        told = {"tp.tp_size": self.tp.tp_size} if self.tp.tp_size > 1 else {}
+        degrees = {"tp.tp_size": self.tp.tp_size} if self.tp.tp_size > 1 else {}
         if self.partition_config is not None and self.partition_config.tp_size is not None:
-            told["partition_config.tp_size"] = self.partition_config.tp_size
-        return {key: value for key, value in told.items() if value != self.degree}
+            degrees["partition_config.tp_size"] = self.partition_config.tp_size
+        return {key: value for key, value in degrees.items() if value != self.degree}
 
     @property
     def options(self) -> TensorOptions:

@@ -46,7 +46,7 @@ class HeadCounts:
         group = self.query // self.key_value
         if degree <= self.key_value:
             return tuple(((a * group, b * group), (a, b)) for a, b in spread(self.key_value, degree))
-        found: list[tuple[Stretch, Stretch]] = []
+        ranges: list[tuple[Stretch, Stretch]] = []
         for head, (first, last) in enumerate(spread(degree, self.key_value)):
             if last - first > group:
                 raise PlanError(
@@ -56,8 +56,8 @@ class HeadCounts:
                     fix=f"Use at most {self.query} ranks, of which each key-value head's share is at most {group}.",
                 )
             for a, b in spread(group, last - first):
-                found.append(((head * group + a, head * group + b), (head, head + 1)))
-        return tuple(found)
+                ranges.append(((head * group + a, head * group + b), (head, head + 1)))
+        return tuple(ranges)
 
 
 def spread(units: int, over: int) -> tuple[Stretch, ...]:

@@ -92,11 +92,11 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         _marking(True)
         return self
 
-    def __exit__(self, *told: Any) -> None:
+    def __exit__(self, *exc_info: Any) -> None:
         _open.remove(self)
         _marking(bool(_open))
         self._marked.clear()
-        super().__exit__(*told)
+        super().__exit__(*exc_info)
 
     def _pack(self, tensor: Tensor) -> Tensor | _SavedHidden:
         self.stats.saved_tensors_seen += 1
@@ -148,7 +148,7 @@ def _marking(on: bool) -> None:
             kind.__call__ = ours[0]
 
 
-def _marked_call(plain: Any, own: Any) -> Any:
+def _marked_call(plain: Any, defined: Any) -> Any:
     def call(layer: nn.Module, *args: Any, **options: Any) -> Any:
         marks = bool(_open and args and layer.training and getattr(layer, "gradient_checkpointing", False))
         if not (marks and isinstance(args[0], Tensor) and torch.is_grad_enabled()):
@@ -160,5 +160,5 @@ def _marked_call(plain: Any, own: Any) -> Any:
         finally:
             manager._marked.pop(id(args[0]), None)
 
-    call.marks_inputs = (own,)  # type: ignore[attr-defined]
+    call.marks_inputs = (defined,)  # type: ignore[attr-defined]
     return call

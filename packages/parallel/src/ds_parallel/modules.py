@@ -64,16 +64,16 @@ def checkpoint_modules(
     """
     callables = [name for name, module in model.named_modules() if name and type(module).forward is not _NO_FORWARD]
     names = match_modules(callables, tuple(patterns))
-    found = [module for name, module in model.named_modules() if name in names]
-    own = [name for name, module in zip(names, found, strict=True) if "forward" in vars(module)]
-    if own:
+    modules = [module for name, module in model.named_modules() if name in names]
+    overridden = [name for name, module in zip(names, modules, strict=True) if "forward" in vars(module)]
+    if overridden:
         raise PlanError(
-            f"the forward of {own[0]!r} was replaced on the module itself, so that its class's is never called",
+            f"the forward of {overridden[0]!r} was replaced on the module itself, so that its class's is never called",
             code="activations-forward",
             fix="Checkpoint before whatever replaces it, or call ds_parallel.checkpoint in the model's forward.",
         )
     kinds: dict[type[nn.Module], type[nn.Module]] = {}
-    for module in found:
+    for module in modules:
         plain = type(module)
         if issubclass(plain, _Forward):
             continue
@@ -81,7 +81,7 @@ def checkpoint_modules(
             space = {"_plain": plain, "_policy": policy, "__module__": plain.__module__, "__doc__": plain.__doc__}
             kinds[plain] = type(plain.__name__, (_Forward, plain), space)
         module.__class__ = kinds[plain]
-    return Checkpointed(names, found)
+    return Checkpointed(names, modules)
 
 
 def match_modules(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, ...]:
@@ -90,8 +90,8 @@ def match_modules(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, .
     Raises:
         PlanError: a pattern matches no name ("activations-modules").
     """
-    found = {pattern: {name for name in names if _matches(name.split("."), pattern.split("."))} for pattern in patterns}
-    empty = [pattern for pattern, matched in found.items() if not matched]
+    matches = {pattern: {name for name in names if _matches(name.split("."), pattern.split("."))} for pattern in patterns}
+    empty = [pattern for pattern, matched in matches.items() if not matched]
     if empty:
         close = nearest(empty[0], names)
         raise PlanError(
@@ -99,7 +99,7 @@ def match_modules(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, .
             code="activations-modules",
             fix=f"Did you mean {close[0]!r}?" if close else "Use names as model.named_modules() gives them.",
         )
-    chosen = set().union(*found.values())
+    chosen = set().union(*matches.values())
     return tuple(name for name in names if name in chosen)
 
 

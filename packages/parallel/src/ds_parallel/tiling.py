@@ -131,8 +131,8 @@ class _TiledCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *incoming: Any) -> tuple[Tensor | None, ...]:
-        kept = iter(ctx.saved_tensors)
-        grads = [_scaled(next(kept), incoming[0]) if has else None for has in ctx.has]
+        saved = iter(ctx.saved_tensors)
+        grads = [_scaled(next(saved), incoming[0]) if has else None for has in ctx.has]
         return (*grads, None, None, None)
 
 
@@ -199,26 +199,26 @@ class _Loss(torch.autograd.Function):
                     continue  # no token of it counts: its mean is no number
             with torch.enable_grad():
                 part = x[cut].detach().requires_grad_(slope is not None)
-                own = function(part, *(None if other is None else other[cut] for other in others))
+                loss = function(part, *(None if other is None else other[cut] for other in others))
                 wanted = [*([part] if slope is not None else []), *parameters]
-                found = torch.autograd.grad(own, wanted, allow_unused=True) if wanted else ()
-            total, kind = total + own.detach().to(exact) * share, own.dtype
-            given = iter(found)
+                tile_grads = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
+            total, kind = total + loss.detach().to(exact) * share, loss.dtype
+            remaining_grads = iter(tile_grads)
             if slope is not None:
-                mine = next(given)
-                if mine is not None:
-                    slope[cut] = (mine.to(exact) * share).to(mine.dtype)
-            for kept, grad in zip(slopes, given, strict=True):
+                x_grad = next(remaining_grads)
+                if x_grad is not None:
+                    slope[cut] = (x_grad.to(exact) * share).to(x_grad.dtype)
+            for accumulated, grad in zip(slopes, remaining_grads, strict=True):
                 if grad is not None:
-                    kept += grad.to(kept.dtype) * share  # a share of few bits would scale the whole tile wrongly
+                    accumulated += grad.to(accumulated.dtype) * share  # a share of few bits would scale the whole tile wrongly
         ctx.with_x = slope is not None
-        slopes = [kept.to(param.dtype) for kept, param in zip(slopes, parameters, strict=True)]
+        slopes = [accumulated.to(param.dtype) for accumulated, param in zip(slopes, parameters, strict=True)]
         ctx.save_for_backward(*([slope] if slope is not None else []), *slopes)
         return total.to(kind)
 
     @staticmethod
     def backward(ctx: Any, *incoming: Any) -> tuple[Any, ...]:
-        grads = [_scaled(kept, incoming[0]) for kept in ctx.saved_tensors]
+        grads = [_scaled(saved, incoming[0]) for saved in ctx.saved_tensors]
         first = grads.pop(0) if ctx.with_x else None
         return (None, first, None, None, None, None, *grads)
 
@@ -269,9 +269,9 @@ def sequence_tiled_compute(
     return torch.stack([out * (length / seqlen) for out, length in zip(outs, lengths, strict=True)]).sum()
 
 
-def _scaled(kept: Tensor, factor: Tensor) -> Tensor:
+def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     """Multiply a saved gradient by `factor` in the gradient's dtype, as a factor in fp32 would widen the gradient."""
-    return kept * factor.to(kept.dtype) if kept.dtype != torch.float16 else (kept * factor.float()).to(kept.dtype)
+    return gradient * factor.to(gradient.dtype) if gradient.dtype != torch.float16 else (gradient * factor.float()).to(gradient.dtype)
 
 
 def _bounds(length: int, tiles: int) -> list[tuple[int, int]]:

@@ -25,17 +25,17 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return flatten(tree)[0]
 
 
-def _builder(tree: Any, found: list[Tensor]) -> Callable[[Sequence[Tensor]], Any]:
+def _builder(tree: Any, leaves: list[Tensor]) -> Callable[[Sequence[Tensor]], Any]:
     if isinstance(tree, Tensor):
-        at = len(found)
-        found.append(tree)
+        at = len(leaves)
+        leaves.append(tree)
         return lambda tensors: tensors[at]
     kind = type(tree)
     if kind is dict:
-        builders = {key: _builder(value, found) for key, value in tree.items()}
+        builders = {key: _builder(value, leaves) for key, value in tree.items()}
         return lambda tensors: {key: build(tensors) for key, build in builders.items()}
     if kind in (list, tuple) or (isinstance(tree, tuple) and hasattr(kind, "_fields")):
-        members = [_builder(value, found) for value in tree]
+        members = [_builder(value, leaves) for value in tree]
         if hasattr(kind, "_fields"):
             return lambda tensors: kind(*(build(tensors) for build in members))
         return lambda tensors: kind(build(tensors) for build in members)

@@ -97,14 +97,14 @@ class Action:
         Raises:
             PlanError: not the text form of an action ("program-text").
         """
-        found = _ACTION.fullmatch(text.strip())
-        if found is None:
+        match = _ACTION.fullmatch(text.strip())
+        if match is None:
             raise PlanError(
                 f"{text!r} is not an action",
                 code="program-text",
                 fix=f"Write stage, operation ({', '.join(op.value for op in ActionKind)}), microbatch, and * to reduce: 0B3*.",
             )
-        return cls(ActionKind(found["op"]), int(found["stage"]), int(found["microbatch"]), bool(found["reduce"]))
+        return cls(ActionKind(match["op"]), int(match["stage"]), int(match["microbatch"]), bool(match["reduce"]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,16 +24,16 @@ def tie(places: PipelineGroups, holders: Mapping[str, Sequence[int]], params: Ma
     """
     grid = places.topology.grid
     summed = [axis for axis in grid.axes if axis in GRADIENT_AXES]
-    made: dict[tuple[int, ...], Group | None] = {}
+    created: dict[tuple[int, ...], Group | None] = {}
     ties: list[Tie] = []
 
     def groups(ranks_of: Sequence[tuple[int, ...]], name: str) -> Group | None:
-        mine = None
+        member_of = None
         for ranks in ranks_of:
-            if ranks not in made:
-                made[ranks] = ds_comm.new_group(ranks, name)
-            mine = made[ranks] or mine
-        return mine
+            if ranks not in created:
+                created[ranks] = ds_comm.new_group(ranks, name)
+            member_of = created[ranks] or member_of
+        return member_of
 
     for name in sorted(holders):
         stages = sorted(set(holders[name]))

@@ -90,16 +90,16 @@ def _show(args: argparse.Namespace) -> None:
         title = f"{args.name}: bubble {report.bubble:.1%}, activations {max(report.peak_activations)}"
         as_gantt([(title, timing.ranks)], args.png)
     if args.json:
-        told = {"name": args.name, "stages": len(rank_of), "microbatches": args.microbatches, **asdict(report)}
+        summary = {"name": args.name, "stages": len(rank_of), "microbatches": args.microbatches, **asdict(report)}
         program_text = {"program": str(full).splitlines()} if args.actions else {}
-        print(json.dumps({**told, "ranks": _rows(timing.ranks), **program_text}, indent=1))
+        print(json.dumps({**summary, "ranks": _rows(timing.ranks), **program_text}, indent=1))
         return
     print(as_table(timing.ranks))
-    held = ", ".join(str(n) for n in report.peak_activations)
+    activations = ", ".join(str(n) for n in report.peak_activations)
     print(
         f"{args.name}: {args.stages} ranks, {len(rank_of)} stages, {args.microbatches} microbatches, verified\n"
         f"one step {report.span:g}, bubble {report.bubble:.1%}; steps in a row {report.period:g} each\n"
-        f"activations held at most, by rank (of one stage and microbatch each): {held}; messages {report.sends}"
+        f"activations held at most, by rank (of one stage and microbatch each): {activations}; messages {report.sends}"
     )
     if args.actions:
         print(full)
@@ -129,8 +129,8 @@ def _of_trace(trace: Trace, args: argparse.Namespace, rank_of: tuple[int, ...]) 
             code="pipe-trace",
             fix=f"Pass --stages {len(trace.ranks)}, and a schedule with as many stages a rank.",
         )
-    found = trace.costs()
-    rows = list(zip(found.forward, found.input_grad, found.weight_grad, strict=True))
+    costs = trace.costs()
+    rows = list(zip(costs.forward, costs.input_grad, costs.weight_grad, strict=True))
     return Costs.measured(rows, args.transfer), wanted
 
 
@@ -148,12 +148,12 @@ def _trace(args: argparse.Namespace) -> None:
         on_paper = f"planned: {1e3 * plan.span:.1f} ms, bubble {plan.bubble:.1%}"
         as_gantt([(of_run, measured), (on_paper, plan.ranks)], args.png)
     if args.json:
-        told = {
+        summary = {
             "measured": {"span": trace.span, "bubble": trace.bubble, "ranks": _rows(measured)},
             "planned": {"span": plan.span, "bubble": plan.bubble, "ranks": _rows(plan.ranks)},
             "stages": [dict(zip(("forward", "input_grad", "weight_grad"), row, strict=True)) for row in stages],
         }
-        print(json.dumps(told, indent=1))
+        print(json.dumps(summary, indent=1))
         return
     print(f"measured: {1e3 * trace.span:.2f} ms, bubble {trace.bubble:.1%}\n{as_table(measured)}")
     print(

@@ -69,10 +69,10 @@ class DecoderStages(nn.Module):
         self.pipe_staging = PipelineSpec(schedule, places.pipe.size, virtual, partition_method)
         rank_of = placement_of(schedule, places.pipe.size, virtual)
         self.parts = _bounds(whole, partition_method, len(rank_of))
-        mine = [s for s, r in enumerate(rank_of) if r == places.pipe.rank]
+        stages = [s for s, r in enumerate(rank_of) if r == places.pipe.rank]
         self.loss_function, self.vocab_size = whole.loss_function, whole.config.vocab_size
         self.config = whole.config
-        parts = {s: _DecoderPart(whole, (self.parts[s], self.parts[s + 1]), s == 0, s + 1 == len(rank_of)) for s in mine}
+        parts = {s: _DecoderPart(whole, (self.parts[s], self.parts[s + 1]), s == 0, s + 1 == len(rank_of)) for s in stages}
         for s, part in parts.items():
             self.add_module(f"stage{s}", part)
         names = {id(p): name for name, p in model.named_parameters()}
@@ -80,8 +80,8 @@ class DecoderStages(nn.Module):
         holders = {}
         if whole.get_output_embeddings().weight is whole.get_input_embeddings().weight:
             holders[names[id(whole.get_input_embeddings().weight)]] = [rank_of[0], rank_of[-1]]
-        own = {local[name]: p for name, p in self.named_parameters() if local[name] in holders}
-        ties = tie(places, holders, own)
+        tied_params = {local[name]: p for name, p in self.named_parameters() if local[name] in holders}
+        ties = tie(places, holders, tied_params)
         if not any(p.is_meta for p in self.parameters()):
             broadcast_ties(ties)
         self._staged = StagedModel(self, parts, rank_of, places, loss_fn or self.loss, local, ties)
@@ -94,8 +94,8 @@ class DecoderStages(nn.Module):
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Compute the original model's loss: labels are shifted by one position, -100 does not count."""
-        found: Tensor = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size)
-        return found
+        value: Tensor = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size)
+        return value
 
     def set_checkpoint_interval(self, interval: int) -> None:
         """Enable activation checkpointing of whole stages for an interval above 0.
@@ -139,10 +139,10 @@ class _DecoderPart(nn.Module):
         return self._run(value)
 
     def _run(self, value: Mapping[str, Any]) -> Any:
-        given = {name: value.get(name) for name in _CARRIED}
+        carried = {name: value.get(name) for name in _CARRIED}
         source = {"input_ids": value["input_ids"]} if self.first else {"inputs_embeds": value["hidden"]}
-        hidden = self.decoder(**source, **given, use_cache=False).last_hidden_state
-        return self.head(hidden) if self.head is not None else {"hidden": hidden, **given}
+        hidden = self.decoder(**source, **carried, use_cache=False).last_hidden_state
+        return self.head(hidden) if self.head is not None else {"hidden": hidden, **carried}
 
 
 class _Nothing(nn.Module):

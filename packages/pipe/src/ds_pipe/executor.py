@@ -84,11 +84,11 @@ class MicrobatchSource:
                 ) from None
             self._inputs[self._next] = [*self.split(drawn), self.users]
             self._next += 1
-        held = self._inputs[microbatch]
-        held[2] -= 1
-        if held[2] <= 0:
+        entry = self._inputs[microbatch]
+        entry[2] -= 1
+        if entry[2] <= 0:
             del self._inputs[microbatch]
-        return held[what]
+        return entry[what]
 
 
 class PipelineExecutor:
@@ -231,16 +231,16 @@ class PipelineExecutor:
         grads = None if last else self._grads.pop((s, m))
         stage = self.stages[s]
         if action.op is ActionKind.INPUT_GRAD:
-            found = stage.input_grad(m, grads)
+            input_grads = stage.input_grad(m, grads)
         else:
             with self._differentiating(action):
-                found = stage.backward(m, grads)
+                input_grads = stage.backward(m, grads)
         if s == 0:
             return
         if s - 1 in self.stages:
-            self._grads[s - 1, m] = found
+            self._grads[s - 1, m] = input_grads
         else:
-            self._back[s, m] = found
+            self._back[s, m] = input_grads
 
     def _weight_grad(self, action: Action) -> None:
         with self._differentiating(action):

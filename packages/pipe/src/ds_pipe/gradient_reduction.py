@@ -33,12 +33,12 @@ class PlainReduction:
     def __init__(self, model: StagedModel) -> None:
         self._model = model
         tied = {id(one.param) for one in model.ties}
-        seen: set[int] = set()
+        claimed: set[int] = set()
         self._params: dict[int, list[torch.nn.Parameter]] = {}
         for stage, part in model.parts.items():
-            own = [p for p in part.parameters() if p.requires_grad and id(p) not in tied | seen]
-            seen |= {id(p) for p in own}
-            self._params[stage] = own
+            stage_params = [p for p in part.parameters() if p.requires_grad and id(p) not in tied | claimed]
+            claimed |= {id(p) for p in stage_params}
+            self._params[stage] = stage_params
 
     @contextmanager
     def around(self, action: Action) -> Iterator[None]:
@@ -92,7 +92,7 @@ class BackwardReducer(Protocol):
         `action.reduce` says whether the gradients are reduced inside the context.
         """
 
-    def given(self) -> None:
+    def expect_gradients(self) -> None:
         """Prepare for gradients from another stage, which scaled the loss."""
 
     def reduce(self) -> None:
@@ -120,7 +120,7 @@ class StageReduction:
         """
         inside = action.op is ActionKind.BACKWARD and self._stages == 1
         if not self._last:
-            self._reducing.given()
+            self._reducing.expect_gradients()
         with self._reducing.backward(action if inside else replace(action, reduce=False)):
             yield
         if action.reduce and not inside:
@@ -167,7 +167,7 @@ class _ByOptimizer:
     def backward(self, action: Action) -> AbstractContextManager[None]:
         return self._optimizer.reduction(action.reduce)
 
-    def given(self) -> None:
+    def expect_gradients(self) -> None:
         self._optimizer.scale(torch.zeros(()))
 
 

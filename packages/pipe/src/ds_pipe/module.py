@@ -120,14 +120,14 @@ class PipelineModule(nn.Module):
 
     def stage_owner(self, layer_idx: int) -> int:
         """Return the stage that contains layer `layer_idx`; raise PlanError if there is no such layer."""
-        found = [s for s in range(len(self.rank_of)) if self.parts[s] <= layer_idx < self.parts[s + 1]]
-        if not found:
+        stages = [s for s in range(len(self.rank_of)) if self.parts[s] <= layer_idx < self.parts[s + 1]]
+        if not stages:
             raise PlanError(
                 f"layer {layer_idx} of a model of {len(self.specs)} layers",
                 code="pipe-layers",
                 fix=f"Ask for 0 to {len(self.specs) - 1}.",
             )
-        return found[0]
+        return stages[0]
 
     def topology(self) -> ProcessTopology:
         return self.places.topology
@@ -174,8 +174,8 @@ class PipelineModule(nn.Module):
                 )
 
     def _stages(self) -> StagedModel:
-        mine = [s for s, r in enumerate(self.rank_of) if r == self.places.pipe.rank]
-        parts = {s: _StageModule(self, range(self.parts[s], self.parts[s + 1])) for s in mine}
+        stages = [s for s, r in enumerate(self.rank_of) if r == self.places.pipe.rank]
+        parts = {s: _StageModule(self, range(self.parts[s], self.parts[s + 1])) for s in stages}
         holders: dict[str, list[int]] = {}
         names: dict[str, str] = {}
         for index, layer in enumerate(self.specs):
@@ -184,8 +184,8 @@ class PipelineModule(nn.Module):
                     holders.setdefault(f"tied_modules.{layer.key}.{path}", []).append(
                         self.rank_of[self.stage_owner(index)]
                     )
-        own = dict(self.named_parameters(remove_duplicate=False))
-        for name in own:
+        local_params = dict(self.named_parameters(remove_duplicate=False))
+        for name in local_params:
             if name.startswith("tied_modules.") and name not in holders:
                 # Not tied: every rank that holds the layer has its own.
                 key = name.split(".")[1]
@@ -193,14 +193,14 @@ class PipelineModule(nn.Module):
                 if first not in self._uses:
                     mine_first = min(i for i in self._uses if getattr(self.specs[i], "key", None) == key)
                     names[name] = f"{mine_first}.{name.split('.', 2)[2]}"
-        missing = [name for name in holders if name.split(".")[1] in self.tied_modules and name not in own]
+        missing = [name for name in holders if name.split(".")[1] in self.tied_modules and name not in local_params]
         if missing:
             raise PlanError(
                 f"tied layers have no parameter {', '.join(missing)}",
                 code="pipe-tied",
                 fix="Name the attribute path of the parameter in tied_weight_attr.",
             )
-        ties = tie(self.places, holders, {name: own[name] for name in holders if name in own})
+        ties = tie(self.places, holders, {name: local_params[name] for name in holders if name in local_params})
         broadcast_ties(ties)
         staged = StagedModel(self, parts, self.rank_of, self.places, self.loss_fn, names, ties)
         annotate_params(staged)

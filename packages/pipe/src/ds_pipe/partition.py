@@ -63,18 +63,18 @@ def matching(names: Sequence[str], pattern: str) -> list[float]:
         PlanError: the pattern is not a regular expression, or no layer matches the pattern ("pipe-partition").
     """
     try:
-        found = [1.0 if re.search(pattern, name, re.IGNORECASE) else 0.0 for name in names]
+        weights = [1.0 if re.search(pattern, name, re.IGNORECASE) else 0.0 for name in names]
     except re.error as error:
         raise PlanError(
             f"type:{pattern} is not a regular expression: {error}", code="pipe-partition", fix="Correct the pattern."
         ) from error
-    if not any(found):
+    if not any(weights):
         raise PlanError(
             f"no layer has a class name that matches {pattern!r}; there are {', '.join(sorted(set(names)))}",
             code="pipe-partition",
             fix="Name a class of the model after `type:`.",
         )
-    return found
+    return weights
 
 
 def _check(layers: int, parts: int) -> None:

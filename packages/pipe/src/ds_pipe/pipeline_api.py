@@ -93,15 +93,15 @@ class Pipeline:
         Collective over the pipeline and its replicas.
         """
         count = microbatches or (len(data) if isinstance(data, Sequence) else self.microbatches)
-        found: dict[int, Tensor] = {}
+        losses: dict[int, Tensor] = {}
 
         def criterion(microbatch: int, out: Any, labels: Any) -> Tensor:
             loss: Tensor = out if self.model.loss is None else self.model.loss(out, labels)
-            found[microbatch] = loss.detach()
+            losses[microbatch] = loss.detach()
             return self.reduction.scale(loss / count if count > 1 else loss)
 
         self.executor.run(self._row(self.program(count)), self._feed(data), self.reduction, criterion)
-        return self._shared(found, count)
+        return self._shared(losses, count)
 
     def evaluate(
         self, data: Iterable[Any], microbatches: int | None = None, with_loss: bool = True
@@ -114,12 +114,12 @@ class Pipeline:
         """
         count = microbatches or (len(data) if isinstance(data, Sequence) else self.microbatches)
         outputs: dict[int, Any] = {}
-        found: dict[int, Tensor] = {}
+        losses: dict[int, Tensor] = {}
 
         def done(microbatch: int, out: Any, labels: Any) -> None:
             outputs[microbatch] = out
             if with_loss:
-                found[microbatch] = out if self.model.loss is None else self.model.loss(out, labels)
+                losses[microbatch] = out if self.model.loss is None else self.model.loss(out, labels)
 
         training = self.model.module.training
         self.model.module.eval()
@@ -127,7 +127,7 @@ class Pipeline:
             self.executor.evaluate(self.forwards(count), self._feed(data), done)
         finally:
             self.model.module.train(training)
-        return outputs, self._shared(found, count) if with_loss else None
+        return outputs, self._shared(losses, count) if with_loss else None
 
     def forwards(self, count: int) -> tuple[Action, ...]:
         """Return this rank's actions for an evaluation of `count` microbatches."""
@@ -141,9 +141,9 @@ class Pipeline:
         users = self.model.first + self.model.last
         return MicrobatchSource(iter(data if users else ()), self.batch_fn, users)
 
-    def _shared(self, found: Mapping[int, Tensor], count: int) -> Tensor:
+    def _shared(self, losses: Mapping[int, Tensor], count: int) -> Tensor:
         self.losses = torch.stack(
-            [found[m].double().reshape(()).cpu() for m in sorted(found)] or [torch.zeros(()).double()]
+            [losses[m].double().reshape(()).cpu() for m in sorted(losses)] or [torch.zeros(()).double()]
         )
         total = self.losses.sum().reshape(1)
         if self.model.last:

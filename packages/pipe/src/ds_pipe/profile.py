@@ -49,9 +49,9 @@ def _use(layer: Any) -> Any:
 def _measure(use: Any, value: Any, repeats: int) -> tuple[float, Any]:
     times, out = [], value
     for _ in range(repeats):
-        given = tree_map(_leaf, value)
+        inputs = tree_map(_leaf, value)
         begin = time.perf_counter()
-        out = use(given)
+        out = use(inputs)
         ends = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
         if ends:
             torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])

@@ -238,15 +238,15 @@ def _best(problem: ScheduleProblem, rules: Iterable[SchedulePriority]) -> Progra
     return _best_of([(problem, rules)])
 
 
-def _best_of(asked: Iterable[tuple[ScheduleProblem, Iterable[SchedulePriority]]]) -> Program:
+def _best_of(candidates: Iterable[tuple[ScheduleProblem, Iterable[SchedulePriority]]]) -> Program:
     """Return the program with the shortest period, then span, over all problems and rules; the first of equals."""
-    found: tuple[float, float] | None = None
+    best_key: tuple[float, float] | None = None
     best = Program(())
-    for problem, rules in asked:
+    for problem, rules in candidates:
         for rule in rules:
             program = generate(problem, rule)
             timing = simulate(program, problem.costs)
             key = (round(timing.period, 9), round(timing.span, 9))
-            if found is None or key < found:
-                found, best = key, program
+            if best_key is None or key < best_key:
+                best_key, best = key, program
     return best

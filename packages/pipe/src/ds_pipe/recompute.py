@@ -74,12 +74,12 @@ def checkpointed(run: Callable[[Any], Any], value: Any, backwards: Backwards) ->
     """
     leaves, spec = tree_flatten(value)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    kept = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    segment = _RecomputedSegment(run, backwards, spec, kept, at, torch.get_rng_state())
+    constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    segment = _RecomputedSegment(run, backwards, spec, constants, at, torch.get_rng_state())
     anchor = torch.empty(0, requires_grad=True)  # weights need gradients even where no input does
     backwards.recorder.anchor(anchor)
-    found = _Checkpointed.apply(segment, anchor, *(leaves[i] for i in at))
-    tensors = iter(found)
+    outputs = _Checkpointed.apply(segment, anchor, *(leaves[i] for i in at))
+    tensors = iter(outputs)
     flat = [next(tensors) if isinstance(leaf, _Slot) else leaf for leaf in segment.constants]
     if segment.outputs is None:
         raise RuntimeError("a checkpointed segment ended without an output")
@@ -98,11 +98,11 @@ class _Checkpointed(torch.autograd.Function):
         with segment.backwards.recorder.into(None):
             flat, segment.outputs = tree_flatten(segment.run(_value(segment, tensors)))
         segment.constants = [_Slot() if isinstance(leaf, Tensor) else leaf for leaf in flat]
-        found = tuple(leaf for leaf in flat if isinstance(leaf, Tensor))
-        ctx.mark_non_differentiable(*(t for t in found if not t.is_floating_point()))
+        outputs = tuple(leaf for leaf in flat if isinstance(leaf, Tensor))
+        ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))
         # One tensor handed through must not be its own input and output.
-        given = {id(t) for t in tensors}
-        return tuple(t.view_as(t) if id(t) in given else t for t in found)
+        input_ids = {id(t) for t in tensors}
+        return tuple(t.view_as(t) if id(t) in input_ids else t for t in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -117,8 +117,8 @@ class _Checkpointed(torch.autograd.Function):
                 flat, _ = tree_flatten(segment.run(_value(segment, tensors)))
         finally:
             torch.set_rng_state(now)
-        found = [leaf for leaf in flat if isinstance(leaf, Tensor)]
-        pairs = [(t, g) for t, g in zip(found, grads, strict=True) if g is not None and t.requires_grad]
+        outputs = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+        pairs = [(t, g) for t, g in zip(outputs, grads, strict=True) if g is not None and t.requires_grad]
         return (None, None, *_gradients(backwards, pairs, tensors, capture))
 
 

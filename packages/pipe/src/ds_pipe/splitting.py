@@ -106,18 +106,18 @@ def split_backward(
     """
     edges = [edge for of_call, _ in capture.calls for edge in of_call]
     wanted: list[Any] = [*inputs, *edges, *capture.anchors]
-    found = torch.autograd.grad(outputs, wanted, grads, retain_graph=True, allow_unused=True) if wanted else ()
-    at_edges = iter(found[len(inputs) :])
+    gradients = torch.autograd.grad(outputs, wanted, grads, retain_graph=True, allow_unused=True) if wanted else ()
+    at_edges = iter(gradients[len(inputs) :])
     single, rest = _owners(outputs, capture)
     jobs = []
     for number, (of_call, params) in enumerate(capture.calls):
         pairs = [(edge, grad) for edge, grad in zip(of_call, at_edges, strict=False) if grad is not None]
-        mine = [GradientEdge(node, 0) for p in params if (node := single.get((id(p), number))) is not None]
-        if pairs and mine:
-            jobs.append(WeightGradJob([e for e, _ in pairs], [g for _, g in pairs], mine))
+        targets = [GradientEdge(node, 0) for p in params if (node := single.get((id(p), number))) is not None]
+        if pairs and targets:
+            jobs.append(WeightGradJob([e for e, _ in pairs], [g for _, g in pairs], targets))
     if rest:
         jobs.append(WeightGradJob([get_gradient_edge(t) for t in outputs], list(grads), rest))
-    return list(found[: len(inputs)]), jobs
+    return list(gradients[: len(inputs)]), jobs
 
 
 def run_jobs(jobs: Sequence[WeightGradJob]) -> None:
@@ -143,21 +143,21 @@ def _owners(outputs: Sequence[Tensor], capture: Capture) -> tuple[dict[tuple[int
             if id(tensor) in single or id(tensor) not in known:
                 rest[id(tensor)] = tensor, node
             single[id(tensor)] = number, node
-    found = {(known, number): node for known, (number, node) in single.items() if known not in rest}
-    return found, [GradientEdge(node, 0) for tensor, node in rest.values() if isinstance(tensor, nn.Parameter)]
+    exclusive = {(known, number): node for known, (number, node) in single.items() if known not in rest}
+    return exclusive, [GradientEdge(node, 0) for tensor, node in rest.values() if isinstance(tensor, nn.Parameter)]
 
 
 def _reached(starts: Sequence[Node], barriers: dict[Node, int], from_outputs: bool) -> list[tuple[Tensor, Node]]:
     """Leaves that a walk from `starts` reaches, not going through other barriers, and the nodes that accumulate into them."""
-    seen: set[Node] = set()
+    visited: set[Node] = set()
     leaves: list[tuple[Tensor, Node]] = []
     todo = [node for node in starts if not (from_outputs and node in barriers)]
     first = set(starts)
     while todo:
         node = todo.pop()
-        if node in seen or (node in barriers and node not in first):
+        if node in visited or (node in barriers and node not in first):
             continue
-        seen.add(node)
+        visited.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None:
             leaves.append((variable, node))

@@ -75,28 +75,28 @@ class PipelineStage:
             PlanError: the loss is not one number with a graph ("pipe-loss").
         """
         flight = self._flights.pop(microbatch)
-        outputs, given = self._matched(flight.outputs, grads)
+        outputs, output_grads = self._matched(flight.outputs, grads)
         if outputs:
             with self.backwards.running(Mode.WHOLE):
-                torch.autograd.backward(outputs, given)
-        found = [leaf.grad for leaf in flight.inputs]
+                torch.autograd.backward(outputs, output_grads)
+        input_grads = [leaf.grad for leaf in flight.inputs]
         for leaf in flight.inputs:
             leaf.grad = None
-        return found
+        return input_grads
 
     def input_grad(self, microbatch: int, grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
         """The first half: the gradients of the inputs. `grads` as in `backward`."""
         flight = self._flights.pop(microbatch)
         if flight.capture is None:
             raise RuntimeError("a stage that does not split was asked for an input gradient")
-        outputs, given = self._matched(flight.outputs, grads)
+        outputs, output_grads = self._matched(flight.outputs, grads)
         if not outputs:
             self._jobs[microbatch] = []
             return [None] * len(flight.inputs)
         with self.backwards.running(Mode.INPUT) as inner:
-            found, jobs = split_backward(outputs, given, flight.inputs, flight.capture)
+            input_grads, jobs = split_backward(outputs, output_grads, flight.inputs, flight.capture)
         self._jobs[microbatch] = [*inner, *jobs]
-        return found
+        return input_grads
 
     def _matched(
         self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None] | None

@@ -79,17 +79,17 @@ def describe(value: Any, where: str) -> tuple[ValueStructure, list[Tensor]]:
 
 
 def _dump(spec: TreeSpec, where: str) -> str:
-    found = _trees.get(spec)
-    if found is None:
+    text = _trees.get(spec)
+    if text is None:
         try:
-            found = _trees[spec] = treespec_dumps(spec)
+            text = _trees[spec] = treespec_dumps(spec)
         except NotImplementedError as error:
             raise UnsupportedError(
                 f"{where}: a container of the value cannot be described to another rank: {error}",
                 code="pipe-travel",
                 fix="Return tuples, lists or dicts from the last layer of a stage.",
             ) from error
-    return found
+    return text
 
 
 _trees: dict[TreeSpec, str] = {}
@@ -135,12 +135,12 @@ class StageLink:
     def receive(self) -> tuple[Any, ValueStructure]:
         """Receive the next value and its signature, on the upper stage."""
         head, *tensors = self._receiver.recv()
-        told = head.numpy().tobytes()
-        if len(told) > _NUMBER:
-            self._known.append(ValueStructure.decoded(told))
+        header = head.numpy().tobytes()
+        if len(header) > _NUMBER:
+            self._known.append(ValueStructure.decoded(header))
             signature = self._known[-1]
         else:
-            number = int.from_bytes(told, "little")
+            number = int.from_bytes(header, "little")
             if number >= len(self._known):
                 raise self._misplaced(f"signature {number} of {len(self._known)} that are known")
             signature = self._known[number]
@@ -161,10 +161,10 @@ class StageLink:
         """Receive the gradients of a value with this signature, which was sent earlier."""
         if not signature.gradients:
             return []
-        found = self._receiver.recv()
-        if len(found) != signature.gradients:
-            raise self._misplaced(f"{len(found)} gradients of {signature.gradients}")
-        return list(found)
+        gradients = self._receiver.recv()
+        if len(gradients) != signature.gradients:
+            raise self._misplaced(f"{len(gradients)} gradients of {signature.gradients}")
+        return list(gradients)
 
     # ----
 

@@ -134,7 +134,7 @@ class PipelineGroups:
         names = {"pipe": ("pipe",), "slice": tuple(a for a in topology.axes if a not in ("pipe", *GRADIENT_AXES))}
         names |= {"data": ("data",) if "data" in topology.axes else (), "model": ("pipe", *names["slice"])}
         names["gradient"] = tuple(a for a in topology.axes if a in GRADIENT_AXES)
-        made: dict[str, Group] = {}
+        groups: dict[str, Group] = {}
         known: dict[tuple[int, ...], Group | None] = {}
         for name, axes in sorted(names.items()):
             for ranks in topology.grid.groups(*axes):
@@ -142,8 +142,8 @@ class PipelineGroups:
                     known[ranks] = ds_comm.new_group(ranks, name)
                 group = known[ranks]
                 if group is not None:
-                    made[name] = Group(name, group.ranks, group.rank, group.link)
-        return cls(topology, world=world, **made)
+                    groups[name] = Group(name, group.ranks, group.rank, group.link)
+        return cls(topology, world=world, **groups)
 
     @property
     def data_size(self) -> int:

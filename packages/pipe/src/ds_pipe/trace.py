@@ -113,10 +113,10 @@ class Trace:
             PlanError: the file is something else ("pipe-trace").
         """
         try:
-            found: Any = json.loads(Path(path).read_text())
-            if found["format"] != _FORMAT:
-                raise _wrong(f"{path} is of format {found['format']!r}")
-            rows = [[(float(a), float(b), Action.parse(text)) for a, b, text in row] for row in found["ranks"]]
+            document: Any = json.loads(Path(path).read_text())
+            if document["format"] != _FORMAT:
+                raise _wrong(f"{path} is of format {document['format']!r}")
+            rows = [[(float(a), float(b), Action.parse(text)) for a, b, text in row] for row in document["ranks"]]
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise _wrong(f"{path} cannot be read ({error!r})") from error
         return cls(tuple(map(tuple, rows)))
@@ -137,16 +137,16 @@ def tracing(step: Pipeline) -> Iterator[list[Trace]]:
     group = step.model.places.pipe
     ds_comm.barrier(group=group, unit="pipe.trace")
     origin = time.perf_counter()
-    own: list[Span] = []
-    before, step.executor.timeline = step.executor.timeline, own
+    spans: list[Span] = []
+    before, step.executor.timeline = step.executor.timeline, spans
     traces: list[Trace] = []
     try:
         yield traces
     finally:
         step.executor.timeline = before
-    told: list[Any] = [None] * group.size
-    ds_comm.all_gather_object(told, [(a - origin, b - origin, str(action)) for a, b, action in own], group=group)
-    everyone = [_steps([(a, b, Action.parse(text)) for a, b, text in row]) for row in told]
+    gathered: list[Any] = [None] * group.size
+    ds_comm.all_gather_object(gathered, [(a - origin, b - origin, str(action)) for a, b, action in spans], group=group)
+    everyone = [_steps([(a, b, Action.parse(text)) for a, b, text in row]) for row in gathered]
     traces += [Trace(tuple(map(tuple, rows))) for rows in zip(*everyone, strict=True)]
 
 
@@ -156,11 +156,11 @@ def _steps(spans: Sequence[Span]) -> list[list[Span]]:
     No action occurs twice in a step.
     """
     steps: list[list[Span]] = []
-    seen: set[str] = set()
+    actions: set[str] = set()
     for span in spans:
-        if not steps or str(span[2]) in seen:  # no action comes twice in a step
+        if not steps or str(span[2]) in actions:  # no action comes twice in a step
             steps.append([])
-            seen = set()
+            actions = set()
         steps[-1].append(span)
-        seen.add(str(span[2]))
+        actions.add(str(span[2]))
     return steps

@@ -88,7 +88,7 @@ class ResourceManager:
         while self.experiments:
             experiment = self.experiments.pop(0)
             config, name = experiment["ds_config"], experiment["name"]
-            (found, *_), _left = candidates_of(
+            (candidate, *_), _left = candidates_of(
                 TuningTask(config, Shapes((), ()), self.num_gpus_per_node), {"steps_per_print": (None,)}, SearchLimits()
             )
             words = [word for i, word in enumerate(self.args.user_args) if i and self.args.user_args[i - 1] in _CONFIG]
@@ -96,8 +96,8 @@ class ResourceManager:
                 config, tuple(words), ("--nproc", str(self.num_gpus_per_node)), self.args.user_script, tuple(self.args.user_args),
                 Path(self.results_dir) / name, Path(self.exps_dir), mappings=self.arg_mappings,
             )  # fmt: skip
-            result = run_trial(job, NextTrial(found, 0, 3, "scheduled"), len(self.finished_experiments))
-            self.finished_experiments[name] = (result, found.plan.batch.train)
+            result = run_trial(job, NextTrial(candidate, 0, 3, "scheduled"), len(self.finished_experiments))
+            self.finished_experiments[name] = (result, candidate.plan.batch.train)
 
     def parse_results(self, metric: str) -> tuple[str | None, float | None]:
         """Return the best experiment's name and its value."""
@@ -120,10 +120,10 @@ def _holders(config: Any, key: str) -> Iterator[dict[str, Any]]:
 
 def get_val_by_key(d: dict[str, Any], key: str) -> Any:
     """Return the first value of a key in a dict or its nested dicts; None if the key is missing."""
-    return next((found[key] for found in _holders(d, key)), None)
+    return next((holder[key] for holder in _holders(d, key)), None)
 
 
 def set_val_by_key(d: dict[str, Any], key: str, value: Any) -> None:
     """Set a key wherever it is, in a dict and in those inside it."""
-    for found in list(_holders(d, key)):
-        found[key] = value
+    for holder in list(_holders(d, key)):
+        holder[key] = value

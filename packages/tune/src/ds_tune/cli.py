@@ -74,38 +74,38 @@ def main(args: argparse.Namespace) -> int:
 
     words, file = _config_words(args)
     config = dict(read(file).data)
-    asked = asked_of(config)
+    request = asked_of(config)
     tries = dict(parse_setting(text) for text in args.tries)
-    asked = replace(
-        asked,
-        values={**asked.values, **tries},
+    request = replace(
+        request,
+        values={**request.values, **tries},
         kept=frozenset(args.keep),
-        limits=replace(asked.limits, memory_bytes=_bytes_of(args.memory), micro=_range_of(args.micro)),
+        limits=replace(request.limits, memory_bytes=_bytes_of(args.memory), micro=_range_of(args.micro)),
         budget=TrialBudget(_positive("--trials", args.trials), _positive("--steps", args.steps)),
         metric=args.metric,
     )
     launch = (*(["--nproc", str(args.nproc)] if args.nproc else []), *shlex.split(args.launch))
-    job = _job(args, (asked.config, words, launch))
+    job = _job(args, (request.config, words, launch))
     world = args.world or args.nproc or devices_here()
-    tuning = Tuning(asked, job, world, told=teller(), shapes=shapes_from(args.model) if args.model else None)
+    tuning = Tuning(request, job, world, on_trial=teller(), shapes=shapes_from(args.model) if args.model else None)
     if args.explain:
         return _explain(tuning, args.name, args.json, job)
-    return _tune(tuning, asked, (args.overwrite, args.json))
+    return _tune(tuning, request, (args.overwrite, args.json))
 
 
-def _tune(tuning: Tuning, asked: TuningRequest, how: tuple[bool, bool]) -> int:
+def _tune(tuning: Tuning, request: TuningRequest, how: tuple[bool, bool]) -> int:
     overwrite, as_json = how
     if overwrite:
         tuning.forget()
-    elif (kept := tuning.resume()) and not as_json:
-        print(f"going on from {kept} trial{'s' * (kept != 1)} on disk (--overwrite forgets them)", flush=True)
+    elif (trial_count := tuning.resume()) and not as_json:
+        print(f"going on from {trial_count} trial{'s' * (trial_count != 1)} on disk (--overwrite forgets them)", flush=True)
     try:
-        found = tuning.run()
+        outcome = tuning.run()
     except KeyboardInterrupt:
         print("\ninterrupted; the trials that ended are kept, and the same command goes on from there", file=sys.stderr)
         return 130
-    files = tuning.write(found)
-    show(found, files, asked, as_json)
+    files = tuning.write(outcome)
+    show(outcome, files, request, as_json)
     return 0
 
 
@@ -120,12 +120,12 @@ def _job(args: argparse.Namespace, what: tuple[Any, tuple[str, ...], tuple[str, 
             code="tune-no-script",
             fix="Check the path; options of `ds tune` stand before the script.",
         )
-    given = list(args.script_args)
-    if not any(word in given for word in words) and args.config_option:
-        given += [args.config_option, words[0]]
+    script_args = list(args.script_args)
+    if not any(word in script_args for word in words) and args.config_option:
+        script_args += [args.config_option, words[0]]
     limit = _positive("--time-limit", args.time_limit)
     return TrialRunner(
-        config, words, launch, args.script, tuple(given), Path(args.results), Path(args.exps), limit, warmup=max(0, args.warmup)
+        config, words, launch, args.script, tuple(script_args), Path(args.results), Path(args.exps), limit, warmup=max(0, args.warmup)
     )  # fmt: skip
 
 
@@ -133,11 +133,11 @@ def _config_words(args: argparse.Namespace) -> tuple[tuple[str, ...], str]:
     """Find the words that name the configuration's file on the script's command line, and the file."""
     from ds_config.errors import ConfigError
 
-    given = list(args.script_args)
+    script_args = list(args.script_args)
     named = next(
-        (given[i + 1] for i, w in enumerate(given[:-1]) if w in (args.config_option, _FLAG, "--deepspeed")), None
+        (script_args[i + 1] for i, w in enumerate(script_args[:-1]) if w in (args.config_option, _FLAG, "--deepspeed")), None
     )
-    named = named or next((w.partition("=")[2] for w in given if w.startswith(f"{_FLAG}=")), None)
+    named = named or next((w.partition("=")[2] for w in script_args if w.startswith(f"{_FLAG}=")), None)
     file = args.config or named
     if file is None:
         raise ConfigError(
@@ -187,12 +187,12 @@ def devices_here() -> int:
 
 def teller() -> Callable[[NextTrial, Result | None], None]:
     """Build a callback that reports each trial's start and end on standard error."""
-    made = [0]
+    counter = [0]
 
     def tell(step: NextTrial, result: Result | None) -> None:
         if result is None:
-            made[0] += 1
-            print(f"[{made[0]:>2}] {step.candidate.name:<28} {step.why} ... ", end="", file=sys.stderr, flush=True)
+            counter[0] += 1
+            print(f"[{counter[0]:>2}] {step.candidate.name:<28} {step.why} ... ", end="", file=sys.stderr, flush=True)
         elif result.measured is None:
             print(f"{result.outcome} ({result.seconds:.0f} s)", file=sys.stderr, flush=True)
         else:
@@ -206,31 +206,31 @@ def teller() -> Callable[[NextTrial, Result | None], None]:
     return tell
 
 
-def show(found: TuningResult, files: dict[str, str], asked: TuningRequest, as_json: bool) -> None:
+def show(outcome: TuningResult, files: dict[str, str], request: TuningRequest, as_json: bool) -> None:
     from ds_config.errors import UnsupportedError
     from ds_tune.tuning_plot import draw
     from ds_tune.results_writer import left_text, rows_of
 
-    rows = rows_of(found.candidates, found.results, found.known, asked.metric)
+    rows = rows_of(outcome.candidates, outcome.results, outcome.known, request.metric)
     try:
         files["picture"] = str(draw(rows, Path(files["best"]).with_name("tune.svg"), "predicted and measured"))
     except UnsupportedError as error:
         if not as_json:
             print(f"no picture: {error.fix}")
-    if found.best is None:
+    if outcome.best is None:
         return
-    candidate, measured = found.best
+    candidate, measured = outcome.best
     if as_json:
-        said = {"best": dict(candidate.settings), "step_ms": measured.step_s * 1e3, "peak_bytes": measured.peak_bytes, "trials": rows,
-                "left_out": [{"settings": dict(o.settings), "code": o.code, "reason": o.reason} for o in (*found.left, *found.known.left)],
-                "candidates": len(found.candidates), "files": files}  # fmt: skip
-        print(json.dumps(said, indent=1, default=str))
+        report = {"best": dict(candidate.settings), "step_ms": measured.step_s * 1e3, "peak_bytes": measured.peak_bytes, "trials": rows,
+                "left_out": [{"settings": dict(o.settings), "code": o.code, "reason": o.reason} for o in (*outcome.left, *outcome.known.left)],
+                "candidates": len(outcome.candidates), "files": files}  # fmt: skip
+        print(json.dumps(report, indent=1, default=str))
         return
     _table(rows)
-    if found.left or found.known.left:
-        print(f"left out of {len(found.candidates) + len(found.left)}:\n{left_text((*found.left, *found.known.left))}")
+    if outcome.left or outcome.known.left:
+        print(f"left out of {len(outcome.candidates) + len(outcome.left)}:\n{left_text((*outcome.left, *outcome.known.left))}")
     print(
-        f"best of {len(found.candidates)}: {candidate.name}, {measured.step_s * 1e3:.1f} ms a step of {candidate.plan.batch}"
+        f"best of {len(outcome.candidates)}: {candidate.name}, {measured.step_s * 1e3:.1f} ms a step of {candidate.plan.batch}"
     )
     for what, path in files.items():
         print(f"  {what:<8} {path}")
@@ -270,8 +270,8 @@ def _explain(tuning: Tuning, name: str, as_json: bool, job: TrialRunner) -> int:
     from ds_tune.results_writer import explained, left_text
 
     tuning.resume()
-    found = tuning.found()
-    by_name = {c.name: c for c in found.candidates}
+    outcome = tuning.outcome()
+    by_name = {c.name: c for c in outcome.candidates}
     if name and name not in by_name:
         near = nearest(name, by_name)
         raise ConfigError(
@@ -279,29 +279,29 @@ def _explain(tuning: Tuning, name: str, as_json: bool, job: TrialRunner) -> int:
             code="tune-name",
             fix="`ds tune --explain` lists them.",
         )
-    measured = {r.name: r.measured for r in found.results if r.measured is not None}
-    shown = [by_name[name]] if name else found.candidates
+    measured = {r.name: r.measured for r in outcome.results if r.measured is not None}
+    shown = [by_name[name]] if name else outcome.candidates
     if as_json:
-        said = {
+        descriptions = {
             c.name: {"settings": dict(c.settings), "states_bytes": c.plan.memory.total_bytes,
-                     **({"memory": dict(p.memory), "time": dict(p.time)} if (p := found.known.predicted.get(c.name)) else {})}
+                     **({"memory": dict(p.memory), "time": dict(p.time)} if (p := outcome.known.predicted.get(c.name)) else {})}
             for c in shown
         }  # fmt: skip
         print(
             json.dumps(
-                {"candidates": said, "left_out": [{"code": o.code, "reason": o.reason} for o in found.left]},
+                {"candidates": descriptions, "left_out": [{"code": o.code, "reason": o.reason} for o in outcome.left]},
                 indent=1,
                 default=str,
             )
         )
         return 0
-    if found.known.numbers is None:
-        print(f"nothing was measured yet in {job.results}; {len(found.candidates)} candidates:")
+    if outcome.known.numbers is None:
+        print(f"nothing was measured yet in {job.results}; {len(outcome.candidates)} candidates:")
         print("\n".join(f"  {c.name:<28} {c.plan.batch}" for c in shown))
     else:
-        order = sorted(shown, key=lambda c: found.known.predicted[c.name].step_s / c.plan.batch.train)
+        order = sorted(shown, key=lambda c: outcome.known.predicted[c.name].step_s / c.plan.batch.train)
         for candidate in order if name else order[:5]:
-            print(explained(candidate, found.known.predicted[candidate.name], measured.get(candidate.name)))
-    if found.left or found.known.left:
-        print(f"left out:\n{left_text((*found.left, *found.known.left))}")
+            print(explained(candidate, outcome.known.predicted[candidate.name], measured.get(candidate.name)))
+    if outcome.left or outcome.known.left:
+        print(f"left out:\n{left_text((*outcome.left, *outcome.known.left))}")
     return 0

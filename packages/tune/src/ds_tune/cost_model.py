@@ -147,11 +147,11 @@ def _states(plan: Plan, on_host: bool) -> dict[str, float]:
     memory = plan.memory
     # Such a sum keeps the whole gradient that it lies in, through the forwards that follow; those of one microbatch come when activations go.
     shards, whole = _in_place(plan, on_host)
-    held = whole if plan.batch.accumulation > 1 else 0.0
+    whole_sums = whole if plan.batch.accumulation > 1 else 0.0
     offloaded: dict[str, float] = {"offloaded": memory.host_bytes} if on_host and memory.host_bytes else {}
     return offloaded | {
         "parameters": memory.params_bytes,
-        "gradients": memory.grads_bytes - shards + held,
+        "gradients": memory.grads_bytes - shards + whole_sums,
         "masters": memory.master_bytes,
         "optimizer": memory.optimizer_bytes,
         "passing": memory.passing_bytes,
@@ -205,16 +205,16 @@ def _gathers_s(trial: Trial, links: Mapping[str, LinkCost]) -> float:
 
 def _memory_of(same: Sequence[Trial]) -> tuple[float, float]:
     """Fit the bytes of the process and of one sample: a line through the smallest and the largest microbatch."""
-    kept = max(t.measured.saved_bytes / t.measured.micro for t in same)
+    sample_bytes = max(t.measured.saved_bytes / t.measured.micro for t in same)
 
     def beside(trial: Trial) -> float:
         plan, measured, on_host = trial.candidate.plan, trial.measured, trial.measured.device == "cpu"
         states = sum(_states(plan, on_host).values())
-        return measured.peak_bytes - states - _made_anew(plan, on_host, kept * measured.micro)
+        return measured.peak_bytes - states - _made_anew(plan, on_host, sample_bytes * measured.micro)
 
     rests = sorted((t.measured.micro, beside(t)) for t in same)
     (low, small), (high, large) = rests[0], rests[-1]
-    sample = max(kept, (large - small) / (high - low)) if high > low else kept
+    sample = max(sample_bytes, (large - small) / (high - low)) if high > low else sample_bytes
     return small - sample * low, sample
 
 
@@ -239,8 +239,8 @@ def _differing(candidate: Candidate, reference: Mapping[str, Any]) -> dict[tuple
 
 
 def _difference(trial: Trial, plain: Calibration) -> Difference:
-    found, plan, measured = predict(trial.candidate, plain), trial.candidate.plan, trial.measured
-    more, more_bytes = measured.step_s - found.step_s, measured.peak_bytes - found.peak_bytes
+    prediction, plan, measured = predict(trial.candidate, plain), trial.candidate.plan, trial.measured
+    more, more_bytes = measured.step_s - prediction.step_s, measured.peak_bytes - prediction.peak_bytes
     if CHECKPOINTED in dict(_differing(trial.candidate, plain.reference)):
         return Difference(sample_s=more / (measured.micro * measured.accumulation), bytes=more_bytes)
     if plan.residency.shard_grads:

@@ -56,17 +56,17 @@ class TuningRequest:
         Raises:
             ConfigError: nothing is left to choose ("tune-nothing").
         """
-        found = default_space(load_config(self.config), world, self.limits, layers)
+        values_by_key = default_space(load_config(self.config), world, self.limits, layers)
         if self.sizes is not None and MICRO not in self.values:
-            found[MICRO] = found[MICRO][-self.sizes :]
-        found = {**{k: v for k, v in found.items() if k not in self.fixed}, **self.values}
-        if not any(len(values) > 1 for values in found.values()):
+            values_by_key[MICRO] = values_by_key[MICRO][-self.sizes :]
+        values_by_key = {**{k: v for k, v in values_by_key.items() if k not in self.fixed}, **self.values}
+        if not any(len(values) > 1 for values in values_by_key.values()):
             raise ConfigError(
-                f"nothing is left to choose: {', '.join(sorted({*self.fixed, *found})) or 'every key'} has one value",
+                f"nothing is left to choose: {', '.join(sorted({*self.fixed, *values_by_key})) or 'every key'} has one value",
                 code="tune-nothing",
                 fix='Write "auto" or a list for a key, leave out --keep, or give --try KEY=VALUE,VALUE.',
             )
-        return found
+        return values_by_key
 
 
 def asked_of(config: Mapping[str, Any]) -> TuningRequest:
@@ -74,10 +74,10 @@ def asked_of(config: Mapping[str, Any]) -> TuningRequest:
     values: dict[str, tuple[Any, ...]] = {}
     changes: dict[str, Any] = {}
     for key in _LOOKED_AT:
-        given = _at(config, key)
-        if isinstance(given, list) and key != CHECKPOINTED:
-            values[key], changes[key] = tuple(given), None
-        elif given in ("auto", "all"):
+        value = _at(config, key)
+        if isinstance(value, list) and key != CHECKPOINTED:
+            values[key], changes[key] = tuple(value), None
+        elif value in ("auto", "all"):
             changes[key] = None
     plain = laid_over(config, changes)
     plain.pop("autotuning", None)
@@ -87,7 +87,7 @@ def asked_of(config: Mapping[str, Any]) -> TuningRequest:
 def asked_by_section(config: Mapping[str, Any], section: AutotuningConfig) -> TuningRequest:
     """Build the tuning request of `--autotuning`: the section's limits and trials, and DeepSpeed's fixed keys."""
     plain = asked_of(config)
-    given = [key for key in (MICRO, STAGE) if isinstance(_at(plain.config, key), int)]
+    fixed_keys = [key for key in (MICRO, STAGE) if isinstance(_at(plain.config, key), int)]
     values = dict(plain.values)
     if not section.fast:
         width = section.model_info.hidden_size
@@ -103,9 +103,9 @@ def asked_by_section(config: Mapping[str, Any], section: AutotuningConfig) -> Tu
         section.tuner_early_stopping,
     )
     # DeepSpeed looks at what is written in the section only; layers are checkpointed where the model says so.
-    kept = frozenset([*given, CHECKPOINTED])
+    fixed = frozenset([*fixed_keys, CHECKPOINTED])
     return TuningRequest(
-        plain.config, values, kept, limits, budget, section.tuner_type, section.metric, section.num_tuning_micro_batch_sizes, section.mp_size
+        plain.config, values, fixed, limits, budget, section.tuner_type, section.metric, section.num_tuning_micro_batch_sizes, section.mp_size
     )  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def parse_setting(text: str) -> tuple[str, tuple[Any, ...]]:
     if not sign or not key or not rest:
         raise ConfigError(f"{text!r} is no key with values", code="tune-space", fix="Write KEY=VALUE,VALUE.")
     try:
-        found = json.loads(f"[{rest}]")
+        values = json.loads(f"[{rest}]")
     except ValueError:
-        found = rest.split(",")
-    return key, tuple(found)
+        values = rest.split(",")
+    return key, tuple(values)

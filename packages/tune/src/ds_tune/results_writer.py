@@ -18,9 +18,9 @@ __all__ = ["best_text", "explained", "left_text", "rows_of", "summary_text", "tu
 
 def tuned(config: Mapping[str, Any], candidate: Candidate) -> dict[str, Any]:
     """Return the user's configuration with the candidate's settings, and without the autotuning section."""
-    made = laid_over(config, candidate.changes)
-    made.pop("autotuning", None)
-    return made
+    result = laid_over(config, candidate.changes)
+    result.pop("autotuning", None)
+    return result
 
 
 def best_text(config: Mapping[str, Any], candidate: Candidate, measured: TrialResult, tried: Sequence[Result]) -> str:
@@ -28,7 +28,7 @@ def best_text(config: Mapping[str, Any], candidate: Candidate, measured: TrialRe
 
     `ds_engine.load_config` reads the result.
     """
-    made = tuned(config, candidate)
+    tuned_config = tuned(config, candidate)
     counts = {outcome: sum(r.outcome == outcome for r in tried) for outcome in dict.fromkeys(r.outcome for r in tried)}
     lines = [
         "// Written by ds tune. A step of "
@@ -38,21 +38,21 @@ def best_text(config: Mapping[str, Any], candidate: Candidate, measured: TrialRe
     ]
     if candidate.environ:
         lines.append(f"// Start it with {' '.join(f'{k}={v}' for k, v in candidate.environ.items())}.")
-    return "\n".join([*lines, *_object(made, _flat(config), "", 0)]) + "\n"
+    return "\n".join([*lines, *_object(tuned_config, _flat(config), "", 0)]) + "\n"
 
 
 def _flat(config: Mapping[str, Any], under: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{under}{key}"
-        found |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return found
+        flattened |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return flattened
 
 
-def _object(made: Mapping[str, Any], before: Mapping[str, Any], under: str, depth: int) -> list[str]:
+def _object(config: Mapping[str, Any], before: Mapping[str, Any], under: str, depth: int) -> list[str]:
     lines, pad = ["{"], "  " * (depth + 1)
-    for i, (key, value) in enumerate(made.items()):
-        comma = "," if i + 1 < len(made) else ""
+    for i, (key, value) in enumerate(config.items()):
+        comma = "," if i + 1 < len(config) else ""
         name = f"{under}{key}"
         if isinstance(value, Mapping) and value:
             first, *rest = _object(value, before, f"{name}.", depth + 1)
@@ -69,11 +69,11 @@ def _object(made: Mapping[str, Any], before: Mapping[str, Any], under: str, dept
 def explained(candidate: Candidate, prediction: Prediction, measured: TrialResult | None = None) -> str:
     """Describe a candidate in words: every part of its prediction, and its measurements."""
     lines = [f"{candidate.name}: {candidate.plan.batch}"]
-    found = "" if measured is None else f", measured {bytes_text(measured.peak_bytes)}"
-    lines.append(f"  memory of a rank  {bytes_text(int(prediction.peak_bytes))}{found}")
+    suffix = "" if measured is None else f", measured {bytes_text(measured.peak_bytes)}"
+    lines.append(f"  memory of a rank  {bytes_text(int(prediction.peak_bytes))}{suffix}")
     lines += [f"    {name:<28} {_bytes(value):>12}" for name, value in prediction.memory.items() if round(value)]
-    found = "" if measured is None else f", measured {measured.step_s * 1e3:.2f} ms"
-    lines.append(f"  one step  {prediction.step_s * 1e3:.2f} ms{found}")
+    suffix = "" if measured is None else f", measured {measured.step_s * 1e3:.2f} ms"
+    lines.append(f"  one step  {prediction.step_s * 1e3:.2f} ms{suffix}")
     lines += [f"    {name:<28} {value * 1e3:>9.2f} ms" for name, value in prediction.time.items() if value]
     return "\n".join(lines)
 
@@ -90,13 +90,13 @@ def rows_of(
     rows = []
     for result in results:
         candidate, measured = by_name[result.name], result.measured
-        said = known.predicted.get(result.name)
+        prediction = known.predicted.get(result.name)
         rows.append({
             "name": result.name, "rung": result.rung, "outcome": result.outcome, "message": result.message,
             "seconds": round(result.seconds, 2), "settings": dict(candidate.settings),
-            "predicted_ms": None if said is None else said.step_s * 1e3,
+            "predicted_ms": None if prediction is None else prediction.step_s * 1e3,
             "measured_ms": None if measured is None else measured.step_s * 1e3,
-            "predicted_bytes": None if said is None else int(said.peak_bytes),
+            "predicted_bytes": None if prediction is None else int(prediction.peak_bytes),
             "measured_bytes": None if measured is None else measured.peak_bytes,
             metric: None if measured is None else value_of(measured, candidate.plan.batch.train, metric),
         })  # fmt: skip

@@ -208,14 +208,14 @@ def _probe(
     same = sorted((c for c in open_ if c.structure == first.structure), key=lambda c: c.plan.batch.micro)
     if same and not any(c.structure == first.structure for c in measured if c is not first):
         return NextTrial(same[-1], 0, budget.steps, "the reference at its largest microbatch")
-    seen = {
+    tried_values = {
         (key, repr(value))
         for c in candidates
         if any(r.name == c.name for r in results)
         for key, value in c.structure.items()
     }
     for key, value in dict.fromkeys((k, repr(v)) for c in open_ for k, v in c.structure.items()):
-        if (key, value) in seen:
+        if (key, value) in tried_values:
             continue
         only = [c for c in open_ if repr(c.structure.get(key)) == value and _alike(c, first, key)]
         if only:
@@ -332,7 +332,7 @@ def best_candidate(
         return None
     last = max(r.rung for r in measured)
     best = _ranked(measured, last, candidates, metric)[0]
-    found = next(r.measured for r in measured if r.name == best and r.rung == last)
-    if found is None:
+    measurement = next(r.measured for r in measured if r.name == best and r.rung == last)
+    if measurement is None:
         return None
-    return next(c for c in candidates if c.name == best), found
+    return next(c for c in candidates if c.name == best), measurement

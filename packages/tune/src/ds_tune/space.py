@@ -139,8 +139,8 @@ def default_space(
     train = config.train_batch_size or high * world
     micros = [m for m in (1 << i for i in range(21)) if low <= m <= min(high, train)]
     space: dict[str, tuple[Any, ...]] = {MICRO: tuple(micros) or (low,), STAGE: (0, 1, 2, 3) if world > 1 else (0,)}
-    own = config.activation_checkpointing.modules
-    if layers and not own:
+    checkpointed = config.activation_checkpointing.modules
+    if layers and not checkpointed:
         space[CHECKPOINTED] = ((), tuple(layer.pattern for layer in layers))
     return space
 
@@ -157,29 +157,29 @@ def candidates_of(task: TuningTask, space: Space, limits: SearchLimits) -> tuple
     empty = [key for key, values in space.items() if not values]
     if empty:
         raise ConfigError(f"no values for {', '.join(empty)}", code="tune-space", fix="Give one value at least.")
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     left: list[Rejected] = []
     for values in itertools.product(*space.values()):
-        made = _planned(task, dict(zip(space, values, strict=True)), limits)
-        (found if isinstance(made, Candidate) else left).append(made)  # type: ignore[arg-type]
-    return list(_distinct(found)), left
+        planned = _planned(task, dict(zip(space, values, strict=True)), limits)
+        (candidates if isinstance(planned, Candidate) else left).append(planned)  # type: ignore[arg-type]
+    return list(_distinct(candidates)), left
 
 
-def _distinct(found: Sequence[Candidate]) -> Iterator[Candidate]:
+def _distinct(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
     names = set()
-    for candidate in found:
+    for candidate in candidates:
         if candidate.name not in names:
             names.add(candidate.name)
             yield candidate
 
 
 def _planned(task: TuningTask, chosen: dict[str, Any], limits: SearchLimits) -> Candidate | Rejected:
-    given = {key: chosen.get(key, task.config.get(key)) for key in _BATCH}
-    given = {key: value for key, value in given.items() if isinstance(value, int)}
-    train = given.get(TRAIN)
+    batch_keys = {key: chosen.get(key, task.config.get(key)) for key in _BATCH}
+    batch_keys = {key: value for key, value in batch_keys.items() if isinstance(value, int)}
+    train = batch_keys.get(TRAIN)
     changes = {key: None if value == () else value for key, value in chosen.items() if not key.startswith(ENV)}
     # Accumulation is what follows where a train batch is given, except where the space asks for it.
-    changes |= {ACCUMULATION: given.get(ACCUMULATION) if train is None or ACCUMULATION in chosen else None}
+    changes |= {ACCUMULATION: batch_keys.get(ACCUMULATION) if train is None or ACCUMULATION in chosen else None}
     if train is not None and MICRO in chosen and ACCUMULATION in chosen:
         changes[TRAIN] = None
     try:

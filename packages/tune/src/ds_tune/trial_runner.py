@@ -70,8 +70,8 @@ class TrialRunner:
     @property
     def sign(self) -> str:
         """Results of other signs are of another question."""
-        asked = [self.config, self.launch, self.script, self.arguments, self.mappings, self.memory_bytes, self.warmup]
-        return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        inputs = [self.config, self.launch, self.script, self.arguments, self.mappings, self.memory_bytes, self.warmup]
+        return hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 # ---- words. Pure.
@@ -106,12 +106,12 @@ def command_of(job: TrialRunner, config_file: str, values: Mapping[str, Any]) ->
     )
 
 
-def ended(status: int | None, told: str) -> tuple[Outcome, str]:
+def ended(status: int | None, output: str) -> tuple[Outcome, str]:
     """Classify why a job without numbers ended, from its exit status (None: timeout) and its last output."""
-    last = "\n".join(told.strip().splitlines()[-_TOLD:])
+    last = "\n".join(output.strip().splitlines()[-_TOLD:])
     if status is None:
         return "time limit", last
-    if status in (-9, 137) or any(word in told for word in _MEMORY):
+    if status in (-9, 137) or any(word in output for word in _MEMORY):
         return "memory", last
     if status == 0:
         return "no steps", last
@@ -140,9 +140,9 @@ def run_trial(job: TrialRunner, step: NextTrial, index: int) -> Result:
             status = _wait(command, environ, (out, err), job.time_limit_s)
             seconds = time.monotonic() - began
         result = _result(step, folder, status, seconds)
-        kept = {"sign": job.sign, "index": index, "name": result.name, "rung": result.rung, "outcome": result.outcome,
+        record = {"sign": job.sign, "index": index, "name": result.name, "rung": result.rung, "outcome": result.outcome,
                 "message": result.message, "seconds": seconds, "detail": step.detail, "why": step.why}  # fmt: skip
-        write_json(folder / "outcome.json", kept)
+        write_json(folder / "outcome.json", record)
     return result
 
 
@@ -206,24 +206,24 @@ def _result(step: NextTrial, folder: Path, status: int | None, seconds: float) -
     try:
         measured = read_measured(folder / "measured.json")
     except (OSError, ValueError):
-        told = (folder / "stderr.log").read_text(errors="replace") or (folder / "stdout.log").read_text(
+        output = (folder / "stderr.log").read_text(errors="replace") or (folder / "stdout.log").read_text(
             errors="replace"
         )
-        outcome, message = ended(status, told)
+        outcome, message = ended(status, output)
         return Result(step.candidate.name, step.rung, outcome, None, message, seconds)
     return Result(step.candidate.name, step.rung, "measured", measured, "", seconds)
 
 
 def results_on_disk(job: TrialRunner) -> list[Result]:
     """Load the results of an earlier tuning with the same signature, in the order of their trials."""
-    found = []
+    indexed = []
     for path in job.results.glob("*/outcome.json"):
         try:
-            kept = json.loads(path.read_text())
-            measured = read_measured(path.with_name("measured.json")) if kept["outcome"] == "measured" else None
-            if kept["sign"] == job.sign:
-                result = Result(kept["name"], kept["rung"], kept["outcome"], measured, kept["message"], kept["seconds"])
-                found.append((kept["index"], result))
+            record = json.loads(path.read_text())
+            measured = read_measured(path.with_name("measured.json")) if record["outcome"] == "measured" else None
+            if record["sign"] == job.sign:
+                result = Result(record["name"], record["rung"], record["outcome"], measured, record["message"], record["seconds"])
+                indexed.append((record["index"], result))
         except (OSError, ValueError, KeyError):
             continue  # written by half, or by another program: it is tried again
-    return [result for _, result in sorted(found, key=lambda pair: pair[0])]
+    return [result for _, result in sorted(indexed, key=lambda pair: pair[0])]

@@ -49,14 +49,14 @@ class Tuning:
 
     def __init__(
         self,
-        asked: TuningRequest,
+        request: TuningRequest,
         job: TrialRunner,
         world: int,
         *,
-        told: Callable[[NextTrial, Result | None], None],
+        on_trial: Callable[[NextTrial, Result | None], None],
         shapes: Shapes | None = None,
     ) -> None:
-        self._request, self._job, self._report = asked, job, told
+        self._request, self._job, self._report = request, job, on_trial
         self._world, self._shapes = world, shapes
         self._results: list[Result] = []
 
@@ -72,7 +72,7 @@ class Tuning:
             shutil.rmtree(order.parent)
         self._results = []
 
-    def found(self) -> TuningResult:
+    def outcome(self) -> TuningResult:
         """Compute everything that follows from the results. Pure except for the results read before."""
         facts = next(
             (r.measured for r in self._results if r.measured is not None and r.measured.shapes is not None), None
@@ -95,12 +95,12 @@ class Tuning:
             LaunchError: the script does not train, or nothing could be measured ("tune-script"); results cannot be written ("tune-results").
         """
         while True:
-            found = self.found()
-            if not found.candidates:
-                raise _none_fits(found)
+            outcome = self.outcome()
+            if not outcome.candidates:
+                raise _none_fits(outcome)
             step = next_trial(
-                found.candidates,
-                found.results,
+                outcome.candidates,
+                outcome.results,
                 self._request.limits,
                 self._request.budget,
                 tuner=self._request.tuner,
@@ -114,39 +114,39 @@ class Tuning:
             self._report(step, result)
             if result.outcome not in ("measured", "memory") and not any(r.measured for r in self._results):
                 raise _does_not_train(result, self._job)
-        if found.best is None:
-            raise _nothing_measured(found)
-        return found
+        if outcome.best is None:
+            raise _nothing_measured(outcome)
+        return outcome
 
-    def write(self, found: TuningResult) -> dict[str, str]:
+    def write(self, outcome: TuningResult) -> dict[str, str]:
         """Write the files of an outcome; return their paths by kind."""
-        if found.best is None:
-            raise _nothing_measured(found)
-        candidate, measured = found.best
+        if outcome.best is None:
+            raise _nothing_measured(outcome)
+        candidate, measured = outcome.best
         folder, metric = self._job.results, self._request.metric
         config = tuned(self._request.config, candidate)
         optimal, best = folder / "ds_config_optimal.json", folder / "ds_config_best.json"
         write_json(optimal, config)
-        best.write_text(best_text(self._job.config, candidate, measured, found.results))
+        best.write_text(best_text(self._job.config, candidate, measured, outcome.results))
         command = shlex.join(command_of(self._job, str(optimal.resolve()), candidate.settings))
         (folder / "cmd_optimal.txt").write_text(command + "\n")
-        (folder / "summary.txt").write_text(summary_text(found.candidates, found.results, metric))
+        (folder / "summary.txt").write_text(summary_text(outcome.candidates, outcome.results, metric))
         first = next(
-            (r.measured for r in found.results if r.measured is not None and r.measured.shapes is not None), None
+            (r.measured for r in outcome.results if r.measured is not None and r.measured.shapes is not None), None
         )
         if first is not None and first.shapes is not None:
             trained = sum(p.numel for p in first.shapes.params if p.group is not None)
             facts = {"num_params": first.shapes.numel, "trainable_num_params": trained, "rank": 0,
                      "activation_mem_per_gpu": first.saved_bytes}  # fmt: skip
             write_json(folder / "profile_model_info" / "model_info.json", facts)
-        write_json(folder / "trials.json", {"trials": rows_of(found.candidates, found.results, found.known, metric)})
+        write_json(folder / "trials.json", {"trials": rows_of(outcome.candidates, outcome.results, outcome.known, metric)})
         return {"best": str(best), "optimal": str(optimal), "command": str(folder / "cmd_optimal.txt")}
 
 
-def _none_fits(found: TuningResult) -> PlanError:
-    reasons = dict.fromkeys(f"{one.code}: {one.reason}" for one in found.left)
+def _none_fits(outcome: TuningResult) -> PlanError:
+    reasons = dict.fromkeys(f"{one.code}: {one.reason}" for one in outcome.left)
     return PlanError(
-        f"none of {len(found.left)} configurations fits:\n  " + "\n  ".join(list(reasons)[:8]),
+        f"none of {len(outcome.left)} configurations fits:\n  " + "\n  ".join(list(reasons)[:8]),
         code="tune-none-fits",
         fix="Widen the limits, or what is looked at (--try KEY=VALUE,VALUE).",
     )
@@ -164,10 +164,10 @@ def _does_not_train(result: Result, job: TrialRunner) -> LaunchError:
     )
 
 
-def _nothing_measured(found: TuningResult) -> LaunchError:
-    told = ", ".join(f"{r.name}: {r.outcome}" for r in found.results)
+def _nothing_measured(outcome: TuningResult) -> LaunchError:
+    outcomes = ", ".join(f"{r.name}: {r.outcome}" for r in outcome.results)
     return LaunchError(
-        f"no trial could be measured ({told})",
+        f"no trial could be measured ({outcomes})",
         code="tune-script",
         fix="Look at higher ZeRO stages or smaller microbatches (--try), or give more memory.",
     )

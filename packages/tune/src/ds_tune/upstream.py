@@ -44,25 +44,25 @@ def autotune(mode: str, launch: tuple[str, ...], script: str, script_args: tuple
         )
     config = dict(read(words[0]).data)
     section = section_of(config)
-    asked = asked_by_section(config, section)
+    request = asked_by_section(config, section)
     job = TrialRunner(
-        asked.config, tuple(words), launch, script, script_args, Path(section.results_dir), Path(section.exps_dir),
+        request.config, tuple(words), launch, script, script_args, Path(section.results_dir), Path(section.exps_dir),
         mappings=section.arg_mappings or {}, warmup=max(0, section.start_profile_step - 1),
     )  # fmt: skip
-    tuning = Tuning(asked, job, _ranks(launch), told=teller(), shapes=_shapes(section))
+    tuning = Tuning(request, job, _ranks(launch), on_trial=teller(), shapes=_shapes(section))
     if section.overwrite:
         tuning.forget()
     else:
         tuning.resume()
-    found = tuning.run()
-    files = tuning.write(found)
-    show(found, files, asked, False)
-    if section.metric_path and found.best is not None:
-        best = job.results / found.best[0].name / "metrics.json"
+    outcome = tuning.run()
+    files = tuning.write(outcome)
+    show(outcome, files, request, False)
+    if section.metric_path and outcome.best is not None:
+        best = job.results / outcome.best[0].name / "metrics.json"
         Path(section.metric_path).parent.mkdir(parents=True, exist_ok=True)
         Path(section.metric_path).write_text(best.read_text())
-    if mode == "run" and found.best is not None:
-        return subprocess.call(command_of(job, files["optimal"], found.best[0].settings))
+    if mode == "run" and outcome.best is not None:
+        return subprocess.call(command_of(job, files["optimal"], outcome.best[0].settings))
     return 0
 
 

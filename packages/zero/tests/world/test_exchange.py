@@ -60,7 +60,7 @@ def check_sums(layout_kind):
             if kind != "flat":
                 exchange.take(mine, torch.float32, lambda: None)
             exchange.begin(flats[group.rank].clone() if kind == "flat" else None, lambda: None)
-            own = exchange.own()
+            own = exchange.in_place_sums()
             assert kind != "flat" or own == [None] * len(own)
             empty = [torch.empty(stop - start) for start, stop in exchange.ranges]
             outs = [new if old is None else old for old, new in zip(own, empty, strict=True)]

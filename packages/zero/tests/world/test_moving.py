@@ -29,7 +29,7 @@ def test_suspend_gives_every_byte_back_and_resume_the_same_bits(bench, stage, pr
         for what, size in unit.bytes.items():
             held[what] = held.get(what, 0) + size
     buffers = sharded[0].sharding.pool.bytes + held["grad_shard"]
-    planned = ds_zero.plan(bench.model("external"), 2, sharded[0].sharding.options).kept
+    planned = ds_zero.plan(bench.model("external"), 2, sharded[0].sharding.options).persistent_bytes
     freed = sharded[0].suspend()
     assert (freed["parameters"], freed["masters"]) == (held["full"], held["shard"])
     assert freed["parameters"] == planned["full"]

@@ -104,8 +104,8 @@ def test_what_goes_over_which_link(way, node, across, flat):
     if way == "secondary":  # of four gathers only the first leaves the node
         assert sent(lambda: step(2)) == {"node": 3 * 0.5 * psi, name: 0.75 * psi}
     planned = ds_zero.plan(even(), 4, optimizer.sharding.options, state_tensors=0)
-    assert planned.kept["full"] == (psi // 2 if way in ("secondary", "both") else 0)
-    assert sum(unit.bytes["full"] for unit in optimizer.sharding.units) == planned.kept["full"]
+    assert planned.persistent_bytes["full"] == (psi // 2 if way in ("secondary", "both") else 0)
+    assert sum(unit.bytes["full"] for unit in optimizer.sharding.units) == planned.persistent_bytes["full"]
     fresh = optimizer.sharding.pool.fresh
     step(), step()
     assert optimizer.sharding.pool.fresh == fresh

@@ -190,7 +190,7 @@ def test_bytes_between_steps_are_the_stages(stage, full, grads):
 def test_the_plan_is_what_is_kept(stage, precision, memory):
     net = even()
     optimizer = ds_zero.shard(net, sgd(net), stage=stage, policy=EVEN, precision=precision, memory=memory)
-    planned = ds_zero.plan(even(), 2, optimizer.sharding.options, state_tensors=1).kept
+    planned = ds_zero.plan(even(), 2, optimizer.sharding.options, state_tensors=1).persistent_bytes
     for _ in range(2):
         net(torch.randn(2, 32, dtype=next(net.parameters()).dtype)).square().mean().backward()
         optimizer.step()

@@ -72,22 +72,22 @@ class _SafeDcpReader(dcp.FileSystemReader):
 
 def _metadata(file: IO[bytes], where: str) -> Metadata:
     try:
-        found = _Careful(file).load()
+        metadata = _Careful(file).load()
     except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{where}/{_METADATA} cannot be read safely: {error}",
             code="ckpt-foreign",
             fix="It is damaged, or holds objects that no DCP directory needs.",
         ) from error
-    if not isinstance(found, Metadata):
+    if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{where}/{_METADATA} is no metadata", code="ckpt-foreign", fix="Give a DCP directory.")
-    for place in (found.storage_data or {}).values():
+    for place in (metadata.storage_data or {}).values():
         name = str(place.relative_path)
         if "/" in name or "\\" in name or name.startswith("."):
             raise CheckpointError(
                 f"{where}/{_METADATA} names the file {name!r}, outside", code="ckpt-foreign", fix="Do not use it."
             )
-    return found
+    return metadata
 
 
 def open_dcp(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> TensorSource:
@@ -102,14 +102,14 @@ def open_dcp(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Ten
     if not (root / _METADATA).is_file():
         raise CheckpointError(f"{root} has no {_METADATA}", code="ckpt-not-found", fix="Give a DCP directory.")
     with open(root / _METADATA, "rb") as file:
-        found = _metadata(file, str(root)).state_dict_metadata
-    tensors = {key: value for key, value in found.items() if isinstance(value, TensorStorageMetadata)}
+        items_by_key = _metadata(file, str(root)).state_dict_metadata
+    tensors = {key: value for key, value in items_by_key.items() if isinstance(value, TensorStorageMetadata)}
     prefix = "model." if any(key.startswith("model.") for key in tensors) else ""
     entries = {}
     for key, value in tensors.items():
         dtype = value.properties.dtype
         entries[_ours(key, prefix)] = TensorEntry(tuple(value.size), dtype_name(dtype), partial(_read, root, key, value))
-    return TensorSource(entries, {}, {"left_out": sorted(found.keys() - tensors.keys())})
+    return TensorSource(entries, {}, {"left_out": sorted(items_by_key.keys() - tensors.keys())})
 
 
 def _ours(key: str, prefix: str) -> str:

@@ -90,7 +90,7 @@ def open_deepspeed(path: str | os.PathLike[str], *, tag: str | None = None, allo
     """
     require_pickle(allow_pickle, f"the DeepSpeed checkpoint {path}")
     folder = _tag_folder(Path(path), tag)
-    found = _Found()
+    collected = _Found()
     models = _files(folder, _MODEL)
     if not models:
         raise CheckpointError(
@@ -104,17 +104,17 @@ def open_deepspeed(path: str | os.PathLike[str], *, tag: str | None = None, allo
     if not universal:
         _refuse_other_layouts(folder, by_mp)
     optims = _files(folder, _OPTIM)
-    _layers_and_experts(found, folder, [states[0] for states in by_mp.values()])
+    _layers_and_experts(collected, folder, [states[0] for states in by_mp.values()])
     for mp, states in sorted(by_mp.items()):
-        _module(found, states)
+        _module(collected, states)
         ranks = [load_pt(file) for (_, m), file in sorted(optims.items()) if m == mp]
         if ranks and not universal:
-            _optimizer(found, states, [rank["optimizer_state_dict"] for rank in ranks])
+            _optimizer(collected, states, [rank["optimizer_state_dict"] for rank in ranks])
         elif not universal and states[0].get("optimizer") is not None:
-            found.left_out.append("optimizer (no ZeRO: its states carry no parameter names)")
+            collected.left_out.append("optimizer (no ZeRO: its states carry no parameter names)")
     if universal:
-        _universal(found, folder / "zero", by_mp[min(by_mp)])
-    return TensorSource(found.entries, found.aliases, _meta(found, by_mp[min(by_mp)][0]))
+        _universal(collected, folder / "zero", by_mp[min(by_mp)])
+    return TensorSource(collected.entries, collected.aliases, _meta(collected, by_mp[min(by_mp)][0]))
 
 
 def _tag_folder(path: Path, tag: str | None) -> Path:
@@ -149,7 +149,7 @@ def _refuse_other_layouts(folder: Path, by_mp: Mapping[int, Sequence[Mapping[str
         reasons.append("experts of AutoEP")
     slices = {match[2] for file in folder.iterdir() if (match := _LAYER.fullmatch(file.name))}
     if any(
-        int(number) for own in slices for number in re.findall(r"_(\d+)-", own)
+        int(number) for local_names in slices for number in re.findall(r"_(\d+)-", local_names)
     ):  # model_00 alone is the whole layer
         reasons.append("layers cut by tensor parallelism")
     degrees = first.get("checkpoint_parallel_dimensions") or {}
@@ -157,11 +157,11 @@ def _refuse_other_layouts(folder: Path, by_mp: Mapping[int, Sequence[Mapping[str
         reasons.append(f"tensor parallelism of degree {degrees['tp_degree']}")
     names: set[str] = set()
     for states in by_mp.values():
-        own = {name for group in states[0].get("param_shapes") or [] for name in group}
-        own -= {name for name in own if name.startswith(_TIED)}  # each stage that has them has all of them
-        if names & own:
-            reasons.append(f"the parameter {min(names & own)!r} in several model-parallel ranks")
-        names |= own
+        local_names = {name for group in states[0].get("param_shapes") or [] for name in group}
+        local_names -= {name for name in local_names if name.startswith(_TIED)}  # each stage that has them has all of them
+        if names & local_names:
+            reasons.append(f"the parameter {min(names & local_names)!r} in several model-parallel ranks")
+        names |= local_names
     if reasons:
         raise UnsupportedError(
             f"{folder} has {', '.join(reasons)}; how the parts join is not in the regular layout",
@@ -170,7 +170,7 @@ def _refuse_other_layouts(folder: Path, by_mp: Mapping[int, Sequence[Mapping[str
         )
 
 
-def _module(found: _Found, states: Sequence[Mapping[str, Any]]) -> None:
+def _module(collected: _Found, states: Sequence[Mapping[str, Any]]) -> None:
     """Buffers, frozen parameters, tied names; parameters too, until the optimizer's master copy replaces them."""
     first = states[0]
     buffers = set(first.get("buffer_names") or ())
@@ -187,18 +187,18 @@ def _module(found: _Found, states: Sequence[Mapping[str, Any]]) -> None:
             and (tensor.numel() or name in buffers or name not in known)
         ):
             key = f"buffer/{name}" if name in buffers else f"param/{name}"
-            found.entries[key] = TensorEntry(tuple(tensor.shape), dtype_name(tensor.dtype), partial(_itself, tensor))
+            collected.entries[key] = TensorEntry(tuple(tensor.shape), dtype_name(tensor.dtype), partial(_itself, tensor))
     for name, shape in (first.get("frozen_param_shapes") or {}).items():
         parts = [state["frozen_param_fragments"][name] for state in states]
         whole = parts[:1] if parts[0].numel() == shape.numel() else parts
         pieces = [(part, 0, part.numel()) for part in whole]
-        found.entries[f"param/{name}"] = TensorEntry(
+        collected.entries[f"param/{name}"] = TensorEntry(
             tuple(shape), dtype_name(parts[0].dtype), partial(_assembled, pieces, tuple(shape))
         )
-    found.aliases.update({f"param/{name}": f"param/{target}" for name, target in shared.items()})
+    collected.aliases.update({f"param/{name}": f"param/{target}" for name, target in shared.items()})
 
 
-def _layers_and_experts(found: _Found, folder: Path, states: Sequence[Mapping[str, Any]]) -> None:
+def _layers_and_experts(collected: _Found, folder: Path, states: Sequence[Mapping[str, Any]]) -> None:
     """Collect the tensors in the model files of pipeline layers and of experts.
 
     The optimizer's master copies replace these tensors later.
@@ -212,10 +212,10 @@ def _layers_and_experts(found: _Found, folder: Path, states: Sequence[Mapping[st
             whole = f"{int(layer[1])}.{name}" if layer else name
             if isinstance(tensor, Tensor) and not (layer and name in tied and whole not in known | buffers):
                 key = f"buffer/{whole}" if whole in buffers else f"param/{whole}"
-                found.entries[key] = TensorEntry(tuple(tensor.shape), dtype_name(tensor.dtype), partial(_itself, tensor))
+                collected.entries[key] = TensorEntry(tuple(tensor.shape), dtype_name(tensor.dtype), partial(_itself, tensor))
 
 
-def _optimizer(found: _Found, states: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> None:
+def _optimizer(collected: _Found, states: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> None:
     count = ranks[0]["partition_count"]
     expected = max(count) if isinstance(count, list | tuple) else int(count)
     if expected != len(ranks):
@@ -227,18 +227,18 @@ def _optimizer(found: _Found, states: Sequence[Mapping[str, Any]], ranks: Sequen
     if "fp32_flat_groups" in ranks[0]:
         inner = [rank["optimizer_state_dict"] for rank in ranks]
         flat = [[group.reshape(-1) for group in rank["fp32_flat_groups"]] for rank in ranks]
-        _stage3(found, states[0]["param_shapes"], flat, inner)
+        _stage3(collected, states[0]["param_shapes"], flat, inner)
     else:
-        _stage12(found, states[0]["param_shapes"], ranks)
+        _stage12(collected, states[0]["param_shapes"], ranks)
         inner = [rank["base_optimizer_state"] for rank in ranks]
-    own = inner[0].get("param_groups", []) if isinstance(inner[0], Mapping) else []
+    param_groups = inner[0].get("param_groups", []) if isinstance(inner[0], Mapping) else []
     stage3 = "fp32_flat_groups" in ranks[0]
-    for index, group in enumerate(own):
-        if index == len(found.groups):  # later pipeline stages have the groups of the first again
-            found.groups.append({k: v for k, v in group.items() if k != "params"})
-            found.names.append([])
-        found.names[index].extend(_names_of(states[0]["param_shapes"], group["params"] if stage3 else [index], count))
-    found.scale = found.scale or _scale(ranks[0].get("loss_scaler"))
+    for index, group in enumerate(param_groups):
+        if index == len(collected.groups):  # later pipeline stages have the groups of the first again
+            collected.groups.append({k: v for k, v in group.items() if k != "params"})
+            collected.names.append([])
+        collected.names[index].extend(_names_of(states[0]["param_shapes"], group["params"] if stage3 else [index], count))
+    collected.scale = collected.scale or _scale(ranks[0].get("loss_scaler"))
 
 
 def _names_of(shapes: Sequence[Mapping[str, Any]], flats: Sequence[int], count: Any) -> list[str]:
@@ -262,15 +262,15 @@ def _scale(scaler: Any) -> Json:
     }
 
 
-def _stage12(found: _Found, shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> None:
+def _stage12(collected: _Found, shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> None:
     counts = ranks[0]["partition_count"]
     for group, names in enumerate(shapes):
         parts = int(counts[group]) if isinstance(counts, list | tuple) else len(ranks)
         owners = len(ranks) // parts  # ranks that share the experts of this group; 1 for all other groups
         for owner in range(owners):
-            own = ranks[owner::owners]
+            owner_ranks = ranks[owner::owners]
             renamed = {_global_name(name, names, owner): torch.Size(shape) for name, shape in names.items()}
-            _group12(found, group, renamed, own)
+            _group12(collected, group, renamed, owner_ranks)
 
 
 def _global_name(name: str, names: Iterable[str], owner: int) -> str:
@@ -285,7 +285,7 @@ def _global_name(name: str, names: Iterable[str], owner: int) -> str:
     return f"{match[1]}{owner * each + int(match[2])}{match[3]}"
 
 
-def _group12(found: _Found, group: int, names: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> None:
+def _group12(collected: _Found, group: int, names: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> None:
     slices = [rank["single_partition_of_fp32_groups"][group] for rank in ranks]
     paddings = (ranks[0].get("param_alignment_paddings") or {group: None})[group]
     offset = 0
@@ -293,13 +293,13 @@ def _group12(found: _Found, group: int, names: Mapping[str, Any], ranks: Sequenc
     limits = [piece.numel() for piece in slices]
     for index, (name, shape) in enumerate(names.items()):
         numel = shape.numel()
-        _add(found, name, tuple(shape), list(_across(slices, offset, numel)))
+        _add(collected, name, tuple(shape), list(_across(slices, offset, numel)))
         for key, value in states[0].items():
             if isinstance(value, Tensor) and value.dim():
                 parts = [state[key] for state in states]
-                _add(found, name, tuple(shape), list(_across(parts, offset, numel, limits)), key)
+                _add(collected, name, tuple(shape), list(_across(parts, offset, numel, limits)), key)
             else:
-                found.scalars.setdefault(key, {})[name] = float(value)
+                collected.scalars.setdefault(key, {})[name] = float(value)
         offset += numel + (paddings[index] if paddings else 0)
     if offset > sum(limits):
         raise _does_not_add_up(group, offset, sum(limits))
@@ -311,7 +311,7 @@ def _group_state(state: Any, group: int) -> Mapping[str, Any]:
 
 
 def _stage3(
-    found: _Found,
+    collected: _Found,
     shapes: Sequence[Mapping[str, Any]],
     flat: Sequence[Sequence[Tensor]],
     inner: Sequence[Mapping[str, Any]],
@@ -324,12 +324,12 @@ def _stage3(
     for name, shape in every.items():
         each = -(-shape.numel() // world)
         pieces = [p for rank in range(world) for p in _across(flat[rank], offset, each)]
-        _add(found, name, tuple(shape), pieces)
+        _add(collected, name, tuple(shape), pieces)
         for key in keys:
             parts = [p for rank in range(world) for p in _across([s[key] for s in states[rank]], offset, each)]
-            _add(found, name, tuple(shape), parts, key)
+            _add(collected, name, tuple(shape), parts, key)
         for key in scalars:
-            found.scalars.setdefault(key, {})[name] = float(states[0][0][key])
+            collected.scalars.setdefault(key, {})[name] = float(states[0][0][key])
         offset += each
     have = sum(part.numel() for part in flat[0])
     if offset > have:
@@ -350,11 +350,11 @@ def _across(
 
 
 def _add(
-    found: _Found, name: str, shape: tuple[int, ...], pieces: list[tuple[Tensor, int, int]], state: str = ""
+    collected: _Found, name: str, shape: tuple[int, ...], pieces: list[tuple[Tensor, int, int]], state: str = ""
 ) -> None:
     key = f"optim/{name}/{state}" if state else f"param/{name}"
     dtype = dtype_name(pieces[0][0].dtype) if pieces else "float32"
-    found.entries[key] = TensorEntry(shape, dtype, partial(_assembled, pieces, shape))
+    collected.entries[key] = TensorEntry(shape, dtype, partial(_assembled, pieces, shape))
 
 
 def _itself(tensor: Tensor) -> Tensor:
@@ -381,36 +381,36 @@ def _does_not_add_up(group: int, wanted: int, have: int) -> CheckpointError:
     )
 
 
-def _universal(found: _Found, zero: Path, states: Sequence[Mapping[str, Any]]) -> None:
+def _universal(collected: _Found, zero: Path, states: Sequence[Mapping[str, Any]]) -> None:
     shapes = {name: tuple(shape) for group in states[0].get("param_shapes") or [] for name, shape in group.items()}
     for folder in sorted(p for p in zero.iterdir() if p.is_dir()):
         name = folder.name
         for file in sorted(folder.glob("*.pt")):
             key, content = file.stem, load_pt(file)
             if key == "step":
-                found.scalars.setdefault("step", {})[name] = float(content)
+                collected.scalars.setdefault("step", {})[name] = float(content)
                 continue
             tensor = content["param"] if isinstance(content, dict) else content
             shape = shapes.get(name, tuple(tensor.shape)) if tensor.dim() == 1 else tuple(tensor.shape)
-            _add(found, name, shape, [(tensor.reshape(-1), 0, tensor.numel())], "" if key == "fp32" else key)
+            _add(collected, name, shape, [(tensor.reshape(-1), 0, tensor.numel())], "" if key == "fp32" else key)
     common = load_pt(zero / "optimizer_state.pt")
     inner = common.get("optimizer_state_dict", common)
     groups = common.get("param_groups") or inner.get("param_groups") or []
-    found.groups.extend({k: v for k, v in g.items() if k != "params"} for g in groups)
+    collected.groups.extend({k: v for k, v in g.items() if k != "params"} for g in groups)
     steps = [s["step"] for s in (inner.get("state") or {}).values() if isinstance(s, Mapping) and "step" in s]
-    if steps and "step" not in found.scalars:
+    if steps and "step" not in collected.scalars:
         names = {
-            key.split("/", 1)[1] for key in found.entries if f"optim/{key.split('/', 1)[1]}/exp_avg" in found.entries
+            key.split("/", 1)[1] for key in collected.entries if f"optim/{key.split('/', 1)[1]}/exp_avg" in collected.entries
         }
-        found.scalars["step"] = {name: float(steps[0]) for name in sorted(names)}
+        collected.scalars["step"] = {name: float(steps[0]) for name in sorted(names)}
 
 
-def _meta(found: _Found, state: Mapping[str, Any]) -> dict[str, Json]:
+def _meta(collected: _Found, state: Mapping[str, Any]) -> dict[str, Json]:
     """Build the meta of a checkpoint in the form that ds_engine stores.
 
     `left_out` names the values that JSON cannot hold.
     """
-    left_out = list(found.left_out)
+    left_out = list(collected.left_out)
 
     def plain(value: Any, name: str) -> Json:
         try:
@@ -433,10 +433,10 @@ def _meta(found: _Found, state: Mapping[str, Any]) -> dict[str, Json]:
         "client": {k: v for k, v in client.items() if v is not None},
         "optimizer": {
             "format": 1,
-            "groups": [plain(group, "optimizer.groups") for group in found.groups],
-            "scalars": found.scalars,
-            "loss_scale": found.scale,
-            **({"names": found.names} if found.names else {}),
+            "groups": [plain(group, "optimizer.groups") for group in collected.groups],
+            "scalars": collected.scalars,
+            "loss_scale": collected.scale,
+            **({"names": collected.names} if collected.names else {}),
         },
         "scheduler": plain(state.get("lr_scheduler"), "scheduler"),
         "data": None,

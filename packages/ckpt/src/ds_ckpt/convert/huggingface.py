@@ -81,8 +81,8 @@ def _indexed(root: Path) -> list[Path]:
     index = root / INDEX
     if not index.is_file():
         return []
-    found = parse(index.read_bytes()[:_MAX_INDEX], str(index))
-    names = sorted(set(found["weight_map"].values())) if isinstance(found, dict) and "weight_map" in found else []
+    content = parse(index.read_bytes()[:_MAX_INDEX], str(index))
+    names = sorted(set(content["weight_map"].values())) if isinstance(content, dict) and "weight_map" in content else []
     if not names or any(not isinstance(n, str) or "/" in n or "\\" in n or n.startswith(".") for n in names):
         raise CheckpointError(
             f"{index} names files outside its directory, or none", code="ckpt-foreign", fix="Do not use it."

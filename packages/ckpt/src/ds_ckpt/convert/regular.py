@@ -147,7 +147,7 @@ class _RankFileWriter:
 
     def _states(self, flat: Flat) -> dict[str, Any]:
         names = list(self._sizes(self.groups[flat.group]))
-        found: dict[str, Any] = {}
+        states: dict[str, Any] = {}
         for key, values in (self.optimizer.get("scalars") or {}).items():
             numbers = {values[n] for n in names if n in values}
             if len(numbers) > 1 or (numbers and any(n not in values for n in names)):
@@ -157,10 +157,10 @@ class _RankFileWriter:
                     fix="DeepSpeed keeps one per group; use its universal layout.",
                 )
             if numbers:
-                found[key] = torch.tensor(float(numbers.pop()))
+                states[key] = torch.tensor(float(numbers.pop()))
         for key in self._state_keys(names):
-            found[key] = self._filled(flat, key)
-        return found
+            states[key] = self._filled(flat, key)
+        return states
 
     def _state_keys(self, names: Sequence[str]) -> list[str]:
         """List the optimizer states that the parameters `names` of a group have.
@@ -256,10 +256,10 @@ class _RankFileWriter:
     def _shapes(self) -> list[dict[str, torch.Size]]:
         flats = plan_flats([self._sizes(names) for names in self.groups], self.layout, 0)
         each = [[p.name for p in f.pieces] for f in flats] if self.layout.stage == 3 else self.groups
-        own = [self._local(names) if self.layout.stage < 3 else {n: n for n in names} for names in each]
+        local_names = [self._local(names) if self.layout.stage < 3 else {n: n for n in names} for names in each]
         return [
             {local: torch.Size(self.source.entries[f"param/{name}"].shape) for name, local in names.items()}
-            for names in own
+            for names in local_names
         ]
 
     def _fragment(self, name: str, rank: int) -> Tensor:
@@ -286,8 +286,8 @@ class _RankFileWriter:
     def _experts(self, mp: int) -> None:
         for layer, (prefix, ids) in enumerate(_experts_of(n for names in self.groups for n in names).items()):
             for number in sorted(ids):
-                own = f"{prefix}{number}."
-                state = {n: self._half(f"param/{n}") for n in sorted(self.names) if n.startswith(own)}
+                expert_prefix = f"{prefix}{number}."
+                state = {n: self._half(f"param/{n}") for n in sorted(self.names) if n.startswith(expert_prefix)}
                 save_pt(state, self.folder / f"layer_{layer}_expert_{number}_mp_rank_{mp:02d}_model_states.pt")
 
     # ---- names
@@ -297,8 +297,8 @@ class _RankFileWriter:
 
     def _local(self, names: Sequence[str]) -> dict[str, str]:
         """Map the global names of a group's parameters on rank 0 to their names on that rank."""
-        own, _, _ = _own(self._sizes(names), self.layout, 0)
-        return {name: self._local_name(name) for name in own}
+        sizes, _, _ = _own(self._sizes(names), self.layout, 0)
+        return {name: self._local_name(name) for name in sizes}
 
     def _local_name(self, name: str) -> str:
         if self.layout.experts == 1 or not EXPERT.fullmatch(name):
@@ -311,8 +311,8 @@ class _RankFileWriter:
         return [n for n in named if n not in self.trained]
 
     def _has(self, key: str, kind: str) -> bool:
-        found, _, name = key.partition("/")
-        return found == kind and name in self.names
+        key_kind, _, name = key.partition("/")
+        return key_kind == kind and name in self.names
 
     def _shared(self) -> dict[str, str]:
         aliases = self.source.aliases.items()
@@ -339,9 +339,9 @@ def _stages(source: TensorSource, layout: Regular) -> list[_Stage]:
     out = []
     for low, high in itertools.pairwise((*layout.pipeline, max(last, layout.layers))):
         here = range(low, high)
-        first = {n: found[0] for n in names if (found := sorted(set(_place(n, layout)[0]) & set(here)))}
-        kept = [(known[i], own) for i, group in enumerate(groups) if (own := _ordered(group, first))]
-        out.append(_Stage(set(first), [group for _, group in kept], [what for what, _ in kept], here))
+        first = {n: layers[0] for n in names if (layers := sorted(set(_place(n, layout)[0]) & set(here)))}
+        stage_groups = [(known[i], stage_names) for i, group in enumerate(groups) if (stage_names := _ordered(group, first))]
+        out.append(_Stage(set(first), [group for _, group in stage_groups], [what for what, _ in stage_groups], here))
     return out
 
 
@@ -350,8 +350,8 @@ def _place(name: str, layout: Regular) -> tuple[tuple[int, ...], str]:
 
     No layers where they are not known.
     """
-    if (found := _LAYER.fullmatch(name)) is not None:
-        return (int(found[1]),), found[2]
+    if (match := _LAYER.fullmatch(name)) is not None:
+        return (int(match[1]),), match[2]
     tied = _TIED.fullmatch(name)
     return (dict(layout.tied).get(tied[1], ()), tied[2]) if tied else ((), name)
 
@@ -361,9 +361,9 @@ def _ordered(group: Sequence[str], first: Mapping[str, int]) -> list[str]:
 
     Tied parameters are in the order in which that stage comes to their layers.
     """
-    own = [n for n in group if n in first]
-    tied = iter(sorted((n for n in own if _TIED.fullmatch(n)), key=first.__getitem__))
-    return [next(tied) if _TIED.fullmatch(n) else n for n in own]
+    stage_names = [n for n in group if n in first]
+    tied = iter(sorted((n for n in stage_names if _TIED.fullmatch(n)), key=first.__getitem__))
+    return [next(tied) if _TIED.fullmatch(n) else n for n in stage_names]
 
 
 def _groups(source: TensorSource, layout: Regular) -> list[list[str]]:
@@ -400,7 +400,7 @@ def _experts_of(names: Iterator[str]) -> dict[str, set[int]]:
     """Find the layers with experts, in the order of `names`: prefix -> numbers of its experts."""
     out: dict[str, set[int]] = {}
     for name in names:
-        found = EXPERT.fullmatch(name)
-        if found is not None:
-            out.setdefault(found[1], set()).add(int(found[2]))
+        match = EXPERT.fullmatch(name)
+        if match is not None:
+            out.setdefault(match[1], set()).add(int(match[2]))
     return out

@@ -94,8 +94,8 @@ def plan_flats(groups: Sequence[Mapping[str, int]], layout: Regular, rank: int) 
         if layout.stage == 3:
             out.extend(_parts_of_each(number, group, layout, rank))
         else:
-            own, part, parts = _own(group, layout, rank)
-            out.append(_part_of_all(number, own, part, parts))
+            shared, part, parts = _own(group, layout, rank)
+            out.append(_part_of_all(number, shared, part, parts))
     return tuple(out)
 
 
@@ -106,29 +106,29 @@ def _own(group: Mapping[str, int], layout: Regular, rank: int) -> tuple[Mapping[
     """
     if layout.experts == 1 or not any(EXPERT.fullmatch(name) for name in group):
         return group, rank, layout.ranks
-    mine = {n: size for n, size in group.items() if _owner(n, group, layout.experts)[0] == rank % layout.experts}
-    return mine, rank // layout.experts, layout.ranks // layout.experts
+    rank_experts = {n: size for n, size in group.items() if _owner(n, group, layout.experts)[0] == rank % layout.experts}
+    return rank_experts, rank // layout.experts, layout.ranks // layout.experts
 
 
 def _owner(name: str, group: Mapping[str, int], experts: int) -> tuple[int, str]:
     """Return which of the ranks that share experts has expert `name`, and the expert's name on that rank."""
-    found = EXPERT.fullmatch(name)
-    if found is None:
+    match = EXPERT.fullmatch(name)
+    if match is None:
         raise CheckpointError(
             f"the optimizer group of {name!r} mixes experts and other parameters",
             code="ckpt-foreign",
             fix="Give experts groups of their own.",
         )
-    number = int(found[2])
-    ids = {int(m[2]) for n in group if (m := EXPERT.fullmatch(n)) and m[1] == found[1]}
+    number = int(match[2])
+    ids = {int(m[2]) for n in group if (m := EXPERT.fullmatch(n)) and m[1] == match[1]}
     if len(ids) % experts or ids != set(range(len(ids))):
         raise CheckpointError(
-            f"{found[1]}* has the experts {sorted(ids)}, which do not divide over {experts} ranks",
+            f"{match[1]}* has the experts {sorted(ids)}, which do not divide over {experts} ranks",
             code="ckpt-foreign",
             fix="Choose a number of ranks that divides the experts.",
         )
     each = len(ids) // experts
-    return number // each, f"{found[1]}{number % each}{found[3]}"
+    return number // each, f"{match[1]}{number % each}{match[3]}"
 
 
 def _part_of_all(number: int, group: Mapping[str, int], part: int, parts: int) -> Flat:

@@ -92,9 +92,9 @@ class _LateSender:
         plan = plan_ring(nbytes, rings.depth)
         segment = SharedSegment(plan.nbytes)
         rings.segments.append(segment)  # open for as long as the other may still come
-        made = RingSender(segment, plan, rings.pids(rank, peer), self._end)
+        sender = RingSender(segment, plan, rings.pids(rank, peer), self._end)
         rings.store.set(rings.note(rank, peer, self._tag), json.dumps([segment.token, plan.cells, plan.cell_bytes]))
-        return made
+        return sender
 
 
 class _LateReceiver:

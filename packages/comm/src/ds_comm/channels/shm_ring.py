@@ -151,15 +151,15 @@ class _RingEnd:
 
     def leaves(self, layout: _Layout) -> list[Tensor]:
         """Return views of the present cell as the tensors of a message that fits one cell."""
-        found = self._views[self._cell].get(layout.number)
-        if found is None:
+        views = self._views[self._cell].get(layout.number)
+        if views is None:
             at = self.plan.cells_at + self._cell * self.plan.cell_bytes
-            found = [
+            views = [
                 self._segment.tensor(shape.numel(), dtype, at + start).view(shape)
                 for (dtype, shape), start in zip(layout.signature.leaves, layout.signature.starts, strict=True)
             ]
-            self._views[self._cell][layout.number] = found
-        return found
+            self._views[self._cell][layout.number] = views
+        return views
 
 
 class _Layout:
@@ -316,14 +316,14 @@ class RingReceiver:
             if not ring.ready():
                 self._end.wait(ring, slot)
             kind, number, nbytes = ring.head()
-        found = self._known.get(number)
-        if found is None or found.signature.nbytes != nbytes:
+        known = self._known.get(number)
+        if known is None or known.signature.nbytes != nbytes:
             raise CommError(
                 f"{self._end.call}: a message of signature {number} and {nbytes} bytes, which nobody announced",
                 code="comm-metadata",
                 fix="See whether all ranks run one version of the packages.",
             )
-        return found
+        return known
 
 
 def _flat(tensor: Tensor) -> Tensor:

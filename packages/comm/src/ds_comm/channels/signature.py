@@ -47,11 +47,11 @@ class MessageSignature:
     @cached_property
     def starts(self) -> list[int]:
         """Where each leaf begins."""
-        found, at = [], 0
+        offsets, at = [], 0
         for size in self.sizes:
-            found.append(at)
+            offsets.append(at)
             at += -(-size // _ALIGNED) * _ALIGNED
-        return found
+        return offsets
 
     @cached_property
     def nbytes(self) -> int:
@@ -85,8 +85,8 @@ class MessageSignature:
             CommError: `text` is not a signature ("comm-metadata").
         """
         try:
-            found = [(getattr(torch, name), torch.Size(shape)) for name, shape in json.loads(text)]
-            if not all(isinstance(dtype, torch.dtype) and min(shape, default=0) >= 0 for dtype, shape in found):
+            leaves = [(getattr(torch, name), torch.Size(shape)) for name, shape in json.loads(text)]
+            if not all(isinstance(dtype, torch.dtype) and min(shape, default=0) >= 0 for dtype, shape in leaves):
                 raise TypeError("no dtype, or a negative size")
         except (ValueError, TypeError, AttributeError) as error:
             raise CommError(
@@ -94,4 +94,4 @@ class MessageSignature:
                 code="comm-metadata",
                 fix="See whether all ranks run one version of the packages.",
             ) from error
-        return MessageSignature(tuple(found))
+        return MessageSignature(tuple(leaves))

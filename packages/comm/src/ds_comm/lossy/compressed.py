@@ -66,12 +66,12 @@ class ErrorFeedback:
                 fix="Pass unit=, a name that stands for the same tensor every time.",
             )
         key = unit, hop
-        found, uses = self._errors.get(key), self._uses.get(key, 0)
-        if found is None or found.numel() != like.numel() or found.dtype != like.dtype or uses == self.reset_after > 0:
-            found, uses = torch.zeros(like.numel(), dtype=like.dtype, device=like.device), 0
-            self._errors[key] = found
+        residual, uses = self._errors.get(key), self._uses.get(key, 0)
+        if residual is None or residual.numel() != like.numel() or residual.dtype != like.dtype or uses == self.reset_after > 0:
+            residual, uses = torch.zeros(like.numel(), dtype=like.dtype, device=like.device), 0
+            self._errors[key] = residual
         self._uses[key] = uses + 1
-        return found
+        return residual
 
     def rescale(self, factor: float) -> None:
         """Multiply all errors by `factor` after the messages' scale (a loss scale) changed by that factor."""
@@ -124,9 +124,9 @@ class Quantized:
         size, n = call.group.size, input_tensor.numel()
         if size == 1 or n == 0:
             return collectives.all_gather_single(output_tensor, input_tensor, call.group, async_op, unit=unit)
-        mine = quantize(input_tensor.view(1, n), self.spec)
+        quantized = quantize(input_tensor.view(1, n), self.spec)
         every = QuantTensor.empty(self.spec, size, n, like=output_tensor)
-        work = collectives.all_gather_single(every.wire, mine.wire, call.group, async_op, unit=unit)
+        work = collectives.all_gather_single(every.wire, quantized.wire, call.group, async_op, unit=unit)
         return _then(work, async_op, lambda: _keep(dequantize(every, out=output_tensor.view(size, n))))
 
     def reduce_scatter_single(

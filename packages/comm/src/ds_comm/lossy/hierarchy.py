@@ -49,9 +49,9 @@ class Hierarchy:
         group = as_group(group)
         if local < 1 or group.size % local:
             raise _refuse(group, f"nodes of {local}")
-        told = map(tuple, all_gather_json(group.ranks, None, unit="hierarchy"))
+        rank_lists = map(tuple, all_gather_json(group.ranks, None, unit="hierarchy"))
         inside = across = None
-        for ranks in sorted(set(told)):
+        for ranks in sorted(set(rank_lists)):
             nodes = [ranks[at : at + local] for at in range(0, len(ranks), local)]
             for members in nodes:
                 inside = new_group(members, f"{group.name}.inside", inside_backend) or inside

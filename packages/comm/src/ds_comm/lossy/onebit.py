@@ -89,16 +89,16 @@ class OnebitAdam(OneBit):
         return {"non_freeze": False, "exp_avg_mask": None}
 
     def _step(self, params: Sequence[Tensor]) -> None:
-        warm = [p for group, found in self._groups_of(params) for p in found if self._is_warm(group, p)]
+        warm = [p for group, members in self._groups_of(params) for p in members if self._is_warm(group, p)]
         keep = {id(p) for p in warm}
         cold = [p for p in params if id(p) not in keep]
         gradients = dict(zip(map(id, params), self._gradients(params), strict=True))
         if warm:
             exact = [gradients[id(p)] for p in warm]
             self._exact_mean(exact, "onebit/gradient")
-        for group, found in self._groups_of(params):
+        for group, members in self._groups_of(params):
             b1, b2 = group["betas"]
-            for p in found:
+            for p in members:
                 state, grad = self.state[p], gradients[id(p)]
                 state["step"] += 1
                 state["exp_avg"].mul_(b1).add_(grad, alpha=1 - b1)
@@ -106,8 +106,8 @@ class OnebitAdam(OneBit):
                     state["exp_avg_sq"].mul_(b2).addcmul_(grad, grad, value=1 - b2)
         if cold:
             self._sign_mean(self._states(cold, "exp_avg"), self._denominators(cold), "onebit/momentum")
-        for group, found in self._groups_of(params):
-            for index, p in enumerate(found):
+        for group, members in self._groups_of(params):
+            for index, p in enumerate(members):
                 self._update(group, p, _mask(group, index), id(p) in keep)
 
     def _is_warm(self, group: dict[str, Any], p: Tensor) -> bool:
@@ -191,12 +191,12 @@ class ZeroOneAdam(OneBit):
         else:
             self._sign_mean(gradients, self._denominators(params), "zeroone/signs")
         mean = dict(zip(map(id, params), gradients, strict=True))
-        for group, found in self._groups_of(params):
+        for group, members in self._groups_of(params):
             b1, b2 = group["betas"]
             if exact:
                 group["var_updates"] += 1
             c1, c2 = self._corrections(group)
-            for p in found:
+            for p in members:
                 state, grad = self.state[p], mean[id(p)]
                 state["exp_avg"].mul_(b1).add_(grad, alpha=1 - b1)
                 if exact:
@@ -209,12 +209,12 @@ class ZeroOneAdam(OneBit):
 
     def _step_alone(self, params: Sequence[Tensor]) -> None:
         gradients = dict(zip(map(id, params), self._gradients(params), strict=True))
-        for group, found in self._groups_of(params):
+        for group, members in self._groups_of(params):
             b1 = group["betas"][0]
             c1, c2 = self._corrections(group)
             rate, fresh = group["lr"] / c1, group["rates"] == 0.0
             group["rates"] += rate
-            for p in found:
+            for p in members:
                 state = self.state[p]
                 if fresh:
                     state["start"].copy_(p)
@@ -224,9 +224,9 @@ class ZeroOneAdam(OneBit):
 
     def _synchronise(self, params: Sequence[Tensor]) -> None:
         self._sign_mean(self._states(params, "moved"), self._denominators(params), "zeroone/moved")
-        for group, found in self._groups_of(params):
+        for group, members in self._groups_of(params):
             _, c2 = self._corrections(group)
-            for p in found:
+            for p in members:
                 state = self.state[p]
                 if group["rates"] > 0:
                     state["exp_avg"].copy_(state["moved"]).div_(-group["rates"])
@@ -290,9 +290,9 @@ class OnebitLamb(OneBit):
 
     def _warm(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         mean = dict(zip(map(id, params), gradients, strict=True))
-        for group, found in self._groups_of(params):
+        for group, members in self._groups_of(params):
             b1, b2 = group["betas"]
-            for p in found:
+            for p in members:
                 state, grad = self.state[p], mean[id(p)]
                 state["step"] += 1
                 state["exp_avg"].mul_(b1).add_(grad, alpha=1 - b1)
@@ -308,16 +308,16 @@ class OnebitLamb(OneBit):
     def _compressed(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         local = dict(zip(map(id, params), gradients, strict=True))
         before = {id(p): self.state[p]["exp_avg"].clone() for p in params}
-        for group, found in self._groups_of(params):
+        for group, members in self._groups_of(params):
             b1 = group["betas"][0]
-            for p in found:
+            for p in members:
                 state = self.state[p]
                 state["step"] += 1
                 state["exp_avg"].mul_(b1).add_(local[id(p)], alpha=1 - b1)
         self._sign_mean(self._states(params, "exp_avg"), self._denominators(params), "onebit/momentum")
-        for group, found in self._groups_of(params):
+        for group, members in self._groups_of(params):
             b1, b2 = group["betas"]
-            for p in found:
+            for p in members:
                 state = self.state[p]
                 implied = (state["exp_avg"] - b1 * before[id(p)]).div_(1 - b1)
                 state["exp_avg_sq_fresh"].mul_(b2).addcmul_(implied, implied, value=1 - b2)

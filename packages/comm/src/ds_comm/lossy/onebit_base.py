@@ -91,8 +91,8 @@ class OneBit(Optimizer):
         for beta in betas:
             if not 0 <= beta < 1:
                 raise _value_error("betas", beta, "in [0, 1)")
-        own = {"bias_correction": self.settings.bias_correction, **self._group_defaults()}
-        super().__init__(params, defaults | {"betas": betas} | own)
+        group_defaults = {"bias_correction": self.settings.bias_correction, **self._group_defaults()}
+        super().__init__(params, defaults | {"betas": betas} | group_defaults)
         self._group = as_group(group)
         self._errors: dict[str, SignErrors] = {}
 
@@ -110,8 +110,8 @@ class OneBit(Optimizer):
 
         Each optimizer step changes these tensors in place.
         """
-        found = {f"worker/{unit}": errors.worker for unit, errors in self._errors.items()}
-        return found | {f"server/{unit}": errors.server for unit, errors in self._errors.items()}
+        workers = {f"worker/{unit}": errors.worker for unit, errors in self._errors.items()}
+        return workers | {f"server/{unit}": errors.server for unit, errors in self._errors.items()}
 
     @property
     def error_numels(self) -> dict[str, int]:
@@ -180,8 +180,8 @@ class OneBit(Optimizer):
         """Compute sqrt(v) + eps of each parameter, the same on all ranks."""
         return [
             _denominator(self.state[p]["exp_avg_sq"], 1.0, group["eps"])
-            for group, found in self._groups_of(params)
-            for p in found
+            for group, members in self._groups_of(params)
+            for p in members
         ]
 
     def _gradients(self, params: Sequence[Tensor]) -> list[Tensor]:
@@ -197,9 +197,9 @@ class OneBit(Optimizer):
         """Yield each parameter group with its members that are among `params`."""
         chosen = {id(p) for p in params}
         for group in self.param_groups:
-            found = [p for p in group["params"] if id(p) in chosen]
-            if found:
-                yield group, found
+            members = [p for p in group["params"] if id(p) in chosen]
+            if members:
+                yield group, members
 
 
 def _denominator(variance: Tensor, correction: float, eps: float, inside: bool = False) -> Tensor:

@@ -85,9 +85,9 @@ def mean_of_signs(tensor: Tensor, errors: SignErrors, group: GroupLike = None, *
     all_to_all_single(received, sent, group=group, unit=unit)
     for part in received.view(group.size, -1):  # in rank order
         errors.server.add_(unpack_signs(part.view(-1, _BLOCK_BYTES)).view(-1), alpha=1 / group.size)
-    told = _compress(errors.server, min(max(tensor.numel() - group.rank * chunk, 0), chunk))
-    every = told.new_empty((group.size, told.numel()))
-    all_gather_single(every, told, group, unit=unit)
+    compressed = _compress(errors.server, min(max(tensor.numel() - group.rank * chunk, 0), chunk))
+    every = compressed.new_empty((group.size, compressed.numel()))
+    all_gather_single(every, compressed, group, unit=unit)
     tensor.view(-1).copy_(unpack_signs(every.view(-1, _BLOCK_BYTES)).view(-1)[: tensor.numel()])
 
 

@@ -19,8 +19,8 @@ def user_frame(thread: int | None = None) -> str:
     frames = sys._current_frames()
     main = frames.get(threading.main_thread().ident or 0)
     candidates = [frames.get(thread or 0), main]
-    found = next((frame for start in candidates if (frame := _innermost_user(start)) is not None), main)
-    return "no Python frame" if found is None else _text(found, found.f_lineno)
+    frame_shown = next((frame for start in candidates if (frame := _innermost_user(start)) is not None), main)
+    return "no Python frame" if frame_shown is None else _text(frame_shown, frame_shown.f_lineno)
 
 
 def error_place(error: BaseException) -> str:

@@ -77,26 +77,26 @@ class DumpedOp:
     @property
     def agree(self) -> bool:
         """Whether every rank came with the same operation."""
-        found = [stamp for stamp in self.stamps.values() if stamp is not None]
-        return len(found) == len(self.stamps) and not any(differs(found[0], stamp) for stamp in found)
+        present = [stamp for stamp in self.stamps.values() if stamp is not None]
+        return len(present) == len(self.stamps) and not any(differs(present[0], stamp) for stamp in present)
 
 
 def jobs_in(folder: Path) -> list[DumpFolder]:
     """List the jobs whose dumps are in `folder`, the most recently written first."""
-    found: dict[str, dict[int, tuple[float, Path]]] = defaultdict(dict)
+    dumps: dict[str, dict[int, tuple[float, Path]]] = defaultdict(dict)
     for path in folder.glob("rank-*.json"):
         if (name := _NAME.fullmatch(path.name)) is None:
             continue
-        rank, written_s, mine = int(name[1]), path.stat().st_mtime, found[name[3] or ""]
-        if rank not in mine or mine[rank][0] < written_s:
-            mine[rank] = written_s, path
+        rank, written_s, files = int(name[1]), path.stat().st_mtime, dumps[name[3] or ""]
+        if rank not in files or files[rank][0] < written_s:
+            files[rank] = written_s, path
     jobs = [
         DumpFolder(
             name,
-            {rank: path for rank, (_, path) in sorted(mine.items())},
-            max(written_s for written_s, _ in mine.values()),
+            {rank: path for rank, (_, path) in sorted(files.items())},
+            max(written_s for written_s, _ in files.values()),
         )
-        for name, mine in found.items()
+        for name, files in dumps.items()
     ]
     return sorted(jobs, key=lambda job: (job.written_s, job.name), reverse=True)
 
@@ -142,22 +142,22 @@ def compare(dumps: Sequence[Dump]) -> list[DumpedOp]:
                 by_group[stamp.key][stamp.mark][dump.rank] = stamp
                 ranks[stamp.key].add(dump.rank)
     return [
-        DumpedOp(next(iter(found.values())).group, mark, {rank: found.get(rank) for rank in sorted(ranks[key])}, key)
+        DumpedOp(next(iter(stamps.values())).group, mark, {rank: stamps.get(rank) for rank in sorted(ranks[key])}, key)
         for key, marks in sorted(by_group.items())
-        for mark, found in sorted(marks.items())
+        for mark, stamps in sorted(marks.items())
     ]
 
 
 def render(dumps: Sequence[Dump], before: int = 5) -> str:
     """Render the lines of all ranks, and per group the operations around the first that differs between ranks."""
     lines = [dump.line for dump in dumps]
-    for group, mine in _remembered(dumps):
-        odd = next((i for i, row in enumerate(mine) if not row.agree), None)
+    for group, rows in _remembered(dumps):
+        odd = next((i for i, row in enumerate(rows) if not row.agree), None)
         if odd is None:
-            lines += ["", f"group {group!r}: all {len(mine)} remembered operations agree, up to #{mine[-1].mark}"]
+            lines += ["", f"group {group!r}: all {len(rows)} remembered operations agree, up to #{rows[-1].mark}"]
             continue
-        lines += ["", f"group {group!r}: ranks differ at #{mine[odd].mark}"]
-        for row in mine[max(0, odd - before) : odd + before]:
+        lines += ["", f"group {group!r}: ranks differ at #{rows[odd].mark}"]
+        for row in rows[max(0, odd - before) : odd + before]:
             lines.append(f"  #{row.mark}" + ("" if row.agree else "   <- differs"))
             texts = dict.fromkeys(_short(stamp) for stamp in row.stamps.values())
             for text in texts:
@@ -191,12 +191,12 @@ def _remembered(dumps: Sequence[Dump]) -> list[tuple[str, list[DumpedOp]]]:
 
     A ring overwrites old operations on some ranks sooner than on others.
     """
-    rows, found = compare(dumps), []
+    rows, remembered = compare(dumps), []
     for key in dict.fromkeys(row.key for row in rows):
-        mine = [row for row in rows if row.key == key]
-        start = max(min(mark for row in mine for mark in [row.mark] if row.stamps[rank]) for rank in mine[0].stamps)
-        found.append((mine[0].group, [row for row in mine if row.mark >= start]))
-    return found
+        group_rows = [row for row in rows if row.key == key]
+        start = max(min(mark for row in group_rows for mark in [row.mark] if row.stamps[rank]) for rank in group_rows[0].stamps)
+        remembered.append((group_rows[0].group, [row for row in group_rows if row.mark >= start]))
+    return remembered
 
 
 def _short(stamp: Stamp | None) -> str:

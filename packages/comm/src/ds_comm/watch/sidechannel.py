@@ -95,8 +95,8 @@ class SideChannel:
 
         The name becomes part of a file's name.
         """
-        told = self._opened("job", self._store.compare_set("job", "", self._seal("job", proposed)))
-        return told if isinstance(told, str) and _NAME.fullmatch(told) else proposed
+        agreed = self._opened("job", self._store.compare_set("job", "", self._seal("job", proposed)))
+        return agreed if isinstance(agreed, str) and _NAME.fullmatch(agreed) else proposed
 
     def introduce(self, host: str, hello: Mapping[str, Any]) -> None:
         """Tell the ranks of this host how to open this rank's ring."""
@@ -127,13 +127,13 @@ class SideChannel:
 
     def left(self, known: int) -> list[tuple[int, str, dict[str, int]]]:
         """Return the departures after the first `known`: rank, reason, and the last mark in each group."""
-        found = []
+        departures = []
         for number in range(known + 1, int(self._store.add("left", 0)) + 1):
             note = self._read(f"goodbye/{number}")
             if note is None:
                 break  # it is about to say it
-            found.append((int(note["rank"]), str(note["why"]), dict(note["heads"])))
-        return found
+            departures.append((int(note["rank"]), str(note["why"]), dict(note["heads"])))
+        return departures
 
     def report(self, report: RankReport) -> None:
         """Publish this rank's report."""
@@ -141,18 +141,18 @@ class SideChannel:
 
     def collect(self, ranks: Iterable[int], limit_s: float) -> dict[int, RankReport]:
         """Reports of these ranks, as many as come within the limit."""
-        missing, found = set(ranks), {}
+        missing, reports = set(ranks), {}
         deadline = time.monotonic() + limit_s
         while missing:
             for rank in sorted(missing):
                 data = self.ask("report", rank)
                 if data is not None:
-                    found[rank] = _report(data)
-            missing -= set(found)
+                    reports[rank] = _report(data)
+            missing -= set(reports)
             if time.monotonic() > deadline:
                 break
             time.sleep(_POLL_S if missing else 0)
-        return found
+        return reports
 
     def wait_for(self, keys: Iterable[str], ranks: Iterable[int], limit_s: float) -> None:
         """Return when each of these ranks has told one of these keys, or the limit is over."""

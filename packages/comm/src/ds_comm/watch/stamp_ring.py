@@ -196,15 +196,15 @@ class StampRing:
         rows = np.frombuffer(self._map, _COLUMNS, _SLOTS, _HEAD_BYTES)
         rows = rows[(rows["began"] > 0) & (rows["mark"] > 0)].copy()
         rows["numel"][np.isin(rows["op"], _UNEVEN_CODES)] = 0
-        found: dict[str, dict[int, int]] = {}
+        by_group: dict[str, dict[int, int]] = {}
         for key, code in list(self._groups.items()):
-            mine = rows[rows["group"] == code]
-            blocks, counts = np.unique((mine["mark"] - 1) // _BLOCK, return_counts=True)
+            group_rows = rows[rows["group"] == code]
+            blocks, counts = np.unique((group_rows["mark"] - 1) // _BLOCK, return_counts=True)
             skip = set(known.get(key, ()))
             for block in blocks[counts == _BLOCK].tolist():
                 if block not in skip:
-                    found.setdefault(key, {})[block] = _digest(mine[(mine["mark"] - 1) // _BLOCK == block])
-        return found
+                    by_group.setdefault(key, {})[block] = _digest(group_rows[(group_rows["mark"] - 1) // _BLOCK == block])
+        return by_group
 
     @staticmethod
     def block_marks(block: int) -> tuple[int, int]:
@@ -249,11 +249,11 @@ class RingReader:
 
     def __init__(self, pid: int, fd: int) -> None:
         """Raises OSError when the process is gone, is another user's, or is not on this host."""
-        own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY)
+        descriptor = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY)
         try:
-            self._map = mmap.mmap(own, 0, prot=mmap.PROT_READ)
+            self._map = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
         finally:
-            os.close(own)
+            os.close(descriptor)
 
     def stamps(self) -> list[Stamp]:
         """Return all stamps in the ring, oldest first."""

@@ -70,48 +70,48 @@ class Finding:
     line: str
 
 
-def judge(mine: RankReport, reports: Mapping[int, RankReport], groups: Mapping[str, tuple[int, ...]]) -> Finding:
+def judge(local_report: RankReport, reports: Mapping[int, RankReport], groups: Mapping[str, tuple[int, ...]]) -> Finding:
     """Decide the finding of the rank that reports `local_report`, from all known reports.
 
     Args:
         reports: The known report of each rank.
         groups: World ranks of each group that the reporting rank is in, by torch's name.
     """
-    me, others = mine.rank, [report for rank, report in sorted(reports.items()) if rank != mine.rank]
-    for wait in mine.waits():
+    me, others = local_report.rank, [report for rank, report in sorted(reports.items()) if rank != local_report.rank]
+    for wait in local_report.waits():
         ranks = groups.get(wait.key, ())
-        finding = judge_wait(wait, mine, reports, _awaited(wait, me, ranks))
-        return finding or Finding("comm-hang", f"{_waits(wait, mine)}; all its ranks came, but nothing moves")
+        finding = judge_wait(wait, local_report, reports, _awaited(wait, me, ranks))
+        return finding or Finding("comm-hang", f"{_waits(wait, local_report)}; all its ranks came, but nothing moves")
     for other in others:
         for wait in other.waits():
             if me in groups.get(wait.key, ()):
-                culprit = next(_culprits(wait, [mine]), None)
+                culprit = next(_culprits(wait, [local_report]), None)
                 if culprit is not None:
-                    code = "comm-hang" if _missing(wait, mine) else "comm-mismatch"
-                    what = "did not come to" if code == "comm-hang" else f"came with {mine.at(wait.key, wait.mark)} to"
-                    line = f"rank {me} is at {mine.frame} and {what} {wait}, for which rank {other.rank} waits at {other.frame}"
-                    return Finding(code, line + _last(mine))
+                    code = "comm-hang" if _missing(wait, local_report) else "comm-mismatch"
+                    what = "did not come to" if code == "comm-hang" else f"came with {local_report.at(wait.key, wait.mark)} to"
+                    line = f"rank {me} is at {local_report.frame} and {what} {wait}, for which rank {other.rank} waits at {other.frame}"
+                    return Finding(code, line + _last(local_report))
     busy = next((report for report in others if report.waits() or report.gone), None)
     what = "" if busy is None else f"; rank {busy.rank} {busy.place()}"
-    return Finding("comm-hang", f"rank {me} is at {mine.frame}{what}{_last(mine)}")
+    return Finding("comm-hang", f"rank {me} is at {local_report.frame}{what}{_last(local_report)}")
 
 
-def judge_wait(wait: Stamp, mine: RankReport, reports: Mapping[int, RankReport], awaited: Sequence[int]) -> Finding | None:
+def judge_wait(wait: Stamp, local_report: RankReport, reports: Mapping[int, RankReport], awaited: Sequence[int]) -> Finding | None:
     """Explain the operation `wait` of the rank that reports `local_report` by the ranks `awaited`.
 
     None when none of these world ranks explains the wait.
     """
-    found = list(_culprits(wait, [reports[rank] for rank in awaited if rank in reports]))
+    culprits = list(_culprits(wait, [reports[rank] for rank in awaited if rank in reports]))
     silent = [rank for rank in awaited if rank not in reports]
     if silent:
-        found.append(("comm-hang", f"{rank_names(silent)} gave no sign"))
-    if not found:
+        culprits.append(("comm-hang", f"{rank_names(silent)} gave no sign"))
+    if not culprits:
         return None
-    codes = [code for code, _ in found]
+    codes = [code for code, _ in culprits]
     code = next(code for code in ("comm-mismatch", "comm-peer-left", "comm-hang") if code in codes)
-    texts = [text for _, text in found]
+    texts = [text for _, text in culprits]
     more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    return Finding(code, f"{_waits(wait, mine)}; {'; '.join(texts[:_SHOWN])}{more}")
+    return Finding(code, f"{_waits(wait, local_report)}; {'; '.join(texts[:_SHOWN])}{more}")
 
 
 def differs(a: Stamp, b: Stamp) -> bool:
@@ -149,9 +149,9 @@ def _awaited(wait: Stamp, me: int, ranks: tuple[int, ...]) -> list[int]:
     return [rank for rank in ranks if rank != me]
 
 
-def _waits(wait: Stamp, mine: RankReport) -> str:
-    since_s = mine.now_s - (wait.waited_s or wait.began_s)
-    return f"rank {mine.rank} waits since {since_s:.1f} s for {wait} at {mine.frame}"
+def _waits(wait: Stamp, local_report: RankReport) -> str:
+    since_s = local_report.now_s - (wait.waited_s or wait.began_s)
+    return f"rank {local_report.rank} waits since {since_s:.1f} s for {wait} at {local_report.frame}"
 
 
 def _last(report: RankReport) -> str:

@@ -273,18 +273,18 @@ class Watchdog:
         for rank, peer in self._peers.items():
             if peer is not None and rank in self.groups.get(wait.key, ()):
                 report = self._left_behind(rank, "" if peer.alive() else peer.end(), {})
-                theirs = report.at(wait.key, wait.mark) if wait.mark else None
-                if theirs is not None and differs(wait, theirs):
+                stamp = report.at(wait.key, wait.mark) if wait.mark else None
+                if stamp is not None and differs(wait, stamp):
                     return judge_wait(wait, self._own_report(), {rank: report}, [rank])
         return None
 
     def _gone(self) -> dict[int, tuple[str, dict[str, int]]]:
         """Ranks that said goodbye or whose process is dead: why, and how far they came in each group."""
-        found = dict(self._left)
+        ended = dict(self._left)
         for rank, peer in self._peers.items():
-            if peer is not None and rank not in found and not peer.alive():
-                found[rank] = peer.end(), {}
-        return found
+            if peer is not None and rank not in ended and not peer.alive():
+                ended[rank] = peer.end(), {}
+        return ended
 
     def _read_goodbyes(self) -> None:
         for rank, why, heads in self._side.left(len(self._left)):
@@ -306,8 +306,8 @@ class Watchdog:
         state = self._side.ask("state", other)
         for key, blocks in (state["digests"] if state is not None else {}).items():
             for block, digest in blocks.items():
-                mine = self._digests.get(key, {}).get(int(block))
-                if mine is not None and mine != digest:
+                local_digest = self._digests.get(key, {}).get(int(block))
+                if local_digest is not None and local_digest != digest:
                     first, last = self._ring.block_marks(int(block))
                     name = next((s.group for s in self._ring.stamps() if s.key == key), key)
                     return f"ranks {self._rank} and {other} did different operations among #{first} to #{last} of group {name!r}"
@@ -315,10 +315,10 @@ class Watchdog:
 
     def _publish(self) -> None:
         for key, blocks in self._ring.digests(self._digests).items():
-            kept = self._digests.setdefault(key, {})
-            kept.update(blocks)
-            for old in sorted(kept)[:-8]:
-                del kept[old]
+            history = self._digests.setdefault(key, {})
+            history.update(blocks)
+            for old in sorted(history)[:-8]:
+                del history[old]
         self._side.tell("state", {"pause_until_s": self._pause_until_s, "digests": self._digests})
 
     def _connect_peers(self) -> None:
@@ -349,10 +349,10 @@ class Watchdog:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _own_report(self, stamps: int = _REPORTED) -> RankReport:
-        mine = self._ring.stamps()
-        kept = [s for s in mine[:-stamps] if s.waits] + mine[-stamps:]
-        thread = next((stamp.thread for stamp in kept if stamp.waits), None)
-        return RankReport(self._rank, "", user_frame(thread), time.monotonic(), tuple(kept), {})
+        recorded = self._ring.stamps()
+        reported = [s for s in recorded[:-stamps] if s.waits] + recorded[-stamps:]
+        thread = next((stamp.thread for stamp in reported if stamp.waits), None)
+        return RankReport(self._rank, "", user_frame(thread), time.monotonic(), tuple(reported), {})
 
     def _end(self, alarm: Mapping[str, Any]) -> None:
         self._ending.set()

@@ -39,10 +39,10 @@ class FacadeAccelerator:
         # What torch's device module has under the same name (Stream, Event, current_stream, ...) is upstream's, too.
         if name.startswith("__") or name == "ours":
             raise AttributeError(name)
-        found = getattr(self.ours.module, name, None)
-        if found is None:
+        attribute = getattr(self.ours.module, name, None)
+        if attribute is None:
             raise AttributeError(f"the accelerator {self._name} has no {name}")
-        return found
+        return attribute
 
     # ---- which device
 
@@ -71,8 +71,8 @@ class FacadeAccelerator:
 
         On the CPU that is the number of ranks that a launcher started on this host (LOCAL_SIZE).
         """
-        told = int(os.environ.get("LOCAL_SIZE", "0")) if self._name == "cpu" else 0
-        return max(told, 0) or self.ours.device_count()
+        local_size = int(os.environ.get("LOCAL_SIZE", "0")) if self._name == "cpu" else 0
+        return max(local_size, 0) or self.ours.device_count()
 
     def is_available(self) -> bool:
         """Whether there is one."""
@@ -209,15 +209,15 @@ class FacadeAccelerator:
 
     def create_graph(self) -> Any:
         """Create an empty graph; None where the device has no graphs."""
-        made = getattr(self.ours.module, "CUDAGraph", None)
-        return None if made is None else made()
+        graph_class = getattr(self.ours.module, "CUDAGraph", None)
+        return None if graph_class is None else graph_class()
 
     def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
         """Record what is launched inside; nothing is recorded where the device has no graphs."""
         if graph is None:
             return nullcontext()
-        found: AbstractContextManager[Any] = self.ours.module.graph(graph, pool, stream)
-        return found
+        capture: AbstractContextManager[Any] = self.ours.module.graph(graph, pool, stream)
+        return capture
 
     def replay_graph(self, graph: Any) -> None:
         """Launch what was recorded."""
@@ -230,8 +230,8 @@ class FacadeAccelerator:
         """Return the generator that random operations of a device use."""
         if self._name == "cpu":
             return torch.default_generator
-        found: torch.Generator = self.ours.module.default_generators[device_index or 0]
-        return found
+        generator: torch.Generator = self.ours.module.default_generators[device_index or 0]
+        return generator
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         """Return the statistics of the device's allocator; for the host, the bytes in use."""
@@ -251,8 +251,8 @@ class FacadeAccelerator:
 
     def create_op_builder(self, class_name: str) -> Any:
         """Create a builder by its class's name; None for an unknown name."""
-        found = BUILDERS.get(class_name)
-        return None if found is None else found()
+        builder_class = BUILDERS.get(class_name)
+        return None if builder_class is None else builder_class()
 
     def build_extension(self) -> Any:
         """Return torch's command class that compiles extensions; unused here."""

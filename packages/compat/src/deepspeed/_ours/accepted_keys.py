@@ -28,36 +28,36 @@ LAYOUT = "DS_CHECKPOINT_LAYOUT"
 
 def accepted(raw: Raw) -> dict[str, Any]:
     """Return `raw` without the keys that upstream ignores; 0 and 1 become truth values where the key is a flag."""
-    kept = _known_of(_with_truth(raw, ()), "")
-    for section in [name for name in kept if name in _LAX]:
-        if isinstance(kept[section], Mapping):
-            kept[section] = _known_of(kept[section], section)
-    if isinstance(kept.get("zero_optimization"), Mapping):
-        kept["zero_optimization"] = _without_auto(kept["zero_optimization"], ("zero_optimization",))
-    for path, vain, told in _VAIN:
-        value = _at(kept, path)
-        if value is not None and vain(kept):
-            kept = _without(kept, path)
+    document = _known_of(_with_truth(raw, ()), "")
+    for section in [name for name in document if name in _LAX]:
+        if isinstance(document[section], Mapping):
+            document[section] = _known_of(document[section], section)
+    if isinstance(document.get("zero_optimization"), Mapping):
+        document["zero_optimization"] = _without_auto(document["zero_optimization"], ("zero_optimization",))
+    for path, vain, reason in _VAIN:
+        value = _at(document, path)
+        if value is not None and vain(document):
+            document = _without(document, path)
             if value not in (False, {}):
-                _log.warning("%s does nothing here and was left out, as upstream does: %s", ".".join(path), told)
-    for report in classify(Config, kept):
+                _log.warning("%s does nothing here and was left out, as upstream does: %s", ".".join(path), reason)
+    for report in classify(Config, document):
         if report.kind == "no effect" and all(isinstance(part, str) for part in report.path):
-            kept = _without(kept, tuple(map(str, report.path)))
+            document = _without(document, tuple(map(str, report.path)))
             _log.info("%s has no effect: %s", dotted(report.path), report.why)
     layout = os.environ.get(LAYOUT)
     if layout:
-        kept["checkpoint"] = {"layout": layout, **section_of(kept, "checkpoint")}
-    if isinstance(kept.get("log_level"), str):
-        kept["log_level"] = kept["log_level"].lower()
-    if "gradient_allreduce_op" in kept:
-        kept["gradient_allreduce_op"] = get_gradient_allreduce_op(kept)
-    return kept
+        document["checkpoint"] = {"layout": layout, **section_of(document, "checkpoint")}
+    if isinstance(document.get("log_level"), str):
+        document["log_level"] = document["log_level"].lower()
+    if "gradient_allreduce_op" in document:
+        document["gradient_allreduce_op"] = get_gradient_allreduce_op(document)
+    return document
 
 
 def section_of(raw: Raw, name: str) -> Raw:
     """Return a section of `raw`; an empty mapping where it is missing or not a mapping."""
-    found = raw.get(name)
-    return found if isinstance(found, Mapping) else {}
+    section = raw.get(name)
+    return section if isinstance(section, Mapping) else {}
 
 
 # Sections that upstream reads one key at a time, without a look at the others.
@@ -117,10 +117,10 @@ _VAIN: tuple[tuple[tuple[str, ...], Callable[[Raw], bool], str], ...] = (
 
 
 def _at(raw: Raw, path: tuple[str, ...]) -> Any:
-    found: Any = raw
+    value: Any = raw
     for name in path:
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
 def _without(raw: Raw, path: tuple[str, ...]) -> dict[str, Any]:
@@ -157,24 +157,24 @@ def _truths() -> frozenset[tuple[str | int, ...]]:
 
 
 def _with_truth(section: Raw, path: tuple[str, ...]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    converted: dict[str, Any] = {}
     for key, value in section.items():
         there = (*path, key)
         if isinstance(value, Mapping):
-            found[key] = _with_truth(value, there)
+            converted[key] = _with_truth(value, there)
         else:
-            found[key] = bool(value) if type(value) is int and value in (0, 1) and there in _truths() else value
-    return found
+            converted[key] = bool(value) if type(value) is int and value in (0, 1) and there in _truths() else value
+    return converted
 
 
 def _without_auto(section: Raw, path: tuple[str, ...]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    filled: dict[str, Any] = {}
     for key, value in section.items():
         if value == "auto":
             _log.warning("%s is 'auto' and nobody filled it in: its default is used", ".".join((*path, key)))
         else:
-            found[key] = _without_auto(value, (*path, key)) if isinstance(value, Mapping) else value
-    return found
+            filled[key] = _without_auto(value, (*path, key)) if isinstance(value, Mapping) else value
+    return filled
 
 
 _NOT_WITH_SUM: tuple[tuple[str, Callable[[Raw], bool]], ...] = (
@@ -191,14 +191,14 @@ def get_gradient_allreduce_op(param_dict: Raw) -> str:
     Raises:
         ConfigError: any other value, or a sum with a feature that divides gradients in its own way ("compat-argument").
     """
-    found = str(param_dict.get("gradient_allreduce_op", "mean")).lower()
-    clash = next((name for name, there in _NOT_WITH_SUM if found == "sum" and there(param_dict)), None)
-    if found not in ("mean", "sum"):
+    reduce_op = str(param_dict.get("gradient_allreduce_op", "mean")).lower()
+    clash = next((name for name, there in _NOT_WITH_SUM if reduce_op == "sum" and there(param_dict)), None)
+    if reduce_op not in ("mean", "sum"):
         raise ConfigError(
-            f"Invalid gradient_allreduce_op {found!r}", code="compat-argument", fix='Write "mean" or "sum".'
+            f"Invalid gradient_allreduce_op {reduce_op!r}", code="compat-argument", fix='Write "mean" or "sum".'
         )
     if clash is not None:
         raise ConfigError(
             f"gradient_allreduce_op = sum is not supported with {clash}", code="compat-argument", fix='Use "mean".'
         )
-    return found
+    return reduce_op

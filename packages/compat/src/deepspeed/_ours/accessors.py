@@ -17,10 +17,10 @@ def _of_zero(name: str) -> Tells:
 
 def _of_config(*path: str) -> Tells:
     def read(engine: Any) -> Any:
-        found: Any = engine._config
+        value: Any = engine._config
         for name in path:
-            found = getattr(found, name)
-        return found
+            value = getattr(value, name)
+        return value
 
     return read
 

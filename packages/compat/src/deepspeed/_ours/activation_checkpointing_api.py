@@ -76,7 +76,7 @@ def configure(
         ConfigError: contiguous checkpointing without a number, or the section is invalid.
     """
     document = {} if deepspeed_config is None else read_all(deepspeed_config).data
-    given = {
+    arguments = {
         "partition_activations": partition_activations,
         "contiguous_memory_optimization": contiguous_checkpointing,
         "number_checkpoints": num_checkpoints,
@@ -85,16 +85,16 @@ def configure(
         "profile": profile,
     }
     section = {**(document.get("activation_checkpointing") or {})}
-    section |= {name: value for name, value in given.items() if value is not None}
-    found = load(ActivationCheckpointingConfig, section)
+    section |= {name: value for name, value in arguments.items() if value is not None}
+    config = load(ActivationCheckpointingConfig, section)
     _process.group = _tensor_group(mpu_)
-    _process.keep(found.keeping)
+    _process.keep(config.keeping)
 
 
 def _tensor_group(mpu: Any) -> Group:
     getters = ("get_tensor_model_parallel_group", "get_model_parallel_group")
-    found = next((getattr(mpu, name) for name in getters if hasattr(mpu, name)), None)
-    return self_group("tensor") if found is None else as_group(found())
+    getter = next((getattr(mpu, name) for name in getters if hasattr(mpu, name)), None)
+    return self_group("tensor") if getter is None else as_group(getter())
 
 
 def is_configured() -> bool:

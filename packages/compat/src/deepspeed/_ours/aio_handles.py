@@ -98,10 +98,10 @@ class aio_handle:  # noqa: N801  upstream's spelling
 
     def write(self, buffer: Tensor, filename: str, validate: bool = False, file_offset: int = 0) -> int:
         """`sync_pwrite`, and with `validate` a look at the length of the file."""
-        found = self.sync_pwrite(buffer, filename, file_offset)
+        result = self.sync_pwrite(buffer, filename, file_offset)
         if validate and Path(filename).stat().st_size < file_offset + buffer.nbytes:
             raise OSError(f"{filename} is shorter than what was written to it")
-        return found
+        return result
 
     def pread(
         self, buffer: Tensor, filename: str, validate: bool = False, async_: bool = False, file_offset: int = 0, **rest:
@@ -136,8 +136,8 @@ class aio_handle:  # noqa: N801  upstream's spelling
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: Tensor) -> Tensor:
         """Allocate [num_elem] of the example's dtype, in pinned memory where a device uses pinned memory."""
-        made = torch.empty(num_elem, dtype=example_tensor.dtype)
-        return made.pin_memory() if get_accelerator().facts.pinned else made
+        tensor = torch.empty(num_elem, dtype=example_tensor.dtype)
+        return tensor.pin_memory() if get_accelerator().facts.pinned else tensor
 
     def free_cpu_locked_tensor(self, tensor: Tensor) -> bool:
         """Return True without freeing: the memory is freed with its last tensor."""

@@ -99,11 +99,11 @@ class AutoTPConfig:
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any]) -> AutoTPConfig:
         """Build the object from a section of a configuration."""
-        given = dict(config_dict)
-        given["layer_specs"] = [
-            spec if isinstance(spec, TPLayerSpec) else TPLayerSpec(**spec) for spec in given.get("layer_specs", ())
+        fields = dict(config_dict)
+        fields["layer_specs"] = [
+            spec if isinstance(spec, TPLayerSpec) else TPLayerSpec(**spec) for spec in fields.get("layer_specs", ())
         ]
-        return cls(**given)
+        return cls(**fields)
 
     def find_matching_spec(self, param_name: str, model_type: str | None = None) -> TPLayerSpec | None:
         """Return the first rule that matches a parameter; None without a match."""
@@ -164,13 +164,13 @@ def _get_hf_tp_plan(model: Any) -> dict[str, str] | None:
 
     Entries that repeat a key of the configuration's plan below a prefix are dropped.
     """
-    found = dict(getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {})
-    base = tuple(found)
+    merged = dict(getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {})
+    base = tuple(merged)
     for plan in (getattr(type(model), "_tp_plan", None), getattr(model, "_tp_plan", None)):
         for name, style in (plan if isinstance(plan, Mapping) else {}).items():
             if not any(name == key or name.endswith(f".{key}") for key in base):
-                found[name] = style
-    return found or None
+                merged[name] = style
+    return merged or None
 
 
 def get_tensor_parallel_config(ds_config: Mapping[str, Any]) -> TPTrainingConfig:
@@ -210,17 +210,17 @@ class AutoTP:
     def tp_parser(model: nn.Module) -> list[tuple[type[nn.Module], list[str]]]:
         """List, for each class of blocks, the names of its layers whose outputs are all-reduced (row layers)."""
         modules = dict(model.named_modules())
-        found: dict[type[nn.Module], list[str]] = {}
+        row_layers: dict[type[nn.Module], list[str]] = {}
         for decision in make_tensor_plan(facts_of(model), TensorOptions(degree=2)).cut:
             if decision.kind is not ShardKind.ROW:
                 continue
             *parts, _ = decision.name.split(".")
             at = max((i for i, part in enumerate(parts) if part.isdigit()), default=-1)
-            names = found.setdefault(type(modules[".".join(parts[: at + 1])]), [])
+            names = row_layers.setdefault(type(modules[".".join(parts[: at + 1])]), [])
             name = ".".join(decision.name.split(".")[at + 1 :])
             if name not in names:
                 names.append(name)
-        return list(found.items())
+        return list(row_layers.items())
 
     def _get_model_type(self) -> str | None:
         kind = getattr(getattr(self.module, "config", None), "model_type", None)
@@ -236,9 +236,9 @@ class AutoTP:
             return r_module
         for name, child in list(r_module.named_children()):
             full = f"{prev_class_name}.{name}" if prev_class_name else name
-            made = self._replace_with_config(child, full) if getattr(child, "weight", None) is not None else None
-            if made is not None:
-                setattr(r_module, name, made)
+            replacement = self._replace_with_config(child, full) if getattr(child, "weight", None) is not None else None
+            if replacement is not None:
+                setattr(r_module, name, replacement)
             else:
                 self._replace_module(child, name, full)
         return r_module
@@ -311,9 +311,9 @@ def install_head_sharded_helper(
     vars(module)[name] = partial(helper, module)
 
 
-def _shares(module: nn.Module, name: str, given: int) -> tuple[int, list[int]]:
+def _shares(module: nn.Module, name: str, local_heads: int) -> tuple[int, list[int]]:
     total, frozen = vars(module)[f"_{name}_heads"]
-    return (total, frozen) if total is not None else (given, get_head_shard_sizes(given))
+    return (total, frozen) if total is not None else (local_heads, get_head_shard_sizes(local_heads))
 
 
 def build_mpt_alibi_tensor(module: nn.Module, num_heads: int, *args: Any, **options: Any) -> Tensor:

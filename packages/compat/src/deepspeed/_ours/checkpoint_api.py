@@ -168,8 +168,8 @@ def leave_files(folder: str, module: Mapping[str, Tensor], facts: Mapping[str, A
         name = f"{folder}/zero_pp_rank_0_mp_rank_00_model_states.pt"
     torch.save({"module": {key: value.detach().clone() for key, value in module.items()}, **facts}, name)
     if stage > 0:
-        told = {key: facts[key] for key in ("zero_stage", "partition_count", "ds_version")}
-        torch.save({"optimizer_state_dict": told}, optim)
+        state = {key: facts[key] for key in ("zero_stage", "partition_count", "ds_version")}
+        torch.save({"optimizer_state_dict": state}, optim)
 
 
 # ---- upstream's helpers
@@ -180,15 +180,15 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     return _cloned(item, torch.device(device), {})
 
 
-def _cloned(item: Any, device: torch.device, made: dict[int, Tensor]) -> Any:
+def _cloned(item: Any, device: torch.device, copies: dict[int, Tensor]) -> Any:
     if isinstance(item, Tensor):
-        if id(item) not in made:
-            made[id(item)] = item.detach().to(device=device, copy=True, memory_format=torch.contiguous_format)
-        return made[id(item)]
+        if id(item) not in copies:
+            copies[id(item)] = item.detach().to(device=device, copy=True, memory_format=torch.contiguous_format)
+        return copies[id(item)]
     if isinstance(item, list | tuple):
-        return type(item)(_cloned(value, device, made) for value in item)
+        return type(item)(_cloned(value, device, copies) for value in item)
     if isinstance(item, dict):
-        return type(item)({key: _cloned(value, device, made) for key, value in item.items()})
+        return type(item)({key: _cloned(value, device, copies) for key, value in item.items()})
     return item
 
 

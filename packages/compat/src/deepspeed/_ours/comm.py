@@ -228,8 +228,8 @@ def configure(
     section = deepspeed_config.get("comms_logger") if isinstance(deepspeed_config, Mapping) else None
     section = section or getattr(deepspeed_config, "comms_logger", None) or {}
     base = dict(section) if isinstance(section, Mapping) else section.model_dump()
-    given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
-    chosen = {name: value for name, value in given.items() if value is not None}
+    arguments = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
+    chosen = {name: value for name, value in arguments.items() if value is not None}
     switch(CommsLoggerConfig(**{**base, **chosen}))
 
 
@@ -249,8 +249,8 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
 
 def has_comm_data() -> bool:
     """Whether the comms logger collected anything."""
-    found = collector()
-    return found is not None and found.has_data()
+    logger = collector()
+    return logger is not None and logger.has_data()
 
 
 def get_logged_comm_ops() -> list[str]:
@@ -260,9 +260,9 @@ def get_logged_comm_ops() -> list[str]:
 
 def get_comm_operation_count(operation_name: str | None = None) -> int:
     """Return the number of operations that the comms logger collected, of a given name or of all names."""
-    told = collected(collector())["summary"]
-    names = told if operation_name is None else [name for name in told if name == operation_name]
-    return sum(row["count"] for name in names for row in told[name].values())
+    summary = collected(collector())["summary"]
+    names = summary if operation_name is None else [name for name in summary if name == operation_name]
+    return sum(row["count"] for name in names for row in summary[name].values())
 
 
 get_total_comm_operations = get_comm_operation_count
@@ -270,9 +270,9 @@ get_total_comm_operations = get_comm_operation_count
 
 def reset_log() -> None:
     """Forget what the comms logger collected."""
-    found = collector()
-    if found is not None:
-        found.reset()
+    logger = collector()
+    if logger is not None:
+        logger.reset()
 
 
 def start_profiling_comms() -> None:

@@ -51,16 +51,16 @@ def launch(args: Sequence[str] | None = None) -> int:
         parser.add_argument(flag, action="store_true")
     parser.add_argument("training_script")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
-    given = parser.parse_args(args)
-    world = decode_world_info(given.world_info) if given.world_info else {}
+    options = parser.parse_args(args)
+    world = decode_world_info(options.world_info) if options.world_info else {}
     counts = [slots if isinstance(slots, int) else len(slots) for slots in world.values()]
-    flags = [flag for flag, on in (("--module", given.module), ("--no-python", given.no_python)) if on]
-    many = ["--nnodes", str(len(counts)), "--node-rank", str(given.node_rank), "--master-addr", given.master_addr]
+    flags = [flag for flag, on in (("--module", options.module), ("--no-python", options.no_python)) if on]
+    many = ["--nnodes", str(len(counts)), "--node-rank", str(options.node_rank), "--master-addr", options.master_addr]
     return ds([
-        "run", *flags, *([] if given.no_local_rank else ["--local-rank-arg"]),
-        *(["--nproc", str(counts[given.node_rank])] if counts else []),
-        *([*many, "--master-port", str(given.master_port)] if len(counts) > 1 else []),
-        given.training_script, *given.training_script_args,
+        "run", *flags, *([] if options.no_local_rank else ["--local-rank-arg"]),
+        *(["--nproc", str(counts[options.node_rank])] if counts else []),
+        *([*many, "--master-port", str(options.master_port)] if len(counts) > 1 else []),
+        options.training_script, *options.training_script_args,
     ])  # fmt: skip
 
 
@@ -80,8 +80,8 @@ def ssh(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ds_ssh", description="Run a command on all hosts.")
     parser.add_argument("-f", "--hostfile", default=DLTS_HOSTFILE)
     parser.add_argument("command", nargs=argparse.REMAINDER)
-    given = parser.parse_args(args)
-    return ds(["ssh", "--hostfile", given.hostfile, *given.command])
+    options = parser.parse_args(args)
+    return ds(["ssh", "--hostfile", options.hostfile, *options.command])
 
 
 def bench(args: Sequence[str] | None = None) -> int:
@@ -99,13 +99,13 @@ def io(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--queue_depth")
     parser.add_argument("--io_parallel", help="workers")
     parser.add_argument("--loops", default="3")
-    given = parser.parse_args(args)
+    parsed = parser.parse_args(args)
     options = {
-        "--block-size": given.block_size, "--queue-depth": given.queue_depth, "--workers": given.io_parallel,
+        "--block-size": parsed.block_size, "--queue-depth": parsed.queue_depth, "--workers": parsed.io_parallel,
     }  # fmt: skip
     chosen = [word for name, value in options.items() if value is not None for word in (name, value)]
-    only = "--no-write" if given.read else "--no-read"
-    return ds(["io", "bench", given.folder, "--size", given.io_size, only, "--loops", given.loops, *chosen])
+    only = "--no-write" if parsed.read else "--no-read"
+    return ds(["io", "bench", parsed.folder, "--size", parsed.io_size, only, "--loops", parsed.loops, *chosen])
 
 
 def tune(args: Sequence[str] | None = None) -> int:
@@ -116,9 +116,9 @@ def tune(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--no_read", action="store_true")
     parser.add_argument("--no_write", action="store_true")
     parser.add_argument("--loops", default="1")
-    given = parser.parse_args(args)
-    flags = [flag for flag, on in (("--no-read", given.no_read), ("--no-write", given.no_write)) if on]
-    return ds(["io", "tune", *given.nvme_dir, "--size", given.io_size, "--loops", given.loops, *flags])
+    options = parser.parse_args(args)
+    flags = [flag for flag, on in (("--no-read", options.no_read), ("--no-write", options.no_write)) if on]
+    return ds(["io", "tune", *options.nvme_dir, "--size", options.io_size, "--loops", options.loops, *flags])
 
 
 def elastic(args: Sequence[str] | None = None) -> int:
@@ -126,10 +126,10 @@ def elastic(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ds_elastic", description="Show what elasticity comes to.")
     parser.add_argument("-c", "--config", required=True)
     parser.add_argument("-w", "--world-size", type=int, default=0)
-    given = parser.parse_args(args)
-    found = compute_elastic_config(read(given.config).data, version, given.world_size)
+    options = parser.parse_args(args)
+    results = compute_elastic_config(read(options.config).data, version, options.world_size)
     names = ("train batch size", "numbers of ranks", "microbatch size")
-    for name, value in zip(names, found, strict=False):
+    for name, value in zip(names, results, strict=False):
         print(f"{name}: {', '.join(map(str, value)) if isinstance(value, tuple | list) else value}")
     return 0
 
@@ -153,8 +153,8 @@ def to_universal(args: argparse.Namespace | Sequence[str] | None = None) -> int:
     Args:
         args: The command line; or, as upstream's `main` has it, an object with `input_folder` and `output_folder`.
     """
-    given: Any = args if hasattr(args, "input_folder") else universal_arguments(args)
-    out = Path(given.output_folder)
-    source = open_training(given.input_folder, allow_pickle=True)
+    options: Any = args if hasattr(args, "input_folder") else universal_arguments(args)
+    out = Path(options.output_folder)
+    source = open_training(options.input_folder, allow_pickle=True)
     write_universal(source, out.parent, out.name, allow_pickle=True)
     return 0

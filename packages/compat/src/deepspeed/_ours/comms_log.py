@@ -122,10 +122,10 @@ class CommsLogger:
     ) -> dict[str, Any] | None:
         """Print the table, or give it as data. Straggling ranks are told by `deepspeed.comm.log_summary`."""
         del show_straggler
-        told = {name: self.get_operation_summary(name) for name in self.comms_dict}
+        summaries = {name: self.get_operation_summary(name) for name in self.comms_dict}
         if print_log:
-            _print(told)
-        return _report(told, None) if return_dict else None
+            _print(summaries)
+        return _report(summaries, None) if return_dict else None
 
 
 def _summed(size: int, row: list[Any]) -> dict[str, Any]:
@@ -152,9 +152,9 @@ _HEAD = (
 )
 
 
-def _print(told: dict[str, Any]) -> None:
+def _print(summaries: dict[str, Any]) -> None:
     print("".join(f"{word:<20}" for word in _HEAD))
-    for name, sizes in told.items():
+    for name, sizes in summaries.items():
         print(name)
         for size in sorted(sizes):
             row = sizes[size]
@@ -163,27 +163,27 @@ def _print(told: dict[str, Any]) -> None:
             print("".join(f"{cell:<20}" for cell in cells))
 
 
-def _report(told: dict[str, Any], straggling: dict[str, Any] | None) -> dict[str, Any]:
+def _report(summaries: dict[str, Any], straggling: dict[str, Any] | None) -> dict[str, Any]:
     world = world_group()
     stamp = datetime.now().isoformat()
     return {
-        "summary": told,
+        "summary": summaries,
         "straggler_analysis": straggling,
         "metadata": {"world_size": world.size, "rank": world.rank, "timestamp": stamp},
     }
 
 
-def collected(found: Collector | None, show_straggler: bool = False) -> dict[str, Any]:
+def collected(logger: Collector | None, show_straggler: bool = False) -> dict[str, Any]:
     """Return the records of a comms logger in upstream's format.
 
     With `show_straggler` the call is collective over all ranks.
     """
-    told: dict[str, Any] = {}
+    summaries: dict[str, Any] = {}
     straggling: dict[str, Any] = {}
-    for row in [] if found is None else found.as_dict(show_straggler)["summary"]:
+    for row in [] if logger is None else logger.as_dict(show_straggler)["summary"]:
         size = row["message_bytes"]
         base = {"count": row["count"], "msg_size_bytes": size, "msg_size_str": convert_size(size)}
-        told.setdefault(row["op"], {})[size] = base | {
+        summaries.setdefault(row["op"], {})[size] = base | {
             "total_latency_ms": row["total_ms"],
             "avg_latency_ms": row["average_ms"],
             "tput_avg_gbps": row["algorithm_gbps"],
@@ -196,7 +196,7 @@ def collected(found: Collector | None, show_straggler: bool = False) -> dict[str
                 "avg_comm_lat_ms": row["comm_ms"] / row["count"],
                 "avg_straggler_ms": row["straggler_ms"] / row["count"],
             }
-    return _report(told, straggling if show_straggler else None)
+    return _report(summaries, straggling if show_straggler else None)
 
 
 def print_collected(report: dict[str, Any]) -> None:

@@ -79,7 +79,7 @@ def _check(
 
 
 def _stands_for(upstream: str) -> Callable[..., Any]:
-    def given(*args: Any, **kwargs: Any) -> Any:
+    def refuse_call(*args: Any, **kwargs: Any) -> Any:
         del args, kwargs
         raise UnsupportedError(
             f"{upstream} was called with a graph",
@@ -87,8 +87,8 @@ def _stands_for(upstream: str) -> Callable[..., Any]:
             fix="Put it, or its name, into a schedule of compile().",
         )
 
-    given.__name__ = upstream
-    return given
+    refuse_call.__name__ = upstream
+    return refuse_call
 
 
 _GATHER, _EVICTED = frozenset({"z3_gather_release"}), frozenset({"opt_states_evicted"})
@@ -142,8 +142,8 @@ class _Given:
     def __call__(
         self, graph: Any, number: int, order: Any, measured: Any, budget: int | None, params: Any, backward: bool
     ) -> Any:
-        made = self.function(graph.owning_module, number, order, measured, _no_inputs, budget, params, backward)
-        return getattr(made, "graph", made)
+        result = self.function(graph.owning_module, number, order, measured, _no_inputs, budget, params, backward)
+        return getattr(result, "graph", result)
 
 
 def _no_inputs() -> Any:
@@ -220,8 +220,8 @@ def check_passes(schedule: Sequence[tuple[int, Sequence[Any]]], functions: Mappi
         functions: The caller's passes by name.
     """
     known = {name: function for name, (function, _) in BUILTIN.items()}
-    said = [
+    named_schedule = [
         (step, [one.name if isinstance(one, Pass) and one.name in OURS else one for one in passes])
         for step, passes in schedule
     ]
-    _check(said, {**known, **functions}, {**_KNOWN, **_pass_contracts})
+    _check(named_schedule, {**known, **functions}, {**_KNOWN, **_pass_contracts})

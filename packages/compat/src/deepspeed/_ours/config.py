@@ -83,14 +83,14 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[str, Any]])
         ValueError: a key is given twice.
     """
     pairs = list(ordered_pairs)
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        given = [key for key, _ in pairs]
-        twice = sorted({key for key in given if given.count(key) > 1})
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = sorted({key for key in keys if keys.count(key) > 1})
         raise ConfigError(
             f"keys given twice in one object: {', '.join(twice)}", code="config-duplicate-key", fix="Keep one of each."
         )
-    return found
+    return mapping
 
 
 # ---- the whole
@@ -171,10 +171,10 @@ class DeepSpeedConfig:
         Raises:
             PlanError: they do not fit together; an AssertionError, too.
         """
-        asked = BatchRequest(
+        request = BatchRequest(
             self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
         )
-        self._take(resolve_batch(asked, self.world_size))
+        self._take(resolve_batch(request, self.world_size))
 
     @property
     def raw(self) -> dict[str, Any]:

@@ -49,14 +49,14 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> li
     The shards are flat and in order; the last ranks' shards may be shorter.
     """
     ranks = as_group(group)
-    found = []
+    shards = []
     for tensor in tensors:
         part = -(-tensor.numel() // ranks.size)
         padded = nn.functional.pad(tensor.reshape(-1) / ranks.size, (0, part * ranks.size - tensor.numel()))
         out = padded.new_empty(part)
         reduce_scatter_single(out, padded, group=ranks)
-        found.append(out[: max(0, min(part, tensor.numel() - ranks.rank * part))])
-    return found
+        shards.append(out[: max(0, min(part, tensor.numel() - ranks.rank * part))])
+    return shards
 
 
 def all_to_all_quant_reduce(tensors: Sequence[Tensor], groups: Mapping[str, Any]) -> list[Tensor]:
@@ -77,14 +77,14 @@ def get_state_devices(model: DeepSpeedEngine, state: OffloadStateTypeEnum) -> se
     """Return the devices of a kind of an engine's state; an empty set while the state is moved away."""
     params = [param for param in model.module.parameters() if param.requires_grad]
     if state is OffloadStateTypeEnum.lp_params:
-        found: list[Any] = [param.data for param in params]
+        tensors: list[Any] = [param.data for param in params]
     elif state is OffloadStateTypeEnum.hp_params:
-        found = [safe_get_local_fp32_param(param) for param in params]
+        tensors = [safe_get_local_fp32_param(param) for param in params]
     elif state is OffloadStateTypeEnum.optim_states:
-        found = [safe_get_local_optimizer_state(param, key) for param in params for key in ("exp_avg", "exp_avg_sq")]
+        tensors = [safe_get_local_optimizer_state(param, key) for param in params for key in ("exp_avg", "exp_avg_sq")]
     else:
-        found = [safe_get_local_grad(param) for param in params]
-    return {tensor.device for tensor in found if isinstance(tensor, Tensor)}
+        tensors = [safe_get_local_grad(param) for param in params]
+    return {tensor.device for tensor in tensors if isinstance(tensor, Tensor)}
 
 
 # ---- `deepspeed.utils.debug`: names of modules and parameters, once `debug_extract_module_and_param_names` saw a model

@@ -53,8 +53,8 @@ def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank
             code="compat-argument",
             fix="Give a core to each rank.",
         )
-    own = usable[each * local_rank : each * (local_rank + 1)]
-    return each, ["numactl", "-C", _text(own), *_memory(own)]
+    rank_cores = usable[each * local_rank : each * (local_rank + 1)]
+    return each, ["numactl", "-C", _text(rank_cores), *_memory(rank_cores)]
 
 
 def _text(numbers: Sequence[int]) -> str:
@@ -68,8 +68,8 @@ def _text(numbers: Sequence[int]) -> str:
     return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
-def _memory(own: Sequence[int]) -> list[str]:
+def _memory(cores: Sequence[int]) -> list[str]:
     """Return the numactl option for the NUMA nodes of these cores; empty on a host with fewer than two nodes."""
     nodes = get_numa_cores()
-    near = [number for number, node in enumerate(nodes) if set(node) & set(own)]
+    near = [number for number, node in enumerate(nodes) if set(node) & set(cores)]
     return ["-m", _text(near)] if near and len(nodes) > 1 else []

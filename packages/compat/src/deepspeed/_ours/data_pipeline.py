@@ -83,10 +83,10 @@ class CurriculumScheduler:
         self.state = state
 
     def _schedule(self) -> Schedule:
-        told = self.state
-        options = told.get("schedule_config", {})
+        state = self.state
+        options = state.get("schedule_config", {})
         return make_schedule(
-            told["schedule_type"], told["min_difficulty"], told["max_difficulty"], options, self._custom
+            state["schedule_type"], state["min_difficulty"], state["max_difficulty"], options, self._custom
         )
 
 
@@ -99,8 +99,8 @@ class RandomLTDScheduler:
 
     def __init__(self, config: Mapping[str, Any], router: Router | None = None) -> None:
         count = int(config["random_ltd_layer_num"])
-        told = {"random_ltd_layer_id": list(range(count)), **config}
-        self.router = Router(RouterConfig.of(told)) if router is None else router
+        settings = {"random_ltd_layer_id": list(range(count)), **config}
+        self.router = Router(RouterConfig.of(settings)) if router is None else router
         self.global_batch_size, self.model_layer_num = int(config["global_batch_size"]), int(config["total_layer_num"])
         self.random_ltd_layer_num = count
 
@@ -141,8 +141,8 @@ class RandomLTDScheduler:
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Go on from `state_dict`."""
-        told = {"kept": "current_value", "step": "current_steps", "consumed": "consumed_layer_tokens"}
-        self.router.load_state_dict({ours: state_dict[theirs] for ours, theirs in told.items()})
+        keys = {"kept": "current_value", "step": "current_steps", "consumed": "consumed_layer_tokens"}
+        self.router.load_state_dict({ours: state_dict[upstream_key] for ours, upstream_key in keys.items()})
 
     set_state = load_state_dict
 
@@ -164,17 +164,17 @@ class DeepSpeedDataSampler:
         global_rank: int, drop_last: bool = True,
     ) -> None:  # fmt: skip
         del data_parallel_group, drop_last
-        told = DataEfficiencyConfig.model_validate(dict(data_efficiency_config))
-        section, length = told.curriculum, one_epoch_total_samples
+        config = DataEfficiencyConfig.model_validate(dict(data_efficiency_config))
+        section, length = config.curriculum, one_epoch_total_samples
         self._lane = RankSlice(data_parallel_rank, data_parallel_size, micro_batch_size)
         self.global_batch_size = self._lane.row * gradient_accumulation_steps
-        self.total_samples = length * told.data_sampling.num_epochs
+        self.total_samples = length * config.data_sampling.num_epochs
         metrics = () if section is None else make_metrics(section, length)
         folder = None if section is None or global_rank != 0 else section.data_cluster_path
-        self.curriculum = Curriculum(length, metrics, told.seed, self.total_samples, folder)
+        self.curriculum = Curriculum(length, metrics, config.seed, self.total_samples, folder)
         self.consumed_samples = 0
         self._before: Mapping[str, Any] = self.curriculum.state_dict()
-        self._progress: Mapping[str, Any] = self.curriculum.told()
+        self._progress: Mapping[str, Any] = self.curriculum.progress()
 
     def __len__(self) -> int:
         return self.total_samples
@@ -204,7 +204,7 @@ class DeepSpeedDataSampler:
         self._before = state_dict["curriculum"]
         self.consumed_samples = int(state_dict["consumed_samples"])
         self.curriculum.load_state_dict(self._before)
-        self._progress = self.curriculum.told()
+        self._progress = self.curriculum.progress()
 
 
 class MMapIndexedDataset(TokenFile, Dataset[Any]):
@@ -343,26 +343,26 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
         ConfigError: dynamic batching is off, or no lengths are known ("data-max-tokens").
     """
     plan = engine.plan
-    told, lane = plan.reading.batching, engine.mesh["data"]
-    if told is None:
+    batching, lane = plan.reading.batching, engine.mesh["data"]
+    if batching is None:
         raise ConfigError(
             "dynamic_batching is not enabled",
             code="data-max-tokens",
             fix="Enable it, with max_tokens, in data_sampling.",
         )
     if dataset_seqlens is None:
-        dataset_seqlens = _lengths(dataset, engine, told.metrics_path, batch_seqlens_fn, dataloader_collate_fn)
+        dataset_seqlens = _lengths(dataset, engine, batching.metrics_path, batch_seqlens_fn, dataloader_collate_fn)
     staged = plan.staging is not None
     return get_dataloader_and_lr_scheduler_for_variable_batch_size(
         dataset,
         dataset_seqlens,
-        told.max_tokens or 0,
+        batching.max_tokens or 0,
         plan.batch.train,
         dataset_filter_ids=dataset_filter_ids,
-        lr_scaling_method=told.lr_scaling_method,
-        min_batch_size=told.min_batch_size,
-        max_batch_size=told.max_batch_size,
-        sequence_picking_order=told.sequence_picking_order,
+        lr_scaling_method=batching.lr_scaling_method,
+        min_batch_size=batching.min_batch_size,
+        max_batch_size=batching.max_batch_size,
+        sequence_picking_order=batching.sequence_picking_order,
         dataloader_batch_size=plan.batch.micro,
         dataloader_rank=lane.rank,
         dataloader_num_replicas=lane.size,
@@ -373,7 +373,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
         required_microbatches_of_same_size=staged,
         required_microbatches_of_same_seqlen=staged,
         sample_padding_fn=sample_padding_fn,
-        verbose=told.verbose,
+        verbose=batching.verbose,
         seed=plan.reading.order.seed,
     )
 

@@ -181,17 +181,17 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. At stage 0 a loss must go through `backward` or `scale`, as upstream has it."""
         try:
-            found = super().forward(*args, **kwargs)
+            output = super().forward(*args, **kwargs)
         except PlanError as error:
             if error.code != "tensor-inputs":
                 raise
             raise _BatchesDifferError(error) from error
         if self.optimizer is not None and self.plan.config.zero_optimization.stage == 0 and not transformed():
             self._scaled = False
-            for leaf in tree_leaves(found):
+            for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
                     leaf.register_hook(self._must_be_scaled)
-        return found
+        return output
 
     def _must_be_scaled(self, grad: Tensor) -> None:
         del grad
@@ -329,10 +329,10 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
                 + (f": {self._open} is one" if self._open != "no_sync" else ""),
                 "Leave the context first.",
             )
-        held = None if self.optimizer is None else self.optimizer._scale
+        scale_before = None if self.optimizer is None else self.optimizer._scale
         result = super().step(lr_kwargs)
-        if result.skipped and held is not None:
-            self._tell_overflow(held)
+        if result.skipped and scale_before is not None:
+            self._tell_overflow(scale_before)
         return result
 
     def _no_backward(self) -> None:
@@ -340,16 +340,16 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
             "step() was called and no backward has begun since the last step(); upstream goes on, so this does"
         )
 
-    def _tell_overflow(self, held: ScaleState) -> None:
+    def _tell_overflow(self, before: ScaleState) -> None:
         """Log upstream's line about a skipped step, which programs parse."""
         now = self._trains("step")._scale
-        if self.global_rank or now is None or (now.scale, now.tolerance) == (held.scale, held.tolerance):
+        if self.global_rank or now is None or (now.scale, now.tolerance) == (before.scale, before.tolerance):
             return
-        told = f"[deepspeed] OVERFLOW! Rank {self.global_rank} Skipping step. Attempted loss scale: {int(held.scale)}, "
-        if now.scale < held.scale:
-            logger.info("%sreducing to %d", told, now.scale)
+        message = f"[deepspeed] OVERFLOW! Rank {self.global_rank} Skipping step. Attempted loss scale: {int(before.scale)}, "
+        if now.scale < before.scale:
+            logger.info("%sreducing to %d", message, now.scale)
         else:
-            logger.info("%sbut hysteresis is %d. Reducing hysteresis to %d", told, held.tolerance, now.tolerance)
+            logger.info("%sbut hysteresis is %d. Reducing hysteresis to %d", message, before.tolerance, now.tolerance)
 
 
 add_accessors(DeepSpeedEngine)

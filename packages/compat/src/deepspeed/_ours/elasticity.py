@@ -54,27 +54,27 @@ def compute_elastic_config(
     if world_size <= 0 and not return_microbatch:
         return (batch, list(counts))
     try:
-        asked = elastic_batch(section, world_size or int(os.environ.get("WORLD_SIZE", "0")))
+        request = elastic_batch(section, world_size or int(os.environ.get("WORLD_SIZE", "0")))
     except PlanError as error:
         raise ElasticityIncompatibleWorldSize(error.message, code=error.code, fix=error.fix) from error
-    return (asked.train, list(counts), asked.micro)
+    return (request.train, list(counts), request.micro)
 
 
 def _section(ds_config: Mapping[str, Any], target: str) -> ElasticityConfig:
-    given = ds_config.get("elasticity")
-    if not isinstance(given, Mapping) or not given.get("enabled"):
+    section = ds_config.get("elasticity")
+    if not isinstance(section, Mapping) or not section.get("enabled"):
         raise _wrong("the configuration has no elasticity section that is enabled", "Add one with enabled = true.")
     if tuple(int(part) for part in target.split("+")[0].split(".")[:3] if part.isdecimal()) < _FIRST:
         raise _wrong(f"version {target} knows no elasticity", "Ask for 0.3.8 or later.")
-    missing = [name for name in ("max_train_batch_size", "micro_batch_sizes") if name not in given]
+    missing = [name for name in ("max_train_batch_size", "micro_batch_sizes") if name not in section]
     if missing:
         raise _wrong(f"elasticity has no {' and no '.join(missing)}", "Give both.")
-    if float(given.get("version", 0.2)) not in (0.1, 0.2):
-        raise _wrong(f"elasticity.version = {given['version']}", "Write 0.1 or 0.2.")
-    if float(given.get("version", 0.2)) == 0.1 and int(given.get("model_parallel_size", 1)) > 1:
+    if float(section.get("version", 0.2)) not in (0.1, 0.2):
+        raise _wrong(f"elasticity.version = {section['version']}", "Write 0.1 or 0.2.")
+    if float(section.get("version", 0.2)) == 0.1 and int(section.get("model_parallel_size", 1)) > 1:
         raise _wrong("elasticity.version = 0.1 has no model parallelism", "Write version = 0.2.")
     try:
-        return validate(ElasticityConfig, dict(given))
+        return validate(ElasticityConfig, dict(section))
     except ConfigError as error:
         raise also(ElasticityConfigError, AssertionError)(error.message, code=error.code, fix=error.fix) from error
 

@@ -83,9 +83,9 @@ class ReadsData(Engine):
         """Of `curriculum_learning`, at the step that comes next; None where it is not enabled."""
         if self.plan.curriculum is None:
             return None
-        found = CurriculumScheduler(self.config["curriculum_learning"])
-        found.update_difficulty(self.global_steps + 1)
-        return found
+        scheduler = CurriculumScheduler(self.config["curriculum_learning"])
+        scheduler.update_difficulty(self.global_steps + 1)
+        return scheduler
 
     @property
     def compression_scheduler(self) -> CompressionScheduler | None:
@@ -95,11 +95,11 @@ class ReadsData(Engine):
     @property
     def random_ltd_scheduler(self) -> RandomLTDScheduler | None:
         """Of the routed layers; None where nothing is routed."""
-        found = self.follower(RandomLTD)
-        if found is None:
+        random_ltd = self.follower(RandomLTD)
+        if random_ltd is None:
             return None
         return RandomLTDScheduler(
-            {**self.random_ltd_config(), "global_batch_size": self.train_batch_size()}, found.router
+            {**self.random_ltd_config(), "global_batch_size": self.train_batch_size()}, random_ltd.router
         )
 
     def random_ltd_initialize(self) -> None:

@@ -78,12 +78,12 @@ class SavesAndLoads(Engine):
         tags = self.mesh["world"].size * [None]
         all_gather_object(tags, tag, group=self.mesh["world"])
         if len(set(tags)) > 1:
-            told = f"ranks save under different tags: {sorted(set(map(str, tags)))[:5]}"
+            message = f"ranks save under different tags: {sorted(set(map(str, tags)))[:5]}"
             mode = str((self.config.get("checkpoint") or {}).get("tag_validation", "Warn")).upper()
             if mode == "FAIL":
-                raise out_of_order(told, "Give every rank the same tag.")
+                raise out_of_order(message, "Give every rank the same tag.")
             if mode == "WARN":
-                _log.warning("%s; the one of rank 0 is used", told)
+                _log.warning("%s; the one of rank 0 is used", message)
         return str(tags[0])
 
     def _one_file(self) -> bool:
@@ -200,8 +200,8 @@ class SavesAndLoads(Engine):
         """
         del destination, keep_vars
         if self.plan.residency.shard_params or self.mp_world_size > 1:
-            found = self.full_state_dict(exclude_frozen=exclude_frozen_parameters)
-            return {prefix + name: value for name, value in found.items()}
+            full_state = self.full_state_dict(exclude_frozen=exclude_frozen_parameters)
+            return {prefix + name: value for name, value in full_state.items()}
         frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
         state = self.module.state_dict()
         return {prefix + k: v for k, v in state.items() if not (exclude_frozen_parameters and k in frozen)}

@@ -21,10 +21,10 @@ _log = logging.getLogger("DeepSpeed")
 
 
 def _estimate(model: nn.Module | list[ParamInfo], stage: int, ranks: int) -> int:
-    found = plan(model, ranks, ShardOptions(stage=stage, precision="bf16"))
+    memory_plan = plan(model, ranks, ShardOptions(stage=stage, precision="bf16"))
     if world_group().rank == 0:
-        _log.info("model states at stage %d, bf16 with fp32 masters and Adam:\n%s", stage, found)
-    return found.peak
+        _log.info("model states at stage %d, bf16 with fp32 masters and Adam:\n%s", stage, memory_plan)
+    return memory_plan.peak
 
 
 def _cold(total_params: int, largest_layer_params: int) -> list[ParamInfo]:

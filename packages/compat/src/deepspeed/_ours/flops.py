@@ -133,15 +133,15 @@ def get_model_profile(
         raise UnsupportedError(
             f"get_model_profile(mode={mode!r})", code="compat-argument", fix='Use "forward" or "generate".'
         )
-    given = [torch.ones(tuple(input_shape))] if input_shape is not None else list(args)
+    inputs = [torch.ones(tuple(input_shape))] if input_shape is not None else list(args)
     call: Any = model if mode == "forward" else model.generate
     profiler = FlopsProfiler(model)
     with torch.no_grad():
         for _ in range(warm_up):
-            call(*given, **(kwargs or {}))
+            call(*inputs, **(kwargs or {}))
         profiler.start_profile(ignore_modules)
         try:
-            call(*given, **(kwargs or {}))
+            call(*inputs, **(kwargs or {}))
         finally:
             profiler.stop_profile()
     if print_profile:

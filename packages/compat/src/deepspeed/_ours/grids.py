@@ -122,16 +122,16 @@ class model_3d_desc:  # noqa: N801  upstream's name
                 code="compat-argument",
                 fix="Choose degrees that divide the ones it was written with.",
             )
-        found = [model_2d_descriptor(target.pp_degree, target.tp_degree) for _ in range(target.dp_degree)]
+        plans = [model_2d_descriptor(target.pp_degree, target.tp_degree) for _ in range(target.dp_degree)]
         stages, tensors = self.pp_degree // target.pp_degree, self.tp_degree // target.tp_degree
         layer = self.pp_degree * self.tp_degree
         for p, t in product(range(target.pp_degree), range(target.tp_degree)):
             old = product(range(p * stages, (p + 1) * stages), range(t * tensors, (t + 1) * tensors))
             files = [q * self.tp_degree + u + rank * layer for q, u in old for rank in range(self.dp_degree)]
             each = len(files) // target.dp_degree
-            for data, plan in enumerate(found):
+            for data, plan in enumerate(plans):
                 plan.add_data(p, t, files[data * each : (data + 1) * each])
-        return found
+        return plans
 
 
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -150,8 +150,8 @@ def parallel_metadata(mpu: Any) -> dict[str, dict[str, int]]:
             "get_model_parallel_world_size",
         ),
     ):
-        asked = next((getattr(mpu, name) for name in methods if hasattr(mpu, name)), None)
-        sizes[key] = 1 if asked is None else int(asked())
+        getter = next((getattr(mpu, name) for name in methods if hasattr(mpu, name)), None)
+        sizes[key] = 1 if getter is None else int(getter())
     return {"checkpoint_parallel_dimensions": sizes}
 
 
@@ -165,15 +165,15 @@ def get_model_3d_descriptor(dir: str) -> model_3d_desc:  # noqa: A002  upstream'
 
 
 def _degrees(folder: Path, states: Sequence[Mapping[str, Any]], optims: Sequence[str]) -> model_3d_desc:
-    told = [state.get("checkpoint_parallel_dimensions") for state in states]
-    if any(said is None for said in told) and any(said is not None for said in told):
+    recorded = [state.get("checkpoint_parallel_dimensions") for state in states]
+    if any(dimensions is None for dimensions in recorded) and any(dimensions is not None for dimensions in recorded):
         raise _bad(
             folder, "checkpoint_parallel_dimensions is missing from model-state files of a checkpoint that has it"
         )
-    if any(said != told[0] for said in told):
+    if any(dimensions != recorded[0] for dimensions in recorded):
         raise _bad(folder, "checkpoint_parallel_dimensions disagrees across model-state files")
     ranks = {match[1] for path in optims if (match := _OPTIM.fullmatch(Path(path).name))}
-    first = told[0] if told else None
+    first = recorded[0] if recorded else None
     pp, tp = (1, max(1, len(states))) if first is None else (int(first["pp_degree"]), int(first["tp_degree"]))
     return model_3d_desc(pp, tp, max(1, len(ranks)))
 
@@ -262,15 +262,15 @@ def expert_layers(model_state_metadata: Sequence[Mapping[str, Any]]) -> list[Any
     Raises:
         CheckpointError: a record is not a list ("compat-files").
     """
-    found: list[Any] = []
+    layers: list[Any] = []
     for state in model_state_metadata:
-        told = state.get("ds_autoep_layers", [])
-        if not isinstance(told, list):
+        entries = state.get("ds_autoep_layers", [])
+        if not isinstance(entries, list):
             raise CheckpointError(
                 "AutoEP metadata must be a list", code="compat-files", fix="Save the checkpoint again."
             )
-        found += told
-    return found
+        layers += entries
+    return layers
 
 
 _FIELDS = ("moe_layer_id", "module_path", "num_experts", "num_local_experts", "ep_size", "expert_key_prefix")
@@ -278,12 +278,12 @@ _FIELDS = ("moe_layer_id", "module_path", "num_experts", "num_local_experts", "e
 
 def cut_layers(model: nn.Module) -> list[dict[str, Any]]:
     """Build a checkpoint's record of the layers under expert parallelism (`ds_autoep_layers`)."""
-    found = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, PackedExperts | ListedBlock)]
-    rows = [(name, layer.num_experts, layer.ep_size) for name, layer in found]
-    told = [
+    blocks = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, PackedExperts | ListedBlock)]
+    rows = [(name, layer.num_experts, layer.ep_size) for name, layer in blocks]
+    records = [
         (number, name, experts, experts // ranks, ranks, name) for number, (name, experts, ranks) in enumerate(rows)
     ]
-    return [dict(zip(_FIELDS, row, strict=True)) for row in told]
+    return [dict(zip(_FIELDS, row, strict=True)) for row in records]
 
 
 def check_layers(layers: Any) -> None:
@@ -318,11 +318,11 @@ def join_expert_fragments(
     Raises:
         CheckpointError: parts that do not make up the experts, or layers cut over ranks ("compat-files").
     """
-    for name, told in expert_param_info.items():
-        ranks, folder = told["ep_size"], Path(output_dir, "zero", name)
-        if tp_degree != 1 or dp_degree % ranks or slice_shapes[name][0] * ranks != told["num_experts"]:
+    for name, info in expert_param_info.items():
+        ranks, folder = info["ep_size"], Path(output_dir, "zero", name)
+        if tp_degree != 1 or dp_degree % ranks or slice_shapes[name][0] * ranks != info["num_experts"]:
             raise CheckpointError(
-                f"{name}: parts of {slice_shapes[name][0]} experts on {dp_degree} x {tp_degree} ranks of {told}",
+                f"{name}: parts of {slice_shapes[name][0]} experts on {dp_degree} x {tp_degree} ranks of {info}",
                 code="compat-files",
                 fix="Resume from the checkpoint itself, which needs no conversion: engine.load_checkpoint.",
             )
@@ -335,7 +335,7 @@ def join_expert_fragments(
                 torch.load(fragment_path(temp_dir, name, state, rank), weights_only=True) for rank in owners.tolist()
             ]
             whole = torch.cat([part.flatten() for part in parts]).view(-1, *slice_shapes[name][1:])
-            facts = {CHECKPOINT["EP_IS_EXPERT_PARAM"]: True, CHECKPOINT["EP_NUM_EXPERTS"]: told["num_experts"]}
+            facts = {CHECKPOINT["EP_IS_EXPERT_PARAM"]: True, CHECKPOINT["EP_NUM_EXPERTS"]: info["num_experts"]}
             torch.save({CHECKPOINT["PARAM"]: whole, **facts}, folder / f"{state}.pt")
         steps = Path(fragment_path(temp_dir, name, "step", 0))
         if steps.is_file():

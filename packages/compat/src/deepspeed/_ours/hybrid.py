@@ -140,12 +140,12 @@ class HybridEngineRollout(RolloutEngine):
             setattr(self, field.name, getattr(cfg, field.name, field.default))
 
     def _check(self, sampling: SamplingConfig) -> None:
-        asked = [field.name for field in fields(HybridEngineRolloutConfig) if getattr(self, field.name)]
+        unsupported = [field.name for field in fields(HybridEngineRolloutConfig) if getattr(self, field.name)]
         if sampling.continuous_batch_size is not None:
-            asked.append("continuous_batch_size")
-        if asked:
+            unsupported.append("continuous_batch_size")
+        if unsupported:
             raise UnsupportedError(
-                f"HybridEngineRollout with {', '.join(asked)}: answers are decoded by the model's own generate",
+                f"HybridEngineRollout with {', '.join(unsupported)}: answers are decoded by the model's own generate",
                 code="compat-argument",
                 fix="Leave it out; ds_engine.Rollout(engine) batches continuously and shares prefixes by itself.",
             )
@@ -171,7 +171,7 @@ class HybridEngineRollout(RolloutEngine):
         end = getattr(self.tokenizer, "eos_token_id", None)
         pad = getattr(self.tokenizer, "pad_token_id", None)
         pad = end if pad is None else pad
-        found = self.engine.generate(
+        sequences = self.engine.generate(
             input_ids=request.prompt_ids,
             attention_mask=request.prompt_attention_mask,
             max_new_tokens=sampling.max_new_tokens,
@@ -182,8 +182,8 @@ class HybridEngineRollout(RolloutEngine):
         )
         start = request.prompt_ids.shape[1]
         prompts = request.prompt_attention_mask.repeat_interleave(sampling.n_samples_per_prompt, 0)
-        mask = torch.cat([prompts, _answered(found[:, start:], end).to(prompts)], 1)
-        return RolloutBatch(found, mask, torch.full((len(found),), start, device=found.device))
+        mask = torch.cat([prompts, _answered(sequences[:, start:], end).to(prompts)], 1)
+        return RolloutBatch(sequences, mask, torch.full((len(sequences),), start, device=sequences.device))
 
     def sync_weights(self, step: int) -> None:
         """Do nothing: training and generation use the same weights."""
@@ -277,8 +277,8 @@ def generalized_jsd_loss(
     teacher_top_k: int | None = None, pointwise_clip: float | None = None,
 ) -> JSDLossOutput:  # fmt: skip
     """Compute `ds_compress.generalized_divergence` of the answers' tokens."""
-    found = generalized_divergence(
+    divergence = generalized_divergence(
         student_logits, teacher_logits, response_mask,
         beta=beta, temperature=temperature, top_k=teacher_top_k, clip=pointwise_clip,
     )  # fmt: skip
-    return JSDLossOutput(found.mean, found.total, found.count)
+    return JSDLossOutput(divergence.mean, divergence.total, divergence.count)

@@ -77,8 +77,8 @@ def initialize(
     level = get_log_level(raw)
     if level is not None:
         set_log_level_from_string(level)
-    asked: _TpInitRequest | None = vars(model).get(_ASKED)
-    resolved = _with_asked(load_config(accepted(raw)), asked, mpu)
+    request: _TpInitRequest | None = vars(model).get(_ASKED)
+    resolved = _with_asked(load_config(accepted(raw)), request, mpu)
     _choose_device(args)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     shared = mpu.get_sequence_parallel_world_size() if hasattr(mpu, "get_sequence_parallel_world_size") else 1
@@ -109,13 +109,13 @@ def initialize(
     shutdown_init_context()
     try:
         plain = DeepSpeedEngine if plan.answer_tokens is None else DeepSpeedHybridEngine
-        made = PipelineEngine if plan.staging is not None else plain
-        engine = made(plan, assemble(plan, model, parts), raw)
+        engine_class = PipelineEngine if plan.staging is not None else plain
+        engine = engine_class(plan, assemble(plan, model, parts), raw)
     finally:
         restore_init_context()
     if training_data is not None and not chosen:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
-    _note_layers(engine, model, asked)
+    _note_layers(engine, model, request)
     offload = resolved.zero_optimization.offload_optimizer
     if optimizer is None and engine.optimizer is not None:
         dress_optimizer(engine.optimizer.inner, offload is not None and offload.device != "none")
@@ -196,8 +196,8 @@ def _let_share(model: nn.Module) -> None:
 
 
 def _choose_device(args: argparse.Namespace | Mapping[str, Any] | None) -> None:
-    given = args if isinstance(args, Mapping) else vars(args) if args is not None else {}
-    rank = given.get("device_rank")
+    values = args if isinstance(args, Mapping) else vars(args) if args is not None else {}
+    rank = values.get("device_rank")
     if rank is not None and int(rank) >= 0:
         os.environ.setdefault("LOCAL_RANK", str(int(rank)))
 
@@ -234,10 +234,10 @@ def tp_model_init(
         UnsupportedError: an option that is not known ("compat-missing").
     """
     del config
-    given = sorted(key for key, value in options.items() if value is not None)
-    if given:
+    unknown = sorted(key for key, value in options.items() if value is not None)
+    if unknown:
         raise UnsupportedError(
-            f"tp_model_init({', '.join(given)}=...)",
+            f"tp_model_init({', '.join(unknown)}=...)",
             code="compat-missing",
             fix="Leave it out: the engine makes the groups from the number of ranks.",
         )
@@ -246,27 +246,27 @@ def tp_model_init(
     return model.to(dtype)
 
 
-def _with_asked(config: Config, asked: _TpInitRequest | None, mpu: Any) -> Config:
+def _with_asked(config: Config, request: _TpInitRequest | None, mpu: Any) -> Config:
     """Return the configuration with the tensor-parallel degree that `tp_model_init` noted."""
-    if asked is None:
+    if request is None:
         return config
     section = config.tensor_parallel
-    if asked.group is not None and mpu is not None:
+    if request.group is not None and mpu is not None:
         raise _conflict("tp_model_init provided tp_group, and initialize was given an mpu", "Leave one of them out.")
-    if section is not None and section.degree not in (1, asked.size):
+    if section is not None and section.degree not in (1, request.size):
         raise _conflict(
-            f"tp_model_init(tp_size={asked.size}), and the configuration says tensor_parallel.autotp_size = {section.degree}",
+            f"tp_model_init(tp_size={request.size}), and the configuration says tensor_parallel.autotp_size = {section.degree}",
             "Give the number of tensor-parallel ranks in one place.",
         )
     formats = {torch.float16: config.fp16.enabled, torch.bfloat16: config.bf16.enabled}
-    said = next((dtype for dtype, on in formats.items() if on), None)
-    if said is not None and said != asked.dtype:
+    config_dtype = next((dtype for dtype, on in formats.items() if on), None)
+    if config_dtype is not None and config_dtype != request.dtype:
         raise _conflict(
-            f"Conflicting dtype: tp_model_init(dtype={asked.dtype}), and the configuration says {said}",
+            f"Conflicting dtype: tp_model_init(dtype={request.dtype}), and the configuration says {config_dtype}",
             "Give the same format in both places.",
         )
-    made = (section or TensorParallelConfig()).model_copy(update={"autotp_size": asked.size})
-    return config.model_copy(update={"tensor_parallel": made})
+    updated = (section or TensorParallelConfig()).model_copy(update={"autotp_size": request.size})
+    return config.model_copy(update={"tensor_parallel": updated})
 
 
 def _with_own_batch(config: Config, world: int) -> tuple[Config, int | None]:
@@ -294,7 +294,7 @@ def _conflict(message: str, fix: str) -> PlanError:
     return PlanError(message, code="tensor-sizes", fix=fix)
 
 
-def _note_layers(engine: DeepSpeedEngine, model: nn.Module, asked: _TpInitRequest | None) -> None:
+def _note_layers(engine: DeepSpeedEngine, model: nn.Module, request: _TpInitRequest | None) -> None:
     """Let `groups` and the classes of layers say what became of the model."""
     group_getters.share_layers(engine.mesh)
     if engine.mesh["tensor"].size == 1:
@@ -303,9 +303,9 @@ def _note_layers(engine: DeepSpeedEngine, model: nn.Module, asked: _TpInitReques
     dress(model)
     model.__dict__[str(CHECKPOINT["UNIVERSAL_CHECKPOINT_INFO"])] = collect_autotp_universal_checkpoint_info(model)
     ours = engine.mesh["tensor"].ranks
-    if asked is not None and asked.group is not None and as_group(asked.group).ranks != ours:
+    if request is not None and request.group is not None and as_group(request.group).ranks != ours:
         raise _conflict(
-            f"tp_model_init(tp_group=ranks {list(as_group(asked.group).ranks)}), and layers are cut over {list(ours)}",
+            f"tp_model_init(tp_group=ranks {list(as_group(request.group).ranks)}), and layers are cut over {list(ours)}",
             "Leave tp_group out: tensor-parallel ranks are neighbours.",
         )
 

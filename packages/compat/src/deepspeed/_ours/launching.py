@@ -66,9 +66,9 @@ def parse_resource_filter(
     """
     if not include_str and not exclude_str:
         return {name: list(slots) for name, slots in host_info.items()}
-    kept = select(_inventory(host_info), include_str, exclude_str, some=False)
-    order = list(parse_filter(include_str)) if include_str else [host.name for host in kept]
-    slots = {host.name: list(host.slots) for host in kept}
+    selected = select(_inventory(host_info), include_str, exclude_str, some=False)
+    order = list(parse_filter(include_str)) if include_str else [host.name for host in selected]
+    slots = {host.name: list(host.slots) for host in selected}
     return {name: slots[name] for name in order if name in slots}
 
 
@@ -96,10 +96,10 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     words = [
         ("--launcher_args" if word == "--launcher_arg" else word) for word in (sys.argv[1:] if args is None else args)
     ]
-    given = parser.parse_args(joined(words))
-    options_of(given)
-    given.user_script, given.user_args = given.script, list(given.script_args)
-    return given
+    namespace = parser.parse_args(joined(words))
+    options_of(namespace)
+    namespace.user_script, namespace.user_args = namespace.script, list(namespace.script_args)
+    return namespace
 
 
 class MultiNodeRunner(ABC):
@@ -159,23 +159,23 @@ class _BackendRunner(MultiNodeRunner):
     def name(self) -> str:
         return self.BACKEND
 
-    def _launcher_args(self, given: list[str]) -> tuple[str, ...]:
-        return tuple(given)
+    def _launcher_args(self, args: list[str]) -> tuple[str, ...]:
+        return tuple(args)
 
     def _process(self, environment: Mapping[str, str], active_resources: Mapping[str, Any]) -> Process:
         del environment
-        given = options_of(self.args)
+        settings = options_of(self.args)
         flags = (
-            ("--module", given.module),
-            ("--no-python", given.no_python),
-            ("--local-rank-arg", given.local_rank_arg),
+            ("--module", settings.module),
+            ("--no-python", settings.no_python),
+            ("--local-rank-arg", settings.local_rank_arg),
         )
         job = LaunchJob(
             inventory=_inventory(active_resources), python=sys.executable, cwd=os.getcwd(),
             options=tuple(flag for flag, on in flags if on),
             command=(self.user_script, *map(str, self.args.user_args)), exports=self.exports,
-            launcher_args=self._launcher_args(shlex.split(given.launcher_args)),
-            ssh_port=given.ssh_port if given.ssh_port > 0 else None,
+            launcher_args=self._launcher_args(shlex.split(settings.launcher_args)),
+            ssh_port=settings.ssh_port if settings.ssh_port > 0 else None,
         )  # fmt: skip
         return BACKENDS[self.BACKEND].build(job)[0]
 
@@ -202,8 +202,8 @@ class OpenMPIRunner(_BackendRunner):
 
     BACKEND = "openmpi"
 
-    def _launcher_args(self, given: list[str]) -> tuple[str, ...]:
-        return (*(() if "btl_tcp_if_include" in given else ("--mca", "btl_tcp_if_include", "eth0")), *given)
+    def _launcher_args(self, args: list[str]) -> tuple[str, ...]:
+        return (*(() if "btl_tcp_if_include" in args else ("--mca", "btl_tcp_if_include", "eth0")), *args)
 
 
 class MPICHRunner(_BackendRunner):

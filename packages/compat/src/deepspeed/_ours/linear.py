@@ -189,10 +189,10 @@ class QuantizedParameter(nn.Parameter):
                 fix="Train an update beside it: OptimizedLinear with a LoRAConfig.",
             )
         values = torch.empty(0) if data is None else data.detach().as_subclass(Tensor)
-        made: QuantizedParameter = torch.Tensor._make_subclass(cls, values, False)
-        made.quantization_config = quantization_config or QuantizationConfig()
-        made.quantizer = quantizer or WeightCodes(made.quantization_config)
-        return made
+        parameter: QuantizedParameter = torch.Tensor._make_subclass(cls, values, False)
+        parameter.quantization_config = quantization_config or QuantizationConfig()
+        parameter.quantizer = quantizer or WeightCodes(parameter.quantization_config)
+        return parameter
 
     def to(self, *args: Any, **options: Any) -> QuantizedParameter:
         """Copy the parameter to the device, as quantized codes."""
@@ -237,10 +237,10 @@ class OptimizedLinear(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         linear_cls: type[nn.Module] = nn.Linear,
     ) -> nn.Module:
-        for given, wanted in ((lora_config, "LoRAConfig"), (quantization_config, "QuantizationConfig")):
-            if given is not None and not dataclasses.is_dataclass(given):
+        for option, wanted in ((lora_config, "LoRAConfig"), (quantization_config, "QuantizationConfig")):
+            if option is not None and not dataclasses.is_dataclass(option):
                 raise ConfigError(
-                    f"expected a {wanted}, got a {type(given).__name__}",
+                    f"expected a {wanted}, got a {type(option).__name__}",
                     code="compat-argument",
                     fix=f"Pass deepspeed.linear.{wanted}(...).",
                 )
@@ -303,14 +303,14 @@ def _replaced(lora: LoRAConfig | None, quant: QuantizationConfig | None) -> Iter
 
     torch.nn.Linear = Linear  # type: ignore[misc]
     makers = [(owner, name, vars(owner).get(name), getattr(owner, name)) for owner, name in _makers()]
-    for owner, name, _, made in makers:
-        setattr(owner, name, _starting(made))
+    for owner, name, _, maker in makers:
+        setattr(owner, name, _starting(maker))
     try:
         yield
     finally:
         torch.nn.Linear = plain  # type: ignore[misc]
-        for owner, name, own, _ in makers:
-            delattr(owner, name) if own is None else setattr(owner, name, own)
+        for owner, name, attribute, _ in makers:
+            delattr(owner, name) if attribute is None else setattr(owner, name, attribute)
 
 
 def _makers() -> list[tuple[Any, str]]:
@@ -322,9 +322,9 @@ def _makers() -> list[tuple[Any, str]]:
     return [(Model, "from_pretrained"), (Model, "from_config")]
 
 
-def _starting(made: Any) -> Any:
+def _starting(maker: Any) -> Any:
     def make(*args: Any, **options: Any) -> Any:
-        model = made(*args, **options)
+        model = maker(*args, **options)
         init_lora(model)
         return model
 

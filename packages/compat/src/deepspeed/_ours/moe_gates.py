@@ -22,11 +22,11 @@ def route_slots(
         indices: For every choice, the expert of each token; negative where there is none.
         locations: For every choice, the token's position among the expert's tokens.
     """
-    found = []
+    slots = []
     for expert, place in zip(indices, locations, strict=True):
-        kept = (expert >= 0) & (expert < num_experts) & (place >= 0) & (place < capacity)
-        found.append(torch.where(kept, expert.long() * capacity + place.long(), -1))
-    return found
+        valid = (expert >= 0) & (expert < num_experts) & (place >= 0) & (place < capacity)
+        slots.append(torch.where(valid, expert.long() * capacity + place.long(), -1))
+    return slots
 
 
 def sparse_encode(hidden: Tensor, slots: Sequence[Tensor], num_experts: int, capacity: int) -> Tensor:
@@ -62,5 +62,5 @@ def gather_tokens(input_: Tensor, dim: int = 0) -> Tensor:
     """Gather the tokens of every tensor-parallel rank along `dim` (all-gather)."""
     if group_getters.get_tensor_model_parallel_world_size() == 1:
         return input_
-    found: Tensor = all_gather(input_, group_getters.get_tensor_model_parallel_group(), dim)
-    return found
+    gathered: Tensor = all_gather(input_, group_getters.get_tensor_model_parallel_group(), dim)
+    return gathered

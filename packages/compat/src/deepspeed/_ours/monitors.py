@@ -197,10 +197,10 @@ class MonitorMaster(Monitor):
         self.comet_monitor: CometMonitor | None = None
         self._monitors: list[Monitor] = []
         for name, (kind, section) in kinds.items():
-            made = kind(section) if section.enabled and world_group().rank == 0 else None
-            setattr(self, name, made)
-            if made is not None:
-                self._monitors.append(made)
+            monitor = kind(section) if section.enabled and world_group().rank == 0 else None
+            setattr(self, name, monitor)
+            if monitor is not None:
+                self._monitors.append(monitor)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
         """Write the events to each enabled monitor."""

@@ -85,16 +85,16 @@ class LoggerFactory:
         """
         if name is None:
             raise ConfigError("create_logger() was called without a name", code="compat-argument", fix="Pass name=.")
-        made = logging.getLogger(name)
-        if not made.handlers:
+        log = logging.getLogger(name)
+        if not log.handlers:
             handler = _Stdout()
             handler.setFormatter(
                 logging.Formatter("[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(message)s")
             )
-            made.addHandler(handler)
-            made.setLevel(level)
-            made.propagate = False
-        return made
+            log.addHandler(handler)
+            log.setLevel(level)
+            log.propagate = False
+        return log
 
 
 logger = LoggerFactory.create_logger("DeepSpeed")
@@ -343,14 +343,14 @@ def _flag_by_text(
 ) -> tuple[list[nn.Module], list[str]]:
     names = [name for name, _ in model.named_modules()]
     missing = [text for text in texts if not any(fits(name, text) for name in names)]
-    found = _flag(
+    flagged = _flag(
         model,
         lambda name, module: any(fits(name, text) for text in texts),
         f"{what} {texts}",
         required and bool(texts),
         True,
     )
-    return found, missing
+    return flagged, missing
 
 
 def mark_leaf_modules(model: nn.Module, section: Any) -> None:
@@ -366,13 +366,13 @@ def mark_leaf_modules(model: nn.Module, section: Any) -> None:
 def _flag(
     model: nn.Module, fits: Callable[[str, nn.Module], bool], what: str, required: bool, flag: bool
 ) -> list[nn.Module]:
-    found = [module for name, module in model.named_modules() if fits(name, module)]
-    if required and not found:
+    matches = [module for name, module in model.named_modules() if fits(name, module)]
+    if required and not matches:
         raise ConfigError(
             f"{type(model).__name__} has no modules of {what}",
             code="compat-leaf",
             fix="Check with model.named_modules().",
         )
-    for module in found:
+    for module in matches:
         set_z3_leaf_module(module, flag)
-    return found
+    return matches

@@ -147,17 +147,17 @@ class DeepSpeedCPUAdam(_Adam):
         return loss
 
     def _of_subgroup(self, subgroup_id: int) -> list[tuple[AdamHyper, torch.Tensor]]:
-        found = [(self._hyper(g), p) for g in self.param_groups for p in g["params"] if p.grad is not None]
-        kept = self.state[subgroup_id].get("exp_avg") if subgroup_id in self.state else None  # type: ignore[index]
-        if len(found) > 1 or (found and kept is not None and kept.shape != found[0][1].shape):
-            shapes = ", ".join(str(tuple(param.shape)) for _, param in found)
+        updates = [(self._hyper(g), p) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        first_moment = self.state[subgroup_id].get("exp_avg") if subgroup_id in self.state else None  # type: ignore[index]
+        if len(updates) > 1 or (updates and first_moment is not None and first_moment.shape != updates[0][1].shape):
+            shapes = ", ".join(str(tuple(param.shape)) for _, param in updates)
             raise ConfigError(
-                f"subgroup {subgroup_id} is one tensor{'' if kept is None else f' of shape {tuple(kept.shape)}'}; "
+                f"subgroup {subgroup_id} is one tensor{'' if first_moment is None else f' of shape {tuple(first_moment.shape)}'}; "
                 f"gradients are there for shapes {shapes}",
                 code="optimizer-subgroup",
                 fix="Leave a gradient on the parameter that is the subgroup, and on no other.",
             )
-        return found
+        return updates
 
 
 def _update(spec: UpdateSpec, param: torch.Tensor, state: dict[str, Any]) -> None:
@@ -284,14 +284,14 @@ _ON_DEVICE: Mapping[type, type[torch.optim.Optimizer]] = {
 }
 
 
-def dress_optimizer(made: torch.optim.Optimizer, offloaded: bool) -> None:
+def dress_optimizer(optimizer: torch.optim.Optimizer, offloaded: bool) -> None:
     """Let an optimizer that the configuration named have upstream's class; what it does stays."""
-    kind = (_ON_HOST if offloaded else _ON_DEVICE).get(type(made))
+    kind = (_ON_HOST if offloaded else _ON_DEVICE).get(type(optimizer))
     if kind is None:
         return
-    if isinstance(made, AdamW):
-        made.decoupled = made.decoupled  # type: ignore[misc]  # of its present class
-    made.__class__ = kind
+    if isinstance(optimizer, AdamW):
+        optimizer.decoupled = optimizer.decoupled  # type: ignore[misc]  # of its present class
+    optimizer.__class__ = kind
 
 
 @torch.no_grad()
@@ -311,5 +311,5 @@ def muon_update(
     step = grad.lerp_(momentum, beta) if nesterov else momentum
     if step.dim() == 4 and not is_expert_group:
         step = step.view(len(step), -1)
-    found = orthogonalize(step, steps=ns_steps, method="standard" if ns_method == "standard" else "gram")
-    return found * max(1.0, found.size(-2) / found.size(-1)) ** 0.5
+    direction = orthogonalize(step, steps=ns_steps, method="standard" if ns_method == "standard" else "gram")
+    return direction * max(1.0, direction.size(-2) / direction.size(-1)) ** 0.5

@@ -161,10 +161,10 @@ def prime_factors(number: int) -> list[int]:
     """
     if number < 1:
         raise ValueError(f"{number} has no prime factors: it is not positive")
-    found, factor = [], 2
+    factors, factor = [], 2
     while factor * factor <= number:
         while number % factor == 0:
-            found.append(factor)
+            factors.append(factor)
             number //= factor
         factor += 1
-    return [*found, number] if number > 1 else found
+    return [*factors, number] if number > 1 else factors

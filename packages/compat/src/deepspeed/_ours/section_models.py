@@ -50,25 +50,25 @@ class DeepSpeedConfigModel(BaseModel):
     )
 
     def __init__(self, strict: bool = False, **data: Any) -> None:
-        given = data if strict else {key: value for key, value in data.items() if value != "auto"}
+        values = data if strict else {key: value for key, value in data.items() if value != "auto"}
         for name, field in type(self).model_fields.items():
             old = field.json_schema_extra
-            if name in given and isinstance(old, Mapping) and old.get("deprecated") and old.get("new_param"):
-                _hand_on(given, name, old)
-        super().__init__(**given)
+            if name in values and isinstance(old, Mapping) and old.get("deprecated") and old.get("new_param"):
+                _hand_on(values, name, old)
+        super().__init__(**values)
 
 
-def _hand_on(given: dict[str, Any], name: str, old: Mapping[str, Any]) -> None:
+def _hand_on(data: dict[str, Any], name: str, old: Mapping[str, Any]) -> None:
     if not old.get("set_new_param", True):
         return
     *sections, key = str(old["new_param"]).split(".")
-    target = given
+    target = data
     for section in sections:
         target[section] = dict(target.get(section) or {})
         target = target[section]
     if key in target:
         raise AssertionError(f"{name} and {old['new_param']}, which replaces it, are both given")
-    target[key] = old.get("new_param_fn", lambda value: value)(given.pop(name))
+    target[key] = old.get("new_param_fn", lambda value: value)(data.pop(name))
 
 
 def _shown(model: type[BaseModel], name: str, **changes: Any) -> type[DeepSpeedConfigModel]:

@@ -51,8 +51,8 @@ class SparseTensor:
         self.is_sparse, self.dtype = dense_tensor.is_sparse, dense_tensor.dtype
         self.dense_size = list(dense_tensor.size())
         if dense_tensor.is_sparse:
-            found = dense_tensor.coalesce()
-            self.indices, self.values = found.indices().flatten(), found.values()
+            coalesced = dense_tensor.coalesce()
+            self.indices, self.values = coalesced.indices().flatten(), coalesced.values()
         else:
             self.indices = dense_tensor.ne(0).any(1).nonzero().flatten()
             self.values = dense_tensor[self.indices]
@@ -86,8 +86,8 @@ class SparseTensor:
         self.values = torch.cat([self.values, b.values])
 
     def __repr__(self) -> str:
-        held, whole = self.sparse_size()
-        return f"SparseTensor(rows={self.indices.numel()}, dense_size={self.dense_size}, reduction={whole / held:.2f})"
+        stored, whole = self.sparse_size()
+        return f"SparseTensor(rows={self.indices.numel()}, dense_size={self.dense_size}, reduction={whole / stored:.2f})"
 
 
 # ---- a tensor cut over a group
@@ -120,10 +120,10 @@ class PartitionedTensor:
     @classmethod
     def from_meta(cls, meta: Tensor, local_part: Tensor, group: Any, device: Any = None) -> PartitionedTensor:
         """Rebuild a tensor from the results of `to_meta` and `data`."""
-        made = cls(None, group, meta)
-        made.local_data = local_part if device is None else local_part.to(device)
-        made.orig_device = made.local_data.device
-        return made
+        partitioned = cls(None, group, meta)
+        partitioned.local_data = local_part if device is None else local_part.to(device)
+        partitioned.orig_device = partitioned.local_data.device
+        return partitioned
 
     def to_meta(self) -> Tensor:
         """Return the shape of the full tensor, int64."""
@@ -225,8 +225,8 @@ def _gradients(ctx: Any, x: Tensor, weight: Tensor, grad: Tensor) -> Any:
 
 def zero3_linear_wrap(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Apply `torch.nn.functional.linear` as a single node of the graph."""
-    found: Tensor = LinearFunctionForZeroStage3.apply(x, weight, bias)
-    return found
+    output: Tensor = LinearFunctionForZeroStage3.apply(x, weight, bias)
+    return output
 
 
 class LinearModuleForZeroStage3(nn.Linear):
@@ -244,8 +244,8 @@ def single_all_to_all(
 ) -> Tensor:
     """Cut dim `scatter_idx` over the group and put together dim `gather_idx`. Differentiable."""
     del batch_dim_idx, others
-    found: Tensor = seq_all_to_all(x, group, scatter_dim=scatter_idx, gather_dim=gather_idx)
-    return found
+    output: Tensor = seq_all_to_all(x, group, scatter_dim=scatter_idx, gather_dim=gather_idx)
+    return output
 
 
 class SeqAllToAll:

@@ -181,12 +181,12 @@ class TensorParallel_Layer(nn.Module, metaclass=_AlsoCut):  # noqa: N801  upstre
             dim = None if param is None else self._dim(param)
             if param is None or dim is None:
                 continue
-            mine, start = [], 0
+            shards, start = [], 0
             for widths in self._subparam_shard_widths:
                 begin, end = list(pairwise(accumulate(widths, initial=start)))[self.tp_index]
-                mine.append(param.data.narrow(dim, begin, end - begin))
+                shards.append(param.data.narrow(dim, begin, end - begin))
                 start += sum(widths)
-            param.data = torch.cat(mine, dim).contiguous()
+            param.data = torch.cat(shards, dim).contiguous()
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in] to [..., out]: this rank's columns, or all columns where outputs are all-reduced or gathered.
@@ -198,13 +198,13 @@ class TensorParallel_Layer(nn.Module, metaclass=_AlsoCut):  # noqa: N801  upstre
         return out if self.bias is None else out + self.bias
 
     def _together(self, out: Tensor) -> Tensor:
-        mine = [widths[self.tp_index] for widths in self._subparam_shard_widths]
-        pieces = out.split(mine, -1)
-        found = [
+        sizes = [widths[self.tp_index] for widths in self._subparam_shard_widths]
+        pieces = out.split(sizes, -1)
+        gathered = [
             gather(piece, self.group, -1, widths)
             for piece, widths in zip(pieces, self._subparam_shard_widths, strict=True)
         ]
-        return torch.cat(found, -1)
+        return torch.cat(gathered, -1)
 
     def extra_repr(self) -> str:
         shape = tuple(self.weight.shape)
@@ -302,11 +302,11 @@ class conv_LinearLayer(LinearLayer):  # noqa: N801  upstream's name
 
 
 def _part_sizes(shape: Sizes | None, size: int, dim: int) -> tuple[int, ...]:
-    given = None if shape is None or dim >= len(shape) else shape[dim]
-    if isinstance(given, Sequence):
-        known = sum(part for part in given if part != -1)
-        return tuple(size - known if part == -1 else part for part in given)
-    equal = shape[0] if shape is not None and dim == 0 and isinstance(given, int) and len(shape) > 1 else 1
+    extent = None if shape is None or dim >= len(shape) else shape[dim]
+    if isinstance(extent, Sequence):
+        known = sum(part for part in extent if part != -1)
+        return tuple(size - known if part == -1 else part for part in extent)
+    equal = shape[0] if shape is not None and dim == 0 and isinstance(extent, int) and len(shape) > 1 else 1
     if not isinstance(equal, int) or equal < 1 or size % equal:
         raise PlanError(
             f"a dim of {size} in the parts of shape {shape}", code="tensor-parts", fix="Give sizes that add up."
@@ -328,22 +328,22 @@ def dress(model: nn.Module) -> None:
         return
     modules = dict(model.named_modules(remove_duplicate=False))
     for decision in cut.plan.cut:
-        own, group = modules[decision.name].__dict__, cut.group
-        told = (decision.name, decision.gather_output, group.pg, group.size, group.rank)
-        own.update({key: value for key, value in zip(_TOLD, told, strict=True) if key not in own})
-        own["_dressed"] = True
-    for name, held in cut.shards.items():
-        kept: list[Tensor] = []
-        given = (True, partial(_make_whole, cut, name, kept), partial(_cut_again, cut, name, kept))
-        vars(held.param).update(zip(_GIVEN, given, strict=True))
+        attributes, group = modules[decision.name].__dict__, cut.group
+        layer_values = (decision.name, decision.gather_output, group.pg, group.size, group.rank)
+        attributes.update({key: value for key, value in zip(_TOLD, layer_values, strict=True) if key not in attributes})
+        attributes["_dressed"] = True
+    for name, shard in cut.shards.items():
+        saved: list[Tensor] = []
+        values = (True, partial(_make_whole, cut, name, saved), partial(_cut_again, cut, name, saved))
+        vars(shard.param).update(zip(_GIVEN, values, strict=True))
 
 
 def undress(model: nn.Module) -> None:
     """Take the attributes back."""
     for module in model.modules():
-        own = vars(module)
-        for key in _TOLD if own.pop("_dressed", False) else ():
-            own.pop(key, None)
+        attributes = vars(module)
+        for key in _TOLD if attributes.pop("_dressed", False) else ():
+            attributes.pop(key, None)
         for param in module.parameters(recurse=False):
             if isinstance(vars(param).get("gather_params"), partial):
                 for key in _GIVEN:
@@ -351,34 +351,34 @@ def undress(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _make_whole(cut: TensorParallelModel, name: str, own: list[Tensor], params: Iterable[nn.Parameter]) -> None:
-    if not own:
+def _make_whole(cut: TensorParallelModel, name: str, saved: list[Tensor], params: Iterable[nn.Parameter]) -> None:
+    if not saved:
         for param in params:
-            own.append(param.data)
+            saved.append(param.data)
             param.data = cut.whole(name)
 
 
 @torch.no_grad()
-def _cut_again(cut: TensorParallelModel, name: str, own: list[Tensor], params: Iterable[nn.Parameter]) -> None:
-    held = cut.shards[name]
+def _cut_again(cut: TensorParallelModel, name: str, saved: list[Tensor], params: Iterable[nn.Parameter]) -> None:
+    shard = cut.shards[name]
     for param in params:
-        start, stop = held.cut.parts[held.part][cut.group.rank]
-        mine = param.data.narrow(held.cut.dim, start, stop - start)
-        if own:
-            param.data = own.pop().copy_(mine)
+        start, stop = shard.cut.parts[shard.part][cut.group.rank]
+        local = param.data.narrow(shard.cut.dim, start, stop - start)
+        if saved:
+            param.data = saved.pop().copy_(local)
         else:
-            param.data = mine.contiguous()
+            param.data = local.contiguous()
 
 
 def GatherReplacedLayerParams(  # noqa: N802  upstream's name
     params: nn.Parameter | Iterable[nn.Parameter], module: nn.Module, enabled: bool = True
 ) -> AbstractContextManager[Any]:
     """Gather `params` of a tensor-parallel model inside the context, as full tensors. Collective over its ranks."""
-    given = [params] if isinstance(params, nn.Parameter) else list(params)
+    selected = [params] if isinstance(params, nn.Parameter) else list(params)
     if not enabled:
         return nullcontext()
     layers = [layer for layer in module.modules() if type.__instancecheck__(TensorParallel_Layer, layer)]
-    return _Gathered(given, layers) if layers else unsharded_params(given, tensor_parallel_of(module))  # type: ignore[arg-type]
+    return _Gathered(selected, layers) if layers else unsharded_params(selected, tensor_parallel_of(module))  # type: ignore[arg-type]
 
 
 class _Gathered(AbstractContextManager[None]):
@@ -405,18 +405,18 @@ def collect_autotp_universal_checkpoint_info(model: nn.Module) -> dict[str, Any]
     whole: list[str] = []
     vocabulary: dict[str, int] = {}  # with its tokens
     cut = tensor_parallel_of(model)
-    held: dict[str, Any] = {} if cut is None else dict(cut.shards)
+    shards: dict[str, Any] = {} if cut is None else dict(cut.shards)
     for path, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
             full = f"{path}.{name}" if path else name
-            dim = _cut_dim(module, param, full, held)
+            dim = _cut_dim(module, param, full, shards)
             pattern = rf"^{re.escape(full)}$"
             if dim is None:
                 whole.append(pattern)
             elif dim == 1:
                 rows.append(pattern)
             elif isinstance(module, nn.Embedding) or (name == "weight" and getattr(module, "gather_output", False)):
-                vocabulary[pattern] = held[full].shape[0] if full in held else len(param)
+                vocabulary[pattern] = shards[full].shape[0] if full in shards else len(param)
     sizes = {str(CHECKPOINT["ORIGINAL_VOCAB_SIZE"]): max(vocabulary.values())} if vocabulary else {}
     return {
         str(CHECKPOINT["UNIVERSAL_CHECKPOINT_VERSION_KEY"]): CHECKPOINT["UNIVERSAL_CHECKPOINT_VERSION_VALUE"],
@@ -427,10 +427,10 @@ def collect_autotp_universal_checkpoint_info(model: nn.Module) -> dict[str, Any]
     }
 
 
-def _cut_dim(module: nn.Module, param: nn.Parameter, full: str, held: dict[str, Any]) -> int | None:
+def _cut_dim(module: nn.Module, param: nn.Parameter, full: str, shards: dict[str, Any]) -> int | None:
     if type.__instancecheck__(TensorParallel_Layer, module):
         find: Callable[[Tensor], int | None] = module._dim  # type: ignore[assignment]
         return find(param)
-    if full in held:
-        return int(held[full].cut.dim)
+    if full in shards:
+        return int(shards[full].cut.dim)
     return None

@@ -37,7 +37,7 @@ class UlyssesSPAttentionHF:
 
         See `ds_parallel.sequence.hf.register_with_transformers`.
         """
-        made = register_with_transformers(
+        ranks = register_with_transformers(
             model_name_or_path,
             core_attn_implementation,
             sequence_parallel_size,
@@ -47,8 +47,8 @@ class UlyssesSPAttentionHF:
             disable_in_eval,
             max_length,
         )
-        group_getters.share_sequences(made)
-        return made
+        group_getters.share_sequences(ranks)
+        return ranks
 
 
 class UlyssesSPDataLoaderAdapter(SequenceDataLoader):
@@ -112,19 +112,19 @@ def _reached(fn: Callable[..., Tensor], module: Any, x: Tensor, others: Sequence
     with torch.enable_grad():
         probe = x.detach().flatten(0, 1)[:1].requires_grad_()
         loss = fn(module, probe, *(other.flatten(0, 1)[:1] for other in others))
-    found: list[Tensor] = []
-    seen: set[Any] = set()
+    leaves: list[Tensor] = []
+    visited: set[Any] = set()
     waiting = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, nn.Parameter):
-            found.append(leaf)
+            leaves.append(leaf)
         waiting += [following for following, _ in node.next_functions]
-    return found
+    return leaves
 
 
 class SequenceTiledCompute:

@@ -59,12 +59,12 @@ class _Timer:
         running = self.started_
         if running:
             self.stop()
-        found = self._total
+        total = self._total
         if reset:
             self.reset()
         if running:
             self.start()
-        return found
+        return total
 
     def mean(self) -> float:
         """Compute the mean of the recorded times without the extremes."""

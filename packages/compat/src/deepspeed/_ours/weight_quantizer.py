@@ -83,14 +83,14 @@ def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
 
 
 def _files(folder: str, pattern: str) -> list[str]:
-    found = sorted(map(str, Path(folder).glob(pattern)), key=_by_number)
-    if not found:
+    paths = sorted(map(str, Path(folder).glob(pattern)), key=_by_number)
+    if not paths:
         raise CheckpointError(
             f"{folder} has no {pattern}: checkpoints that were saved here are safetensors and one manifest",
             code="compat-files",
             fix="Use get_fp32_state_dict_from_zero_checkpoint or convert_zero_checkpoint_to_fp32_state_dict.",
         )
-    return found
+    return paths
 
 
 def _by_number(path: str) -> list[Any]:
@@ -115,6 +115,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("-t", "--tag", default=None, help="which checkpoint; the newest complete one by default")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave frozen parameters out")
     parser.add_argument("-d", "--debug", action="store_true", help=argparse.SUPPRESS)
-    given = vars(parser.parse_args(arguments))
-    given.pop("debug")
-    convert_zero_checkpoint_to_fp32_state_dict(**given)
+    options = vars(parser.parse_args(arguments))
+    options.pop("debug")
+    convert_zero_checkpoint_to_fp32_state_dict(**options)

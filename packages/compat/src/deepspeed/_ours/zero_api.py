@@ -61,10 +61,10 @@ def single_rank_error(
 
     Such a rank would hold a model unsharded.
     """
-    told = str((os.environ if env is None else env).get("WORLD_SIZE"))
-    if dp_world_size != 1 or explicit_process_group is not None or not told.isdecimal() or int(told) <= 1:
+    world_size = str((os.environ if env is None else env).get("WORLD_SIZE"))
+    if dp_world_size != 1 or explicit_process_group is not None or not world_size.isdecimal() or int(world_size) <= 1:
         return None
-    return f"zero.Init before init_distributed(): WORLD_SIZE={told}, and the process group has one rank"
+    return f"zero.Init before init_distributed(): WORLD_SIZE={world_size}, and the process group has one rank"
 
 
 class Init(ds_zero.Init):
@@ -118,7 +118,7 @@ class Init(ds_zero.Init):
         _entered.remove(self)
         super().__exit__(*raised)
 
-    def taken(self, param: Parameter) -> None:
+    def on_sharded(self, param: Parameter) -> None:
         """Give it the attributes that clients read."""
         mark_scattered(param, self._ranks.size)
 
@@ -136,8 +136,8 @@ class MiCS_Init(Init):  # noqa: N801  upstream's name
 
     def __init__(self, module: nn.Module | None = None, *args: Any, **options: Any) -> None:
         super().__init__(module, *args, **options)
-        given = inspect.signature(Init).bind(module, *args, **options).arguments
-        source = given.get("config_dict_or_path", given.get("config"))
+        bound = inspect.signature(Init).bind(module, *args, **options).arguments
+        source = bound.get("config_dict_or_path", bound.get("config"))
         section = {} if source is None else read(source).data.get("zero_optimization", {})
         if self.enabled and int(section.get("mics_shard_size", -1)) < 1:
             raise ConfigError(
@@ -150,9 +150,9 @@ class MiCS_Init(Init):  # noqa: N801  upstream's name
 def _format(source: Any) -> torch.dtype | None:
     if source is None:
         return None
-    found = read(source).data
+    document = read(source).data
     for names, dtype in ((("bf16", "bfloat16"), torch.bfloat16), (("fp16",), torch.float16)):
-        if any(isinstance(found.get(name), Mapping) and found[name].get("enabled") is True for name in names):
+        if any(isinstance(document.get(name), Mapping) and document[name].get("enabled") is True for name in names):
             return dtype
     return torch.float32
 

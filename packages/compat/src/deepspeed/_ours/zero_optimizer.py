@@ -39,8 +39,8 @@ def kinds_of(include: Collection[Any] | None, device: Any) -> frozenset[str]:
     target = str(getattr(device, "value", device))
     if target != "cpu":
         raise ConfigError(f"offload_states(device={target!r})", code="compat-offload", fix='Use "cpu".')
-    asked = _KINDS if include is None else {str(getattr(kind, "value", kind)) for kind in include}
-    return frozenset(_KINDS[kind] for kind in asked)
+    selected = _KINDS if include is None else {str(getattr(kind, "value", kind)) for kind in include}
+    return frozenset(_KINDS[kind] for kind in selected)
 
 
 class OffloadsStates:
@@ -125,8 +125,8 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
         trained = [unit for unit in self.sharding.units if unit.spec.trained]
         if all(unit.plan.offload_optimizer == "device" for unit in trained):
             raise AttributeError("accumulated_grads_in_cpu: optimizer state is not offloaded")
-        found = enumerate(safe_get_local_grad(param) for unit in trained for param in unit.params)
-        return {number: grad for number, grad in found if grad is not None}
+        numbered = enumerate(safe_get_local_grad(param) for unit in trained for param in unit.params)
+        return {number: grad for number, grad in numbered if grad is not None}
 
     single_partition_of_fp32_groups = reads(
         "fp32_partitioned_groups_flat", "`fp32_partitioned_groups_flat`, under its name at stages 1 and 2."

@@ -48,8 +48,8 @@ def backend(
 ) -> Callable[..., Any]:
     """Compile a captured graph; `inner` gets the forward and the backward graph."""
     with captured(), _clean():
-        made: Any = compile_fx(gm, inputs, inner_compile=inner, config_patches={**_STAY, **patches})
-        run: Callable[..., Any] = made
+        compiled: Any = compile_fx(gm, inputs, inner_compile=inner, config_patches={**_STAY, **patches})
+        run: Callable[..., Any] = compiled
         return run
 
 
@@ -69,8 +69,8 @@ _LAST = "post_grad_custom_post_pass"
 class _Last(CustomGraphPass):
     """After what inductor does to a graph, and the caller's own pass there: ends of uses go behind the last reader again."""
 
-    def __init__(self, given: Any) -> None:
-        self._inputs = given
+    def __init__(self, custom_pass: Any) -> None:
+        self._inputs = custom_pass
 
     def __call__(self, graph: fx.Graph) -> None:
         if self._inputs is not None:
@@ -79,8 +79,8 @@ class _Last(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Return the cache key of compiled graphs; None, as for a plain function, disables the cache."""
-        given = "" if self._inputs is None else getattr(self._inputs, "uuid", lambda: None)()
-        return None if given is None else (get_hash_for_files((rewriting.__file__, graph_reader.__file__)), given)
+        key = "" if self._inputs is None else getattr(self._inputs, "uuid", lambda: None)()
+        return None if key is None else (get_hash_for_files((rewriting.__file__, graph_reader.__file__)), key)
 
 
 def mode_options(mode: str) -> dict[str, Any]:

@@ -68,13 +68,13 @@ def own_results() -> int | None:
 
 def inputs_of(gm: fx.GraphModule) -> list[torch.Tensor | None]:
     """Return the tensors behind the inputs of a captured graph, in order; None for numbers."""
-    found: list[torch.Tensor | None] = []
+    tensors: list[torch.Tensor | None] = []
     for node in gm.graph.nodes:
         if node.op == "placeholder":
-            given = node.meta.get("grapharg")
-            example = None if given is None else given.example
-            found.append(example if isinstance(example, torch.Tensor) else None)
-    return found
+            graph_arg = node.meta.get("grapharg")
+            example = None if graph_arg is None else graph_arg.example
+            tensors.append(example if isinstance(example, torch.Tensor) else None)
+    return tensors
 
 
 _PIECES = 4096  # one a module and shape: torch's limit of 8 is meant for shapes that keep changing
@@ -134,9 +134,9 @@ def bind(gm: fx.GraphModule, ours: Callable[[torch.Tensor], bool]) -> None:
     Actions name units: a piece of one layer must not run for another layer of the same class.
     """
     for node in gm.graph.nodes:
-        given = node.meta.get("grapharg") if node.op == "placeholder" else None
-        if given is not None and isinstance(given.example, torch.Tensor) and ours(given.example):
-            install_guard(given.source.make_guard(GuardBuilder.ID_MATCH))
+        graph_arg = node.meta.get("grapharg") if node.op == "placeholder" else None
+        if graph_arg is not None and isinstance(graph_arg.example, torch.Tensor) and ours(graph_arg.example):
+            install_guard(graph_arg.source.make_guard(GuardBuilder.ID_MATCH))
 
 
 def quiet(hook: Callable[..., None]) -> Callable[..., None]:
@@ -191,7 +191,7 @@ def eager_backend(gm: fx.GraphModule, inputs: Sequence[Any], inner: Callable[...
     def side(backward: bool, inference: bool = False) -> Callable[..., Any]:
         return lambda graph, examples: inner(graph, examples, is_backward=backward, is_inference=inference)
 
-    made = aot_autograd(
+    compiler = aot_autograd(
         fw_compiler=side(False),
         bw_compiler=side(True),
         inference_compiler=side(False, True),
@@ -199,7 +199,7 @@ def eager_backend(gm: fx.GraphModule, inputs: Sequence[Any], inner: Callable[...
         keep_inference_input_mutations=True,
     )
     with captured():
-        return made(gm, inputs)
+        return compiler(gm, inputs)
 
 
 def lower_eager(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:

@@ -80,13 +80,13 @@ class Compiling:
     def handling(self) -> str:
         """How graphs and what they pass on are treated, in words."""
         waits = [name.replace("_", " ") for name, on in asdict(self.syncs).items() if on]
-        said = [
+        sentences = [
             f"saved results count from {bytes_text(self.least)} on, in {'page-locked' if self.pin else 'pageable'} memory when offloaded",
             "a gradient buffer is filled while another is summed" if self.double else "each reduction is waited for",
             *([f"the device is waited for {', '.join(waits)}"] if waits else []),
             *(["every action is logged"] if self.warned else []),
         ]
-        return "; ".join(said)
+        return "; ".join(sentences)
 
 
 def compiling_of(section: CompileConfig | None, zero: ZeroConfig, mesh: MeshSpec) -> Compiling | None:
@@ -99,16 +99,16 @@ def compiling_of(section: CompileConfig | None, zero: ZeroConfig, mesh: MeshSpec
     """
     if section is None or not section.deepcompile:
         return None
-    asked, stage = set(section.passes or ()), zero.stage
+    passes, stage = set(section.passes or ()), zero.stage
     ranks = {"autosp": mesh.sequence, "autotp": mesh.tensor}
-    if alone := sorted(name for name in asked & set(CUTS) if ranks[name] == 1):
+    if alone := sorted(name for name in passes & set(CUTS) if ranks[name] == 1):
         raise PlanError(
             f"compile.passes = {list(section.passes or ())}, and "
             + ", ".join(f"{CUTS[name]} = 1: {name} has nothing to cut over" for name in alone),
             code="compile-cuts",
             fix=f"Set {' and '.join(CUTS[name] for name in alone)} to a number of ranks, or leave the pass out.",
         )
-    wrong = asked - set(CUTS) - ({"z3"} if stage == 3 else {"z1"} if stage else set())
+    wrong = passes - set(CUTS) - ({"z3"} if stage == 3 else {"z1"} if stage else set())
     if wrong:
         raise PlanError(
             f"compile.passes = {list(section.passes or ())} at ZeRO stage {stage}",
@@ -116,7 +116,7 @@ def compiling_of(section: CompileConfig | None, zero: ZeroConfig, mesh: MeshSpec
             fix="Leave it out, or name z3 at stage 3, z1 at stages 1 and 2.",
         )
     # Layers that are cut have their sums in the graphs anyway; batches are cut where that was asked for.
-    cuts = frozenset({*(asked & set(CUTS)), *(["autotp"] if mesh.tensor > 1 else [])})
+    cuts = frozenset({*(passes & set(CUTS)), *(["autotp"] if mesh.tensor > 1 else [])})
     _check_offload(section, zero)
     schedule = default_schedule(
         stage,

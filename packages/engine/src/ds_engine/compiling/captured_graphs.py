@@ -98,9 +98,9 @@ class Lowered:
     def _measure(self, inputs: list[Any]) -> Any:
         """Run it operation by operation, and note what each one takes."""
         gm = rewrite(self.gm, self.actions, self.params, self.owner.key)
-        run, given = _Measure(gm), list(inputs)
+        run, args = _Measure(gm), list(inputs)
         inputs.clear()
-        result = run.run(*given)
+        result = run.run(*args)
         self.facts = replace(
             self.facts,
             nodes=tuple(

@@ -98,9 +98,9 @@ class GraphAction:
         return (self.unit, *self.others)
 
     def __str__(self) -> str:
-        return self.told()
+        return self.describe()
 
-    def told(self, names: Callable[[int], str] = str) -> str:
+    def describe(self, names: Callable[[int], str] = str) -> str:
         """Describe the action in words, with units by their names."""
         return f"{self.verb.value} {self.name or ' + '.join(map(names, self.units))}"
 
@@ -141,8 +141,8 @@ class Graph:
 
     def plus(self, actions: Iterable[GraphAction]) -> Graph:
         """Return the graph with more actions, in order."""
-        found = [*self.actions, *actions]
-        return replace(self, actions=tuple(sorted(found, key=lambda a: (a.at, _ORDER[a.verb]))))
+        combined = [*self.actions, *actions]
+        return replace(self, actions=tuple(sorted(combined, key=lambda a: (a.at, _ORDER[a.verb]))))
 
     def without(self, gone: Callable[[GraphAction], bool]) -> Graph:
         """Return the graph without the actions that `gone` selects."""
@@ -177,11 +177,11 @@ class Graph:
 
     def lines(self, names: Callable[[int], str] = str) -> list[str]:
         """Describe the actions in words, each with the node that follows."""
-        told = []
+        texts = []
         for action in self.actions:
             where = f"before {self.nodes[action.at].name}" if action.at < self.end else "at the end"
-            told.append(f"{action.told(names)} {where}")
-        return told
+            texts.append(f"{action.describe(names)} {where}")
+        return texts
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,19 +34,19 @@ _NAME = "ds_moves_1"
 
 
 def _summed(x: Tensor, group: str) -> Tensor:
-    made: Tensor = differentiable.reduce(x.detach(), group_named(group))
-    return made
+    result: Tensor = differentiable.reduce(x.detach(), group_named(group))
+    return result
 
 
 def _gathered(x: Tensor, group: str, dim: int, sizes: Sequence[int], common: bool) -> Tensor:
     del common
-    made: Tensor = differentiable.gather(x.detach(), group_named(group), dim, list(sizes))
-    return made
+    result: Tensor = differentiable.gather(x.detach(), group_named(group), dim, list(sizes))
+    return result
 
 
 def _scattered(x: Tensor, group: str, dim: int, sizes: Sequence[int]) -> Tensor:
-    made: Tensor = differentiable.reduce_scatter(x.detach(), group_named(group), dim, list(sizes))
-    return made
+    result: Tensor = differentiable.reduce_scatter(x.detach(), group_named(group), dim, list(sizes))
+    return result
 
 
 def _part(x: Tensor, group: str, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -54,7 +54,7 @@ def _part(x: Tensor, group: str, dim: int, sizes: Sequence[int]) -> Tensor:
 
 
 def _exchanged(x: Tensor, group: str, cut: int, put: int, scattered: Sequence[int], gathered: Sequence[int]) -> Tensor:
-    made: Tensor = differentiable.seq_all_to_all(
+    result: Tensor = differentiable.seq_all_to_all(
         x.detach(),
         group_named(group),
         scatter_dim=cut,
@@ -62,7 +62,7 @@ def _exchanged(x: Tensor, group: str, cut: int, put: int, scattered: Sequence[in
         scatter_sizes=list(scattered),
         gather_sizes=list(gathered),
     )
-    return made
+    return result
 
 
 # ---- what a compiler knows of them
@@ -183,8 +183,8 @@ class _Here:
         return True
 
 
-def _result(made: Tensor, async_op: bool) -> Any:
-    return _Here(made) if async_op else made
+def _result(value: Tensor, async_op: bool) -> Any:
+    return _Here(value) if async_op else value
 
 
 def _sizes(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -> list[int]:
@@ -197,52 +197,52 @@ def _parts(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -> li
 
 def exchanged(x: Tensor, group: Group, cut: int, put: int, scattered: Sequence[int], gathered: Sequence[int]) -> Tensor:
     """Cut dim `cut` over the ranks and put dim `put` together; sizes by rank."""
-    made: Tensor = MOVES.exchanged(x, group.order.key, cut, put, list(scattered), list(gathered))  # type: ignore[union-attr]
-    return made
+    result: Tensor = MOVES.exchanged(x, group.order.key, cut, put, list(scattered), list(gathered))  # type: ignore[union-attr]
+    return result
 
 
 def _copy(x: Tensor, group: Any, *, unit: str = "") -> Tensor:
     if len(group.ranks) == 1:
         return x
-    made: Tensor = _Copied.apply(x, group.order.key)
-    return made
+    result: Tensor = _Copied.apply(x, group.order.key)
+    return result
 
 
 def _reduce(x: Tensor, group: Any, *, async_op: bool = False, unit: str = "") -> Any:
-    made = x if len(group.ranks) == 1 else MOVES.summed(x, group.order.key)
-    return _result(made, async_op)
+    result = x if len(group.ranks) == 1 else MOVES.summed(x, group.order.key)
+    return _result(result, async_op)
 
 
 def _gather(
     x: Tensor, group: Any, dim: int, sizes: Sequence[int] | None = None, *, async_op: bool = False, unit: str = ""
 ) -> Any:
     dim = dim % x.dim()
-    made = x if len(group.ranks) == 1 else MOVES.gathered(x, group.order.key, dim, _sizes(x, group, dim, sizes), True)
-    return _result(made, async_op)
+    result = x if len(group.ranks) == 1 else MOVES.gathered(x, group.order.key, dim, _sizes(x, group, dim, sizes), True)
+    return _result(result, async_op)
 
 
 def _all_gather(
     x: Tensor, group: Any, dim: int = 0, sizes: Sequence[int] | None = None, *, async_op: bool = False, unit: str = ""
 ) -> Any:
     dim = dim % x.dim()
-    made = x if len(group.ranks) == 1 else MOVES.gathered(x, group.order.key, dim, _sizes(x, group, dim, sizes), False)
-    return _result(made, async_op)
+    result = x if len(group.ranks) == 1 else MOVES.gathered(x, group.order.key, dim, _sizes(x, group, dim, sizes), False)
+    return _result(result, async_op)
 
 
 def _reduce_scatter(
     x: Tensor, group: Any, dim: int = 0, sizes: Sequence[int] | None = None, *, async_op: bool = False, unit: str = ""
 ) -> Any:
     dim = dim % x.dim()
-    made = x if len(group.ranks) == 1 else MOVES.scattered(x, group.order.key, dim, _parts(x, group, dim, sizes))
-    return _result(made, async_op)
+    result = x if len(group.ranks) == 1 else MOVES.scattered(x, group.order.key, dim, _parts(x, group, dim, sizes))
+    return _result(result, async_op)
 
 
 def _split(x: Tensor, group: Any, dim: int, sizes: Sequence[int] | None = None, *, unit: str = "") -> Tensor:
     dim = dim % x.dim()
     if len(group.ranks) == 1:
         return x
-    made: Tensor = MOVES.part(x, group.order.key, dim, _parts(x, group, dim, sizes))
-    return made
+    result: Tensor = MOVES.part(x, group.order.key, dim, _parts(x, group, dim, sizes))
+    return result
 
 
 def _exchange(

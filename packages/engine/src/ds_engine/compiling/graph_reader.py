@@ -35,8 +35,8 @@ def is_view(node: fx.Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__name__", "") == "getitem"
     returns = target._schema.returns
-    told = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-    return told or target in _UNTOLD
+    aliases = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return aliases or target in _UNTOLD
 
 
 def bytes_of(value: Any) -> int:
@@ -51,8 +51,8 @@ def bytes_of(value: Any) -> int:
 
 def _hint(size: int | torch.SymInt) -> int:
     if isinstance(size, torch.SymInt):
-        found = size.node.hint
-        return 1 if found is None else int(found)
+        hint = size.node.hint
+        return 1 if hint is None else int(hint)
     return int(size)
 
 
@@ -89,7 +89,7 @@ def read(
     output = next(node for node in order if node.op == "output")
     results = _flat(output.args[0])
     inputs = [node for node in order if node.op == "placeholder" and node.name not in params]
-    given = [node for node in inputs if node.name in ours]
+    saved_inputs = [node for node in inputs if node.name in ours]
     grads: list[Grad] = []
     if backward:
         # Results of a backward graph are the gradients of the forward graph's inputs, in their order.
@@ -97,15 +97,15 @@ def read(
             place = params.get(f"primals_{at + 1}")
             if place is not None and place.trained and isinstance(result, fx.Node) and result in number:
                 grads.append(Grad(place.unit, place.member, number[result]))
-    kept = given if backward else [] if saved is None else [r for r in results[saved:] if isinstance(r, fx.Node)]
+    saved_nodes = saved_inputs if backward else [] if saved is None else [r for r in results[saved:] if isinstance(r, fx.Node)]
     # Also what is kept twice, itself and a view of it: in the backward graph nothing says that these share memory.
-    twice = [base for base, count in Counter(bases[node] for node in kept).items() if count > 1]
-    theirs = {*twice, *(bases[r] for r in results[: saved or 0] if isinstance(r, fx.Node))}
+    twice = [base for base, count in Counter(bases[node] for node in saved_nodes).items() if count > 1]
+    shared_bases = {*twice, *(bases[r] for r in results[: saved or 0] if isinstance(r, fx.Node))}
     return Graph(
         nodes,
         backward,
         tuple(grads),
-        tuple(_saved(node, bases, number, theirs) for node in kept if backward or _storable(node, bases, params)),
+        tuple(_saved(node, bases, number, shared_bases) for node in saved_nodes if backward or _storable(node, bases, params)),
         inputs_bytes=sum(bytes_of(node.meta.get("val")) for node in inputs),
     )
 
@@ -127,13 +127,13 @@ def _node(
 
 
 def _saved(
-    node: fx.Node, bases: Mapping[fx.Node, fx.Node], number: Mapping[fx.Node, int], theirs: set[fx.Node]
+    node: fx.Node, bases: Mapping[fx.Node, fx.Node], number: Mapping[fx.Node, int], shared_bases: set[fx.Node]
 ) -> SavedResult:
     base = bases[node]
-    found = [number[user] for user in number if any(bases[s] is base for s in user.all_input_nodes)]
-    made = number.get(base, -1)
-    own = base is node and base not in theirs
-    return SavedResult(node.name, bytes_of(node.meta.get("val")), made, min(found, default=-1), max(found, default=-1), own)
+    uses = [number[user] for user in number if any(bases[s] is base for s in user.all_input_nodes)]
+    produced = number.get(base, -1)
+    owned = base is node and base not in shared_bases
+    return SavedResult(node.name, bytes_of(node.meta.get("val")), produced, min(uses, default=-1), max(uses, default=-1), owned)
 
 
 def _flat(value: Any) -> list[Any]:

@@ -87,8 +87,8 @@ def _added(graph: fx.Graph, terms: Sequence[Any], like: fx.Node) -> fx.Node:
     for term in terms[1:]:
         total = graph.call_function(torch.ops.aten.add.Tensor, (total, term))
         total.meta = dict(like.meta)
-    made: fx.Node = total
-    return made
+    result: fx.Node = total
+    return result
 
 
 EDITS: Mapping[str, Callable[..., Any]] = {"autotp": join_sums}
@@ -130,7 +130,7 @@ def attention_of_the_whole(
     return exchanged(out, group, 2, 1, lengths, dealt.queries)
 
 
-def wrap_attention(gm: fx.GraphModule, group_name: str, length: int, given: Sequence[bool]) -> int:
+def wrap_attention(gm: fx.GraphModule, group_name: str, length: int, is_batch: Sequence[bool]) -> int:
     """Let every attention of a captured forward see whole sequences.
 
     Args:
@@ -143,20 +143,20 @@ def wrap_attention(gm: fx.GraphModule, group_name: str, length: int, given: Sequ
         UnsupportedError: something else looks past its part, or attention has a mask ("compile-cuts"); all of it at once.
     """
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    problems = list(_problems(gm, {node for node, ours in zip(inputs, given, strict=True) if ours}, length))
+    problems = list(_problems(gm, {node for node, ours in zip(inputs, is_batch, strict=True) if ours}, length))
     if problems:
         raise UnsupportedError(
             f"the pass autosp cannot cut this model: {'; '.join(problems[:8])}",
             code="compile-cuts",
             fix="Attention must be scaled_dot_product_attention without a mask, positions an argument position_ids, labels shift_labels.",
         )
-    found = [node for node in gm.graph.nodes if node.target is functional.scaled_dot_product_attention]
-    for node in found:
+    attentions = [node for node in gm.graph.nodes if node.target is functional.scaled_dot_product_attention]
+    for node in attentions:
         node.target = attention_of_the_whole
         node.kwargs = {**node.kwargs, "group_name": group_name}
     gm.graph.lint()
     gm.recompile()
-    return len(found)
+    return len(attentions)
 
 
 _MIXING = frozenset(
@@ -189,9 +189,9 @@ _REDUCTIONS = frozenset(
 _RANGES = frozenset({"arange", "linspace", "range"})
 
 
-def _problems(gm: fx.GraphModule, given: set[fx.Node], length: int) -> Iterator[str]:
+def _problems(gm: fx.GraphModule, batch_inputs: set[fx.Node], length: int) -> Iterator[str]:
     """Yield the operations that read beyond a rank's part of a sequence, as far as a single operation shows."""
-    ours = set(given)  # what depends on the batch
+    ours = set(batch_inputs)  # what depends on the batch
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
@@ -235,10 +235,10 @@ def _shape(node: Any) -> tuple[Any, ...]:
 
 def _dims(node: fx.Node) -> set[Any]:
     """Return the dims that a reduction names, counted from the front."""
-    told = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else ())
+    dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else ())
     count = len(_shape(node.all_input_nodes[0]))
     return {
-        dim % count for dim in (told if isinstance(told, (tuple, list)) else (told,)) if isinstance(dim, int) and count
+        dim % count for dim in (dims if isinstance(dims, (tuple, list)) else (dims,)) if isinstance(dim, int) and count
     }
 
 

@@ -69,7 +69,7 @@ class JointMessage:
         """Start a reduce-scatter of a bucket in which each rank's chunks of all units are contiguous."""
         pool, ranks, device = self._seat.pool, self._seat.shard_group.size, sums[0][0].device
         whole = pool.take(sum(layout.numel for _, _, layout in sums), dtype, device)
-        mine = pool.take(whole.numel() // ranks, dtype, device)
+        shard = pool.take(whole.numel() // ranks, dtype, device)
         rows, places, at = whole.view(ranks, -1), list[tuple[Tensor, int]](), 0
         for arena, out, layout in sums:
             for segment, (start, stop) in zip(layout.segments, layout.spans, strict=True):
@@ -79,11 +79,11 @@ class JointMessage:
 
         def then() -> None:
             for out, start in places:
-                out.copy_(mine[start : start + out.numel()])
+                out.copy_(shard[start : start + out.numel()])
             pool.give(whole)
-            pool.give(mine)
+            pool.give(shard)
 
-        self._works.append(comm.reduce_scatter_single(mine, whole, group=self._seat.shard_group, async_op=True, unit=unit))
+        self._works.append(comm.reduce_scatter_single(shard, whole, group=self._seat.shard_group, async_op=True, unit=unit))
         self._then.append(then)
 
     def _add(self, dtype: torch.dtype, sums: Sequence[tuple[Tensor, Tensor, UnitLayout]], unit: str) -> None:

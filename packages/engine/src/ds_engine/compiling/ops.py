@@ -93,8 +93,8 @@ def _arrived(grads: list[Tensor], params: list[Tensor], key: int, units: list[in
     if target.syncs.before_reduce:
         get_accelerator().synchronize()
     for unit in dict.fromkeys(units):
-        mine = [at for at, of in enumerate(units) if of == unit]
-        target.graphs.arrived(unit, [members[at] for at in mine], [_plain(grads[at]) for at in mine])
+        positions = [at for at, of in enumerate(units) if of == unit]
+        target.graphs.arrived(unit, [members[at] for at in positions], [_plain(grads[at]) for at in positions])
     if target.syncs.after_reduce:
         target.graphs.drain()
         get_accelerator().synchronize()

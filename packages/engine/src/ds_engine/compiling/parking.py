@@ -65,14 +65,14 @@ class Parking:
         if unit is None or number in self._away:
             return
         self._arrive(number)
-        parked, seen = list[_Moved](), set[int]()
+        parked, pointers = list[_Moved](), set[int]()
         for part in unit.parts:
             for value in unit.state_store.states(part).values():
                 storage = value.untyped_storage() if isinstance(value, Tensor) and value.dim() else None
                 # What ranks share, and mappings, cannot be emptied: they stay.
-                if storage is None or not storage.nbytes() or storage.data_ptr() in seen or not storage.resizable():
+                if storage is None or not storage.nbytes() or storage.data_ptr() in pointers or not storage.resizable():
                     continue
-                seen.add(storage.data_ptr())
+                pointers.add(storage.data_ptr())
                 host = self._host((number, len(parked)), storage.nbytes(), value.device)
                 host.copy_(_bytes(storage, value.device), non_blocking=True)
                 parked.append(_Moved(storage, value.device, host))
@@ -123,10 +123,10 @@ class Parking:
 
     def _host(self, key: tuple[int, int], nbytes: int, device: torch.device) -> Tensor:
         """Return a host buffer that is reused in every step: pinning takes long."""
-        found = self._hosts.get(key)
-        if found is None or found.numel() != nbytes:
-            found = self._hosts[key] = host_bytes(nbytes, device, pin=self._pin)
-        return found
+        buffer = self._hosts.get(key)
+        if buffer is None or buffer.numel() != nbytes:
+            buffer = self._hosts[key] = host_bytes(nbytes, device, pin=self._pin)
+        return buffer
 
 
 def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:

@@ -67,10 +67,10 @@ def bucket(graph: Graph, known: PassInputs) -> Graph:
 def prefetch(graph: Graph, known: PassInputs) -> Graph:
     """Begin gathers before their units are needed, in the same order, as far as memory and the time of other work go."""
     live = graph.live()
-    held = graph.resident(lambda unit: known.gathered.get(unit, 0))
+    resident = graph.resident(lambda unit: known.gathered.get(unit, 0))
     room = [
         None if known.budget is None else int(known.budget * _MARGIN) - known.floor - a - b
-        for a, b in zip(live, held, strict=True)
+        for a, b in zip(live, resident, strict=True)
     ]
     actions, earliest, ahead = [], 0, 0
     released = [a for a in graph.actions if a.verb is GraphVerb.SPARE]
@@ -97,12 +97,12 @@ def choose_kept(known: PassInputs) -> frozenset[int]:
     if known.budget is None:
         return known.both
     room = int(known.budget * _MARGIN) - known.floor - known.peak
-    kept = []
+    chosen = []
     for unit in sorted(known.both, key=lambda u: (-known.seconds.get(u, 0.0) / max(1, known.gathered[u]), u)):
         if known.gathered[unit] <= room:
-            kept.append(unit)
+            chosen.append(unit)
             room -= known.gathered[unit]
-    return frozenset(kept)
+    return frozenset(chosen)
 
 
 def keep(graph: Graph, known: PassInputs) -> Graph:
@@ -119,8 +119,8 @@ def free(graph: Graph, known: PassInputs) -> Graph:
     """Give back the memory of saved results of at least `known.least` bytes behind their last use in backward."""
     if not graph.backward:
         return graph
-    found = [saved for saved in graph.saved if saved.owned and saved.nbytes >= known.least and saved.last >= 0]
-    return graph.plus(GraphAction(GraphVerb.FREE, saved.last + 1, name=saved.name) for saved in found)
+    candidates = [saved for saved in graph.saved if saved.owned and saved.nbytes >= known.least and saved.last >= 0]
+    return graph.plus(GraphAction(GraphVerb.FREE, saved.last + 1, name=saved.name) for saved in candidates)
 
 
 def store_all(graph: Graph, known: PassInputs) -> Graph:
@@ -145,10 +145,10 @@ def store(graph: Graph, known: PassInputs) -> Graph:
 
 def _stored(graph: Graph, names: Iterable[str]) -> Graph:
     chosen = set(names)
-    found = [saved for saved in graph.saved if saved.name in chosen]
+    selected = [saved for saved in graph.saved if saved.name in chosen]
     if graph.backward:
-        return graph.plus(GraphAction(GraphVerb.FETCH, saved.first, name=saved.name) for saved in found)
-    return graph.plus(GraphAction(GraphVerb.STORE, max(saved.last, saved.position) + 1, name=saved.name) for saved in found)
+        return graph.plus(GraphAction(GraphVerb.FETCH, saved.first, name=saved.name) for saved in selected)
+    return graph.plus(GraphAction(GraphVerb.STORE, max(saved.last, saved.position) + 1, name=saved.name) for saved in selected)
 
 
 def park_all(graph: Graph, known: PassInputs) -> Graph:
@@ -171,9 +171,9 @@ def park(graph: Graph, known: PassInputs) -> Graph:
         if over > 0:
             chosen[unit] = nbytes
             over -= nbytes
-    held = graph.resident(lambda unit: known.gathered.get(unit, 0))
+    resident = graph.resident(lambda unit: known.gathered.get(unit, 0))
     left = int(known.budget * _MARGIN) - known.floor
-    return _parked(graph, chosen, [left - a - b for a, b in zip(graph.live(), held, strict=True)])
+    return _parked(graph, chosen, [left - a - b for a, b in zip(graph.live(), resident, strict=True)])
 
 
 def _parked(graph: Graph, states: dict[int, int], room: list[int] | None) -> Graph:
@@ -193,9 +193,9 @@ def _parked(graph: Graph, states: dict[int, int], room: list[int] | None) -> Gra
         return graph.plus(actions)
     actions, back = [], 0
     away = sum(states.values())
-    made = {grad.unit for grad in graph.grads}
+    with_grads = {grad.unit for grad in graph.grads}
     for unit, nbytes in reversed(states.items()):
-        if unit not in made:
+        if unit not in with_grads:
             continue
         back += nbytes
         at = graph.end
@@ -209,9 +209,9 @@ def load(graph: Graph, known: PassInputs) -> Graph:
     """Bring what gathers send from the host to the device before they begin: each while the one before it is used, if memory lasts."""
     room = None
     if known.budget is not None:
-        held = graph.resident(lambda unit: known.gathered.get(unit, 0))
+        resident = graph.resident(lambda unit: known.gathered.get(unit, 0))
         left = int(known.budget * _MARGIN) - known.floor
-        room = [left - a - b for a, b in zip(graph.live(), held, strict=True)]
+        room = [left - a - b for a, b in zip(graph.live(), resident, strict=True)]
     actions, before, coming = [], 0, set[int]()
     for action in graph.actions:
         if action.verb is GraphVerb.SPARE:

@@ -25,41 +25,41 @@ _UNIT_VERBS = {
 
 def rewrite(gm: fx.GraphModule, graph: Graph, params: Mapping[str, ParamLocation], key: int) -> fx.GraphModule:
     """Put the actions of `graph` into `gm`, which it was read from. Returns a module of its own; `gm` stays as it was."""
-    made = fx.GraphModule(gm, _copied(gm.graph))
-    by_name = {node.name: node for node in made.graph.nodes}
-    output = next(node for node in made.graph.nodes if node.op == "output")
+    module = fx.GraphModule(gm, _copied(gm.graph))
+    by_name = {node.name: node for node in module.graph.nodes}
+    output = next(node for node in module.graph.nodes if node.op == "output")
     at = [by_name[node.name] for node in graph.nodes] + [output]
     inputs: dict[int, list[fx.Node]] = {}
     for name, place in params.items():
         if name in by_name and by_name[name].op == "placeholder":
             inputs.setdefault(place.unit, []).append(by_name[name])
-    editor = _Editor(made.graph, output, key)
-    anchors = [node for node in made.graph.nodes if node.op == "placeholder" and _is_tensor(node)][:1]
+    editor = _Editor(module.graph, output, key)
+    anchors = [node for node in module.graph.nodes if node.op == "placeholder" and _is_tensor(node)][:1]
     for action in graph.actions:
-        with made.graph.inserting_before(at[action.at]):
+        with module.graph.inserting_before(at[action.at]):
             if action.verb in _UNIT_VERBS:
                 editor.unit(action, inputs.get(action.unit, anchors))
             elif action.verb is GraphVerb.ARRIVED:
                 grads = [(g.unit, g.member, at[g.at]) for u in action.units for g in graph.grads if g.unit == u]
                 editor.arrived(grads, [param for u in action.units for param in inputs.get(u, ())])
             elif action.verb is GraphVerb.FREE:
-                made.graph.call_function(OPS.free.default, ([by_name[action.name]],))
+                module.graph.call_function(OPS.free.default, ([by_name[action.name]],))
             elif action.verb is GraphVerb.STORE:
                 editor.store(by_name[action.name])
             else:
                 editor.fetch(by_name[action.name])
-    made.graph.lint()
-    made.recompile()
-    return made
+    module.graph.lint()
+    module.recompile()
+    return module
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:
     copy = fx.Graph()
     table: dict[fx.Node, fx.Node] = {}
     output = copy.graph_copy(graph, table)
-    made = copy.output(output)
+    new_output = copy.output(output)
     old = next(node for node in graph.nodes if node.op == "output")
-    made.meta = dict(old.meta)
+    new_output.meta = dict(old.meta)
     for before, after in table.items():
         after.meta = dict(before.meta)
         if after.name != before.name:
@@ -82,46 +82,46 @@ class _Editor:
 
         A gradient that shares memory with a tensor that is used otherwise is copied first.
         """
-        given = [node for _, _, node in grads]
+        grad_nodes = [node for _, _, node in grads]
         handed, bases = [], set()
-        for node in given:
+        for node in grad_nodes:
             base = base_of(node)
             others = {user for user in base.users if user.op != "output" and base_of(user) is not base}
             shared = (
-                base in bases or base.op == "placeholder" or bool(others and not _all_before(others, self.graph, given))
+                base in bases or base.op == "placeholder" or bool(others and not _all_before(others, self.graph, grad_nodes))
             )
             bases.add(base)
             handed.append(self._copy(node) if shared or _scattered(node) else node)
         units, members = [unit for unit, _, _ in grads], [member for _, member, _ in grads]
         self.graph.call_function(OPS.arrived.default, (handed, params, self.key, units, members))
-        gone = set(given)
+        gone = set(grad_nodes)
         results = self.output.args[0]
-        kept = [None if isinstance(r, fx.Node) and r in gone else r for r in results]  # type: ignore[union-attr]
-        self.output.args = (tuple(kept) if isinstance(results, tuple) else kept,)
+        remaining = [None if isinstance(r, fx.Node) and r in gone else r for r in results]  # type: ignore[union-attr]
+        self.output.args = (tuple(remaining) if isinstance(results, tuple) else remaining,)
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        made = self.graph.call_function(
+        clone = self.graph.call_function(
             torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
         )
-        made.meta = dict(node.meta)
+        clone.meta = dict(node.meta)
         if isinstance(value := node.meta.get("val"), torch.Tensor):
-            made.meta["val"] = value.new_empty(value.shape)
-        return made
+            clone.meta["val"] = value.new_empty(value.shape)
+        return clone
 
     def store(self, node: fx.Node) -> None:
         """Replace a result saved for backward by its copy in host memory."""
-        made = self.graph.call_function(OPS.store.default, (node, self.key))
-        made.meta = {"val": _like(node.meta["val"], torch.device("cpu"))}
-        self.output.args = (fx.map_arg(self.output.args[0], lambda n: made if n is node else n),)
+        host_copy = self.graph.call_function(OPS.store.default, (node, self.key))
+        host_copy.meta = {"val": _like(node.meta["val"], torch.device("cpu"))}
+        self.output.args = (fx.map_arg(self.output.args[0], lambda n: host_copy if n is node else n),)
 
     def fetch(self, node: fx.Node) -> None:
         """Copy a backward input from host memory to the device, and use the copy in its place."""
         value = node.meta["val"]
         device = value.device
-        made = self.graph.call_function(OPS.fetch.default, (node, device))
-        made.meta = {"val": value}
+        device_copy = self.graph.call_function(OPS.fetch.default, (node, device))
+        device_copy.meta = {"val": value}
         node.meta = {**node.meta, "val": _like(value, torch.device("cpu"))}
-        node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+        node.replace_all_uses_with(device_copy, delete_user_cb=lambda user: user is not device_copy)
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -137,10 +137,10 @@ def _scattered(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and not value.is_contiguous()
 
 
-def _all_before(users: set[fx.Node], graph: fx.Graph, given: list[fx.Node]) -> bool:
+def _all_before(users: set[fx.Node], graph: fx.Graph, grad_nodes: list[fx.Node]) -> bool:
     """Whether all of `users` run before the last of the gradients: nobody looks at them after they were handed over."""
     order = {node: at for at, node in enumerate(graph.nodes)}
-    return max(order[user] for user in users) <= max(order[node] for node in given)
+    return max(order[user] for user in users) <= max(order[node] for node in grad_nodes)
 
 
 _ENDS = (OPS.spare.default, OPS.free.default, OPS.arrived.default)

@@ -181,13 +181,13 @@ def default_schedule(
         cuts: Names of passes that cut layers or sequences.
     """
     base = ["reduce", *(["gather"] if stage == 3 else []), *cuts]
-    asked = {
+    enabled = {
         "offload_parameters": params,
         "offload_opt_states": states,
         "offload_activation": offloads,
         "free_activation": frees,
     }
-    more = [name for name, on in asked.items() if on]
+    more = [name for name, on in enabled.items() if on]
     first = base + [name if f"{name}_all" not in BUILTIN else f"{name}_all" for name in more]
     # What was gathered stays only where it is not memory that is wanted.
     later = base + (["prefetch", *([] if params else ["keep"])] if stage == 3 else []) + more
@@ -216,25 +216,25 @@ def check_schedule(entries: Sequence[PassEntry]) -> None:
 
 
 def _broken(passes: Sequence[Pass]) -> list[str]:
-    names, have, found = [each.name for each in passes], set[str](), []
+    names, have, problems = [each.name for each in passes], set[str](), []
     for each in passes:
         missing = sorted(each.contract.requires - have)
         if missing:
-            found.append(f"{each.name} requires {', '.join(missing)}, which no pass before it provides")
+            problems.append(f"{each.name} requires {', '.join(missing)}, which no pass before it provides")
         against = sorted(each.contract.conflicts.intersection(names))
-        found += [f"{each.name} conflicts with {other}" for other in against]
+        problems += [f"{each.name} conflicts with {other}" for other in against]
         have |= each.contract.provides
-    found += [f"{name} is in it twice" for name in sorted({n for n in names if names.count(n) > 1})]
-    return found
+    problems += [f"{name} is in it twice" for name in sorted({n for n in names if names.count(n) > 1})]
+    return problems
 
 
-def resolve(asked: Sequence[tuple[int, Sequence[Any]]], known: Mapping[str, Pass]) -> tuple[PassEntry, ...]:
+def resolve(schedule: Sequence[tuple[int, Sequence[Any]]], known: Mapping[str, Pass]) -> tuple[PassEntry, ...]:
     """Resolve a schedule of (step, names, passes or functions) by looking up every pass. The result is checked.
 
     Raises:
         PlanError: a name is unknown ("compile-pass"), or see `check_schedule`.
     """
-    entries = tuple(PassEntry(int(step), tuple(named(each, known) for each in passes)) for step, passes in asked)
+    entries = tuple(PassEntry(int(step), tuple(named(each, known) for each in passes)) for step, passes in schedule)
     check_schedule(entries)
     return entries
 

@@ -55,17 +55,17 @@ class SharedBatch:
             arguments that a part
                 needs ("sequence-arguments"), or ranks were given different batches ("tensor-inputs").
         """
-        told, self._check = self._check, None
-        if told is not None:
-            told(self.model, args, dict(kwargs))
-        given = self._named(args, kwargs)
-        part = sequence_part(given, self.group.rank, self.group.size)
+        callback, self._check = self._check, None
+        if callback is not None:
+            callback(self.model, args, dict(kwargs))
+        named_inputs = self._named(args, kwargs)
+        part = sequence_part(named_inputs, self.group.rank, self.group.size)
         self.length = part["position_ids"].shape[-1]
         if self.attention is not None:
-            self.attention.documents = given.get("position_ids") is not None
+            self.attention.documents = named_inputs.get("position_ids") is not None
         self._check_taken(part)
         labels = part.get("shift_labels")
-        if labels is not None and "labels" in given and "shift_labels" not in self._signature.parameters:
+        if labels is not None and "labels" in named_inputs and "shift_labels" not in self._signature.parameters:
             part["labels"] = labels  # transformers' models compute a loss where they are given labels
         tokens = part["position_ids"].numel() if labels is None else (labels != IGNORED).sum()
         return part, tokens

@@ -56,9 +56,9 @@ class CompileSettings:
     def __init__(self, backend: str, kwargs: Mapping[str, Any], budget: int | None = None) -> None:
         unknown = sorted(set(kwargs) - set(_KWARGS))
         if backend not in BACKENDS or unknown:
-            asked = f"backend {backend!r}" + (f" and {', '.join(unknown)}" if unknown else "")
+            request = f"backend {backend!r}" + (f" and {', '.join(unknown)}" if unknown else "")
             raise PlanError(
-                f"compile() was asked for {asked}; actions go into graphs of {' and '.join(BACKENDS)}, with {', '.join(_KWARGS)}",
+                f"compile() was asked for {request}; actions go into graphs of {' and '.join(BACKENDS)}, with {', '.join(_KWARGS)}",
                 code="compile-backend",
                 fix="Use one of these, or leave compile.deepcompile out: then compile() is torch's.",
             )
@@ -116,13 +116,13 @@ class Session:
         units = [(n, unit) for n, unit in enumerate(self.graphs.units) if self.graphs.released(n)]
         gathered = {n: unit.plan.bytes.gathered for n, unit in units}
         seconds = {n: float(unit.plan.sent["gather"]) for n, unit in units}
-        kept = sum(self._sharding.plan.kept.values())
+        persistent = sum(self._sharding.plan.persistent_bytes.values())
         all_units = list(enumerate(self.graphs.units))
         return PassInputs(
             gathered,
             seconds,
             self.settings.budget,
-            kept,
+            persistent,
             self.plan.least,
             states={n: unit.plan.bytes.optim for n, unit in all_units if unit.state_store.parks and unit.plan.bytes.optim},
             resting={
@@ -165,10 +165,10 @@ class Session:
             with self.graphs.forward():
                 return compiled(*args, **kwargs)
         except _torch.CAPTURE_ERRORS as error:
-            found = self._explained(error)
-            if found is None:
+            explained = self._explained(error)
+            if explained is None:
                 raise
-            raise found from error
+            raise explained from error
         finally:
             self._inside = before
 
@@ -233,12 +233,12 @@ class Session:
         return _inductor().backend(gm, inputs, frame.inner, self.settings.patches)
 
     def _place(self, tensor: Tensor) -> ParamLocation | None:
-        found = self._sharding.find(tensor)
-        if found is None:
+        location = self._sharding.find(tensor)
+        if location is None:
             return None
         # A gradient that somebody looks at on its way (a hook) goes by way of autograd.
         watched = bool(tensor._backward_hooks)
-        return ParamLocation(found[0].number, found[1], found[0].spec.trained and not watched)
+        return ParamLocation(location[0].number, location[1], location[0].spec.trained and not watched)
 
     def decide(self, piece: Lowered) -> Graph:
         """Apply the current schedule's passes to a piece and return its graph with actions."""
@@ -259,7 +259,7 @@ class Session:
             edit = each.edit or EDITS.get(each.name)
             if edit is not None:
                 number = id(piece.frame)
-                made = edit(
+                edited = edit(
                     gm.graph,
                     number,
                     order,
@@ -268,8 +268,8 @@ class Session:
                     {number: piece.params},
                     piece.backward,
                 )
-                if isinstance(made, fx.Graph):
-                    gm.graph = made
+                if isinstance(edited, fx.Graph):
+                    gm.graph = edited
                 gm.graph.lint()
                 gm.recompile()
         return gm
@@ -295,11 +295,11 @@ class Session:
 
     def __str__(self) -> str:
         """Describe the passes of the next step, and their actions in every graph so far."""
-        said = [f"step {self.steps}: {' -> '.join(self.passes)}"]
+        lines = [f"step {self.steps}: {' -> '.join(self.passes)}"]
         for piece in self.pieces:
-            said.append("  backward" if piece.backward else "  forward")
-            said += [f"    {line}" for line in self._describe(self.decide(piece))]
-        return "\n".join(said)
+            lines.append("  backward" if piece.backward else "  forward")
+            lines += [f"    {line}" for line in self._describe(self.decide(piece))]
+        return "\n".join(lines)
 
     def _describe(self, actions: Graph) -> list[str]:
         names = self._sharding.plan.units
@@ -359,13 +359,13 @@ class Session:
         passing = max(
             (max(p.actions.resident(lambda u: gathered.get(u, 0)), default=0) for p in self.pieces), default=0
         )
-        mine = {
+        local = {
             "seconds": {str(unit): took for unit, took in seconds.items()},
             "both": sorted(sides[0] & sides[1]),
             "peak": peak + passing,
             "budget": self.settings.budget,
         }
-        everyone: list[dict[str, Any]] = comm.all_gather_json(mine, self.everyone, unit="passes")
+        everyone: list[dict[str, Any]] = comm.all_gather_json(local, self.everyone, unit="passes")
         both = frozenset.intersection(*(frozenset(one["both"]) for one in everyone))
         longest = {u: max(float(one["seconds"].get(str(u), 0.0)) for one in everyone) for u in gathered}
         budgets = [one["budget"] for one in everyone if one["budget"] is not None]

@@ -60,13 +60,13 @@ class Graphs:
     def tracing(self) -> Iterator[None]:
         """Restore the original class of released parameters, while inside."""
         # Those of a gather that is under way, too: they have their class back when somebody waits for it.
-        given = [(unit, p) for unit in self.units for p in unit.params if type(p) is ShardedParameter]
-        for _, param in given:
+        released = [(unit, p) for unit in self.units for p in unit.params if type(p) is ShardedParameter]
+        for _, param in released:
             restore(param)
         try:
             yield
         finally:
-            for unit, param in given:
+            for unit, param in released:
                 if unit.state in (Full.RELEASED, Full.GATHERING):
                     release(param)
 

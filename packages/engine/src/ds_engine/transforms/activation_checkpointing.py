@@ -24,21 +24,21 @@ class Activations(Transform[Checkpointing, Checkpointed]):
 
     name = "activation checkpointing"
 
-    def decide(self, asked: TransformInput) -> Checkpointing:
-        section = asked.config.activation_checkpointing
-        callables = [m.name for m in asked.shapes.modules if m.callable and m.name]
+    def decide(self, inputs: TransformInput) -> Checkpointing:
+        section = inputs.config.activation_checkpointing
+        callables = [m.name for m in inputs.shapes.modules if m.callable and m.name]
         return Checkpointing(section.keeping, match_modules(callables, section.modules))
 
     def plan_rows(self, what: Checkpointing) -> Mapping[str, str]:
         names = what.names
         if not names:
             return {"activations": f"as the model says; of checkpointed calls: {what.keeping}"}
-        told = ", ".join(names if len(names) <= 4 else (*names[:2], "...", names[-1]))
-        return {"activations": f"{len(names)} modules computed again in backward ({told}); {what.keeping}"}
+        listing = ", ".join(names if len(names) <= 4 else (*names[:2], "...", names[-1]))
+        return {"activations": f"{len(names)} modules computed again in backward ({listing}); {what.keeping}"}
 
     def apply(self, what: Checkpointing, site: BuildContext) -> Checkpointed:
         site.activations = ActivationCheckpointing(what.keeping, site.mesh["tensor"])
         return checkpoint_modules(site.model, what.names, site.activations)
 
-    def undo(self, made: Checkpointed) -> None:
-        made.remove()
+    def undo(self, applied: Checkpointed) -> None:
+        applied.remove()

@@ -33,9 +33,9 @@ class CompressionTransform(Transform[Compressing, nn.Module | None]):
 
     name = "compression"
 
-    def decide(self, asked: TransformInput) -> Compressing | None:
-        section, quantize = asked.config.compression_training, asked.config.quantize_training
-        already = any(module.name.rpartition(".")[2] == "compression" for module in asked.shapes.modules)
+    def decide(self, inputs: TransformInput) -> Compressing | None:
+        section, quantize = inputs.config.compression_training, inputs.config.quantize_training
+        already = any(module.name.rpartition(".")[2] == "compression" for module in inputs.shapes.modules)
         if quantize.enabled:
             if section.weight_quantization.enabled:
                 raise PlanError(
@@ -54,7 +54,7 @@ class CompressionTransform(Transform[Compressing, nn.Module | None]):
                 code="compress-eigenvalue",
                 fix="Call ds_compress.block_eigenvalues on the model before it is sharded, and slow_down with what it returns.",
             )
-        cut = [axis for axis in ("tensor", "pipe", "expert") if getattr(asked.mesh, axis) > 1]
+        cut = [axis for axis in ("tensor", "pipe", "expert") if getattr(inputs.mesh, axis) > 1]
         if cut:
             raise UnsupportedError(
                 f"compression of a model whose layers are cut over ranks ({', '.join(cut)}): groups, rows and heads of a "
@@ -85,8 +85,8 @@ class CompressionTransform(Transform[Compressing, nn.Module | None]):
         site.followers.append(CompressionScheduler(model, group=site.mesh["gradient"]))
         return model if ours else None
 
-    def undo(self, made: nn.Module | None) -> None:
-        del made  # A trained model stays compressed: redundancy_clean makes it final.
+    def undo(self, applied: nn.Module | None) -> None:
+        del applied  # A trained model stays compressed: redundancy_clean makes it final.
 
 
 def _told(section: CompressionConfig) -> str:
@@ -101,8 +101,8 @@ def _told(section: CompressionConfig) -> str:
 
 def _scores_are_trained(recipe: CompressionRecipe, site: BuildContext) -> None:
     pruned = (p for r in recipe.layers.values() for p in (r.sparse, r.rows, r.heads, r.channels) if p is not None)
-    given = site.parts.params is not None or isinstance(site.parts.optimizer, torch.optim.Optimizer)
-    if given and any(p.method == "topk" for p in pruned):
+    preselected = site.parts.params is not None or isinstance(site.parts.optimizer, torch.optim.Optimizer)
+    if preselected and any(p.method == "topk" for p in pruned):
         raise PlanError(
             "pruning by learnt scores (method topk) adds parameters, and the optimizer's were chosen before",
             code="compress-scores",

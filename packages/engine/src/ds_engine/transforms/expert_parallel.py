@@ -60,25 +60,25 @@ class ExpertTransform(Transform[Spread, Made]):
     name = "expert parallel"
     axes = ("expert",)
 
-    def decide(self, asked: TransformInput) -> Spread | None:
-        section = asked.config.expert_parallel
+    def decide(self, inputs: TransformInput) -> Spread | None:
+        section = inputs.config.expert_parallel
         section = section if section is not None and section.enabled else None
-        layers = tuple(m.name for m in asked.shapes.modules if m.name.split(".")[-1] == "deepspeed_moe")
+        layers = tuple(m.name for m in inputs.shapes.modules if m.name.split(".")[-1] == "deepspeed_moe")
         if section is None and not layers:
             return None
         degree = 1 if section is None else section.autoep_size
-        found = [(param, count) for param in asked.shapes.params if (count := _experts(param, asked.shapes))]
+        expert_params = [(param, count) for param in inputs.shapes.params if (count := _experts(param, inputs.shapes))]
         if section is not None:
-            for param, count in found:
+            for param, count in expert_params:
                 if count % degree:
                     raise PlanError(
                         f"{param.name} is of {count} experts, expert_parallel.autoep_size is {degree}",
                         code="moe-places",
                         fix="Use an autoep_size that divides the number of experts.",
                     )
-        numel = sum(param.numel for param, _ in found) if section is not None else 0
-        first = asked.config.use_data_before_expert_parallelism
-        return Spread(degree, section, first, layers, numel, asked.mesh.expert_data)
+        numel = sum(param.numel for param, _ in expert_params) if section is not None else 0
+        first = inputs.config.use_data_before_expert_parallelism
+        return Spread(degree, section, first, layers, numel, inputs.mesh.expert_data)
 
     def plan_rows(self, what: Spread) -> Mapping[str, str]:
         rows = {}
@@ -118,11 +118,11 @@ class ExpertTransform(Transform[Spread, Made]):
         placed = place_experts(site.model, site.mesh, data_first=what.data_first)
         return Made(cut, placed, site.model.register_forward_pre_hook(_Reporting()))
 
-    def undo(self, made: Made) -> None:
-        made.hook.remove()
-        made.placed.close()
-        if made.cut is not None:
-            made.cut.undo()
+    def undo(self, applied: Made) -> None:
+        applied.hook.remove()
+        applied.placed.close()
+        if applied.cut is not None:
+            applied.cut.undo()
 
 
 class _Reporting:

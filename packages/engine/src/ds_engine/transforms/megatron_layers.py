@@ -38,11 +38,11 @@ class OwnTensor(Transform[OwnLayers, Own]):
 
     name = "layers of the model's own"
 
-    def decide(self, asked: TransformInput) -> OwnLayers | None:
-        section = asked.config.tensor_parallel
-        if section is None or not section.own_layers or asked.mesh.tensor == 1:
+    def decide(self, inputs: TransformInput) -> OwnLayers | None:
+        section = inputs.config.tensor_parallel
+        if section is None or not section.own_layers or inputs.mesh.tensor == 1:
             return None
-        return OwnLayers(asked.mesh.tensor)
+        return OwnLayers(inputs.mesh.tensor)
 
     def plan_rows(self, what: OwnLayers) -> Mapping[str, str]:
         return {"tensor parallel": f"the model's own layers, over {what.degree} ranks; nothing is cut"}
@@ -53,14 +53,14 @@ class OwnTensor(Transform[OwnLayers, Own]):
         part = ReductionGroup("tensor", gradient, gradient.size)
         same = ReductionGroup(f"tensor-{tensor.size}", gradient, gradient.size, copies=tensor.size)
         # Stages have said more of theirs: that stays; layers of experts say theirs after this.
-        found = [(name, param, param_sharding(param)) for name, param in site.model.named_parameters()]
-        free = [(name, param, was) for name, param, was in found if was.family is None]
+        named = [(name, param, param_sharding(param)) for name, param in site.model.named_parameters()]
+        free = [(name, param, was) for name, param, was in named if was.family is None]
         for name, param, was in free:
             set_param_sharding(param, _part(name, param, part, tensor) if _is_part(param) else replace(was, family=same))
         return Own(tuple((param, was) for _, param, was in free))
 
-    def undo(self, made: Own) -> None:
-        for param, was in made.before:
+    def undo(self, applied: Own) -> None:
+        for param, was in applied.before:
             set_param_sharding(param, was)
 
 

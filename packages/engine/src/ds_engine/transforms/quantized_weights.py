@@ -50,10 +50,10 @@ class CodedLinear(nn.Module):
 
     def __init__(self, layer: nn.Linear, how: Coded) -> None:
         super().__init__()
-        made = quantize_weight(layer.weight, _FORMATS[how.bits], group=how.group, symmetric=how.symmetric)
+        quantized = quantize_weight(layer.weight, _FORMATS[how.bits], group=how.group, symmetric=how.symmetric)
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self._spec, self._dtype = made.spec, layer.weight.dtype
-        self.register_buffer("codes", made.wire)
+        self._spec, self._dtype = quantized.spec, layer.weight.dtype
+        self.register_buffer("codes", quantized.wire)
         self.bias = layer.bias
 
     @property
@@ -77,12 +77,12 @@ class QuantizedWeights(Transform["tuple[Coded, ...]", "list[tuple[nn.Module, str
 
     name = "quantized weights"
 
-    def decide(self, asked: TransformInput) -> tuple[Coded, ...] | None:
-        section = asked.config.weight_quantization
+    def decide(self, inputs: TransformInput) -> tuple[Coded, ...] | None:
+        section = inputs.config.weight_quantization
         if section is None or not section.enabled:
             return None
-        cut = [axis for axis in ("tensor", "pipe") if getattr(asked.mesh, axis) > 1]
-        chosen = [] if cut else _chosen(section, asked.shapes)
+        cut = [axis for axis in ("tensor", "pipe") if getattr(inputs.mesh, axis) > 1]
+        chosen = [] if cut else _chosen(section, inputs.shapes)
         if not chosen:
             why = (
                 f"layers are cut over ranks ({', '.join(cut)})"
@@ -98,36 +98,36 @@ class QuantizedWeights(Transform["tuple[Coded, ...]", "list[tuple[nn.Module, str
 
     def plan_rows(self, what: tuple[Coded, ...]) -> Mapping[str, str]:
         kinds = sorted({(one.bits, one.symmetric, one.group) for one in what})
-        told = ", ".join(
+        formats = ", ".join(
             f"int{bits} in groups of {group}{'' if sym else ' with zero points'}" for bits, sym, group in kinds
         )
-        return {"quantized weights": f"{len(what)} frozen matrices as {told}, whole on every rank"}
+        return {"quantized weights": f"{len(what)} frozen matrices as {formats}, whole on every rank"}
 
     def shapes(self, what: tuple[Coded, ...], shapes: Shapes) -> Shapes:
         gone = {f"{one.name}.weight" for one in what}
         return replace(shapes, params=tuple(p for p in shapes.params if p.name not in gone))
 
     def apply(self, what: tuple[Coded, ...], site: BuildContext) -> list[tuple[nn.Module, str, CodedLinear]]:
-        found = [(one, site.model.get_submodule(one.name)) for one in what]
-        other = [one.name for one, layer in found if type(layer) is not nn.Linear or not _here(layer.weight)]
-        linear = [(one, layer) for one, layer in found if isinstance(layer, nn.Linear) and one.name not in other]
+        layers = [(one, site.model.get_submodule(one.name)) for one in what]
+        other = [one.name for one, layer in layers if type(layer) is not nn.Linear or not _here(layer.weight)]
+        linear = [(one, layer) for one, layer in layers if isinstance(layer, nn.Linear) and one.name not in other]
         if not linear:
             raise PlanError(
                 f"weight_quantization: {', '.join(other[:5])} are not torch.nn.Linear layers whose weights are here whole",
                 code="quantize-weights",
                 fix="Name linear layers in post_init_quant, and build the model outside of Init.",
             )
-        made = []
+        replaced = []
         for one, layer in linear:
             parent = site.model.get_submodule(one.name.rpartition(".")[0])
             coded = CodedLinear(layer, one)
             setattr(parent, one.name.rpartition(".")[2], coded)
-            made.append((parent, one.name.rpartition(".")[2], coded))
-        return made
+            replaced.append((parent, one.name.rpartition(".")[2], coded))
+        return replaced
 
-    def undo(self, made: list[tuple[nn.Module, str, CodedLinear]]) -> None:
+    def undo(self, applied: list[tuple[nn.Module, str, CodedLinear]]) -> None:
         """Restore the linear layers with the dequantized weights."""
-        for parent, name, coded in made:
+        for parent, name, coded in applied:
             layer = nn.Linear(coded.in_features, coded.out_features, bias=False, device="meta")
             layer.weight = nn.Parameter(coded.weight, requires_grad=False)
             layer.bias = coded.bias
@@ -140,12 +140,12 @@ def _here(weight: Any) -> bool:
 
 def _chosen(section: WeightQuantizationConfig, shapes: Shapes) -> list[Coded]:
     """Select the frozen matrices that the section names, or all of them."""
-    found = []
+    matrices = []
     for param in shapes.params:
         name, _, kind = param.name.rpartition(".")
         if param.group is not None or kind != "weight" or len(param.shape) != 2:
             continue
-        asked = section.of_layer(name, param.shape)
-        if asked is not None:
-            found.append(Coded(name, *asked))
-    return found
+        settings = section.of_layer(name, param.shape)
+        if settings is not None:
+            matrices.append(Coded(name, *settings))
+    return matrices

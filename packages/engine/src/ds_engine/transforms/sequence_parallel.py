@@ -39,13 +39,13 @@ class Sequence(Transform[SequenceTransform, UlyssesAttention | None]):
     name = "sequence parallel"
     axes = ("sequence",)
 
-    def decide(self, asked: TransformInput) -> SequenceTransform | None:
-        degree, facts = asked.mesh.sequence, asked.shapes.facts
+    def decide(self, inputs: TransformInput) -> SequenceTransform | None:
+        degree, facts = inputs.mesh.sequence, inputs.shapes.facts
         if degree == 1:
             return None
         if facts is None or facts.shares_sequences:
             return SequenceTransform(degree, None)
-        compiled = asked.config.compile
+        compiled = inputs.config.compile
         if facts.attention not in SUPPORTED and compiled is not None and compiled.cuts_sequences:
             return SequenceTransform(degree, None, in_graphs=True)
         if facts.attention not in SUPPORTED:
@@ -82,6 +82,6 @@ class Sequence(Transform[SequenceTransform, UlyssesAttention | None]):
             )
         return None
 
-    def undo(self, made: UlyssesAttention | None) -> None:
-        if made is not None:
-            made.remove()
+    def undo(self, applied: UlyssesAttention | None) -> None:
+        if applied is not None:
+            applied.remove()

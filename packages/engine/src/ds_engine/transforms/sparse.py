@@ -40,7 +40,7 @@ def pattern_of(section: SparseAttentionConfig) -> Pattern:
         everyone = tuple(zip(section.global_block_indices, section.global_block_end_indices, strict=True))
     else:
         everyone = tuple((block, block + 1) for block in section.global_block_indices)
-    made: Mapping[str, Callable[[], Pattern]] = {
+    builders: Mapping[str, Callable[[], Pattern]] = {
         "dense": lambda: dense(causal=causal),
         "fixed": lambda: fixed(
             section.num_local_blocks,
@@ -61,7 +61,7 @@ def pattern_of(section: SparseAttentionConfig) -> Pattern:
         ),
         "bslongformer": lambda: bslongformer(section.num_sliding_window_blocks, everyone, causal=causal),
     }
-    return made[section.mode]()
+    return builders[section.mode]()
 
 
 class SparseSelfAttention(nn.Module):
@@ -104,14 +104,14 @@ class SparseAttention(Transform[SparseAttentionTransform, "_Wrapped"]):
 
     name = "sparse attention"
 
-    def decide(self, asked: TransformInput) -> SparseAttentionTransform | None:
-        section, facts = asked.config.sparse_attention, asked.shapes.facts
+    def decide(self, inputs: TransformInput) -> SparseAttentionTransform | None:
+        section, facts = inputs.config.sparse_attention, inputs.shapes.facts
         if section is None:
             return None
         # Without facts only names and shapes are known: what is built is decided again, with them.
         attention = _CORES[0] if facts is None else facts.attention
-        if attention not in _CORES or asked.mesh.sequence > 1:
-            shared = " that shares sequences" if asked.mesh.sequence > 1 else ""
+        if attention not in _CORES or inputs.mesh.sequence > 1:
+            shared = " that shares sequences" if inputs.mesh.sequence > 1 else ""
             raise UnsupportedError(
                 f"sparse_attention with a model{shared} whose attention is {attention or 'its own'}",
                 code="sparse-attention",
@@ -122,15 +122,15 @@ class SparseAttention(Transform[SparseAttentionTransform, "_Wrapped"]):
         return SparseAttentionTransform(section, attention)
 
     def plan_rows(self, what: SparseAttentionTransform) -> Mapping[str, str]:
-        given = what.section.model_dump(exclude_unset=True)
-        told = ", ".join(f"{key} {value}" for key, value in given.items() if key not in ("mode", "block"))
-        return {"sparse attention": f"{what.section.mode}, blocks of {what.section.block} tokens{told and ', ' + told}"}
+        values = what.section.model_dump(exclude_unset=True)
+        details = ", ".join(f"{key} {value}" for key, value in values.items() if key not in ("mode", "block"))
+        return {"sparse attention": f"{what.section.mode}, blocks of {what.section.block} tokens{details and ', ' + details}"}
 
     def apply(self, what: SparseAttentionTransform, site: BuildContext) -> _Wrapped:
         return _Wrapped(site.model, what)
 
-    def undo(self, made: _Wrapped) -> None:
-        made.remove()
+    def undo(self, applied: _Wrapped) -> None:
+        applied.remove()
 
 
 class _Wrapped:

@@ -36,8 +36,8 @@ class Stages(Transform[StageTransform, Pipeline]):
     name = "pipeline stages"
     axes = ("pipe",)
 
-    def decide(self, asked: TransformInput) -> StageTransform | None:
-        staging, section = asked.shapes.staging, asked.config.pipeline
+    def decide(self, inputs: TransformInput) -> StageTransform | None:
+        staging, section = inputs.shapes.staging, inputs.config.pipeline
         _check_expected(section, staging)
         return None if staging is None else StageTransform(staging, section.activation_checkpoint_interval)
 
@@ -63,21 +63,21 @@ class Stages(Transform[StageTransform, Pipeline]):
             )
         if what.interval:
             model.set_checkpoint_interval(what.interval)
-        made = pipeline(model, site.plan.batch.accumulation)
-        site.executor = StagedExecutor(made, site.plan.residency.shard_grads)
-        return made
+        stage_pipeline = pipeline(model, site.plan.batch.accumulation)
+        site.executor = StagedExecutor(stage_pipeline, site.plan.residency.shard_grads)
+        return stage_pipeline
 
-    def undo(self, made: Pipeline) -> None:
-        made.close()
+    def undo(self, applied: Pipeline) -> None:
+        applied.close()
 
 
-def _check_expected(section: PipelineConfig, found: PipelineSpec | None) -> None:
+def _check_expected(section: PipelineConfig, staging: PipelineSpec | None) -> None:
     """Check that the configuration expects the stages that the model was built with.
 
     Raises:
         PlanError: the configuration expects another split ("engine-stages").
     """
-    cut = found or PipelineSpec("", 1)
+    cut = staging or PipelineSpec("", 1)
     wrong = []
     if section.stages not in ("auto", cut.ranks):
         wrong.append(f"pipeline.stages = {section.stages}, the model has {cut.ranks}")
@@ -105,8 +105,8 @@ class StagedExecutor:
         batch_fn: Makes inputs and labels of what the data yield.
     """
 
-    def __init__(self, made: Pipeline, every_backward: bool) -> None:
-        self.pipeline, self._every = made, every_backward
+    def __init__(self, stage_pipeline: Pipeline, every_backward: bool) -> None:
+        self.pipeline, self._every = stage_pipeline, every_backward
         self.batch_fn: Callable[[Any], tuple[Any, Any]] = split_batch
 
     @property
@@ -116,11 +116,11 @@ class StagedExecutor:
 
     def train(self, actions: Sequence[Action], data: Iterator[Any], passes: Passes) -> None:
         """Run a step as `Executor.train`; losses are recorded on every rank of the pipeline."""
-        found: dict[int, Tensor | SumLoss] = {}
+        losses: dict[int, Tensor | SumLoss] = {}
 
         def criterion(microbatch: int, out: Any, labels: tuple[Any, WeightedBatch | None]) -> Tensor:
             loss = self._loss(out, labels)
-            found[microbatch] = _detached(loss)
+            losses[microbatch] = _detached(loss)
             return passes.start(loss)
 
         reduction = StageReduction(self.pipeline.model, passes, self._every)
@@ -128,19 +128,19 @@ class StagedExecutor:
         self.pipeline.executor.run(actions, self._feed(data, passes), reduction, criterion)
         first = min(a.stage for a in actions if a.op is ActionKind.FORWARD)
         count = sum(1 for a in actions if a.op is ActionKind.FORWARD and a.stage == first)
-        for loss in self._everywhere(found, count):
+        for loss in self._everywhere(losses, count):
             if not self.pipeline.model.last:
                 passes.start(loss)
 
     def evaluate(self, count: int, data: Iterator[Any], passes: Passes) -> Iterator[Tensor | SumLoss]:
         """Yield losses as `Executor.evaluate`, on every rank of the pipeline."""
-        found: dict[int, Tensor | SumLoss] = {}
+        losses: dict[int, Tensor | SumLoss] = {}
 
         def done(microbatch: int, out: Any, labels: tuple[Any, WeightedBatch | None]) -> None:
-            found[microbatch] = self._loss(out, labels)
+            losses[microbatch] = self._loss(out, labels)
 
         self.forwards(count, data, passes, done)
-        yield from self._everywhere(found, count)
+        yield from self._everywhere(losses, count)
 
     def forwards(
         self, count: int, data: Iterator[Any], passes: Passes, done: Callable[[int, Any, Any], object]
@@ -170,10 +170,10 @@ class StagedExecutor:
 
         return MicrobatchSource(data, split, self.pipeline.model.first + self.pipeline.model.last)
 
-    def _everywhere(self, found: Mapping[int, Tensor | SumLoss], count: int) -> list[Tensor | SumLoss]:
+    def _everywhere(self, losses: Mapping[int, Tensor | SumLoss], count: int) -> list[Tensor | SumLoss]:
         """Share the losses by microbatch with all ranks of the pipeline. Collective: 24 bytes a microbatch."""
         table = torch.zeros(count, 3, dtype=torch.float64)
-        for microbatch, loss in found.items():
+        for microbatch, loss in losses.items():
             summed = isinstance(loss, SumLoss)
             total, number = (loss.total, loss.count) if isinstance(loss, SumLoss) else (loss, 1.0)
             table[microbatch] = torch.tensor([float(summed), float(total.detach()), float(number)], dtype=torch.float64)

@@ -24,26 +24,26 @@ class Tensor(Transform[TensorPlan, TensorParallelModel]):
     name = "tensor parallel"
     axes = ("tensor",)
 
-    def decide(self, asked: TransformInput) -> TensorPlan | None:
-        section = asked.config.tensor_parallel
-        if section is None or section.own_layers or asked.mesh.tensor == 1:
+    def decide(self, inputs: TransformInput) -> TensorPlan | None:
+        section = inputs.config.tensor_parallel
+        if section is None or section.own_layers or inputs.mesh.tensor == 1:
             return None
-        if asked.shapes.facts is None:
+        if inputs.shapes.facts is None:
             raise UnsupportedError(
                 "tensor parallelism is planned from a model's modules; the names in weight files do not say what they are",
                 code="plan-model",
                 fix="Name the model by its config.json or by a function that makes it.",
             )
-        experts = asked.config.expert_parallel
+        experts = inputs.config.expert_parallel
         options = replace(section.options, experts=experts is None or not experts.enabled)
-        return make_tensor_plan(asked.shapes.facts, options)
+        return make_tensor_plan(inputs.shapes.facts, options)
 
     def plan_rows(self, what: TensorPlan) -> Mapping[str, str]:
-        held, total = what.numel(0)
+        local_numel, total = what.numel(0)
         traffic = what.traffic()
         sums = f"sums of {traffic.forward:,} elements a token forward, {traffic.backward:,} backward"
         return {
-            "tensor parallel": f"{len(what.cut)} layers over {what.degree} ranks, rank 0 holds {held:,} of {total:,}; {sums}",
+            "tensor parallel": f"{len(what.cut)} layers over {what.degree} ranks, rank 0 holds {local_numel:,} of {total:,}; {sums}",
             "layers": "\n".join(str(what).splitlines()[1:]),
         }
 
@@ -63,30 +63,30 @@ class Tensor(Transform[TensorPlan, TensorParallelModel]):
         return replace(shapes, params=tuple(part for info in shapes.params for part in parts(info)))
 
     def apply(self, what: TensorPlan, site: BuildContext) -> TensorParallelModel:
-        made = parallelize_model(site.model, what, site.mesh["tensor"])
+        parallel_model = parallelize_model(site.model, what, site.mesh["tensor"])
         gradient = site.mesh["gradient"]
-        made.assign(gradient, gradient.size)
-        _follow(made, site)
-        return made
+        parallel_model.assign(gradient, gradient.size)
+        _follow(parallel_model, site)
+        return parallel_model
 
-    def undo(self, made: TensorParallelModel) -> None:
-        made.undo()
+    def undo(self, applied: TensorParallelModel) -> None:
+        applied.undo()
 
 
-def _follow(made: TensorParallelModel, site: BuildContext) -> None:
+def _follow(parallel_model: TensorParallelModel, site: BuildContext) -> None:
     """Replace parameters in the caller's optimizer and groups by the shards they were split into."""
-    if not made.replaced:
+    if not parallel_model.replaced:
         return
 
     def parts(params: Any) -> list[nn.Parameter]:
-        return [part for param in params for part in made.replaced.get(param, [param])]
+        return [part for param in params for part in parallel_model.replaced.get(param, [param])]
 
-    given = site.parts
-    if isinstance(given.optimizer, torch.optim.Optimizer):
-        for group in given.optimizer.param_groups:
+    init_args = site.parts
+    if isinstance(init_args.optimizer, torch.optim.Optimizer):
+        for group in init_args.optimizer.param_groups:
             group["params"] = parts(group["params"])
-    if given.params is not None:
-        listed = list(given.params)
+    if init_args.params is not None:
+        listed = list(init_args.params)
         grouped = bool(listed) and isinstance(listed[0], dict)
         params = [{**group, "params": parts(group["params"])} for group in listed] if grouped else parts(listed)
-        site.parts = replace(given, params=params)
+        site.parts = replace(init_args, params=params)

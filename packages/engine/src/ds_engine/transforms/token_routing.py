@@ -18,11 +18,11 @@ class Routing(Transform[RouterConfig, nn.Module]):
 
     name = "random-LTD"
 
-    def decide(self, asked: TransformInput) -> RouterConfig | None:
-        section = asked.config.data_efficiency.random_ltd
+    def decide(self, inputs: TransformInput) -> RouterConfig | None:
+        section = inputs.config.data_efficiency.random_ltd
         if section is None:
             return None
-        cut = [axis for axis in ("tensor", "sequence", "pipe") if getattr(asked.mesh, axis) > 1]
+        cut = [axis for axis in ("tensor", "sequence", "pipe") if getattr(inputs.mesh, axis) > 1]
         if cut:
             raise UnsupportedError(
                 f"random_ltd with layers or sequences that are cut over ranks ({', '.join(cut)}): each rank would draw other tokens",
@@ -41,8 +41,8 @@ class Routing(Transform[RouterConfig, nn.Module]):
         site.followers.append(RandomLTD(start_routing(site.model, what), site.plan.batch.train))
         return site.model
 
-    def undo(self, made: nn.Module) -> None:
-        stop_routing(made)
+    def undo(self, applied: nn.Module) -> None:
+        stop_routing(applied)
 
 
 class RandomLTD:

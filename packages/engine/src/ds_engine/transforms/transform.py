@@ -90,7 +90,7 @@ class Transform(ABC, Generic[What, Made]):
     axes: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
-    def decide(self, asked: TransformInput) -> What | None:
+    def decide(self, inputs: TransformInput) -> What | None:
         """Decide how to transform a model of these shapes; None for no change. Pure.
 
         Raises:
@@ -115,7 +115,7 @@ class Transform(ABC, Generic[What, Made]):
         """
 
     @abstractmethod
-    def undo(self, made: Made) -> None:
+    def undo(self, applied: Made) -> None:
         """Give the model back as it was, on all ranks. Collective. Later transforms have been undone before."""
 
 
@@ -125,26 +125,26 @@ class Applied:
     def __init__(self) -> None:
         self._done: list[tuple[Transform[Any, Any], Any]] = []
 
-    def add(self, transform: Transform[Any, Any], made: Any) -> None:
+    def add(self, transform: Transform[Any, Any], applied: Any) -> None:
         """Note one."""
-        self._done.append((transform, made))
+        self._done.append((transform, applied))
 
     def undo(self) -> None:
         """Undo all of them, the last one first; a second call does nothing. Collective."""
         while self._done:
-            transform, made = self._done.pop()
-            transform.undo(made)
+            transform, applied = self._done.pop()
+            transform.undo(applied)
 
 
-def decide_all(transforms: tuple[Transform[Any, Any], ...], asked: TransformInput) -> tuple[tuple[TransformPlan, ...], Shapes]:
+def decide_all(transforms: tuple[Transform[Any, Any], ...], inputs: TransformInput) -> tuple[tuple[TransformPlan, ...], Shapes]:
     """Decide every transform in order; return the decisions and the shapes left on a rank. Pure."""
     changes = []
     for transform in transforms:
-        what = transform.decide(asked)
+        what = transform.decide(inputs)
         if what is not None:
             changes.append(TransformPlan(transform.name, what, dict(transform.plan_rows(what))))
-            asked = replace(asked, shapes=transform.shapes(what, asked.shapes))
-    return tuple(changes), asked.shapes
+            inputs = replace(inputs, shapes=transform.shapes(what, inputs.shapes))
+    return tuple(changes), inputs.shapes
 
 
 @contextmanager

@@ -35,8 +35,8 @@ class Zero(Transform[ZeroTransform, ShardedOptimizer | ShardedModel]):
 
     name = "ZeRO"
 
-    def decide(self, asked: TransformInput) -> ZeroTransform:
-        stage = asked.config.zero_optimization.stage
+    def decide(self, inputs: TransformInput) -> ZeroTransform:
+        stage = inputs.config.zero_optimization.stage
         return ZeroTransform(stage, STAGES[stage])
 
     def plan_rows(self, what: ZeroTransform) -> Mapping[str, str]:
@@ -71,8 +71,8 @@ class Zero(Transform[ZeroTransform, ShardedOptimizer | ShardedModel]):
         site.sharding = site.optimizer.sharding
         return site.optimizer
 
-    def undo(self, made: ShardedOptimizer | ShardedModel) -> None:
-        made.close()
+    def undo(self, applied: ShardedOptimizer | ShardedModel) -> None:
+        applied.close()
 
 
 def _residency_text(residency: ShardingStrategy) -> str:
@@ -130,9 +130,9 @@ def _optimizer(site: BuildContext) -> torch.optim.Optimizer | None:
 
 def _scheduler(site: BuildContext, inner: torch.optim.Optimizer) -> Any:
     """Build the scheduler on the groups of the inner optimizer, which are also the sharded optimizer's."""
-    given, section = site.parts.scheduler, site.plan.config.scheduler
-    if given is not None:
-        return given(inner) if callable(given) and not hasattr(given, "state_dict") else given
+    scheduler, section = site.parts.scheduler, site.plan.config.scheduler
+    if scheduler is not None:
+        return scheduler(inner) if callable(scheduler) and not hasattr(scheduler, "state_dict") else scheduler
     if section is None:
         return None
     if isinstance(section, TorchSchedulerSection):

@@ -52,8 +52,8 @@ def first_of(config: Config, *names: str, default: Any = None) -> Any:
 
 
 def ends_of(config: Config) -> tuple[int, ...]:
-    found = config.get("eos_token_id")
-    return () if found is None else tuple(found) if isinstance(found, Sequence) else (found,)
+    token_ids = config.get("eos_token_id")
+    return () if token_ids is None else tuple(token_ids) if isinstance(token_ids, Sequence) else (token_ids,)
 
 
 def rope_of(config: Config, width: int, *, kind: str | None = None, interleaved: bool = False) -> RopeSpec:
@@ -61,11 +61,11 @@ def rope_of(config: Config, width: int, *, kind: str | None = None, interleaved:
 
     Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
     """
-    given = config.get("rope_parameters") or {}
-    if kind is not None and isinstance(given.get(kind), Mapping):
-        given = given[kind]
+    rope_parameters = config.get("rope_parameters") or {}
+    if kind is not None and isinstance(rope_parameters.get(kind), Mapping):
+        rope_parameters = rope_parameters[kind]
     scaling = config.get("rope_scaling") or {}
-    parameters = {**scaling, **given}
+    parameters = {**scaling, **rope_parameters}
     if "type" in parameters:
         parameters.setdefault("rope_type", parameters.pop("type"))
     theta: Any = parameters.get("rope_theta", config.get("rope_theta", config.get("rotary_emb_base", 10000.0)))
@@ -117,7 +117,7 @@ def llama_like(
     **more: Any,
 ) -> DecoderSpec:
     layers = tuple(DecoderLayerSpec(a, f, order) for a, f in zip(attentions, feeds, strict=True))
-    found = DecoderSpec(
+    spec = DecoderSpec(
         family=config["model_type"],
         hidden=config["hidden_size"],
         vocab=config["vocab_size"],
@@ -127,7 +127,7 @@ def llama_like(
         tied=bool(config.get("tie_word_embeddings", False)),
         eos_ids=ends_of(config),
     )
-    return replace(found, **more)
+    return replace(spec, **more)
 
 
 def gated_mlp(config: Config, width: int | None = None) -> Mlp:

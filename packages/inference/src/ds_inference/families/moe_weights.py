@@ -234,9 +234,9 @@ def _corrected(config: Config) -> list[Mlp | ExpertsSpec]:
 
 
 def _glm4_moe(config: Config) -> DecoderSpec:
-    given = {"partial_rotary_factor": 0.5, **config}
+    settings = {"partial_rotary_factor": 0.5, **config}
     norm = Norm("rms", config.get("rms_norm_eps", 1e-5))
-    attention = grouped_attention(given, head_norm=norm if config.get("use_qk_norm") else None)
+    attention = grouped_attention(settings, head_norm=norm if config.get("use_qk_norm") else None)
     return llama_like(config, [attention] * config["num_hidden_layers"], _corrected(config))
 
 

@@ -23,17 +23,17 @@ def _both(role: str, name: str, form: Any = "rows") -> dict[str, tuple[WeightSou
 
 
 def _layers(prefix: str, parts: Mapping[str, tuple[str, str] | str]) -> dict[str, tuple[WeightSource, ...]]:
-    found: dict[str, tuple[WeightSource, ...]] = {}
+    sources: dict[str, tuple[WeightSource, ...]] = {}
     for role, name in parts.items():
         name, form = (name, "rows") if isinstance(name, str) else name
-        found |= _both(f"layers.{{i}}.{role}", prefix + name, form)
-    return found
+        sources |= _both(f"layers.{{i}}.{role}", prefix + name, form)
+    return sources
 
 
 def _older(config: Config, attention: AttentionSpec, feed: Mlp, eps: float, **more: Any) -> DecoderSpec:
     order = more.pop("order", "pre")
     count = first_of(config, "num_hidden_layers", "n_layer")
-    found = DecoderSpec(
+    spec = DecoderSpec(
         family=config["model_type"],
         hidden=first_of(config, "hidden_size", "n_embd"),
         vocab=config["vocab_size"],
@@ -43,7 +43,7 @@ def _older(config: Config, attention: AttentionSpec, feed: Mlp, eps: float, **mo
         tied=bool(config.get("tie_word_embeddings", True)),
         eos_ids=ends_of(config),
     )
-    return replace(found, **more)
+    return replace(spec, **more)
 
 
 def _gpt2(config: Config) -> DecoderSpec:
@@ -160,8 +160,8 @@ def _bloom(config: Config) -> DecoderSpec:
             code="inference-family",
             fix="Load the model with transformers and pass the module.",
         )
-    given = {**config, "hidden_size": hidden}
-    return _older(given, attention, feed, config.get("layer_norm_epsilon", 1e-5), embed_norm=True, longest=1 << 20)
+    settings = {**config, "hidden_size": hidden}
+    return _older(settings, attention, feed, config.get("layer_norm_epsilon", 1e-5), embed_norm=True, longest=1 << 20)
 
 
 _BLOOM_PARTS: dict[str, tuple[str, str] | str] = {
@@ -272,8 +272,8 @@ def _mpt(config: Config) -> DecoderSpec:
     scale = first_of(inner, "softmax_scale", default=width**-0.5)
     attention = AttentionSpec(heads, heads, width, width, float(scale), alibi=Alibi(), clip=inner.get("clip_qkv") or None)
     feed = Mlp(4 * hidden, "gelu", gated=False)
-    given = {**config, "hidden_size": hidden, "num_hidden_layers": config["n_layers"]}
-    return _older(given, attention, feed, config.get("layer_norm_epsilon", 1e-5), longest=config["max_seq_len"])
+    settings = {**config, "hidden_size": hidden, "num_hidden_layers": config["n_layers"]}
+    return _older(settings, attention, feed, config.get("layer_norm_epsilon", 1e-5), longest=config["max_seq_len"])
 
 
 _MPT = {

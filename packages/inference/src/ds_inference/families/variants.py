@@ -94,9 +94,9 @@ _COHERE = {
 
 
 def _stablelm(config: Config) -> DecoderSpec:
-    given = {"partial_rotary_factor": 0.25, **config}
+    settings = {"partial_rotary_factor": 0.25, **config}
     norm = Norm("layer", config.get("layer_norm_eps", 1e-5))
-    attention = grouped_attention(given)
+    attention = grouped_attention(settings)
     if config.get("qk_layernorm"):
         attention = replace(attention, head_norm=norm, head_norm_each=True)
     order = "parallel" if config.get("use_parallel_residual") else "pre"
@@ -111,16 +111,16 @@ def _stablelm_sources(config: Config) -> Sources:
         )
         for p, count in (("q", heads), ("k", kv_heads))
     }
-    found = {**LLAMA, **_BIASED_NORMS, **norms}
+    sources = {**LLAMA, **_BIASED_NORMS, **norms}
     if config.get("use_parallel_residual"):  # one norm a layer
-        return {role: source for role, source in found.items() if ".norm2." not in role}
-    return found
+        return {role: source for role, source in sources.items() if ".norm2." not in role}
+    return sources
 
 
 def _phi(config: Config) -> DecoderSpec:
-    given = {"partial_rotary_factor": 0.5, **config}
+    settings = {"partial_rotary_factor": 0.5, **config}
     norm = Norm("layer", config.get("layer_norm_eps", 1e-5))
-    attention = grouped_attention(given, head_norm=norm if config.get("qk_layernorm") else None)
+    attention = grouped_attention(settings, head_norm=norm if config.get("qk_layernorm") else None)
     feed = Mlp(config["intermediate_size"], config.get("hidden_act", "gelu_new"), gated=False)
     return _alike(config, attention, feed, norm=norm, order="parallel")
 
@@ -151,10 +151,10 @@ _STARCODER2 = {**LLAMA, **_BIASED_NORMS, **_each("feed.up", "mlp.c_fc"), **_each
 
 
 def _nemotron(config: Config) -> DecoderSpec:
-    given = {"partial_rotary_factor": 0.5, **config}
+    settings = {"partial_rotary_factor": 0.5, **config}
     norm = Norm("layer", config.get("norm_eps", 1e-5), offset=1.0)
     feed = Mlp(config["intermediate_size"], config.get("hidden_act", "relu2"), gated=False)
-    return _alike(config, grouped_attention(given), feed, norm=norm)
+    return _alike(config, grouped_attention(settings), feed, norm=norm)
 
 
 _NEMOTRON = {**LLAMA, **_BIASED_NORMS, **_each("feed.up", "mlp.up_proj"), **_each("feed.down", "mlp.down_proj")}

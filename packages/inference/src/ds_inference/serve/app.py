@@ -165,12 +165,12 @@ class _Server:
         self._busy += 1
         answer: Response | None = None
         try:
-            asked = await asyncio.to_thread(read)  # a long prompt is tokenised for seconds
-            self._check(asked)
-            if asked.stream:
-                answer = _Stream(self._streamed(asked), self._release)
+            completion = await asyncio.to_thread(read)  # a long prompt is tokenised for seconds
+            self._check(completion)
+            if completion.stream:
+                answer = _Stream(self._streamed(completion), self._release)
             else:
-                return await self._until_gone(request, self._whole(asked))
+                return await self._until_gone(request, self._whole(completion))
         except DsError as error:
             return self._error(400, str(error))
         except Exception as error:  # a tokenizer or a chat template that does not take what the client sent
@@ -183,16 +183,16 @@ class _Server:
     def _release(self) -> None:
         self._busy -= 1
 
-    def _check(self, asked: _ParsedRequest) -> None:
-        for prompt in asked.prompts or [[]]:
-            if not prompt or len(prompt) + asked.how.max_new_tokens > self._limits.longest:
+    def _check(self, completion: _ParsedRequest) -> None:
+        for prompt in completion.prompts or [[]]:
+            if not prompt or len(prompt) + completion.how.max_new_tokens > self._limits.longest:
                 raise PlanError(
-                    f"a prompt of {len(prompt)} tokens and an answer of up to {asked.how.max_new_tokens}; "
+                    f"a prompt of {len(prompt)} tokens and an answer of up to {completion.how.max_new_tokens}; "
                     f"at least 1 and together at most {self._limits.longest} are taken",
                     code="inference-too-long",
                     fix="Shorten the prompt or ask for fewer tokens.",
                 )
-            self._worker.check(prompt, asked.how, asked.adapter)
+            self._worker.check(prompt, completion.how, completion.adapter)
 
     async def _until_gone(self, request: Request, work: Awaitable[Response]) -> Response:
         """Await the answer, or cancel the work as soon as the client has closed the connection."""
@@ -206,80 +206,80 @@ class _Server:
                 return Response(status_code=499)
         return task.result()
 
-    async def _whole(self, asked: _ParsedRequest) -> Response:
+    async def _whole(self, completion: _ParsedRequest) -> Response:
         choices: list[dict[str, Any]] = []
         begin, count = time.perf_counter(), 0
         try:
-            for tokens, how in asked.each():
-                texts, ids = self._texts(asked), dict[int, int]()
-                found = [_choice(asked.chat, len(choices) + i) for i in range(asked.how.n)]
-                async for event in self._worker.answer(tokens, how, asked.adapter):
+            for tokens, how in completion.each():
+                texts, ids = self._texts(completion), dict[int, int]()
+                prompt_choices = [_choice(completion.chat, len(choices) + i) for i in range(completion.how.n)]
+                async for event in self._worker.answer(tokens, how, completion.adapter):
                     number = ids.setdefault(event.request, len(ids))
                     count += 1
                     if count == 1:
                         self._metrics.first.observe(time.perf_counter() - begin)
-                    _say(found[number], asked.chat, self._piece(texts[number], event), event, self._tokenizer)
-                choices += found
+                    _say(prompt_choices[number], completion.chat, self._piece(texts[number], event), event, self._tokenizer)
+                choices += prompt_choices
         except DsError as error:
             self._metrics.requests.labels("refused").inc()
             return self._error(400, str(error))
         except Exception as error:
             self._metrics.requests.labels("failed").inc()
             return self._error(500, str(error))
-        self._done(begin, asked, count)
-        body = {**self._head(asked), "choices": choices, "usage": _usage(asked, count)}
+        self._done(begin, completion, count)
+        body = {**self._head(completion), "choices": choices, "usage": _usage(completion, count)}
         return JSONResponse(body)
 
-    async def _streamed(self, asked: _ParsedRequest) -> AsyncIterator[str]:
-        head, begin, count = self._head(asked, part=True), time.perf_counter(), 0
+    async def _streamed(self, completion: _ParsedRequest) -> AsyncIterator[str]:
+        head, begin, count = self._head(completion, part=True), time.perf_counter(), 0
         try:
-            for place, (tokens, how) in enumerate(asked.each()):
-                texts, ids = self._texts(asked), dict[int, int]()
-                async for event in self._worker.answer(tokens, how, asked.adapter):
+            for place, (tokens, how) in enumerate(completion.each()):
+                texts, ids = self._texts(completion), dict[int, int]()
+                async for event in self._worker.answer(tokens, how, completion.adapter):
                     number = ids.setdefault(event.request, len(ids))
                     count += 1
                     if count == 1:
                         self._metrics.first.observe(time.perf_counter() - begin)
                     text = self._piece(texts[number], event)
                     if text or event.reason or event.logprob is not None:
-                        choice = _choice(asked.chat, place * asked.how.n + number, part=True)
-                        _say(choice, asked.chat, text, event, self._tokenizer)
+                        choice = _choice(completion.chat, place * completion.how.n + number, part=True)
+                        _say(choice, completion.chat, text, event, self._tokenizer)
                         yield _line({**head, "choices": [choice]})
         except Exception as error:
             mine = not isinstance(error, DsError)
             self._metrics.requests.labels("failed" if mine else "refused").inc()
             yield _line(_told(str(error), "server_error" if mine else "invalid_request_error"))
             return
-        self._done(begin, asked, count)
-        if asked.usage:
-            yield _line({**head, "choices": [], "usage": _usage(asked, count)})
+        self._done(begin, completion, count)
+        if completion.usage:
+            yield _line({**head, "choices": [], "usage": _usage(completion, count)})
         yield "data: [DONE]\n\n"
 
-    def _texts(self, asked: _ParsedRequest) -> list[TextStream]:
-        return [TextStream(self._tokenizer, asked.how.stop) for _ in range(asked.how.n)]
+    def _texts(self, completion: _ParsedRequest) -> list[TextStream]:
+        return [TextStream(self._tokenizer, completion.how.stop) for _ in range(completion.how.n)]
 
     @staticmethod
     def _piece(text: TextStream, event: TokenOutput) -> str:
-        said = text.push(event.token)
-        return said + text.finish() if event.reason is not None else said
+        new_text = text.push(event.token)
+        return new_text + text.finish() if event.reason is not None else new_text
 
-    def _done(self, begin: float, asked: _ParsedRequest, count: int) -> None:
+    def _done(self, begin: float, completion: _ParsedRequest, count: int) -> None:
         self._metrics.requests.labels("answered").inc()
         self._metrics.whole.observe(time.perf_counter() - begin)
-        self._metrics.tokens.labels("prompt").inc(sum(map(len, asked.prompts)))
+        self._metrics.tokens.labels("prompt").inc(sum(map(len, completion.prompts)))
         self._metrics.tokens.labels("answer").inc(count)
 
-    def _head(self, asked: _ParsedRequest, part: bool = False) -> dict[str, Any]:
-        chat = asked.chat
+    def _head(self, completion: _ParsedRequest, part: bool = False) -> dict[str, Any]:
+        chat = completion.chat
         kind = ("chat.completion.chunk" if part else "chat.completion") if chat else "text_completion"
         identity = f"{'chatcmpl' if chat else 'cmpl'}-{next(self._numbers)}"
-        return {"id": identity, "object": kind, "created": int(time.time()), "model": asked.adapter or self._name}
+        return {"id": identity, "object": kind, "created": int(time.time()), "model": completion.adapter or self._name}
 
     async def _malformed(self, request: Request, error: Exception) -> Response:
         del request
         problems = error.errors() if isinstance(error, RequestValidationError) else []
-        told = "; ".join(f"{'.'.join(map(str, p['loc'][1:]))}: {p['msg']}" for p in problems)
-        return self._error(400, told or str(error))
+        message = "; ".join(f"{'.'.join(map(str, p['loc'][1:]))}: {p['msg']}" for p in problems)
+        return self._error(400, message or str(error))
 
     async def _not_served(self, request: Request, error: Exception) -> Response:
         del request
@@ -319,15 +319,15 @@ def _line(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body)}\n\n"
 
 
-def _usage(asked: _ParsedRequest, count: int) -> dict[str, int]:
-    prompt = sum(map(len, asked.prompts))
+def _usage(completion: _ParsedRequest, count: int) -> dict[str, int]:
+    prompt = sum(map(len, completion.prompts))
     return {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
 
 
 def _choice(chat: bool, index: int, part: bool = False) -> dict[str, Any]:
     inner: dict[str, Any] = {"role": "assistant", "content": ""}
-    said = {"delta" if part else "message": inner} if chat else {"text": ""}
-    return {"index": index, **said, "logprobs": None, "finish_reason": None}
+    content = {"delta" if part else "message": inner} if chat else {"text": ""}
+    return {"index": index, **content, "logprobs": None, "finish_reason": None}
 
 
 def _say(choice: dict[str, Any], chat: bool, text: str, event: TokenOutput, tokenizer: HfTokenizer) -> None:
@@ -346,8 +346,8 @@ def _say(choice: dict[str, Any], chat: bool, text: str, event: TokenOutput, toke
         entry = {"token": token, "logprob": event.logprob, "bytes": None, "top_logprobs": others}
         choice["logprobs"] = {"content": [*((choice["logprobs"] or {}).get("content") or []), entry]}
         return
-    kept = choice["logprobs"] or {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    kept["tokens"].append(token)
-    kept["token_logprobs"].append(event.logprob)
-    kept["top_logprobs"].append({tokenizer.decode([t]): p for t, p in top.items()})
-    choice["logprobs"] = kept
+    logprobs = choice["logprobs"] or {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    logprobs["tokens"].append(token)
+    logprobs["token_logprobs"].append(event.logprob)
+    logprobs["top_logprobs"].append({tokenizer.decode([t]): p for t, p in top.items()})
+    choice["logprobs"] = logprobs

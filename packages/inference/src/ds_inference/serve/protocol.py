@@ -67,10 +67,10 @@ class CompletionRequest(_Request):
 
     def prompts(self) -> list[str | list[int]]:
         """Return the request's prompts, one or several, as a list."""
-        given: Any = self.prompt
-        if isinstance(given, str) or (given and isinstance(given[0], int)):
-            return [given]
-        return list(given)
+        prompt: Any = self.prompt
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+            return [prompt]
+        return list(prompt)
 
 
 class ChatMessage(BaseModel):

@@ -43,9 +43,9 @@ def main(args: argparse.Namespace) -> int:
 
 def explanations() -> dict[str, str]:
     """Read the explanation of each error code, in the order of the files."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for file in sorted(files("ds_launcher").joinpath("explanations").iterdir(), key=lambda file: file.name):
         if file.name.endswith(".md"):
             parts = _SECTION.split(file.read_text(encoding="utf-8"))
-            found |= {code: text.strip() for code, text in zip(parts[1::2], parts[2::2], strict=True)}
-    return found
+            texts |= {code: text.strip() for code, text in zip(parts[1::2], parts[2::2], strict=True)}
+    return texts

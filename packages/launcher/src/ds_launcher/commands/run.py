@@ -47,11 +47,11 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def prepare(words: Sequence[str]) -> list[str]:
     """Rewrite the command line so that argparse reads it correctly."""
-    found = joined(words)
-    before = found[: found.index("--")] if "--" in found else found
+    tokens = joined(words)
+    before = tokens[: tokens.index("--")] if "--" in tokens else tokens
     if any(word.partition("=")[0] == "--autotuning" for word in before):
-        return ["--words", json.dumps(found), *found]
-    return found
+        return ["--words", json.dumps(tokens), *tokens]
+    return tokens
 
 
 def main(args: argparse.Namespace) -> int:
@@ -101,9 +101,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _print_manifest(args: argparse.Namespace, options: RunOptions) -> int:
-    made = manifests.manifest(options, manifests.wanted_of(args, options, os.environ))
+    document = manifests.manifest(options, manifests.wanted_of(args, options, os.environ))
     print(
-        json.dumps(made, indent=1) if options.as_json else manifests.as_yaml(made), end="\n" if options.as_json else ""
+        json.dumps(document, indent=1) if options.as_json else manifests.as_yaml(document), end="\n" if options.as_json else ""
     )
     return 0
 
@@ -220,6 +220,6 @@ def _show(launch: LaunchPlan, options: RunOptions, travels: Sequence[str] = ()) 
     if options.as_json:
         print(json.dumps({**without_secrets(launch), "variables": list(travels)}, indent=1))
         return 0
-    told = ["# variables: what the hosts get (- stays here)", *travels] if travels else []
-    print("\n".join([describe(launch), *told]))
+    section = ["# variables: what the hosts get (- stays here)", *travels] if travels else []
+    print("\n".join([describe(launch), *section]))
     return 0

@@ -45,11 +45,11 @@ def main(args: argparse.Namespace) -> int:
     with ThreadPoolExecutor(len(calls)) as pool:
         ended = list(pool.map(_run, calls))
     if args.json:
-        told = [
+        results = [
             {"host": host, "status": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
             for host, done in zip(hosts, ended, strict=True)
         ]
-        print(json.dumps(told, indent=1))
+        print(json.dumps(results, indent=1))
     for host, done in zip(hosts, ended, strict=True) if not args.json else ():
         for text, stream in ((done.stdout, sys.stdout), (done.stderr, sys.stderr)):
             for line in text.splitlines():

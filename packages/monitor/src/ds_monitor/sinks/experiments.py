@@ -36,8 +36,8 @@ class MlflowSink(ScalarSink):
         mlflow: Any = require("mlflow", "mlflow", "mlflow-skinny")
         self._metric = require("mlflow.entities", "mlflow").Metric
         self._client = mlflow.MlflowClient(tracking_uri)
-        found = self._client.get_experiment_by_name(experiment)
-        where = self._client.create_experiment(experiment) if found is None else found.experiment_id
+        existing = self._client.get_experiment_by_name(experiment)
+        where = self._client.create_experiment(experiment) if existing is None else existing.experiment_id
         tags = {} if rank is None else {"rank": str(rank)}
         named = run_name if run_name is None or rank is None else f"{run_name}-rank{rank}"
         self.run_id: str = self._client.create_run(where, tags=tags, run_name=named).info.run_id
@@ -47,8 +47,8 @@ class MlflowSink(ScalarSink):
         """Collect numbers; store an event."""
         super().write(record)
         if record.kind is RecordKind.EVENT:
-            told = {key: str(value) for key, value in record.attrs.items()}
-            self._client.log_dict(self.run_id, told, f"{record.name}.json")
+            attributes = {key: str(value) for key, value in record.attrs.items()}
+            self._client.log_dict(self.run_id, attributes, f"{record.name}.json")
 
     def end_step(self, step: int) -> None:
         """Send the step in one request."""

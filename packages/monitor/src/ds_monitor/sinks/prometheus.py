@@ -101,8 +101,8 @@ class PrometheusSink:
         with self._lock:
             gauges, totals, spans = dict(self._gauges), dict(self._totals), dict(self._spans)
         for kind, values in ((self._core.GaugeMetricFamily, gauges), (self._core.CounterMetricFamily, totals)):
-            for name, (told, value) in {metric_name(told): (told, value) for told, value in values.items()}.items():
-                family = kind(name, told, labels=["rank"])
+            for name, (label, value) in {metric_name(label): (label, value) for label, value in values.items()}.items():
+                family = kind(name, label, labels=["rank"])
                 family.add_metric([self._rank], value)
                 yield family
         if spans:

@@ -45,9 +45,9 @@ class OpenTelemetrySink(ScalarSink):
         exporter = require("opentelemetry.exporter.otlp.proto.http.metric_exporter", "opentelemetry")
         resource = resources.Resource.create({"service.name": service, "rank": rank or 0})
         base = None if endpoint is None else endpoint.rstrip("/")
-        given = None if headers is None else dict(headers)
+        header_dict = None if headers is None else dict(headers)
         reader = sending.PeriodicExportingMetricReader(
-            exporter.OTLPMetricExporter(endpoint=base and f"{base}/v1/metrics", headers=given),
+            exporter.OTLPMetricExporter(endpoint=base and f"{base}/v1/metrics", headers=header_dict),
             export_interval_millis=every_s * 1e3,
         )
         self._metrics = metrics.MeterProvider([reader], resource=resource, shutdown_on_exit=False)
@@ -59,7 +59,7 @@ class OpenTelemetrySink(ScalarSink):
             batches = require("opentelemetry.sdk.trace.export", "opentelemetry")
             out = require("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry")
             self._traces = trace.TracerProvider(resource=resource, shutdown_on_exit=False)
-            send = out.OTLPSpanExporter(endpoint=base and f"{base}/v1/traces", headers=given)
+            send = out.OTLPSpanExporter(endpoint=base and f"{base}/v1/traces", headers=header_dict)
             self._traces.add_span_processor(batches.BatchSpanProcessor(send))
             self._tracer = self._traces.get_tracer("ds_monitor")
 

@@ -49,14 +49,14 @@ def match(ranks: Sequence[Rank]) -> tuple[Collective, ...]:
 
     A collective whose name differs between ranks is left out.
     """
-    found: dict[tuple[str, int], dict[int, Span]] = {}
+    by_place: dict[tuple[str, int], dict[int, Span]] = {}
     for rank in ranks:
         for span in rank.spans:
             if span.group:
-                found.setdefault((span.group, span.place), {})[rank.rank] = span
+                by_place.setdefault((span.group, span.place), {})[rank.rank] = span
     collectives = [
         Collective(next(iter(spans.values())).name, group, place, spans)
-        for (group, place), spans in found.items()
+        for (group, place), spans in by_place.items()
         if len(spans) > 1 and len({span.name for span in spans.values()}) == 1
     ]
     return tuple(sorted(collectives, key=lambda c: min(span.began_s for span in c.spans.values())))
@@ -73,8 +73,8 @@ def offsets(collectives: Sequence[Collective]) -> dict[int, float]:
             middle = statistics.median(span.ended_s for span in collective.spans.values())
             for rank, span in collective.spans.items():
                 ahead.setdefault(rank, []).append(span.ended_s - middle)
-    told = {rank: statistics.median(values) for rank, values in ahead.items()}
-    return {rank: value for rank, value in told.items() if abs(value) > _CLOCKS_S}
+    medians = {rank: statistics.median(values) for rank, values in ahead.items()}
+    return {rank: value for rank, value in medians.items() if abs(value) > _CLOCKS_S}
 
 
 def lateness(collectives: Sequence[Collective], clocks: Mapping[int, float] | None = None) -> tuple[Lateness, ...]:
@@ -91,8 +91,8 @@ def lateness(collectives: Sequence[Collective], clocks: Mapping[int, float] | No
         if collective.meeting:
             came = sorted((span.began_s - ahead.get(rank, 0.0), rank) for rank, span in collective.spans.items())
             last[came[-1][1]].append(came[-1][0] - came[-2][0])
-    found = [Lateness(rank, len(waits), sum(waits)) for rank, waits in last.items()]
-    return tuple(sorted(found, key=lambda item: (-item.seconds, item.rank)))
+    totals = [Lateness(rank, len(waits), sum(waits)) for rank, waits in last.items()]
+    return tuple(sorted(totals, key=lambda item: (-item.seconds, item.rank)))
 
 
 def straggler(late: Sequence[Lateness], seconds: float) -> Lateness | None:

@@ -90,12 +90,12 @@ def _memory(axes: Any, ranks: Sequence[Rank], clocks: Mapping[int, float]) -> No
     """Plot the memory in use over the whole trace."""
     zero_s = min(rank.spans[0].began_s - clocks.get(rank.rank, 0.0) for rank in ranks)
     for rank in ranks:
-        told = [
+        points = [
             (at_s - clocks.get(rank.rank, 0.0) - zero_s, value / 2**20)
             for name, at_s, value in rank.gauges
             if name == MEMORY
         ]
-        axes.step([at for at, _ in told], [mib for _, mib in told], where="post", marker=".", label=f"rank {rank.rank}")
+        axes.step([at for at, _ in points], [mib for _, mib in points], where="post", marker=".", label=f"rank {rank.rank}")
     axes.set(xlabel="s", ylabel="MiB", title="memory in use")
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))  # beside the lines, which may be anywhere
     axes.grid(alpha=0.3)

@@ -67,30 +67,30 @@ def read_ranks(folder: str | Path) -> tuple[Rank, ...]:
         if folder.is_dir()
         else []
     )
-    found: dict[int, tuple[Path, Rank]] = {}
+    by_rank: dict[int, tuple[Path, Rank]] = {}
     for file in files:
         rank = _jsonl(file) if file.suffix == ".jsonl" else _profile(file)
         if rank is None:
             continue
-        if rank.rank in found:
+        if rank.rank in by_rank:
             raise ConfigError(
-                f"{found[rank.rank][0]} and {file} both are of rank {rank.rank}",
+                f"{by_rank[rank.rank][0]} and {file} both are of rank {rank.rank}",
                 code="monitor-trace",
                 fix="Give a folder with the files of one run.",
             )
-        found[rank.rank] = (file, rank)
-    if not found:
+        by_rank[rank.rank] = (file, rank)
+    if not by_rank:
         raise ConfigError(
             f"{folder} has no file with spans of a rank",
             code="monitor-trace",
             fix='Have each rank write one: "monitor": {"sinks": [{"sink": "jsonl", "ranks": "all", "options": {"path": "DIR/trace.jsonl"}}]}.',
         )
-    return tuple(rank for _, (_, rank) in sorted(found.items()))
+    return tuple(rank for _, (_, rank) in sorted(by_rank.items()))
 
 
 def _of_name(file: Path) -> int:
-    found = _RANK.findall(f"{file.parent.name}/{file.name}")
-    return int(found[-1]) if found else 0
+    numbers = _RANK.findall(f"{file.parent.name}/{file.name}")
+    return int(numbers[-1]) if numbers else 0
 
 
 def _jsonl(file: Path) -> Rank | None:
@@ -144,10 +144,10 @@ def _events(events: list[dict[str, Any]], base_us: float) -> Iterator[Span]:
 
 def _placed(spans: list[Span]) -> Iterator[Span]:
     """Number the collectives of each group by the order of their start, as torch's profiler has no numbers."""
-    seen: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for span in spans:
         if not span.group:
             yield span
             continue
-        seen[span.group] = place = seen.get(span.group, 0) + 1
+        counts[span.group] = place = counts.get(span.group, 0) + 1
         yield Span(span.name, span.began_s, span.seconds, span.group, place, span.row, span.attrs)

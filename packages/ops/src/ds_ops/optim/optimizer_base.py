@@ -48,8 +48,8 @@ class FusedOps:
 
     def grad_of(self, p: Tensor) -> Tensor | None:
         """Return the gradient that this step uses for `p`; None if `p` is not stepped."""
-        given = self.grads.get(p)
-        return p.grad if given is None else given
+        grad = self.grads.get(p)
+        return p.grad if grad is None else grad
 
 
 NO_FUSION = FusedOps()
@@ -238,8 +238,8 @@ class OpsOptimizer(Optimizer):
 
     def state_dtype_of(self, p: Tensor) -> torch.dtype:
         """Return the dtype of the states of `p`: its attribute `state_dtype` if set, else the optimizer's."""
-        asked: torch.dtype = getattr(p, "state_dtype", self.state_dtype)
-        return torch.float64 if p.dtype == torch.float64 else asked
+        dtype: torch.dtype = getattr(p, "state_dtype", self.state_dtype)
+        return torch.float64 if p.dtype == torch.float64 else dtype
 
     @staticmethod
     def keeps(param: torch.dtype, state: torch.dtype) -> bool:
@@ -259,14 +259,14 @@ class OpsOptimizer(Optimizer):
                     code="optimizer-sparse",
                     fix="Use nn.Embedding(sparse=False), or grad.to_dense().",
                 )
-            kept = [state[name] for name in self.states_of(group, p)]
-            dtypes = (p.dtype, grad.dtype, copy.dtype if copy is not None else None, *(s.dtype for s in kept))
+            tensors = [state[name] for name in self.states_of(group, p)]
+            dtypes = (p.dtype, grad.dtype, copy.dtype if copy is not None else None, *(s.dtype for s in tensors))
             key = (int(state["step"]) + 1, p.device, p.is_contiguous(), *dtypes)
-            bucket = buckets.setdefault(key, _Bucket(states=[[] for _ in kept]))
+            bucket = buckets.setdefault(key, _Bucket(states=[[] for _ in tensors]))
             bucket.owners.append(p)
             bucket.params.append(p)
             bucket.grads.append(_like(p, grad))
-            for row, s in zip(bucket.states, kept, strict=True):
+            for row, s in zip(bucket.states, tensors, strict=True):
                 row.append(s)
             if copy is not None:
                 bucket.copies.append(copy)

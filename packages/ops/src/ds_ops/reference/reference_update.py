@@ -80,8 +80,8 @@ def _wide(t: Tensor) -> Tensor:
 
 def _finish(spec: UpdateSpec, tensors: UpdateTensors, i: int, p: Tensor, wide: list[Tensor]) -> None:
     tensors.params[i].copy_(p)
-    for kept, new in zip(tensors.states, wide, strict=True):
-        kept[i].copy_(new)
+    for stored, new in zip(tensors.states, wide, strict=True):
+        stored[i].copy_(new)
     if tensors.copies:
         # From the stored parameter, so that the copy is the same whether or not `params` is fp32.
         tensors.copies[i].copy_(p)

@@ -106,20 +106,20 @@ class HostChunks:
         accelerator = get_accelerator()
         self._stream.wait_stream(accelerator.current_stream())
         with accelerator.on_stream(self._stream):
-            found = []
+            host_copies = []
             for tensor in tensors:
                 there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                found.append(there.copy_(tensor, non_blocking=True))
+                host_copies.append(there.copy_(tensor, non_blocking=True))
                 tensor.record_stream(self._stream)
-        return tuple(found)
+        return tuple(host_copies)
 
     def _fetch(self, index: int) -> tuple[tuple[Tensor, ...], Any]:
-        held, accelerator = self._chunks[index], get_accelerator()
+        tensors, accelerator = self._chunks[index], get_accelerator()
         if self._stream is None:
-            return held, None
+            return tensors, None
         with accelerator.on_stream(self._stream):
             device = accelerator.device()
-            return tuple(t.to(device, non_blocking=True) for t in held), self._stream.record_event()
+            return tuple(t.to(device, non_blocking=True) for t in tensors), self._stream.record_event()
 
     def _arrived(self, tensors: tuple[Tensor, ...], event: Any) -> tuple[Tensor, ...]:
         if event is not None:
@@ -134,7 +134,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, project: Project, how: Chunking, *params: Tensor) -> Tensor:
         queries, keys, results = (HostChunks(how.on_host) for _ in range(3))
-        made = []
+        outputs = []
         if not how.causal:  # every chunk is seen by the first one
             for index, part in enumerate(x.chunk(how.chunks)):
                 _, k, v = _heads(project(part, index))
@@ -150,10 +150,10 @@ class _Chunked(torch.autograd.Function):
             out = out.to(q.dtype)
             queries.put(index, q)
             results.put(index, out, lse)
-            made.append(out)
+            outputs.append(out)
         ctx.project, ctx.how, ctx.kept = project, how, (queries, keys, results)
         ctx.save_for_backward(x, *params)
-        return torch.cat(made, 2).transpose(1, 2)
+        return torch.cat(outputs, 2).transpose(1, 2)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -170,8 +170,8 @@ class _Chunked(torch.autograd.Function):
         douts = grads[0].transpose(1, 2).chunk(how.chunks, 2)
         for (index, (q,)), (_, (out, lse)) in zip(queries.walk(order), results.walk(order), strict=True):
             dq, dout = torch.zeros_like(q, dtype=lse.dtype), douts[index].contiguous()
-            seen = how.sees(index)
-            for (other, (k, v)), (_, (dk, dv)) in zip(keys.walk(seen), of_keys.walk(seen), strict=True):
+            key_chunks = how.sees(index)
+            for (other, (k, v)), (_, (dk, dv)) in zip(keys.walk(key_chunks), of_keys.walk(key_chunks), strict=True):
                 more = partial_attention_grad(dout, (q, k, v), out, lse, how.view(index, other))
                 dq += more[0]
                 of_keys.put(other, dk + more[1], dv + more[2])
@@ -180,18 +180,18 @@ class _Chunked(torch.autograd.Function):
         for (index, (dq,)), (_, (dk, dv)) in zip(of_queries.walk(order), of_keys.walk(order), strict=True):
             part = x.chunk(how.chunks)[index].detach().requires_grad_()
             with torch.enable_grad():
-                made = _heads(ctx.project(part, index))
-            found = torch.autograd.grad(
-                made,
+                projected = _heads(ctx.project(part, index))
+            input_grads = torch.autograd.grad(
+                projected,
                 [part, *params],
-                [g.to(t.dtype) for g, t in zip((dq, dk, dv), made, strict=True)],
+                [g.to(t.dtype) for g, t in zip((dq, dk, dv), projected, strict=True)],
                 allow_unused=True,
             )
-            parts.append(torch.zeros_like(part) if found[0] is None else found[0])
-            sums = [total if more is None else total + more for total, more in zip(sums, found[1:], strict=True)]
+            parts.append(torch.zeros_like(part) if input_grads[0] is None else input_grads[0])
+            sums = [total if more is None else total + more for total, more in zip(sums, input_grads[1:], strict=True)]
         return torch.cat(parts), None, None, *sums
 
 
-def _heads(made: Sequence[Tensor]) -> list[Tensor]:
+def _heads(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Transpose [batch, length, heads, head size] to the kernels' [batch, heads, length, head size]."""
-    return [tensor.transpose(1, 2) for tensor in made]
+    return [tensor.transpose(1, 2) for tensor in tensors]

@@ -41,8 +41,8 @@ class FpdtInput:
             )
         places = torch.arange(length, device=tokens.device).view(length // chunk, sp_size, -1)
         self._all = places.transpose(0, 1).flatten()
-        mine = places[:, sp_rank].flatten()
-        self._local_inputs = [None if t is None else t[:, mine] for t in (tokens, labels, position_ids)]
+        positions = places[:, sp_rank].flatten()
+        self._local_inputs = [None if t is None else t[:, positions] for t in (tokens, labels, position_ids)]
         self._masks = None if loss_mask is None else loss_mask[:, self._all], attention_mask
 
     def generate(self) -> tuple[Any, Any, Any, Any, Any]:
@@ -80,12 +80,12 @@ class FpdtFunction:
 
         def project(part: Tensor, index: int) -> tuple[Tensor, Tensor, Tensor]:
             both = F.linear(part, weight, bias).transpose(0, 1)
-            made = [
+            qkv = [
                 t.unflatten(-1, (-1, head_size)) for t in both.split([projection, kv_projection, kv_projection], -1)
             ]
             if ranks > 1:
-                made = [seq_all_to_all(t, group, scatter_dim=2, gather_dim=1) for t in made]
-            q, k, v = made
+                qkv = [seq_all_to_all(t, group, scatter_dim=2, gather_dim=1) for t in qkv]
+            q, k, v = qkv
             if angles is not None:
                 here = slice(q.shape[1] * index, q.shape[1] * (index + 1))
                 q, k = (rotated(t, angles[0][:, here], angles[1][:, here]) for t in (q, k))
@@ -125,11 +125,11 @@ class FpdtAttention(nn.Module):
         self, layernorm_output: Tensor, attention_mask: Any, inference_params: Any, rotary_pos_emb: Any, cpu_offloading: bool = True
     ) -> tuple[Tensor, Any]:  # fmt: skip
         """Compute FPDT attention; return the output, and the bias if the caller adds the bias, else None."""
-        size, told = self.config.kv_channels, self.config
+        size, config = self.config.kv_channels, self.config
         out = FpdtFunction.apply(
-            layernorm_output, attention_mask, inference_params, rotary_pos_emb, self.spg, 2, 0, told.hidden_size,
-            size * told.num_attention_heads, size, size * told.num_key_value_heads, self.qkv_linear_weight, self.qkv_linear_bias,
-            told.attention_dropout, max(1, len(layernorm_output) * as_group(self.spg).size // self.chunk_size),
+            layernorm_output, attention_mask, inference_params, rotary_pos_emb, self.spg, 2, 0, config.hidden_size,
+            size * config.num_attention_heads, size, size * config.num_key_value_heads, self.qkv_linear_weight, self.qkv_linear_bias,
+            config.attention_dropout, max(1, len(layernorm_output) * as_group(self.spg).size // self.chunk_size),
             cpu_offloading and self.on_host,
         )  # fmt: skip
         out = F.linear(out.flatten(2).transpose(0, 1), self.qkv_dense_weight)
@@ -172,5 +172,5 @@ class FpdtLogitsLoss:
             return F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none").view(wanted.shape)
 
         pairs = zip(lm_output.chunk(num_chunk), labels.t().chunk(num_chunk), strict=True)
-        found: Tensor = gather(torch.cat([checkpoint(losses, *pair, use_reentrant=False) for pair in pairs]), spg, 0)
-        return found
+        gathered: Tensor = gather(torch.cat([checkpoint(losses, *pair, use_reentrant=False) for pair in pairs]), spg, 0)
+        return gathered

@@ -88,8 +88,8 @@ class UlyssesAttention:
     def registered(cls, name: str) -> UlyssesAttention | None:
         """Return the wrapper that is registered for the attention function `name`; None if there is none."""
         registry = _registry()
-        found = registry.get(name)
-        return found if isinstance(found, cls) else None
+        function = registry.get(name)
+        return function if isinstance(function, cls) else None
 
     def remove(self) -> None:
         """Put the wrapped function back."""
@@ -133,9 +133,9 @@ class UlyssesAttention:
         window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
         mask = document_mask(whole, causal, window, self.documents) if self.name in _MASKED else None
         ratio = query.shape[_HEADS] // key.shape[_HEADS]
-        seen = module if getattr(module, "num_key_value_groups", ratio) == ratio else _Groups(module, ratio)
+        attention_module = module if getattr(module, "num_key_value_groups", ratio) == ratio else _Groups(module, ratio)
         plain = causal and mask is None
-        out, weights = self.core(seen, query, key, value, mask, *args, position_ids=whole, is_causal=plain, **kwargs)
+        out, weights = self.core(attention_module, query, key, value, mask, *args, position_ids=whole, is_causal=plain, **kwargs)
         return to_sequence(out, dealt, (2, 1), group), weights
 
 
@@ -170,14 +170,14 @@ def document_mask(
         return None
     at = torch.arange(length, device=positions.device)
     distance = at.unsqueeze(-1) - at
-    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if windowed and window is not None:
-        seen = seen & (distance < window) & (distance > -window)
-    seen = seen.expand(rows, 1, length, length)
+        mask = mask & (distance < window) & (distance > -window)
+    mask = mask.expand(rows, 1, length, length)
     if packed:
         document = begins.cumsum(1)
-        seen = seen & (document.unsqueeze(-1) == document.unsqueeze(-2)).unsqueeze(1)
-    return seen
+        mask = mask & (document.unsqueeze(-1) == document.unsqueeze(-2)).unsqueeze(1)
+    return mask
 
 
 class SequenceRanks:

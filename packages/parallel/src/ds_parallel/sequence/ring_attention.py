@@ -68,13 +68,13 @@ class RingPlan:
 
     def pairs(self, rank: int, source: int, causal: bool) -> tuple[Pair, ...]:
         """List the pairs of chunks in which `rank`'s queries attend to `source`'s keys."""
-        found = []
+        visible = []
         for queries, at in _places(self.chunks[rank]):
             for keys, key_at in _places(self.chunks[source]):
                 hidden = causal and key_at[0] > at[0]
                 if not hidden and at[0] < at[1] and key_at[0] < key_at[1]:
-                    found.append(Pair(queries, keys, at, key_at, causal and key_at == at))
-        return tuple(found)
+                    visible.append(Pair(queries, keys, at, key_at, causal and key_at == at))
+        return tuple(visible)
 
     def work(self, rank: int, causal: bool) -> int:
         """Scores that a rank computes, half of a pair that is causal."""
@@ -144,11 +144,11 @@ class RingAttention:
         """Return the attention mask and scale of a pair of chunks; None if no query attends to any key."""
         if documents is None:
             return View(pair.causal, None, self.scale)
-        mine = documents[:, pair.queries_at[0] : pair.queries_at[1], None]
-        seen = mine == documents[:, None, pair.keys_at[0] : pair.keys_at[1]]
-        if not bool(seen.any()):
+        query_documents = documents[:, pair.queries_at[0] : pair.queries_at[1], None]
+        visible = query_documents == documents[:, None, pair.keys_at[0] : pair.keys_at[1]]
+        if not bool(visible.any()):
             return None
-        return View(pair.causal, None if bool(seen.all()) else seen.unsqueeze(1), self.scale)
+        return View(pair.causal, None if bool(visible.all()) else visible.unsqueeze(1), self.scale)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -165,8 +165,8 @@ class _RingAttention(torch.autograd.Function):
                 if view is None:
                     continue
                 at = pair.queries
-                found = partial_attention(q[:, :, at], keys[:, :, pair.keys], values[:, :, pair.keys], view)
-                out[:, :, at], lse[:, :, at] = merge_partial(out[:, :, at], lse[:, :, at], *found)
+                partials = partial_attention(q[:, :, at], keys[:, :, pair.keys], values[:, :, pair.keys], view)
+                out[:, :, at], lse[:, :, at] = merge_partial(out[:, :, at], lse[:, :, at], *partials)
         result = out.to(q.dtype)
         ctx.ring, ctx.documents = ring, documents
         ctx.save_for_backward(q, k, v, result, lse)
@@ -182,18 +182,18 @@ class _RingAttention(torch.autograd.Function):
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         passed = _Passed(k, lse.dtype, plan, group)
         for source, keys, values in _round(torch.stack([k, v]), plan, group):
-            own = torch.zeros((2, *keys.shape), dtype=lse.dtype, device=q.device)
+            grads_kv = torch.zeros((2, *keys.shape), dtype=lse.dtype, device=q.device)
             for pair in plan.pairs(group.rank, source, ring.causal):
                 view = ring.view(pair, ctx.documents)
                 if view is None:
                     continue
                 at, there = pair.queries, pair.keys
                 qkv = (q[:, :, at], keys[:, :, there], values[:, :, there])
-                made = partial_attention_grad(dout[:, :, at], qkv, out[:, :, at], lse[:, :, at].contiguous(), view)
-                dq[:, :, at] += made[0]
-                own[0][:, :, there] += made[1]
-                own[1][:, :, there] += made[2]
-            passed.on(own)
+                grads_qkv = partial_attention_grad(dout[:, :, at], qkv, out[:, :, at], lse[:, :, at].contiguous(), view)
+                dq[:, :, at] += grads_qkv[0]
+                grads_kv[0][:, :, there] += grads_qkv[1]
+                grads_kv[1][:, :, there] += grads_qkv[2]
+            passed.on(grads_kv)
         dk, dv = passed.home()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
@@ -225,21 +225,21 @@ class _Passed:
         self.works: list[Work] = []
         self.coming: Tensor | None = None
 
-    def on(self, own: Tensor) -> None:
+    def on(self, total: Tensor) -> None:
         """Add what the previous rank sent, and send it on."""
         group = self.group
         if self.coming is not None:
             for work in self.works:
                 work.wait()
-            own += self.coming
+            total += self.coming
         if group.size == 1:
-            self.coming = own
+            self.coming = total
             return
         following = (group.rank - self.step - 1) % group.size  # whose come next; after the last step, our own
         shape = (2, *self.k.shape[:2], self.plan.length(following), self.k.shape[3])
         self.coming = torch.empty(shape, dtype=self.dtype, device=self.k.device)
-        self.sent = [own]  # must not change until it is sent
-        self.works = _shift(own, self.coming, group, tag=3)
+        self.sent = [total]  # must not change until it is sent
+        self.works = _shift(total, self.coming, group, tag=3)
         self.step += 1
 
     def home(self) -> tuple[Tensor, Tensor]:
@@ -262,8 +262,8 @@ def _shift(sent: Tensor, received: Tensor, group: Group, tag: int) -> list[Work]
 
 
 def _places(chunks: Sequence[Stretch]) -> list[tuple[slice, Stretch]]:
-    found, at = [], 0
+    places, at = [], 0
     for start, stop in chunks:
-        found.append((slice(at, at + stop - start), (start, stop)))
+        places.append((slice(at, at + stop - start), (start, stop)))
         at += stop - start
-    return found
+    return places

@@ -79,11 +79,11 @@ class SequenceDataLoader:
             PlanError: see `sequence_part`; loaders that end at different batches ("sequence-loader").
         """
         ranks = self.group.size
-        own = iter(self.loader)
+        batches = iter(self.loader)
         while True:
-            mine: Any = next(own, None)
+            local_batch: Any = next(batches, None)
             everyones: list[Any] = [None] * ranks
-            ds_comm.all_gather_object(everyones, None if mine is None else _on_host(mine), group=self.group)
+            ds_comm.all_gather_object(everyones, None if local_batch is None else _on_host(local_batch), group=self.group)
             ended = [rank for rank, batch in enumerate(everyones) if batch is None]
             if len(ended) == ranks:
                 return

@@ -117,15 +117,15 @@ class TensorParallelModel:
             return families[was, copies]
 
         for name, param in self.model.named_parameters():  # a tied one by its first name, as without a cut
-            held = self.shards.get(name)
-            origin = param if held is None else self._origin(held)
+            shard = self.shards.get(name)
+            origin = param if shard is None else self._origin(shard)
             was = self._param_shardings.setdefault(origin, param_sharding(origin))
-            if held is None:
+            if shard is None:
                 set_param_sharding(param, replace(was, family=family(was.family, degree)))
             else:
-                copies = len(held.cut.sharers(held.part, rank))
-                logical = was.name or held.name
-                set_param_sharding(param, ParamSharding(family(was.family, copies), logical, held.shape, held.box(rank)))
+                copies = len(shard.cut.sharers(shard.part, rank))
+                logical = was.name or shard.name
+                set_param_sharding(param, ParamSharding(family(was.family, copies), logical, shard.shape, shard.box(rank)))
 
     def whole(self, name: str) -> Tensor:
         """Gather the shards of parameter `name` into its logical tensor. Collective.
@@ -133,9 +133,9 @@ class TensorParallelModel:
         Returns:
             The logical shape; zeros outside the part that this parameter covers.
         """
-        held = self.shards[name]
-        out = torch.zeros(held.shape, dtype=held.param.dtype, device=held.param.device)
-        self._fill(out, held)
+        shard = self.shards[name]
+        out = torch.zeros(shard.shape, dtype=shard.param.dtype, device=shard.param.device)
+        self._fill(out, shard)
         return out
 
     def state_dict(self, *, keep: bool = True) -> dict[str, Tensor]:
@@ -147,26 +147,26 @@ class TensorParallelModel:
             keep: Whether this rank gets the result; other ranks get an empty dict.
         Cost: the largest tensor twice besides the result.
         """
-        found: dict[str, Tensor] = {}
+        state: dict[str, Tensor] = {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
-            held = self.shards.get(name)
-            if held is None:
+            shard = self.shards.get(name)
+            if shard is None:
                 if keep:
-                    found[name] = tensor.detach()
+                    state[name] = tensor.detach()
                 continue
-            out = found.get(held.name)
+            out = state.get(shard.name)
             if out is None:
-                out = torch.empty(held.shape, dtype=tensor.dtype, device=tensor.device)
+                out = torch.empty(shard.shape, dtype=tensor.dtype, device=tensor.device)
                 if keep:
-                    found[held.name] = out
-            self._fill(out, held)
-        return found
+                    state[shard.name] = out
+            self._fill(out, shard)
+        return state
 
-    def _fill(self, out: Tensor, held: Held) -> None:
-        dim, stretches = held.cut.dim, held.cut.parts[held.part]
+    def _fill(self, out: Tensor, shard: Held) -> None:
+        dim, stretches = shard.cut.dim, shard.cut.parts[shard.part]
         widths = [stop - start for start, stop in stretches]
         with torch.no_grad():
-            pieces = gather(held.param.detach(), self.group, dim, widths).split(widths, dim)
+            pieces = gather(shard.param.detach(), self.group, dim, widths).split(widths, dim)
             for (start, stop), piece in zip(stretches, pieces, strict=True):
                 out.narrow(dim, start, stop - start).copy_(piece)
 
@@ -179,12 +179,12 @@ class TensorParallelModel:
         """Give the model whole weights and its own layers back. Collective: every rank of the group calls it."""
         self.close()
         whole: dict[int, Tensor] = {}
-        for held in self.shards.values():
-            key = id(self._origin(held))
+        for shard in self.shards.values():
+            key = id(self._origin(shard))
             if key not in whole:
-                whole[key] = held.param.new_empty(held.shape)
-            self._fill(whole[key], held)
-        origins = {id(self._origin(held)): self._origin(held) for held in self.shards.values()}
+                whole[key] = shard.param.new_empty(shard.shape)
+            self._fill(whole[key], shard)
+        origins = {id(self._origin(shard)): self._origin(shard) for shard in self.shards.values()}
         for key, origin in origins.items():
             origin.data, origin.grad = whole[key], None
             self._param_shardings.setdefault(origin, ParamSharding())
@@ -198,8 +198,8 @@ class TensorParallelModel:
         self._were.clear()
         self.model.__dict__.pop(_MARK, None)
 
-    def _origin(self, held: Held) -> nn.Parameter:
-        return next((old for old, parts in self.replaced.items() if any(p is held.param for p in parts)), held.param)
+    def _origin(self, shard: Held) -> nn.Parameter:
+        return next((old for old, parts in self.replaced.items() if any(p is shard.param for p in parts)), shard.param)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,8 +213,8 @@ class _Was:
 
     @classmethod
     def note(cls, module: nn.Module) -> _Was:
-        own = {key: value for key, value in vars(module).items() if not key.startswith("_")}
-        return cls(module, type(module), own, dict(module._parameters))
+        attributes = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+        return cls(module, type(module), attributes, dict(module._parameters))
 
     def restore(self) -> None:
         self.module.__dict__.pop("_ds_part", None)
@@ -282,8 +282,8 @@ def _mark_parts(result: TensorParallelModel) -> None:
 
 def tensor_parallel_of(model: nn.Module) -> TensorParallelModel | None:
     """Return the tensor-parallel form of a model, or of the model that contains it; None if unsplit."""
-    found = next((vars(module)[_MARK] for module in model.modules() if _MARK in vars(module)), None)
-    return found if isinstance(found, TensorParallelModel) else None
+    parallel_model = next((vars(module)[_MARK] for module in model.modules() if _MARK in vars(module)), None)
+    return parallel_model if isinstance(parallel_model, TensorParallelModel) else None
 
 
 @contextmanager
@@ -293,21 +293,21 @@ def unsharded_params(params: Iterable[nn.Parameter], cut: TensorParallelModel | 
     A part of a fused weight is gathered from all ranks for that part only. Parameters that ZeRO has freed must be
     gathered outside of this context.
     """
-    own: list[tuple[nn.Parameter, Tensor]] = []
+    local_data: list[tuple[nn.Parameter, Tensor]] = []
     try:
         for param in params:
-            held = next((h for h in (cut.shards.values() if cut is not None else ()) if h.param is param), None)
-            if cut is None or held is None:
+            shard = next((h for h in (cut.shards.values() if cut is not None else ()) if h.param is param), None)
+            if cut is None or shard is None:
                 continue
-            whole = param.new_empty(held.shape)
-            cut._fill(whole, held)
-            stretches = held.cut.parts[held.part]
+            whole = param.new_empty(shard.shape)
+            cut._fill(whole, shard)
+            stretches = shard.cut.parts[shard.part]
             first, last = min(start for start, _ in stretches), max(stop for _, stop in stretches)
-            own.append((param, param.data))
-            param.data = whole.narrow(held.cut.dim, first, last - first).contiguous()
+            local_data.append((param, param.data))
+            param.data = whole.narrow(shard.cut.dim, first, last - first).contiguous()
         yield
     finally:
-        for param, data in own:
+        for param, data in local_data:
             param.data = data
 
 
@@ -350,15 +350,15 @@ def _replace(result: TensorParallelModel, decision: Decision, module: nn.Module,
     params = result.replaced.get(old, [old])
     if len(names) > 1:
         module._parameters.pop(name, None)
-        for own, param in zip(names, params, strict=True):
-            module.register_parameter(own, param)
-    for index, (own, param) in enumerate(zip(names, params, strict=True)):
-        result.shards[f"{decision.name}.{own}"] = Held(param, full, shape, cut, index)
+        for part_name, param in zip(names, params, strict=True):
+            module.register_parameter(part_name, param)
+    for index, (part_name, param) in enumerate(zip(names, params, strict=True)):
+        result.shards[f"{decision.name}.{part_name}"] = Held(param, full, shape, cut, index)
 
 
 def _resize(module: nn.Module, decision: Decision, cut: DimShards, rank: int) -> None:
     """Set the sizes that a module stores as attributes to those of this rank's part."""
-    width, own = cut.width(rank), module.__dict__
+    width, attributes = cut.width(rank), module.__dict__
     column = decision.kind is ShardKind.COLUMN
     keys = {
         ShardKind.COLUMN: ("out_features", "nf"),
@@ -368,16 +368,16 @@ def _resize(module: nn.Module, decision: Decision, cut: DimShards, rank: int) ->
         ShardKind.EXPERTS: (),
     }[decision.kind]
     for key in keys:
-        if key in own and not (column and decision.gather_output):
-            own[key] = width
+        if key in attributes and not (column and decision.gather_output):
+            attributes[key] = width
     if decision.kind is ShardKind.EXPERTS:
         inner = cut.size // 2
-        for key, value in list(own.items()):
+        for key, value in list(attributes.items()):
             if key in ("intermediate_dim", "intermediate_size", "ffn_dim", "expert_dim") and value == inner:
-                own[key] = decision.cuts["down_proj"].width(rank)
-    if decision.kind is ShardKind.VOCABULARY and own.get("padding_idx") is not None:
+                attributes[key] = decision.cuts["down_proj"].width(rank)
+    if decision.kind is ShardKind.VOCABULARY and attributes.get("padding_idx") is not None:
         start, stop = cut.parts[0][rank]
-        own["padding_idx"] = own["padding_idx"] - start if start <= own["padding_idx"] < stop else None
+        attributes["padding_idx"] = attributes["padding_idx"] - start if start <= attributes["padding_idx"] < stop else None
 
 
 def _check_tied(model: nn.Module, plan: TensorPlan) -> None:
@@ -386,34 +386,34 @@ def _check_tied(model: nn.Module, plan: TensorPlan) -> None:
     for name, param in model.named_parameters(remove_duplicate=False):
         places.setdefault(id(param), []).append(name)
     for names in places.values():
-        found = {name: cuts.get(name) for name in names}
-        if len(set(found.values())) == 1:
+        tied_cuts = {name: cuts.get(name) for name in names}
+        if len(set(tied_cuts.values())) == 1:
             continue
-        loose = [name for name, cut in found.items() if cut is None and not _holder(name, found)]
-        if loose or len({cut for cut in found.values() if cut is not None}) > 1:
-            said = ", ".join(f"{name}: {'whole' if cut is None else f'dim {cut.dim}'}" for name, cut in found.items())
+        loose = [name for name, cut in tied_cuts.items() if cut is None and not _holder(name, tied_cuts)]
+        if loose or len({cut for cut in tied_cuts.values() if cut is not None}) > 1:
+            summary = ", ".join(f"{name}: {'whole' if cut is None else f'dim {cut.dim}'}" for name, cut in tied_cuts.items())
             raise PlanError(
-                f"a tied parameter would be cut in several ways ({said})",
+                f"a tied parameter would be cut in several ways ({summary})",
                 code="tensor-tied",
                 fix="Give all layers that share it rules that cut it alike, or skip them all.",
             )
 
 
-def _holder(name: str, found: Mapping[str, DimShards | None]) -> bool:
+def _holder(name: str, cuts: Mapping[str, DimShards | None]) -> bool:
     """Whether `name` only holds a bias for a layer below it (`cls.predictions.bias` for `cls.predictions.decoder.bias`)."""
     above, _, key = name.rpartition(".")
     return key == "bias" and any(
-        cut is not None and other.startswith(f"{above}.") and other != name for other, cut in found.items()
+        cut is not None and other.startswith(f"{above}.") and other != name for other, cut in cuts.items()
     )
 
 
 def _note_holders(result: TensorParallelModel) -> None:
     """Register the shard also under the names of modules that only reference another module's parameter."""
-    first = {id(held.param): held for held in result.shards.values()}
+    first = {id(shard.param): shard for shard in result.shards.values()}
     for name, param in result.model.named_parameters(remove_duplicate=False):
-        held = first.get(id(param))
-        if held is not None and name not in result.shards:
-            result.shards[name] = Held(held.param, name, held.shape, held.cut, held.part)
+        shard = first.get(id(param))
+        if shard is not None and name not in result.shards:
+            result.shards[name] = Held(shard.param, name, shard.shape, shard.cut, shard.part)
 
 
 def _sum_gradients(result: TensorParallelModel, modules: Mapping[str, nn.Module]) -> None:
@@ -423,8 +423,8 @@ def _sum_gradients(result: TensorParallelModel, modules: Mapping[str, nn.Module]
         if decision.sum_gradient:
             for param in modules[decision.name].parameters(recurse=False):
                 result._handles += sum_over(param, group)
-    for held in {id(held.param): held for held in result.shards.values()}.values():
-        stretches = held.cut.parts[held.part]
+    for shard in {id(shard.param): shard for shard in result.shards.values()}.values():
+        stretches = shard.cut.parts[shard.part]
         distinct = sorted(set(stretches))
         if len(distinct) < group.size:
-            result._handles += sum_over(held.param, group, distinct.index(stretches[group.rank]), len(distinct))
+            result._handles += sum_over(shard.param, group, distinct.index(stretches[group.rank]), len(distinct))

@@ -63,8 +63,8 @@ class DimShards:
 
     def sharers(self, part: int, rank: int) -> tuple[int, ...]:
         """Return the ranks that have the same range of `part` as `rank`, including `rank`."""
-        mine = self.parts[part][rank]
-        return tuple(other for other, stretch in enumerate(self.parts[part]) if stretch == mine)
+        stretch_of_rank = self.parts[part][rank]
+        return tuple(other for other, stretch in enumerate(self.parts[part]) if stretch == stretch_of_rank)
 
     @property
     def shared(self) -> bool:
@@ -86,11 +86,11 @@ def cut_dim(
         PlanError: parts do not fill the dim or are no whole number of units ("tensor-parts"); heads do not fit ("tensor-heads").
     """
     sizes = _sizes(size, parts, heads)
-    found, start = [], 0
+    ranges, start = [], 0
     for part, length in zip(parts, sizes, strict=True):
-        found.append(tuple((start + a, start + b) for a, b in _stretches(part.unit, length, degree, heads, grain)))
+        ranges.append(tuple((start + a, start + b) for a, b in _stretches(part.unit, length, degree, heads, grain)))
         start += length
-    return DimShards(dim, size, tuple(found))
+    return DimShards(dim, size, tuple(ranges))
 
 
 def _stretches(unit: HeadUnit, length: int, degree: int, heads: HeadCounts | None, grain: int) -> list[Stretch]:

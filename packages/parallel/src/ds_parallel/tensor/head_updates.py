@@ -121,11 +121,11 @@ class InputCheck:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-        mine = {str(index): _digest(value) for index, value in enumerate(args)}
-        mine |= {key: _digest(value) for key, value in kwargs.items()}
-        everyones = ds_comm.all_gather_json(mine, self.group)
-        differing = sorted(key for key in mine if any(other.get(key) != mine[key] for other in everyones))
-        missing = sorted({key for other in everyones for key in other} - set(mine))
+        digests = {str(index): _digest(value) for index, value in enumerate(args)}
+        digests |= {key: _digest(value) for key, value in kwargs.items()}
+        everyones = ds_comm.all_gather_json(digests, self.group)
+        differing = sorted(key for key in digests if any(other.get(key) != digests[key] for other in everyones))
+        missing = sorted({key for other in everyones for key in other} - set(digests))
         if differing or missing:
             raise PlanError(
                 f"{self._axis}-parallel ranks were given different batches: arguments {', '.join(differing + missing)} differ "
@@ -136,8 +136,8 @@ class InputCheck:
 
 
 def _digest(value: Any) -> list[Any]:
-    found: list[Any] = []
+    digests: list[Any] = []
     for tensor in tensors_in(value):
         local = tensor.detach().cpu().contiguous()
-        found.append([list(local.shape), str(local.dtype), zlib.crc32(local.view(-1).view(torch.uint8).numpy().data)])
-    return found
+        digests.append([list(local.shape), str(local.dtype), zlib.crc32(local.view(-1).view(torch.uint8).numpy().data)])
+    return digests

@@ -87,7 +87,7 @@ def rules_of_specs(specs: Iterable[ConfiguredLayerRule], model_type: str | None)
     Raises:
         PlanError: a shape or a dim is not valid ("tensor-parts").
     """
-    found = []
+    rules = []
     for spec in specs:
         if spec.model_types is not None and model_type not in spec.model_types:
             continue
@@ -100,7 +100,7 @@ def rules_of_specs(specs: Iterable[ConfiguredLayerRule], model_type: str | None)
             )
         parts = None if spec.shape is None or kind is ShardKind.SKIP else _parts_of_shape(spec, kind)
         for pattern in spec.patterns:
-            found.append(
+            rules.append(
                 LayerRule(
                     _module_pattern(pattern),
                     kind,
@@ -110,7 +110,7 @@ def rules_of_specs(specs: Iterable[ConfiguredLayerRule], model_type: str | None)
                     sum_gradient=spec.grad_allreduce,
                 )
             )
-    return found
+    return rules
 
 
 def _module_pattern(pattern: str) -> str:
@@ -178,13 +178,13 @@ def rules_of_tp_plan(plan: Mapping[str, str], prefixes: Sequence[str] = ("",)) -
             fix="Say what becomes of these layers in tensor_parallel.partition_config.",
         )
     begin = "|".join(re.escape(prefix) for prefix in sorted(prefixes, key=len, reverse=True))
-    found = []
+    rules = []
     for name, style in plan.items():
         if name in inside:
             continue
-        kind, said = _STYLES[style]
+        kind, style_flags = _STYLES[style]
         stem = re.escape(name).replace(r"\*", r"[^.]+")
         if name.startswith("*."):  # at any depth
             stem = ".+" + stem.removeprefix("[^.]+")
-        found.append(LayerRule(f"(?:{begin}){stem}", kind, "tp_plan", None, *(flag in said for flag in _FLAGS)))
-    return found
+        rules.append(LayerRule(f"(?:{begin}){stem}", kind, "tp_plan", None, *(flag in style_flags for flag in _FLAGS)))
+    return rules

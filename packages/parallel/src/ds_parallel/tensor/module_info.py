@@ -133,7 +133,7 @@ def facts_of(model: nn.Module) -> ModelFacts:
     places: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         places.setdefault(id(param), []).append(name)
-    attentions = {found.name: found for found in _attentions(model)}
+    attentions = {attention.name: attention for attention in _attentions(model)}
     tp_plan, kind = dict(_own_plan(model)), getattr(config, "model_type", None)
     described = bool(tp_plan) or preset_for(kind, flags) is not None
     counts = {a.name: (a.heads.query, a.heads.key_value, a.width) for a in attentions.values()}
@@ -189,15 +189,15 @@ def _attentions(model: nn.Module) -> Iterator[AttentionInfo]:
         )
         if query % keys == 0:
             follow = (*QUERY_COUNTS, *KEY_VALUE_COUNTS, *GROUP_SIZES, *WIDTHS)
-            own = {key: value for key, value in numbers.items() if key in follow}
-            yield AttentionInfo(name, HeadCounts(query, keys), width, own)
+            attributes = {key: value for key, value in numbers.items() if key in follow}
+            yield AttentionInfo(name, HeadCounts(query, keys), width, attributes)
 
 
 def _first(values: Any, names: tuple[str, ...]) -> int:
     for key in names:
-        found = values.get(key) if isinstance(values, dict) else getattr(values, key, None)
-        if isinstance(found, int) and found > 0:
-            return found
+        value = values.get(key) if isinstance(values, dict) else getattr(values, key, None)
+        if isinstance(value, int) and value > 0:
+            return value
     return 0
 
 
@@ -210,8 +210,8 @@ def _own_plan(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
         below = f"{name}." if name else ""
-        own = type(module).__dict__.get("_tp_plan") if hasattr(module, "base_model_prefix") else None
-        for key, style in (own or {}).items():
+        class_plan = type(module).__dict__.get("_tp_plan") if hasattr(module, "base_model_prefix") else None
+        for key, style in (class_plan or {}).items():
             yield f"{below}{key}", style
         of_library = hasattr(module, "base_model_prefix")  # others say it of themselves at the top, and nowhere else
         is_base = getattr(module, "base_model", None) is module if of_library else not name

@@ -46,10 +46,10 @@ class CopyToTensorRegion:
         if torch.compiler.is_compiling():  # the compiler's passes see what reads one input
             return copy(x, self.group)
         if self._last is not None:
-            source, made, version = self._last
-            found = made()
-            if source() is x and found is not None and version == version_of(x):
-                return found
+            source, copy_ref, version = self._last
+            copied = copy_ref()
+            if source() is x and copied is not None and version == version_of(x):
+                return copied
         result = copy(x, self.group)
         self._last = (weakref.ref(x), weakref.ref(result), version_of(x))
         return result
@@ -123,11 +123,11 @@ class _Joined:
         self.name, self.parts, self.dim = name, parts, dim
 
     def __call__(self, module: nn.Module) -> Tensor | None:
-        held: Tensor | None = vars(module).get(f"_held_{self.name}")
-        if held is not None:
-            return held
-        found = [getattr(module, part) for part in self.parts]
-        return None if found[0] is None else torch.cat(found, self.dim)
+        joined: Tensor | None = vars(module).get(f"_held_{self.name}")
+        if joined is not None:
+            return joined
+        parts = [getattr(module, part) for part in self.parts]
+        return None if parts[0] is None else torch.cat(parts, self.dim)
 
 
 class _Front:
@@ -178,8 +178,8 @@ class _Features(_Front):
 
     def forward(self, ids: Tensor) -> Tensor:
         part = self._ds_part
-        found = functional.embedding(ids, self.weight, self.padding_idx)
-        return gather(found, part.group, -1, part.widths(0)) if part.gather_output else found
+        features = functional.embedding(ids, self.weight, self.padding_idx)
+        return gather(features, part.group, -1, part.widths(0)) if part.gather_output else features
 
 
 class _Experts(_Front):

@@ -94,19 +94,19 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         weights = torch.exp(logits.float() - highest.unsqueeze(-1))
         local = labels - start
         counted = labels != ignore_index
-        mine = counted & (local >= 0) & (local < logits.shape[-1])
-        safe = local.masked_fill(~mine, 0).unsqueeze(-1)
-        target = logits.gather(-1, safe).squeeze(-1).float().masked_fill(~mine, 0)
+        in_shard = counted & (local >= 0) & (local < logits.shape[-1])
+        safe = local.masked_fill(~in_shard, 0).unsqueeze(-1)
+        target = logits.gather(-1, safe).squeeze(-1).float().masked_fill(~in_shard, 0)
         both = torch.stack([weights.sum(-1), target])
         ds_comm.all_reduce(both, group=group)
         total, target = both
-        ctx.save_for_backward(weights.div_(total.unsqueeze(-1)).to(logits.dtype), safe, mine, counted)
+        ctx.save_for_backward(weights.div_(total.unsqueeze(-1)).to(logits.dtype), safe, in_shard, counted)
         return (total.log() + highest - target).masked_fill(~counted, 0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None, None]:
-        softmax, safe, mine, counted = ctx.saved_tensors
+        softmax, safe, in_shard, counted = ctx.saved_tensors
         scale = (grads[0] * counted).to(softmax.dtype).unsqueeze(-1)
         grad = softmax * scale
-        grad.scatter_add_(-1, safe, -scale * mine.unsqueeze(-1))
+        grad.scatter_add_(-1, safe, -scale * in_shard.unsqueeze(-1))
         return grad, None, None, None, None

@@ -274,8 +274,8 @@ def preset_named(name: str, flags: Mapping[str, Scalar]) -> Preset:
     Raises:
         PlanError: there is no preset of that name ("tensor-preset").
     """
-    asked = _ALIASES.get(name, name)
-    named = [preset for preset in PRESETS if preset.name == asked]
+    canonical = _ALIASES.get(name, name)
+    named = [preset for preset in PRESETS if preset.name == canonical]
     if not named:
         known = sorted({preset.name for preset in PRESETS} | set(_ALIASES))
         close = nearest(name, known)

@@ -42,8 +42,8 @@ def load_sharded_weights(
         problems: list[str] = []
         done: set[int] = set()
         for name, tensor in _wanted(cut):
-            held = cut.shards.get(name)
-            logical, shape = (held.name, held.shape) if held else (name, tuple(tensor.shape))
+            shard = cut.shards.get(name)
+            logical, shape = (shard.name, shard.shape) if shard else (name, tuple(tensor.shape))
             stored = files.find(logical)
             if stored is None:
                 if id(tensor) not in done and not _loaded_elsewhere(cut, tensor, files):
@@ -53,7 +53,7 @@ def load_sharded_weights(
             if tuple(piece.get_shape()) != shape:
                 problems.append(f"{logical} is {tuple(piece.get_shape())}, the model's {shape}")
                 continue
-            box = held.box(cut.group.rank) if held else None
+            box = shard.box(cut.group.rank) if shard else None
             index = (
                 tuple(slice(o, o + s) for o, s in zip(box.offset, box.shape, strict=True))
                 if box
@@ -81,8 +81,8 @@ def _wanted(cut: TensorParallelModel) -> Iterator[tuple[str, Tensor]]:
 def _loaded_elsewhere(cut: TensorParallelModel, tensor: Tensor, files: _FolderTensors) -> bool:
     """Whether a tied name of the same parameter is in the files."""
     for name, other in cut.model.named_parameters(remove_duplicate=False):
-        held = cut.shards.get(name)
-        if other is tensor and files.find(held.name if held else name) is not None:
+        shard = cut.shards.get(name)
+        if other is tensor and files.find(shard.name if shard else name) is not None:
             return True
     return False
 
@@ -147,5 +147,5 @@ class _FolderTensors:
         return self._open(self._places[name]).get_slice(name)
 
     def whole(self, name: str) -> Tensor:
-        found: Tensor = self._open(self._places[name]).get_tensor(name)
-        return found
+        tensor: Tensor = self._open(self._places[name]).get_tensor(name)
+        return tensor

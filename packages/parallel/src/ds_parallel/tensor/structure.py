@@ -55,26 +55,26 @@ def rules_of_structure(
         known: Names of attributes of such modules that sharding changes, or that are of a single head.
     Cost: a symbolic trace of each module that has linear layers.
     """
-    found: dict[str, LayerRule] = {}
+    rules: dict[str, LayerRule] = {}
     twice: set[str] = set()
     for name, module in model.named_modules():
-        own = dict(_linears(module))
-        if len(own) < 2 or (isinstance(module, nn.Sequential) and _inside_traced(model, name)):
+        linears = dict(_linears(module))
+        if len(linears) < 2 or (isinstance(module, nn.Sequential) and _inside_traced(model, name)):
             continue
         try:
             graph = _Tracer().trace(module)
         except Exception:
             continue
         decided = (
-            _attention(graph, own, module, heads[name], known)
+            _attention(graph, linears, module, heads[name], known)
             if name in heads
-            else _feed_forward(graph, own, dict(module.named_modules()))
+            else _feed_forward(graph, linears, dict(module.named_modules()))
         )
         for key, kind, reason in decided:
             full = f"{name}.{key}".lstrip(".")
-            twice |= {full} if full in found and found[full].kind is not kind else set()
-            found[full] = LayerRule(re.escape(full), kind, f"structure: {reason}")
-    return [rule for full, rule in found.items() if full not in twice]
+            twice |= {full} if full in rules and rules[full].kind is not kind else set()
+            rules[full] = LayerRule(re.escape(full), kind, f"structure: {reason}")
+    return [rule for full, rule in rules.items() if full not in twice]
 
 
 def _linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -92,9 +92,9 @@ def _inside_traced(model: nn.Module, name: str) -> bool:
     return above is not None and not isinstance(above, nn.ModuleList | nn.ModuleDict) and len(list(_linears(above))) > 1
 
 
-def _calls(graph: fx.Graph, own: Mapping[str, nn.Linear]) -> dict[fx.Node, str]:
+def _calls(graph: fx.Graph, linears: Mapping[str, nn.Linear]) -> dict[fx.Node, str]:
     """Map each node that calls a linear layer to the layer's name, for layers that are called once."""
-    nodes = [node for node in graph.nodes if node.op == "call_module" and node.target in own]
+    nodes = [node for node in graph.nodes if node.op == "call_module" and node.target in linears]
     counts = [node.target for node in nodes]
     return {node: str(node.target) for node in nodes if counts.count(node.target) == 1 and len(node.args) == 1}
 
@@ -109,13 +109,13 @@ def _elementwise(node: fx.Node, module: nn.Module | None) -> bool:
 
 
 def _feed_forward(
-    graph: fx.Graph, own: Mapping[str, nn.Linear], modules: Mapping[str, nn.Module]
+    graph: fx.Graph, linears: Mapping[str, nn.Linear], modules: Mapping[str, nn.Module]
 ) -> Iterator[tuple[str, ShardKind, str]]:
-    calls = _calls(graph, own)
+    calls = _calls(graph, linears)
     rows: dict[fx.Node, set[fx.Node]] = {}
     for node in calls:
         sources = _sources(node, calls, modules)
-        if sources and all(own[calls[s]].out_features == own[calls[node]].in_features for s in sources):
+        if sources and all(linears[calls[s]].out_features == linears[calls[node]].in_features for s in sources):
             rows[node] = sources
     # A column layer's output may go nowhere but, elementwise, into row layers; a row layer's own output is whole.
     columns = {source for sources in rows.values() for source in sources}
@@ -138,17 +138,17 @@ def _sources(row: fx.Node, calls: Mapping[fx.Node, str], modules: Mapping[str, n
 
     Empty if that input depends on anything else.
     """
-    found: set[fx.Node] = set()
+    linears: set[fx.Node] = set()
     todo: list[Any] = [row.args[0]]
     while todo:
         node = todo.pop()
         if node in calls:
-            found.add(node)
+            linears.add(node)
         elif isinstance(node, fx.Node):
             if not _elementwise(node, modules.get(str(node.target))):
                 return set()
             todo += node.all_input_nodes
-    return found
+    return linears
 
 
 def _ends(source: fx.Node, calls: Mapping[fx.Node, str], modules: Mapping[str, nn.Module]) -> set[fx.Node] | None:
@@ -156,33 +156,33 @@ def _ends(source: fx.Node, calls: Mapping[fx.Node, str], modules: Mapping[str, n
 
     None if anything else reads `source`.
     """
-    found: set[fx.Node] = set()
+    readers: set[fx.Node] = set()
     todo = list(source.users)
     while todo:
         node = todo.pop()
         if node in calls:
-            found.add(node)
+            readers.add(node)
         elif _elementwise(node, modules.get(str(node.target))):
             todo += list(node.users)
         else:
             return None
-    return found
+    return readers
 
 
 def _attention(
-    graph: fx.Graph, own: Mapping[str, nn.Linear], module: nn.Module, heads: tuple[int, int, int], known: frozenset[str]
+    graph: fx.Graph, linears: Mapping[str, nn.Linear], module: nn.Module, heads: tuple[int, int, int], known: frozenset[str]
 ) -> Iterator[tuple[str, ShardKind, str]]:
     query, keys, width = heads
     numbers = {key: value for key, value in vars(module).items() if type(value) is int and key not in known}
     if any(value in (query, keys, query * width, keys * width) and value > 1 for value in numbers.values()):
         return
-    calls = _calls(graph, own)
-    if len(calls) != len(own) or any(node.op == "get_attr" for node in graph.nodes):
+    calls = _calls(graph, linears)
+    if len(calls) != len(linears) or any(node.op == "get_attr" for node in graph.nodes):
         return
     reading = [n for n in calls if isinstance(n.args[0], fx.Node) and n.args[0].op == "placeholder"]
     rest = [n for n in calls if n not in reading]
-    sizes = [own[calls[n]].out_features for n in reading]
-    if len(rest) != 1 or len(reading) != 3 or own[calls[rest[0]]].in_features != query * width:
+    sizes = [linears[calls[n]].out_features for n in reading]
+    if len(rest) != 1 or len(reading) != 3 or linears[calls[rest[0]]].in_features != query * width:
         return
     if sorted(sizes) != sorted([query * width, keys * width, keys * width]):
         return
@@ -194,11 +194,11 @@ def _attention(
 
 
 def _reached(node: Any) -> set[fx.Node]:
-    found: set[fx.Node] = set()
+    reached: set[fx.Node] = set()
     todo = [node]
     while todo:
         one = todo.pop()
-        if isinstance(one, fx.Node) and one not in found:
-            found.add(one)
+        if isinstance(one, fx.Node) and one not in reached:
+            reached.add(one)
             todo += one.all_input_nodes
-    return found
+    return reached

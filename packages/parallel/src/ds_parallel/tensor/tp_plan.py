@@ -116,7 +116,7 @@ class TensorPlan:
 
     def numel(self, rank: int) -> tuple[int, int]:
         """Return (elements of listed layers on `rank`, elements of these layers in the unsplit model)."""
-        held = total = 0
+        local = total = 0
         for decision in self.decisions:
             for key, shape in decision.layer.shapes.items():
                 count = 1
@@ -124,8 +124,8 @@ class TensorPlan:
                     count *= size
                 cut = decision.cuts.get(key)
                 total += count
-                held += count if cut is None else count // cut.size * cut.width(rank)
-        return held, total
+                local += count if cut is None else count // cut.size * cut.width(rank)
+        return local, total
 
     def traffic(self) -> Traffic:
         """Return the elements that are all-reduced per token, in forward and in backward."""
@@ -153,8 +153,8 @@ class TensorPlan:
             if decision.layer.role == "other" and not decision.sum_gradient:
                 continue
             rows[(_starred(decision.name), decision.kind.value, _describe(decision), decision.reason)] += 1
-        held, total = self.numel(0)
-        lines = [f"tensor parallel over {self.degree}: rank 0 holds {held:,} of {total:,} elements"]
+        local, total = self.numel(0)
+        lines = [f"tensor parallel over {self.degree}: rank 0 holds {local:,} of {total:,} elements"]
         table = [(f"{row[0]} (x{count})" if count > 1 else row[0], *row[1:]) for row, count in rows.items()]
         widths = [max((len(row[at]) for row in table), default=0) for at in range(3)]
         lines += ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in table]
@@ -229,10 +229,10 @@ def _decide(layer: LayerInfo, rules: list[LayerRule], facts: ModelFacts, options
         cuts = _cuts(layer, kind, rule, attention, options)
     except PlanError as error:
         raise PlanError(f"{layer.name}: {error.message}", code=error.code, fix=error.fix) from None
-    own = attention.name if attention is not None and _by_heads(rule, layer, kind, attention) else None
+    attention_name = attention.name if attention is not None and _by_heads(rule, layer, kind, attention) else None
     gather = rule.gather_output and (options.gather_logits or kind is not ShardKind.COLUMN)
     gather |= kind is ShardKind.FEATURES and rule.parts is None  # its readers expect all of it
-    return Decision(layer, kind, cuts, rule.source, gather_output=gather, split_input=rule.split_input, attention=own)
+    return Decision(layer, kind, cuts, rule.source, gather_output=gather, split_input=rule.split_input, attention=attention_name)
 
 
 def _cuts(layer: LayerInfo, kind: ShardKind, rule: LayerRule, attention: AttentionInfo | None, options: TensorOptions) -> dict[str, DimShards]:
@@ -253,8 +253,8 @@ def _cuts(layer: LayerInfo, kind: ShardKind, rule: LayerRule, attention: Attenti
     parts = rule.parts or _parts_by_size(whole, attention)
     if attention is not None:
         _check_fused(whole, parts, attention)
-    found = cut(whole, first, parts)
-    return {"weight": found} | ({"bias": DimShards(0, found.size, found.parts)} if "bias" in layer.shapes else {})
+    weight_cut = cut(whole, first, parts)
+    return {"weight": weight_cut} | ({"bias": DimShards(0, weight_cut.size, weight_cut.parts)} if "bias" in layer.shapes else {})
 
 
 def _expert_cuts(layer: LayerInfo, cut: object) -> dict[str, DimShards]:
@@ -294,10 +294,10 @@ def _check_fused(size: int, parts: tuple[ShardPart, ...], attention: AttentionIn
     heads = {HeadUnit.QUERY: query, HeadUnit.KEY_VALUE: keys, HeadUnit.GROUP: query + 2 * keys}
     units = {part.unit for part in parts}
     fused = HeadUnit.GROUP in units or (len(parts) > 1 and HeadUnit.GRAIN not in units)
-    said = [heads.get(part.unit, 0) * width for part in parts]
-    if width and fused and all(part.size is None for part in parts) and sum(said) != size:
+    expected = [heads.get(part.unit, 0) * width for part in parts]
+    if width and fused and all(part.size is None for part in parts) and sum(expected) != size:
         raise PlanError(
-            f"it is {size} wide, and {query} query heads with {keys} key-value heads of {width} are {' + '.join(map(str, said))} = {sum(said)}",
+            f"it is {size} wide, and {query} query heads with {keys} key-value heads of {width} are {' + '.join(map(str, expected))} = {sum(expected)}",
             code="tensor-parts",
             fix="Correct the number of key-value heads in the model's configuration, or give the sizes of the parts in partition_config.",
         )
@@ -312,19 +312,19 @@ def _by_heads(rule: LayerRule, layer: LayerInfo, kind: ShardKind, attention: Att
 
 def _attributes(attention: AttentionInfo, degree: int) -> dict[str, tuple[int, ...]]:
     """Compute the head counts and widths that an attention module stores as attributes, for each rank."""
-    found: dict[str, tuple[int, ...]] = {}
+    values: dict[str, tuple[int, ...]] = {}
     counts = [(q[1] - q[0], kv[1] - kv[0]) for q, kv in attention.heads.stretches(degree)]
     query, keys = attention.heads.query, attention.heads.key_value
     for key, value in attention.attributes.items():
         if key in GROUP_SIZES:
-            found[key] = tuple(q // kv for q, kv in counts)
+            values[key] = tuple(q // kv for q, kv in counts)
         elif key in KEY_VALUE_COUNTS and value == keys:
-            found[key] = tuple(kv for _, kv in counts)
+            values[key] = tuple(kv for _, kv in counts)
         elif value == query:
-            found[key] = tuple(q for q, _ in counts)
+            values[key] = tuple(q for q, _ in counts)
         elif attention.width and value == query * attention.width:
-            found[key] = tuple(q * attention.width for q, _ in counts)
-    return found
+            values[key] = tuple(q * attention.width for q, _ in counts)
+    return values
 
 
 def _check(decisions: tuple[Decision, ...], facts: ModelFacts, options: TensorOptions) -> None:
@@ -337,8 +337,8 @@ def _check(decisions: tuple[Decision, ...], facts: ModelFacts, options: TensorOp
             fix="Add a layer spec for each (partition_type skip keeps a layer whole), or leave strict_mode off.",
         )
     linear = [decision for decision in decisions if decision.layer.role == "linear"]
-    asked = bool(linear) and not unmatched and all(decision.kind is ShardKind.SKIP for decision in linear)
-    if options.degree > 1 and not asked and not any(decision.cuts for decision in decisions):
+    all_skipped = bool(linear) and not unmatched and all(decision.kind is ShardKind.SKIP for decision in linear)
+    if options.degree > 1 and not all_skipped and not any(decision.cuts for decision in decisions):
         known = f"a model of type {facts.model_type!r}" if facts.model_type else "a model of no known type"
         raise PlanError(
             f"no layer of {known} is cut: no preset and no plan of its own, and its layers are in no rule",
@@ -353,13 +353,13 @@ def _starred(name: str) -> str:
 
 def _describe(decision: Decision) -> str:
     cut = decision.cuts.get("weight") or decision.cuts.get("gate_up_proj")
-    said = "gradient summed" if decision.sum_gradient else ""
+    summary = "gradient summed" if decision.sum_gradient else ""
     if cut is None:
-        return said
+        return summary
     parts = []
     for part in cut.parts:
         widths = [stop - start for start, stop in part]
         text = f"{widths[0]}" if len(set(widths)) == 1 else "/".join(map(str, widths))
         parts.append(text + (" shared" if len(set(part)) < len(part) else ""))
-    said = f"{cut.size} -> " + " + ".join(parts)
-    return said + (", gathered" if decision.gather_output else "") + (", input split" if decision.split_input else "")
+    summary = f"{cut.size} -> " + " + ".join(parts)
+    return summary + (", gathered" if decision.gather_output else "") + (", input split" if decision.split_input else "")

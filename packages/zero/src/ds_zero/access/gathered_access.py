@@ -67,8 +67,8 @@ class _Place:
 
 def _place(param: Tensor) -> _Place | None:
     sharding = sharding_of(param)
-    found = None if sharding is None else sharding.find(param)
-    return None if sharding is None or found is None else _Place(sharding, *found)
+    match = None if sharding is None else sharding.find(param)
+    return None if sharding is None or match is None else _Place(sharding, *match)
 
 
 # ---- whole parameters
@@ -104,9 +104,9 @@ def GatheredParameters(  # noqa: N802  the reference's name; used as a context m
         return
     if isinstance(params, Parameter):
         params = [params]
-    found = params.parameters() if isinstance(params, nn.Module) else params
+    candidates = params.parameters() if isinstance(params, nn.Module) else params
     # Clients give a parameter twice, and the bias of a layer that has none.
-    wanted = list({id(p): p for p in found if isinstance(p, Parameter)}.values())
+    wanted = list({id(p): p for p in candidates if isinstance(p, Parameter)}.values())
     scattered = [p for p in wanted if is_scattered(p)]
     with _scattered(scattered, modifier_rank, write), _sharded(wanted, modifier_rank, write):
         yield
@@ -184,12 +184,12 @@ def _not_written(names: Sequence[str]) -> ShardedAccessError:
     )
 
 
-def _quiet(changed: list[_Place], told: bool, places: Sequence[_Place]) -> list[_Place]:
+def _quiet(changed: list[_Place], agreed: bool, places: Sequence[_Place]) -> list[_Place]:
     """Return the places that may be written to shards now.
 
     In shared memory, only when all ranks are here to do the same (`agreed`).
     """
-    if told:
+    if agreed:
         for sharding in dict.fromkeys(p.sharding for p in places):
             sharding.quiet("GatheredParameters", [p.unit for p in places if p.sharding is sharding])
         return changed
@@ -247,15 +247,15 @@ def _param(place: _Place) -> list[tuple[int, Tensor]]:
 
 def _grad(place: _Place) -> list[tuple[int, Tensor]] | None:
     place.sharding.runtime.reducing.drain()
-    found = [(start, place.unit.gradients.view(at, at + numel)) for start, at, numel in place.ranges()]
-    return None if place.unit.gradients.sums is None else [(start, grad) for start, grad in found if grad is not None]
+    pieces = [(start, place.unit.gradients.view(at, at + numel)) for start, at, numel in place.ranges()]
+    return None if place.unit.gradients.sums is None else [(start, grad) for start, grad in pieces if grad is not None]
 
 
 def _state(key: str) -> _Source:
     """State lives with the optimizer's parts, which may be whole units or single parameters."""
 
     def source(place: _Place) -> list[tuple[int, Tensor]] | None:
-        found = []
+        pieces = []
         place.unit.state_store.fetch_state()
         for start, at, numel in place.ranges():
             for part in place.unit.parts:
@@ -263,8 +263,8 @@ def _state(key: str) -> _Source:
                     value = place.sharding.state_of(part).get(key)
                     if not isinstance(value, Tensor) or value.numel() != part.stop - part.start:
                         return None
-                    found.append((start, value.view(-1)[at - part.start : at - part.start + numel]))
-        return found
+                    pieces.append((start, value.view(-1)[at - part.start : at - part.start + numel]))
+        return pieces
 
     return source
 
@@ -377,9 +377,9 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
     Before any gradient of a step was reduced (inside `no_sync`): this rank's gradient, as if all ranks had the same.
     """
     place = _place(param)
-    own = None if place is None else place.unit.gradients.own(place.member)
-    if own is not None and not isinstance(own, ShardedGradient) and place is not None:
-        return _scaled(param, own.detach() * place.unit.groups.size)
+    local_grad = None if place is None else place.unit.gradients.local_grad(place.member)
+    if local_grad is not None and not isinstance(local_grad, ShardedGradient) and place is not None:
+        return _scaled(param, local_grad.detach() * place.unit.groups.size)
     return _scaled(param, _get_full(param, _grad))
 
 

@@ -87,9 +87,9 @@ class NonfiniteDetector:
     def _gradient(self, name: str) -> Callable[[Tensor], None]:
         return lambda grad: self._check(Nonfinite(name, "gradient", "backward", _rank()), grad)
 
-    def _check(self, found: Nonfinite, value: Any) -> None:
+    def _check(self, location: Nonfinite, value: Any) -> None:
         if self.first is None and not all(bool(t.detach().isfinite().all()) for t in _floats(value)):
-            self.first = found
+            self.first = location
 
 
 def _rank() -> int:

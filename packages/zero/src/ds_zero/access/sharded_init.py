@@ -120,14 +120,14 @@ class Init:
     def _take(self, param: Parameter, name: str) -> None:
         if self._scatter.group.size > 1 and not self.meta:
             self._scatter.take(param, name)
-        self.taken(param)
+        self.on_sharded(param)
 
     def cut(self, model: nn.Module) -> None:
         """Cut a model that is there already. Collective."""
         for name, param in model.named_parameters():
             self._take(param, name)
 
-    def taken(self, param: Parameter) -> None:
+    def on_sharded(self, param: Parameter) -> None:
         """Do nothing: subclasses override this hook, called after `param` is sharded, or again if it already was."""
 
 
@@ -177,16 +177,16 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
     entries = _entries(Path(path))
     aliases = _aliases(model)
     # Checked on all ranks before anything is written on one.
-    found = _find(sharding, entries, aliases)
+    sources = _find(sharding, entries, aliases)
     buffers = {n: b for n, b in model.named_buffers() if n in entries and entries[n].shape == tuple(b.shape)}
-    missing = _told(sharding, [n for n, entry in found.items() if entry is None] + _missing_buffers(model, buffers))
+    missing = _told(sharding, [n for n, entry in sources.items() if entry is None] + _missing_buffers(model, buffers))
     if missing and strict:
         raise CheckpointError(
             f"{len(missing)} tensors of the model are in no file of {path}: {', '.join(missing[:5])}",
             code="pretrained-missing",
             fix="Load the right weights, or pass strict=False and set what is missing yourself.",
         )
-    _read_params(sharding, found)
+    _read_params(sharding, sources)
     for name, buffer in buffers.items():
         _read(entries[name], 0, buffer.view(-1))
     sharding.unloaded.clear()
@@ -201,46 +201,46 @@ def _told(sharding: ShardedModel, names: list[str]) -> list[str]:
     """Return the names of all ranks, where the ranks' models differ. Collective: all-gathers the names."""
     if len(sharding.families) == 1 and sharding.everyone.ranks == sharding.group.ranks:
         return names
-    told = comm.all_gather_json(names, sharding.everyone, unit="load_pretrained")
-    return sorted({name for of in told for name in of})
+    gathered = comm.all_gather_json(names, sharding.everyone, unit="load_pretrained")
+    return sorted({name for of in gathered for name in of})
 
 
 def _find(
     sharding: ShardedModel, entries: Mapping[str, _Entry], aliases: Mapping[str, list[str]]
 ) -> dict[str, _Entry | None]:
     """Find each parameter's logical tensor in the files; None where no file has the tensor."""
-    found: dict[str, _Entry | None] = {}
+    matches: dict[str, _Entry | None] = {}
     for slot in (slot for unit in sharding.units for slot in unit.layout.slots):
         logical = sharding.logical[slot.name]
         names = aliases[slot.name] if logical.name == slot.name else [logical.name]
-        entry = found[slot.name] = next((entries[n] for n in names if n in entries), None)
+        entry = matches[slot.name] = next((entries[n] for n in names if n in entries), None)
         if entry is not None and entry.shape != logical.shape:
             raise CheckpointError(
                 f"{logical.name} has shape {logical.shape}, the file says {entry.shape} ({entry.path.name})",
                 code="pretrained-shape",
                 fix="Build the model with the configuration that the weights were made with.",
             )
-    return found
+    return matches
 
 
-def _read_params(sharding: ShardedModel, found: Mapping[str, _Entry | None]) -> None:
+def _read_params(sharding: ShardedModel, matches: Mapping[str, _Entry | None]) -> None:
     sharding.quiet("load_pretrained")
     for unit in sharding.units:
         unit.state_store.fetch()
         for piece in sharding.pieces(unit):
-            entry = found[piece.name]
+            entry = matches[piece.name]
             if entry is not None:
-                mine = sharding.logical[piece.name].shard("param", "", piece.interval)
-                for here, there in mine.overlap(TensorShard.whole(mine.name, entry.shape, "")):
+                local = sharding.logical[piece.name].shard("param", "", piece.interval)
+                for here, there in local.overlap(TensorShard.whole(local.name, entry.shape, "")):
                     _read(entry, there.start, unit.shard[piece.start + here.start : piece.start + here.stop])
         unit.state_store.store()
 
 
-def _missing_buffers(model: nn.Module, found: Mapping[str, Tensor]) -> list[str]:
+def _missing_buffers(model: nn.Module, available: Mapping[str, Tensor]) -> list[str]:
     needless = {
         f"{name}.{key}" if name else key for name, m in model.named_modules() for key in m._non_persistent_buffers_set
     }
-    return [name for name, _ in model.named_buffers() if name not in found and name not in needless]
+    return [name for name, _ in model.named_buffers() if name not in available and name not in needless]
 
 
 def _read(entry: _Entry, start: int, out: Tensor) -> None:

@@ -137,18 +137,18 @@ class UnitLayout:
         pieces = []
         for segment in self.segments:
             lo = segment.start + rank * segment.chunk
-            mine = Interval(lo, lo + segment.chunk)
+            chunk = Interval(lo, lo + segment.chunk)
             for slot in self.slots:
-                both = slot.interval & mine
+                both = slot.interval & chunk
                 if both.numel:
                     inside = both.shifted(-slot.offset)
                     pieces.append(ParamPiece(slot.name, slot.shape, inside, segment.at + both.start - lo))
         return tuple(sorted(pieces, key=lambda p: p.start))
 
 
-def gaps_between(taken: Iterable[tuple[int, int]], numel: int) -> tuple[Interval, ...]:
+def gaps_between(ranges: Iterable[tuple[int, int]], numel: int) -> tuple[Interval, ...]:
     """Return the intervals of [0, numel) outside the ranges (start, stop), which do not overlap."""
-    edges = sorted(taken)
+    edges = sorted(ranges)
     pairs = zip([0, *(stop for _, stop in edges)], [*(start for start, _ in edges), numel], strict=True)
     return tuple(Interval(end, start) for end, start in pairs if start > end)
 
@@ -248,7 +248,7 @@ class ReducePlan:
     runs: tuple[ReduceRange, ...]
 
     @property
-    def kept(self) -> frozenset[int]:
+    def members(self) -> frozenset[int]:
         """Numbers of the parameters of which a part is kept."""
         return frozenset(run.member for run in self.runs if run.member is not None)
 
@@ -305,8 +305,8 @@ class P2PBucket:
     @property
     def messages(self) -> list[tuple[int, int]]:
         """(start, stop) of each in the buffer."""
-        found = [(self.places[i], self.places[i] + self.plan.runs[i].numel) for i in self.large]
-        return found + ([(self.packed, self.plan.runs[-1].stop)] if self.small else [])
+        bounds = [(self.places[i], self.places[i] + self.plan.runs[i].numel) for i in self.large]
+        return bounds + ([(self.packed, self.plan.runs[-1].stop)] if self.small else [])
 
 
 def pack(layout: UnitLayout, rank: int, least: int) -> P2PBucket:
@@ -332,7 +332,7 @@ def plan_copies(
     Returns:
         (parameter, its first element, elements, destination) per copy, by destination.
     """
-    found = []
+    copies = []
     for parcel, begin in zip(parcels, begins, strict=True):
         for i in parcel.small:
             run = parcel.plan.runs[i]
@@ -340,5 +340,5 @@ def plan_copies(
                 both = Interval(run.at, run.at + run.numel) & slot.interval
                 if both.numel:
                     at = begin + parcel.places[i] - parcel.packed + both.start - run.at
-                    found.append((member, both.start - slot.offset, both.numel, at))
-    return tuple(sorted(found, key=lambda copy: copy[3]))
+                    copies.append((member, both.start - slot.offset, both.numel, at))
+    return tuple(sorted(copies, key=lambda copy: copy[3]))

@@ -52,8 +52,8 @@ def split_replicas(group: Group, shard_size: int | None) -> Replicas:
         return Replicas(group, alone)
     if size == 1:
         return Replicas(alone, group)
-    made = node_groups(group, size, ("replica", "twins"))
-    return Replicas(*made, made)
+    groups = node_groups(group, size, ("replica", "twins"))
+    return Replicas(*groups, groups)
 
 
 def family_name(tensor: Tensor) -> str:
@@ -68,12 +68,12 @@ def find_reduction_groups(model: nn.Module, group: Group) -> dict[str, Reduction
     Raises:
         PlanError: two reduction groups have one name, or a group lacks this rank ("zero-family").
     """
-    found: dict[str, ReductionGroup] = {}
+    declared: dict[str, ReductionGroup] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         family = param_sharding(tensor).family
         if family is None:
             continue
-        known = found.setdefault(family.name, family)
+        known = declared.setdefault(family.name, family)
         if family.name == DENSE or _facts(known) != _facts(family) or family.group.global_rank != group.global_rank:
             raise PlanError(
                 f"{name} is of family {family.name!r} over {family.group} with divisor {family.divisor}, and that name stands for "
@@ -88,7 +88,7 @@ def find_reduction_groups(model: nn.Module, group: Group) -> dict[str, Reduction
                 code="zero-family",
                 fix="Build parameters that differ between ranks outside Init, or give Init the family's group.",
             )
-    return {DENSE: ReductionGroup(DENSE, group, group.size)} | {name: found[name] for name in sorted(found)}
+    return {DENSE: ReductionGroup(DENSE, group, group.size)} | {name: declared[name] for name in sorted(declared)}
 
 
 def _facts(family: ReductionGroup) -> tuple[object, ...]:
@@ -109,17 +109,17 @@ def cut(family: ReductionGroup, within: Group, shard_size: int | None) -> Replic
     inside = tuple(rank for rank in group.ranks if rank in within.ranks)
     if family.shards is None and len(inside) == group.size:
         return split_replicas(group, shard_size)
-    mine = inside if family.shards is None else family.shards.ranks
-    parts = sorted({tuple(ranks) for ranks in comm.all_gather_json(mine, group, unit="shard")})
+    members = inside if family.shards is None else family.shards.ranks
+    parts = sorted({tuple(ranks) for ranks in comm.all_gather_json(members, group, unit="shard")})
     if sorted(rank for ranks in parts for rank in ranks) != sorted(group.ranks) or len({len(p) for p in parts}) > 1:
         raise PlanError(
             f"family {family.name!r} is summed over {group}; its state is cut over {parts}, which are not equal parts of it",
             code="zero-family",
             fix="Cut over groups of one size that have every rank of the sum once.",
         )
-    twins = tuple(ranks[mine.index(group.global_rank)] for ranks in parts)
-    known = family.shards or (within if mine == within.ranks else None)
-    shards = known or new_local_group(mine, "shards")
+    twins = tuple(ranks[members.index(group.global_rank)] for ranks in parts)
+    known = family.shards or (within if members == within.ranks else None)
+    shards = known or new_local_group(members, "shards")
     replicas = new_local_group(twins, "twins")
     return Replicas(shards, replicas, (replicas,) if known else (shards, replicas))
 
@@ -139,9 +139,9 @@ def check_same(specs: Sequence[UnitSpec], logical: Mapping[str, Logical], famili
         text = repr([_content(spec, logical) for spec in ours]).encode()
         # 63 bits, the same in every process (Python's own hash is not).
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
-        mine = torch.tensor([digest], dtype=torch.int64)
+        local_digest = torch.tensor([digest], dtype=torch.int64)
         all_of = torch.empty(family.group.size, dtype=torch.int64)
-        comm.all_gather_single(all_of, mine, family.group, unit="shard")
+        comm.all_gather_single(all_of, local_digest, family.group, unit="shard")
         if len(set(all_of.tolist())) > 1:
             of = "" if name == DENSE else f"of family {name!r} "
             raise PlanError(
@@ -161,15 +161,15 @@ def _check_present(families: Mapping[str, ReductionGroup]) -> None:
         PlanError: a rank lacks a reduction group ("zero-family").
     """
     group = families[DENSE].group
-    mine = torch.tensor([len(families)], dtype=torch.int64)
+    count = torch.tensor([len(families)], dtype=torch.int64)
     if group.size > 1:
-        comm.all_reduce(mine, group=group, unit="shard")
-    if group.size == 1 or mine.item() == group.size:
+        comm.all_reduce(count, group=group, unit="shard")
+    if group.size == 1 or count.item() == group.size:
         return
-    told = comm.all_gather_json({n: f.group.ranks for n, f in families.items()}, group, unit="shard")
-    for rank, others in zip(group.ranks, told, strict=True):
+    groups_by_rank = comm.all_gather_json({n: f.group.ranks for n, f in families.items()}, group, unit="shard")
+    for rank, others in zip(group.ranks, groups_by_rank, strict=True):
         for name, ranks in others.items():
-            lacking = [r for r, has in zip(group.ranks, told, strict=True) if r in ranks and has.get(name) != ranks]
+            lacking = [r for r, has in zip(group.ranks, groups_by_rank, strict=True) if r in ranks and has.get(name) != ranks]
             if lacking:
                 raise PlanError(
                     f"on rank {rank} the model has parameters of family {name!r} over ranks {tuple(ranks)}; on ranks {lacking} it has none",

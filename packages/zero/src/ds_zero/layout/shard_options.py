@@ -123,15 +123,15 @@ class OffloadPolicy:
         """Whether a unit is updated by itself: so many buffers hold all that is in memory."""
         return self.device == "file"
 
-    def planned(self, found: UnitBytes) -> UnitBytes:
+    def planned(self, usage: UnitBytes) -> UnitBytes:
         """Move the bytes of master parameters and optimizer state from the device to this offload target. Pure."""
-        moved = found.shard + found.optim
-        held = 2 * moved if self.overlap_ratio else moved
-        return replace(found, shard=0, optim=0, **{self.device: getattr(found, self.device) + held})
+        moved = usage.shard + usage.optim
+        offloaded = 2 * moved if self.overlap_ratio else moved
+        return replace(usage, shard=0, optim=0, **{self.device: getattr(usage, self.device) + offloaded})
 
-    def planned_params(self, found: UnitBytes) -> UnitBytes:
+    def planned_params(self, usage: UnitBytes) -> UnitBytes:
         """Move the bytes of the shards that all-gathers send from the device to this offload target. Pure."""
-        return replace(found, full=0, **{self.device: getattr(found, self.device) + found.full})
+        return replace(usage, full=0, **{self.device: getattr(usage, self.device) + usage.full})
 
     def staging(self, units: Sequence[UnitBytes]) -> int:
         """Return the bytes of host memory for staging buffers to and from files."""
@@ -155,21 +155,21 @@ class OffloadPolicy:
         Args:
             numels: Of each unit, the elements that a rank holds.
         """
-        host, done, found = replace(self, where="host", folder=None, near=0), 0, []
+        host, done, policies = replace(self, where="host", folder=None, near=0), 0, []
         for numel in numels:
             done += numel
-            found.append(host if self.device == "file" and done <= self.max_in_cpu else self)
-        return found
+            policies.append(host if self.device == "file" and done <= self.max_in_cpu else self)
+        return policies
 
 
 def placed_numel(numels: Sequence[int], share: float) -> list[bool]:
     """Return which units lie in the last `share` of all elements; a unit across the border counts as inside."""
-    kept, done = (1.0 - share) * sum(numels), 0
-    found = []
+    threshold, done = (1.0 - share) * sum(numels), 0
+    flags = []
     for numel in numels:
         done += numel
-        found.append(share > 0.0 and done > kept)
-    return found
+        flags.append(share > 0.0 and done > threshold)
+    return flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +209,9 @@ class CommFormat:
         del layout, dtypes
         return 0, 0, 0
 
-    def gather(self, out: Tensor, mine: Tensor, start: Callable[[Tensor, Tensor], Work]) -> Work:
+    def gather(self, out: Tensor, shard: Tensor, start: Callable[[Tensor, Tensor], Work]) -> Work:
         """Start to fill `out` [ranks * n] from every rank's `mine` [n] by `start(out, mine)`, which gathers tensors of one format."""
-        return start(out, mine)
+        return start(out, shard)
 
     def levels(self, shards: Group) -> Hierarchy | None:
         """Return the intra-node and inter-node groups for the gradients of `shards`; None where one hop is right.
@@ -361,10 +361,10 @@ def describe(
     for name, param in model.named_parameters():
         owner = name.rpartition(".")[0]
         group = groups.get(id(param)) if param.requires_grad else None
-        own = OptimizerTraits(states=0)
+        traits = OptimizerTraits(states=0)
         if group is not None:
-            own = habits if isinstance(habits, OptimizerTraits) else habits[group]
+            traits = habits if isinstance(habits, OptimizerTraits) else habits[group]
         rule = precision.rule_of(name) if precision is not None else None
         shape, dtype, family = tuple(param.shape), dtype_name(param.dtype), family_name(param)
-        params.append(ParamInfo(name, shape, dtype, owner, group, family, own.layout, rule, own.states))
+        params.append(ParamInfo(name, shape, dtype, owner, group, family, traits.layout, rule, traits.states))
     return params, modules

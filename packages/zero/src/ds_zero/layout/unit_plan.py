@@ -108,8 +108,8 @@ class UnitPlan:
     @property
     def aliased(self) -> bool:
         """Whether the master shard is a range of the buffer that forward uses."""
-        own = self.storage is ParamStorage.RELEASED or not store_kind(self.offload_optimizer).resident
-        return self.dtypes.same and len(self.layout.segments) == 1 and not own
+        separate = self.storage is ParamStorage.RELEASED or not store_kind(self.offload_optimizer).resident
+        return self.dtypes.same and len(self.layout.segments) == 1 and not separate
 
     @property
     def early(self) -> bool:
@@ -151,13 +151,13 @@ class UnitPlan:
 
     def __str__(self) -> str:
         elsewhere = {"host": self.bytes.host, "file": self.bytes.file}
-        told = ", ".join(f"{nbytes:,} in {where}" for where, nbytes in elsewhere.items() if nbytes)
+        offloaded = ", ".join(f"{nbytes:,} in {where}" for where, nbytes in elsewhere.items() if nbytes)
         formats = " ".join(
             str(d).removeprefix("torch.") for d in dict.fromkeys((self.dtypes.param, self.dtypes.master))
         )
         return (
             f"{self.name}: {len(self.spec.params)} parameters, {self.numel:,} elements, {self.spec.family}, {formats}, "
-            f"{self.layout.kind} over {self.layout.world}, {self.storage.value}, {self.reduction.value}, {self.offload_optimizer}, {self.bytes.kept:,} bytes{told and f' and {told}'}"
+            f"{self.layout.kind} over {self.layout.world}, {self.storage.value}, {self.reduction.value}, {self.offload_optimizer}, {self.bytes.persistent_bytes:,} bytes{offloaded and f' and {offloaded}'}"
         )
 
 
@@ -176,7 +176,7 @@ class ZeroPlan:
     units: tuple[UnitPlan, ...]
 
     @property
-    def kept(self) -> Mapping[str, int]:
+    def persistent_bytes(self) -> Mapping[str, int]:
         """Bytes of parameters, masters, gradients and optimizer state on one rank, by category."""
         return {k: sum(getattr(u.bytes, k) for u in self.units) for k in ("full", "shard", "grads", "optim")}
 
@@ -212,16 +212,16 @@ class ZeroPlan:
     @property
     def peak(self) -> int:
         """Upper bound of model-state bytes on one rank at any time."""
-        return sum(self.kept.values()) + self.passing
+        return sum(self.persistent_bytes.values()) + self.passing
 
     def __str__(self) -> str:
         lines = [f"{len(self.units)} units on {self.world} ranks, {self.residency}"]
-        lines += [f"  {name:8} {size / 2**20:12.1f} MiB" for name, size in self.kept.items()]
+        lines += [f"  {name:8} {size / 2**20:12.1f} MiB" for name, size in self.persistent_bytes.items()]
         elsewhere = {"host": self.host, "file": self.file}
         lines += [f"  {name:8} {size / 2**20:12.1f} MiB" for name, size in elsewhere.items() if size]
         if self.early:
-            kept = f"{self.undo / 2**20:.1f} MiB of host keep what they overwrite"
-            lines += [f"  early    {self.early:10} units are updated while backward goes on; {kept}"]
+            undo = f"{self.undo / 2**20:.1f} MiB of host keep what they overwrite"
+            lines += [f"  early    {self.early:10} units are updated while backward goes on; {undo}"]
         lines += [f"  passing  {self.passing / 2**20:12.1f} MiB", f"  peak     {self.peak / 2**20:12.1f} MiB"]
         return "\n".join(lines)
 
@@ -233,9 +233,9 @@ def passing_bytes(units: Iterable[UnitBytes], residency: ShardingStrategy) -> in
     sharded; as many
     as units where gradients are reduced after the last microbatch only.
     """
-    found = list(units)
-    gathered = sorted((b.gathered for b in found), reverse=True)[:2]
-    arenas = [b.arena for b in found]
+    usages = list(units)
+    gathered = sorted((b.gathered for b in usages), reverse=True)[:2]
+    arenas = [b.arena for b in usages]
     several = (3 if residency.shard_params else 2) * max(arenas, default=0)
     return sum(gathered) + (min(several, sum(arenas)) if residency.shard_grads else sum(arenas))
 
@@ -272,41 +272,41 @@ def plan_unit(
         reduction = ReduceStrategy.QUANTIZED if form.codes_sums else reduction
     if not spec.trained:  # what it is sent from is all there is of it
         tier = param_tier
-    made = UnitPlan(spec, layout, dtypes, storage, reduction, nodes, tier, param_tier, UnitBytes(), form)
-    found = _bytes(made)
+    unit = UnitPlan(spec, layout, dtypes, storage, reduction, nodes, tier, param_tier, UnitBytes(), form)
+    usage = _bytes(unit)
     if spec.trained and isinstance(param_tier, OffloadPolicy):
-        found = param_tier.planned_params(found)
-    return replace(made, bytes=store_kind(made.offload_optimizer).planned(found))
+        usage = param_tier.planned_params(usage)
+    return replace(unit, bytes=store_kind(unit.offload_optimizer).planned(usage))
 
 
 def _bytes(unit: UnitPlan) -> UnitBytes:
     layout, dtypes, shards = unit.layout, unit.dtypes, unit.layout.world
-    full, own = layout.numel * dtypes.param.itemsize, layout.shard_numel
-    kept = {
+    full, shard_numel = layout.numel * dtypes.param.itemsize, layout.shard_numel
+    persistent = {
         ParamStorage.PRIVATE: full,
-        ParamStorage.RELEASED: own * dtypes.param.itemsize if unit.keeps_sent else 0,
+        ParamStorage.RELEASED: shard_numel * dtypes.param.itemsize if unit.keeps_sent else 0,
         ParamStorage.SHARED: full // shards,
     }
-    found = UnitBytes(
-        full=kept[unit.storage],
-        shard=0 if unit.aliased else own * dtypes.master.itemsize,
+    usage = UnitBytes(
+        full=persistent[unit.storage],
+        shard=0 if unit.aliased else shard_numel * dtypes.master.itemsize,
         gathered=full if unit.storage is ParamStorage.RELEASED else 0,
     )
     if unit.nodes is not None:  # by way of nodes: its secondary copy is kept, its first step passes
-        piece = found.gathered // unit.nodes.size
+        piece = usage.gathered // unit.nodes.size
         kept_near, staged = (piece if unit.nodes.secondary_partition else 0), (piece if unit.nodes.hierarchical else 0)
-        found = replace(found, full=found.full + kept_near, gathered=found.gathered + staged)
+        usage = replace(usage, full=usage.full + kept_near, gathered=usage.gathered + staged)
     gather, reduce, errors = unit.wire.buffers(layout, dtypes)
-    found = replace(found, gathered=found.gathered + gather)
+    usage = replace(usage, gathered=usage.gathered + gather)
     if not unit.spec.trained:
-        return found
+        return usage
     arena, wide = layout.numel * dtypes.reduce.itemsize, dtypes.accumulate != dtypes.reduce
-    apart = own * dtypes.accumulate.itemsize if shards > 1 or wide else 0
+    apart = shard_numel * dtypes.accumulate.itemsize if shards > 1 or wide else 0
     arena, apart = arena + reduce, apart + errors
-    optim = unit.spec.params[0].states * own * (dtypes.state or dtypes.master).itemsize
+    optim = unit.spec.params[0].states * shard_numel * (dtypes.state or dtypes.master).itemsize
     if shards == 1:
-        return replace(found, optim=optim, grads=apart + arena)
-    return replace(found, optim=optim, grads=apart, arena=arena)
+        return replace(usage, optim=optim, grads=apart + arena)
+    return replace(usage, optim=optim, grads=apart, arena=arena)
 
 
 def plan(
@@ -332,11 +332,11 @@ def plan(
     sizes = dict(families or {})
     if isinstance(model, nn.Module):
         habits = OptimizerTraits(options.layout or "flat", state_tensors)
-        params, found = describe(model, {id(p): 0 for p in model.parameters()}, habits, precision)
+        params, infos = describe(model, {id(p): 0 for p in model.parameters()}, habits, precision)
         sizes |= {f.name: f.group.size for p in model.parameters() if (f := param_sharding(p).family) is not None}
     else:
-        params, found = list(model), list(modules) or [ModuleInfo("")]
-    specs = plan_units(params, found, options.residency, options.policy)
+        params, infos = list(model), list(modules) or [ModuleInfo("")]
+    specs = plan_units(params, infos, options.residency, options.policy)
     options.quantized_comm.check(options.residency)
     ranks = {spec.family: ranks_of(sizes.get(spec.family, world), options) for spec in specs}
     return ZeroPlan(world, options.residency, plan_all(specs, options, ranks))

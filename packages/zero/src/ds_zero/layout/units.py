@@ -85,7 +85,7 @@ class UnitBytes:
     file: int = 0
 
     @property
-    def kept(self) -> int:
+    def persistent_bytes(self) -> int:
         return self.full + self.shard + self.grads + self.optim
 
 
@@ -197,10 +197,10 @@ def plan_units(
         return _ordered(params, _runs(params, residency, limit))
     limit = policy.max_numel if policy.max_numel is not None else max(total // 8, largest)
     stay = _persistent(params, policy)
-    kept = ShardingStrategy(residency.shard_optim, residency.shard_grads, shard_params=False)
+    unsharded = ShardingStrategy(residency.shard_optim, residency.shard_grads, shard_params=False)
     # What stays is not gathered on the way, so nothing is gained by cutting it finer than what is never gathered.
     coarse = limit if policy.max_numel is not None else max(limit, _SMALLEST)
-    small = _runs([p for p in params if p.name in stay], kept, coarse)
+    small = _runs([p for p in params if p.name in stay], unsharded, coarse)
     large = _subtrees([p for p in params if p.name not in stay], modules, residency, (limit, policy.leaves))
     return _ordered(params, [*small, *large])
 
@@ -235,11 +235,11 @@ def _subtrees(
     for param in params:
         tree.params[param.module].append(param)
     rank_of = {p.name: i for i, p in enumerate(params)}
-    found: list[tuple[str, list[ParamInfo]]] = []
-    _split(tree, "", limits, found)
+    groups: list[tuple[str, list[ParamInfo]]] = []
+    _split(tree, "", limits, groups)
     units: list[UnitSpec] = []
     limit, leaves = limits
-    for module, members in found:
+    for module, members in groups:
         most = math.inf if module in leaves else limit
         for run in _by_key(sorted(members, key=lambda p: rank_of[p.name])):
             units.extend(UnitSpec(part[0].name, module, tuple(part), residency) for part in _cut(run, most))
@@ -258,22 +258,22 @@ class _Tree(NamedTuple):
 
 
 def _split(
-    tree: _Tree, name: str, limits: tuple[int, frozenset[str]], found: list[tuple[str, list[ParamInfo]]]
+    tree: _Tree, name: str, limits: tuple[int, frozenset[str]], groups: list[tuple[str, list[ParamInfo]]]
 ) -> list[ParamInfo]:
     """Append (module, parameters) of units below module `name`; return parameters that a caller's forward must cover."""
     limit, leaves = limits
     members = tree.below(name)
     if name and tree.callable[name] and (sum(p.numel for p in members) <= limit or name in leaves):
         if members:
-            found.append((name, members))
+            groups.append((name, members))
         return []
     left = list(tree.params[name])
     for child in tree.children[name]:
-        left.extend(_split(tree, child, limits, found))
+        left.extend(_split(tree, child, limits, groups))
     if not tree.callable[name]:  # a container has no forward, so what it owns is its parent's to gather
         return left
     if left:
-        found.append((name, left))
+        groups.append((name, left))
     return []
 
 

@@ -148,9 +148,9 @@ class OptimizerStateStore(ParamStore):
             self.parked()
 
     @staticmethod
-    def planned(found: UnitBytes) -> UnitBytes:
+    def planned(usage: UnitBytes) -> UnitBytes:
         """Return the bytes of a unit on the device, given the bytes that the `device` tier uses. Pure."""
-        return found
+        return usage
 
     def begin_fetch(self) -> None:
         """Start what `fetch` ends. Called while another unit is updated."""
@@ -186,14 +186,14 @@ def state_store_type(name: str) -> type[OptimizerStateStore]:
     Raises:
         PlanError: no tier has this name ("zero-tier").
     """
-    found = TIERS.get(name)
-    if found is None:
+    kind = TIERS.get(name)
+    if kind is None:
         raise PlanError(
             f"there is no tier {name!r} to keep state in",
             code="zero-tier",
             fix=f"Choose from {', '.join(sorted(TIERS))}, or add a row to ds_zero.offload.state_stores.TIERS.",
         )
-    return found
+    return kind
 
 
 _MASTER = ""
@@ -321,8 +321,8 @@ class _FileBacked(ParamStore, ABC):
 def _ring(placement: OffloadPolicy, device: torch.device) -> BufferRing:
     if placement.folder is None:
         raise ValueError("a ring belongs to files")
-    told = (placement.folder, placement.buffer_count, placement.pin, placement.write_behind, placement.io)
-    return BufferRing(RingSettings(*told), device)
+    settings = (placement.folder, placement.buffer_count, placement.pin, placement.write_behind, placement.io)
+    return BufferRing(RingSettings(*settings), device)
 
 
 class FileParamStore(_FileBacked):
@@ -374,8 +374,8 @@ class FileStateStore(_FileBacked, OptimizerStateStore):
     def landing(self, part: Tensor) -> Tensor:
         # Units are updated one after another, by each thread: one memory for all parts of a size.
         key, nbytes = ("landing", part.numel(), part.dtype, get_ident()), part.numel() * part.dtype.itemsize
-        made: _Landing = self._pool.shared(key, lambda: _Landing(nbytes, self.unit.device, self.placement.pin))
-        return made.memory.view(part.dtype)
+        buffer: _Landing = self._pool.shared(key, lambda: _Landing(nbytes, self.unit.device, self.placement.pin))
+        return buffer.memory.view(part.dtype)
 
     def _state(self) -> Iterator[tuple[str, int, Tensor]]:
         """Yield per-element state tensors: (key, start in the shard, tensor)."""
@@ -403,14 +403,14 @@ class FileStateStore(_FileBacked, OptimizerStateStore):
 
     def _point(self, memory: Tensor | None) -> None:
         master = self.unit.shard = self.regions.of(memory, _MASTER)
-        kept = [(key, start, value) for key, start, value in self._state() if key in self.regions]
+        entries = [(key, start, value) for key, start, value in self._state() if key in self.regions]
         if memory is None:
-            for tensor in (*(part.tensor for part in self.unit.parts), *(value for _, _, value in kept)):
+            for tensor in (*(part.tensor for part in self.unit.parts), *(value for _, _, value in entries)):
                 tensor.data = empty_placeholder(tensor.shape, tensor.dtype)
             return
         for part in self.unit.parts:
             part.tensor.data = master[part.start : part.stop].view(part.tensor.shape)
-        for key, start, value in kept:
+        for key, start, value in entries:
             value.data = self.regions.of(memory, key)[start : start + value.numel()].view(value.shape)
 
 
@@ -451,6 +451,6 @@ def _per_element(value: Any, part: OptimizerSlice) -> bool:
 
 def empty_placeholder(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Create a tensor without memory; only its shape and dtype may be read."""
-    made = torch.empty((), dtype=dtype).expand(tuple(shape)).detach()
-    made.untyped_storage().resize_(0)
-    return made
+    empty = torch.empty((), dtype=dtype).expand(tuple(shape)).detach()
+    empty.untyped_storage().resize_(0)
+    return empty

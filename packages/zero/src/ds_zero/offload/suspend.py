@@ -75,14 +75,14 @@ def take_away(
             code="zero-suspend-kind",
             fix=f"Choose from {', '.join(KINDS)}.",
         )
-    seen: set[int] = set()
+    pointers: set[int] = set()
     gone: list[Away] = []
     for kind, tensors in _tensors(units, state).items():
         for tensor in tensors if kind in kinds else ():
             storage = tensor.untyped_storage()
-            if storage.nbytes() == 0 or storage.data_ptr() in seen or not storage.resizable():
+            if storage.nbytes() == 0 or storage.data_ptr() in pointers or not storage.resizable():
                 continue
-            seen.add(storage.data_ptr())
+            pointers.add(storage.data_ptr())
             host = host_bytes(storage.nbytes(), tensor.device, pin=pin_memory)
             gone.append(Away(kind, storage, host.copy_(_bytes(storage, tensor.device))))
     for away in gone:
@@ -109,7 +109,7 @@ def bring_back(units: Sequence[Unit], gone: Iterable[Away]) -> None:
 def _close_off(units: Iterable[Unit]) -> None:
     """Make any use of the parameters of units whose bytes are on the host raise."""
     for unit in units:
-        needed = [*unit.storage.kept, *([unit.shard] if unit.state_store.resident else [])]
+        needed = [*unit.storage.resident_tensors, *([unit.shard] if unit.state_store.resident else [])]
         if unit.state is Full.AWAY or all(t.untyped_storage().nbytes() or not t.numel() for t in needed):
             continue
         unit.state = Full.AWAY

@@ -100,16 +100,16 @@ class QuantizedComm(CommFormat):
         Raises:
             PlanError: "zero-wire".
         """
-        found = ""
+        conflict = ""
         if (self.weights or self.frozen) and not residency.shard_params:
-            found = "gathers are to send codes, and parameters are gathered after updates only: masters would be lost"
+            conflict = "gathers are to send codes, and parameters are gathered after updates only: masters would be lost"
         elif self.gradients and not residency.shard_optim:
-            found = "gradients are to be sent as codes, and every rank keeps the whole sum"
+            conflict = "gradients are to be sent as codes, and every rank keeps the whole sum"
         elif self.correction and not self.gradients:
-            found = "errors of quantized gradients are to be corrected, and gradients are exact"
-        if found:
+            conflict = "errors of quantized gradients are to be corrected, and gradients are exact"
+        if conflict:
             raise PlanError(
-                found,
+                conflict,
                 code="zero-wire",
                 fix="Quantize parameters at stage 3, gradients at stages 1 to 3, and correct only what is quantized.",
             )
@@ -123,7 +123,7 @@ class QuantizedComm(CommFormat):
         name = str(dtype).removeprefix("torch.")
         for mode in self.modes:
             if name not in certificates().get(mode, {}):
-                known = sorted(f"{found} of {kind}" for found, kinds in certificates().items() for kind in kinds)
+                known = sorted(f"{certified} of {kind}" for certified, kinds in certificates().items() for kind in kinds)
                 raise UnsupportedError(
                     f"quantized messages were asked for, {mode}, with parameters of {name}: nobody has shown that they train as well",
                     code="zero-uncertified",
@@ -147,8 +147,8 @@ class QuantizedComm(CommFormat):
                 errors = layout.numel * dtypes.reduce.itemsize + (hops - 1) * layout.numel // self.node * 4
         return gather, reduce, errors
 
-    def gather(self, out: Tensor, mine: Tensor, start: Callable[[Tensor, Tensor], comm.Work]) -> comm.Work:
-        return start(out, mine) if self.weights is None else decoded(out, mine, self.weights, start)
+    def gather(self, out: Tensor, shard: Tensor, start: Callable[[Tensor, Tensor], comm.Work]) -> comm.Work:
+        return start(out, shard) if self.weights is None else decoded(out, shard, self.weights, start)
 
     def levels(self, shards: Group) -> Hierarchy | None:
         """Raises:
@@ -161,18 +161,18 @@ class QuantizedComm(CommFormat):
     def sums(self, levels: Hierarchy | None) -> tuple[Quantized | None, ErrorFeedback | None]:
         if self.gradients is None:
             return None, None
-        told = self.correction
-        feedback = None if told is None else ErrorFeedback(told.decay, told.reset_after)
+        correction = self.correction
+        feedback = None if correction is None else ErrorFeedback(correction.decay, correction.reset_after)
         return Quantized(self.gradients, levels, feedback), feedback
 
     @property
     def modes(self) -> tuple[str, ...]:
         """Names of what loses something, as certificates have them."""
         weights = self.weights or self.frozen
-        found = [] if weights is None else [f"weights {_text(weights)}"]
+        names = [] if weights is None else [f"weights {_text(weights)}"]
         if self.gradients is not None:
-            found.append(f"gradients {_text(self.gradients)}{', corrected' if self.correction else ''}")
-        return tuple(found)
+            names.append(f"gradients {_text(self.gradients)}{', corrected' if self.correction else ''}")
+        return tuple(names)
 
     def __str__(self) -> str:
         return " and ".join(self.modes) or "exact"
@@ -188,11 +188,11 @@ def _text(spec: QuantSpec) -> str:
 @cache
 def certificates() -> Certificates:
     """Load the certificates: mode -> dtype of the parameters -> `loss`, `exact` and `steps` of the run. Read once."""
-    found: Certificates = json.loads(resources.files("ds_zero").joinpath("certificates.json").read_text())
-    return found
+    table: Certificates = json.loads(resources.files("ds_zero").joinpath("certificates.json").read_text())
+    return table
 
 
-def decoded(out: Tensor, mine: Tensor, spec: QuantSpec, gather: Callable[[Tensor, Tensor], comm.Work]) -> comm.Work:
+def decoded(out: Tensor, shard: Tensor, spec: QuantSpec, gather: Callable[[Tensor, Tensor], comm.Work]) -> comm.Work:
     """Start `gather(out, mine)` of codes of them. Every rank gets the same bits, also of its own part; `mine` is only read.
 
     Args:
@@ -200,10 +200,10 @@ def decoded(out: Tensor, mine: Tensor, spec: QuantSpec, gather: Callable[[Tensor
         mine: [n], of the same or a wider format.
         gather: Starts a gather of bytes.
     """
-    n = mine.numel()
+    n = shard.numel()
     if n == 0:
-        return gather(out, mine)
-    coded = quantize(mine.view(1, n), spec)
+        return gather(out, shard)
+    coded = quantize(shard.view(1, n), spec)
     every = QuantTensor.empty(spec, out.numel() // n, n, like=out)
 
     return Chained(gather(every.wire.view(-1), coded.wire.view(-1)), partial(_decode, coded, every, out))

@@ -81,19 +81,19 @@ class TiledLinear(nn.Module):
             )
         rows, biases, pairs = [], [], False
         for tiles in self._rows():
-            found = [tile(part) for tile, part in zip(tiles, parts, strict=True)]
-            pairs = isinstance(found[0], tuple)
+            products = [tile(part) for tile, part in zip(tiles, parts, strict=True)]
+            pairs = isinstance(products[0], tuple)
             if pairs:
-                biases.append(found[-1][1])
-                found = [product for product, _ in found]
-            rows.append(sum(found[1:], start=found[0]))
+                biases.append(products[-1][1])
+                products = [product for product, _ in products]
+            rows.append(sum(products[1:], start=products[0]))
         whole = torch.cat(rows, dim=-1) if self.join_output else rows
         if not pairs:
             return whole
-        held = all(bias is not None for bias in biases)
+        has_bias = all(bias is not None for bias in biases)
         if self.join_output:
-            return whole, torch.cat(biases, dim=-1) if held else None
-        return whole, biases if held else None
+            return whole, torch.cat(biases, dim=-1) if has_bias else None
+        return whole, biases if has_bias else None
 
     def _rows(self) -> Iterator[list[nn.Linear]]:
         for row in self.linears:
@@ -151,10 +151,10 @@ class LoRALinear(nn.Module):
             )
         self.in_features, self.out_features, self.rank = in_features, out_features, rank
         self.scale, self.group, self.quantized, self.group_size = alpha / rank, group, quantized, group_size
-        made: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.weight = nn.Parameter(torch.empty(out_features // ranks, in_features, **made), requires_grad=False)
+        factory: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.weight = nn.Parameter(torch.empty(out_features // ranks, in_features, **factory), requires_grad=False)
         self.draw_base()
-        self._initialized = made
+        self._initialized = factory
         self._place()
 
     @property
@@ -197,15 +197,15 @@ class LoRALinear(nn.Module):
         return dequantize(rows) if isinstance(rows, QuantTensor) else rows
 
     def _rows(self) -> Tensor | QuantTensor:
-        held = self.weight.detach()
+        rows = self.weight.detach()
         if self.group is not None and self.group.size > 1:
-            whole = held.new_empty(held.shape[0] * self.group.size, held.shape[1])
-            comm.all_gather_single(whole, held.contiguous(), self.group, unit="lora").wait()
-            held = whole
+            whole = rows.new_empty(rows.shape[0] * self.group.size, rows.shape[1])
+            comm.all_gather_single(whole, rows.contiguous(), self.group, unit="lora").wait()
+            rows = whole
         if "weight" in self._parameters:
-            return held
+            return rows
         shape = (self.out_features, self.in_features)
-        return QuantTensor(held, self._spec, self.in_features, shape, self._dtype)
+        return QuantTensor(rows, self._spec, self.in_features, shape, self._dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.started:
@@ -218,11 +218,11 @@ class LoRALinear(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         # A whole base gives this rank its rows; a cut one is its own already.
-        found = state_dict.get(f"{prefix}weight")
-        if isinstance(found, Tensor) and self.group is not None and found.shape[0] == self.out_features:
+        base = state_dict.get(f"{prefix}weight")
+        if isinstance(base, Tensor) and self.group is not None and base.shape[0] == self.out_features:
             rows = self.out_features // self.group.size
             first = self.group.rank * rows
-            state_dict = {**state_dict, f"{prefix}weight": found[first : first + rows]}
+            state_dict = {**state_dict, f"{prefix}weight": base[first : first + rows]}
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:

@@ -199,7 +199,7 @@ class ZenFlowUpdater(Updater):
         PlanError: another optimizer, or units of other families than the dense one ("zero-importance").
     """
 
-    def __init__(self, told: ZenFlowOptions, sharding: ShardedModel, inner: Optimizer) -> None:
+    def __init__(self, options: ZenFlowOptions, sharding: ShardedModel, inner: Optimizer) -> None:
         super().__init__(inner)
         if not isinstance(inner, OpsOptimizer) or not inner.elementwise:
             raise bad(
@@ -213,8 +213,8 @@ class ZenFlowUpdater(Updater):
         cut = [p.name for unit in trained for p in unit.spec.params if not sharding.logical[p.name].whole]
         if cut:
             raise bad(f"columns of {', '.join(cut[:3])}, which tensor parallelism has cut", "Leave one of the two out.")
-        self.options, self.sharding = told, sharding
-        self._calendar, self._step = Calendar(told), ZenFlowStep()
+        self.options, self.sharding = options, sharding
+        self._calendar, self._step = Calendar(options), ZenFlowStep()
         self._columns: dict[str, Tensor] = {}  # by parameter
         self._places: dict[int, tuple[Any, _Places]] = {}  # by id of a part's tensor
         self._votes: dict[str, Votes] = {}
@@ -232,7 +232,7 @@ class ZenFlowUpdater(Updater):
             return
         sums = self._sums(units)
         if calendar.chooses():
-            self._columns = {name: top_columns(found, self.options.ratio).cpu() for name, found in sums.items()}
+            self._columns = {name: top_columns(column_sums, self.options.ratio).cpu() for name, column_sums in sums.items()}
             self._places.clear()
         voted = auto and self._vote(sums)
         self._step = calendar.next(voted=voted)
@@ -249,47 +249,47 @@ class ZenFlowUpdater(Updater):
 
     def early(self, unit: Unit, grads: Mapping[Tensor, Tensor], factor: float) -> None:
         calendar, inner = replace(self._calendar), self.inner
-        told = calendar.next()
-        if told.whole or not isinstance(inner, OpsOptimizer):
+        plan = calendar.next()
+        if plan.whole or not isinstance(inner, OpsOptimizer):
             super().early(unit, grads, factor)
             return
-        group, kept = group_of(inner, unit), list[_Kept]()
+        group, preserved = group_of(inner, unit), list[_Kept]()
         means: dict[Tensor, Tensor] = {}
         with torch.no_grad():
             for part in unit.parts:
-                more, mean = self._part(unit, part, group, grads[part.tensor] * factor, _Now(told, calendar))
-                kept += more
+                more, mean = self._part(unit, part, group, grads[part.tensor] * factor, _Now(plan, calendar))
+                preserved += more
                 if mean is not None:
                     means[part.tensor] = mean
-            if told.end:
+            if plan.end:
                 inner.step_group(group, FusedOps(grads=means))
-            self._settle([unit], kept, told)
+            self._settle([unit], preserved, plan)
 
     def update(self, units: Mapping[Unit, set[int]], factor: float) -> None:
-        told, inner = self._step, self.inner
-        if told.whole or not isinstance(inner, OpsOptimizer):
+        plan, inner = self._step, self.inner
+        if plan.whole or not isinstance(inner, OpsOptimizer):
             super().update(units, factor)
             return
         groups = {id(p): group for group in inner.param_groups for p in group["params"]}
-        kept: list[tuple[Tensor, Tensor, Tensor]] = []
+        preserved: list[tuple[Tensor, Tensor, Tensor]] = []
         with torch.no_grad():
             for unit in units:
                 for part in unit.parts:
                     if part.tensor.grad is not None:
-                        grad, now = part.tensor.grad.mul_(factor), _Now(told, self._calendar)
+                        grad, now = part.tensor.grad.mul_(factor), _Now(plan, self._calendar)
                         more, part.tensor.grad = self._part(unit, part, groups[id(part.tensor)], grad, now)
-                        kept += more
+                        preserved += more
                     else:
-                        kept += self._unused(unit, part, groups[id(part.tensor)])
-            if told.end:
+                        preserved += self._unused(unit, part, groups[id(part.tensor)])
+            if plan.end:
                 inner.step()
-            self._settle(units, kept, told)
+            self._settle(units, preserved, plan)
 
-    def _settle(self, units: Iterable[Unit], kept: Sequence[_Kept], told: ZenFlowStep) -> None:
+    def _settle(self, units: Iterable[Unit], preserved: Sequence[_Kept], plan: ZenFlowStep) -> None:
         """Restore the values that the update of the unimportant elements must not change, and clear applied sums."""
-        for flat, places, values in kept:
+        for flat, places, values in preserved:
             flat[places] = values
-        for part in (part for unit in units for part in unit.parts if told.end):
+        for part in (part for unit in units for part in unit.parts if plan.end):
             if (waiting := self.inner.state[part.tensor].get(WAITING)) is not None:
                 waiting.zero_()
 
@@ -309,21 +309,21 @@ class ZenFlowUpdater(Updater):
         self._begin(moments, places, now.step)
         waiting += grad
         sign = -1.0 if group.get("maximize") else 1.0
-        kept = []
+        preserved = []
         for where, count in ((places.always, now.calendar.step), (places.chosen, now.calendar.fast)):
             if not where.numel():
                 continue
-            own, states = value[where], [moment[where] for moment in moments]
+            values, states = value[where], [moment[where] for moment in moments]
             spec = inner.spec(group, count)
-            told = UpdateSpec(spec.rule, spec.coefficients, sign, False, dither_of(count))
-            update(told, UpdateTensors([own], [grad[where]], tuple([s] for s in states)))
-            value[where] = own
+            update_spec = UpdateSpec(spec.rule, spec.coefficients, sign, False, dither_of(count))
+            update(update_spec, UpdateTensors([values], [grad[where]], tuple([s] for s in states)))
+            value[where] = values
             for moment, new in zip(moments, states, strict=True):
                 moment[where] = new
             waiting[where] = 0
             if now.step.end:
-                kept += [(value, where, own), *((m, where, s) for m, s in zip(moments, states, strict=True))]
-        return kept, (waiting / now.calendar.since).view_as(part.tensor) if now.step.end else None
+                preserved += [(value, where, values), *((m, where, s) for m, s in zip(moments, states, strict=True))]
+        return preserved, (waiting / now.calendar.since).view_as(part.tensor) if now.step.end else None
 
     def _unused(self, unit: Unit, part: OptimizerSlice, group: dict[str, Any]) -> list[_Kept]:
         """Handle a part that had no gradient in this step, as `_part`.
@@ -338,11 +338,11 @@ class ZenFlowUpdater(Updater):
         if not self._step.end or WAITING not in state or not state[WAITING].any():
             return []
         part.tensor.grad = (state[WAITING] / self._calendar.since).view_as(part.tensor)
-        found = (places.always, places.chosen)
-        return [(held, where, held[where]) for where in found for held in (value, *moments) if where.numel()]
+        selections = (places.always, places.chosen)
+        return [(tensor, where, tensor[where]) for where in selections for tensor in (value, *moments) if where.numel()]
 
-    def _begin(self, moments: Sequence[Tensor], places: _Places, told: ZenFlowStep) -> None:
-        for moment in moments if told.choose else ():
+    def _begin(self, moments: Sequence[Tensor], places: _Places, plan: ZenFlowStep) -> None:
+        for moment in moments if plan.choose else ():
             moment[places.chosen] = 0
 
     def finish(self) -> None:
@@ -356,29 +356,29 @@ class ZenFlowUpdater(Updater):
         """
         device = units[0].shard.device if units else torch.device("cpu")
         shapes = {p.name: p.shape for u in units for p in u.spec.params if len(p.shape) == 2}
-        found = {name: torch.zeros(shape[1], dtype=torch.float32, device=device) for name, shape in shapes.items()}
+        totals = {name: torch.zeros(shape[1], dtype=torch.float32, device=device) for name, shape in shapes.items()}
         for unit in units:
             for piece in (piece for piece in self.sharding.pieces(unit) if len(piece.shape) == 2):
                 grad = unit.gradients.view(piece.start, piece.stop)
                 if grad is not None and grad.numel():
                     sums = columns_of(grad.view(-1), piece.interval.start, piece.shape[1])
-                    found[piece.name] += sums.to(device, torch.float32)
-        if found:
-            together = torch.cat(list(found.values()))
+                    totals[piece.name] += sums.to(device, torch.float32)
+        if totals:
+            together = torch.cat(list(totals.values()))
             comm.all_reduce(together, group=self.sharding.group, unit="importance")
-            found = dict(zip(found, together.split([s.numel() for s in found.values()]), strict=True))
-        return found
+            totals = dict(zip(totals, together.split([s.numel() for s in totals.values()]), strict=True))
+        return totals
 
     def _vote(self, sums: Mapping[str, Tensor]) -> bool:
         steps, ratio, votes = self._calendar.since + 1, self.options.ratio, 0
-        for name, found in sums.items():
-            chosen = float(found[self._columns[name].to(found.device)].sum())
-            votes += self._votes.setdefault(name, Votes()).add(chosen, float(found.sum()), steps, ratio)
-        everyone, asked = self.sharding.everyone, len(sums)
+        for name, column_sums in sums.items():
+            chosen = float(column_sums[self._columns[name].to(column_sums.device)].sum())
+            votes += self._votes.setdefault(name, Votes()).add(chosen, float(column_sums.sum()), steps, ratio)
+        everyone, voters = self.sharding.everyone, len(sums)
         if everyone.ranks != self.sharding.group.ranks:  # other ranks have other matrices: stages of a pipeline
-            told = comm.all_gather_json([votes, asked], everyone, unit="importance")
-            votes, asked = (sum(column) for column in zip(*told, strict=True))
-        return votes >= int(self.options.auto_ratio * asked)
+            gathered = comm.all_gather_json([votes, voters], everyone, unit="importance")
+            votes, voters = (sum(column) for column in zip(*gathered, strict=True))
+        return votes >= int(self.options.auto_ratio * voters)
 
     def _places_of(self, unit: Unit, part: OptimizerSlice) -> _Places:
         known = self._places.get(id(part.tensor))
@@ -388,18 +388,18 @@ class ZenFlowUpdater(Updater):
         for piece in self.sharding.pieces(unit):
             if not part.start <= piece.start < part.stop:
                 continue
-            own = torch.arange(piece.interval.numel)
+            indices = torch.arange(piece.interval.numel)
             at = piece.start - part.start
             if len(piece.shape) != 2:
-                always.append(own + at)
+                always.append(indices + at)
                 continue
             inside = torch.zeros(piece.shape[1], dtype=torch.bool)
             inside[self._columns[piece.name]] = True
-            chosen.append(own[inside[(own + piece.interval.start) % piece.shape[1]]] + at)
+            chosen.append(indices[inside[(indices + piece.interval.start) % piece.shape[1]]] + at)
         device, none = part.tensor.device, torch.zeros(0, dtype=torch.int64)
-        found = _Places(torch.cat([none, *always]).to(device), torch.cat([none, *chosen]).to(device))
-        self._places[id(part.tensor)] = part.tensor, found
-        return found
+        places = _Places(torch.cat([none, *always]).to(device), torch.cat([none, *chosen]).to(device))
+        self._places[id(part.tensor)] = part.tensor, places
+        return places
 
     # ---- what is kept
 
@@ -409,14 +409,14 @@ class ZenFlowUpdater(Updater):
         The gradient sums are part of the optimizer state.
         """
         calendar, known = self._calendar, self.sharding.logical
-        columns: dict[str, list[int]] = {known[name].name: found.tolist() for name, found in self._columns.items()}
+        columns: dict[str, list[int]] = {known[name].name: entries.tolist() for name, entries in self._columns.items()}
         votes = {known[name].name: [v.mean, v.others] for name, v in self._votes.items()}
         if self.sharding.everyone.ranks != self.sharding.group.ranks:
-            for other, theirs in comm.all_gather_json([columns, votes], self.sharding.everyone, unit="state_dict"):
-                columns, votes = columns | other, votes | theirs
+            for other, other_votes in comm.all_gather_json([columns, votes], self.sharding.everyone, unit="state_dict"):
+                columns, votes = columns | other, votes | other_votes
         counted = {"step": calendar.step, "since": calendar.since, "fast": calendar.fast}
-        found = {**counted, "columns": dict(sorted(columns.items())), "votes": dict(sorted(votes.items()))}
-        return {"importance": found}
+        entries = {**counted, "columns": dict(sorted(columns.items())), "votes": dict(sorted(votes.items()))}
+        return {"importance": entries}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`, also of another stage or number of ranks."""

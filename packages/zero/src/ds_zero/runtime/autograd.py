@@ -65,12 +65,12 @@ class ForwardCall:
         if self._watch is not None:
             self._watch.__exit__()
             self._watch = None
-        seen = False
+        has_tensors = False
         for tensor in tensors_in(output):
-            seen = True
+            has_tensors = True
             if tensor.grad_fn is not None:
                 tensor.register_hook(self.entered)
-        if not seen:
+        if not has_tensors:
             self.watcher.unseen(self.numbers, output)
 
     def entered(self, grad: Tensor) -> None:

@@ -69,10 +69,10 @@ class GatherOrder:
         """Whether `unit` is still to be issued in this phase, or was issued early and not needed yet."""
         return self._last.get(unit, -1) >= self._cursor or self.is_waiting(unit)
 
-    def adopt(self, seen: Sequence[int]) -> None:
+    def adopt(self, sequence: Sequence[int]) -> None:
         """Follow `seen` from the next phase on; units it leaves out keep their place at the end. Same on every rank."""
-        left = [unit for unit in self._all if unit not in set(seen)]
-        self._set(tuple(seen) + tuple(left))
+        left = [unit for unit in self._all if unit not in set(sequence)]
+        self._set(tuple(sequence) + tuple(left))
 
     def drop(self, units: Collection[int]) -> None:
         """Leave `units` out from the next phase on. Same on every rank."""
@@ -143,9 +143,9 @@ class ReduceOrder:
         self._cursor = len(self.sequence)
         return left
 
-    def adopt(self, seen: Sequence[int]) -> None:
+    def adopt(self, sequence: Sequence[int]) -> None:
         """Follow `seen` from the next backward on; units it leaves out come after. Same on every rank."""
-        first = tuple(dict.fromkeys(seen))
+        first = tuple(dict.fromkeys(sequence))
         self.sequence = first + tuple(unit for unit in self.sequence if unit not in set(first))
 
     def was_issued(self, unit: int) -> bool:

@@ -162,10 +162,10 @@ class Gathering(AccessHandler):
         self, owner: nn.Module, name: str, numbers: tuple[int, ...]
     ) -> tuple[Callable[..., None], Callable[..., None]]:
         calls: list[ForwardCall | None] = []
-        mine = weakref.ref(owner)  # a copy of the module has these hooks, too
+        owner_ref = weakref.ref(owner)  # a copy of the module has these hooks, too
 
         def pre(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if module is not mine():
+            if module is not owner_ref():
                 return
             if graph_task_id() != -1:  # recomputation
                 self._in_backward.enter()
@@ -180,7 +180,7 @@ class Gathering(AccessHandler):
             calls.append(ForwardCall(self, numbers).begin((args, kwargs)) if watched else None)
 
         def post(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if module is not mine():
+            if module is not owner_ref():
                 return
             call = calls.pop()
             if call is not None:
@@ -280,8 +280,8 @@ class Gathering(AccessHandler):
             self.put_back(number)
         self._strays.clear()
         if self._persistent and order is self._forwards[""]:  # every rank has them now, and until the update
-            for held in (*self._forwards.values(), self._backward):
-                held.skip = self._persistent
+            for phase in (*self._forwards.values(), self._backward):
+                phase.skip = self._persistent
 
     def _finish(self, order: GatherOrder) -> None:
         waiting = order.waiting
@@ -383,7 +383,7 @@ class Gathering(AccessHandler):
     # ---- between steps
 
     @property
-    def seen(self) -> dict[str, list[int]]:
+    def observed_orders(self) -> dict[str, list[int]]:
         """The orders of the last phases, and under `shared` what left its module; for the ranks to compare."""
         orders = {f"forward {name}": order.recorded for name, order in self._forwards.items()}
         return {"backward": self._backward.recorded, **orders}
@@ -393,11 +393,11 @@ class Gathering(AccessHandler):
         """Units that were used outside their modules."""
         return sorted(self._shared)
 
-    def adopt(self, seen: dict[str, list[int]]) -> None:
+    def adopt(self, orders: dict[str, list[int]]) -> None:
         """Follow the orders in `seen` from now on. The same on every rank."""
         for name, order in self._forwards.items():
-            order.adopt(seen[f"forward {name}"])
-        self._backward.adopt(seen["backward"])
+            order.adopt(orders[f"forward {name}"])
+        self._backward.adopt(orders["backward"])
 
     def share(self, numbers: set[int]) -> None:
         """Mark units used outside their modules on some rank, which no backward may expect. The same on every rank."""

@@ -89,7 +89,7 @@ class GradReducer:
         self._arena = arena
         return arena.dtype
 
-    def own(self) -> Sequence[Tensor | None]:
+    def in_place_sums(self) -> Sequence[Tensor | None]:
         """Return for each range the memory where its sum may replace its terms; None: separate memory."""
         # A sum that is also one of its terms would need memory for the term that comes.
         alone = self.layout.world == 1 and self._arena is not None
@@ -104,17 +104,17 @@ class GradReducer:
             return
         for segment, (start, stop) in zip(layout.segments, layout.spans, strict=True):
             if arena is not None:
-                mine = out[segment.at : segment.at + segment.chunk]
-                self._works.append(self._scatter(mine, arena[start:stop], seat, segment.at))
+                shard = out[segment.at : segment.at + segment.chunk]
+                self._works.append(self._scatter(shard, arena[start:stop], seat, segment.at))
         if layout.world == 1:
             self._works += self._sum_whole(out, seat.replicate_group)
 
-    def _scatter(self, mine: Tensor, inp: Tensor, seat: GroupSet, at: int) -> Work:
+    def _scatter(self, out: Tensor, inp: Tensor, seat: GroupSet, at: int) -> Work:
         if self._codes is None:
-            return comm.reduce_scatter_single(mine, inp, group=seat.shard_group, async_op=True, unit=self.name)
+            return comm.reduce_scatter_single(out, inp, group=seat.shard_group, async_op=True, unit=self.name)
         # Errors are kept by this name.
         unit = self.name if len(self.layout.segments) == 1 else f"{self.name}.{at}"
-        return self._codes.reduce_scatter_single(mine, inp, group=seat.shard_group, async_op=True, unit=unit)
+        return self._codes.reduce_scatter_single(out, inp, group=seat.shard_group, async_op=True, unit=unit)
 
     def _sum_whole(self, flat: Tensor, group: Group) -> list[Work]:
         """Start to sum a whole unit in place."""
@@ -197,11 +197,11 @@ class Gradients:
         params = self._params
         grads = {i: grad for i, param in enumerate(params) if (grad := param.grad) is not None}
         with torch.no_grad():
-            found = {i: grad if grad.layout is torch.strided else grad.to_dense() for i, grad in grads.items()}
-            if now and not self.open and self.way.take(found, self._dtypes.reduce, self.finish):
+            strided = {i: grad if grad.layout is torch.strided else grad.to_dense() for i, grad in grads.items()}
+            if now and not self.open and self.way.take(strided, self._dtypes.reduce, self.finish):
                 self.open = True
             else:
-                self._collect(found, now=now)
+                self._collect(strided, now=now)
         for i in grads:
             params[i].grad = None
 
@@ -232,7 +232,7 @@ class Gradients:
             arena = self._recast(arena, dtypes.reduce)
         dtype, flat = self.way.begin(arena, self.finish), None
         if self.sums is None and dtype == self._dtypes.accumulate:
-            outs = [self._take_spare(i) if own is None else own for i, own in enumerate(self.way.own())]
+            outs = [self._take_spare(i) if in_place is None else in_place for i, in_place in enumerate(self.way.in_place_sums())]
         else:
             flat = self.groups.pool.take(self._layout.shard_numel, dtype, self._device)
             outs = [flat[start:stop] for start, stop in self.ranges]
@@ -270,10 +270,10 @@ class Gradients:
         if self.sums is None:
             self.sums = [self._take_spare(i).copy_(out) for i, out in enumerate(outs)]
             return
-        for held, more in zip(self.sums, outs, strict=True):
-            held.add_(more)
+        for total, more in zip(self.sums, outs, strict=True):
+            total.add_(more)
 
-    def own(self, member: int) -> Tensor | None:
+    def local_grad(self, member: int) -> Tensor | None:
         """Return the collected gradient of a member that is not reduced yet; None if reduced or partly summed already.
         """
         if not self.open or self.sums is not None:
@@ -293,7 +293,7 @@ class Gradients:
     @property
     def version(self) -> int:
         """Another one after every write to `sums`."""
-        return sum(held._version for held in self.sums or ())
+        return sum(total._version for total in self.sums or ())
 
     @property
     def square(self) -> float | None:

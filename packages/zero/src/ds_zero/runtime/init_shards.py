@@ -161,12 +161,12 @@ class Scatter(AccessHandler):
         padded = -(-param.numel() // self.group.size) * self.group.size
         full = torch.empty(padded, dtype=param.dtype, device=param.device)
         with without_torch_function():
-            made = Parameter(full[: param.numel()].view(param.shape), param.requires_grad)
-        made.__dict__[_RECORD] = _Record(full, chunk, f"a copy of {name}", next(_numbers), pieces=pieces)
-        keep(made, self)
+            duplicate = Parameter(full[: param.numel()].view(param.shape), param.requires_grad)
+        duplicate.__dict__[_RECORD] = _Record(full, chunk, f"a copy of {name}", next(_numbers), pieces=pieces)
+        keep(duplicate, self)
         full.untyped_storage().resize_(0)
-        release(made)
-        return made
+        release(duplicate)
+        return duplicate
 
     def gather(self, param: Parameter) -> None:
         """Make `param` whole on every rank. Collective."""

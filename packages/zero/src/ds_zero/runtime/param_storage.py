@@ -149,11 +149,11 @@ class PrivateStorage:
         """What keeps the tensor that gathers send, where that is none of full's memory."""
         return self._unit.state_store
 
-    def _send(self, route: HierarchicalGather | None, channel: comm.Group | None, out: Tensor, mine: Tensor) -> comm.Work:
+    def _send(self, route: HierarchicalGather | None, channel: comm.Group | None, out: Tensor, shard: Tensor) -> comm.Work:
         name, gathers = self._unit.plan.name, self._unit.groups.gather_group
         if route is not None:
-            return route.gather(out, mine, name)
-        return comm.all_gather_single(out, mine, channel or gathers, async_op=True, unit=name)
+            return route.gather(out, shard, name)
+        return comm.all_gather_single(out, shard, channel or gathers, async_op=True, unit=name)
 
     def _sources(self) -> list[Tensor]:
         """Return the tensors that an all-gather sends, one per segment.
@@ -198,8 +198,8 @@ class PrivateStorage:
 
     def _publish_to(self, places: Sequence[Tensor]) -> None:
         with torch.no_grad():
-            for there, mine in zip(places, parts_of(self._unit.shard, self._layout), strict=True):
-                for out, part in zip(there.split(_AT_A_TIME_THERE), mine.split(_AT_A_TIME_THERE), strict=True):
+            for there, shard in zip(places, parts_of(self._unit.shard, self._layout), strict=True):
+                for out, part in zip(there.split(_AT_A_TIME_THERE), shard.split(_AT_A_TIME_THERE), strict=True):
                     out.copy_(part if out.device.type == "cpu" else part.to(out.device))  # the format changes there
 
     def take_back(self) -> None:
@@ -211,11 +211,11 @@ class PrivateStorage:
         for info, param, view in zip(self._unit.plan.spec.params, self._unit.params, self.views, strict=True):
             if param.data_ptr() == view.data_ptr():
                 continue
-            found, own = (param.shape, param.dtype, param.device), (view.shape, view.dtype, view.device)
-            if found != own:
+            current, expected = (param.shape, param.dtype, param.device), (view.shape, view.dtype, view.device)
+            if current != expected:
                 raise PlanError(
-                    f"{info.name} was sharded as {own[1]} {tuple(own[0])} on {own[2]}; its `data` was replaced by {found[1]} "
-                    f"{tuple(found[0])} on {found[2]}",
+                    f"{info.name} was sharded as {expected[1]} {tuple(expected[0])} on {expected[2]}; its `data` was replaced by {current[1]} "
+                    f"{tuple(current[0])} on {current[2]}",
                     code="zero-replaced",
                     fix="Convert or move the model before `shard`, or write values in place.",
                 )
@@ -244,10 +244,10 @@ class PrivateStorage:
         for there, here in zip(self.chunks(), parts_of(self._unit.shard, self._layout), strict=True):
             at_a_time = _AT_A_TIME if there.device.type == "cpu" else _AT_A_TIME_THERE
             for full, shard in zip(there.split(at_a_time), here.split(at_a_time), strict=True):
-                told = shard.to(full.dtype)
-                if full.device.type != "cpu" or not torch.equal(full, told):  # a device is not asked: that would wait
+                rounded = shard.to(full.dtype)
+                if full.device.type != "cpu" or not torch.equal(full, rounded):  # a device is not asked: that would wait
                     wide = torch.promote_types(full.dtype, shard.dtype) is shard.dtype
-                    torch.where(full != told, full if wide else full.to(shard.dtype), shard, out=shard)
+                    torch.where(full != rounded, full if wide else full.to(shard.dtype), shard, out=shard)
 
     def adopt_overlay(self) -> None:
         """Publish this rank's private edits to its peers. Does nothing where the full buffer is not shared."""
@@ -255,7 +255,7 @@ class PrivateStorage:
     # ---- memory
 
     @property
-    def kept(self) -> list[Tensor]:
+    def resident_tensors(self) -> list[Tensor]:
         """What on the device has to have its bytes between uses."""
         return [self.full]
 
@@ -380,16 +380,16 @@ class ReleasedStorage(PrivateStorage):
             self.param_tier.store()
 
     @property
-    def kept(self) -> list[Tensor]:
+    def resident_tensors(self) -> list[Tensor]:
         if self.sent is not None:
             return [] if self.param_tier.apart else [self.sent]
         return [] if self._unit.state_store.apart else [self._unit.shard]
 
     @property
     def nbytes(self) -> int:
-        held = 0 if self._near is None else self._near.nbytes
-        held += 0 if self.sent is None or self.param_tier.apart else self.sent.untyped_storage().nbytes()
-        return held + super().nbytes
+        total = 0 if self._near is None else self._near.nbytes
+        total += 0 if self.sent is None or self.param_tier.apart else self.sent.untyped_storage().nbytes()
+        return total + super().nbytes
 
     def drop_idle(self) -> int:
         return 0 if self._near is None else self._near.drop()
@@ -445,11 +445,11 @@ class SharedStorage(PrivateStorage):
             self._unit.state_store.fetch()
         shards = parts_of(self._unit.shard, self._layout)
         with torch.no_grad():
-            for shard, home, mine in zip(shards, self.chunks(), self.chunks(self.full), strict=True):
+            for shard, home, edited in zip(shards, self.chunks(), self.chunks(self.full), strict=True):
                 if apart:
-                    changed = home != mine
-                    shard[changed] = mine[changed].to(shard.dtype)
-                home.copy_(mine)
+                    changed = home != edited
+                    shard[changed] = edited[changed].to(shard.dtype)
+                home.copy_(edited)
         self._host.forget(self._unit.number)
 
 

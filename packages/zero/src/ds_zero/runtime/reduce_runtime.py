@@ -213,19 +213,19 @@ class GradientReductions:
         """Accept a parameter's gradient from a graph: as `arrived`, and see the note "handed over"."""
         param = self.units[number].params[member]
         with without_torch_function():
-            held = param.grad = grad if param.grad is None else param.grad + grad
-        self._handed[number, member] = weakref.ref(held), held._version
-        del held
+            stored = param.grad = grad if param.grad is None else param.grad + grad
+        self._handed[number, member] = weakref.ref(stored), stored._version
+        del stored
         self.arrived(number, member)
 
     def _is_empty(self, number: int, member: int, param: Tensor) -> bool:
         """Whether autograd calls the hook of a parameter whose gradient a graph has handed over, and adds nothing to it."""
-        found = self._handed.pop((number, member), None)
-        if found is None:
+        record = self._handed.pop((number, member), None)
+        if record is None:
             return False
         with without_torch_function():
             now = param.grad
-        return now is None or (now is found[0]() and now._version == found[1])
+        return now is None or (now is record[0]() and now._version == record[1])
 
     def arrived(self, number: int, member: int) -> None:
         """Record that a parameter's gradient was accumulated; reduce the unit when complete."""
@@ -304,11 +304,11 @@ class GradientReductions:
         self._inflight.extend(numbers)
 
     def _limit_inflight(self) -> None:
-        held = sum(self.units[n].gradients.full_bytes for n in self._inflight)
+        nbytes = sum(self.units[n].gradients.full_bytes for n in self._inflight)
         helps = self._gathering.released and self._backward.task is not None
-        while self._inflight and held > self.inflight_bytes:
+        while self._inflight and nbytes > self.inflight_bytes:
             oldest = self.units[self._inflight.popleft()].gradients
-            held -= oldest.full_bytes
+            nbytes -= oldest.full_bytes
             with self._helper.waiting() if helps else nullcontext():
                 oldest.finish()
 
@@ -336,8 +336,8 @@ class GradientReductions:
         if any(p.grad is not None for n in self.trained for p in self.units[n].params):
             self._deferred = True
             for number in self.trained:
-                found = {i for i, p in enumerate(self.units[number].params) if p.grad is not None}
-                self.unused[number] -= found
+                present = {i for i, p in enumerate(self.units[number].params) if p.grad is not None}
+                self.unused[number] -= present
         for number in reversed(self.trained if self._deferred else self._apart):
             self._gather_leftovers(number)
             self._reduce(number)
@@ -377,10 +377,10 @@ class GradientReductions:
         return self.unused[number] & self._arrivals.missing[number]
 
     @property
-    def seen(self) -> list[int]:
+    def observed_order(self) -> list[int]:
         """The order in which units were ready in the last backward."""
         return self._order.recorded
 
-    def adopt(self, seen: Sequence[int]) -> None:
+    def adopt(self, sequence: Sequence[int]) -> None:
         """Follow `seen` from now on. The same on every rank."""
-        self._order.adopt(seen)
+        self._order.adopt(sequence)

@@ -79,7 +79,7 @@ class _Direct(GradReducer, ABC):
         self._post()
         return self._dtype
 
-    def own(self) -> Sequence[Tensor | None]:
+    def in_place_sums(self) -> Sequence[Tensor | None]:
         if not self._in_place:
             return [None]
         return [self._mine(run) if run.member in self._free else None for run in self._runs]
@@ -109,11 +109,11 @@ class _Direct(GradReducer, ABC):
         """Return this rank's gradient elements of a run that are not copied; None if they were copied."""
         if self._flat is not None:
             return self._flat[run.at : run.at + run.numel]
-        mine = self._views.get(run.at)
-        if mine is None and run.member in self._grads:
+        view = self._views.get(run.at)
+        if view is None and run.member in self._grads:
             grad = self._grads[run.member]
-            mine = self._views[run.at] = grad.as_strided((run.numel,), (1,), grad.storage_offset() + run.first)
-        return mine
+            view = self._views[run.at] = grad.as_strided((run.numel,), (1,), grad.storage_offset() + run.first)
+        return view
 
     @abstractmethod
     def _publish(self, grads: Mapping[int, Tensor], finish: Callable[[], None]) -> None:
@@ -146,7 +146,7 @@ class ShmReduceScatter(_Direct):
         self._starts = [[run.at + (turns - rank) * chunk for turns in ahead] for run in sums.runs]
         self._blanks = [place for gap in layout.gaps for place in self._rotated(gap.start, gap.stop)]
         self._whole = [self._rotated(slot.offset, slot.offset + slot.numel) for slot in layout.slots]
-        self._part: dict[int, list[_Place]] = {member: [] for member in sums.kept}
+        self._part: dict[int, list[_Place]] = {member: [] for member in sums.members}
         for part in sums.published:
             self._part[part.member] += self._rotated(part.at, part.at + part.stop - part.start, part.start)
         self._slot: ReductionBuffers | None = None
@@ -176,33 +176,33 @@ class ShmReduceScatter(_Direct):
 
     def _publish(self, grads: Mapping[int, Tensor], finish: Callable[[], None]) -> None:
         self._slot = self.host.open_slot(self.layout.numel, self._dtype, finish)
-        mine, part = self._slot.local, self._part
+        slot_memory, part = self._slot.local, self._part
         blanks, moves, odd = list(self._blanks), [], []
         for member, whole in enumerate(self._whole):
             grad = grads.get(member)
             if grad is None:
                 blanks += whole
             elif grad.dtype is not self._dtype or not grad.is_contiguous():
-                odd += [(mine[at : at + n], grad.reshape(-1)[start : start + n]) for start, at, n in whole]
+                odd += [(slot_memory[at : at + n], grad.reshape(-1)[start : start + n]) for start, at, n in whole]
             elif member in part:
                 self._hold(member, grad)
                 moves += [(at, grad, start, n) for start, at, n in part[member]]
             else:
                 moves += [(at, grad, start, n) for start, at, n in whole]
         for _, at, n in blanks:
-            mine[at : at + n].zero_()
+            slot_memory[at : at + n].zero_()
         if odd:
             foreach_copy([there for there, _ in odd], [grad for _, grad in odd])
         if moves:
-            copy_ranges(mine, moves)
+            copy_ranges(slot_memory, moves)
 
     def _publish_flat(self, flat: Tensor, finish: Callable[[], None]) -> None:
         self._slot = self.host.open_slot(self.layout.numel, flat.dtype, finish)
         places = []
         for segment, (_, end) in zip(self.layout.segments, self.layout.spans, strict=True):
-            own = segment.start + self.rank * segment.chunk
-            places += self._rotated(segment.start, own, segment.start)
-            places += self._rotated(own + segment.chunk, end, own + segment.chunk)
+            chunk_start = segment.start + self.rank * segment.chunk
+            places += self._rotated(segment.start, chunk_start, segment.start)
+            places += self._rotated(chunk_start + segment.chunk, end, chunk_start + segment.chunk)
         copy_ranges(self._slot.local, [(at, flat, start, n) for start, at, n in places])
 
     def _post(self) -> None:
@@ -211,7 +211,7 @@ class ShmReduceScatter(_Direct):
     def _pull(self, outs: Sequence[Tensor]) -> float:
         slot, instead = self.slot, [self._mine(run) for run in self._runs]
         self.host.wait(slot, self.name)
-        squares = sum_ranges(outs, slot.all, self._starts, own=self.rank, instead=instead)
+        squares = sum_ranges(outs, slot.all, self._starts, own_row=self.rank, instead=instead)
         self.host.pulled(slot)
         return squares
 
@@ -229,7 +229,7 @@ class P2PReduceScatter(_Direct):
         self._parcels = [pack(layout, other, LEAST_SENT) for other in range(layout.world)]
         super().__init__(plan, seat, self._parcels[rank].plan.runs)
         self._group, self._pool = seat.shard_group, seat.pool
-        self._chosen = frozenset(member for parcel in self._parcels for member in parcel.plan.kept)
+        self._chosen = frozenset(member for parcel in self._parcels for member in parcel.plan.members)
         # Where the packs of the ranks begin in a buffer for all of them, and where it ends.
         self._packs = [0, *accumulate(layout.shard_numel - parcel.packed for parcel in self._parcels)]
         self._copies = plan_copies(layout, self._parcels, self._packs[:-1])
@@ -259,11 +259,11 @@ class P2PReduceScatter(_Direct):
             if grad is not None and grad.dtype == self._dtype and grad.is_contiguous():
                 self._hold(member, grad)
                 continue
-            self._grads[member] = made = self._take(self.layout.slots[member].numel)
+            self._grads[member] = buffer = self._take(self.layout.slots[member].numel)
             if grad is None:
-                made.zero_()
+                buffer.zero_()
             else:
-                to.append(made)
+                to.append(buffer)
                 of.append(grad.reshape(-1))
         if to:
             foreach_copy(to, of)
@@ -302,18 +302,18 @@ class P2PReduceScatter(_Direct):
 
     def _leaving(self, rank: int) -> list[Tensor]:
         parcel = self._parcels[rank]
-        found = [mine for i in parcel.large if (mine := self._mine(parcel.plan.runs[i])) is not None]
-        return found + ([self._pack[self._packs[rank] : self._packs[rank + 1]]] if parcel.small else [])
+        messages = [view for i in parcel.large if (view := self._mine(parcel.plan.runs[i])) is not None]
+        return messages + ([self._pack[self._packs[rank] : self._packs[rank + 1]]] if parcel.small else [])
 
     def _pull(self, outs: Sequence[Tensor]) -> float:
         if self._work is not None:
             self._work.wait()
-        mine, squares = self._parcels[self.rank], 0.0
+        bucket, squares = self._parcels[self.rank], 0.0
         received = [] if self._received is None else list(self._received.view(self.layout.world - 1, -1))
-        for at, run, out in zip(mine.places, self._runs, outs, strict=True):
-            own, copied = self._mine(run), self._packs[self.rank] + at - mine.packed
+        for at, run, out in zip(bucket.places, self._runs, outs, strict=True):
+            direct, copied = self._mine(run), self._packs[self.rank] + at - bucket.packed
             terms = [row[at : at + run.numel] for row in received]
-            terms.insert(self.rank, self._pack[copied : copied + run.numel] if own is None else own)
+            terms.insert(self.rank, self._pack[copied : copied + run.numel] if direct is None else direct)
             if run.numel:
                 squares += sum_sources(out, terms)
         return squares
@@ -359,7 +359,7 @@ def make_reducer(plan: UnitPlan, seat: GroupSet) -> GradReducer:
         return ShmReduceScatter(plan, seat, seat.host)
     if plan.reduction is ReduceStrategy.EXCHANGE:
         return P2PReduceScatter(plan, seat)
-    found = [slot for slot in plan.layout.slots if slot.name in seat.tables and slot.numel]
-    if found:
-        return EmbeddingRowReducer(plan, seat, [EmbeddingTable(slot.offset, slot.shape[0], prod(slot.shape[1:])) for slot in found])
+    table_slots = [slot for slot in plan.layout.slots if slot.name in seat.tables and slot.numel]
+    if table_slots:
+        return EmbeddingRowReducer(plan, seat, [EmbeddingTable(slot.offset, slot.shape[0], prod(slot.shape[1:])) for slot in table_slots])
     return GradReducer(plan, seat)

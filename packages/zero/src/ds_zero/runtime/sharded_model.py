@@ -116,12 +116,12 @@ class Runtime(Backward):
             return
         self._settled = True
         # What is at a place among the units of its family is the same on all of the family's ranks; numbers need not be.
-        seen = {"reduces": self.reducing.seen, **self.gathering.seen}
-        mine = {"seen": seen, "keys": self._keys, "shared": [self._keys[n] for n in self.gathering.shared]}
-        everyone: list[dict[str, Any]] = all_gather_json(mine, group, unit="settle")
+        orders = {"reduces": self.reducing.observed_order, **self.gathering.observed_orders}
+        summary = {"seen": orders, "keys": self._keys, "shared": [self._keys[n] for n in self.gathering.shared]}
+        everyone: list[dict[str, Any]] = all_gather_json(summary, group, unit="settle")
         if all((one["seen"], one["keys"]) == (everyone[0]["seen"], everyone[0]["keys"]) for one in everyone):
-            self.reducing.adopt(seen["reduces"])
-            self.gathering.adopt(seen)
+            self.reducing.adopt(orders["reduces"])
+            self.gathering.adopt(orders)
         shared = {(family, place) for one in everyone for family, place in one["shared"]}
         self.gathering.share({number for number, key in enumerate(self._keys) if key in shared})
 
@@ -156,12 +156,12 @@ def _check_host(plan: ZeroPlan, everyone: Group) -> None:
     """
     if not plan.host:
         return
-    told: list[str] = [""] * everyone.size
+    refusals: list[str] = [""] * everyone.size
     refusal = room_refusal(plan.host, int(os.environ.get("LOCAL_WORLD_SIZE") or 1), what=str(plan))
-    comm.all_gather_object(told, refusal, everyone, unit="plan")
-    if any(told):
+    comm.all_gather_object(refusals, refusal, everyone, unit="plan")
+    if any(refusals):
         raise PlanError(
-            next(filter(None, told)),
+            next(filter(None, refusals)),
             code="offload-host-memory",
             fix="Offload to files (device: nvme), offload a smaller ratio, or use more hosts.",
         )
@@ -296,14 +296,14 @@ class ShardedModel:
 
     def gather_kept(self) -> None:
         """Bring back the full buffers that keep their storage: (N-1)/N of their bytes, all in flight together."""
-        kept = [u for u in self.units if not u.releases]
+        persistent = [u for u in self.units if not u.releases]
         for host in self.seating.hosts:
             host.barrier("update")
-        for unit in kept:
+        for unit in persistent:
             unit.start_renew()
             if not self.options.overlap:
                 unit.finish_unshard()
-        for unit in kept:
+        for unit in persistent:
             unit.finish_unshard()
 
     def adopt_edits(self) -> None:
@@ -372,14 +372,14 @@ class ShardedModel:
 
         Offloaded shards are fetched, and stay until the next update or `refresh`.
         """
-        found = []
+        shards = []
         for unit in self.units:
             unit.state_store.fetch()
             dtype = dtype_name(unit.shard.dtype)
             for piece in self.pieces(unit):
                 shard = self.logical[piece.name].shard("param", dtype, piece.interval)
-                found.append(LocalShard(shard, unit.shard[piece.start : piece.stop]))
-        return found
+                shards.append(LocalShard(shard, unit.shard[piece.start : piece.stop]))
+        return shards
 
     @staticmethod
     def pieces(unit: Unit) -> list[ParamPiece]:

@@ -152,8 +152,8 @@ class ShardedParameter(Parameter):
         if _faces(func) or (looks and type(args[0]) is not ShardedParameter):  # x.to(param) wants its dtype and device
             with without_torch_function():
                 return func(*args, **kwargs)
-        if looks and (seen := _keeper(args[0]).shown(args[0], name)) is not None:
-            return func(seen, *args[1:], **kwargs) if isinstance(seen, Placeholder) else seen
+        if looks and (stand_in := _keeper(args[0]).shown(args[0], name)) is not None:
+            return func(stand_in, *args[1:], **kwargs) if isinstance(stand_in, Placeholder) else stand_in
         if func is torch._has_compatible_shallow_copy_type:
             return True
         shown = args[-1] if name == "data" else None
@@ -181,14 +181,14 @@ class ShardedParameter(Parameter):
         if id(self) in memo:
             known: Parameter = memo[id(self)]
             return known
-        made = _keeper(self).copied(self)
-        if made is None:
-            made = cast(Parameter, self.clone())
+        duplicate = _keeper(self).copied(self)
+        if duplicate is None:
+            duplicate = cast(Parameter, self.clone())
         else:
             for key, value in _attributes_of(self).items():
-                setattr(made, key, deepcopy(value, memo))
-        memo[id(self)] = made
-        return made
+                setattr(duplicate, key, deepcopy(value, memo))
+        memo[id(self)] = duplicate
+        return duplicate
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
@@ -209,12 +209,12 @@ class Placeholder(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if not _faces(func) and not _reads(func):
-            found = [t for t in tensors_in((args, kwargs)) if isinstance(t, Placeholder)]
-            raise _refusal(_called(func), *(found[0].of if found else ("", ())))
+            placeholders = [t for t in tensors_in((args, kwargs)) if isinstance(t, Placeholder)]
+            raise _refusal(_called(func), *(placeholders[0].of if placeholders else ("", ())))
         with without_torch_function():
-            made = func(*args, **kwargs)
-            of_it = _reads(func) and isinstance(made, Tensor) and isinstance(args[0], Placeholder)
-            return _dressed(made, args[0]) if of_it and made is not args[0] else made
+            result = func(*args, **kwargs)
+            of_it = _reads(func) and isinstance(result, Tensor) and isinstance(args[0], Placeholder)
+            return _dressed(result, args[0]) if of_it and result is not args[0] else result
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Placeholder(name={self.of[0]!r}, shape={self.of[1]}, dtype={self.dtype})"
@@ -234,16 +234,16 @@ class Placeholder(Tensor):
 def placeholder_of(param: Tensor, name: str) -> Placeholder:
     """Build a placeholder for the values of `param`. O(1)."""
     with without_torch_function():
-        made = torch.empty(0, dtype=param.dtype, device=param.device).as_subclass(Placeholder)
-        made.of = (name, tuple(param.shape))
-    made.__dict__.update(_attributes_of(param))
-    return made
+        placeholder = torch.empty(0, dtype=param.dtype, device=param.device).as_subclass(Placeholder)
+        placeholder.of = (name, tuple(param.shape))
+    placeholder.__dict__.update(_attributes_of(param))
+    return placeholder
 
 
-def _dressed(made: Tensor, like: Placeholder) -> Placeholder:
-    found = made.as_subclass(Placeholder)
-    found.__dict__.update(_attributes_of(like))
-    return found
+def _dressed(tensor: Tensor, like: Placeholder) -> Placeholder:
+    placeholder = tensor.as_subclass(Placeholder)
+    placeholder.__dict__.update(_attributes_of(like))
+    return placeholder
 
 
 def _attributes_of(param: Tensor) -> dict[str, Any]:

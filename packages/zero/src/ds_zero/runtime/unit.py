@@ -126,11 +126,11 @@ class Unit:
                 # Values of meta parameters come later: `load_pretrained`.
                 flat = None if value.is_meta else value.reshape(-1)
                 for piece in pieces if not self.plan.aliased else ():
-                    mine = self.shard[piece.start : piece.stop]
+                    shard = self.shard[piece.start : piece.stop]
                     if flat is None:
-                        mine.zero_()
+                        shard.zero_()
                     else:
-                        mine.copy_(flat[piece.interval.start : piece.interval.stop])
+                        shard.copy_(flat[piece.interval.start : piece.interval.stop])
                 self.storage.fill(slot, pieces, flat)
             if param.is_meta:
                 empty = torch.empty(0, dtype=self.dtypes.param, device=self.device)
@@ -241,10 +241,10 @@ class Unit:
         return {s.name: i for i, s in enumerate(self.layout.slots)}
 
     def _parameter(self, view: Tensor) -> Parameter:
-        made = Parameter(view)
+        parameter = Parameter(view)
         if self.dtypes.state is not None:
-            made.state_dtype = self.dtypes.state  # type: ignore[attr-defined]  # OpsOptimizer.state_dtype_of
-        return made
+            parameter.state_dtype = self.dtypes.state  # type: ignore[attr-defined]  # OpsOptimizer.state_dtype_of
+        return parameter
 
     def split(self) -> list[OptimizerSlice]:
         """Split the shard into a part per parameter, in the shape of this rank's elements: whole, rows, or flat."""

@@ -59,7 +59,7 @@ class Secondary:
         if self._piece is None:
             raise RuntimeError(f"unit {self._unit} has no secondary copy to gather from")
         pieces = self._pieces(self._piece)
-        return [self._route.gather_inside(full[start:stop], mine, self._unit) for start, stop, mine in pieces]
+        return [self._route.gather_inside(full[start:stop], piece, self._unit) for start, stop, piece in pieces]
 
     def keep(self, full: Tensor) -> None:
         """Copy this rank's piece of the gathered full buffer to the secondary partition, unless that is valid."""
@@ -70,8 +70,8 @@ class Secondary:
                 self._layout.numel // self._route.inside.size, dtype=full.dtype, device=full.device
             )
         with torch.no_grad():
-            for start, _, mine in self._pieces(self._piece):
-                mine.copy_(full[start + self._route.inside.rank * mine.numel() :][: mine.numel()])
+            for start, _, piece in self._pieces(self._piece):
+                piece.copy_(full[start + self._route.inside.rank * piece.numel() :][: piece.numel()])
         self.valid = True
 
     def drop(self) -> int:
@@ -79,10 +79,10 @@ class Secondary:
         freed, self._piece, self.valid = self.nbytes, None, False
         return freed
 
-    def _pieces(self, kept: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    def _pieces(self, buffer: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         """Yield (start, stop) of each segment in the full buffer, and this rank's piece of the segment."""
         size = self._route.inside.size
-        parts = kept.split([(stop - start) // size for start, stop in self._layout.spans])
+        parts = buffer.split([(stop - start) // size for start, stop in self._layout.spans])
         return ((start, stop, part) for (start, stop), part in zip(self._layout.spans, parts, strict=True))
 
 
@@ -256,15 +256,15 @@ class GroupTable:
         """Get the memory that hosts share for `units`. Collective over each family's shards."""
         for alike in self._alike.values():
             seat = self.seats[alike[0]]
-            mine = {number: unit for number, unit in enumerate(units) if unit.spec.family in alike}
-            if not seat.shared or not mine:
+            local_units = {number: unit for number, unit in enumerate(units) if unit.spec.family in alike}
+            if not seat.shared or not local_units:
                 continue
             widths = [
                 unit.layout.numel * max(unit.dtypes.reduce.itemsize, unit.dtypes.accumulate.itemsize)
-                for unit in mine.values()
+                for unit in local_units.values()
                 if unit.spec.trained
             ]
-            fulls = {number: (unit.layout.numel, unit.dtypes.param) for number, unit in mine.items()}
+            fulls = {number: (unit.layout.numel, unit.dtypes.param) for number, unit in local_units.items()}
             host = ShmUnitMemory(seat.shard_group, fulls, max(widths, default=0))
             for name in alike:
                 self.seats[name] = replace(self.seats[name], host=host)
@@ -277,7 +277,7 @@ class GroupTable:
     def drop(self) -> None:
         """Destroy the groups that were made. Collective."""
         late = {id(s._late): s._late for s in self.seats.values() if s.gather_group is not s.shard_group}
-        for group in [*(group for found in late.values() for group in found), *reversed(self._created_groups)]:
+        for group in [*(group for late_groups in late.values() for group in late_groups), *reversed(self._created_groups)]:
             destroy_group(group)
         self._created_groups.clear()
 

@@ -30,12 +30,12 @@ class Due:
     unused: Sequence[set[int]]
 
 
-def apply(due: Due, kept: OptimizerState, ahead: Ahead, updater: Updater) -> None:
+def apply(due: Due, state: OptimizerState, ahead: Ahead, updater: Updater) -> None:
     """Update all units. Gradients are used up, and stay for who clears them."""
     for unit in [unit for unit in due.units if unit.state_store.parked is not None]:
         unit.state_store.fetch_state()  # policies of updates read it before any unit is updated
-    kept.sharding.adopt_edits()
-    divisor, factor = kept.sharding.families[DENSE].divisor, due.factor
+    state.sharding.adopt_edits()
+    divisor, factor = state.sharding.families[DENSE].divisor, due.factor
     grads = [(unit, grad) for unit in due.units for grad in unit.gradients.sums or ()]
     first = any((grad.dtype, grad.device) != (unit.shard.dtype, unit.shard.device) for unit, grad in grads)
     early = ahead.settle(factor, first=first)
@@ -51,7 +51,7 @@ def apply(due: Due, kept: OptimizerState, ahead: Ahead, updater: Updater) -> Non
     gone = {unit: absent for unit, absent in zip(due.units, due.unused, strict=True) if unit not in done}
     for unit, absent in gone.items():
         if absent and len(absent) < len(unit.params) and unit.gradients.sums is not None:
-            kept.split(unit)
+            state.split(unit)
     updater.begin(due.units)
     publish(early)
     together = [u for u in gone if not u.state_store.alone]
@@ -68,9 +68,9 @@ def _update(units: Mapping[Unit, set[int]], after: Sequence[Unit], factor: float
     for unit, absent in units.items():
         unit.state_store.fetch_state()
         for part in unit.parts:
-            mine = unit.gradients.view(part.start, part.stop)
-            if mine is not None and (not absent.issuperset(part.members) or not absent):
-                part.tensor.grad = unit.state_store.gradient(mine, part.tensor)
+            grad = unit.gradients.view(part.start, part.stop)
+            if grad is not None and (not absent.issuperset(part.members) or not absent):
+                part.tensor.grad = unit.state_store.gradient(grad, part.tensor)
     for unit in after:
         unit.state_store.begin_fetch()
     updater.update(units, factor)

@@ -50,8 +50,8 @@ class OptimizerState:
 
     def of(self, part: OptimizerSlice) -> dict[str, Any]:
         """Return the optimizer state of one part; empty before its first step."""
-        found: dict[str, Any] = self.inner.state.get(part.tensor, {})
-        return found
+        entries: dict[str, Any] = self.inner.state.get(part.tensor, {})
+        return entries
 
     def pieces(self, unit: Unit) -> Iterator[tuple[str, ParamPiece, Tensor]]:
         """Yield the state tensors of a unit: (key, piece of the parameter, as many values).
@@ -76,7 +76,7 @@ class OptimizerState:
 
     def shards(self) -> list[LocalShard]:
         """Return this rank's part of the state, as writable 1-D views."""
-        found = []
+        shards = []
         for unit in self.sharding.units:
             for key, piece, data in self.pieces(unit):
                 logical, dtype = self.sharding.logical[piece.name], dtype_name(data.dtype)
@@ -86,8 +86,8 @@ class OptimizerState:
                     # Of a part of a logical tensor there is no place in a whole state: each part has one of its own.
                     of = "" if logical.whole else f"@{','.join(map(str, logical.box.offset))}"
                     shard = TensorShard.whole(f"optim/{logical.name}/{key}{of}", tuple(data.shape), dtype)
-                found.append(LocalShard(shard, data.view(-1)))
-        return found
+                shards.append(LocalShard(shard, data.view(-1)))
+        return shards
 
     def materialize(self, names: Iterable[str]) -> None:
         """Create per-element state, zero, so that a load has something to fill."""
@@ -120,42 +120,42 @@ class OptimizerState:
 
     def fragments(self) -> Fragments:
         """Copies of this rank's part of all state. Collect before any unit is closed."""
-        found: Fragments = {}
+        fragments: Fragments = {}
         for key, piece, data in [state for unit in self.sharding.units for state in self.pieces(unit)]:
             each = data.numel() == piece.interval.numel
             shape, start = (piece.shape, piece.interval.start) if each else (tuple(data.shape), 0)
-            found.setdefault(piece.name, []).append(Fragment(key, shape, start, data.clone()))
-        return found
+            fragments.setdefault(piece.name, []).append(Fragment(key, shape, start, data.clone()))
+        return fragments
 
-    def carry(self, mine: Fragments, trained: Collection[str]) -> None:
+    def carry(self, fragments: Fragments, trained: Collection[str]) -> None:
         """Give parameters out of `trained` the state they had under another plan. Collective."""
         known: set[str] = set()  # of which some rank has state
         for family in self.sharding.families.values():
-            own = {p.name for u in self.sharding.units if u.spec.family == family.name for p in u.spec.params}
-            told = comm.all_gather_json(sorted(own.intersection(mine)), family.group, unit="replan")
-            known |= {name for names in told for name in names}
+            local_names = {p.name for u in self.sharding.units if u.spec.family == family.name for p in u.spec.params}
+            gathered = comm.all_gather_json(sorted(local_names.intersection(fragments)), family.group, unit="replan")
+            known |= {name for names in gathered for name in names}
         for unit in self.sharding.units:
             members = {i: p.name for i, p in enumerate(unit.spec.params) if p.name in known.intersection(trained)}
             if 0 < len(members) < len(unit.params):
                 self.split(unit)
             for member, name in members.items():
-                self._fill(unit, member, _assemble(mine.get(name, []), name, unit.groups.reduction_group.group))
+                self._fill(unit, member, _assemble(fragments.get(name, []), name, unit.groups.reduction_group.group))
 
     def _fill(self, unit: Unit, member: int, state: Mapping[str, Tensor]) -> None:
         info = unit.spec.params[member]
         unit.state_store.fetch_state()
         pieces = [p for p in self.sharding.pieces(unit) if p.name == info.name]
         for part in (p for p in unit.parts if member in p.members):
-            held = self.inner.state[part.tensor]
+            entries = self.inner.state[part.tensor]
             for key, whole in state.items():
                 if whole.numel() != info.numel:
-                    held[key] = whole
+                    entries[key] = whole
                     continue
-                if not isinstance(held.get(key), Tensor):
-                    held[key] = torch.zeros_like(part.tensor, requires_grad=False, dtype=whole.dtype)
+                if not isinstance(entries.get(key), Tensor):
+                    entries[key] = torch.zeros_like(part.tensor, requires_grad=False, dtype=whole.dtype)
                 for piece in pieces:
                     if part.start <= piece.start < part.stop:
-                        flat = held[key].view(-1)[piece.start - part.start : piece.stop - part.start]
+                        flat = entries[key].view(-1)[piece.start - part.start : piece.stop - part.start]
                         flat.copy_(whole.view(-1)[piece.interval.start : piece.interval.stop])
 
     # ---- what is not a tensor of a parameter's elements
@@ -170,20 +170,20 @@ class OptimizerState:
         Raises:
             CheckpointError: it has another number of groups ("optimizer-groups").
         """
-        own, saved = self.inner.param_groups, list(saved)
-        if len(saved) != len(own):
+        groups, saved = self.inner.param_groups, list(saved)
+        if len(saved) != len(groups):
             raise CheckpointError(
-                f"the checkpoint has {len(saved)} optimizer groups, this optimizer has {len(own)}",
+                f"the checkpoint has {len(saved)} optimizer groups, this optimizer has {len(groups)}",
                 code="optimizer-groups",
                 fix="Build the optimizer with the groups it was saved with.",
             )
-        for group, values in zip(own, saved, strict=True):
+        for group, values in zip(groups, saved, strict=True):
             for key, value in values.items():
                 group[key] = _like(value, group.get(key))
 
     def scalars(self) -> dict[str, dict[str, float]]:
         """Step counts and the like: key -> parameter -> number, of all ranks. Collective."""
-        mine: dict[str, dict[str, float]] = {}
+        local_scalars: dict[str, dict[str, float]] = {}
         for unit in self.sharding.units:
             for part in unit.parts:
                 for key, value in self.of(part).items():
@@ -192,11 +192,11 @@ class OptimizerState:
                     number = value.item() if isinstance(value, Tensor) else value
                     for member in part.members or range(len(unit.params)):
                         name = self.sharding.logical[unit.spec.params[member].name].name
-                        mine.setdefault(key, {})[name] = number
+                        local_scalars.setdefault(key, {})[name] = number
         # A rank knows the scalars of the parameters it has elements of; together the ranks know all.
         merged: dict[str, dict[str, float]] = {}
-        for told in comm.all_gather_json(mine, self.sharding.everyone, unit="state_dict"):
-            for key, values in told.items():
+        for rank_scalars in comm.all_gather_json(local_scalars, self.sharding.everyone, unit="state_dict"):
+            for key, values in rank_scalars.items():
                 merged.setdefault(key, {}).update(values)
         return {k: dict(sorted(v.items())) for k, v in sorted(merged.items())}
 
@@ -217,14 +217,14 @@ class OptimizerState:
             value = values.get(names[members[0]])
             if value is not None:
                 # torch's own optimizers count in tensors; those that name their state keep plain numbers.
-                kept = isinstance(value, float) and not hasattr(self.inner, "state_names")
-                self.inner.state[part.tensor][key] = torch.tensor(float(value)) if kept else value
+                as_tensor = isinstance(value, float) and not hasattr(self.inner, "state_names")
+                self.inner.state[part.tensor][key] = torch.tensor(float(value)) if as_tensor else value
 
 
-def _assemble(mine: list[Fragment], name: str, group: Group) -> dict[str, Tensor]:
+def _assemble(fragments: list[Fragment], name: str, group: Group) -> dict[str, Tensor]:
     """State of one parameter, whole, on every rank. Collective."""
     everyone: list[Any] = [None] * group.size
-    comm.all_gather_object(everyone, mine, group, unit=name)
+    comm.all_gather_object(everyone, fragments, group, unit=name)
     whole: dict[str, Tensor] = {}
     for fragment in (f for part in everyone for f in part):
         if fragment.key not in whole:

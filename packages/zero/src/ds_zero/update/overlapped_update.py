@@ -149,16 +149,16 @@ class Ahead:
         if summed is not None:
             summed.synchronize()
         weight = weight_of(unit, self._sharding.families[DENSE].divisor)
-        found: dict[Tensor, Tensor] = {}
+        grads: dict[Tensor, Tensor] = {}
         with nullcontext() if summed is None else self._stream(unit.device):
             for part in unit.parts:
-                mine = unit.gradients.view(part.start, part.stop)
-                if mine is None:
+                grad = unit.gradients.view(part.start, part.stop)
+                if grad is None:
                     raise RuntimeError(f"unit {unit.spec.name} has no sum of gradients to be updated with")
-                mine = mine * weight if weight != 1.0 else mine
-                mine = mine * terms.factor if terms.first else mine
-                found[part.tensor] = unit.state_store.gradient(mine, part.tensor)
-        return found
+                grad = grad * weight if weight != 1.0 else grad
+                grad = grad * terms.factor if terms.first else grad
+                grads[part.tensor] = unit.state_store.gradient(grad, part.tensor)
+        return grads
 
     def _stream(self, device: torch.device) -> AbstractContextManager[Any]:
         """Work of the thread on the device; on the usual stream it would wait for all of backward that was launched before."""
@@ -187,14 +187,14 @@ class Ahead:
 
     def settle(self, factor: float, *, first: bool) -> list[Unit]:
         """Return the units whose early update used exactly this step's terms; undo the other early updates."""
-        held = []
+        updated = []
         for number in self.ledger.busy:
             unit = self._units[number]
             if self.ledger.holds(number, self._terms(unit, factor, first)):
-                held.append(unit)
+                updated.append(unit)
             else:
                 self.take_back(unit)
-        return held
+        return updated
 
     def _wanted(self, unit: Unit) -> None:
         self._open = False
@@ -222,13 +222,13 @@ class Ahead:
         """Take everything back, and say that a thread failed, on this rank or on another one."""
         self.take_back_all()
         why = "on another rank" if error is None else f"here with {type(error).__name__}: {error}"
-        made = KernelError(
+        failure = KernelError(
             f"an update that began during backward failed on {ranks} ranks, {why}. Nothing was updated; gradients are kept",
             code="zero-early-failed",
             fix="Call the optimizer's step() again to update after backward, or train without early updates.",
         )
-        made.__cause__ = error
-        return made
+        failure.__cause__ = error
+        return failure
 
     def close(self) -> None:
         """Take everything back, and end the thread."""
@@ -261,21 +261,21 @@ class _Kept:
     def copy(self, unit: Unit, states: Callable[[OptimizerSlice], Any]) -> None:
         """Copy it. If that raises, nothing is there to be restored."""
         self._tensors, self._others = [], []
-        found = [dict(states(part)) for part in unit.parts]
-        tensors = [unit.shard, *(v for state in found for v in state.values() if isinstance(v, Tensor))]
+        snapshots = [dict(states(part)) for part in unit.parts]
+        tensors = [unit.shard, *(v for state in snapshots for v in state.values() if isinstance(v, Tensor))]
         shapes = [(t.numel(), t.dtype) for t in self._memory]
         if shapes != [(t.numel(), t.dtype) for t in tensors]:
             self._memory = [torch.empty(t.numel(), dtype=t.dtype, device=t.device) for t in tensors]
-        for kept, tensor in zip(self._memory, tensors, strict=True):
-            copy_ranges(kept, [(0, tensor.detach(), 0, tensor.numel())])
+        for buffer, tensor in zip(self._memory, tensors, strict=True):
+            copy_ranges(buffer, [(0, tensor.detach(), 0, tensor.numel())])
         self._tensors = tensors
-        self._others = [(states(part), state) for part, state in zip(unit.parts, found, strict=True)]
+        self._others = [(states(part), state) for part, state in zip(unit.parts, snapshots, strict=True)]
 
     def restore(self) -> None:
         """Put it back, into the same tensors."""
         with torch.no_grad():
-            for kept, tensor in zip(self._memory, self._tensors, strict=False):
-                tensor.copy_(kept.view(tensor.shape))
+            for buffer, tensor in zip(self._memory, self._tensors, strict=False):
+                tensor.copy_(buffer.view(tensor.shape))
         for now, before in self._others:
             now.clear()
             now.update(before)

@@ -169,7 +169,7 @@ class ShardedOptimizer(Optimizer):
         parameter at a time whole.
         """
         self.ahead.close()
-        mine, scalars = self.state_store.fragments(), self.state_dict()
+        fragments, scalars = self.state_store.fragments(), self.state_dict()
         self.zero_grad()
         model, options = self.sharding.model, self.sharding.options
         for unit in self.sharding.units:
@@ -183,7 +183,7 @@ class ShardedOptimizer(Optimizer):
             k: {n: v for n, v in of.items() if n not in dropped} for k, of in scalars["scalars"].items()
         }
         self.load_state_dict(scalars)
-        self.state_store.carry(mine, {n for n, p in model.named_parameters() if p.requires_grad})
+        self.state_store.carry(fragments, {n for n, p in model.named_parameters() if p.requires_grad})
         self.ahead = Ahead(self.sharding, self, self.ahead.outlook)
 
     def suspend(self, kinds: Collection[str] = KINDS, *, pin_memory: bool = True) -> dict[str, int]:
@@ -344,9 +344,9 @@ class ShardedOptimizer(Optimizer):
         if everyone.ranks == self.sharding.group.ranks:
             return self._names
         known = self.sharding.logical
-        mine = [[known[name].name if name in known else name for name in group] for group in self._names]
-        told = comm.all_gather_json(mine, everyone, unit="state_dict")
-        return [list(dict.fromkeys(name for groups in told for name in groups[i])) for i in range(len(mine))]
+        local_names = [[known[name].name if name in known else name for name in group] for group in self._names]
+        gathered = comm.all_gather_json(local_names, everyone, unit="state_dict")
+        return [list(dict.fromkeys(name for groups in gathered for name in groups[i])) for i in range(len(local_names))]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave, at any world size or stage. Tensors come through `shards`.

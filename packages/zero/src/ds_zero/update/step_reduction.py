@@ -41,12 +41,12 @@ def square_of(units: Sequence[Unit], divisor: int) -> float:
         gradients = unit.gradients
         if gradients.sums is None:
             continue
-        weight, told = weight_of(unit, divisor) ** 2 / unit.groups.counts, gradients.square
-        if told is None:
+        weight, measured = weight_of(unit, divisor) ** 2 / unit.groups.counts, gradients.square
+        if measured is None:
             square = total_squares([_real(grad) for grad in gradients.sums])
             asked.setdefault(square.device, []).append(square * weight)
         else:
-            total += told * weight
+            total += measured * weight
     return total + sum(float(torch.stack(squares).sum()) for squares in asked.values())
 
 
@@ -95,19 +95,19 @@ def agree(sharding: ShardedModel, *, wants_norm: bool, extra: Sequence[float] = 
     unused: dict[int, set[int]] = {}
     partly: list[str] = []
     for name in sorted(sharding.families, key=lambda name: name == DENSE):
-        mine = [u for u in units if u.spec.family == name]
-        told = (0.0, 0.0) if beyond else (square, failures)
-        more = (*told, float(len(partly)), *extra) if name == DENSE else ()
-        users, more = _count(mine, absent, sharding.families[name], more)
-        for unit, counts in zip(mine, users, strict=True):
+        group_units = [u for u in units if u.spec.family == name]
+        totals = (0.0, 0.0) if beyond else (square, failures)
+        more = (*totals, float(len(partly)), *extra) if name == DENSE else ()
+        users, more = _count(group_units, absent, sharding.families[name], more)
+        for unit, counts in zip(group_units, users, strict=True):
             unused[unit.number] = {i for i, n in enumerate(counts) if n == 0}
             size = sharding.families[name].group.size
             partly += [unit.spec.params[i].name for i, n in enumerate(counts) if 0 < n < size]
-    within, failing, others, *given = more
+    within, failing, others, *extra_sums = more
     if (partly or others) and sharding.options.strict:
         raise _diverged(partly, sharding.group.size)
     square, failures = (square, failures) if beyond else (within, failing)
-    return StepFacts(square if wants_norm else None, [unused[u.number] for u in units], tuple(given), int(failures))
+    return StepFacts(square if wants_norm else None, [unused[u.number] for u in units], tuple(extra_sums), int(failures))
 
 
 def _count(
@@ -143,12 +143,12 @@ def first_nonfinite(sharding: ShardedModel, units: Sequence[Unit]) -> str | None
     Called only when a step is skipped, which is rare.
     """
     order = {p.name: i for i, p in enumerate(p for u in units for p in u.spec.params)}
-    found: list[tuple[int, str]] = []
+    nonfinite: list[tuple[int, str]] = []
     for unit in units:
         for piece in sharding.pieces(unit):
             grad = unit.gradients.view(piece.start, piece.stop)
             if grad is not None and not grad.isfinite().all():
-                found.append((order[piece.name], sharding.logical[piece.name].name))
-    told = comm.all_gather_json(min(found, default=None), sharding.everyone, unit="step")
-    first: list[Any] = min((one for one in told if one is not None), default=[0, None])
+                nonfinite.append((order[piece.name], sharding.logical[piece.name].name))
+    gathered = comm.all_gather_json(min(nonfinite, default=None), sharding.everyone, unit="step")
+    first: list[Any] = min((one for one in gathered if one is not None), default=[0, None])
     return None if first[1] is None else str(first[1])

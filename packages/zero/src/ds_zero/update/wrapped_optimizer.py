@@ -48,7 +48,7 @@ WAITING = "zenflow_sum"
 """Name of a state that a policy of updates may keep: the sum of an element's gradients that wait for their update."""
 
 
-def traits_of(optimizer: Optimizer, asked: Kind | None) -> dict[int, OptimizerTraits]:
+def traits_of(optimizer: Optimizer, layout: Kind | None) -> dict[int, OptimizerTraits]:
     """Return the OptimizerTraits of each optimizer group: its layout and its state per element.
 
     The layout is the requested one where it suffices, else the one the optimizer needs.
@@ -61,14 +61,14 @@ def traits_of(optimizer: Optimizer, asked: Kind | None) -> dict[int, OptimizerTr
     for number, group in enumerate(optimizer.param_groups):
         # The step of one that reduces is collective and depends on how far it is, so it is not asked to step.
         declared: Kind = "flat" if getattr(optimizer, "elementwise", True) else "whole"
-        found = OptimizerTraits(declared) if owns_reduction(optimizer) else _answer(optimizer, group, asked, answers)
-        if found.layout == "whole" and asked not in (None, "whole"):
+        traits = OptimizerTraits(declared) if owns_reduction(optimizer) else _answer(optimizer, group, layout, answers)
+        if traits.layout == "whole" and layout not in (None, "whole"):
             raise UnsupportedError(
-                f"{type(optimizer).__name__} needs whole parameters, layout {asked!r} was asked for",
+                f"{type(optimizer).__name__} needs whole parameters, layout {layout!r} was asked for",
                 code="zero-optimizer",
                 fix='Leave layout at None, or pass layout="whole".',
             )
-        habits[number] = found if asked is None else replace(found, layout=asked)
+        habits[number] = traits if layout is None else replace(traits, layout=layout)
     return habits
 
 
@@ -170,8 +170,8 @@ def group_of(optimizer: Optimizer, unit: Unit) -> dict[str, Any]:
 
 def settings_of(optimizer: Optimizer, unit: Unit) -> tuple[tuple[str, Any], ...]:
     """Return the current settings of a unit's optimizer group, without its parameters."""
-    found = [(k, v) for k, v in list(group_of(optimizer, unit).items()) if k != "params"]
-    return tuple((k, v.tolist() if isinstance(v, Tensor) else v) for k, v in found)
+    settings = [(k, v) for k, v in list(group_of(optimizer, unit).items()) if k != "params"]
+    return tuple((k, v.tolist() if isinstance(v, Tensor) else v) for k, v in settings)
 
 
 _FUSED = (Adam, AdamW, SGD, Adagrad)
@@ -203,13 +203,13 @@ def _divides(optimizer: Optimizer, grads: Sequence[Tensor]) -> bool:
 
 
 def _step_divided(optimizer: Optimizer, divisor: float) -> None:
-    told: Any = optimizer  # both attributes exist during a step only
-    told.grad_scale = torch.tensor(divisor, dtype=torch.float32)
-    told.found_inf = torch.zeros((), dtype=torch.float32)
+    untyped: Any = optimizer  # both attributes exist during a step only
+    untyped.grad_scale = torch.tensor(divisor, dtype=torch.float32)
+    untyped.found_inf = torch.zeros((), dtype=torch.float32)
     try:
         optimizer.step()
     finally:
-        del told.grad_scale, told.found_inf
+        del untyped.grad_scale, untyped.found_inf
 
 
 class Updater:
@@ -250,5 +250,5 @@ class Updater:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from the optimizer's `state_dict`. What waited in a run with a policy would never be used here."""
-        for kept in self.inner.state.values():
-            kept.pop(WAITING, None)
+        for entries in self.inner.state.values():
+            entries.pop(WAITING, None)
