@@ -24,7 +24,7 @@ from ds_config.errors import CheckpointError
 
 
 def routed(messages, size):
-    """What `Ranks.route` does on every rank, in one process: by rank, what came by sender; and how many swaps each made."""
+    """What `Coordinator.route` does on every rank, in one process: by rank, what came by sender; and how many swaps each made."""
     held = [[(to, rank, data) for to, data in messages[rank].items()] for rank in range(size)]
     swaps = 0
     for step in hops(size):

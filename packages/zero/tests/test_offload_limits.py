@@ -55,7 +55,7 @@ def test_states_of_four_times_the_memory_train_through_files(tmp_path: Path) -> 
         warm = model(2, 64)
         optimizer = ds_zero.shard(warm, ds_ops.optim.AdamW(warm.parameters()), stage=3, precision="bf16",
             tier=Placement("file", {str(tmp_path)!r}), param_tier=Placement("file", {str(tmp_path)!r}),
-            policy=ds_zero.UnitPolicy(max_numel=4096, persist_numel=0))
+            policy=ds_zero.UnitSizePolicy(max_numel=4096, persist_numel=0))
         step(warm, optimizer)  # what a first step of any model takes: threads, tables
         optimizer.close()
         layers, width = 96, 512
@@ -72,7 +72,7 @@ def test_states_of_four_times_the_memory_train_through_files(tmp_path: Path) -> 
         file = Placement("file", {str(tmp_path)!r}, buffers=2)
         precision = ds_zero.Precision(param=torch.bfloat16, accumulate=torch.bfloat16)
         optimizer = ds_zero.shard(net, ds_ops.optim.AdamW(net.parameters(), lr=1e-5), stage=3, precision=precision,
-            tier=file, param_tier=file, policy=ds_zero.UnitPolicy(max_numel=width * width, persist_numel=0))
+            tier=file, param_tier=file, policy=ds_zero.UnitSizePolicy(max_numel=width * width, persist_numel=0))
         for unit in optimizer.sharding.units:
             unit.tier.fetch()
             unit.shard.copy_(torch.eye(width).view(-1))
@@ -106,7 +106,7 @@ def test_steady_memory_is_the_formula(tmp_path: Path, tier: str) -> None:
         before = status("RssAnon")
         net = model(16, 1024)
         optimizer = ds_zero.shard(net, ds_ops.optim.AdamW(net.parameters()), stage=2, precision="bf16", tier={place},
-            policy=ds_zero.UnitPolicy(max_numel=1024 * 1024))
+            policy=ds_zero.UnitSizePolicy(max_numel=1024 * 1024))
         plan = optimizer.sharding.plan
         found = []
         for _ in range(16):
@@ -154,7 +154,7 @@ def test_a_small_memlock_limit_costs_one_warning(tmp_path: Path) -> None:
             for place in (Placement("host"), Placement("file", {str(tmp_path)!r}, buffers=2)):
                 net = model(4, 128)
                 optimizer = ds_zero.shard(net, ds_ops.optim.AdamW(net.parameters()), stage=1, tier=place,
-                    policy=ds_zero.UnitPolicy(max_numel=128 * 128))
+                    policy=ds_zero.UnitSizePolicy(max_numel=128 * 128))
                 print(step(net, optimizer) > step(net, optimizer))
                 optimizer.close()
         print(locked[0] > 1 << 16)
@@ -171,7 +171,7 @@ def test_a_full_disk_says_so_and_leaves_no_file(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         net = model(8, 256)
         optimizer = ds_zero.shard(net, ds_ops.optim.AdamW(net.parameters()), stage=1,
-            tier=Placement("file", {str(tmp_path)!r}), policy=ds_zero.UnitPolicy(max_numel=1 << 16))
+            tier=Placement("file", {str(tmp_path)!r}), policy=ds_zero.UnitSizePolicy(max_numel=1 << 16))
         step(net, optimizer)
     """)
     _, err = done.communicate()
@@ -188,7 +188,7 @@ def test_a_run_that_is_killed_leaves_no_file(tmp_path: Path, how: signal.Signals
         f"""
         net = model(4, 512)
         optimizer = ds_zero.shard(net, ds_ops.optim.AdamW(net.parameters()), stage=1,
-            tier=Placement("file", {str(tmp_path)!r}, buffers=2), policy=ds_zero.UnitPolicy(max_numel=1 << 18))
+            tier=Placement("file", {str(tmp_path)!r}, buffers=2), policy=ds_zero.UnitSizePolicy(max_numel=1 << 18))
         while True:
             step(net, optimizer)
             print("stepped", flush=True)

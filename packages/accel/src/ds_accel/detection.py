@@ -82,7 +82,7 @@ def facts_of(name: str, others: Mapping[str, EntryPoint] | None = None) -> Devic
     Args:
         others: Third parties by name, where they are known already.
     Raises:
-        ConfigError: the entry point's value is not a `Facts`, or a `Facts` of another name ("accel-plugin").
+        ConfigError: the entry point's value is not a `DeviceFacts`, or a `DeviceFacts` of another name ("accel-plugin").
         KeyError: no device has this name.
     """
     entry = (_others() if others is None else others).get(name)

@@ -1,4 +1,4 @@
-"""What differs between devices, as data: one frozen `Facts` per device in one table.
+"""What differs between devices, as data: one frozen `DeviceFacts` per device in one table.
 
 Nothing here imports torch, asks a driver or reads the environment; `detection.py` and `accelerator.py` do.
 

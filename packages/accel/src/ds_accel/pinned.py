@@ -129,7 +129,7 @@ class PinnedPool:
 
     Args:
         limit_bytes: What all blocks together may take.
-        pinned: Whether blocks are page-locked (see `Facts.pinned`).
+        pinned: Whether blocks are page-locked (see `DeviceFacts.pinned`).
         name: For messages and for the gauge `accel/<name>/bytes`.
         allocate: Makes a block of exactly this many bytes, 1-D uint8; another one in tests.
     """

@@ -1,7 +1,7 @@
 """Logical, pickle-free, atomic checkpoints that resume on any layout.
 
 `save(path, shards, meta)` and `load(path, shards) -> meta` are the whole of it; a shard is a `ds_comm.LocalShard`, and
-`whole(tensors)` makes them for a process that holds everything.
+`full_shards(tensors)` makes them for a process that holds everything.
 """
 
 from ds_ckpt.checkpoint_list import find_latest, inspect, list_tags, prune, remove

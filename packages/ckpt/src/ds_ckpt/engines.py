@@ -1,6 +1,6 @@
 """Saving at once, or behind the training step: one protocol, two values.
 
-`Asynchronous.save` decides together (one small exchange), copies what this rank writes into host slabs (the snapshot), and
+`AsyncCheckpointer.save` decides together (one small exchange), copies what this rank writes into host slabs (the snapshot), and
 returns; a thread of its own, with a process group of its own, writes, agrees and publishes. A parameter that changes
 right after the return is not in the file.
 

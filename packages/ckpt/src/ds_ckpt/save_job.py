@@ -180,7 +180,7 @@ def save(
         meta: JSON (tuples come back as lists), the same on every rank.
         group: Ranks that hold the shards; None means all.
         aliases: Other names of stored tensors (tied weights), name -> stored name.
-        recipe: Which blocks are written again, and how (`Recipe`); the same on every rank.
+        recipe: Which blocks are written again, and how (`SaveOptions`); the same on every rank.
 
     Raises:
         CheckpointError: on every rank when it is raised on one. Earlier checkpoints are untouched.

@@ -148,7 +148,7 @@ class _Whole:
 
 
 def full_shards(tensors: dict[str, Tensor]) -> list[Local]:
-    """Shards of tensors that this process holds completely: `ds_ckpt.save(path, ds_ckpt.whole(model.state_dict()), {})`.
+    """Shards of tensors that this process holds completely: `ds_ckpt.save(path, ds_ckpt.full_shards(model.state_dict()), {})`.
 
     A load fills them in place, so every tensor must be contiguous.
 

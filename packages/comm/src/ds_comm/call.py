@@ -164,7 +164,7 @@ class CollectiveCall:
             peer: The root, or the other rank of a message, within the group.
             nbytes: What is passed in, where that is not the tensor alone.
         Raises:
-            CommError: the backend gave up; see `Pending.wait`.
+            CommError: the backend gave up; see `PendingWork.wait`.
         """
         pg, order = self.group.link, self.group.order
         if pg is None or order is None:

@@ -2,7 +2,7 @@
 
 DDP gives all ranks of its process group the parameters and buffers of the first one, and averages gradients. That is wrong for
 experts, parts of tensor-parallel layers and pipeline stages, and nobody would notice. Who cuts a model says so of its tensors
-(`mark_unlike`, or a family by `assign`), and a DDP that would touch them raises before it sends anything. `leave_out` is the other
+(`mark_unlike`, or a family by `set_param_sharding`), and a DDP that would touch them raises before it sends anything. `leave_out` is the other
 way: DDP leaves these out, and their gradients are reduced as their family says while DDP reduces the others.
 
 How it is noticed: a module is registered in DDP when DDP knows its group and what it ignores, and has not sent anything; torch calls
@@ -117,6 +117,6 @@ def _refusal(ranks: Collection[int], touched: Mapping[str, set[int]]) -> PlanErr
         f"DistributedDataParallel over ranks {sorted(ranks)} would overwrite {len(touched)} tensors, of which these ranks hold different "
         f"parts, with those of one rank: {', '.join(listing)}{more}",
         code="comm-ddp",
-        fix='Give it the ranks that hold the same parts (process_group=mesh["data"].pg); call ds_moe.place on the very module that it '
+        fix='Give it the ranks that hold the same parts (process_group=mesh["data"].pg); call ds_moe.place_experts on the very module that it '
         "is put around; or let ds_zero.shard or the engine reduce gradients instead.",
     )

@@ -64,7 +64,7 @@ def all_to_all_rows(
     Args:
         x: [sum of send, ...].
         send: Rows that go to each rank; may be 0.
-        receive: Rows that come from each rank: that rank's `send` for this one (`exchange_counts` tells them).
+        receive: Rows that come from each rank: that rank's `send` for this one (`all_to_all_counts` tells them).
     Returns:
         [sum of receive, ...].
     Raises:

@@ -6,7 +6,7 @@ section 3.3.
 
 Note "order of second steps". A second step starts after its first has ended, and starts must have one order on all ranks. So second
 steps queue: one starts when it, or anything gathered after it, is needed or started. A rank that waits for something else meanwhile
-must push the queue (`Route.push`), because others may wait for its part.
+must push the queue (`HierarchicalGather.push`), because others may wait for its part.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def param_sharding(param: Tensor) -> ParamSharding:
 
 @dataclass(frozen=True, slots=True)
 class Logical:
-    """Which part of which logical tensor a parameter is: an `Assignment` in which nothing is left out."""
+    """Which part of which logical tensor a parameter is: an `ParamSharding` in which nothing is left out."""
 
     name: str
     shape: tuple[int, ...]

@@ -12,7 +12,7 @@ from ds_config.errors import CommError
 
 __all__ = ["LIMIT_S", "SLICE_S", "own_order", "patient_s", "wait_until"]
 
-LIMIT_S = 600.0  # where no watchdog runs; where one does, its deadline and the ranks' `patience` decide
+LIMIT_S = 600.0  # where no watchdog runs; where one does, its deadline and the ranks' `extend_timeout` decide
 SLICE_S = 0.5  # of a native wait, so that Python handles signals in between
 _FOREVER_S = 1e9
 

@@ -237,7 +237,7 @@ def _renumber(owner: Any, heads: Mapping[int, int], sizes: Mapping[int, int]) ->
 def resize_to_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     """Give the layers of a new model the sizes that they have in the state dict of a cleaned one. Values are not loaded.
 
-    So that `fit_to(model, state).load_state_dict(state)` works for models whose configuration cannot say the sizes: each layer has its
+    So that `resize_to_state_dict(model, state).load_state_dict(state)` works for models whose configuration cannot say the sizes: each layer has its
     own, or the head size follows from others. Head counts of attention modules follow their query projection.
     """
     for name, module in model.named_modules():

@@ -1,6 +1,6 @@
 """One compressed layer: a module stays what it is, and its forward sees another weight.
 
-A `Compression` is a child of the module, named `compression`. Hooks around the module's forward put the compressed weight into the
+A `LayerCompression` is a child of the module, named `compression`. Hooks around the module's forward put the compressed weight into the
 instance's own attributes, where it hides the parameter of the same name, and take it away again. So parameters keep their names
 and identity: optimizers, ZeRO, checkpoints and torch.compile see an ordinary model. (torch's parametrizations would rename every
 parameter and give each module a class of its own.)

@@ -1,7 +1,7 @@
 """Move size from inputs to weights, or the other way, so that what is quantised has fewer outliers. The model computes the same.
 
 A linear layer reads what a norm wrote: dividing the norm's output by s, feature by feature, and multiplying the layer's columns by s changes
-nothing. `smooth` chooses s = max|x|^a / max|w|^(1-a) (SmoothQuant: Xiao et al., arXiv:2211.10438), for quantised inputs. `scale_salient`
+nothing. `smoothquant` chooses s = max|x|^a / max|w|^(1-a) (SmoothQuant: Xiao et al., arXiv:2211.10438), for quantised inputs. `awq`
 searches s = mean|x|^a for the a with the smallest error of quantised weights (AWQ: Lin et al., arXiv:2306.00978).
 """
 

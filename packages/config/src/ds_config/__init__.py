@@ -59,7 +59,7 @@ _HOMES = {
     "classifying": ("KeyReport", "classify"),
     "errors": ("ConfigError", "DsError", "UnsupportedConfigError", "UnsupportedError"),
     "explaining": ("explain",),
-    "schema_fields": ("Alias", "Dead", "Deprecated", "Unbuilt"),
+    "schema_fields": ("Alias", "NoEffect", "Deprecated", "Unsupported"),
     "issues": ("Issue",),
     "strict_model": ("StrictModel",),
     "did_you_mean": ("nearest",),

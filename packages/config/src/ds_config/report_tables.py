@@ -2,7 +2,7 @@
 
 Words: a *check* is one fact with its verdict. *Broken* is what was meant to work and does not; only that makes `ds report` fail.
 
-A package adds its part by an entry point of the group `ds.reports`: a function that takes `quick` and returns a `Report`. With `quick`
+A package adds its part by an entry point of the group `ds.reports`: a function that takes `quick` and returns a `PackageReport`. With `quick`
 it answers in a moment: it imports no torch and starts no process; what it cannot say so it leaves out.
 """
 

@@ -56,18 +56,18 @@ __all__ = [
 
 _HOMES = {
     "arguments": ("add_config_arguments",),
-    "batch": ("Batch", "BatchRequest", "resolve_batch"),
+    "batch": ("BatchSizes", "BatchRequest", "resolve_batch"),
     "builder": ("BlockParts", "build", "initialize", "shapes_of"),
     "config": ("Config", "explain_config", "load_config"),
     "engine": ("Engine",),
-    "uneven_inputs": ("Share", "even"),
+    "uneven_inputs": ("WeightedBatch", "even_batches"),
     "generating": ("HybridEngine",),
     "loss_total": ("SumLoss",),
     "plan": ("Plan", "Shapes"),
     "planner": ("make_plan",),
     "result": ("StepResult",),
     "rollout": ("Rollout",),
-    "lr_schedules": ("Scheduler",),
+    "lr_schedules": ("LRScheduler",),
     "transforms.sparse": ("SparseSelfAttention",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

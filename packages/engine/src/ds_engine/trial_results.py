@@ -1,6 +1,6 @@
 """What a trial answers: records of what an engine measured, as JSON. `measuring` makes them.
 
-A *trial* is a run of the user's own script whose engine measures a few steps, writes `Measured`, and ends the process.
+A *trial* is a run of the user's own script whose engine measures a few steps, writes `TrialResult`, and ends the process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a tuner tells an engine: an `Order`, in a file that the variable DS_TRIAL names; what it changes is laid over the configuration."""
+"""What a tuner tells an engine: an `TrialSpec`, in a file that the variable DS_TRIAL names; what it changes is laid over the configuration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TrialSpec:
     Attributes:
         changes: Values by dotted key, laid over the configuration that the script gives; null takes a key away.
         start_step, end_step: Measure from the first to the last of these steps, counted from 1; the steps before warm up.
-        out: File for `Measured`; empty: none.
+        out: File for `TrialResult`; empty: none.
         metric_path: File for DeepSpeed's metrics; empty: none.
         model_info_path: File for DeepSpeed's facts of the model, after the first step; empty: none.
         detail: Also tell the model's shapes, what forward keeps for backward, and the speed of the links.

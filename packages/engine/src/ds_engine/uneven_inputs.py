@@ -39,7 +39,7 @@ Policy = Literal["stop", "fill", "error"]
 
 @dataclass(frozen=True, slots=True)
 class WeightedBatch:
-    """A microbatch and whether it counts; what `even(policy="fill")` yields. `train_batch` and `eval_batch` understand it.
+    """A microbatch and whether it counts; what `even_batches(policy="fill")` yields. `train_batch` and `eval_batch` understand it.
 
     Attributes:
         batch: What the model is called with.
@@ -64,11 +64,11 @@ def even_batches(batches: Iterable[Any], group: Group, policy: Policy = "stop", 
     Args:
         batches: This rank's microbatches.
         group: The data-parallel ranks, `engine.mesh["data"]`.
-        policy: See above. With "fill" every item is a `Share`.
+        policy: See above. With "fill" every item is a `WeightedBatch`.
         together: How many are taken at once, those of a step: the data never end within one.
     Raises:
         PlanError: on all ranks: data ended on some ("data-uneven"), or some have none at all to fill with ("data-none").
-    Collective at every `together`-th item: one all-reduce of 8 bytes a rank. Reads `together` microbatches ahead.
+    Collective at every `all_or_nothing`-th item: one all-reduce of 8 bytes a rank. Reads `all_or_nothing` microbatches ahead.
     """
     source, last = iter(batches), None
     while True:

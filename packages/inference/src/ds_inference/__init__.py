@@ -43,12 +43,12 @@ __all__ = [
 _HOMES = {
     "config": ("InferenceConfig", "RaggedConfig"),
     "embedding": ("Embedder", "load_embedder"),
-    "llm_engine": ("Answer", "Event", "Generator", "Tokenizer"),
+    "llm_engine": ("RequestOutput", "TokenOutput", "LLMEngine", "Tokenizer"),
     "injection": ("InferenceEngine", "init_inference"),
     "model_loader": ("load",),
-    "quantize": ("Quantize",),
+    "quantize": ("QuantizationOptions",),
     "ragged": ("RaggedEngine", "SchedulingError", "SchedulingResult", "build_hf_engine"),
-    "sampling": ("Sampling",),
+    "sampling": ("SamplingParams",),
     "scheduler": ("TrialBudget",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -1,4 +1,4 @@
-"""The runner: a `Spec` and its weights, one forward over a ragged batch. It knows no family and no request."""
+"""The runner: a `DecoderSpec` and its weights, one forward over a ragged batch. It knows no family and no request."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ Where its states are differs from model to model, so this is learnt from its con
     in attributes of its modules         RecurrentGemma
     in an argument and a result          RWKV, xLSTM
 
-`Memory` makes the *past* that a forward is given and takes the states out of it afterwards, always as a list of tensors [G, ...].
+`RecurrentState` makes the *past* that a forward is given and takes the states out of it afterwards, always as a list of tensors [G, ...].
 """
 
 from __future__ import annotations

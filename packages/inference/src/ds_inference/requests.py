@@ -26,8 +26,8 @@ class SchedulerConfig:
 
     Attributes:
         tokens: Computed in one step.
-        requests: Running at a time; at most `tokens`, so that each can generate in every step.
-        chunk: Of one prompt in one step; None: as much as `tokens`.
+        requests: Running at a time; at most `max_num_batched_tokens`, so that each can generate in every step.
+        chunk: Of one prompt in one step; None: as much as `max_num_batched_tokens`.
         length: Tokens of one request, prompt and answer.
     """
 

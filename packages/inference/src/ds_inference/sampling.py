@@ -41,7 +41,7 @@ class SamplingParams:
         logprobs: So many likeliest tokens are reported with their log-probabilities, and the chosen one; None: nothing.
         samples: Independent answers to one prompt.
         allowed: Structured output: from the tokens of the answer so far to which may come next, bool [vocab], or None for all. It is
-            called once a token, and by `samples` for each answer apart; a grammar's matcher (xgrammar, outlines) fits in one line.
+            called once a token, and by `n` for each answer apart; a grammar's matcher (xgrammar, outlines) fits in one line.
     """
 
     max_new_tokens: int = 64

@@ -6,7 +6,7 @@ the next of their known tokens. The chunk that reaches the last known token give
 becomes known. A running request that generates needs one token a step; a new one needs its prompt, which is cut to what the
 step's budget leaves (Holmes et al. 2024, "DeepSpeed-FastGen", section 3.2; Agrawal et al. 2024, "Sarathi-Serve").
 
-Rules, in the order of `Scheduler.plan`:
+Rules, in the order of `Scheduler.schedule`:
 
     1. requests that generate, the most urgent first: their one token, and drafts that a speculation proposes
     2. requests whose prompt is under way: as much of it as the budget allows
@@ -31,7 +31,7 @@ __all__ = ["SchedulerConfig", "ScheduledChunk", "StepOutcome", "Request", "Sched
 
 
 class Scheduler:
-    """Requests, blocks, and the next step. `plan` and `commit` (or `abandon`) alternate; `add`, `fork` and `cancel` come between them.
+    """Requests, blocks, and the next step. `schedule` and `update` (or `abandon`) alternate; `add`, `fork` and `cancel` come between them.
 
     Args:
         pool: The cache's blocks; only the scheduler takes any.

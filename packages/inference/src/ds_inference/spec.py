@@ -1,6 +1,6 @@
 """What a decoder model is made of, as data: the runner executes it and knows no family by name.
 
-A family (`families/`) is a function from a Hugging Face configuration to a `Spec`, and a table that says from which tensors of a
+A family (`families/`) is a function from a Hugging Face configuration to a `DecoderSpec`, and a table that says from which tensors of a
 checkpoint each *role* is made. Roles are the weights that the runner asks for by name, see `roles_of`.
 """
 
@@ -50,7 +50,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttentionSpec:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434 section 2.1): keys and values are made from `rank` numbers a token.
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434 section 2.1): keys and values are made from `kv_lora_rank` numbers a token.
 
     Attributes:
         rank: Of keys and values together; the cache holds `rank + rotated` numbers a token.

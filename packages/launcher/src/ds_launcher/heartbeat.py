@@ -45,7 +45,7 @@ class JobEnd:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """One datagram: a sign of life, with `told` a failure, with `bye` the last one of a member."""
+    """One datagram: a sign of life, with `job_end` a failure, with `bye` the last one of a member."""
 
     member: int
     job_end: JobEnd | None = None

@@ -1,4 +1,4 @@
-"""From what was asked to what will be started. Pure: everything about this host comes in as `Facts`."""
+"""From what was asked to what will be started. Pure: everything about this host comes in as `HostFacts`."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class WatchedRendezvous:
     Args:
         inner: a `torch.distributed.elastic.rendezvous.RendezvousHandler`.
         backend: the name it was asked for by.
-        line: makes the `Line` of a round; None: nobody is watched.
+        line: makes the `HostBeats` of a round; None: nobody is watched.
     """
 
     def __init__(self, inner: Any, backend: str, line: Callable[[Round], HostBeats | None]) -> None:

@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"(experts\.deepspeed_experts\.)\d+\.")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertPlacement:
-    """What `place` made."""
+    """What `place_experts` made."""
 
     layers: dict[str, MOELayer]
     places: tuple[ExpertGroups, ...]

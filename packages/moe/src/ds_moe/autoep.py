@@ -31,7 +31,7 @@ Layer = PackedExperts | ListedBlock
 
 @dataclass(slots=True, eq=False)
 class ExpertParallelModel:
-    """What `cut_experts` made.
+    """What `apply_expert_parallel` made.
 
     Attributes:
         layers: What runs in place of the model's own modules, by their names.

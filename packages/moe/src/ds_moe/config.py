@@ -51,7 +51,7 @@ class ExpertParallelConfig(StrictModel):
     load_balance_coeff: Annotated[
         float | None,
         Unsupported(
-            "null, or omit the key: a model's own auxiliary loss stays as it is; an expert_bias that training moves is not supported by this key but by ds_moe.balance_bias"
+            "null, or omit the key: a model's own auxiliary loss stays as it is; an expert_bias that training moves is not supported by this key but by ds_moe.update_expert_bias"
         ),
     ] = None
     routed_scaling_factor: float | Literal["auto"] = Field(

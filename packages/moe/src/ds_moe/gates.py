@@ -64,7 +64,7 @@ def gate(
     Args:
         logits: fp32 [T, E]; unchanged.
         used_token: [T], not 0 where a token counts; k = 1 only, as in the original. Others are dropped and not counted.
-        experts: int64 [T, k]: chosen before (`ds_moe.replay`); capacity and weights are computed anew.
+        experts: int64 [T, k]: chosen before (`ds_moe.replay_routing`); capacity and weights are computed anew.
 
     Raises:
         PlanError: k is not in 1..E, or used_token does not fit ("moe-routing").

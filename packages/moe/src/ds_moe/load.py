@@ -67,7 +67,7 @@ class LayerLoad:
 
 
 def loads(model: nn.Module) -> dict[str, ExpertLoad]:
-    """Return the `Load` of every layer that has a load, by the layer's name."""
+    """Return the `ExpertLoad` of every layer that has a load, by the layer's name."""
     candidates = ((name, getattr(module, "load", None)) for name, module in model.named_modules())
     return {name: load for name, load in candidates if isinstance(load, ExpertLoad)}
 

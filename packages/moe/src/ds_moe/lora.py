@@ -53,7 +53,7 @@ def attach_lora(
     targets: Sequence[str] = ("gate_up_proj", "down_proj"),
     seed: int = 0,
 ) -> list[nn.Parameter]:
-    """Freeze packed experts and add low-rank updates to them; after `cut_experts`, before ZeRO.
+    """Freeze packed experts and add low-rank updates to them; after `apply_expert_parallel`, before ZeRO.
 
     Returns: The new parameters. The rest of the model is left as it is.
 

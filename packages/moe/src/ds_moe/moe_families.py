@@ -2,7 +2,7 @@
 
 Two generations of code exist. Since transformers 5 the experts of a block are one module with packed weights [E, ...] that is called
 with (tokens, chosen experts, weights): only that module is replaced here, and the family's own router stays. Before, experts
-were a list of modules and the block looped over it: there the block is replaced, and its router is the `Selection` of this table.
+were a list of modules and the block looped over it: there the block is replaced, and its router is the `RouterOptions` of this table.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     place(model)                                  # once, before ZeRO; an engine does it
     output, loss, counts = layer(hidden_states)   # add a small multiple of loss to the model's
 
-A layer with `ep_size` 1 needs no `place`: all ranks have all experts. With capacity (`drop_tokens`) the same tokens are dropped as there, but
+A layer with `ep_size` 1 needs no `place_experts`: all ranks have all experts. With capacity (`drop_tokens`) the same tokens are dropped as there, but
 nothing is padded, and the experts of a rank never see a row that counts for nothing.
 """
 
@@ -120,7 +120,7 @@ class MOELayer(nn.Module):
     """A gate and the experts of this rank.
 
     Attributes:
-        places: Where the experts are; None until `place`, where they are on several ranks.
+        places: Where the experts are; None until `place_experts`, where they are on several ranks.
         load: How they are loaded.
     """
 
@@ -140,7 +140,7 @@ class MOELayer(nn.Module):
             raise PlanError(
                 f"{self.num_experts} experts are to be on {self.ep_size} ranks, and nobody said on which",
                 code="moe-places",
-                fix="Call ds_moe.place(model) on all ranks before the first forward (and before ds_zero.shard).",
+                fix="Call ds_moe.place_experts(model) on all ranks before the first forward (and before ds_zero.shard).",
             )
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         used = None if used_token is None else used_token.reshape(-1)

@@ -1,6 +1,6 @@
 """Choosing the k best experts of each token: softmax or sigmoid scores, corrected by a bias, limited to groups of experts.
 
-`Selection` says how, as data; `select` does it. It is the rule of Mixtral, Qwen-MoE, OLMoE, DeepSeek-V2 and V3 and GPT-OSS.
+`RouterOptions` says how, as data; `select_experts` does it. It is the rule of Mixtral, Qwen-MoE, OLMoE, DeepSeek-V2 and V3 and GPT-OSS.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def select_experts(logits: Tensor, how: RouterOptions, bias: Tensor | None = Non
     Args:
         logits: floats [T, E]. NaN goes through: the token's weights are NaN, its experts are valid numbers.
         bias: floats [E], added for the choice only (Wang et al. 2024).
-        experts: int64 [T, k]: these were chosen before (`ds_moe.replay`); only weights are computed.
+        experts: int64 [T, k]: these were chosen before (`ds_moe.replay_routing`); only weights are computed.
 
     Raises:
         PlanError: `how` does not fit E, or logits are not a matrix ("moe-routing").

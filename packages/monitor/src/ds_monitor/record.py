@@ -13,7 +13,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class RecordKind(Enum):
-    """What `Record.value` means."""
+    """What `Measurement.value` means."""
 
     SPAN = "span"  # seconds between enter and exit
     COUNTER = "counter"  # how much was added now; a sink that wants the total sums
@@ -26,7 +26,7 @@ class Measurement(NamedTuple):
 
     Attributes:
         name: `/`-separated path, such as `Train/Samples/train_loss` or `comm/all_reduce`.
-        value: see `Kind`.
+        value: see `RecordKind`.
         step: optimizer steps done when this was measured, as last told by `set_step`; 0 before.
         samples: training samples seen by then; None when nobody said.
         time_s: seconds since the epoch; for a span, of its start.

@@ -43,7 +43,7 @@ class ThroughputMeter:
     """Call `step(work)` at the end of every step.
 
     Args:
-        peak_flops_per_s: what the devices could do at best, of the same ranks that `Work` counts; None: no MFU.
+        peak_flops_per_s: what the devices could do at best, of the same ranks that `StepWork` counts; None: no MFU.
         warmup_steps: steps at the start that are not counted (compilation, caches).
         window: how many of the last steps the rates speak of.
         clock: seconds, monotonic.

@@ -37,7 +37,7 @@ __all__ = [
 _MODULES = ("optim", "reference", "registry")
 _HOMES = {
     "grouped": ("grouped_matmul", "grouped_outer"),
-    "update_rules": ("Rule", "UpdateSpec", "UpdateTensors"),
+    "update_rules": ("UpdateRule", "UpdateSpec", "UpdateTensors"),
     "stream": ("convert", "fill", "grad_norm", "sum_squares"),
     "apply_update": ("lamb_apply", "lamb_moments", "update"),
 }

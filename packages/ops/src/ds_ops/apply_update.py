@@ -57,7 +57,7 @@ def update(spec: UpdateSpec, tensors: UpdateTensors) -> None:
     Args:
         tensors: lists of tensors of any shape, fp32, bf16 or fp16, one dtype a list.
     Cost: bytes an element with fp32 everything: Adam 28, Lion, Adagrad, SGD 20; a 16-bit copy adds 2, zeroing g adds 4.
-    Source: the papers beside `Rule` in native/include/ds/update.h (Kingma and Ba 2015, and others).
+    Source: the papers beside `UpdateRule` in native/include/ds/update.h (Kingma and Ba 2015, and others).
 
     Raises:
         KernelError: "kernel-argument" if a tensor is on another device, of another dtype or length, not contiguous, or

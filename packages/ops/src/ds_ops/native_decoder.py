@@ -137,7 +137,7 @@ class DecoderExperts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLatent:
-    """How a layer's keys and values are compressed: see `Latent` of `native/include/ds/decoder.h`.
+    """How a layer's keys and values are compressed: see `LatentAttentionSpec` of `native/include/ds/decoder.h`.
 
     Attributes:
         norm: Of latents.
@@ -161,7 +161,7 @@ class DecoderLatent:
         object.__setattr__(self, "_tables", tables)
 
     def words(self) -> np.ndarray:
-        """Pack the fields of the native struct `Latent` into an array, which must outlive the step."""
+        """Pack the fields of the native struct `LatentAttentionSpec` into an array, which must outlive the step."""
         up = self.query_up
         fields = [*self.query_norm.words(), *self.norm.words(), *(_NO_MATRIX if up is None else up.words())]
         fields += [t.ctypes.data for t in self._tables]

@@ -58,7 +58,7 @@ class Unavailable(str):
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One implementation. `obstacle(device_type, dtype)` is why it cannot run there (an `Obstacle`), empty if it can."""
+    """One implementation. `obstacle(device_type, dtype)` is why it cannot run there (an `Unavailable`), empty if it can."""
 
     name: str
     run: Callable[..., Any]

@@ -227,7 +227,7 @@ class RingSettings:
         folder: Of its file; made if it is not there. Nothing is left in it, however the process ends.
         buffers: Slots, while no more are held.
         pin: Page-lock them where the device gains from it; a refusal falls back to plain memory with one warning.
-        write_behind: `Record.put` does not wait for the write.
+        write_behind: `ScratchRecord.put` does not wait for the write.
         io: How transfers are cut and queued.
     """
 

@@ -19,7 +19,7 @@ _HUGE_FROM_BYTES = 8 << 20  # below, half-empty huge pages and the mount cost mo
 
 
 class SharedSegment:
-    """A file without a name of `nbytes` zero bytes; `Segment.attach(token, nbytes)` opens that of another process.
+    """A file without a name of `nbytes` zero bytes; `SharedSegment.attach(token, nbytes)` opens that of another process.
 
     The file is a memfd. From 8 MiB on, where the system keeps memfds from huge pages
     (`/sys/kernel/mm/transparent_hugepage/shmem_enabled` is `never`, as it is by default), it is on a tmpfs that this process

@@ -198,7 +198,7 @@ class Channel:
     def start(self, verb: ShmCollective, inp: Tensor, out: Tensor, *, op: ShmReduceOp = ShmReduceOp.SUM, root: int = 0) -> ShmTask:
         """Start a collective without waiting; the tensors must not change before the task ended.
 
-        Small data is published to the other ranks at once and read from them by `Task.wait`, `Task.done` or the next
+        Small data is published to the other ranks at once and read from them by `ShmTask.wait`, `ShmTask.done` or the next
         call; the rest
         runs on the channel's own thread.
         """

@@ -50,7 +50,7 @@ def total_squares(tensors: Sequence[Tensor]) -> Tensor:
 def clip_scale(squares: Tensor, max_norm: float, *, scale: float = 1.0) -> Tensor:
     """scale * min(1, max_norm / (scale * sqrt(squares) + 1e-6)): fp32 of one element, on the device of `squares`.
 
-    What an optimizer's `Fusion(grad_scale=)` takes to clip gradients by their norm (Pascanu et al. 2013), in one pass.
+    What an optimizer's `FusedOps(grad_scale=)` takes to clip gradients by their norm (Pascanu et al. 2013), in one pass.
 
     Args:
         squares: of `total_squares`, over all ranks that hold a part. scale: what gradients are multiplied with anyway.

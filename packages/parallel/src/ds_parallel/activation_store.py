@@ -158,7 +158,7 @@ class _BufferSlots:
 
 
 class ActivationStore:
-    """Packs inputs and unpacks them again, as a `Keeping` says.
+    """Packs inputs and unpacks them again, as a `ActivationPolicy` says.
 
     Args:
         keeping: What is kept where.
@@ -211,7 +211,7 @@ class ActivationStore:
         """Keep the input at `position` of a call. Costs a copy of the piece, on a stream of its own if it goes to the host.
 
         Raises:
-            PlanError: see `Keeping.slots` ("activations-slots", "activations-size").
+            PlanError: see `ActivationPolicy.slots` ("activations-slots", "activations-size").
         """
         if not self.eligible(tensor):
             return _SavedInput(tensor, None if isinstance(tensor, nn.Parameter) else version_of(tensor))

@@ -115,7 +115,7 @@ def _rows(ranks: Sequence[Sequence[Span]]) -> list[list[dict[str, Any]]]:
 def _of_trace(trace: Trace, args: argparse.Namespace, rank_of: tuple[int, ...]) -> tuple[Costs, tuple[int, ...]]:
     """Return the costs of the traced step, and the rank of every stage under the schedule.
 
-    `listed` leaves stages on the ranks where they were measured.
+    `list_scheduled` leaves stages on the ranks where they were measured.
     """
     from ds_pipe.costs import Costs
 

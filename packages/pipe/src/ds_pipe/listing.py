@@ -1,7 +1,7 @@
 """The generator of all training schedules: list scheduling under a memory cap. Pure; no torch.
 
 Time runs over a heap of moments at which a rank may have something to do. A rank that is free takes, of the actions that
-could start now, the one that its `Rule` prefers; it never waits while it has something it may do, except where the rule says
+could start now, the one that its `SchedulePriority` prefers; it never waits while it has something it may do, except where the rule says
 so. What may start: a forward whose input is there and whose activation fits, an input gradient whose output gradient is
 there, any weight gradient that is left. The named schedules (`programs.py`) are rules, placements and caps of this one.
 

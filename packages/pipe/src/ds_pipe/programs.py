@@ -12,7 +12,7 @@ that a stage holds; `p` ranks, `m` microbatches, forward F, input gradient I, we
 | `zb-h2` | p | none between steps | 2p-1 | the same |
 | `zbv` | 2p | none between steps if m >= 2p | 3p/2 by default, p at least | Qi et al., arXiv:2405.15362 |
 | `dualpipe-v` | 2p | | p + 1 | DeepSeek-AI, DualPipe, cut in half: forwards and backwards in pairs |
-| `listed` | any | the least found for measured costs | the cap given | |
+| `list_scheduled` | any | the least found for measured costs | the cap given | |
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ SCHEDULES: dict[str, Callable[[int, int], Program]] = {
 
 
 def placement_of(name: str, ranks: int, virtual: int = 2) -> tuple[int, ...]:
-    """Return the rank of every stage under the schedule `name`; `listed` and `inference` as 1F1B."""
+    """Return the rank of every stage under the schedule `name`; `list_scheduled` and `inference` as 1F1B."""
     if name in ("zbv", "dualpipe-v"):
         return vee(ranks)
     return looped(ranks, ranks * (virtual if name == "interleaved" else 1))
@@ -202,7 +202,7 @@ def make_program(name: str, ranks: int, microbatches: int, virtual: int = 2) -> 
         raise PlanError(
             f"there is no schedule {name!r}",
             code="program-name",
-            fix=f"Use one of {', '.join([*SCHEDULES, 'inference'])}; `ds_pipe.listed` makes one from measured costs.",
+            fix=f"Use one of {', '.join([*SCHEDULES, 'inference'])}; `ds_pipe.list_scheduled` makes one from measured costs.",
         )
     return SCHEDULES[name](ranks, microbatches)
 

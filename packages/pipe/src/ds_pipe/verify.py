@@ -184,7 +184,7 @@ def _compute(paper: _Paper, r: int, action: Action) -> None:
             f"rank {r} may hold {paper.caps[r]:g} of activations and holds {rank.live_activations:g} after {action}:\n"
             f"{_grid(paper.program, r, rank.at)}",
             code="program-cap",
-            fix="Raise the cap, or make the program with it (ds_pipe.listed).",
+            fix="Raise the cap, or make the program with it (ds_pipe.list_scheduled).",
         )
 
 

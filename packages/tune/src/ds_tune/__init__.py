@@ -2,7 +2,7 @@
 
     ds tune train.py --config ds.json
 
-Decisions are pure (`candidates_of`, `predict`, `following`, `chosen`); `ds_tune.tuning` does what they say. Names are loaded when they
+Decisions are pure (`candidates_of`, `predict`, `next_trial`, `best_candidate`); `ds_tune.tuning` does what they say. Names are loaded when they
 are first used.
 """
 
@@ -42,9 +42,9 @@ __all__ = [
 
 _HOMES = {
     "request": ("TransformInput", "asked_by_section", "asked_of"),
-    "search": ("TrialBudget", "Result", "Step", "chosen", "following", "halving", "standing"),
+    "search": ("TrialBudget", "Result", "NextTrial", "best_candidate", "next_trial", "rung_sizes", "fit_and_predict"),
     "cost_model": ("Calibration", "Prediction", "Trial", "calibrate", "predict"),
-    "space": ("Candidate", "LeftOut", "Limits", "Task", "candidates_of"),
+    "space": ("Candidate", "Rejected", "SearchLimits", "TuningTask", "candidates_of"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

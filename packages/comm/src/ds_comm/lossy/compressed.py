@@ -8,7 +8,7 @@ Over a `Hierarchy` a reduction has two hops (qgZ of ZeRO++, Wang et al. 2023): s
 they cross nodes, so a rank sends 1/local of the bytes there. SUM is the sum and AVG the mean of all ranks, whatever the
 shape of the hierarchy.
 
-`Feedback` keeps what quantization lost and adds it to the next message of the same unit (LoCo, Xie et al. 2024).
+`ErrorFeedback` keeps what quantization lost and adds it to the next message of the same unit (LoCo, Xie et al. 2024).
 """
 
 from __future__ import annotations

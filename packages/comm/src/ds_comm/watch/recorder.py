@@ -143,7 +143,7 @@ def stop_recorder(why: str) -> None:
 
 
 def extend_timeout(seconds: float) -> AbstractContextManager[None]:
-    """Let other ranks wait up to `seconds` for this one, whatever the deadline: `with ds_comm.patience(1800): save()`.
+    """Let other ranks wait up to `seconds` for this one, whatever the deadline: `with ds_comm.extend_timeout(1800): save()`.
 
     For a phase that one rank alone goes through while the others wait in a collective.
     """

@@ -9,7 +9,7 @@ and talks over its own connection to the job's store.
                           and ends with EXIT_CODE
 
 An alarm is raised before the deadline when a rank that others wait for has ended, or when digests show that ranks did
-different operations without blocking. `patience` is how a rank says that it will be long.
+different operations without blocking. `extend_timeout` is how a rank says that it will be long.
 """
 
 from __future__ import annotations

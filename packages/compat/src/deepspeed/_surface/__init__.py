@@ -1,8 +1,8 @@
 """The surface: every public name of DeepSpeed 0.19.8 that clients use or its documentation names, and what it is here.
 
-A row is `"module:attribute"` (`"module:"` for the module itself), `Constant`, or `Missing` with the reason and what to use.
+A row is `"module:attribute"` (`"module:"` for the module itself), `ConstantRow`, or `Missing` with the reason and what to use.
 The modules of this package are made from this table (`deepspeed._finder`); docs/reference/deepspeed-surface.md is made
-from it; a name that is in neither place does not exist. `Constant` is plain data:
+from it; a name that is in neither place does not exist. `ConstantRow` is plain data:
 names of configuration keys and of checkpoint entries, and their defaults.
 """
 

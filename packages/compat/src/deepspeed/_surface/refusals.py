@@ -13,7 +13,7 @@ HYBRID_GRAPH = Missing(
     "generation runs the model's own code, without captured graphs", "engine.generate, or ds_engine.Rollout(engine)"
 )
 SERIAL = Missing("engines are read from the folders of save_pretrained", "build_hf_engine")
-MOE = Missing("groups of experts belong to the layers that use them", "ds_moe.place(model), which says them")
+MOE = Missing("groups of experts belong to the layers that use them", "ds_moe.place_experts(model), which says them")
 GATES = Missing("it is made of other arguments", "deepspeed.moe.layer.MoE, or ds_moe.TopKGate with a ds_moe.GateRule")
 TENSOR = Missing("layers are cut by a plan, in place", "the `tensor_parallel` section, or ds_parallel.tensor.cut_model")
 PRESETS = Missing("a family's rules are chosen by its type", "tensor_parallel.preset_model of the configuration")
@@ -46,7 +46,7 @@ LOSSY = Missing(
 RAGGED = Missing(
     "the ragged engine is made of other parts", "deepspeed.inference.v2 (InferenceEngineV2, build_hf_engine)"
 )
-QUANTIZED = Missing("weights are quantised when they are loaded", "init_inference(quant=...), or ds_inference.Quantize")
+QUANTIZED = Missing("weights are quantised when they are loaded", "init_inference(quant=...), or ds_inference.QuantizationOptions")
 READERS = Missing("a checkpoint resumes on any degree without a converter", "engine.load_checkpoint, or ds_ckpt")
 WRITERS = Missing(
     "checkpoints are written by one engine", "the `checkpoint` section of the configuration (saving, writer)"
@@ -54,7 +54,7 @@ WRITERS = Missing(
 TRANSPORT = Missing("communication goes through torch.distributed; there is no object between", "deepspeed.comm")
 LAUNCHER = Missing("ds-launcher starts ranks itself", "`ds run`, or deepspeed.launcher.launch")
 EXPERTS = Missing(
-    "experts of transformers models are cut in place", "the `expert_parallel` section, or ds_moe.cut_experts"
+    "experts of transformers models are cut in place", "the `expert_parallel` section, or ds_moe.apply_expert_parallel"
 )
 KERNELS = Missing("kernels are not called by these names", "ds_ops, whose functions choose the kernel of the device")
 SPARSE = Missing("its classes are gone in 0.19.8 too", "ds_ops.sparse_attention, which has the same patterns")

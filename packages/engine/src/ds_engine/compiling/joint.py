@@ -1,6 +1,6 @@
 """Gradients of several units in one message, for units so small that a message of their own costs more than their bytes.
 
-Each unit's way does what it does alone up to its message, which it gives to a `Joint` instead: an arena to be summed, or pieces for the
+Each unit's way does what it does alone up to its message, which it gives to a `JointMessage` instead: an arena to be summed, or pieces for the
 other ranks. `send` starts one message for all of them; every unit waits for the same one and then has its sums where they would be anyway.
 Which units go together is decided before, on all ranks alike (`buckets_of`), so a unit that is late makes its bucket late, nothing else.
 
@@ -32,7 +32,7 @@ _PACKED_BYTES = 512 * 1024
 class JointMessage:
     """One message of several units of one seat, and what every one of them waits for. All ranks make the same calls in the same order.
 
-    `sum` and `exchange` are those of `ds_zero.runtime.gradients.Joint`.
+    `sum` and `exchange` are those of `ds_zero.runtime.gradients.BucketMessage`.
     """
 
     def __init__(self, seat: GroupSet) -> None:

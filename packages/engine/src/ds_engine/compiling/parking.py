@@ -1,7 +1,7 @@
 """The optimizer's state of single units is in host memory while a step computes, and back for the update.
 
 Words: a unit's state is *parked* while its storages are empty and its bytes are on the host. Identity, views and values stay, only bytes move.
-Who decides when is not here (a compiled graph does, see `verbs.py`). Whoever reads state calls `Tier.fetch_state` before, which
+Who decides when is not here (a compiled graph does, see `verbs.py`). Whoever reads state calls `OptimizerStateStore.fetch_state` before, which
 brings back what is parked, so a decision that comes late costs time and no numbers.
 
 On a device copies back go over a stream of their own, and the stream that reads state waits for them. On a host that is the device both

@@ -115,7 +115,7 @@ class StagedExecutor:
         return self.pipeline.model.first or self.pipeline.model.last
 
     def train(self, actions: Sequence[Action], data: Iterator[Any], passes: Passes) -> None:
-        """Run a step as `Executor.train`; losses are recorded on every rank of the pipeline."""
+        """Run a step as `ProgramExecutor.train`; losses are recorded on every rank of the pipeline."""
         losses: dict[int, Tensor | SumLoss] = {}
 
         def criterion(microbatch: int, out: Any, labels: tuple[Any, WeightedBatch | None]) -> Tensor:
@@ -133,7 +133,7 @@ class StagedExecutor:
                 passes.start(loss)
 
     def evaluate(self, count: int, data: Iterator[Any], passes: Passes) -> Iterator[Tensor | SumLoss]:
-        """Yield losses as `Executor.evaluate`, on every rank of the pipeline."""
+        """Yield losses as `ProgramExecutor.evaluate`, on every rank of the pipeline."""
         losses: dict[int, Tensor | SumLoss] = {}
 
         def done(microbatch: int, out: Any, labels: tuple[Any, WeightedBatch | None]) -> None:

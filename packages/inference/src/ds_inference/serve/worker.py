@@ -106,7 +106,7 @@ class Worker:
         """Refuse what the engine would refuse, before it is ordered. Any thread may ask.
 
         Raises:
-            PlanError: see `Generator.check`.
+            PlanError: see `LLMEngine.check`.
         """
         self._engine.check(prompt, how, adapter)
 

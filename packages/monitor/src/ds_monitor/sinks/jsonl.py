@@ -22,7 +22,7 @@ class JsonlSink:
 
     Args:
         path: the file; its directory is made. An existing file is continued.
-        kinds: which records to keep; all by default. Leave out `Kind.SPAN` where collectives are too many to store.
+        kinds: which records to keep; all by default. Leave out `RecordKind.SPAN` where collectives are too many to store.
         rank: of this process where each rank has a sink; put before the ending of `path`.
     Cost: one system call per record.
     """

@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers of a model cut over ranks. Decide (`make_tensor_plan`), then do (`cut_model`)."""
+"""Tensor parallelism: layers of a model cut over ranks. Decide (`make_tensor_plan`), then do (`parallelize_model`)."""
 
 from ds_parallel.heads import HeadCounts
 from ds_parallel.tensor.apply import TensorParallelModel, parallelize_model, tensor_parallel_of, unsharded_params

@@ -60,7 +60,7 @@ class Held:
 
 
 class TensorParallelModel:
-    """What `cut_model` did.
+    """What `parallelize_model` did.
 
     Attributes:
         model: The model, cut in place.

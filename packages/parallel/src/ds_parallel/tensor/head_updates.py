@@ -117,7 +117,7 @@ class InputCheck:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
-            return  # who compiles a model asks before: `CutModel.check_inputs`
+            return  # who compiles a model asks before: `TensorParallelModel.check_inputs`
         if self._handle is not None:
             self._handle.remove()
             self._handle = None

@@ -64,7 +64,7 @@ class LayerShard:
         cut: Of its weight (of `gate_up_proj` for packed experts).
         fan: Shared by the layers that read one input.
         transposed: The weight is [in, out].
-        gather_output, split_input: See `Rule`.
+        gather_output, split_input: See `LayerRule`.
     """
 
     group: Group

@@ -38,7 +38,7 @@ class TensorOptions:
         embeddings: What becomes of token embeddings that a rule would cut by vocabulary.
         experts: Whether packed experts are cut; False where expert parallelism cuts them by number.
         gather_logits: Whether the last layer's output is put together on every rank; without it the loss must be
-            `vocabulary_cross_entropy`.
+            `vocab_parallel_cross_entropy`.
     """
 
     degree: int

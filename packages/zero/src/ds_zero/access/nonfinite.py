@@ -1,6 +1,6 @@
 """Which tensor was the first that is not finite: a search for the one step that went wrong, not for every step.
 
-with ds_zero.NonfiniteSearch(model) as search:
+with ds_zero.NonfiniteDetector(model) as search:
     loss = model(batch); loss.backward()
 print(search.first)          # "blocks.3.mlp: output in forward" or "blocks.3.mlp.up.weight: gradient in backward"
 """

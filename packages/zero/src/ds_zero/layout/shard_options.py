@@ -1,7 +1,7 @@
 """What `shard` is asked for, and what planning reads of a model.
 
-Words: a *placement* says where state is kept between uses, for a role: masters and optimizer state (`ShardOptions.tier`), or parameters
-(`ShardOptions.param_tier`). *Host* is memory of the CPU, page-locked where that makes copies faster. *File* is a scratch file of each
+Words: a *placement* says where state is kept between uses, for a role: masters and optimizer state (`ShardOptions.offload_optimizer`), or parameters
+(`ShardOptions.offload_params`). *Host* is memory of the CPU, page-locked where that makes copies faster. *File* is a scratch file of each
 rank, of which a bounded number of *buffers* is in host memory at a time.
 """
 
@@ -163,7 +163,7 @@ class OffloadPolicy:
 
 
 def placed_numel(numels: Sequence[int], share: float) -> list[bool]:
-    """Return which units lie in the last `share` of all elements; a unit across the border counts as inside."""
+    """Return which units lie in the last `ratio` of all elements; a unit across the border counts as inside."""
     threshold, done = (1.0 - share) * sum(numels), 0
     flags = []
     for numel in numels:
@@ -267,10 +267,10 @@ class ShardOptions:
         memory: `"private"`: every rank keeps its own copies. `"shared"`: the ranks are on one host and keep one copy of
             parameters for all of them, at every stage above 0. `"auto"`: shared where the group's backend is shm.
         tier: Where master shards and the optimizer's state are between updates: a name of `ds_zero.offload.state_stores.TIERS`, a
-            `ds_zero.Placement`, or a function that says one of these for each unit.
-        param_tier: Where parameters are between uses, and frozen ones at all, at stage 3: `"device"`, or a `ds_zero.Placement`.
-        wire: What travels as small codes instead of as it is (`ds_zero.Wire`, ZeRO++).
-        updates: Which elements are stepped when (`ds_zero.policies.zenflow.Importance`); None: all in every step.
+            `ds_zero.OffloadPolicy`, or a function that says one of these for each unit.
+        param_tier: Where parameters are between uses, and frozen ones at all, at stage 3: `"device"`, or a `ds_zero.OffloadPolicy`.
+        wire: What travels as small codes instead of as it is (`ds_zero.QuantizedComm`, ZeRO++).
+        updates: Which elements are stepped when (`ds_zero.policies.zenflow.ZenFlowOptions`); None: all in every step.
     """
 
     stage: int | ShardingStrategy = 1

@@ -1,6 +1,6 @@
 """One plan: what each unit is, where its state lives and how its gradients travel, before anything is allocated. No tensor, no group.
 
-`Sharding` makes what stands here and decides nothing more; `plan` makes the same from a model, or from records, for any number of ranks.
+`ShardedModel` makes what stands here and decides nothing more; `plan` makes the same from a model, or from records, for any number of ranks.
 
 Words: *kept* bytes are there between steps, exactly; *passing* bytes come and go within a step and are bounded here:
 gathered units, gradient buffers on their way. Activations are not part of model states and not counted.

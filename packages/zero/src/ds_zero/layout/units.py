@@ -1,6 +1,6 @@
 """Which parameters form a unit, and which of its model states are cut into shards. Pure; no tensor.
 
-*Model states* are parameters, gradients and optimizer state. A `Residency` says which of them are cut into one shard a rank and which
+*Model states* are parameters, gradients and optimizer state. A `ShardingStrategy` says which of them are cut into one shard a rank and which
 every rank keeps whole; a ZeRO stage is a value of it. Reference: Rajbhandari et al. 2020, "ZeRO", section 5.
 
 Parameters may share a unit when their *key* is equal: element format, optimizer group, family, and whether they stay gathered. A unit

@@ -172,7 +172,7 @@ class OptimizerStateStore(ParamStore):
 
 
 TIERS: dict[str, type[OptimizerStateStore]] = {"device": OptimizerStateStore}
-"""By name, as `ShardOptions.tier` says it."""
+"""By name, as `ShardOptions.offload_optimizer` says it."""
 
 
 def store_kind(tier: str | OffloadPolicy) -> type[OptimizerStateStore] | OffloadPolicy:

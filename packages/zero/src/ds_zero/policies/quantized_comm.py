@@ -2,7 +2,7 @@
 
 Reference: Wang et al. 2023, "ZeRO++" (qwZ, qgZ); Xie et al. 2024, "LoCo".
 
-Words: a unit's *wire* is a `Wire` that says it for this unit alone. Parameters are quantized on their way only: a gather writes what
+Words: a unit's *wire* is a `QuantizedComm` that says it for this unit alone. Parameters are quantized on their way only: a gather writes what
 it brought where forward reads, never over a master, and whole access (`GatheredParameters`, `safe_get_*`, checkpoints, `close`) gets
 the exact values. Gradients are quantized once a hop and added up in fp32.
 

@@ -70,7 +70,7 @@ class GatherOrder:
         return self._last.get(unit, -1) >= self._cursor or self.is_waiting(unit)
 
     def adopt(self, sequence: Sequence[int]) -> None:
-        """Follow `seen` from the next phase on; units it leaves out keep their place at the end. Same on every rank."""
+        """Follow `recorded` from the next phase on; units it leaves out keep their place at the end. Same on every rank."""
         left = [unit for unit in self._all if unit not in set(sequence)]
         self._set(tuple(sequence) + tuple(left))
 
@@ -144,7 +144,7 @@ class ReduceOrder:
         return left
 
     def adopt(self, sequence: Sequence[int]) -> None:
-        """Follow `seen` from the next backward on; units it leaves out come after. Same on every rank."""
+        """Follow `recorded` from the next backward on; units it leaves out come after. Same on every rank."""
         first = tuple(dict.fromkeys(sequence))
         self.sequence = first + tuple(unit for unit in self.sequence if unit not in set(first))
 

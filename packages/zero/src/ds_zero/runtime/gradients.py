@@ -8,7 +8,7 @@ Others say when gradients have arrived and when they are to be summed:
     clear     forget all of it
 
 *arena* is the flat buffer, as long as the unit; it is *open* while it holds gradients that were not reduced. *sums* are the reduced
-gradients (not yet averaged), together as long as the unit's shard, in one tensor for each of *ranges*. The unit's `Way` makes them out
+gradients (not yet averaged), together as long as the unit's shard, in one tensor for each of *ranges*. The unit's `GradReducer` makes them out
 of the arena; those of `reduction.py` out of the tensors that autograd made; then there are several ranges, else one.
 """
 
@@ -183,7 +183,7 @@ class Gradients:
 
     @property
     def joins(self) -> bool:
-        """Whether it may be reduced with others, see `Reducing.sum_together`."""
+        """Whether it may be reduced with others, see `GradientReductions.sum_together`."""
         return self.way.joins and self.groups.size > 1
 
     def collect(self, *, now: bool = True) -> None:

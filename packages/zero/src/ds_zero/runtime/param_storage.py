@@ -1,4 +1,4 @@
-"""Where a unit's parameters are between uses, one strategy for each `Storage` of the plan: private, released, shared.
+"""Where a unit's parameters are between uses, one strategy for each `ParamStorage` of the plan: private, released, shared.
 
 Words: *full* is the flat buffer that all parameters of the unit are views of, in the format forward uses. A gather fills it from what
 each rank *sends*: its chunk of full, or the shard where nothing else is made of it, or *sent*, a copy of the shard in full's format

@@ -1,7 +1,7 @@
 """What a parameter answers whose values are with other ranks.
 
 Words: a parameter is *released* while its buffer has no storage. Reading it then would crash the process in a CPU kernel, so on release
-its class becomes `Released`, whose `__torch_function__` answers questions about shape, dtype, device, gradient and hooks, and hands
+its class becomes `ShardedParameter`, whose `__torch_function__` answers questions about shape, dtype, device, gradient and hooks, and hands
 everything else to its *keeper*. The keeper of a unit's parameter gathers the unit inside a forward of the model. Anywhere else what only
 looks at it gets a placeholder, and what computes is refused with `ShardedAccessError`. On gather the parameter's own class returns.
 Identity never changes, and nothing in torch is replaced. A copy is cut as the parameter is, and stands alone.

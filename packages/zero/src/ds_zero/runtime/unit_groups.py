@@ -95,9 +95,9 @@ class GroupSet:
         apart: Some of those ranks do not run this backward; see `families.py`.
         shards: The ranks that hold the shards of a unit; a group of one holds it whole.
         gathers: The same ranks, over channels of their own, so that gathers and reductions cannot get in each other's order.
-        replicas: The ranks that hold the same shard; gradients are summed over `shards` and then over `replicas`.
+        replicas: The ranks that hold the same shard; gradients are summed over `shard_group` and then over `replicate_group`.
         pool: Where gradient buffers come from.
-        shared: The ranks of `shards` keep one copy of the parameters between them ...
+        shared: The ranks of `shard_group` keep one copy of the parameters between them ...
         host: ... in this memory.
         nodes: Which of the ranks are near, and what gathers make of it; None: nothing.
         route: The way of gathers between nodes; None: flat.
@@ -132,7 +132,7 @@ class GroupSet:
     def late_group(self) -> Group:
         """Return the group for all-gathers outside the recorded order.
 
-        Created at the first call, which is collective over `shards`.
+        Created at the first call, which is collective over `shard_group`.
         """
         if not self._late:
             apart = self.gather_group is not self.shard_group
@@ -146,7 +146,7 @@ class GroupTable:
     Args:
         families: Dense first; the others in the same order on every rank.
         host: Whether all parameters are on the host.
-        tables: See `Seat`.
+        tables: See `GroupSet`.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ def sends_from_anywhere(group: Group, device: torch.device) -> bool:
 def node_groups(shards: Group, size: int, names: tuple[str, str]) -> tuple[Group, Group]:
     """Build the group of this rank's node, and the group of ranks at its position in every node.
 
-    Collective over `shards`.
+    Collective over `shard_group`.
 
     Raises:
         PlanError: the size does not divide the ranks ("zero-nodes").

@@ -12,7 +12,7 @@ on a guess, and ranks need not guess alike.
     EARLY    it holds, or was taken back                             ->  PLAIN
     BROKEN   it was taken back                                       ->  PLAIN
 
-`Outlook` makes the guess out of the last step, `Ledger` says where each unit is. Reference: Lian et al. 2025, "SuperOffload", speculation
+`Outlook` makes the guess out of the last step, `OverlapLedger` says where each unit is. Reference: Lian et al. 2025, "SuperOffload", speculation
 and then validation. Deviation: an update is taken back by copies of what it overwrote, so to the bit, and begins with clipping on, too.
 """
 

@@ -1,7 +1,7 @@
 """The thread that updates units while backward goes on, and what takes its work back; which and when is decided in `early.py`.
 
 Before it writes, the thread copies the unit's master shard and the optimizer's state of it into host memory that is kept for that.
-Whoever wants the state before the step (`Tier.fetch`: whole access, a checkpoint, an edit) gets it as the last step left it: the update is
+Whoever wants the state before the step (`OptimizerStateStore.fetch`: whole access, a checkpoint, an edit) gets it as the last step left it: the update is
 taken back first, and the step makes it. Sums of gradients are only read. What the thread raises ends the step, on all ranks.
 
 Cost: 12 bytes of host memory for an element with Adam in fp32, and a read and a write of them besides the update.
@@ -52,7 +52,7 @@ class Ahead:
     """The early updates of one model. All of it but the thread's own part is called by the thread that trains.
 
     Args:
-        sharding: Units whose tier is early (`Placement.early`) are watched; there may be none.
+        sharding: Units whose tier is early (`OffloadPolicy.overlap_ratio`) are watched; there may be none.
         step: The coming one.
         outlook: What to expect of it.
     Raises:
