@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ds_config.file_check import validate
 from ds_config.errors import ConfigError
+from ds_config.file_check import validate
 from ds_config.issues import Issue
-from ds_config.strict_model import StrictModel
 from ds_config.parse import KeyPath, dotted
 from ds_config.shape import Key, keys, known_names
+from ds_config.strict_model import StrictModel
 
 __all__ = ["Typo", "TypoReport", "check_typos", "single_edits", "typos"]
 

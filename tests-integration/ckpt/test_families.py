@@ -8,8 +8,8 @@ from torch import nn
 import ds_ckpt
 import ds_comm
 import ds_zero
-from ds_comm.reduction_group import ParamSharding, ReductionGroup, set_param_sharding
 from ds_comm.placement import Box
+from ds_comm.reduction_group import ParamSharding, ReductionGroup, set_param_sharding
 from ds_testing import world
 
 STAGES = [0, 1, 3]
@@ -36,7 +36,9 @@ def make(stage, groups=None):
     if groups is not None:
         for name, param in net.experts[0].named_parameters():
             set_param_sharding(param, ParamSharding(ReductionGroup("expert", groups, 4), f"experts.{mine}.{name}"))
-        set_param_sharding(net.cut, ParamSharding(ReductionGroup("part", groups, 4), None, (6, 10), Box((0, 5 * mine), (6, 5))))
+        set_param_sharding(
+            net.cut, ParamSharding(ReductionGroup("part", groups, 4), None, (6, 10), Box((0, 5 * mine), (6, 5)))
+        )
     policy = ds_zero.UnitSizePolicy(max_numel=40, persist_numel=6)
     return net, ds_zero.shard(net, inner_of(net), stage=stage, policy=policy, clip=1.0)
 

@@ -15,8 +15,8 @@ import ds_engine
 from ds_config.errors import PlanError
 from ds_engine import support
 from ds_engine.config import load_config
-from ds_engine.planner import known_axes
 from ds_engine.config_rules import check_rules
+from ds_engine.planner import known_axes
 from ds_engine.support import PairVerdict, features_of
 from ds_testing import world
 
@@ -48,7 +48,10 @@ def test_the_record_is_of_what_is_drawn_and_of_what_the_rules_say() -> None:
 
 
 def test_a_pair_that_was_always_refused_is_refused_by_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    always = {("tensor", "zero3"): PairVerdict(refused=Counter({"some-code": 2})), ("tensor", "fp32"): PairVerdict(equal=1)}
+    always = {
+        ("tensor", "zero3"): PairVerdict(refused=Counter({"some-code": 2})),
+        ("tensor", "fp32"): PairVerdict(equal=1),
+    }
     monkeypatch.setattr(support, "matrix", lambda: always)
     config = load_config(
         {"train_batch_size": 2, "zero_optimization": {"stage": 3}, "tensor_parallel": {"autotp_size": 2}}

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from ds_inference import SamplingParams, load
 from ds_inference.families import FAMILIES, Config, DecoderFamily
 from ds_inference.families.family_spec import LLAMA, gated_mlp, grouped_attention, llama_like
-from ds_inference.spec import WeightSource, DecoderSpec
+from ds_inference.spec import DecoderSpec, WeightSource
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

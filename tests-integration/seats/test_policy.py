@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_engine
-from ds_engine.transforms import TRANSFORMS, TransformInput, BuildContext, Transform
+from ds_engine.transforms import TRANSFORMS, BuildContext, Transform, TransformInput
 from ds_testing import world
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from unittest import mock
 
 import ds_monitor
-from ds_monitor import RecordKind, Measurement
+from ds_monitor import Measurement, RecordKind
 from ds_monitor.sinks import sink_registry
 
 

@@ -104,7 +104,9 @@ def test_comet_offline(tmp_path: Path) -> None:
     with zipfile.ZipFile(file) as archive:
         told = [json.loads(line) for line in archive.read("messages.json").decode().splitlines()]
     metrics = [message["payload"]["metric"] for message in told if message["type"] == "metric_msg"]
-    losses = [(metric["step"], metric["metricValue"]) for metric in metrics if metric["metricName"] == metric_names.LOSS]
+    losses = [
+        (metric["step"], metric["metricValue"]) for metric in metrics if metric["metricName"] == metric_names.LOSS
+    ]
     assert losses == [(8, 1.0), (16, 0.5), (24, pytest.approx(1 / 3))]
 
 

@@ -72,9 +72,13 @@ def main() -> None:
     try:
         for _ in range(args.rounds + 1):
             times["put"].append(timed(lambda: fs.put_file(str(source), "bench/plain")))
-            times["save"].append(timed(lambda: ds_ckpt.save(ds_ckpt.CheckpointRef(storage, "a"), ds_ckpt.full_shards(state), {})))
+            times["save"].append(
+                timed(lambda: ds_ckpt.save(ds_ckpt.CheckpointRef(storage, "a"), ds_ckpt.full_shards(state), {}))
+            )
             times["get"].append(timed(lambda: fs.get_file("bench/plain", str(target))))
-            times["load"].append(timed(lambda: ds_ckpt.load(ds_ckpt.CheckpointRef(storage, "a"), ds_ckpt.full_shards(back))))
+            times["load"].append(
+                timed(lambda: ds_ckpt.load(ds_ckpt.CheckpointRef(storage, "a"), ds_ckpt.full_shards(back)))
+            )
             if not all(torch.equal(back[name], t) for name, t in state.items()):
                 raise SystemExit("other bytes came back")
             for tensor in state.values():

@@ -153,7 +153,7 @@ def _status(name: str) -> int:
 def row(kind: str, world: int) -> dict[str, Any]:
     """One rank's part in a save and a load."""
     from ds_ckpt.coordinator import hops, moving, pack, unpack
-    from ds_ckpt.save_planner import described, num_planners, planned, planner_of, entries_of
+    from ds_ckpt.save_planner import described, entries_of, num_planners, planned, planner_of
 
     layout, asked = Layout(kind, world), world
     world = layout.world

@@ -25,7 +25,7 @@ import torch
 from peers import ensure
 from torch.utils.data import DataLoader, Dataset
 
-from ds_data import RankSlice, PackedSequences, RankBatchSampler, SampleStream, TokenFile, TokenLoader, TokenWriter
+from ds_data import PackedSequences, RankBatchSampler, RankSlice, SampleStream, TokenFile, TokenLoader, TokenWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs" / "benchmarks" / "data" / "data.json"

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ds_ops.native_decoder import TokenRun, DecoderLayer, DecoderProgram, ProductInputs, KeptLayer, Normed, pack
 from ds_ops.formats import INT4, INT8, QuantTensor
+from ds_ops.native_decoder import DecoderLayer, DecoderProgram, KeptLayer, Normed, ProductInputs, TokenRun, pack
 from ds_ops.quant_linear import quantize_weight
 
 HIDDEN, OUTPUTS, ROWS = 1024, 4096, (1, 4, 12, 96)

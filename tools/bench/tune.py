@@ -63,10 +63,10 @@ def grid(form: str) -> None:
     """Every configuration of the grid measured, and a tuning beside it."""
     from ds_tune import SearchLimits
     from ds_tune.request import asked_of
-    from ds_tune.search import TrialBudget, NextTrial, fit_and_predict
+    from ds_tune.results_writer import rows_of
+    from ds_tune.search import NextTrial, TrialBudget, fit_and_predict
     from ds_tune.trial_runner import TrialRunner, run_trial
     from ds_tune.tuning import Tuning
-    from ds_tune.results_writer import rows_of
 
     os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     folder = Path(tempfile.mkdtemp(prefix="ds-tune-"))
@@ -181,7 +181,7 @@ def _of_model(sizes: dict[str, int], draw: random.Random, count: int) -> list[di
     from model import GPT, GPTConfig  # type: ignore[import-not-found]
 
     from ds_engine import shapes_of
-    from ds_tune import SearchLimits, Result, TuningTask, candidates_of, fit_and_predict
+    from ds_tune import Result, SearchLimits, TuningTask, candidates_of, fit_and_predict
 
     with torch.device("meta"):
         shapes = shapes_of(GPT(GPTConfig(**sizes)))
@@ -262,8 +262,8 @@ def _rank(rank: int, candidate: Any, sizes: dict[str, int], how: tuple[Path, int
         from model import GPT, GPTConfig
 
         import ds_engine
-        from ds_engine.trial_spec import TrialSpec
         from ds_engine.trial_results import write_json
+        from ds_engine.trial_spec import TrialSpec
 
         order = folder / f"order{rank}.json"
         write_json(order, TrialSpec(candidate.changes, 2, 3, str(folder / "measured.json"), detail=detail))

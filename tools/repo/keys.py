@@ -90,7 +90,7 @@ def _noted(meanings: Mapping[str, str], path: str) -> str:
 
 
 def _said(reason: object) -> str:
-    from ds_config.schema_fields import NoEffect, Deprecated, Unsupported
+    from ds_config.schema_fields import Deprecated, NoEffect, Unsupported
 
     if isinstance(reason, Deprecated):
         return f"*Deprecated*: use `{reason.new}`."

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_accel import TABLE, Accelerator, CommBackend, DeviceFacts, CapabilityRule, contract, detect, get_accelerator
+from ds_accel import TABLE, Accelerator, CapabilityRule, CommBackend, DeviceFacts, contract, detect, get_accelerator
 
 
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from ds_accel import TABLE, DeviceFacts, Capability
+from ds_accel import TABLE, Capability, DeviceFacts
 from ds_accel.device_facts import DETECTION_ORDER, CapabilityRule
 from ds_accel.probes import (
     comm_backend,
@@ -113,7 +113,10 @@ def test_rules_without_a_capability_to_read() -> None:
     assert not judge(CapabilityRule(min_capability=(8, 0)), object(), 0, "x")
     assert judge(CapabilityRule(native_from=(8, 0)), object(), 0, "x")
     properties = type("Xpu", (), {"get_device_capability": staticmethod(lambda index: {"name": "x"})})
-    assert "does not tell its compute capability" in judge(CapabilityRule(min_capability=(8, 0)), properties, 0, "x").reason
+    assert (
+        "does not tell its compute capability"
+        in judge(CapabilityRule(min_capability=(8, 0)), properties, 0, "x").reason
+    )
 
 
 def test_presence_without_importing() -> None:

@@ -85,7 +85,9 @@ def test_the_bound_is_never_passed_and_kept_blocks_make_room() -> None:
     assert pool.stats().kept == 16 * KIB
     with pool.take(20 * KIB):
         stats = pool.stats()
-        assert (stats.in_use_bytes, stats.kept, stats.reserved) == (36 * KIB, 0, 36 * KIB), "the kept block went back to the system"
+        assert (stats.in_use_bytes, stats.kept, stats.reserved) == (36 * KIB, 0, 36 * KIB), (
+            "the kept block went back to the system"
+        )
     b.release()
     assert pool.stats().peak == 36 * KIB
     assert pool.trim() == 36 * KIB

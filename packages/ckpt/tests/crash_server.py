@@ -98,7 +98,9 @@ def trial(order):
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     disk = Deadly(order["last"], log)
     storage = ds_ckpt.LocalStorage(order["root"], disk)
-    ds_ckpt.save(ds_ckpt.CheckpointRef(storage, order["tag"]), ds_ckpt.full_shards(state(order["step"])), {"step": order["step"]})
+    ds_ckpt.save(
+        ds_ckpt.CheckpointRef(storage, order["tag"]), ds_ckpt.full_shards(state(order["step"])), {"step": order["step"]}
+    )
     return disk.count
 
 

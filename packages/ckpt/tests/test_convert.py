@@ -50,7 +50,10 @@ META = {
 @pytest.fixture
 def path(tmp_path):
     ds_ckpt.save(
-        tmp_path / "runs" / "step-7", ds_ckpt.full_shards(STATE), META, aliases={"param/head.weight": "param/embed.weight"}
+        tmp_path / "runs" / "step-7",
+        ds_ckpt.full_shards(STATE),
+        META,
+        aliases={"param/head.weight": "param/embed.weight"},
     )
     return tmp_path / "runs" / "step-7"
 

@@ -259,7 +259,9 @@ def test_converting_names_of_a_stranger_writes_nothing_outside_the_folder(
 @pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "a/b", "..", "a\\b"])
 def test_such_a_name_is_refused_before_anything_is_written(tmp_path, name):
     entry = TensorEntry((2,), "float32", lambda: torch.ones(2))
-    source = TensorSource({f"param/{name}": entry, f"optim/{name}/exp_avg": entry}, meta={"optimizer": {"groups": [{}]}})
+    source = TensorSource(
+        {f"param/{name}": entry, f"optim/{name}/exp_avg": entry}, meta={"optimizer": {"groups": [{}]}}
+    )
     with pytest.raises(CheckpointError, match="leads out of it") as caught:
         write_universal(source, tmp_path / "u", "t", allow_pickle=True)
     assert caught.value.code == "ckpt-foreign"
@@ -274,5 +276,8 @@ def test_nor_is_a_state_of_such_a_name(tmp_path, state):
         write_universal(source, tmp_path / "u", "t", allow_pickle=True)
     with pytest.raises(CheckpointError, match="leads out of it"):
         write_universal(
-            TensorSource({"param/w": entry}, meta={"optimizer": {"groups": [{}]}}), tmp_path / "u", "../t", allow_pickle=True
+            TensorSource({"param/w": entry}, meta={"optimizer": {"groups": [{}]}}),
+            tmp_path / "u",
+            "../t",
+            allow_pickle=True,
         )

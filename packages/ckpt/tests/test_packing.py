@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import ds_ckpt
 from ds_ckpt import codecs
-from ds_ckpt.checkpoint_list import collect, shared_files
 from ds_ckpt.block_packing import SaveOptions
+from ds_ckpt.checkpoint_list import collect, shared_files
 from ds_ckpt.local_storage import locate
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_config.errors import CheckpointError, UnsupportedError

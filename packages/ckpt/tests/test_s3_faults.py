@@ -149,7 +149,9 @@ def test_incremental_saves_of_objects(store):
     engine, state = ds_ckpt.SyncCheckpointer(recipe=ds_ckpt.SaveOptions(incremental=True), keep=2), _state(1)
     for v in (1, 2, 3):
         state["b"] = torch.arange(7) + v
-        engine.save(ds_ckpt.CheckpointRef(place, f"s{v}"), ds_ckpt.full_shards({"w": _state(1)["w"], "b": state["b"]}), {"v": v})
+        engine.save(
+            ds_ckpt.CheckpointRef(place, f"s{v}"), ds_ckpt.full_shards({"w": _state(1)["w"], "b": state["b"]}), {"v": v}
+        )
     sizes = {name: int(place.fs.info(f"{place.root}/.blocks/{name}")["size"]) for name, _ in place.shared()}
     assert sorted(sizes.values()) == [56, 56, 1_200_056]
     back = {"w": torch.zeros(300_000), "b": torch.zeros(7, dtype=torch.int64)}

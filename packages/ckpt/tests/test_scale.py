@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 import ds_ckpt
 from ds_ckpt import save_planner
-from ds_ckpt.coordinator import arrived, hops, moving, pack, unpack
-from ds_ckpt.checkpoint_list import read_for, read_top
-from ds_ckpt.format import encode
 from ds_ckpt.checkpoint_index import CheckpointIndex, decode_index, encode_index
+from ds_ckpt.checkpoint_list import read_for, read_top
+from ds_ckpt.coordinator import arrived, hops, moving, pack, unpack
+from ds_ckpt.format import encode
 from ds_ckpt.manifest_merge import join
-from ds_ckpt.save_plan import plan_save
 from ds_ckpt.records import Manifest
+from ds_ckpt.save_plan import plan_save
 from ds_ckpt.zone_maps import MAX_ZONES, bounds_of, meet, zones_of
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_config.errors import CheckpointError

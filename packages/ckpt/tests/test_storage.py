@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import ds_ckpt
-from ds_ckpt.python_objects import ObjectStorage
 from ds_ckpt.local_storage import locate
+from ds_ckpt.python_objects import ObjectStorage
 from ds_config.errors import CheckpointError, UnsupportedError
 
 
@@ -24,7 +24,9 @@ def storage(request, tmp_path):
 
 def _save(storage, tag, value):
     ds_ckpt.save(
-        ds_ckpt.CheckpointRef(storage, tag), ds_ckpt.full_shards({"w": torch.full((1000,), value), "e": torch.zeros(0)}), {"v": value}
+        ds_ckpt.CheckpointRef(storage, tag),
+        ds_ckpt.full_shards({"w": torch.full((1000,), value), "e": torch.zeros(0)}),
+        {"v": value},
     )
 
 

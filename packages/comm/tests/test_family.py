@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.parameter import Parameter
 
-from ds_comm import ParamSharding, Box, ReductionGroup, Interval, set_param_sharding, param_sharding, self_group
+from ds_comm import Box, Interval, ParamSharding, ReductionGroup, param_sharding, self_group, set_param_sharding
 from ds_comm.reduction_group import logical_of
 from ds_config.errors import PlanError
 

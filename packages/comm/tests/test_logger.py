@@ -10,7 +10,7 @@ from ds_comm.bandwidth import bandwidth, message_bytes
 from ds_comm.config import CommsLoggerConfig
 from ds_comm.logger import CommsLogger, table
 from ds_config import ConfigError, validate
-from ds_monitor import RecordKind, Measurement
+from ds_monitor import Measurement, RecordKind
 
 
 def span(op: str, seconds: float, nbytes: int = 1000, ranks: int = 4, unit: str = "") -> Measurement:

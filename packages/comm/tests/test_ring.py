@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_comm.watch.side_channel import open_peer
-from ds_comm.watch.stamp_ring import OPS, StampRing, RingReader
+from ds_comm.watch.stamp_ring import OPS, RingReader, StampRing
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_comm.watch.stamp_ring import StampRing
 from ds_comm.watch.sidechannel import SideChannel
+from ds_comm.watch.stamp_ring import StampRing
 from ds_comm.watch.watchdog import EXIT_CODE, Watchdog, WatchSettings
 
 X = torch.ones(4)

@@ -30,9 +30,9 @@ from ds_compress import (
     compression_scheduler,
     decompress,
     export_compressed_tensors,
-    resize_to_state_dict,
     init_compression,
     redundancy_clean,
+    resize_to_state_dict,
 )
 
 pytestmark = pytest.mark.slow

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from ds_compress import compression_scheduler, init_compression, redundancy_clean
 from ds_compress.model_export import export_compressed_tensors, export_gguf, export_gptq, pack_columns, pack_rows
 from ds_compress.posttraining import QuantScheme, codes_of_training, gptq, linears_of, round_to_nearest
+from ds_compress.smoothing import awq, find_foldable_norms, smoothquant
 from ds_compress.sparsity_report import report_of
-from ds_compress.smoothing import find_foldable_norms, awq, smoothquant
 from ds_config.errors import PlanError, UnsupportedError
 
 
@@ -158,7 +158,10 @@ def test_what_was_trained_in_few_bits_is_exported_to_the_bit(tmp_path):
     with pytest.raises(PlanError, match="64 groups of 8 bits, asymmetric"):
         codes_of_training(broken)
     codes = codes_of_training(changed)
-    assert {c.scheme for c in codes.values()} == {QuantScheme(8, -1), QuantScheme(8, 32)}  # k and v have two scales a row
+    assert {c.scheme for c in codes.values()} == {
+        QuantScheme(8, -1),
+        QuantScheme(8, 32),
+    }  # k and v have two scales a row
     with pytest.raises(PlanError, match="2 schemes in one file"):
         export_gptq(changed, codes, tmp_path)
     redundancy_clean(changed)
@@ -183,7 +186,9 @@ def unpack(words, bits, axis):
     return torch.from_numpy(stacked.reshape(shape))
 
 
-@pytest.mark.parametrize("scheme", [QuantScheme(4, 32), QuantScheme(4, -1, symmetric=False), QuantScheme(8, 64)], ids=str)
+@pytest.mark.parametrize(
+    "scheme", [QuantScheme(4, 32), QuantScheme(4, -1, symmetric=False), QuantScheme(8, 64)], ids=str
+)
 def test_gptq_files_say_what_the_model_has(model, scheme, tmp_path):
     """transformers loads them with gptqmodel, whose kernels want a GPU: read here as the format says."""
     changed = copy.deepcopy(model)

@@ -10,18 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_compress.compression_schedules import Bits, dense_share, fall, mixed_ratio, new_mask_at
 from ds_compress.masks import (
     block_scores,
     expand_blocks,
     head_scores,
-    num_kept,
     learnt_mask,
+    num_kept,
     row_scores,
     snip_update,
     top_mask,
 )
 from ds_compress.quantizers import QuantGrid, grid_of, quantize, straight_through
-from ds_compress.compression_schedules import Bits, dense_share, fall, mixed_ratio, new_mask_at
 from ds_config.errors import PlanError
 
 

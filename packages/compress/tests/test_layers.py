@@ -14,10 +14,10 @@ from ds_compress import (
     compressed_layers,
     compression_scheduler,
     decompress,
-    resize_to_state_dict,
     init_compression,
     is_compressed,
     redundancy_clean,
+    resize_to_state_dict,
 )
 from ds_compress.masks import top_mask
 from ds_compress.quantizers import QuantGrid, quantize
@@ -127,7 +127,9 @@ def test_inputs_have_a_range_a_token_or_a_running_one():
     dynamic = linear(activation_quantization=technique({"bits": 4}, ["*"], schedule_offset=0))
     x = torch.randn(5, 6, requires_grad=True)
     y = dynamic(x)
-    torch.testing.assert_close(y, nn.functional.linear(quantize(x, QuantGrid(4, 5)), dynamic[0].weight, dynamic[0].bias))
+    torch.testing.assert_close(
+        y, nn.functional.linear(quantize(x, QuantGrid(4, 5)), dynamic[0].weight, dynamic[0].bias)
+    )
     y.sum().backward()
     torch.testing.assert_close(x.grad, dynamic[0].weight.sum(0).expand(5, 6))
     static = linear(activation_quantization=technique(

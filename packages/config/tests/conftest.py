@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field, model_validator
 
-from ds_config import Alias, NoEffect, Deprecated, StrictModel, Unsupported
+from ds_config import Alias, Deprecated, NoEffect, StrictModel, Unsupported
 
 
 class Tag(enum.Enum):

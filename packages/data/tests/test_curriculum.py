@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ds_config.errors import CheckpointError, ConfigError
 from ds_data import RankSlice, TokenFile, write_items
 from ds_data.config import DataEfficiencyConfig, SamplingCurriculumConfig
-from ds_data.curriculum import DifficultyIndex, Curriculum, Metric, cluster_name, make_metrics
+from ds_data.curriculum import Curriculum, DifficultyIndex, Metric, cluster_name, make_metrics
 
 LINE = {"total_curriculum_step": 5, "difficulty_step": 1}
 
@@ -123,7 +123,9 @@ def test_in_the_middle_of_a_batch() -> None:
     rest = [next(rows).samples for _ in range(4)]
     other = curriculum([1, 2] * 9, [1, 2], seed=9)
     other.load_state_dict(seen[-1].state)
-    assert [row.samples for row, _ in zip(other.rows(RankSlice(0, 1, 2), 6, seen[-1].consumed), range(4), strict=False)] == rest
+    assert [
+        row.samples for row, _ in zip(other.rows(RankSlice(0, 1, 2), 6, seen[-1].consumed), range(4), strict=False)
+    ] == rest
 
 
 def test_it_ends_with_its_total() -> None:

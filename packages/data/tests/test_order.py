@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from ds_config.errors import CheckpointError, ConfigError
-from ds_data.token_loader import TokenLoader
 from ds_data.mixing import BlendedDataset
-from ds_data.sample_order import RankSlice, BlendOrder, RankBatchSampler, SampleStream, split_ranges
 from ds_data.packed_sequences import IGNORE_INDEX, FillInMiddle, PackedSequences
 from ds_data.permutation import KeyedPermutation
-from ds_data.tokens import TokenFile
+from ds_data.sample_order import BlendOrder, RankBatchSampler, RankSlice, SampleStream, split_ranges
+from ds_data.token_loader import TokenLoader
 from ds_data.token_writer import write_items
+from ds_data.tokens import TokenFile
 
 
 @settings(max_examples=60, deadline=None)
@@ -79,7 +79,9 @@ def test_interruptions(corpus: TokenFile, trials: int) -> None:
     for trial in range(trials):
         threads = [int(random.integers(0, 3)) if trial % 25 == 0 else 0 for _ in range(2)]
         stop, ranks, again = int(random.integers(1, steps - 2)), *random.choice([1, 2, 3, 4], 2).tolist()
-        before = [TokenLoader(data, RankSlice(r, ranks, train // ranks), seed=5, threads=threads[0]) for r in range(ranks)]
+        before = [
+            TokenLoader(data, RankSlice(r, ranks, train // ranks), seed=5, threads=threads[0]) for r in range(ranks)
+        ]
         for loader in before[:1]:
             taken = ids(loader, stop)
             assert len(taken) == stop
@@ -163,7 +165,10 @@ def test_the_middle_goes_to_the_end(seed: int) -> None:
 
 
 def test_filling_in_stays_within_documents(corpus: TokenFile) -> None:
-    plain, turned = PackedSequences(corpus, 32), PackedSequences(corpus, 32, fill_in_middle=FillInMiddle(1, 2, 3, rate=1.0))
+    plain, turned = (
+        PackedSequences(corpus, 32),
+        PackedSequences(corpus, 32, fill_in_middle=FillInMiddle(1, 2, 3, rate=1.0)),
+    )
     changed = 0
     for i in range(len(plain)):
         edges, before, after = plain.boundaries(i), plain.tokens([i])[0], turned.tokens([i])[0]

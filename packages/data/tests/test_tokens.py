@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_config.errors import ConfigError
-from ds_data.file_checks import check_tokens
 from ds_data.cli import main, register
 from ds_data.codes import TABLES, smallest_int_dtype
+from ds_data.file_checks import check_tokens
 from ds_data.token_index import TokenIndex, pack_index, parse_index
-from ds_data.tokens import TokenFile
 from ds_data.token_writer import TokenWriter, write_items
+from ds_data.tokens import TokenFile
 
 ITEMS = [[1, 2, 3], [], [4], [5, 6, 7, 8]]
 
@@ -122,9 +122,12 @@ def test_values_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert error.value.code == "data-dtype"
     with pytest.raises(ConfigError, match="no code"):
         TokenWriter(tmp_path / "b", np.uint64)
-    assert [smallest_int_dtype(0, 255), smallest_int_dtype(0, 256), smallest_int_dtype(-1, 127), smallest_int_dtype(-200, 0)] == [
-        np.dtype(n) for n in ("u1", "u2", "i1", "i2")
-    ]
+    assert [
+        smallest_int_dtype(0, 255),
+        smallest_int_dtype(0, 256),
+        smallest_int_dtype(-1, 127),
+        smallest_int_dtype(-200, 0),
+    ] == [np.dtype(n) for n in ("u1", "u2", "i1", "i2")]
 
 
 def legacy(items: list[list[int]], code: int, dtype: str) -> tuple[bytes, bytes]:

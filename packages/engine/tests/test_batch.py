@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_config.errors import ConfigError, DsError, PlanError
-from ds_engine.batch import BatchSizes, BatchRequest, resolve_batch
+from ds_engine.batch import BatchRequest, BatchSizes, resolve_batch
 
 small = st.integers(1, 64)
 

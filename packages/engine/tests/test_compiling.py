@@ -16,20 +16,20 @@ from ds_engine import Shapes, load_config, make_plan
 from ds_engine.compiling import (
     BUILTIN,
     Contract,
-    PassEntry,
     Graph,
-    PassInputs,
+    GraphVerb,
     Node,
     Pass,
-    GraphVerb,
+    PassEntry,
+    PassInputs,
     check_schedule,
     default_schedule,
     resolve,
 )
-from ds_engine.compiling.pass_choice import choose_kept, free, insert, keep, prefetch, reduce, store, store_all
 from ds_engine.compiling.graph import Grad, SavedResult
-from ds_engine.compiling.ops import OPS
 from ds_engine.compiling.graph_reader import ParamLocation, read
+from ds_engine.compiling.ops import OPS
+from ds_engine.compiling.pass_choice import choose_kept, free, insert, keep, prefetch, reduce, store, store_all
 from ds_engine.compiling.rewriting import put_ends_last, rewrite
 from ds_zero.layout.units import ModuleInfo, ParamInfo
 

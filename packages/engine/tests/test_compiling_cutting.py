@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from ds_config.errors import PlanError, UnsupportedError
 from ds_engine import Shapes, load_config, make_plan
-from ds_engine.compiling.graph_split import attention_of_the_whole, join_sums, wrap_attention
 from ds_engine.compiling.graph_moves import MOVES
+from ds_engine.compiling.graph_split import attention_of_the_whole, join_sums, wrap_attention
 from ds_zero.layout.units import ModuleInfo, ParamInfo
 
 LENGTH = 6

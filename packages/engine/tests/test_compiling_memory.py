@@ -13,10 +13,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_config.errors import DsError, PlanError
 from ds_engine import Shapes, load_config, make_plan
-from ds_engine.compiling import BUILTIN, GraphAction, Graph, PassInputs, Node, GraphVerb, check_schedule, default_schedule, resolve
-from ds_engine.compiling.pass_choice import bucket, insert, load, park, park_all, prefetch, reduce
+from ds_engine.compiling import (
+    BUILTIN,
+    Graph,
+    GraphAction,
+    GraphVerb,
+    Node,
+    PassInputs,
+    check_schedule,
+    default_schedule,
+    resolve,
+)
 from ds_engine.compiling.graph import Grad
 from ds_engine.compiling.graph_reader import ParamLocation, read
+from ds_engine.compiling.pass_choice import bucket, insert, load, park, park_all, prefetch, reduce
 from ds_engine.compiling.rewriting import rewrite
 from ds_zero.layout.units import ModuleInfo, ParamInfo
 
@@ -63,7 +73,9 @@ def test_one_operation_hands_several_units_over() -> None:
         node.meta["val"] = torch.empty(2, 2)
     params = {"primals_1": ParamLocation(4, 1, True), "primals_2": ParamLocation(3, 0, True)}
     facts = read(graph, params, backward=True, saved=None)
-    made = rewrite(fx.GraphModule({}, graph), bucket(reduce(facts, PassInputs()), PassInputs(buckets=((4, 3),))), params, 7)
+    made = rewrite(
+        fx.GraphModule({}, graph), bucket(reduce(facts, PassInputs()), PassInputs(buckets=((4, 3),))), params, 7
+    )
     calls = [node for node in made.graph.nodes if "arrived" in str(node.target)]
     assert len(calls) == 1
     grads, params, key, units, members = calls[0].args
@@ -124,7 +136,9 @@ def test_without_a_budget_all_state_leaves_at_once_and_comes_back_at_the_end() -
     forward, backward = chain(4, 2), chain(4, 2, backward=True)
     assert told(park(forward, known), GraphVerb.PARK) == [("offload state of 0", 0), ("offload state of 1", 0)]
     assert told(park_all(backward, known), GraphVerb.UNPARK) == [("reload state of 1", 4), ("reload state of 0", 4)]
-    assert told(park_all(Graph(backward.nodes, True), known), GraphVerb.UNPARK) == []  # its gradients are made elsewhere
+    assert (
+        told(park_all(Graph(backward.nodes, True), known), GraphVerb.UNPARK) == []
+    )  # its gradients are made elsewhere
 
 
 # ---- parameters
@@ -137,7 +151,11 @@ def test_what_is_sent_is_loaded_while_the_unit_before_is_used() -> None:
         ("load 0", 0), ("load 1", 0), ("gather 0", 0), ("load 2", 2), ("gather 1", 2), ("gather 2", 4),
     ]  # fmt: skip
     tight = PassInputs(gathered=known.gathered, resting=known.resting, budget=1)
-    assert told(load(insert(chain(6, 3), tight), tight), GraphVerb.LOAD) == [("load 0", 0), ("load 1", 2), ("load 2", 4)]
+    assert told(load(insert(chain(6, 3), tight), tight), GraphVerb.LOAD) == [
+        ("load 0", 0),
+        ("load 1", 2),
+        ("load 2", 4),
+    ]
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.none() | st.integers(0, 200), st.booleans())

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_engine.flops import ForwardCounter
 from ds_engine.feature_table import FlopsProfilerConfig
+from ds_engine.flops import ForwardCounter
 from ds_engine.profiling import Profile, profile_text
 
 transformers = pytest.importorskip("transformers")

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from ds_config.errors import CheckpointError, ConfigError, UnsupportedError
 from ds_data import RankSlice, SampleStream
-from ds_engine.loader import SampleOrder, ResumableLoader
+from ds_engine.loader import ResumableLoader, SampleOrder
 
 
 class Ids(Dataset[int]):
@@ -26,7 +26,10 @@ class Ids(Dataset[int]):
 
 
 def loaders(length: int, ranks: int, micro: int, multiple: int = 1, seed: int = 3) -> list[ResumableLoader]:
-    return [ResumableLoader(Ids(length), RankSlice(r, ranks, micro), SampleOrder(seed, multiple=multiple)) for r in range(ranks)]
+    return [
+        ResumableLoader(Ids(length), RankSlice(r, ranks, micro), SampleOrder(seed, multiple=multiple))
+        for r in range(ranks)
+    ]
 
 
 def samples(group: list[ResumableLoader], rows: int) -> list[int]:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import ds_engine
 from ds_config.errors import ConfigError
 from ds_engine.trial_recorder import layer_groups
-from ds_engine.trial_spec import DS_TRIAL, TrialSpec, laid_over
 from ds_engine.trial_results import read_measured, write_json
+from ds_engine.trial_spec import DS_TRIAL, TrialSpec, laid_over
 
 
 class Blocks(nn.Module):

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from ds_config import classify, dotted
-from ds_config.errors import ConfigError, DsError, UnsupportedError
 from ds_config.config_file import read
+from ds_config.errors import ConfigError, DsError, UnsupportedError
 from ds_engine import Config, Shapes, load_config, make_plan
 from ds_pipe import PipelineSpec
 

@@ -13,9 +13,9 @@ from ds_config.errors import ConfigError
 from ds_engine.lr_schedules import (
     SCHEDULES,
     LRRangeTest,
+    LRScheduler,
     OneCycle,
     Schedule,
-    LRScheduler,
     WarmupCosineLR,
     WarmupDecayLR,
     WarmupLR,

@@ -19,11 +19,11 @@ import ds_ckpt.config
 import ds_monitor.config
 from ds_config import Key, dotted, keys, saying
 from ds_config.errors import DsError
-from ds_config.schema_fields import NoEffect, Deprecated, Unsupported
+from ds_config.schema_fields import Deprecated, NoEffect, Unsupported
 from ds_config.shape import aliases, literals, of_field, options, retired
 from ds_engine import Config, load_config, make_plan, shapes_of
+from ds_engine.lr_schedules import LRScheduler, Schedule
 from ds_engine.optimizer_table import make_optimizer
-from ds_engine.lr_schedules import Schedule, LRScheduler
 from ds_pipe import PipelineSpec
 
 REFERENCE = Path(__file__).parent / "data" / "reference_keys.txt"

@@ -17,7 +17,7 @@ from ds_config.errors import DsError, PlanError, UnsupportedError
 from ds_engine import Shapes, load_config, make_plan, shapes_of
 from ds_engine.builder import InitArgs, build
 from ds_engine.parallel_degrees import with_degrees
-from ds_engine.transforms import TRANSFORMS, TransformInput, BuildContext, Transform, decide_all
+from ds_engine.transforms import TRANSFORMS, BuildContext, Transform, TransformInput, decide_all
 from ds_pipe import gpipe, mark_reduce
 
 Make = Callable[[], nn.Module]

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from ds_config.errors import CheckpointError, PlanError, UnsupportedError
-from ds_inference import SchedulerConfig, QuantizationOptions, SamplingParams, load
+from ds_inference import QuantizationOptions, SamplingParams, SchedulerConfig, load
 from ds_inference.sampling import derive_seed
 
 pytest.importorskip("transformers")

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_inference import SchedulerConfig, SamplingParams, init_inference, load
-from ds_inference.sampling import sample_token, apply_penalties
+from ds_inference import SamplingParams, SchedulerConfig, init_inference, load
+from ds_inference.sampling import apply_penalties, sample_token
 
 transformers = pytest.importorskip("transformers")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_config.errors import CheckpointError, PlanError, UnsupportedError
-from ds_inference import SchedulerConfig, SamplingParams, load
+from ds_inference import SamplingParams, SchedulerConfig, load
 from ds_inference.sampling import derive_seed
 
 transformers = pytest.importorskip("transformers")
@@ -108,7 +108,9 @@ def test_samples_are_those_of_their_seeds(model):
 
 
 def test_log_probabilities_are_the_models(model):
-    (answer,) = load(model, budget=SchedulerConfig(3, 2)).generate([PROMPTS[2]], SamplingParams(max_new_tokens=5, logprobs=2))
+    (answer,) = load(model, budget=SchedulerConfig(3, 2)).generate(
+        [PROMPTS[2]], SamplingParams(max_new_tokens=5, logprobs=2)
+    )
     whole = torch.tensor([PROMPTS[2] + answer.tokens])
     with torch.no_grad():
         logs = torch.log_softmax(model(whole).logits[0], -1)
@@ -223,4 +225,6 @@ def test_a_callback_says_which_tokens_may_come(tiny, prompts_of):
 def test_a_callback_that_allows_nothing_is_told(tiny, prompts_of):
     for mask in (torch.zeros(97, dtype=torch.bool), torch.ones(5, dtype=torch.bool), torch.ones(97)):
         with pytest.raises(PlanError, match="structured"):
-            load(tiny("llama"), cache_tokens=256).generate(prompts_of([3]), SamplingParams(allowed_tokens=lambda _, mask=mask: mask))
+            load(tiny("llama"), cache_tokens=256).generate(
+                prompts_of([3]), SamplingParams(allowed_tokens=lambda _, mask=mask: mask)
+            )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_inference import SchedulerConfig, LLMEngine, SamplingParams, load
+from ds_inference import LLMEngine, SamplingParams, SchedulerConfig, load
 
 
 def expected(model: Any, prompts: list[list[int]], count: int) -> list[list[int]]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_config.errors import UnsupportedError
-from ds_inference import SchedulerConfig, RaggedConfig, SamplingParams, build_hf_engine, load
+from ds_inference import RaggedConfig, SamplingParams, SchedulerConfig, build_hf_engine, load
 from ds_inference.hf_runner import HFModelRunner
 from ds_inference.sampling import derive_seed
 
@@ -48,12 +48,17 @@ def own(model: Any, prompt: list[int], count: int) -> list[int]:
 def test_greedy_is_its_own(kind: str, prompts_of: Any) -> None:
     model, prompts = made(kind), prompts_of([1, 5, 23, 12, 5])
     wanted = [own(model, p, 8) for p in prompts]
-    for budget, blocks in ((SchedulerConfig(64, 8, max_model_len=400), 64), (SchedulerConfig(5, 3, max_model_len=400), 12)):
+    for budget, blocks in (
+        (SchedulerConfig(64, 8, max_model_len=400), 64),
+        (SchedulerConfig(5, 3, max_model_len=400), 12),
+    ):
         engine = load(model, cache_tokens=4 * blocks, block_size=4, budget=budget)
         assert isinstance(engine.decoder, HFModelRunner)
         assert [a.tokens for a in engine.generate(prompts, SamplingParams(8))] == wanted
         assert engine.scheduler.pool.num_free == engine.scheduler.pool.count
-        again = engine.generate([prompts[2] + wanted[2][:3]], SamplingParams(5))[0].tokens  # what is in the cache is found
+        again = engine.generate([prompts[2] + wanted[2][:3]], SamplingParams(5))[
+            0
+        ].tokens  # what is in the cache is found
         assert again == wanted[2][3:]
 
 
@@ -63,7 +68,9 @@ def test_samples_drafts_and_a_small_cache(prompts_of: Any) -> None:
     first, second = load(model).generate([prompt], how)
     for seed, answer in ((3, first), (derive_seed(3, "sample", 1), second)):
         assert (
-            load(model, num_speculative_tokens=3).generate([prompt], SamplingParams(7, temperature=0.9, seed=seed))[0].tokens
+            load(model, num_speculative_tokens=3)
+            .generate([prompt], SamplingParams(7, temperature=0.9, seed=seed))[0]
+            .tokens
             == answer.tokens
         )
     (small,) = load(model, cache_dtype=torch.int8).generate([prompt], SamplingParams(1, logprobs=97))

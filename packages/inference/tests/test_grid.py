@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_inference import SchedulerConfig, SamplingParams, load
+from ds_inference import SamplingParams, SchedulerConfig, load
 
 pytestmark = pytest.mark.slow
 COUNT = 4

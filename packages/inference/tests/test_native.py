@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ds_inference import SchedulerConfig, LLMEngine, QuantizationOptions, SamplingParams, build_hf_engine, load
-from ds_inference.model_loader import read_decoder
+from ds_inference import LLMEngine, QuantizationOptions, SamplingParams, SchedulerConfig, build_hf_engine, load
 from ds_inference.decoder_model import Cache
+from ds_inference.model_loader import read_decoder
 from ds_ops.native_decoder import obstacle
 
 pytestmark = pytest.mark.skipif(bool(obstacle()), reason=obstacle() or "built")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ds_config.errors import PlanError
-from ds_inference import SchedulerConfig, SamplingParams, load
+from ds_inference import SamplingParams, SchedulerConfig, load
 from ds_inference.recovery import compute_apart
 from ds_inference.requests import ScheduledChunk
 
@@ -121,7 +121,13 @@ def test_several_samples_of_the_full_length(model, share, length, cache):
     """Prompt and limit fill a sequence, or the cache, to the last token."""
     prompt = [1 + i % 50 for i in range(48)]
     how = SamplingParams(16, temperature=1.0, seed=1, n=3)
-    engine = load(model, budget=SchedulerConfig(32, 8, max_model_len=length), cache_tokens=cache, block_size=4, enable_prefix_caching=share)
+    engine = load(
+        model,
+        budget=SchedulerConfig(32, 8, max_model_len=length),
+        cache_tokens=cache,
+        block_size=4,
+        enable_prefix_caching=share,
+    )
     found = engine.generate([prompt], how)
     assert [len(a.tokens) for a in found] == [16, 16, 16]
     assert [a.tokens for a in found] == [a.tokens for a in load(model, cache_tokens=1024).generate([prompt], how)]
@@ -147,7 +153,11 @@ def late(answer):
         raise ZeroDivisionError("a grammar that fails")
 
 
-FAULTS = [SamplingParams(8, allowed_tokens=never), SamplingParams(8, allowed_tokens=late), SamplingParams(8, stop=("x",), logit_bias={POISON: 1e6})]
+FAULTS = [
+    SamplingParams(8, allowed_tokens=never),
+    SamplingParams(8, allowed_tokens=late),
+    SamplingParams(8, stop=("x",), logit_bias={POISON: 1e6}),
+]
 
 
 @pytest.mark.parametrize("fault", range(len(FAULTS)))
@@ -259,7 +269,9 @@ def test_without_a_listener_the_step_raises_and_the_others_go_on(model):
 def test_an_engine_goes_on_after_a_call_that_failed(model):
     engine = load(model)
     with pytest.raises(ZeroDivisionError):
-        engine.generate(PROMPTS, [SamplingParams(8, allowed_tokens=late if i == 2 else None) for i in range(len(PROMPTS))])
+        engine.generate(
+            PROMPTS, [SamplingParams(8, allowed_tokens=late if i == 2 else None) for i in range(len(PROMPTS))]
+        )
     assert engine.idle
     wanted = [a.tokens for a in load(model).generate(PROMPTS, SamplingParams(8))]
     assert [a.tokens for a in engine.generate(PROMPTS, SamplingParams(8))] == wanted
@@ -405,7 +417,11 @@ def test_one_clients_fault_reaches_no_other(model):
         return [event.token async for event in worker.answer(prompt, how)]
 
     async def all_of():
-        bad = [ask([5, POISON], SamplingParams(8)), ask([5], SamplingParams(8, allowed_tokens=late)), ask([6], SamplingParams(9, allowed_tokens=never))]
+        bad = [
+            ask([5, POISON], SamplingParams(8)),
+            ask([5], SamplingParams(8, allowed_tokens=late)),
+            ask([6], SamplingParams(9, allowed_tokens=never)),
+        ]
         work = [*bad, *(ask(p, SamplingParams(8)) for p in prompts)]
         return await asyncio.wait_for(asyncio.gather(*work, return_exceptions=True), 60)
 

@@ -9,9 +9,17 @@ import torch
 from torch import Tensor
 
 from ds_config.errors import PlanError, UnsupportedError
-from ds_inference import QuantizationOptions, RaggedConfig, RaggedEngine, SamplingParams, build_hf_engine, init_inference, load
-from ds_inference.model_loader import read_decoder
+from ds_inference import (
+    QuantizationOptions,
+    RaggedConfig,
+    RaggedEngine,
+    SamplingParams,
+    build_hf_engine,
+    init_inference,
+    load,
+)
 from ds_inference.decoder_model import Decoder
+from ds_inference.model_loader import read_decoder
 from ds_inference.quantize import dequantised
 from ds_ops.formats import QuantTensor
 

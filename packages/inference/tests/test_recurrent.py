@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_config.errors import UnsupportedError
-from ds_inference import SchedulerConfig, RaggedConfig, SamplingParams, build_hf_engine, load
+from ds_inference import RaggedConfig, SamplingParams, SchedulerConfig, build_hf_engine, load
 from ds_inference.cache import States
 from ds_inference.hf_runner import HFModelRunner
 from ds_inference.sampling import derive_seed

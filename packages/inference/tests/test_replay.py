@@ -12,11 +12,13 @@ from torch.utils import _pytree
 
 from ds_config.errors import UnsupportedError
 from ds_inference import SamplingParams, init_inference, load
-from ds_inference.decoder_model import replay_obstacle
 from ds_inference.cuda_graphs import CudaGraphRunner, cuda_graph
+from ds_inference.decoder_model import replay_obstacle
 
 PROMPTS = [[5, 9, 2], [7] * 40, [1], [3, 4], [8] * 17]
-HOWS = [SamplingParams(max_new_tokens=n, temperature=t, seed=3) for n, t in ((6, 0), (30, 0), (12, 0.8), (3, 0), (20, 0))]
+HOWS = [
+    SamplingParams(max_new_tokens=n, temperature=t, seed=3) for n, t in ((6, 0), (30, 0), (12, 0.8), (3, 0), (20, 0))
+]
 
 
 def rerun(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ds_config.errors import PlanError
 from ds_inference.blocks import BlockPool, block_hashes
-from ds_inference.scheduler import SchedulerConfig, StepOutcome, Request, Scheduler, RequestState, SchedulerOutput
+from ds_inference.scheduler import Request, RequestState, Scheduler, SchedulerConfig, SchedulerOutput, StepOutcome
 
 
 class Model:

@@ -22,7 +22,7 @@ httpx = pytest.importorskip("httpx")
 import uvicorn  # noqa: E402
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 
-from ds_inference import SchedulerConfig, SamplingParams, load  # noqa: E402
+from ds_inference import SamplingParams, SchedulerConfig, load  # noqa: E402
 from ds_inference.cli_generate import main as generate_main  # noqa: E402
 from ds_inference.cli_generate import register  # noqa: E402
 from ds_inference.serve.app import ServerLimits, make_app  # noqa: E402
@@ -332,7 +332,9 @@ def test_a_request_that_raises_in_a_step_ends_alone(folder):
             return await asyncio.gather(*asked)
 
     answers = asyncio.run(all_of())
-    wanted = load(folder, tokenizer=read_tokenizer(folder)).generate(["hello"], SamplingParams(20, ignore_eos=True))[0].text
+    wanted = (
+        load(folder, tokenizer=read_tokenizer(folder)).generate(["hello"], SamplingParams(20, ignore_eos=True))[0].text
+    )
     for i, answer in enumerate(answers):
         if i % 3 == 1:
             assert "index out of range" in answer.text

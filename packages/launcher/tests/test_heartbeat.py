@@ -9,8 +9,17 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_launcher.heartbeat import CENTRE, LAUNCHER, Heartbeats, HeartbeatSocket, Heartbeat, JobEnd, decode_message, encode_message
-from ds_launcher.launch_plan import LaunchPlan, HostWatch, from_json, to_json
+from ds_launcher.heartbeat import (
+    CENTRE,
+    LAUNCHER,
+    Heartbeat,
+    Heartbeats,
+    HeartbeatSocket,
+    JobEnd,
+    decode_message,
+    encode_message,
+)
+from ds_launcher.launch_plan import HostWatch, LaunchPlan, from_json, to_json
 
 NAMES = ("alpha", "beta", "gamma")
 
@@ -106,7 +115,8 @@ def test_hosts_with_other_versions_are_named() -> None:
         port = free.getsockname()[1]
     centre = HeartbeatSocket(replace(watch(CENTRE, port), about="torch 2.13"))
     others = [
-        HeartbeatSocket(replace(watch(member, port), about=about)) for member, about in ((1, "torch 2.13"), (2, "torch 2.12"))
+        HeartbeatSocket(replace(watch(member, port), about=about))
+        for member, about in ((1, "torch 2.13"), (2, "torch 2.12"))
     ]
     try:
         for line in others:

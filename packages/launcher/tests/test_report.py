@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ds_config.report_tables import GROUP, Check, PackageReport, TextTable, ReportLevel
+from ds_config.report_tables import GROUP, Check, PackageReport, ReportLevel, TextTable
 from ds_launcher import launch_report
 from ds_launcher.cli import main
 from ds_launcher.commands import report as command
@@ -47,8 +47,12 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_same_thing_is_told_once_by_the_graver_verdict() -> None:
-    one = PackageReport((Check("system", "cores", ReportLevel.INFO, "8"), Check("device", "visible", ReportLevel.INFO, "none")))
-    two = PackageReport((Check("system", "cores", ReportLevel.INFO, "9"), Check("device", "visible", ReportLevel.BROKEN, "driver")))
+    one = PackageReport(
+        (Check("system", "cores", ReportLevel.INFO, "8"), Check("device", "visible", ReportLevel.INFO, "none"))
+    )
+    two = PackageReport(
+        (Check("system", "cores", ReportLevel.INFO, "9"), Check("device", "visible", ReportLevel.BROKEN, "driver"))
+    )
     three = PackageReport((Check("system", "memory", ReportLevel.INFO, "1 GiB"),), data={"x": 1})
     found = launch_report.merged([one, two, three])
     assert [(c.section, c.name, c.result) for c in found.checks] == [

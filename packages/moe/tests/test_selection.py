@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ds_config.errors import PlanError
-from ds_moe import RouterOptions, update_expert_bias, load_balancing_loss, capacity_of, jitter, select_experts, z_loss
+from ds_moe import RouterOptions, capacity_of, jitter, load_balancing_loss, select_experts, update_expert_bias, z_loss
 from ds_moe.balancing_losses import entropy
 from ds_moe.noise import NoiseStream
 
@@ -15,7 +15,9 @@ RULES = [
     RouterOptions(2, normalize=True),
     RouterOptions(3),
     RouterOptions(2, "softmax_of_chosen"),
-    RouterOptions(2, "sigmoid", normalize=True, scale=2.5, groups=4, limited_groups=2, group_score="top2", epsilon=1e-20),
+    RouterOptions(
+        2, "sigmoid", normalize=True, scale=2.5, groups=4, limited_groups=2, group_score="top2", epsilon=1e-20
+    ),
     RouterOptions(3, scale=16.0, groups=2, limited_groups=1),
     RouterOptions(1, "sigmoid"),
 ]

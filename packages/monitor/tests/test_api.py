@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import ds_monitor as m
-from ds_monitor import RecordKind, MemorySink, Measurement
+from ds_monitor import Measurement, MemorySink, RecordKind
 
 
 class BrokenSink(MemorySink):

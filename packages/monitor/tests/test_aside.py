@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ds_monitor as m
-from ds_monitor import BackgroundSink, RecordKind, MemorySink, Measurement
+from ds_monitor import BackgroundSink, Measurement, MemorySink, RecordKind
 
 
 def steps(count: int) -> None:

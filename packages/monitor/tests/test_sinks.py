@@ -17,8 +17,8 @@ import pytest
 import ds_monitor as m
 from ds_config.errors import UnsupportedError
 from ds_monitor import RecordKind, metric_names
-from ds_monitor.sinks.sink import ScalarSink
 from ds_monitor.sinks.progress import duration
+from ds_monitor.sinks.sink import ScalarSink
 
 
 def rows(path: Path) -> list[list[str]]:

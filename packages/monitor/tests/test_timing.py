@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import ds_monitor as m
 from ds_monitor import MemorySink
 from ds_monitor.stats import trimmed_mean
-from ds_monitor.throughput import ThroughputMeter, StepWork, transformer_flops_per_token
+from ds_monitor.throughput import StepWork, ThroughputMeter, transformer_flops_per_token
 from ds_monitor.timers import Timers
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_config.errors import ConfigError
-from ds_monitor import JsonlSink, RecordKind, Measurement, cli, metric_names
+from ds_monitor import JsonlSink, Measurement, RecordKind, cli, metric_names
 from ds_monitor.tracing import Rank, Span, lateness, match, offsets, read_ranks, straggler, write_perfetto
 from ds_monitor.tracing.perfetto import lanes
 
@@ -122,7 +122,9 @@ def written(folder: Path, ranks: int = 4) -> None:
             attrs = {"key": span.group, "place": span.place} if span.group else {}
             sink.write(Measurement(RecordKind.SPAN, span.name, span.seconds, 1, None, span.began_s, attrs))
             if span.name == "engine/step":
-                sink.write(Measurement(RecordKind.GAUGE, metric_names.MEMORY, 1e8 + 1e6 * number, 1, None, span.ended_s))
+                sink.write(
+                    Measurement(RecordKind.GAUGE, metric_names.MEMORY, 1e8 + 1e6 * number, 1, None, span.ended_s)
+                )
         sink.close()
 
 

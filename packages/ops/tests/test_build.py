@@ -59,7 +59,9 @@ def test_a_build_is_made_once_and_found_again(small: BuildPlan, tmp_path: Path) 
     assert not list(small.folder.glob("work-*"))
 
 
-def test_a_build_of_other_sources_is_never_loaded(small: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_of_other_sources_is_never_loaded(
+    small: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = build(small).module
     assert module_cache.built_modules("_cpu") == [made]
     (tmp_path / "sources" / "one.cpp").write_text("int one() { return 2; }\n")

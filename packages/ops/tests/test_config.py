@@ -11,7 +11,7 @@ import pytest
 from ds_config import ConfigError, StrictModel, UnsupportedConfigError, keys, load
 from ds_ops.config import AioConfig
 from ds_ops.io import IOSettings
-from ds_ops.io_bench import IOCase, IOBandwidth, best_section
+from ds_ops.io_bench import IOBandwidth, IOCase, best_section
 
 
 class Document(StrictModel):

@@ -6,8 +6,18 @@ import pytest
 import torch
 
 from ds_config.errors import KernelError
-from ds_ops.native_decoder import TokenRun, DecoderLayer, DecoderProgram, ProductInputs, KeptLayer, Normed, PackedWeight, obstacle, pack
 from ds_ops.formats import FP8_E4M3, INT4, INT8
+from ds_ops.native_decoder import (
+    DecoderLayer,
+    DecoderProgram,
+    KeptLayer,
+    Normed,
+    PackedWeight,
+    ProductInputs,
+    TokenRun,
+    obstacle,
+    pack,
+)
 from ds_ops.quant import dequantize
 from ds_ops.quant_linear import quantize_weight
 

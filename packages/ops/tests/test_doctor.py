@@ -116,7 +116,11 @@ def test_torch_that_does_not_load_is_one_finding_not_seven() -> None:
         ({"trial": ProbeStage(error="ended with signal 4")}, "trial step", "DS_OPS=reference"),
         ({"trial": ProbeStage({"backend": "cpu", "difference": 0.5})}, "trial step", "DS_OPS=reference"),
         ({"cuda": ProbeStage(error="did not answer within 120 s")}, "accelerator", "nvidia-smi"),
-        ({"ops": ProbeStage({"rows": [], "broken": [["ds_ops.norm", "ImportError: x"]]})}, "ds_ops.norm", "pip install"),
+        (
+            {"ops": ProbeStage({"rows": [], "broken": [["ds_ops.norm", "ImportError: x"]]})},
+            "ds_ops.norm",
+            "pip install",
+        ),
         ({"ops": ProbeStage({"rows": [row("float32", "", error="cpu: no")]})}, "update on cpu", "unset DS_OPS"),
     ],
 )
@@ -237,7 +241,9 @@ def test_ops_that_are_treated_alike_share_a_row() -> None:
 
 
 def test_what_is_wrong_is_broken_with_its_cure() -> None:
-    ill = replace(GOOD, stages=stages(native=ProbeStage({"reasons": {"_cpu": "module _cpu does not load: [GLIBC_2.99]"}})))
+    ill = replace(
+        GOOD, stages=stages(native=ProbeStage({"reasons": {"_cpu": "module _cpu does not load: [GLIBC_2.99]"}}))
+    )
     (broken,) = [check for check in report_of(diagnose(ill)).checks if check.verdict is ReportLevel.BROKEN]
     assert (broken.section, broken.name, broken.fix) == ("native", "_cpu", "ds ops build --force cpu")
     assert "[GLIBC_2.99]" in broken.result

@@ -24,27 +24,27 @@ from torch import Tensor
 
 import ds_ops
 from ds_config.errors import DsError
-from ds_ops import update_rules, apply_update
+from ds_ops import apply_update, update_rules
 from ds_ops.activation_functions import bias_gelu, geglu, swiglu
-from ds_ops.attention import evoformer_attention, masked_softmax
 from ds_ops.all_ops import every_op
-from ds_ops.native_decoder import ProductInputs, pack
+from ds_ops.apply_update import UpdateSpec, UpdateTensors
+from ds_ops.attention import evoformer_attention, masked_softmax
 from ds_ops.formats import INT4, INT8, Format, QuantSpec, QuantTensor
 from ds_ops.grouped import grouped_matmul, grouped_outer
+from ds_ops.module_cache import source_dir
+from ds_ops.moe_routing import Pulls, RowPermutation, permute, pulls_of, sort_slots, top_k_gating, unpermute
+from ds_ops.native_decoder import ProductInputs, pack
 from ds_ops.norms import add_rms_norm, layer_norm, rms_norm
 from ds_ops.packed_linear import packed_linear
 from ds_ops.partial_attention import View, partial_attention, partial_attention_grad
-from ds_ops.module_cache import source_dir
 from ds_ops.quant import dequantize, quantize, reduce, reduce_quantized
 from ds_ops.quant_linear import quantize_weight, quantized_linear
+from ds_ops.reduce import sum_sources
 from ds_ops.rotary import rotary_tables, rotate
-from ds_ops.moe_routing import RowPermutation, Pulls, permute, pulls_of, sort_slots, top_k_gating, unpermute
 from ds_ops.row_ops import gather_rows, gather_sum
 from ds_ops.sparse_attention import Sparsity, bigbird, block_sparse_attention
 from ds_ops.stream import copy_ranges
-from ds_ops.reduce import sum_sources
 from ds_ops.token_drop import gather_tokens, scatter_tokens
-from ds_ops.apply_update import UpdateSpec, UpdateTensors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 4e-6, torch.float64: 4e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -97,7 +97,9 @@ def stepped(rule: update_rules.UpdateRule, coefficients: tuple[float, ...], stat
         return (d.tensor(d.rows, d.n), d.tensor(d.rows, d.n, seed=9), *moments)
 
     def call(p: Tensor, g: Tensor, *moments: Tensor) -> Sequence[Tensor]:
-        apply_update.update(UpdateSpec(rule, coefficients, 0.5), UpdateTensors([p], [g], tuple([m] for m in moments), ()))
+        apply_update.update(
+            UpdateSpec(rule, coefficients, 0.5), UpdateTensors([p], [g], tuple([m] for m in moments), ())
+        )
         return (p, *moments)
 
     return Case(make, call, grads=False)
@@ -105,7 +107,9 @@ def stepped(rule: update_rules.UpdateRule, coefficients: tuple[float, ...], stat
 
 def lamb(apply: bool, inside: bool = False) -> Case:
     def call(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Sequence[Tensor]:
-        spec = UpdateSpec(update_rules.UpdateRule.LAMB_MOMENTS, update_rules.lamb_coefficients(HYPER, 2, eps_inside_sqrt=inside), 0.5)
+        spec = UpdateSpec(
+            update_rules.UpdateRule.LAMB_MOMENTS, update_rules.lamb_coefficients(HYPER, 2, eps_inside_sqrt=inside), 0.5
+        )
         tensors = UpdateTensors([p], [g], ([m], [v]), ())
         if not apply:
             return (apply_update.lamb_moments(spec, tensors), m, v)

@@ -10,7 +10,7 @@ import pytest
 
 from ds_ops import cli_io
 from ds_ops.io import IOSettings
-from ds_ops.io_bench import IOCase, IOGrid, IOBandwidth, best_section, cases, measure, table
+from ds_ops.io_bench import IOBandwidth, IOCase, IOGrid, best_section, cases, measure, table
 
 
 def test_the_grid_is_every_combination_writes_first() -> None:

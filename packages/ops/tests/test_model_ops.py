@@ -15,11 +15,11 @@ from torch import Tensor
 from ds_config.errors import KernelError
 from ds_ops import attention, token_drop
 from ds_ops.activation_functions import bias_gelu, geglu, swiglu
-from ds_ops.attention import evoformer_attention, masked_softmax
 from ds_ops.all_ops import every_op
+from ds_ops.attention import evoformer_attention, masked_softmax
 from ds_ops.grouped import grouped_matmul
-from ds_ops.rotary import rotary_tables, rotate
 from ds_ops.moe_routing import permute, sort_slots, top_k_gating, unpermute
+from ds_ops.rotary import rotary_tables, rotate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}

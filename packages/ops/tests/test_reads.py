@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_ops import optim
 from ds_ops.capacity import within_capacity
 from ds_ops.grouped import _GroupedProduct, _torch_matmul, _torch_outer
+from ds_ops.moe_routing import permute, regroup, sort_slots, top_k_gating, unpermute
 from ds_ops.optim import FusedOps
 from ds_ops.partial_attention import View, merge_partial, partial_attention
-from ds_ops.moe_routing import permute, regroup, sort_slots, top_k_gating, unpermute
 from ds_ops.stream import clip_scale, grad_norm, total_squares
 
 READING = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}

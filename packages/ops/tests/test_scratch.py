@@ -17,7 +17,7 @@ import torch
 from ds_config.errors import PlanError
 from ds_ops import scratch
 from ds_ops.io import FileTransferError, IOSettings
-from ds_ops.scratch import ScratchRecord, BufferRing, RingSettings, ScratchFile, host_bytes
+from ds_ops.scratch import BufferRing, RingSettings, ScratchFile, ScratchRecord, host_bytes
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_config.errors import KernelError
-from ds_ops.stream import sum_squares
 from ds_ops.reduce import sum_ranges, sum_sources
+from ds_ops.stream import sum_squares
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 lengths = st.one_of(st.integers(0, 100), st.sampled_from([511, 512, 16384, 16385, 100_003]))

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 import ds_monitor
 from ds_config.errors import PlanError
 from ds_monitor import MemorySink
-from ds_parallel import ActivationCheckpointing, ActivationPolicy, checkpoint, checkpoint_modules, checkpoint_reentrant, current_checkpointing
+from ds_parallel import (
+    ActivationCheckpointing,
+    ActivationPolicy,
+    checkpoint,
+    checkpoint_modules,
+    checkpoint_reentrant,
+    current_checkpointing,
+)
 from ds_parallel.trees import flatten
 
 FORMS = ("checkpoint", "checkpoint_reentrant")
@@ -47,7 +54,9 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(("form", "keeping"), list(itertools.product(FORMS, KEEPINGS)), ids=str)
-def test_loss_and_gradients_are_those_without_it(stack: Any, elsewhere: Any, form: str, keeping: ActivationPolicy) -> None:
+def test_loss_and_gradients_are_those_without_it(
+    stack: Any, elsewhere: Any, form: str, keeping: ActivationPolicy
+) -> None:
     """With dropout, keywords and nested arguments, over several iterations (buffers are used again)."""
     model = stack(dropout=0.4)
     scale, shift = torch.full((8,), 1.5, requires_grad=True), torch.ones(6, 8, requires_grad=True)

@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_config.errors import PlanError
 from ds_parallel.config import LayerSpecConfig
-from ds_parallel.tensor import HeadCounts, ShardKind, ShardPart, TensorOptions, HeadUnit, facts_of, make_tensor_plan
+from ds_parallel.tensor import HeadCounts, HeadUnit, ShardKind, ShardPart, TensorOptions, facts_of, make_tensor_plan
 from ds_parallel.tensor.dim_shards import cut_dim
 from ds_parallel.tensor.layer_rules import first_match, rules_of_specs, rules_of_tp_plan
 

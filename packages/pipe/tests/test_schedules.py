@@ -11,8 +11,8 @@ import pytest
 from ds_config.errors import PlanError
 from ds_pipe import (
     SCHEDULES,
-    Costs,
     ActionKind,
+    Costs,
     Program,
     ScheduleError,
     add_comms,
@@ -109,7 +109,12 @@ def check_drawn(seed: int) -> None:
     assert all(held <= cap * (1 + 1e-9) for held, cap in zip(report.peak_memory, caps, strict=True))
     busiest = max(
         microbatches
-        * sum(costs.of(op, s) for s, r in enumerate(rank_of) if r == rank for op in (ActionKind.FORWARD, ActionKind.BACKWARD))
+        * sum(
+            costs.of(op, s)
+            for s, r in enumerate(rank_of)
+            if r == rank
+            for op in (ActionKind.FORWARD, ActionKind.BACKWARD)
+        )
         for rank in range(len(caps))
     )
     assert report.period >= busiest * (1 - 1e-9)

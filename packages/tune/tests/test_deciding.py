@@ -17,25 +17,25 @@ from ds_engine import load_config, shapes_of
 from ds_engine.autotuning import AutotuningConfig
 from ds_engine.trial_results import LayerFacts, LinkCost, TrialResult
 from ds_tune import (
-    TrialBudget,
     Candidate,
-    SearchLimits,
     Result,
-    TuningTask,
+    SearchLimits,
     Trial,
+    TrialBudget,
+    TuningTask,
     asked_by_section,
     asked_of,
+    best_candidate,
     calibrate,
     candidates_of,
-    best_candidate,
     next_trial,
-    rung_sizes,
     predict,
+    rung_sizes,
 )
-from ds_tune.request import parse_setting
 from ds_tune.cost_model import traffic_of
-from ds_tune.space import ACCUMULATION, CHECKPOINTED, MICRO, STAGE
+from ds_tune.request import parse_setting
 from ds_tune.results_writer import best_text, explained, rows_of, summary_text
+from ds_tune.space import ACCUMULATION, CHECKPOINTED, MICRO, STAGE
 
 CONFIG: Mapping[str, Any] = {"train_batch_size": 16, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 SPACE: Mapping[str, Sequence[Any]] = {MICRO: (1, 2, 4, 8), STAGE: (0, 1, 2, 3), CHECKPOINTED: ((), ("*",))}
@@ -76,7 +76,9 @@ def _measured(candidate: Candidate, *, detail: bool = False, step_s: float | Non
     )  # fmt: skip
 
 
-def _run(budget: TrialBudget, *, dead: frozenset[str] = frozenset(), limits: SearchLimits = NO_LIMITS, **how: Any) -> list[Result]:
+def _run(
+    budget: TrialBudget, *, dead: frozenset[str] = frozenset(), limits: SearchLimits = NO_LIMITS, **how: Any
+) -> list[Result]:
     """Every trial that is asked for, on that machine."""
     results: list[Result] = []
     while (step := next_trial(CANDIDATES, results, limits, budget, **how)) is not None:

@@ -17,8 +17,8 @@ from ds_engine.trial_results import TrialResult, write_json
 from ds_launcher.cli import main as ds
 from ds_tune.autotuner import ResourceManager, get_val_by_key, set_val_by_key
 from ds_tune.cli import HELP
-from ds_tune.tuning_plot import draw
 from ds_tune.trial_runner import TrialRunner, command_of, ended, script_words
+from ds_tune.tuning_plot import draw
 
 # What an engine does of a trial, without one: a step of this machine takes 1 ms, and 2 ms for each microbatch.
 SCRIPT = """

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ds_config import NoEffect, Deprecated, StrictModel, Unsupported, UnsupportedConfigError, load
+from ds_config import Deprecated, NoEffect, StrictModel, Unsupported, UnsupportedConfigError, load
 from ds_ops.io import IOSettings
 from ds_zero import NodeTopology, OffloadPolicy, ShardOptions, UnitSizePolicy, plan
 from ds_zero.config import BF16Config, DataTypesConfig, FP16Config, TorchAutocastConfig, ZeroConfig
@@ -78,7 +78,10 @@ def test_offloading_sections_are_placements() -> None:
     off = zero(offload_optimizer={}, offload_param={"device": "none"})
     assert (off.offload_optimizer.placement(io), off.offload_param.placement(io)) == ("device", "device")
     host = zero(cpu_offload=True, cpu_offload_param=True)
-    assert (host.offload_optimizer.placement(io), host.offload_param.placement(io)) == (OffloadPolicy(), OffloadPolicy())
+    assert (host.offload_optimizer.placement(io), host.offload_param.placement(io)) == (
+        OffloadPolicy(),
+        OffloadPolicy(),
+    )
     part = zero(offload_optimizer={"device": "cpu", "pin_memory": False, "ratio": 0.3})
     assert part.offload_optimizer.placement(io) == OffloadPolicy(pin=False, ratio=0.3)
     early = {"device": "cpu", "cpuadam_cores_perc": 0.5}
@@ -93,7 +96,9 @@ def test_offloading_sections_are_placements() -> None:
     )
     slow = OffloadPolicy("file", "/local/ds-zero", buffer_count=2, read_ahead=False, write_behind=False, io=io)
     assert found.offload_optimizer.placement(io) == slow
-    assert found.offload_param.placement(io) == OffloadPolicy("file", "/local/ds-zero", buffer_count=2, max_in_cpu=7, io=io)
+    assert found.offload_param.placement(io) == OffloadPolicy(
+        "file", "/local/ds-zero", buffer_count=2, max_in_cpu=7, io=io
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,8 +179,14 @@ CHANGES = {
         units(persist_numel=100, persist_total=250).kept["full"],
     ),
     "mics_shard_size": lambda: (units().kept, units(shard_size=2).kept),
-    "zero_hpz_partition_size": lambda: (units().kept["full"], units(nodes=NodeTopology(2, secondary_partition=True)).kept["full"]),
-    "mics_hierarchical_params_gather": lambda: (units().passing, units(nodes=NodeTopology(2, hierarchical=True)).passing),
+    "zero_hpz_partition_size": lambda: (
+        units().kept["full"],
+        units(nodes=NodeTopology(2, secondary_partition=True)).kept["full"],
+    ),
+    "mics_hierarchical_params_gather": lambda: (
+        units().passing,
+        units(nodes=NodeTopology(2, hierarchical=True)).passing,
+    ),
     "zero_quantized_weights": lambda: (sent("gather"), sent("gather", QuantizedComm(weights=QWZ))),
     "zero_quantized_gradients": lambda: (sent("reduce"), sent("reduce", QuantizedComm(gradients=QGZ))),
     "zeropp_loco_param": lambda: (

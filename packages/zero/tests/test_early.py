@@ -10,7 +10,7 @@ import pytest
 from ds_config.errors import PlanError
 from ds_zero import OffloadPolicy, ShardOptions, plan
 from ds_zero.layout.units import ModuleInfo, ParamInfo, UnitSizePolicy
-from ds_zero.update.overlap_plan import OverlapLedger, Outlook, OverlapState, Terms
+from ds_zero.update.overlap_plan import Outlook, OverlapLedger, OverlapState, Terms
 
 TERMS = Terms(0.5, False, (("lr", 0.1), ("betas", (0.9, 0.99))), 3)
 

@@ -16,7 +16,7 @@ from torch import nn
 import ds_zero
 from ds_config.errors import UnsupportedError
 from ds_ops import optim
-from ds_zero.update import wrapped_optimizer, probe
+from ds_zero.update import probe, wrapped_optimizer
 from ds_zero.update.wrapped_optimizer import traits_of
 
 sys.path.append(str(Path(__file__).parent / "world"))

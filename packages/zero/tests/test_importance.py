@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ds_config.errors import PlanError
 from ds_zero.config import ZenFlowConfig
-from ds_zero.policies.zenflow import Calendar, ZenFlowOptions, Votes, columns_of, top_columns
+from ds_zero.policies.zenflow import Calendar, Votes, ZenFlowOptions, columns_of, top_columns
 
 
 @settings(deadline=None)

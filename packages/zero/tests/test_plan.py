@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import ds_zero
-from ds_zero.layout.unit_plan import ShardGroupInfo, ReduceStrategy, ParamStorage, passing_bytes, plan_unit
 from ds_zero.layout.dtypes_plan import Precision
+from ds_zero.layout.unit_plan import ParamStorage, ReduceStrategy, ShardGroupInfo, passing_bytes, plan_unit
 from ds_zero.layout.units import STAGES, ModuleInfo, ParamInfo, UnitBytes, plan_units
 
 

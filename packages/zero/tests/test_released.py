@@ -11,7 +11,15 @@ from torch.nn import Parameter
 
 from ds_config.errors import ShardedAccessError
 from ds_zero.runtime import sharded_parameter as answers
-from ds_zero.runtime.sharded_parameter import Placeholder, ShardedParameter, keep, placeholder_of, release, restore, unkeep
+from ds_zero.runtime.sharded_parameter import (
+    Placeholder,
+    ShardedParameter,
+    keep,
+    placeholder_of,
+    release,
+    restore,
+    unkeep,
+)
 
 
 class Keeper(answers.AccessHandler):

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_comm
-from ds_comm.symmetric_arena import Arena, TensorRequest
 from ds_comm.lossy.onebit import OnebitAdam
 from ds_comm.lossy.signs import SignErrors
+from ds_comm.symmetric_arena import Arena, TensorRequest
 from ds_comm.watch.recorder import start_recorder, stop_recorder
 from ds_comm.watch.watchdog import WatchSettings
 from ds_ops.host_arena import zeros_huge
@@ -155,7 +155,9 @@ def arena() -> dict[str, Any]:
     READY[0] = place.barrier
     for nbytes in SIZES:
         numel = nbytes // 4
-        (shared,), symmetric = place.allocate([TensorRequest(numel, torch.float32, shared=True), TensorRequest(numel, torch.float32)])
+        (shared,), symmetric = place.allocate(
+            [TensorRequest(numel, torch.float32, shared=True), TensorRequest(numel, torch.float32)]
+        )
         mine = slice(rank * numel // n, (rank + 1) * numel // n)
         shared[mine] = 1.0
         symmetric[rank].fill_(1.0)

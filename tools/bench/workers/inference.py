@@ -66,10 +66,16 @@ class Ours:
     """The paged engine over the native loop."""
 
     def __init__(self, form: str, folder: Path) -> None:
-        from ds_inference import SchedulerConfig, QuantizationOptions, load
+        from ds_inference import QuantizationOptions, SchedulerConfig, load
 
         how = None if form == "bf16" else QuantizationOptions(FORMS[form][0], activations=FORMS[form][1])
-        self.engine = load(folder, quantize=how, native=True, budget=SchedulerConfig(512, 64, max_model_len=2048), enable_prefix_caching=False)
+        self.engine = load(
+            folder,
+            quantize=how,
+            native=True,
+            budget=SchedulerConfig(512, 64, max_model_len=2048),
+            enable_prefix_caching=False,
+        )
         if self.engine.decoder.obstacle:
             raise SystemExit(self.engine.decoder.obstacle)
         program = self.engine.decoder._native._program

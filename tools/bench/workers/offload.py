@@ -36,7 +36,9 @@ def ours(config: Config, model: nn.Module, stage: int, where: str, bf16: bool, f
         from ds_ops.optim import AdamW
 
         made = AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
-    optimizer = ds_zero.shard(model, made, stage=stage, clip=CLIP, offload_optimizer=tier, precision="bf16" if bf16 else None)
+    optimizer = ds_zero.shard(
+        model, made, stage=stage, clip=CLIP, offload_optimizer=tier, precision="bf16" if bf16 else None
+    )
 
     def step(data: torch.Tensor) -> torch.Tensor:
         loss = config.loss(model, data)

@@ -82,7 +82,7 @@ def stepping(model: nn.Module) -> Step:
 def tensor_ours() -> Step:
     import ds_comm
     from ds_parallel.config import LayerSpecConfig
-    from ds_parallel.tensor import TensorOptions, parallelize_model, facts_of, make_tensor_plan
+    from ds_parallel.tensor import TensorOptions, facts_of, make_tensor_plan, parallelize_model
 
     specs = (
         LayerSpecConfig(patterns=tuple(rf".*\.{n}\.weight" for n in COLUMNS), partition_type="column"),

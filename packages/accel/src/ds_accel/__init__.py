@@ -2,29 +2,29 @@
 
 from ds_accel.accelerator import Accelerator
 from ds_accel.detection import Detection, detect, get_accelerator, known_devices, set_accelerator
-from ds_accel.device_facts import TABLE, CommBackend, DeviceFacts, CapabilityRule, Capability
-from ds_accel.device_memory import ProcessMemory, MemoryStats, host_memory
+from ds_accel.device_facts import TABLE, Capability, CapabilityRule, CommBackend, DeviceFacts
+from ds_accel.device_memory import MemoryStats, ProcessMemory, host_memory
+from ds_accel.device_timer import DeviceTimer
 from ds_accel.pinned import PinnedBuffer, PinnedMemoryError, PinnedPool, PoolStats
 from ds_accel.rng import RngError, RngStreams, derive_seed
-from ds_accel.device_timer import DeviceTimer
 
 __all__ = [
     "TABLE",
     "Accelerator",
+    "Capability",
+    "CapabilityRule",
     "CommBackend",
     "Detection",
     "DeviceFacts",
-    "ProcessMemory",
+    "DeviceTimer",
     "MemoryStats",
     "PinnedBuffer",
     "PinnedMemoryError",
     "PinnedPool",
     "PoolStats",
+    "ProcessMemory",
     "RngError",
     "RngStreams",
-    "CapabilityRule",
-    "DeviceTimer",
-    "Capability",
     "derive_seed",
     "detect",
     "get_accelerator",

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_accel.device_facts import DeviceFacts, Capability
+from ds_accel.device_facts import Capability, DeviceFacts
 from ds_accel.device_memory import MemoryStats, device_memory, host_memory, reset_host_peak
+from ds_accel.device_timer import DeviceTimer, device_timer, host_timer
 from ds_accel.pinned import PinnedPool
 from ds_accel.probes import comm_backend, graphs, supports, triton
 from ds_accel.rng import RngStreams
-from ds_accel.device_timer import DeviceTimer, device_timer, host_timer
 from ds_config.errors import UnsupportedError
 
 __all__ = ["Accelerator"]

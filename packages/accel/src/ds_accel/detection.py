@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from ds_accel.accelerator import Accelerator
-from ds_accel.device_facts import DETECTION_ORDER, TABLE, DeviceFacts, Capability
+from ds_accel.device_facts import DETECTION_ORDER, TABLE, Capability, DeviceFacts
 from ds_accel.probes import present
-from ds_config.errors import ConfigError, UnsupportedError
 from ds_config.did_you_mean import nearest
+from ds_config.errors import ConfigError, UnsupportedError
 
 __all__ = [
     "ENTRY_POINTS",

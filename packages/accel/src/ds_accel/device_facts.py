@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-__all__ = ["DETECTION_ORDER", "TABLE", "CommBackend", "DeviceFacts", "CapabilityRule", "Capability"]
+__all__ = ["DETECTION_ORDER", "TABLE", "Capability", "CapabilityRule", "CommBackend", "DeviceFacts"]
 
 
 @dataclass(frozen=True, slots=True)

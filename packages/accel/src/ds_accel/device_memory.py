@@ -13,7 +13,7 @@ from typing import Any
 from ds_accel.probes import find_package
 from ds_config.errors import UnsupportedError
 
-__all__ = ["ProcessMemory", "MemoryStats", "device_memory", "host_memory", "reset_host_peak"]
+__all__ = ["MemoryStats", "ProcessMemory", "device_memory", "host_memory", "reset_host_peak"]
 
 _PROC = Path("/proc/self")
 _CGROUPS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory"))

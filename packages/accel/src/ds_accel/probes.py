@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ds_accel.device_facts import CommBackend, DeviceFacts, CapabilityRule, Capability
+from ds_accel.device_facts import Capability, CapabilityRule, CommBackend, DeviceFacts
 
 __all__ = [
     "comm_backend",

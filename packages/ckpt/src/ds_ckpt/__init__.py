@@ -4,21 +4,21 @@
 `full_shards(tensors)` makes them for a process that holds everything.
 """
 
-from ds_ckpt.checkpoint_list import find_latest, inspect, list_tags, prune, remove
-from ds_ckpt.check import Diff, VerifyReport, diff, verify
-from ds_ckpt.engines import AsyncCheckpointer, Checkpointer, SaveHandle, SyncCheckpointer
-from ds_ckpt.checkpoint_loader import load
-from ds_ckpt.local import LocalStorage
-from ds_ckpt.load_validation import LoadOptions
-from ds_ckpt.buffer_limits import MemoryStorage
-from ds_ckpt.local_checkpoints import DrainOptions, LocalCheckpointer
-from ds_ckpt.python_objects import ObjectStorage
 from ds_ckpt.block_packing import SaveOptions
+from ds_ckpt.buffer_limits import MemoryStorage
+from ds_ckpt.check import Diff, VerifyReport, diff, verify
+from ds_ckpt.checkpoint_list import find_latest, inspect, list_tags, prune, remove
+from ds_ckpt.checkpoint_loader import load
+from ds_ckpt.engines import AsyncCheckpointer, Checkpointer, SaveHandle, SyncCheckpointer
+from ds_ckpt.load_validation import LoadOptions
+from ds_ckpt.local import LocalStorage
+from ds_ckpt.local_checkpoints import DrainOptions, LocalCheckpointer
+from ds_ckpt.local_storage import CheckpointRef
 from ds_ckpt.peer_reads import PeerSnapshots
+from ds_ckpt.python_objects import ObjectStorage
 from ds_ckpt.records import Manifest
 from ds_ckpt.retrying import RetryPolicy
 from ds_ckpt.save_job import SaveResult, save
-from ds_ckpt.local_storage import CheckpointRef
 from ds_ckpt.shard_tensors import full_shards
 
 __all__ = [
@@ -28,20 +28,21 @@ __all__ = [
     "Diff",
     "DrainOptions",
     "LoadOptions",
+    "LocalCheckpointer",
     "LocalStorage",
     "Manifest",
     "MemoryStorage",
-    "LocalCheckpointer",
     "ObjectStorage",
     "PeerSnapshots",
+    "RetryPolicy",
     "SaveHandle",
     "SaveOptions",
-    "RetryPolicy",
     "SaveResult",
     "SyncCheckpointer",
     "VerifyReport",
     "diff",
     "find_latest",
+    "full_shards",
     "inspect",
     "list_tags",
     "load",
@@ -49,5 +50,4 @@ __all__ = [
     "remove",
     "save",
     "verify",
-    "full_shards",
 ]

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ds_ckpt.checkpoint_list import inspect
-from ds_ckpt.jsontext import Json
 from ds_ckpt.checkpoint_loader import load
-from ds_ckpt.save_job import SaveResult, save
+from ds_ckpt.jsontext import Json
 from ds_ckpt.local_storage import CheckpointRef
+from ds_ckpt.save_job import SaveResult, save
 from ds_ckpt.shard_tensors import byte_view, dtype_name, full_shards
 from ds_config.errors import CheckpointError
 

@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import ds_monitor
-from ds_ckpt.coordinator import Coordinator
+from ds_ckpt.checkpoint_index import Kind, Leaf
 from ds_ckpt.checkpoint_list import newest_tag, read_for
 from ds_ckpt.codecs import CODECS, LOSSY, encode, require
+from ds_ckpt.coordinator import Coordinator
 from ds_ckpt.crc import crc32
-from ds_ckpt.checkpoint_index import Kind, Leaf
-from ds_ckpt.save_plan import Item
-from ds_ckpt.protocols import Draft, WriteFile
-from ds_ckpt.records import FileRecord, Manifest, PartRecord, PieceRecord, BlockLocation, TensorRecord
 from ds_ckpt.local_storage import CheckpointRef
+from ds_ckpt.protocols import Draft, WriteFile
+from ds_ckpt.records import BlockLocation, FileRecord, Manifest, PartRecord, PieceRecord, TensorRecord
+from ds_ckpt.save_plan import Item
 from ds_comm.placement import Box, TensorShard
 from ds_config.errors import CheckpointError
 

@@ -15,10 +15,10 @@ from ds_ckpt.dtypes import CODE, ITEMSIZE
 from ds_ckpt.file_reads import Files
 from ds_ckpt.format import entry_key
 from ds_ckpt.jsontext import Json, parse
-from ds_ckpt.save_plan import all_blocks, plan_load
+from ds_ckpt.local_storage import CheckpointRef, locate
 from ds_ckpt.reader import check_block, read_blocks
 from ds_ckpt.records import FileRecord, Manifest, TensorRecord
-from ds_ckpt.local_storage import CheckpointRef, locate
+from ds_ckpt.save_plan import all_blocks, plan_load
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_config.errors import CheckpointError
 

@@ -19,7 +19,6 @@ from typing import Final
 from ds_ckpt.codecs import CODECS
 from ds_ckpt.crc import crc32
 from ds_ckpt.dtypes import ITEMSIZE
-from ds_ckpt.json_reader import CRC, FILE_NAME, LINE, MAX_DIMS, MAX_NUMEL, Reader, damaged, invalid
 from ds_ckpt.format import (
     MANIFEST,
     check_inside,
@@ -29,8 +28,9 @@ from ds_ckpt.format import (
     unseal,
     valid_name,
 )
+from ds_ckpt.json_reader import CRC, FILE_NAME, LINE, MAX_DIMS, MAX_NUMEL, Reader, damaged, invalid
 from ds_ckpt.jsontext import Json, dump, parse
-from ds_ckpt.records import FileRecord, PartRecord, PieceRecord, BlockLocation, TensorRecord
+from ds_ckpt.records import BlockLocation, FileRecord, PartRecord, PieceRecord, TensorRecord
 from ds_ckpt.zone_maps import SCALE, Bounds, Zone, bounds_of, zones_of
 from ds_comm.placement import Box
 

@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import ds_monitor
+from ds_ckpt.checkpoint_index import CheckpointIndex, Leaf, LeafEntry, decode_index, decode_leaf
 from ds_ckpt.file_reads import Files
 from ds_ckpt.format import MANIFEST, MAX_MANIFEST_BYTES, decode, peek_sequence, version_of
-from ds_ckpt.checkpoint_index import CheckpointIndex, Leaf, LeafEntry, decode_index, decode_leaf
+from ds_ckpt.local_storage import CheckpointRef, locate, open_storage
 from ds_ckpt.manifest_merge import join, select
 from ds_ckpt.protocols import CheckpointStorage
 from ds_ckpt.records import FileRecord, Manifest
-from ds_ckpt.local_storage import CheckpointRef, locate, open_storage
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError
 

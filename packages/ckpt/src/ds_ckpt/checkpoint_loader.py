@@ -15,18 +15,18 @@ from typing import Any, Final
 import torch
 
 import ds_monitor
-from ds_ckpt.coordinator import TRANSFER_S, Coordinator
+from ds_ckpt.checkpoint_index import CheckpointIndex
 from ds_ckpt.checkpoint_list import read_top, resolve
+from ds_ckpt.coordinator import TRANSFER_S, Coordinator
 from ds_ckpt.crc import crc32
 from ds_ckpt.file_reads import Files
-from ds_ckpt.checkpoint_index import CheckpointIndex
-from ds_ckpt.manifest_merge import join
 from ds_ckpt.jsontext import Json, from_json
 from ds_ckpt.load_validation import LoadOptions, check_load
-from ds_ckpt.save_plan import BlockRead, all_blocks, of_shards, plan_load
+from ds_ckpt.local_storage import CheckpointRef, locate
+from ds_ckpt.manifest_merge import join
 from ds_ckpt.reader import PartialRead, check_block, missing_bytes, read_blocks, unproven
 from ds_ckpt.records import FileRecord, Manifest
-from ds_ckpt.local_storage import CheckpointRef, locate
+from ds_ckpt.save_plan import BlockRead, all_blocks, of_shards, plan_load
 from ds_ckpt.shard_tensors import Local, byte_view, check_local, staged_groups, staging
 from ds_config.errors import CheckpointError
 

@@ -75,7 +75,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from ds_ckpt.checkpoint_list import inspect, list_tags  # here and below: they import torch; `ds ckpt --help` must not
+    from ds_ckpt.checkpoint_list import (  # here and below: they import torch; `ds ckpt --help` must not
+        inspect,
+        list_tags,
+    )
     from ds_ckpt.format import MANIFEST
 
     if "://" not in args.path and not (Path(args.path) / MANIFEST).is_file() and list_tags(args.path):

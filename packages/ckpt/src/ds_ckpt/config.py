@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from ds_ckpt.block_packing import SaveOptions
 from ds_ckpt.engines import AsyncCheckpointer, Checkpointer, SyncCheckpointer
 from ds_ckpt.local_checkpoints import DrainOptions, LocalCheckpointer
-from ds_ckpt.block_packing import SaveOptions
 from ds_config import NoEffect, StrictModel, Unsupported
 
 __all__ = [
@@ -31,7 +31,9 @@ _Validation = Literal["Ignore", "Warn", "Fail", "IGNORE", "WARN", "FAIL", "ignor
 class ParallelWriteConfig(StrictModel):
     """`checkpoint.parallel_write`."""
 
-    pipeline_stage: Annotated[bool, NoEffect("what several ranks hold is always shared out among them for writing")] = False
+    pipeline_stage: Annotated[bool, NoEffect("what several ranks hold is always shared out among them for writing")] = (
+        False
+    )
 
 
 class WriterConfig(StrictModel):
@@ -43,9 +45,9 @@ class WriterConfig(StrictModel):
         64 * 2**20
     )
     io_buffer_double: bool = True
-    show_statistics: Annotated[bool, NoEffect("the spans ckpt.save, ckpt.write and ckpt.commit carry bytes and times")] = (
-        False
-    )
+    show_statistics: Annotated[
+        bool, NoEffect("the spans ckpt.save, ckpt.write and ckpt.commit carry bytes and times")
+    ] = False
     data_parallel: Annotated[str | None, NoEffect("what several ranks hold is always shared out among them")] = None
     io_multiplier: Annotated[int, NoEffect("each writing rank writes one file")] = 1
 
@@ -117,9 +119,9 @@ class CheckpointConfig(StrictModel):
         bool, Unsupported("`near` keeps copies on the nodes, and drains them to a directory that all share")
     ] = False
     parallel_write: ParallelWriteConfig = ParallelWriteConfig()
-    checkpoint_serialization: Annotated[bool, NoEffect("files are safetensors; there is no pickle to choose a form of")] = (
-        True
-    )
+    checkpoint_serialization: Annotated[
+        bool, NoEffect("files are safetensors; there is no pickle to choose a form of")
+    ] = True
     writer: WriterConfig | None = None
     saving: SavingConfig = SavingConfig()
     near: NearConfig | None = None

@@ -28,16 +28,16 @@ from ds_comm import (
     as_group,
     batch_isend_irecv,
     destroy_group,
+    duplicate_group,
+    extend_timeout,
     irecv,
     isend,
-    extend_timeout,
     self_group,
-    duplicate_group,
 )
 from ds_comm.metadata import metadata_device
 from ds_config.errors import CheckpointError, DsError
 
-__all__ = ["TRANSFER_S", "Message", "Coordinator", "arrived", "as_checkpoint_error", "hops", "moving", "pack", "unpack"]
+__all__ = ["TRANSFER_S", "Coordinator", "Message", "arrived", "as_checkpoint_error", "hops", "moving", "pack", "unpack"]
 
 TRANSFER_S: Final = 3600.0  # patience for reading or writing a whole checkpoint
 _FRAME_BYTES: Final = 1024  # what goes with the length of a message; longer ones take a second

@@ -20,15 +20,15 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import ds_monitor
-from ds_ckpt.coordinator import Coordinator
+from ds_ckpt.block_packing import BlockPacker, SaveOptions
 from ds_ckpt.checkpoint_list import prune
+from ds_ckpt.coordinator import Coordinator
 from ds_ckpt.decoupled import SharedPool, WriterProcess
 from ds_ckpt.jsontext import Json
-from ds_ckpt.block_packing import BlockPacker, SaveOptions
-from ds_ckpt.save_job import Gathered, SaveJob, PlanCache, SaveResult, prepare, publish
 from ds_ckpt.local_storage import CheckpointRef
+from ds_ckpt.save_job import Gathered, PlanCache, SaveJob, SaveResult, prepare, publish
 from ds_ckpt.shard_tensors import Local, copier
-from ds_ckpt.writer import Copy, SlabPool, FileStream
+from ds_ckpt.writer import Copy, FileStream, SlabPool
 from ds_config.errors import CheckpointError, UnsupportedError
 
 __all__ = ["AsyncCheckpointer", "Checkpointer", "SaveHandle", "SyncCheckpointer"]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Final
 
-from ds_ckpt.protocols import SHARED, OnDisk, ReadFile, Remote, CheckpointStorage
+from ds_ckpt.protocols import SHARED, CheckpointStorage, OnDisk, ReadFile, Remote
 from ds_ckpt.records import FileRecord
 from ds_ckpt.writer import SLAB_BYTES, SlabPool
 from ds_config.errors import CheckpointError
@@ -50,7 +50,13 @@ class Files:
     """
 
     def __init__(
-        self, storage: CheckpointStorage, tag: str, records: Sequence[FileRecord], *, direct: bool = True, limit: int = 0
+        self,
+        storage: CheckpointStorage,
+        tag: str,
+        records: Sequence[FileRecord],
+        *,
+        direct: bool = True,
+        limit: int = 0,
     ) -> None:
         self._storage, self._tag, self._records, self._direct = storage, tag, records, direct
         # Bytes to read at once, at most, and not across a multiple of it.

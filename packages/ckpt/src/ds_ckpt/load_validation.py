@@ -7,8 +7,8 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ds_ckpt.save_plan import SHOWN, more
 from ds_ckpt.records import Manifest
+from ds_ckpt.save_plan import SHOWN, more
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError
 
@@ -30,7 +30,9 @@ class LoadOptions:
     cast: bool = False
 
 
-def check_load(shards: Sequence[TensorShard], requested: Collection[str], manifest: Manifest, options: LoadOptions) -> None:
+def check_load(
+    shards: Sequence[TensorShard], requested: Collection[str], manifest: Manifest, options: LoadOptions
+) -> None:
     """Refuse, with every reason at once, what the checkpoint cannot fill exactly.
 
     Args:

@@ -25,8 +25,8 @@ from typing import Final
 
 import ds_monitor
 from ds_ckpt.format import MANIFEST
-from ds_ckpt.read_leases import READERS, held_tags, hold_name
 from ds_ckpt.protocols import SHARED, Draft, ReadFile, WriteFile, not_found, put, truncated
+from ds_ckpt.read_leases import READERS, held_tags, hold_name
 from ds_config.errors import CheckpointError
 from ds_ops.io import AsyncIO, IOSettings, Transfer
 from ds_ops.mapped import MappedFile

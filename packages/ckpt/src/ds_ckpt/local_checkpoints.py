@@ -20,16 +20,16 @@ from dataclasses import dataclass
 import torch
 
 import ds_monitor
-from ds_ckpt.coordinator import TRANSFER_S, Coordinator
-from ds_ckpt.checkpoint_list import inspect, newest_tag, prune
-from ds_ckpt.jsontext import Json
-from ds_ckpt.checkpoint_loader import load
-from ds_ckpt.load_validation import LoadOptions
 from ds_ckpt.block_packing import BlockPacker, SaveOptions
+from ds_ckpt.checkpoint_list import inspect, newest_tag, prune
+from ds_ckpt.checkpoint_loader import load
+from ds_ckpt.coordinator import TRANSFER_S, Coordinator
+from ds_ckpt.jsontext import Json
+from ds_ckpt.load_validation import LoadOptions
+from ds_ckpt.local_storage import CheckpointRef, open_storage
 from ds_ckpt.peer_reads import PeerSnapshots, shards_of
 from ds_ckpt.protocols import CheckpointStorage
 from ds_ckpt.save_job import PlanCache, prepare, publish
-from ds_ckpt.local_storage import CheckpointRef, open_storage
 from ds_ckpt.shard_tensors import Local, copier, full_shards
 from ds_ckpt.writer import SlabPool
 from ds_comm import GroupLike
@@ -126,7 +126,11 @@ class LocalCheckpointer:
         """Fill `shards` from the newest copy, on the nodes or in the store; its step and meta. None: there is none."""
         local = list(shards)
         tag = self._ranks.first(lambda: newest_tag(self._storage))
-        far = -1 if tag is None else int(self._ranks.first(lambda: inspect(CheckpointRef(self._storage, tag)).meta.get(_STEP, -1)))
+        far = (
+            -1
+            if tag is None
+            else int(self._ranks.first(lambda: inspect(CheckpointRef(self._storage, tag)).meta.get(_STEP, -1)))
+        )
         snapshot = self._near.restore(local, newer_than=far)
         if snapshot is not None:
             return snapshot[0], dict(snapshot[1]["meta"])

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 
 from ds_ckpt.local import LocalStorage
-from ds_ckpt.python_objects import ObjectStorage
 from ds_ckpt.protocols import CheckpointStorage
+from ds_ckpt.python_objects import ObjectStorage
 from ds_config.errors import CheckpointError
 
 __all__ = ["CheckpointRef", "locate", "open_storage"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds_ckpt.json_reader import invalid
-from ds_ckpt.format import MANIFEST, check_cover
 from ds_ckpt.checkpoint_index import CheckpointIndex, Leaf, LeafEntry
-from ds_ckpt.records import FileRecord, Manifest, PartRecord, PieceRecord, BlockLocation, TensorRecord
+from ds_ckpt.format import MANIFEST, check_cover
+from ds_ckpt.json_reader import invalid
+from ds_ckpt.records import BlockLocation, FileRecord, Manifest, PartRecord, PieceRecord, TensorRecord
 from ds_ckpt.zone_maps import bounds_of, meet, zones_of
 from ds_comm.placement import Box, TensorShard
 

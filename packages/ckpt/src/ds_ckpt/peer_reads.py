@@ -28,15 +28,15 @@ import torch
 from torch import Tensor
 
 import ds_monitor
-from ds_ckpt.coordinator import TRANSFER_S, Coordinator
 from ds_ckpt.checkpoint_list import inspect, list_tags, prune
+from ds_ckpt.checkpoint_loader import load
+from ds_ckpt.coordinator import TRANSFER_S, Coordinator
 from ds_ckpt.dtypes import ITEMSIZE
 from ds_ckpt.jsontext import Json, dump, from_json, to_json
-from ds_ckpt.checkpoint_loader import load
 from ds_ckpt.local import LocalStorage
-from ds_ckpt.save_job import save
 from ds_ckpt.local_storage import CheckpointRef
-from ds_ckpt.shard_tensors import Local, check_local, torch_dtype, full_shards
+from ds_ckpt.save_job import save
+from ds_ckpt.shard_tensors import Local, check_local, full_shards, torch_dtype
 from ds_comm import GroupLike, irecv, isend
 from ds_comm.placement import Box, Interval, LocalShard, TensorShard
 from ds_config.errors import CheckpointError
@@ -176,7 +176,9 @@ class PeerSnapshots:
         owner, buddy = (rank - self._distance) % size, (rank + self._distance) % size
         snapshots = [(rank, own_snapshot)]
         if owner != rank:
-            header = json.loads(self._behind.swap(json.dumps([own_snapshot.data.numel(), own_snapshot.record]).encode(), buddy, owner))
+            header = json.loads(
+                self._behind.swap(json.dumps([own_snapshot.data.numel(), own_snapshot.record]).encode(), buddy, owner)
+            )
             owner_snapshot = _Snapshot(torch.empty(header[0], dtype=torch.uint8), header[1])
             works = [
                 isend(own_snapshot.data, group=self._behind.group, group_dst=buddy, unit="snapshot"),
@@ -247,8 +249,7 @@ class PeerSnapshots:
         return read, record
 
     def _moved(self, giver: int, read: Mapping[int, _Snapshot], record: Mapping[str, Json]) -> Tensor:
-        """Receive this rank's snapshot from rank `giver`, and send the snapshots that this rank read to their owners.
-        """
+        """Receive this rank's snapshot from rank `giver`, and send the snapshots that this rank read to their owners."""
         rank = self._ranks.rank
         works = []
         if giver == rank:

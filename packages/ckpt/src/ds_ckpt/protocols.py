@@ -11,7 +11,18 @@ from typing import Final, Protocol, runtime_checkable
 from ds_ckpt.format import MANIFEST
 from ds_config.errors import CheckpointError
 
-__all__ = ["SHARED", "Draft", "OnDisk", "ReadFile", "Remote", "CheckpointStorage", "WriteFile", "not_found", "put", "truncated"]
+__all__ = [
+    "SHARED",
+    "CheckpointStorage",
+    "Draft",
+    "OnDisk",
+    "ReadFile",
+    "Remote",
+    "WriteFile",
+    "not_found",
+    "put",
+    "truncated",
+]
 
 SHARED: Final = ".blocks"  # where files lie that several checkpoints use: as if it were a tag
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import ds_monitor
 from ds_ckpt.format import MANIFEST
-from ds_ckpt.read_leases import READERS, held_tags, hold_name
 from ds_ckpt.protocols import SHARED, Draft, ReadFile, WriteFile, not_found, truncated
+from ds_ckpt.read_leases import READERS, held_tags, hold_name
 from ds_ckpt.retrying import IncompleteError, RetryPolicy
 from ds_ckpt.uploads import PartsFile, PlainFile, put_object
 from ds_config.errors import CheckpointError, UnsupportedError

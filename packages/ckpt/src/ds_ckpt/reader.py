@@ -244,7 +244,9 @@ def _spans(runs: Sequence[CopyRun], nbytes: int) -> list[tuple[int, int, list[Co
     return spans
 
 
-def unproven(partials: Iterable[PartialRead], expected: Mapping[tuple[int, int], tuple[int, int]]) -> list[tuple[int, int]]:
+def unproven(
+    partials: Iterable[PartialRead], expected: Mapping[tuple[int, int], tuple[int, int]]
+) -> list[tuple[int, int]]:
     """Blocks (file, at) whose checksum the ranks' parts do not confirm: not covered exactly once, or with another checksum.
 
     Args:

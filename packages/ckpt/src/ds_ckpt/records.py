@@ -10,7 +10,7 @@ from ds_ckpt.dtypes import ITEMSIZE
 from ds_ckpt.jsontext import Json
 from ds_comm.placement import Box
 
-__all__ = ["FileRecord", "Manifest", "PartRecord", "PieceRecord", "BlockLocation", "TensorRecord"]
+__all__ = ["BlockLocation", "FileRecord", "Manifest", "PartRecord", "PieceRecord", "TensorRecord"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,7 @@ from typing import Any
 from torch import Tensor
 
 import ds_monitor
-from ds_ckpt.coordinator import TRANSFER_S, Coordinator
-from ds_ckpt.checkpoint_list import collect, next_sequence, shared_files
-from ds_ckpt.crc import copy_crc32, crc32
-from ds_ckpt.format import BLOCK_BYTES, encode, valid_name
+from ds_ckpt.block_packing import BlockPacker, SaveOptions
 from ds_ckpt.checkpoint_index import (
     CheckpointIndex,
     Kind,
@@ -39,21 +36,35 @@ from ds_ckpt.checkpoint_index import (
     leaf_json,
     leaf_of,
 )
-from ds_ckpt.manifest_merge import join
+from ds_ckpt.checkpoint_list import collect, next_sequence, shared_files
+from ds_ckpt.coordinator import TRANSFER_S, Coordinator
+from ds_ckpt.crc import copy_crc32, crc32
+from ds_ckpt.format import BLOCK_BYTES, encode, valid_name
 from ds_ckpt.jsontext import Json, dump, to_json
 from ds_ckpt.local import new_token
-from ds_ckpt.block_packing import BlockPacker, SaveOptions
-from ds_ckpt.save_plan import Item
-from ds_ckpt.save_planner import described, num_planners, planned, entries_of
+from ds_ckpt.local_storage import CheckpointRef, locate
+from ds_ckpt.manifest_merge import join
 from ds_ckpt.protocols import Draft, put
 from ds_ckpt.records import PartRecord, PieceRecord, TensorRecord
-from ds_ckpt.local_storage import CheckpointRef, locate
+from ds_ckpt.save_plan import Item
+from ds_ckpt.save_planner import described, entries_of, num_planners, planned
 from ds_ckpt.shard_tensors import Local, byte_view, check_local, copier
-from ds_ckpt.writer import Copy, SlabPool, FileStream, Written
+from ds_ckpt.writer import Copy, FileStream, SlabPool, Written
 from ds_comm.placement import Box, TensorShard
 from ds_config.errors import CheckpointError
 
-__all__ = ["Gathered", "SaveJob", "PlanCache", "SaveResult", "RankSavePlan", "prepare", "publish", "save", "save_from", "undo"]
+__all__ = [
+    "Gathered",
+    "PlanCache",
+    "RankSavePlan",
+    "SaveJob",
+    "SaveResult",
+    "prepare",
+    "publish",
+    "save",
+    "save_from",
+    "undo",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +163,9 @@ class SaveJob:
             _check_aliases(self.aliases, tensors)
             created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             entries = tuple(entry_from(answer["entry"]) for answer in answers if "entry" in answer)
-            index = CheckpointIndex(sequence, created, "ds-ckpt", BLOCK_BYTES, tensors, entries, self.aliases, self.meta)
+            index = CheckpointIndex(
+                sequence, created, "ds-ckpt", BLOCK_BYTES, tensors, entries, self.aliases, self.meta
+            )
             if self.inline:
                 leaves = [leaf_of(answer["leaf"]) for answer in answers if "leaf" in answer]
                 self.draft.commit(encode(join(index, leaves, whole=True)))
@@ -269,7 +282,9 @@ def prepare(
     draft = at.storage.draft(at.tag, common["token"])
     if packing is not None:
         packing.look(ranks, at, local_shards)
-    return SaveJob(at, draft, cache.share, ranks.rank, to_json(record[0]), dict(sorted(common["aliases"].items())), packing)
+    return SaveJob(
+        at, draft, cache.share, ranks.rank, to_json(record[0]), dict(sorted(common["aliases"].items())), packing
+    )
 
 
 def _common(first: Json, second: Json) -> Json:

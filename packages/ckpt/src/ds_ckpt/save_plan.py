@@ -17,18 +17,18 @@ from typing import Final
 
 from ds_ckpt.dtypes import CODE, ITEMSIZE
 from ds_ckpt.format import BLOCK_BYTES, disjoint, valid_name
-from ds_ckpt.records import Manifest, PartRecord, PieceRecord, BlockLocation, TensorRecord
+from ds_ckpt.records import BlockLocation, Manifest, PartRecord, PieceRecord, TensorRecord
 from ds_comm.placement import Box, TensorShard
 from ds_config.errors import CheckpointError
 
 __all__ = [
     "SHOWN",
     "BlockRead",
+    "CopyRun",
     "Item",
     "PlannedPart",
     "PlannedPiece",
     "PlannedTensor",
-    "CopyRun",
     "SavePlan",
     "all_blocks",
     "in_file_order",

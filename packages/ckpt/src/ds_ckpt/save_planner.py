@@ -12,13 +12,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from ds_ckpt.crc import crc32
 from ds_ckpt.checkpoint_index import Kind
+from ds_ckpt.crc import crc32
 from ds_ckpt.jsontext import Json
 from ds_ckpt.save_plan import Item, PlannedPiece, in_file_order, plan_save
 from ds_comm.placement import Box, Interval, TensorShard
 
-__all__ = ["SHARDS_ALONE", "SHARDS_PER_PLANNER", "described", "num_planners", "planned", "planner_of", "entries_of"]
+__all__ = ["SHARDS_ALONE", "SHARDS_PER_PLANNER", "described", "entries_of", "num_planners", "planned", "planner_of"]
 
 SHARDS_ALONE: Final = 40_000
 SHARDS_PER_PLANNER: Final = 4_000

@@ -20,10 +20,10 @@ __all__ = [
     "check_local",
     "copier",
     "dtype_name",
+    "full_shards",
     "staged_groups",
     "staging",
     "torch_dtype",
-    "full_shards",
 ]
 
 

@@ -27,12 +27,12 @@ from typing import Final
 from ds_ckpt.crc import crc32, shifted
 from ds_ckpt.dtypes import CODE, ITEMSIZE
 from ds_ckpt.format import BLOCK_BYTES
-from ds_ckpt.save_plan import Item
 from ds_ckpt.protocols import Draft, WriteFile
 from ds_ckpt.records import FileRecord
+from ds_ckpt.save_plan import Item
 from ds_config.errors import CheckpointError
 
-__all__ = ["SLAB_BYTES", "Copy", "SlabPool", "FileStream", "Written", "safetensors_header"]
+__all__ = ["SLAB_BYTES", "Copy", "FileStream", "SlabPool", "Written", "safetensors_header"]
 
 SLAB_BYTES: Final = 4 * 2**20
 _POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE, Linux 5.14

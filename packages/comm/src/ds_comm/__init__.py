@@ -25,22 +25,20 @@ from ds_comm.collectives import (
     reduce_scatter_tensor,
     scatter,
 )
-from ds_comm.reduction_group import ParamSharding, ReductionGroup, set_param_sharding, param_sharding
 from ds_comm.grid import RankGrid
 from ds_comm.groups import (
     Group,
     GroupLike,
     as_group,
     destroy_group,
+    duplicate_group,
     new_group,
     new_local_group,
     self_group,
-    duplicate_group,
     world_group,
 )
-from ds_comm.process_group import destroy_process_group, ensure_world, init_distributed, local_rank
 from ds_comm.mesh import Mesh, MeshSpec
-from ds_comm.metadata import all_gather_json, broadcast_json, all_to_all_counts
+from ds_comm.metadata import all_gather_json, all_to_all_counts, broadcast_json
 from ds_comm.notices import collect_notices, post_notice
 from ds_comm.object_collectives import (
     all_gather_object,
@@ -52,14 +50,13 @@ from ds_comm.object_collectives import (
 )
 from ds_comm.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from ds_comm.placement import Box, Interval, LocalShard, Partial, Replicate, Shard, TensorShard
+from ds_comm.process_group import destroy_process_group, ensure_world, init_distributed, local_rank
+from ds_comm.reduction_group import ParamSharding, ReductionGroup, param_sharding, set_param_sharding
 from ds_comm.watch.recorder import extend_timeout
 from ds_comm.work import Work
 
 __all__ = [
-    "ParamSharding",
     "Box",
-    "ReductionGroup",
-    "RankGrid",
     "Group",
     "GroupLike",
     "Interval",
@@ -67,8 +64,11 @@ __all__ = [
     "Mesh",
     "MeshSpec",
     "P2POp",
+    "ParamSharding",
     "Partial",
+    "RankGrid",
     "ReduceOp",
+    "ReductionGroup",
     "Replicate",
     "Shard",
     "TensorShard",
@@ -82,24 +82,24 @@ __all__ = [
     "all_reduce",
     "all_reduce_coalesced",
     "all_to_all",
+    "all_to_all_counts",
     "all_to_all_pieces",
     "all_to_all_single",
     "as_group",
-    "set_param_sharding",
-    "param_sharding",
     "barrier",
     "batch_isend_irecv",
     "broadcast",
     "broadcast_json",
     "broadcast_object_list",
+    "collect_notices",
+    "destroy_group",
     "destroy_process_group",
     "differentiable",
-    "destroy_group",
+    "duplicate_group",
     "ensure_world",
-    "all_to_all_counts",
+    "extend_timeout",
     "gather",
     "gather_object",
-    "collect_notices",
     "init_distributed",
     "irecv",
     "isend",
@@ -107,7 +107,8 @@ __all__ = [
     "monitored_barrier",
     "new_group",
     "new_local_group",
-    "extend_timeout",
+    "param_sharding",
+    "post_notice",
     "recv",
     "recv_object_list",
     "reduce",
@@ -117,10 +118,9 @@ __all__ = [
     "reduce_scatter_tensor",
     "scatter",
     "scatter_object_list",
+    "self_group",
     "send",
     "send_object_list",
-    "self_group",
-    "post_notice",
-    "duplicate_group",
+    "set_param_sharding",
     "world_group",
 ]

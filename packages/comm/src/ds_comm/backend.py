@@ -26,7 +26,9 @@ class BackendChoice:
     otherwise: str = ""
 
 
-def choose_backend(requested: str | None, env: Mapping[str, str], launch: LaunchedProcess, device: tuple[str, str]) -> BackendChoice:
+def choose_backend(
+    requested: str | None, env: Mapping[str, str], launch: LaunchedProcess, device: tuple[str, str]
+) -> BackendChoice:
     """Choose the backend: `requested`, else DS_COMM_BACKEND, else the best for the device and the ranks' hosts.
 
     Args:

@@ -33,8 +33,18 @@ import torch
 from torch import Tensor
 
 from ds_comm.call import CollectiveCall
+from ds_comm.differentiable_ops import (
+    AllGather,
+    CollectiveOp,
+    Copy,
+    DimSizes,
+    Reduce,
+    ReduceScatter,
+    RowMove,
+    SequenceAllToAll,
+    SplitForward,
+)
 from ds_comm.groups import GroupLike, as_group
-from ds_comm.differentiable_ops import AllGather, Copy, DimSizes, SequenceAllToAll, CollectiveOp, Reduce, ReduceScatter, RowMove, SplitForward
 from ds_comm.work import DONE
 
 __all__ = [
@@ -42,10 +52,10 @@ __all__ = [
     "all_gather",
     "all_to_all_rows",
     "copy",
-    "seq_all_to_all",
     "gather",
     "reduce",
     "reduce_scatter",
+    "seq_all_to_all",
     "split",
 ]
 

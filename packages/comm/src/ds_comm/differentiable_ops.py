@@ -14,7 +14,18 @@ import ds_comm.collectives as collectives
 from ds_comm.call import CollectiveCall
 from ds_comm.work import DONE, Work
 
-__all__ = ["AllGather", "Copy", "DimSizes", "SequenceAllToAll", "Launched", "CollectiveOp", "Reduce", "ReduceScatter", "RowMove", "SplitForward"]
+__all__ = [
+    "AllGather",
+    "CollectiveOp",
+    "Copy",
+    "DimSizes",
+    "Launched",
+    "Reduce",
+    "ReduceScatter",
+    "RowMove",
+    "SequenceAllToAll",
+    "SplitForward",
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from datetime import timedelta
 
 from torch import Tensor
 
+from ds_comm.buffer_pool import BufferPool
 from ds_comm.collectives import all_gather_single
 from ds_comm.groups import Group
-from ds_comm.buffer_pool import BufferPool
 from ds_comm.work import Work
 
 __all__ = ["HierarchicalGather"]

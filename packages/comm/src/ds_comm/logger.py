@@ -18,7 +18,7 @@ from ds_comm.groups import GroupLike, as_group
 from ds_comm.object_collectives import all_gather_object
 from ds_comm.work import time_device_operations
 from ds_config.sizes import bytes_text
-from ds_monitor import RecordKind, Measurement, log_requested
+from ds_monitor import Measurement, RecordKind, log_requested
 from ds_monitor.stats import trimmed_mean
 
 __all__ = ["CommsLogger", "SummaryRow"]

@@ -15,7 +15,7 @@ from ds_comm.collectives import all_gather_single, all_to_all_single, broadcast
 from ds_comm.groups import Group, GroupLike, as_group
 from ds_config.errors import CommError
 
-__all__ = ["all_gather_json", "broadcast_json", "all_to_all_counts", "metadata_device"]
+__all__ = ["all_gather_json", "all_to_all_counts", "broadcast_json", "metadata_device"]
 
 _LIMIT_BYTES = 1 << 30  # of one rank's text, unpacked: more is a mistake or an attack
 

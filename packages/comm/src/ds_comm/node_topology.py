@@ -34,5 +34,6 @@ def neighbours(group: Group, *, unit: str = "neighbours") -> list[Neighbour]:
     """Gather the host and process of each rank of `group`. Collective over the group."""
     able = _native.load("_cpu").module is not None and hasattr(os, "memfd_create")
     return [
-        Neighbour(*fields) for fields in all_gather_json([pid_namespace_id() if able else "", os.getpid()], group, unit=unit)
+        Neighbour(*fields)
+        for fields in all_gather_json([pid_namespace_id() if able else "", os.getpid()], group, unit=unit)
     ]

@@ -19,8 +19,8 @@ from ds_accel import get_accelerator
 from ds_comm.backend import choose_backend, settle
 from ds_comm.groups import DEFAULT_TIMEOUT, Group, use_timeout, world_group
 from ds_comm.launch import LaunchedProcess, read_launch
-from ds_comm.store_rendezvous import rendezvous
 from ds_comm.shm_group import available
+from ds_comm.store_rendezvous import rendezvous
 from ds_comm.watch.recorder import deadline_from, start_recorder, stop_recorder
 from ds_comm.watch.watchdog import WatchSettings
 from ds_config.errors import CommError, set_place

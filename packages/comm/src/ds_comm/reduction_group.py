@@ -19,7 +19,7 @@ from ds_comm.groups import Group
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_config.errors import PlanError
 
-__all__ = ["ParamSharding", "ReductionGroup", "Logical", "set_param_sharding", "param_sharding", "logical_of"]
+__all__ = ["Logical", "ParamSharding", "ReductionGroup", "logical_of", "param_sharding", "set_param_sharding"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

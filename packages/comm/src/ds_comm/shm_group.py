@@ -29,7 +29,16 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 import ds_ops._native as _native
 from ds_config.errors import CommError, UnsupportedError
-from ds_ops.shm_collectives import Channel, ChannelSettings, ShmReduceOp, SharedSegment, ShmTask, ShmCollective, pid_namespace_id, rows_of
+from ds_ops.shm_collectives import (
+    Channel,
+    ChannelSettings,
+    SharedSegment,
+    ShmCollective,
+    ShmReduceOp,
+    ShmTask,
+    pid_namespace_id,
+    rows_of,
+)
 
 __all__ = ["ShmProcessGroup", "available", "register"]
 
@@ -316,7 +325,10 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     def _each(self, verb: ShmCollective, pairs: Any, opts: Any, result: Sequence[Tensor]) -> _ShmWork:
         """Issue one native call per (input, output); stage and copy back outputs that are not contiguous."""
-        op, root = _OPS[_plain(opts.reduceOp)] if hasattr(opts, "reduceOp") else ShmReduceOp.SUM, getattr(opts, "rootRank", 0)
+        op, root = (
+            _OPS[_plain(opts.reduceOp)] if hasattr(opts, "reduceOp") else ShmReduceOp.SUM,
+            getattr(opts, "rootRank", 0),
+        )
         copies, tasks = [], []
         for source, out in pairs:
             into = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)

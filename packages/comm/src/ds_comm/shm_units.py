@@ -23,14 +23,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_comm.symmetric_arena import arena_refusal
 from ds_comm.groups import Group
 from ds_comm.metadata import all_gather_json, broadcast_json
 from ds_comm.node_topology import neighbours
 from ds_comm.shm_sequence import ShmSequence
+from ds_comm.symmetric_arena import arena_refusal
 from ds_ops.shm_collectives import SharedSegment
 
-__all__ = ["ShmUnitMemory", "ReductionBuffers", "host_refusal"]
+__all__ = ["ReductionBuffers", "ShmUnitMemory", "host_refusal"]
 
 
 _PAGE = mmap.PAGESIZE

@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ds_comm.symmetric_arena import Arena, TensorRequest
 from ds_comm.groups import GroupLike, as_group
+from ds_comm.symmetric_arena import Arena, TensorRequest
 from ds_config.errors import CommError
 
 __all__ = ["ShmWindow"]

@@ -31,7 +31,7 @@ from ds_comm.shm_wait import LIMIT_S, own_order, patient_s
 from ds_comm.watch.recorder import current
 from ds_comm.work import failed
 from ds_config.errors import CommError
-from ds_ops.shm_collectives import Channel, ChannelSettings, ShmReduceOp, SharedSegment
+from ds_ops.shm_collectives import Channel, ChannelSettings, SharedSegment, ShmReduceOp
 
 __all__ = ["Arena", "TensorRequest", "arena_refusal"]
 
@@ -132,7 +132,9 @@ class Arena:
         """Return when every rank came: what they wrote before is visible after. About 3 us when all are ready."""
         self._run("barrier", unit, None, self._channel.barrier)
 
-    def reduce_scatter(self, out: Tensor, parts: Sequence[Tensor], op: ShmReduceOp = ShmReduceOp.SUM, unit: str = "") -> None:
+    def reduce_scatter(
+        self, out: Tensor, parts: Sequence[Tensor], op: ShmReduceOp = ShmReduceOp.SUM, unit: str = ""
+    ) -> None:
         """Reduce this rank's part of all ranks' symmetric tensors into `out`; in rank order, half types in fp32.
 
         Args:

@@ -10,10 +10,10 @@ import time
 import torch
 
 import ds_comm
-from ds_comm.symmetric_arena import Arena
 from ds_comm.channels import Channels
 from ds_comm.node_topology import neighbours
 from ds_comm.shm_sequence import ShmSequence
+from ds_comm.symmetric_arena import Arena
 from ds_ops.shm_collectives import SharedSegment
 
 

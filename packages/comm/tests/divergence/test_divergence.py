@@ -227,7 +227,9 @@ ISSUE = ["skips a submodule", "one forward fewer", "shorter loader", "raises", "
 @pytest.mark.timeout(3000)
 def test_no_repeat_hangs(forked: Run, tmp_path: Path) -> None:
     """The recorded 100 repeats are DS_COMM_DIVERGENCE_REPEATS=100; `-s` shows how soon they ended."""
-    cases = [Case(name, backend) for name in ISSUE for backend in (["gloo"] if shm_group.available() else ["gloo", "shm"])]
+    cases = [
+        Case(name, backend) for name in ISSUE for backend in (["gloo"] if shm_group.available() else ["gloo", "shm"])
+    ]
     times = []
     for repeat in range(REPEATS):
         for case, outcome in zip(cases, diverge(forked, cases, tmp_path), strict=True):

@@ -15,7 +15,11 @@ from ds_testing import world
 
 def check(arena: Arena) -> None:
     rank, size, n = arena.rank, arena.size, 1003
-    wishes = [TensorRequest(n * size, torch.float32, shared=True), TensorRequest(n * size, torch.bfloat16), TensorRequest(0, torch.float32)]
+    wishes = [
+        TensorRequest(n * size, torch.float32, shared=True),
+        TensorRequest(n * size, torch.bfloat16),
+        TensorRequest(0, torch.float32),
+    ]
     (full,), grads, nothing = arena.allocate(wishes)
     assert len(grads) == len(nothing) == size
     assert not full.any()

@@ -29,7 +29,9 @@ SLOT_BYTES = 8 << 10
 SIZES = [0, 1, 7, 9001]  # the last fills a slot also with booleans
 BACKENDS = [
     "gloo",
-    pytest.param("shm", marks=pytest.mark.skipif(bool(shm_group.available()), reason=f"no shm: {shm_group.available()}")),
+    pytest.param(
+        "shm", marks=pytest.mark.skipif(bool(shm_group.available()), reason=f"no shm: {shm_group.available()}")
+    ),
 ]
 
 

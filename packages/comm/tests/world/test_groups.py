@@ -15,10 +15,10 @@ from ds_comm import (
     all_reduce,
     as_group,
     destroy_group,
+    duplicate_group,
     new_group,
     new_local_group,
     self_group,
-    duplicate_group,
 )
 from ds_config.errors import CommError
 from ds_testing import world

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_comm import differentiable, all_to_all_counts, self_group, world_group
+from ds_comm import all_to_all_counts, differentiable, self_group, world_group
 from ds_comm.groups import Group
 from ds_comm.shm_window import ShmWindow
 from ds_config.errors import CommError

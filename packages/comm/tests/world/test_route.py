@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from ds_comm import destroy_group, world_group
+from ds_comm.buffer_pool import BufferPool
 from ds_comm.collectives import all_gather_single
 from ds_comm.groups import node_groups
-from ds_comm.buffer_pool import BufferPool
 from ds_comm.hierarchical import HierarchicalGather
 from ds_testing import world
 

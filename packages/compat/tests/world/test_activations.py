@@ -25,7 +25,9 @@ def test_inputs_are_cut_over_the_ranks_of_the_mpu():
             form(torch.sin, form(torch.cos, weight * 1)).sum().backward()
             expected = -torch.sin(weight) * torch.cos(torch.cos(weight))
             assert torch.allclose(weight.grad, expected)
-            assert activation_checkpointing_api._process.policy.account.peak_device == 2 * 4 * 4  # ceil(7 / 2) elements of each
+            assert (
+                activation_checkpointing_api._process.policy.account.peak_device == 2 * 4 * 4
+            )  # ceil(7 / 2) elements of each
         checkpointing.model_parallel_cuda_manual_seed(100)
         with checkpointing.get_cuda_rng_tracker().fork():
             drawn = torch.rand(1)

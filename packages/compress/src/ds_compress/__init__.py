@@ -1,6 +1,6 @@
 """Smaller models: quantisation-aware training, pruning, layer reduction, distillation, post-training quantisation, export."""
 
-from ds_compress.cleaning import resize_to_state_dict, redundancy_clean
+from ds_compress.cleaning import redundancy_clean, resize_to_state_dict
 from ds_compress.compress import (
     CompressionScheduler,
     compress,
@@ -15,19 +15,20 @@ from ds_compress.divergence import Divergence, generalized_divergence
 from ds_compress.eigenvalues import Curvature, block_eigenvalues, stretch_schedule
 from ds_compress.model_export import export_compressed_tensors, export_gguf, export_gptq
 from ds_compress.posttraining import QuantizedWeight, QuantScheme, codes_of_training, gptq, round_to_nearest
-from ds_compress.smoothing import find_foldable_norms, awq, smoothquant
+from ds_compress.smoothing import awq, find_foldable_norms, smoothquant
 from ds_compress.students import convert_conv1d_to_linear, student_initialization
 
 __all__ = [
-    "QuantizedWeight",
     "CompressionScheduler",
     "Curvature",
     "Distillation",
     "Distiller",
     "Divergence",
     "QuantScheme",
+    "QuantizedWeight",
     "TeacherCache",
     "attention_loss",
+    "awq",
     "block_eigenvalues",
     "codes_of_training",
     "compress",
@@ -38,7 +39,6 @@ __all__ = [
     "export_compressed_tensors",
     "export_gguf",
     "export_gptq",
-    "resize_to_state_dict",
     "find_foldable_norms",
     "generalized_divergence",
     "gptq",
@@ -47,9 +47,9 @@ __all__ = [
     "is_compressed",
     "logit_loss",
     "redundancy_clean",
+    "resize_to_state_dict",
     "round_to_nearest",
-    "awq",
-    "stretch_schedule",
     "smoothquant",
+    "stretch_schedule",
     "student_initialization",
 ]

@@ -17,10 +17,10 @@ from ds_compress.compress import compressed_layers, is_compressed
 from ds_compress.config import CompressionConfig, compression_of
 from ds_compress.layer_compression import LayerCompression, attach, detach
 from ds_compress.recipe import LayerRecipe
-from ds_config.errors import PlanError
 from ds_config.config_file import Source
+from ds_config.errors import PlanError
 
-__all__ = ["resize_to_state_dict", "redundancy_clean"]
+__all__ = ["redundancy_clean", "resize_to_state_dict"]
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads")
 
@@ -95,7 +95,10 @@ def redundancy_clean(
             fix="Call init_compression, load the state, then clean.",
         )
     layers = list(compressed_layers(model))
-    finals = {name: compression.final(_param(module, "weight"), _maybe(module, "bias")) for name, module, compression in layers}
+    finals = {
+        name: compression.final(_param(module, "weight"), _maybe(module, "bias"))
+        for name, module, compression in layers
+    }
     cuts, before = _Cuts(model), _heads(model, layers)
     for name, module, compression in layers:
         _plan(name, module, compression, cuts)
@@ -216,7 +219,10 @@ def _tell_heads(
     if config is None or len(counts) != 1 or not before:
         return
     # Only where all layers have lost as many: a config has one number.
-    pruned = sum(compression.recipe.heads is not None and bool(compression.recipe.heads.related) for _, _, compression in compressed)
+    pruned = sum(
+        compression.recipe.heads is not None and bool(compression.recipe.heads.related)
+        for _, _, compression in compressed
+    )
     layers = getattr(config, "num_hidden_layers", getattr(config, "n_layer", None))
     if layers is None or pruned == layers:
         heads, rows = next(iter(before.values()))

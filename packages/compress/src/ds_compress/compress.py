@@ -11,10 +11,10 @@ from ds_comm import Group, all_reduce_coalesced, as_group, world_group
 from ds_compress.config import CompressionConfig, compression_of
 from ds_compress.layer_compression import LayerCompression, attach, attached, detach
 from ds_compress.quantised import refuse_quantised
-from ds_compress.recipe import Kind, CompressibleLayer, CompressionRecipe, make_recipe
+from ds_compress.recipe import CompressibleLayer, CompressionRecipe, Kind, make_recipe
 from ds_compress.students import student_initialization
-from ds_config.errors import PlanError, UnsupportedError
 from ds_config.config_file import Source
+from ds_config.errors import PlanError, UnsupportedError
 
 __all__ = [
     "CompressionScheduler",
@@ -190,7 +190,11 @@ class CompressionScheduler:
         self.resume(int(state["training_steps"]))
 
     def _sum_sensitivity(self) -> None:
-        sensing = [compression for compression in self.layers if compression.recipe.sparse is not None and "sensitivity" in compression._buffers]
+        sensing = [
+            compression
+            for compression in self.layers
+            if compression.recipe.sparse is not None and "sensitivity" in compression._buffers
+        ]
         if not sensing:
             return
         group = sensing[0].group or world_group()

@@ -14,19 +14,19 @@ from pydantic import Field, model_validator
 
 from ds_compress.layer_groups import ActivationGroup, Bits, DensityGroup, LayerGroup, Share, WeightGroup, WeightParams
 from ds_config import Alias, NoEffect, StrictModel, validate
-from ds_config.errors import UnsupportedError
 from ds_config.config_file import Source, read_all
+from ds_config.errors import UnsupportedError
 
 __all__ = [
     "ActivationQuantizationConfig",
     "CompressionConfig",
+    "CompressionWeightConfig",
     "EigenvalueConfig",
     "HeadPruningConfig",
     "LayerReductionConfig",
     "PruningConfig",
     "QuantizeTrainingConfig",
     "SparsePruningConfig",
-    "CompressionWeightConfig",
     "compression_of",
 ]
 

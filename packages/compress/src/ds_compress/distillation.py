@@ -262,7 +262,9 @@ class Distiller:
 
     def _attention(self, outputs: Any, taught: Mapping[str, Tensor]) -> Tensor:
         attentions = _attentions(outputs)
-        return torch.stack([attention_loss(attentions[i], taught[f"attention/{j}"]) for i, j in self.what.attentions]).mean()
+        return torch.stack(
+            [attention_loss(attentions[i], taught[f"attention/{j}"]) for i, j in self.what.attentions]
+        ).mean()
 
     def _teach(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Tensor]:
         if self.cache is None:

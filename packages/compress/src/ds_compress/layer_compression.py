@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_comm import Group, ReduceOp, all_reduce, world_group
 from ds_compress._torch import in_backward
+from ds_compress.compression_schedules import Bits, dense_share, fall, mixed_ratio, new_mask_at, starts
 from ds_compress.masks import (
     block_scores,
     expand_blocks,
@@ -33,7 +34,6 @@ from ds_compress.masks import (
 )
 from ds_compress.quantizers import QuantGrid, quantize, straight_through
 from ds_compress.recipe import InputQuantization, LayerRecipe, Pruned, SparsePruning, Weights
-from ds_compress.compression_schedules import Bits, dense_share, fall, mixed_ratio, new_mask_at, starts
 
 __all__ = ["CHILD", "LayerCompression", "attach", "attached", "detach"]
 

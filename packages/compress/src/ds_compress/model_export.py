@@ -26,7 +26,15 @@ from ds_compress.posttraining import QuantizedWeight, QuantScheme
 from ds_compress.quantised import is_quantised, values_of
 from ds_config.errors import PlanError, UnsupportedError
 
-__all__ = ["FAMILIES", "GgufFamily", "export_compressed_tensors", "export_gguf", "export_gptq", "pack_columns", "pack_rows"]
+__all__ = [
+    "FAMILIES",
+    "GgufFamily",
+    "export_compressed_tensors",
+    "export_gguf",
+    "export_gptq",
+    "pack_columns",
+    "pack_rows",
+]
 
 
 def pack_columns(codes: Tensor, bits: int) -> Tensor:

@@ -23,8 +23,8 @@ from ds_compress.quantised import refuse_quantised
 from ds_config.errors import PlanError
 
 __all__ = [
-    "QuantizedWeight",
     "QuantScheme",
+    "QuantizedWeight",
     "codes_of_training",
     "gptq",
     "linears_of",
@@ -256,7 +256,9 @@ def _gptq_layer(weight: Tensor, product: Tensor, scheme: QuantScheme, size: int,
             codes[:, column : column + 1] = code
             error = (value - (code - zero) * scale) / upper[column, column]
             weight[:, column + 1 :] -= error @ upper[column : column + 1, column + 1 :]
-    return QuantizedWeight(scheme, codes.to(torch.uint8), torch.cat(scales, 1).float(), torch.cat(zeros, 1).to(torch.uint8))
+    return QuantizedWeight(
+        scheme, codes.to(torch.uint8), torch.cat(scales, 1).float(), torch.cat(zeros, 1).to(torch.uint8)
+    )
 
 
 @torch.no_grad()

@@ -19,7 +19,18 @@ from ds_compress.layer_groups import LayerGroup
 from ds_compress.quantizers import QuantGrid, Symmetry, grid_of
 from ds_config.errors import PlanError
 
-__all__ = ["InputQuantization", "Kind", "CompressibleLayer", "LayerRecipe", "Pruned", "CompressionRecipe", "SparsePruning", "Weights", "found_by", "make_recipe"]
+__all__ = [
+    "CompressibleLayer",
+    "CompressionRecipe",
+    "InputQuantization",
+    "Kind",
+    "LayerRecipe",
+    "Pruned",
+    "SparsePruning",
+    "Weights",
+    "found_by",
+    "make_recipe",
+]
 
 _log = logging.getLogger("ds_compress")
 Kind = Literal["linear", "conv", "embedding", "norm"]

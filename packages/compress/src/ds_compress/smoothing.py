@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ds_compress.posttraining import QuantScheme, linears_of, observed, row_grid, run, to_codes
 from ds_config.errors import PlanError
 
-__all__ = ["Fold", "find_foldable_norms", "awq", "smoothquant"]
+__all__ = ["Fold", "awq", "find_foldable_norms", "smoothquant"]
 
 
 @dataclass(frozen=True, slots=True)

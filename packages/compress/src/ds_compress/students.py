@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ds_compress.config import CompressionConfig, compression_of
-from ds_config.errors import PlanError
 from ds_config.config_file import Source
+from ds_config.errors import PlanError
 
 __all__ = ["convert_conv1d_to_linear", "is_student", "student_initialization"]
 
@@ -37,7 +37,9 @@ def student_initialization(
     for new, old in pairs:
         student_values, other = _values(student_model, new, "student"), _values(teacher_model, old, "teacher")
         wrong = [
-            n for n in student_values.keys() | other.keys() if n not in student_values or n not in other or student_values[n].shape != other[n].shape
+            n
+            for n in student_values.keys() | other.keys()
+            if n not in student_values or n not in other or student_values[n].shape != other[n].shape
         ]
         if wrong:
             raise PlanError(

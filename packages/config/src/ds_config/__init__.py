@@ -10,25 +10,24 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ds_config.file_check import USE_DEFAULT, examine, load, validate
     from ds_config.classifying import KeyReport, classify
+    from ds_config.config_file import Document, read
+    from ds_config.did_you_mean import nearest
     from ds_config.errors import ConfigError, DsError, UnsupportedConfigError, UnsupportedError
     from ds_config.explaining import explain
-    from ds_config.schema_fields import Alias, NoEffect, Deprecated, Unsupported
+    from ds_config.file_check import USE_DEFAULT, examine, load, validate
     from ds_config.issues import Issue
-    from ds_config.strict_model import StrictModel
-    from ds_config.did_you_mean import nearest
+    from ds_config.key_schema import json_schema
     from ds_config.origin import Origin, Provenance
     from ds_config.parse import KeyPath, dotted
-    from ds_config.config_file import Document, read
-    from ds_config.key_schema import json_schema
+    from ds_config.schema_fields import Alias, Deprecated, NoEffect, Unsupported
     from ds_config.shape import Key, keys
+    from ds_config.strict_model import StrictModel
 
 __all__ = [
     "USE_DEFAULT",
     "Alias",
     "ConfigError",
-    "NoEffect",
     "Deprecated",
     "Document",
     "DsError",
@@ -36,6 +35,7 @@ __all__ = [
     "Key",
     "KeyPath",
     "KeyReport",
+    "NoEffect",
     "Origin",
     "Provenance",
     "StrictModel",

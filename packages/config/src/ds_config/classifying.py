@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ds_config.schema_fields import NoEffect, Deprecated, Unsupported
+from ds_config.config_file import Document, Source, read_all
 from ds_config.migrate import migrate
 from ds_config.origin import Origin
 from ds_config.parse import KeyPath, dotted
-from ds_config.config_file import Document, Source, read_all
+from ds_config.schema_fields import Deprecated, NoEffect, Unsupported
 from ds_config.shape import Model, Option, aliases, inner, known_names, model_for, of_field, retired
 
 __all__ = ["KeyReport", "Kind", "classify"]

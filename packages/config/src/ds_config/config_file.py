@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ds_config.did_you_mean import nearest
 from ds_config.errors import ConfigError
 from ds_config.issues import Issue, error_of
-from ds_config.did_you_mean import nearest
 from ds_config.origin import Origin
 from ds_config.parse import KeyPath, Parsed, dotted, parse
 

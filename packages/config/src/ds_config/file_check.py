@@ -14,15 +14,14 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from ds_config.config_file import Document, Source, read_all
+from ds_config.did_you_mean import distance, nearest
 from ds_config.errors import ConfigError
-from ds_config.schema_fields import retirement_note
 from ds_config.issues import Issue, error_of, shown
 from ds_config.migrate import migrate
-from ds_config.strict_model import PREPARED, StrictModel
-from ds_config.did_you_mean import distance, nearest
 from ds_config.origin import Origin, Provenance
 from ds_config.parse import KeyPath, dotted
-from ds_config.config_file import Document, Source, read_all
+from ds_config.schema_fields import retirement_note
 from ds_config.shape import (
     Model,
     Option,
@@ -39,6 +38,7 @@ from ds_config.shape import (
     refuses_bool,
     retired,
 )
+from ds_config.strict_model import PREPARED, StrictModel
 
 __all__ = ["USE_DEFAULT", "Auto", "examine", "load", "validate"]
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from ds_config.schema_fields import NoEffect, Deprecated, Unsupported
 from ds_config.issues import shown
+from ds_config.schema_fields import Deprecated, NoEffect, Unsupported
 from ds_config.shape import Model, aliases, coerce, of_field, retired
 
-__all__ = ["Level", "MovedKey", "KeyProblem", "migrate"]
+__all__ = ["KeyProblem", "Level", "MovedKey", "migrate"]
 
 
 @dataclass(frozen=True, slots=True)

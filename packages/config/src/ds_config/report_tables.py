@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["GROUP", "Check", "PackageReport", "TextTable", "ReportLevel"]
+__all__ = ["GROUP", "Check", "PackageReport", "ReportLevel", "TextTable"]
 
 GROUP = "ds.reports"
 

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 
-__all__ = ["FORMAT", "LastResort", "Once", "speak", "log_requested", "this_rank"]
+__all__ = ["FORMAT", "LastResort", "Once", "log_requested", "speak", "this_rank"]
 
 FORMAT = "[%(asctime)s] [%(levelname)s] [%(name)s] %(message)s"
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")

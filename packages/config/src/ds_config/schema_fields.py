@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Alias", "NoEffect", "Deprecated", "Retired", "Unsupported", "retirement_note"]
+__all__ = ["Alias", "Deprecated", "NoEffect", "Retired", "Unsupported", "retirement_note"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from ds_config.schema_fields import Alias, NoEffect, Deprecated, Retired, Unsupported
 from ds_config.issues import shown
 from ds_config.parse import KeyPath
+from ds_config.schema_fields import Alias, Deprecated, NoEffect, Retired, Unsupported
 
 __all__ = [
     "Key",

@@ -17,10 +17,10 @@ from pydantic import (
 )
 from pydantic.json_schema import JsonSchemaValue
 
-from ds_config.schema_fields import retirement_note
 from ds_config.issues import shown
 from ds_config.migrate import migrate
 from ds_config.saying import speak
+from ds_config.schema_fields import retirement_note
 from ds_config.shape import aliases, coerce, of_field, refuses_bool, retired
 
 __all__ = ["PREPARED", "StrictModel"]
@@ -84,7 +84,11 @@ class StrictModel(BaseModel):
         for name, field in cls.model_fields.items():
             reason = retired(field)
             if name in properties and reason is not None:
-                properties[name] = {**properties[name], "deprecated": True, "description": f"{name} {retirement_note(reason)}."}
+                properties[name] = {
+                    **properties[name],
+                    "deprecated": True,
+                    "description": f"{name} {retirement_note(reason)}.",
+                }
             for other in aliases(field):
                 if name in properties:
                     properties[other] = {**properties[name], "description": f"Another spelling of {name}."}

@@ -22,13 +22,21 @@ from numpy.typing import NDArray
 
 from ds_config.errors import CheckpointError, ConfigError
 from ds_data.config import CurriculumMetricConfig, SamplingCurriculumConfig
-from ds_data.sample_order import RankSlice
-from ds_data.permutation import KeyedPermutation, mix_keys, uniform
 from ds_data.difficulty_schedules import Schedule, make_schedule
-from ds_data.tokens import TokenFile
+from ds_data.permutation import KeyedPermutation, mix_keys, uniform
+from ds_data.sample_order import RankSlice
 from ds_data.token_writer import write_items
+from ds_data.tokens import TokenFile
 
-__all__ = ["DifficultyIndex", "AdmittedCluster", "Curriculum", "Metric", "RankMicrobatch", "cluster_name", "make_metrics"]
+__all__ = [
+    "AdmittedCluster",
+    "Curriculum",
+    "DifficultyIndex",
+    "Metric",
+    "RankMicrobatch",
+    "cluster_name",
+    "make_metrics",
+]
 
 _AHEAD = 1024  # samples of a cluster that are drawn at once
 Samples = NDArray[np.int64]
@@ -146,7 +154,9 @@ def _metric(name: str, config: CurriculumMetricConfig, length: int) -> Metric:
         )
     values = config.index_to_metric_path if by_value else None
     return Metric(
-        name, schedule, DifficultyIndex(str(config.index_to_sample_path), values, parts=config.max_difficulty, length=length)
+        name,
+        schedule,
+        DifficultyIndex(str(config.index_to_sample_path), values, parts=config.max_difficulty, length=length),
     )
 
 
@@ -265,7 +275,9 @@ class Curriculum:
         counts = np.bincount(np.searchsorted(ends, chosen, side="right"), minlength=len(ends))
         drawn = [cluster.draw(int(count)) for cluster, count in zip(self.clusters, counts, strict=True) if count]
         self.consumed += batch
-        return np.concatenate(drawn)[np.argsort(uniform(mix_keys(self.seed, 5, self.step), np.arange(batch)), kind="stable")]
+        return np.concatenate(drawn)[
+            np.argsort(uniform(mix_keys(self.seed, 5, self.step), np.arange(batch)), kind="stable")
+        ]
 
     def rows(self, lane: RankSlice, batch: int, position: int) -> Iterator[RankMicrobatch]:
         """Yield this rank's rows from `position` on, which lies in the batch that is drawn next.

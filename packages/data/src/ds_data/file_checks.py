@@ -57,7 +57,9 @@ class TokenFileReport:
         return "\n".join(f"{name:<9} {text}" for name, text in rows.items())
 
 
-def check_tokens(path: str | PathLike[str], *, vocabulary: int | None = None, table: Table | None = None) -> TokenFileReport:
+def check_tokens(
+    path: str | PathLike[str], *, vocabulary: int | None = None, table: Table | None = None
+) -> TokenFileReport:
     """Look at a whole token file.
 
     Args:

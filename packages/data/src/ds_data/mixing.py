@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ds_config.errors import ConfigError
-from ds_data.sample_order import BlendOrder, SampleStream
 from ds_data.packed_sequences import PackedSequences
 from ds_data.permutation import mix_keys
+from ds_data.sample_order import BlendOrder, SampleStream
 
 __all__ = ["BlendedDataset"]
 

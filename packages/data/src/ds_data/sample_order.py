@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from ds_config.errors import ConfigError
 from ds_data.permutation import KeyedPermutation, mix_keys
 
-__all__ = ["RankSlice", "BlendOrder", "RankBatchSampler", "SampleStream", "split_ranges"]
+__all__ = ["BlendOrder", "RankBatchSampler", "RankSlice", "SampleStream", "split_ranges"]
 
 Places = NDArray[np.int64]
 _BLOCK = 1 << 16  # places of a mixture among which shares are exact

@@ -238,7 +238,9 @@ def convert_to_random_ltd(model: nn.Module, layer: type[nn.Module]) -> nn.Module
     )  # fmt: skip
     if problem is not None:
         raise ConfigError(
-            f"the model {problem}", code="data-routing", fix="Convert a model once, with the class of its repeated layers."
+            f"the model {problem}",
+            code="data-routing",
+            fix="Convert a model once, with the class of its repeated layers.",
         )
     kinds: dict[type[nn.Module], type[nn.Module]] = {}
     for module in layers:

@@ -14,35 +14,35 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ds_engine.arguments import add_config_arguments
-    from ds_engine.batch import BatchSizes, BatchRequest, resolve_batch
+    from ds_engine.batch import BatchRequest, BatchSizes, resolve_batch
     from ds_engine.builder import InitArgs, build, initialize, shapes_of
     from ds_engine.config import Config, explain_config, load_config
     from ds_engine.engine import Engine
     from ds_engine.generating import HybridEngine
     from ds_engine.loss_total import SumLoss
+    from ds_engine.lr_schedules import LRScheduler
     from ds_engine.plan import Plan, Shapes
     from ds_engine.planner import make_plan
     from ds_engine.result import StepResult
     from ds_engine.rollout import Rollout
-    from ds_engine.lr_schedules import LRScheduler
     from ds_engine.transforms.sparse import SparseSelfAttention
     from ds_engine.uneven_inputs import WeightedBatch, even_batches
 
 __all__ = [
-    "BatchSizes",
     "BatchRequest",
+    "BatchSizes",
     "Config",
     "Engine",
     "HybridEngine",
     "InitArgs",
+    "LRScheduler",
     "Plan",
     "Rollout",
-    "LRScheduler",
     "Shapes",
-    "WeightedBatch",
     "SparseSelfAttention",
     "StepResult",
     "SumLoss",
+    "WeightedBatch",
     "add_config_arguments",
     "build",
     "even_batches",

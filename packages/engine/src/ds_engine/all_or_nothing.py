@@ -28,7 +28,9 @@ def all_or_nothing(group: Group, action: Callable[[], _T]) -> _T:
         raise
     except Exception as error:
         failure = error
-    report = None if failure is None else [group.rank, f"{type(failure).__name__}: {getattr(failure, 'message', failure)}"]
+    report = (
+        None if failure is None else [group.rank, f"{type(failure).__name__}: {getattr(failure, 'message', failure)}"]
+    )
     first = Coordinator(group).spread(report, _first)
     if failure is not None:
         raise failure

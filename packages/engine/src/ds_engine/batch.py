@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ds_config.errors import ConfigError, PlanError
 
-__all__ = ["BatchSizes", "BatchRequest", "resolve_batch"]
+__all__ = ["BatchRequest", "BatchSizes", "resolve_batch"]
 
 _KEYS = {
     "train": "train_batch_size",
@@ -66,7 +66,9 @@ def resolve_batch(request: BatchRequest, ranks: int) -> BatchSizes:
     if train is not None and micro is not None:
         if steps is None:
             steps = _divide(train, micro * ranks, f"micro {micro} x ranks {ranks}", "accumulation", request, ranks)
-            return BatchSizes(train, micro, steps, ranks, _because("accumulation", "train_batch_size / (micro x ranks)"))
+            return BatchSizes(
+                train, micro, steps, ranks, _because("accumulation", "train_batch_size / (micro x ranks)")
+            )
         if train != micro * steps * ranks:
             raise _does_not_fit(request, ranks, f"{micro} x {steps} x {ranks} = {micro * steps * ranks}")
         return BatchSizes(train, micro, steps, ranks)

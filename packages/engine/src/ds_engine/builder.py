@@ -22,26 +22,26 @@ from ds_accel import get_accelerator
 from ds_ckpt.config import make_engine, make_near
 from ds_comm import Mesh, init_distributed, world_group
 from ds_comm.logger import CommsLogger
-from ds_config.errors import PlanError
 from ds_config.config_file import Source
+from ds_config.errors import PlanError
 from ds_data.sample_order import RankSlice
 from ds_data.variable import ConstantSchedule, VariableBatchSizeLR
+from ds_engine.all_or_nothing import all_or_nothing
 from ds_engine.components import Components
 from ds_engine.config import load_config, source_of
-from ds_engine.parallel_degrees import with_degrees
+from ds_engine.device_placement import placed
 from ds_engine.engine import Engine
 from ds_engine.generating import HybridEngine
 from ds_engine.health import HealthWatch
+from ds_engine.init_args import InitArgs, OptimizerLike, SchedulerLike
 from ds_engine.loader import PackedLoader, ResumableLoader, make_loader
-from ds_engine.trial_recorder import TrialSetup, is_trial, watch_of
-from ds_engine.init_args import OptimizerLike, InitArgs, SchedulerLike
+from ds_engine.parallel_degrees import with_degrees
 from ds_engine.pipelining import PipelineEngine
-from ds_engine.device_placement import placed
 from ds_engine.plan import Plan, Shapes
 from ds_engine.planner import make_plan
 from ds_engine.step_telemetry import Telemetry
-from ds_engine.all_or_nothing import all_or_nothing
 from ds_engine.transforms import TRANSFORMS, BuildContext, apply_all
+from ds_engine.trial_recorder import TrialSetup, is_trial, watch_of
 from ds_monitor.config import make_sinks
 from ds_parallel.tensor import facts_of
 from ds_pipe import PipelineSpec
@@ -145,7 +145,9 @@ def assemble(plan: Plan, model: nn.Module, parts: InitArgs) -> Components:
     ds_monitor.attach(sinks)
     ds_monitor.event("engine/plan", plan=str(plan), config=plan.config.model_dump_json())
     if plan.telling.state and mesh.rank == 0:
-        ds_monitor.log_requested(_log, f"[Rank 0] configuration:\n{plan.config.model_dump_json(indent=1)}\nplan:\n{plan}")
+        ds_monitor.log_requested(
+            _log, f"[Rank 0] configuration:\n{plan.config.model_dump_json(indent=1)}\nplan:\n{plan}"
+        )
     return Components(
         module=site.model,
         optimizer=site.optimizer,

@@ -25,13 +25,13 @@ import ds_monitor
 from ds_ckpt import LoadOptions, LocalCheckpointer
 from ds_ckpt.engines import Checkpointer
 from ds_comm import LocalShard, Mesh
-from ds_comm.reduction_group import param_sharding, logical_of
 from ds_comm.placement import TensorShard
+from ds_comm.reduction_group import logical_of, param_sharding
 from ds_config.errors import CheckpointError
 from ds_engine.plan import Plan
-from ds_zero import ShardedOptimizer, ShardedModel
+from ds_zero import ShardedModel, ShardedOptimizer
 
-__all__ = ["Contents", "CheckpointedRun", "contents_of", "keep_near", "load_run", "save_run"]
+__all__ = ["CheckpointedRun", "Contents", "contents_of", "keep_near", "load_run", "save_run"]
 
 _FORMAT = 1
 _log = logging.getLogger("ds_engine")
@@ -72,7 +72,9 @@ class Contents:
     aliases: dict[str, str]
 
 
-def contents_of(run: CheckpointedRun, client: Mapping[str, Any], *, frozen: bool = True, buffers: bool = False) -> Contents:
+def contents_of(
+    run: CheckpointedRun, client: Mapping[str, Any], *, frozen: bool = True, buffers: bool = False
+) -> Contents:
     """Collect the contents of a checkpoint of `run`. Collective.
 
     Args:

@@ -15,12 +15,12 @@ from ds_comm import Mesh
 from ds_engine.compiling import Shares
 from ds_engine.executor import ProgramExecutor
 from ds_engine.health import HealthWatch
-from ds_engine.loader import ResumableLoader
 from ds_engine.init_args import Follower
+from ds_engine.loader import ResumableLoader
 from ds_engine.step_telemetry import Telemetry
 from ds_engine.transforms import Applied
 from ds_parallel import ActivationCheckpointing
-from ds_zero import ShardedOptimizer, ShardedModel
+from ds_zero import ShardedModel, ShardedOptimizer
 
 __all__ = ["Components", "RunCounters"]
 

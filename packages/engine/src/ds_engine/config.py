@@ -19,14 +19,27 @@ from pydantic import BeforeValidator, Field
 from ds_ckpt.config import CheckpointConfig
 from ds_comm.config import CommsLoggerConfig
 from ds_compress.config import CompressionConfig, QuantizeTrainingConfig
-from ds_config import USE_DEFAULT, Alias, NoEffect, Document, Provenance, Unsupported, dotted, examine, explain, keys, validate
-from ds_config.file_check import Auto
-from ds_config.errors import ConfigError
+from ds_config import (
+    USE_DEFAULT,
+    Alias,
+    Document,
+    NoEffect,
+    Provenance,
+    Unsupported,
+    dotted,
+    examine,
+    explain,
+    keys,
+    validate,
+)
 from ds_config.config_file import Source, read, read_all
+from ds_config.errors import ConfigError
+from ds_config.file_check import Auto
 from ds_data.config import CurriculumConfig, DataEfficiencyConfig
 from ds_engine.autotuning import AutotuningConfig
 from ds_engine.batch import BatchRequest
 from ds_engine.compiling.config import CompileConfig
+from ds_engine.config_sections import OptimizerSection, SchedulerSection
 from ds_engine.feature_table import ElasticityConfig, FlopsProfilerConfig, HybridEngineConfig, LayerDropConfig
 from ds_engine.model_sections import (
     NebulaConfig,
@@ -35,7 +48,6 @@ from ds_engine.model_sections import (
     WeightQuantizationConfig,
 )
 from ds_engine.trial_spec import laid_over, order_here
-from ds_engine.config_sections import OptimizerSection, SchedulerSection
 from ds_moe.config import ExpertParallelConfig
 from ds_monitor.config import MonitorConfig
 from ds_ops.config import AioConfig
@@ -110,7 +122,9 @@ class Config(MonitorConfig):
         default=None, description="Format that gradients travel in; null is that of the parameters."
     )
     seq_parallel_communication_data_type: Annotated[str, Unsupported("communication_data_type")] = "fp32"
-    zero_allow_untested_optimizer: Annotated[bool, NoEffect("every elementwise optimizer is sharded the same way")] = False
+    zero_allow_untested_optimizer: Annotated[bool, NoEffect("every elementwise optimizer is sharded the same way")] = (
+        False
+    )
     zero_force_ds_cpu_optimizer: Annotated[bool, NoEffect("every optimizer works with offloaded state")] = True
 
     # Parallelism
@@ -127,7 +141,8 @@ class Config(MonitorConfig):
     # Saving
     checkpoint: CheckpointConfig = CheckpointConfig()
     nebula: Annotated[
-        NebulaConfig | None, Unsupported("checkpoint.saving.asynchronous = true, and save_checkpoint() to any fsspec URL")
+        NebulaConfig | None,
+        Unsupported("checkpoint.saving.asynchronous = true, and save_checkpoint() to any fsspec URL"),
     ] = None
     datastates_ckpt: Annotated[Any, Unsupported("save_checkpoint()")] = None
 

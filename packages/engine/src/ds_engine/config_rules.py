@@ -12,10 +12,10 @@ from ds_comm import MeshSpec
 from ds_config.errors import DsError, PlanError, UnsupportedError
 from ds_engine.batch import BatchRequest, resolve_batch
 from ds_engine.config import Config
-from ds_engine.parallel_degrees import degrees_of
+from ds_engine.config_sections import AdamParams
 from ds_engine.elastic_batch import elastic_batch
 from ds_engine.optimizer_table import apart, check_optimizer, check_scheduler, reduces_itself
-from ds_engine.config_sections import AdamParams
+from ds_engine.parallel_degrees import degrees_of
 from ds_engine.support import features_of, refused
 
 __all__ = ["AXES", "RULES", "ConfigRule", "asked_batch", "broken_rules", "check_rules", "lasting_problems"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ds_config.errors import ConfigError
 from ds_data.config import DataEfficiencyConfig, DynamicBatchingConfig, SamplingCurriculumConfig
 
-__all__ = ["SampleOrder", "DataLoaderPlan", "reading_of"]
+__all__ = ["DataLoaderPlan", "SampleOrder", "reading_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,9 @@ def reading_of(section: DataEfficiencyConfig, *, multiple: int, shuffle: bool) -
         return DataLoaderPlan(SampleOrder(section.seed, shuffle, multiple))
     batching = section.batching
     if batching is not None and (batching.max_tokens is None or section.curriculum is not None):
-        conflict = "no max_tokens" if batching.max_tokens is None else "a curriculum, which chooses samples by other rules"
+        conflict = (
+            "no max_tokens" if batching.max_tokens is None else "a curriculum, which chooses samples by other rules"
+        )
         raise ConfigError(
             f"dynamic_batching is enabled, with {conflict}",
             code="data-max-tokens",

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_zero.runtime.sharded_parameter import keeper_of
 from ds_zero.runtime.init_shards import is_scattered
+from ds_zero.runtime.sharded_parameter import keeper_of
 
 __all__ = ["placed", "to_device"]
 

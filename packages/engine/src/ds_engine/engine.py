@@ -24,17 +24,17 @@ import ds_monitor
 from ds_config.errors import PlanError
 from ds_engine.batch import BatchRequest
 from ds_engine.checkpoints import keep_near
-from ds_engine.executor import Passes
-from ds_engine.loader import ResumableLoader, LoaderRole, loader_of
-from ds_engine.loss_total import LossAccumulator, SumLoss, loss_of
 from ds_engine.device_placement import to_device
+from ds_engine.engine_state import EngineState
+from ds_engine.executor import Passes
+from ds_engine.loader import LoaderRole, ResumableLoader, loader_of
+from ds_engine.loss_total import LossAccumulator, SumLoss, loss_of
+from ds_engine.lr_schedules import advance, momentum_of
+from ds_engine.optimizer_step import settle, totals_after
 from ds_engine.planner import rebatched
 from ds_engine.result import StepResult
-from ds_engine.lr_schedules import advance, momentum_of
-from ds_engine.engine_state import EngineState
 from ds_engine.step_telemetry import RunStatus
 from ds_engine.uneven_inputs import WeightedBatch
-from ds_engine.optimizer_step import settle, totals_after
 from ds_pipe import Action
 
 __all__ = ["Engine"]

@@ -18,19 +18,19 @@ from torch import Tensor, nn
 
 import ds_monitor
 from ds_config.errors import PlanError
-from ds_engine.compiling.schedule_passes import Contract
-from ds_engine.compiling.compiled_run import CompiledRun
-from ds_engine.components import Components, RunCounters
-from ds_engine.full_state import load_whole, save_whole, whole_state
 from ds_engine.batches import BatchSource
+from ds_engine.compiling.compiled_run import CompiledRun
+from ds_engine.compiling.schedule_passes import Contract
+from ds_engine.components import Components, RunCounters
 from ds_engine.deepspeed_checkpoints import load, save
+from ds_engine.full_state import load_whole, save_whole, whole_state
 from ds_engine.loss_total import LossAccumulator
+from ds_engine.lr_schedules import momentum_of, set_momentum, set_rates
 from ds_engine.plan import Plan
 from ds_engine.pretrained import SavesWhole
 from ds_engine.result import StepResult
-from ds_engine.lr_schedules import momentum_of, set_momentum, set_rates
 from ds_pipe import Action
-from ds_zero import ShardedOptimizer, ShardedModel
+from ds_zero import ShardedModel, ShardedOptimizer
 from ds_zero.offload.suspend import KINDS
 
 __all__ = ["EngineState"]
@@ -324,8 +324,7 @@ class EngineState(nn.Module):
         return load(self, fspath(load_dir), tag, wanted, self._near)
 
     def progress(self) -> dict[str, int]:
-        """Return the counters at the end of the last step, as JSON values. Microbatches of an incomplete step are rerun.
-        """
+        """Return the counters at the end of the last step, as JSON values. Microbatches of an incomplete step are rerun."""
         return asdict(self.counters) | {
             "micro_steps": self.counters.micro_steps - self._position,
             "taken": self._feed.consumed,

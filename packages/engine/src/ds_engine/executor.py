@@ -15,7 +15,7 @@ from torch import Tensor
 from ds_engine.loss_total import SumLoss, loss_of
 from ds_pipe import Action, ActionKind, run
 
-__all__ = ["ProgramExecutor", "OneStage", "Passes"]
+__all__ = ["OneStage", "Passes", "ProgramExecutor"]
 
 
 class Passes(Protocol):

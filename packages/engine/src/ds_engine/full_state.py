@@ -12,14 +12,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ds_comm import Box, Group, all_gather_object, all_reduce, param_sharding, barrier
+from ds_comm import Box, Group, all_gather_object, all_reduce, barrier, param_sharding
 from ds_zero import GatheredParameters, ShardedModel
 
 __all__ = ["load_whole", "save_whole", "whole_state"]
 
 
 def whole_state(
-    module: nn.Module, sharding: ShardedModel, *, lead: bool, dtype: torch.dtype | None = None, exclude_frozen: bool = False
+    module: nn.Module,
+    sharding: ShardedModel,
+    *,
+    lead: bool,
+    dtype: torch.dtype | None = None,
+    exclude_frozen: bool = False,
 ) -> dict[str, Tensor]:
     """Return the full state dict of `module` in host memory where `lead` says so, and {} elsewhere. Collective.
 

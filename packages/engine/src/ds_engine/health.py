@@ -231,7 +231,9 @@ class HealthWatch:
         samples = [s for n in bad if n in microbatches for s in microbatches[n].samples]
         # A forward may be collective: all ranks run one, or none does.
         able = all(all_gather_json(bool(microbatches), self._group, unit="nonfinite"))
-        again = next((microbatches[n] for n in bad if n in microbatches), self._microbatches[-1] if microbatches else None)
+        again = next(
+            (microbatches[n] for n in bad if n in microbatches), self._microbatches[-1] if microbatches else None
+        )
         tensor = self._first(again) if able and again is not None else None
         return Seen(self._group.rank, tuple(bad), tuple(samples), tensor)
 

@@ -10,7 +10,7 @@ import torch
 
 from ds_zero import ShardedOptimizer
 
-__all__ = ["Follower", "OptimizerLike", "InitArgs", "SchedulerLike"]
+__all__ = ["Follower", "InitArgs", "OptimizerLike", "SchedulerLike"]
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer] | None
 SchedulerLike = Any

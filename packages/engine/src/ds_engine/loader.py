@@ -19,14 +19,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from ds_comm import Group
 from ds_config.errors import CheckpointError, ConfigError, UnsupportedError
 from ds_data.curriculum import Curriculum, RankMicrobatch, make_metrics
-from ds_data.token_loader import check_state
 from ds_data.sample_order import RankSlice, SampleStream
 from ds_data.seqlens import BatchPacking, pack_by_seqlens
+from ds_data.token_loader import check_state
 from ds_data.variable import Joined, PackedDataset, seqlens_of
-from ds_engine.plan import Plan
 from ds_engine.data_plan import SampleOrder
+from ds_engine.plan import Plan
 
-__all__ = ["CurriculumLoader", "PackedLoader", "ResumableLoader", "LoaderRole", "loader_of", "make_loader"]
+__all__ = ["CurriculumLoader", "LoaderRole", "PackedLoader", "ResumableLoader", "loader_of", "make_loader"]
 
 _log = logging.getLogger("ds_engine")
 
@@ -54,7 +54,11 @@ class ResumableLoader:
     """
 
     def __init__(
-        self, dataset: Dataset[Any], lane: RankSlice, order: SampleOrder = _PLAIN, options: Mapping[str, Any] | None = None
+        self,
+        dataset: Dataset[Any],
+        lane: RankSlice,
+        order: SampleOrder = _PLAIN,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise UnsupportedError(
@@ -118,8 +122,7 @@ class ResumableLoader:
         self.lane = RankSlice(self.lane.rank, self.lane.ranks, micro)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to resume from, on any world size. JSON-able. Includes the dataset's `fingerprint`, if any.
-        """
+        """Return the state to resume from, on any world size. JSON-able. Includes the dataset's `fingerprint`, if any."""
         mark = getattr(self.dataset, "fingerprint", None)
         state = {"taken": self.consumed, "seed": self.stream.seed, "length": self.stream.length}
         return state if mark is None else state | {"fingerprint": str(mark)}
@@ -312,7 +315,9 @@ def make_loader(
                 fix="get_dataloader_and_lr_scheduler_for_variable_batch_size with sample_padding_fn, and train_batch(data_iter).",
             )
         packing = pack_for(plan, length, train)
-        return PackedLoader(dataset, lane, SampleOrder(order.seed, shuffle=False, epochs=order.epochs), packing, options)
+        return PackedLoader(
+            dataset, lane, SampleOrder(order.seed, shuffle=False, epochs=order.epochs), packing, options
+        )
     return plain
 
 

@@ -114,8 +114,7 @@ class LossAccumulator:
         return self._kind is not SumLoss and (self._sum is None or self._sum.device.type == "cpu")
 
     def leave(self) -> tuple[float, float]:
-        """Return and reset this rank's sum and number of losses; the caller adds them up over the ranks for `Totals.of`.
-        """
+        """Return and reset this rank's sum and number of losses; the caller adds them up over the ranks for `Totals.of`."""
         both = (0.0, 0.0) if self._sum is None or self._count is None else (float(self._sum), float(self._count))
         self._sum = self._count = self._kind = None
         self.losses = 0

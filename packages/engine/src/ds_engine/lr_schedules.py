@@ -23,9 +23,9 @@ from ds_data.variable import VariableBatchSizeLR
 __all__ = [
     "SCHEDULES",
     "LRRangeTest",
+    "LRScheduler",
     "OneCycle",
     "Schedule",
-    "LRScheduler",
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",

@@ -98,7 +98,9 @@ def _torch(section: TorchOptimizerSection, states: dict[str, Any]) -> Made:
     del states
     check_optimizer(section)
     name = FROM_MUP.get(section.type.lower())
-    optimizer_class = _classes(torch.optim, torch.optim.Optimizer)[section.type.lower()] if name is None else _of_mup(name)
+    optimizer_class = (
+        _classes(torch.optim, torch.optim.Optimizer)[section.type.lower()] if name is None else _of_mup(name)
+    )
     return optimizer_class, {key: _tupled(value) for key, value in section.params.items()}
 
 
@@ -182,7 +184,9 @@ def _muon_groups(params: Sequence[Any], names: Mapping[int, str]) -> list[dict[s
         whole = [p for p in group["params"] if group.get("use_muon", _for_muon(names.get(id(p), ""), p))]
         chosen = {id(p) for p in whole}
         rest = [p for p in group["params"] if id(p) not in chosen]
-        split_groups += [{**group, "params": part, "use_muon": use} for part, use in ((whole, True), (rest, False)) if part]
+        split_groups += [
+            {**group, "params": part, "use_muon": use} for part, use in ((whole, True), (rest, False)) if part
+        ]
     return split_groups
 
 

@@ -64,7 +64,9 @@ def _with_own_layers(config: Config, mpu: Any) -> Config:
 
 
 def _of_mpu(mpu: Any) -> dict[str, int]:
-    degrees = {axis: next((getattr(mpu, n)() for n in names if hasattr(mpu, n)), None) for axis, names in _OF_MPU.items()}
+    degrees = {
+        axis: next((getattr(mpu, n)() for n in names if hasattr(mpu, n)), None) for axis, names in _OF_MPU.items()
+    }
     return {axis: n for axis, n in degrees.items() if n is not None}
 
 
@@ -76,7 +78,9 @@ def _with_param(config: Config, mesh_param: tuple[int, int]) -> Config:
         )
     updates = dict(zip(_KEYS.values(), degrees, strict=True))
     other = {
-        key: value for key in updates if key in config.model_fields_set and (value := getattr(config, key)) != updates[key]
+        key: value
+        for key in updates
+        if key in config.model_fields_set and (value := getattr(config, key)) != updates[key]
     }
     if other:
         raise PlanError(

@@ -16,20 +16,20 @@ from ds_engine.autotuning import AutotuningConfig
 from ds_engine.batch import BatchSizes
 from ds_engine.compiling.backends import Compiling
 from ds_engine.config import Config
+from ds_engine.data_plan import DataLoaderPlan
 from ds_engine.feature_table import FlopsProfilerConfig, LayerDropConfig
 from ds_engine.health import Health
-from ds_engine.optimizer_table import reduces_itself
 from ds_engine.mixed_precision import Casting, precision_text
-from ds_engine.data_plan import DataLoaderPlan
+from ds_engine.optimizer_table import reduces_itself
 from ds_engine.support import features_of, never_run
 from ds_parallel.tensor import ModelFacts
-from ds_pipe import Program, PipelineSpec
+from ds_pipe import PipelineSpec, Program
 from ds_zero import OffloadPolicy, Precision, ShardingStrategy, UnitPlan, UnitSizePolicy, ZeroPlan
 from ds_zero.config import ZenFlowConfig
 from ds_zero.layout.units import ModuleInfo, ParamInfo
 from ds_zero.policies.quantized_comm import EXACT, QuantizedComm, certificates
 
-__all__ = ["MemoryEstimate", "Plan", "Shapes", "ShardPlan", "LoggingPlan"]
+__all__ = ["LoggingPlan", "MemoryEstimate", "Plan", "Shapes", "ShardPlan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,15 @@ class MemoryEstimate:
     def of(cls, zero: ZeroPlan) -> MemoryEstimate:
         """Sum the memory estimates of every unit in ds-zero's plan."""
         persistent = zero.persistent_bytes
-        return cls(persistent["full"], persistent["grads"], persistent["shard"], persistent["optim"], zero.passing, zero.host, zero.file)
+        return cls(
+            persistent["full"],
+            persistent["grads"],
+            persistent["shard"],
+            persistent["optim"],
+            zero.passing,
+            zero.host,
+            zero.file,
+        )
 
     @property
     def total_bytes(self) -> int:
@@ -335,7 +343,9 @@ def _offload_text(zero: ZeroPlan) -> str:
     sentences += [f"{bytes_text(zero.host)} of host memory" if zero.host else ""]
     sentences += [f"{bytes_text(zero.file)} of files" if zero.file else ""]
     if trained:
-        sentences.append(f"a step moves {bytes_text(grads)} of gradients there and {bytes_text(params)} of parameters back")
+        sentences.append(
+            f"a step moves {bytes_text(grads)} of gradients there and {bytes_text(params)} of parameters back"
+        )
     sentences += [f"reads and writes {bytes_text(filed)} of files" if filed else ""]
     if zero.early:
         sentences.append(

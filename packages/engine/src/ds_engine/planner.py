@@ -10,18 +10,30 @@ from dataclasses import replace
 
 import torch
 
-from ds_engine.batch import BatchSizes, BatchRequest, resolve_batch
+from ds_engine.batch import BatchRequest, BatchSizes, resolve_batch
 from ds_engine.compiling.backends import compiling_of
 from ds_engine.config import Config
-from ds_engine.health import Health
-from ds_engine.optimizer_table import state_tensors
-from ds_engine.plan import Plan, Shapes, ShardPlan, LoggingPlan
-from ds_engine.mixed_precision import casting_of, precision_of
-from ds_engine.data_plan import reading_of
 from ds_engine.config_rules import asked_batch, check_rules
+from ds_engine.data_plan import reading_of
+from ds_engine.health import Health
+from ds_engine.mixed_precision import casting_of, precision_of
+from ds_engine.optimizer_table import state_tensors
+from ds_engine.plan import LoggingPlan, Plan, Shapes, ShardPlan
 from ds_engine.transforms import TRANSFORMS, TransformInput, decide_all
-from ds_pipe import Program, PipelineSpec, add_comms, mark_reduce, verify
-from ds_zero import QGZ, QWZ, STAGES, ErrorFeedbackOptions, NodeTopology, OffloadPolicy, Precision, ShardingStrategy, ShardOptions, UnitSizePolicy, QuantizedComm
+from ds_pipe import PipelineSpec, Program, add_comms, mark_reduce, verify
+from ds_zero import (
+    QGZ,
+    QWZ,
+    STAGES,
+    ErrorFeedbackOptions,
+    NodeTopology,
+    OffloadPolicy,
+    Precision,
+    QuantizedComm,
+    ShardingStrategy,
+    ShardOptions,
+    UnitSizePolicy,
+)
 from ds_zero import plan as plan_sharding
 from ds_zero.config import ZeroConfig
 from ds_zero.layout.units import ModuleInfo
@@ -91,7 +103,9 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         health=Health(config.nonfinite, config.loss_jump_stop),
         predivide=float(mesh.data * mesh.sequence) if config.prescale_gradients else config.gradient_predivide_factor,
         managed=config.managed_gradient_accumulation,
-        curriculum=curriculum.schedule() if (curriculum := config.curriculum_learning) is not None and curriculum.enabled else None,
+        curriculum=curriculum.schedule()
+        if (curriculum := config.curriculum_learning) is not None and curriculum.enabled
+        else None,
         layer_drop=drop if (drop := config.progressive_layer_drop) is not None and drop.enabled else None,
         transforms=transforms,
         staging=shapes.staging,

@@ -80,7 +80,9 @@ class SavesWhole:
         call = inspect.signature(save).bind(*args, **options)
         arguments = {**call.arguments, **options}
         has = arguments.get("state_dict") is not None
-        writes = self._writes(engine, os.path.abspath(arguments["save_directory"]), has, arguments.get("is_main_process", True))
+        writes = self._writes(
+            engine, os.path.abspath(arguments["save_directory"]), has, arguments.get("is_main_process", True)
+        )
         if has:
             return save(*args, **options)
         if writes is None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_engine.flops import ModuleFlops
 from ds_engine.feature_table import FlopsProfilerConfig
+from ds_engine.flops import ModuleFlops
 
 __all__ = ["Profile", "profile_text"]
 

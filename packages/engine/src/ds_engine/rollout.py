@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ds_config.errors import PlanError
 from ds_engine.engine import Engine
-from ds_inference import RequestOutput, SchedulerConfig, LLMEngine, SamplingParams, Tokenizer, load
+from ds_inference import LLMEngine, RequestOutput, SamplingParams, SchedulerConfig, Tokenizer, load
 from ds_inference.sampling import derive_seed
 from ds_zero import GatheredParameters
 

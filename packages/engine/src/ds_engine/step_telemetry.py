@@ -29,11 +29,11 @@ from ds_engine.flops import ForwardCounter
 from ds_engine.plan import LoggingPlan
 from ds_engine.profiling import Profile, profile_text
 from ds_engine.result import StepResult
-from ds_monitor import metric_names, log_requested
-from ds_monitor.throughput import Rates, ThroughputMeter, StepWork
+from ds_monitor import log_requested, metric_names
+from ds_monitor.throughput import Rates, StepWork, ThroughputMeter
 from ds_monitor.timers import Timers
 
-__all__ = ["TelemetryDevice", "RunStatus", "Telemetry"]
+__all__ = ["RunStatus", "Telemetry", "TelemetryDevice"]
 
 _log = logging.getLogger("ds_engine")
 _GIB = 2**30
@@ -102,7 +102,9 @@ class Telemetry:
         counter: Holds the operations of the profiled step's forward; None where nothing is counted.
     """
 
-    def __init__(self, telling: LoggingPlan, lead: bool, device: TelemetryDevice, comms: CommsLogger | None = None) -> None:
+    def __init__(
+        self, telling: LoggingPlan, lead: bool, device: TelemetryDevice, comms: CommsLogger | None = None
+    ) -> None:
         self._telling, self._lead, self._device, self.comms = telling, lead, device, comms
         self._timers = Timers(enabled=telling.phases, synchronize=device.synchronize)
         self._meter = ThroughputMeter() if telling.speed else None

@@ -27,10 +27,10 @@ from ds_comm import Group, Mesh, all_gather_object
 from ds_comm.sweep import BenchCase, measure
 from ds_config.errors import ConfigError
 from ds_engine.autotuning import AutotuningConfig
-from ds_engine.trial_spec import TrialSpec, order_here
 from ds_engine.plan import Plan, Shapes
 from ds_engine.trial_results import LayerFacts, LinkCost, TrialResult, write_json
-from ds_monitor import RecordKind, Measurement
+from ds_engine.trial_spec import TrialSpec, order_here
+from ds_monitor import Measurement, RecordKind
 
 __all__ = ["TrialSetup", "TrialWatch", "is_trial", "layer_groups", "metrics_of", "order_of", "watch_of"]
 

@@ -35,7 +35,9 @@ def moved(name: str) -> Callable[[Tensor], Tensor]:
         "all_gather": lambda x: differentiable.all_gather(x, group, 0) * (1 + group.rank),
         "reduce_scatter": lambda x: differentiable.reduce_scatter(x, group, 0),
         "split": lambda x: differentiable.split(x, group, 0),
-        "exchange": lambda x: differentiable.seq_all_to_all(x, group, scatter_dim=0, gather_dim=1, async_op=True).wait(),
+        "exchange": lambda x: differentiable.seq_all_to_all(
+            x, group, scatter_dim=0, gather_dim=1, async_op=True
+        ).wait(),
     }[name]
 
 

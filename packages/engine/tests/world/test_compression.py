@@ -13,7 +13,7 @@ import ds_comm
 import ds_engine
 from ds_compress import compression_scheduler, init_compression, is_compressed, redundancy_clean
 from ds_config.errors import PlanError, UnsupportedError
-from ds_parallel.tensor import TensorOptions, parallelize_model, facts_of, make_tensor_plan
+from ds_parallel.tensor import TensorOptions, facts_of, make_tensor_plan, parallelize_model
 from ds_testing import world
 
 

@@ -15,8 +15,8 @@ import ds_zero
 from ds_comm import Mesh, MeshSpec
 from ds_config.errors import CommError, ConfigError, PlanError
 from ds_moe import MoE, place_experts
-from ds_parallel.tensor import TensorParallelModel, TensorOptions, parallelize_model, facts_of, make_tensor_plan
-from ds_parallel.tensor.layer_rules import ShardKind, LayerRule
+from ds_parallel.tensor import TensorOptions, TensorParallelModel, facts_of, make_tensor_plan, parallelize_model
+from ds_parallel.tensor.layer_rules import LayerRule, ShardKind
 from ds_testing import world
 
 WIDTH, EXPERTS = 8, 4

@@ -212,7 +212,9 @@ def patient(engine: Engine) -> OverlapLedger:
 
     def waits() -> BaseException | None:
         end = time.monotonic() + 60
-        while any(ahead.ledger.state(unit) in (OverlapState.WAITING, OverlapState.WRITING) for unit in ahead.ledger.busy):
+        while any(
+            ahead.ledger.state(unit) in (OverlapState.WAITING, OverlapState.WRITING) for unit in ahead.ledger.busy
+        ):
             assert time.monotonic() < end
             time.sleep(1e-4)
         return finish()

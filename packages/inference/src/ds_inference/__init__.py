@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ds_inference.config import InferenceConfig, RaggedConfig
     from ds_inference.embedding import Embedder, load_embedder
-    from ds_inference.llm_engine import RequestOutput, TokenOutput, LLMEngine, Tokenizer
     from ds_inference.injection import InferenceEngine, init_inference
+    from ds_inference.llm_engine import LLMEngine, RequestOutput, Tokenizer, TokenOutput
     from ds_inference.model_loader import load
     from ds_inference.quantize import QuantizationOptions
     from ds_inference.ragged import RaggedEngine, SchedulingError, SchedulingResult, build_hf_engine
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from ds_inference.scheduler import SchedulerConfig
 
 __all__ = [
-    "RequestOutput",
-    "SchedulerConfig",
     "Embedder",
-    "TokenOutput",
-    "LLMEngine",
     "InferenceConfig",
     "InferenceEngine",
+    "LLMEngine",
     "QuantizationOptions",
     "RaggedConfig",
     "RaggedEngine",
+    "RequestOutput",
     "SamplingParams",
+    "SchedulerConfig",
     "SchedulingError",
     "SchedulingResult",
+    "TokenOutput",
     "Tokenizer",
     "build_hf_engine",
     "init_inference",

@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ds_config.errors import CheckpointError, UnsupportedError
-from ds_inference.families import Sources
-from ds_inference.spec import ExpertsSpec, Mlp, WeightSource, DecoderSpec
 from ds_inference.decoder_weights import Prefixed, arranged
+from ds_inference.families import Sources
+from ds_inference.spec import DecoderSpec, ExpertsSpec, Mlp, WeightSource
 
 __all__ = ["Adapter", "read_adapter"]
 
@@ -87,7 +87,9 @@ def read_adapter(
                 if delta is not None:
                     deltas[role.replace("{i}", str(i)).removesuffix(".weight")] = delta
                     used |= {
-                        names.checkpoint_name(n.replace("{i}", str(i))) for n in choice.names if n.replace("{i}", str(i)) in names
+                        names.checkpoint_name(n.replace("{i}", str(i)))
+                        for n in choice.names
+                        if n.replace("{i}", str(i)) in names
                     }
     left = sorted(set(pairs) - used)
     if left or not deltas:

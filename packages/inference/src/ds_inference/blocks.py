@@ -49,7 +49,9 @@ class BlockPool:
         self._holds = [0] * count
         self._print: list[bytes | None] = [None] * count
         self._blank = list(range(count - 1, -1, -1))  # hold nothing; the lowest number is taken first
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # no sequence holds them, their content may be wanted again
+        self._evictable: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # no sequence holds them, their content may be wanted again
         self._by_print: dict[bytes, int] = {}
 
     @property

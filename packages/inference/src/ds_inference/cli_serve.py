@@ -65,7 +65,9 @@ def main(args: argparse.Namespace) -> int:
         args.folder,
         dtype=None if args.dtype is None else getattr(torch, args.dtype),
         cache_tokens=args.cache_tokens,
-        budget=SchedulerConfig(args.step_tokens, min(args.step_tokens, args.max_requests), max_model_len=args.max_length),
+        budget=SchedulerConfig(
+            args.step_tokens, min(args.step_tokens, args.max_requests), max_model_len=args.max_length
+        ),
         tokenizer=tokenizer,
         quantize=args.quantize,
         cache_dtype=None if args.cache_dtype is None else torch.int8,

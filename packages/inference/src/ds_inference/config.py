@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BeforeValidator, Field
 
-from ds_config import Alias, NoEffect, Deprecated, StrictModel, Unsupported
+from ds_config import Alias, Deprecated, NoEffect, StrictModel, Unsupported
 
-__all__ = ["InferenceConfig", "RaggedConfig", "InferenceTensorParallelConfig"]
+__all__ = ["InferenceConfig", "InferenceTensorParallelConfig", "RaggedConfig"]
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -58,8 +58,8 @@ class QuantWeightConfig(StrictModel):
     quantized_initialization: Annotated[
         Mapping[str, Any], Unsupported("give num_bits; weights are quantised one by one")
     ] = Field(default_factory=dict)
-    post_init_quant: Annotated[Mapping[str, Any], Unsupported("give num_bits; weights are quantised one by one")] = Field(
-        default_factory=dict
+    post_init_quant: Annotated[Mapping[str, Any], Unsupported("give num_bits; weights are quantised one by one")] = (
+        Field(default_factory=dict)
     )
 
 
@@ -197,4 +197,6 @@ class RaggedConfig(StrictModel):
     state_manager: Annotated[StateManagerConfig, Alias("manager")] = Field(
         default_factory=StateManagerConfig, description="How much is under way."
     )
-    quantization: InferenceQuantizationConfig = Field(default_factory=InferenceQuantizationConfig, description="Of weights.")
+    quantization: InferenceQuantizationConfig = Field(
+        default_factory=InferenceQuantizationConfig, description="Of weights."
+    )

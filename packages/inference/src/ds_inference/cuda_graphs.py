@@ -18,7 +18,7 @@ from torch.utils import _pytree
 
 from ds_inference.paged_attention import BatchIndices
 
-__all__ = ["Record", "CudaGraphRunner", "cuda_graph", "padded"]
+__all__ = ["CudaGraphRunner", "Record", "cuda_graph", "padded"]
 
 _MOST = 64  # recordings of one function; other shapes run without one
 _LEAST_BLOCKS = 4

@@ -15,14 +15,23 @@ import ds_comm
 from ds_comm.symmetric_arena import Arena, arena_refusal
 from ds_config.errors import UnsupportedError
 from ds_inference.adapters import Adapter
-from ds_inference.paged_attention import BatchIndices, alibi_slopes, attend, keep
 from ds_inference.cache import Cache
-from ds_inference.tensor_parallel import RankShard
+from ds_inference.cuda_graphs import CudaGraphRunner, Record, padded
 from ds_inference.native import NativeDecoder, TensorParallelShard, native_obstacle
+from ds_inference.paged_attention import BatchIndices, alibi_slopes, attend, keep
 from ds_inference.quantize import Weight, grouped_linear, linear
-from ds_inference.cuda_graphs import Record, CudaGraphRunner, padded
 from ds_inference.rope import Rotation
-from ds_inference.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec, DecoderLayerSpec, Mlp, Norm, RopeSpec, DecoderSpec
+from ds_inference.spec import (
+    AttentionSpec,
+    DecoderLayerSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    LatentAttentionSpec,
+    Mlp,
+    Norm,
+    RopeSpec,
+)
+from ds_inference.tensor_parallel import RankShard
 from ds_ops.host_arena import trim
 from ds_ops.moe_routing import permute, sort_slots, unpermute
 
@@ -171,7 +180,9 @@ class Decoder:
 
     def _singles(self, cache: Cache, *tensors: Tensor) -> Tensor:
         tokens, positions, slots, outputs, tables, lengths = tensors
-        batch = BatchIndices(tokens, positions, slots, outputs, single=len(tokens), tables=tables, lengths=lengths, spans=())
+        batch = BatchIndices(
+            tokens, positions, slots, outputs, single=len(tokens), tables=tables, lengths=lengths, spans=()
+        )
         return self._forward(batch, cache)
 
     def _forward(self, batch: BatchIndices, cache: Cache) -> Tensor:
@@ -288,7 +299,9 @@ class Decoder:
             keep(v, step.batch.slots, values, scales[1] if scales else None)
             slopes = None
             if spec.alibi:
-                slopes = self._slopes[_all_heads(spec), spec.alibi.rounded][spec.head_offset : spec.head_offset + spec.heads]
+                slopes = self._slopes[_all_heads(spec), spec.alibi.rounded][
+                    spec.head_offset : spec.head_offset + spec.heads
+                ]
             extra = (slopes, self._floats.get(f"{at}.sinks"))
             out = attend(q, step.cache, step.batch, spec, extra)
         return self._linear(f"{at}.out", out.flatten(1))
@@ -320,10 +333,19 @@ class Decoder:
             turned, k_turned = turn(turned, tables), turn(k_turned, tables)
         (keys,) = step.cache
         keys.flatten(0, 1)[step.batch.slots] = torch.cat([kv[:, None], k_turned], -1).to(keys.dtype)
-        up = self._floats[f"{at}.kv_up.weight"].view(spec.heads, latent.qk_nope_head_dim + spec.value_width, latent.kv_lora_rank)
+        up = self._floats[f"{at}.kv_up.weight"].view(
+            spec.heads, latent.qk_nope_head_dim + spec.value_width, latent.kv_lora_rank
+        )
         up_k, up_v = up.split([latent.qk_nope_head_dim, spec.value_width], dim=1)
         inside = torch.einsum("thp,hpr->thr", plain, up_k)
-        read = AttentionSpec(spec.heads, 1, latent.kv_lora_rank + latent.qk_rope_head_dim, latent.kv_lora_rank, spec.scale, window=spec.window)
+        read = AttentionSpec(
+            spec.heads,
+            1,
+            latent.kv_lora_rank + latent.qk_rope_head_dim,
+            latent.kv_lora_rank,
+            spec.scale,
+            window=spec.window,
+        )
         mixed = attend(torch.cat([inside, turned], -1), (keys, keys[..., : latent.kv_lora_rank]), step.batch, read)
         return torch.einsum("thr,hvr->thv", mixed, up_v)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ds_config.errors import CheckpointError
 from ds_inference.families import Sources
 from ds_inference.quantize import Weight, dequantised
-from ds_inference.spec import ExpertsSpec, WeightSource, DecoderSpec
+from ds_inference.spec import DecoderSpec, ExpertsSpec, WeightSource
 from ds_ops.formats import QuantTensor
 
 __all__ = ["Folder", "Prefixed", "arranged", "read_config", "read_weights"]

@@ -92,7 +92,8 @@ def shard_param(
     dim = -1 if shard_mode is ShardingType.INNER_DIMENSION or param.ndim == bias_dims else -2
     stretch = get_shard_endpoints(param.shape[dim] // num_concatenated_matrices, shard_rank, num_shards, granularity)
     return torch.cat(
-        [matrix.narrow(dim, stretch[0], _length(stretch)) for matrix in param.chunk(num_concatenated_matrices, dim)], dim
+        [matrix.narrow(dim, stretch[0], _length(stretch)) for matrix in param.chunk(num_concatenated_matrices, dim)],
+        dim,
     )
 
 
@@ -108,7 +109,9 @@ def shard_qkv_param(
         raise _refuse(f"{len(param)} rows for {q} query and {kv} key-value heads of {head_size}")
     heads = heads_of(shard_rank, num_shards, q, kv)
     starts = (0, q, q + kv)
-    parts = [(at + stretch[0], _length(stretch)) for at, stretch in zip(starts, (heads[0], heads[1], heads[1]), strict=True)]
+    parts = [
+        (at + stretch[0], _length(stretch)) for at, stretch in zip(starts, (heads[0], heads[1], heads[1]), strict=True)
+    ]
     return torch.cat([param.narrow(0, start * head_size, length * head_size) for start, length in parts])
 
 

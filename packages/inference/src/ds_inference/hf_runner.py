@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from ds_config.errors import UnsupportedError
 from ds_inference.adapters import Adapter
-from ds_inference.paged_attention import BatchIndices, keep
 from ds_inference.cache import Cache
+from ds_inference.paged_attention import BatchIndices, keep
 from ds_inference.recurrent_state import RecurrentState, strange
-from ds_inference.spec import AttentionSpec, DecoderLayerSpec, Mlp, Norm, DecoderSpec
+from ds_inference.spec import AttentionSpec, DecoderLayerSpec, DecoderSpec, Mlp, Norm
 
 __all__ = ["HFModelRunner", "read_module"]
 
@@ -107,7 +107,9 @@ class HFModelRunner:
         except (AttributeError, ValueError, TypeError, IndexError, NotImplementedError) as error:
             raise strange(kind, f"its forward with a past fails: {error}") from error
         layers = tuple(
-            DecoderLayerSpec(AttentionSpec(k.shape[1], k.shape[1], k.shape[-1], v.shape[-1], 1.0), Mlp(0, "silu", gated=False))
+            DecoderLayerSpec(
+                AttentionSpec(k.shape[1], k.shape[1], k.shape[-1], v.shape[-1], 1.0), Mlp(0, "silu", gated=False)
+            )
             for k, v in pairs
         )
         ends = getattr(getattr(self.module, "generation_config", None), "eos_token_id", None)
@@ -126,8 +128,7 @@ class HFModelRunner:
     def _run(
         self, tokens: Tensor, positions: Tensor, past: Any, mask: Tensor | None, most: int
     ) -> tuple[Tensor, list[Tensor]]:
-        """Compute logits [G, at least `most`, vocab] of the last tokens of [G, n], and the states after these tokens.
-        """
+        """Compute logits [G, at least `most`, vocab] of the last tokens of [G, n], and the states after these tokens."""
         keywords: dict[str, Any] = {**self._memory.forward_keywords(past), "attention_mask": mask}
         if self._positions:
             keywords["position_ids"] = positions

@@ -23,15 +23,15 @@ import ds_comm
 from ds_config import load as load_config
 from ds_config.errors import CheckpointError, PlanError, UnsupportedError
 from ds_inference.config import InferenceConfig, QuantConfig
-from ds_inference.tensor_parallel import ranks_of
-from ds_inference.llm_engine import LLMEngine
+from ds_inference.cuda_graphs import CudaGraphRunner, cuda_graph
 from ds_inference.families import FAMILIES
+from ds_inference.llm_engine import LLMEngine
 from ds_inference.model_loader import load
 from ds_inference.quantize import QuantizationOptions
-from ds_inference.cuda_graphs import CudaGraphRunner, cuda_graph
 from ds_inference.sampling import SamplingParams
+from ds_inference.tensor_parallel import ranks_of
 from ds_parallel.config import LayerSpecConfig
-from ds_parallel.tensor import TensorParallelModel, TensorOptions, parallelize_model, facts_of, make_tensor_plan
+from ds_parallel.tensor import TensorOptions, TensorParallelModel, facts_of, make_tensor_plan, parallelize_model
 
 __all__ = ["InferenceEngine", "init_inference"]
 

@@ -18,15 +18,15 @@ from torch import Tensor
 
 import ds_comm
 from ds_config.errors import PlanError, UnsupportedError
-from ds_inference.answers import RequestOutput, TokenOutput, Tokenizer
-from ds_inference.paged_attention import make_batch
+from ds_inference.answers import RequestOutput, Tokenizer, TokenOutput
 from ds_inference.blocks import BlockPool
 from ds_inference.decoder_model import Cache, Runner
+from ds_inference.paged_attention import make_batch
 from ds_inference.recovery import compute_apart
-from ds_inference.sampling import SamplingParams, derive_seed, sample_token, draw_seed, separate, apply_penalties
-from ds_inference.scheduler import SchedulerConfig, ScheduledChunk, StepOutcome, Request, Scheduler, SchedulerOutput
+from ds_inference.sampling import SamplingParams, apply_penalties, derive_seed, draw_seed, sample_token, separate
+from ds_inference.scheduler import Request, ScheduledChunk, Scheduler, SchedulerConfig, SchedulerOutput, StepOutcome
 
-__all__ = ["RequestOutput", "TokenOutput", "LLMEngine", "Tokenizer"]
+__all__ = ["LLMEngine", "RequestOutput", "TokenOutput", "Tokenizer"]
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +100,12 @@ class LLMEngine:
     # ---- step by step
 
     def submit(
-        self, prompt: str | Sequence[int], how: SamplingParams | None = None, *, priority: int = 0, adapter: str | None = None
+        self,
+        prompt: str | Sequence[int],
+        how: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        adapter: str | None = None,
     ) -> list[int]:
         """Queue a prompt. Returns one identity for every sample.
 
@@ -211,7 +216,11 @@ class LLMEngine:
         else:
             parts, lost = compute_apart(plan.chunks, self._forward, self._probe)
         failures = {each: e for i, e in lost.items() if (a := self._asks.get(i)) for each in (i, *a.copies)}
-        events, outcomes, children = list[TokenOutput](), dict[int, StepOutcome](), list[tuple[_Ask, _Ask, TokenOutput | Exception]]()
+        events, outcomes, children = (
+            list[TokenOutput](),
+            dict[int, StepOutcome](),
+            list[tuple[_Ask, _Ask, TokenOutput | Exception]](),
+        )
         for part in parts:
             row = 0
             for chunk in part.order:
@@ -367,7 +376,9 @@ class LLMEngine:
             )
         return list(self.tokenizer.encode(prompt))
 
-    def _choose(self, ask: _Ask, logits: Tensor, drafts: Sequence[int], likeliest: Sequence[int] = ()) -> list[TokenOutput]:
+    def _choose(
+        self, ask: _Ask, logits: Tensor, drafts: Sequence[int], likeliest: Sequence[int] = ()
+    ) -> list[TokenOutput]:
         """Choose the tokens of a request's rows: the drafts as far as sampling agrees, and another token.
 
         likeliest: of each row's unchanged logits, where that is known already.

@@ -12,19 +12,19 @@ from torch import Tensor, nn
 from ds_comm import GroupLike, as_group
 from ds_config.errors import UnsupportedError
 from ds_inference.adapters import read_adapter
-from ds_inference.tensor_parallel import RankShard
-from ds_inference.llm_engine import LLMEngine, Tokenizer
+from ds_inference.cuda_graphs import cuda_graph
+from ds_inference.decoder_model import Decoder, replay_obstacle
+from ds_inference.decoder_weights import Folder, read_config, read_weights
 from ds_inference.families import family_of
 from ds_inference.hf_runner import HFModelRunner, read_module
-from ds_inference.decoder_model import Decoder, replay_obstacle
+from ds_inference.llm_engine import LLMEngine, Tokenizer
 from ds_inference.packed_checkpoints import PackedCheckpoint, unpacked
 from ds_inference.quantize import QuantizationOptions, Weight, as_quantize, as_read, dequantised, quantised
-from ds_inference.cuda_graphs import cuda_graph
 from ds_inference.scheduler import SchedulerConfig
 from ds_inference.spec import DecoderSpec
-from ds_inference.decoder_weights import Folder, read_config, read_weights
-from ds_ops.host_arena import trim
+from ds_inference.tensor_parallel import RankShard
 from ds_ops.formats import QuantTensor
+from ds_ops.host_arena import trim
 
 __all__ = ["load", "read_decoder"]
 

@@ -13,23 +13,32 @@ from ds_comm.symmetric_arena import Arena
 from ds_inference.paged_attention import BatchIndices, alibi_slopes
 from ds_inference.quantize import Weight, dequantised
 from ds_inference.rope import Rotation
-from ds_inference.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec, DecoderLayerSpec, Mlp, Norm, RopeSpec, DecoderSpec
+from ds_inference.spec import (
+    AttentionSpec,
+    DecoderLayerSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    LatentAttentionSpec,
+    Mlp,
+    Norm,
+    RopeSpec,
+)
+from ds_ops.formats import INT4, INT8, QuantTensor
 from ds_ops.native_decoder import (
     Activation,
-    TokenRun,
     DecoderExperts,
     DecoderLatent,
     DecoderLayer,
     DecoderProgram,
-    ProductInputs,
     KeptLayer,
     Normed,
     PackedWeight,
+    ProductInputs,
     Score,
+    TokenRun,
     obstacle,
     pack,
 )
-from ds_ops.formats import INT4, INT8, QuantTensor
 
 __all__ = ["NativeDecoder", "TensorParallelShard", "native_obstacle"]
 
@@ -195,7 +204,9 @@ class NativeDecoder:
         both = _stacked(parts)
         first = pack(both, bias, inputs=self._inputs(both))
         up = dequantised(self._weights[f"{at}.kv_up.weight"])
-        key_up, value_up = up.view(spec.heads, -1, latent.kv_lora_rank).split([latent.qk_nope_head_dim, spec.value_width], 1)
+        key_up, value_up = up.view(spec.heads, -1, latent.kv_lora_rank).split(
+            [latent.qk_nope_head_dim, spec.value_width], 1
+        )
         inputs = self._inputs(up)
         return first, DecoderLatent(
             self._norm(f"{at}.kv_down_norm", latent.norm),
@@ -244,7 +255,9 @@ class NativeDecoder:
         slopes = None
         if a.alibi is not None:
             all_heads = a.heads if a.total_heads is None else a.total_heads[0]
-            slopes = alibi_slopes(all_heads).float()[a.head_offset : a.head_offset + a.heads].contiguous() * a.alibi.scale
+            slopes = (
+                alibi_slopes(all_heads).float()[a.head_offset : a.head_offset + a.heads].contiguous() * a.alibi.scale
+            )
         sinks = self._float(f"{at}.attention.sinks")
         if a.latent is None:
             latent, qkv, sizes = None, self._packed(f"{at}.attention.qkv"), (a.kv_heads, a.width, a.value_width)

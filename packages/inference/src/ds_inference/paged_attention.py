@@ -48,7 +48,9 @@ class BatchIndices:
     worn: tuple[tuple[str, Tensor], ...] = ()
 
 
-def make_batch(chunks: Sequence[ScheduledChunk], size: int, device: torch.device) -> tuple[BatchIndices, list[ScheduledChunk]]:
+def make_batch(
+    chunks: Sequence[ScheduledChunk], size: int, device: torch.device
+) -> tuple[BatchIndices, list[ScheduledChunk]]:
     """Build the batch, and return its chunks in the order to which `outputs` belong.
 
     size: tokens of a block. All index tensors are built on the host and copied to the device at once.
@@ -152,7 +154,9 @@ def attend(
         if start == 0 and q.device.type != "cpu" and _plain(spec, extra, length):
             queries, ks, vs = (t.transpose(1, 2) for t in (q[None, first : first + count], k, v))
             many = spec.heads != spec.kv_heads
-            attended = F.scaled_dot_product_attention(queries, ks, vs, is_causal=True, scale=spec.scale, enable_gqa=many)
+            attended = F.scaled_dot_product_attention(
+                queries, ks, vs, is_causal=True, scale=spec.scale, enable_gqa=many
+            )
             out[first : first + count] = attended[0].transpose(0, 1)
             continue
         at = torch.arange(length, device=q.device)

@@ -19,7 +19,16 @@ from ds_ops.grouped import grouped_matmul
 from ds_ops.quant import dequantize
 from ds_ops.quant_linear import quantize_weight, quantized_grouped_matmul, quantized_linear
 
-__all__ = ["QuantizationOptions", "Weight", "as_quantize", "as_read", "dequantised", "grouped_linear", "linear", "quantised"]
+__all__ = [
+    "QuantizationOptions",
+    "Weight",
+    "as_quantize",
+    "as_read",
+    "dequantised",
+    "grouped_linear",
+    "linear",
+    "quantised",
+]
 
 Weight = Tensor | QuantTensor
 """A role's weight; a quantised one has the shape, and the dtype of what it was made from."""

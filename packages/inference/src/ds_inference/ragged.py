@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from ds_config.errors import PlanError
-from ds_inference.paged_attention import make_batch
 from ds_inference.blocks import BlockPool
 from ds_inference.config import RaggedConfig
-from ds_inference.tensor_parallel import ranks_of
-from ds_inference.model_loader import read_decoder
 from ds_inference.decoder_model import Cache, Runner
+from ds_inference.model_loader import read_decoder
+from ds_inference.paged_attention import make_batch
 from ds_inference.quantize import QuantizationOptions
 from ds_inference.scheduler import ScheduledChunk
+from ds_inference.tensor_parallel import ranks_of
 
 __all__ = ["RaggedEngine", "SchedulingError", "SchedulingResult", "build_hf_engine"]
 
@@ -121,8 +121,7 @@ class RaggedEngine:
         return logits[[row[uid] for uid in uids]]
 
     def query(self, uid: int, max_request_tokens: int, max_request_blocks: int) -> tuple[int, int]:
-        """Return (tokens, blocks) that the sequence could get now, at most the maxima; (0, 0) if no sequence may begin.
-        """
+        """Return (tokens, blocks) that the sequence could get now, at most the maxima; (0, 0) if no sequence may begin."""
         known = self._known.get(uid)
         if known is None:
             if len(self._known) >= self.config.state_manager.max_tracked_sequences:

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import ds_comm
-from ds_inference.paged_attention import make_batch
 from ds_inference.llm_engine import LLMEngine
+from ds_inference.paged_attention import make_batch
 from ds_inference.scheduler import ScheduledChunk, SchedulerOutput
 
 __all__ = ["follow", "leading"]

@@ -16,7 +16,9 @@ T = TypeVar("T")
 
 
 def compute_apart(
-    chunks: Sequence[ScheduledChunk], compute: Callable[[Sequence[ScheduledChunk], bool], T], probe: Callable[[], object]
+    chunks: Sequence[ScheduledChunk],
+    compute: Callable[[Sequence[ScheduledChunk], bool], T],
+    probe: Callable[[], object],
 ) -> tuple[list[T], dict[int, Exception]]:
     """Compute a step's chunks together; if that raises, in halves, and the halves' halves.
 

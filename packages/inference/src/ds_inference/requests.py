@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 from ds_config.errors import PlanError
 
-__all__ = ["SchedulerConfig", "ScheduledChunk", "StepOutcome", "Request", "RequestState", "SchedulerOutput"]
+__all__ = ["Request", "RequestState", "ScheduledChunk", "SchedulerConfig", "SchedulerOutput", "StepOutcome"]
 
 
 class RequestState(Enum):
@@ -37,7 +37,9 @@ class SchedulerConfig:
     max_model_len: int = 1 << 20
 
     def __post_init__(self) -> None:
-        if min(self.max_num_batched_tokens, self.max_num_seqs, self.max_model_len) < 1 or (self.max_prefill_chunk is not None and self.max_prefill_chunk < 1):
+        if min(self.max_num_batched_tokens, self.max_num_seqs, self.max_model_len) < 1 or (
+            self.max_prefill_chunk is not None and self.max_prefill_chunk < 1
+        ):
             raise PlanError(
                 f"a step's budget needs positive numbers, got {self}", code="inference-budget", fix="Use 1 or more."
             )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_config.errors import PlanError
 
-__all__ = ["SamplingParams", "derive_seed", "sample_token", "draw_seed", "separate", "apply_penalties"]
+__all__ = ["SamplingParams", "apply_penalties", "derive_seed", "draw_seed", "sample_token", "separate"]
 
 _FLOATS = 1e30
 """Biases and penalties reach no further, so that fp32 has room for their sums."""

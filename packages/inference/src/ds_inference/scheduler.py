@@ -25,9 +25,17 @@ from collections.abc import Mapping, Sequence
 
 from ds_config.errors import PlanError
 from ds_inference.blocks import BlockPool, block_hashes
-from ds_inference.requests import SchedulerConfig, ScheduledChunk, StepOutcome, Request, RequestState, SchedulerOutput
+from ds_inference.requests import Request, RequestState, ScheduledChunk, SchedulerConfig, SchedulerOutput, StepOutcome
 
-__all__ = ["SchedulerConfig", "ScheduledChunk", "StepOutcome", "Request", "Scheduler", "RequestState", "SchedulerOutput"]
+__all__ = [
+    "Request",
+    "RequestState",
+    "ScheduledChunk",
+    "Scheduler",
+    "SchedulerConfig",
+    "SchedulerOutput",
+    "StepOutcome",
+]
 
 
 class Scheduler:
@@ -92,7 +100,9 @@ class Scheduler:
         Call between steps. Costs a copy of a block in the next step, if the parent's last block is not full.
         """
         child = Request(identity, list(parent.tokens), parent.limit, parent.priority, parent.salt)
-        child.num_prompt_tokens = parent.num_prompt_tokens  # before it is checked: tokens of the answer count against the limit
+        child.num_prompt_tokens = (
+            parent.num_prompt_tokens
+        )  # before it is checked: tokens of the answer count against the limit
         self.add(child)
         full, rest = divmod(parent.num_computed_tokens, self.pool.size)
         if not self.share or parent.state is not RequestState.RUNNING or len(self._running) >= self.budget.max_num_seqs:
@@ -104,7 +114,11 @@ class Scheduler:
         if rest:
             self._copies.append((parent.blocks[full], tail_blocks[0]))
         child.blocks = [*parent.blocks[:full], *tail_blocks]
-        child.num_computed_tokens, child.block_hashes, child.num_hashed_blocks = parent.num_computed_tokens, list(parent.block_hashes), parent.num_hashed_blocks
+        child.num_computed_tokens, child.block_hashes, child.num_hashed_blocks = (
+            parent.num_computed_tokens,
+            list(parent.block_hashes),
+            parent.num_hashed_blocks,
+        )
         self._waiting.remove(child)
         self._start(child)
         return child
@@ -235,7 +249,9 @@ class Scheduler:
         tokens = (*request.tokens[start : start + count], *guess)
         last = start + count == len(request.tokens)
         used = self.pool.num_blocks_for(start + len(tokens))
-        return ScheduledChunk(request.request_id, tokens, start, tuple(request.blocks[:used]), 1 + len(guess) if last else 0)
+        return ScheduledChunk(
+            request.request_id, tokens, start, tuple(request.blocks[:used]), 1 + len(guess) if last else 0
+        )
 
     def _portion(self, request: Request, left: int) -> int:
         return min(len(request.tokens) - request.num_computed_tokens, left, self.budget.max_prefill_chunk or left)

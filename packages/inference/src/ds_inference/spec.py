@@ -10,7 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Alibi", "AttentionSpec", "ExpertsSpec", "LatentAttentionSpec", "DecoderLayerSpec", "Mlp", "Norm", "Order", "RopeSpec", "WeightSource", "DecoderSpec"]
+__all__ = [
+    "Alibi",
+    "AttentionSpec",
+    "DecoderLayerSpec",
+    "DecoderSpec",
+    "ExpertsSpec",
+    "LatentAttentionSpec",
+    "Mlp",
+    "Norm",
+    "Order",
+    "RopeSpec",
+    "WeightSource",
+]
 
 Order = Literal["pre", "parallel", "parallel_norms", "sandwich", "post", "after"]
 """Where norms and residuals are in a layer; a is attention, m is the feed-forward part:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_comm import Group, as_group, init_distributed
 from ds_config.errors import PlanError, UnsupportedError
-from ds_inference.spec import AttentionSpec, ExpertsSpec, DecoderLayerSpec, Mlp, DecoderSpec
+from ds_inference.spec import AttentionSpec, DecoderLayerSpec, DecoderSpec, ExpertsSpec, Mlp
 from ds_parallel.heads import HeadCounts, Stretch, spread
 
 __all__ = ["RankShard", "ranks_of"]

@@ -11,7 +11,15 @@ import torch
 
 import ds_comm
 from ds_config.errors import PlanError
-from ds_inference import SchedulerConfig, QuantizationOptions, RaggedConfig, SamplingParams, build_hf_engine, init_inference, load
+from ds_inference import (
+    QuantizationOptions,
+    RaggedConfig,
+    SamplingParams,
+    SchedulerConfig,
+    build_hf_engine,
+    init_inference,
+    load,
+)
 from ds_inference.rank_worker import follow, leading
 from ds_testing import world
 

@@ -12,11 +12,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import IO
 
-from ds_launcher.failures import Ending, starts_traceback
 from ds_launcher.exports import write_secrets
+from ds_launcher.failures import Ending, starts_traceback
 from ds_launcher.forked import Forks
-from ds_launcher.output import LineSplitter, Screen
 from ds_launcher.launch_plan import Process
+from ds_launcher.output import LineSplitter, Screen
 from ds_launcher.procfs import die_with, open_pidfd
 
 __all__ = ["HANDLED", "Child", "OutputStream", "before_exec", "start_child"]

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from ds_config.errors import DsError
 from ds_config.did_you_mean import nearest
+from ds_config.errors import DsError
 from ds_launcher.discovery import ALIASES, commands, help_line, load_command, parser_of
 
 __all__ = ["main"]
@@ -47,7 +47,9 @@ def _overview() -> str:
     installed = commands()
     descriptions = {name: help_line(point.module) for name, point in installed.items()}
     descriptions |= {
-        name: f"the same as `ds {' '.join(to)}`" for name, to in ALIASES.items() if to[0] in installed and name not in installed
+        name: f"the same as `ds {' '.join(to)}`"
+        for name, to in ALIASES.items()
+        if to[0] in installed and name not in installed
     }
     width = max((len(name) for name in descriptions), default=0)
     lines = [f"  {name:{width}}  {descriptions[name]}".rstrip() for name in sorted(descriptions)]

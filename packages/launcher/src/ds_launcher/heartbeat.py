@@ -20,7 +20,16 @@ from dataclasses import dataclass
 
 from ds_launcher.launch_plan import HostWatch
 
-__all__ = ["CENTRE", "LAUNCHER", "Heartbeats", "HeartbeatSocket", "Heartbeat", "JobEnd", "decode_message", "encode_message"]
+__all__ = [
+    "CENTRE",
+    "LAUNCHER",
+    "Heartbeat",
+    "HeartbeatSocket",
+    "Heartbeats",
+    "JobEnd",
+    "decode_message",
+    "encode_message",
+]
 
 CENTRE, LAUNCHER = 0, -1
 _DIGEST_BYTES = 16
@@ -67,7 +76,9 @@ def decode_message(data: bytes, key: str) -> Heartbeat | None:
     if not hmac.compare_digest(digest, _digest(body, key)):
         return None
     fields = json.loads(body)
-    return Heartbeat(fields["from"], JobEnd(*fields["told"]) if fields["told"] else None, fields["bye"], fields["about"])
+    return Heartbeat(
+        fields["from"], JobEnd(*fields["told"]) if fields["told"] else None, fields["bye"], fields["about"]
+    )
 
 
 def _digest(body: bytes, key: str) -> bytes:

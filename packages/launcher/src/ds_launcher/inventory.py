@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_config.errors import ConfigError
 from ds_config.did_you_mean import nearest
+from ds_config.errors import ConfigError
 
 __all__ = [
     "Host",

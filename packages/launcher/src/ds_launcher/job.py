@@ -14,7 +14,7 @@ from ds_launcher.devices import Devices, restrict
 from ds_launcher.heartbeat import LAUNCHER
 from ds_launcher.inventory import Host, Inventory, decode, from_slurm, limit, select, slurm_gpus
 from ds_launcher.launch_options import RunOptions, node_options, parse_nnodes
-from ds_launcher.launch_plan import LaunchPlan, Process, HostWatch
+from ds_launcher.launch_plan import HostWatch, LaunchPlan, Process
 from ds_launcher.rank_env import World, node_rank_from, omp_threads, rank_env
 
 __all__ = ["MANY_HOSTS_PORT", "SECRET", "HostFacts", "is_elastic", "make_launch", "remote_hosts", "world_of"]

@@ -21,13 +21,13 @@ import time
 from collections.abc import Callable
 from enum import Enum
 
-from ds_launcher.failures import Ending, closing_lines, exit_status, explain, first_failure
 from ds_launcher.child import HANDLED, Child, OutputStream, start_child
+from ds_launcher.failures import Ending, closing_lines, exit_status, explain, first_failure
 from ds_launcher.forked import BecomeRank, Forks, become
-from ds_launcher.heartbeat import CENTRE, HeartbeatSocket, Heartbeat, JobEnd
+from ds_launcher.heartbeat import CENTRE, Heartbeat, HeartbeatSocket, JobEnd
+from ds_launcher.launch_plan import LaunchPlan
 from ds_launcher.link import receive_launch
 from ds_launcher.output import Screen
-from ds_launcher.launch_plan import LaunchPlan
 from ds_launcher.procfs import Proc, adopt_orphans, descendants, kill_descendants, send
 
 __all__ = ["LaunchSupervisor", "main"]
@@ -177,7 +177,11 @@ class LaunchSupervisor:
         """
         if last and self._job_end is None and self._state is _LaunchState.STOPPING:
             self._job_end = job_end
-        if self._job_end is None and self._state in (_LaunchState.RUNNING, _LaunchState.SETTLING) and self._first() is None:
+        if (
+            self._job_end is None
+            and self._state in (_LaunchState.RUNNING, _LaunchState.SETTLING)
+            and self._first() is None
+        ):
             self._job_end = job_end
             self._stop(signal.SIGTERM)
 
@@ -213,7 +217,8 @@ class LaunchSupervisor:
             if not running or since_s > (_SETTLE_S if failing else _LEAST_SETTLE_S):
                 self._stop(signal.SIGTERM)
         elif (self._state is _LaunchState.STOPPING and (not running or since_s > self._launch.grace_s)) or (
-            self._state is _LaunchState.LEAVING and (not self._others() or since_s > min(_LEAVE_S, self._launch.grace_s))
+            self._state is _LaunchState.LEAVING
+            and (not self._others() or since_s > min(_LEAVE_S, self._launch.grace_s))
         ):
             self._enter(_LaunchState.KILLING)
         if self._state is _LaunchState.KILLING:
@@ -241,7 +246,9 @@ class LaunchSupervisor:
         job_end = self._job_end
         if job_end is None and first is not None and here:
             name = self._children[first.index].process.name
-            job_end = JobEnd(here, f"{name} on host {here} failed first ({explain(first.code)})", exit_status(first.code))
+            job_end = JobEnd(
+                here, f"{name} on host {here} failed first ({explain(first.code)})", exit_status(first.code)
+            )
         if job_end is None and self._signal:
             where = f"on host {here}" if here else "where `ds run` was started"
             job_end = JobEnd("", f"stopped by {signal.Signals(self._signal).name} {where}", 128 + self._signal)
@@ -251,7 +258,9 @@ class LaunchSupervisor:
     def _part(self, status: int) -> None:
         watch = self._launch.watch
         if self._line is not None and watch is not None and (status == 0 or watch.member == CENTRE):
-            job_end = JobEnd("", f"the ranks on host {watch.names[CENTRE]} ended with {status}", status) if status else None
+            job_end = (
+                JobEnd("", f"the ranks on host {watch.names[CENTRE]} ended with {status}", status) if status else None
+            )
             self._line.tell(Heartbeat(watch.member, job_end, bye=True))
 
     def _leave(self) -> None:
@@ -333,7 +342,9 @@ class LaunchSupervisor:
             return self._status
         if first is None:
             # A host that failed counts though those here ended well; so does what mpirun says, which may end with 0 all the same.
-            if self._job_end is not None and (self._job_end.host or self._signal or any(c.code for c in self._children)):
+            if self._job_end is not None and (
+                self._job_end.host or self._signal or any(c.code for c in self._children)
+            ):
                 self._say(self._job_end.text)
                 return self._job_end.status
             if not any(child.code for child in self._children):

@@ -14,7 +14,7 @@ from typing import Any
 
 from ds_launcher.exports import is_secret
 
-__all__ = ["LaunchPlan", "Process", "HostWatch", "describe", "from_json", "to_json", "without_secrets"]
+__all__ = ["HostWatch", "LaunchPlan", "Process", "describe", "from_json", "to_json", "without_secrets"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, distributions, entry_points
 from typing import Any
 
-from ds_config.report_tables import GROUP, Check, PackageReport, TextTable, ReportLevel
+from ds_config.report_tables import GROUP, Check, PackageReport, ReportLevel, TextTable
 from ds_launcher.backends import BACKENDS
 from ds_launcher.devices import KINDS, find_devices
 from ds_launcher.exports import ALLOWED
@@ -66,7 +66,9 @@ def merged(parts: Iterable[PackageReport]) -> PackageReport:
         tables += part.tables
         data |= part.data
     order = list(dict.fromkeys(section for section, _ in checks))
-    return PackageReport(tuple(sorted(checks.values(), key=lambda check: order.index(check.section))), tuple(tables), data)
+    return PackageReport(
+        tuple(sorted(checks.values(), key=lambda check: order.index(check.section))), tuple(tables), data
+    )
 
 
 def as_dict(report: PackageReport) -> dict[str, Any]:
@@ -98,7 +100,9 @@ def environment(quick: bool = False) -> PackageReport:
         *(("tools", name, value) for name, value in data["tools"].items()),
         *(("settings", name, value) for name, value in data["variables"].items()),
     ]
-    return PackageReport(tuple(Check(section, name, ReportLevel.INFO, value) for section, name, value in checks), data=data)
+    return PackageReport(
+        tuple(Check(section, name, ReportLevel.INFO, value) for section, name, value in checks), data=data
+    )
 
 
 def _facts() -> dict[str, dict[str, Any]]:

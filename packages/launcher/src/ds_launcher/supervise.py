@@ -10,10 +10,10 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
-from ds_launcher.failures import exit_status, explain
 from ds_launcher.child import HANDLED
-from ds_launcher.link import send_launch
+from ds_launcher.failures import exit_status, explain
 from ds_launcher.launch_plan import LaunchPlan
+from ds_launcher.link import send_launch
 from ds_launcher.procfs import adopt_orphans, kill_descendants
 
 __all__ = ["supervise"]

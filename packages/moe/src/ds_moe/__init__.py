@@ -1,43 +1,43 @@
 """Mixture of experts: routing, dispatch over ranks, experts; no token is dropped unless asked."""
 
+from ds_moe.attach_experts import ExpertPlacement, place_experts
 from ds_moe.autoep import ExpertParallelModel, apply_expert_parallel
+from ds_moe.balancing_losses import load_balancing_loss, update_expert_bias, z_loss
+from ds_moe.expert_files import full_state, load_experts
+from ds_moe.expert_groups import ExpertGroups, make_places, place_ranks
 from ds_moe.experts import Experts
-from ds_moe.expert_files import load_experts, full_state
 from ds_moe.gates import GateRule, gate, top1gating, top2gating, topkgating
-from ds_moe.moe_layer import MoE, MOELayer, TopKGate
 from ds_moe.load import LayerLoad, expert_load, report_load
 from ds_moe.lora import attach_lora
-from ds_moe.balancing_losses import update_expert_bias, load_balancing_loss, z_loss
+from ds_moe.moe_layer import MoE, MOELayer, TopKGate
 from ds_moe.noise import NoiseStream, gumbel, jitter
-from ds_moe.expert_groups import ExpertGroups, make_places, place_ranks
-from ds_moe.attach_experts import ExpertPlacement, place_experts
-from ds_moe.router_replay import RoutingTrace, record_routing, replay_routing
 from ds_moe.router_output import RouterOutput, capacity_of
+from ds_moe.router_replay import RoutingTrace, record_routing, replay_routing
 from ds_moe.selection import RouterOptions, select_experts
 
 __all__ = [
+    "ExpertGroups",
     "ExpertParallelModel",
+    "ExpertPlacement",
     "Experts",
     "GateRule",
     "LayerLoad",
     "MOELayer",
     "MoE",
-    "ExpertPlacement",
-    "ExpertGroups",
-    "RouterOutput",
-    "RouterOptions",
     "NoiseStream",
+    "RouterOptions",
+    "RouterOutput",
     "RoutingTrace",
     "TopKGate",
-    "attach_lora",
-    "update_expert_bias",
-    "load_balancing_loss",
-    "capacity_of",
     "apply_expert_parallel",
+    "attach_lora",
+    "capacity_of",
     "expert_load",
+    "full_state",
     "gate",
     "gumbel",
     "jitter",
+    "load_balancing_loss",
     "load_experts",
     "make_places",
     "place_experts",
@@ -49,6 +49,6 @@ __all__ = [
     "top1gating",
     "top2gating",
     "topkgating",
-    "full_state",
+    "update_expert_bias",
     "z_loss",
 ]

@@ -11,11 +11,20 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ds_comm import ParamSharding, ReductionGroup, Mesh, all_gather_json, all_reduce, set_param_sharding, param_sharding, world_group
+from ds_comm import (
+    Mesh,
+    ParamSharding,
+    ReductionGroup,
+    all_gather_json,
+    all_reduce,
+    param_sharding,
+    set_param_sharding,
+    world_group,
+)
 from ds_comm.ddp import leave_out
+from ds_moe.expert_groups import ExpertGroups, alone, make_places
 from ds_moe.experts import Experts
 from ds_moe.moe_layer import MOELayer
-from ds_moe.expert_groups import ExpertGroups, alone, make_places
 
 __all__ = ["ExpertPlacement", "place_experts"]
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_comm import ParamSharding, Mesh, set_param_sharding, param_sharding, broadcast
+from ds_comm import Mesh, ParamSharding, broadcast, param_sharding, set_param_sharding
 from ds_config.errors import UnsupportedConfigError
 from ds_moe.config import ExpertParallelConfig
-from ds_moe.packed_block import HeldBlock
-from ds_moe.module_list_block import ListedBlock
-from ds_moe.packed_experts import PackedExperts, gather_experts
-from ds_moe.expert_groups import ExpertGroups, alone, make_places
 from ds_moe.detect import MoEBlock, recognise
+from ds_moe.expert_groups import ExpertGroups, alone, make_places
+from ds_moe.module_list_block import ListedBlock
+from ds_moe.packed_block import HeldBlock
+from ds_moe.packed_experts import PackedExperts, gather_experts
 from ds_moe.selection import weigh
 
 __all__ = ["ExpertParallelModel", "apply_expert_parallel"]

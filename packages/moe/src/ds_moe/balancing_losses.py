@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ds_moe.router_output import wide
 
-__all__ = ["update_expert_bias", "load_balancing_loss", "entropy", "z_loss"]
+__all__ = ["entropy", "load_balancing_loss", "update_expert_bias", "z_loss"]
 
 
 def load_balancing_loss(scores: Tensor, chosen: Tensor, k: int = 1) -> Tensor:

@@ -11,9 +11,9 @@ from torch import nn
 
 from ds_config.errors import PlanError
 from ds_moe.config import ExpertParallelConfig
+from ds_moe.module_list_block import BlockParts
 from ds_moe.moe_families import FAMILIES, MoEFamily, family_of
 from ds_moe.packed_block import held_experts
-from ds_moe.module_list_block import BlockParts
 from ds_moe.selection import RouterOptions
 
 __all__ = ["MoEBlock", "recognise"]

@@ -20,11 +20,11 @@ from torch import Tensor
 from ds_comm import param_sharding
 from ds_config.errors import CheckpointError
 from ds_moe.autoep import ExpertParallelModel
+from ds_moe.detect import MoEBlock
 from ds_moe.moe_families import MoEFamily
 from ds_moe.packed_experts import PackedExperts, gather_experts
-from ds_moe.detect import MoEBlock
 
-__all__ = ["load_experts", "full_state"]
+__all__ = ["full_state", "load_experts"]
 
 
 def load_experts(cut: ExpertParallelModel, path: str | os.PathLike[str]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ds_comm import ReductionGroup, Group, Mesh, MeshSpec, destroy_group, new_group, self_group, world_group
+from ds_comm import Group, Mesh, MeshSpec, ReductionGroup, destroy_group, new_group, self_group, world_group
 from ds_config.errors import PlanError
 from ds_moe.shm_dispatch import Windows
 

@@ -57,7 +57,12 @@ class GateRule:
 
 
 def gate(
-    logits: Tensor, rule: GateRule, stream: NoiseStream, used_token: Tensor | None = None, *, experts: Tensor | None = None
+    logits: Tensor,
+    rule: GateRule,
+    stream: NoiseStream,
+    used_token: Tensor | None = None,
+    *,
+    experts: Tensor | None = None,
 ) -> RouterOutput:
     """Route tokens by the rule.
 

@@ -13,7 +13,7 @@ from ds_moe._torch import in_backward
 from ds_moe.balancing_losses import entropy
 from ds_moe.router_output import RouterOutput
 
-__all__ = ["LayerLoad", "ExpertLoad", "expert_load", "loads", "report_load"]
+__all__ = ["ExpertLoad", "LayerLoad", "expert_load", "loads", "report_load"]
 
 
 class ExpertLoad:

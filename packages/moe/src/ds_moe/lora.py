@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_accel import derive_seed
-from ds_comm import ParamSharding, Box, set_param_sharding, param_sharding
+from ds_comm import Box, ParamSharding, param_sharding, set_param_sharding
 from ds_config.errors import PlanError
 from ds_moe.dispatch import DispatchRows
 from ds_moe.packed_experts import PackedExperts

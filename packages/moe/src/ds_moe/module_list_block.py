@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from ds_comm import ParamSharding, set_param_sharding
 from ds_config.errors import PlanError
 from ds_moe.dispatch import DispatchRows
-from ds_moe.experts import each
-from ds_moe.moe_layer import RoutingOptions, route_through
-from ds_moe.load import ExpertLoad
 from ds_moe.expert_groups import ExpertGroups, alone
-from ds_moe.router_replay import _Track
+from ds_moe.experts import each
+from ds_moe.load import ExpertLoad
+from ds_moe.moe_layer import RoutingOptions, route_through
 from ds_moe.router_output import wide
+from ds_moe.router_replay import _Track
 from ds_moe.selection import RouterOptions, select_experts
 
-__all__ = ["ListedBlock", "BlockParts"]
+__all__ = ["BlockParts", "ListedBlock"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,9 @@ class ListedBlock(nn.Module):
         family = places.family if places.holders.size * places.expert.size > 1 else None
         for number, expert in zip(local_experts, experts, strict=True):
             for rest, param in expert.named_parameters():
-                set_param_sharding(param, ParamSharding(family, f"{name}.{self.parts.experts}.{number}.{rest}".lstrip(".")))
+                set_param_sharding(
+                    param, ParamSharding(family, f"{name}.{self.parts.experts}.{number}.{rest}".lstrip("."))
+                )
                 param.allreduce = False  # type: ignore[attr-defined]
                 param.group_name = f"ep_size_{places.expert.size}"  # type: ignore[attr-defined]
         self.places, self.ep_size = places, places.expert.size

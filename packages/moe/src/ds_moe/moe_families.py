@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ds_moe.selection import GroupScore, Score, RouterOptions
+from ds_moe.selection import GroupScore, RouterOptions, Score
 
 __all__ = ["FAMILIES", "MoEFamily", "family_of"]
 

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from ds_comm import all_gather_single, differentiable
 from ds_config.errors import CommError, PlanError
 from ds_moe.dispatch import Compute, through_experts
+from ds_moe.expert_groups import ExpertGroups, alone
 from ds_moe.experts import Experts
 from ds_moe.gates import GateRule, Noise, gate
 from ds_moe.load import ExpertLoad
 from ds_moe.noise import NoiseStream, jitter
-from ds_moe.expert_groups import ExpertGroups, alone
-from ds_moe.router_replay import _Track
 from ds_moe.router_output import RouterOutput, wide
+from ds_moe.router_replay import _Track
 
 __all__ = ["MOELayer", "MoE", "TopKGate", "route_through"]
 
@@ -77,7 +77,9 @@ class RoutingOptions:
     compare: bool = False
 
 
-def route_through(x: Tensor, routed: RouterOutput, compute: Compute, places: ExpertGroups, how: RoutingOptions) -> Tensor:
+def route_through(
+    x: Tensor, routed: RouterOutput, compute: Compute, places: ExpertGroups, how: RoutingOptions
+) -> Tensor:
     """Dispatch as `through_experts` does, on ranks that may have the same tokens as their tensor-parallel peers.
 
     Raises:

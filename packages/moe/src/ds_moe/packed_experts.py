@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_comm import ParamSharding, Box, all_gather, set_param_sharding, param_sharding
+from ds_comm import Box, ParamSharding, all_gather, param_sharding, set_param_sharding
 from ds_config.errors import PlanError, UnsupportedError
 from ds_moe.dispatch import DispatchRows
-from ds_moe.moe_layer import RoutingOptions, route_through
-from ds_moe.load import ExpertLoad
 from ds_moe.expert_groups import ExpertGroups, alone
-from ds_moe.router_replay import _Track
+from ds_moe.load import ExpertLoad
+from ds_moe.moe_layer import RoutingOptions, route_through
 from ds_moe.router_output import RouterOutput
+from ds_moe.router_replay import _Track
 from ds_ops.grouped import grouped_matmul
 
 __all__ = ["PackedExperts"]

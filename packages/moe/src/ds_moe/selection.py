@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_moe.router_output import RouterOutput, bad_routing, probabilities, wide
 
-__all__ = ["GroupScore", "Score", "RouterOptions", "select_experts", "weigh"]
+__all__ = ["GroupScore", "RouterOptions", "Score", "select_experts", "weigh"]
 
 Score = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 GroupScore = Literal["max", "top2"]
@@ -64,7 +64,9 @@ class RouterOptions:
             )
 
 
-def select_experts(logits: Tensor, how: RouterOptions, bias: Tensor | None = None, *, experts: Tensor | None = None) -> RouterOutput:
+def select_experts(
+    logits: Tensor, how: RouterOptions, bias: Tensor | None = None, *, experts: Tensor | None = None
+) -> RouterOutput:
     """Choose experts by score and bias; weigh them by score alone. Of equal scores the lowest expert is chosen.
 
     Args:

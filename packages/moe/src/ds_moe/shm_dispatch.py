@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from ds_comm import Group
-from ds_comm.symmetric_arena import arena_refusal
 from ds_comm.shm_window import ShmWindow
+from ds_comm.symmetric_arena import arena_refusal
 from ds_config.errors import CommError
-from ds_ops.moe_routing import RowPermutation, Pulls, pulls_of
+from ds_ops.moe_routing import Pulls, RowPermutation, pulls_of
 from ds_ops.row_ops import gather_rows, gather_sum, row_products, weighed
 
 __all__ = ["DispatchPlan", "Windows", "check_alike", "pull_home", "pull_rows", "pull_tokens", "way_of"]
@@ -86,7 +86,9 @@ class DispatchPlan:
         first: What was published before any gradient: tokens, or rows.
     """
 
-    def __init__(self, group: Group, windows: Windows, choices: RowPermutation, counts: Tensor, first: ShmWindow) -> None:
+    def __init__(
+        self, group: Group, windows: Windows, choices: RowPermutation, counts: Tensor, first: ShmWindow
+    ) -> None:
         self.first = first
         self._group, self._windows, self._choices, self._counts = group, windows, choices, counts
         self._made_for = -1

@@ -79,7 +79,9 @@ def split_params_into_different_moe_groups_for_optimizer(
         settings = {key: value for key, value in group.items() if key != "params"}
         for name in sorted({str(getattr(p, "group_name", None)) for p in expert}):
             group_params = [p for p in expert if str(getattr(p, "group_name", None)) == name]
-            extra += [{**settings, "name": name, "moe": True, "params": part} for part in _parts(group_params, max_group_size)]
+            extra += [
+                {**settings, "name": name, "moe": True, "params": part} for part in _parts(group_params, max_group_size)
+            ]
     return groups + extra
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import ds_comm
 from ds_config.errors import PlanError
-from ds_moe import apply_expert_parallel, expert_load, load_experts, record_routing, replay_routing, full_state
+from ds_moe import apply_expert_parallel, expert_load, full_state, load_experts, record_routing, replay_routing
 from ds_moe.config import ExpertParallelConfig
 from ds_testing import world
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import ds_comm
 from ds_config.errors import PlanError, UnsupportedConfigError
-from ds_moe import RouterOptions, attach_lora, apply_expert_parallel, select_experts, full_state
+from ds_moe import RouterOptions, apply_expert_parallel, attach_lora, full_state, select_experts
 from ds_moe.config import ExpertParallelConfig
 from ds_testing import world
 

@@ -6,9 +6,12 @@ Importing this reads no configuration library and no torch. The models of the co
 
 from __future__ import annotations
 
+from ds_monitor.logs import configure_logging, log_requested
+from ds_monitor.record import Measurement, RecordKind
 from ds_monitor.recording import (
     Sink,
     active,
+    active_sinks,
     attach,
     configure,
     counter,
@@ -16,14 +19,11 @@ from ds_monitor.recording import (
     detach,
     event,
     gauge,
-    active_sinks,
     set_step,
     shutdown,
     span,
     span_seconds,
 )
-from ds_monitor.logs import configure_logging, log_requested
-from ds_monitor.record import RecordKind, Measurement
 from ds_monitor.sinks import (
     BackgroundSink,
     CometSink,
@@ -46,18 +46,19 @@ __all__ = [
     "CometSink",
     "CsvSink",
     "JsonlSink",
-    "RecordKind",
+    "Measurement",
     "MemorySink",
     "MlflowSink",
     "OpenTelemetrySink",
     "ProgressSink",
     "PrometheusSink",
-    "Measurement",
+    "RecordKind",
     "ScalarSink",
     "Sink",
     "TensorBoardSink",
     "WandbSink",
     "active",
+    "active_sinks",
     "attach",
     "configure",
     "configure_logging",
@@ -66,12 +67,11 @@ __all__ = [
     "detach",
     "event",
     "gauge",
-    "active_sinks",
+    "log_requested",
     "make_sink",
     "set_step",
     "shutdown",
     "sink_names",
     "span",
     "span_seconds",
-    "log_requested",
 ]

@@ -11,7 +11,7 @@ import logging
 import sys
 from typing import IO
 
-from ds_config.saying import Once, speak, log_requested
+from ds_config.saying import Once, log_requested, speak
 
 __all__ = ["PACKAGES", "configure_logging", "log_requested"]
 

@@ -7,7 +7,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-__all__ = ["RecordKind", "Measurement"]
+__all__ = ["Measurement", "RecordKind"]
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 

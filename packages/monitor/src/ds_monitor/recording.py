@@ -22,11 +22,12 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol
 
-from ds_monitor.record import RecordKind, Measurement
+from ds_monitor.record import Measurement, RecordKind
 
 __all__ = [
     "Sink",
     "active",
+    "active_sinks",
     "attach",
     "configure",
     "counter",
@@ -34,7 +35,6 @@ __all__ = [
     "detach",
     "event",
     "gauge",
-    "active_sinks",
     "set_step",
     "shutdown",
     "span",

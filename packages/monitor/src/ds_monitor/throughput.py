@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ds_monitor.stats import trimmed_mean
 
-__all__ = ["Rates", "ThroughputMeter", "StepWork", "transformer_flops_per_token"]
+__all__ = ["Rates", "StepWork", "ThroughputMeter", "transformer_flops_per_token"]
 
 
 @dataclass(frozen=True, slots=True)

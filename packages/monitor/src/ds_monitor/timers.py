@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ds_monitor.recording import gauge
 from ds_monitor.stats import trimmed_mean
 
-__all__ = ["Timers", "TimerStats"]
+__all__ = ["TimerStats", "Timers"]
 
 
 def _nothing() -> None:

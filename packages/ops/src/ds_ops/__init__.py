@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ds_ops import optim, reference, registry
-    from ds_ops.grouped import grouped_matmul, grouped_outer
-    from ds_ops.update_rules import UpdateRule, UpdateSpec, UpdateTensors
-    from ds_ops.stream import convert, fill, grad_norm, sum_squares
     from ds_ops.apply_update import lamb_apply, lamb_moments, update
+    from ds_ops.grouped import grouped_matmul, grouped_outer
+    from ds_ops.stream import convert, fill, grad_norm, sum_squares
+    from ds_ops.update_rules import UpdateRule, UpdateSpec, UpdateTensors
 
 __all__ = [
     "UpdateRule",

@@ -16,8 +16,8 @@ import ds_ops.foreach as foreach
 from ds_config.errors import KernelError
 from ds_ops.reference import reference_update as reference
 from ds_ops.registry import Op, choose, cpu_backend, cuda_backend, reference_backend, register, torch_backend
-from ds_ops.update_rules import UpdateSpec, UpdateTensors
 from ds_ops.threads import kernel_threads
+from ds_ops.update_rules import UpdateSpec, UpdateTensors
 
 __all__ = ["Prepared", "lamb_apply", "lamb_moments", "prepare", "update"]
 

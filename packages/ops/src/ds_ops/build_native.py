@@ -29,7 +29,7 @@ from ds_config.errors import KernelError
 from ds_ops.module_cache import build_folder, module_file, sources_key
 from ds_ops.toolchain import Tool
 
-__all__ = ["Built", "Kind", "BuildPlan", "build", "first_error", "locked", "missing_tools", "plan"]
+__all__ = ["BuildPlan", "Built", "Kind", "build", "first_error", "locked", "missing_tools", "plan"]
 
 Kind = Literal["cpu", "cuda"]
 Say = Callable[[str], None]

@@ -163,7 +163,9 @@ def _device(m: Machine) -> Iterator[Check]:
     if torch.error:
         return
     if stage.error:
-        yield Check("device", "accelerator", ReportLevel.BROKEN, stage.error, "look at `nvidia-smi` or `rocm-smi` first")
+        yield Check(
+            "device", "accelerator", ReportLevel.BROKEN, stage.error, "look at `nvidia-smi` or `rocm-smi` first"
+        )
     elif stage.results.get("available"):
         for i, text in enumerate(stage.results["devices"]):
             yield Check("device", f"device {i}", ReportLevel.FINE, text)
@@ -292,7 +294,9 @@ def _op_checks(m: Machine, ops: Sequence[OpRow]) -> Iterator[Check]:
     if m.stages.get("torch", ProbeStage()).error:
         return
     if stage.error:
-        yield Check("ops", "registry", ReportLevel.BROKEN, stage.error, "pip install --force-reinstall --no-deps ds-ops")
+        yield Check(
+            "ops", "registry", ReportLevel.BROKEN, stage.error, "pip install --force-reinstall --no-deps ds-ops"
+        )
     for module, why in stage.results.get("broken", ()):
         fix = "pip install --force-reinstall --no-deps ds-ops"
         yield Check("ops", module, ReportLevel.BROKEN, why, fix)

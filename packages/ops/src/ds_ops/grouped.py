@@ -16,7 +16,7 @@ from torch import Tensor
 
 import ds_ops._call as _call
 import ds_ops._torch as _torch
-from ds_ops.registry import Backend, Unavailable, Op, absent_backend, choose, reference_backend, register
+from ds_ops.registry import Backend, Op, Unavailable, absent_backend, choose, reference_backend, register
 
 __all__ = ["group_bounds", "grouped_matmul", "grouped_outer"]
 
@@ -154,7 +154,9 @@ def group_bounds(ends: Tensor, rows: int) -> list[int]:
 
 
 def _product(x: Tensor, weights: Tensor, ends: Tensor, bias: Tensor | None, transpose: bool) -> Tensor:
-    y: Tensor = choose(_MATMUL, x.device.type, x.dtype).backend.run(x, weights, ends, bias, None, _GroupedProduct(transpose))
+    y: Tensor = choose(_MATMUL, x.device.type, x.dtype).backend.run(
+        x, weights, ends, bias, None, _GroupedProduct(transpose)
+    )
     return y
 
 

@@ -20,7 +20,7 @@ import torch
 from ds_ops.host_arena import zeros_huge
 from ds_ops.io import AsyncIO, Backend, IOSettings
 
-__all__ = ["IOCase", "IOGrid", "IOBandwidth", "aligned_bytes", "best_section", "cases", "measure", "table", "uncached"]
+__all__ = ["IOBandwidth", "IOCase", "IOGrid", "aligned_bytes", "best_section", "cases", "measure", "table", "uncached"]
 
 
 @dataclass(frozen=True, slots=True)

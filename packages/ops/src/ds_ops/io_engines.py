@@ -17,7 +17,7 @@ import ds_ops._native as _native_modules
 from ds_config.errors import ConfigError, KernelError
 from ds_ops.gds import Flight, GdsEngine, find_library
 
-__all__ = ["Backend", "IOEngine", "Flight", "IOSettings", "backends"]
+__all__ = ["Backend", "Flight", "IOEngine", "IOSettings", "backends"]
 
 
 Backend = Literal["auto", "io_uring", "libaio", "threads", "python", "gds"]
@@ -191,7 +191,9 @@ class _NativeEngine:
         truncate: bool,
         sync: bool,
     ) -> _InFlight:
-        flight: _InFlight = self._engine.submit(memory, direct_fd, buffered_fd, alignment, offset, write, truncate, sync)
+        flight: _InFlight = self._engine.submit(
+            memory, direct_fd, buffered_fd, alignment, offset, write, truncate, sync
+        )
         return flight
 
     def direct_alignment(self, fd: int) -> int:

@@ -20,8 +20,8 @@ from ds_ops.row_ops import gather_rows, gather_sum, row_products, weighed
 
 __all__ = [
     "Gating",
-    "RowPermutation",
     "Pulls",
+    "RowPermutation",
     "permute",
     "pulls_of",
     "regroup",

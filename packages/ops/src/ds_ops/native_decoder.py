@@ -16,22 +16,22 @@ from torch import Tensor
 
 from ds_config.errors import KernelError
 from ds_ops import _call, _native
-from ds_ops.packed_weights import ProductInputs, PackedWeight, address, pack
+from ds_ops.packed_weights import PackedWeight, ProductInputs, address, pack
 from ds_ops.shm_collectives import Channel
 from ds_ops.threads import kernel_threads
 
 __all__ = [
     "Activation",
-    "TokenRun",
     "DecoderExperts",
     "DecoderLatent",
     "DecoderLayer",
     "DecoderProgram",
-    "ProductInputs",
     "KeptLayer",
     "Normed",
     "PackedWeight",
+    "ProductInputs",
     "Score",
+    "TokenRun",
     "obstacle",
     "pack",
 ]

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ds_ops import _call
-from ds_ops.packed_weights import UNIT, ProductInputs, PackedWeight
+from ds_ops.packed_weights import UNIT, PackedWeight, ProductInputs
 from ds_ops.registry import Op, choose, cpu_backend, reference_backend, register
 from ds_ops.threads import kernel_threads
 

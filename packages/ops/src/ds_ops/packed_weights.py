@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ds_ops import _call
-from ds_ops.host_arena import zeros_huge
 from ds_ops.formats import INT4, INT8, QuantTensor
+from ds_ops.host_arena import zeros_huge
 
-__all__ = ["UNIT", "ProductInputs", "PackedWeight", "address", "pack"]
+__all__ = ["UNIT", "PackedWeight", "ProductInputs", "address", "pack"]
 
 UNIT = 32
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
@@ -71,7 +71,11 @@ class PackedWeight:
 
 
 def pack(
-    weight: Tensor | QuantTensor, bias: Tensor | None = None, *, gated: bool = False, inputs: ProductInputs = ProductInputs.F32
+    weight: Tensor | QuantTensor,
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,
+    inputs: ProductInputs = ProductInputs.F32,
 ) -> PackedWeight:
     """Pack a matrix.
 
@@ -86,7 +90,9 @@ def pack(
     """
     if isinstance(weight, Tensor):
         kind, group, params = _KINDS.get(weight.dtype, -1), weight.shape[-1], None
-        allowed: tuple[ProductInputs, ...] = (ProductInputs.F32, ProductInputs.BF16) if kind == 1 else (ProductInputs.F32,)
+        allowed: tuple[ProductInputs, ...] = (
+            (ProductInputs.F32, ProductInputs.BF16) if kind == 1 else (ProductInputs.F32,)
+        )
     else:
         kind = {INT8: 2, INT4: 3}.get(weight.spec.format, -1)
         group, allowed = weight.spec.group, (ProductInputs.F32, ProductInputs.INT8)
@@ -120,7 +126,9 @@ def pack(
     outputs = weight.shape[0]
     (room,) = zeros_huge([data.numel()], data.dtype)  # small pages cost a tenth of the bandwidth of one row
     room.view(data.shape).copy_(data)
-    return PackedWeight(room, params, wide, outputs, units * UNIT, k, max(group, 8), kind, inputs, weight.shape[1], gated)
+    return PackedWeight(
+        room, params, wide, outputs, units * UNIT, k, max(group, 8), kind, inputs, weight.shape[1], gated
+    )
 
 
 def _units(rows: Tensor, gated: bool) -> Tensor:

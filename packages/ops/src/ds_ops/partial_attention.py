@@ -20,7 +20,7 @@ from torch import Tensor
 
 import ds_ops._call as _call
 import ds_ops._torch as _torch
-from ds_ops.registry import Backend, Unavailable, Op, choose, reference_backend, register
+from ds_ops.registry import Backend, Op, Unavailable, choose, reference_backend, register
 from ds_ops.sparse_attention import Sparsity
 
 __all__ = ["View", "merge_partial", "partial_attention", "partial_attention_grad"]

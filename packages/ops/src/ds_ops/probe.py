@@ -69,9 +69,9 @@ def _trial() -> dict[str, Any]:
     import torch
 
     import ds_ops.registry as registry
+    from ds_ops.apply_update import update
     from ds_ops.reference import reference_update as reference
     from ds_ops.update_rules import AdamHyper, UpdateRule, UpdateSpec, UpdateTensors, adam_coefficients
-    from ds_ops.apply_update import update
 
     (op,) = [each for each in registry.ops() if each.name == "update"]
     spec = UpdateSpec(UpdateRule.ADAM, adam_coefficients(AdamHyper(1e-3, (0.9, 0.999), 1e-8, 0.01), 1))

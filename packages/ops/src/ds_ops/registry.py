@@ -22,8 +22,8 @@ from ds_ops._call import DTYPES
 __all__ = [
     "Backend",
     "Choice",
-    "Unavailable",
     "Op",
+    "Unavailable",
     "absent_backend",
     "choose",
     "cpu_backend",

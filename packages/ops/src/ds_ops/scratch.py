@@ -27,7 +27,7 @@ from ds_config.errors import PlanError
 from ds_config.sizes import bytes_text
 from ds_ops.io import AsyncIO, FileTransferError, IOSettings, Transfer
 
-__all__ = ["Event", "Moving", "ScratchRecord", "BufferRing", "RingSettings", "ScratchFile", "host_bytes"]
+__all__ = ["BufferRing", "Event", "Moving", "RingSettings", "ScratchFile", "ScratchRecord", "host_bytes"]
 
 _log = logging.getLogger(__name__)
 _told: set[str] = set()

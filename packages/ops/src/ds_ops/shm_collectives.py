@@ -29,10 +29,10 @@ __all__ = [
     "Channel",
     "ChannelSettings",
     "HostCounters",
-    "ShmReduceOp",
     "SharedSegment",
-    "ShmTask",
     "ShmCollective",
+    "ShmReduceOp",
+    "ShmTask",
     "combine",
     "pid_namespace_id",
     "rows_of",
@@ -80,7 +80,13 @@ _ELEMENTS = {
 }
 _CPU = torch.device("cpu")
 _BYTES = _ELEMENTS[torch.uint8]
-_MOVES = (ShmCollective.ALL_GATHER, ShmCollective.ALL_TO_ALL, ShmCollective.BROADCAST, ShmCollective.GATHER, ShmCollective.SCATTER)
+_MOVES = (
+    ShmCollective.ALL_GATHER,
+    ShmCollective.ALL_TO_ALL,
+    ShmCollective.BROADCAST,
+    ShmCollective.GATHER,
+    ShmCollective.SCATTER,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +163,9 @@ class Channel:
         limit_ms = self._timeout_ms if timeout_s is None else int(timeout_s * 1e3)
         self.check("barrier", self._end.run(0, _BYTES, 0, 0, 0, 0, 0, (), (), self.settings.spin_us, limit_ms))
 
-    def call(self, verb: ShmCollective, inp: Tensor, out: Tensor, *, op: ShmReduceOp = ShmReduceOp.SUM, root: int = 0) -> None:
+    def call(
+        self, verb: ShmCollective, inp: Tensor, out: Tensor, *, op: ShmReduceOp = ShmReduceOp.SUM, root: int = 0
+    ) -> None:
         """Run one collective and return when it is complete on this rank.
 
         Shapes, with n the elements of one rank's part: all_reduce, reduce, broadcast [n] -> [n];
@@ -167,7 +175,9 @@ class Channel:
         words = self._words(verb, inp, out, op, root)
         self.check(verb.name.lower(), self._end.run(*words, self.settings.spin_us, self._timeout_ms))
 
-    def pull(self, out: Tensor, sources: Sequence[Tensor], op: ShmReduceOp = ShmReduceOp.SUM, *, first: int = 0) -> None:
+    def pull(
+        self, out: Tensor, sources: Sequence[Tensor], op: ShmReduceOp = ShmReduceOp.SUM, *, first: int = 0
+    ) -> None:
         """Wait at a barrier, then `combine` elements [first, first + out.numel()) of all ranks' sources."""
         words = _combined(out, sources, op, first)
         self.check("pull", self._end.pull(*words, self.settings.spin_us, self._timeout_ms))
@@ -195,7 +205,9 @@ class Channel:
         """Raise the error of the last of those sums."""
         self.check("sum", self._end.summed())
 
-    def start(self, verb: ShmCollective, inp: Tensor, out: Tensor, *, op: ShmReduceOp = ShmReduceOp.SUM, root: int = 0) -> ShmTask:
+    def start(
+        self, verb: ShmCollective, inp: Tensor, out: Tensor, *, op: ShmReduceOp = ShmReduceOp.SUM, root: int = 0
+    ) -> ShmTask:
         """Start a collective without waiting; the tensors must not change before the task ended.
 
         Small data is published to the other ranks at once and read from them by `ShmTask.wait`, `ShmTask.done` or the next
@@ -247,8 +259,7 @@ class Channel:
         return self._retain(ShmTask(self, job, (*inputs, *outputs), "all_to_all"))
 
     def send(self, data: Tensor, to: int, tag: int = 0) -> ShmTask:
-        """Send `data` to rank `to`, in order per pair of ranks. Ends when the other rank has received all but 2 cells.
-        """
+        """Send `data` to rank `to`, in order per pair of ranks. Ends when the other rank has received all but 2 cells."""
         nbytes = data.numel() * data.element_size()
         job = self._end.post(True, self._peer(to), tag, _pointer(data), nbytes, self._timeout_ms)
         return self._retain(ShmTask(self, job, (data,), f"send to rank {to}"))

@@ -124,7 +124,9 @@ def dense(*, causal: bool = False) -> Pattern:
     return Pattern(everyone=((0, 1 << 40),), causal=causal)
 
 
-def fixed(local: int = 4, global_blocks: int = 1, *, shifts: int = 1, rows: bool = False, causal: bool = False) -> Pattern:
+def fixed(
+    local: int = 4, global_blocks: int = 1, *, shifts: int = 1, rows: bool = False, causal: bool = False
+) -> Pattern:
     """Build windows of `local` blocks; the last `global_blocks` of each window are visible to all."""
     return Pattern(windows=(local,), per_window=global_blocks, shifts=shifts, rows=rows, causal=causal)
 
@@ -146,7 +148,13 @@ def bigbird(random: int = 1, window: int = 3, global_blocks: int = 1, *, causal:
 
     The first `global_blocks` blocks are global. Global blocks attend to all blocks and are visible to all.
     """
-    return Pattern(reach=window // 2, everyone=((0, global_blocks),) if global_blocks else (), rows=True, random=random, causal=causal)
+    return Pattern(
+        reach=window // 2,
+        everyone=((0, global_blocks),) if global_blocks else (),
+        rows=True,
+        random=random,
+        causal=causal,
+    )
 
 
 def bslongformer(
@@ -273,7 +281,9 @@ def _torch_sparse(q: Tensor, k: Tensor, v: Tensor, s: Sparsity, key_mask: Tensor
     for head in range(len(layout)):
         head_slice = slice(head, head + 1) if len(layout) > 1 else slice(None)
         parts = list(_parts(layout[head]))
-        outputs = [_attend(a[:, head_slice], b[:, head_slice], c[:, head_slice], _visible(p, s, shown), p) for p in parts]
+        outputs = [
+            _attend(a[:, head_slice], b[:, head_slice], c[:, head_slice], _visible(p, s, shown), p) for p in parts
+        ]
         empty = torch.zeros_like(a[:, head_slice])
         outs.append(empty.index_copy(2, torch.cat([p.rows for p in parts]), torch.cat(outputs, 2)) if parts else empty)
     return torch.cat(outs, 1).flatten(2, 3)[:, :, :length]

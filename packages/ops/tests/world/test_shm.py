@@ -16,7 +16,15 @@ import torch.distributed as dist
 
 from ds_config.errors import CommError, KernelError
 from ds_ops import segment as segments
-from ds_ops.shm_collectives import Channel, ChannelSettings, HostCounters, ShmReduceOp, SharedSegment, ShmCollective, combine
+from ds_ops.shm_collectives import (
+    Channel,
+    ChannelSettings,
+    HostCounters,
+    SharedSegment,
+    ShmCollective,
+    ShmReduceOp,
+    combine,
+)
 from ds_testing import world
 
 SMALL = ChannelSettings(slot_bytes=4096, mailbox_bytes=4096, spin_us=20, timeout_s=20.0)
@@ -211,7 +219,9 @@ def test_queued_calls_run_in_order_and_overlap_with_blocking_ones() -> None:
     with channel() as end:
         for _ in range(30):
             outs = [torch.empty(3000) for _ in range(4)]
-            tasks = [end.start(ShmCollective.ALL_REDUCE, torch.full((3000,), i + 1.0), out) for i, out in enumerate(outs)]
+            tasks = [
+                end.start(ShmCollective.ALL_REDUCE, torch.full((3000,), i + 1.0), out) for i, out in enumerate(outs)
+            ]
             end.barrier()
             for i, (task, out) in enumerate(zip(tasks, outs, strict=True)):
                 task.wait(10)

@@ -3,17 +3,17 @@
 `ds_parallel.config` holds the sections of the configuration; it is not imported here.
 """
 
-from ds_parallel.checkpointing import ActivationCheckpointing, checkpoint, checkpoint_reentrant, current_checkpointing
 from ds_parallel.activation_store import ActivationMemory, ActivationPolicy
+from ds_parallel.checkpointing import ActivationCheckpointing, checkpoint, checkpoint_reentrant, current_checkpointing
 from ds_parallel.modules import Checkpointed, checkpoint_modules, match_modules
 from ds_parallel.rng_tracker import TENSOR_PARALLEL, RngTracker, tensor_seed
 
 __all__ = [
     "TENSOR_PARALLEL",
-    "ActivationMemory",
     "ActivationCheckpointing",
-    "Checkpointed",
+    "ActivationMemory",
     "ActivationPolicy",
+    "Checkpointed",
     "RngTracker",
     "checkpoint",
     "checkpoint_modules",

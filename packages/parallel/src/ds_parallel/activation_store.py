@@ -27,7 +27,7 @@ from ds_comm import Group, self_group
 from ds_config.errors import PlanError
 from ds_parallel._torch import version_of
 
-__all__ = ["ActivationMemory", "ActivationStore", "ActivationPolicy", "Kept"]
+__all__ = ["ActivationMemory", "ActivationPolicy", "ActivationStore", "Kept"]
 
 _log = logging.getLogger("ds_parallel")
 

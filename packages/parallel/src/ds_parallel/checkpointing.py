@@ -30,7 +30,7 @@ import ds_monitor
 from ds_accel import Accelerator
 from ds_comm import Group
 from ds_config.errors import PlanError
-from ds_parallel.activation_store import ActivationMemory, ActivationStore, ActivationPolicy
+from ds_parallel.activation_store import ActivationMemory, ActivationPolicy, ActivationStore
 from ds_parallel.rng_tracker import RngTracker
 from ds_parallel.trees import flatten, tensors_in
 

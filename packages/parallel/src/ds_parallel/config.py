@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 
 from ds_config import Alias, StrictModel, Unsupported
 from ds_parallel.activation_store import ActivationPolicy
-from ds_parallel.tensor.tp_plan import TensorOptions
 from ds_parallel.tensor.layer_rules import ShardKind
+from ds_parallel.tensor.tp_plan import TensorOptions
 
 __all__ = [
     "ActivationCheckpointingConfig",

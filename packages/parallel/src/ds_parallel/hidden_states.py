@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ds_config.errors import ConfigError, UnsupportedError
-from ds_parallel.activation_store import ActivationStore, ActivationPolicy, Kept
+from ds_parallel.activation_store import ActivationPolicy, ActivationStore, Kept
 
 __all__ = ["CheckpointActivationOffloadStats", "CheckpointHiddenStatesOffload"]
 

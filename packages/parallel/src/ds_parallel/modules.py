@@ -26,7 +26,9 @@ class _Forward:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         kind = type(self)
-        return (kind._policy or current_checkpointing()).checkpoint(MethodType(kind._plain.forward, self), *args, **kwargs)
+        return (kind._policy or current_checkpointing()).checkpoint(
+            MethodType(kind._plain.forward, self), *args, **kwargs
+        )
 
 
 class Checkpointed:
@@ -90,7 +92,9 @@ def match_modules(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, .
     Raises:
         PlanError: a pattern matches no name ("activations-modules").
     """
-    matches = {pattern: {name for name in names if _matches(name.split("."), pattern.split("."))} for pattern in patterns}
+    matches = {
+        pattern: {name for name in names if _matches(name.split("."), pattern.split("."))} for pattern in patterns
+    }
     empty = [pattern for pattern, matched in matches.items() if not matched]
     if empty:
         close = nearest(empty[0], names)

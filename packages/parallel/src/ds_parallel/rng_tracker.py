@@ -109,8 +109,7 @@ class RngTracker:
 
     @contextmanager
     def replayed(self, states: Mapping[str, Tensor]) -> Iterator[None]:
-        """Replace the table by `states` (the start of a recomputation) inside the context, and restore the table after.
-        """
+        """Replace the table by `states` (the start of a recomputation) inside the context, and restore the table after."""
         before = self.states()
         self.restore(states)
         try:

@@ -210,7 +210,9 @@ class _Loss(torch.autograd.Function):
                     slope[cut] = (x_grad.to(exact) * share).to(x_grad.dtype)
             for accumulated, grad in zip(slopes, remaining_grads, strict=True):
                 if grad is not None:
-                    accumulated += grad.to(accumulated.dtype) * share  # a share of few bits would scale the whole tile wrongly
+                    accumulated += (
+                        grad.to(accumulated.dtype) * share
+                    )  # a share of few bits would scale the whole tile wrongly
         ctx.with_x = slope is not None
         slopes = [accumulated.to(param.dtype) for accumulated, param in zip(slopes, parameters, strict=True)]
         ctx.save_for_backward(*([slope] if slope is not None else []), *slopes)
@@ -271,7 +273,11 @@ def sequence_tiled_compute(
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     """Multiply a saved gradient by `factor` in the gradient's dtype, as a factor in fp32 would widen the gradient."""
-    return gradient * factor.to(gradient.dtype) if gradient.dtype != torch.float16 else (gradient * factor.float()).to(gradient.dtype)
+    return (
+        gradient * factor.to(gradient.dtype)
+        if gradient.dtype != torch.float16
+        else (gradient * factor.float()).to(gradient.dtype)
+    )
 
 
 def _bounds(length: int, tiles: int) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_comm import Mesh, MeshSpec
 from ds_config.errors import PlanError
-from ds_parallel.tensor import TensorOptions, parallelize_model, facts_of, make_tensor_plan
+from ds_parallel.tensor import TensorOptions, facts_of, make_tensor_plan, parallelize_model
 from ds_testing import world
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ds_comm import Mesh, MeshSpec
 from ds_config.errors import PlanError, set_place
-from ds_parallel.tensor import TensorParallelModel, TensorOptions, parallelize_model, facts_of, make_tensor_plan
+from ds_parallel.tensor import TensorOptions, TensorParallelModel, facts_of, make_tensor_plan, parallelize_model
 from ds_testing import world
 
 FAMILIES = [

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import ds_comm
 from ds_config.errors import PlanError
-from ds_parallel.tensor import ShardKind, TensorOptions, parallelize_model, facts_of, make_tensor_plan
+from ds_parallel.tensor import ShardKind, TensorOptions, facts_of, make_tensor_plan, parallelize_model
 from ds_testing import world
 
 

@@ -15,10 +15,10 @@ from ds_config.errors import CheckpointError, set_place
 from ds_parallel.tensor import (
     TensorOptions,
     causal_loss,
-    parallelize_model,
     facts_of,
     load_sharded_weights,
     make_tensor_plan,
+    parallelize_model,
     vocab_parallel_cross_entropy,
 )
 from ds_testing import world

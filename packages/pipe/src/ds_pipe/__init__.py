@@ -9,14 +9,14 @@ layers and module cut them, a stage runs one part of one, links carry values bet
 """
 
 from ds_pipe.actions import Action, ActionKind, Program
-from ds_pipe.pipeline_api import Pipeline, pipeline, split_batch
 from ds_pipe.costs import Costs
 from ds_pipe.decoder_stages import DecoderStages
+from ds_pipe.gradient_reduction import clip_grad_norm, global_norm
 from ds_pipe.layer_specs import LayerSpec, TiedLayerSpec
 from ds_pipe.module import PipelineModule
-from ds_pipe.program_passes import add_comms, add_gathers, add_reduces, mark_reduce
-from ds_pipe.stage_placement import looped, vee
+from ds_pipe.pipeline_api import Pipeline, pipeline, split_batch
 from ds_pipe.profile import profile_layers
+from ds_pipe.program_passes import add_comms, add_gathers, add_reduces, mark_reduce
 from ds_pipe.programs import (
     SCHEDULES,
     PipelineSpec,
@@ -33,43 +33,43 @@ from ds_pipe.programs import (
     zb_h2,
     zbv,
 )
-from ds_pipe.gradient_reduction import clip_grad_norm, global_norm
 from ds_pipe.runner import Handler, run
-from ds_pipe.staged import StagedModel, Tie
 from ds_pipe.schedule_timing import ScheduleTiming, simulate
+from ds_pipe.stage_placement import looped, vee
+from ds_pipe.staged import StagedModel, Tie
 from ds_pipe.topology import (
     PipeDataParallelTopology,
+    PipelineGroups,
     PipelineParallelGrid,
     PipeModelDataParallelTopology,
-    PipelineGroups,
     ProcessTopology,
 )
 from ds_pipe.trace import Trace, tracing
-from ds_pipe.verify import ScheduleReport, ScheduleError, verify
+from ds_pipe.verify import ScheduleError, ScheduleReport, verify
 
 __all__ = [
     "SCHEDULES",
     "Action",
+    "ActionKind",
     "Costs",
     "DecoderStages",
     "Handler",
     "LayerSpec",
-    "ActionKind",
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",
     "Pipeline",
+    "PipelineGroups",
     "PipelineModule",
     "PipelineParallelGrid",
-    "PipelineGroups",
+    "PipelineSpec",
     "ProcessTopology",
     "Program",
-    "ScheduleReport",
     "ScheduleError",
+    "ScheduleReport",
+    "ScheduleTiming",
     "StagedModel",
-    "PipelineSpec",
     "Tie",
     "TiedLayerSpec",
-    "ScheduleTiming",
     "Trace",
     "accumulation",
     "add_comms",

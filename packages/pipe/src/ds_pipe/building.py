@@ -7,15 +7,17 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 import ds_comm
-from ds_comm import ParamSharding, ReductionGroup, Group
+from ds_comm import Group, ParamSharding, ReductionGroup
 from ds_comm.ddp import mark_unlike
 from ds_pipe.staged import StagedModel, Tie
 from ds_pipe.topology import GRADIENT_AXES, PipelineGroups
 
-__all__ = ["broadcast_ties", "annotate_params", "tie"]
+__all__ = ["annotate_params", "broadcast_ties", "tie"]
 
 
-def tie(places: PipelineGroups, holders: Mapping[str, Sequence[int]], params: Mapping[str, nn.Parameter]) -> tuple[Tie, ...]:
+def tie(
+    places: PipelineGroups, holders: Mapping[str, Sequence[int]], params: Mapping[str, nn.Parameter]
+) -> tuple[Tie, ...]:
     """Groups of the ranks that hold each tied parameter. Collective over the world.
 
     Args:

@@ -72,8 +72,8 @@ def _show(args: argparse.Namespace) -> None:
     from ds_pipe.costs import Costs
     from ds_pipe.program_passes import add_comms, mark_reduce
     from ds_pipe.programs import placement_of
-    from ds_pipe.show import as_gantt, as_table
     from ds_pipe.schedule_timing import simulate
+    from ds_pipe.show import as_gantt, as_table
     from ds_pipe.trace import Trace
     from ds_pipe.verify import verify
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_config.errors import UnsupportedError
-from ds_pipe.building import broadcast_ties, annotate_params, tie
+from ds_pipe.building import annotate_params, broadcast_ties, tie
 from ds_pipe.partition import balanced, uniform
 from ds_pipe.programs import PipelineSpec, placement_of
 from ds_pipe.recompute import Backwards, checkpointed
@@ -72,7 +72,9 @@ class DecoderStages(nn.Module):
         stages = [s for s, r in enumerate(rank_of) if r == places.pipe.rank]
         self.loss_function, self.vocab_size = whole.loss_function, whole.config.vocab_size
         self.config = whole.config
-        parts = {s: _DecoderPart(whole, (self.parts[s], self.parts[s + 1]), s == 0, s + 1 == len(rank_of)) for s in stages}
+        parts = {
+            s: _DecoderPart(whole, (self.parts[s], self.parts[s + 1]), s == 0, s + 1 == len(rank_of)) for s in stages
+        }
         for s, part in parts.items():
             self.add_module(f"stage{s}", part)
         names = {id(p): name for name, p in model.named_parameters()}

@@ -18,12 +18,12 @@ from ds_comm.channels import Channels
 from ds_config.errors import PlanError
 from ds_pipe._torch import tree_leaves
 from ds_pipe.actions import Action, ActionKind
-from ds_pipe.stage import PipelineStage
-from ds_pipe.staged import StagedModel
 from ds_pipe.schedule_timing import Span
+from ds_pipe.stage import PipelineStage
 from ds_pipe.stage_link import StageLink, ValueStructure
+from ds_pipe.staged import StagedModel
 
-__all__ = ["Criterion", "PipelineExecutor", "MicrobatchSource", "GradientReduction"]
+__all__ = ["Criterion", "GradientReduction", "MicrobatchSource", "PipelineExecutor"]
 
 
 class GradientReduction(Protocol):
@@ -116,9 +116,13 @@ class PipelineExecutor:
     def _reset(self) -> None:
         self._values: dict[tuple[int, int], Any] = {}  # (stage, microbatch) -> its input
         self._grads: dict[tuple[int, int], list[Tensor | None]] = {}  # -> gradients of its output
-        self._sent: dict[tuple[int, int], tuple[Any, ValueStructure | None]] = {}  # -> its output, while it is to be sent
+        self._sent: dict[
+            tuple[int, int], tuple[Any, ValueStructure | None]
+        ] = {}  # -> its output, while it is to be sent
         self._shapes: dict[tuple[int, int], ValueStructure] = {}  # -> of its output (sender) for the gradient to come
-        self._received_inputs: dict[tuple[int, int], list[Tensor]] = {}  # -> tensors of its input whose gradients are to be sent
+        self._received_inputs: dict[
+            tuple[int, int], list[Tensor]
+        ] = {}  # -> tensors of its input whose gradients are to be sent
         self._back: dict[tuple[int, int], list[Tensor | None]] = {}  # -> gradients of its input, while to be sent
 
     def link(self, low: int) -> StageLink:
@@ -133,7 +137,9 @@ class PipelineExecutor:
 
     # ---- a step
 
-    def run(self, actions: Sequence[Action], feed: MicrobatchSource, reduction: GradientReduction, criterion: Criterion) -> None:
+    def run(
+        self, actions: Sequence[Action], feed: MicrobatchSource, reduction: GradientReduction, criterion: Criterion
+    ) -> None:
         """Run this rank's row of a training program."""
         self._lend(feed, reduction, criterion)
         handlers = self._handlers()
@@ -155,7 +161,9 @@ class PipelineExecutor:
         finally:
             self._lend(None, None, None)
 
-    def _lend(self, feed: MicrobatchSource | None, reduction: GradientReduction | None, criterion: Criterion | None) -> None:
+    def _lend(
+        self, feed: MicrobatchSource | None, reduction: GradientReduction | None, criterion: Criterion | None
+    ) -> None:
         # Typed as what they are in a step; between steps nothing of the caller is kept.
         self._feed: Any = feed
         self._reduction: Any = reduction
@@ -257,7 +265,9 @@ class PipelineExecutor:
     # ---- evaluation
 
     @torch.no_grad()
-    def evaluate(self, actions: Sequence[Action], feed: MicrobatchSource, done: Callable[[int, Any, Any], object]) -> None:
+    def evaluate(
+        self, actions: Sequence[Action], feed: MicrobatchSource, done: Callable[[int, Any, Any], object]
+    ) -> None:
         """Run this rank's row of a program of forwards; `done` gets number, output and labels of every microbatch at the last stage."""
         last = len(self.model.rank_of) - 1
         self._lend(feed, None, None)

@@ -17,9 +17,9 @@ from ds_pipe.actions import Action, ActionKind
 from ds_pipe.staged import StagedModel
 
 __all__ = [
+    "BackwardReducer",
     "OptimizerReduction",
     "PlainReduction",
-    "BackwardReducer",
     "ReducingOptimizer",
     "StageReduction",
     "clip_grad_norm",

@@ -22,7 +22,7 @@ from ds_config.errors import PlanError
 from ds_pipe.actions import Action, ActionKind, Program
 from ds_pipe.costs import Costs
 
-__all__ = ["ScheduleProblem", "SchedulePriority", "generate"]
+__all__ = ["SchedulePriority", "ScheduleProblem", "generate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,9 @@ class _Simulation:
 
     def __init__(self, problem: ScheduleProblem, rule: SchedulePriority) -> None:
         stages, self.problem, self.rule, self.ahead = len(problem.rank_of), problem, rule, problem.ahead
-        self.ranks = [_ListedRank([s for s, r in enumerate(problem.rank_of) if r == rank]) for rank in range(problem.ranks)]
+        self.ranks = [
+            _ListedRank([s for s, r in enumerate(problem.rank_of) if r == rank]) for rank in range(problem.ranks)
+        ]
         for rank in self.ranks:
             rank.left = len(rank.stages) * problem.microbatches
         self.forwards: list[deque[float]] = [deque() for _ in range(stages)]  # when the next inputs are there

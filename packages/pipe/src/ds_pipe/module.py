@@ -13,14 +13,14 @@ from torch import Tensor, nn
 import ds_comm
 from ds_config.errors import PlanError, UnsupportedError
 from ds_pipe._torch import tree_leaves, tree_map
-from ds_pipe.building import broadcast_ties, annotate_params, tie
+from ds_pipe.building import annotate_params, broadcast_ties, tie
 from ds_pipe.layer_specs import LayerSpec, TiedLayerSpec, class_name, parameters_of
 from ds_pipe.partition import balanced, matching, uniform
 from ds_pipe.profile import profile_layers
 from ds_pipe.programs import PipelineSpec, placement_of
 from ds_pipe.recompute import Backwards, checkpointed
 from ds_pipe.staged import StagedModel
-from ds_pipe.topology import PipelineParallelGrid, PipelineGroups, ProcessTopology, plain_topology
+from ds_pipe.topology import PipelineGroups, PipelineParallelGrid, ProcessTopology, plain_topology
 
 __all__ = ["PipelineModule"]
 

@@ -13,11 +13,11 @@ from ds_config.errors import PlanError
 from ds_pipe.actions import Action, ActionKind, Program
 from ds_pipe.costs import Costs
 from ds_pipe.decoder_stages import DecoderStages
-from ds_pipe.executor import PipelineExecutor, MicrobatchSource, GradientReduction
+from ds_pipe.executor import GradientReduction, MicrobatchSource, PipelineExecutor
+from ds_pipe.gradient_reduction import OptimizerReduction, PlainReduction, ReducingOptimizer
 from ds_pipe.module import PipelineModule
 from ds_pipe.program_passes import add_comms, mark_reduce
 from ds_pipe.programs import inference, list_scheduled, make_program
-from ds_pipe.gradient_reduction import OptimizerReduction, PlainReduction, ReducingOptimizer
 from ds_pipe.staged import StagedModel
 from ds_pipe.verify import verify
 

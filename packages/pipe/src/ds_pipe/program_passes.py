@@ -57,7 +57,9 @@ def _gather_row(actions: tuple[Action, ...], ahead: int) -> tuple[Action, ...]:
         if n == 0 or actions[uses[n - 1]].stage != stage:
             # Not before the action that gives the stage back: with short runs that one may be among the last `ahead`.
             previous_use = next((k for k in range(n - 1, -1, -1) if actions[uses[k]].stage == stage), -1)
-            before.setdefault(uses[max(n - ahead, previous_use + 1, 0)], []).append(Action(ActionKind.GATHER, stage, microbatch))
+            before.setdefault(uses[max(n - ahead, previous_use + 1, 0)], []).append(
+                Action(ActionKind.GATHER, stage, microbatch)
+            )
         if n + 1 == len(uses) or actions[uses[n + 1]].stage != stage:
             after.setdefault(i, []).append(Action(ActionKind.RELEASE, stage, microbatch))
     return tuple(c for i, action in enumerate(actions) for c in (*before.get(i, ()), action, *after.get(i, ())))

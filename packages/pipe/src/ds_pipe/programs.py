@@ -24,9 +24,9 @@ from dataclasses import dataclass, replace
 from ds_config.errors import PlanError
 from ds_pipe.actions import Action, ActionKind, Program
 from ds_pipe.costs import Costs
-from ds_pipe.listing import ScheduleProblem, SchedulePriority, generate
-from ds_pipe.stage_placement import check_size, looped, vee
+from ds_pipe.listing import SchedulePriority, ScheduleProblem, generate
 from ds_pipe.schedule_timing import simulate
+from ds_pipe.stage_placement import check_size, looped, vee
 
 __all__ = [
     "SCHEDULES",
@@ -80,7 +80,9 @@ def interleaved(ranks: int, microbatches: int, virtual: int = 2) -> Program:
     check_size(ranks, microbatches)
     problem = _even(looped(ranks, ranks * virtual), microbatches, [math.inf] * ranks)
     ahead = tuple(2 * (ranks - r - 1) + (virtual - 1) * ranks + 1 for r in range(ranks))
-    return _best(replace(problem, ahead=ahead), [SchedulePriority(grouped=ranks, pair=True), SchedulePriority(grouped=ranks)])
+    return _best(
+        replace(problem, ahead=ahead), [SchedulePriority(grouped=ranks, pair=True), SchedulePriority(grouped=ranks)]
+    )
 
 
 def zb_h1(stages: int, microbatches: int) -> Program:
@@ -129,11 +131,15 @@ def inference(stages: int, microbatches: int, rank_of: Sequence[int] | None = No
     ranks = tuple(range(stages)) if rank_of is None else tuple(rank_of)
     order = sorted((m + s, s, m) for m in range(microbatches) for s in range(stages))
     return Program(
-        tuple(tuple(Action(ActionKind.FORWARD, s, m) for _, s, m in order if ranks[s] == r) for r in range(max(ranks) + 1))
+        tuple(
+            tuple(Action(ActionKind.FORWARD, s, m) for _, s, m in order if ranks[s] == r) for r in range(max(ranks) + 1)
+        )
     )
 
 
-def list_scheduled(microbatches: int, costs: Costs, rank_of: Sequence[int], cap: float | Sequence[float] = math.inf) -> Program:
+def list_scheduled(
+    microbatches: int, costs: Costs, rank_of: Sequence[int], cap: float | Sequence[float] = math.inf
+) -> Program:
     """Search for the best program for measured costs under a memory cap.
 
     Ranked by shortest period, then span, then least memory.

@@ -44,8 +44,7 @@ class Backwards:
 
     @contextmanager
     def running(self, mode: Mode) -> Iterator[list[WeightGradJob]]:
-        """Set the kind of the backwards inside the context, and yield the list that collects their weight-gradient jobs.
-        """
+        """Set the kind of the backwards inside the context, and yield the list that collects their weight-gradient jobs."""
         before = (self.mode, self.jobs)
         self.mode, self.jobs = mode, []
         try:

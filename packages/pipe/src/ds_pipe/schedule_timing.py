@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ds_pipe.actions import Action, ActionKind, Program
 from ds_pipe.costs import Costs
 
-__all__ = ["Span", "ScheduleTiming", "simulate"]
+__all__ = ["ScheduleTiming", "Span", "simulate"]
 
 Span = tuple[float, float, Action]  # begin, end, what
 

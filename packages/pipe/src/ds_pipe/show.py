@@ -12,7 +12,12 @@ from ds_pipe.schedule_timing import Span
 
 __all__ = ["as_gantt", "as_table"]
 
-_COLOURS = {ActionKind.FORWARD: "#6fa8dc", ActionKind.BACKWARD: "#93c47d", ActionKind.INPUT_GRAD: "#93c47d", ActionKind.WEIGHT_GRAD: "#ffd966"}
+_COLOURS = {
+    ActionKind.FORWARD: "#6fa8dc",
+    ActionKind.BACKWARD: "#93c47d",
+    ActionKind.INPUT_GRAD: "#93c47d",
+    ActionKind.WEIGHT_GRAD: "#ffd966",
+}
 
 
 def as_table(ranks: Sequence[Sequence[Span]], columns: int = 160) -> str:

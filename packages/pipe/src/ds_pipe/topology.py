@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import ds_comm
-from ds_comm import RankGrid, Group
+from ds_comm import Group, RankGrid
 from ds_config.errors import PlanError
 
 __all__ = [
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",
-    "PipelineParallelGrid",
     "PipelineGroups",
+    "PipelineParallelGrid",
     "ProcessTopology",
 ]
 

@@ -25,9 +25,9 @@ from typing import Any
 import ds_comm
 from ds_config.errors import PlanError
 from ds_pipe.actions import Action, ActionKind, Program
-from ds_pipe.pipeline_api import Pipeline
 from ds_pipe.costs import Costs
-from ds_pipe.schedule_timing import Span, ScheduleTiming, simulate
+from ds_pipe.pipeline_api import Pipeline
+from ds_pipe.schedule_timing import ScheduleTiming, Span, simulate
 
 __all__ = ["Trace", "tracing"]
 

@@ -17,7 +17,7 @@ from ds_pipe.actions import Action, ActionKind, Program
 from ds_pipe.costs import Costs
 from ds_pipe.schedule_timing import simulate
 
-__all__ = ["ScheduleReport", "ScheduleError", "verify"]
+__all__ = ["ScheduleError", "ScheduleReport", "verify"]
 
 _GRID_BEFORE, _GRID_AFTER = 6, 2  # cells shown around the failing one: enough to see what led to it
 
@@ -103,10 +103,17 @@ def verify(program: Program, costs: Costs | None = None, caps: Sequence[float] |
             fix="Give one number a stage.",
         )
     paper = _Paper(
-        program, costs, None if caps is None else tuple(caps), program.owners(), [_SimulatedRank() for _ in program.ranks]
+        program,
+        costs,
+        None if caps is None else tuple(caps),
+        program.owners(),
+        [_SimulatedRank() for _ in program.ranks],
     )
     paper.splits = {a for actions in program.ranks for a in actions if a.op is ActionKind.INPUT_GRAD}
-    paper.trains, paper.gathers = bool(ops & {ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD}), ActionKind.GATHER in ops
+    paper.trains, paper.gathers = (
+        bool(ops & {ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD}),
+        ActionKind.GATHER in ops,
+    )
     while any(rank.at < len(actions) for rank, actions in zip(paper.ranks, program.ranks, strict=True)):
         moved = [_advance(paper, r) for r in range(len(program.ranks))]
         if not any(moved):
@@ -197,7 +204,11 @@ def _result(paper: _Paper, forward: bool, stage: int, microbatch: int) -> Action
 
 
 def _other_backward(action: Action) -> Action:
-    return Action(ActionKind.INPUT_GRAD if action.op is ActionKind.BACKWARD else ActionKind.BACKWARD, action.stage, action.microbatch)
+    return Action(
+        ActionKind.INPUT_GRAD if action.op is ActionKind.BACKWARD else ActionKind.BACKWARD,
+        action.stage,
+        action.microbatch,
+    )
 
 
 def _sender(receive: Action) -> Action:

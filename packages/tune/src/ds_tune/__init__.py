@@ -12,32 +12,32 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ds_tune.request import TuningRequest, asked_by_section, asked_of
-    from ds_tune.search import TrialBudget, Result, NextTrial, best_candidate, next_trial, rung_sizes, fit_and_predict
     from ds_tune.cost_model import Calibration, Prediction, Trial, calibrate, predict
+    from ds_tune.request import TuningRequest, asked_by_section, asked_of
+    from ds_tune.search import NextTrial, Result, TrialBudget, best_candidate, fit_and_predict, next_trial, rung_sizes
     from ds_tune.space import Candidate, Rejected, SearchLimits, TuningTask, candidates_of
 
 __all__ = [
-    "TuningRequest",
-    "TrialBudget",
     "Calibration",
     "Candidate",
-    "Rejected",
-    "SearchLimits",
-    "Prediction",
-    "Result",
     "NextTrial",
-    "TuningTask",
+    "Prediction",
+    "Rejected",
+    "Result",
+    "SearchLimits",
     "Trial",
+    "TrialBudget",
+    "TuningRequest",
+    "TuningTask",
     "asked_by_section",
     "asked_of",
+    "best_candidate",
     "calibrate",
     "candidates_of",
-    "best_candidate",
-    "next_trial",
-    "rung_sizes",
-    "predict",
     "fit_and_predict",
+    "next_trial",
+    "predict",
+    "rung_sizes",
 ]
 
 _HOMES = {

@@ -10,7 +10,7 @@ from typing import Any
 from ds_config import read
 from ds_config.errors import ConfigError
 from ds_engine import Shapes
-from ds_tune.search import Result, NextTrial, value_of
+from ds_tune.search import NextTrial, Result, value_of
 from ds_tune.space import SearchLimits, TuningTask, candidates_of
 from ds_tune.trial_runner import TrialRunner, run_trial
 from ds_tune.upstream import autotune, section_of

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ds_tune.request import TuningRequest
-    from ds_tune.search import Result, NextTrial
+    from ds_tune.search import NextTrial, Result
     from ds_tune.trial_runner import TrialRunner
-    from ds_tune.tuning import TuningResult, Tuning
+    from ds_tune.tuning import Tuning, TuningResult
 
 __all__ = ["HELP", "devices_here", "main", "register", "show", "teller"]
 
@@ -98,7 +98,10 @@ def _tune(tuning: Tuning, request: TuningRequest, how: tuple[bool, bool]) -> int
     if overwrite:
         tuning.forget()
     elif (trial_count := tuning.resume()) and not as_json:
-        print(f"going on from {trial_count} trial{'s' * (trial_count != 1)} on disk (--overwrite forgets them)", flush=True)
+        print(
+            f"going on from {trial_count} trial{'s' * (trial_count != 1)} on disk (--overwrite forgets them)",
+            flush=True,
+        )
     try:
         outcome = tuning.run()
     except KeyboardInterrupt:
@@ -135,7 +138,8 @@ def _config_words(args: argparse.Namespace) -> tuple[tuple[str, ...], str]:
 
     script_args = list(args.script_args)
     named = next(
-        (script_args[i + 1] for i, w in enumerate(script_args[:-1]) if w in (args.config_option, _FLAG, "--deepspeed")), None
+        (script_args[i + 1] for i, w in enumerate(script_args[:-1]) if w in (args.config_option, _FLAG, "--deepspeed")),
+        None,
     )
     named = named or next((w.partition("=")[2] for w in script_args if w.startswith(f"{_FLAG}=")), None)
     file = args.config or named
@@ -208,8 +212,8 @@ def teller() -> Callable[[NextTrial, Result | None], None]:
 
 def show(outcome: TuningResult, files: dict[str, str], request: TuningRequest, as_json: bool) -> None:
     from ds_config.errors import UnsupportedError
-    from ds_tune.tuning_plot import draw
     from ds_tune.results_writer import left_text, rows_of
+    from ds_tune.tuning_plot import draw
 
     rows = rows_of(outcome.candidates, outcome.results, outcome.known, request.metric)
     try:
@@ -228,7 +232,9 @@ def show(outcome: TuningResult, files: dict[str, str], request: TuningRequest, a
         return
     _table(rows)
     if outcome.left or outcome.known.left:
-        print(f"left out of {len(outcome.candidates) + len(outcome.left)}:\n{left_text((*outcome.left, *outcome.known.left))}")
+        print(
+            f"left out of {len(outcome.candidates) + len(outcome.left)}:\n{left_text((*outcome.left, *outcome.known.left))}"
+        )
     print(
         f"best of {len(outcome.candidates)}: {candidate.name}, {measured.step_s * 1e3:.1f} ms a step of {candidate.plan.batch}"
     )
@@ -265,8 +271,8 @@ def _cell(value: float | None, scale: float) -> str:
 
 def _explain(tuning: Tuning, name: str, as_json: bool, job: TrialRunner) -> int:
     """Print the candidates and predictions without starting a trial."""
-    from ds_config.errors import ConfigError
     from ds_config.did_you_mean import nearest
+    from ds_config.errors import ConfigError
     from ds_tune.results_writer import explained, left_text
 
     tuning.resume()

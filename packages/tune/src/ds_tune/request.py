@@ -14,9 +14,9 @@ from typing import Any
 from ds_config.errors import ConfigError
 from ds_engine import load_config
 from ds_engine.autotuning import AutotuningConfig
-from ds_engine.trial_spec import laid_over
 from ds_engine.trial_results import LayerFacts
-from ds_tune.search import TrialBudget, Metric, Tuner
+from ds_engine.trial_spec import laid_over
+from ds_tune.search import Metric, TrialBudget, Tuner
 from ds_tune.space import ACCUMULATION, CHECKPOINTED, MICRO, OFFLOAD, STAGE, TRAIN, SearchLimits, default_space
 
 __all__ = ["TuningRequest", "asked_by_section", "asked_of", "parse_setting"]

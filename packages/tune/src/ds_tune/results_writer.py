@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ds_config.sizes import bytes_text
-from ds_engine.trial_spec import laid_over
 from ds_engine.trial_results import TrialResult
-from ds_tune.search import Metric, Result, SearchState, value_of
+from ds_engine.trial_spec import laid_over
 from ds_tune.cost_model import Prediction
+from ds_tune.search import Metric, Result, SearchState, value_of
 from ds_tune.space import ACCUMULATION, MICRO, TRAIN, Candidate, Rejected
 
 __all__ = ["best_text", "explained", "left_text", "rows_of", "summary_text", "tuned"]

@@ -19,17 +19,17 @@ from ds_tune.cost_model import Calibration, Prediction, Trial, calibrate, predic
 from ds_tune.space import Candidate, Rejected, SearchLimits
 
 __all__ = [
-    "TrialBudget",
     "Metric",
+    "NextTrial",
     "Outcome",
     "Result",
     "SearchState",
-    "NextTrial",
+    "TrialBudget",
     "Tuner",
     "best_candidate",
+    "fit_and_predict",
     "next_trial",
     "rung_sizes",
-    "fit_and_predict",
     "value_of",
 ]
 
@@ -277,7 +277,9 @@ def rung_sizes(count: int) -> tuple[int, ...]:
     return tuple(rungs)
 
 
-def _again(candidates: Sequence[Candidate], results: Sequence[Result], budget: TrialBudget, metric: Metric) -> NextTrial | None:
+def _again(
+    candidates: Sequence[Candidate], results: Sequence[Result], budget: TrialBudget, metric: Metric
+) -> NextTrial | None:
     """Choose the next repeat of successive halving."""
     measured = [r for r in results if r.measured is not None]
     near = _ranked(measured, 0, candidates, metric)
@@ -299,7 +301,9 @@ def _again(candidates: Sequence[Candidate], results: Sequence[Result], budget: T
         for name in inside:
             if not any(r.name == name and r.rung == rung for r in results):
                 candidate = next(c for c in candidates if c.name == name)
-                return NextTrial(candidate, rung, budget.steps << rung, f"among the best {len(inside)}, measured longer")
+                return NextTrial(
+                    candidate, rung, budget.steps << rung, f"among the best {len(inside)}, measured longer"
+                )
     return None
 
 

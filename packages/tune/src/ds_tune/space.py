@@ -13,8 +13,8 @@ from typing import Any
 
 from ds_config.errors import ConfigError, DsError
 from ds_engine import Config, Plan, Shapes, load_config, make_plan
-from ds_engine.trial_spec import laid_over
 from ds_engine.trial_results import LayerFacts
+from ds_engine.trial_spec import laid_over
 
 __all__ = [
     "ACCUMULATION",

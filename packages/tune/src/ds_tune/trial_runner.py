@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from ds_config.errors import LaunchError
-from ds_engine.trial_spec import DS_TRIAL, TrialSpec
 from ds_engine.trial_results import read_measured, write_json
-from ds_tune.search import Outcome, Result, NextTrial
+from ds_engine.trial_spec import DS_TRIAL, TrialSpec
 from ds_tune.results_writer import tuned
+from ds_tune.search import NextTrial, Outcome, Result
 
 __all__ = ["TrialRunner", "command_of", "ended", "results_on_disk", "run_trial", "script_words"]
 
@@ -222,7 +222,9 @@ def results_on_disk(job: TrialRunner) -> list[Result]:
             record = json.loads(path.read_text())
             measured = read_measured(path.with_name("measured.json")) if record["outcome"] == "measured" else None
             if record["sign"] == job.sign:
-                result = Result(record["name"], record["rung"], record["outcome"], measured, record["message"], record["seconds"])
+                result = Result(
+                    record["name"], record["rung"], record["outcome"], measured, record["message"], record["seconds"]
+                )
                 indexed.append((record["index"], result))
         except (OSError, ValueError, KeyError):
             continue  # written by half, or by another program: it is tried again

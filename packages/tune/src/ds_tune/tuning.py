@@ -11,12 +11,12 @@ from ds_config.errors import LaunchError, PlanError
 from ds_engine import Shapes
 from ds_engine.trial_results import TrialResult, write_json
 from ds_tune.request import TuningRequest
-from ds_tune.search import Result, SearchState, NextTrial, best_candidate, next_trial, fit_and_predict
+from ds_tune.results_writer import best_text, rows_of, summary_text, tuned
+from ds_tune.search import NextTrial, Result, SearchState, best_candidate, fit_and_predict, next_trial
 from ds_tune.space import Candidate, Rejected, TuningTask, candidates_of
 from ds_tune.trial_runner import TrialRunner, command_of, results_on_disk, run_trial
-from ds_tune.results_writer import best_text, rows_of, summary_text, tuned
 
-__all__ = ["TuningResult", "Tuning"]
+__all__ = ["Tuning", "TuningResult"]
 
 NO_SHAPES = Shapes((), ())
 
@@ -139,7 +139,9 @@ class Tuning:
             facts = {"num_params": first.shapes.numel, "trainable_num_params": trained, "rank": 0,
                      "activation_mem_per_gpu": first.saved_bytes}  # fmt: skip
             write_json(folder / "profile_model_info" / "model_info.json", facts)
-        write_json(folder / "trials.json", {"trials": rows_of(outcome.candidates, outcome.results, outcome.known, metric)})
+        write_json(
+            folder / "trials.json", {"trials": rows_of(outcome.candidates, outcome.results, outcome.known, metric)}
+        )
         return {"best": str(best), "optimal": str(optimal), "command": str(folder / "cmd_optimal.txt")}
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ds_config import validate
-from ds_config.errors import ConfigError
 from ds_config.config_file import read
+from ds_config.errors import ConfigError
 from ds_engine import Shapes
 from ds_engine.autotuning import AutotuningConfig
 from ds_engine.memory_fit import shapes_of_numbers
-from ds_tune.request import asked_by_section
 from ds_tune.cli import devices_here, show, teller
+from ds_tune.request import asked_by_section
 from ds_tune.trial_runner import TrialRunner, command_of
 from ds_tune.tuning import Tuning
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ds_config import Alias, NoEffect, Deprecated, StrictModel, Unsupported
+from ds_config import Alias, Deprecated, NoEffect, StrictModel, Unsupported
 from ds_ops.io import IOSettings
 from ds_zero.layout.shard_options import OffloadPolicy
 from ds_zero.policies.zenflow import ZenFlowOptions, bad
@@ -245,7 +245,9 @@ class ZeroConfig(StrictModel):
 
     # What the units replace
     contiguous_gradients: Annotated[bool, NoEffect("gradients of a unit are always contiguous")] = True
-    reduce_scatter: Annotated[bool, NoEffect("what is sharded is reduce-scattered, what is whole is all-reduced")] = True
+    reduce_scatter: Annotated[bool, NoEffect("what is sharded is reduce-scattered, what is whole is all-reduced")] = (
+        True
+    )
     use_multi_rank_bucket_allreduce: Annotated[bool, NoEffect("what is sharded is reduce-scattered")] = True
     allgather_partitions: Annotated[bool, NoEffect("parameters are gathered by units")] = True
     allgather_bucket_size: Annotated[Count, NoEffect("units of reduce_bucket_size are gathered, too")] = 500_000_000
@@ -276,11 +278,13 @@ class ZeroConfig(StrictModel):
     elastic_checkpoint: Annotated[bool, NoEffect("every checkpoint resumes on any number of ranks")] = False
     pipeline_loading_checkpoint: Annotated[bool, NoEffect("every rank reads only the bytes that it holds")] = False
     gather_16bit_weights_on_model_save: Annotated[
-        bool, Alias("stage3_gather_16bit_weights_on_model_save"), NoEffect("weights are gathered where they are asked for")
+        bool,
+        Alias("stage3_gather_16bit_weights_on_model_save"),
+        NoEffect("weights are gathered where they are asked for"),
     ] = False
-    stage3_gather_fp16_weights_on_model_save: Annotated[bool, NoEffect("weights are gathered where they are asked for")] = (
-        False
-    )
+    stage3_gather_fp16_weights_on_model_save: Annotated[
+        bool, NoEffect("weights are gathered where they are asked for")
+    ] = False
     save_muon_momentum_buffer_in_memory: Annotated[bool, NoEffect("the momentum stays with its shard")] = False
 
     # Older names

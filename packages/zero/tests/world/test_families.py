@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import ds_comm
 import ds_zero
-from ds_comm.reduction_group import ParamSharding, ReductionGroup, set_param_sharding
 from ds_comm.placement import Box
+from ds_comm.reduction_group import ParamSharding, ReductionGroup, set_param_sharding
 from ds_config.errors import PlanError, UnsupportedError
 from ds_testing import world
 
@@ -198,7 +198,10 @@ def check(found, expected):
 
 def run(kind, stage, memory, overlap=True, policy=SMALL, clip=0.5):
     net, groups = MAKE[kind]()
-    with mock.patch("ds_zero.runtime.reduce_strategies.LEAST_KEPT", 8), mock.patch("ds_zero.runtime.reduce_strategies.LEAST_SENT", 8):
+    with (
+        mock.patch("ds_zero.runtime.reduce_strategies.LEAST_KEPT", 8),
+        mock.patch("ds_zero.runtime.reduce_strategies.LEAST_SENT", 8),
+    ):
         optimizer = ds_zero.shard(
             net, adamw(net), stage=stage, clip=clip, policy=policy, memory=memory, overlap=overlap, **groups
         )
@@ -232,7 +235,9 @@ def test_equals_one_process_by_arena(kind, stage):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("policy", [SMALL, ds_zero.UnitSizePolicy(max_numel=1, persist_numel=0), ds_zero.UnitSizePolicy()])
+@pytest.mark.parametrize(
+    "policy", [SMALL, ds_zero.UnitSizePolicy(max_numel=1, persist_numel=0), ds_zero.UnitSizePolicy()]
+)
 @pytest.mark.parametrize(("stage", "memory"), [*CELLS, (2, "private"), (1, "shared")])
 @pytest.mark.parametrize("kind", MAKE)
 @world(4)

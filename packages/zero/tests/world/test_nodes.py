@@ -167,13 +167,18 @@ def test_ranks_that_take_other_paths_meet(way):
 
 @world(4)
 def test_nodes_that_do_not_fit_are_refused_and_whole_ones_need_nothing(bench):
-    for stage, nodes in ((3, ds_zero.NodeTopology(3, secondary_partition=True)), (2, ds_zero.NodeTopology(2, hierarchical=True))):
+    for stage, nodes in (
+        (3, ds_zero.NodeTopology(3, secondary_partition=True)),
+        (2, ds_zero.NodeTopology(2, hierarchical=True)),
+    ):
         net = bench.model("plain")
         with pytest.raises(PlanError, match=f"nodes of {nodes.size}") as error:
             ds_zero.shard(net, bench.adamw(net), stage=stage, nodes=nodes)
         assert error.value.code == "zero-nodes"
     for size in (1, 4, 8):
         net = bench.model("plain")
-        optimizer = ds_zero.shard(net, bench.adamw(net), stage=3, nodes=ds_zero.NodeTopology(size, secondary_partition=True))
+        optimizer = ds_zero.shard(
+            net, bench.adamw(net), stage=3, nodes=ds_zero.NodeTopology(size, secondary_partition=True)
+        )
         assert optimizer.sharding.units[0].seat.route is None
         optimizer.close()

@@ -21,7 +21,10 @@ GRID = list(itertools.product((1, 4), BUCKETS, (True, False), (None, 1.0)))
 def train(bench, kind, options, *, steps=5, micros=1, dtype=torch.float32):
     net = bench.model(kind, dtype)
     # These small gradients are to be kept, and sent, as large ones are.
-    with mock.patch("ds_zero.runtime.reduce_strategies.LEAST_KEPT", 8), mock.patch("ds_zero.runtime.reduce_strategies.LEAST_SENT", 8):
+    with (
+        mock.patch("ds_zero.runtime.reduce_strategies.LEAST_KEPT", 8),
+        mock.patch("ds_zero.runtime.reduce_strategies.LEAST_SENT", 8),
+    ):
         optimizer = ds_zero.shard(net, bench.adamw(net), **options)
     for step in range(steps):
         for micro in range(micros):
@@ -121,7 +124,10 @@ class Views(torch.nn.Module):
 @world(2)
 def test_gradients_that_share_memory_are_not_written(stage, memory):
     rank, nets = dist.get_rank(), [Views().double(), Views().double()]
-    with mock.patch("ds_zero.runtime.reduce_strategies.LEAST_KEPT", 8), mock.patch("ds_zero.runtime.reduce_strategies.LEAST_SENT", 8):
+    with (
+        mock.patch("ds_zero.runtime.reduce_strategies.LEAST_KEPT", 8),
+        mock.patch("ds_zero.runtime.reduce_strategies.LEAST_SENT", 8),
+    ):
         policy = ds_zero.UnitSizePolicy(max_numel=1, persist_numel=0)
         optimizer = ds_zero.shard(
             nets[0], torch.optim.SGD(nets[0].parameters(), lr=0.1), stage=stage, memory=memory, policy=policy

@@ -15,7 +15,7 @@ import ds_monitor
 import ds_zero
 from ds_comm.reduction_group import ParamSharding, ReductionGroup, set_param_sharding
 from ds_testing import world
-from ds_zero.layout.unit_plan import ReduceStrategy, ParamStorage
+from ds_zero.layout.unit_plan import ParamStorage, ReduceStrategy
 
 
 def draw(seed):
@@ -33,7 +33,10 @@ def draw(seed):
     if chance.random() < 0.3 and dist.get_world_size() == 2:
         alone = ds_comm.self_group("mine", dist.get_rank())
         for param in net[-1].parameters():
-            set_param_sharding(param, ParamSharding(ReductionGroup("expert", alone, 2), f"experts.{dist.get_rank()}.{len(param.shape)}"))
+            set_param_sharding(
+                param,
+                ParamSharding(ReductionGroup("expert", alone, 2), f"experts.{dist.get_rank()}.{len(param.shape)}"),
+            )
     params = list(net.parameters())
     decay, rest = [p for p in params if p.dim() > 1], [p for p in params if p.dim() <= 1]
     groups = [{"params": decay, "weight_decay": 0.1}] + ([{"params": rest, "weight_decay": 0.0}] if rest else [])

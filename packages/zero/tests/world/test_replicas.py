@@ -30,7 +30,9 @@ def test_equals_one_process(bench, stage, memory):
     whole = ds_zero.safe_get_full_optimizer_state(net.head.weight, "exp_avg")
     assert grad.shape == whole.shape == net.head.weight.shape
     planned = ds_zero.plan(bench.model("external", torch.float64), 4, optimizer.sharding.options)
-    assert planned.persistent_bytes["optim"] == sum(v.nbytes for s in optimizer.state.values() for v in s.values() if v.dim())
+    assert planned.persistent_bytes["optim"] == sum(
+        v.nbytes for s in optimizer.state.values() for v in s.values() if v.dim()
+    )
     optimizer.close()
     for a, b in zip(net.parameters(), expected, strict=True):
         assert float((a - b).abs().max() / b.abs().max()) <= 1e-12

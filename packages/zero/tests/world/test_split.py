@@ -11,12 +11,12 @@ import torch.distributed as dist
 import ds_comm
 import ds_ops.optim
 import ds_zero
-from ds_comm.reduction_group import ParamSharding, set_param_sharding
 from ds_comm.placement import Box
+from ds_comm.reduction_group import ParamSharding, set_param_sharding
 from ds_config.errors import PlanError
 from ds_testing import world
 from ds_zero import OffloadPolicy
-from ds_zero.policies.zenflow import Calendar, ZenFlowOptions, Votes, top_columns
+from ds_zero.policies.zenflow import Calendar, Votes, ZenFlowOptions, top_columns
 
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.999), 1e-8, 0.1
 

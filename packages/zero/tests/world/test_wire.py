@@ -69,14 +69,19 @@ def distance(one, other):
     return max(float((a - b).norm() / b.norm().clamp_min(1e-3)) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("nodes", [None, ds_zero.NodeTopology(2, hierarchical=True, secondary_partition=True)], ids=["flat", "nodes"])
+@pytest.mark.parametrize(
+    "nodes", [None, ds_zero.NodeTopology(2, hierarchical=True, secondary_partition=True)], ids=["flat", "nodes"]
+)
 @pytest.mark.parametrize("node", [1, 2])
 @world(4)
 def test_fine_codes_train_as_exact_messages_do(node, nodes):
     """Over four ranks: a wrong divisor (the mean over nodes instead of ranks) or a wrong order would be off by factors."""
     exact = trained(QuantizedComm())
     assert distance(trained(QuantizedComm(FINE, FINE, FINE, None, node), nodes=nodes), exact) < 0.01
-    assert distance(trained(QuantizedComm(gradients=FINE, correction=ErrorFeedbackOptions(), node=node), stage=2), exact) < 0.01
+    assert (
+        distance(trained(QuantizedComm(gradients=FINE, correction=ErrorFeedbackOptions(), node=node), stage=2), exact)
+        < 0.01
+    )
     assert distance(trained(QuantizedComm(gradients=FINE, node=node), stage=1, shard_size=2), exact) < 0.01
 
 
@@ -121,7 +126,12 @@ def test_masters_are_never_what_codes_said():
     before = [p.detach().clone() for p in net.parameters()]
     with uncertified():
         optimizer = ds_zero.shard(
-            net, torch.optim.SGD(net.parameters(), lr=0.0), stage=3, policy=SMALL, quantized_comm=WIRES["all"], memory="private"
+            net,
+            torch.optim.SGD(net.parameters(), lr=0.0),
+            stage=3,
+            policy=SMALL,
+            quantized_comm=WIRES["all"],
+            memory="private",
         )
     seen = []
     net[0].register_forward_hook(lambda module, *_: seen.append(module.weight.detach().clone()))
@@ -227,7 +237,12 @@ def test_frozen_parameters_travel_as_codes_alone():
     net = net_of()
     net[2].requires_grad_(False)
     optimizer = ds_zero.shard(
-        net, torch.optim.SGD(net.parameters(), lr=0.1), stage=3, quantized_comm=QuantizedComm(frozen=QWZ), policy=SMALL, memory="private"
+        net,
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        stage=3,
+        quantized_comm=QuantizedComm(frozen=QWZ),
+        policy=SMALL,
+        memory="private",
     )
     assert {u.spec.trained: u.plan.wire.weights for u in optimizer.sharding.units} == {True: None, False: QWZ}
     before = ds_zero.safe_get_full_fp32_param(net[2].weight)

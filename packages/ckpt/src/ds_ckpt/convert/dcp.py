@@ -108,7 +108,9 @@ def open_dcp(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Ten
     entries = {}
     for key, value in tensors.items():
         dtype = value.properties.dtype
-        entries[_ours(key, prefix)] = TensorEntry(tuple(value.size), dtype_name(dtype), partial(_read, root, key, value))
+        entries[_ours(key, prefix)] = TensorEntry(
+            tuple(value.size), dtype_name(dtype), partial(_read, root, key, value)
+        )
     return TensorSource(entries, {}, {"left_out": sorted(items_by_key.keys() - tensors.keys())})
 
 

@@ -158,7 +158,9 @@ def _refuse_other_layouts(folder: Path, by_mp: Mapping[int, Sequence[Mapping[str
     names: set[str] = set()
     for states in by_mp.values():
         local_names = {name for group in states[0].get("param_shapes") or [] for name in group}
-        local_names -= {name for name in local_names if name.startswith(_TIED)}  # each stage that has them has all of them
+        local_names -= {
+            name for name in local_names if name.startswith(_TIED)
+        }  # each stage that has them has all of them
         if names & local_names:
             reasons.append(f"the parameter {min(names & local_names)!r} in several model-parallel ranks")
         names |= local_names
@@ -187,7 +189,9 @@ def _module(collected: _Found, states: Sequence[Mapping[str, Any]]) -> None:
             and (tensor.numel() or name in buffers or name not in known)
         ):
             key = f"buffer/{name}" if name in buffers else f"param/{name}"
-            collected.entries[key] = TensorEntry(tuple(tensor.shape), dtype_name(tensor.dtype), partial(_itself, tensor))
+            collected.entries[key] = TensorEntry(
+                tuple(tensor.shape), dtype_name(tensor.dtype), partial(_itself, tensor)
+            )
     for name, shape in (first.get("frozen_param_shapes") or {}).items():
         parts = [state["frozen_param_fragments"][name] for state in states]
         whole = parts[:1] if parts[0].numel() == shape.numel() else parts
@@ -212,7 +216,9 @@ def _layers_and_experts(collected: _Found, folder: Path, states: Sequence[Mappin
             whole = f"{int(layer[1])}.{name}" if layer else name
             if isinstance(tensor, Tensor) and not (layer and name in tied and whole not in known | buffers):
                 key = f"buffer/{whole}" if whole in buffers else f"param/{whole}"
-                collected.entries[key] = TensorEntry(tuple(tensor.shape), dtype_name(tensor.dtype), partial(_itself, tensor))
+                collected.entries[key] = TensorEntry(
+                    tuple(tensor.shape), dtype_name(tensor.dtype), partial(_itself, tensor)
+                )
 
 
 def _optimizer(collected: _Found, states: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> None:
@@ -237,7 +243,9 @@ def _optimizer(collected: _Found, states: Sequence[Mapping[str, Any]], ranks: Se
         if index == len(collected.groups):  # later pipeline stages have the groups of the first again
             collected.groups.append({k: v for k, v in group.items() if k != "params"})
             collected.names.append([])
-        collected.names[index].extend(_names_of(states[0]["param_shapes"], group["params"] if stage3 else [index], count))
+        collected.names[index].extend(
+            _names_of(states[0]["param_shapes"], group["params"] if stage3 else [index], count)
+        )
     collected.scale = collected.scale or _scale(ranks[0].get("loss_scaler"))
 
 
@@ -400,7 +408,9 @@ def _universal(collected: _Found, zero: Path, states: Sequence[Mapping[str, Any]
     steps = [s["step"] for s in (inner.get("state") or {}).values() if isinstance(s, Mapping) and "step" in s]
     if steps and "step" not in collected.scalars:
         names = {
-            key.split("/", 1)[1] for key in collected.entries if f"optim/{key.split('/', 1)[1]}/exp_avg" in collected.entries
+            key.split("/", 1)[1]
+            for key in collected.entries
+            if f"optim/{key.split('/', 1)[1]}/exp_avg" in collected.entries
         }
         collected.scalars["step"] = {name: float(steps[0]) for name in sorted(names)}
 

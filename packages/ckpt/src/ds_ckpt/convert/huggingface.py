@@ -67,7 +67,9 @@ def open_hf(path: str | os.PathLike[str]) -> TensorSource:
                         code="ckpt-dtype",
                         fix="Convert it first.",
                     )
-                entries[name] = TensorEntry(tuple(view.get_shape()), BY_CODE[view.get_dtype()], partial(_read, file, name))
+                entries[name] = TensorEntry(
+                    tuple(view.get_shape()), BY_CODE[view.get_dtype()], partial(_read, file, name)
+                )
     return TensorSource(entries)
 
 

@@ -18,7 +18,15 @@ import torch
 
 from ds_config.errors import CheckpointError, UnsupportedError
 
-__all__ = ["DynamicLossScaler", "FragmentAddress", "LossScaler", "PickledObject", "load_pt", "require_pickle", "save_pt"]
+__all__ = [
+    "DynamicLossScaler",
+    "FragmentAddress",
+    "LossScaler",
+    "PickledObject",
+    "load_pt",
+    "require_pickle",
+    "save_pt",
+]
 
 
 class PickledObject:

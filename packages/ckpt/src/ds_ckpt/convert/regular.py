@@ -340,7 +340,9 @@ def _stages(source: TensorSource, layout: Regular) -> list[_Stage]:
     for low, high in itertools.pairwise((*layout.pipeline, max(last, layout.layers))):
         here = range(low, high)
         first = {n: layers[0] for n in names if (layers := sorted(set(_place(n, layout)[0]) & set(here)))}
-        stage_groups = [(known[i], stage_names) for i, group in enumerate(groups) if (stage_names := _ordered(group, first))]
+        stage_groups = [
+            (known[i], stage_names) for i, group in enumerate(groups) if (stage_names := _ordered(group, first))
+        ]
         out.append(_Stage(set(first), [group for _, group in stage_groups], [what for what, _ in stage_groups], here))
     return out
 

@@ -106,7 +106,9 @@ def _own(group: Mapping[str, int], layout: Regular, rank: int) -> tuple[Mapping[
     """
     if layout.experts == 1 or not any(EXPERT.fullmatch(name) for name in group):
         return group, rank, layout.ranks
-    rank_experts = {n: size for n, size in group.items() if _owner(n, group, layout.experts)[0] == rank % layout.experts}
+    rank_experts = {
+        n: size for n, size in group.items() if _owner(n, group, layout.experts)[0] == rank % layout.experts
+    }
     return rank_experts, rank // layout.experts, layout.ranks // layout.experts
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from ds_ckpt.checkpoint_list import read_manifest
 from ds_ckpt.file_reads import Files
 from ds_ckpt.jsontext import Json, from_json
-from ds_ckpt.save_plan import plan_load
+from ds_ckpt.local_storage import CheckpointRef, locate
 from ds_ckpt.reader import check_block, read_blocks
 from ds_ckpt.save_job import SaveResult, save_from
-from ds_ckpt.local_storage import CheckpointRef, locate
+from ds_ckpt.save_plan import plan_load
 from ds_ckpt.shard_tensors import byte_view, dtype_name, torch_dtype
 from ds_comm.placement import TensorShard
 

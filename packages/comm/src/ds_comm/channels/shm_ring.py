@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ds_comm.call import CollectiveCall
-from ds_comm.channels.signature import Leaf, CellPiece, MessageSignature
+from ds_comm.channels.signature import CellPiece, Leaf, MessageSignature
 from ds_comm.shm_wait import SLICE_S, wait_until
 from ds_comm.watch.recorder import current
 from ds_comm.work import DONE, Work

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ds_config.errors import CommError
 
-__all__ = ["Leaf", "CellPiece", "MessageSignature"]
+__all__ = ["CellPiece", "Leaf", "MessageSignature"]
 
 Leaf = tuple[torch.dtype, torch.Size]
 _ALIGNED = 64

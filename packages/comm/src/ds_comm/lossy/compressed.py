@@ -67,7 +67,12 @@ class ErrorFeedback:
             )
         key = unit, hop
         residual, uses = self._errors.get(key), self._uses.get(key, 0)
-        if residual is None or residual.numel() != like.numel() or residual.dtype != like.dtype or uses == self.reset_after > 0:
+        if (
+            residual is None
+            or residual.numel() != like.numel()
+            or residual.dtype != like.dtype
+            or uses == self.reset_after > 0
+        ):
             residual, uses = torch.zeros(like.numel(), dtype=like.dtype, device=like.device), 0
             self._errors[key] = residual
         self._uses[key] = uses + 1

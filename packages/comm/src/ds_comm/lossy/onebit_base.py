@@ -15,7 +15,7 @@ from ds_comm.groups import GroupLike, as_group
 from ds_comm.lossy.signs import SignErrors, mean_of_signs
 from ds_config.errors import ConfigError, UnsupportedError
 
-__all__ = ["OneBit", "Params", "OneBitSettings", "count", "fraction", "limited"]
+__all__ = ["OneBit", "OneBitSettings", "Params", "count", "fraction", "limited"]
 
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]

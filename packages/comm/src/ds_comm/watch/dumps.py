@@ -21,7 +21,18 @@ from ds_comm.watch.stamp_ring import Stamp
 from ds_comm.watch.verdict import differs, rank_names
 from ds_config.errors import CommError
 
-__all__ = ["Dump", "DumpFolder", "DumpedOp", "as_dict", "compare", "dump_name", "jobs_in", "new_job", "read_dumps", "render"]
+__all__ = [
+    "Dump",
+    "DumpFolder",
+    "DumpedOp",
+    "as_dict",
+    "compare",
+    "dump_name",
+    "jobs_in",
+    "new_job",
+    "read_dumps",
+    "render",
+]
 
 _NAME = re.compile(r"rank-(\d+)-pid-(\d+)(?:-job-(.+))?\.json")
 
@@ -194,7 +205,9 @@ def _remembered(dumps: Sequence[Dump]) -> list[tuple[str, list[DumpedOp]]]:
     rows, remembered = compare(dumps), []
     for key in dict.fromkeys(row.key for row in rows):
         group_rows = [row for row in rows if row.key == key]
-        start = max(min(mark for row in group_rows for mark in [row.mark] if row.stamps[rank]) for rank in group_rows[0].stamps)
+        start = max(
+            min(mark for row in group_rows for mark in [row.mark] if row.stamps[rank]) for rank in group_rows[0].stamps
+        )
         remembered.append((group_rows[0].group, [row for row in group_rows if row.mark >= start]))
     return remembered
 

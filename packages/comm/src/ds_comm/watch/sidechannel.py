@@ -29,8 +29,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_comm.watch.stamp_ring import Stamp
 from ds_comm.watch.secret import seal
+from ds_comm.watch.stamp_ring import Stamp
 from ds_comm.watch.verdict import RankReport
 
 __all__ = ["SideChannel"]

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["MESSAGES", "OPS", "UNEVEN", "StampRing", "RingReader", "Stamp"]
+__all__ = ["MESSAGES", "OPS", "UNEVEN", "RingReader", "Stamp", "StampRing"]
 
 OPS = (
     "all_reduce",
@@ -203,7 +203,9 @@ class StampRing:
             skip = set(known.get(key, ()))
             for block in blocks[counts == _BLOCK].tolist():
                 if block not in skip:
-                    by_group.setdefault(key, {})[block] = _digest(group_rows[(group_rows["mark"] - 1) // _BLOCK == block])
+                    by_group.setdefault(key, {})[block] = _digest(
+                        group_rows[(group_rows["mark"] - 1) // _BLOCK == block]
+                    )
         return by_group
 
     @staticmethod

@@ -70,7 +70,9 @@ class Finding:
     line: str
 
 
-def judge(local_report: RankReport, reports: Mapping[int, RankReport], groups: Mapping[str, tuple[int, ...]]) -> Finding:
+def judge(
+    local_report: RankReport, reports: Mapping[int, RankReport], groups: Mapping[str, tuple[int, ...]]
+) -> Finding:
     """Decide the finding of the rank that reports `local_report`, from all known reports.
 
     Args:
@@ -88,7 +90,11 @@ def judge(local_report: RankReport, reports: Mapping[int, RankReport], groups: M
                 culprit = next(_culprits(wait, [local_report]), None)
                 if culprit is not None:
                     code = "comm-hang" if _missing(wait, local_report) else "comm-mismatch"
-                    what = "did not come to" if code == "comm-hang" else f"came with {local_report.at(wait.key, wait.mark)} to"
+                    what = (
+                        "did not come to"
+                        if code == "comm-hang"
+                        else f"came with {local_report.at(wait.key, wait.mark)} to"
+                    )
                     line = f"rank {me} is at {local_report.frame} and {what} {wait}, for which rank {other.rank} waits at {other.frame}"
                     return Finding(code, line + _last(local_report))
     busy = next((report for report in others if report.waits() or report.gone), None)
@@ -96,7 +102,9 @@ def judge(local_report: RankReport, reports: Mapping[int, RankReport], groups: M
     return Finding("comm-hang", f"rank {me} is at {local_report.frame}{what}{_last(local_report)}")
 
 
-def judge_wait(wait: Stamp, local_report: RankReport, reports: Mapping[int, RankReport], awaited: Sequence[int]) -> Finding | None:
+def judge_wait(
+    wait: Stamp, local_report: RankReport, reports: Mapping[int, RankReport], awaited: Sequence[int]
+) -> Finding | None:
     """Explain the operation `wait` of the rank that reports `local_report` by the ranks `awaited`.
 
     None when none of these world ranks explains the wait.

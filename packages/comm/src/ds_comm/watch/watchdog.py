@@ -32,11 +32,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_comm.watch.dumps import dump_name, new_job
 from ds_comm.watch.call_sites import user_frame
+from ds_comm.watch.dumps import dump_name, new_job
 from ds_comm.watch.side_channel import Peer, open_peer
-from ds_comm.watch.stamp_ring import StampRing, Stamp
 from ds_comm.watch.sidechannel import SideChannel
+from ds_comm.watch.stamp_ring import Stamp, StampRing
 from ds_comm.watch.verdict import Finding, RankReport, differs, judge, judge_wait
 
 __all__ = ["DEFAULT_DEADLINE_S", "EXIT_CODE", "WatchSettings", "Watchdog"]

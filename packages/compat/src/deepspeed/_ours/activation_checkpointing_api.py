@@ -15,7 +15,14 @@ from torch.utils.checkpoint import CheckpointFunction
 from ds_comm import Group, as_group, self_group
 from ds_config import load
 from ds_config.config_file import read_all
-from ds_parallel import TENSOR_PARALLEL, ActivationCheckpointing, ActivationPolicy, RngTracker, current_checkpointing, tensor_seed
+from ds_parallel import (
+    TENSOR_PARALLEL,
+    ActivationCheckpointing,
+    ActivationPolicy,
+    RngTracker,
+    current_checkpointing,
+    tensor_seed,
+)
 from ds_parallel.config import ActivationCheckpointingConfig
 
 __all__ = [

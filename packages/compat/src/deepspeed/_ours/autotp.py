@@ -23,7 +23,7 @@ from ds_comm import as_group, world_group
 from ds_config.errors import PlanError
 from ds_parallel.config import TensorParallelConfig as TPTrainingConfig
 from ds_parallel.config import TensorParallelDegreeConfig as TPConfig
-from ds_parallel.tensor import ShardKind, TensorOptions, parallelize_model, facts_of, make_tensor_plan
+from ds_parallel.tensor import ShardKind, TensorOptions, facts_of, make_tensor_plan, parallelize_model
 
 __all__ = [
     "SUPPORTED_STYLES", "AutoTP", "AutoTPConfig", "PartitionType", "TPConfig", "TPLayerSpec", "TPPlanConverter",

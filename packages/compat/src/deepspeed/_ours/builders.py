@@ -16,6 +16,7 @@ from torch import Tensor
 from deepspeed._ours._torch import flatten, unflatten
 from deepspeed._ours.aio_handles import functions as file_functions
 from ds_config.errors import UnsupportedError
+from ds_ops.apply_update import update
 from ds_ops.update_rules import (
     AdamHyper,
     UpdateRule,
@@ -26,7 +27,6 @@ from ds_ops.update_rules import (
     dither_of,
     lion_coefficients,
 )
-from ds_ops.apply_update import update
 
 __all__ = [
     "ALL_OPS",

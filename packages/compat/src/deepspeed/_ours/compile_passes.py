@@ -9,7 +9,7 @@ from typing import Any
 
 from ds_config.errors import PlanError, UnsupportedError
 from ds_engine.compiling.schedule_passes import BUILTIN as OURS
-from ds_engine.compiling.schedule_passes import Contract, PassEntry, Pass, check_schedule, named
+from ds_engine.compiling.schedule_passes import Contract, Pass, PassEntry, check_schedule, named
 
 __all__ = [
     "BUILTIN",

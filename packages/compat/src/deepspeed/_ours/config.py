@@ -12,10 +12,10 @@ from deepspeed._ours.raising import raising
 from deepspeed._ours.section_models import get_bfloat16_config, get_float16_config, get_monitor_config, get_zero_config
 from ds_comm import world_group
 from ds_config import read
-from ds_config.errors import ConfigError
 from ds_config.config_file import Source
+from ds_config.errors import ConfigError
 from ds_engine import Config, Plan, load_config, resolve_batch
-from ds_engine.batch import BatchSizes, BatchRequest
+from ds_engine.batch import BatchRequest, BatchSizes
 from ds_engine.config import source_of
 from ds_engine.config_rules import asked_batch
 

@@ -31,12 +31,12 @@ from deepspeed._ours.config import DeepSpeedConfig
 from deepspeed._ours.engine_data import ReadsData
 from deepspeed._ours.engine_files import SavesAndLoads
 from deepspeed._ours.flops import FlopsProfiler
-from deepspeed._ours.tp_layers import undress
 from deepspeed._ours.monitors import MonitorMaster
-from deepspeed._ours.zero_optimizer import OffloadsStates
+from deepspeed._ours.offline_tools import logger
 from deepspeed._ours.params import mark, unmark
 from deepspeed._ours.raising import also, out_of_order
-from deepspeed._ours.offline_tools import logger
+from deepspeed._ours.tp_layers import undress
+from deepspeed._ours.zero_optimizer import OffloadsStates
 from deepspeed._surface import MISSING_ATTRIBUTES
 from ds_config.errors import PlanError, UnsupportedError
 from ds_engine import Engine, Plan, StepResult
@@ -44,7 +44,7 @@ from ds_engine.compiling import Contract
 from ds_engine.components import Components
 from ds_moe.utils import has_moe_layers
 from ds_pipe import Action
-from ds_zero import ShardedOptimizer, ShardedModel
+from ds_zero import ShardedModel, ShardedOptimizer
 from ds_zero.layout.dtypes_plan import ScaleState
 
 __all__ = ["DeepSpeedEngine"]
@@ -345,7 +345,9 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         now = self._trains("step")._scale
         if self.global_rank or now is None or (now.scale, now.tolerance) == (before.scale, before.tolerance):
             return
-        message = f"[deepspeed] OVERFLOW! Rank {self.global_rank} Skipping step. Attempted loss scale: {int(before.scale)}, "
+        message = (
+            f"[deepspeed] OVERFLOW! Rank {self.global_rank} Skipping step. Attempted loss scale: {int(before.scale)}, "
+        )
         if now.scale < before.scale:
             logger.info("%sreducing to %d", message, now.scale)
         else:

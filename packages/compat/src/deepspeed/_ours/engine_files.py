@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from deepspeed._ours.grids import check_layers, cut_layers
-from deepspeed._ours.raising import out_of_order
 from deepspeed._ours.checkpoint_api import (
     decode,
     encode,
@@ -22,7 +20,9 @@ from deepspeed._ours.checkpoint_api import (
     name_of_tag,
     same_everywhere,
 )
+from deepspeed._ours.grids import check_layers, cut_layers
 from deepspeed._ours.offline_tools import logger
+from deepspeed._ours.raising import out_of_order
 from deepspeed._ours.version import version
 from ds_comm import all_gather_object, barrier
 from ds_config.errors import ConfigError, UnsupportedError

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ds_config.errors import UnsupportedError
-from ds_engine.flops import ForwardCounter
 from ds_engine.feature_table import FlopsProfilerConfig
+from ds_engine.flops import ForwardCounter
 from ds_engine.profiling import Profile, profile_text
 
 __all__ = ["FlopsProfiler", "get_model_profile"]

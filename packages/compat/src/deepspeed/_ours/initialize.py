@@ -18,24 +18,24 @@ from deepspeed._ours.comm import TORCH_DISTRIBUTED_DEFAULT_PORT, init_distribute
 from deepspeed._ours.config import get_log_level, raw_config
 from deepspeed._ours.deepspeed_engine import DeepSpeedEngine
 from deepspeed._ours.hybrid import DeepSpeedHybridEngine
-from deepspeed._ours.tp_layers import collect_autotp_universal_checkpoint_info, dress, set_autotp_mode
-from deepspeed._ours.zero_optimizer import DeepSpeedZeroOptimizer
+from deepspeed._ours.offline_tools import logger, mark_leaf_modules, set_log_level_from_string, tell_steps
 from deepspeed._ours.optimizer_classes import dress_optimizer
 from deepspeed._ours.pipeline import PipelineEngine
 from deepspeed._ours.raising import raising
 from deepspeed._ours.section_models import get_zero_config
-from deepspeed._ours.offline_tools import logger, mark_leaf_modules, set_log_level_from_string, tell_steps
+from deepspeed._ours.tp_layers import collect_autotp_universal_checkpoint_info, dress, set_autotp_mode
 from deepspeed._ours.version import version
 from deepspeed._ours.zero_api import restore_init_context, shutdown_init_context
+from deepspeed._ours.zero_optimizer import DeepSpeedZeroOptimizer
 from deepspeed._surface.constants import CHECKPOINT
 from ds_comm import as_group, world_group
-from ds_config.errors import ConfigError, PlanError, UnsupportedError
 from ds_config.config_file import Source
+from ds_config.errors import ConfigError, PlanError, UnsupportedError
 from ds_engine import add_config_arguments, load_config, make_plan
 from ds_engine.builder import InitArgs, assemble, shapes_of
 from ds_engine.config import Config
-from ds_engine.parallel_degrees import degrees_of, with_degrees
 from ds_engine.loader import ResumableLoader
+from ds_engine.parallel_degrees import degrees_of, with_degrees
 from ds_inference import InferenceConfig
 from ds_parallel.config import TensorParallelConfig
 from ds_parallel.tensor import facts_of

@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 import torch
 
 from ds_config.errors import ConfigError, UnsupportedError
+from ds_ops.apply_update import update
 from ds_ops.optim import Adagrad, Adam, AdamW, Lamb, Lion
-from ds_ops.optim.optimizer_base import Params
 from ds_ops.optim.muon import orthogonalize
+from ds_ops.optim.optimizer_base import Params
 from ds_ops.update_rules import (
     AdamHyper,
     UpdateRule,
@@ -20,7 +21,6 @@ from ds_ops.update_rules import (
     adam_undo_coefficients,
     dither_of,
 )
-from ds_ops.apply_update import update
 
 __all__ = [
     "ADAM_OPTIMIZER", "LAMB_OPTIMIZER", "MUON_OPTIMIZER", "DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam",
@@ -116,7 +116,9 @@ class DeepSpeedCPUAdam(_Adam):
                 state.update(step=0, **moments)
             state["step"] += 1
             number = state["step"]
-            _update(UpdateSpec(UpdateRule.ADAM, adam_coefficients(hyper, number), dither=dither_of(number)), param, state)
+            _update(
+                UpdateSpec(UpdateRule.ADAM, adam_coefficients(hyper, number), dither=dither_of(number)), param, state
+            )
         return loss
 
     @torch.no_grad()

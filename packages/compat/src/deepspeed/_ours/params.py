@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from deepspeed._ours.config_translation import reads
-from ds_zero import ShardedParameter, ShardedModel, safe_get_local_fp32_param
+from ds_zero import ShardedModel, ShardedParameter, safe_get_local_fp32_param
 from ds_zero.runtime.init_shards import chunk_of
 
 __all__ = [

@@ -35,7 +35,10 @@ class PipelineParallelGrid(ds_pipe.PipelineParallelGrid):
     is_last_stage: bool  # type: ignore[assignment]
 
     def __init__(
-        self, topology: ds_pipe.ProcessTopology | None = None, process_group: Any = None, places: PipelineGroups | None = None
+        self,
+        topology: ds_pipe.ProcessTopology | None = None,
+        process_group: Any = None,
+        places: PipelineGroups | None = None,
     ) -> None:
         if process_group is not None and as_group(process_group).size != world_group().size:
             raise UnsupportedError(

@@ -87,7 +87,9 @@ class SparseTensor:
 
     def __repr__(self) -> str:
         stored, whole = self.sparse_size()
-        return f"SparseTensor(rows={self.indices.numel()}, dense_size={self.dense_size}, reduction={whole / stored:.2f})"
+        return (
+            f"SparseTensor(rows={self.indices.numel()}, dense_size={self.dense_size}, reduction={whole / stored:.2f})"
+        )
 
 
 # ---- a tensor cut over a group

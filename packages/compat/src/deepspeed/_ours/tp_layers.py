@@ -24,7 +24,7 @@ from ds_comm import Group, as_group
 from ds_comm.differentiable import copy, gather, reduce, split
 from ds_comm.groups import self_group
 from ds_config.errors import PlanError, UnsupportedError
-from ds_parallel.tensor import TensorParallelModel, ShardKind, tensor_parallel_of, kind_of, unsharded_params
+from ds_parallel.tensor import ShardKind, TensorParallelModel, kind_of, tensor_parallel_of, unsharded_params
 
 __all__ = [
     "ColumnParallel", "GateUpPack_LinearLayer", "GatherReplacedLayerParams",
@@ -189,8 +189,7 @@ class TensorParallel_Layer(nn.Module, metaclass=_AlsoCut):  # noqa: N801  upstre
             param.data = torch.cat(shards, dim).contiguous()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., in] to [..., out]: this rank's columns, or all columns where outputs are all-reduced or gathered.
-        """
+        """Map [..., in] to [..., out]: this rank's columns, or all columns where outputs are all-reduced or gathered."""
         if self._column:
             out = functional.linear(copy(x, self.group), self.weight, self.bias)
             return self._together(out) if self.gather_output else out

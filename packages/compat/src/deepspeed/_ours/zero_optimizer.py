@@ -14,7 +14,7 @@ import ds_zero
 from deepspeed._ours.config_translation import reads
 from deepspeed._ours.scalers import EngineLossScaler
 from ds_config.errors import ConfigError
-from ds_zero import ShardedOptimizer, ShardedModel, ShardOptions, safe_get_local_grad
+from ds_zero import ShardedModel, ShardedOptimizer, ShardOptions, safe_get_local_grad
 
 __all__ = ["DeepSpeedZeroOptimizer", "OffloadsStates", "ParameterOffload", "kinds_of", "unwrap_model_for_generation"]
 

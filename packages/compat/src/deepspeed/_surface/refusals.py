@@ -46,7 +46,9 @@ LOSSY = Missing(
 RAGGED = Missing(
     "the ragged engine is made of other parts", "deepspeed.inference.v2 (InferenceEngineV2, build_hf_engine)"
 )
-QUANTIZED = Missing("weights are quantised when they are loaded", "init_inference(quant=...), or ds_inference.QuantizationOptions")
+QUANTIZED = Missing(
+    "weights are quantised when they are loaded", "init_inference(quant=...), or ds_inference.QuantizationOptions"
+)
 READERS = Missing("a checkpoint resumes on any degree without a converter", "engine.load_checkpoint, or ds_ckpt")
 WRITERS = Missing(
     "checkpoints are written by one engine", "the `checkpoint` section of the configuration (saving, writer)"

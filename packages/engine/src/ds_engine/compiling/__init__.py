@@ -9,21 +9,29 @@ frames, session            pieces of a model's forward as they are captured; the
 """
 
 from ds_engine.compiling.backends import Compiling, Shares, compiling_of
-from ds_engine.compiling.graph import GraphAction, Graph, PassInputs, Node, GraphVerb
-from ds_engine.compiling.schedule_passes import BUILTIN, Contract, PassEntry, Pass, check_schedule, default_schedule, resolve
+from ds_engine.compiling.graph import Graph, GraphAction, GraphVerb, Node, PassInputs
+from ds_engine.compiling.schedule_passes import (
+    BUILTIN,
+    Contract,
+    Pass,
+    PassEntry,
+    check_schedule,
+    default_schedule,
+    resolve,
+)
 
 __all__ = [
     "BUILTIN",
-    "GraphAction",
     "Compiling",
     "Contract",
-    "PassEntry",
     "Graph",
-    "PassInputs",
+    "GraphAction",
+    "GraphVerb",
     "Node",
     "Pass",
+    "PassEntry",
+    "PassInputs",
     "Shares",
-    "GraphVerb",
     "check_schedule",
     "compiling_of",
     "default_schedule",

@@ -15,8 +15,8 @@ from torch import fx
 
 from ds_engine.compiling._torch import Context, inputs_of, own_results, without_torch_function
 from ds_engine.compiling.graph import Graph
-from ds_engine.compiling.ops import OPS
 from ds_engine.compiling.graph_reader import ParamLocation, base_of, bytes_of, read
+from ds_engine.compiling.ops import OPS
 from ds_engine.compiling.rewriting import rewrite
 
 __all__ = ["Frame", "Lowered", "Owner"]
@@ -152,7 +152,9 @@ class Frame:
         ours: Names of what its forward graph keeps for backward in memory that nobody else has.
     """
 
-    def __init__(self, owner: Owner, captured: fx.GraphModule, find: Callable[[torch.Tensor], ParamLocation | None]) -> None:
+    def __init__(
+        self, owner: Owner, captured: fx.GraphModule, find: Callable[[torch.Tensor], ParamLocation | None]
+    ) -> None:
         self.owner = owner
         self._inputs = [None if tensor is None else find(tensor) for tensor in inputs_of(captured)]
         self.ours: frozenset[str] = frozenset()

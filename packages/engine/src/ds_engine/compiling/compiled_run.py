@@ -98,7 +98,7 @@ class CompiledRun:
             return
         # torch's compiler takes a second to import; a run that is not compiled does without.
         from ds_engine.compiling.sequence_sharding import SharedBatch
-        from ds_engine.compiling.session import Session, CompileSettings
+        from ds_engine.compiling.session import CompileSettings, Session
 
         plan = self.plan if schedule is None else replace(self.plan, schedule=resolve(schedule, self.passes))
         _check_cuts(plan)

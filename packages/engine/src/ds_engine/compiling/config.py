@@ -44,8 +44,12 @@ class CompileConfig(StrictModel):
     sync_after_reduce: bool = Field(default=False, description="Wait for each reduction where it begins.")
     sync_before_allgather: bool = Field(default=False, description="Wait for the device before a gather.")
     sync_after_allgather: bool = Field(default=False, description="Wait for the device after a gather.")
-    keep_int_input_tensors: Annotated[bool, NoEffect("graphs are measured while a step runs; no inputs are kept")] = True
-    keep_all_input_tensors: Annotated[bool, NoEffect("graphs are measured while a step runs; no inputs are kept")] = False
+    keep_int_input_tensors: Annotated[bool, NoEffect("graphs are measured while a step runs; no inputs are kept")] = (
+        True
+    )
+    keep_all_input_tensors: Annotated[bool, NoEffect("graphs are measured while a step runs; no inputs are kept")] = (
+        False
+    )
     passes: tuple[Literal["z1", "z3", "autosp", "autotp"], ...] | None = Field(
         default=None,
         description="Which passes; null chooses by the ZeRO stage. autosp: ranks are given whole sequences, and graphs cut them.",

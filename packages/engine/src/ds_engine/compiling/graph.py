@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import accumulate
 
-__all__ = ["GraphAction", "Grad", "Graph", "PassInputs", "Node", "SavedResult", "GraphVerb"]
+__all__ = ["Grad", "Graph", "GraphAction", "GraphVerb", "Node", "PassInputs", "SavedResult"]
 
 
 class GraphVerb(Enum):

@@ -225,7 +225,9 @@ def _all_gather(
     x: Tensor, group: Any, dim: int = 0, sizes: Sequence[int] | None = None, *, async_op: bool = False, unit: str = ""
 ) -> Any:
     dim = dim % x.dim()
-    result = x if len(group.ranks) == 1 else MOVES.gathered(x, group.order.key, dim, _sizes(x, group, dim, sizes), False)
+    result = (
+        x if len(group.ranks) == 1 else MOVES.gathered(x, group.order.key, dim, _sizes(x, group, dim, sizes), False)
+    )
     return _result(result, async_op)
 
 

@@ -97,7 +97,9 @@ def read(
             place = params.get(f"primals_{at + 1}")
             if place is not None and place.trained and isinstance(result, fx.Node) and result in number:
                 grads.append(Grad(place.unit, place.member, number[result]))
-    saved_nodes = saved_inputs if backward else [] if saved is None else [r for r in results[saved:] if isinstance(r, fx.Node)]
+    saved_nodes = (
+        saved_inputs if backward else [] if saved is None else [r for r in results[saved:] if isinstance(r, fx.Node)]
+    )
     # Also what is kept twice, itself and a view of it: in the backward graph nothing says that these share memory.
     twice = [base for base, count in Counter(bases[node] for node in saved_nodes).items() if count > 1]
     shared_bases = {*twice, *(bases[r] for r in results[: saved or 0] if isinstance(r, fx.Node))}
@@ -105,7 +107,11 @@ def read(
         nodes,
         backward,
         tuple(grads),
-        tuple(_saved(node, bases, number, shared_bases) for node in saved_nodes if backward or _storable(node, bases, params)),
+        tuple(
+            _saved(node, bases, number, shared_bases)
+            for node in saved_nodes
+            if backward or _storable(node, bases, params)
+        ),
         inputs_bytes=sum(bytes_of(node.meta.get("val")) for node in inputs),
     )
 
@@ -133,7 +139,9 @@ def _saved(
     uses = [number[user] for user in number if any(bases[s] is base for s in user.all_input_nodes)]
     produced = number.get(base, -1)
     owned = base is node and base not in shared_bases
-    return SavedResult(node.name, bytes_of(node.meta.get("val")), produced, min(uses, default=-1), max(uses, default=-1), owned)
+    return SavedResult(
+        node.name, bytes_of(node.meta.get("val")), produced, min(uses, default=-1), max(uses, default=-1), owned
+    )
 
 
 def _flat(value: Any) -> list[Any]:

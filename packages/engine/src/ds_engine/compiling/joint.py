@@ -83,7 +83,9 @@ class JointMessage:
             pool.give(whole)
             pool.give(shard)
 
-        self._works.append(comm.reduce_scatter_single(shard, whole, group=self._seat.shard_group, async_op=True, unit=unit))
+        self._works.append(
+            comm.reduce_scatter_single(shard, whole, group=self._seat.shard_group, async_op=True, unit=unit)
+        )
         self._then.append(then)
 
     def _add(self, dtype: torch.dtype, sums: Sequence[tuple[Tensor, Tensor, UnitLayout]], unit: str) -> None:

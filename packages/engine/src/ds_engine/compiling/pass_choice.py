@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ds_engine.compiling.graph import GraphAction, Graph, PassInputs, GraphVerb
+from ds_engine.compiling.graph import Graph, GraphAction, GraphVerb, PassInputs
 
 __all__ = [
     "bucket",
@@ -148,7 +148,9 @@ def _stored(graph: Graph, names: Iterable[str]) -> Graph:
     selected = [saved for saved in graph.saved if saved.name in chosen]
     if graph.backward:
         return graph.plus(GraphAction(GraphVerb.FETCH, saved.first, name=saved.name) for saved in selected)
-    return graph.plus(GraphAction(GraphVerb.STORE, max(saved.last, saved.position) + 1, name=saved.name) for saved in selected)
+    return graph.plus(
+        GraphAction(GraphVerb.STORE, max(saved.last, saved.position) + 1, name=saved.name) for saved in selected
+    )
 
 
 def park_all(graph: Graph, known: PassInputs) -> Graph:
@@ -216,7 +218,11 @@ def load(graph: Graph, known: PassInputs) -> Graph:
     for action in graph.actions:
         if action.verb is GraphVerb.SPARE:
             coming.discard(action.unit)
-        if action.verb not in (GraphVerb.EXPECT, GraphVerb.NEED) or action.unit not in known.resting or action.unit in coming:
+        if (
+            action.verb not in (GraphVerb.EXPECT, GraphVerb.NEED)
+            or action.unit not in known.resting
+            or action.unit in coming
+        ):
             continue
         coming.add(action.unit)
         nbytes, at = known.resting[action.unit], action.at

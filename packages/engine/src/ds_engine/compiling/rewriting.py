@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from ds_engine.compiling.graph import GraphAction, Graph, GraphVerb
-from ds_engine.compiling.ops import OPS
+from ds_engine.compiling.graph import Graph, GraphAction, GraphVerb
 from ds_engine.compiling.graph_reader import ParamLocation, base_of, is_view
+from ds_engine.compiling.ops import OPS
 
 __all__ = ["put_ends_last", "rewrite"]
 
@@ -88,7 +88,9 @@ class _Editor:
             base = base_of(node)
             others = {user for user in base.users if user.op != "output" and base_of(user) is not base}
             shared = (
-                base in bases or base.op == "placeholder" or bool(others and not _all_before(others, self.graph, grad_nodes))
+                base in bases
+                or base.op == "placeholder"
+                or bool(others and not _all_before(others, self.graph, grad_nodes))
             )
             bases.add(base)
             handed.append(self._copy(node) if shared or _scattered(node) else node)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_config.errors import PlanError
+from ds_engine.compiling.graph import Graph, PassInputs
 from ds_engine.compiling.pass_choice import (
     bucket,
     free,
@@ -25,13 +26,12 @@ from ds_engine.compiling.pass_choice import (
     store,
     store_all,
 )
-from ds_engine.compiling.graph import Graph, PassInputs
 
 __all__ = [
     "BUILTIN",
     "Contract",
-    "PassEntry",
     "Pass",
+    "PassEntry",
     "check_schedule",
     "default_schedule",
     "named",

@@ -19,8 +19,8 @@ from ds_config.errors import PlanError, UnsupportedError
 from ds_engine.compiling.backends import Shares
 from ds_engine.compiling.graph_split import wrap_attention
 from ds_parallel.sequence import sequence_part, token_weighted_loss
-from ds_parallel.sequence.sequence_batches import IGNORED
 from ds_parallel.sequence.hf_attention import UlyssesAttention
+from ds_parallel.sequence.sequence_batches import IGNORED
 from ds_parallel.tensor.head_updates import InputCheck
 
 __all__ = ["SharedBatch"]

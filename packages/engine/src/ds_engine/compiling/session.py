@@ -25,20 +25,20 @@ from ds_comm import Group
 from ds_config.errors import DsError, PlanError, UnsupportedError
 from ds_engine.compiling import _torch
 from ds_engine.compiling.backends import BACKENDS, Compiling
-from ds_engine.compiling.graph_split import EDITS
-from ds_engine.compiling.pass_choice import choose_kept
 from ds_engine.compiling.captured_graphs import Frame, Lowered
-from ds_engine.compiling.graph import Graph, PassInputs, GraphVerb
+from ds_engine.compiling.graph import Graph, GraphVerb, PassInputs
 from ds_engine.compiling.graph_moves import substitute_moves
-from ds_engine.compiling.ops import Target, register_target
-from ds_engine.compiling.schedule_passes import PassEntry
 from ds_engine.compiling.graph_reader import ParamLocation
+from ds_engine.compiling.graph_split import EDITS
+from ds_engine.compiling.ops import Target, register_target
+from ds_engine.compiling.pass_choice import choose_kept
+from ds_engine.compiling.schedule_passes import PassEntry
 from ds_engine.compiling.sequence_sharding import SharedBatch
 from ds_engine.compiling.verbs import Graphs
 from ds_parallel.tensor import tensor_parallel_of
 from ds_zero import ShardedModel
 
-__all__ = ["Session", "CompileSettings"]
+__all__ = ["CompileSettings", "Session"]
 
 _log = logging.getLogger("ds_engine")
 _KWARGS = ("dynamic", "fullgraph", "mode", "options")
@@ -124,7 +124,9 @@ class Session:
             self.settings.budget,
             persistent,
             self.plan.least,
-            states={n: unit.plan.bytes.optim for n, unit in all_units if unit.state_store.parks and unit.plan.bytes.optim},
+            states={
+                n: unit.plan.bytes.optim for n, unit in all_units if unit.state_store.parks and unit.plan.bytes.optim
+            },
             resting={
                 n: unit.layout.shard_numel * unit.dtypes.param.itemsize for n, unit in units if unit.storage.rests
             },

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ds_engine.compiling.joint import buckets_of, reduce_together
 from ds_engine.compiling.parking import Parking
-from ds_zero.runtime.sharded_parameter import ShardedParameter, release, restore
 from ds_zero.runtime.sharded_model import ShardedModel
+from ds_zero.runtime.sharded_parameter import ShardedParameter, release, restore
 from ds_zero.runtime.unit import Full, Unit
 
 __all__ = ["Graphs"]

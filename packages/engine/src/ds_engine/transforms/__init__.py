@@ -7,19 +7,19 @@ add-a-transform.md` says how to add one.
 from typing import Any
 
 from ds_engine.transforms.activation_checkpointing import Activations
-from ds_engine.transforms.transform import Applied, TransformInput, BuildContext, Transform, apply_all, decide_all
 from ds_engine.transforms.compression import CompressionTransform
 from ds_engine.transforms.expert_parallel import ExpertTransform
 from ds_engine.transforms.megatron_layers import OwnTensor
-from ds_engine.transforms.token_routing import Routing
+from ds_engine.transforms.quantized_weights import QuantizedWeights
 from ds_engine.transforms.sequence_parallel import Sequence
 from ds_engine.transforms.sparse import SparseAttention
 from ds_engine.transforms.stages import Stages
 from ds_engine.transforms.tensor_parallel import Tensor
-from ds_engine.transforms.quantized_weights import QuantizedWeights
+from ds_engine.transforms.token_routing import Routing
+from ds_engine.transforms.transform import Applied, BuildContext, Transform, TransformInput, apply_all, decide_all
 from ds_engine.transforms.zero_stage import Zero
 
-__all__ = ["TRANSFORMS", "Applied", "TransformInput", "BuildContext", "Transform", "apply_all", "decide_all"]
+__all__ = ["TRANSFORMS", "Applied", "BuildContext", "Transform", "TransformInput", "apply_all", "decide_all"]
 
 TRANSFORMS: tuple[Transform[Any, Any], ...] = (
     Stages(),

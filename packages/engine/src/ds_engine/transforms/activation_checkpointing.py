@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ds_engine.transforms.transform import TransformInput, BuildContext, Transform
-from ds_parallel import ActivationCheckpointing, Checkpointed, ActivationPolicy, checkpoint_modules, match_modules
+from ds_engine.transforms.transform import BuildContext, Transform, TransformInput
+from ds_parallel import ActivationCheckpointing, ActivationPolicy, Checkpointed, checkpoint_modules, match_modules
 
 __all__ = ["Activations"]
 

@@ -14,7 +14,7 @@ from ds_compress.config import CompressionConfig, EigenvalueConfig
 from ds_compress.recipe import CompressionRecipe, make_recipe
 from ds_compress.students import is_student
 from ds_config.errors import PlanError, UnsupportedError
-from ds_engine.transforms.transform import TransformInput, BuildContext, Transform
+from ds_engine.transforms.transform import BuildContext, Transform, TransformInput
 
 __all__ = ["CompressionTransform"]
 

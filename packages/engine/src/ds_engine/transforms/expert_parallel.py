@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_config.errors import PlanError
 from ds_engine.plan import Shapes
-from ds_engine.transforms.transform import TransformInput, BuildContext, Transform
+from ds_engine.transforms.transform import BuildContext, Transform, TransformInput
 from ds_moe import ExpertParallelModel, ExpertPlacement, apply_expert_parallel, place_experts, report_load
 from ds_moe.config import ExpertParallelConfig
 from ds_monitor import current_step
@@ -114,7 +114,9 @@ class ExpertTransform(Transform[Spread, Made]):
         cut = None
         if what.section is not None:
             required = site.mesh["pipe"].size == 1  # a stage may have no experts
-            cut = apply_expert_parallel(site.model, what.section, site.mesh, data_first=what.data_first, required=required)
+            cut = apply_expert_parallel(
+                site.model, what.section, site.mesh, data_first=what.data_first, required=required
+            )
         placed = place_experts(site.model, site.mesh, data_first=what.data_first)
         return Made(cut, placed, site.model.register_forward_pre_hook(_Reporting()))
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from ds_comm import Group
-from ds_comm.reduction_group import ParamSharding, ReductionGroup, set_param_sharding, param_sharding
 from ds_comm.placement import Box
-from ds_engine.transforms.transform import TransformInput, BuildContext, Transform
+from ds_comm.reduction_group import ParamSharding, ReductionGroup, param_sharding, set_param_sharding
+from ds_engine.transforms.transform import BuildContext, Transform, TransformInput
 
 __all__ = ["Own", "OwnLayers"]
 
@@ -56,7 +56,9 @@ class OwnTensor(Transform[OwnLayers, Own]):
         named = [(name, param, param_sharding(param)) for name, param in site.model.named_parameters()]
         free = [(name, param, was) for name, param, was in named if was.family is None]
         for name, param, was in free:
-            set_param_sharding(param, _part(name, param, part, tensor) if _is_part(param) else replace(was, family=same))
+            set_param_sharding(
+                param, _part(name, param, part, tensor) if _is_part(param) else replace(was, family=same)
+            )
         return Own(tuple((param, was) for _, param, was in free))
 
     def undo(self, applied: Own) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ds_config.errors import PlanError
 from ds_engine.model_sections import WeightQuantizationConfig
 from ds_engine.plan import Shapes
-from ds_engine.transforms.transform import TransformInput, BuildContext, Transform
+from ds_engine.transforms.transform import BuildContext, Transform, TransformInput
 from ds_ops.formats import INT4, INT8, QuantTensor
 from ds_ops.quant import dequantize
 from ds_ops.quant_linear import quantize_weight, quantized_linear

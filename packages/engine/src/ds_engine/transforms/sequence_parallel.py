@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ds_config.errors import PlanError, UnsupportedError
 from ds_engine.compiling import Shares
-from ds_engine.transforms.transform import TransformInput, BuildContext, Transform
+from ds_engine.transforms.transform import BuildContext, Transform, TransformInput
 from ds_parallel.sequence.hf_attention import SUPPORTED, UlyssesAttention
 
 __all__ = ["Sequence"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ds_config.errors import PlanError, UnsupportedError
 from ds_engine.model_sections import SparseAttentionConfig
-from ds_engine.transforms.transform import TransformInput, BuildContext, Transform
+from ds_engine.transforms.transform import BuildContext, Transform, TransformInput
 from ds_ops.sparse_attention import (
     Pattern,
     Sparsity,
@@ -124,7 +124,9 @@ class SparseAttention(Transform[SparseAttentionTransform, "_Wrapped"]):
     def plan_rows(self, what: SparseAttentionTransform) -> Mapping[str, str]:
         values = what.section.model_dump(exclude_unset=True)
         details = ", ".join(f"{key} {value}" for key, value in values.items() if key not in ("mode", "block"))
-        return {"sparse attention": f"{what.section.mode}, blocks of {what.section.block} tokens{details and ', ' + details}"}
+        return {
+            "sparse attention": f"{what.section.mode}, blocks of {what.section.block} tokens{details and ', ' + details}"
+        }
 
     def apply(self, what: SparseAttentionTransform, site: BuildContext) -> _Wrapped:
         return _Wrapped(site.model, what)

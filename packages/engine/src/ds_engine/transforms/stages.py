@@ -13,9 +13,9 @@ from ds_config.errors import PlanError
 from ds_engine.executor import Passes
 from ds_engine.loss_total import SumLoss, loss_of
 from ds_engine.model_sections import PipelineConfig
-from ds_engine.transforms.transform import TransformInput, BuildContext, Transform
+from ds_engine.transforms.transform import BuildContext, Transform, TransformInput
 from ds_engine.uneven_inputs import WeightedBatch
-from ds_pipe import Action, DecoderStages, ActionKind, Pipeline, PipelineModule, PipelineSpec, pipeline, split_batch
+from ds_pipe import Action, ActionKind, DecoderStages, Pipeline, PipelineModule, PipelineSpec, pipeline, split_batch
 from ds_pipe.executor import MicrobatchSource
 from ds_pipe.gradient_reduction import StageReduction
 

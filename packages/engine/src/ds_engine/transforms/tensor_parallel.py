@@ -11,8 +11,8 @@ from torch import nn
 
 from ds_config.errors import UnsupportedError
 from ds_engine.plan import Shapes
-from ds_engine.transforms.transform import TransformInput, BuildContext, Transform
-from ds_parallel.tensor import TensorParallelModel, TensorPlan, parallelize_model, make_tensor_plan
+from ds_engine.transforms.transform import BuildContext, Transform, TransformInput
+from ds_parallel.tensor import TensorParallelModel, TensorPlan, make_tensor_plan, parallelize_model
 from ds_zero.layout.units import ParamInfo
 
 __all__ = ["Tensor"]

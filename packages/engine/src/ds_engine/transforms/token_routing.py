@@ -8,7 +8,7 @@ from torch import nn
 
 from ds_config.errors import UnsupportedError
 from ds_data.token_dropping import Router, RouterConfig, start_routing, stop_routing
-from ds_engine.transforms.transform import TransformInput, BuildContext, Transform
+from ds_engine.transforms.transform import BuildContext, Transform, TransformInput
 
 __all__ = ["RandomLTD", "Routing"]
 

@@ -17,16 +17,16 @@ import torch
 from torch import nn
 
 from ds_comm import Mesh, MeshSpec
+from ds_engine.all_or_nothing import all_or_nothing
 from ds_engine.compiling import Shares
 from ds_engine.config import Config
-from ds_engine.executor import ProgramExecutor, OneStage
+from ds_engine.executor import OneStage, ProgramExecutor
 from ds_engine.init_args import Follower, InitArgs
-from ds_engine.plan import TransformPlan, Plan, Shapes
-from ds_engine.all_or_nothing import all_or_nothing
+from ds_engine.plan import Plan, Shapes, TransformPlan
 from ds_parallel import ActivationCheckpointing
-from ds_zero import ShardedOptimizer, ShardedModel
+from ds_zero import ShardedModel, ShardedOptimizer
 
-__all__ = ["Applied", "TransformInput", "BuildContext", "Transform", "apply_all", "decide_all"]
+__all__ = ["Applied", "BuildContext", "Transform", "TransformInput", "apply_all", "decide_all"]
 
 What = TypeVar("What")
 Made = TypeVar("Made")
@@ -136,7 +136,9 @@ class Applied:
             transform.undo(applied)
 
 
-def decide_all(transforms: tuple[Transform[Any, Any], ...], inputs: TransformInput) -> tuple[tuple[TransformPlan, ...], Shapes]:
+def decide_all(
+    transforms: tuple[Transform[Any, Any], ...], inputs: TransformInput
+) -> tuple[tuple[TransformPlan, ...], Shapes]:
     """Decide every transform in order; return the decisions and the shapes left on a rank. Pure."""
     changes = []
     for transform in transforms:

@@ -11,13 +11,22 @@ from typing import Any
 import torch
 
 from ds_config.errors import PlanError
+from ds_engine.all_or_nothing import all_or_nothing
+from ds_engine.config_sections import TorchSchedulerSection
+from ds_engine.lr_schedules import LRScheduler, Schedule
 from ds_engine.optimizer_table import make_optimizer, make_torch_scheduler
 from ds_engine.plan import ShardPlan
-from ds_engine.lr_schedules import Schedule, LRScheduler
-from ds_engine.config_sections import TorchSchedulerSection
-from ds_engine.all_or_nothing import all_or_nothing
-from ds_engine.transforms.transform import TransformInput, BuildContext, Transform
-from ds_zero import STAGES, NodeTopology, ShardingStrategy, ShardedOptimizer, ShardedModel, ShardOptions, QuantizedComm, shard
+from ds_engine.transforms.transform import BuildContext, Transform, TransformInput
+from ds_zero import (
+    STAGES,
+    NodeTopology,
+    QuantizedComm,
+    ShardedModel,
+    ShardedOptimizer,
+    ShardingStrategy,
+    ShardOptions,
+    shard,
+)
 
 __all__ = ["Zero"]
 

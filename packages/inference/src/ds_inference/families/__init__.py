@@ -7,10 +7,10 @@ A new family is one function and one table, in the module of its kind. Configura
 from __future__ import annotations
 
 from ds_config.errors import UnsupportedError
-from ds_inference.families.moe_weights import SPARSE
-from ds_inference.families.llama import LLAMA_LIKE
-from ds_inference.families.older import OLDER
 from ds_inference.families.family_spec import Config, DecoderFamily, Sources
+from ds_inference.families.llama import LLAMA_LIKE
+from ds_inference.families.moe_weights import SPARSE
+from ds_inference.families.older import OLDER
 from ds_inference.families.variants import VARIANTS
 
 __all__ = ["FAMILIES", "Config", "DecoderFamily", "Sources", "family_of"]

@@ -6,7 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ds_inference.spec import AttentionSpec, ExpertsSpec, DecoderLayerSpec, Mlp, Norm, RopeSpec, WeightSource, DecoderSpec
+from ds_inference.spec import (
+    AttentionSpec,
+    DecoderLayerSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    Mlp,
+    Norm,
+    RopeSpec,
+    WeightSource,
+)
 
 __all__ = [
     "LAYER",

@@ -21,7 +21,7 @@ from ds_inference.families.family_spec import (
     rows,
     windows_of,
 )
-from ds_inference.spec import AttentionSpec, Mlp, Norm, RopeSpec, DecoderSpec
+from ds_inference.spec import AttentionSpec, DecoderSpec, Mlp, Norm, RopeSpec
 
 __all__ = ["FOUR_NORMS", "LLAMA_LIKE", "PHI3"]
 

@@ -23,12 +23,14 @@ from ds_inference.families.family_spec import (
     windows_of,
 )
 from ds_inference.families.variants import multiplied
-from ds_inference.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec, Mlp, Norm, WeightSource, DecoderSpec
+from ds_inference.spec import AttentionSpec, DecoderSpec, ExpertsSpec, LatentAttentionSpec, Mlp, Norm, WeightSource
 
 __all__ = ["SPARSE"]
 
 
-def _expert_rows(gate: Sequence[str], old: tuple[str, str, str], block: str = "mlp") -> dict[str, tuple[WeightSource, ...]]:
+def _expert_rows(
+    gate: Sequence[str], old: tuple[str, str, str], block: str = "mlp"
+) -> dict[str, tuple[WeightSource, ...]]:
     """Map expert roles to a packed tensor (transformers 5 in memory) or to a module each (files, transformers 4).
 
     Args:
@@ -270,7 +272,8 @@ def _minimax_m2(config: Config) -> DecoderSpec:
 _MINIMAX_M2 = {
     **_MIXTRAL,
     "layers.{i}.feed.correction": tuple(
-        WeightSource((LAYER + f"{block}.e_score_correction_bias",), optional=True) for block in ("mlp", "block_sparse_moe")
+        WeightSource((LAYER + f"{block}.e_score_correction_bias",), optional=True)
+        for block in ("mlp", "block_sparse_moe")
     ),
 }
 
@@ -294,7 +297,9 @@ def _granite_moe(config: Config) -> DecoderSpec:
 _GRANITE_MOE = {
     **LLAMA,
     **{
-        f"layers.{{i}}.feed.{role}": tuple(WeightSource((LAYER + "block_sparse_moe." + n,), optional=True) for n in names)
+        f"layers.{{i}}.feed.{role}": tuple(
+            WeightSource((LAYER + "block_sparse_moe." + n,), optional=True) for n in names
+        )
         for role, names in {
             "router.weight": ("router.weight", "router.layer.weight"),
             "experts.up": ("experts.gate_up_proj", "input_linear.weight"),

@@ -7,8 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 from ds_config.errors import UnsupportedError
-from ds_inference.families.family_spec import Config, DecoderFamily, Sources, ends_of, first_of, heads_of, plain, rope_of, rows
-from ds_inference.spec import Alibi, AttentionSpec, DecoderLayerSpec, Mlp, Norm, RopeSpec, WeightSource, DecoderSpec
+from ds_inference.families.family_spec import (
+    Config,
+    DecoderFamily,
+    Sources,
+    ends_of,
+    first_of,
+    heads_of,
+    plain,
+    rope_of,
+    rows,
+)
+from ds_inference.spec import Alibi, AttentionSpec, DecoderLayerSpec, DecoderSpec, Mlp, Norm, RopeSpec, WeightSource
 
 __all__ = ["OLDER"]
 
@@ -93,7 +103,10 @@ def _gpt_neox(config: Config) -> DecoderSpec:
 _GPT_NEOX = {
     "embed.weight": rows("gpt_neox.embed_in.weight"),
     **_both("norm", "gpt_neox.final_layer_norm"),
-    "head.weight": (WeightSource(("embed_out.weight",), optional=True), WeightSource(("lm_head.weight",), optional=True)),
+    "head.weight": (
+        WeightSource(("embed_out.weight",), optional=True),
+        WeightSource(("lm_head.weight",), optional=True),
+    ),
     **_layers(
         "gpt_neox.layers.{i}.",
         {
@@ -235,7 +248,10 @@ _GPTJ = {
     ),
     "layers.{i}.attention.qkv.weight": rows(*(_GPTJ_BLOCK + f"attn.{p}_proj.weight" for p in "qkv")),
 }
-_CODEGEN = {**_GPTJ, "layers.{i}.attention.qkv.weight": (WeightSource((_GPTJ_BLOCK + "attn.qkv_proj.weight",), "shards"),)}
+_CODEGEN = {
+    **_GPTJ,
+    "layers.{i}.attention.qkv.weight": (WeightSource((_GPTJ_BLOCK + "attn.qkv_proj.weight",), "shards"),),
+}
 
 
 def _big_code(config: Config) -> DecoderSpec:
@@ -270,7 +286,9 @@ def _mpt(config: Config) -> DecoderSpec:
         )
     width = hidden // heads
     scale = first_of(inner, "softmax_scale", default=width**-0.5)
-    attention = AttentionSpec(heads, heads, width, width, float(scale), alibi=Alibi(), clip=inner.get("clip_qkv") or None)
+    attention = AttentionSpec(
+        heads, heads, width, width, float(scale), alibi=Alibi(), clip=inner.get("clip_qkv") or None
+    )
     feed = Mlp(4 * hidden, "gelu", gated=False)
     settings = {**config, "hidden_size": hidden, "num_hidden_layers": config["n_layers"]}
     return _older(settings, attention, feed, config.get("layer_norm_epsilon", 1e-5), longest=config["max_seq_len"])

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ds_inference.families.llama import FOUR_NORMS, PHI3
 from ds_inference.families.family_spec import (
     LAYER,
     LLAMA,
@@ -23,7 +22,8 @@ from ds_inference.families.family_spec import (
     rows,
     windows_of,
 )
-from ds_inference.spec import AttentionSpec, Mlp, Norm, WeightSource, DecoderSpec
+from ds_inference.families.llama import FOUR_NORMS, PHI3
+from ds_inference.spec import AttentionSpec, DecoderSpec, Mlp, Norm, WeightSource
 
 __all__ = ["VARIANTS", "multiplied"]
 
@@ -84,7 +84,9 @@ def _cohere2(config: Config) -> DecoderSpec:
 _COHERE = {
     **{k: v for k, v in LLAMA.items() if "norm2" not in k},
     **{
-        f"layers.{{i}}.attention.{p}_norm.weight": (WeightSource((LAYER + f"self_attn.{p}_norm.weight",), "flat", True),)
+        f"layers.{{i}}.attention.{p}_norm.weight": (
+            WeightSource((LAYER + f"self_attn.{p}_norm.weight",), "flat", True),
+        )
         for p in "qk"
     },
 }

@@ -218,7 +218,13 @@ class _Server:
                     count += 1
                     if count == 1:
                         self._metrics.first.observe(time.perf_counter() - begin)
-                    _say(prompt_choices[number], completion.chat, self._piece(texts[number], event), event, self._tokenizer)
+                    _say(
+                        prompt_choices[number],
+                        completion.chat,
+                        self._piece(texts[number], event),
+                        event,
+                        self._tokenizer,
+                    )
                 choices += prompt_choices
         except DsError as error:
             self._metrics.requests.labels("refused").inc()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_config.errors import DsError
-from ds_inference.llm_engine import TokenOutput, LLMEngine
+from ds_inference.llm_engine import LLMEngine, TokenOutput
 from ds_inference.sampling import SamplingParams
 
 __all__ = ["EngineLoad", "Worker"]
@@ -68,7 +68,9 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="ds-serve", daemon=True)
         self._thread.start()
 
-    async def answer(self, prompt: Sequence[int], how: SamplingParams, adapter: str | None = None) -> AsyncIterator[TokenOutput]:
+    async def answer(
+        self, prompt: Sequence[int], how: SamplingParams, adapter: str | None = None
+    ) -> AsyncIterator[TokenOutput]:
         """Events of all samples of one prompt, until each is over.
 
         Raises:

@@ -20,7 +20,12 @@ __all__ = ["HELP", "main", "register", "show"]
 HELP = "report packages, devices, tools, native modules, file I/O and ops, and what is broken (exit status 1)"
 
 _WIDTH = 140  # of a file or a pipe
-_STYLE = {ReportLevel.FINE: "green", ReportLevel.INFO: "default", ReportLevel.SLOWER: "yellow", ReportLevel.BROKEN: "bold red"}
+_STYLE = {
+    ReportLevel.FINE: "green",
+    ReportLevel.INFO: "default",
+    ReportLevel.SLOWER: "yellow",
+    ReportLevel.BROKEN: "bold red",
+}
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +89,9 @@ def _check_table(checks: Sequence[Check]) -> rich.table.Table:
     for check in checks:
         fix = f"\n-> {check.fix}" if check.fix else ""
         mark = f"[{_STYLE[check.verdict]}]{check.verdict.value}[/]"
-        table.add_row(escape(check.name), mark if check.verdict is not ReportLevel.INFO else "", escape(check.result + fix))
+        table.add_row(
+            escape(check.name), mark if check.verdict is not ReportLevel.INFO else "", escape(check.result + fix)
+        )
     return table
 
 

@@ -19,8 +19,8 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ds_config.errors import LaunchError
 from ds_config.did_you_mean import nearest
+from ds_config.errors import LaunchError
 from ds_launcher import manifests
 from ds_launcher.backends import BACKENDS
 from ds_launcher.devices import find_devices
@@ -103,7 +103,8 @@ def main(args: argparse.Namespace) -> int:
 def _print_manifest(args: argparse.Namespace, options: RunOptions) -> int:
     document = manifests.manifest(options, manifests.wanted_of(args, options, os.environ))
     print(
-        json.dumps(document, indent=1) if options.as_json else manifests.as_yaml(document), end="\n" if options.as_json else ""
+        json.dumps(document, indent=1) if options.as_json else manifests.as_yaml(document),
+        end="\n" if options.as_json else "",
     )
     return 0
 

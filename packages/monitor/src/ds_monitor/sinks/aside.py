@@ -7,8 +7,8 @@ import time
 import warnings
 from collections import deque
 
+from ds_monitor.record import Measurement, RecordKind
 from ds_monitor.recording import Sink
-from ds_monitor.record import RecordKind, Measurement
 
 __all__ = ["BackgroundSink"]
 

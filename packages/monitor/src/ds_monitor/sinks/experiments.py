@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_monitor.record import RecordKind, Measurement
+from ds_monitor.record import Measurement, RecordKind
 from ds_monitor.sinks.sink import Axis, ScalarSink, require
 
 __all__ = ["MlflowSink"]

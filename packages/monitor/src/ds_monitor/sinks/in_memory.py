@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_monitor.record import RecordKind, Measurement
+from ds_monitor.record import Measurement, RecordKind
 
 __all__ = ["MemorySink"]
 

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from ds_monitor.record import RecordKind, Measurement
+from ds_monitor.record import Measurement, RecordKind
 from ds_monitor.sinks.sink import file_of_rank
 
 __all__ = ["JsonlSink"]

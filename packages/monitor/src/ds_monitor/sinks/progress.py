@@ -7,7 +7,7 @@ import time
 from typing import IO, Any
 
 from ds_monitor.metric_names import LOSS, TOKENS
-from ds_monitor.record import RecordKind, Measurement
+from ds_monitor.record import Measurement, RecordKind
 from ds_monitor.sinks.sink import require
 
 __all__ = ["ProgressSink", "duration"]

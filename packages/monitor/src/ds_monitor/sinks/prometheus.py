@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_config.errors import ConfigError
-from ds_monitor.record import RecordKind, Measurement
+from ds_monitor.record import Measurement, RecordKind
 from ds_monitor.sinks.sink import file_of_rank, require
 
 __all__ = ["PrometheusSink", "metric_name"]

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Literal
 
 from ds_config.errors import UnsupportedError
-from ds_monitor.record import RecordKind, Measurement
+from ds_monitor.record import Measurement, RecordKind
 
 __all__ = ["Axis", "ScalarSink", "file_of_rank", "folder_of_rank", "position", "require"]
 

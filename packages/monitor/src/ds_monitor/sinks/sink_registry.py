@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ds_config.errors import ConfigError, UnsupportedError
 from ds_config.did_you_mean import nearest
+from ds_config.errors import ConfigError, UnsupportedError
 from ds_monitor.recording import Sink
 
 if TYPE_CHECKING:

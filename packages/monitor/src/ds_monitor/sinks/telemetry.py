@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ds_monitor.record import RecordKind, Measurement
+from ds_monitor.record import Measurement, RecordKind
 from ds_monitor.sinks.sink import ScalarSink, require
 
 __all__ = ["OpenTelemetrySink"]

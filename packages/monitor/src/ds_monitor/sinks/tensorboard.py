@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ds_monitor.record import RecordKind, Measurement
+from ds_monitor.record import Measurement, RecordKind
 from ds_monitor.sinks.sink import Axis, ScalarSink, folder_of_rank, position, require
 
 __all__ = ["TensorBoardSink"]

@@ -95,7 +95,9 @@ def _memory(axes: Any, ranks: Sequence[Rank], clocks: Mapping[int, float]) -> No
             for name, at_s, value in rank.gauges
             if name == MEMORY
         ]
-        axes.step([at for at, _ in points], [mib for _, mib in points], where="post", marker=".", label=f"rank {rank.rank}")
+        axes.step(
+            [at for at, _ in points], [mib for _, mib in points], where="post", marker=".", label=f"rank {rank.rank}"
+        )
     axes.set(xlabel="s", ylabel="MiB", title="memory in use")
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))  # beside the lines, which may be anywhere
     axes.grid(alpha=0.3)

@@ -54,4 +54,6 @@ class Adagrad(OpsOptimizer):
 
     def spec(self, group: dict[str, Any], step: int) -> UpdateSpec:
         lr = float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])
-        return UpdateSpec(UpdateRule.ADAGRAD, adagrad_coefficients(lr, float(group["eps"]), float(group["weight_decay"])))
+        return UpdateSpec(
+            UpdateRule.ADAGRAD, adagrad_coefficients(lr, float(group["eps"]), float(group["weight_decay"]))
+        )

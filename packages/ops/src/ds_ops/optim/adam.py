@@ -9,9 +9,16 @@ import torch
 from torch import Tensor
 
 from ds_config.errors import UnsupportedError
-from ds_ops.optim.optimizer_base import NO_FUSION, FusedOps, OpsOptimizer, Params, require_rate
-from ds_ops.update_rules import AdamHyper, UpdateRule, UpdateSpec, UpdateTensors, adam_coefficients, adam_undo_coefficients
 from ds_ops.apply_update import update
+from ds_ops.optim.optimizer_base import NO_FUSION, FusedOps, OpsOptimizer, Params, require_rate
+from ds_ops.update_rules import (
+    AdamHyper,
+    UpdateRule,
+    UpdateSpec,
+    UpdateTensors,
+    adam_coefficients,
+    adam_undo_coefficients,
+)
 
 __all__ = ["Adam", "AdamW"]
 

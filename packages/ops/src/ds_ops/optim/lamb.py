@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ds_ops.apply_update import lamb_apply, lamb_moments
 from ds_ops.optim.optimizer_base import OpsOptimizer, Params, require_rate
 from ds_ops.reference import reference_update as reference
 from ds_ops.update_rules import AdamHyper, UpdateRule, UpdateSpec, UpdateTensors, lamb_coefficients
-from ds_ops.apply_update import lamb_apply, lamb_moments
 
 __all__ = ["Lamb"]
 
@@ -71,7 +71,9 @@ class Lamb(OpsOptimizer):
             True,
             group["bias_correction"],
         )
-        return UpdateSpec(UpdateRule.LAMB_MOMENTS, lamb_coefficients(hyper, step, eps_inside_sqrt=group["eps_inside_sqrt"]))
+        return UpdateSpec(
+            UpdateRule.LAMB_MOMENTS, lamb_coefficients(hyper, step, eps_inside_sqrt=group["eps_inside_sqrt"])
+        )
 
     def step_bucket(self, group: dict[str, Any], spec: UpdateSpec, tensors: UpdateTensors) -> None:
         # Kernels see flat memory; for another memory order the reference does.

@@ -41,4 +41,6 @@ class Lion(OpsOptimizer):
 
     def spec(self, group: dict[str, Any], step: int) -> UpdateSpec:
         b1, b2 = group["betas"]
-        return UpdateSpec(UpdateRule.LION, lion_coefficients(float(group["lr"]), (b1, b2), float(group["weight_decay"])))
+        return UpdateSpec(
+            UpdateRule.LION, lion_coefficients(float(group["lr"]), (b1, b2), float(group["weight_decay"]))
+        )

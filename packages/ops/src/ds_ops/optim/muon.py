@@ -201,8 +201,7 @@ class Muon(OpsOptimizer):
 
     @staticmethod
     def _schedule(group: dict[str, Any]) -> float:
-        """Return the ratio of the group's rate to its initial rate; vectors inside a Muon group follow this schedule.
-        """
+        """Return the ratio of the group's rate to its initial rate; vectors inside a Muon group follow this schedule."""
         initial = float(group.get("initial_lr", group["lr"]))
         return float(group["lr"]) / initial if initial else 1.0
 

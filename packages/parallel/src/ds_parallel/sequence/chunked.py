@@ -94,8 +94,7 @@ class HostChunks:
         self._chunks[index] = tensors if self._stream is None else self._sent(tensors)
 
     def walk(self, indices: Sequence[int]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """Yield (index, its tensors on the device) in this order; prefetch the next chunk while the caller uses this.
-        """
+        """Yield (index, its tensors on the device) in this order; prefetch the next chunk while the caller uses this."""
         coming = [self._fetch(index) for index in indices[:1]]
         for place, index in enumerate(indices):
             current = coming.pop()

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ds_comm import as_group
-from ds_comm.differentiable import seq_all_to_all, gather
+from ds_comm.differentiable import gather, seq_all_to_all
 from ds_config.errors import PlanError, UnsupportedError
 from ds_parallel.sequence.chunked import Chunking, chunked_attention
 from ds_parallel.sequence.ulysses import rotated
@@ -80,9 +80,7 @@ class FpdtFunction:
 
         def project(part: Tensor, index: int) -> tuple[Tensor, Tensor, Tensor]:
             both = F.linear(part, weight, bias).transpose(0, 1)
-            qkv = [
-                t.unflatten(-1, (-1, head_size)) for t in both.split([projection, kv_projection, kv_projection], -1)
-            ]
+            qkv = [t.unflatten(-1, (-1, head_size)) for t in both.split([projection, kv_projection, kv_projection], -1)]
             if ranks > 1:
                 qkv = [seq_all_to_all(t, group, scatter_dim=2, gather_dim=1) for t in qkv]
             q, k, v = qkv
@@ -95,7 +93,9 @@ class FpdtFunction:
         out = chunked_attention(x, project, params, Chunking(num_chunks, on_host=cpu_offloading))
         if ranks == 1:
             return out
-        return torch.cat([seq_all_to_all(chunk, group, scatter_dim=1, gather_dim=2) for chunk in out.chunk(num_chunks, 1)], 1)
+        return torch.cat(
+            [seq_all_to_all(chunk, group, scatter_dim=1, gather_dim=2) for chunk in out.chunk(num_chunks, 1)], 1
+        )
 
 
 class FpdtAttention(nn.Module):

@@ -135,7 +135,9 @@ class UlyssesAttention:
         ratio = query.shape[_HEADS] // key.shape[_HEADS]
         attention_module = module if getattr(module, "num_key_value_groups", ratio) == ratio else _Groups(module, ratio)
         plain = causal and mask is None
-        out, weights = self.core(attention_module, query, key, value, mask, *args, position_ids=whole, is_causal=plain, **kwargs)
+        out, weights = self.core(
+            attention_module, query, key, value, mask, *args, position_ids=whole, is_causal=plain, **kwargs
+        )
         return to_sequence(out, dealt, (2, 1), group), weights
 
 

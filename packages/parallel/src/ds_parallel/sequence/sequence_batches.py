@@ -83,7 +83,9 @@ class SequenceDataLoader:
         while True:
             local_batch: Any = next(batches, None)
             everyones: list[Any] = [None] * ranks
-            ds_comm.all_gather_object(everyones, None if local_batch is None else _on_host(local_batch), group=self.group)
+            ds_comm.all_gather_object(
+                everyones, None if local_batch is None else _on_host(local_batch), group=self.group
+            )
             ended = [rank for rank, batch in enumerate(everyones) if batch is None]
             if len(ended) == ranks:
                 return

@@ -21,7 +21,7 @@ from ds_comm.differentiable import InFlight, seq_all_to_all
 from ds_config.errors import PlanError, UnsupportedError
 from ds_parallel.heads import HeadCounts
 
-__all__ = ["HeadAssignment", "DistributedAttention", "assign_heads", "rotate_half", "rotated"]
+__all__ = ["DistributedAttention", "HeadAssignment", "assign_heads", "rotate_half", "rotated"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,33 +2,33 @@
 
 from ds_parallel.heads import HeadCounts
 from ds_parallel.tensor.apply import TensorParallelModel, parallelize_model, tensor_parallel_of, unsharded_params
-from ds_parallel.tensor.dim_shards import DimShards, ShardPart, HeadUnit
+from ds_parallel.tensor.dim_shards import DimShards, HeadUnit, ShardPart
+from ds_parallel.tensor.layer_rules import LayerRule, ShardKind
 from ds_parallel.tensor.module_info import ModelFacts, facts_of
 from ds_parallel.tensor.parallel_layers import kind_of
 from ds_parallel.tensor.parallel_losses import causal_loss, vocab_parallel_cross_entropy
-from ds_parallel.tensor.tp_plan import Decision, TensorOptions, TensorPlan, make_tensor_plan
-from ds_parallel.tensor.layer_rules import ShardKind, LayerRule
 from ds_parallel.tensor.sharded_loading import load_sharded_weights
+from ds_parallel.tensor.tp_plan import Decision, TensorOptions, TensorPlan, make_tensor_plan
 
 __all__ = [
-    "DimShards",
-    "TensorParallelModel",
     "Decision",
+    "DimShards",
     "HeadCounts",
-    "ShardKind",
-    "ModelFacts",
-    "ShardPart",
-    "LayerRule",
-    "TensorOptions",
-    "TensorPlan",
     "HeadUnit",
+    "LayerRule",
+    "ModelFacts",
+    "ShardKind",
+    "ShardPart",
+    "TensorOptions",
+    "TensorParallelModel",
+    "TensorPlan",
     "causal_loss",
-    "parallelize_model",
-    "tensor_parallel_of",
     "facts_of",
     "kind_of",
     "load_sharded_weights",
     "make_tensor_plan",
-    "vocab_parallel_cross_entropy",
+    "parallelize_model",
+    "tensor_parallel_of",
     "unsharded_params",
+    "vocab_parallel_cross_entropy",
 ]

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ds_comm import ParamSharding, Box, ReductionGroup, Group, set_param_sharding, param_sharding
+from ds_comm import Box, Group, ParamSharding, ReductionGroup, param_sharding, set_param_sharding
 from ds_comm.ddp import mark_unlike
 from ds_comm.differentiable import gather
 from ds_config.errors import PlanError
 from ds_parallel.tensor.dim_shards import DimShards
 from ds_parallel.tensor.head_updates import InputCheck, follow_heads, sum_over
+from ds_parallel.tensor.layer_rules import ShardKind
 from ds_parallel.tensor.parallel_layers import CopyToTensorRegion, LayerShard, cut_class, part_names
 from ds_parallel.tensor.tp_plan import Decision, TensorPlan
-from ds_parallel.tensor.layer_rules import ShardKind
 
-__all__ = ["TensorParallelModel", "Held", "parallelize_model", "tensor_parallel_of", "unsharded_params"]
+__all__ = ["Held", "TensorParallelModel", "parallelize_model", "tensor_parallel_of", "unsharded_params"]
 
 _MARK = "_ds_cut_model"
 
@@ -125,7 +125,9 @@ class TensorParallelModel:
             else:
                 copies = len(shard.cut.sharers(shard.part, rank))
                 logical = was.name or shard.name
-                set_param_sharding(param, ParamSharding(family(was.family, copies), logical, shard.shape, shard.box(rank)))
+                set_param_sharding(
+                    param, ParamSharding(family(was.family, copies), logical, shard.shape, shard.box(rank))
+                )
 
     def whole(self, name: str) -> Tensor:
         """Gather the shards of parameter `name` into its logical tensor. Collective.
@@ -377,7 +379,9 @@ def _resize(module: nn.Module, decision: Decision, cut: DimShards, rank: int) ->
                 attributes[key] = decision.cuts["down_proj"].width(rank)
     if decision.kind is ShardKind.VOCABULARY and attributes.get("padding_idx") is not None:
         start, stop = cut.parts[0][rank]
-        attributes["padding_idx"] = attributes["padding_idx"] - start if start <= attributes["padding_idx"] < stop else None
+        attributes["padding_idx"] = (
+            attributes["padding_idx"] - start if start <= attributes["padding_idx"] < stop else None
+        )
 
 
 def _check_tied(model: nn.Module, plan: TensorPlan) -> None:
@@ -391,7 +395,9 @@ def _check_tied(model: nn.Module, plan: TensorPlan) -> None:
             continue
         loose = [name for name, cut in tied_cuts.items() if cut is None and not _holder(name, tied_cuts)]
         if loose or len({cut for cut in tied_cuts.values() if cut is not None}) > 1:
-            summary = ", ".join(f"{name}: {'whole' if cut is None else f'dim {cut.dim}'}" for name, cut in tied_cuts.items())
+            summary = ", ".join(
+                f"{name}: {'whole' if cut is None else f'dim {cut.dim}'}" for name, cut in tied_cuts.items()
+            )
             raise PlanError(
                 f"a tied parameter would be cut in several ways ({summary})",
                 code="tensor-tied",

@@ -14,7 +14,7 @@ from enum import Enum
 from ds_config.errors import PlanError
 from ds_parallel.heads import HeadCounts, Stretch, spread
 
-__all__ = ["DimShards", "ShardPart", "HeadUnit", "cut_dim"]
+__all__ = ["DimShards", "HeadUnit", "ShardPart", "cut_dim"]
 
 
 class HeadUnit(Enum):

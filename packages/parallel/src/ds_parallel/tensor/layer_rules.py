@@ -15,7 +15,7 @@ from typing import Protocol
 from ds_config.errors import PlanError
 from ds_parallel.tensor.dim_shards import ShardPart
 
-__all__ = ["ShardKind", "ConfiguredLayerRule", "LayerRule", "first_match", "rules_of_specs", "rules_of_tp_plan"]
+__all__ = ["ConfiguredLayerRule", "LayerRule", "ShardKind", "first_match", "rules_of_specs", "rules_of_tp_plan"]
 
 
 class ShardKind(Enum):

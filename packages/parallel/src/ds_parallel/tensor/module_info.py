@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from ds_parallel.heads import HeadCounts
-from ds_parallel.tensor.presets import Scalar, preset_for
 from ds_parallel.tensor.layer_rules import LayerRule
+from ds_parallel.tensor.presets import Scalar, preset_for
 from ds_parallel.tensor.structure import rules_of_structure
 
 __all__ = ["AttentionInfo", "LayerInfo", "ModelFacts", "facts_of"]

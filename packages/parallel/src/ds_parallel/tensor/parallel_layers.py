@@ -84,7 +84,9 @@ def part_names(name: str, cut: DimShards) -> list[str]:
     return [name] if len(cut.parts) == 1 else [f"{name}_{index}" for index in range(len(cut.parts))]
 
 
-def cut_class(plain: type[nn.Module], kind: ShardKind, names: dict[str, list[str]], dims: dict[str, int]) -> type[nn.Module]:
+def cut_class(
+    plain: type[nn.Module], kind: ShardKind, names: dict[str, list[str]], dims: dict[str, int]
+) -> type[nn.Module]:
     """Build the tensor-parallel class of modules of class `plain`.
 
     Args:
@@ -215,7 +217,10 @@ _FRONTS: dict[ShardKind, type] = {
     ShardKind.FEATURES: _Features,
     ShardKind.EXPERTS: _Experts,
 }
-_EMBEDDINGS: dict[ShardKind, type] = {ShardKind.VOCABULARY: _VocabularyEmbedding, ShardKind.FEATURES: _FeaturesEmbedding}
+_EMBEDDINGS: dict[ShardKind, type] = {
+    ShardKind.VOCABULARY: _VocabularyEmbedding,
+    ShardKind.FEATURES: _FeaturesEmbedding,
+}
 _SAME_AS_LINEAR = ("Conv1D", "FalconLinear", "NonDynamicallyQuantizableLinear")
 
 

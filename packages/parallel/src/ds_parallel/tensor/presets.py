@@ -10,14 +10,19 @@ from dataclasses import dataclass
 
 from ds_config import nearest
 from ds_config.errors import PlanError
-from ds_parallel.tensor.dim_shards import ShardPart, HeadUnit
-from ds_parallel.tensor.layer_rules import ShardKind, LayerRule
+from ds_parallel.tensor.dim_shards import HeadUnit, ShardPart
+from ds_parallel.tensor.layer_rules import LayerRule, ShardKind
 
 __all__ = ["PRESETS", "Preset", "preset_for", "preset_named"]
 
 Scalar = str | int | float | bool | None
 
-_Q, _KV, _GROUP, _EVEN = ShardPart(HeadUnit.QUERY), ShardPart(HeadUnit.KEY_VALUE), ShardPart(HeadUnit.GROUP), ShardPart()
+_Q, _KV, _GROUP, _EVEN = (
+    ShardPart(HeadUnit.QUERY),
+    ShardPart(HeadUnit.KEY_VALUE),
+    ShardPart(HeadUnit.GROUP),
+    ShardPart(),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,11 @@ __all__ = ["load_sharded_weights"]
 
 
 def load_sharded_weights(
-    cut: TensorParallelModel, path: str | os.PathLike[str], device: torch.device | str = "cpu", *, dtype: torch.dtype | None = None
+    cut: TensorParallelModel,
+    path: str | os.PathLike[str],
+    device: torch.device | str = "cpu",
+    *,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Fill every parameter and saved buffer of a cut model from a folder or file of safetensors.
 

@@ -24,7 +24,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from ds_parallel.tensor.layer_rules import ShardKind, LayerRule
+from ds_parallel.tensor.layer_rules import LayerRule, ShardKind
 
 __all__ = ["rules_of_structure"]
 
@@ -170,7 +170,11 @@ def _ends(source: fx.Node, calls: Mapping[fx.Node, str], modules: Mapping[str, n
 
 
 def _attention(
-    graph: fx.Graph, linears: Mapping[str, nn.Linear], module: nn.Module, heads: tuple[int, int, int], known: frozenset[str]
+    graph: fx.Graph,
+    linears: Mapping[str, nn.Linear],
+    module: nn.Module,
+    heads: tuple[int, int, int],
+    known: frozenset[str],
 ) -> Iterator[tuple[str, ShardKind, str]]:
     query, keys, width = heads
     numbers = {key: value for key, value in vars(module).items() if type(value) is int and key not in known}

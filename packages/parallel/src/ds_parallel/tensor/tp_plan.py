@@ -11,10 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ds_config.errors import PlanError
-from ds_parallel.tensor.dim_shards import DimShards, ShardPart, HeadUnit, cut_dim
+from ds_parallel.tensor.dim_shards import DimShards, HeadUnit, ShardPart, cut_dim
+from ds_parallel.tensor.layer_rules import (
+    ConfiguredLayerRule,
+    LayerRule,
+    ShardKind,
+    first_match,
+    rules_of_specs,
+    rules_of_tp_plan,
+)
 from ds_parallel.tensor.module_info import GROUP_SIZES, KEY_VALUE_COUNTS, AttentionInfo, LayerInfo, ModelFacts
 from ds_parallel.tensor.presets import preset_for, preset_named
-from ds_parallel.tensor.layer_rules import ShardKind, ConfiguredLayerRule, LayerRule, first_match, rules_of_specs, rules_of_tp_plan
 
 __all__ = ["Decision", "TensorOptions", "TensorPlan", "make_tensor_plan"]
 
@@ -232,10 +239,14 @@ def _decide(layer: LayerInfo, rules: list[LayerRule], facts: ModelFacts, options
     attention_name = attention.name if attention is not None and _by_heads(rule, layer, kind, attention) else None
     gather = rule.gather_output and (options.gather_logits or kind is not ShardKind.COLUMN)
     gather |= kind is ShardKind.FEATURES and rule.parts is None  # its readers expect all of it
-    return Decision(layer, kind, cuts, rule.source, gather_output=gather, split_input=rule.split_input, attention=attention_name)
+    return Decision(
+        layer, kind, cuts, rule.source, gather_output=gather, split_input=rule.split_input, attention=attention_name
+    )
 
 
-def _cuts(layer: LayerInfo, kind: ShardKind, rule: LayerRule, attention: AttentionInfo | None, options: TensorOptions) -> dict[str, DimShards]:
+def _cuts(
+    layer: LayerInfo, kind: ShardKind, rule: LayerRule, attention: AttentionInfo | None, options: TensorOptions
+) -> dict[str, DimShards]:
     def cut(size: int, dim: int, parts: tuple[ShardPart, ...]) -> DimShards:
         heads = attention.heads if attention is not None else None
         grain = max(options.grain, _EXPERT_GRAIN) if kind is ShardKind.EXPERTS else options.grain
@@ -254,7 +265,9 @@ def _cuts(layer: LayerInfo, kind: ShardKind, rule: LayerRule, attention: Attenti
     if attention is not None:
         _check_fused(whole, parts, attention)
     weight_cut = cut(whole, first, parts)
-    return {"weight": weight_cut} | ({"bias": DimShards(0, weight_cut.size, weight_cut.parts)} if "bias" in layer.shapes else {})
+    return {"weight": weight_cut} | (
+        {"bias": DimShards(0, weight_cut.size, weight_cut.parts)} if "bias" in layer.shapes else {}
+    )
 
 
 def _expert_cuts(layer: LayerInfo, cut: object) -> dict[str, DimShards]:
@@ -362,4 +375,6 @@ def _describe(decision: Decision) -> str:
         text = f"{widths[0]}" if len(set(widths)) == 1 else "/".join(map(str, widths))
         parts.append(text + (" shared" if len(set(part)) < len(part) else ""))
     summary = f"{cut.size} -> " + " + ".join(parts)
-    return summary + (", gathered" if decision.gather_output else "") + (", input split" if decision.split_input else "")
+    return (
+        summary + (", gathered" if decision.gather_output else "") + (", input split" if decision.split_input else "")
+    )

@@ -22,8 +22,8 @@ import ds_comm as comm
 from ds_config.errors import PlanError, ShardedAccessError
 from ds_zero.runtime.attributes import ShardedGradient
 from ds_zero.runtime.init_shards import Scatter, is_scattered, number_of, scatter_of
-from ds_zero.runtime.sharded_model import ShardedModel, sharding_of
 from ds_zero.runtime.param_storage import parts_of
+from ds_zero.runtime.sharded_model import ShardedModel, sharding_of
 from ds_zero.runtime.unit import Unit
 
 __all__ = [

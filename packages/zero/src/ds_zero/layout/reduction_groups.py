@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import ds_comm as comm
 from ds_comm import Group, new_local_group, self_group
-from ds_comm.reduction_group import ReductionGroup, Logical, param_sharding
 from ds_comm.groups import node_groups
+from ds_comm.reduction_group import Logical, ReductionGroup, param_sharding
 from ds_config.errors import PlanError
 from ds_zero.layout.units import DENSE, UnitSpec
 from ds_zero.runtime.init_shards import scatter_of
@@ -124,7 +124,9 @@ def cut(family: ReductionGroup, within: Group, shard_size: int | None) -> Replic
     return Replicas(shards, replicas, (replicas,) if known else (shards, replicas))
 
 
-def check_same(specs: Sequence[UnitSpec], logical: Mapping[str, Logical], families: Mapping[str, ReductionGroup]) -> None:
+def check_same(
+    specs: Sequence[UnitSpec], logical: Mapping[str, Logical], families: Mapping[str, ReductionGroup]
+) -> None:
     """Raise on all ranks of a family that do not hold the same of it. Collective over each family's group.
 
     They must also have its units at the same place among the units of families that all of them have: that is the order in which
@@ -169,7 +171,9 @@ def _check_present(families: Mapping[str, ReductionGroup]) -> None:
     groups_by_rank = comm.all_gather_json({n: f.group.ranks for n, f in families.items()}, group, unit="shard")
     for rank, others in zip(group.ranks, groups_by_rank, strict=True):
         for name, ranks in others.items():
-            lacking = [r for r, has in zip(group.ranks, groups_by_rank, strict=True) if r in ranks and has.get(name) != ranks]
+            lacking = [
+                r for r, has in zip(group.ranks, groups_by_rank, strict=True) if r in ranks and has.get(name) != ranks
+            ]
             if lacking:
                 raise PlanError(
                     f"on rank {rank} the model has parameters of family {name!r} over ranks {tuple(ranks)}; on ranks {lacking} it has none",

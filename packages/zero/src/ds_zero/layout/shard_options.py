@@ -21,18 +21,18 @@ from ds_comm.lossy.compressed import ErrorFeedback, Quantized
 from ds_comm.lossy.hierarchy import Hierarchy
 from ds_config.errors import PlanError
 from ds_ops.io import IOSettings
+from ds_zero.layout.dtypes_plan import Dtypes, Precision
 from ds_zero.layout.elements import Kind, UnitLayout
 from ds_zero.layout.reduction_groups import family_name
-from ds_zero.layout.dtypes_plan import Dtypes, Precision
 from ds_zero.layout.units import STAGES, ModuleInfo, ParamInfo, ShardingStrategy, UnitBytes, UnitSizePolicy, UnitSpec
 
 __all__ = [
     "PAGE_BYTES",
     "PLAIN",
-    "OptimizerTraits",
     "CommFormat",
     "NodeTopology",
     "OffloadPolicy",
+    "OptimizerTraits",
     "ShardOptions",
     "UpdatePolicy",
     "describe",
@@ -295,7 +295,10 @@ class ShardOptions:
         """Return the optimizer offload of each unit, in canonical order."""
         if isinstance(self.offload_optimizer, OffloadPolicy):
             return self.offload_optimizer.spread(specs)
-        return [self.offload_optimizer if isinstance(self.offload_optimizer, str) else self.offload_optimizer(spec) for spec in specs]
+        return [
+            self.offload_optimizer if isinstance(self.offload_optimizer, str) else self.offload_optimizer(spec)
+            for spec in specs
+        ]
 
     def param_offload_policies(self, specs: Sequence[UnitSpec], shards: Sequence[int]) -> list[str | OffloadPolicy]:
         """Return the parameter offload of each unit, in canonical order.

@@ -16,16 +16,24 @@ import torch
 from torch import nn
 
 from ds_comm.reduction_group import param_sharding
-from ds_zero.layout.elements import UnitLayout, plan_layout
-from ds_zero.layout.shard_options import PLAIN, OptimizerTraits, CommFormat, NodeTopology, OffloadPolicy, ShardOptions, describe
 from ds_zero.layout.dtypes_plan import Dtypes, Precision
+from ds_zero.layout.elements import UnitLayout, plan_layout
+from ds_zero.layout.shard_options import (
+    PLAIN,
+    CommFormat,
+    NodeTopology,
+    OffloadPolicy,
+    OptimizerTraits,
+    ShardOptions,
+    describe,
+)
 from ds_zero.layout.units import ModuleInfo, ParamInfo, ShardingStrategy, UnitBytes, UnitSpec, plan_units
 from ds_zero.offload.state_stores import store_kind
 
 __all__ = [
-    "ShardGroupInfo",
-    "ReduceStrategy",
     "ParamStorage",
+    "ReduceStrategy",
+    "ShardGroupInfo",
     "UnitBytes",
     "UnitPlan",
     "ZeroPlan",
@@ -114,7 +122,11 @@ class UnitPlan:
     @property
     def early(self) -> bool:
         """Whether its update may begin while backward goes on."""
-        return self.spec.trained and isinstance(self.offload_optimizer, OffloadPolicy) and self.offload_optimizer.overlap_ratio > 0
+        return (
+            self.spec.trained
+            and isinstance(self.offload_optimizer, OffloadPolicy)
+            and self.offload_optimizer.overlap_ratio > 0
+        )
 
     @property
     def undo(self) -> int:
@@ -137,7 +149,10 @@ class UnitPlan:
         resident = store_kind(self.offload_optimizer).resident and self.offload_params == "device"
         released = self.storage is ParamStorage.RELEASED
         return (
-            self.dtypes.same and resident and (self.layout.world > 1 or released) and self.storage is not ParamStorage.SHARED
+            self.dtypes.same
+            and resident
+            and (self.layout.world > 1 or released)
+            and self.storage is not ParamStorage.SHARED
         )
 
     @property
@@ -342,7 +357,9 @@ def plan(
     return ZeroPlan(world, options.residency, plan_all(specs, options, ranks))
 
 
-def plan_all(specs: Sequence[UnitSpec], options: ShardOptions, ranks: Mapping[str, ShardGroupInfo]) -> tuple[UnitPlan, ...]:
+def plan_all(
+    specs: Sequence[UnitSpec], options: ShardOptions, ranks: Mapping[str, ShardGroupInfo]
+) -> tuple[UnitPlan, ...]:
     """Decide about all units of a model whose families live on `ranks`."""
     precision, tiers = Precision.of(options.precision), options.offload_policies(specs)
     param_tiers = options.param_offload_policies(specs, [ranks[spec.family].shards for spec in specs])

@@ -225,7 +225,10 @@ def _persistent(params: Sequence[ParamInfo], policy: UnitSizePolicy) -> set[str]
 
 
 def _subtrees(
-    params: Sequence[ParamInfo], modules: Iterable[ModuleInfo], residency: ShardingStrategy, limits: tuple[int, frozenset[str]]
+    params: Sequence[ParamInfo],
+    modules: Iterable[ModuleInfo],
+    residency: ShardingStrategy,
+    limits: tuple[int, frozenset[str]],
 ) -> list[UnitSpec]:
     tree = _Tree({"": True}, {"": []}, {"": []})
     for info in modules:

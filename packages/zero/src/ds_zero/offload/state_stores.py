@@ -32,13 +32,23 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from ds_config.errors import PlanError
-from ds_ops.scratch import Event, ScratchRecord, BufferRing, RingSettings, host_bytes
+from ds_ops.scratch import BufferRing, Event, RingSettings, ScratchRecord, host_bytes
+from ds_zero.layout.dtypes_plan import Dtypes
 from ds_zero.layout.elements import UnitLayout
 from ds_zero.layout.shard_options import OffloadPolicy
-from ds_zero.layout.dtypes_plan import Dtypes
 from ds_zero.layout.units import UnitBytes, UnitSpec
 
-__all__ = ["TIERS", "OptimizerSlice", "ParamStore", "OptimizerStateStore", "OffloadedUnit", "store_kind", "make_state_store", "nothing", "make_param_store"]
+__all__ = [
+    "TIERS",
+    "OffloadedUnit",
+    "OptimizerSlice",
+    "OptimizerStateStore",
+    "ParamStore",
+    "make_param_store",
+    "make_state_store",
+    "nothing",
+    "store_kind",
+]
 
 
 @dataclass(slots=True, eq=False)

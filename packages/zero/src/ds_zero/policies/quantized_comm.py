@@ -30,9 +30,9 @@ from ds_comm.work import Chained
 from ds_config.errors import PlanError, UnsupportedError
 from ds_ops.formats import INT4, INT8, QuantSpec, QuantTensor
 from ds_ops.quant import dequantize, quantize
+from ds_zero.layout.dtypes_plan import Dtypes
 from ds_zero.layout.elements import UnitLayout
 from ds_zero.layout.shard_options import CommFormat
-from ds_zero.layout.dtypes_plan import Dtypes
 from ds_zero.layout.units import ShardingStrategy
 from ds_zero.runtime.unit_groups import node_groups
 
@@ -102,7 +102,9 @@ class QuantizedComm(CommFormat):
         """
         conflict = ""
         if (self.weights or self.frozen) and not residency.shard_params:
-            conflict = "gathers are to send codes, and parameters are gathered after updates only: masters would be lost"
+            conflict = (
+                "gathers are to send codes, and parameters are gathered after updates only: masters would be lost"
+            )
         elif self.gradients and not residency.shard_optim:
             conflict = "gradients are to be sent as codes, and every rank keeps the whole sum"
         elif self.correction and not self.gradients:
@@ -123,7 +125,9 @@ class QuantizedComm(CommFormat):
         name = str(dtype).removeprefix("torch.")
         for mode in self.modes:
             if name not in certificates().get(mode, {}):
-                known = sorted(f"{certified} of {kind}" for certified, kinds in certificates().items() for kind in kinds)
+                known = sorted(
+                    f"{certified} of {kind}" for certified, kinds in certificates().items() for kind in kinds
+                )
                 raise UnsupportedError(
                     f"quantized messages were asked for, {mode}, with parameters of {name}: nobody has shown that they train as well",
                     code="zero-uncertified",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ds_comm as comm
-from ds_comm import ParamSharding, Box, ReductionGroup, Group, set_param_sharding
+from ds_comm import Box, Group, ParamSharding, ReductionGroup, set_param_sharding
 from ds_config.errors import PlanError
 from ds_ops.formats import Format, QuantSpec, QuantTensor
 from ds_ops.quant import dequantize, quantize

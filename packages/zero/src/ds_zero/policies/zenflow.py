@@ -24,15 +24,15 @@ from torch.optim import Optimizer
 
 import ds_comm as comm
 from ds_config.errors import PlanError
+from ds_ops.apply_update import update
 from ds_ops.optim import FusedOps, OpsOptimizer
 from ds_ops.update_rules import UpdateSpec, UpdateTensors, dither_of
-from ds_ops.apply_update import update
 from ds_zero.layout.units import DENSE
 from ds_zero.runtime.sharded_model import ShardedModel
 from ds_zero.runtime.unit import OptimizerSlice, Unit
 from ds_zero.update.wrapped_optimizer import WAITING, Updater, group_of
 
-__all__ = ["Calendar", "ZenFlowOptions", "ZenFlowUpdater", "ZenFlowStep", "Votes", "bad", "columns_of", "top_columns"]
+__all__ = ["Calendar", "Votes", "ZenFlowOptions", "ZenFlowStep", "ZenFlowUpdater", "bad", "columns_of", "top_columns"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,9 @@ class ZenFlowUpdater(Updater):
             return
         sums = self._sums(units)
         if calendar.chooses():
-            self._columns = {name: top_columns(column_sums, self.options.ratio).cpu() for name, column_sums in sums.items()}
+            self._columns = {
+                name: top_columns(column_sums, self.options.ratio).cpu() for name, column_sums in sums.items()
+            }
             self._places.clear()
         voted = auto and self._vote(sums)
         self._step = calendar.next(voted=voted)
@@ -352,8 +354,7 @@ class ZenFlowUpdater(Updater):
     # ---- which columns
 
     def _sums(self, units: Sequence[Unit]) -> dict[str, Tensor]:
-        """Sum |g| of every matrix over rows and ranks: [columns] each. Collective: an all-reduce of 4 bytes a column.
-        """
+        """Sum |g| of every matrix over rows and ranks: [columns] each. Collective: an all-reduce of 4 bytes a column."""
         device = units[0].shard.device if units else torch.device("cpu")
         shapes = {p.name: p.shape for u in units for p in u.spec.params if len(p.shape) == 2}
         totals = {name: torch.zeros(shape[1], dtype=torch.float32, device=device) for name, shape in shapes.items()}

@@ -25,7 +25,9 @@ __all__ = ["Backward", "ForwardCall", "Watcher", "tensors_in"]
 class Watcher(Protocol):
     """Who is told of calls."""
 
-    def entered(self, call: ForwardCall) -> None: ...  # the gradient of an output has arrived: the backward of the call begins
+    def entered(
+        self, call: ForwardCall
+    ) -> None: ...  # the gradient of an output has arrived: the backward of the call begins
     def left(self, call: ForwardCall) -> None: ...  # the gradients of all inputs have arrived
     def unpacked(self, numbers: tuple[int, ...]) -> None: ...  # autograd needs something that the call saved
     def unseen(

@@ -58,8 +58,7 @@ class GatherOrder:
         return issue
 
     def expect(self, unit: int) -> list[int]:
-        """Return the units to prefetch now, in order, so that `unit` is under way before use. Empty if issued already.
-        """
+        """Return the units to prefetch now, in order, so that `unit` is under way before use. Empty if issued already."""
         if self._waiting.get(unit) or self._last.get(unit, -1) < self._cursor:
             return []
         place = self.sequence.index(unit, self._cursor)
@@ -83,8 +82,7 @@ class GatherOrder:
         return self._issue() if self._cursor < len(self.sequence) else None
 
     def finish(self) -> list[int]:
-        """Return the units that were not issued in this phase, for which other ranks may wait; clear the waiting units.
-        """
+        """Return the units that were not issued in this phase, for which other ranks may wait; clear the waiting units."""
         left = list(self.sequence[self._cursor :])
         self._cursor = len(self.sequence)
         self._waiting.clear()

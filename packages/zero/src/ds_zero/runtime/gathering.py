@@ -27,8 +27,8 @@ from torch.nn.parameter import Parameter
 from ds_zero._torch import graph_task_id
 from ds_zero.runtime.autograd import Backward, ForwardCall
 from ds_zero.runtime.gather_order import Arrivals, GatherOrder
-from ds_zero.runtime.sharded_parameter import AccessHandler, keep, placeholder_of, unkeep
 from ds_zero.runtime.init_shards import Copier
+from ds_zero.runtime.sharded_parameter import AccessHandler, keep, placeholder_of, unkeep
 from ds_zero.runtime.unit import Full, Unit
 
 __all__ = ["Gathering"]
@@ -149,7 +149,9 @@ class Gathering(AccessHandler):
         pieces = [piece for piece in unit.owned if piece.name == name]
         parts = [unit.shard[piece.start : piece.stop].to(param.dtype) for piece in pieces]
         chunk = torch.cat(parts) if parts else torch.empty(0, dtype=param.dtype, device=param.device)
-        return Copier(unit.groups.shard_group).like(param, name, chunk.to(param.device), [piece.interval for piece in pieces])
+        return Copier(unit.groups.shard_group).like(
+            param, name, chunk.to(param.device), [piece.interval for piece in pieces]
+        )
 
     def _share(self, number: int) -> None:
         """Mark a unit as used outside its module: never released during a phase (see the note on persistent units)."""
@@ -230,8 +232,7 @@ class Gathering(AccessHandler):
         return self._backward
 
     def keep(self, numbers: Collection[int]) -> None:
-        """Keep units gathered from their first use in a step until the update. The same on every rank, between steps.
-        """
+        """Keep units gathered from their first use in a step until the update. The same on every rank, between steps."""
         self._persistent = frozenset(numbers)
         for order in (*self._forwards.values(), self._backward):
             order.skip = frozenset()
@@ -365,8 +366,7 @@ class Gathering(AccessHandler):
                 self._share(number)
 
     def unseen(self, numbers: tuple[int, ...], output: Any) -> None:
-        """Mark units of a module without tensor outputs as persistent: their results leave by another path (watcher).
-        """
+        """Mark units of a module without tensor outputs as persistent: their results leave by another path (watcher)."""
         if graph_task_id() != -1:  # a recomputation that was stopped early
             return
         self._sticky.update(numbers)

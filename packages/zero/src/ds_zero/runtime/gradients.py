@@ -31,7 +31,7 @@ from ds_zero.layout.unit_plan import UnitPlan
 from ds_zero.offload.state_stores import nothing
 from ds_zero.runtime.unit_groups import GroupSet
 
-__all__ = ["Gradients", "BucketMessage", "Pieces", "GradReducer"]
+__all__ = ["BucketMessage", "GradReducer", "Gradients", "Pieces"]
 
 Pieces = Sequence[Sequence[Tensor]]
 """For each rank the tensors that go to it, or come from it; contiguous."""
@@ -164,7 +164,9 @@ class Gradients:
         summed: Called when a reduction is over. Both are called by the thread that does it, and do nothing by default.
     """
 
-    def __init__(self, plan: UnitPlan, params: Sequence[Parameter], device: torch.device, seat: GroupSet, way: GradReducer) -> None:
+    def __init__(
+        self, plan: UnitPlan, params: Sequence[Parameter], device: torch.device, seat: GroupSet, way: GradReducer
+    ) -> None:
         self.groups, self.way, self.ranges = seat, way, way.ranges
         self.sums: list[Tensor] | None = None
         self.arena: Tensor | None = None
@@ -232,7 +234,10 @@ class Gradients:
             arena = self._recast(arena, dtypes.reduce)
         dtype, flat = self.way.begin(arena, self.finish), None
         if self.sums is None and dtype == self._dtypes.accumulate:
-            outs = [self._take_spare(i) if in_place is None else in_place for i, in_place in enumerate(self.way.in_place_sums())]
+            outs = [
+                self._take_spare(i) if in_place is None else in_place
+                for i, in_place in enumerate(self.way.in_place_sums())
+            ]
         else:
             flat = self.groups.pool.take(self._layout.shard_numel, dtype, self._device)
             outs = [flat[start:stop] for start, stop in self.ranges]
@@ -274,8 +279,7 @@ class Gradients:
             total.add_(more)
 
     def local_grad(self, member: int) -> Tensor | None:
-        """Return the collected gradient of a member that is not reduced yet; None if reduced or partly summed already.
-        """
+        """Return the collected gradient of a member that is not reduced yet; None if reduced or partly summed already."""
         if not self.open or self.sums is not None:
             return None
         return self._params[member].grad if self.arena is None else self._views[member]

@@ -22,7 +22,16 @@ import ds_comm as comm
 from ds_comm.placement import Interval
 from ds_config.errors import ShardedAccessError
 from ds_zero._torch import storage_uses, without_torch_function
-from ds_zero.runtime.sharded_parameter import AccessHandler, ShardedParameter, keep, keeper_of, placeholder_of, release, restore, unkeep
+from ds_zero.runtime.sharded_parameter import (
+    AccessHandler,
+    ShardedParameter,
+    keep,
+    keeper_of,
+    placeholder_of,
+    release,
+    restore,
+    unkeep,
+)
 
 __all__ = ["Copier", "Scatter", "chunk_of", "is_scattered", "number_of", "scatter_of", "whole"]
 

@@ -29,9 +29,9 @@ from ds_zero.layout.elements import ParamPiece, ParamSlot, UnitLayout, gaps_betw
 from ds_zero.layout.shard_options import PLAIN, CommFormat
 from ds_zero.layout.unit_plan import ParamStorage, UnitPlan
 from ds_zero.offload.copies import to_device
-from ds_zero.offload.state_stores import ParamStore, OptimizerStateStore, make_param_store
-from ds_zero.runtime.sharded_parameter import release, restore
+from ds_zero.offload.state_stores import OptimizerStateStore, ParamStore, make_param_store
 from ds_zero.runtime.init_shards import is_scattered
+from ds_zero.runtime.sharded_parameter import release, restore
 from ds_zero.runtime.unit_groups import GroupSet, Secondary
 
 __all__ = ["PrivateStorage", "ReleasedStorage", "SharedStorage", "clear_gaps", "parts_of", "storage_of"]
@@ -149,7 +149,9 @@ class PrivateStorage:
         """What keeps the tensor that gathers send, where that is none of full's memory."""
         return self._unit.state_store
 
-    def _send(self, route: HierarchicalGather | None, channel: comm.Group | None, out: Tensor, shard: Tensor) -> comm.Work:
+    def _send(
+        self, route: HierarchicalGather | None, channel: comm.Group | None, out: Tensor, shard: Tensor
+    ) -> comm.Work:
         name, gathers = self._unit.plan.name, self._unit.groups.gather_group
         if route is not None:
             return route.gather(out, shard, name)
@@ -245,7 +247,9 @@ class PrivateStorage:
             at_a_time = _AT_A_TIME if there.device.type == "cpu" else _AT_A_TIME_THERE
             for full, shard in zip(there.split(at_a_time), here.split(at_a_time), strict=True):
                 rounded = shard.to(full.dtype)
-                if full.device.type != "cpu" or not torch.equal(full, rounded):  # a device is not asked: that would wait
+                if full.device.type != "cpu" or not torch.equal(
+                    full, rounded
+                ):  # a device is not asked: that would wait
                     wide = torch.promote_types(full.dtype, shard.dtype) is shard.dtype
                     torch.where(full != rounded, full if wide else full.to(shard.dtype), shard, out=shard)
 

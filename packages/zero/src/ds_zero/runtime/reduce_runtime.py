@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from ds_zero._torch import graph_task_id, without_torch_function
 from ds_zero.runtime.attributes import GradAttributes
 from ds_zero.runtime.autograd import Backward
+from ds_zero.runtime.gather_order import ReduceOrder
 from ds_zero.runtime.gathering import Gathering
 from ds_zero.runtime.gradients import Gradients
-from ds_zero.runtime.gather_order import ReduceOrder
 from ds_zero.runtime.unit import Unit
 
-__all__ = ["Helper", "GradientReductions", "ZeroGrad"]
+__all__ = ["GradientReductions", "Helper", "ZeroGrad"]
 
 
 _PATIENCE_S = 0.02

@@ -31,17 +31,17 @@ from torch import Tensor, nn
 
 import ds_comm as comm
 from ds_comm import Group, Work
-from ds_comm.shm_units import ShmUnitMemory, ReductionBuffers
+from ds_comm.shm_units import ReductionBuffers, ShmUnitMemory
 from ds_comm.sparse_rows import EmbeddingTable, sum_rows
-from ds_ops.stream import copy_ranges
 from ds_ops.reduce import sum_ranges, sum_sources
+from ds_ops.stream import copy_ranges
 from ds_zero._torch import foreach_copy, storage_uses
 from ds_zero.layout.elements import ReduceRange, gaps_between, pack, plan_copies, plan_sums
 from ds_zero.layout.unit_plan import ReduceStrategy, UnitPlan
 from ds_zero.runtime.gradients import GradReducer
 from ds_zero.runtime.unit_groups import GroupSet
 
-__all__ = ["P2PReduceScatter", "ShmReduceScatter", "EmbeddingRowReducer", "tables", "make_reducer"]
+__all__ = ["EmbeddingRowReducer", "P2PReduceScatter", "ShmReduceScatter", "make_reducer", "tables"]
 
 LEAST_KEPT = 16384
 """Elements; in shared memory, copying fewer takes less time than the call that would spare it."""
@@ -361,5 +361,7 @@ def make_reducer(plan: UnitPlan, seat: GroupSet) -> GradReducer:
         return P2PReduceScatter(plan, seat)
     table_slots = [slot for slot in plan.layout.slots if slot.name in seat.tables and slot.numel]
     if table_slots:
-        return EmbeddingRowReducer(plan, seat, [EmbeddingTable(slot.offset, slot.shape[0], prod(slot.shape[1:])) for slot in table_slots])
+        return EmbeddingRowReducer(
+            plan, seat, [EmbeddingTable(slot.offset, slot.shape[0], prod(slot.shape[1:])) for slot in table_slots]
+        )
     return GradReducer(plan, seat)

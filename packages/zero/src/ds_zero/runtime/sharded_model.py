@@ -26,26 +26,26 @@ from torch import Tensor, nn
 import ds_comm as comm
 from ds_accel import host_memory
 from ds_comm import Group, LocalShard, all_gather_json
-from ds_comm.reduction_group import ReductionGroup, logical_of
-from ds_comm.placement import Interval
-from ds_comm.buffer_pool import BufferPool
 from ds_comm.broadcast_state import make_same
+from ds_comm.buffer_pool import BufferPool
+from ds_comm.placement import Interval
+from ds_comm.reduction_group import ReductionGroup, logical_of
 from ds_config.errors import PlanError, ShardedAccessError, UnsupportedError
 from ds_config.sizes import bytes_text
+from ds_zero.layout.dtypes_plan import Precision
 from ds_zero.layout.elements import ParamPiece
 from ds_zero.layout.reduction_groups import check_same, family_name, find_reduction_groups
 from ds_zero.layout.shard_options import OptimizerTraits, ShardOptions, describe, dtype_name
 from ds_zero.layout.unit_plan import ZeroPlan, plan_all
-from ds_zero.layout.dtypes_plan import Precision
 from ds_zero.layout.units import DENSE, plan_units
 from ds_zero.offload.suspend import KINDS, Away, bring_back, take_away
 from ds_zero.runtime.autograd import Backward
 from ds_zero.runtime.gathering import Gathering
+from ds_zero.runtime.init_shards import is_scattered
 from ds_zero.runtime.reduce_runtime import GradientReductions
 from ds_zero.runtime.reduce_strategies import tables
-from ds_zero.runtime.init_shards import is_scattered
-from ds_zero.runtime.unit_groups import GroupTable
 from ds_zero.runtime.unit import OptimizerSlice, Unit
+from ds_zero.runtime.unit_groups import GroupTable
 
 __all__ = ["Runtime", "ShardOptions", "ShardedModel", "sharding_of"]
 
@@ -280,8 +280,7 @@ class ShardedModel:
         return self._where.get(id(param))
 
     def refresh(self) -> None:
-        """Refresh every copy of the shards after a write from outside. Collective: an all-gather of all unsharded units.
-        """
+        """Refresh every copy of the shards after a write from outside. Collective: an all-gather of all unsharded units."""
         self.unloaded.clear()
         for unit in self.units:
             unit.state_store.fetch()

@@ -27,7 +27,17 @@ from ds_config.errors import ShardedAccessError
 from ds_zero._torch import without_torch_function
 from ds_zero.runtime.autograd import tensors_in
 
-__all__ = ["AccessHandler", "Placeholder", "ShardedParameter", "keep", "keeper_of", "placeholder_of", "release", "restore", "unkeep"]
+__all__ = [
+    "AccessHandler",
+    "Placeholder",
+    "ShardedParameter",
+    "keep",
+    "keeper_of",
+    "placeholder_of",
+    "release",
+    "restore",
+    "unkeep",
+]
 
 _KEEPER = "_ds_zero_keeper"
 _CLASS = "_ds_zero_class"

@@ -25,16 +25,16 @@ from torch.utils import swap_tensors
 
 import ds_comm as comm
 from ds_config.errors import ShardedAccessError
+from ds_zero.layout.dtypes_plan import Dtypes
 from ds_zero.layout.elements import ParamPiece, UnitLayout
 from ds_zero.layout.unit_plan import ParamStorage, UnitPlan
-from ds_zero.layout.dtypes_plan import Dtypes
 from ds_zero.layout.units import UnitSpec
 from ds_zero.offload.state_stores import OptimizerSlice, make_state_store
 from ds_zero.runtime.gradients import Gradients
-from ds_zero.runtime.reduce_strategies import make_reducer
 from ds_zero.runtime.init_shards import whole
-from ds_zero.runtime.unit_groups import GroupSet
 from ds_zero.runtime.param_storage import clear_gaps, storage_of
+from ds_zero.runtime.reduce_strategies import make_reducer
+from ds_zero.runtime.unit_groups import GroupSet
 
 __all__ = ["Full", "OptimizerSlice", "Unit"]
 
@@ -174,8 +174,7 @@ class Unit:
             self.state = Full.CURRENT
 
     def start_renew(self) -> None:
-        """Mark the full buffer current, or start its all-gather. Call after all ranks published and passed a barrier.
-        """
+        """Mark the full buffer current, or start its all-gather. Call after all ranks published and passed a barrier."""
         if self.storage.common:
             self.state = Full.CURRENT
         else:

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_comm as comm
-from ds_comm import Group, destroy_group, groups, duplicate_group
-from ds_comm.reduction_group import ReductionGroup
-from ds_comm.shm_units import ShmUnitMemory, host_refusal
-from ds_comm.lossy.hierarchy import Hierarchy
+from ds_comm import Group, destroy_group, duplicate_group, groups
 from ds_comm.buffer_pool import BufferPool
 from ds_comm.hierarchical import HierarchicalGather
+from ds_comm.lossy.hierarchy import Hierarchy
+from ds_comm.reduction_group import ReductionGroup
+from ds_comm.shm_units import ShmUnitMemory, host_refusal
 from ds_config.errors import PlanError, UnsupportedError
 from ds_zero.layout.elements import UnitLayout
 from ds_zero.layout.reduction_groups import cut
@@ -277,7 +277,10 @@ class GroupTable:
     def drop(self) -> None:
         """Destroy the groups that were made. Collective."""
         late = {id(s._late): s._late for s in self.seats.values() if s.gather_group is not s.shard_group}
-        for group in [*(group for late_groups in late.values() for group in late_groups), *reversed(self._created_groups)]:
+        for group in [
+            *(group for late_groups in late.values() for group in late_groups),
+            *reversed(self._created_groups),
+        ]:
             destroy_group(group)
         self._created_groups.clear()
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from ds_zero.layout.units import DENSE
 from ds_zero.runtime.unit import Unit
-from ds_zero.update.step_reduction import weight_of
-from ds_zero.update.overlapped_update import Ahead
-from ds_zero.update.wrapped_optimizer import Updater
 from ds_zero.update.optimizer_state import OptimizerState
+from ds_zero.update.overlapped_update import Ahead
+from ds_zero.update.step_reduction import weight_of
+from ds_zero.update.wrapped_optimizer import Updater
 
 __all__ = ["Due", "apply"]
 

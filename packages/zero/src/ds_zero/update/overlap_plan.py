@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-__all__ = ["OverlapLedger", "Outlook", "OverlapState", "Terms"]
+__all__ = ["Outlook", "OverlapLedger", "OverlapState", "Terms"]
 
 
 class OverlapState(Enum):
@@ -112,8 +112,7 @@ class OverlapLedger:
         return [unit for unit, state in self._states.items() if state is not OverlapState.PLAIN]
 
     def collect(self, unit: int, backward: int) -> None:
-        """Record that a unit's gradients are collected in this backward of the step. The unit has no early update yet.
-        """
+        """Record that a unit's gradients are collected in this backward of the step. The unit has no early update yet."""
         self._check(unit, OverlapState.PLAIN)
         self._collected[unit] = backward
 

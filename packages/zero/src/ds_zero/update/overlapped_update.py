@@ -31,8 +31,8 @@ from ds_zero.layout.units import DENSE
 from ds_zero.offload.state_stores import HostStateStore, OptimizerSlice, nothing
 from ds_zero.runtime.sharded_model import ShardedModel
 from ds_zero.runtime.unit import Unit
+from ds_zero.update.overlap_plan import Outlook, OverlapLedger, OverlapState, Terms
 from ds_zero.update.step_reduction import weight_of
-from ds_zero.update.overlap_plan import OverlapLedger, Outlook, OverlapState, Terms
 from ds_zero.update.wrapped_optimizer import Updater, check_early, settings_of
 
 __all__ = ["Ahead", "PendingStep"]

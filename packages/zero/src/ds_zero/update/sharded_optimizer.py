@@ -28,19 +28,19 @@ from torch.optim import Optimizer
 import ds_comm as comm
 from ds_comm import Group, LocalShard
 from ds_config.errors import PlanError, UnsupportedError
-from ds_zero.layout.elements import Kind
-from ds_zero.layout.shard_options import OptimizerTraits, CommFormat, NodeTopology, OffloadPolicy, ShardOptions
 from ds_zero.layout.dtypes_plan import Precision, ScaleState, next_scale
+from ds_zero.layout.elements import Kind
+from ds_zero.layout.shard_options import CommFormat, NodeTopology, OffloadPolicy, OptimizerTraits, ShardOptions
 from ds_zero.layout.units import DENSE, ShardingStrategy, UnitSizePolicy, UnitSpec
 from ds_zero.offload.suspend import KINDS
 from ds_zero.runtime.reduce_runtime import ZeroGrad
 from ds_zero.runtime.sharded_model import ShardedModel
-from ds_zero.update.step_reduction import agree, first_nonfinite, weight_of
-from ds_zero.update.overlapped_update import Ahead
 from ds_zero.update.apply_step import Due, apply
-from ds_zero.update.overlap_plan import Outlook
-from ds_zero.update.wrapped_optimizer import Updater, check_inner, traits_of, owns_reduction
 from ds_zero.update.optimizer_state import OptimizerState
+from ds_zero.update.overlap_plan import Outlook
+from ds_zero.update.overlapped_update import Ahead
+from ds_zero.update.step_reduction import agree, first_nonfinite, weight_of
+from ds_zero.update.wrapped_optimizer import Updater, check_inner, owns_reduction, traits_of
 
 __all__ = ["ShardedOptimizer", "StepReport", "shard"]
 
@@ -338,8 +338,7 @@ class ShardedOptimizer(Optimizer):
         }
 
     def _all_names(self) -> list[list[str]]:
-        """Return the parameter names of each group, including those of other pipeline stages; the same on every rank.
-        """
+        """Return the parameter names of each group, including those of other pipeline stages; the same on every rank."""
         everyone = self.sharding.everyone
         if everyone.ranks == self.sharding.group.ranks:
             return self._names

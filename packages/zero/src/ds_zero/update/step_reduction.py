@@ -107,7 +107,9 @@ def agree(sharding: ShardedModel, *, wants_norm: bool, extra: Sequence[float] = 
     if (partly or others) and sharding.options.strict:
         raise _diverged(partly, sharding.group.size)
     square, failures = (square, failures) if beyond else (within, failing)
-    return StepFacts(square if wants_norm else None, [unused[u.number] for u in units], tuple(extra_sums), int(failures))
+    return StepFacts(
+        square if wants_norm else None, [unused[u.number] for u in units], tuple(extra_sums), int(failures)
+    )
 
 
 def _count(

@@ -24,9 +24,9 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from ds_config.errors import PlanError, UnsupportedError
 from ds_ops.optim import FusedOps, OpsOptimizer
 from ds_zero._torch import plain_step
-from ds_zero.layout.elements import Kind
-from ds_zero.layout.shard_options import OptimizerTraits, OffloadPolicy, ShardOptions, dtype_name
 from ds_zero.layout.dtypes_plan import Precision
+from ds_zero.layout.elements import Kind
+from ds_zero.layout.shard_options import OffloadPolicy, OptimizerTraits, ShardOptions, dtype_name
 from ds_zero.runtime.sharded_model import ShardedModel
 from ds_zero.runtime.unit import Unit
 from ds_zero.update.probe import CannotStepError, ask, shapes_of
@@ -37,11 +37,11 @@ __all__ = [
     "check_early",
     "check_inner",
     "group_of",
-    "traits_of",
     "owns_reduction",
     "settings_of",
     "state_format",
     "step_with",
+    "traits_of",
 ]
 
 WAITING = "zenflow_sum"
@@ -72,7 +72,9 @@ def traits_of(optimizer: Optimizer, layout: Kind | None) -> dict[int, OptimizerT
     return habits
 
 
-def _answer(optimizer: Optimizer, group: dict[str, Any], asked: Kind | None, answers: dict[Any, OptimizerTraits]) -> OptimizerTraits:
+def _answer(
+    optimizer: Optimizer, group: dict[str, Any], asked: Kind | None, answers: dict[Any, OptimizerTraits]
+) -> OptimizerTraits:
     """What the optimizer does with one group. Groups that differ in their rates only, within a factor of ten, are asked once."""
     shapes, rates = shapes_of(group["params"]), ("lr", "initial_lr", "max_lr", "min_lr")
     rate = group.get("lr")
