@@ -70,7 +70,7 @@ def plan_cost() -> dict[str, float]:
             "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); "
             "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
         )
-        command = [sys.executable, "-c", code, ds, "plan", str(config), "--world", "1024", "--model", str(model)]
+        command = [sys.executable, "-c", code, ds, "plan", str(config), "--world-size", "1024", "--model", str(model)]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -16,6 +16,7 @@ from typing import Any
 from repo import ROOT
 from repo.imports import modules
 from repo.projects import load
+from repo.wording import wording
 
 __all__ = ["RATCHETS", "Ratchet", "compare", "config_keys", "sizes"]
 
@@ -115,7 +116,16 @@ def _grown(agreed: dict[str, dict[str, int]], found: dict[str, dict[str, int]]) 
     return lines
 
 
+def _worse(agreed: dict[str, float], numbers: dict[str, float]) -> list[str]:
+    return [
+        f"{name}: {value:g}, agreed {agreed.get(name, 0):g}"
+        for name, value in numbers.items()
+        if value > agreed.get(name, 0)
+    ]
+
+
 RATCHETS: Mapping[str, Ratchet] = {
     "config_keys": Ratchet(FOLDER / "config_keys.json", config_keys, _different_names),
     "sizes": Ratchet(FOLDER / "sizes.json", sizes, _grown),
+    "wording": Ratchet(FOLDER / "wording.json", wording, _worse),
 }

@@ -152,7 +152,7 @@ def test_what_somebody_reads_is_not_removed(tmp_path):
     over = ds_ckpt.LocalStorage(tmp_path).hold("s0", 60)
     with pytest.raises(CheckpointError) as caught:
         ds_ckpt.remove(tmp_path / "s0")
-    assert caught.value.code == "ckpt-held"
+    assert caught.value.code == "ckpt-in-use"
     assert ds_ckpt.prune(tmp_path, 1) == ["s1"]
     over()
     assert ds_ckpt.prune(tmp_path, 1) == ["s0"]

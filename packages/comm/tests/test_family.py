@@ -62,4 +62,4 @@ def test_a_box_that_the_parameter_is_not_is_refused(box: Box) -> None:
     set_param_sharding(param, ParamSharding(shape=(8, 4), box=box))
     with pytest.raises(PlanError, match="was assigned") as caught:
         logical_of("part", param)
-    assert caught.value.code == "zero-family"
+    assert caught.value.code == "zero-reduction-group"

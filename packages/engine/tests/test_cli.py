@@ -23,14 +23,14 @@ def call(command: ModuleType, *argv: object) -> int:
 
 
 def test_plan_without_a_model(written: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(cli_plan, written({"train_micro_batch_size_per_gpu": 2}), "--world", 1024) == 0
+    assert call(cli_plan, written({"train_micro_batch_size_per_gpu": 2}), "--world-size", 1024) == 0
     assert "2048 = 2 per rank x 1 microbatches x 1024" in capsys.readouterr().out
 
 
 def test_plan_of_a_model_on_meta(written: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "some_model.py").write_text(MODEL)
     config = written({"train_batch_size": 8, "zero_optimization": {"stage": 3}})
-    assert call(cli_plan, config, "--world", 4, "--model", f"{tmp_path}/some_model.py:make", "--json") == 0
+    assert call(cli_plan, config, "--world-size", 4, "--model", f"{tmp_path}/some_model.py:make", "--json") == 0
     rows = json.loads(capsys.readouterr().out)
     assert rows["model"].startswith("1,001,000 parameters")
     assert "stage 3" in rows["ZeRO"]
@@ -61,7 +61,7 @@ def test_check(written: Write, capsys: pytest.CaptureFixture[str]) -> None:
     path = written({"train_batch_size": 9})
     assert call(cli_config, "check", path) == 0
     assert "no problems" in capsys.readouterr().out
-    assert call(cli_config, "check", path, "--world", 2) == 1
+    assert call(cli_config, "check", path, "--world-size", 2) == 1
     assert "errors.md#batch-arithmetic" in capsys.readouterr().err
     assert call(cli_config, "check", written({"train_batch_sze": 9})) == 1
     assert "'train_batch_size'" in capsys.readouterr().err
@@ -93,12 +93,12 @@ def test_elastic_says_what_its_section_comes_to(written: Write, capsys: pytest.C
     path = written({"elasticity": {**section, "version": 0.1}})
     assert call(cli_elastic, path) == 0
     assert capsys.readouterr().out.startswith("train batch size 9792, on any of 23 numbers of ranks: 32,")
-    assert call(cli_elastic, path, "--world", 64, "--json") == 0
+    assert call(cli_elastic, path, "--world-size", 64, "--json") == 0
     assert json.loads(capsys.readouterr().out) == {"world": 64, "train": 9792, "micro": 17, "accumulation": 9}
     assert call(cli_elastic, path, "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["train"], len(told["ranks"])) == (9792, 23)
-    assert call(cli_elastic, path, "--world", 1) == 1
+    assert call(cli_elastic, path, "--world-size", 1) == 1
     assert "errors.md#elasticity-world" in capsys.readouterr().err
     assert call(cli_elastic, written({"train_batch_size": 8})) == 1
     assert "errors.md#elasticity-section" in capsys.readouterr().err

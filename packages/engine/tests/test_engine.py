@@ -343,7 +343,7 @@ def test_mistakes_are_errors(make_model: Make, config: Settings, rows: Any) -> N
     engine.step()
     with pytest.raises(PlanError) as order:
         engine.train_batch(batches(rows))
-    assert order.value.code == "engine-order"
+    assert order.value.code == "engine-call-order"
     assert "1 of 2 microbatches" in order.value.message
     with pytest.raises(UnsupportedError):
         engine.deepspeed_io(rows, route="sideways")

@@ -195,7 +195,7 @@ def test_state_goes_away_and_comes_back(start: Callable[..., Engine], rows: Any,
     for call in (lambda: engine.train_batch(iter(halves[1])), lambda: engine.full_state_dict()):
         with pytest.raises(PlanError) as caught:
             call()
-        assert caught.value.code == "engine-away"
+        assert caught.value.code == "engine-suspended"
     engine.suspend()
     assert sum(unit.full.untyped_storage().nbytes() for unit in engine.sharding.units) == 0
     engine.resume()
@@ -268,7 +268,7 @@ def test_the_batch_may_change_between_steps(start: Callable[..., Engine], rows: 
     engine.step()
     with pytest.raises(PlanError) as caught:
         engine.set_train_batch_size(8)
-    assert caught.value.code == "engine-order"
+    assert caught.value.code == "engine-call-order"
 
 
 def test_tokens_are_counted(start: Callable[..., Engine], make_model: Make, rows: Any) -> None:

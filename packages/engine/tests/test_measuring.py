@@ -96,7 +96,7 @@ def test_a_wrong_order_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(DS_TRIAL, str(tmp_path / "none.json"))
     with pytest.raises(ConfigError) as caught:
         _train(CONFIG)
-    assert caught.value.code == "trial-order"
+    assert caught.value.code == "trial-spec"
 
 
 def test_changes_are_laid_over_a_copy() -> None:

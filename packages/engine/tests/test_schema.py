@@ -28,9 +28,9 @@ from ds_pipe import PipelineSpec
 
 REFERENCE = Path(__file__).parent / "data" / "reference_keys.txt"
 OURS = {
-    "loss_jump_stop",
+    "loss_spike_threshold",
     "nonfinite",
-    "tensor_parallel.own_layers",
+    "tensor_parallel.megatron_layers",
     "activation_checkpointing.modules",
     "checkpoint.layout",
     "checkpoint.saving",
@@ -43,7 +43,7 @@ OURS = {
     "checkpoint.near.folder",
     "checkpoint.near.root",
     "checkpoint.near.every",
-    "checkpoint.near.drain_every",
+    "checkpoint.near.persist_every",
     "monitor",
     "monitor.sinks",
     "monitor.sinks[0].sink",
@@ -208,7 +208,7 @@ FILES = {"device": "nvme", "nvme_path": "folder"}
 SMALL = {"stage": 3, "reduce_bucket_size": 2000, "param_persistence_threshold": 60}
 BASES: dict[str, Mapping[str, Any]] = {
     "monitor.sinks": {"monitor": {"sinks": [{"sink": "jsonl"}]}},
-    "checkpoint.near": {"checkpoint": {"near": {"folder": "node", "root": "store", "every": 10, "drain_every": 1000}}},
+    "checkpoint.near": {"checkpoint": {"near": {"folder": "node", "root": "store", "every": 10, "persist_every": 1000}}},
     "weight_quantization.quantized_initialization": {"weight_quantization": {"quantized_initialization": {"num_bits": 8}}},
     "weight_quantization.post_init_quant": {"weight_quantization": {"post_init_quant": {"some": {"num_bits": 8, "group_size": 16}}}},
     "zero_optimization.zero_quantized_gradients": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},
@@ -338,7 +338,7 @@ VALUES: dict[str, list[Any]] = {
     "pipeline.stages": [4],
     "checkpoint.saving.codecs": [{"optim/": "bf16"}],
     "checkpoint.near.every": [20],
-    "checkpoint.near.drain_every": [500],
+    "checkpoint.near.persist_every": [500],
     "tensor_parallel.partition_config.layer_specs[0].patterns": [[".*nothing"]],
     "tensor_parallel.partition_config.layer_specs[0].shape": [[2, -1]],
     "tensor_parallel.partition_config.lm_head_patterns": [["score"]],

@@ -185,7 +185,7 @@ def test_buffers_run_out_grow_and_are_made_once(elsewhere: Any) -> None:
 
     with pytest.raises(PlanError) as caught:
         chain(3, 5)
-    assert caught.value.code == "activations-slots"
+    assert caught.value.code == "activations-buffers-full"
     assert "number_checkpoints = 2" in str(caught.value)
     caught = None  # its traceback holds the graph
     gc.collect()

@@ -128,7 +128,7 @@ def test_batches_that_are_no_pairs_or_end_early_are_refused() -> None:
 def test_what_cannot_travel_is_named() -> None:
     with pytest.raises(UnsupportedError) as caught:
         describe({"x": torch.zeros(2), "rest": [1, object()]}, "stage 0 -> 1")
-    assert caught.value.code == "pipe-travel"
+    assert caught.value.code == "pipe-unsupported-value"
     assert "['rest'][1] is a object" in caught.value.message
 
 

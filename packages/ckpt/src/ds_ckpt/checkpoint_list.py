@@ -127,13 +127,13 @@ def remove(path: str | os.PathLike[str] | CheckpointRef) -> None:
     """Delete one checkpoint, and the blocks that no other refers to. Readers see all of it or none.
 
     Raises:
-        CheckpointError: "ckpt-held": it is being read.
+        CheckpointError: "ckpt-in-use": it is being read.
     """
     at = locate(path)
     if at.tag in at.storage.tags_in_use():
         raise CheckpointError(
             f"somebody reads {at.storage.where(at.tag)}",
-            code="ckpt-held",
+            code="ckpt-in-use",
             fix="Remove it when the load is over; what a reader that died left ends by itself within the hour.",
         )
     shared = shared_files(at)

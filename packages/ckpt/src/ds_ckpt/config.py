@@ -85,14 +85,14 @@ class NearConfig(StrictModel):
     Attributes:
         folder: On each node: in memory or on a local disk; runs may not share it.
         every: Steps between snapshots.
-        drain_every: Steps between those that go to the directory of checkpoints; a multiple of `every`.
+        persist_every: Steps between those that go to the directory of checkpoints; a multiple of `every`.
         root: The directory or URL of checkpoints.
     """
 
     folder: str
     root: str
     every: Annotated[int, Field(ge=1)] = 10
-    drain_every: Annotated[int, Field(ge=1)] = 1000
+    persist_every: Annotated[int, Field(ge=1)] = 1000
 
 
 class CheckpointConfig(StrictModel):
@@ -152,5 +152,5 @@ def make_near(config: CheckpointConfig, group: Any = None) -> LocalCheckpointer 
     near, saving = config.near, config.saving
     if near is None:
         return None
-    draining = DrainOptions(near.drain_every, saving.keep, saving.recipe())
+    draining = DrainOptions(near.persist_every, saving.keep, saving.recipe())
     return LocalCheckpointer(near.folder, near.root, group, every=near.every, draining=draining)

@@ -126,7 +126,7 @@ def logical_of(name: str, tensor: Tensor, shape: tuple[int, ...] | None = None) 
     Args:
         shape: The parameter's true shape, if `tensor` does not have that shape.
     Raises:
-        PlanError: the tensor does not have the shape of its box ("zero-family").
+        PlanError: the tensor does not have the shape of its box ("zero-reduction-group").
     """
     sharding: ParamSharding = param_sharding(tensor)
     local_shape = tuple(tensor.shape) if shape is None else shape
@@ -135,7 +135,7 @@ def logical_of(name: str, tensor: Tensor, shape: tuple[int, ...] | None = None) 
     if box.shape != local_shape or not inside:
         raise PlanError(
             f"{name} has shape {local_shape} and was assigned {box} of a tensor of shape {of}",
-            code="zero-family",
+            code="zero-reduction-group",
             fix="Assign the box that the parameter is, in the logical tensor's dims.",
         )
     return Logical(sharding.name or name, of, box)

@@ -100,7 +100,7 @@ class Config(MonitorConfig):
         default="warn",
         description="A gradient that is not finite: warn once and update, leave such updates out, or stop with an error before the update.",
     )
-    loss_jump_stop: float | None = Field(
+    loss_spike_threshold: float | None = Field(
         default=None,
         gt=0,
         description="Stop when a loss is so many standard deviations above the running mean; null never does.",

@@ -99,7 +99,7 @@ RULES: tuple[ConfigRule, ...] = (
         "Use device: cpu and Adam or AdamW without torch_adam, or leave it out: all updates then begin after backward.",
     ),
     ConfigRule(
-        "zero-wire",
+        "zero-quantized-comm",
         lambda c, mesh: bool(_vain_codes(c)),
         lambda c, mesh: f"{_vain_codes(c)} with stage {c.zero_optimization.stage}",
         "Quantize weights at stage 3, gradients at stages 1 to 3, and give zeropp_loco_param with quantized gradients only.",

@@ -128,7 +128,7 @@ class Engine(EngineState):
                 on where the last call with it ended, epoch after epoch. A dict is passed to the model as keywords, a tuple or
                 list as positional arguments.
         Raises:
-            PlanError: called between the microbatches of a step ("engine-order"); no data ("data-missing").
+            PlanError: called between the microbatches of a step ("engine-call-order"); no data ("data-missing").
             StopIteration: `data_iter` ended within the step, whose gradients are dropped.
         """
         self._trains("train_batch")

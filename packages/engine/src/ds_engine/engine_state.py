@@ -359,7 +359,7 @@ class EngineState(nn.Module):
             kinds = ", ".join(sorted({away.kind for away in self.sharding.away}))
             raise PlanError(
                 f"{what}() was called while state is away from the device: {kinds}",
-                code="engine-away",
+                code="engine-suspended",
                 fix="Call reload_states() or resume() first.",
             )
 
@@ -371,7 +371,7 @@ class EngineState(nn.Module):
         if self._position:
             raise PlanError(
                 f"{what} after {self._position} of {len(self._backwards)} microbatches of a step",
-                code="engine-order",
+                code="engine-call-order",
                 fix="Finish the step with backward() and step() first.",
             )
 

@@ -41,15 +41,15 @@ class Health:
     Attributes:
         nonfinite: A gradient that is not finite: `warn` updates all the same, `skip` leaves the update out, `stop` ends the run
             with an error before the update.
-        loss_jump_stop: End the run when a loss is so many standard deviations above the running mean; None never does.
+        loss_spike_threshold: End the run when a loss is so many standard deviations above the running mean; None never does.
     """
 
     nonfinite: Literal["warn", "skip", "stop"] = "warn"
-    loss_jump_stop: float | None = None
+    loss_spike_threshold: float | None = None
 
     def __str__(self) -> str:
         done = {"warn": "warned of", "skip": "skipped", "stop": "an error before the update"}[self.nonfinite]
-        jump = "" if self.loss_jump_stop is None else f"; a loss {self.loss_jump_stop:g} deviations up is an error"
+        jump = "" if self.loss_spike_threshold is None else f"; a loss {self.loss_spike_threshold:g} deviations up is an error"
         return f"a gradient that is not finite is {done}{jump}"
 
 
@@ -210,7 +210,7 @@ class HealthWatch:
                 code="training-nonfinite",
                 fix="Look at those samples and that tensor. The weights are those before this step; save_checkpoint() keeps them.",
             )
-        self._skips, limit = self._skips.after(result.skipped), self.health.loss_jump_stop
+        self._skips, limit = self._skips.after(result.skipped), self.health.loss_spike_threshold
         if result.mean is None or not (limit is not None or ds_monitor.active()):
             return
         loss = result.loss
@@ -219,9 +219,9 @@ class HealthWatch:
         if limit is not None and deviations > limit:
             raise TrainingError(
                 f"the loss {loss:.6g} lies {deviations:.1f} standard deviations above its running mean {self._trend.mean:.6g}; "
-                f"loss_jump_stop is {limit:g}",
+                f"loss_spike_threshold is {limit:g}",
                 code="training-loss-jump",
-                fix="Go back to a checkpoint and look at the samples of this step, or raise loss_jump_stop.",
+                fix="Go back to a checkpoint and look at the samples of this step, or raise loss_spike_threshold.",
             )
 
     def _look(self) -> Seen:

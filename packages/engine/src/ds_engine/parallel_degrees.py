@@ -60,7 +60,7 @@ def _with_own_layers(config: Config, mpu: Any) -> Config:
     tensor = _of_mpu(mpu).get("tensor", 1)
     if tensor == 1 or config.tensor_parallel is not None:
         return config
-    return config.model_copy(update={"tensor_parallel": TensorParallelConfig(autotp_size=tensor, own_layers=True)})
+    return config.model_copy(update={"tensor_parallel": TensorParallelConfig(autotp_size=tensor, megatron_layers=True)})
 
 
 def _of_mpu(mpu: Any) -> dict[str, int]:

@@ -45,7 +45,7 @@ def order_here(environ: Mapping[str, str] | None = None) -> TrialSpec | None:
     """Load the trial specification of this process; None outside a trial.
 
     Raises:
-        ConfigError: the file that the variable names is no specification ("trial-order").
+        ConfigError: the file that the variable names is no specification ("trial-spec").
     """
     path = (os.environ if environ is None else environ).get(DS_TRIAL, "")
     if not path:
@@ -54,7 +54,7 @@ def order_here(environ: Mapping[str, str] | None = None) -> TrialSpec | None:
         return TypeAdapter(TrialSpec).validate_json(Path(path).read_bytes())
     except (OSError, ValidationError) as error:
         raise ConfigError(
-            f"{DS_TRIAL} = {path}: {error}", code="trial-order", fix=f"Unset {DS_TRIAL}; `ds tune` sets it."
+            f"{DS_TRIAL} = {path}: {error}", code="trial-spec", fix=f"Unset {DS_TRIAL}; `ds tune` sets it."
         ) from error
 
 

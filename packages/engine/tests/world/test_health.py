@@ -177,7 +177,7 @@ def test_step_without_backward_is_an_error() -> None:
 
 @world(1)
 def test_a_loss_that_jumps_stops_the_run() -> None:
-    engine = engine_of(0, loss_jump_stop=20.0, gradient_accumulation_steps=1)
+    engine = engine_of(0, loss_spike_threshold=20.0, gradient_accumulation_steps=1)
     for _ in range(30):
         engine.backward(engine(torch.randn(2, 4)))
         engine.step()

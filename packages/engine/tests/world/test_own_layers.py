@@ -118,7 +118,7 @@ def ds_engine_whole(engine):
 
 @world(2)
 def test_parts_without_a_dimension_are_kept_by_rank(tmp_path) -> None:
-    section = {"tensor_parallel": {"autotp_size": 2, "own_layers": True}}
+    section = {"tensor_parallel": {"autotp_size": 2, "megatron_layers": True}}
     groups = ds_engine.initialize(model=nn.Linear(1, 1), config=config(0, **section))[0].mesh
     engine, *_ = ds_engine.initialize(model=Own(groups["tensor"], dims=False), config=config(2, **section))
     engine.backward(engine(rows(0, 0)).square().mean())

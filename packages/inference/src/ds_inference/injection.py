@@ -271,7 +271,7 @@ class InferenceEngine(nn.Module):
         if self._times is None:
             raise PlanError(
                 "model_times() without profile_model_time()",
-                code="inference-order",
+                code="inference-call-order",
                 fix="Call profile_model_time() first.",
             )
         times, self._times = self._times, []

@@ -52,7 +52,7 @@ class SchedulingError(PlanError):
         self.status = status
         super().__init__(
             f"the batch does not fit: {status.name}",
-            code="inference-put",
+            code="inference-batch",
             fix="Ask can_schedule() first, put fewer tokens, or flush sequences that are over.",
         )
 

@@ -149,7 +149,7 @@ class Scheduler:
         if self._planned is not None:
             raise PlanError(
                 "a step was planned and its outcome is not known yet",
-                code="inference-order",
+                code="inference-call-order",
                 fix="Call commit() with what the step gave.",
             )
         left, chunks = self.budget.max_num_batched_tokens, list[ScheduledChunk]()
@@ -200,7 +200,7 @@ class Scheduler:
         """Record the outcomes of the computed step, by request, and return the requests that ended.
 
         Raises:
-            PlanError: no step is in progress, or an outcome is missing ("inference-order").
+            PlanError: no step is in progress, or an outcome is missing ("inference-call-order").
         """
         planned = self._planned
         missing = [
@@ -209,7 +209,7 @@ class Scheduler:
         if planned is None or missing:
             raise PlanError(
                 f"commit without {'a step' if planned is None else f'outcomes of requests {missing}'}",
-                code="inference-order",
+                code="inference-call-order",
                 fix="Call plan(), compute the step, then commit() with an Outcome for every chunk that has outputs.",
             )
         self._planned = None

@@ -131,7 +131,7 @@ class _BufferSlots:
         """Take a buffer [numel] from the pool, and return with the buffer a function that frees it.
 
         Raises:
-            PlanError: all are in use ("activations-slots"); `numel` exceeds buffers in use ("activations-size").
+            PlanError: all are in use ("activations-buffers-full"); `numel` exceeds buffers in use ("activations-size").
         """
         idle = self._buffer is None or len(self._free) == self.count
         if numel > self._numel:
@@ -149,7 +149,7 @@ class _BufferSlots:
             raise PlanError(
                 f"number_checkpoints = {self.count}, and a call more wants to keep its inputs before a backward is done "
                 "with one",
-                code="activations-slots",
+                code="activations-buffers-full",
                 fix="Set number_checkpoints to the checkpointed calls of one forward, times the forwards before a backward.",
             )
         slot, free = self._free.pop(), self._free
@@ -211,7 +211,7 @@ class ActivationStore:
         """Keep the input at `position` of a call. Costs a copy of the piece, on a stream of its own if it goes to the host.
 
         Raises:
-            PlanError: see `ActivationPolicy.slots` ("activations-slots", "activations-size").
+            PlanError: see `ActivationPolicy.slots` ("activations-buffers-full", "activations-size").
         """
         if not self.eligible(tensor):
             return _SavedInput(tensor, None if isinstance(tensor, nn.Parameter) else version_of(tensor))

@@ -129,7 +129,7 @@ class TensorParallelConfig(StrictModel):
     ] = False
     tp: Annotated[TensorParallelDegreeConfig, Alias("tensor_parallel")] = TensorParallelDegreeConfig()
     injection_policy_tuple: Annotated[tuple[str, ...] | None, Unsupported("partition_config.layer_specs")] = None
-    own_layers: bool = Field(
+    megatron_layers: bool = Field(
         default=False,
         description="The model's layers are parallel by themselves (Megatron's): nothing is cut; marked parameters are parts.",
     )

@@ -57,7 +57,7 @@ def describe(value: Any, where: str) -> tuple[ValueStructure, list[Tensor]]:
     """Return the signature of a value and its tensors.
 
     Raises:
-        UnsupportedError: a leaf cannot be sent ("pipe-travel"); the error names the leaf.
+        UnsupportedError: a leaf cannot be sent ("pipe-unsupported-value"); the error names the leaf.
     """
     pairs, spec = tree_flatten_with_path(value)
     leaves: list[tuple[Any, ...]] = []
@@ -72,7 +72,7 @@ def describe(value: Any, where: str) -> tuple[ValueStructure, list[Tensor]]:
             name = "".join(str(part) for part in path) or "the value itself"
             raise UnsupportedError(
                 f"{where}: {name} is a {type(leaf).__name__}, which cannot travel between stages",
-                code="pipe-travel",
+                code="pipe-unsupported-value",
                 fix="Pass tensors, None, bool, int, float and str, in tuples, lists and dicts; make anything else from them.",
             )
     return ValueStructure(_dump(spec, where), tuple(leaves)), tensors
@@ -86,7 +86,7 @@ def _dump(spec: TreeSpec, where: str) -> str:
         except NotImplementedError as error:
             raise UnsupportedError(
                 f"{where}: a container of the value cannot be described to another rank: {error}",
-                code="pipe-travel",
+                code="pipe-unsupported-value",
                 fix="Return tuples, lists or dicts from the last layer of a stage.",
             ) from error
     return text

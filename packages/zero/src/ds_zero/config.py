@@ -157,7 +157,7 @@ class ZenFlowConfig(StrictModel):
         Args:
             steps_per_epoch: Of the engine's data; None where the caller feeds the batches.
         Raises:
-            PlanError: strategy and interval contradict each other ("zero-importance").
+            PlanError: strategy and interval contradict each other ("zero-zenflow").
         """
         strategy, every = self.select_strategy, self.select_interval
         if (strategy == "auto") != (every == "auto"):

@@ -207,9 +207,9 @@ def test_errors_are_sent_later_and_counted():
 @pytest.mark.parametrize(
     ("options", "code"),
     [
-        ({"stage": 2, "wire": QuantizedComm(weights=QWZ)}, "zero-wire"),
-        ({"stage": 0, "wire": QuantizedComm(gradients=QGZ)}, "zero-wire"),
-        ({"stage": 3, "wire": QuantizedComm(correction=ErrorFeedbackOptions())}, "zero-wire"),
+        ({"stage": 2, "wire": QuantizedComm(weights=QWZ)}, "zero-quantized-comm"),
+        ({"stage": 0, "wire": QuantizedComm(gradients=QGZ)}, "zero-quantized-comm"),
+        ({"stage": 3, "wire": QuantizedComm(correction=ErrorFeedbackOptions())}, "zero-quantized-comm"),
         ({"stage": 3, "wire": QuantizedComm(gradients=QuantSpec(INT8, 48))}, "zero-uncertified"),
         ({"stage": 3, "wire": QuantizedComm(weights=QWZ), "precision": ds_zero.Precision(param=torch.float64)}, "zero-uncertified"),
     ],

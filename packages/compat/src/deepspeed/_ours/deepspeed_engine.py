@@ -139,7 +139,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         The limit to these stages is upstream's; see `coalesce_grad_reduction`.
 
         Raises:
-            PlanError: at stage 2 or 3, or inside another such context; an AssertionError, too ("compat-order").
+            PlanError: at stage 2 or 3, or inside another such context; an AssertionError, too ("compat-call-order").
         """
         stage = self.plan.config.zero_optimization.stage
         if stage > 1:
@@ -155,7 +155,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         A rank holds unsharded gradients meanwhile.
 
         Raises:
-            PlanError: where the training loop decides when a step ends; an AssertionError, too ("compat-order").
+            PlanError: where the training loop decides when a step ends; an AssertionError, too ("compat-call-order").
         """
         if not self.plan.managed:
             raise out_of_order(
@@ -198,7 +198,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         if not self._scaled:
             raise also(PlanError, RuntimeError)(
                 "Direct calls to tensor.backward() are not supported at ZeRO stage 0: nothing would divide it by the microbatches",
-                code="compat-order",
+                code="compat-call-order",
                 fix="Call engine.backward(loss), or engine.scale(loss).backward().",
             )
 

@@ -32,8 +32,8 @@ def also(kind: type[DsError], builtin: type[Exception]) -> type[DsError]:
 
 
 def out_of_order(what: str, fix: str) -> DsError:
-    """Build the error for a call at the wrong time or a wrong argument ("compat-order"), where upstream asserts."""
-    return also(PlanError, AssertionError)(what, code="compat-order", fix=fix)
+    """Build the error for a call at the wrong time or a wrong argument ("compat-call-order"), where upstream asserts."""
+    return also(PlanError, AssertionError)(what, code="compat-call-order", fix=fix)
 
 
 def _plain(kind: type[DsError], message: str, code: str, fix: str) -> DsError:

@@ -100,7 +100,7 @@ class Init(ds_zero.Init):
         )
         if wrong is not None:
             raise also(PlanError, RuntimeError)(
-                wrong, code="compat-order", fix="Call deepspeed.init_distributed() first."
+                wrong, code="compat-call-order", fix="Call deepspeed.init_distributed() first."
             )
         source = config if config_dict_or_path is None else config_dict_or_path
         super().__init__(

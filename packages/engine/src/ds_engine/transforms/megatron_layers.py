@@ -34,13 +34,13 @@ class Own:
 
 
 class OwnTensor(Transform[OwnLayers, Own]):
-    """Where `tensor_parallel.own_layers` says so, or an mpu has tensor-parallel ranks of which the configuration knows nothing."""
+    """Where `tensor_parallel.megatron_layers` says so, or an mpu has tensor-parallel ranks of which the configuration knows nothing."""
 
     name = "layers of the model's own"
 
     def decide(self, inputs: TransformInput) -> OwnLayers | None:
         section = inputs.config.tensor_parallel
-        if section is None or not section.own_layers or inputs.mesh.tensor == 1:
+        if section is None or not section.megatron_layers or inputs.mesh.tensor == 1:
             return None
         return OwnLayers(inputs.mesh.tensor)
 

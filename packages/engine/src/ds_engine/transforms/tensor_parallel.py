@@ -26,7 +26,7 @@ class Tensor(Transform[TensorPlan, TensorParallelModel]):
 
     def decide(self, inputs: TransformInput) -> TensorPlan | None:
         section = inputs.config.tensor_parallel
-        if section is None or section.own_layers or inputs.mesh.tensor == 1:
+        if section is None or section.megatron_layers or inputs.mesh.tensor == 1:
             return None
         if inputs.shapes.facts is None:
             raise UnsupportedError(

@@ -81,7 +81,7 @@ class DistributedAttention(nn.Module):
         if sp_stream is not None:
             raise UnsupportedError(
                 "DistributedAttention with a stream of the caller's",
-                code="sequence-stream",
+                code="sequence-user-stream",
                 fix="Leave sp_stream out: the exchanges of query, key and value are under way together anyway.",
             )
         self.local_attn = local_attention

@@ -308,7 +308,7 @@ def _set(param: Tensor, value: Tensor, source: _Source, *, local: bool) -> None:
         name = place.name if place is not None else f"a parameter of shape {tuple(param.shape)}"
         raise PlanError(
             f"{name} has nothing here to set: it is not part of a sharded model, or has no such gradient or state yet",
-            code="access-nothing",
+            code="access-not-available",
             fix="Set gradients after a backward, and optimizer state after the first step (or after `materialize`).",
         )
     place, ranges = owned

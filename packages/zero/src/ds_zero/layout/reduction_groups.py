@@ -66,7 +66,7 @@ def find_reduction_groups(model: nn.Module, group: Group) -> dict[str, Reduction
     """Collect the reduction groups of a model's parameters and buffers: dense first, the rest by name.
 
     Raises:
-        PlanError: two reduction groups have one name, or a group lacks this rank ("zero-family").
+        PlanError: two reduction groups have one name, or a group lacks this rank ("zero-reduction-group").
     """
     declared: dict[str, ReductionGroup] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -78,14 +78,14 @@ def find_reduction_groups(model: nn.Module, group: Group) -> dict[str, Reduction
             raise PlanError(
                 f"{name} is of family {family.name!r} over {family.group} with divisor {family.divisor}, and that name stands for "
                 f"{'parameters without a family' if family.name == DENSE else f'{known.group} with divisor {known.divisor}'}",
-                code="zero-family",
+                code="zero-reduction-group",
                 fix="Give each set of ranks, divisor and copies a name of its own, and make its groups on their members.",
             )
         scatter = scatter_of(tensor)
         if scatter is not None and scatter.group.ranks != family.group.ranks:
             raise PlanError(
                 f"{name} is of family {family.name!r} over {family.group}, and Init made it equal on {scatter.group}",
-                code="zero-family",
+                code="zero-reduction-group",
                 fix="Build parameters that differ between ranks outside Init, or give Init the family's group.",
             )
     return {DENSE: ReductionGroup(DENSE, group, group.size)} | {name: declared[name] for name in sorted(declared)}
@@ -103,7 +103,7 @@ def cut(family: ReductionGroup, within: Group, shard_size: int | None) -> Replic
         within: The ranks that the model was given to.
         shard_size: As in ShardOptions.
     Raises:
-        PlanError: the ranks cannot be split into equal groups ("zero-shard-size", "zero-family").
+        PlanError: the ranks cannot be split into equal groups ("zero-shard-size", "zero-reduction-group").
     """
     group = family.group
     inside = tuple(rank for rank in group.ranks if rank in within.ranks)
@@ -114,7 +114,7 @@ def cut(family: ReductionGroup, within: Group, shard_size: int | None) -> Replic
     if sorted(rank for ranks in parts for rank in ranks) != sorted(group.ranks) or len({len(p) for p in parts}) > 1:
         raise PlanError(
             f"family {family.name!r} is summed over {group}; its state is cut over {parts}, which are not equal parts of it",
-            code="zero-family",
+            code="zero-reduction-group",
             fix="Cut over groups of one size that have every rank of the sum once.",
         )
     twins = tuple(ranks[members.index(group.global_rank)] for ranks in parts)
@@ -160,7 +160,7 @@ def _check_present(families: Mapping[str, ReductionGroup]) -> None:
     A rank without them would make the rest of the group wait.
 
     Raises:
-        PlanError: a rank lacks a reduction group ("zero-family").
+        PlanError: a rank lacks a reduction group ("zero-reduction-group").
     """
     group = families[DENSE].group
     count = torch.tensor([len(families)], dtype=torch.int64)
@@ -177,7 +177,7 @@ def _check_present(families: Mapping[str, ReductionGroup]) -> None:
             if lacking:
                 raise PlanError(
                     f"on rank {rank} the model has parameters of family {name!r} over ranks {tuple(ranks)}; on ranks {lacking} it has none",
-                    code="zero-family",
+                    code="zero-reduction-group",
                     fix="Give every rank of a family's group a part of it, or leave those ranks out of the group.",
                 )
 

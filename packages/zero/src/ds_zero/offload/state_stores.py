@@ -194,13 +194,13 @@ def state_store_type(name: str) -> type[OptimizerStateStore]:
     """Look up the optimizer state store of a name.
 
     Raises:
-        PlanError: no tier has this name ("zero-tier").
+        PlanError: no tier has this name ("zero-offload").
     """
     kind = TIERS.get(name)
     if kind is None:
         raise PlanError(
             f"there is no tier {name!r} to keep state in",
-            code="zero-tier",
+            code="zero-offload",
             fix=f"Choose from {', '.join(sorted(TIERS))}, or add a row to ds_zero.offload.state_stores.TIERS.",
         )
     return kind

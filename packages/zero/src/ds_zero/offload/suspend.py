@@ -48,7 +48,7 @@ class _Refusal(AccessHandler):
     def name_of(self, param: Parameter) -> str:
         return next(i.name for p, i in zip(self.unit.params, self.unit.spec.params, strict=True) if p is param)
 
-    def touched(self, param: Parameter, what: str) -> bool:
+    def on_access(self, param: Parameter, what: str) -> bool:
         raise ShardedAccessError(
             f"parameter {self.name_of(param)} was used by {what!r} while it is away from the device",
             code="zero-suspended",

@@ -98,7 +98,7 @@ class QuantizedComm(CommFormat):
         """Check that the quantization options have an effect under the sharding strategy.
 
         Raises:
-            PlanError: "zero-wire".
+            PlanError: "zero-quantized-comm".
         """
         conflict = ""
         if (self.weights or self.frozen) and not residency.shard_params:
@@ -112,7 +112,7 @@ class QuantizedComm(CommFormat):
         if conflict:
             raise PlanError(
                 conflict,
-                code="zero-wire",
+                code="zero-quantized-comm",
                 fix="Quantize parameters at stage 3, gradients at stages 1 to 3, and correct only what is quantized.",
             )
 

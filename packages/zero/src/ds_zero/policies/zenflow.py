@@ -46,7 +46,7 @@ class ZenFlowOptions:
         auto_ratio: Share of the matrices whose other columns must have grown large for an interval to end.
         warm_up: Steps at the beginning in which everything is stepped.
     Raises:
-        PlanError: numbers that say nothing ("zero-importance").
+        PlanError: numbers that say nothing ("zero-zenflow").
     """
 
     states: ClassVar[int] = 1  # what of the gradients waits for its update
@@ -165,7 +165,7 @@ def top_columns(sums: Tensor, ratio: float) -> Tensor:
 
 def bad(what: str, fix: str) -> PlanError:
     """Build the error for an update that ZenFlow cannot split as configured."""
-    return PlanError(what, code="zero-importance", fix=fix)
+    return PlanError(what, code="zero-zenflow", fix=fix)
 
 
 @dataclass(slots=True)
@@ -196,7 +196,7 @@ class ZenFlowUpdater(Updater):
         sharding: The units.
         inner: An optimizer of ds_ops that treats elements apart.
     Raises:
-        PlanError: another optimizer, or units of other families than the dense one ("zero-importance").
+        PlanError: another optimizer, or units of other families than the dense one ("zero-zenflow").
     """
 
     def __init__(self, options: ZenFlowOptions, sharding: ShardedModel, inner: Optimizer) -> None:

@@ -135,7 +135,7 @@ class Scatter(AccessHandler):
     def name_of(self, param: Parameter) -> str:
         return self._record(param).name
 
-    def touched(self, param: Parameter, what: str) -> bool:
+    def on_access(self, param: Parameter, what: str) -> bool:
         del what
         self.gather(param)
         return True
@@ -149,7 +149,7 @@ class Scatter(AccessHandler):
         if storage_uses(record.full) <= self._known_uses(record):
             self._scatter(param)
 
-    def shown(self, param: Parameter, what: str) -> Tensor | None:
+    def materialize(self, param: Parameter, what: str) -> Tensor | None:
         """Return an alias of `param` without its graph, sharing its memory; filled only while `param` is used."""
         if what != "detach":
             return None
@@ -160,7 +160,7 @@ class Scatter(AccessHandler):
         self._record(param).shown.append(weakref.ref(alias))
         return alias
 
-    def copied(self, param: Parameter) -> Parameter:
+    def placeholder_for(self, param: Parameter) -> Parameter:
         """Copy a sharded parameter with its values, sharded the same way (module copies), without communication."""
         record = self._record(param)
         return self.like(param, record.name, record.chunk.clone(), record.pieces)
@@ -246,7 +246,7 @@ class Copier(Scatter):
     Looking at one shows a placeholder: a copy may be looked at on one rank alone.
     """
 
-    def shown(self, param: Parameter, what: str) -> Tensor | None:
+    def materialize(self, param: Parameter, what: str) -> Tensor | None:
         """Return a placeholder without the values of `param`."""
         return placeholder_of(param, self.name_of(param))
 
@@ -261,7 +261,7 @@ class _Shown(AccessHandler):
         record = self._owner.__dict__.get(_RECORD)
         return "whose model was sharded meanwhile" if record is None else record.name
 
-    def touched(self, param: Parameter, what: str) -> bool:
+    def on_access(self, param: Parameter, what: str) -> bool:
         if _RECORD not in self._owner.__dict__:
             raise ShardedAccessError(
                 f"a tensor of shape {tuple(param.shape)} that was taken from a model inside Init was used by {what!r} after the "

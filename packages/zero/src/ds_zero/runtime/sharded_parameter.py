@@ -51,18 +51,18 @@ class AccessHandler(ABC):
         """Return the parameter's qualified name."""
 
     @abstractmethod
-    def touched(self, param: Parameter, what: str) -> bool:
+    def on_access(self, param: Parameter, what: str) -> bool:
         """Gather `param` before its use by `what` and return True, or return False to have the use refused."""
 
     def used(self, param: Parameter) -> None:  # noqa: B027
         """End the use of `param` that `touched` allowed."""
 
-    def shown(self, param: Parameter, what: str) -> Tensor | None:
+    def materialize(self, param: Parameter, what: str) -> Tensor | None:
         """Return a stand-in for `param`'s values in `what`, which only inspects them; None if the values are needed."""
         del param, what
         return None
 
-    def copied(self, param: Parameter) -> Parameter | None:
+    def placeholder_for(self, param: Parameter) -> Parameter | None:
         """Return another sharded parameter with the same shard; None if the values are needed."""
         del param
         return None
@@ -162,7 +162,7 @@ class ShardedParameter(Parameter):
         if _faces(func) or (looks and type(args[0]) is not ShardedParameter):  # x.to(param) wants its dtype and device
             with without_torch_function():
                 return func(*args, **kwargs)
-        if looks and (stand_in := _keeper(args[0]).shown(args[0], name)) is not None:
+        if looks and (stand_in := _keeper(args[0]).materialize(args[0], name)) is not None:
             return func(stand_in, *args[1:], **kwargs) if isinstance(stand_in, Placeholder) else stand_in
         if func is torch._has_compatible_shallow_copy_type:
             return True
@@ -171,7 +171,7 @@ class ShardedParameter(Parameter):
             return True  # model.to(device) of a model that is there already
         touched = [p for p in tensors_in((args, kwargs)) if type(p) is ShardedParameter]
         for param in touched:
-            if type(param) is ShardedParameter and not _keeper(param).touched(param, name):
+            if type(param) is ShardedParameter and not _keeper(param).on_access(param, name):
                 raise _refusal(name, _keeper(param).name_of(param), param.shape)
         try:
             return func(*args, **kwargs)
@@ -191,7 +191,7 @@ class ShardedParameter(Parameter):
         if id(self) in memo:
             known: Parameter = memo[id(self)]
             return known
-        duplicate = _keeper(self).copied(self)
+        duplicate = _keeper(self).placeholder_for(self)
         if duplicate is None:
             duplicate = cast(Parameter, self.clone())
         else:

@@ -156,7 +156,7 @@ class ShardedOptimizer(Optimizer):
                 names = [i.name for i, p in zip(unit.spec.params, unit.params, strict=True) if p.grad is not None]
                 raise PlanError(
                     f"{', '.join(names[:5])} got a gradient, and was frozen or not in the optimizer when the model was sharded",
-                    code="zero-thawed",
+                    code="zero-requires-grad-changed",
                     fix="Call optimizer.replan() after changing requires_grad.",
                 )
 

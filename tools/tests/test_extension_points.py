@@ -14,7 +14,7 @@ MOST_LINES = 60
 
 @pytest.mark.parametrize("seat", SEATS)
 def test_the_guide_names_its_toy_which_is_short(seat):
-    guide = (ROOT / "docs" / "developing" / "seats" / f"{seat}.md").read_text()
+    guide = (ROOT / "docs" / "developing" / "extension-points" / f"{seat}.md").read_text()
     toy = f"tests-integration/seats/test_{seat.replace('-', '_')}.py"
     assert f"`{toy}`" in guide
     lines = [line for line in (ROOT / toy).read_text().splitlines() if line.strip()]
@@ -23,7 +23,7 @@ def test_the_guide_names_its_toy_which_is_short(seat):
 
 @pytest.mark.parametrize("seat", SEATS)
 def test_files_that_a_guide_names_are_there(seat):
-    guide = (ROOT / "docs" / "developing" / "seats" / f"{seat}.md").read_text()
+    guide = (ROOT / "docs" / "developing" / "extension-points" / f"{seat}.md").read_text()
     named = re.findall(r"`((?:packages|tests-integration|ds_\w+)/[\w/.-]+\.py)`", guide)
     for name in named:
         package = name.split("/")[0].removeprefix("ds_")
