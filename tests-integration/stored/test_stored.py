@@ -11,8 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import ds_engine
 import torch
+
+import ds_engine
 from ds_monitor.tracing.matching import match
 from ds_monitor.tracing.trace_reader import read_ranks
 

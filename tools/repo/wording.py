@@ -13,13 +13,29 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from repo import ROOT
 from repo.imports import modules
 from repo.projects import load
 
 __all__ = ["FORBIDDEN", "begins_with_verb", "forbidden_names", "unresolved", "wording"]
 
-FORBIDDEN = frozenset("told said found asked made mine own theirs given taken kept held seen lent".split())
+FORBIDDEN = frozenset(
+    [
+        "told",
+        "said",
+        "found",
+        "asked",
+        "made",
+        "mine",
+        "own",
+        "theirs",
+        "given",
+        "taken",
+        "kept",
+        "held",
+        "seen",
+        "lent",
+    ]
+)
 """Names that say how a value came, not what it holds."""
 
 _VERBS = Path(__file__).parents[1] / "ratchets" / "verbs.txt"
@@ -89,11 +105,17 @@ def wording() -> dict[str, float]:
 
 
 def _fields(node: ast.ClassDef) -> set[str]:
-    annotated = {inner.target.id for inner in node.body if isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name)}
+    annotated = {
+        inner.target.id
+        for inner in node.body
+        if isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name)
+    }
     stored = {
         inner.attr
         for inner in ast.walk(node)
-        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store) and isinstance(inner.value, ast.Name)
+        if isinstance(inner, ast.Attribute)
+        and isinstance(inner.ctx, ast.Store)
+        and isinstance(inner.value, ast.Name)
         and inner.value.id == "self"
     }
     return annotated | stored
@@ -118,9 +140,7 @@ def unresolved() -> list[str]:
                     names.add(node.attr)
                 elif isinstance(node, ast.alias):
                     names.update((node.asname or node.name).split("."))
-                elif isinstance(node, ast.arg):
-                    names.add(node.arg)
-                elif isinstance(node, ast.keyword) and node.arg:
+                elif isinstance(node, ast.arg) or (isinstance(node, ast.keyword) and node.arg):
                     names.add(node.arg)
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                     names.update(re.findall(r"\w+", node.value) if len(node.value) < 80 else ())

@@ -15,7 +15,7 @@ MOST_LINES = 60
 @pytest.mark.parametrize("seat", SEATS)
 def test_the_guide_names_its_toy_which_is_short(seat):
     guide = (ROOT / "docs" / "developing" / "extension-points" / f"{seat}.md").read_text()
-    toy = f"tests-integration/seats/test_{seat.replace('-', '_')}.py"
+    toy = f"tests-integration/extension_points/test_{seat.replace('-', '_')}.py"
     assert f"`{toy}`" in guide
     lines = [line for line in (ROOT / toy).read_text().splitlines() if line.strip()]
     assert len(lines) < MOST_LINES

@@ -7,6 +7,7 @@ import csv
 import re
 
 import pytest
+
 from repo import ROOT
 from repo.imports import modules
 from repo.projects import load

@@ -133,7 +133,7 @@ class PartsFile(_InOrder):
 
     def _complete(self, parts: list[dict[str, Any]]) -> None:
         try:
-            self._ask("complete_multipart_upload", UploadId=self._upload, MultipartUpload={"BlockParts": parts})
+            self._ask("complete_multipart_upload", UploadId=self._upload, MultipartUpload={"Parts": parts})
         except FileNotFoundError:
             # An answer that was lost: the upload is over, and the object there, or not.
             if size_of(self._fs, self._path) != self._at:

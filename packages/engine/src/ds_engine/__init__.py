@@ -57,7 +57,7 @@ __all__ = [
 _HOMES = {
     "arguments": ("add_config_arguments",),
     "batch": ("BatchSizes", "BatchRequest", "resolve_batch"),
-    "builder": ("BlockParts", "build", "initialize", "shapes_of"),
+    "builder": ("InitArgs", "build", "initialize", "shapes_of"),
     "config": ("Config", "explain_config", "load_config"),
     "engine": ("Engine",),
     "uneven_inputs": ("WeightedBatch", "even_batches"),

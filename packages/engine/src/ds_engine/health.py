@@ -49,7 +49,11 @@ class Health:
 
     def __str__(self) -> str:
         done = {"warn": "warned of", "skip": "skipped", "stop": "an error before the update"}[self.nonfinite]
-        jump = "" if self.loss_spike_threshold is None else f"; a loss {self.loss_spike_threshold:g} deviations up is an error"
+        jump = (
+            ""
+            if self.loss_spike_threshold is None
+            else f"; a loss {self.loss_spike_threshold:g} deviations up is an error"
+        )
         return f"a gradient that is not finite is {done}{jump}"
 
 

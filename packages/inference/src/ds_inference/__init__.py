@@ -49,7 +49,7 @@ _HOMES = {
     "quantize": ("QuantizationOptions",),
     "ragged": ("RaggedEngine", "SchedulingError", "SchedulingResult", "build_hf_engine"),
     "sampling": ("SamplingParams",),
-    "scheduler": ("TrialBudget",),
+    "scheduler": ("SchedulerConfig",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -33,13 +33,17 @@ def register(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=FOLDER",
         help="a LoRA adapter, asked for as model NAME; several",
     )
-    parser.add_argument("--enable-expert-parallel", action="store_true", help="on several ranks: experts are given to ranks whole")
+    parser.add_argument(
+        "--enable-expert-parallel", action="store_true", help="on several ranks: experts are given to ranks whole"
+    )
     parser.add_argument(
         "--kv-cache-tokens", type=int, default=65536, help="size of the cache of keys and values, in tokens"
     )
     parser.add_argument("--max-num-seqs", type=int, default=256, help="under way at a time; further ones get 429")
     parser.add_argument("--max-model-len", type=int, default=4096, help="tokens of a prompt and its answer together")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=512, help="computed in one step, over all requests")
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, default=512, help="computed in one step, over all requests"
+    )
 
 
 def main(args: argparse.Namespace) -> int:

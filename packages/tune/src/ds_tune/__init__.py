@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "request": ("TransformInput", "asked_by_section", "asked_of"),
+    "request": ("TuningRequest", "asked_by_section", "asked_of"),
     "search": ("TrialBudget", "Result", "NextTrial", "best_candidate", "next_trial", "rung_sizes", "fit_and_predict"),
     "cost_model": ("Calibration", "Prediction", "Trial", "calibrate", "predict"),
     "space": ("Candidate", "Rejected", "SearchLimits", "TuningTask", "candidates_of"),
