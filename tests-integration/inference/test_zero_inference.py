@@ -39,9 +39,9 @@ def test_answers_are_the_whole_model_s(tier: str, tmp_path: Path) -> None:
     options: dict[str, Any] = (
         {}
         if tier == "device"
-        else {"tier": OffloadPolicy(tier, str(tmp_path))}
+        else {"offload_optimizer": OffloadPolicy(tier, str(tmp_path))}
         if tier == "file"
-        else {"tier": OffloadPolicy(tier)}
+        else {"offload_optimizer": OffloadPolicy(tier)}
     )
     sharding = ds_zero.shard(model, stage=3, **options)
     engine = load(model, use_module_forward=True, cache_tokens=128, block_size=4)

@@ -149,13 +149,13 @@ def mem_get_info(index): return 6 << 20, 8 << 20
 """
 
 ACME_FACTS = """
-from ds_accel import Backend, Facts
+from ds_accel import CommBackend, DeviceFacts
 
-FACTS = Facts(
+FACTS = DeviceFacts(
     name="acme",
     torch_type="cpu",  # its tensors live in host memory, so that the test needs no compiled backend
     module="acme_accel.device",
-    backends=(Backend("gloo"),),
+    backends=(CommBackend("gloo"),),
     visible_env="ACME_VISIBLE_DEVICES",
     pinned=False,
     host_timers=True,

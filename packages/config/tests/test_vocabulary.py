@@ -133,11 +133,11 @@ def test_python_construction_follows_the_same_history(zero: type[StrictModel], w
 def test_a_script_that_configures_no_logging_reads_it_once() -> None:
     code = """
 from typing import Annotated
-from ds_config import Dead, Deprecated, StrictModel, load
+from ds_config import NoEffect, Deprecated, StrictModel, load
 class Train(StrictModel):
     new: int = 1
     old: Annotated[int, Deprecated("new")] = 1
-    gone: Annotated[int, Dead("nothing reads it")] = 1
+    gone: Annotated[int, NoEffect("nothing reads it")] = 1
 for _ in range(2):
     load(Train, {"old": 2, "gone": 3})
 """

@@ -14,13 +14,13 @@ from ds_engine.compiling.joint import buckets_of
 
 @dataclass(frozen=True)
 class Member:
-    seat: Any
+    group_set: Any
     joins: bool = True
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.sampled_from("ab"), st.booleans()), max_size=12), st.integers(1, 20))
 def test_buckets_are_neighbours_of_one_seat_within_the_limit(units: list[tuple[int, str, bool]], limit: int) -> None:
-    members = [Member(seat, joins) for _, seat, joins in units]
+    members = [Member(group_set, joins) for _, group_set, joins in units]
     numels = [numel for numel, _, _ in units]
     sequence = list(reversed(range(len(units))))
     buckets = buckets_of(sequence, members, numels, limit)  # type: ignore[arg-type]
@@ -30,14 +30,14 @@ def test_buckets_are_neighbours_of_one_seat_within_the_limit(units: list[tuple[i
         assert list(bucket) == list(range(bucket[0], bucket[0] - len(bucket), -1))
         assert len(bucket) > 1
         assert sum(numels[n] for n in bucket) <= limit
-        assert len({members[n].seat for n in bucket}) == 1
+        assert len({members[n].groups for n in bucket}) == 1
         assert all(members[n].joins for n in bucket)
     # No two neighbours are apart that would fit together.
     for one, other in itertools.pairwise(sequence):
         both = [next((b for b in buckets if n in b), (n,)) for n in (one, other)]
         if both[0] == both[1] or not (members[one].joins and members[other].joins):
             continue
-        if members[one].seat == members[other].seat:
+        if members[one].groups == members[other].groups:
             assert sum(numels[n] for n in both[0]) + numels[other] > limit
 
 

@@ -140,7 +140,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
     """What would be made, of classes that need files, threads or the network."""
     homes = {
         ds_monitor.config: ("TensorBoardSink", "CsvSink", "WandbSink", "CometSink", "make_sink"),
-        ds_ckpt.config: ("Synchronous", "Asynchronous", "NearCopies"),
+        ds_ckpt.config: ("SyncCheckpointer", "AsyncCheckpointer", "LocalCheckpointer"),
     }
     recorders = []
     for home, names in homes.items():

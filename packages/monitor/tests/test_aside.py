@@ -122,7 +122,7 @@ def test_a_service_that_is_not_there_delays_no_step(tmp_path: Path) -> None:
         "        time.sleep(3600)\n"
         "import ds_monitor.sinks.aside as aside\n"
         "aside.CLOSE_S = 0.5\n"
-        "m.configure([m.AsideSink(Hung())])\n"
+        "m.configure([m.BackgroundSink(Hung())])\n"
         "begun = time.perf_counter()\n"
         "for step in range(50):\n"
         "    m.set_step(step)\n"

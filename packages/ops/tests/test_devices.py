@@ -44,7 +44,7 @@ from ds_ops.norms import add_rms_norm, rms_norm
 from ds_ops.quant import dequantize, quantize, reduce, reduce_quantized
 from ds_ops.reference import norms as norms_reference
 from ds_ops.reference import quant as quant_reference
-from ds_ops.reference import reference_update as update_reference
+from ds_ops.reference import update as update_reference
 from ds_ops.update_rules import AdamHyper, adam_coefficients, lamb_coefficients, lion_coefficients, sgd_coefficients
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -212,9 +212,9 @@ def test_a_file_that_is_cut_is_an_error_that_names_the_folder(tmp_path: Path) ->
 def test_nothing_is_left_however_it_ends(tmp_path: Path, how: signal.Signals | None) -> None:
     code = f"""
         import os, torch
-        from ds_ops.scratch import Record, Ring, RingSettings
-        ring = Ring(RingSettings({str(tmp_path)!r}, buffers=2), torch.device("cpu"))
-        record = Record(ring, 1 << 20)
+        from ds_ops.scratch import ScratchRecord, BufferRing, RingSettings
+        ring = BufferRing(RingSettings({str(tmp_path)!r}, buffers=2), torch.device("cpu"))
+        record = ScratchRecord(ring, 1 << 20)
         record.blank().zero_()
         record.put()
         {"raise SystemExit(3)" if how is None else f"os.kill(os.getpid(), {int(how)})"}

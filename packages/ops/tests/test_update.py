@@ -191,7 +191,7 @@ def test_copy_is_the_cast_of_the_stored_parameter(ulps: Callable[[Tensor, Tensor
 
 PROGRAM = """
 import hashlib, sys, torch
-from ds_ops import Rule, UpdateSpec, UpdateTensors, sum_squares, update, convert
+from ds_ops import UpdateRule, UpdateSpec, UpdateTensors, sum_squares, update, convert
 from ds_ops.update_rules import AdamHyper, adam_coefficients
 g = torch.Generator().manual_seed(3)
 h = hashlib.sha256()
@@ -200,7 +200,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
     t = [torch.randn(70_001, generator=g).to(dtype) for _ in range(2)] + [torch.rand(70_001, generator=g) for _ in range(2)]
     copy = torch.empty(70_001, dtype=torch.float16)
     for step in range(1, 4):
-        spec = UpdateSpec(Rule.ADAM, adam_coefficients(AdamHyper(1e-2, (0.9, 0.99), 1e-8, 0.1), step))
+        spec = UpdateSpec(UpdateRule.ADAM, adam_coefficients(AdamHyper(1e-2, (0.9, 0.99), 1e-8, 0.1), step))
         update(spec, UpdateTensors([t[0]], [t[1]], ([t[2]], [t[3]]), [copy]))
     for x in (*t, copy):
         h.update(x.contiguous().view(torch.uint8).numpy().tobytes())

@@ -189,7 +189,7 @@ def test_the_plan_counts_what_is_kept_to_take_updates_back(stage: int) -> None:
     options = ShardOptions(stage=stage, precision="bf16", policy=UnitSizePolicy(max_numel=768, persist_numel=0))
 
     def found(place: OffloadPolicy) -> object:
-        return plan(params, 2, replace(options, tier=place), modules=[ModuleInfo(m) for m in ("", "a", "b")])
+        return plan(params, 2, replace(options, offload_optimizer=place), modules=[ModuleInfo(m) for m in ("", "a", "b")])
 
     late, early = found(OffloadPolicy()), found(OffloadPolicy(overlap_ratio=0.8))
     state = 6 * 256 * 12 // (1 if stage == 0 else 2)

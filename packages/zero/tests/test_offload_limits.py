@@ -16,7 +16,7 @@ import logging, os, resource, sys
 import torch
 from torch import nn
 import ds_zero, ds_ops.optim
-from ds_zero import Placement
+from ds_zero import OffloadPolicy
 torch.set_num_threads(1)
 
 def status(key):
@@ -54,7 +54,7 @@ def test_states_of_four_times_the_memory_train_through_files(tmp_path: Path) -> 
     done = run(f"""
         warm = model(2, 64)
         optimizer = ds_zero.shard(warm, ds_ops.optim.AdamW(warm.parameters()), stage=3, precision="bf16",
-            tier=Placement("file", {str(tmp_path)!r}), param_tier=Placement("file", {str(tmp_path)!r}),
+            offload_optimizer=OffloadPolicy("file", {str(tmp_path)!r}), offload_params=OffloadPolicy("file", {str(tmp_path)!r}),
             policy=ds_zero.UnitSizePolicy(max_numel=4096, persist_numel=0))
         step(warm, optimizer)  # what a first step of any model takes: threads, tables
         optimizer.close()
@@ -69,15 +69,15 @@ def test_states_of_four_times_the_memory_train_through_files(tmp_path: Path) -> 
             print("limited")
         with ds_zero.Init(meta=True):
             net = model(layers, width)
-        file = Placement("file", {str(tmp_path)!r}, buffers=2)
+        file = OffloadPolicy("file", {str(tmp_path)!r}, buffer_count=2)
         precision = ds_zero.Precision(param=torch.bfloat16, accumulate=torch.bfloat16)
         optimizer = ds_zero.shard(net, ds_ops.optim.AdamW(net.parameters(), lr=1e-5), stage=3, precision=precision,
-            tier=file, param_tier=file, policy=ds_zero.UnitSizePolicy(max_numel=width * width, persist_numel=0))
+            offload_optimizer=file, offload_params=file, policy=ds_zero.UnitSizePolicy(max_numel=width * width, persist_numel=0))
         for unit in optimizer.sharding.units:
-            unit.tier.fetch()
+            unit.state_store.fetch()
             unit.shard.copy_(torch.eye(width).view(-1))
             unit.storage.publish()
-            unit.tier.store()
+            unit.state_store.store()
         optimizer.sharding.unloaded.clear()
         losses = [step(net, optimizer) for _ in range(3)]
         print(losses[0] > losses[1] > losses[2] > 0, (status("VmData") - before) / states)
@@ -96,16 +96,16 @@ def test_states_of_four_times_the_memory_train_through_files(tmp_path: Path) -> 
 @pytest.mark.parametrize("tier", ["host", "file"])
 def test_steady_memory_is_the_formula(tmp_path: Path, tier: str) -> None:
     """RssAnon above what the imports took: at most 1.10 x the plan's, and the same after 4 steps and after 16."""
-    place = 'Placement("host")' if tier == "host" else f'Placement("file", {str(tmp_path)!r}, buffers=2)'
+    place = 'OffloadPolicy("host")' if tier == "host" else f'OffloadPolicy("file", {str(tmp_path)!r}, buffer_count=2)'
     done = run(f"""
         warm = model(2, 64)
-        optimizer = ds_zero.shard(warm, ds_ops.optim.AdamW(warm.parameters()), stage=2, precision="bf16", tier={place})
+        optimizer = ds_zero.shard(warm, ds_ops.optim.AdamW(warm.parameters()), stage=2, precision="bf16", offload_optimizer={place})
         step(warm, optimizer)
         optimizer.close()
         del warm, optimizer
         before = status("RssAnon")
         net = model(16, 1024)
-        optimizer = ds_zero.shard(net, ds_ops.optim.AdamW(net.parameters()), stage=2, precision="bf16", tier={place},
+        optimizer = ds_zero.shard(net, ds_ops.optim.AdamW(net.parameters()), stage=2, precision="bf16", offload_optimizer={place},
             policy=ds_zero.UnitSizePolicy(max_numel=1024 * 1024))
         plan = optimizer.sharding.plan
         found = []
@@ -151,9 +151,9 @@ def test_a_small_memlock_limit_costs_one_warning(tmp_path: Path) -> None:
         logging.basicConfig(level=logging.WARNING)
         with mock.patch.object(torch, "zeros", lock), mock.patch.object(tiers, "host_bytes", of_device), \\
                 mock.patch.object(scratch, "host_bytes", of_device):
-            for place in (Placement("host"), Placement("file", {str(tmp_path)!r}, buffers=2)):
+            for place in (OffloadPolicy("host"), OffloadPolicy("file", {str(tmp_path)!r}, buffer_count=2)):
                 net = model(4, 128)
-                optimizer = ds_zero.shard(net, ds_ops.optim.AdamW(net.parameters()), stage=1, tier=place,
+                optimizer = ds_zero.shard(net, ds_ops.optim.AdamW(net.parameters()), stage=1, offload_optimizer=place,
                     policy=ds_zero.UnitSizePolicy(max_numel=128 * 128))
                 print(step(net, optimizer) > step(net, optimizer))
                 optimizer.close()
@@ -171,7 +171,7 @@ def test_a_full_disk_says_so_and_leaves_no_file(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         net = model(8, 256)
         optimizer = ds_zero.shard(net, ds_ops.optim.AdamW(net.parameters()), stage=1,
-            tier=Placement("file", {str(tmp_path)!r}), policy=ds_zero.UnitSizePolicy(max_numel=1 << 16))
+            offload_optimizer=OffloadPolicy("file", {str(tmp_path)!r}), policy=ds_zero.UnitSizePolicy(max_numel=1 << 16))
         step(net, optimizer)
     """)
     _, err = done.communicate()
@@ -188,7 +188,7 @@ def test_a_run_that_is_killed_leaves_no_file(tmp_path: Path, how: signal.Signals
         f"""
         net = model(4, 512)
         optimizer = ds_zero.shard(net, ds_ops.optim.AdamW(net.parameters()), stage=1,
-            tier=Placement("file", {str(tmp_path)!r}, buffers=2), policy=ds_zero.UnitSizePolicy(max_numel=1 << 18))
+            offload_optimizer=OffloadPolicy("file", {str(tmp_path)!r}, buffer_count=2), policy=ds_zero.UnitSizePolicy(max_numel=1 << 18))
         while True:
             step(net, optimizer)
             print("stepped", flush=True)
@@ -210,14 +210,14 @@ def test_drawn_sizes_interrupted_beside_another_process(tmp_path: Path) -> None:
     code = """
         import random, signal
         from ds_ops.io import IOSettings
-        from ds_ops.scratch import Scratch
+        from ds_ops.scratch import ScratchFile
         beats = [0]
         signal.signal(signal.SIGALRM, lambda *_: beats.__setitem__(0, beats[0] + 1))
         signal.setitimer(signal.ITIMER_REAL, 5e-4, 5e-4)
         chance = random.Random({seed})
         for _ in range(6):
             settings = IOSettings(block_bytes=4096 * chance.randint(1, 300), workers=chance.randint(1, 3))
-            scratch = Scratch({folder!r}, settings)
+            scratch = ScratchFile({folder!r}, settings)
             sizes = [1, 10**7 if _ == 0 else 4097, *(int(10 ** chance.uniform(0, 6.5)) | 1 for _ in range(8))]
             data = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in sizes]
             places = [scratch.reserve(n) for n in sizes]

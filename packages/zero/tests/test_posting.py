@@ -41,8 +41,8 @@ class FakeHost:
 
 def posting_of(layout, rows, rank):
     plan = SimpleNamespace(name="unit", layout=layout, wire=PLAIN)
-    seat = SimpleNamespace(shards=SimpleNamespace(rank=rank), replicas=SimpleNamespace(size=1), levels=None)
-    return ShmReduceScatter(plan, seat, FakeHost(rows, rank))
+    group_set = SimpleNamespace(shards=SimpleNamespace(rank=rank), replicas=SimpleNamespace(size=1), levels=None)
+    return ShmReduceScatter(plan, group_set, FakeHost(rows, rank))
 
 
 def named(shapes):

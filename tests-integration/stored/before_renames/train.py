@@ -1,6 +1,9 @@
+"""Write what this folder holds: `TRACE=1 ds run --nproc 2 train.py --deepspeed_config ds.json`, then `ds tune` (see test_stored.py)."""
+
 import argparse
 import json
 import os
+from pathlib import Path
 
 import torch
 
@@ -25,6 +28,5 @@ if trace:
     engine.save_checkpoint("checkpoint", tag="three")
     out = engine(torch.ones(1, 8)).item()
     if rank == "0":
-        json.dump({"output_of_ones": out}, open("expected.json", "w"))
+        Path("expected.json").write_text(json.dumps({"output_of_ones": out}))
     engine.close()
-    m.shutdown() if hasattr(m, "shutdown") else None

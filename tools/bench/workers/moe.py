@@ -129,7 +129,7 @@ class Least(nn.Module):
         self.gate, self.places = layer.deepspeed_moe.gate, layer.deepspeed_moe.places
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        from ds_moe.shm_dispatch import way_of
+        from ds_moe.shm_dispatch import make_reducer
         from ds_ops.moe_routing import sort_slots
         from ds_ops.row_ops import gather_sum
 
@@ -137,7 +137,7 @@ class Least(nn.Module):
             routed = self.gate(x)
             if not hasattr(self, "way"):
                 choices = sort_slots(routed.experts, routed.num_experts)
-                self.way = way_of(x, choices, self.places.expert, self.places.windows, is_sorted=False)
+                self.way = make_reducer(x, choices, self.places.expert, self.places.windows, is_sorted=False)
                 self.home = self.way.home_of_choices()
             rows = self.way.of_tokens(self.way.publish(x, "least tokens")[0])
             window, _ = self.way.publish(rows, "least results")

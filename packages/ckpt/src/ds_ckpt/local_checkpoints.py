@@ -1,6 +1,6 @@
 """Near copies: a snapshot on the node and one on a neighbour's every few steps, and some of them drained to the slow store behind.
 
-    near = NearCopies("/local/run", "s3://bucket/run", every=10, persist_every=1000)
+    near = LocalCheckpointer("/local/run", "s3://bucket/run", every=10, persist_every=1000)
     found = near.restore(shards)               # the newest there is, near or far: (step, meta) or None
     ...
     near.offer(step, shards, meta)             # returns after a copy in memory

@@ -3,7 +3,7 @@
 Every few steps each rank's shards are copied, stored under a folder in memory (`/dev/shm/...`), and sent to a *buddy* on
 another host, who stores them, too. Memory files outlive the processes; the copy at the buddy outlives the host. After a
 restart on as many ranks `restore` finds the newest step of which every rank's shards are somewhere, moves those that are not
-where they are needed, and fills the shards. It answers None where that cannot be done: then a checkpoint is loaded. `near.NearCopies`
+where they are needed, and fills the shards. It answers None where that cannot be done: then a checkpoint is loaded. `near.LocalCheckpointer`
 does so, and writes some of the snapshots to a slower store behind the steps.
 
 Words: an *owner* is the rank whose shards a snapshot holds; a *holder* is a rank that stores it, itself or its buddy.

@@ -34,7 +34,7 @@ def all_to_all_counts(counts: Tensor, group: GroupLike = None, *, unit: str = ""
     group = as_group(group)
     if counts.dtype != torch.int64 or counts.dim() == 0 or counts.shape[0] != group.size:
         raise CommError(
-            f"exchange_counts[{unit}] of group {group.name!r}: {counts.dtype} of shape {tuple(counts.shape)}",
+            f"all_to_all_counts[{unit}] of group {group.name!r}: {counts.dtype} of shape {tuple(counts.shape)}",
             code="comm-size",
             fix=f"Pass int64 of shape [{group.size}] or [{group.size}, k].",
         )

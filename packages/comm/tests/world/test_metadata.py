@@ -57,5 +57,5 @@ def test_what_is_cut_short_is_refused() -> None:
 
 @pytest.mark.parametrize("counts", [torch.zeros(1), torch.zeros(2, dtype=torch.int64), torch.tensor(1)])
 def test_counts_that_are_none_are_refused(counts: torch.Tensor) -> None:
-    with pytest.raises(CommError, match="exchange_counts"):
+    with pytest.raises(CommError, match="all_to_all_counts"):
         ds_comm.all_to_all_counts(counts)

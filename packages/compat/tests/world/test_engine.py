@@ -71,7 +71,7 @@ def start(stage, model=None, **options):
 
 
 def same(engine, expected):
-    found = engine.whole_state_dict()
+    found = engine.full_state_dict()
     if engine.mesh.rank == 0:
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
@@ -322,7 +322,7 @@ def test_checkpoints(tmp_path, stage):
     assert engine.save_checkpoint(folder, client_state=state)
     assert (Path(folder) / "latest").read_text() == "global_step2"
     assert (Path(folder) / "zero_to_fp32.py").is_file()
-    expected = engine.whole_state_dict()
+    expected = engine.full_state_dict()
     engine.backward(loss_of(engine, 7, engine.mesh.rank))
     engine.step()
     path, client = engine.load_checkpoint(folder)
@@ -364,7 +364,7 @@ def test_a_checkpoint_in_the_files_of_deepspeed(tmp_path, stage):
     train(0, 3)
     engine.save_checkpoint(tmp_path / "ours", "t")
     train(3, 5)
-    straight, rates = engine.whole_state_dict(), engine.get_lr()
+    straight, rates = engine.full_state_dict(), engine.get_lr()
     if engine.mesh.rank == 0:
         write_regular(
             open_checkpoint(tmp_path / "ours" / "t"), tmp_path / "theirs", "t", Regular(stage, 2), allow_pickle=True
@@ -400,7 +400,7 @@ def test_the_layout_of_deepspeed_is_written_and_read(tmp_path, stage, monkeypatc
         f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)
     ]
     assert not [path for path in tmp_path.iterdir() if "draft" in path.name]
-    expected = engine.whole_state_dict()
+    expected = engine.full_state_dict()
     engine.backward(loss_of(engine, 5, engine.mesh.rank))
     engine.step()
     path, client = engine.load_checkpoint(tmp_path)
@@ -559,14 +559,14 @@ def test_what_an_engine_tells():
     engine.lr_scheduler = None
     engine.mpu = None
     engine.backward(engine(rows(0, engine.mesh.rank)[0].bfloat16()).float().square().mean())
-    before = engine.whole_state_dict()
+    before = engine.full_state_dict()
     kinds = deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum
     engine.optimizer.offload_states(include=[kinds.hp_params, kinds.optim_states], device="cpu", pin_memory=False)
     engine.offload_states(pin_memory=False)
     with pytest.raises(ShardedAccessError):
         engine.optimizer.step()
     engine.optimizer.reload_states(non_blocking=True)
-    after = engine.whole_state_dict()
+    after = engine.full_state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
     with pytest.raises(ConfigError):
         engine.offload_states(device="nvme")

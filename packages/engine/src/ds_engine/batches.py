@@ -25,7 +25,7 @@ class BatchSource:
     """
 
     def __init__(self, loader: ResumableLoader | None) -> None:
-        self.loader, self.consumed = loader, 0
+        self._resumable, self.consumed = loader, 0
         self._brought: Iterable[Any] | None = None
         self._stream: Iterator[Any] | None = None
         self._borrowed: tuple[Iterable[Any], Iterator[Any]] | None = None  # what a call brought last, and where it is
@@ -34,14 +34,14 @@ class BatchSource:
     @property
     def loader(self) -> Any:
         """What microbatches are read from by default; None where every call brings them."""
-        return self.loader if self._brought is None else self._brought
+        return self._resumable if self._brought is None else self._brought
 
     def replace(self, loader: Iterable[Any] | None) -> None:
         """Read another loader from now on; of another class its position is not saved."""
         if isinstance(loader, ResumableLoader):
-            self.loader, self._brought, self.consumed = loader, None, loader.consumed
+            self._resumable, self._brought, self.consumed = loader, None, loader.consumed
         else:
-            self.loader, self._brought, self.consumed = None, loader, 0
+            self._resumable, self._brought, self.consumed = None, loader, 0
         self._stream = None
 
     def draw_from(self, data: Iterator[Any] | Iterable[Any]) -> None:
@@ -51,7 +51,7 @@ class BatchSource:
     @property
     def has_data(self) -> bool:
         """Whether a call may bring none."""
-        return self._stream is not None or self.loader is not None
+        return self._stream is not None or self._resumable is not None
 
     def restart(self) -> None:
         """Begin the next stream where the loader is, not where it was read ahead to."""
@@ -63,8 +63,8 @@ class BatchSource:
 
     def rebatch(self, micro: int, train: int) -> None:
         """Set the loader's microbatches to `micro` samples, in steps of `train` samples over all ranks."""
-        if self.loader is not None:
-            self.loader.rebatch(micro, train)
+        if self._resumable is not None:
+            self._resumable.rebatch(micro, train)
             self._stream = None
 
     def stream(self, brought: Iterator[Any] | Iterable[Any] | None = None) -> Iterator[Any]:
@@ -82,33 +82,33 @@ class BatchSource:
             if self._borrowed is None or self._borrowed[0] is not source:
                 self._borrowed = source, _forever(source)
             return self._timed(self._borrowed[1])
-        if self.loader is None:
+        if self._resumable is None:
             raise PlanError(
                 "train_batch() has no data: initialize() was called without training_data",
                 code="data-missing",
                 fix="Pass training_data= to initialize(), or an iterator to train_batch().",
             )
-        self._stream = self.loader.forever()
+        self._stream = self._resumable.forever()
         return self._stream
 
     def samples(self) -> int | None:
         """Samples that the engine's loader returned since the last complete step, where their number differs from step to step."""
-        if isinstance(self.loader, PackedLoader) and self.loader.consumed > self.consumed:
-            return self.loader.samples_between(self.consumed, self.loader.consumed)
+        if isinstance(self._resumable, PackedLoader) and self._resumable.consumed > self.consumed:
+            return self._resumable.samples_between(self.consumed, self._resumable.consumed)
         return None
 
     def complete(self) -> float:
         """Commit the batches taken so far to the finished step. Returns the seconds spent waiting for data."""
         waited, self._waited_s = self._waited_s, 0.0
-        if self.loader is not None:
-            waited, self.loader.waited_s = waited + self.loader.waited_s, 0.0
-        self.consumed = 0 if self.loader is None else self.loader.taken
+        if self._resumable is not None:
+            waited, self._resumable.waited_s = waited + self._resumable.waited_s, 0.0
+        self.consumed = 0 if self._resumable is None else self._resumable.consumed
         return waited
 
     @property
     def epoch(self) -> int:
         """Whole passes over the own loader."""
-        return 0 if self.loader is None else self.loader.epoch
+        return 0 if self._resumable is None else self._resumable.epoch
 
     def _timed(self, data: Iterator[Any]) -> Iterator[Any]:
         """Yield from `data`, counting the time for each item as waiting time."""

@@ -22,7 +22,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="{check,explain,schema}")
     check = actions.add_parser("check", help="report every problem of a file")
     check.add_argument("config", help="JSON or HJSON configuration")
-    check.add_argument("--world-size", type=int, metavar="N", help="also check batch sizes and mesh for N ranks")
+    check.add_argument("--world-size", dest="world", type=int, metavar="N", help="also check batch sizes and mesh for N ranks")
     check.add_argument("--keys", action="store_true", help="say of every key what becomes of it")
     check.add_argument("--json", action="store_true", help="print JSON: every problem, with --keys every key")
     explain = actions.add_parser("explain", help="every value, and the line or default it comes from")

@@ -16,7 +16,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("config", help="JSON or HJSON configuration with an elasticity section that is enabled")
     parser.add_argument(
-        "--world-size", type=int, default=0, metavar="N", help="what N ranks get (default: all numbers)"
+        "--world-size", dest="world", type=int, default=0, metavar="N", help="what N ranks get (default: all numbers)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 

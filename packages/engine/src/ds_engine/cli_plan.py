@@ -15,7 +15,7 @@ HELP = "show what a configuration does with a model on any number of ranks"
 def register(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("config", help="JSON or HJSON configuration; with --fit the model, or its parameters, as 7B")
-    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="number of ranks (default 1)")
+    parser.add_argument("--world-size", dest="world", type=int, default=1, metavar="N", help="number of ranks (default 1)")
     parser.add_argument(
         "--model",
         metavar="MODEL",

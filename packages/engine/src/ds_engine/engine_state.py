@@ -23,7 +23,7 @@ from ds_engine.compiling.compiled_run import CompiledRun
 from ds_engine.compiling.schedule_passes import Contract
 from ds_engine.components import Components, RunCounters
 from ds_engine.deepspeed_checkpoints import load, save
-from ds_engine.full_state import load_whole, save_whole, whole_state
+from ds_engine.full_state import load_whole, save_whole, full_state
 from ds_engine.loss_total import LossAccumulator
 from ds_engine.lr_schedules import momentum_of, set_momentum, set_rates
 from ds_engine.plan import Plan
@@ -172,14 +172,14 @@ class EngineState(nn.Module):
 
         See `full_state.full_state`.
         """
-        self._present("whole_state_dict")
+        self._present("full_state_dict")
         if self.optimizer is not None:
             self.optimizer.synchronise()
-        return whole_state(module, self.sharding, lead=lead, **options)
+        return full_state(module, self.sharding, lead=lead, **options)
 
     def load_full_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
         """Load such a dict, given alike on every rank. Collective. Returns missing and unexpected keys."""
-        self._present("load_whole_state_dict")
+        self._present("load_full_state_dict")
         return load_whole(self.module, state, strict=strict)
 
     def save_16bit_model(

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from ds_comm import Box, Group, all_gather_object, all_reduce, barrier, param_sharding
 from ds_zero import GatheredParameters, ShardedModel
 
-__all__ = ["load_whole", "save_whole", "whole_state"]
+__all__ = ["load_whole", "save_whole", "full_state"]
 
 
-def whole_state(
+def full_state(
     module: nn.Module,
     sharding: ShardedModel,
     *,

@@ -104,8 +104,8 @@ class ShardPlan:
         sparse: Send only the rows of embedding gradients that are not zero.
         near: Neighbouring ranks that keep what was gathered until the next update; 1: none do.
         two_steps: Gather across nodes first, then inside; nodes are of `near` ranks, else as the launcher says.
-        tier: Where masters and optimizer state are between updates.
-        param_tier: Where parameters are between uses.
+        offload_optimizer: Where masters and optimizer state are between updates.
+        offload_params: Where parameters are between uses.
         wire: What travels as codes; nodes as above.
         split: How updates are split by importance; steps of an epoch are known with the data. None: they are not.
     """
@@ -117,8 +117,8 @@ class ShardPlan:
     sparse: bool = False
     near: int = 1
     two_steps: bool = False
-    tier: str | OffloadPolicy = "device"
-    param_tier: str | OffloadPolicy = "device"
+    offload_optimizer: str | OffloadPolicy = "device"
+    offload_params: str | OffloadPolicy = "device"
     wire: QuantizedComm = EXACT
     split: ZenFlowConfig | None = None
 
@@ -330,7 +330,7 @@ def _offload_text(zero: ZeroPlan) -> str:
     """Describe which state is offloaded where, and the bytes that a step moves over each link."""
     tiers, rests = (
         {str(p) for u in zero.units if isinstance(p := getattr(u, role), OffloadPolicy) and _counts(u, role)}
-        for role in ("tier", "param_tier")
+        for role in ("offload_optimizer", "offload_params")
     )
     if not tiers | rests:
         return ""
@@ -356,7 +356,7 @@ def _offload_text(zero: ZeroPlan) -> str:
 
 def _counts(unit: UnitPlan, role: str) -> bool:
     """Return whether a unit's offload in this role counts: optimizer offload only for trained units."""
-    return unit.spec.trained if role == "tier" else True
+    return unit.spec.trained if role == "offload_optimizer" else True
 
 
 def _mesh_text(mesh: MeshSpec) -> str:

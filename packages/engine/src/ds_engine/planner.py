@@ -77,8 +77,8 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         shard_size=sharding.shard_size,
         quantized_comm=sharding.wire,
         nodes=NodeTopology(sharding.near, secondary_partition=True) if sharding.near > 1 else None,
-        offload_optimizer=sharding.tier,
-        offload_params=sharding.param_tier,
+        offload_optimizer=sharding.offload_optimizer,
+        offload_params=sharding.offload_params,
     )
     params = [replace(p, states=state_count) for p in shapes.params]
     ranks = mesh.data * mesh.sequence
@@ -121,7 +121,7 @@ def _places(config: Config) -> tuple[str | OffloadPolicy, str | OffloadPolicy]:
     zero, io = config.zero_optimization, config.aio.settings()
     tier = "device" if zero.offload_optimizer is None else zero.offload_optimizer.placement(io)
     if isinstance(tier, OffloadPolicy) and zero.zenflow is not None and zero.zenflow.overlaps:
-        tier = replace(tier, early=tier.overlap_ratio or 1.0 - zero.zenflow.pt_reserved_cores_perc)
+        tier = replace(tier, overlap_ratio=tier.overlap_ratio or 1.0 - zero.zenflow.pt_reserved_cores_perc)
     param_tier = "device" if zero.offload_param is None else zero.offload_param.placement(io)
     compiled = config.compile
     if param_tier == "device" and compiled is not None and compiled.deepcompile and compiled.offload_parameters:

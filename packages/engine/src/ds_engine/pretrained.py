@@ -113,6 +113,6 @@ class SavesWhole:
                 f"{_NAME}({folder!r}) without a state dict was called on ranks {sorted(words)} of {world.size}, and ranks {absent}, "
                 f"which have parts of the weights, did not call it within {self.wait_s:.0f} s",
                 code="sharded-access",
-                fix="Call it on every rank, or pass state_dict=, of whole_state_dict() of the engine, which every rank calls.",
+                fix="Call it on every rank, or pass state_dict=, of full_state_dict() of the engine, which every rank calls.",
             )
         return bool(main) and world.rank == min(rank for rank, word in words.items() if word == notice)

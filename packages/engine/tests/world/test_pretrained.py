@@ -96,7 +96,7 @@ def test_whole_weights_whoever_calls(stage: int, tensor: int, tmp_path: Path) ->
     model.save_pretrained(str(tmp_path / "main"), rank == 0)
     if cut or rank == 0:
         same(tmp_path / "main" / "0.pt", state)
-    whole = engine.whole_state_dict() or None
+    whole = engine.full_state_dict() or None
     model.save_pretrained(str(tmp_path / "given"), is_main_process=rank == 0, state_dict=whole)
     if rank == 0:
         model.save_pretrained(str(tmp_path / "alone"), state_dict=whole)

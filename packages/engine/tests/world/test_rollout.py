@@ -68,7 +68,7 @@ def test_answers_follow_training(stage: int) -> None:
     for steps in range(3):
         answers = rollout.generate(prompts, SamplingParams(max_new_tokens=6, logprobs=0))
         assert {v for a in answers for v in a.versions} == {steps}
-        state = engine.whole_state_dict()
+        state = engine.full_state_dict()
         everyone = [state]
         torch.distributed.broadcast_object_list(everyone)
         plain = tiny().eval()

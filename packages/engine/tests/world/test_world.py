@@ -119,10 +119,10 @@ def test_gathers_by_way_of_nodes_change_no_number(two_steps: bool) -> None:
     zero = configured(3)["zero_optimization"] | nodes
     engine = start(configured(train_micro_batch_size_per_gpu=1, zero_optimization=zero))
     assert engine.optimizer is not None
-    seat = engine.optimizer.sharding.units[0].groups
-    route = seat.route
+    group_set = engine.optimizer.sharding.units[0].groups
+    route = group_set.route
     assert route is not None
-    assert seat.nodes == NodeTopology(2, two_steps, secondary_partition=True)
+    assert group_set.nodes == NodeTopology(2, two_steps, secondary_partition=True)
     assert (route.inside.size, route.across.size) == (2, 2)
     check(engine, [engine.train_batch().loss for _ in range(5)], reference(5, False))
 

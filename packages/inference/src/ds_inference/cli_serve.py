@@ -68,16 +68,16 @@ def main(args: argparse.Namespace) -> int:
     engine = load(
         args.folder,
         dtype=None if args.dtype is None else getattr(torch, args.dtype),
-        cache_tokens=args.cache_tokens,
+        cache_tokens=args.kv_cache_tokens,
         budget=SchedulerConfig(
-            args.step_tokens, min(args.step_tokens, args.max_requests), max_model_len=args.max_length
+            args.max_num_batched_tokens, min(args.max_num_batched_tokens, args.max_num_seqs), max_model_len=args.max_model_len
         ),
         tokenizer=tokenizer,
         quantize=args.quantize,
         cache_dtype=None if args.cache_dtype is None else torch.int8,
         adapters=_adapters(args.adapter),
         group=group if group.size > 1 else None,
-        enable_expert_parallel=args.by_expert,
+        enable_expert_parallel=args.enable_expert_parallel,
     )
     if group.rank:
         follow(engine)
@@ -85,7 +85,7 @@ def main(args: argparse.Namespace) -> int:
     name = args.name or Path(args.folder).resolve().name
     with leading(engine) if group.size > 1 else nullcontext():
         worker = Worker(engine, lambda: setattr(server, "should_exit", True))
-        app = make_app(worker, tokenizer, name, ServerLimits(args.max_requests, longest=args.max_length))
+        app = make_app(worker, tokenizer, name, ServerLimits(args.max_num_seqs, longest=args.max_model_len))
         # Idle connections stay longer than clients keep them (5 s of httpx, and so of openai, is uvicorn's own default, too): else
         # a client may ask on a connection in the moment in which the server closes it.
         config = uvicorn.Config(

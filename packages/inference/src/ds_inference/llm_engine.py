@@ -86,7 +86,7 @@ class LLMEngine:
             _check_states(decoder, enable_prefix_caching, num_speculative_tokens, cache_dtype)
         self.scheduler = Scheduler(
             BlockPool(blocks, size),
-            replace(budget, length=min(budget.max_model_len, decoder.spec.max_seq_len)),
+            replace(budget, max_model_len=min(budget.max_model_len, decoder.spec.max_seq_len)),
             enable_prefix_caching=not decoder.stateful if enable_prefix_caching is None else enable_prefix_caching,
         )
         self.cache = Cache(decoder.spec, blocks, size, cache_dtype or decoder.dtype, decoder.device)
@@ -476,7 +476,7 @@ def _check_states(decoder: Runner, share: bool | None, speculate: int, cache_dty
 def _sample(how: SamplingParams, number: int) -> SamplingParams:
     """Of several samples, one."""
     seed = draw_seed() if how.seed is None else how.seed
-    return replace(how, seed=derive_seed(seed, "sample", number), samples=1)
+    return replace(how, seed=derive_seed(seed, "sample", number), n=1)
 
 
 def _renamed(request: Request, identity: int) -> Request:

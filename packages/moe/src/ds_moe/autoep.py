@@ -1,6 +1,6 @@
 """Experts of a model that was written for one rank, cut over ranks: found, replaced, and given back.
 
-cut = cut_experts(model, ExpertParallelConfig(enabled=True, autoep_size=2))
+cut = apply_expert_parallel(model, ExpertParallelConfig(enabled=True, autoep_size=2))
 ...                           # ds_zero.shard(model, optimizer), train
 cut.undo()                    # the model as it was, all experts on every rank
 """

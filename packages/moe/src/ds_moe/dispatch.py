@@ -22,7 +22,7 @@ from torch import Tensor
 from ds_comm import Group, all_to_all_single, differentiable
 from ds_moe.expert_groups import ExpertGroups
 from ds_moe.router_output import RouterOutput
-from ds_moe.shm_dispatch import check_alike, pull_home, pull_rows, pull_tokens, way_of
+from ds_moe.shm_dispatch import check_alike, pull_home, pull_rows, pull_tokens, make_reducer
 from ds_ops.moe_routing import RowPermutation, permute, sort_slots, unpermute
 
 __all__ = ["Compute", "DispatchRows", "TokenExchange", "exchange_of", "through_experts"]
@@ -119,7 +119,7 @@ def through_experts(
     if places.expert.size > 1 and x.device.type == "cpu" and places.windows.ask(places.expert):
         if weigh_first:
             x, weights = _weighed(permute(x, choices), choices, routed)
-        way = way_of(x, choices, places.expert, places.windows, is_sorted=weigh_first)
+        way = make_reducer(x, choices, places.expert, places.windows, is_sorted=weigh_first)
         arrived = pull_rows(x, way) if weigh_first else pull_tokens(x, way)
         return pull_home(compute(arrived, DispatchRows(way.ends())), weights, way)
     rows = permute(x, choices)

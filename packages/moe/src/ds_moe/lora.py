@@ -86,6 +86,6 @@ def attach_lora(
         raise PlanError(
             f"{type(model).__name__} has no packed experts with {tuple(targets)}",
             code="moe-model",
-            fix="Call cut_experts(model, section) first (autoep_size 1 cuts nothing), and name weights of its experts.",
+            fix="Call apply_expert_parallel(model, section) first (autoep_size 1 cuts nothing), and name weights of its experts.",
         )
     return new_params

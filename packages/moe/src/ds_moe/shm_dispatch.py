@@ -24,7 +24,7 @@ from ds_config.errors import CommError
 from ds_ops.moe_routing import Pulls, RowPermutation, pulls_of
 from ds_ops.row_ops import gather_rows, gather_sum, row_products, weighed
 
-__all__ = ["DispatchPlan", "Windows", "check_alike", "pull_home", "pull_rows", "pull_tokens", "way_of"]
+__all__ = ["DispatchPlan", "Windows", "check_alike", "pull_home", "pull_rows", "pull_tokens", "make_reducer"]
 
 _FEWEST_ROWS = 256
 
@@ -161,7 +161,7 @@ def _tokens_of(choices: RowPermutation) -> Tensor:
     return torch.div(choices.slots, max(1, choices.rows.shape[1]), rounding_mode="floor")
 
 
-def way_of(x: Tensor, choices: RowPermutation, group: Group, windows: Windows, *, is_sorted: bool) -> DispatchPlan:
+def make_reducer(x: Tensor, choices: RowPermutation, group: Group, windows: Windows, *, is_sorted: bool) -> DispatchPlan:
     """Publish rows, and tell all ranks how many each expert gets. Collective; the ranks meet once if the windows have room.
 
     Args:
@@ -219,7 +219,7 @@ def check_alike(headers: Sequence[Sequence[int]], expected: Sequence[int], group
 
 
 def pull_tokens(x: Tensor, way: DispatchPlan) -> Tensor:
-    """Gather the rows of this rank's experts from tokens [T, n] on all ranks, which `way_of` published.
+    """Gather the rows of this rank's experts from tokens [T, n] on all ranks, which `make_reducer` published.
 
     The gradient is collective.
     """

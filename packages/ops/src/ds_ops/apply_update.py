@@ -1,6 +1,6 @@
 """The ops that step optimizers: one pass over memory for a whole list of tensors.
 
-Formula: `ds_ops/reference/reference_update.py`. Cost of AdamW with fp32 everything: 28 bytes an element (read p, g, m, v; write
+Formula: `ds_ops/reference/update.py`. Cost of AdamW with fp32 everything: 28 bytes an element (read p, g, m, v; write
 p, m, v), 30 with a 16-bit copy, 34 when gradients are zeroed too.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 import ds_ops._call as _call
 import ds_ops.foreach as foreach
 from ds_config.errors import KernelError
-from ds_ops.reference import reference_update as reference
+from ds_ops.reference import update as reference
 from ds_ops.registry import Op, choose, cpu_backend, cuda_backend, reference_backend, register, torch_backend
 from ds_ops.threads import kernel_threads
 from ds_ops.update_rules import UpdateSpec, UpdateTensors

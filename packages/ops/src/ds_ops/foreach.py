@@ -1,6 +1,6 @@
 """Optimizer steps by torch's own kernels for lists of tensors: what a device has before `ds ops build cuda`.
 
-Formulas: `ds_ops/reference/reference_update.py`. Where all tensors of an Adam step have one dtype, torch's fused
+Formulas: `ds_ops/reference/update.py`. Where all tensors of an Adam step have one dtype, torch's fused
 Adam makes one pass; else a handful of launches for the whole list, whatever its length. Nothing is read from the device.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import ds_ops._torch as _torch
-from ds_ops.reference import reference_update as reference
+from ds_ops.reference import update as reference
 from ds_ops.update_rules import SECOND_MOMENT, UpdateRule, UpdateSpec, UpdateTensors
 
 __all__ = ["lamb_apply", "lamb_moments", "update"]

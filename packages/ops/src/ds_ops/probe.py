@@ -70,7 +70,7 @@ def _trial() -> dict[str, Any]:
 
     import ds_ops.registry as registry
     from ds_ops.apply_update import update
-    from ds_ops.reference import reference_update as reference
+    from ds_ops.reference import update as reference
     from ds_ops.update_rules import AdamHyper, UpdateRule, UpdateSpec, UpdateTensors, adam_coefficients
 
     (op,) = [each for each in registry.ops() if each.name == "update"]

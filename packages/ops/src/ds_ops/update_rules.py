@@ -1,7 +1,7 @@
 """Elementwise optimizer rules as data: the rule, its coefficients, and what else the one pass over memory does.
 
 A rule's coefficients are pure functions of the hyperparameters and the step number, computed in double precision once
-per step. `native/include/ds/update.h` lists what each position means; `ds_ops/reference/reference_update.py` defines the formulas.
+per step. `native/include/ds/update.h` lists what each position means; `ds_ops/reference/update.py` defines the formulas.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class TensorParallelConfig(StrictModel):
     )
     partition_config: PartitionConfig | None = Field(default=None, description="Which layer is cut how.")
     keep_module_on_host: Annotated[
-        bool, Unsupported("build the model on meta and read weights with ds_parallel.tensor.load_parts")
+        bool, Unsupported("build the model on meta and read weights with ds_parallel.tensor.load_sharded_weights")
     ] = False
     replace_with_kernel_inject: Annotated[
         bool, Alias("kernel_inject"), Unsupported("leave it out: it is an option of inference")

@@ -67,7 +67,7 @@ def same(a, b):
 
 def run(bench, tier, act=lambda net, optimizer, step: None, *, steps=6, micros=1, scales=(), **options):
     """Train; `act` is called between backward and step. What there is at the end, the norms, and the early updates that held or not."""
-    net, optimizer = make(bench, tier=tier, **options)
+    net, optimizer = make(bench, offload_optimizer=tier, **options)
     norms, skipped = [], []
     for step in range(steps):
         backward(bench, net, optimizer, step, micros, dict(scales).get(step, 1.0))
@@ -144,7 +144,7 @@ def test_parameters_that_are_used_now_and_then(bench, stage, who):
     """Momentum must not move what nobody used; what one rank used is moved on all."""
     found = []
     for tier in (LATE, EARLY):
-        net, optimizer = make(bench, tier=tier, stage=stage)
+        net, optimizer = make(bench, offload_optimizer=tier, stage=stage)
         for step in range(8):
             block, rank = net.blocks[1], dist.get_rank()
             leaves_out = step in (3, 4, 6) and (who == "everyone" or rank == 0)
@@ -301,7 +301,7 @@ def test_edits_without_a_trace(bench, memory):
 @pytest.mark.parametrize("stage", [1, 3])
 @world(2)
 def test_what_is_saved_in_between_is_the_last_step(bench, stage):
-    net, optimizer = make(bench, tier=EARLY, stage=stage)
+    net, optimizer = make(bench, offload_optimizer=EARLY, stage=stage)
     for step in range(2):
         backward(bench, net, optimizer, step)
         optimizer.step()
@@ -367,7 +367,7 @@ def failing(optimizer, *, after_writing):
 @world(2)
 def test_an_error_on_one_rank_is_one_on_all_and_nothing_is_lost(bench, stage, after_writing):
     expected, *_ = run(bench, LATE, stage=stage)
-    net, optimizer = make(bench, tier=EARLY, stage=stage)
+    net, optimizer = make(bench, offload_optimizer=EARLY, stage=stage)
     for step in range(6):
         if step == 3:
             before = {s.shard.name: s.data.clone() for s in optimizer.shards()}
@@ -390,7 +390,7 @@ def test_an_error_on_one_rank_is_one_on_all_and_nothing_is_lost(bench, stage, af
 @world(2)
 def test_closing_waits_for_the_thread_and_keeps_the_last_step(bench):
     running = set(threading.enumerate())
-    net, optimizer = make(bench, tier=EARLY)
+    net, optimizer = make(bench, offload_optimizer=EARLY)
     for step in range(2):
         backward(bench, net, optimizer, step)
         optimizer.step()
@@ -415,7 +415,7 @@ def test_closing_waits_for_the_thread_and_keeps_the_last_step(bench):
 @world(2)
 def test_a_step_that_comes_while_the_thread_is_slow_makes_the_rest_itself(bench):
     expected, *_ = run(bench, LATE, changes_nothing)
-    net, optimizer = make(bench, tier=EARLY)
+    net, optimizer = make(bench, offload_optimizer=EARLY)
     plain = optimizer.updater.early
 
     def slow(unit, grads, factor):
@@ -438,7 +438,7 @@ def changes_nothing(net, optimizer, step):
 @world(2)
 def test_several_models_at_once(bench):
     expected = [run(bench, LATE, name=name)[0] for name in ("plain", "tied")]
-    pairs = [make(bench, tier=EARLY, name=name) for name in ("plain", "tied")]
+    pairs = [make(bench, offload_optimizer=EARLY, name=name) for name in ("plain", "tied")]
     for step in range(6):
         for net, _ in pairs:
             bench.loss(net, bench.batch(step, 0, dist.get_rank())).backward()
@@ -452,7 +452,7 @@ def test_several_models_at_once(bench):
 
 @world(2)
 def test_who_reads_shards_is_asked_before_the_first_write(bench):
-    net, optimizer = make(bench, tier=EARLY)
+    net, optimizer = make(bench, offload_optimizer=EARLY)
     seen = []
     optimizer.before_update = lambda: seen.append(optimizer.ahead.ledger.busy)
     for step in range(3):

@@ -103,7 +103,7 @@ def test_private_is_the_default_on_gloo_and_shared_on_one_rank_is_refused_by_not
     optimizer.close()
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     optimizer = ds_zero.shard(net, torch.optim.SGD(net.parameters(), lr=0.1), stage=3, group=alone, memory="shared")
-    assert optimizer.sharding.units[0].seat.host is None
+    assert optimizer.sharding.units[0].groups.host is None
     optimizer.close()
 
 

@@ -87,14 +87,14 @@ def train(frozen, **options):
 
 def places(folder):
     return {
-        "host": {"param_tier": OffloadPolicy("host")},
-        "host, early": {"param_tier": OffloadPolicy("host"), "tier": OffloadPolicy("host", overlap_ratio=1.0)},
-        "file": {"param_tier": OffloadPolicy("file", str(folder), buffer_count=2)},
+        "host": {"offload_params": OffloadPolicy("host")},
+        "host, early": {"offload_params": OffloadPolicy("host"), "offload_optimizer": OffloadPolicy("host", overlap_ratio=1.0)},
+        "file": {"offload_params": OffloadPolicy("file", str(folder), buffer_count=2)},
         "all in files": {
-            "param_tier": OffloadPolicy("file", str(folder), buffer_count=4),
-            "tier": OffloadPolicy("file", str(folder), buffer_count=2),
+            "offload_params": OffloadPolicy("file", str(folder), buffer_count=4),
+            "offload_optimizer": OffloadPolicy("file", str(folder), buffer_count=2),
         },
-        "no read ahead": {"param_tier": OffloadPolicy("file", str(folder), buffer_count=3, read_ahead=False)},
+        "no read ahead": {"offload_params": OffloadPolicy("file", str(folder), buffer_count=3, read_ahead=False)},
     }
 
 

@@ -180,5 +180,5 @@ def test_nodes_that_do_not_fit_are_refused_and_whole_ones_need_nothing(bench):
         optimizer = ds_zero.shard(
             net, bench.adamw(net), stage=3, nodes=ds_zero.NodeTopology(size, secondary_partition=True)
         )
-        assert optimizer.sharding.units[0].seat.route is None
+        assert optimizer.sharding.units[0].groups.route is None
         optimizer.close()

@@ -72,8 +72,8 @@ def test_offloaded_runs_have_the_same_bits(bench, tmp_path, stage):
             filed(tmp_path),
             filed(tmp_path, read_ahead=False, write_behind=False),
         ):
-            net, optimizer = train(bench, stage=stage, memory=memory, kind="ops", tier=tier)
-            places = {str(u.plan.tier) for u in optimizer.sharding.units}
+            net, optimizer = train(bench, stage=stage, memory=memory, kind="ops", offload_optimizer=tier)
+            places = {str(u.plan.offload_optimizer) for u in optimizer.sharding.units}
             assert str(tier) in places
             assert ("device" in places) == (tier.ratio < 1)
             if tier.device == "file":
@@ -87,8 +87,8 @@ def test_offloaded_runs_have_the_same_bits(bench, tmp_path, stage):
 
 @world(2)
 def test_files_are_read_while_gradients_are_computed(bench, tmp_path):
-    net, optimizer = train(bench, stage=3, memory="private", kind="ops", tier=filed(tmp_path))
-    ring = next(u.tier.ring for u in optimizer.sharding.units if u.tier.alone)
+    net, optimizer = train(bench, stage=3, memory="private", kind="ops", offload_optimizer=filed(tmp_path))
+    ring = next(u.state_store.ring for u in optimizer.sharding.units if u.state_store.alone)
     before = ring.reads
     net(bench.batch(0, 0, 0)).sum().backward()
     assert ring.ahead
@@ -104,11 +104,11 @@ def test_parameters_that_rest_elsewhere(bench, tmp_path, name):
     expected = result(*train(bench, stage=3, memory="private", name=name))
     for tier in ("device", HOST, filed(tmp_path)):
         for rest in (HOST, filed(tmp_path)):
-            net, optimizer = train(bench, stage=3, memory="private", name=name, tier=tier, param_tier=rest)
+            net, optimizer = train(bench, stage=3, memory="private", name=name, offload_optimizer=tier, offload_params=rest)
             for unit in optimizer.sharding.units:
                 held = unit.bytes
                 assert (held["full"], held["shard"]) == (unit.plan.bytes.full, unit.plan.bytes.shard), unit.plan
-            assert any(u.plan.param_tier == rest for u in optimizer.sharding.units)
+            assert any(u.plan.offload_params == rest for u in optimizer.sharding.units)
             same(result(net, optimizer), expected)
 
 

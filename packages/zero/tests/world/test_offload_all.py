@@ -20,19 +20,19 @@ SKIPPING = Precision(skip_nonfinite=True)
 
 def tiers(folder):
     return [
-        {"tier": OffloadPolicy("host")},
-        {"tier": OffloadPolicy("host", ratio=0.3)},
-        {"tier": OffloadPolicy("file", str(folder), buffer_count=2)},
-        {"tier": OffloadPolicy("file", str(folder), buffer_count=3, ratio=0.6)},
+        {"offload_optimizer": OffloadPolicy("host")},
+        {"offload_optimizer": OffloadPolicy("host", ratio=0.3)},
+        {"offload_optimizer": OffloadPolicy("file", str(folder), buffer_count=2)},
+        {"offload_optimizer": OffloadPolicy("file", str(folder), buffer_count=3, ratio=0.6)},
     ]
 
 
 def param_tiers(folder):
     file = OffloadPolicy("file", str(folder), buffer_count=2)
     return [
-        {"param_tier": OffloadPolicy("host")},
-        {"tier": OffloadPolicy("host"), "param_tier": file},
-        {"tier": file, "param_tier": file},
+        {"offload_params": OffloadPolicy("host")},
+        {"offload_optimizer": OffloadPolicy("host"), "offload_params": file},
+        {"offload_optimizer": file, "offload_params": file},
     ]
 
 
@@ -142,6 +142,6 @@ def test_a_function_may_say_the_tier_of_each_unit(bench, tmp_path):
         return seen.setdefault(spec.name, places[len(seen) % 3])
 
     expected = run(bench, {"stage": 2})
-    found = run(bench, {"stage": 2, "tier": tier})
+    found = run(bench, {"stage": 2, "offload_optimizer": tier})
     assert {str(place) for place in seen.values()} == {"device", "host", "file"}
     assert all(torch.equal(found[name], value) for name, value in expected.items())

@@ -142,7 +142,7 @@ def test_state_may_rest_elsewhere(bench, tmp_path, placement):
     told = RULES["intervals"]
     tier = OffloadPolicy("host") if placement == "host" else OffloadPolicy("file", str(tmp_path), buffer_count=2)
     runs = []
-    for options in ({}, {"tier": tier}):
+    for options in ({}, {"offload_optimizer": tier}):
         net, optimizer = sharded(bench, told, stage=2, **options)
         train(bench, net, optimizer, range(7))
         runs.append({name: ds_zero.safe_get_full_fp32_param(p).clone() for name, p in net.named_parameters()})

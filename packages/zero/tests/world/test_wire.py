@@ -207,11 +207,11 @@ def test_errors_are_sent_later_and_counted():
 @pytest.mark.parametrize(
     ("options", "code"),
     [
-        ({"stage": 2, "wire": QuantizedComm(weights=QWZ)}, "zero-quantized-comm"),
-        ({"stage": 0, "wire": QuantizedComm(gradients=QGZ)}, "zero-quantized-comm"),
-        ({"stage": 3, "wire": QuantizedComm(correction=ErrorFeedbackOptions())}, "zero-quantized-comm"),
-        ({"stage": 3, "wire": QuantizedComm(gradients=QuantSpec(INT8, 48))}, "zero-uncertified"),
-        ({"stage": 3, "wire": QuantizedComm(weights=QWZ), "precision": ds_zero.Precision(param=torch.float64)}, "zero-uncertified"),
+        ({"stage": 2, "quantized_comm": QuantizedComm(weights=QWZ)}, "zero-quantized-comm"),
+        ({"stage": 0, "quantized_comm": QuantizedComm(gradients=QGZ)}, "zero-quantized-comm"),
+        ({"stage": 3, "quantized_comm": QuantizedComm(correction=ErrorFeedbackOptions())}, "zero-quantized-comm"),
+        ({"stage": 3, "quantized_comm": QuantizedComm(gradients=QuantSpec(INT8, 48))}, "zero-uncertified"),
+        ({"stage": 3, "quantized_comm": QuantizedComm(weights=QWZ), "precision": ds_zero.Precision(param=torch.float64)}, "zero-uncertified"),
     ],
 )  # fmt: skip
 @world(2)

@@ -35,8 +35,8 @@ class JointMessage:
     `sum` and `exchange` are those of `ds_zero.runtime.gradients.BucketMessage`.
     """
 
-    def __init__(self, seat: GroupSet) -> None:
-        self._seat, self._names = seat, list[str]()
+    def __init__(self, group_set: GroupSet) -> None:
+        self._seat, self._names = group_set, list[str]()
         self._sums: dict[torch.dtype, list[tuple[Tensor, Tensor, UnitLayout]]] = {}
         self._pieces: list[tuple[Pieces, Pieces]] = []
         self._works: list[Work] = []
@@ -171,7 +171,7 @@ def reduce_together(several: Sequence[Gradients]) -> None:
 class Member(Protocol):
     """Of a unit what buckets are made from: `Gradients`."""
 
-    seat: GroupSet
+    groups: GroupSet
 
     @property
     def joins(self) -> bool: ...
@@ -197,7 +197,7 @@ def _runs(
 ) -> Iterator[tuple[int, ...]]:
     run, total = list[int](), 0
     for number in sequence:
-        fits = run and members[run[-1]].seat is members[number].seat and total + numels[number] <= limit
+        fits = run and members[run[-1]].groups is members[number].groups and total + numels[number] <= limit
         if run and not (fits and members[number].joins):
             yield tuple(run)
             run, total = [], 0

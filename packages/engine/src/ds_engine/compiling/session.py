@@ -378,7 +378,7 @@ class Session:
             peak=max(one["peak"] for one in everyone),
             budget=min(budgets, default=None),
         )
-        return replace(known, kept=choose_kept(known))
+        return replace(known, saved=choose_kept(known))
 
 
 def _inductor() -> ModuleType:

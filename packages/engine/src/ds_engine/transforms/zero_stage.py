@@ -65,9 +65,9 @@ class Zero(Transform[ZeroTransform, ShardedOptimizer | ShardedModel]):
             "strict": plan.sharding.strict,
             "shard_size": plan.sharding.shard_size,
             "sparse": plan.sharding.sparse,
-            "tier": plan.sharding.tier,
-            "param_tier": plan.sharding.param_tier,
-            "wire": _wire(plan.sharding, group.size),
+            "offload_optimizer": plan.sharding.offload_optimizer,
+            "offload_params": plan.sharding.offload_params,
+            "quantized_comm": _wire(plan.sharding, group.size),
             "nodes": _nodes(plan.sharding, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)),
         }
         if inner is None:

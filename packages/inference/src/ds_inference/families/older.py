@@ -174,7 +174,7 @@ def _bloom(config: Config) -> DecoderSpec:
             fix="Load the model with transformers and pass the module.",
         )
     settings = {**config, "hidden_size": hidden}
-    return _older(settings, attention, feed, config.get("layer_norm_epsilon", 1e-5), embed_norm=True, longest=1 << 20)
+    return _older(settings, attention, feed, config.get("layer_norm_epsilon", 1e-5), embed_norm=True, max_seq_len=1 << 20)
 
 
 _BLOOM_PARTS: dict[str, tuple[str, str] | str] = {
@@ -291,7 +291,7 @@ def _mpt(config: Config) -> DecoderSpec:
     )
     feed = Mlp(4 * hidden, "gelu", gated=False)
     settings = {**config, "hidden_size": hidden, "num_hidden_layers": config["n_layers"]}
-    return _older(settings, attention, feed, config.get("layer_norm_epsilon", 1e-5), longest=config["max_seq_len"])
+    return _older(settings, attention, feed, config.get("layer_norm_epsilon", 1e-5), max_seq_len=config["max_seq_len"])
 
 
 _MPT = {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ds_ops.apply_update import lamb_apply, lamb_moments
 from ds_ops.optim.optimizer_base import OpsOptimizer, Params, require_rate
-from ds_ops.reference import reference_update as reference
+from ds_ops.reference import update as reference
 from ds_ops.update_rules import AdamHyper, UpdateRule, UpdateSpec, UpdateTensors, lamb_coefficients
 
 __all__ = ["Lamb"]

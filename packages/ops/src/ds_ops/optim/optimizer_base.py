@@ -21,7 +21,7 @@ import ds_ops._call as _call
 from ds_config.errors import ConfigError, UnsupportedError
 from ds_ops.apply_update import Prepared, prepare, update
 from ds_ops.host_arena import make_huge, zeros_huge
-from ds_ops.reference.reference_update import update as reference_update
+from ds_ops.reference.update import update as reference_update
 from ds_ops.update_rules import UpdateSpec, UpdateTensors, dither_of
 
 __all__ = ["NO_FUSION", "FusedOps", "OpsOptimizer", "Params", "require_rate"]

@@ -1,7 +1,7 @@
 """Cut a model as a plan says, and put its parts together again.
 
 plan = make_tensor_plan(facts_of(model), TensorOptions(degree=4))
-cut = cut_model(model, plan, mesh["tensor"])     # weights become this rank's parts; the model's code stays
+cut = parallelize_model(model, plan, mesh["tensor"])     # weights become this rank's parts; the model's code stays
 ...                                              # train
 cut.state_dict()                                 # the model's own names, whole tensors
 """

@@ -2,8 +2,8 @@
 
 with torch.device("meta"):
     model = LlamaForCausalLM(config)
-cut = cut_model(model, plan, group)      # shapes only
-load_parts(cut, "llama/", device)        # now memory is taken, for this rank's part
+cut = parallelize_model(model, plan, group)      # shapes only
+load_sharded_weights(cut, "llama/", device)        # now memory is taken, for this rank's part
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class NodeTopology:
 
 @dataclass(frozen=True, slots=True)
 class OffloadPolicy:
-    """A place for state, usable as `tier=` and `param_tier=` of `shard`.
+    """A place for state, usable as `offload_optimizer=` and `offload_params=` of `shard`.
 
     Attributes:
         where: `"host"` or `"file"`.
@@ -155,7 +155,7 @@ class OffloadPolicy:
         Args:
             numels: Of each unit, the elements that a rank holds.
         """
-        host, done, policies = replace(self, where="host", folder=None, near=0), 0, []
+        host, done, policies = replace(self, device="host", folder=None, max_in_cpu=0), 0, []
         for numel in numels:
             done += numel
             policies.append(host if self.device == "file" and done <= self.max_in_cpu else self)

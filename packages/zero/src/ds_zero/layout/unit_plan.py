@@ -199,7 +199,7 @@ class ZeroPlan:
     def host(self) -> int:
         """Bytes of host memory on one rank: what stays there, and what is on its way to and from files."""
         staged = 0
-        for role in ("tier", "param_tier"):
+        for role in ("offload_optimizer", "offload_params"):
             for place in {p for u in self.units if isinstance(p := getattr(u, role), OffloadPolicy)}:
                 staged += place.staging([u.bytes for u in self.units if getattr(u, role) == place])
         return sum(unit.bytes.host for unit in self.units) + staged

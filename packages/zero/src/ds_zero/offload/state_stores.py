@@ -287,7 +287,7 @@ class _FileBacked(ParamStore, ABC):
 
     def _open(self, role: str, placement: OffloadPolicy, unit: Any, nbytes: int) -> None:
         self.placement = placement
-        self.ring: BufferRing = unit.seat.pool.shared((role, placement), lambda: _ring(placement, unit.device))
+        self.ring: BufferRing = unit.groups.pool.shared((role, placement), lambda: _ring(placement, unit.device))
         self.regions, self.record = Regions(unit.layout.shard_numel), ScratchRecord(self.ring, nbytes)
         self._on_host = False
 
@@ -341,7 +341,7 @@ class FileParamStore(_FileBacked):
     def __init__(self, placement: OffloadPolicy, unit: Any, sender: SendBuffer) -> None:
         super().__init__()
         self.sender = sender
-        self._open("param_tier", placement, unit, unit.layout.shard_numel * unit.dtypes.param.itemsize)
+        self._open("offload_params", placement, unit, unit.layout.shard_numel * unit.dtypes.param.itemsize)
 
     def fetch_to_send(self) -> None:
         if self._on_host:
@@ -374,8 +374,8 @@ class FileStateStore(_FileBacked, OptimizerStateStore):
 
     def __init__(self, placement: OffloadPolicy, unit: Any) -> None:
         super().__init__(unit)
-        self._pool = unit.seat.pool
-        self._open("tier", placement, unit, unit.plan.bytes.file + 8192 * (1 + unit.spec.params[0].states))
+        self._pool = unit.groups.pool
+        self._open("offload_optimizer", placement, unit, unit.plan.bytes.file + 8192 * (1 + unit.spec.params[0].states))
 
     def begin_fetch(self) -> None:
         if not self._on_host and self.placement.read_ahead:

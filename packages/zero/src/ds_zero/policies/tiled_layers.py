@@ -154,7 +154,7 @@ class LoRALinear(nn.Module):
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
         self.weight = nn.Parameter(torch.empty(out_features // ranks, in_features, **factory), requires_grad=False)
         self.draw_base()
-        self._initialized = factory
+        self._factory = factory
         self._place()
 
     @property
@@ -179,8 +179,8 @@ class LoRALinear(nn.Module):
     def start(self) -> None:
         """Freeze and quantize the base as it is now, and begin the update. Again begins the update anew."""
         self.weight.requires_grad_(False)
-        self.lora_A = nn.Linear(self.in_features, self.rank, bias=False, **self._initialized)
-        self.lora_B = nn.Linear(self.rank, self.out_features, bias=False, **self._initialized)
+        self.lora_A = nn.Linear(self.in_features, self.rank, bias=False, **self._factory)
+        self.lora_B = nn.Linear(self.rank, self.out_features, bias=False, **self._factory)
         nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))
         nn.init.zeros_(self.lora_B.weight)
         if self.quantized is not None and "weight" in self._parameters:

@@ -136,7 +136,7 @@ class Gathering(AccessHandler):
             self._warned = True
             _log.warning(
                 "%s was asked of a sharded parameter, %s, which this rank has only a part of: it, and all like it, show an empty tensor. "
-                "Whole values: whole_state_dict() or save_16bit_model() of the engine, or `with GatheredParameters(params):`",
+                "Whole values: full_state_dict() or save_16bit_model() of the engine, or `with GatheredParameters(params):`",
                 what,
                 self.name_of(param),
             )

@@ -55,10 +55,10 @@ class GradReducer:
             parameter lies in two of them.
     """
 
-    def __init__(self, plan: UnitPlan, seat: GroupSet) -> None:
+    def __init__(self, plan: UnitPlan, group_set: GroupSet) -> None:
         self.name, self.layout = plan.name, plan.layout
         self.ranges: tuple[tuple[int, int], ...] = ((0, plan.layout.shard_numel),)
-        self._codes, self._errors = plan.wire.sums(seat.levels)
+        self._codes, self._errors = plan.wire.sums(group_set.levels)
         self._arena: Tensor | None = None
         self._works: list[Work] = []
         self._joint: BucketMessage | None = None
@@ -95,7 +95,7 @@ class GradReducer:
         alone = self.layout.world == 1 and self._arena is not None
         return [self._arena[: self.layout.shard_numel] if alone and self._arena is not None else None]
 
-    def start(self, outs: Sequence[Tensor], seat: GroupSet) -> None:
+    def start(self, outs: Sequence[Tensor], group_set: GroupSet) -> None:
         """Start to sum into `outs`, one tensor a range."""
         (out,), arena, layout = outs, self._arena, self.layout
         joint, self._joint = self._joint, None
@@ -105,16 +105,16 @@ class GradReducer:
         for segment, (start, stop) in zip(layout.segments, layout.spans, strict=True):
             if arena is not None:
                 shard = out[segment.at : segment.at + segment.chunk]
-                self._works.append(self._scatter(shard, arena[start:stop], seat, segment.at))
+                self._works.append(self._scatter(shard, arena[start:stop], group_set, segment.at))
         if layout.world == 1:
-            self._works += self._sum_whole(out, seat.replicate_group)
+            self._works += self._sum_whole(out, group_set.replicate_group)
 
-    def _scatter(self, out: Tensor, inp: Tensor, seat: GroupSet, at: int) -> Work:
+    def _scatter(self, out: Tensor, inp: Tensor, group_set: GroupSet, at: int) -> Work:
         if self._codes is None:
-            return comm.reduce_scatter_single(out, inp, group=seat.shard_group, async_op=True, unit=self.name)
+            return comm.reduce_scatter_single(out, inp, group=group_set.shard_group, async_op=True, unit=self.name)
         # Errors are kept by this name.
         unit = self.name if len(self.layout.segments) == 1 else f"{self.name}.{at}"
-        return self._codes.reduce_scatter_single(out, inp, group=seat.shard_group, async_op=True, unit=unit)
+        return self._codes.reduce_scatter_single(out, inp, group=group_set.shard_group, async_op=True, unit=unit)
 
     def _sum_whole(self, flat: Tensor, group: Group) -> list[Work]:
         """Start to sum a whole unit in place."""
@@ -165,9 +165,9 @@ class Gradients:
     """
 
     def __init__(
-        self, plan: UnitPlan, params: Sequence[Parameter], device: torch.device, seat: GroupSet, way: GradReducer
+        self, plan: UnitPlan, params: Sequence[Parameter], device: torch.device, group_set: GroupSet, way: GradReducer
     ) -> None:
-        self.groups, self.way, self.ranges = seat, way, way.ranges
+        self.groups, self.way, self.ranges = group_set, way, way.ranges
         self.sums: list[Tensor] | None = None
         self.arena: Tensor | None = None
         self.open = False

@@ -131,8 +131,8 @@ class PrivateStorage:
             self._gather(channel, PLAIN)
 
     def _gather(self, channel: comm.Group | None, wire: CommFormat) -> None:
-        seat = self._unit.groups
-        route = seat.route if channel is None and seat.nodes is not None and seat.nodes.hierarchical else None
+        group_set = self._unit.groups
+        route = group_set.route if channel is None and group_set.nodes is not None and group_set.nodes.hierarchical else None
         start = partial(self._send, route, channel)
         for (begin, end), source in zip(self._layout.spans, self._sources(), strict=True):
             self._works.append(wire.gather(self.full[begin:end], self._load(source), start))
@@ -283,9 +283,9 @@ class ReleasedStorage(PrivateStorage):
     def __init__(self, unit: StorageUnit) -> None:
         super().__init__(unit)
         plan, nodes, route = unit.plan, unit.groups.nodes, unit.groups.route
-        self.param_tier = make_param_store(plan.offload_params, unit, self)
+        self.param_store = make_param_store(plan.offload_params, unit, self)
         if plan.keeps_sent:
-            self.sent = self.param_tier.memory(plan.layout.shard_numel, plan.dtypes.param, unit.device)
+            self.sent = self.param_store.memory(plan.layout.shard_numel, plan.dtypes.param, unit.device)
             clear_gaps(self.sent, unit.owned)
         self._loaded: Tensor | None = None
         near = nodes is not None and nodes.secondary_partition
@@ -306,7 +306,7 @@ class ReleasedStorage(PrivateStorage):
         self._is_out = False
         self.release(spare_aliases=False)
         if self.sent is not None:
-            self.param_tier.store()
+            self.param_store.store()
 
     def start(self, channel: comm.Group | None, *, exact: bool) -> None:
         if self._is_out:
@@ -321,33 +321,33 @@ class ReleasedStorage(PrivateStorage):
 
     @property
     def rests(self) -> bool:
-        return self.param_tier.apart and self.sent is not None
+        return self.param_store.apart and self.sent is not None
 
     def load(self) -> bool:
         on_node = self._near is not None and self._near.valid
         if not self.rests or self.sent is None or not self._is_out or self._works or on_node:
             return False
         if self._loaded is None:
-            self.param_tier.fetch_to_send()
+            self.param_store.fetch_to_send()
             self._loaded = self._load(self.sent)
         return True
 
     @property
     def _sender(self) -> ParamStore:
-        return self._unit.state_store if self.sent is None else self.param_tier
+        return self._unit.state_store if self.sent is None else self.param_store
 
     def _sources(self) -> list[Tensor]:
         if self.sent is None:
             return super()._sources()
         if self._loaded is None:
-            self.param_tier.fetch_to_send()
+            self.param_store.fetch_to_send()
         return parts_of(self.sent if self._loaded is None else self._loaded, self._layout)
 
     def finish(self) -> bool:
         gathered = super().finish()
         self._loaded = None
         if gathered and self.sent is not None:
-            self.param_tier.drop()
+            self.param_store.drop()
         elif gathered and not self._unit.plan.spec.trained:
             self._unit.state_store.drop()
         if gathered and self._near is not None:
@@ -379,20 +379,20 @@ class ReleasedStorage(PrivateStorage):
     def publish(self) -> None:
         self._loaded = None
         if self.sent is not None:
-            self.param_tier.fetch()
+            self.param_store.fetch()
             self._publish_to(parts_of(self.sent, self._layout))
-            self.param_tier.store()
+            self.param_store.store()
 
     @property
     def resident_tensors(self) -> list[Tensor]:
         if self.sent is not None:
-            return [] if self.param_tier.apart else [self.sent]
+            return [] if self.param_store.apart else [self.sent]
         return [] if self._unit.state_store.apart else [self._unit.shard]
 
     @property
     def nbytes(self) -> int:
         total = 0 if self._near is None else self._near.nbytes
-        total += 0 if self.sent is None or self.param_tier.apart else self.sent.untyped_storage().nbytes()
+        total += 0 if self.sent is None or self.param_store.apart else self.sent.untyped_storage().nbytes()
         return total + super().nbytes
 
     def drop_idle(self) -> int:

@@ -55,11 +55,11 @@ _Place = tuple[int, int, int]
 class _Direct(GradReducer, ABC):
     """Sums out of the tensors that autograd made, which must not change until the sum is there."""
 
-    def __init__(self, plan: UnitPlan, seat: GroupSet, runs: Sequence[ReduceRange]) -> None:
-        super().__init__(plan, seat)
-        self.rank, self._runs = seat.shard_group.rank, runs
+    def __init__(self, plan: UnitPlan, group_set: GroupSet, runs: Sequence[ReduceRange]) -> None:
+        super().__init__(plan, group_set)
+        self.rank, self._runs = group_set.shard_group.rank, runs
         # One tensor where what was summed is sent on to other ranks.
-        self._in_place = seat.replicate_group.size == 1
+        self._in_place = group_set.replicate_group.size == 1
         if self._in_place:
             self.ranges = tuple((run.start, run.stop) for run in runs)
         self._flat: Tensor | None = None
@@ -84,7 +84,7 @@ class _Direct(GradReducer, ABC):
             return [None]
         return [self._mine(run) if run.member in self._free else None for run in self._runs]
 
-    def start(self, outs: Sequence[Tensor], seat: GroupSet) -> None:
+    def start(self, outs: Sequence[Tensor], group_set: GroupSet) -> None:
         """Do nothing: peers read, or receive, the gradients that `begin` published."""
 
     def finish(self, outs: Sequence[Tensor]) -> float | None:
@@ -135,10 +135,10 @@ class _Direct(GradReducer, ABC):
 class ShmReduceScatter(_Direct):
     """In the slots of `host`."""
 
-    def __init__(self, plan: UnitPlan, seat: GroupSet, host: ShmUnitMemory) -> None:
-        layout, rank = plan.layout, seat.shard_group.rank
+    def __init__(self, plan: UnitPlan, group_set: GroupSet, host: ShmUnitMemory) -> None:
+        layout, rank = plan.layout, group_set.shard_group.rank
         sums = plan_sums(layout, rank, LEAST_KEPT)
-        super().__init__(plan, seat, sums.runs)
+        super().__init__(plan, group_set, sums.runs)
         self.host = host
         chunk = layout.segments[0].chunk if len(layout.segments) == 1 else 0  # 0: not rotated
         self._first = (rank + 1) * chunk % max(1, layout.numel)
@@ -224,11 +224,11 @@ class ShmReduceScatter(_Direct):
 class P2PReduceScatter(_Direct):
     """By messages between ranks that share no memory."""
 
-    def __init__(self, plan: UnitPlan, seat: GroupSet) -> None:
-        layout, rank = plan.layout, seat.shard_group.rank
+    def __init__(self, plan: UnitPlan, group_set: GroupSet) -> None:
+        layout, rank = plan.layout, group_set.shard_group.rank
         self._parcels = [pack(layout, other, LEAST_SENT) for other in range(layout.world)]
-        super().__init__(plan, seat, self._parcels[rank].plan.runs)
-        self._group, self._pool = seat.shard_group, seat.pool
+        super().__init__(plan, group_set, self._parcels[rank].plan.runs)
+        self._group, self._pool = group_set.shard_group, group_set.pool
         self._chosen = frozenset(member for parcel in self._parcels for member in parcel.plan.members)
         # Where the packs of the ranks begin in a buffer for all of them, and where it ends.
         self._packs = [0, *accumulate(layout.shard_numel - parcel.packed for parcel in self._parcels)]
@@ -340,8 +340,8 @@ def tables(model: nn.Module) -> frozenset[str]:
 class EmbeddingRowReducer(GradReducer):
     """Sums embeddings by rows."""
 
-    def __init__(self, plan: UnitPlan, seat: GroupSet, tables: Sequence[EmbeddingTable]) -> None:
-        super().__init__(plan, seat)
+    def __init__(self, plan: UnitPlan, group_set: GroupSet, tables: Sequence[EmbeddingTable]) -> None:
+        super().__init__(plan, group_set)
         self.tables = tables
 
     @property
@@ -353,15 +353,15 @@ class EmbeddingRowReducer(GradReducer):
         return sum_rows(flat, self.tables, group, self.name)
 
 
-def make_reducer(plan: UnitPlan, seat: GroupSet) -> GradReducer:
+def make_reducer(plan: UnitPlan, group_set: GroupSet) -> GradReducer:
     """Build the GradReducer that the plan chose."""
-    if plan.reduction is ReduceStrategy.POSTING and seat.host is not None:
-        return ShmReduceScatter(plan, seat, seat.host)
+    if plan.reduction is ReduceStrategy.POSTING and group_set.host is not None:
+        return ShmReduceScatter(plan, group_set, group_set.host)
     if plan.reduction is ReduceStrategy.EXCHANGE:
-        return P2PReduceScatter(plan, seat)
-    table_slots = [slot for slot in plan.layout.slots if slot.name in seat.tables and slot.numel]
+        return P2PReduceScatter(plan, group_set)
+    table_slots = [slot for slot in plan.layout.slots if slot.name in group_set.tables and slot.numel]
     if table_slots:
         return EmbeddingRowReducer(
-            plan, seat, [EmbeddingTable(slot.offset, slot.shape[0], prod(slot.shape[1:])) for slot in table_slots]
+            plan, group_set, [EmbeddingTable(slot.offset, slot.shape[0], prod(slot.shape[1:])) for slot in table_slots]
         )
-    return GradReducer(plan, seat)
+    return GradReducer(plan, group_set)

@@ -272,7 +272,7 @@ class ShardedModel:
         alone = comm.self_group("alone", self.group.global_rank)
         self.families = {DENSE: replace(self.families[DENSE], divisor=1, copies=self.group.size)}
         for unit in self.units:
-            unit.groups = replace(unit.groups, family=self.families[DENSE], replicas=alone)
+            unit.groups = replace(unit.groups, reduction_group=self.families[DENSE], replicate_group=alone)
             unit.gradients.groups = unit.groups
 
     def find(self, param: Tensor) -> tuple[Unit, int] | None:

@@ -58,17 +58,17 @@ class Unit:
         parts: What the optimizer sees of the shard; empty for parameters that are not trained.
     """
 
-    def __init__(self, plan: UnitPlan, params: Sequence[Parameter], seat: GroupSet, number: int = 0) -> None:
+    def __init__(self, plan: UnitPlan, params: Sequence[Parameter], group_set: GroupSet, number: int = 0) -> None:
         self.number = number
         self.plan = plan
-        self.groups = seat
+        self.groups = group_set
         self.params = list(params)
-        self.owned = plan.layout.owned(seat.shard_group.rank)
+        self.owned = plan.layout.owned(group_set.shard_group.rank)
         self.pins = 0
         self.state = Full.CURRENT
         self.parts: list[OptimizerSlice] = []
         self.state_store = make_state_store(plan.offload_optimizer, self)
-        self.gradients = Gradients(plan, self.params, self.device, seat, make_reducer(plan, seat))
+        self.gradients = Gradients(plan, self.params, self.device, group_set, make_reducer(plan, group_set))
         self.storage = storage_of(self)
         with torch.no_grad():
             if plan.aliased:

@@ -176,7 +176,7 @@ class GroupTable:
             shards = None if family.shards is None else family.shards.ranks
             alike = self._alike.setdefault((family.group.ranks, shards), [])
             known = self.seats[alike[0]] if alike else self._make(family)
-            self.seats[name] = replace(known, family=family)
+            self.seats[name] = replace(known, reduction_group=family)
             alike.append(name)
 
     def _make(self, family: ReductionGroup) -> GroupSet:
@@ -244,20 +244,20 @@ class GroupTable:
         device = torch.device("cpu" if self._host else "meta")
         return {
             name: ShardGroupInfo(
-                seat.shard_group.size,
-                seat.shared,
-                sends_from_anywhere(seat.shard_group, device),
-                seat.nodes,
+                group_set.shard_group.size,
+                group_set.shared,
+                sends_from_anywhere(group_set.shard_group, device),
+                group_set.nodes,
             )
-            for name, seat in self.seats.items()
+            for name, group_set in self.seats.items()
         }
 
     def share(self, units: Sequence[UnitPlan]) -> None:
         """Get the memory that hosts share for `units`. Collective over each family's shards."""
         for alike in self._alike.values():
-            seat = self.seats[alike[0]]
+            group_set = self.seats[alike[0]]
             local_units = {number: unit for number, unit in enumerate(units) if unit.spec.family in alike}
-            if not seat.shared or not local_units:
+            if not group_set.shared or not local_units:
                 continue
             widths = [
                 unit.layout.numel * max(unit.dtypes.reduce.itemsize, unit.dtypes.accumulate.itemsize)
@@ -265,14 +265,14 @@ class GroupTable:
                 if unit.spec.trained
             ]
             fulls = {number: (unit.layout.numel, unit.dtypes.param) for number, unit in local_units.items()}
-            host = ShmUnitMemory(seat.shard_group, fulls, max(widths, default=0))
+            host = ShmUnitMemory(group_set.shard_group, fulls, max(widths, default=0))
             for name in alike:
                 self.seats[name] = replace(self.seats[name], host=host)
 
     @property
     def hosts(self) -> list[ShmUnitMemory]:
         """Shared memories, each once, in the order of families."""
-        return list(dict.fromkeys(seat.host for seat in self.seats.values() if seat.host is not None))
+        return list(dict.fromkeys(group_set.host for group_set in self.seats.values() if group_set.host is not None))
 
     def drop(self) -> None:
         """Destroy the groups that were made. Collective."""

@@ -160,7 +160,7 @@ def check_early(optimizer: Optimizer) -> None:
         raise PlanError(
             f"updates that begin during backward, with {kind.__name__}, {why}",
             code="zero-early",
-            fix="Use Adam or AdamW of the configuration (or of ds_ops.optim), or leave super_offload and Placement.early out.",
+            fix="Use Adam or AdamW of the configuration (or of ds_ops.optim), or leave super_offload and OffloadPolicy.overlap_ratio out.",
         )
 
 
