@@ -82,10 +82,10 @@ def test_the_bound_is_never_passed_and_kept_blocks_make_room() -> None:
         pool.take(12 * KIB)
     assert caught.value.code == "pinned-limit"
     a.release()
-    assert pool.stats().kept == 16 * KIB
+    assert pool.stats().cached == 16 * KIB
     with pool.take(20 * KIB):
         stats = pool.stats()
-        assert (stats.in_use_bytes, stats.kept, stats.reserved) == (36 * KIB, 0, 36 * KIB), (
+        assert (stats.in_use_bytes, stats.cached, stats.reserved) == (36 * KIB, 0, 36 * KIB), (
             "the kept block went back to the system"
         )
     b.release()
@@ -119,7 +119,7 @@ def test_a_block_waits_for_the_copy_that_uses_it() -> None:
     address = buffer.tensor.data_ptr()
     buffer.release(after=event)
     stats = pool.stats()
-    assert (stats.num_lent, stats.in_use_bytes, stats.waiting, stats.kept) == (0, 0, 16 * KIB, 0)
+    assert (stats.num_in_use, stats.in_use_bytes, stats.waiting, stats.cached) == (0, 0, 16 * KIB, 0)
     with pytest.raises(PinnedMemoryError, match="16384 of them in copies that are not done"):
         pool.take(4 * KIB)
     assert pool.trim() == 0
@@ -139,7 +139,7 @@ def test_a_released_buffer_cannot_be_used_or_released_again() -> None:
         assert caught.value.code == "pinned-released"
     with buffer:  # leaving is no second release
         pass
-    assert pool.stats().num_lent == 0
+    assert pool.stats().num_in_use == 0
 
 
 def test_a_dropped_buffer_leaves_the_account_and_is_not_lent_again() -> None:
@@ -204,7 +204,7 @@ def test_any_use_keeps_the_account_right_and_lends_no_byte_twice(requests: list[
             pool.trim()
         stats = pool.stats()
         assert stats.reserved <= stats.limit
-        assert stats.num_lent == len(lent)
+        assert stats.num_in_use == len(lent)
         assert stats.in_use_bytes >= sum(buffer.nbytes for buffer in lent)
         spans = sorted((b.tensor.data_ptr(), b.nbytes) for b in lent)
         assert all(start + size <= following for (start, size), (following, _) in itertools.pairwise(spans))
@@ -230,4 +230,4 @@ def test_many_threads_share_a_pool() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert pool.stats().num_lent == 0
+    assert pool.stats().num_in_use == 0

@@ -193,13 +193,13 @@ def test_buffers_run_out_grow_and_are_made_once(elsewhere: Any) -> None:
         chain(2, rows).backward()
     pool = elsewhere.pools[0]
     assert len(elsewhere.pools) == 1
-    assert pool.stats().num_lent == 1
+    assert pool.stats().num_in_use == 1
     chain(2, 5000).backward()  # none in use: longer ones are made
     open_graph = chain(1, 4)
     with pytest.raises(PlanError) as size:
         chain(1, 6000)
     assert size.value.code == "activations-size"
-    assert pool.stats().num_lent == 1
+    assert pool.stats().num_in_use == 1
     open_graph.backward()
 
 

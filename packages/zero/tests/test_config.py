@@ -171,17 +171,17 @@ def sent(what: str, wire: QuantizedComm = EXACT) -> int:
 
 
 CHANGES = {
-    "stage": lambda: (units(1).kept, units(3).kept),
+    "stage": lambda: (units(1).persistent_bytes, units(3).persistent_bytes),
     "reduce_bucket_size": lambda: (len(units().units), len(units(max_numel=100).units)),
-    "param_persistence_threshold": lambda: (units().kept["full"], units(persist_numel=100).kept["full"]),
+    "param_persistence_threshold": lambda: (units().persistent_bytes["full"], units(persist_numel=100).persistent_bytes["full"]),
     "model_persistence_threshold": lambda: (
-        units(persist_numel=100).kept["full"],
-        units(persist_numel=100, persist_total=250).kept["full"],
+        units(persist_numel=100).persistent_bytes["full"],
+        units(persist_numel=100, persist_total=250).persistent_bytes["full"],
     ),
-    "mics_shard_size": lambda: (units().kept, units(shard_size=2).kept),
+    "mics_shard_size": lambda: (units().persistent_bytes, units(shard_size=2).persistent_bytes),
     "zero_hpz_partition_size": lambda: (
-        units().kept["full"],
-        units(nodes=NodeTopology(2, secondary_partition=True)).kept["full"],
+        units().persistent_bytes["full"],
+        units(nodes=NodeTopology(2, secondary_partition=True)).persistent_bytes["full"],
     ),
     "mics_hierarchical_params_gather": lambda: (
         units().passing,
@@ -190,8 +190,8 @@ CHANGES = {
     "zero_quantized_weights": lambda: (sent("gather"), sent("gather", QuantizedComm(weights=QWZ))),
     "zero_quantized_gradients": lambda: (sent("reduce"), sent("reduce", QuantizedComm(gradients=QGZ))),
     "zeropp_loco_param": lambda: (
-        wired(QuantizedComm(gradients=QGZ)).kept["grads"],
-        wired(QuantizedComm(gradients=QGZ, correction=ErrorFeedbackOptions())).kept["grads"],
+        wired(QuantizedComm(gradients=QGZ)).persistent_bytes["grads"],
+        wired(QuantizedComm(gradients=QGZ, correction=ErrorFeedbackOptions())).persistent_bytes["grads"],
     ),
     "leaf_module": lambda: (len(units().units), len(units(leaves=frozenset({"a"})).units)),
 }

@@ -176,7 +176,7 @@ def test_drawn_histories_lose_no_update_and_count_each_once(seed: int) -> None:
 # ---- what is asked for, and what is planned
 
 
-@pytest.mark.parametrize("wrong", [{"early": 1.5}, {"early": -0.1}, {"where": "file", "folder": "x", "early": 0.5}])
+@pytest.mark.parametrize("wrong", [{"overlap_ratio": 1.5}, {"overlap_ratio": -0.1}, {"device": "file", "folder": "x", "overlap_ratio": 0.5}])
 def test_early_updates_that_cannot_be(wrong: dict[str, object]) -> None:
     with pytest.raises(PlanError, match="early = ") as caught:
         OffloadPolicy(**wrong)  # type: ignore[arg-type]
@@ -195,7 +195,7 @@ def test_the_plan_counts_what_is_kept_to_take_updates_back(stage: int) -> None:
     state = 6 * 256 * 12 // (1 if stage == 0 else 2)
     assert (late.early, late.undo, late.host) == (0, 0, state)  # type: ignore[attr-defined]
     assert (early.early, early.undo, early.host) == (2, state, 2 * state)  # type: ignore[attr-defined]
-    assert early.kept == late.kept  # type: ignore[attr-defined]
+    assert early.persistent_bytes == late.persistent_bytes  # type: ignore[attr-defined]
     assert "2 units are updated while backward goes on" in str(early)
     assert "while backward goes on" not in str(late)
     half = found(OffloadPolicy(overlap_ratio=0.8, ratio=0.5))

@@ -16,7 +16,7 @@ from ds_zero.runtime import sharded_model
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"where": "file"}, {"where": "host", "folder": "x"}, {"share": 1.5}, {"buffers": 1}, {"where": "moon"}],
+    [{"device": "file"}, {"device": "host", "folder": "x"}, {"ratio": 1.5}, {"buffer_count": 1}, {"device": "moon"}],
 )
 def test_placements_that_cannot_be(wrong: dict[str, object]) -> None:
     with pytest.raises(PlanError) as caught:
@@ -52,14 +52,14 @@ def test_the_plan_moves_bytes_and_loses_none(stage: int, precision: str) -> None
     masters = 1536 * 12 // shards
     assert host.host == masters == file.file  # type: ignore[attr-defined]
     assert file.host == 2 * -(-masters // 2 // 4096) * 4096  # type: ignore[attr-defined]  # two buffers, in pages
-    assert host.kept["shard"] == host.kept["optim"] == 0  # type: ignore[attr-defined]
-    kept = sum(here.kept.values()) - 1536 * 8 // shards  # type: ignore[attr-defined]
+    assert host.persistent_bytes["shard"] == host.persistent_bytes["optim"] == 0  # type: ignore[attr-defined]
+    kept = sum(here.persistent_bytes.values()) - 1536 * 8 // shards  # type: ignore[attr-defined]
     if stage < 3 and precision == "fp32":
-        assert sum(host.kept.values()) == kept  # type: ignore[attr-defined]  # the master was a part of the parameters
+        assert sum(host.persistent_bytes.values()) == kept  # type: ignore[attr-defined]  # the master was a part of the parameters
     if stage == 3:
         both = found(OffloadPolicy(), OffloadPolicy())
-        assert both.kept["full"] == 0  # type: ignore[attr-defined]
-        assert both.host - host.host == host.kept["full"]  # type: ignore[attr-defined]
+        assert both.persistent_bytes["full"] == 0  # type: ignore[attr-defined]
+        assert both.host - host.host == host.persistent_bytes["full"]  # type: ignore[attr-defined]
     assert "host" in str(host)
     assert ", host," in str(host.units[0])  # type: ignore[attr-defined]
 

@@ -113,7 +113,7 @@ def test_steady_memory_is_the_formula(tmp_path: Path, tier: str) -> None:
             step(net, optimizer)
             found.append(status("RssAnon") - before)
         # what the plan says is kept, on the device (here: in memory, too) and on the host, and buffers that units share
-        formula = sum(plan.kept.values()) + plan.host + optimizer.sharding.pool.bytes
+        formula = sum(plan.persistent_bytes.values()) + plan.host + optimizer.sharding.pool.bytes
         print(found[-1] / formula, found[-1] / found[3])
         optimizer.close()
     """)

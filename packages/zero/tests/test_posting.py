@@ -41,7 +41,7 @@ class FakeHost:
 
 def posting_of(layout, rows, rank):
     plan = SimpleNamespace(name="unit", layout=layout, wire=PLAIN)
-    group_set = SimpleNamespace(shards=SimpleNamespace(rank=rank), replicas=SimpleNamespace(size=1), levels=None)
+    group_set = SimpleNamespace(shard_group=SimpleNamespace(rank=rank), replicate_group=SimpleNamespace(size=1), levels=None)
     return ShmReduceScatter(plan, group_set, FakeHost(rows, rank))
 
 
@@ -94,7 +94,7 @@ def test_shards_are_the_sums_whatever_is_kept_absent_or_odd(shapes, world, kind,
         out, in_place = torch.empty(layout.shard_numel), data.draw(st.booleans())
         outs = [out[start:stop] for start, stop in posting.ranges]
         if in_place:
-            outs = [o if own is None else own for own, o in zip(posting.own(), outs, strict=True)]
+            outs = [o if own is None else own for own, o in zip(posting.in_place_sums(), outs, strict=True)]
         squares = posting.finish(outs)
         out = torch.cat(outs)
         want = torch.cat([expected[s.start + rank * s.chunk :][: s.chunk] for s in layout.segments])

@@ -26,7 +26,7 @@ class Keeper(answers.AccessHandler):
     def __init__(self, gathers):
         self.gathers, self.asked = gathers, []
 
-    def touched(self, param, what):
+    def on_access(self, param, what):
         self.asked.append(what)
         if self.gathers:
             restore(param)
@@ -73,7 +73,7 @@ def test_a_keeper_that_gathers_lets_the_use_go_on():
 
 
 class Showing(Keeper):
-    def shown(self, param, what):
+    def materialize(self, param, what):
         self.asked.append(what)
         return placeholder_of(param, "layer.weight")
 

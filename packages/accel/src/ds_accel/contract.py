@@ -188,7 +188,7 @@ def pinned_buffers_carry_copies(accelerator: Accelerator) -> None:
         _expect(torch.equal(out, values), "data came back changed through a pinned buffer")
         _expect(out.is_pinned() == accelerator.facts.pinned, f"is_pinned() is {out.is_pinned()}")
     stats = pool.stats()
-    _expect(stats.num_lent == 0 and stats.in_use_bytes == 0, f"after release the account shows {stats}")
+    _expect(stats.num_in_use == 0 and stats.in_use_bytes == 0, f"after release the account shows {stats}")
 
 
 def dtypes_compute(accelerator: Accelerator) -> None:

@@ -36,28 +36,28 @@ class PinnedMemoryError(DsError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """The account of a pool, in bytes, `num_lent` in buffers.
+    """The account of a pool, in bytes, `num_in_use` in buffers.
 
     Attributes:
         limit: What the pool may hold.
-        lent: In blocks that are lent out.
+        in_use_bytes: In blocks that are lent out.
         waiting: In blocks that were given back with an event that has not happened yet.
-        kept: In blocks that are free for reuse.
+        cached: In blocks that are free for reuse.
         peak: Most that lent + waiting was.
-        num_lent: Buffers that are lent out.
+        num_in_use: Buffers that are lent out.
     """
 
     limit: int
     in_use_bytes: int
     waiting: int
-    kept: int
+    cached: int
     peak: int
-    num_lent: int
+    num_in_use: int
 
     @property
     def reserved(self) -> int:
         """What the pool has from the system now."""
-        return self.in_use_bytes + self.waiting + self.kept
+        return self.in_use_bytes + self.waiting + self.cached
 
 
 class PinnedBuffer:

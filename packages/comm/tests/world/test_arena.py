@@ -77,7 +77,7 @@ def test_ranks_that_cannot_share_memory_are_told_why(monkeypatch: pytest.MonkeyP
     from ds_comm import node_topology as module
 
     assert arena_refusal(world_group()) == ""
-    monkeypatch.setattr(module, "neighbourhood", lambda: f"host {dist.get_rank()}")
+    monkeypatch.setattr(module, "pid_namespace_id", lambda: f"host {dist.get_rank()}")
     assert arena_refusal(world_group()) == "the ranks are on 2 hosts"
     with pytest.raises(Exception, match="cannot share memory: the ranks are on 2 hosts"):
         Arena(world_group())

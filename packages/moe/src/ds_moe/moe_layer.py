@@ -97,7 +97,7 @@ def route_through(
         routed,
         experts=routed.experts[start : start + sizes[tensor.rank]],
         weights=differentiable.split(routed.weights, tensor, 0, sizes, unit="moe weights"),
-        kept=None if routed.kept_mask is None else routed.kept_mask[start : start + sizes[tensor.rank]],
+        kept_mask=None if routed.kept_mask is None else routed.kept_mask[start : start + sizes[tensor.rank]],
     )
     tokens = differentiable.split(x, tensor, 0, sizes, unit="moe tokens")
     out = through_experts(tokens, part, compute, places, weigh_first=how.weigh_first)

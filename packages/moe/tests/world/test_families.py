@@ -148,7 +148,7 @@ def files(family, cut, after):
             torch.testing.assert_close(loaded(tokens).logits, after(tokens).logits, atol=1e-4, rtol=1e-4)
             kept = {name: p.detach().clone() for name, p in cut.model.named_parameters()}
             with torch.no_grad():
-                for one in cut.found:
+                for one in cut.blocks:
                     for param in cut.layers[one.name].parameters():
                         param.zero_()
             assert load_experts(cut, folder)

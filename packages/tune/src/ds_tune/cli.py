@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
     request = replace(
         request,
         values={**request.values, **tries},
-        kept=frozenset(args.keep),
+        fixed=frozenset(args.keep),
         limits=replace(request.limits, memory_bytes=_bytes_of(args.memory), micro=_range_of(args.micro)),
         budget=TrialBudget(_positive("--trials", args.trials), _positive("--steps", args.steps)),
         metric=args.metric,

@@ -70,7 +70,7 @@ class OffloadParamConfig(_OffloadConfig):
 
     def placement(self, io: IOSettings) -> str | OffloadPolicy:
         """Return this section as the OffloadPolicy that `ds_zero.shard` accepts."""
-        return self._placement(io, near=self.max_in_cpu)
+        return self._placement(io, max_in_cpu=self.max_in_cpu)
 
 
 class OffloadOptimizerConfig(_OffloadConfig):

@@ -22,7 +22,7 @@ from ds_zero.update.overlap_plan import Outlook, OverlapState
 LATE, EARLY = OffloadPolicy("host"), OffloadPolicy("host", overlap_ratio=1.0)
 
 
-def make(bench, *, tier, name="plain", **options):
+def make(bench, *, offload_optimizer, name="plain", **options):
     net = bench.model(name)
     params = [p for p in net.parameters() if p.requires_grad]
     groups = [{"params": params[i::3], "lr": 1e-2 * (i + 1), "weight_decay": 0.01 * i} for i in range(3)]
@@ -32,7 +32,7 @@ def make(bench, *, tier, name="plain", **options):
         "memory": "private",
         **options,
     }
-    return net, ds_zero.shard(net, ds_ops.optim.AdamW(groups), offload_optimizer=tier, **options)
+    return net, ds_zero.shard(net, ds_ops.optim.AdamW(groups), offload_optimizer=offload_optimizer, **options)
 
 
 def wait(optimizer):

@@ -52,7 +52,7 @@ def check_sums(layout_kind):
         layout, pool = plan_layout(shapes, size, kind=layout_kind), BufferPool()
         plan = SimpleNamespace(name="unit", layout=layout, wire=PLAIN)
         alone = SimpleNamespace(size=1)
-        exchange = P2PReduceScatter(plan, SimpleNamespace(shards=group, replicas=alone, pool=pool, levels=None))
+        exchange = P2PReduceScatter(plan, SimpleNamespace(shard_group=group, replicate_group=alone, pool=pool, levels=None))
         for turn, kind in enumerate(("plain", "odd", "flat", "plain")):
             every = [drawn(10 * seed + turn, r, layout, kind) for r in range(size)]
             flats = [flat_of(layout, grads) for grads in every]

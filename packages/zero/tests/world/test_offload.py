@@ -16,7 +16,7 @@ HOST = OffloadPolicy("host")
 
 
 def filed(folder, **options):
-    return OffloadPolicy("file", str(folder), **{"buffers": 2, **options})
+    return OffloadPolicy("file", str(folder), **{"buffer_count": 2, **options})
 
 
 def train(bench, *, steps=4, kind="adamw", name="plain", batches=2, act=lambda net, optimizer, step: None, **options):

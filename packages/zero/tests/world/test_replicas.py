@@ -21,7 +21,7 @@ def test_equals_one_process(bench, stage, memory):
     net = bench.model("external", torch.float64)
     optimizer = ds_zero.shard(net, bench.adamw(net), stage=stage, shard_size=2, memory=memory, clip=1.0, policy=SMALL)
     unit = optimizer.sharding.units[0]
-    assert (unit.layout.world, unit.groups.shards.ranks) == (2, ((0, 1), (2, 3))[dist.get_rank() // 2])
+    assert (unit.layout.world, unit.groups.shard_group.ranks) == (2, ((0, 1), (2, 3))[dist.get_rank() // 2])
     for step in range(3):
         for micro in range(2):
             (bench.loss(net, bench.batch(step, micro, dist.get_rank())) / 2).backward()
