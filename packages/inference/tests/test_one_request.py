@@ -72,12 +72,12 @@ def poisoned(engine) -> list[int]:
 WRONG = [
     ({"logit_bias": {61: 1.0}}, "logit_bias"),
     ({"logit_bias": {300: -100.0, 3: 1.0}}, "300"),
-    ({"stop_tokens": (61,)}, "stop_tokens"),
-    ({"stop_tokens": (-1,)}, "stop_tokens"),
+    ({"stop_token_ids": (61,)}, "stop_token_ids"),
+    ({"stop_token_ids": (-1,)}, "stop_token_ids"),
     ({"logprobs": 62}, "61 log-probabilities"),
     ({"stop": ("a",)}, "no tokenizer"),
     ({"max_new_tokens": 61}, "may grow to 65 tokens"),
-    ({"max_new_tokens": 61, "samples": 3}, "may grow to 65 tokens"),
+    ({"max_new_tokens": 61, "n": 3}, "may grow to 65 tokens"),
 ]
 
 
@@ -107,7 +107,7 @@ def test_numbers_that_are_none_are_refused(name, value):
         ({"seed": 1 << 64}, "seed"),
         ({"seed": 10**5000}, "seed"),
         ({"max_new_tokens": 10**5000}, "max_new_tokens"),
-        ({"samples": 0}, "samples"),
+        ({"n": 0}, "n >= 1"),
     ],
 )
 def test_sampling_refuses(how, words):
@@ -169,7 +169,7 @@ def test_what_one_request_raises_ends_it_alone(model, fault, samples):
     said = {}
     for prompt in PROMPTS[:4]:
         said[engine.submit(prompt, SamplingParams(8))[0]] = []
-    bad = engine.submit([5, 6], replace(FAULTS[fault], samples=samples))
+    bad = engine.submit([5, 6], replace(FAULTS[fault], n=samples))
     for prompt in PROMPTS[4:]:
         said[engine.submit(prompt, SamplingParams(8))[0]] = []
     for event in engine.stream():

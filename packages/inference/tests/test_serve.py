@@ -484,7 +484,7 @@ def crowd(server, folder, clients: int, seconds: float) -> list[float]:
     end = time.monotonic() + 20
     while not server.engine.idle and time.monotonic() < end:
         time.sleep(0.05)
-    assert server.engine.scheduler.pool.free == server.engine.scheduler.pool.count
+    assert server.engine.scheduler.pool.num_free == server.engine.scheduler.pool.count
     return sorted(times)
 
 

@@ -244,9 +244,9 @@ class InferenceEngine(nn.Module):
             "top_k": options.pop("top_k", 50) if sample else 0,
             "top_p": float(options.pop("top_p", 1.0)) if sample else 1.0,
             "repetition_penalty": float(options.pop("repetition_penalty", 1.0)),
-            "samples": options.pop("num_return_sequences", 1),
-            "stop_tokens": tuple(t for t in ends if 0 <= t < vocab),  # -1, and ends of another tokenizer, never come
-            "ignore_end": "eos_token_id" in keywords,
+            "n": options.pop("num_return_sequences", 1),
+            "stop_token_ids": tuple(t for t in ends if 0 <= t < vocab),  # -1, and ends of another tokenizer, never come
+            "ignore_eos": "eos_token_id" in keywords,
             # From torch's generator, as the module's own `generate` draws: `torch.manual_seed` makes a call repeat.
             "seed": int(torch.randint(1 << 62, (), device="cpu")) if sample else None,
         }

@@ -137,7 +137,7 @@ class LLMEngine:
                 ("inference-tokenizer").
         """
         vocab = self.decoder.spec.vocab
-        for what, tokens in (("a prompt", prompt), ("logit_bias", how.logit_bias), ("stop_tokens", how.stop_token_ids)):
+        for what, tokens in (("a prompt", prompt), ("logit_bias", how.logit_bias), ("stop_token_ids", how.stop_token_ids)):
             foreign = [t for t in tokens if not 0 <= t < vocab]
             if foreign:
                 raise PlanError(
@@ -161,7 +161,7 @@ class LLMEngine:
             raise PlanError(
                 "stop strings, and no tokenizer",
                 code="inference-tokenizer",
-                fix="Use stop_tokens, or pass a tokenizer.",
+                fix="Use stop_token_ids, or pass a tokenizer.",
             )
         self.scheduler.check(len(prompt), how.max_new_tokens)
 
@@ -399,7 +399,7 @@ class LLMEngine:
 
     def _event(self, ask: _Ask, token: int, logits: Tensor, answer: list[int]) -> TokenOutput:
         how, identity = ask.how, ask.request.request_id
-        ends = how.stop_token_ids if how.ignore_eos else (*self.decoder.spec.ends, *how.stop_token_ids)
+        ends = how.stop_token_ids if how.ignore_eos else (*self.decoder.spec.eos_ids, *how.stop_token_ids)
         reason: Literal["stop", "length"] | None = None
         if token in ends or (how.stop and self._says_stop(answer, how.stop)):
             reason = "stop"

@@ -36,11 +36,11 @@ class SamplingParams:
         seed: Of what is drawn; None: every request draws its own. Prompts of one call, and samples of one prompt, have streams of
             their own that are derived from it (`separate`).
         stop: Strings that end the answer; it is cut before them.
-        stop_tokens: Tokens that end the answer, besides the model's own.
-        ignore_end: The model's own end tokens do not end it.
+        stop_token_ids: Tokens that end the answer, besides the model's own.
+        ignore_eos: The model's own end tokens do not end it.
         logprobs: So many likeliest tokens are reported with their log-probabilities, and the chosen one; None: nothing.
-        samples: Independent answers to one prompt.
-        allowed: Structured output: from the tokens of the answer so far to which may come next, bool [vocab], or None for all. It is
+        n: Independent answers to one prompt.
+        allowed_tokens: Structured output: from the tokens of the answer so far to which may come next, bool [vocab], or None for all. It is
             called once a token, and by `n` for each answer apart; a grammar's matcher (xgrammar, outlines) fits in one line.
     """
 
@@ -76,7 +76,7 @@ class SamplingParams:
                 for token, bias in self.logit_bias.items()
             ),
             "a seed of 64 bits": self.seed is None or -(1 << 63) <= self.seed < 1 << 64,
-            "samples >= 1": self.n >= 1,
+            "n >= 1": self.n >= 1,
             "logprobs >= 0": self.logprobs is None or self.logprobs >= 0,
         }
         broken = [rule for rule, holds in wrong.items() if not holds]
