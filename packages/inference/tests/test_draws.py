@@ -66,7 +66,7 @@ def rows(way: str, model, count: int, length: int, seed: int | None = None) -> l
         return engine.generate(ids, num_return_sequences=2, **how)[:, len(PROMPT) :].tolist()
     engine, how = load(model, cache_tokens=4096), SamplingParams(length, temperature=1.0, seed=seed)
     if way == "samples":
-        return [a.tokens for a in engine.generate([PROMPT], replace(how, samples=count))]
+        return [a.tokens for a in engine.generate([PROMPT], replace(how, n=count))]
     if way == "equal prompts":
         return [a.tokens for a in engine.generate([PROMPT] * count, how)]
     (first, *_) = said = {i: [] for one in range(count) for i in engine.submit(PROMPT, how)}
@@ -102,7 +102,7 @@ def test_a_row_is_that_of_its_seed_and_its_number_only(model):
     """Whatever else is in the batch, with drafts, with a small cache, and of whichever length the call is."""
     how = SamplingParams(12, temperature=1.0, seed=11, n=2)
     wanted = [a.tokens for a in load(model).generate([PROMPT] * 6, how)]
-    for options in ({"speculate": 3}, {"budget": SchedulerConfig(5, 3)}, {"cache_tokens": 48, "block": 4}):
+    for options in ({"num_speculative_tokens": 3}, {"budget": SchedulerConfig(5, 3)}, {"cache_tokens": 48, "block_size": 4}):
         assert [a.tokens for a in load(model, **options).generate([PROMPT] * 6, how)] == wanted, options
     assert [a.tokens for a in load(model).generate([PROMPT] * 3, how)] == wanted[:6]
     assert [a.tokens for a in load(model).generate([PROMPT], how)] == wanted[:2]

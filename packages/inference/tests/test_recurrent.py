@@ -134,7 +134,7 @@ def test_prompts_that_are_cut_and_sequences_that_are_pushed_out(kind: str) -> No
     requests, add = [], engine.scheduler.add
     engine.scheduler.add = lambda r: (requests.append(r), add(r))[1]  # type: ignore[method-assign, assignment, func-returns-value]
     assert [a.tokens for a in engine.generate(prompts, SamplingParams(TOKENS))] == answers
-    assert sum(r.preempted for r in requests) > 0, "the cache was not small enough to try it"
+    assert sum(r.num_preemptions for r in requests) > 0, "the cache was not small enough to try it"
     engine.step()
     assert len(engine.cache.states) == 0, "states of sequences that are over are kept"
 
@@ -205,7 +205,7 @@ def test_in_another_dtype_the_states_are_the_models() -> None:
 
 
 def test_what_a_state_cannot_do_is_refused() -> None:
-    for options in ({"share": True}, {"speculate": 2}, {"cache_dtype": torch.int8}):
+    for options in ({"enable_prefix_caching": True}, {"num_speculative_tokens": 2}, {"cache_dtype": torch.int8}):
         with pytest.raises(UnsupportedError, match="mamba") as caught:
             load(made("Mamba"), **options)
         assert caught.value.code == "inference-states"

@@ -104,8 +104,8 @@ def run(drawn, *, share: bool, speculate: bool) -> None:
         }
         plan = scheduler.schedule(drafts)
         assert plan.chunks, "nothing is done though there is something to do"
-        assert plan.num_tokens <= budget.tokens
-        assert len(plan.chunks) <= budget.requests
+        assert plan.num_tokens <= budget.max_num_batched_tokens
+        assert len(plan.chunks) <= budget.max_num_seqs
         held = [b for c in plan.chunks for b in c.blocks[c.start // pool.size :]]
         assert len(held) == len(set(held)), "two requests write one block"
         for chunk in plan.chunks:
@@ -118,8 +118,8 @@ def run(drawn, *, share: bool, speculate: bool) -> None:
         if rng.random() < 0.03:
             scheduler.clear_prefix_cache()
         scheduler.update(model.run(plan))
-    assert pool.free == pool.count, "blocks were lost"
-    assert not any(map(pool.holds, range(pool.count)))
+    assert pool.num_free == pool.count, "blocks were lost"
+    assert not any(map(pool.ref_count, range(pool.count)))
     for identity, request in requests.items():
         if identity in cancelled:
             assert request.state in (RequestState.CANCELLED, RequestState.FINISHED)

@@ -459,8 +459,8 @@ def _check_states(decoder: Runner, share: bool | None, speculate: int, cache_dty
     A state is of all its tokens: it cannot be shared for a prefix, nor restored to before tokens that were rejected.
     """
     options = {
-        "share=True": bool(share),
-        f"speculate={speculate}": speculate > 0,
+        "enable_prefix_caching=True": bool(share),
+        f"num_speculative_tokens={speculate}": speculate > 0,
         f"cache_dtype={cache_dtype}": cache_dtype is not None and not decoder.spec.layers,
     }
     wrong = [words for words, true in options.items() if true]

@@ -61,7 +61,7 @@ def test_every_family(group: int) -> None:
 @world(2)
 def test_experts_given_to_ranks_whole() -> None:
     for name in EXPERTS:
-        same(name, by_expert=True)
+        same(name, enable_expert_parallel=True)
 
 
 NATIVE = [
