@@ -11,7 +11,7 @@ A gradient is what the next `step` would use before clipping: averaged over rank
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from torch.nn.parameter import Parameter
 import ds_comm as comm
 from ds_config.errors import PlanError, ShardedAccessError
 from ds_zero.runtime.attributes import ShardedGradient
+from ds_zero.runtime.autograd import alias_saved
 from ds_zero.runtime.init_shards import Scatter, is_scattered, number_of, scatter_of
 from ds_zero.runtime.param_storage import parts_of
 from ds_zero.runtime.sharded_model import ShardedModel, sharding_of
@@ -96,7 +97,8 @@ def GatheredParameters(  # noqa: N802  the reference's name; used as a context m
         ShardedAccessError: a parameter was changed without `modifier_rank` or `write` ("sharded-write"); on exit, after
             the change was dropped. Where parameters are unsharded (stages 0 to 2) a change that every rank makes is
             kept.
-    Cost: (N-1)/N of the bytes of the units the parameters are in; with modifier_rank their bytes once more.
+    Cost: (N-1)/N of the bytes of the units the parameters are in; with modifier_rank their bytes once more. What is computed inside may
+        go backward outside: memory that its graph needs stays until the graph is gone.
     """
     del fwd_module
     if not enabled:
@@ -155,7 +157,10 @@ def _sharded(wanted: list[Parameter], modifier_rank: int | None, write: bool) ->
         unit.pins += 1
     before = [p.unit.params[p.member]._version for p in places]
     try:
-        yield
+        with ExitStack() as graphs:
+            if any(unit.releases for unit in units) and torch.is_grad_enabled():
+                graphs.enter_context(alias_saved(places[0].sharding.runtime.gathering))
+            yield
     finally:
         changed = [p for p, v in zip(places, before, strict=True) if p.unit.params[p.member]._version != v]
         lost = [p for p in changed if p.unit.releases and modifier_rank is None and not write]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ds_zero._torch import can_watch_saved, graph_task_id, queue_callback, unpack_hook
 
-__all__ = ["Backward", "ForwardCall", "Watcher", "tensors_in"]
+__all__ = ["Backward", "ForwardCall", "Watcher", "alias_saved", "tensors_in"]
 
 
 class Watcher(Protocol):
@@ -58,7 +59,8 @@ class ForwardCall:
         if not can_watch_saved() or not (around is None or isinstance(around, _Unpack)):
             return self
         numbers = self.numbers if around is None else tuple(dict.fromkeys(around.numbers + self.numbers))
-        self._watch = saved_tensors_hooks(_pack, _Unpack(self.watcher, numbers))
+        pack = _pack if around is None else around.pack
+        self._watch = saved_tensors_hooks(pack, _Unpack(self.watcher, numbers, pack))
         self._watch.__enter__()
         return self
 
@@ -91,10 +93,12 @@ class ForwardCall:
 class _Unpack:
     """Tells the watcher of calls of modules that own units `numbers` that something saved in them is needed."""
 
-    __slots__ = ("numbers", "watcher")
+    __slots__ = ("numbers", "pack", "watcher")
 
-    def __init__(self, watcher: Watcher, numbers: tuple[int, ...]) -> None:
-        self.watcher, self.numbers = watcher, numbers
+    def __init__(
+        self, watcher: Watcher, numbers: tuple[int, ...], pack: Callable[[Tensor], tuple[Tensor, int]]
+    ) -> None:
+        self.watcher, self.numbers, self.pack = watcher, numbers, pack
 
     def __call__(self, packed: tuple[Tensor, int]) -> Tensor:
         self.watcher.unpacked(self.numbers)
@@ -109,6 +113,27 @@ class _Unpack:
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int]:
     return tensor, tensor._version
+
+
+def _pack_alias(tensor: Tensor) -> tuple[Tensor, int]:
+    return _pack(tensor.detach() if tensor.is_leaf and tensor.requires_grad else tensor)
+
+
+@contextmanager
+def alias_saved(watcher: Watcher) -> Iterator[None]:
+    """Make autograd save an alias of a parameter's memory instead of the parameter itself, while inside.
+
+    A leaf is saved as itself, so a backward that comes after its unit was released would read memory that is not there. An alias is
+    counted as a user of the memory, which is then left to the graph (`ReleasedStorage.release(spare_aliases=True)`). Does nothing where
+    somebody decides about saved tensors anyway, or nobody may (inside transforms of functions).
+    """
+    around = unpack_hook() if can_watch_saved() else None
+    if not can_watch_saved() or not (around is None or isinstance(around, _Unpack)):
+        yield
+        return
+    numbers = () if around is None else around.numbers
+    with saved_tensors_hooks(_pack_alias, _Unpack(watcher, numbers, _pack_alias)):
+        yield
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:

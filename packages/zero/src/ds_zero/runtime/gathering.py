@@ -73,7 +73,7 @@ class Gathering(AccessHandler):
         self._sticky: set[int] = set()
         self._shared: set[int] = set()
         self._strays: set[int] = set()
-        self._warned = False
+        self._warned = self._awaits_backward = False
         self._persistent: frozenset[int] = frozenset()
 
     # ---- hooks come and go
@@ -116,10 +116,10 @@ class Gathering(AccessHandler):
         return self.units[number].spec.params[member].name
 
     def on_access(self, param: Parameter, what: str) -> bool:
-        """Gather a parameter that is used outside its module, if a forward or backward is running."""
+        """Gather a parameter that is used outside its module, if a forward or backward is running, or a loss is computed between both."""
         del what
         number, order = self._where[id(param)][0], self.phase()
-        if order is None:
+        if order is None and not (self._awaits_backward and torch.is_grad_enabled()):
             return False
         self.gather(number, order)
         if torch.is_grad_enabled():
@@ -275,6 +275,8 @@ class Gathering(AccessHandler):
 
     def _finish_forward(self) -> None:
         order, self._forward = self._forward, None
+        # What records a graph after it is part of the loss: a head used chunk by chunk, a penalty on weights. All ranks compute that.
+        self._awaits_backward = self._awaits_backward or torch.is_grad_enabled()
         if order is not None:
             self._finish(order)
         for number in self._strays:
@@ -316,6 +318,7 @@ class Gathering(AccessHandler):
 
     def clear_backward(self) -> None:
         """Forget the calls whose backward was under way, and the gradients that arrived in it."""
+        self._awaits_backward = False
         self.arrivals.clear()
         for calls in self.calls:
             calls.clear()
@@ -406,6 +409,7 @@ class Gathering(AccessHandler):
 
     def stepped(self) -> None:
         """Reshard the units that stayed gathered: after an update no earlier graph is usable."""
+        self._awaits_backward = False
         for number in self._sticky | self._persistent:
             self.units[number].reshard()
         self._sticky = set()

@@ -2,8 +2,9 @@
 
 Words: a parameter is *released* while its buffer has no storage. Reading it then would crash the process in a CPU kernel, so on release
 its class becomes `ShardedParameter`, whose `__torch_function__` answers questions about shape, dtype, device, gradient and hooks, and hands
-everything else to its *keeper*. The keeper of a unit's parameter gathers the unit inside a forward of the model. Anywhere else what only
-looks at it gets a placeholder, and what computes is refused with `ShardedAccessError`. On gather the parameter's own class returns.
+everything else to its *keeper*. The keeper of a unit's parameter gathers the unit inside a forward of the model, and between that and its backward
+for what records a graph: the loss. Anywhere else what only looks at it gets a placeholder, and what computes is refused with
+`ShardedAccessError`. On gather the parameter's own class returns.
 Identity never changes, and nothing in torch is replaced. A copy is cut as the parameter is, and stands alone.
 
 `detach`, `data`, `clone`, `to` and so `state_dict`, `torch.save` and every library around them ask a parameter for a tensor before they
@@ -143,7 +144,7 @@ def _refusal(what: str, name: str, shape: Sequence[int]) -> ShardedAccessError:
     return ShardedAccessError(
         f"parameter {name} {tuple(shape)} was used by {what!r} while this rank holds only its shard of it",
         code="sharded-access",
-        fix="Use it inside the model's forward, or open `with ds_zero.GatheredParameters([param]):` around the use.",
+        fix="Use it inside the model's forward or in the loss after it, or open `with ds_zero.GatheredParameters([param]):` around the use.",
     )
 
 
