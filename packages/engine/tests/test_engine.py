@@ -473,7 +473,7 @@ def test_nothing_but_the_plan_is_asked() -> None:
     folder = Path(ds_engine.__file__).parent
     found = [
         f"{path.name}: {line.strip()}"
-        for path in (folder / "engine.py", folder / "build.py", folder / "telemetry.py")
+        for path in (folder / "engine.py", folder / "builder.py", folder / "step_telemetry.py")
         for line in path.read_text().splitlines()
         if "plan.config" in line or ".config." in line
     ]

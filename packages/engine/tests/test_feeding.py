@@ -28,7 +28,7 @@ def test_own_data_go_on_over_epochs_and_count_when_the_step_is_complete(own):
     feed = BatchSource(own)
     seen = [next(feed.stream()) for _ in range(6)]
     assert sorted(number for batch in seen[:4] for number in batch) == list(range(8))
-    assert (feed.consumed, own.taken, feed.epoch) == (0, 12, 1)
+    assert (feed.consumed, own.consumed, feed.epoch) == (0, 12, 1)
     assert feed.complete() > 0
     assert (feed.consumed, feed.complete()) == (12, 0)
 
@@ -39,7 +39,7 @@ def test_what_a_call_brings_goes_on_where_it_ended_and_own_data_where_they_were(
     assert [next(feed.stream(brought)) for _ in range(4)] == [1, 2, 3, 1]
     assert list(feed.stream(iter(brought))) == brought
     assert next(feed.stream()) != first
-    assert own.taken == 4
+    assert own.consumed == 4
 
 
 def test_a_loader_in_the_place_of_the_own(own):

@@ -14,7 +14,7 @@ from ds_engine.compiling.joint import buckets_of
 
 @dataclass(frozen=True)
 class Member:
-    group_set: Any
+    groups: Any
     joins: bool = True
 
 
