@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -11,11 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ds_comm.watch import side_channel
+from ds_comm.watch.side_channel import open_peer
 from ds_comm.watch.sidechannel import SideChannel
 from ds_comm.watch.stamp_ring import StampRing
 from ds_comm.watch.watchdog import EXIT_CODE, Watchdog, WatchSettings
@@ -317,3 +321,71 @@ def test_without_its_store_a_rank_that_works_goes_on(tmp_path: Path, capfd: pyte
         ranks[1].stamp(1, wait=True)
         assert ranks[1].ended.wait(10)
     assert "rank 0 has ended (exited)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("dump_dir", ["dumps", "absolute"])
+def test_a_hang_ends_where_the_working_directory_is_gone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, dump_dir: str
+) -> None:
+    """A scratch cleaner removed the job's folder while the job runs."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    where = Path(dump_dir) if dump_dir == "dumps" else tmp_path / "dumps"
+    with job(2, where) as ranks:
+        folder.rmdir()
+        ranks[0].stamp(1, wait=True)
+        assert ranks[0].ended.wait(10)
+        assert ranks[1].ended.wait(10)
+    said = capfd.readouterr().err
+    assert "rank 1 did not come: it is at" in said
+    assert "could not check" not in said
+    assert ("No dump" in said) == (dump_dir == "dumps")
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES])
+def test_a_rank_that_cannot_look_takes_nobody_for_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    with job(2, tmp_path, deadline_s=300) as ranks:
+        read = Path.read_text
+
+        def fails(self: Path, *args: Any, **more: Any) -> str:
+            if self.match("/proc/*/stat"):
+                raise OSError(number, os.strerror(number), str(self))
+            return read(self, *args, **more)
+
+        monkeypatch.setattr(Path, "read_text", fails)
+        ranks[0].stamp(1, wait=True)
+        assert not ranks[0].ended.wait(2.0)
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, ProcessLookupError])
+def test_a_process_that_is_gone_is_dead(monkeypatch: pytest.MonkeyPatch, error: type[OSError]) -> None:
+    ring = StampRing()
+    peer = open_peer(os.getpid(), ring.fd)
+    assert peer is not None
+    assert peer.alive()
+
+    def fails(self: Path, *args: Any, **more: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(Path, "read_text", fails)
+    assert not peer.alive()
+    peer.close()
+    ring.close()
+
+
+def test_a_peer_that_could_not_be_opened_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, failures = side_channel.RingReader, iter([errno.EMFILE] * 3)
+
+    def reader(pid: int, fd: int) -> Any:
+        if (number := next(failures, None)) is not None:
+            raise OSError(number, os.strerror(number))
+        return opened(pid, fd)
+
+    monkeypatch.setattr(side_channel, "RingReader", reader)
+    with job(2, tmp_path, deadline_s=300) as ranks:
+        assert all(set(rank.watchdog._peers) == {0, 1} for rank in ranks)
+        assert all(rank.watchdog._peers[1 - i] is not None for i, rank in enumerate(ranks))

@@ -44,6 +44,12 @@ def _library(frame: FrameType) -> bool:
 
 
 def _text(frame: FrameType, line: int) -> str:
-    path = frame.f_code.co_filename
-    inside = path.startswith(os.getcwd() + os.sep)
-    return f"{os.path.relpath(path) if inside else path}:{line} in {frame.f_code.co_name}"
+    return f"{_shortened(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}"
+
+
+def _shortened(path: str) -> str:
+    try:
+        base = os.getcwd() + os.sep
+    except OSError:  # the job's folder was removed while it runs; where the code is must be known all the same
+        return path
+    return path.removeprefix(base)

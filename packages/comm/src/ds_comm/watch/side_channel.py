@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 from ds_comm.watch.stamp_ring import RingReader, Stamp
 
 __all__ = ["Peer", "open_peer"]
 
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors that say something of this process, and nothing of the one it looks at."""
+
 
 def open_peer(pid: int, fd: int) -> Peer | None:
-    """Open the peer process whose ring is its file descriptor `fd`; return None when that fails."""
+    """Open the peer process whose ring is its file descriptor `fd`; return None when the peer cannot be reached from here.
+
+    Raises:
+        OSError: this process has no file descriptor or no memory left; a later try may succeed.
+    """
     try:
         return Peer(pid, RingReader(pid, fd))
-    except OSError:  # another container, another user, or it died before we came
-        return None
+    except OSError as error:
+        if error.errno in _SHORTAGES:
+            raise
+        return None  # another container, another user, or it died before we came
 
 
 class Peer:
@@ -24,11 +34,16 @@ class Peer:
         self.pid, self._ring = pid, ring
 
     def alive(self) -> bool:
-        """Whether it runs; a zombie does not."""
+        """Whether it runs; a zombie does not. Only what the system says of the process is its death.
+
+        This rank may be the one that cannot look (no file descriptor is left, no memory): then nothing is known of the peer.
+        """
         try:
             status = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
+        except (FileNotFoundError, ProcessLookupError):
             return False
+        except OSError:
+            return True
         return status.rpartition(")")[2].split()[0] not in "ZX"
 
     def end(self) -> str:

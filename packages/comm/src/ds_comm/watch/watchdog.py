@@ -25,7 +25,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -328,7 +328,8 @@ class Watchdog:
             return
         for hello in self._side.introduced(self._host):
             if hello["rank"] not in self._peers:
-                self._peers[hello["rank"]] = open_peer(hello["pid"], hello["fd"])
+                with suppress(OSError):  # tried again at the next tick
+                    self._peers[hello["rank"]] = open_peer(hello["pid"], hello["fd"])
 
     def _goodbye(self, why: str) -> None:
         self._ring.goodbye(why)
