@@ -51,7 +51,7 @@ class BatchSource:
     @property
     def has_data(self) -> bool:
         """Whether a call may bring none."""
-        return self._stream is not None or self._resumable is not None
+        return self._stream is not None or self.loader is not None
 
     def restart(self) -> None:
         """Begin the next stream where the loader is, not where it was read ahead to."""
