@@ -25,6 +25,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
 from torch import nn
 
+from ds_comm import self_group
 from ds_config.errors import CheckpointError, ConfigError, PlanError, UnsupportedError
 
 # ---- optimizers and schedules
@@ -432,12 +433,49 @@ def test_objects_are_refused_with_their_place():
         encode({"a": [1, object()]})
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"~": "dtype", "value": "os"},
+        {"~": "dtype", "value": "nn.Linear"},
+        {"~": "device", "value": "toaster"},
+        {"~": "eval", "value": "1"},
+        {"~": "tensor", "value": "AAAA"},
+        {"~": "tensor"},
+        {"~": ["dtype"], "value": 1},
+        {"~": "dict", "value": [[[], 1]]},
+        {"~": "float", "value": None},
+        {"~": "set", "value": 3},
+    ],
+)
+def test_a_client_state_that_nothing_wrote_is_refused(value):
+    with pytest.raises(CheckpointError) as caught:
+        decode({"a": [value]})
+    assert caught.value.code == "compat-client-state"
+
+
+def test_signs_do_not_follow_links(tmp_path):
+    folder, thesis = tmp_path / "save", tmp_path / "thesis.txt"
+    folder.mkdir()
+    thesis.write_text("years of work")
+    for name in ("latest", "latest.new", "zero_to_fp32.py"):
+        (folder / name).symlink_to(thesis)
+    leave_signs(str(folder), "t", latest=True, sharded=True)
+    assert thesis.read_text() == "years of work"
+    assert (folder / "latest").read_text() == "t"
+
+
 def test_signs_of_a_checkpoint(tmp_path):
-    assert name_of_tag(str(tmp_path), None) is None
+    alone = self_group("test")
+    assert name_of_tag(str(tmp_path), None, alone) is None
     (tmp_path / "global_step3").mkdir()
+    torch.save({}, tmp_path / "global_step3" / "mp_rank_00_model_states.pt")
     leave_signs(str(tmp_path), "global_step3", latest=True, sharded=True)
-    assert name_of_tag(str(tmp_path), None) == "global_step3"
-    assert name_of_tag(str(tmp_path), "other") == "other"
+    assert name_of_tag(str(tmp_path), None, alone) == "global_step3"
+    assert name_of_tag(str(tmp_path), "other", alone) == "other"
+    with pytest.raises(CheckpointError) as caught:
+        name_of_tag(str(tmp_path), "../other", alone)
+    assert caught.value.code == "ckpt-outside"
     assert "deepspeed.utils.zero_to_fp32" in (tmp_path / "zero_to_fp32.py").read_text()
     with pytest.raises(CheckpointError, match="_optim_states"):
         deepspeed.utils.zero_to_fp32.get_optim_files(str(tmp_path))

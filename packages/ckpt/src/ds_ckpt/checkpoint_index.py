@@ -21,6 +21,7 @@ from ds_ckpt.crc import crc32
 from ds_ckpt.dtypes import ITEMSIZE
 from ds_ckpt.format import (
     MANIFEST,
+    MAX_SEQUENCE,
     check_inside,
     decode_box,
     decode_tensor_kind,
@@ -223,7 +224,7 @@ def decode_index(data: bytes, where: str = MANIFEST) -> CheckpointIndex:
         if not valid_name(name) or name in tensors or type(target) is not str or target not in tensors:
             raise invalid(where, f"the alias {name[:80]!r} must be a new name for a stored tensor")
     return CheckpointIndex(
-        sequence=r.integer(f["sequence"], "sequence", 0, 10**18 - 1),
+        sequence=r.integer(f["sequence"], "sequence", 0, MAX_SEQUENCE),
         created=r.text(f["created"], "created", LINE),
         writer=r.text(f["writer"], "writer", LINE),
         block_bytes=r.integer(f["block_bytes"], "block_bytes", 1, 2**40),

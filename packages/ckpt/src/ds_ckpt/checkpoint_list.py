@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import ds_monitor
 from ds_ckpt.checkpoint_index import CheckpointIndex, Leaf, LeafEntry, decode_index, decode_leaf
 from ds_ckpt.file_reads import Files
-from ds_ckpt.format import MANIFEST, MAX_MANIFEST_BYTES, decode, peek_sequence, version_of
+from ds_ckpt.format import MANIFEST, MAX_MANIFEST_BYTES, MAX_SEQUENCE, decode, peek_sequence, version_of
 from ds_ckpt.local_storage import CheckpointRef, locate, open_storage
 from ds_ckpt.manifest_merge import join, select
 from ds_ckpt.protocols import CheckpointStorage
@@ -21,7 +21,9 @@ from ds_config.errors import CheckpointError
 __all__ = [
     "collect",
     "find_latest",
+    "hold_newest",
     "inspect",
+    "is_complete",
     "list_tags",
     "newest_tag",
     "next_sequence",
@@ -36,6 +38,8 @@ __all__ = [
 
 _THREADS: Final = 8
 _LEFTOVER_S: Final = 86_400.0  # of a save that never ended: a file that nothing refers to, and that is older
+_LOOKS: Final = 100  # at a root whose checkpoints come and go
+_PLAUSIBLE: Final = 10**15  # a save each millisecond for 30,000 years
 
 
 def read_top(at: CheckpointRef) -> Manifest | CheckpointIndex:
@@ -113,14 +117,77 @@ def find_latest(root: str | os.PathLike[str] | CheckpointStorage) -> str | Check
     return storage.where(tag) if isinstance(root, str | os.PathLike) else CheckpointRef(storage, tag)
 
 
+def is_complete(path: str | os.PathLike[str] | CheckpointRef) -> bool:
+    """Whether a checkpoint has a sound manifest and every file of its size."""
+    at = locate(path)
+    return _complete(at.storage, at.tag)
+
+
 def next_sequence(storage: CheckpointStorage) -> int:
-    """Return the highest sequence number below the root plus 1, damaged checkpoints included."""
-    return 1 + max((peek_sequence(storage.read(tag, MANIFEST, 256)) for tag in storage.tags()), default=0)
+    """Return the highest sequence number below the root plus 1, damaged checkpoints included.
+
+    A number that no series of saves reaches counts only from a manifest that is sound: what damage or a stranger wrote there
+    would push all later saves beyond what readers take.
+
+    Raises:
+        CheckpointError: "ckpt-sequence": a sound checkpoint has the highest number there is.
+    """
+    return 1 + max((_plausible(storage, number, tag) for number, tag in _numbers(storage)), default=0)
+
+
+def _plausible(storage: CheckpointStorage, number: int, tag: str) -> int:
+    if number < _PLAUSIBLE:
+        return number
+    try:
+        read_top(CheckpointRef(storage, tag))
+    except CheckpointError as error:
+        ds_monitor.event("ckpt.skipped", checkpoint=storage.where(tag), why=error.message, code=error.code)
+        return 0
+    if number >= MAX_SEQUENCE:
+        raise CheckpointError(
+            f"{storage.where(tag)} has the sequence number {number}, the highest there is; no later save can be newer",
+            code="ckpt-sequence",
+            fix="Move that checkpoint elsewhere, or save into another directory.",
+        )
+    return number
 
 
 def newest_tag(storage: CheckpointStorage) -> str | None:
-    """Return the tag of the newest complete checkpoint; None where there is none."""
-    return next((tag for tag in reversed(_by_age(storage)) if _complete(storage, tag)), None)
+    """Return the tag of the newest complete checkpoint; None where there is none.
+
+    While another job saves and removes, a list is old before it is read: where nothing of it is complete, it is made again until it
+    no longer changes.
+    """
+    before: list[str] | None = None
+    for _ in range(_LOOKS):
+        tags = _by_age(storage)
+        found = next((tag for tag in reversed(tags) if _complete(storage, tag)), None)
+        if found is not None or tags == before:
+            return found
+        before = tags
+    return None
+
+
+def hold_newest(
+    root: str | os.PathLike[str] | CheckpointStorage, seconds: float
+) -> tuple[str | None, Callable[[], None]]:
+    """Return the tag of the newest complete checkpoint below `root` with a read lease on it, and the function that ends the lease.
+
+    Between the look and the lease another job may remove what was newest: then there is a newer one, and that is taken.
+
+    Args:
+        seconds: After which the lease ends by itself.
+    """
+    storage = open_storage(root)
+    for _ in range(_LOOKS):
+        tag = newest_tag(storage)
+        if tag is None:
+            break
+        release = storage.hold(tag, seconds)
+        if _complete(storage, tag):
+            return tag, release
+        release()
+    return None, lambda: None
 
 
 def remove(path: str | os.PathLike[str] | CheckpointRef) -> None:
@@ -155,11 +222,15 @@ def prune(root: str | os.PathLike[str] | CheckpointStorage, keep: int) -> list[s
     in_use = storage.tags_in_use()
     old = [tag for tag in list_tags(storage)[:-keep] if tag not in in_use]
     free: set[str] = set()
+    removed = []
     for tag in old:
+        if tag in storage.tags_in_use():  # a reader came since the list was made
+            continue
         free |= shared_files(CheckpointRef(storage, tag))
         storage.remove(tag)
+        removed.append(tag)
     collect(storage, free)
-    return old
+    return removed
 
 
 def shared_files(at: CheckpointRef) -> set[str]:
@@ -196,7 +267,18 @@ def collect(storage: CheckpointStorage, free: set[str]) -> None:
 
 
 def _by_age(storage: CheckpointStorage) -> list[str]:
-    return [tag for _, tag in sorted((peek_sequence(storage.read(tag, MANIFEST, 256)), tag) for tag in storage.tags())]
+    return [tag for _, tag in sorted(_numbers(storage))]
+
+
+def _numbers(storage: CheckpointStorage) -> list[tuple[int, str]]:
+    """List sequence number and tag of the checkpoints below a root, without those that are being removed or are no files."""
+    out = []
+    for tag in storage.tags():
+        try:
+            out.append((peek_sequence(storage.read(tag, MANIFEST, 256)), tag))
+        except CheckpointError as error:
+            ds_monitor.event("ckpt.skipped", checkpoint=storage.where(tag), why=error.message, code=error.code)
+    return out
 
 
 def _complete(storage: CheckpointStorage, tag: str) -> bool:

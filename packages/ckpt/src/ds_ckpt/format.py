@@ -30,6 +30,7 @@ __all__ = [
     "BLOCK_BYTES",
     "MANIFEST",
     "MAX_MANIFEST_BYTES",
+    "MAX_SEQUENCE",
     "check_cover",
     "check_inside",
     "decode",
@@ -48,6 +49,7 @@ __all__ = [
 MANIFEST: Final = "manifest.json"
 BLOCK_BYTES: Final = 16 * 2**20
 MAX_MANIFEST_BYTES: Final = 2**30
+MAX_SEQUENCE: Final = 10**18 - 1
 _MAX_NAME, _MAX_FILES, _MAX_ITEMS = 4096, 10**6, 10**7
 _MAX_TANGLED = 2048  # boxes that no axis separates: compared pair by pair, so bounded
 _HEAD = re.compile(rb'\{"format":"ds-ckpt","version":(\d{1,9}),"crc32":"([0-9a-f]{8})",\n')
@@ -95,6 +97,8 @@ def seal(version: int, rest: Mapping[str, Json]) -> bytes:
     Raises:
         CheckpointError: "ckpt-manifest-size": larger than any reader takes.
     """
+    if int(rest["sequence"]) > MAX_SEQUENCE:
+        raise _too_large(f"the sequence number {rest['sequence']}, and readers take {MAX_SEQUENCE}")
     body = dump(rest)[1:].encode() + b"\n"
     data = f'{{"format":"ds-ckpt","version":{version},"crc32":"{crc32(body):08x}",\n'.encode() + body
     if len(data) > MAX_MANIFEST_BYTES:
@@ -269,7 +273,7 @@ def _manifest(r: Reader, value: Json) -> Manifest:
                 r.where, f"the alias {name[:80]!r} must be a new name for a stored tensor, found {str(target)[:80]!r}"
             )
     return Manifest(
-        sequence=r.integer(f["sequence"], "sequence", 0, 10**18 - 1),
+        sequence=r.integer(f["sequence"], "sequence", 0, MAX_SEQUENCE),
         created=r.text(f["created"], "created", LINE),
         writer=r.text(f["writer"], "writer", LINE),
         block_bytes=block_bytes,

@@ -5,6 +5,9 @@ checkpoint of the same tag is renamed to `.old-<tag>` for the moment between two
 tag is gone. A draft is locked by its owner (flock on the directory), so the next save can tell a crashed draft, which it
 removes, from one that is being written. Locks of network file systems often end at the host: the token says on which host a draft
 was begun, and that of another one is a leftover only when nothing has touched it for a day.
+
+A root may lie in a folder that others write to. No link leads out of it: neither a tag, nor a file of one, nor the folders beside the
+tags is followed to another place, and what was not made here is never removed.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Callable, Collection
 from functools import partial
@@ -28,6 +32,7 @@ from ds_ckpt.format import MANIFEST
 from ds_ckpt.protocols import SHARED, Draft, ReadFile, WriteFile, not_found, put, truncated
 from ds_ckpt.read_leases import READERS, held_tags, hold_name
 from ds_config.errors import CheckpointError
+from ds_config.regular_file import leads_out, read_regular
 from ds_ops.io import AsyncIO, IOSettings, Transfer
 from ds_ops.mapped import MappedFile
 
@@ -38,7 +43,12 @@ _QUEUE: Final = IOSettings(block_bytes=2**20, queue_depth=32)
 _TMP: Final = ".tmp-"
 _OLD: Final = ".old-"
 _LEFTOVER_S: Final = 86_400.0  # of another host: a save that goes on writes more often than this
+_LOCK_TRIALS: Final = (
+    200  # of 10 ms: another save of this root looks at a draft for as long as it takes to remove an empty folder
+)
 _TOKEN = re.compile(r"[0-9a-f]{16}([0-9a-f]{8})")
+_REMOVED: Final = f"{_TMP}removed-"
+_FILES = re.compile(r"data-\d+\.safetensors|leaf-\d+\.json|blocks-\d+-[0-9a-f]+\.bin|manifest\.json|.+_states\.pt")
 
 
 def new_token() -> str:
@@ -110,7 +120,11 @@ class Disk:
         os.rename(old, new)
 
     def remove_tree(self, path: str) -> None:
-        shutil.rmtree(path)
+        """Remove a folder with everything in it; of a link, the link alone."""
+        if os.path.islink(path):
+            os.unlink(path)
+        else:
+            shutil.rmtree(path)
 
 
 class LocalWriteFile:
@@ -205,6 +219,8 @@ class _PlainReadFile:
 
 
 def _open_to_read(path: str, where: str) -> ReadFile:
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise _no_file(where)
     try:
         return _MappedReadFile(path, where)
     except OSError as error:
@@ -241,8 +257,26 @@ class LocalDraft:
                 code="ckpt-target-exists",
                 fix="Choose another directory, or move what is there.",
             )
-        self._disk.make_directory(self._path)
-        self._lock = self._disk.lock(self._path)
+        self.make_locked()
+
+    def make_locked(self) -> None:
+        """Make the folder of the draft and lock it, once more where another save took it for a leftover before it was locked."""
+        for _ in range(_LOCK_TRIALS):
+            self._disk.make_directory(self._path)
+            try:
+                fd = self._disk.lock(self._path)
+            except (BlockingIOError, FileNotFoundError):
+                time.sleep(0.01)
+                continue
+            if fd < 0 or _is_open(fd, self._path):
+                self._lock = fd
+                return
+            os.close(fd)
+        raise CheckpointError(
+            f"{self._path} is locked or removed by another save as soon as it is made",
+            code="ckpt-io",
+            fix="Let each job save into a directory of its own.",
+        )
 
     def write_file(self, name: str, nbytes: int) -> WriteFile:
         return LocalWriteFile(self._disk, self.data_path(name), nbytes)
@@ -262,6 +296,8 @@ class LocalDraft:
 
     def write_shared(self, name: str) -> WriteFile:
         folder = os.path.join(self._storage.root, SHARED)
+        if os.path.islink(folder):
+            raise _outside(folder)
         self._disk.make_directory(folder)
         return LocalWriteFile(self._disk, os.path.join(folder, name), 0)
 
@@ -277,7 +313,7 @@ class LocalDraft:
             disk.rename(target, aside)
         disk.rename(self._path, target)
         disk.sync_directory(root)
-        self._unlock()
+        self.unlock()
         if replaced:
             try:
                 disk.remove_tree(aside)
@@ -292,9 +328,9 @@ class LocalDraft:
             self._storage.put_back()
             self._storage.remove_shared([name for name, _ in self._storage.shared() if self._token in name])
         finally:
-            self._unlock()
+            self.unlock()
 
-    def _unlock(self) -> None:
+    def unlock(self) -> None:
         if self._lock >= 0:
             fd, self._lock = self._lock, -1
             os.close(fd)
@@ -313,29 +349,50 @@ class LocalStorage:
         except (FileNotFoundError, NotADirectoryError):
             return []
         candidates = {n.removeprefix(_OLD) for n in names if not n.startswith(".") or n.startswith(_OLD)}
-        return [t for t in candidates if os.path.isfile(os.path.join(self._directory(t), MANIFEST))]
+        return [t for t in candidates if self._is_checkpoint(self._directory(t))]
+
+    def _is_checkpoint(self, path: str) -> bool:
+        if not os.path.isfile(os.path.join(path, MANIFEST)):
+            return False
+        if os.path.islink(
+            path
+        ):  # another name of a checkpoint, or the name of another folder's: never one of this root
+            if leads_out(self.root, os.path.basename(path)):
+                ds_monitor.event("ckpt.skipped", checkpoint=path, why="a link out of its folder", code="ckpt-outside")
+            return False
+        return True
 
     def read(self, tag: str, name: str, limit: int) -> bytes:
         try:
-            with open(os.path.join(self._directory(tag), name), "rb") as file:
-                return file.read(limit)
+            return read_regular(self._file(tag, name), limit)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            raise not_found(self.where(tag), name) from error
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.ENXIO):  # ENXIO: a socket
+                raise _no_file(f"{self.where(tag)}/{name}") from error
+            raise
+
+    def open(self, tag: str, name: str) -> ReadFile:
+        try:
+            return _open_to_read(self._file(tag, name), f"{self.where(tag)}/{name}")
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             raise not_found(self.where(tag), name) from error
 
-    def open(self, tag: str, name: str) -> ReadFile:
-        path = os.path.join(self._directory(tag), name)
-        try:
-            return _open_to_read(path, f"{self.where(tag)}/{name}")
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-            raise not_found(self.where(tag), name) from error
+    def _file(self, tag: str, name: str) -> str:
+        """Return the path of a file of a checkpoint. Raises CheckpointError "ckpt-outside": a link out of its folder."""
+        folder = self._directory(tag)
+        path = os.path.join(folder, name)
+        if os.path.islink(path) and leads_out(folder, name):
+            raise _outside(path)
+        return path
 
     def draft(self, tag: str, token: str) -> Draft:
         return LocalDraft(self, tag, token)
 
     def remove(self, tag: str) -> None:
         # Out of sight first: a crash while files go leaves no checkpoint that looks whole.
-        path, hidden = os.path.join(self.root, tag), os.path.join(self.root, f"{_TMP}removed-{tag}")
-        if os.path.isdir(hidden):
+        path, hidden = os.path.join(self.root, tag), os.path.join(self.root, f"{_REMOVED}{tag}")
+        if os.path.lexists(hidden):
             self.disk.remove_tree(hidden)
         self.disk.rename(path, hidden)
         self.disk.remove_tree(hidden)
@@ -344,9 +401,16 @@ class LocalStorage:
         return os.path.join(self.root, tag)
 
     def shared(self) -> list[tuple[str, float]]:
+        folder = os.path.join(self.root, SHARED)
+        if os.path.islink(folder):  # what is behind it belongs to somebody else
+            return []
         try:
-            return [(e.name, time.time() - e.stat().st_mtime) for e in os.scandir(os.path.join(self.root, SHARED))]
-        except FileNotFoundError:
+            return [
+                (e.name, time.time() - e.stat(follow_symlinks=False).st_mtime)
+                for e in os.scandir(folder)
+                if _FILES.fullmatch(e.name)
+            ]
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
     def remove_shared(self, names: Collection[str]) -> None:
@@ -357,6 +421,8 @@ class LocalStorage:
     def hold(self, tag: str, seconds: float) -> Callable[[], None]:
         path = os.path.join(self.root, READERS, hold_name(tag, seconds))
         try:
+            if os.path.islink(os.path.dirname(path)):
+                raise OSError(errno.ELOOP, "a link is not followed", os.path.dirname(path))
             os.makedirs(os.path.dirname(path), exist_ok=True)
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
         except OSError as error:
@@ -381,7 +447,7 @@ class LocalStorage:
         self.put_back()
         for name in os.listdir(self.root):
             path = os.path.join(self.root, name)
-            if name.startswith(_TMP) and os.path.isdir(path):
+            if name.startswith(_TMP) and os.path.isdir(path) and not os.path.islink(path):
                 self._remove_if_dead(path)
 
     def put_back(self) -> None:
@@ -390,6 +456,8 @@ class LocalStorage:
             if not name.startswith(_OLD):
                 continue
             aside, target = os.path.join(self.root, name), os.path.join(self.root, name.removeprefix(_OLD))
+            if not _has_only_our_files(aside):
+                continue
             if os.path.lexists(target):
                 self.disk.remove_tree(aside)
             else:
@@ -397,6 +465,8 @@ class LocalStorage:
 
     def _remove_if_dead(self, path: str) -> None:
         begun = _TOKEN.fullmatch(path.rpartition("-")[2])
+        if begun is None and not _has_only_our_files(path):
+            return  # of somebody who begins names so, too
         if begun is not None and begun[1] != _host_mark() and time.time() - _touched_s(path) < _LEFTOVER_S:
             return
         try:
@@ -425,6 +495,39 @@ def _touched_s(path: str) -> float:
 
 
 def _is_something_else(path: str) -> bool:
-    if not os.path.lexists(path) or os.path.isfile(os.path.join(path, MANIFEST)):
+    if not os.path.lexists(path):
         return False
-    return not os.path.isdir(path) or bool(os.listdir(path))
+    if os.path.islink(path) or not os.path.isdir(path):
+        return True
+    return not os.path.isfile(os.path.join(path, MANIFEST)) and bool(os.listdir(path))
+
+
+def _has_only_our_files(path: str) -> bool:
+    """Whether a folder is a checkpoint, or what a removal that was cut short left of one."""
+    if os.path.islink(path) or not os.path.isdir(path):
+        return False
+    return os.path.isfile(os.path.join(path, MANIFEST)) or all(_FILES.fullmatch(name) for name in os.listdir(path))
+
+
+def _is_open(fd: int, path: str) -> bool:
+    """Whether the descriptor is of what `path` names now."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _no_file(where: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where} is a pipe or a device, not a file",
+        code="ckpt-not-a-file",
+        fix="Use another checkpoint; this folder was changed by hand.",
+    )
+
+
+def _outside(path: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is a link to {os.path.realpath(path)}, outside of its folder",
+        code="ckpt-outside",
+        fix="Put the files themselves there, or give the folder that the link leads to.",
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_ckpt import LocalCheckpointer
+from ds_ckpt import LocalCheckpointer, find_latest
+from ds_ckpt.checkpoint_list import hold_newest
+from ds_ckpt.convert.deepspeed_folders import check_tag, check_target, publish_folder, usable_tag
 from ds_ckpt.convert.deepspeed_layout import open_deepspeed
 from ds_ckpt.convert.regular import Regular, write_regular
 from ds_ckpt.convert.tensor_source import open_checkpoint, write_checkpoint
+from ds_ckpt.coordinator import TRANSFER_S
 from ds_ckpt.format import MANIFEST
+from ds_ckpt.local import new_token
 from ds_comm import Group, barrier, broadcast_object_list
 from ds_config.errors import CheckpointError, UnsupportedError
 from ds_engine.checkpoints import CheckpointedRun, load_run, save_run
@@ -33,7 +37,10 @@ __all__ = ["latest_tag", "layout_of", "load", "save", "translated"]
 def save(run: CheckpointedRun, root: str, tag: str, client: Mapping[str, Any], *, frozen: bool) -> str:
     """Write `root/tag` in the plan's layout. Collective. Returns its path. For the rest see `checkpoints.save_run`."""
     plan = run.plan
+    check_tag(root, tag)
     layout = plan.foreign and layout_of(plan.residency, run.mesh["data"], plan.precision.param, run.module)
+    if layout:
+        _on_one(lambda: check_target(root, tag), run.mesh["world"], f"{root}/{tag} was not written")
     path = f"{root}/{_draft_of(tag) if layout else tag}"
     save_run(run, path, client, frozen=frozen)
     if not layout:
@@ -46,12 +53,32 @@ def load(
     run: CheckpointedRun, root: str, tag: str | None, parts: frozenset[str], near: LocalCheckpointer | None = None
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Go on from `root/tag`, or from the newest of `root`, in whichever layout it is. Collective. See `checkpoints.load_run`."""
+    if tag is not None:
+        check_tag(root, tag)
     if not run.plan.foreign:
-        return load_run(run, root, tag, parts, near)
-    tag = tag or latest_tag(root)
+        with _newest(root, run.mesh["world"]) if tag is None and near is None else nullcontext(tag) as chosen:
+            return load_run(run, root, chosen, parts, near)
+    tag = tag or latest_tag(root, run.mesh["world"])
     with translated(root, tag, run.mesh["world"]) as copy:
         path, client = load_run(run, root, copy or tag, parts)
     return (f"{root}/{tag}" if copy and path else path), client
+
+
+@contextmanager
+def _newest(root: str, group: Group) -> Iterator[str | None]:
+    """Choose the newest complete checkpoint of `root` for all ranks, and keep other jobs from removing it meanwhile. Collective."""
+    release: list[Callable[[], None]] = []
+
+    def choose() -> str | None:
+        tag, end = hold_newest(root, TRANSFER_S)
+        release.append(end)
+        return tag
+
+    try:
+        yield _on_one(choose, group, f"no checkpoint of {root} was chosen")
+    finally:
+        for end in release:
+            end()
 
 
 def layout_of(residency: ShardingStrategy, group: Group, dtype: torch.dtype | None, model: nn.Module) -> Regular:
@@ -89,27 +116,37 @@ def _draft_of(tag: str) -> str:
 def _write_as_deepspeed(root: str, tag: str, layout: Regular, group: Group) -> str:
     """Turn the complete checkpoint `_draft_of(tag)` into DeepSpeed's `root/tag`, and remove it. Collective. Returns the path.
 
-    An older `root/tag` is replaced. Cost: rank 0 reads and writes everything.
+    An older checkpoint `root/tag` is replaced. Cost: rank 0 reads and writes everything.
 
     Raises:
         CheckpointError: on every rank ("ckpt-foreign").
     """
-    source, target = Path(root) / _draft_of(tag), Path(root) / tag
+    source = Path(root) / _draft_of(tag)
 
     def write() -> None:
-        shutil.rmtree(target, ignore_errors=True)
-        write_regular(open_checkpoint(source), root, tag, layout, allow_pickle=True)
+        content = open_checkpoint(source)
+        publish_folder(root, tag, lambda folder: write_regular(content, folder, tag, layout, allow_pickle=True))
         shutil.rmtree(source)
 
-    _on_one(write, group, f"{target} was not written in DeepSpeed's layout")
-    return str(target)
+    _on_one(write, group, f"{root}/{tag} was not written in DeepSpeed's layout")
+    return f"{root}/{tag}"
 
 
-def latest_tag(root: str) -> str | None:
-    """Read the checkpoint tag in the file `latest`; None if the file or its checkpoint is missing."""
-    latest = Path(root) / "latest"
-    named = latest.read_text().strip() if latest.is_file() else None
-    return named if named and (Path(root) / named).is_dir() else None
+def latest_tag(root: str, group: Group) -> str | None:
+    """Return the tag of the checkpoint to load, on every rank: see `deepspeed_folders.usable_tag`. Collective.
+
+    None where a checkpoint of our own format is to be looked for: there is no file `latest`, or it names none, and there is one.
+    """
+
+    def choose() -> str | None:
+        try:
+            return usable_tag(root)
+        except CheckpointError:
+            if "://" not in root and find_latest(root) is not None:
+                return None
+            raise
+
+    return _on_one(choose, group, f"{root} holds no checkpoint that can be loaded")
 
 
 @contextmanager
@@ -118,33 +155,42 @@ def translated(root: str, tag: str | None, group: Group) -> Iterator[str | None]
 
     The translated checkpoint is removed at exit.
     """
-    source, target = Path(root) / (tag or ""), Path(root) / f"{tag}.translated"
+    source = Path(root) / (tag or "")
     if tag is None or (source / MANIFEST).is_file() or not any(source.glob("*model_states.pt")):
         yield None
         return
 
-    def write() -> None:
-        shutil.rmtree(target, ignore_errors=True)
+    def write() -> str:
+        target = Path(root) / f"{tag}.translated-{new_token()}"  # a name that nobody else has
         write_checkpoint(open_deepspeed(source, allow_pickle=True), target)
+        return target.name
 
-    _on_one(write, group, f"{source} was not read")
+    copy = _on_one(write, group, f"{source} was not read")
     try:
-        yield target.name
+        yield copy
     finally:
         barrier(group)
-        if group.rank == 0:
-            shutil.rmtree(target, ignore_errors=True)
+        if group.rank == 0 and copy is not None:
+            shutil.rmtree(Path(root) / copy, ignore_errors=True)
 
 
-def _on_one(work: Callable[[], None], group: Group, what: str) -> None:
-    """Do it on rank 0; every rank learns how it ended, so that no rank waits for one that failed."""
-    outcome: list[str | None] = [None]
+def _on_one(work: Callable[[], str | None], group: Group, what: str) -> str | None:
+    """Return what `work` gives on rank 0; every rank learns how it ended, so that no rank waits for one that failed."""
+    outcome: list[Any] = [None, None]
     failed: Exception | None = None
     if group.rank == 0:
         try:
-            work()
+            outcome[1] = work()
         except Exception as error:  # sent to all ranks, whatever it is
-            outcome, failed = [f"{type(error).__name__}: {error}"], error
+            failed = error
+            outcome[0] = f"{type(error).__name__}: {error}"
+            if isinstance(error, CheckpointError):
+                outcome[0] = [error.message, error.code, error.fix]
     broadcast_object_list(outcome, group=group, group_src=0)
+    if isinstance(outcome[0], list):
+        message, code, fix = outcome[0]
+        raise CheckpointError(f"{what}: {message}", code=code, fix=fix) from failed
     if outcome[0] is not None:
         raise CheckpointError(f"{what}: {outcome[0]}", code="ckpt-foreign", fix="See the error of rank 0.") from failed
+    result: str | None = outcome[1]
+    return result

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_ckpt.convert.deepspeed_folders import check_files, check_tag, named_tag, usable_tag
 from ds_ckpt.convert.pickled import load_pt, require_pickle
 from ds_ckpt.convert.tensor_source import TensorEntry, TensorSource
 from ds_ckpt.convert.universal import write_universal
@@ -85,11 +86,13 @@ def open_deepspeed(path: str | os.PathLike[str], *, tag: str | None = None, allo
     Raises:
         UnsupportedError: "ckpt-pickle" without `allow_pickle`; "ckpt-foreign-layout": tensor parallelism or AutoEP in
             the regular layout (convert to the universal layout with DeepSpeed first).
-        CheckpointError: "ckpt-not-found", "ckpt-foreign": missing files, sizes that do not add up.
-    Cost: files are mapped; a tensor is assembled when it is read.
+        CheckpointError: "ckpt-not-found", "ckpt-foreign": missing files, sizes that do not add up; "ckpt-latest",
+            "ckpt-damaged".
+    Cost: every file is read once for its checksum; then files are mapped, and a tensor is assembled when it is read.
     """
     require_pickle(allow_pickle, f"the DeepSpeed checkpoint {path}")
     folder = _tag_folder(Path(path), tag)
+    check_files(folder)
     collected = _Found()
     models = _files(folder, _MODEL)
     if not models:
@@ -118,13 +121,11 @@ def open_deepspeed(path: str | os.PathLike[str], *, tag: str | None = None, allo
 
 
 def _tag_folder(path: Path, tag: str | None) -> Path:
-    for pointer in ("latest", "latest_universal"):
-        if tag is None and (path / pointer).is_file():
-            tag = (path / pointer).read_text()[:1000].strip()
-            break
+    if tag is None:
+        tag = usable_tag(path) or named_tag(path, "latest_universal")
+    if tag is not None:
+        check_tag(path, tag)
     folder = path / tag if tag is not None else path
-    if tag is not None and (Path(tag).name != tag or tag in (".", "..")):
-        raise CheckpointError(f"the tag {tag!r} leaves the directory {path}", code="ckpt-foreign", fix="Do not use it.")
     if not folder.is_dir():
         raise CheckpointError(f"there is no directory {folder}", code="ckpt-not-found", fix="Give the folder of a tag.")
     return folder

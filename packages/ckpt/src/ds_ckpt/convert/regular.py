@@ -26,12 +26,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ds_ckpt.convert.deepspeed_folders import check_tag
 from ds_ckpt.convert.pickled import DynamicLossScaler, FragmentAddress, LossScaler, require_pickle, save_pt
 from ds_ckpt.convert.regular_plan import EXPERT, Flat, FlatPiece, Regular, _own, _owner, plan_flats
 from ds_ckpt.convert.tensor_source import TensorSource
 from ds_ckpt.jsontext import Json
+from ds_ckpt.local import new_token
 from ds_ckpt.shard_tensors import torch_dtype
 from ds_config.errors import CheckpointError, UnsupportedError
+from ds_config.regular_file import replace_text
 
 __all__ = ["EXPERT", "Flat", "FlatPiece", "Regular", "plan_flats", "write_regular"]
 
@@ -54,11 +57,11 @@ def write_regular(
     """
     require_pickle(allow_pickle, "DeepSpeed's regular layout")
     root = Path(out)
-    target, draft = root / tag, root / f".tmp-{tag}"
+    check_tag(root, tag)
+    target, draft = root / tag, root / f".tmp-{tag}-{new_token()}"
     if target.exists():
         raise CheckpointError(f"{target} exists", code="ckpt-target-exists", fix="Choose another tag or directory.")
     stages = _stages(source, layout)
-    shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed
     draft.mkdir(parents=True)
     try:
         for index, stage in enumerate(stages):
@@ -67,7 +70,7 @@ def write_regular(
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    (root / "latest").write_text(tag)
+    replace_text(root / "latest", tag)
     return target
 
 

@@ -13,6 +13,7 @@ from ds_ckpt.convert.pickled import require_pickle
 from ds_ckpt.convert.tensor_source import TensorSource
 from ds_ckpt.jsontext import Json
 from ds_config.errors import CheckpointError
+from ds_config.regular_file import replace_text
 
 __all__ = ["write_universal"]
 
@@ -62,7 +63,7 @@ def write_universal(source: TensorSource, out: str | os.PathLike[str], tag: str,
     model = _model_file(source, trained)
     for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
         torch.save(model, target / file)
-    (root / "latest_universal").write_text(tag)
+    replace_text(root / "latest_universal", tag)
     return target
 
 

@@ -19,8 +19,10 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 from torch import Tensor
 
+from ds_ckpt.convert.deepspeed_folders import check_tag
 from ds_comm import Group, broadcast_object_list
-from ds_config.errors import UnsupportedError
+from ds_config.errors import CheckpointError, UnsupportedError
+from ds_config.regular_file import replace_text
 from ds_engine.deepspeed_checkpoints import latest_tag
 
 __all__ = [
@@ -96,8 +98,23 @@ def decode(value: Any) -> Any:
         return value
     if _KIND not in value:
         return {key: decode(inner) for key, inner in value.items()}
-    kind, inner = value[_KIND], value["value"]
-    return _DECODE[kind](inner)
+    try:
+        return _DECODE[value[_KIND]](value["value"])
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a decoder says of what no encoder wrote
+        raise CheckpointError(
+            f"the client state holds {str(value)[:200]}, which nothing wrote: {type(error).__name__}: {error}",
+            code="compat-client-state",
+            fix="Use another checkpoint; this one was changed by hand or damaged.",
+        ) from error
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name) if name.isidentifier() else None
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name!r} is no dtype")
+    return dtype
 
 
 _DECODE: Mapping[str, Any] = {
@@ -110,7 +127,7 @@ _DECODE: Mapping[str, Any] = {
     "array": lambda tensor: decode(tensor).numpy(),
     "bytes": base64.b64decode,
     "path": Path,
-    "dtype": lambda name: getattr(torch, name),
+    "dtype": _dtype,
     "device": torch.device,
 }
 
@@ -125,9 +142,17 @@ def same_everywhere(value: Any, group: Group) -> Any:
 # ---- folders
 
 
-def name_of_tag(load_dir: str, tag: str | None) -> str | None:
-    """Return the tag to load: `tag`, or the content of `latest`; None selects the newest complete checkpoint."""
-    return latest_tag(load_dir) if tag is None else str(tag)
+def name_of_tag(load_dir: str, tag: str | None, group: Group) -> str | None:
+    """Return the tag to load: `tag`, or the content of `latest`; None selects the newest complete checkpoint. Collective.
+
+    Raises:
+        CheckpointError: the tag leads out of the directory ("ckpt-outside"); `latest` is broken, and nothing is sound ("ckpt-latest").
+    """
+    if tag is None:
+        return latest_tag(load_dir, group)
+    name: str = same_everywhere(str(tag), group)
+    check_tag(load_dir, name)
+    return name
 
 
 def leave_signs(save_dir: str, tag: str, *, latest: bool, sharded: bool) -> None:
@@ -141,13 +166,9 @@ def leave_signs(save_dir: str, tag: str, *, latest: bool, sharded: bool) -> None
     """
     folder = Path(save_dir)
     if sharded:
-        script = folder / "zero_to_fp32.py"
-        script.write_text(_SCRIPT)
-        script.chmod(0o755)
+        replace_text(folder / "zero_to_fp32.py", _SCRIPT, 0o777)
     if latest:
-        draft = folder / "latest.new"
-        draft.write_text(tag)
-        draft.replace(folder / "latest")
+        replace_text(folder / "latest", tag)
 
 
 def leave_files(folder: str, module: Mapping[str, Tensor], facts: Mapping[str, Any], optim: str) -> None:

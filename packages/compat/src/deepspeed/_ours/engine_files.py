@@ -172,7 +172,7 @@ class SavesAndLoads(Engine):
                 fix="Read tensors with ds_ckpt.load and set them with deepspeed.utils.safe_set_full_fp32_param.",
             )
         root, world = os.fspath(load_dir), self.mesh["world"]
-        name = same_everywhere(name_of_tag(root, tag), world)
+        name = name_of_tag(root, tag, world)
         if name is None and not Path(root).is_dir():
             _log.warning("there is no checkpoint directory %s", root)
             return None, None
@@ -184,7 +184,7 @@ class SavesAndLoads(Engine):
                 load_lr_scheduler_states=load_lr_scheduler_states,
                 load_module_only=load_module_only,
                 load_data_state=not load_module_only,
-                load_module_strict=load_module_strict,
+                strict="model" if load_module_strict else False,
             )
         if path is None:
             return None, None

@@ -1,0 +1,59 @@
+"""Pipes, devices and links where files are expected: an error at once, never a wait."""
+
+import os
+
+import pytest
+
+from ds_config.regular_file import leads_out, read_regular, read_regular_text, replace_text
+
+
+def test_a_regular_file_is_read_up_to_its_limit(tmp_path):
+    (tmp_path / "a").write_text("\ufeffhello")
+    assert read_regular(tmp_path / "a", 4) == b"\xef\xbb\xbfh"
+    assert read_regular_text(tmp_path / "a") == "hello"
+    with pytest.raises(OSError, match="larger than 3 bytes"):
+        read_regular_text(tmp_path / "a", 3)
+
+
+def test_a_pipe_and_a_device_are_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for name in ("pipe", "zero"):
+        with pytest.raises(OSError, match="not a regular file"):
+            read_regular(tmp_path / name, 10)
+    with pytest.raises(IsADirectoryError):
+        read_regular(tmp_path, 10)
+
+
+def test_a_pipe_that_this_process_holds_is_read(tmp_path):
+    there, here = os.pipe()
+    os.write(here, b"{}")
+    os.close(here)
+    try:
+        assert read_regular(f"/dev/fd/{there}", 10) == b"{}"
+    finally:
+        os.close(there)
+
+
+@pytest.mark.parametrize("name", ["", "..", "../a", "a/../../b", "/etc", "out", "out/deeper", "a\0b", "."])
+def test_names_that_lead_out(tmp_path, name):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "out").symlink_to(tmp_path)
+    assert leads_out(folder, name)
+
+
+@pytest.mark.parametrize("name", ["a", "a/b", "in", ".hidden", "..."])
+def test_names_that_stay(tmp_path, name):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "in").symlink_to(tmp_path / "a")
+    assert not leads_out(tmp_path, name)
+
+
+def test_text_is_replaced_whole_and_not_through_a_link(tmp_path):
+    (tmp_path / "theirs").write_text("thesis")
+    (tmp_path / "latest").symlink_to(tmp_path / "theirs")
+    replace_text(tmp_path / "latest", "step-1")
+    assert (tmp_path / "latest").read_text() == "step-1"
+    assert (tmp_path / "theirs").read_text() == "thesis"
+    assert sorted(os.listdir(tmp_path)) == ["latest", "theirs"]
