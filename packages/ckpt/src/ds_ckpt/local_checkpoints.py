@@ -13,7 +13,7 @@ next drain, never a step. A drained step is an ordinary checkpoint, `<root>/step
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -140,16 +140,19 @@ class LocalCheckpointer:
         return int(meta.pop(_STEP, -1)), meta
 
     def restore_near(
-        self, shards: Callable[[Mapping[str, Json], list[str]], Iterable[Local]], *, newer_than: int = -1
+        self,
+        shards: Callable[[Mapping[str, Json], Mapping[str, Sequence[int]]], Iterable[Local]],
+        *,
+        newer_than: int = -1,
     ) -> tuple[int, dict[str, Json]] | None:
         """Fill shards from the nodes alone; step and meta. None: they have nothing newer that fits.
 
         Args:
-            shards: Gives this rank's for the meta and the names of a snapshot.
+            shards: Gives this rank's for the meta of a snapshot, and the shapes of its tensors by name.
         """
 
         def wanted(record: Mapping[str, Json]) -> Iterable[Local]:
-            return shards(record["meta"]["meta"], [row[0] for row in record["shards"]])
+            return shards(record["meta"]["meta"], {row[0]: row[2] for row in record["shards"]})
 
         snapshot = self._near.restore(wanted, newer_than=newer_than)
         return None if snapshot is None else (snapshot[0], dict(snapshot[1]["meta"]))

@@ -10,10 +10,11 @@ meta                                 counters, scalars of the optimizer, schedul
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +29,9 @@ from ds_comm import LocalShard, Mesh
 from ds_comm.placement import TensorShard
 from ds_comm.reduction_group import logical_of, param_sharding
 from ds_config.errors import CheckpointError
+from ds_engine.load_differences import compare, refuse_or_name
 from ds_engine.plan import Plan
+from ds_pipe import PipelineModule
 from ds_zero import ShardedModel, ShardedOptimizer
 
 __all__ = ["CheckpointedRun", "Contents", "contents_of", "keep_near", "load_run", "save_run"]
@@ -138,74 +141,171 @@ def load_run(
 
     Args:
         parts: Which of "optimizer", "scheduler", "data" and "run" (counters, random states) to restore besides the model;
-            "partly" leaves tensors of the model alone that the checkpoint lacks, and those of the checkpoint unread that the
-            model lacks.
+            "exact", "model" and "any-optimizer" say what may differ, see `load_differences.py`: without them what the
+            checkpoint lacks begins as it is, what nothing asks for is not used, and each is named in a line.
         near: Without a tag, a newer copy on the nodes goes before.
     """
     run.checkpointer.wait()
     path = f"{root}/{tag}" if tag is not None else _newest(root, missing=near is not None)
     manifest = None if path is None else ds_ckpt.inspect(path)
-    if tag is None and near is not None and "partly" not in parts:
+    if tag is None and near is not None:
         requests: list[_Wanted] = []
 
-        def wanted(meta: Mapping[str, Any], names: list[str]) -> list[LocalShard]:
-            requests[:] = [_wanted(run, meta, names, parts)]
+        def wanted(meta: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> list[LocalShard]:
+            requests[:] = [_wanted(run, "the nodes' copy", _Stored(meta, shapes, {}), parts)]
             return requests[0].shards
 
         reached = -1 if manifest is None else int(manifest.meta.get("counters", {}).get("steps", -1))
         restored = near.restore_near(wanted, newer_than=reached)
         if restored is not None:
-            return _taken_up(run, f"the nodes' copy of step {restored[0]}", restored[1], (requests[0], parts))
+            return _taken_up(run, f"the nodes' copy of step {restored[0]}", restored[1], requests[0])
     if path is None or manifest is None:
         _log.warning("%s holds no complete checkpoint; nothing was loaded", root)
         return None, None
-    want = _wanted(run, manifest.meta, list(manifest.tensors), parts)
-    options = LoadOptions(prefixes=want.prefixes, strict="partly" not in parts)
-    meta = ds_ckpt.load(path, want.shards, group=run.mesh["world"], options=options)
-    return _taken_up(run, path, meta, (want, parts))
+    shapes = {name: tensor.shape for name, tensor in manifest.tensors.items()}
+    stored = _Stored(manifest.meta, shapes, manifest.aliases)
+    want = _wanted(run, path, stored, parts)
+    _compare(run, path, stored, want)
+    shards = [shard for shard in want.shards if stored.name_of(shard.shard.name) in shapes]
+    options = LoadOptions(prefixes=want.prefixes, strict=False)
+    meta = ds_ckpt.load(path, shards, group=run.mesh["world"], options=options)
+    return _taken_up(run, path, meta, want)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What a checkpoint has: its meta, the shapes of its tensors by name, and further names of some."""
+
+    meta: Mapping[str, Any]
+    shapes: Mapping[str, Sequence[int]]
+    aliases: Mapping[str, str]
+
+    def name_of(self, name: str) -> str:
+        """Return the name that a tensor is stored under."""
+        return self.aliases.get(name, name)
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What is read into a run, and from under which prefixes; random states only where they are used again."""
+    """What is read into a run, and from under which prefixes; random states only where they are used again.
+
+    Attributes:
+        fresh: Trained parameters of this rank of which no optimizer state is stored.
+        sources: Parameters of this rank that are read from one of another name: copies of an untied part of a tied layer.
+    """
 
     shards: list[LocalShard]
     prefixes: tuple[str, ...]
     buffers: list[tuple[str, LocalShard]]
     states: dict[str, Tensor]
     resumed: bool
+    parts: frozenset[str]
+    fresh: Sequence[str]
+    sources: Mapping[str, str]
 
 
-def _wanted(run: CheckpointedRun, meta: Mapping[str, Any], names: Collection[str], parts: frozenset[str]) -> _Wanted:
-    """Select the tensors to load into `run` from a checkpoint with this meta and these tensor names."""
+def _wanted(run: CheckpointedRun, path: str, stored: _Stored, parts: frozenset[str]) -> _Wanted:
+    """Select the tensors to load into `run` from a checkpoint, and make the optimizer state that they fill."""
+    parts = _with_optimizer(run, path, stored.meta, parts)
     # A checkpoint that was converted from another library's has no random states.
-    random_states = any(name.startswith("rng/") for name in names)
-    as_many = meta.get("world") == run.mesh["world"].size
+    random_states = any(name.startswith("rng/") for name in stored.shapes)
+    as_many = stored.meta.get("world") == run.mesh["world"].size
     resumed = "run" in parts and random_states and as_many
     buffers = _buffers(run.module)
     shards, prefixes = [*run.sharding.param_shards(), *(shard for _, shard in buffers)], ["param/", "buffer/"]
-    if "partly" in parts:
-        known = set(names)
-        shards = [shard for shard in shards if shard.shard.name in known]
+    sources, fresh = _sources(run, stored), []
     if "optimizer" in parts and run.optimizer is not None:
-        run.optimizer.materialize(sorted({n.rpartition("/")[2] for n in names if n.startswith("optim/")}))
+        shapes = _optim_shapes(stored.shapes, sources)
+        run.optimizer.materialize(shapes)
+        fresh = _stateless(run, stored, shapes)
         shards += _optim_shards(run)
         prefixes.append("optim/")
-        _expect_errors(run, meta.get("onebit", {}), as_many)
+        _expect_errors(run, stored.meta.get("onebit", {}), as_many)
         shards += _error_shards(run)
         prefixes += ["onebit/"] if as_many else []
     states = _random_states(run.device)
     if resumed:
         shards += _random_shards(run, states)
         prefixes.append("rng/")
-    return _Wanted(shards, tuple(prefixes), buffers, states, resumed)
+    if sources:
+        shards = [LocalShard(replace(s.shard, name=_under(s.shard.name, sources)), s.data) for s in shards]
+    return _Wanted(shards, tuple(prefixes), buffers, states, resumed, parts, fresh, sources)
+
+
+def _with_optimizer(run: CheckpointedRun, path: str, meta: Mapping[str, Any], parts: frozenset[str]) -> frozenset[str]:
+    """Check the class of the optimizer that was saved. Returns `parts`, less the optimizer where it is another and may be."""
+    saved = meta.get("optimizer")
+    if "optimizer" not in parts or run.optimizer is None or saved is None or run.optimizer.is_saved_class(saved):
+        return parts
+    if "any-optimizer" not in parts:
+        raise CheckpointError(
+            f"{path} has the optimizer state of {saved['class']}, this run's optimizer is {type(run.optimizer.inner).__name__}",
+            code="optimizer-class",
+            fix="Go on with the optimizer that was saved, or begin its state anew with strict=False, or load_optimizer_states=False.",
+        )
+    if run.mesh.rank == 0:
+        _log.warning("%s has the optimizer state of %s, which is not used", path, saved["class"])
+    return parts - {"optimizer"}
+
+
+def _sources(run: CheckpointedRun, stored: _Stored) -> dict[str, str]:
+    """Map parameters that another cut of the model has not, to those that they were part of there."""
+    if not isinstance(run.module, PipelineModule):
+        return {}
+    names = {logical.name for logical in run.sharding.logical.values()}
+    sources = {name: run.module.untied_source(name) for name in names if f"param/{name}" not in stored.shapes}
+    return {name: source for name, source in sources.items() if source and f"param/{source}" in stored.shapes}
+
+
+def _under(name: str, sources: Mapping[str, str]) -> str:
+    """Return the name in the checkpoint of one of the run's tensors."""
+    kind, _, rest = name.partition("/")
+    owner, slash, key = rest.rpartition("/") if kind == "optim" else (rest, "", "")
+    return f"{kind}/{sources[owner]}{slash}{key}" if owner in sources else name
+
+
+def _optim_shapes(shapes: Mapping[str, Sequence[int]], sources: Mapping[str, str]) -> dict[str, Sequence[int]]:
+    """Select the shapes of optimizer state; what is read from another name is also listed under its own."""
+    found = {name: shape for name, shape in shapes.items() if name.startswith("optim/")}
+    for name, source in sources.items():
+        prefix = f"optim/{source}/"
+        found |= {f"optim/{name}/{n.removeprefix(prefix)}": shape for n, shape in found.items() if n.startswith(prefix)}
+    return found
+
+
+def _stateless(run: CheckpointedRun, stored: _Stored, shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """List trained parameters that are stored without state, if the checkpoint has any state at all."""
+    logical = run.sharding.logical
+    trained = {logical[info.name].name for u in run.sharding.units if u.spec.trained for info in u.spec.params}
+    owners = {name.removeprefix("optim/").rpartition("/")[0] for name in shapes}
+    return sorted(n for n in trained - owners if owners and stored.name_of(f"param/{n}") in stored.shapes)
+
+
+def _compare(run: CheckpointedRun, path: str, stored: _Stored, want: _Wanted) -> None:
+    """Refuse or name what the checkpoint and the run do not have in common. Collective."""
+    names = {name for name, shape in stored.shapes.items() if name.startswith(want.prefixes) and math.prod(shape)}
+    local = [shard.shard for shard in want.shards if math.prod(shard.shard.shape)]
+    asked = {stored.name_of(shard.name) for shard in local}
+    asked = {name for name in asked if name in names or name.startswith(("param/", "buffer/"))}
+    found = compare(run.mesh["world"], names, asked, want.fresh)
+    if isinstance(run.module, PipelineModule):
+        further = [name for name in found.unused if _is_further_copy(run.module, name, stored)]
+        found = replace(found, unused=[n for n in found.unused if n not in further], further=further)
+    refuse_or_name(path, found, names, want.parts, lead=run.mesh.rank == 0)
+
+
+def _is_further_copy(module: PipelineModule, name: str, stored: _Stored) -> bool:
+    """Whether a stored tensor is of a copy of an untied part of a tied layer, whose first is stored, too."""
+    kind, _, rest = name.partition("/")
+    owner, slash, key = rest.rpartition("/") if kind == "optim" else (rest, "", "")
+    source = module.untied_source(owner)
+    return source is not None and f"{kind}/{source}{slash}{key}" in stored.shapes
 
 
 def _taken_up(
-    run: CheckpointedRun, path: str, meta: Mapping[str, Any], what: tuple[_Wanted, frozenset[str]]
-) -> tuple[str, dict[str, Any]]:
+    run: CheckpointedRun, path: str, meta: Mapping[str, Any], want: _Wanted
+) -> tuple[str, dict[str, Any] | None]:
     """Go on with what was read."""
-    want, parts = what
     if meta.get("format") != _FORMAT:
         raise CheckpointError(
             f"{path} was not written by an engine (format {meta.get('format')!r}, expected {_FORMAT})",
@@ -213,16 +313,22 @@ def _taken_up(
             fix="Read it with ds_ckpt.load and the names it holds.",
         )
     _set_buffers(run.module, want.buffers)
-    _restore(run, meta, parts)
+    _restore(run, meta, want)
     if want.resumed:
         _set_random_states(run.device, want.states)
     ds_monitor.event("engine/loaded", path=path)
     return path, meta["client"]
 
 
-def _restore(run: CheckpointedRun, meta: Mapping[str, Any], parts: frozenset[str]) -> None:
+def _restore(run: CheckpointedRun, meta: Mapping[str, Any], want: _Wanted) -> None:
+    parts = want.parts
     if "optimizer" in parts and run.optimizer is not None and meta["optimizer"] is not None:
-        run.optimizer.load_state_dict(meta["optimizer"])
+        saved = dict(meta["optimizer"])
+        saved["scalars"] = {
+            key: {**of, **{name: of[source] for name, source in want.sources.items() if source in of}}
+            for key, of in saved["scalars"].items()
+        }
+        run.optimizer.load_state_dict(saved)
     run.sharding.refresh()
     if "scheduler" in parts and run.lr_scheduler is not None and meta["scheduler"] is not None:
         run.lr_scheduler.load_state_dict(meta["scheduler"])

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from ds_engine.compiling.compiled_run import CompiledRun
 from ds_engine.compiling.schedule_passes import Contract
 from ds_engine.components import Components, RunCounters
 from ds_engine.deepspeed_checkpoints import load, save
-from ds_engine.full_state import load_whole, save_whole, full_state
+from ds_engine.full_state import full_state, load_whole, save_whole
 from ds_engine.loss_total import LossAccumulator
 from ds_engine.lr_schedules import momentum_of, set_momentum, set_rates
 from ds_engine.plan import Plan
@@ -280,7 +280,7 @@ class EngineState(nn.Module):
             save_dir: Directory of checkpoints; the new one is complete or not there at all.
             tag: Its name; `global_step<n>` by default.
             client_state: JSON of the caller's own, the same on every rank.
-            exclude_frozen_parameters: Leave out parameters that need no gradient; load with `load_module_strict=False`.
+            exclude_frozen_parameters: Leave out parameters that need no gradient; a load then leaves them as they are.
         Raises:
             CheckpointError: on every rank when it is raised on one; older checkpoints are untouched.
         """
@@ -295,7 +295,7 @@ class EngineState(nn.Module):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         load_data_state: bool = True,
-        load_module_strict: bool = True,
+        strict: bool | Literal["model"] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from a checkpoint, whatever number of ranks and ZeRO stage wrote it. Collective.
 
@@ -304,7 +304,10 @@ class EngineState(nn.Module):
             tag: Which; the newest complete one by default.
             load_optimizer_states, load_lr_scheduler_states, load_data_state: False begins that part anew.
             load_module_only: Only the parameters and buffers.
-            load_module_strict: False takes what checkpoint and model have in common, and leaves the rest as it is.
+            strict: By default the run goes on with what checkpoint and run have in common: a parameter that is new, thawed or
+                was never trained begins as it is, and a line names it, as well as what is not used. True refuses every
+                tensor that only one of them has; "model" those of the model. False also accepts an optimizer of another
+                class than the saved one, whose state then begins anew.
         Returns:
             Path and client state; (None, None) when the directory holds no complete checkpoint.
         Raises:
@@ -315,7 +318,9 @@ class EngineState(nn.Module):
             "scheduler": load_lr_scheduler_states and not load_module_only,
             "data": load_data_state and not load_module_only,
             "run": not load_module_only,
-            "partly": not load_module_strict,
+            "exact": strict is True,
+            "model": strict == "model",
+            "any-optimizer": strict is False,
         }
         self._feed.restart()
         if self.optimizer is not None and not self.sharding.away:

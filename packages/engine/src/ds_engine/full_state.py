@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ds_comm import Box, Group, all_gather_object, all_reduce, barrier, param_sharding
 from ds_zero import GatheredParameters, ShardedModel
 
-__all__ = ["load_whole", "save_whole", "full_state"]
+__all__ = ["full_state", "load_whole", "save_whole"]
 
 
 def full_state(

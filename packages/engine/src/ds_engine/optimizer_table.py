@@ -144,7 +144,8 @@ def make_optimizer(
         params = _muon_groups(params, {id(p): name for name, p in model.named_parameters()})
     if reduces_itself(section):
         arguments["group"] = group
-    return kind(params, **arguments)
+    # A pipeline stage may have nothing to train; torch takes a group without parameters, and no list without groups.
+    return kind(params or [{"params": []}], **arguments)
 
 
 def reduces_itself(section: OptimizerSection | None) -> bool:

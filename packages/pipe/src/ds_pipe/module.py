@@ -249,6 +249,18 @@ class PipelineModule(nn.Module):
         """Compute activations again every `interval` layers; 0: keep them."""
         self.activation_checkpoint_interval = interval
 
+    def untied_source(self, name: str) -> str | None:
+        """Return the parameter that `name` is a copy of where fewer stages hold the layers; None if it is no such copy.
+
+        A tied layer on several stages has a copy of its untied parameters on each. The first one is named
+        `tied_modules.<key>.<path>`, and the others `<layer>.<path>`, whichever stages there are.
+        """
+        number, _, path = name.partition(".")
+        if not (number.isdecimal() and path and int(number) < len(self.specs)):
+            return None
+        layer = self.specs[int(number)]
+        return f"tied_modules.{layer.key}.{path}" if isinstance(layer, TiedLayerSpec) else None
+
     def get_additional_losses(self) -> Mapping[str, Any] | None:
         """Return losses to report besides the main loss; subclasses return a dict of tensors."""
         return None

@@ -125,7 +125,7 @@ def _optimizer(site: BuildContext) -> torch.optim.Optimizer | None:
     if isinstance(parts.optimizer, torch.optim.Optimizer):
         return parts.optimizer
     if callable(parts.optimizer):
-        return parts.optimizer(params)
+        return parts.optimizer(params or [{"params": []}])
     if parts.optimizer is not None:
         raise PlanError(
             f"optimizer is a {type(parts.optimizer).__name__}",

@@ -251,7 +251,8 @@ class Unit:
         for piece in self.owned:
             view = self.shard[piece.start : piece.stop]
             row = max(1, prod(piece.shape[1:]))
-            if piece.interval.numel == prod(piece.shape):
+            # A scalar stays [1]: what an optimizer has of a tensor without dims are its step counts.
+            if piece.shape and piece.interval.numel == prod(piece.shape):
                 view = view.view(piece.shape)
             elif self.layout.kind == "dim0":
                 view = view.view(piece.interval.numel // row, *piece.shape[1:])

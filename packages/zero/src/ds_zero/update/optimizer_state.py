@@ -7,7 +7,7 @@ saved are those of logical tensors, see `families.py`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 import ds_comm as comm
 from ds_comm import Group, LocalShard
 from ds_comm.placement import TensorShard
+from ds_comm.reduction_group import Logical
 from ds_config.errors import CheckpointError
 from ds_zero.layout.elements import ParamPiece
 from ds_zero.layout.shard_options import dtype_name
@@ -84,21 +85,51 @@ class OptimizerState:
                     shard = logical.shard("optim", dtype, piece.interval, f"/{key}")
                 else:
                     # Of a part of a logical tensor there is no place in a whole state: each part has one of its own.
-                    of = "" if logical.whole else f"@{','.join(map(str, logical.box.offset))}"
+                    of = "" if logical.whole else f"@{_offset(logical)}"
                     shard = TensorShard.whole(f"optim/{logical.name}/{key}{of}", tuple(data.shape), dtype)
                 shards.append(LocalShard(shard, data.view(-1)))
-        return shards
+        # By name, whether or not a unit was split: a snapshot on the nodes is filled in the order it was taken.
+        return sorted(shards, key=lambda one: one.shard.name)
 
-    def materialize(self, names: Iterable[str]) -> None:
-        """Create per-element state, zero, so that a load has something to fill."""
+    def materialize(self, stored: Mapping[str, Sequence[int]]) -> None:
+        """Create the state that a checkpoint has, for a load to fill, and drop all other state.
+
+        A parameter without stored state has none afterwards, as before its first step. A unit whose parameters differ in
+        what is stored is split.
+
+        Args:
+            stored: Shapes of the stored tensors by name, `optim/<parameter>/<state>`; other names are passed over.
+        """
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+        for name, shape in stored.items():
+            if name.startswith("optim/"):
+                owner, _, key = name.removeprefix("optim/").rpartition("/")
+                shapes.setdefault(owner, {})[key] = tuple(shape)
         for unit in self.sharding.units:
             unit.state_store.fetch_state()
+            logical = [self.sharding.logical[info.name] for info in unit.spec.params]
+            wanted = [shapes.get(param.name, {}) for param in logical]
+            if any(len({frozenset(wanted[m]) for m in part.members}) > 1 for part in unit.parts):
+                self.split(unit)
             for part in unit.parts:
-                state = self.inner.state[part.tensor]
-                for name in names:
-                    if name not in state:
-                        dtype = part.tensor.dtype if name == WAITING else state_format(self.inner, part.tensor)
-                        state[name] = torch.zeros_like(part.tensor, requires_grad=False, dtype=dtype)
+                # A part of padding alone goes with the first parameter, as its step count does.
+                member = part.members[0] if part.members else 0
+                self._create(part, logical[member], wanted[member])
+
+    def _create(self, part: OptimizerSlice, param: Logical, wanted: Mapping[str, tuple[int, ...]]) -> None:
+        """Replace the state of one part by tensors for `wanted`; those of the right size are used again."""
+        entries = self.inner.state[part.tensor]
+        before = dict(entries)
+        entries.clear()
+        for stored, shape in wanted.items():
+            key, _, offset = stored.partition("@")
+            if offset and offset != _offset(param):
+                continue  # of another part of the logical tensor
+            like = part.tensor.shape if not offset and shape == param.shape else torch.Size(shape)
+            dtype = part.tensor.dtype if key == WAITING else state_format(self.inner, part.tensor)
+            old = before.get(key)
+            fits = isinstance(old, Tensor) and (old.shape, old.dtype) == (like, dtype)
+            entries[key] = old if fits else torch.zeros(like, dtype=dtype, device=part.tensor.device)
 
     def split(self, unit: Unit) -> None:
         """Give every parameter of a unit its own part, with its share of the state so far."""
@@ -232,6 +263,11 @@ def _assemble(fragments: list[Fragment], name: str, group: Group) -> dict[str, T
         end = fragment.start + fragment.data.numel()
         whole[fragment.key].view(-1)[fragment.start : end] = fragment.data.view(-1)
     return whole
+
+
+def _offset(param: Logical) -> str:
+    """Return where a parameter begins in its logical tensor, as names of its state say it."""
+    return ",".join(map(str, param.box.offset))
 
 
 def _share(value: Any, old: OptimizerSlice, new: OptimizerSlice) -> Any:

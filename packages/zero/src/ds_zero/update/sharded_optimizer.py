@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypedDict, Unpack, overload
@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 import ds_comm as comm
 from ds_comm import Group, LocalShard
-from ds_config.errors import PlanError, UnsupportedError
+from ds_config.errors import CheckpointError, PlanError, UnsupportedError
 from ds_zero.layout.dtypes_plan import Precision, ScaleState, next_scale
 from ds_zero.layout.elements import Kind
 from ds_zero.layout.shard_options import CommFormat, NodeTopology, OffloadPolicy, OptimizerTraits, ShardOptions
@@ -40,7 +40,7 @@ from ds_zero.update.optimizer_state import OptimizerState
 from ds_zero.update.overlap_plan import Outlook
 from ds_zero.update.overlapped_update import Ahead
 from ds_zero.update.step_reduction import agree, first_nonfinite, weight_of
-from ds_zero.update.wrapped_optimizer import Updater, check_inner, owns_reduction, traits_of
+from ds_zero.update.wrapped_optimizer import Updater, check_inner, class_name_of, owns_reduction, traits_of
 
 __all__ = ["ShardedOptimizer", "StepReport", "shard"]
 
@@ -304,13 +304,18 @@ class ShardedOptimizer(Optimizer):
         """Return this rank's part of every parameter and of its optimizer state, as writable 1-D views."""
         return self.sharding.param_shards() + self.state_store.shards()
 
-    def materialize(self, state_names: Iterable[str]) -> None:
-        """Create the optimizer's per-element state, zero, so that a load has something to fill.
+    def materialize(self, stored: Mapping[str, Sequence[int]]) -> None:
+        """Create the optimizer state that a checkpoint has, for a load to fill, and drop all other state.
 
         Args:
             state_names: As they appear in the checkpoint (`exp_avg`). Scalars come with `load_state_dict`.
         """
-        self.state_store.materialize(state_names)
+        self.ahead.take_back_all()
+        self.state_store.materialize(stored)
+
+    def is_saved_class(self, state_dict: Mapping[str, Any]) -> bool:
+        """Whether `state_dict` is of an optimizer of this class; a dict that does not say is taken for one."""
+        return state_dict.get("class") in (None, class_name_of(self.inner))
 
     def synchronise(self) -> None:
         """End differences between the ranks' parameters that the optimizer allows for a while (0/1 Adam). Collective.
@@ -340,6 +345,7 @@ class ShardedOptimizer(Optimizer):
     def _all_names(self) -> list[list[str]]:
         """Return the parameter names of each group, including those of other pipeline stages; the same on every rank."""
         everyone = self.sharding.everyone
+            "class": class_name_of(self.inner),
         if everyone.ranks == self.sharding.group.ranks:
             return self._names
         known = self.sharding.logical
@@ -353,7 +359,8 @@ class ShardedOptimizer(Optimizer):
         Sums of gradients that a policy of updates has left are dropped where there is none.
 
         Raises:
-            CheckpointError: it has another number of groups ("optimizer-groups").
+            CheckpointError: it is of an optimizer of another class ("optimizer-class"), or has another number of groups
+                ("optimizer-groups"); nothing is changed then.
         """
         self.ahead.take_back_all()
         self.state_store.load_groups(state_dict["groups"])
@@ -366,6 +373,12 @@ class ShardedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Groups are fixed once the model is sharded."""
+        if not self.is_saved_class(state_dict):
+            raise CheckpointError(
+                f"the checkpoint has the state of {state_dict['class']}, this optimizer is {class_name_of(self.inner)}",
+                code="optimizer-class",
+                fix="Go on with the optimizer it was saved with, or load the parameters alone and begin the optimizer's state anew.",
+            )
         if "sharding" in self.__dict__ and self.state is self.inner.state:
             raise UnsupportedError(
                 "a parameter group was added to an optimizer whose model is already sharded",

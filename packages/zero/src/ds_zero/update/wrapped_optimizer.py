@@ -36,6 +36,7 @@ __all__ = [
     "Updater",
     "check_early",
     "check_inner",
+    "class_name_of",
     "group_of",
     "owns_reduction",
     "settings_of",
@@ -143,6 +144,20 @@ def _keeps(optimizer: Optimizer, master: torch.dtype, state: torch.dtype) -> boo
 def state_format(optimizer: Optimizer, param: Tensor) -> torch.dtype:
     """Return the dtype in which an optimizer stores its state of a parameter."""
     return optimizer.state_dtype_of(param) if isinstance(optimizer, OpsOptimizer) else param.dtype
+
+
+_LIBRARIES = ("torch.optim.", "ds_ops.", "ds_comm.")
+
+
+def class_name_of(optimizer: Optimizer) -> str:
+    """Return the name of the class whose update rule an optimizer has, by which a checkpoint knows it.
+
+    A subclass without a step of its own has the rule of the library's class that it derives from.
+    """
+    kinds = type(optimizer).__mro__
+    rule = next(kind for kind in kinds if "step" in vars(kind) or kind.__module__.startswith(_LIBRARIES)).__name__
+    decoupled = getattr(optimizer, "decoupled", False) or optimizer.defaults.get("decoupled_weight_decay", False)
+    return "AdamW" if rule == "Adam" and decoupled else rule
 
 
 def check_early(optimizer: Optimizer) -> None:
