@@ -335,6 +335,7 @@ class ShardedOptimizer(Optimizer):
         self.ahead.take_back_all()
         return {
             "format": 1,
+            "class": class_name_of(self.inner),
             "groups": self.state_store.groups(),
             "scalars": self.state_store.scalars(),
             "loss_scale": None if self._scale is None else asdict(self._scale),
@@ -345,7 +346,6 @@ class ShardedOptimizer(Optimizer):
     def _all_names(self) -> list[list[str]]:
         """Return the parameter names of each group, including those of other pipeline stages; the same on every rank."""
         everyone = self.sharding.everyone
-            "class": class_name_of(self.inner),
         if everyone.ranks == self.sharding.group.ranks:
             return self._names
         known = self.sharding.logical
@@ -363,6 +363,12 @@ class ShardedOptimizer(Optimizer):
                 ("optimizer-groups"); nothing is changed then.
         """
         self.ahead.take_back_all()
+        if not self.is_saved_class(state_dict):
+            raise CheckpointError(
+                f"the checkpoint has the state of {state_dict['class']}, this optimizer is {class_name_of(self.inner)}",
+                code="optimizer-class",
+                fix="Go on with the optimizer it was saved with, or load the parameters alone and begin the optimizer's state anew.",
+            )
         self.state_store.load_groups(state_dict["groups"])
         self.state_store.load_scalars(state_dict["scalars"])
         for unit in self.sharding.units:
@@ -373,12 +379,6 @@ class ShardedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Groups are fixed once the model is sharded."""
-        if not self.is_saved_class(state_dict):
-            raise CheckpointError(
-                f"the checkpoint has the state of {state_dict['class']}, this optimizer is {class_name_of(self.inner)}",
-                code="optimizer-class",
-                fix="Go on with the optimizer it was saved with, or load the parameters alone and begin the optimizer's state anew.",
-            )
         if "sharding" in self.__dict__ and self.state is self.inner.state:
             raise UnsupportedError(
                 "a parameter group was added to an optimizer whose model is already sharded",
