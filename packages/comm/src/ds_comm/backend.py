@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from ds_comm.launch import LaunchedProcess
+from ds_config.errors import CommError
 
 __all__ = ["BACKEND_VARIABLE", "BackendChoice", "choose_backend", "settle"]
 
@@ -38,7 +41,7 @@ def choose_backend(
     if requested:
         return BackendChoice(requested, "asked for")
     if env.get(BACKEND_VARIABLE):
-        return BackendChoice(env[BACKEND_VARIABLE], f"{BACKEND_VARIABLE} is set")
+        return BackendChoice(_known(env[BACKEND_VARIABLE]), f"{BACKEND_VARIABLE} is set")
     kind, backend = device
     if kind != "cpu":
         return BackendChoice(f"cpu:gloo,{kind}:{backend}", f"the accelerator is {kind}")
@@ -50,6 +53,23 @@ def choose_backend(
         )
         return BackendChoice(backend, f"{ranks_here} on this host")
     return BackendChoice("shm", f"all {launch.world_size} ranks are on this host", otherwise=backend)
+
+
+def _known(text: str) -> str:
+    """Return the value of DS_COMM_BACKEND when its words are backends of this torch.
+
+    Raises:
+        CommError: one is not ("comm-env").
+    """
+    names = [part.rpartition(":")[2].strip().lower() for part in text.split(",")]
+    known = {"shm", *dist.Backend.backend_list}
+    if unknown := [name for name in names if name not in known]:
+        raise CommError(
+            f"{BACKEND_VARIABLE} is {text[:80]!r}; this torch knows no backend {unknown[0][:80]!r}",
+            code="comm-env",
+            fix=f"Use one of {', '.join(sorted(known - {'undefined'}))}, or unset it.",
+        )
+    return text
 
 
 def settle(choice: BackendChoice, refusals: Sequence[str]) -> BackendChoice:

@@ -26,6 +26,7 @@ from ds_config.errors import CommError
 
 __all__ = ["LaunchedProcess", "first_host", "read_launch"]
 
+_MOST_DIGITS = 9
 _PORTS = range(20_000, 32_000)  # below the ephemeral range of Linux, which a busy host hands out to anyone
 
 
@@ -208,9 +209,9 @@ class _ProcReader:
         if default is not None and not any(self.env.get(name) for name in names):
             return default
         value = self.text(*names)
-        if not value.strip().isdigit():
+        if not value.strip().isdecimal() or len(value.strip()) > _MOST_DIGITS:
             raise CommError(
-                f"{' or '.join(names)} is {value!r}, which is no number",
+                f"{' or '.join(names)} is {value[:80]!r}, which is no number",
                 code="comm-env",
                 fix="Set it to a number from 0.",
             )
@@ -247,6 +248,12 @@ def _check(launch: LaunchedProcess) -> None:
             f"{launch.launcher} says rank {launch.rank} in a world of {launch.world_size}",
             code="comm-env",
             fix="Start all processes with the same world size and ranks from 0.",
+        )
+    if launch.port >= 1 << 16:
+        raise CommError(
+            f"MASTER_PORT is {launch.port}; ports end at 65535",
+            code="comm-env",
+            fix="Set it to a free port of rank 0's host, from 1024 to 65535, on all ranks.",
         )
     if launch.world_size > 1 and not launch.address and not launch.one_host:
         raise CommError(

@@ -30,6 +30,7 @@ _POLL_S = 0.02
 _REFUSED_S = 0.005
 _FINE_S = 5.0  # so long a server that starts is polled without a pause that anybody would feel
 _COARSE_S = 0.2
+_NAME_S = 60.0  # after which a host name that nobody knows is wrong, not late
 _WORD_S = 30.0  # between two lines of log about ranks that have not come
 _READING_S = 2.0
 _ALL = "all"
@@ -119,6 +120,7 @@ def _until_read(store: dist.Store, launch: LaunchedProcess) -> None:
 
 def _at_address(address: str, launch: LaunchedProcess, limit_s: float) -> dist.Store:
     limit = timedelta(seconds=limit_s)
+    _await_name(address, limit_s)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torch's agent serves, and torch knows how
         return next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=limit))[0]
     serves = launch.rank == 0
@@ -127,6 +129,28 @@ def _at_address(address: str, launch: LaunchedProcess, limit_s: float) -> dist.S
     return dist.TCPStore(
         address, launch.port, launch.world_size, serves, limit, wait_for_workers=False, multi_tenant=True
     )
+
+
+def _await_name(address: str, limit_s: float) -> None:
+    """Return when this host knows the address of rank 0. A pod's name may come later than the pods that look for it.
+
+    Raises:
+        TimeoutError: the name stayed unknown.
+    """
+    began_s = time.monotonic()
+    word_s = began_s + 1.0
+    while True:
+        try:
+            socket.getaddrinfo(address, None)
+            return
+        except (OSError, UnicodeError) as error:
+            now = time.monotonic()
+            if now >= began_s + min(limit_s, _NAME_S):
+                raise TimeoutError(f"this host knows no host {address[:200]!r} ({error})") from error
+            if now >= word_s:
+                word_s = now + _WORD_S
+                _log.warning("this host knows no host %r yet (MASTER_ADDR): %s", address, error)
+            time.sleep(_COARSE_S)
 
 
 def _await_server(address: str, port: int, limit_s: float) -> None:

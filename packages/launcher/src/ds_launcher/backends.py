@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ds_config.errors import ConfigError
 from ds_launcher.exports import split_secrets
-from ds_launcher.inventory import Inventory, encode
+from ds_launcher.inventory import Inventory, encode, is_host
 from ds_launcher.launch_plan import Process
 
 __all__ = ["BACKENDS", "LaunchBackend", "LaunchJob", "node_command"]
@@ -42,6 +42,14 @@ class LaunchJob:
     launcher_args: tuple[str, ...] = ()
     ssh_port: int | None = None
     cores: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a host whose name a command would take for an option ("launch-hostfile")."""
+        for host in self.inventory:
+            if not is_host(host.name):
+                raise ConfigError(
+                    f"{host.name[:80]!r} is no name of a host", code="launch-hostfile", fix="Correct the list of hosts."
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +123,8 @@ def _pdsh(job: LaunchJob) -> tuple[Process, ...]:
     # pdsh keeps the standard input of its commands open until it ends, whatever its own is, so nodes can watch it.
     # It puts the host's position in the list for %n; a % of the user's is written %%.
     mark = "@NODE-RANK@"
+    while mark in shlex.join((job.cwd, job.python, *job.options, *job.command, *job.exports.values())):
+        mark = f"@{mark}@"  # the script's own arguments are left alone
     line = _shell(job, node_command(job, mark, "--stop-on-eof")).replace("%", "%%").replace(mark, "%n")
     env = {"PDSH_RCMD_TYPE": "ssh"}
     if job.ssh_port is not None:

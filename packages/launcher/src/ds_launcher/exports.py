@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ds_config.errors import ConfigError, LaunchError
+from ds_config.regular_file import read_regular_text
 
 __all__ = [
     "ALLOWED",
@@ -35,6 +36,7 @@ ALLOWED = (
 )  # fmt: skip
 
 _MOST_BYTES = 1 << 20
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # what `env` takes for a variable, and no command for an option
 _SECRET = re.compile(
     r"PASSW|PASSPHRASE|SECRET|TOKEN|CREDENTIAL|AUTHORIZATION|(API|ACCESS|PRIVATE|_)_?KEY(_|$)", re.IGNORECASE
 )
@@ -84,12 +86,18 @@ def collect(env: Mapping[str, str], named: Iterable[str], file: Mapping[str, str
     `named` (`NAME` or `NAME=value`) overrides the file, and the file overrides `env`.
 
     Raises:
-        ConfigError: `-x NAME` of a variable that is not set ("launch-export").
+        ConfigError: `-x NAME` of a variable that is not set, or that no variable is named like ("launch-export").
     """
-    chosen = {name: value for name, value in env.items() if name.startswith(ALLOWED)}
+    chosen = {name: value for name, value in env.items() if name.startswith(ALLOWED) and _NAME.fullmatch(name)}
     chosen.update(file)
     for item in named:
         name, equals, value = item.partition("=")
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"-x {item[:80]}: {name[:80]!r} is no name of a variable",
+                code="launch-export",
+                fix="Names have letters, digits and _, and do not begin with a digit.",
+            )
         if not equals and name not in env:
             raise ConfigError(
                 f"-x {name}: the variable is not set here",
@@ -120,26 +128,39 @@ def parse_env_file(text: str, source: str) -> dict[str, str]:
     """Read lines `KEY=VALUE`; empty lines and lines that start with `#` are skipped. Values are taken as they stand.
 
     Raises:
-        ConfigError: a line without `=` or without a name ("launch-export").
+        ConfigError: a line without `=` or without the name of a variable ("launch-export").
     """
     values = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         name, equals, value = line.partition("=")
-        if not equals or not name.strip():
+        if not equals or not _NAME.fullmatch(name.strip()) or "\0" in value:
             raise ConfigError(
-                f"{source}:{number}: found {line!r}, expected KEY=VALUE", code="launch-export", fix="Correct the line."
+                f"{source}:{number}: found {line[:200]!r}, expected KEY=VALUE",
+                code="launch-export",
+                fix="Correct the line.",
             )
         values[name.strip()] = value
     return values
 
 
-def read_env_files(env: Mapping[str, str], home: Path, here: Path) -> dict[str, str]:
-    """Read `.deepspeed_env` (or the name in DS_ENV_FILE) in `~`, then in the working directory."""
+def read_env_files(env: Mapping[str, str], home: Path | None, here: Path) -> dict[str, str]:
+    """Read `.deepspeed_env` (or the name in DS_ENV_FILE) in `~`, where there is one, then in the working directory.
+
+    Raises:
+        ConfigError: a file cannot be read, or see `parse_env_file` ("launch-export").
+    """
     values: dict[str, str] = {}
-    for folder in (home, here):
+    for folder in (here,) if home is None else (home, here):
         path = folder / env.get("DS_ENV_FILE", ".deepspeed_env")
-        if path.is_file():
-            values.update(parse_env_file(path.read_text(encoding="utf-8"), str(path)))
+        try:
+            text = read_regular_text(path) if path.exists() else ""
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}",
+                code="launch-export",
+                fix="Save it as UTF-8 lines KEY=VALUE, or remove it.",
+            ) from error
+        values.update(parse_env_file(text, str(path)))
     return values

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ds_config.did_you_mean import nearest
 from ds_config.errors import ConfigError
+from ds_config.regular_file import read_regular_text
 
 __all__ = [
     "Host",
@@ -23,7 +24,9 @@ __all__ = [
     "encode",
     "expand_nodelist",
     "from_slurm",
+    "is_host",
     "limit",
+    "number_in",
     "parse_filter",
     "parse_hostfile",
     "read_hostfile",
@@ -41,6 +44,10 @@ class Host:
 
 
 Inventory = tuple[Host, ...]
+_MOST_SLOTS = 1 << 16  # on one host
+_MOST_HOSTS = 1 << 17
+_MOST_DIGITS = 9
+_NAME = re.compile(r"[^\s,@#\x00-\x20-][^\s,@#\x00-\x20]{0,252}")  # one that ssh would take for an option is none
 _LINE = re.compile(r"(?P<host>\S+)\s+slots\s*=\s*(?P<slots>\d+)")
 
 
@@ -58,17 +65,24 @@ def parse_hostfile(text: str, source: str = "hostfile") -> Inventory:
         if not line:
             continue
         if match is None:
-            problems.append(f"{source}:{number}: found {line!r}, expected `host slots=n`")
+            problems.append(f"{source}:{number}: found {line[:200]!r}, expected `host slots=n`")
+        elif not is_host(match["host"]):
+            problems.append(f"{source}:{number}: {match['host'][:80]!r} is no name of a host")
         elif match["host"] in hosts:
             problems.append(f"{source}:{number}: host {match['host']!r} is given a second time")
-        elif int(match["slots"]) == 0:
+        elif not (slots := number_in(match["slots"])):
             problems.append(f"{source}:{number}: host {match['host']!r} has no slots")
+        elif slots > _MOST_SLOTS:
+            problems.append(f"{source}:{number}: {match['slots'][:20]} slots on one host, at most {_MOST_SLOTS}")
         else:
-            hosts[match["host"]] = Host(match["host"], tuple(range(int(match["slots"]))))
+            hosts[match["host"]] = Host(match["host"], tuple(range(slots)))
     if not hosts and not problems:
         problems.append(f"{source}: names no host")
     if problems:
-        raise ConfigError("\n  ".join(problems), code="launch-hostfile", fix="One line per host: `node1 slots=8`.")
+        more = [f"and {len(problems) - 50} more"] if len(problems) > 50 else []
+        raise ConfigError(
+            "\n  ".join([*problems[:50], *more]), code="launch-hostfile", fix="One line per host: `node1 slots=8`."
+        )
     return tuple(hosts.values())
 
 
@@ -79,10 +93,10 @@ def read_hostfile(path: str | Path) -> Inventory:
         ConfigError: also when there is no such file ("launch-hostfile").
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
+        text = read_regular_text(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"the hostfile {path} cannot be read: {error.strerror}",
+            f"the hostfile {path} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}",
             code="launch-hostfile",
             fix="Give its path with --hostfile, or leave that out to run on this host.",
         ) from error
@@ -99,9 +113,9 @@ def parse_filter(text: str) -> dict[str, tuple[int, ...]]:
     for part in text.split("@"):
         name, colon, slots = part.strip().partition(":")
         numbers = slots.split(",") if colon else []
-        if not name or not all(number.strip().isdecimal() for number in numbers):
+        if not name or any(number_in(number) is None for number in numbers):
             raise ConfigError(
-                f"the filter {text!r} has the part {part!r}, which is not `host` or `host:slot,slot`",
+                f"the filter {text[:200]!r} has the part {part[:200]!r}, which is not `host` or `host:slot,slot`",
                 code="launch-filter",
                 fix="Write it as host1@host2:0,2 - hosts separated by @, slots after a colon.",
             )
@@ -194,10 +208,12 @@ def decode(text: str) -> Inventory:
         ConfigError: the text was not written by `encode` ("launch-filter").
     """
     try:
-        return tuple(
-            Host(str(name), tuple(int(s) for s in slots)) for name, slots in json.loads(base64.urlsafe_b64decode(text))
-        )
-    except (ValueError, TypeError) as error:
+        rows = json.loads(base64.urlsafe_b64decode(text))
+        hosts = tuple(Host(str(name), tuple(int(s) for s in slots)) for name, slots in rows)
+        if not all(is_host(host.name) for host in hosts):
+            raise ValueError("a name in it is no name of a host")
+        return hosts
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"--world-info is not what `ds run` writes: {error}",
             code="launch-filter",
@@ -209,25 +225,62 @@ def expand_nodelist(text: str) -> list[str]:
     """Expand Slurm's `node[01-03,7],login` to `node01 node02 node03 node7 login`.
 
     Several brackets in a name multiply.
+
+    Raises:
+        ConfigError: not of this form, or more hosts than there are anywhere ("launch-hostfile").
     """
     names: list[str] = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+    for part in _PART.findall(text):
         expanded = [""]
-        for piece in re.findall(r"\[[^\]]*\]|[^\[]+", part):
-            choices = _expand_ranges(piece[1:-1]) if piece.startswith("[") else [piece]
+        for piece in _PIECE.findall(part):
+            if piece == "[":
+                raise _no_nodelist(text, "has a bracket that does not close")
+            choices = _expand_ranges(piece[1:-1], text) if piece.startswith("[") else [piece]
+            if len(names) + len(expanded) * len(choices) > _MOST_HOSTS:
+                raise _no_nodelist(text, f"names more than {_MOST_HOSTS} hosts")
             expanded = [head + choice for head in expanded for choice in choices]
         names += expanded
+    if bad := [name for name in names if not is_host(name) or "[" in name or "]" in name]:
+        raise _no_nodelist(text, f"has {bad[0][:80]!r}, which is no name of a host")
     return names
 
 
-def _expand_ranges(text: str) -> list[str]:
-    choices = []
+_PART = re.compile(r"(?:[^,\[]|\[[^\]]*\]|\[)+")
+_PIECE = re.compile(r"\[[^\]]*\]|[^\[]+|\[")
+
+
+def is_host(name: str) -> bool:
+    """Whether this can be the name of a host: a command takes no word that begins with a dash for one."""
+    return _NAME.fullmatch(name) is not None
+
+
+def number_in(text: str) -> int | None:
+    """Return the number that a text writes in decimal, of any sensible size; None for another text."""
+    digits = text.strip()
+    return int(digits) if digits.isdecimal() and len(digits) <= _MOST_DIGITS else None
+
+
+def _no_nodelist(text: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"Slurm's node list {text[:200]!r} {what}",
+        code="launch-hostfile",
+        fix="Set SLURM_JOB_NODELIST as Slurm does, or give --hostfile.",
+    )
+
+
+def _expand_ranges(text: str, nodelist: str) -> list[str]:
+    choices: list[str] = []
     for item in text.split(","):
         first, dash, last = item.partition("-")
-        if dash:
-            choices += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-        else:
+        low, high = number_in(first), number_in(last)
+        if not dash:
             choices.append(item)
+        elif low is None or high is None or high < low:
+            raise _no_nodelist(nodelist, f"has the range {item[:80]!r}")
+        elif len(choices) + high - low >= _MOST_HOSTS:
+            raise _no_nodelist(nodelist, f"names more than {_MOST_HOSTS} hosts")
+        else:
+            choices += [str(number).zfill(len(first)) for number in range(low, high + 1)]
     return choices
 
 
@@ -241,6 +294,6 @@ def slurm_gpus(env: Mapping[str, str]) -> int:
     """Return the devices on each node of Slurm's allocation, from `4`, `a100:4` or `gpu:a100:4`; 0 if unset."""
     for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
         count = env.get(name, "").rpartition(":")[2]
-        if count.isdecimal():
-            return int(count)
+        if (number := number_in(count)) is not None:
+            return min(number, _MOST_SLOTS)
     return 0

@@ -12,7 +12,7 @@ from ds_launcher.backends import BACKENDS, LaunchJob
 from ds_launcher.cpu_binding import parse_ranges, share_cores
 from ds_launcher.devices import Devices, restrict
 from ds_launcher.heartbeat import LAUNCHER
-from ds_launcher.inventory import Host, Inventory, decode, from_slurm, limit, select, slurm_gpus
+from ds_launcher.inventory import Host, Inventory, decode, from_slurm, limit, number_in, select, slurm_gpus
 from ds_launcher.launch_options import RunOptions, node_options, parse_nnodes
 from ds_launcher.launch_plan import HostWatch, LaunchPlan, Process
 from ds_launcher.rank_env import World, node_rank_from, omp_threads, rank_env
@@ -253,10 +253,21 @@ def _remote_job(options: RunOptions, facts: HostFacts, inventory: Inventory) -> 
         node_options(options, addr, options.master_port or MANY_HOSTS_PORT, facts.run_id),
         (options.script, *options.script_args),
         exports,
-        tuple(shlex.split(options.launcher_args)),
+        _words(options.launcher_args),
         None if options.ssh_port == -1 else options.ssh_port,
-        int(on_node) if (on_node := facts.env.get("SLURM_CPUS_ON_NODE", "")).isdecimal() else 0,
+        number_in(facts.env.get("SLURM_CPUS_ON_NODE", "")) or 0,
     )
+
+
+def _words(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ConfigError(
+            f"--launcher-args {text[:200]!r} is no command line: {error}",
+            code="launch-options",
+            fix="Close every quotation mark.",
+        ) from error
 
 
 # -- hosts that come and go

@@ -6,6 +6,7 @@ There is one recorder in a process. Before `init_distributed`, and in a world of
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from ds_comm.watch.sidechannel import SideChannel
 from ds_comm.watch.stamp_ring import StampRing
 from ds_comm.watch.verdict import Finding
 from ds_comm.watch.watchdog import DEFAULT_DEADLINE_S, Watchdog, WatchSettings
+from ds_config.errors import CommError
 
 __all__ = ["Recorder", "current", "deadline_from", "extend_timeout", "start_recorder", "stop_recorder"]
 
@@ -117,8 +119,24 @@ def current() -> Recorder:
 
 
 def deadline_from(value: str | None) -> float:
-    """Parse the seconds of DS_COMM_DEADLINE_S; 60 when unset; 0 turns the watchdog off."""
-    return float(value) if value else DEFAULT_DEADLINE_S
+    """Parse the seconds of DS_COMM_DEADLINE_S; 60 when unset; 0 turns the watchdog off.
+
+    Raises:
+        CommError: it is no number of seconds ("comm-env").
+    """
+    if not value:
+        return DEFAULT_DEADLINE_S
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise CommError(
+            f"DS_COMM_DEADLINE_S is {value[:80]!r}, which is no number of seconds",
+            code="comm-env",
+            fix="Set it to seconds, as 300; 0 turns the watchdog off.",
+        )
+    return seconds
 
 
 def start_recorder(settings: WatchSettings) -> None:

@@ -170,13 +170,32 @@ def _facts(options: RunOptions) -> HostFacts:
         about=_about() if options.world_info or options.nnodes not in ("", "1", "-1") or options.no_ssh else "",
         devices=find_devices(env),
         python=sys.executable,
-        cwd=os.getcwd(),
+        cwd=_working_directory(),
         run_id=options.run_id or uuid.uuid4().hex,
         secret=secrets.token_hex(16),
         port=0,
         hosts=read_hostfile(options.hostfile) if options.hostfile else None,
-        exports=collect(env, options.export, read_env_files(env, Path.home(), Path.cwd())),
+        exports=collect(env, options.export, read_env_files(env, _home(), Path(_working_directory()))),
     )
+
+
+def _home() -> Path | None:
+    """Return the home of this user; None for a user without one, as containers have them."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return None
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError as error:
+        raise LaunchError(
+            "the working directory of this process has been removed",
+            code="launch-cwd",
+            fix="Change to a directory that exists (`cd`), and start again.",
+        ) from error
 
 
 def _about() -> str:
@@ -194,7 +213,7 @@ def _check_script(options: RunOptions) -> None:
     there = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     hint = "".join(f" Did you mean {path.parent / near}?" for near in nearest(path.name, there))
     raise LaunchError(
-        f"there is no script {options.script} (working directory {os.getcwd()})",
+        f"there is no script {options.script} (working directory {_working_directory()})",
         code="launch-script",
         fix=f"Check the path.{hint} Options of `ds run` stand before the script.",
     )
