@@ -116,7 +116,7 @@ def _surface_rows() -> tuple[dict[str, dict[str, str]], list[tuple[str, str, str
         for name, row in sorted(names.items()):
             if isinstance(row, module.Missing):
                 missing.append((f"{home}.{name}", row.why, row.instead))
-            elif not isinstance(row, module.Constant):
+            elif not isinstance(row, module.ConstantRow):
                 here.setdefault(home, {})[name] = row
     of_engine = [
         (f"DeepSpeedEngine.{name}", row.why, row.instead) for name, row in sorted(module.MISSING_ATTRIBUTES.items())

@@ -150,5 +150,5 @@ def unresolved() -> list[str]:
         f"{place}: `{match[1]}`"
         for place, text in texts
         for match in _SPAN.finditer(text)
-        if re.match(r"_?[A-Z][a-z]|ds_", match[1]) and not all(part in defined for part in match[1].split("."))
+        if re.match(r"_?[A-Z][a-z]|ds_\w+\.", match[1]) and not all(part in defined for part in match[1].split("."))
     ]

@@ -159,7 +159,7 @@ def round_to_nearest(
     The weights of the model are set to the dequantized values.
 
     Returns:
-        By name of the layer, for the functions of `ds_compress.exporting`.
+        By name of the layer, for the functions of `ds_compress.model_export`.
     """
     scheme, codes_by_name = scheme or QuantScheme(), {}
     layers = linears_of(model, exclude)

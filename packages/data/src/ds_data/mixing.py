@@ -22,7 +22,7 @@ class BlendedDataset:
 
     Args:
         sources: Sequences of one length.
-        weights: Shares of the sequences; see `Mixture`.
+        weights: Shares of the sequences; see `BlendOrder`.
         seed: Of everything.
     Attributes:
         mixture: Which place is which source's.
