@@ -38,7 +38,7 @@ from ds_comm.groups import (
     world_group,
 )
 from ds_comm.mesh import Mesh, MeshSpec
-from ds_comm.metadata import all_gather_json, all_to_all_counts, broadcast_json
+from ds_comm.metadata import all_gather_json, all_to_all_counts, broadcast_json, find_differences
 from ds_comm.notices import collect_notices, post_notice
 from ds_comm.object_collectives import (
     all_gather_object,
@@ -98,6 +98,7 @@ __all__ = [
     "duplicate_group",
     "ensure_world",
     "extend_timeout",
+    "find_differences",
     "gather",
     "gather_object",
     "init_distributed",

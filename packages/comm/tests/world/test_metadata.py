@@ -59,3 +59,11 @@ def test_what_is_cut_short_is_refused() -> None:
 def test_counts_that_are_none_are_refused(counts: torch.Tensor) -> None:
     with pytest.raises(CommError, match="all_to_all_counts"):
         ds_comm.all_to_all_counts(counts)
+
+
+@world(3)
+def test_differences_name_every_rank_s_value():
+    rank = dist.get_rank()
+    values = {"same": "1", "other": str(rank // 2), **({"lone": "x"} if rank == 1 else {})}
+    assert ds_comm.find_differences(values) == {"other": ["0", "0", "1"], "lone": [None, "x", None]}
+    assert ds_comm.find_differences({"b": "2", "a": "1"} if rank else {"a": "1", "b": "2"}) == {}

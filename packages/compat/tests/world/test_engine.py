@@ -740,3 +740,15 @@ def test_a_model_may_be_looked_at_on_one_rank_and_averaged(stage: int) -> None:
         for name, value in average.state_dict().items():
             torch.testing.assert_close(value, plain.state_dict()[name] + 0.25)
     engine.destroy()
+
+
+@world(2)
+def test_another_configuration_on_one_rank_is_refused():
+    import deepspeed
+
+    config = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01 if torch.distributed.get_rank() else 0.02}},
+    }
+    with pytest.raises(AssertionError, match=r"optimizer\.params\.lr: 0\.02 on rank 0 and 0\.01 on rank 1"):
+        deepspeed.initialize(model=nn.Linear(4, 4), config=config)

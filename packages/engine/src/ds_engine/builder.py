@@ -39,6 +39,7 @@ from ds_engine.parallel_degrees import with_degrees
 from ds_engine.pipelining import PipelineEngine
 from ds_engine.plan import Plan, Shapes
 from ds_engine.planner import make_plan
+from ds_engine.rank_config import check_configuration
 from ds_engine.step_telemetry import Telemetry
 from ds_engine.transforms import TRANSFORMS, BuildContext, apply_all
 from ds_engine.trial_recorder import TrialSetup, is_trial, watch_of
@@ -89,7 +90,8 @@ def initialize(
     Returns:
         (engine, optimizer, dataloader, scheduler); the last three are the engine's own and may be None.
     Raises:
-        ConfigError, PlanError, UnsupportedError: before anything is changed, with every problem at once.
+        ConfigError, PlanError, UnsupportedError: before anything is changed, with every problem at once; also where the ranks were given
+            different configurations ("engine-ranks-differ").
     """
     model = _check_model(model)
     resolved = with_degrees(load_config(source_of(config, config_params, args)), mesh_param, mpu)
@@ -97,6 +99,7 @@ def initialize(
         if distributed_port != _USUAL_PORT:
             os.environ.setdefault("MASTER_PORT", str(distributed_port))
         init_distributed()
+    check_configuration(resolved, world_group())
     plan = make_plan(resolved, shapes_of(model), world_group().size)
     engine = build(plan, model, InitArgs(optimizer, model_parameters, lr_scheduler, training_data, collate_fn))
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

@@ -36,6 +36,7 @@ from ds_engine.builder import InitArgs, assemble, shapes_of
 from ds_engine.config import Config
 from ds_engine.loader import ResumableLoader
 from ds_engine.parallel_degrees import degrees_of, with_degrees
+from ds_engine.rank_config import check_configuration
 from ds_inference import InferenceConfig
 from ds_parallel.config import TensorParallelConfig
 from ds_parallel.tensor import facts_of
@@ -95,6 +96,7 @@ def initialize(
     if resolved.zero_optimization.stage == 3:
         mark_leaf_modules(model, get_zero_config(raw).leaf_module)
     resolved, counted = _with_own_batch(resolved, world_group().size)
+    check_configuration(resolved, world_group())
     plan = make_plan(resolved, shapes_of(model), world_group().size)
     if counted is not None and world_group().rank == 0:
         logger.warning(

@@ -47,7 +47,7 @@ from ds_zero.runtime.reduce_strategies import tables
 from ds_zero.runtime.unit import OptimizerSlice, Unit
 from ds_zero.runtime.unit_groups import GroupTable
 
-__all__ = ["Runtime", "ShardOptions", "ShardedModel", "sharding_of"]
+__all__ = ["Runtime", "ShardOptions", "ShardedModel", "group_for", "sharding_of"]
 
 
 class Runtime(Backward):
@@ -178,6 +178,11 @@ def room_refusal(needed: int, ranks: int, *, what: str) -> str:
     )
 
 
+def group_for(options: ShardOptions) -> Group:
+    """Return the ranks to shard and average over: those of the options, else all, whose group is made if a launcher started several."""
+    return comm.ensure_world() if options.group is None else comm.as_group(options.group)
+
+
 class ShardedModel:
     """The units of one model and the hooks that drive them.
 
@@ -199,7 +204,7 @@ class ShardedModel:
         habits: Mapping[int, OptimizerTraits] | None = None,
     ) -> None:
         self.model, self.options = model, options
-        self.group = comm.ensure_world() if options.group is None else comm.as_group(options.group)
+        self.group = group_for(options)
         self.precision = Precision.of(options.precision)
         residency = options.residency
         if options.sparse and residency.shard_optim:

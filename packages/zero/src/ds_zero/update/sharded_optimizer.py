@@ -34,11 +34,12 @@ from ds_zero.layout.shard_options import CommFormat, NodeTopology, OffloadPolicy
 from ds_zero.layout.units import DENSE, ShardingStrategy, UnitSizePolicy, UnitSpec
 from ds_zero.offload.suspend import KINDS
 from ds_zero.runtime.reduce_runtime import ZeroGrad
-from ds_zero.runtime.sharded_model import ShardedModel
+from ds_zero.runtime.sharded_model import ShardedModel, group_for
 from ds_zero.update.apply_step import Due, apply
 from ds_zero.update.optimizer_state import OptimizerState
 from ds_zero.update.overlap_plan import Outlook
 from ds_zero.update.overlapped_update import Ahead
+from ds_zero.update.rank_settings import check_differences, group_settings, option_settings, pair_of, same_pairs
 from ds_zero.update.step_reduction import agree, first_nonfinite, weight_of
 from ds_zero.update.wrapped_optimizer import Updater, check_inner, class_name_of, owns_reduction, traits_of
 
@@ -82,6 +83,7 @@ class ShardedOptimizer(Optimizer):
 
     def __init__(self, model: nn.Module, inner: Optimizer, options: ShardOptions) -> None:
         self._groups = {id(p): n for n, group in enumerate(inner.param_groups) for p in group["params"]}
+        check_differences(option_settings(options, inner), group_for(options), "shard")
         check_inner(model, inner, options)
         names = {id(p): name for name, p in model.named_parameters()}
         self._names = [[names[id(p)] for p in group["params"]] for group in inner.param_groups]
@@ -213,6 +215,9 @@ class ShardedOptimizer(Optimizer):
         """Finish every reduction, clip, update the shards, bring full copies up to date. Collective.
 
         Gradients are consumed. Returns the closure's result. Costs one small all-reduce besides the gathers.
+
+        Raises:
+            PlanError: on all ranks, if they have different values in their groups: a rate, a weight decay ("zero-ranks-differ").
         """
         loss = None
         if closure is not None:
@@ -230,7 +235,11 @@ class ShardedOptimizer(Optimizer):
         wants = (
             self.sharding.precision.skip_nonfinite or self._scale is not None or self.sharding.options.clip is not None
         )
-        facts = agree(self.sharding, wants_norm=wants, extra=self.extra, failed=error is not None)
+        pair = pair_of(group_settings(self.inner), self.divisor)
+        facts = agree(self.sharding, wants_norm=wants, extra=(*self.extra, *pair), failed=error is not None)
+        if not same_pairs(facts.extra[-2:], self.sharding.families[DENSE].group.size):
+            settings = group_settings(self.inner) | {"divisor": repr(self.divisor)}
+            check_differences(settings, self.sharding.families[DENSE].group, "step")
         if facts.failed:
             raise self.ahead.failed(facts.failed, error)
         norm = None if facts.square is None else math.sqrt(facts.square) * average if facts.square >= 0 else math.nan
@@ -250,7 +259,7 @@ class ShardedOptimizer(Optimizer):
         factor = 0.0 if skipped else 1.0 if self._scale is None else self._scale.scale / scale
         for unit in units if factor != 1.0 else ():
             unit.gradients.way.rescale(factor)
-        self.last = StepReport(norm, skipped, scale, culprit, facts.extra)
+        self.last = StepReport(norm, skipped, scale, culprit, facts.extra[:-2])
         self.divisor, self._scaled, self.backwards, self.extra = 1.0, 0, 0, ()
         return loss
 
