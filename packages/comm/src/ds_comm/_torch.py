@@ -16,6 +16,7 @@ __all__ = [
     "is_alive",
     "named_group",
     "second_connection",
+    "store_of",
 ]
 
 # torch 2.13 renamed both functions; the arguments did not change.
@@ -31,9 +32,14 @@ def backend_names(pg: dist.ProcessGroup) -> dict[str, str]:
 
 def second_connection(pg: dist.ProcessGroup) -> dist.Store:
     """Open a separate connection to the store of process group `pg`, for use by another thread."""
-    store: Any = c10d._get_process_group_store(pg)  # get_group_store() knows the store of torch's own backends only
-    clone: dist.Store = store.clone()
+    clone: dist.Store = store_of(pg).clone()  # type: ignore[attr-defined]
     return clone
+
+
+def store_of(pg: dist.ProcessGroup) -> dist.Store:
+    """Return the store over which the ranks of process group `pg` met, below the prefix of the group."""
+    store: Any = c10d._get_process_group_store(pg)  # get_group_store() knows the store of torch's own backends only
+    return store  # type: ignore[no-any-return]
 
 
 def is_alive(pg: dist.ProcessGroup) -> bool:

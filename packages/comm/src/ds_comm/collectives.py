@@ -20,10 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_comm.attendance import absent_ranks, record_arrival, wait_for_arrivals
 from ds_comm.call import CollectiveCall
 from ds_comm.groups import DEFAULT_TIMEOUT, GroupLike, as_group
-from ds_comm.transports import Started
+from ds_comm.transports import Started, Transport
 from ds_comm.watch.recorder import extend_timeout
+from ds_comm.watch.verdict import rank_names
 from ds_comm.work import Work
 from ds_config.errors import CommError
 
@@ -374,24 +376,48 @@ def barrier(
 def monitored_barrier(
     group: GroupLike = None, timeout: timedelta | None = None, wait_all_ranks: bool = False, *, unit: str = ""
 ) -> None:
-    """Wait for all ranks; after `timeout` (default 10 minutes) raise an error that names missing ranks.
+    """Wait for all ranks; after `timeout` (default 10 minutes) raise an error that names the missing ranks of the world.
 
-    gloo names all of them when `wait_all_ranks`; other backends name those that they know (shm: a single rank, after
-    which the group is unusable).
+    Every rank that waits names all of them, in any group and on any backend, as far as the store of the process group is reached.
+    Over shm the group is unusable afterwards.
+
+    Args:
+        wait_all_ranks: As torch's; all missing ranks are named in any case.
     Raises:
         CommError: a rank did not come in time ("comm-timeout").
+    Cost: a barrier, and one message to the store.
     """
     group = as_group(group)
     if group.link is None:
         return
     limit = timeout or DEFAULT_TIMEOUT
     call = CollectiveCall("monitored_barrier", group, unit)
+    del wait_all_ranks
+
+    absent: list[int] = []
+
+    def launch(to: Transport) -> Started:
+        try:
+            if not to.waits_by_store:
+                return to.monitored_barrier(limit)
+            wait_for_arrivals(group, limit)
+        except RuntimeError:
+            absent.extend(absent_ranks(group))  # at once: a rank may come while the failure is explained
+            raise
+        return Started(())
+
     try:
+        record_arrival(group)
         with extend_timeout(limit.total_seconds()):  # it has a limit of its own
-            call.start(None, False, lambda to: to.monitored_barrier(limit, wait_all_ranks))
+            call.start(None, False, launch)
     except RuntimeError as error:
+        reason = (
+            f"{rank_names(absent)} did not come within {limit.total_seconds():g} s"
+            if absent
+            else str(error).splitlines()[0]
+        )
         raise CommError(
-            f"monitored_barrier[{unit}] of group {group.name!r} on rank {group.global_rank}: {str(error).splitlines()[0]}",
+            f"monitored_barrier[{unit}] of group {group.name!r} ({rank_names(group.ranks)}) on rank {group.global_rank}: {reason}",
             code="comm-timeout",
             fix="Look at what the named ranks do; raise the timeout if they are only slow.",
         ) from error

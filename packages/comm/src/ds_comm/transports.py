@@ -120,11 +120,14 @@ class Transport:
     def barrier(self) -> Started:
         return _started(dist.barrier(self.pg, async_op=self.asynchronous))
 
-    def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> Started:
-        """Blocks; names who did not come, as far as the backend knows."""
-        if dist.get_backend(self.pg) == "gloo":
-            dist.monitored_barrier(self.pg, timeout, wait_all_ranks)
-        elif (timed_barrier := getattr(self.pg, "rendezvous_within", None)) is not None:
+    @property
+    def waits_by_store(self) -> bool:
+        """Whether a barrier with a limit is one over the store: gloo's own leaves all but its first rank waiting."""
+        return dist.get_backend(self.pg) == "gloo"
+
+    def monitored_barrier(self, timeout: timedelta) -> Started:
+        """Block until all ranks have come, or raise the error of the backend after `timeout`."""
+        if (timed_barrier := getattr(self.pg, "rendezvous_within", None)) is not None:
             timed_barrier(timeout)
         else:
             dist.barrier(self.pg, async_op=True).wait(timeout)

@@ -1,6 +1,8 @@
 """A twin has the same ranks and carries the traffic of another thread."""
 
 import threading
+import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import ds_comm
 from ds_comm import (
     Mesh,
     MeshSpec,
@@ -116,3 +119,30 @@ def test_a_group_of_one_that_was_given_is_kept():
     x = torch.ones(1)
     all_reduce(x, group=group)
     assert x.item() == 1
+
+
+ABSENT = [((1, 3), (3,)), ((1, 3), (1,)), ((0, 1, 2, 3), (2,)), ((1, 2, 3), (1, 2)), ((0, 1, 3), (1, 3))]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@world(4, backend=None)
+def test_a_monitored_barrier_names_the_missing_ranks_of_any_group(backend: str) -> None:
+    """By their ranks in the world, on every rank that came, also where the first rank of the group is missing."""
+    ds_comm.init_distributed(backend)
+    try:
+        me = dist.get_rank()
+        for ranks, absent in ABSENT:
+            group = dist.new_group(list(ranks))
+            if me in ranks:
+                ds_comm.monitored_barrier(group, timedelta(seconds=20))
+                ds_comm.barrier(group)
+            if me in ranks and me not in absent:
+                with pytest.raises(CommError) as caught:
+                    ds_comm.monitored_barrier(group, timedelta(seconds=0.5), wait_all_ranks=len(absent) > 1)
+                assert caught.value.code == "comm-timeout"
+                named = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
+                assert f": {named} did not come within 0.5 s" in str(caught.value)
+            elif me in ranks:
+                time.sleep(1.5)
+    finally:
+        ds_comm.destroy_process_group()
