@@ -182,12 +182,14 @@ def _muon_groups(params: Sequence[Any], names: Mapping[int, str]) -> list[dict[s
         groups = [{"params": list(params)}]
     split_groups = []
     for group in groups:
-        whole = [p for p in group["params"] if group.get("use_muon", _for_muon(names.get(id(p), ""), p))]
+        if "use_muon" in group:
+            split_groups.append({**group, "params": list(group["params"])})
+            continue
+        # Both, also without parameters: every pipeline stage has as many groups.
+        whole = [p for p in group["params"] if _for_muon(names.get(id(p), ""), p)]
         chosen = {id(p) for p in whole}
         rest = [p for p in group["params"] if id(p) not in chosen]
-        split_groups += [
-            {**group, "params": part, "use_muon": use} for part, use in ((whole, True), (rest, False)) if part
-        ]
+        split_groups += [{**group, "params": part, "use_muon": use} for part, use in ((whole, True), (rest, False))]
     return split_groups
 
 

@@ -1,0 +1,202 @@
+"""Pipelines that resume on another number of stages, with tied layers that have untied parts, and stages with nothing to train."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ds_engine
+from ds_pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from ds_testing import world
+
+WIDTH, MICRO, ACCUMULATION = 8, 2, 2
+
+
+class Embedding(nn.Module):
+    """As Megatron's GPT has it: words, which are tied to the head, and positions, which are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(11, WIDTH) * 0.3)
+        self.positions = nn.Parameter(torch.randn(5, WIDTH) * 0.3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight) + self.positions
+
+
+class Residual(nn.Module):
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, WIDTH)
+        self.requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.line(x))
+
+
+class Output(nn.Module):
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, 11)
+        self.requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x)
+
+
+class Frozen(Embedding):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+def head(words: Embedding, x: Tensor) -> Tensor:
+    return F.linear(x, words.weight)
+
+
+def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def tied(stages: int) -> PipelineModule:
+    layers = [
+        TiedLayerSpec("embed", Embedding),
+        *(LayerSpec(Residual) for _ in range(4)),
+        TiedLayerSpec("embed", Embedding, forward_fn=head),
+    ]
+    return PipelineModule(layers, num_stages=stages, seed_layers=True, partition_method="uniform", loss_fn=loss_fn)
+
+
+def microbatches(first: int, steps: int) -> Any:
+    for number in range(first * ACCUMULATION, (first + steps) * ACCUMULATION):
+        tokens = torch.randint(11, (MICRO, 6), generator=torch.Generator().manual_seed(number))
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def settings(stage: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage},
+    } | more
+
+
+def start(model: PipelineModule, config: dict[str, Any]) -> Any:
+    return ds_engine.initialize(model=model, config=config)[0]
+
+
+def trained(engine: Any, first: int, steps: int) -> list[float]:
+    stream = microbatches(first, steps)
+    return [engine.train_batch(stream).loss for _ in range(steps)]
+
+
+CUTS = [
+    (before, after, stage, strict)
+    for before in (1, 2)
+    for after in (1, 2)
+    for stage, strict in ((0, None), (1, "model"))
+]
+
+
+@pytest.mark.parametrize(("before", "after", "stage", "strict"), CUTS)
+@world(2)
+def test_a_tied_layer_with_untied_parts_goes_on_on_any_stages(
+    before: int, after: int, stage: int, strict: Any, tmp_path: Path
+) -> None:
+    """One stage on two ranks is two copies, which take the same data here."""
+    engine = start(tied(before), settings(stage))
+    trained(engine, 0, 3)
+    engine.save_checkpoint(tmp_path, tag="three")
+    expected = trained(engine, 3, 3)
+    engine.close()
+    engine = start(tied(after), settings(stage))
+    trained(engine, 7, 1)  # what it had before is forgotten
+    engine.load_checkpoint(tmp_path, tag="three", strict=strict)
+    assert trained(engine, 3, 3) == pytest.approx(expected, rel=1e-5)
+    engine.close()
+
+
+@world(2)
+def test_what_another_cut_has_twice_is_named(tmp_path: Path) -> None:
+    engine = start(tied(2), settings(1))
+    trained(engine, 0, 1)
+    engine.save_checkpoint(tmp_path, tag="one")
+    engine.close()
+    heard: list[str] = []
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    logging.getLogger("ds_engine").addHandler(handler := Heard())
+    engine = start(tied(1), settings(1))
+    engine.load_checkpoint(tmp_path, tag="one")
+    engine.close()
+    logging.getLogger("ds_engine").removeHandler(handler)
+    if dist.get_rank() == 0:
+        assert len(heard) == 1
+        assert heard[0].endswith(
+            "1 further copies of untied parts of tied layers, of which the first are used: param/5.positions"
+        )
+
+
+def plain(x: Tensor) -> Tensor:
+    return torch.tanh(x)
+
+
+PARTIAL = {
+    "first stage frozen": lambda: [
+        LayerSpec(Frozen),
+        LayerSpec(Residual, True),
+        LayerSpec(Residual),
+        LayerSpec(Output),
+    ],
+    "last stage frozen": lambda: [
+        LayerSpec(Embedding),
+        LayerSpec(Residual),
+        LayerSpec(Residual, True),
+        LayerSpec(Output, True),
+    ],
+    "last stage without parameters": lambda: [LayerSpec(Embedding), LayerSpec(Output), plain, plain],
+    "first stage an embedding": lambda: [LayerSpec(Embedding), plain, LayerSpec(Residual), LayerSpec(Output)],
+}
+ROWS = [(name, stage, kind) for name in PARTIAL for stage in (0, 1, 3) for kind in ("AdamW", "Muon", "SGD", "client")]
+SAMPLE = [ROWS[i] for i in (0, 5, 15, 22, 29, 36)]
+MARKED = [*SAMPLE, *(pytest.param(*row, marks=pytest.mark.slow) for row in ROWS if row not in SAMPLE)]
+
+
+def partial(name: str, stage: int, kind: str, stages: int = 2) -> Any:
+    model = PipelineModule(
+        PARTIAL[name](), num_stages=stages, seed_layers=True, partition_method="uniform", loss_fn=loss_fn
+    )
+    config = settings(stage)
+    if kind == "client":
+        del config["optimizer"]
+        return ds_engine.initialize(model=model, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), config=config)[0]
+    config["optimizer"] = {"type": kind, "params": {"lr": 1e-2}}
+    return start(model, config)
+
+
+@pytest.mark.parametrize(("name", "stage", "kind"), MARKED)
+@world(2)
+def test_a_stage_with_nothing_to_train_works(name: str, stage: int, kind: str, tmp_path: Path) -> None:
+    alone = partial(name, 0, kind, stages=1)
+    expected = trained(alone, 0, 6)
+    alone.close()
+    engine = partial(name, stage, kind)
+    found = trained(engine, 0, 3)
+    engine.save_checkpoint(tmp_path, tag="three")
+    engine.close()
+    engine = partial(name, stage, kind)
+    engine.load_checkpoint(tmp_path, tag="three")
+    assert found + trained(engine, 3, 3) == pytest.approx(expected, rel=1e-5)
+    engine.close()
