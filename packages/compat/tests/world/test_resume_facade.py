@@ -1,0 +1,123 @@
+"""Resuming under upstream's names, when checkpoint and run differ, in every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ds_config.errors import CheckpointError
+from ds_testing import world
+
+
+class Partial(nn.Module):
+    """One layer is never used, one is frozen at first, one is there later only."""
+
+    def __init__(self, kind, late):
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.body, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        if kind == "unused":
+            self.spare = nn.Linear(6, 6)
+        if kind == "thawed":
+            self.body.requires_grad_(late)
+        if kind == "added" and late:
+            torch.manual_seed(6)
+            self.more = nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = self.last(torch.tanh(self.body(torch.tanh(self.first(x)))))
+        return (self.more(x) if hasattr(self, "more") else x).square().mean()
+
+
+def batch(step):
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+
+
+def adamw(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05, weight_decay=0.0)
+
+
+def single(kind):
+    states = {}
+    model = Partial(kind, False)
+    for late in (False, True):
+        if late:
+            before, model = model.state_dict(), Partial(kind, True)
+            model.load_state_dict(before, strict=False)
+        optimizer = adamw(model)
+        optimizer.state.update({p: states[n] for n, p in model.named_parameters() if n in states})
+        for step in range(3 * late, 3 * late + 3):
+            optimizer.zero_grad()
+            model(batch(step)).backward()
+            optimizer.step()
+        states = {n: optimizer.state[p] for n, p in model.named_parameters() if p in optimizer.state}
+    return model.state_dict()
+
+
+def start(kind, late, stage, client, layout):
+    import deepspeed
+
+    model = Partial(kind, late)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+    }
+    if layout == "deepspeed":
+        config["checkpoint"] = {"layout": "deepspeed"}
+    if client:
+        return deepspeed.initialize(model=model, optimizer=adamw(model), config=config)[0]
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.0}}
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def train(engine, first):
+    for step in range(first, first + 3):
+        engine.backward(engine(batch(step).chunk(2)[engine.mesh.rank]))
+        engine.step()
+
+
+CELLS = [
+    (kind, layout, client, stages)
+    for kind in ("unused", "thawed", "added")
+    for layout in ("ours", "deepspeed", "universal")
+    for client in (False, True)
+    for stages in ((1, 3), (3, 2))
+]
+DRAWN = [CELLS[i] for i in (3, 4, 10, 13, 20, 27, 32)]
+MARKED = [*DRAWN, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in CELLS if cell not in DRAWN)]
+
+
+@pytest.mark.parametrize(("kind", "layout", "client", "stages"), MARKED)
+@world(2, backend=None)
+def test_a_run_goes_on(kind, layout, client, stages, tmp_path):
+    import deepspeed
+    from deepspeed.checkpoint import ds_to_universal
+
+    folder = str(tmp_path)
+    engine = start(kind, False, stages[0], client, layout)
+    train(engine, 0)
+    engine.save_checkpoint(folder, "three")
+    engine.destroy()
+    if layout == "universal":
+        if engine.mesh.rank == 0:
+            arguments = ["--input_folder", f"{folder}/three", "--output_folder", f"{folder}/universal"]
+            ds_to_universal.main(ds_to_universal.parse_arguments(arguments))
+        deepspeed.comm.barrier()
+    tag = "universal" if layout == "universal" else "three"
+    engine = start(kind, True, stages[1], client, layout)
+    if kind == "added":
+        with pytest.raises(CheckpointError) as caught:  # upstream's default
+            engine.load_checkpoint(folder, tag)
+        assert caught.value.code == "ckpt-mismatch"
+    path, _ = engine.load_checkpoint(folder, tag, load_module_strict=kind != "added")
+    assert path is not None
+    assert engine.global_steps == 3
+    train(engine, 3)
+    found, wanted = engine.full_state_dict(), single(kind)
+    for name, value in wanted.items() if engine.mesh.rank == 0 else ():
+        torch.testing.assert_close(found[name], value, rtol=2e-5, atol=2e-6, msg=lambda said, n=name: f"{n}: {said}")
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()
