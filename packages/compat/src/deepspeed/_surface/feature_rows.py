@@ -163,7 +163,7 @@ FEATURES: Mapping[str, Rows] = {
     },
     "deepspeed.inference": {**g.RAGGED, **not_(INFERENCE, "quantization")},
     "deepspeed.inference.config": {
-        **from_("ds_inference.config", DeepSpeedInferenceConfig="InferenceConfig", DeepSpeedTPConfig="TensorParallelConfig"),
+        **from_("ds_inference.config", DeepSpeedInferenceConfig="InferenceConfig", DeepSpeedTPConfig="InferenceTensorParallelConfig"),
     },
     "deepspeed.inference.engine": {**from_("ds_inference", "InferenceEngine")},
     "deepspeed.inference.v2": g.RAGGED,

@@ -170,7 +170,7 @@ RAGGED: Rows = {
     **from_(
         "ds_inference", "build_hf_engine", InferenceEngineV2="RaggedEngine", RaggedInferenceEngineConfig="RaggedConfig"
     ),
-    **from_("ds_inference.config", DeepSpeedTPConfig="TensorParallelConfig"),
+    **from_("ds_inference.config", DeepSpeedTPConfig="InferenceTensorParallelConfig"),
     **not_(SERIAL, "build_engine_from_ds_checkpoint"),
 }
 
