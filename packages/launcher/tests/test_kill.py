@@ -184,3 +184,82 @@ def test_a_keeper_stuck_on_a_full_screen_still_kills(box: Sandbox) -> None:
     for stream in (job.stdout, job.stderr):
         if stream is not None:
             stream.close()
+
+
+SAVES = """
+    import os, pathlib, signal, sys, time
+    rank = os.environ["RANK"]
+
+    def save(number, frame):
+        time.sleep(float(sys.argv[1]))
+        pathlib.Path("saved" + rank).touch()
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, save)
+    pathlib.Path("pid" + rank).touch()
+    time.sleep(600)
+"""
+
+
+def test_a_save_under_way_is_waited_for(box: Sandbox) -> None:
+    """It takes longer than the five seconds that a rank had before."""
+    job = box.start("run", "--nproc", "2", box.script(SAVES), "7")
+    box.wait(lambda: box.file("pid0").exists() and box.file("pid1").exists())
+    job.send_signal(signal.SIGTERM)
+    said = job.communicate(timeout=60)[1]
+    assert job.returncode == 0
+    assert box.file("saved0").exists()
+    assert box.file("saved1").exists()
+    assert said.count("ds run: waiting up to 30 s for rank 0, rank 1 to end (--grace)") == 1
+
+
+def test_who_does_not_end_in_time_is_named(box: Sandbox) -> None:
+    job = box.start("run", "--nproc", "2", "--grace", "1.5", box.script(SAVES), "600")
+    box.wait(lambda: box.file("pid0").exists() and box.file("pid1").exists())
+    job.send_signal(signal.SIGTERM)
+    said = job.communicate(timeout=60)[1]
+    assert job.returncode != 0
+    assert "rank 0, rank 1 did not end within 1.5 s and will be killed; --grace gives more time" in said
+
+
+WARNED = """
+    import os, pathlib, signal, subprocess, time
+    rank = os.environ["RANK"]
+    child = subprocess.Popen(["sleep", "600"])  # knows no such signal, as a worker of a data loader does not
+
+    def warn(number, frame):
+        pathlib.Path(f"{signal.Signals(number).name}-{rank}").touch()
+
+    for each in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(each, warn)
+    pathlib.Path("pid" + rank).touch()
+    while not pathlib.Path("go").exists():
+        time.sleep(0.02)
+    assert child.poll() is None
+    child.kill()
+"""
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--start", "spawn"), ("--max-restarts", "1")], ids=["fork", "spawn", "elastic"]
+)
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_signals_of_the_user_reach_the_script(box: Sandbox, number: signal.Signals, options: tuple[str, ...]) -> None:
+    job = box.start("run", "--nproc", "2", *options, box.script(WARNED))
+    box.wait(lambda: box.file("pid0").exists() and box.file("pid1").exists())
+    job.send_signal(number)
+    box.wait(lambda: box.file(f"{number.name}-0").exists() and box.file(f"{number.name}-1").exists())
+    box.file("go").touch()
+    job.communicate(timeout=60)
+    assert job.returncode == 0
+
+
+def test_a_signal_of_the_user_during_the_imports_waits(box: Sandbox) -> None:
+    """It comes before there is any rank: the job goes on."""
+    script = box.script("import torch, pathlib\npathlib.Path('here').touch()")
+    job = box.start("run", "--nproc", "2", script)
+    box.wait(lambda: any("ds_launcher.keeper" in command for command in box.alive().values()))
+    job.send_signal(signal.SIGUSR1)
+    job.communicate(timeout=60)
+    assert job.returncode == 0
+    assert box.file("here").exists()

@@ -162,4 +162,4 @@ def test_a_tool_that_is_not_there_is_named(box: Sandbox, tmp_path: Path) -> None
     done = box.ds("run", "--hostfile", cluster(box), "--launcher", "pdsh", box.script(SCRIPT), env=env)
     assert done.returncode == 1
     assert "there is no `pdsh` on PATH" in done.stderr
-    assert "errors.md#launch-tool" in done.stderr
+    assert "ds explain launch-tool" in done.stderr

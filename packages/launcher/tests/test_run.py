@@ -350,4 +350,4 @@ def test_a_log_folder_that_cannot_be_made(box: Sandbox) -> None:
     box.file("taken").touch()
     done = box.ds("run", "--log-dir", "taken/logs", box.script("pass"))
     assert done.returncode == 1
-    assert "errors.md#launch-log-dir" in done.stderr
+    assert "ds explain launch-log-dir" in done.stderr

@@ -107,6 +107,7 @@ def _ssh(job: LaunchJob) -> tuple[Process, ...]:
             (*base, *job.launcher_args, host.name, _shell(job, node_command(job, str(index), *flags))),
             stdin="hold",
             secrets=secrets,
+            user_signals=False,
         )
         for index, host in enumerate(job.inventory)
     )
@@ -130,7 +131,11 @@ def _pdsh(job: LaunchJob) -> tuple[Process, ...]:
     if job.ssh_port is not None:
         env["PDSH_SSH_ARGS_APPEND"] = f"-p {job.ssh_port}"
     # -S: the largest exit code of the hosts; -N: no host names before lines, ranks carry their own.
-    return (Process("pdsh", ("pdsh", "-S", "-N", "-f", "1024", "-w", names, *job.launcher_args, line), env),)
+    return (
+        Process(
+            "pdsh", ("pdsh", "-S", "-N", "-f", "1024", "-w", names, *job.launcher_args, line), env, user_signals=False
+        ),
+    )
 
 
 def _slurm(job: LaunchJob) -> tuple[Process, ...]:

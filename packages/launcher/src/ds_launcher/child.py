@@ -17,7 +17,7 @@ from ds_launcher.failures import Ending, starts_traceback
 from ds_launcher.forked import Forks
 from ds_launcher.launch_plan import Process
 from ds_launcher.output import LineSplitter, Screen
-from ds_launcher.procfs import die_with, open_pidfd
+from ds_launcher.procfs import USER_SIGNALS, die_with, open_pidfd
 
 __all__ = ["HANDLED", "Child", "OutputStream", "before_exec", "start_child"]
 
@@ -191,5 +191,5 @@ def before_exec(keeper: int, cores: tuple[int, ...]) -> None:
     die_with(keeper)
     if cores:
         os.sched_setaffinity(0, cores)
-    for number in HANDLED:
+    for number in (*HANDLED, *USER_SIGNALS):
         signal.signal(number, signal.SIG_DFL)  # the keeper ignores some, and exec would keep that

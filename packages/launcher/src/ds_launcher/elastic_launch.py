@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from ds_launcher.failures import closing_lines, exit_status, explain
 from ds_launcher.membership import LEFT, HostBeats, Round, Store, WatchedRendezvous
+from ds_launcher.procfs import USER_SIGNALS, descendants, send
 
 __all__ = ["main"]
 
@@ -65,6 +68,8 @@ def _run(spec: dict[str, Any], folder: Path) -> int:
         logs_specs=DefaultLogsSpecs(log_dir=str(folder), tee=Std.ALL),
         log_line_prefix_template="[rank${rank}] ",
     )
+    for number in USER_SIGNALS:
+        signal.signal(number, _pass_on)
     shim = [sys.executable, "-P", "-m", "ds_launcher.shim", *(["--local-rank-arg"] if spec["local_rank_arg"] else [])]
     try:
         elastic_launch(config, shim[0])(*shim[1:], "--", *spec["command"])
@@ -94,6 +99,20 @@ def _run(spec: dict[str, Any], folder: Path) -> int:
 
 
 _ADVICE = "where no host is sure to stay, `ds rendezvous` on one outside of the job keeps it"
+
+
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    """Send a signal of the user to the ranks that the agent started (signal handler)."""
+    for proc in descendants(os.getpid()):
+        if proc.parent == os.getpid() and _is_rank(proc.pid):
+            send(proc, number)
+
+
+def _is_rank(pid: int) -> bool:
+    try:
+        return b"\0LOCAL_RANK=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # it has ended
+        return False
 
 
 def _register(spec: dict[str, Any], handlers: list[WatchedRendezvous]) -> None:

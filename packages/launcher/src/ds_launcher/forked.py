@@ -28,6 +28,7 @@ from types import ModuleType, TracebackType
 from typing import NoReturn
 
 from ds_launcher.launch_plan import Process
+from ds_launcher.procfs import USER_SIGNALS
 
 __all__ = ["BecomeRank", "Forks", "become", "forkable", "imports_of", "shared_env"]
 
@@ -220,8 +221,10 @@ def _ending_with(control: socket.socket) -> Iterator[None]:
 
     def look(number: int, frame: object) -> None:
         with contextlib.suppress(BlockingIOError):
-            data = control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-            os._exit(128 + (data[0] if data else signal.SIGTERM))
+            data = control.recv(64, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            ends = [each for each in data if each not in USER_SIGNALS]  # the ranks get those when they are there
+            if ends or not data:
+                os._exit(128 + (ends[0] if ends else signal.SIGTERM))
 
     flags = fcntl.fcntl(control, fcntl.F_GETFL)
     signal.signal(signal.SIGIO, look)

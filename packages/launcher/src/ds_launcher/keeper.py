@@ -28,12 +28,13 @@ from ds_launcher.heartbeat import CENTRE, Heartbeat, HeartbeatSocket, JobEnd
 from ds_launcher.launch_plan import LaunchPlan
 from ds_launcher.link import receive_launch
 from ds_launcher.output import Screen
-from ds_launcher.procfs import Proc, adopt_orphans, descendants, kill_descendants, send
+from ds_launcher.procfs import USER_SIGNALS, Proc, adopt_orphans, descendants, kill_descendants, send
 
 __all__ = ["LaunchSupervisor", "main"]
 
 _LEAST_SETTLE_S, _SETTLE_S = 0.1, 3.0
 _LEAVE_S = 2.0
+_TELL_S = 1.0  # after which who is waited for is told
 _KILL_S = 5.0
 _LAST_WORDS_S = 0.5
 _TICK_S = 0.02
@@ -66,6 +67,7 @@ class LaunchSupervisor:
         self._open_streams = 0
         self._state, self._began_s = _LaunchState.RUNNING, time.monotonic()
         self._signal = 0  # the first one that asked us to stop
+        self._told_of_grace = False
         self._status: int | None = None  # decided without any rank's ending
         self._caught = _caught_signals()
         self._job_end: JobEnd | None = None  # why the job ends, by the host that knew first
@@ -103,6 +105,7 @@ class LaunchSupervisor:
 
     def _start_all(self) -> None:
         forks = Forks(self._launch.processes, self._control)
+        self._drop_early()
         for process in self._launch.processes:
             try:
                 child, streams = start_child(process, self._screen, forks)
@@ -117,6 +120,13 @@ class LaunchSupervisor:
                 self._watch(stream.pipe, lambda stream=stream: self._on_output(stream))  # type: ignore[misc]
             if child.pidfd is not None:
                 self._watch(child.pidfd, lambda child=child: self._on_exit(child))  # type: ignore[misc]
+
+    def _drop_early(self) -> None:
+        """Forget signals of the user that came before there was a rank: none could have a handler, and a new one dies of them."""
+        with contextlib.suppress(BlockingIOError):
+            early = self._control.recv(64, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            if early and all(number in USER_SIGNALS for number in early):
+                self._control.recv(len(early))
 
     def _dispatch(self, timeout_s: float) -> bool:
         """Handle what happened, in the order in which it did. False when nothing did."""
@@ -186,11 +196,27 @@ class LaunchSupervisor:
             self._stop(signal.SIGTERM)
 
     def _on_signal(self, number: int) -> None:
+        if number in USER_SIGNALS:
+            self._pass_on(number)
+            return
         self._signal = self._signal or number
         if self._state in (_LaunchState.RUNNING, _LaunchState.SETTLING):
             self._stop(number)
         else:
             self._enter(_LaunchState.KILLING)  # asked again: no more waiting
+
+    def _pass_on(self, number: int) -> None:
+        """Send a signal of the user to the ranks themselves, not to what they started; the job goes on as it does."""
+        for child in self._running():
+            if child.process.user_signals:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.popen.pid, number)
+        left_out = [child.process.name for child in self._running() if not child.process.user_signals]
+        if left_out:
+            self._say(
+                f"{signal.Signals(number).name} does not reach {', '.join(left_out[:3])}{', ...' if len(left_out) > 3 else ''}: "
+                "ssh and pdsh carry no signals; send it to `ds run` on that host, or use srun or mpirun"
+            )
 
     def _on_exit(self, child: Child) -> None:
         if child.pidfd is not None:
@@ -216,13 +242,27 @@ class LaunchSupervisor:
             ]
             if not running or since_s > (_SETTLE_S if failing else _LEAST_SETTLE_S):
                 self._stop(signal.SIGTERM)
-        elif (self._state is _LaunchState.STOPPING and (not running or since_s > self._launch.grace_s)) or (
-            self._state is _LaunchState.LEAVING
-            and (not self._others() or since_s > min(_LEAVE_S, self._launch.grace_s))
+        elif self._state is _LaunchState.STOPPING:
+            self._wait_for_ends(running, since_s)
+        elif self._state is _LaunchState.LEAVING and (
+            not self._others() or since_s > min(_LEAVE_S, self._launch.grace_s)
         ):
             self._enter(_LaunchState.KILLING)
         if self._state is _LaunchState.KILLING:
             self._kill()
+
+    def _wait_for_ends(self, running: list[Child], since_s: float) -> None:
+        """Wait for the processes that were asked to end, which may be saving, for as long as `--grace` says; tell whom and how long."""
+        grace_s = self._launch.grace_s
+        names = [child.process.name for child in running]
+        who = f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
+        if not running or since_s > grace_s:
+            if running:
+                self._say(f"{who} did not end within {grace_s:g} s and will be killed; --grace gives more time")
+            self._enter(_LaunchState.KILLING)
+        elif since_s > _TELL_S and not self._told_of_grace:
+            self._told_of_grace = True
+            self._say(f"waiting up to {grace_s:g} s for {who} to end (--grace)")
 
     def _stop(self, number: int) -> None:
         """Ask every process to end."""
@@ -396,7 +436,7 @@ def _caught_signals() -> tuple[socket.socket, socket.socket]:
 def main(argv: list[str]) -> int:
     """Run `python -m ds_launcher.keeper FD`: FD is the socket to `ds run`."""
     control = socket.socket(fileno=int(argv[0]))
-    for number in HANDLED:
+    for number in (*HANDLED, *USER_SIGNALS):
         if number != signal.SIGTERM:
             signal.signal(number, signal.SIG_IGN)
     try:

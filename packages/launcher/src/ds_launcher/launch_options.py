@@ -38,7 +38,7 @@ class RunOptions:
     no_python: bool = False
     local_rank_arg: bool = False
     log_dir: str = ""
-    grace: float = 5.0
+    grace: float = 30.0
     dry_run: bool = False
     max_restarts: int = 0
     rdzv_endpoint: str = ""
@@ -142,7 +142,11 @@ def register(parser: argparse.ArgumentParser) -> None:
         help="write rank<r>.log files there; the screen shows rank 0 only",
     )  # fmt: skip
     screen.add_argument(
-        "--grace", type=float, default=5.0, metavar="S", help="seconds between asking ranks to end and killing them (5)"
+        "--grace",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds between asking ranks to end, which may be saving, and killing them (30)",
     )
     screen.add_argument(
         "--dry-run", "--dry_run", action="store_true", help="print what would be started, start nothing"

@@ -35,6 +35,8 @@ class Process:
             a Python rank takes care of its own workers.
         cores: the processor cores it may use; empty: those of the keeper.
         fork: it is `python -u SCRIPT ...`, and may be a fork of the keeper instead of a new process.
+        user_signals: whether SIGUSR1 and SIGUSR2 are sent to it: a rank may handle them, srun, mpirun and the elastic agent pass
+            them on; ssh and pdsh would die of them.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Process:
     group: bool = False
     cores: tuple[int, ...] = ()
     fork: bool = False
+    user_signals: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,7 @@ class LaunchPlan:
     """
 
     processes: tuple[Process, ...]
-    grace_s: float = 5.0
+    grace_s: float = 30.0
     stop_on_eof: bool = False
     watch: HostWatch | None = None
 

@@ -17,10 +17,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Proc", "adopt_orphans", "descendants", "die_with", "kill_descendants", "open_pidfd", "send"]
+__all__ = ["USER_SIGNALS", "Proc", "adopt_orphans", "descendants", "die_with", "kill_descendants", "open_pidfd", "send"]
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _LINUX = sys.platform == "linux"
+USER_SIGNALS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
+"""What a scheduler warns with (Slurm's --signal) or a user asks with: ranks get them, and the job goes on."""
 _prctl = ctypes.CDLL(None, use_errno=True).prctl if _LINUX else None
 
 

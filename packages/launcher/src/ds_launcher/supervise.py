@@ -14,7 +14,7 @@ from ds_launcher.child import HANDLED
 from ds_launcher.failures import exit_status, explain
 from ds_launcher.launch_plan import LaunchPlan
 from ds_launcher.link import send_launch
-from ds_launcher.procfs import adopt_orphans, kill_descendants
+from ds_launcher.procfs import USER_SIGNALS, adopt_orphans, kill_descendants
 
 __all__ = ["supervise"]
 
@@ -30,8 +30,8 @@ class _Link:
         """Send the launch and what waited."""
         with contextlib.suppress(BrokenPipeError):  # the keeper was killed already; its exit code says so
             send_launch(self._control, launch)
-            early, self._early = self._early, None
-            self._control.sendall(bytes(early or ()))
+            early, self._early = [number for number in self._early or () if number not in USER_SIGNALS], None
+            self._control.sendall(bytes(early))
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
         """Signal handler."""
@@ -73,7 +73,7 @@ def _blank(launch: LaunchPlan) -> str:
 @contextlib.contextmanager
 def _handling(link: _Link) -> Iterator[None]:
     """Forward signals to the keeper, while inside. Ignored signals (`nohup`) stay ignored."""
-    before = {number: signal.getsignal(number) for number in HANDLED}
+    before = {number: signal.getsignal(number) for number in (*HANDLED, *USER_SIGNALS)}
     try:
         for number, handler in before.items():
             if handler is not signal.SIG_IGN:

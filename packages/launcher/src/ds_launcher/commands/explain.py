@@ -1,6 +1,6 @@
 """`ds explain CODE`: what an error means and what to do, from texts that are installed with this package.
 
-Words: a *code* is the short name at the end of every error of a ds package (`docs/reference/errors.md#comm-hang`). The texts are
+Words: a *code* is the short name at the end of every error of a ds package (`ds explain comm-hang`). The texts are
 those of that page; one Markdown file a package, a section a code.
 """
 
@@ -32,7 +32,7 @@ def main(args: argparse.Namespace) -> int:
     if args.code is None:
         print(json.dumps(dict(sorted(known.items())), indent=1) if args.json else "\n".join(sorted(known)))
         return 0
-    code = args.code.rpartition("#")[2].strip()
+    code = args.code.rpartition("#")[2].strip().removeprefix("ds explain ").strip()
     if code in known:
         print(json.dumps({code: known[code]}) if args.json else f"{code}\n\n{known[code]}")
         return 0
