@@ -85,7 +85,7 @@ def test_a_run_goes_on_from_the_copies_on_its_nodes_or_from_what_was_drained(
     """Steps 2 and 4 and so on are on the node, step 4 and the last one in the store: either is the run that was not stopped."""
     near = {"folder": str(tmp_path / "node"), "root": str(tmp_path / "far"), "every": 2, "persist_every": 4}
     saving = {"incremental": True, "keep": 1}
-    asked = settings(config, zero_optimization={"stage": 2}, checkpoint={"near": near, "saving": saving})
+    asked = settings(config, zero_optimization={"stage": 2}, checkpoint={"local": near, "saving": saving})
     random.seed(1)
     first = start(Noisy(make_model()), asked, rows)
     seen = [first.train_batch() for _ in range(9)]

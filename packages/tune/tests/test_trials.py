@@ -185,7 +185,7 @@ def test_a_script_that_does_not_train_is_an_error_and_its_trial_is_kept(
         (["--config", "ds.json", "--memory", "much", "train.py"], "is no size"),
         (["--config", "ds.json", "--nproc", "2", "--micro", "3:3", "train.py"], "none of 4 configurations fits"),
         (
-            ["--config", "ds.json", "--nproc", "1", "--micro", "4:4", "--keep", "zero_optimization.stage", "train.py"],
+            ["--config", "ds.json", "--nproc", "1", "--micro", "4:4", "--fix", "zero_optimization.stage", "train.py"],
             "nothing is left",
         ),
     ],

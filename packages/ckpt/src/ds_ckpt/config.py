@@ -16,7 +16,7 @@ from ds_config import NoEffect, StrictModel, Unsupported
 
 __all__ = [
     "CheckpointConfig",
-    "NearConfig",
+    "LocalCheckpointConfig",
     "ParallelWriteConfig",
     "SavingConfig",
     "WriterConfig",
@@ -79,8 +79,8 @@ class SavingConfig(StrictModel):
         return SaveOptions(self.incremental, dict(self.codecs)) if self.incremental or self.codecs else None
 
 
-class NearConfig(StrictModel):
-    """`checkpoint.near`: snapshots on the node and on a neighbour's, drained to where checkpoints are saved.
+class LocalCheckpointConfig(StrictModel):
+    """`checkpoint.local`: snapshots on the node and on a neighbour's, drained to where checkpoints are saved.
 
     Attributes:
         folder: On each node: in memory or on a local disk; runs may not share it.
@@ -104,7 +104,7 @@ class CheckpointConfig(StrictModel):
             universal checkpoints with `ds ckpt convert --from deepspeed --to ds`.
         layout: "ds", or "deepspeed": DeepSpeed's own files, which need pickle and resume there on as many ranks, at the same
             stage. They are read again here on any number.
-        near: Null, or what `load_checkpoint` without a tag goes on from first: copies in the memory or on the disks of the nodes.
+        local: Null, or what `load_checkpoint` without a tag goes on from first: copies in the memory or on the disks of the nodes.
         writer: Null, or an object; `decoupled` asks for an asynchronous engine whose files another process writes.
     """
 
@@ -124,7 +124,7 @@ class CheckpointConfig(StrictModel):
     ] = True
     writer: WriterConfig | None = None
     saving: SavingConfig = SavingConfig()
-    near: NearConfig | None = None
+    local: LocalCheckpointConfig | None = None
     layout: Literal["ds", "deepspeed"] = Field(
         default="ds", description='"deepspeed" writes DeepSpeed\'s own files, which its loader resumes from.'
     )
@@ -149,7 +149,7 @@ def make_engine(config: CheckpointConfig, group: Any = None) -> Checkpointer:
 
 def make_near(config: CheckpointConfig, group: Any = None) -> LocalCheckpointer | None:
     """Build the local checkpointer that `config` specifies; None where none is configured. Collective over `group`."""
-    near, saving = config.near, config.saving
+    near, saving = config.local, config.saving
     if near is None:
         return None
     draining = DrainOptions(near.persist_every, saving.keep, saving.recipe())

@@ -45,7 +45,7 @@ class Components:
         applied: The transforms that the model went through.
         followers: What goes on with each applied update.
         shares: How a compiled run shares sequences that all ranks are given whole; None: it is given parts.
-        near: Copies on the nodes; None without `checkpoint.near`.
+        near: Copies on the nodes; None without `checkpoint.local`.
         sinks: Monitor sinks that this engine added and takes away when it is closed.
     """
 

@@ -68,7 +68,7 @@ def _never(value: object) -> object:
 class Config(MonitorConfig):
     """What the user wants. Read one with `load_config`; what will be done about it is a `Plan`."""
 
-    KEYS_PAGE: ClassVar[str] = "docs/reference/configuration.md"
+    KEYS_COMMAND: ClassVar[str] = "ds config key"
 
     # Batch
     train_batch_size: int | None = Field(default=None, description="Samples per step, over all ranks.")
@@ -96,7 +96,7 @@ class Config(MonitorConfig):
     gradient_predivide_factor: float = Field(
         default=1.0, gt=0, description="Divide gradients by it before they are added up, and by the rest after."
     )
-    nonfinite: Literal["warn", "skip", "stop"] = Field(
+    on_nonfinite: Literal["warn", "skip", "stop"] = Field(
         default="warn",
         description="A gradient that is not finite: warn once and update, leave such updates out, or stop with an error before the update.",
     )

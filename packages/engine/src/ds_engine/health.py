@@ -39,16 +39,16 @@ class Health:
     """What is done about numbers that go wrong.
 
     Attributes:
-        nonfinite: A gradient that is not finite: `warn` updates all the same, `skip` leaves the update out, `stop` ends the run
+        on_nonfinite: A gradient that is not finite: `warn` updates all the same, `skip` leaves the update out, `stop` ends the run
             with an error before the update.
         loss_spike_threshold: End the run when a loss is so many standard deviations above the running mean; None never does.
     """
 
-    nonfinite: Literal["warn", "skip", "stop"] = "warn"
+    on_nonfinite: Literal["warn", "skip", "stop"] = "warn"
     loss_spike_threshold: float | None = None
 
     def __str__(self) -> str:
-        done = {"warn": "warned of", "skip": "skipped", "stop": "an error before the update"}[self.nonfinite]
+        done = {"warn": "warned of", "skip": "skipped", "stop": "an error before the update"}[self.on_nonfinite]
         jump = (
             ""
             if self.loss_spike_threshold is None
@@ -184,7 +184,7 @@ class HealthWatch:
             first: The first parameter, in registration order, whose gradient is not finite.
         Cost: an all-gather of a few bytes, and in the first such step one forward of one microbatch, without gradients.
         """
-        policy, step = self.health.nonfinite, self.step_number
+        policy, step = self.health.on_nonfinite, self.step_number
         if self._num_reports == 0:
             reports = all_gather_json(asdict(self._look()), self._group, unit="nonfinite")
             self._finding = finding_text(step, first, [Seen(**fields) for fields in reports], policy)
@@ -208,7 +208,7 @@ class HealthWatch:
         """
         finding, self._finding = self._finding, None
         self.drop()
-        if finding is not None and self.health.nonfinite == "stop":
+        if finding is not None and self.health.on_nonfinite == "stop":
             raise TrainingError(
                 finding,
                 code="training-nonfinite",
@@ -263,7 +263,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 def finding_text(step: int, first: str | None, reports: Sequence[Seen], policy: str) -> str:
     """Format the ranks' findings about a non-finite gradient in readable lines. Pure."""
     done = {"warn": "it was used all the same", "skip": "the update was left out", "stop": "the run stops"}[policy]
-    lines = [f"step {step}: the gradient is not finite; {done} (nonfinite: {policy!r})"]
+    lines = [f"step {step}: the gradient is not finite; {done} (on_nonfinite: {policy!r})"]
     for rank in (s for s in reports if s.microbatches or s.tensor):
         where = f"rank {rank.rank}"
         if rank.microbatches:
@@ -278,7 +278,7 @@ def finding_text(step: int, first: str | None, reports: Sequence[Seen], policy: 
     if first is not None:
         lines.append(f"  first parameter whose gradient is not finite: {first}")
     if policy == "warn":
-        lines.append('  Later ones are counted and not told. nonfinite = "skip" or "stop" keeps the weights finite.')
+        lines.append('  Later ones are counted and not told. on_nonfinite = "skip" or "stop" keeps the weights finite.')
     return "\n".join(lines)
 
 

@@ -100,7 +100,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         # A pipeline reads data in its own order, as DeepSpeed's does.
         reading=reading_of(config.data_efficiency, multiple=_multiple(config, batch), shuffle=shapes.staging is None),
         telling=_telling(config),
-        health=Health(config.nonfinite, config.loss_spike_threshold),
+        health=Health(config.on_nonfinite, config.loss_spike_threshold),
         predivide=float(mesh.data * mesh.sequence) if config.prescale_gradients else config.gradient_predivide_factor,
         managed=config.managed_gradient_accumulation,
         curriculum=curriculum.schedule()

@@ -94,7 +94,7 @@ def test_warned_once_with_the_cause(stage: int, clip: float) -> None:
 @world(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_skipped_steps_leave_the_weights_and_the_run_goes_on(stage: int) -> None:
-    engine = engine_of(stage, nonfinite="skip")
+    engine = engine_of(stage, on_nonfinite="skip")
     bad = step_of_the_bad_sample(engine)
     skipped = [engine.train_batch().skipped for _ in range(4)]
     assert skipped == [step == bad for step in range(1, 5)]
@@ -106,7 +106,7 @@ def test_skipped_steps_leave_the_weights_and_the_run_goes_on(stage: int) -> None
 @world(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_stopped_before_the_update_on_every_rank(stage: int) -> None:
-    engine = engine_of(stage, nonfinite="stop")
+    engine = engine_of(stage, on_nonfinite="stop")
     bad = step_of_the_bad_sample(engine)
     for _ in range(bad - 1):
         engine.train_batch()
@@ -138,7 +138,7 @@ def test_a_gradient_made_in_backward_alone_names_the_parameter() -> None:
 
 @world(1)
 def test_a_search_leaves_buffers_and_random_numbers() -> None:
-    engine = engine_of(0, nonfinite="skip")
+    engine = engine_of(0, on_nonfinite="skip")
     norm = engine.module.norm
     for _ in range(step_of_the_bad_sample(engine) * 2 - 1):
         engine.backward(engine(torch.randn(2, 4)))

@@ -39,14 +39,14 @@ def register(parser: argparse.ArgumentParser) -> None:
     add("--world-size", dest="world", type=int, default=0, metavar="N", help="ranks in all, where --launch starts several hosts")
     add("--model", metavar="MODEL", help="the model as `ds plan` takes it; otherwise the first trial tells")
     add(
-        "--try",
+        "--search",
         action="append",
         default=[],
         dest="tries",
         metavar="KEY=V,V",
         help="look at these values; env.NAME is a variable",
     )
-    add("--keep", action="append", default=[], metavar="KEY", help="leave this key as it is")
+    add("--fix", dest="keep", action="append", default=[], metavar="KEY", help="leave this key as it is")
     add("--micro", default="1:1024", metavar="LOW:HIGH", help="sizes of a microbatch (1:1024)")
     add("--memory", metavar="SIZE", help="most memory of one rank, as 8GiB")
     add("--metric", choices=("throughput", "latency", "flops"), default="throughput")

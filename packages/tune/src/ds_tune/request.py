@@ -64,7 +64,7 @@ class TuningRequest:
             raise ConfigError(
                 f"nothing is left to choose: {', '.join(sorted({*self.fixed, *values_by_key})) or 'every key'} has one value",
                 code="tune-nothing",
-                fix='Write "auto" or a list for a key, leave out --keep, or give --try KEY=VALUE,VALUE.',
+                fix='Write "auto" or a list for a key, leave out --fix, or give --search KEY=VALUE,VALUE.',
             )
         return values_by_key
 

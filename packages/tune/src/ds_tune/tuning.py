@@ -150,7 +150,7 @@ def _none_fits(outcome: TuningResult) -> PlanError:
     return PlanError(
         f"none of {len(outcome.left)} configurations fits:\n  " + "\n  ".join(list(reasons)[:8]),
         code="tune-none-fits",
-        fix="Widen the limits, or what is looked at (--try KEY=VALUE,VALUE).",
+        fix="Widen the limits, or what is looked at (--search KEY=VALUE,VALUE).",
     )
 
 
@@ -171,5 +171,5 @@ def _nothing_measured(outcome: TuningResult) -> LaunchError:
     return LaunchError(
         f"no trial could be measured ({outcomes})",
         code="tune-script",
-        fix="Look at higher ZeRO stages or smaller microbatches (--try), or give more memory.",
+        fix="Look at higher ZeRO stages or smaller microbatches (--search), or give more memory.",
     )
