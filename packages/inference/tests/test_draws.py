@@ -102,7 +102,11 @@ def test_a_row_is_that_of_its_seed_and_its_number_only(model):
     """Whatever else is in the batch, with drafts, with a small cache, and of whichever length the call is."""
     how = SamplingParams(12, temperature=1.0, seed=11, n=2)
     wanted = [a.tokens for a in load(model).generate([PROMPT] * 6, how)]
-    for options in ({"num_speculative_tokens": 3}, {"budget": SchedulerConfig(5, 3)}, {"cache_tokens": 48, "block_size": 4}):
+    for options in (
+        {"num_speculative_tokens": 3},
+        {"budget": SchedulerConfig(5, 3)},
+        {"cache_tokens": 48, "block_size": 4},
+    ):
         assert [a.tokens for a in load(model, **options).generate([PROMPT] * 6, how)] == wanted, options
     assert [a.tokens for a in load(model).generate([PROMPT] * 3, how)] == wanted[:6]
     assert [a.tokens for a in load(model).generate([PROMPT], how)] == wanted[:2]

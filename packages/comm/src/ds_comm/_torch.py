@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -32,14 +32,14 @@ def backend_names(pg: dist.ProcessGroup) -> dict[str, str]:
 
 def second_connection(pg: dist.ProcessGroup) -> dist.Store:
     """Open a separate connection to the store of process group `pg`, for use by another thread."""
-    clone: dist.Store = store_of(pg).clone()  # type: ignore[attr-defined]
-    return clone
+    store: Any = store_of(pg)
+    return cast(dist.Store, store.clone())
 
 
 def store_of(pg: dist.ProcessGroup) -> dist.Store:
     """Return the store over which the ranks of process group `pg` met, below the prefix of the group."""
     store: Any = c10d._get_process_group_store(pg)  # get_group_store() knows the store of torch's own backends only
-    return store  # type: ignore[no-any-return]
+    return cast(dist.Store, store)
 
 
 def is_alive(pg: dist.ProcessGroup) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -61,5 +62,5 @@ def _absent(group: Group) -> list[int]:
     return [rank for rank, mark in zip(group.ranks, marks, strict=True) if mark < group.order.mark]
 
 
-def _store(pg: dist.ProcessGroup) -> dist.Store:
+def _store(pg: dist.ProcessGroup) -> Any:  # torch's stubs lack multi_get
     return dist.PrefixStore("ds_comm/attendance", store_of(pg))

@@ -6,7 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-__all__ = ["RequestOutput", "TokenOutput", "Tokenizer"]
+__all__ = ["RequestOutput", "TokenOutput", "Tokenizer", "ends_with_stop"]
+
+_CHARACTER = 4
+"""Most tokens of a character: each is a byte of UTF-8."""
+_UNFINISHED = "\ufffd"
 
 
 class Tokenizer(Protocol):
@@ -56,3 +60,19 @@ class RequestOutput:
     logprobs: list[float] = field(default_factory=list)
     tops: list[Mapping[int, float]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+
+
+def ends_with_stop(tokenizer: Tokenizer, answer: Sequence[int], stops: Sequence[str]) -> bool:
+    """Return whether a stop string ends in the last token of `answer`; call it once a token.
+
+    Only the last tokens are decoded, as many as the longest stop string can have. They may begin inside a character, which some decoders
+    read as no text until its bytes end: then from one of the next three tokens before them.
+    """
+    most = _CHARACTER * (max(map(len, stops)) + 1)
+    for back in range(most, most + _CHARACTER):
+        text = tokenizer.decode(answer[-back:])
+        if any(stop in text for stop in stops):
+            return True
+        if back >= len(answer) or not text.startswith(_UNFINISHED):
+            break
+    return False

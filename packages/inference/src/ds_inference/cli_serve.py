@@ -70,7 +70,9 @@ def main(args: argparse.Namespace) -> int:
         dtype=None if args.dtype is None else getattr(torch, args.dtype),
         cache_tokens=args.kv_cache_tokens,
         budget=SchedulerConfig(
-            args.max_num_batched_tokens, min(args.max_num_batched_tokens, args.max_num_seqs), max_model_len=args.max_model_len
+            args.max_num_batched_tokens,
+            min(args.max_num_batched_tokens, args.max_num_seqs),
+            max_model_len=args.max_model_len,
         ),
         tokenizer=tokenizer,
         quantize=args.quantize,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import ds_comm
 from ds_config.errors import PlanError, UnsupportedError
-from ds_inference.answers import RequestOutput, Tokenizer, TokenOutput
+from ds_inference.answers import RequestOutput, Tokenizer, TokenOutput, ends_with_stop
 from ds_inference.blocks import BlockPool
 from ds_inference.decoder_model import Cache, Runner
 from ds_inference.paged_attention import make_batch
@@ -137,7 +137,11 @@ class LLMEngine:
                 ("inference-tokenizer").
         """
         vocab = self.decoder.spec.vocab
-        for what, tokens in (("a prompt", prompt), ("logit_bias", how.logit_bias), ("stop_token_ids", how.stop_token_ids)):
+        for what, tokens in (
+            ("a prompt", prompt),
+            ("logit_bias", how.logit_bias),
+            ("stop_token_ids", how.stop_token_ids),
+        ):
             foreign = [t for t in tokens if not 0 <= t < vocab]
             if foreign:
                 raise PlanError(
@@ -415,9 +419,7 @@ class LLMEngine:
     def _says_stop(self, answer: Sequence[int], stops: tuple[str, ...]) -> bool:
         if self.tokenizer is None:  # such a request is refused: see `check`
             return False
-        # A stop string may begin in any earlier token; the last ones, as many as it has characters, hold it.
-        text = self.tokenizer.decode(answer[-(max(map(len, stops)) + 4) :])
-        return any(stop in text for stop in stops)
+        return ends_with_stop(self.tokenizer, answer, stops)
 
     def _fork(self, ask: _Ask, logits: Tensor) -> Iterator[tuple[_Ask, TokenOutput | Exception]]:
         """Further samples of a prompt whose last row this is, each with its first token, or why there is none."""

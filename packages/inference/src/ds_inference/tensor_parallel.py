@@ -97,12 +97,16 @@ class RankShard:
     def _layer(self, layer: DecoderLayerSpec) -> DecoderLayerSpec:
         a, feed = layer.attention, layer.feed
         (first, last), (kv_first, kv_last) = self._heads(a)
-        near = replace(a, heads=last - first, kv_heads=kv_last - kv_first, head_offset=first, total_heads=(a.heads, a.kv_heads))
+        near = replace(
+            a, heads=last - first, kv_heads=kv_last - kv_first, head_offset=first, total_heads=(a.heads, a.kv_heads)
+        )
         if isinstance(feed, Mlp):
             return replace(layer, attention=near, feed=replace(feed, width=_length(self._units(feed.width))))
         shared = _length(self._units(feed.shared))
         if self.by_expert:
-            return replace(layer, attention=near, feed=replace(feed, local_range=self._units(feed.count), shared=shared))
+            return replace(
+                layer, attention=near, feed=replace(feed, local_range=self._units(feed.count), shared=shared)
+            )
         width = _length(self._units(feed.width))
         return replace(layer, attention=near, feed=replace(feed, width=width, shared=shared))
 

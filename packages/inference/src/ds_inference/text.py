@@ -14,6 +14,10 @@ __all__ = ["HfTokenizer", "TextStream", "read_tokenizer"]
 
 _UNFINISHED = "\ufffd"
 """What decoders give for bytes that are not a whole character yet."""
+_CHARACTER = 4
+"""Most tokens of a character: each is a byte of UTF-8."""
+_LONGEST = 32
+"""So many tokens after a whole character, without another one, are not text. A chain of them stays short to decode."""
 
 
 class TextStream:
@@ -27,8 +31,8 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
         self._tokens: list[int] = []
-        self._emitted = 0  # characters of the window that were given out
-        self._first = 0  # tokens before this one are settled: they are only context for the decoder
+        self._context = 0  # from here tokens are decoded; it lies between characters
+        self._settled = 0  # the text of tokens before this one was given out; it lies between characters, too
         self._pending = ""
         self.stopped = False
 
@@ -37,22 +41,40 @@ class TextStream:
         if self.stopped:
             return ""
         self._tokens.append(token)
-        text = self._tokenizer.decode(self._tokens[self._first :])
-        if text.endswith(_UNFINISHED):
+        size = len(self._tokens)
+        if not self._decode(self._context, size).endswith(_UNFINISHED):
+            return self._past_stops(self._settle(size))
+        if size - self._settled <= _LONGEST:
             return ""
-        new, self._emitted = text[self._emitted :], len(text)
-        if len(self._tokens) - self._first > 32:  # decoding stays short, however long the answer
-            self._first = len(self._tokens) - 8
-            self._emitted = len(self._tokenizer.decode(self._tokens[self._first :]))
-        return self._past_stops(new)
+        # No character takes so many tokens: these are bytes of no text. What may begin a character at the end waits.
+        ends = range(size - _CHARACTER, size - _LONGEST // 2, -1)
+        whole = (end for end in ends if not self._decode(self._context, end).endswith(_UNFINISHED))
+        return self._past_stops(self._settle(next(whole, size - _CHARACTER)))
 
     def finish(self) -> str:
         """Return the pending text after the last token; incomplete characters show as a replacement character."""
         if self.stopped:
             return ""
-        text = self._past_stops(self._tokenizer.decode(self._tokens[self._first :])[self._emitted :])
+        text = self._past_stops(self._settle(len(self._tokens)))
         pending, self._pending = self._pending, ""
         return text + pending
+
+    def _settle(self, end: int) -> str:
+        """Return the text of the tokens up to `end` that was not given out, and move on.
+
+        The tokens before are decoded with them, because what a token says may depend on the one before it (spaces between words), and
+        both windows begin between characters, because a decoder may read a run of bytes with half a character as no text at all.
+        """
+        before, text = self._decode(self._context, self._settled), self._decode(self._context, end)
+        # Bytes that are no text took characters back that were given out: the new ones are read alone.
+        new = text[len(before) :] if text.startswith(before) else self._decode(self._settled, end)
+        if new or end - self._context > 2 * _LONGEST:  # a token that says nothing (a special one) is no context
+            self._context = self._settled
+        self._settled = end
+        return new
+
+    def _decode(self, begin: int, end: int) -> str:
+        return self._tokenizer.decode(self._tokens[begin:end])
 
     def _past_stops(self, new: str) -> str:
         text = self._pending + new

@@ -174,7 +174,9 @@ def _bloom(config: Config) -> DecoderSpec:
             fix="Load the model with transformers and pass the module.",
         )
     settings = {**config, "hidden_size": hidden}
-    return _older(settings, attention, feed, config.get("layer_norm_epsilon", 1e-5), embed_norm=True, max_seq_len=1 << 20)
+    return _older(
+        settings, attention, feed, config.get("layer_norm_epsilon", 1e-5), embed_norm=True, max_seq_len=1 << 20
+    )
 
 
 _BLOOM_PARTS: dict[str, tuple[str, str] | str] = {
