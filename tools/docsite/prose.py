@@ -1,10 +1,13 @@
 """Prose that people can read: known spellings, no riddling words, sentences that end.
 
-usage: python tools/docsite/prose.py [PAGE.md ...]      (all pages of docs/ and the READMEs without one)
+Pages are read whole; of the code docstrings, messages of errors and the help of commands, in which only words count.
+
+usage: python tools/docsite/prose.py [PAGE.md ...]      (all pages of docs/, the READMEs and the code without one)
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -14,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from repo import ROOT
 
-__all__ = ["MOST_WORDS", "RIDDLES", "main", "pages", "problems", "sentences"]
+__all__ = ["MOST_WORDS", "RIDDLES", "main", "pages", "problems", "sentences", "spoken", "words_of_code"]
 
 MOST_WORDS = 45
 
@@ -30,6 +33,14 @@ RIDDLES = {
     r"\bforgetful\b": "say what is lost",
     r"\bwhere (they|ranks) part\b": "where they differ",
     r"\bside door\b": "attribute, global",
+    r"\btwins?\b": "replica, copy",
+    r"\bstrays?\b": "what does not belong there",
+    r"\bsticky\b": "persistent",
+    r"\bgoes back\b": "return",
+    r"\bcomes? together\b": "meet, are combined",
+    r"\blen[dt]s?\b": "in use, allocate",
+    r"\bseats?\b": "extension point, group set",
+    r"\bat home\b": "on its rank, in its place",
 }
 _CODE = re.compile(r"^ *```.*?^ *```|^    .*?$|<!--.*?-->|^---$.*?^---$", re.MULTILINE | re.DOTALL)
 _LINE = re.compile(r"^\s*(\||#|!!!|\?\?\?|===|:::)")
@@ -64,9 +75,40 @@ def problems(text: str) -> list[str]:
     return found
 
 
+def spoken(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield line and text of docstrings, of messages and fixes of errors, and of the help of commands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if text := ast.get_docstring(node):
+                yield getattr(node, "lineno", 1), text
+        elif isinstance(node, ast.Raise) and node.exc is not None:
+            yield from ((part.lineno, part.value) for part in _texts(node.exc))
+        elif isinstance(node, ast.keyword) and node.arg in ("help", "fix", "description"):
+            yield from ((part.lineno, part.value) for part in _texts(node.value))
+
+
+def _texts(node: ast.AST) -> Iterator[ast.Constant]:
+    return (part for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str))
+
+
+def words_of_code() -> list[str]:
+    """Return what is wrong with the words of docstrings, messages and help in packages/*/src, by file and line."""
+    wrong = []
+    for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
+        for line, text in spoken(ast.parse(path.read_text())):
+            plain = re.sub(r"`[^`]*`", "", text)
+            for pattern, better in RIDDLES.items():
+                for match in re.finditer(pattern, plain, re.IGNORECASE):
+                    wrong.append(f"{path.relative_to(ROOT)}:{line}: {match[0]!r}: write {better}")
+    return wrong
+
+
 def main(names: list[str]) -> int:
-    """Say what is wrong; 1 if anything is."""
+    """Print what is wrong; return 1 if anything is."""
     wrong = 0
+    for problem in [] if names else words_of_code():
+        print(problem)
+        wrong += 1
     chosen = [Path(name).resolve() for name in names] or pages()
     for page in chosen:
         for problem in problems(page.read_text()):

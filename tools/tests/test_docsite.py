@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path, PurePosixPath
 
@@ -194,3 +195,14 @@ def test_prose_finds_long_sentences_and_riddles_outside_code():
     assert prose.problems(f"```\n{long}\n```\n") == []
     assert prose.problems("A stranger calls.")[0].startswith("'stranger': write")
     assert prose.problems("| a | " + long + " |") == []
+
+
+def test_docstrings_messages_and_help_use_the_words_of_the_field() -> None:
+    assert prose.words_of_code() == []
+
+
+def test_messages_of_errors_are_read() -> None:
+    tree = ast.parse(
+        'def f():\n    """Do nothing: reason."""\n    raise ValueError(f"a seat {1}", fix="take the twin")\n'
+    )
+    assert {text for _, text in prose.spoken(tree)} == {"Do nothing: reason.", "a seat ", "take the twin"}

@@ -1,11 +1,11 @@
 """Host memory for copies to and from a device: a pool with a bound, and an account of every byte.
 
-Words: a *block* is memory that the pool got from the system; a *buffer* is a block lent out. Where the device gains from it
+Words: a *block* is memory that the pool got from the system; a *buffer* is a block in use. Where the device gains from it
 (`facts.pinned`) blocks are page-locked by torch; elsewhere they are plain memory that starts on a page, so that direct file
 I/O can use it too.
 
 Page-locked memory is taken away from the whole machine, and torch's allocator rounds it up to powers of two. So blocks are
-powers of two there, are lent whole, and are kept for reuse; the bound counts blocks, not requests.
+powers of two there, are used whole, and are kept for reuse; the bound counts blocks, not requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["PAGE_BYTES", "PinnedBuffer", "PinnedMemoryError", "PinnedPool", "Poo
 
 PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
-_MAX_WASTE = 1.25  # a kept block is lent for a request of at least its size / 1.25
+_MAX_WASTE = 1.25  # a cached block serves a request of at least its size / 1.25
 
 
 class PinnedMemoryError(DsError, RuntimeError):
@@ -40,11 +40,11 @@ class PoolStats:
 
     Attributes:
         limit: What the pool may hold.
-        in_use_bytes: In blocks that are lent out.
+        in_use_bytes: Bytes of blocks in use.
         waiting: In blocks that were given back with an event that has not happened yet.
         cached: In blocks that are free for reuse.
-        peak: Most that lent + waiting was.
-        num_in_use: Buffers that are lent out.
+        peak: Most that in use + waiting was.
+        num_in_use: Buffers in use.
     """
 
     limit: int
@@ -61,7 +61,7 @@ class PoolStats:
 
 
 class PinnedBuffer:
-    """A lent block; give it back with `release` or by leaving a `with`.
+    """A block in use; return it with `release` or by leaving a `with`.
 
     Attributes:
         nbytes: What was asked for; the tensor has exactly this many bytes.
@@ -107,7 +107,7 @@ class PinnedBuffer:
 
         Args:
             after: An event of the device (`query() -> bool`) that happens when the last copy from or into the buffer is
-                done; the block is not lent again before. None: nothing is under way.
+                done; the block is not used again before. None: nothing is under way.
         Raises:
             PinnedMemoryError: it was given back before ("pinned-released").
         """
@@ -125,7 +125,7 @@ class PinnedBuffer:
 
 
 class PinnedPool:
-    """Lends host memory up to a bound. Safe to use from several threads.
+    """Allocates host memory up to a bound. Safe to use from several threads.
 
     Args:
         limit_bytes: What all blocks together may take.
@@ -150,7 +150,7 @@ class PinnedPool:
         self._in_use = self._peak = self._num_lent = 0
 
     def take(self, nbytes: int) -> PinnedBuffer:
-        """Lend `nbytes` of host memory: a kept block that fits well, or a new one.
+        """Allocate `nbytes` of host memory: a cached block that fits well, or a new one.
 
         Raises:
             PinnedMemoryError: the bound would be passed even without the kept blocks ("pinned-limit"); the system has no

@@ -126,7 +126,7 @@ def is_complete(path: str | os.PathLike[str] | CheckpointRef) -> bool:
 def next_sequence(storage: CheckpointStorage) -> int:
     """Return the highest sequence number below the root plus 1, damaged checkpoints included.
 
-    A number that no series of saves reaches counts only from a manifest that is sound: what damage or a stranger wrote there
+    A number that no series of saves reaches counts only from a manifest that is sound: what damage or another program wrote there
     would push all later saves beyond what readers take.
 
     Raises:

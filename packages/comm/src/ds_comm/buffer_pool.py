@@ -1,7 +1,7 @@
 """Flat buffers that are used again, so that a steady step allocates nothing.
 
 A *pool* hands out tensors by (elements, dtype, device) and takes them back. A buffer that an unfinished collective writes or reads must
-not be given back before its wait. Memory of a device goes back to torch's allocator, which keeps it, too, and gives it to activations
+not be given back before its wait. Memory of a device returns to torch's allocator, which keeps it, too, and gives it to activations
 meanwhile.
 """
 

@@ -1,4 +1,4 @@
-"""The executor of one step's actions on this rank: the seat of pipelines. A model that is not cut takes `OneStage`.
+"""The executor of one step's actions on this rank: the extension point of pipelines. A model that is not cut takes `OneStage`.
 
 Words: *actions* are this rank's row of the plan's program; a *pass* is a forward or a backward of one microbatch; a pass
 is *open* between its forward and its backward. Any number may be open.

@@ -194,7 +194,7 @@ class _Reorder(torch.autograd.Function):
 
 
 class _ChoiceRows(torch.autograd.Function):
-    """Values of choices [T, k] in the order of rows; the gradient goes back by the inverse order."""
+    """Values of choices [T, k] in the order of rows; the gradient takes the inverse order."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, slots: Tensor, rows: Tensor) -> Tensor:

@@ -272,7 +272,7 @@ class _PulledRows(torch.autograd.Function):
 
 
 class _Home(torch.autograd.Function):
-    """Gradients of the sums are taken by the ranks of the experts, which have the results too: so nothing is kept at home."""
+    """Gradients of the sums are taken by the ranks of the experts, which have the results too: so nothing is saved on the source rank."""
 
     @staticmethod
     def forward(ctx: Any, results: Tensor, weights: Tensor, way: DispatchPlan) -> Tensor:

@@ -131,7 +131,7 @@ class Pulls:
     """Which rows of memory that P ranks share one rank takes, and where it finds its own again; each rank has `room` rows there.
 
     Attributes:
-        inward: int64 [R]: the rows of this rank's experts, by expert, then by source, where they are at home.
+        inward: int64 [R]: the rows of this rank's experts, by expert, then by source, on their source rank.
         source: int64 [R]: the first row of the rank that each is of.
         home: int64: where each of this rank's rows is at its expert's, which keeps them in the order of its own `inward`. Without
             those that no expert has.

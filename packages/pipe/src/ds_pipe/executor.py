@@ -27,7 +27,7 @@ __all__ = ["Criterion", "GradientReduction", "MicrobatchSource", "PipelineExecut
 
 
 class GradientReduction(Protocol):
-    """How gradients of weights become one over the ranks that hold them: the seat of data parallelism and ZeRO."""
+    """How gradients of weights become one over the ranks that hold them: the extension point of data parallelism and ZeRO."""
 
     def around(self, action: Action) -> AbstractContextManager[None]:
         """Return a context to enter around an action that adds to weight gradients.

@@ -30,7 +30,7 @@ _PACKED_BYTES = 512 * 1024
 
 
 class JointMessage:
-    """One message of several units of one seat, and what every one of them waits for. All ranks make the same calls in the same order.
+    """One message of several units of one group set, and what every one of them waits for. All ranks make the same calls in the same order.
 
     `sum` and `exchange` are those of `ds_zero.runtime.gradients.BucketMessage`.
     """

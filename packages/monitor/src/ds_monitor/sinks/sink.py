@@ -24,7 +24,7 @@ class ScalarSink:
     """Collects gauges (the last of a step) and counters (running totals), and hands them on once a step.
 
     A subclass gives `put(name, value, x, time_s)`, called at most once per name and step, with x never repeated for a
-    name unless the job itself goes back.
+    name unless the job itself returns to an earlier step.
     """
 
     def __init__(self, axis: Axis = "step") -> None:

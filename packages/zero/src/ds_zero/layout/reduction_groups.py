@@ -2,7 +2,7 @@
 
 *Family* and *assignment* are those of `ds_comm.reduction_group`. A parameter without an assignment is of the family *dense*: the ranks that the
 model was given to. A *replica* is `shard_size` neighbouring ranks that share one copy of the sharded state. Rank r of every replica
-holds the same shard; these ranks are *twins*, and sum its gradient (Zhang et al. 2022, "MiCS").
+holds the same shard; these ranks are *replicas*, and sum its gradient (Zhang et al. 2022, "MiCS").
 """
 
 from __future__ import annotations

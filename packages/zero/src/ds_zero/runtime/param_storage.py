@@ -123,7 +123,7 @@ class PrivateStorage:
         """Start to fill full. Sends (N-1)/N of its bytes.
 
         Args:
-            channel: Ranks of the seat over another channel than for foreseen gathers.
+            channel: Ranks of the group set over another channel than for foreseen gathers.
             exact: Send no codes.
         """
         del exact
@@ -132,7 +132,11 @@ class PrivateStorage:
 
     def _gather(self, channel: comm.Group | None, wire: CommFormat) -> None:
         group_set = self._unit.groups
-        route = group_set.route if channel is None and group_set.nodes is not None and group_set.nodes.hierarchical else None
+        route = (
+            group_set.route
+            if channel is None and group_set.nodes is not None and group_set.nodes.hierarchical
+            else None
+        )
         start = partial(self._send, route, channel)
         for (begin, end), source in zip(self._layout.spans, self._sources(), strict=True):
             self._works.append(wire.gather(self.full[begin:end], self._load(source), start))

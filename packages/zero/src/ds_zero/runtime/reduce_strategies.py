@@ -44,7 +44,7 @@ from ds_zero.runtime.unit_groups import GroupSet
 __all__ = ["EmbeddingRowReducer", "P2PReduceScatter", "ShmReduceScatter", "make_reducer", "tables"]
 
 LEAST_KEPT = 16384
-"""Elements; in shared memory, copying fewer takes less time than the call that would spare it."""
+"""Elements; in shared memory, copying fewer takes less time than the call that would avoid the copy."""
 LEAST_SENT = 131072
 """Elements; a message of its own for fewer takes longer than to copy them to others."""
 

@@ -141,7 +141,7 @@ class GroupSet:
 
 
 class GroupTable:
-    """The seats of one model by family, and the groups made for them. Construction is collective over each family's group.
+    """The group sets of one model by reduction group, and the groups made for them. Construction is collective over each family's group.
 
     Args:
         families: Dense first; the others in the same order on every rank.
@@ -162,7 +162,7 @@ class GroupTable:
         self._dense = families[DENSE].group
         self._created_groups: list[Group] = []
         self._dense_shards: Group | None = None
-        self.seats: dict[str, GroupSet] = {}
+        self.group_sets: dict[str, GroupSet] = {}
         if options.nodes is not None and not options.residency.shard_params:
             raise PlanError(
                 f"nodes of {options.nodes.size} ranks were told with {options.residency}: no parameter is gathered in forward or "
@@ -175,8 +175,8 @@ class GroupTable:
         for name, family in families.items():
             shards = None if family.shards is None else family.shards.ranks
             alike = self._alike.setdefault((family.group.ranks, shards), [])
-            known = self.seats[alike[0]] if alike else self._make(family)
-            self.seats[name] = replace(known, reduction_group=family)
+            known = self.group_sets[alike[0]] if alike else self._make(family)
+            self.group_sets[name] = replace(known, reduction_group=family)
             alike.append(name)
 
     def _make(self, family: ReductionGroup) -> GroupSet:
@@ -249,13 +249,13 @@ class GroupTable:
                 sends_from_anywhere(group_set.shard_group, device),
                 group_set.nodes,
             )
-            for name, group_set in self.seats.items()
+            for name, group_set in self.group_sets.items()
         }
 
     def share(self, units: Sequence[UnitPlan]) -> None:
         """Get the memory that hosts share for `units`. Collective over each family's shards."""
         for alike in self._alike.values():
-            group_set = self.seats[alike[0]]
+            group_set = self.group_sets[alike[0]]
             local_units = {number: unit for number, unit in enumerate(units) if unit.spec.family in alike}
             if not group_set.shared or not local_units:
                 continue
@@ -267,16 +267,16 @@ class GroupTable:
             fulls = {number: (unit.layout.numel, unit.dtypes.param) for number, unit in local_units.items()}
             host = ShmUnitMemory(group_set.shard_group, fulls, max(widths, default=0))
             for name in alike:
-                self.seats[name] = replace(self.seats[name], host=host)
+                self.group_sets[name] = replace(self.group_sets[name], host=host)
 
     @property
     def hosts(self) -> list[ShmUnitMemory]:
         """Shared memories, each once, in the order of families."""
-        return list(dict.fromkeys(group_set.host for group_set in self.seats.values() if group_set.host is not None))
+        return list(dict.fromkeys(group_set.host for group_set in self.group_sets.values() if group_set.host is not None))
 
     def drop(self) -> None:
         """Destroy the groups that were made. Collective."""
-        late = {id(s._late): s._late for s in self.seats.values() if s.gather_group is not s.shard_group}
+        late = {id(s._late): s._late for s in self.group_sets.values() if s.gather_group is not s.shard_group}
         for group in [
             *(group for late_groups in late.values() for group in late_groups),
             *reversed(self._created_groups),
