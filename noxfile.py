@@ -15,7 +15,7 @@ import nox
 
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tools"))
-from repo import install, measuring, projects, releasing, suite, wheelhouse  # noqa: E402
+from repo import install, measuring, projects, releasing, staging, suite, wheelhouse  # noqa: E402
 
 nox.needs_version = ">=2024.10.9"
 nox.options.default_venv_backend = "uv|virtualenv"
@@ -277,11 +277,14 @@ def wheels(session: nox.Session) -> None:
     builder = developing(session, "wheels")
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
+    staged = Path(session.create_tmp()) / "staged"
+    shutil.rmtree(staged, ignore_errors=True)
     for project in PACKAGES.values():
         flags = ("-q", "--no-isolation", "-o", str(dist))
-        session.run(builder, "-m", "build", *flags, str(project.folder), external=True)
+        session.run(builder, "-m", "build", *flags, str(staging.stage(project, PACKAGES, staged)), external=True)
         # An installation falls back to pure Python where nothing compiles; a wheel that we publish must not.
-        if project.native and list(dist.glob(f"{project.module}-{project.version}-*-none-any.whl")):
+        built = projects.upload_name(project.name).replace("-", "_")
+        if project.native and list(dist.glob(f"{built}-{project.version}-*-none-any.whl")):
             session.error(f"{project.name} was built without its native modules: the output above says why")
     for wheel in dist.glob("*-linux_*.whl"):
         # OpenMP's pool is torch's: a copy of libgomp in the wheel would be a second one.
@@ -290,7 +293,7 @@ def wheels(session: nox.Session) -> None:
     session.run("twine", "check", "--strict", *map(str, sorted(dist.iterdir())), external=True)
     put_into(session, "-c", CONSTRAINTS, *projects.third_party(PACKAGES, PACKAGES))
     again = "--reinstall" if session.venv_backend == "uv" else "--force-reinstall"
-    ours = [f"{project.name}=={project.version}" for project in PACKAGES.values()]
+    ours = [f"{projects.upload_name(project.name)}=={project.version}" for project in PACKAGES.values()]
     put_into(session, "--no-deps", "--no-index", again, "--find-links", str(dist), *ours)
     session.run("python", "-P", "tools/smoke.py", *[project.module for project in PACKAGES.values()])
     session.run("ds", "--help", silent=True)
@@ -316,8 +319,12 @@ def release(session: nox.Session) -> None:
     except releasing.ReleaseError as error:
         session.error(str(error))
     out = ROOT / "dist" / planned.tag
+    staged = Path(session.create_tmp()) / "staged"
+    shutil.rmtree(staged, ignore_errors=True)
     flags = ("-q", "--no-isolation", "-o", str(out))
-    session.run(python, "-m", "build", *flags, str(PACKAGES[planned.name].folder), external=True)
+    session.run(
+        python, "-m", "build", *flags, str(staging.stage(PACKAGES[planned.name], PACKAGES, staged)), external=True
+    )
     session.run("twine", "check", "--strict", *map(str, out.iterdir()), external=True)
     session.log(f"release it with: git push origin HEAD {planned.tag}")
 

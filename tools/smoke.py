@@ -6,9 +6,10 @@ usage: python -P tools/smoke.py ds_config ds_zero ...
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import sys
 from pathlib import Path
+
+from ds_config.installed import version_of
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
@@ -20,7 +21,7 @@ def main(modules: list[str]) -> int:
         if where.is_relative_to(CHECKOUT / "packages"):
             sys.stderr.write(f"{name} was imported from the checkout, not from its wheel: {where}\n")
             return 1
-        sys.stdout.write(f"{name} {importlib.metadata.version(name.replace('_', '-'))}\n")
+        sys.stdout.write(f"{name} {version_of(name)}\n")
     return 0
 
 

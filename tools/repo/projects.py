@@ -15,6 +15,7 @@ from pathlib import Path
 from repo import ROOT
 
 __all__ = [
+    "UPLOAD_PREFIX",
     "Project",
     "closure",
     "dev_requirements",
@@ -24,7 +25,11 @@ __all__ = [
     "requirement_name",
     "third_party",
     "torch_bounds",
+    "upload_name",
 ]
+
+UPLOAD_PREFIX = "dsuite-"
+"""What names of distributions begin with on the index; see `repo.staging`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,11 @@ class Project:
     @property
     def source(self) -> Path:
         return self.folder / "src" / self.module
+
+
+def upload_name(name: str) -> str:
+    """Return the name under which a distribution is uploaded: `ds-zero` -> `dsuite-zero`. Others keep theirs."""
+    return UPLOAD_PREFIX + name.removeprefix("ds-") if name.startswith("ds-") else name
 
 
 def requirement_name(requirement: str) -> str:

@@ -140,8 +140,8 @@ def unresolved() -> list[str]:
                     names.add(node.attr)
                 elif isinstance(node, ast.alias):
                     names.update((node.asname or node.name).split("."))
-                elif isinstance(node, ast.arg) or (isinstance(node, ast.keyword) and node.arg):
-                    names.add(node.arg)
+                elif isinstance(node, ast.arg | ast.keyword):
+                    names.add(node.arg or "")
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                     names.update(re.findall(r"\w+", node.value) if len(node.value) < 80 else ())
             own[module.name] |= names

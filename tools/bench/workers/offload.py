@@ -44,6 +44,7 @@ def ours(config: Config, model: nn.Module, stage: int, where: str, bf16: bool, f
         loss = config.loss(model, data)
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         return loss.detach()
 
     return step
@@ -110,6 +111,7 @@ def timeline(config: Config, folder: str, rank: int) -> dict[str, list[tuple[str
     for i in range(4):
         config.loss(model, config.data(i, rank)).backward()
         optimizer.step()
+        optimizer.zero_grad()
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     dist.barrier()
@@ -120,6 +122,7 @@ def timeline(config: Config, folder: str, rank: int) -> dict[str, list[tuple[str
         loss.backward()
         marks.append(time.perf_counter())
         optimizer.step()
+        optimizer.zero_grad()
         marks.append(time.perf_counter())
     time.sleep(0.2)
     over.set()

@@ -138,6 +138,7 @@ def ours(config: Config, model: nn.Module, stage: int) -> Step:
         loss = config.loss(model, data)
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         return loss
 
     return step

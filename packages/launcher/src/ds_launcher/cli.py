@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
 from ds_config.did_you_mean import nearest
 from ds_config.errors import DsError
+from ds_config.installed import version_of
 from ds_launcher.discovery import ALIASES, commands, help_line, load_command, parser_of
 
 __all__ = ["main"]
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_overview())
         return 0 if words else _USAGE_ERROR
     if words[0] == "--version":
-        print(f"ds {version('ds-launcher')}")
+        print(f"ds {version_of('ds_launcher')}")
         return 0
     known = commands()
     if words[0] in ALIASES and words[0] not in known:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, distributions, entry_points
 from typing import Any
 
+from ds_config.installed import distributions_of
 from ds_config.report_tables import GROUP, Check, PackageReport, ReportLevel, TextTable
 from ds_launcher.backends import BACKENDS
 from ds_launcher.devices import KINDS, find_devices
@@ -108,7 +109,7 @@ def environment(quick: bool = False) -> PackageReport:
 def _facts() -> dict[str, dict[str, Any]]:
     devices = find_devices(os.environ)
     versions = {(d.metadata["Name"] or "").lower(): d.version for d in distributions()}
-    ours = sorted(name for name in versions if name.startswith("ds-"))
+    ours = sorted(distributions_of())
     variables = {name: os.environ[name] for name in sorted(os.environ) if name in _SHOWN or name.startswith(_plain())}
     return {
         "python": {"version": platform.python_version(), "executable": sys.executable},

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
 import sysconfig
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+
+from ds_config.installed import version_of
 
 __all__ = ["build_folder", "built_modules", "cache_root", "module_file", "source_dir", "sources_key"]
 
@@ -63,6 +65,6 @@ def source_dir() -> Path | None:
 
 def _version() -> str:
     try:
-        return importlib.metadata.version("ds-ops")
-    except importlib.metadata.PackageNotFoundError:  # used from a checkout that was not installed
+        return version_of("ds_ops")
+    except PackageNotFoundError:  # used from a checkout that was not installed
         return "uninstalled"

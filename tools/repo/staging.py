@@ -1,0 +1,57 @@
+"""The names under which packages are uploaded, and a copy of a package that has them.
+
+In the tree distributions are called `ds-zero`, imports `ds_zero`. The index refuses four of these names as too similar to others (`dsconfig`,
+`dsdata`, `dsmonitor`, `dspipe`), so uploads have the prefix that `repo.projects.UPLOAD_PREFIX` says; imports and commands stay.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from repo import ROOT
+from repo.projects import Project, upload_name
+
+__all__ = ["similar_names", "stage", "staged_pyproject"]
+
+
+def similar_names(names: Iterable[str], existing: Iterable[str]) -> list[str]:
+    """Return the names that the index would refuse beside `existing`: equal without `-_.`, with o as 0 and l, i as 1."""
+    there = {_folded(name) for name in existing}
+    return [name for name in names if _folded(name) in there]
+
+
+def _folded(name: str) -> str:
+    return re.sub(r"[-_.]", "", name.lower()).replace("o", "0").replace("l", "1").replace("i", "1")
+
+
+def staged_pyproject(text: str, projects: Mapping[str, Project]) -> str:
+    """Return a pyproject.toml in which every distribution of ours has its upload name, in `name` and in requirements."""
+    ours = "|".join(map(re.escape, sorted(projects, key=len, reverse=True)))
+    text = re.sub(rf'^(name = ")({ours})"', lambda m: f'{m[1]}{upload_name(m[2])}"', text, count=1, flags=re.MULTILINE)
+    return re.sub(rf'(?<=")({ours})(?=[\[<>=~!;, ])', lambda m: upload_name(m[1]), text)
+
+
+def stage(project: Project, projects: Mapping[str, Project], folder: Path) -> Path:
+    """Copy what git has of a package to `folder`/packages/NAME with its upload name, beside a link to native/.
+
+    Returns:
+        The copy, to be built as the package itself would be.
+    """
+    source = project.folder.relative_to(ROOT)
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", str(source)], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target)
+    for shared in ("native", "LICENSE"):
+        if not (folder / shared).exists():
+            (folder / shared).symlink_to(ROOT / shared)
+    copy = folder / source / "pyproject.toml"
+    copy.write_text(staged_pyproject(copy.read_text(), projects))
+    return folder / source
