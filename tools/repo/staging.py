@@ -36,7 +36,7 @@ def staged_pyproject(text: str, projects: Mapping[str, Project]) -> str:
 
 
 def stage(project: Project, projects: Mapping[str, Project], folder: Path) -> Path:
-    """Copy what git has of a package to `folder`/packages/NAME with its upload name, beside a link to native/.
+    """Copy what git has of a package to `folder`/packages/NAME with its upload name and the licence, beside a link to native/.
 
     Returns:
         The copy, to be built as the package itself would be.
@@ -49,9 +49,9 @@ def stage(project: Project, projects: Mapping[str, Project], folder: Path) -> Pa
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, target)
-    for shared in ("native", "LICENSE"):
-        if not (folder / shared).exists():
-            (folder / shared).symlink_to(ROOT / shared)
+    if not (folder / "native").exists():
+        (folder / "native").symlink_to(ROOT / "native")
+    shutil.copy2(ROOT / "LICENSE", folder / source / "LICENSE")  # the backends put it into sdist and wheel
     copy = folder / source / "pyproject.toml"
     copy.write_text(staged_pyproject(copy.read_text(), projects))
     return folder / source

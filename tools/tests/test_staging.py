@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 
+from repo import ROOT
 from repo.projects import load, requirement_name, upload_name
 from repo.staging import similar_names, stage, staged_pyproject
 
@@ -38,4 +39,5 @@ def test_a_staged_package_needs_staged_packages(tmp_path) -> None:
         assert not set(needed) & set(projects)
         assert len(needed) == len(project.dependencies)
         assert (copy / "src").is_dir()
+        assert (copy / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert (tmp_path / "native" / "CMakeLists.txt").is_file()
