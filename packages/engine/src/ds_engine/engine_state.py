@@ -29,6 +29,7 @@ from ds_engine.lr_schedules import momentum_of, set_momentum, set_rates
 from ds_engine.plan import Plan
 from ds_engine.pretrained import SavesWhole
 from ds_engine.result import StepResult
+from ds_engine.whole_values import KnownState
 from ds_pipe import Action
 from ds_zero import ShardedModel, ShardedOptimizer
 from ds_zero.offload.suspend import KINDS
@@ -82,6 +83,7 @@ class EngineState(nn.Module):
         self._position = 0  # which microbatch of the program comes next
         self._ledger = LossAccumulator()
         cut = self.plan.residency.shard_params or self.mesh["tensor"].size > 1
+        self._known = KnownState()
         self._saves = SavesWhole.all_in(self) if cut else []
 
     def __getattr__(self, name: str) -> Any:
@@ -175,7 +177,24 @@ class EngineState(nn.Module):
         self._present("full_state_dict")
         if self.optimizer is not None:
             self.optimizer.synchronise()
-        return full_state(module, self.sharding, lead=lead, **options)
+        state = full_state(module, self.sharding, lead=lead, **options)
+        if module is self.module and options.get("dtype") is None:
+            self._known.remember(module, state)
+        return state
+
+    def known_state_of(self, module: nn.Module) -> dict[str, Tensor] | None:
+        """Return the full state dict of a module inside the model from what `full_state_dict` last gave this rank.
+
+        None if the caller does not have it any more, or weights have changed since.
+        """
+        return self._known.of(self.module, module)
+
+    def is_gathered(self, module: nn.Module) -> bool:
+        """Whether a `GatheredParameters` keeps parameters of a module inside the model whole, which are not parts of larger tensors."""
+        if self.mesh["tensor"].size > 1:
+            return False
+        inside = set(map(id, module.parameters()))
+        return any(unit.pins and not inside.isdisjoint(map(id, unit.params)) for unit in self.sharding.units)
 
     def load_full_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
         """Load such a dict, given alike on every rank. Collective. Returns missing and unexpected keys."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_engine
+import ds_zero
 from ds_config.errors import ShardedAccessError, set_place
 from ds_engine.pretrained import SavesWhole
 from ds_testing import world
@@ -123,5 +124,150 @@ def test_a_rank_alone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(SavesWhole, "wait_s", 60.0)
     engine.save_pretrained(str(tmp_path / "all"))
     same(tmp_path / "all" / "0.pt", state)
+    engine.close()
+    set_place("")
+
+
+class Elsewhere(nn.Module):
+    """As sentence-transformers has it: another name for the folder, no state dict; its parts are saved by their own methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Saved()
+        self.extra = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.extra(x))
+
+    def save_pretrained(self, path: str, safe: bool = True) -> None:
+        self.inner.save_pretrained(path, safe)
+        torch.save(self.extra.state_dict(), Path(path) / "extra.pt")
+
+
+class Adapted(nn.Module):
+    """As PEFT has it: what is saved is a part of the model's own state dict, and a prompt that an encoder is called for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.base, self.lora = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)
+        self.prompt_encoder = nn.ModuleDict({"default": nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        prompt = self.prompt_encoder["default"](torch.arange(4))
+        return (self.base(x) + self.lora(x) + prompt).square().mean()
+
+    def save_pretrained(self, save_directory: str, is_main_process: bool = True, **kwargs: Any) -> None:
+        state = kwargs.get("state_dict") or self.state_dict()
+        chosen = {name: value for name, value in state.items() if name.startswith("lora")}
+        chosen["prompt"] = self.prompt_encoder["default"](torch.arange(4)).detach()
+        if is_main_process:
+            os.makedirs(save_directory, exist_ok=True)
+            torch.save(chosen, Path(save_directory) / "adapter.pt")
+
+
+def engine_of(model: nn.Module) -> tuple[Any, nn.Module]:
+    """An engine at stage 3 after a step, and the same model in one process."""
+    plain, x = copy.deepcopy(model), torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.5)
+    plain(x).backward()
+    optimizer.step()
+    config = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "gradient_clipping": 0,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    engine, *_ = ds_engine.initialize(model=model, config=config)
+    engine.backward(engine(x if isinstance(model, Adapted) else x.chunk(2)[engine.mesh.rank]))
+    engine.step()
+    return engine, plain
+
+
+def adapter_of(plain: Adapted) -> dict[str, Tensor]:
+    state = {name: value for name, value in plain.state_dict().items() if name.startswith("lora")}
+    return state | {"prompt": plain.prompt_encoder["default"](torch.arange(4)).detach()}
+
+
+@pytest.mark.parametrize("chosen", ["all", "trained"])
+@world(2)
+def test_one_rank_saves_what_is_gathered(chosen: str, tmp_path: Path) -> None:
+    """PEFT's recipe; on a rank that waited for others, this would take the test's whole time."""
+    engine, plain = engine_of(Adapted())
+    params = [p for p in engine.module.parameters() if p.requires_grad or chosen == "all"]
+    with ds_zero.GatheredParameters(params):
+        if engine.mesh.rank == 0:
+            engine.module.save_pretrained(str(tmp_path / "adapter"))
+    if engine.mesh.rank == 0:
+        same(tmp_path / "adapter" / "adapter.pt", adapter_of(plain))
+    engine.close()
+    set_place("")
+
+
+@world(2)
+def test_nothing_empty_is_written(tmp_path: Path) -> None:
+    engine, _ = engine_of(Around())
+    with ds_zero.GatheredParameters([engine.module.inner.up.weight]):
+        if engine.mesh.rank == 0:
+            with pytest.raises(ShardedAccessError, match=r"inner.up.bias was to be saved by this rank"):
+                engine.module.save_pretrained(str(tmp_path / "part"))
+    assert "Unreadable" not in str(engine.module.state_dict())
+    engine.close()
+    set_place("")
+
+
+@pytest.mark.parametrize("way", ["all", "given", "known"])
+@world(2)
+def test_a_prompt_is_saved_while_the_other_ranks_wait(way: str, tmp_path: Path) -> None:
+    engine, plain = engine_of(Adapted())
+    state = engine.full_state_dict() if way != "all" else {}
+    if way == "given":
+        state = {name: value.clone() for name, value in state.items()}
+        if engine.mesh.rank == 0:
+            engine.module.save_pretrained(str(tmp_path / "adapter"), state_dict=state)
+    elif way == "all" or engine.mesh.rank == 0:
+        engine.module.save_pretrained(str(tmp_path / "adapter"))
+    if engine.mesh.rank == 0:
+        same(tmp_path / "adapter" / "adapter.pt", adapter_of(plain))
+    engine.close()
+    assert "Sequential" in str(type(engine.module.prompt_encoder["default"]))
+    set_place("")
+
+
+@pytest.mark.parametrize("way", ["all", "known", "gathered"])
+@world(2)
+def test_a_method_without_a_state_dict_saves_whole_weights(way: str, tmp_path: Path) -> None:
+    engine, plain = engine_of(Elsewhere())
+    state = engine.full_state_dict() if way == "known" else {}
+    if way == "gathered":
+        with ds_zero.GatheredParameters(engine.module):
+            if engine.mesh.rank == 0:
+                engine.module.save_pretrained(str(tmp_path / "m"))
+    elif way == "all" or engine.mesh.rank == 0:
+        engine.module.save_pretrained(str(tmp_path / "m"))
+    if engine.mesh.rank == 0:
+        same(tmp_path / "m" / "0.pt", dict(plain.inner.state_dict()))
+        same(tmp_path / "m" / "extra.pt", dict(plain.extra.state_dict()))
+        assert bool(state) == (way == "known")
+    engine.close()
+    set_place("")
+
+
+@world(2)
+def test_a_state_that_is_known_is_not_used_after_a_step_and_all_may_call(tmp_path: Path) -> None:
+    model = Saved()
+    engine, state = started(model, 3, 1)
+    whole = engine.full_state_dict()
+    model.save_pretrained(str(tmp_path / "first"))
+    same(tmp_path / "first" / "0.pt", state)
+    x = torch.ones(4, 8).chunk(2)[engine.mesh.rank]
+    engine.backward(engine(x))
+    engine.step()
+    model.save_pretrained(str(tmp_path / "second"))
+    found = torch.load(tmp_path / "second" / "0.pt", weights_only=True)
+    again = engine.full_state_dict()
+    if engine.mesh.rank == 0:
+        assert not torch.equal(found["up.weight"], whole["up.weight"])
+        same(tmp_path / "second" / "0.pt", again)
     engine.close()
     set_place("")
