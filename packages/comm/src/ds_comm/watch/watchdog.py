@@ -402,7 +402,7 @@ class Watchdog:
             line += f" Details: ds comm debug {dump.parent} --job {self._job}"
         except OSError as error:
             line += f" No dump: {error}"
-        sys.stderr.write(f"{line} docs/reference/errors.md#{finding.code}\n")
+        sys.stderr.write(f"{line} ds explain {finding.code}\n")
         sys.stderr.flush()
         sys.stdout.flush()
         try:

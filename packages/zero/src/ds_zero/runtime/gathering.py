@@ -26,6 +26,7 @@ from torch.nn.parameter import Parameter
 
 from ds_zero._torch import graph_task_id
 from ds_zero.runtime.autograd import Backward, ForwardCall
+from ds_zero.runtime.gather_agreement import GatherAgreement
 from ds_zero.runtime.gather_order import Arrivals, GatherOrder
 from ds_zero.runtime.init_shards import Copier
 from ds_zero.runtime.sharded_parameter import AccessHandler, keep, placeholder_of, unkeep
@@ -75,6 +76,7 @@ class Gathering(AccessHandler):
         self._strays: set[int] = set()
         self._warned = self._awaits_backward = False
         self._persistent: frozenset[int] = frozenset()
+        self._agreement: GatherAgreement | None = None
 
     # ---- hooks come and go
 
@@ -95,6 +97,7 @@ class Gathering(AccessHandler):
             pre, post = map(self.hooked, self._forward_hooks(module, name, tuple(numbers)))
             self._handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(post, always_call=True))
+        self._agreement = GatherAgreement(self.units, self.released, list(of_module))
 
     def remove_hooks(self) -> None:
         """Take the hooks back; parameters stay as they are."""
@@ -169,17 +172,19 @@ class Gathering(AccessHandler):
         def pre(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if module is not owner_ref():
                 return
+            calls.append(None)  # what `post` ends, also where a gather raises
             if graph_task_id() != -1:  # recomputation
                 self._in_backward.enter()
                 for number in numbers:
                     self.gather(number, self._backward)
             else:
-                order = self._enter(name)
                 for number in numbers:
                     self.running[number] += 1
+                order = self._enter(name)
+                for number in numbers:
                     self.gather(number, order)
-            watched = numbers and torch.is_grad_enabled()
-            calls.append(ForwardCall(self, numbers).begin((args, kwargs)) if watched else None)
+            if numbers and torch.is_grad_enabled():
+                calls[-1] = ForwardCall(self, numbers).begin((args, kwargs))
 
         def post(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if module is not owner_ref():
@@ -200,12 +205,20 @@ class Gathering(AccessHandler):
 
     def _enter(self, name: str) -> GatherOrder:
         """Enter a module's forward; the outermost forward begins a phase."""
-        if self._depth == 0 or self._forward is None:
+        order, self._depth = self._forward, self._depth + 1
+        if self._depth == 1 or order is None:
             self._in_backward.abandon()
-            self._forward = self._forwards[name]
-            self._forward.begin()
-        self._depth += 1
-        return self._forward
+            order = self._forward = self._order_for(name)
+            order.begin()
+        return order
+
+    def _order_for(self, name: str) -> GatherOrder:
+        """Return the order of a phase that begins with the forward of module `name`; of those that the ranks call, where they differ."""
+        names = [name] if not name or self._agreement is None else self._agreement.modules_of_phase(name)
+        if len(names) == 1:
+            return self._forwards[name]
+        numbers = [number for one in names for number in self._forwards[one].sequence]
+        return self._order(list(dict.fromkeys(numbers)))
 
     def _leave(self) -> None:
         self._depth -= 1
@@ -257,6 +270,8 @@ class Gathering(AccessHandler):
         elif unit.state in (Full.RELEASED, Full.STALE):
             if order is not None:
                 order.recorded.append(number)
+            if self._agreement is not None:
+                self._agreement.check_on_the_spot(number)
             unit.start_unshard(channel=unit.groups.late_group())
         unit.finish_unshard()
 

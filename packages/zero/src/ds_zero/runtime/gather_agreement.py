@@ -1,0 +1,90 @@
+"""What ranks tell each other before gathers that no recorded order of the whole model covers, so that none takes another unit's bytes.
+
+The order of a phase is that of the module whose forward begins it, so the ranks must have begun the same one. Where a program calls
+submodules by themselves, they say which: if they called several, all of them follow the orders of these modules one after the other. A
+gather on the spot has no order; the ranks say which unit they mean.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import torch
+
+import ds_comm as comm
+from ds_comm import Group
+from ds_comm.metadata import metadata_device
+from ds_config.errors import PlanError
+from ds_zero.runtime.unit import Unit
+
+__all__ = ["GatherAgreement"]
+
+
+class GatherAgreement:
+    """The words of one model's released units. Every method is collective over the ranks that share their shards.
+
+    Args:
+        units: In canonical order.
+        released: Numbers of those that have no memory between uses.
+        modules: Names of the modules that begin phases, alike on all ranks.
+    """
+
+    def __init__(self, units: Sequence[Unit], released: Sequence[int], modules: Sequence[str]) -> None:
+        self._units, self._modules = units, list(modules)
+        self._members = list(dict.fromkeys(units[number].groups.shard_group.ranks for number in released))
+        self._first = units[released[0]]
+        counters: dict[str, Iterator[int]] = defaultdict(itertools.count)
+        # Numbers may differ between ranks that have parameters of other families; the place within the family does not.
+        self._places = [next(counters[unit.spec.family]) for unit in units]
+
+    def modules_of_phase(self, name: str) -> list[str]:
+        """Return the modules whose forwards begin now on some rank, each once, by rank; `name` is this rank's.
+
+        Raises:
+            PlanError: they differ, and units are cut over several sets of ranks, which do not know each other's ("zero-calls-differ").
+        Cost: an all-gather of 8 bytes a rank.
+        """
+        called = self._all_of(self._modules.index(name), self._first)
+        names = [self._modules[number] for number in dict.fromkeys(called)]
+        if len(names) > 1 and len(self._members) > 1:
+            raise PlanError(
+                f"the ranks call other modules by themselves: {', '.join(names)}, of a model whose units are cut over {len(self._members)} sets "
+                "of ranks",
+                code="zero-calls-differ",
+                fix="Call the same module on every rank, or the forward of the whole model.",
+            )
+        return names
+
+    def check_on_the_spot(self, number: int) -> None:
+        """Raise on every rank if the ranks are about to gather other units on the spot.
+
+        Raises:
+            PlanError: with the units of two ranks ("zero-calls-differ").
+        Cost: an all-gather of 8 bytes a rank; waits for it.
+        """
+        unit = self._units[number]
+        places = self._all_of(self._places[number], unit)
+        if len(set(places)) == 1:
+            return
+        family = [one for one in self._units if one.spec.family == unit.spec.family]
+        other = next(i for i, place in enumerate(places) if place != places[0])
+        ranks = unit.groups.shard_group.ranks
+        raise PlanError(
+            f"rank {ranks[0]} needs {family[places[0]].spec.name} once more and rank {ranks[other]} {family[places[other]].spec.name}: the ranks "
+            "took other paths through modules that share weights",
+            code="zero-calls-differ",
+            fix="Make every rank use the shared weights in the same order, or keep them gathered (UnitSizePolicy.persist_numel).",
+        )
+
+    @staticmethod
+    def _all_of(value: int, unit: Unit) -> list[int]:
+        group: Group = unit.groups.late_group()
+        if group.size == 1:
+            return [value]
+        mine = torch.tensor([value], dtype=torch.int64, device=metadata_device(group))
+        values = mine.new_empty(group.size)
+        comm.all_gather_single(values, mine, group, unit="order of gathers")
+        numbers: list[int] = values.tolist()
+        return numbers

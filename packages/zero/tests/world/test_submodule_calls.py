@@ -1,0 +1,97 @@
+"""Submodules called by themselves at stage 3, others on each rank: gathers are of the same units in the same order all the same."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ds_comm
+import ds_zero
+from ds_config.errors import PlanError
+from ds_testing import world
+
+NONE_STAYS = ds_zero.UnitSizePolicy(max_numel=300, persist_numel=0)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x, again=""):
+        x = self.a(x) + self.b(x)
+        return self.head(x if not again else self.get_submodule(again)(x))
+
+
+def alike(net, x, rank):
+    return net.head(net.a(x) if rank == 0 else net.b(x))
+
+
+def crossed(net, x, rank):
+    """The same ones in another order."""
+    return net.head(net.a(net.b(x)) if rank == 0 else net.b(net.a(x)))
+
+
+WAYS = {way.__name__: way for way in (alike, crossed)}
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
+@pytest.mark.parametrize("way", WAYS)
+@world(2)
+def test_each_rank_may_call_submodules_of_its_own(way, offload):
+    """Units of one size took each other's weights, in silence."""
+    torch.manual_seed(0)
+    net = Branches()
+    plain = copy.deepcopy(net)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    options = {"offload_params": ds_zero.OffloadPolicy("host")} if offload else {"memory": "private"}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = ds_zero.shard(net, optimizer, stage=3, policy=NONE_STAYS, **options)
+    batches = torch.randn(4, 2, 5, 16)
+    for batch in batches:
+        reference.zero_grad()
+        outputs = [WAYS[way](plain, x, rank) for rank, x in enumerate(batch)]
+        (sum(output.square().mean() for output in outputs) / 2).backward()
+        for param in plain.parameters():  # a sum over ranks has zeros where one has no gradient
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        output = WAYS[way](net, batch[dist.get_rank()], dist.get_rank())
+        torch.testing.assert_close(output, outputs[dist.get_rank()])
+        output.square().mean().backward()
+        reference.step()
+        optimizer.step()
+    optimizer.close()
+    for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+@world(2)
+def test_other_units_on_the_spot_are_refused():
+    """A second use has no place in the order of a phase: each rank would have taken what the other sent."""
+    net = Branches()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = ds_zero.shard(net, optimizer, stage=3, policy=NONE_STAYS, memory="private")
+    with pytest.raises(PlanError, match="rank 0 needs a.weight once more and rank 1 b.weight") as error:
+        net(torch.ones(2, 16), "ab"[dist.get_rank()])
+    assert error.value.code == "zero-calls-differ"
+    del error
+    net(torch.ones(2, 16), "a").sum().backward()  # the phase ended, and the next one begins
+    optimizer.step()
+    optimizer.close()
+
+
+@world(4)
+def test_calls_of_several_sets_of_ranks_are_refused():
+    """Experts on pairs of ranks are cut over these; which submodules another pair calls, they cannot know."""
+    net = Branches()
+    pair = ds_comm.as_group(dist.new_subgroups(2)[0])
+    for param in net.b.parameters():
+        ds_comm.set_param_sharding(param, ds_comm.ParamSharding(ds_comm.ReductionGroup("pairs", pair, divisor=4)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = ds_zero.shard(net, optimizer, stage=3, policy=NONE_STAYS, memory="private")
+    with pytest.raises(PlanError, match="call other modules by themselves: a, head") as error:
+        (net.a if dist.get_rank() == 0 else net.head)(torch.ones(2, 16))
+    assert error.value.code == "zero-calls-differ"
