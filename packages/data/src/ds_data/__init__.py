@@ -5,9 +5,11 @@ from ds_data.codes import smallest_int_dtype
 from ds_data.curriculum import Curriculum, DifficultyIndex, Metric, make_metrics
 from ds_data.difficulty_schedules import make_schedule
 from ds_data.file_checks import TokenFileReport, check_tokens
+from ds_data.megatron_order import MegatronSequences
 from ds_data.mixing import BlendedDataset
 from ds_data.packed_sequences import IGNORE_INDEX, FillInMiddle, PackedSequences
 from ds_data.permutation import KeyedPermutation, mix_keys, uniform
+from ds_data.remote_shards import RemoteSequences, RemoteTokenFile
 from ds_data.sample_order import BlendOrder, RankBatchSampler, RankSlice, SampleStream, split_ranges
 from ds_data.seqlens import batch_by_seqlens, pack_by_seqlens, scale_lr
 from ds_data.token_dropping import (
@@ -33,6 +35,7 @@ from ds_data.variable import (
     lr_scheduler_for_variable_batch_size,
     seqlens_of,
 )
+from ds_data.whole_documents import LossMaskedSequences, WholeDocuments, pack_first_fit
 
 __all__ = [
     "IGNORE_INDEX",
@@ -46,6 +49,8 @@ __all__ = [
     "DocumentSource",
     "FillInMiddle",
     "KeyedPermutation",
+    "LossMaskedSequences",
+    "MegatronSequences",
     "Metric",
     "Metrics",
     "PackedDataset",
@@ -53,6 +58,8 @@ __all__ = [
     "RandomLayerTokenDrop",
     "RankBatchSampler",
     "RankSlice",
+    "RemoteSequences",
+    "RemoteTokenFile",
     "Router",
     "RouterConfig",
     "SampleStream",
@@ -63,6 +70,7 @@ __all__ = [
     "TokenWriter",
     "Tokenized",
     "VariableBatchSizeLR",
+    "WholeDocuments",
     "batch_by_seqlens",
     "check_tokens",
     "convert_to_random_ltd",
@@ -75,6 +83,7 @@ __all__ = [
     "mix_keys",
     "open_tokenizer",
     "pack_by_seqlens",
+    "pack_first_fit",
     "pack_index",
     "parse_index",
     "reduce_chunks",

@@ -136,6 +136,20 @@ class PackedSequences(Sequence[dict[str, NDArray[Any]]]):
         at = range(self._count)[at]
         return {name: rows[0] for name, rows in self.batch([at]).items()}
 
+    def over(self, file: TokenFile) -> PackedSequences:
+        """Return the same packing of another file, whose documents have the same sizes.
+
+        Raises:
+            ConfigError: tokens are reordered, which the other file would not follow ("data-packing").
+        """
+        if self.fill_in_middle is not None:
+            raise ConfigError(
+                f"tokens of {self.file.prefix} are reordered by fill_in_middle, those of {file.prefix} are not",
+                code="data-packing",
+                fix="Leave fill_in_middle out.",
+            )
+        return PackedSequences(file, self.length, documents=self._documents)
+
     def tokens(self, sequences: ArrayLike, out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Read the tokens of `sequences`: int64 [k] -> [k, length + 1], inputs and the label after the inputs.
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ __all__ = ["Batches", "TokenLoader", "check_state"]
 
 Batch = dict[str, Tensor]
 Places = NDArray[np.int64]
+EpochEnd = Literal["never", "drop", "fill"]
+_ENDLESS = 1 << 62
 _BLOCK = 64  # rows whose samples are computed together
 
 
@@ -38,7 +40,7 @@ class Batches(Protocol):
 
 
 class TokenLoader:
-    """Microbatches of this rank, without end. Each is a dict of tensors [micro, length], int64 unless the data say int32.
+    """Microbatches of this rank, without end unless asked. Each is a dict of tensors [micro, length], int64 unless the data say int32.
 
     Args:
         data: Sequences.
@@ -48,11 +50,15 @@ class TokenLoader:
         ahead: Microbatches that are read before they are asked for; up to half of them are in one piece of memory.
         pin_memory: Into page-locked memory, for copies to a device that do not wait.
         device: Where the tensors are returned, as int64: what the data has as int32 is widened there. None leaves them as they are.
+        epoch_end: "never": iteration goes on into the next epoch for ever. "drop": it ends with the epoch, samples that do not fill a row
+            of all ranks are left out. "fill": it ends with the row that has the epoch's last sample, filled up from the next epoch.
+            The next iteration goes on with the next epoch; `len(loader)` counts the microbatches until the end.
     Attributes:
         taken: Samples returned so far, over all ranks. Set it to go anywhere, at no cost.
         waited_s: Seconds that the caller has waited for data.
     Raises:
-        ConfigError: there are no sequences ("data-empty").
+        ConfigError: there are no sequences ("data-empty"); an epoch shall end and the data have none, or it is shorter than a row
+            ("data-epoch").
     """
 
     def __init__(
@@ -66,15 +72,48 @@ class TokenLoader:
         ahead: int = 16,
         pin_memory: bool = False,
         device: torch.device | str | None = None,
+        epoch_end: EpochEnd = "never",
     ) -> None:
         if not len(data):
             raise ConfigError("there are no sequences to load", code="data-empty", fix="Give more data.")
         self.data, self.lane, self.stream = data, lane, SampleStream(len(data), seed, shuffle)
         self.consumed, self.waited_s = 0, 0.0
         self._threads, self._ahead, self._pin, self._device = threads, max(1, ahead), pin_memory, device
+        self.epoch_end = epoch_end
+        if epoch_end not in ("never", "drop", "fill") or (
+            epoch_end != "never" and not lane.row <= len(data) < _ENDLESS
+        ):
+            size = "no end" if len(data) >= _ENDLESS else f"{len(data)} sequences"
+            raise ConfigError(
+                f"epoch_end {epoch_end!r} for data with {size}, in rows of {lane.row}",
+                code="data-epoch",
+                fix='Use "never", "drop" or "fill"; count the steps of an endless mixture, and let a row fit into an epoch.',
+            )
+
+    def __len__(self) -> int:
+        """Return the number of microbatches of this rank until the present epoch ends.
+
+        Raises TypeError without an end.
+        """
+        if self.epoch_end == "never":
+            raise TypeError('a TokenLoader with epoch_end="never" has no length')
+        start, end = self._epoch()
+        return -(-(end - start) // self.lane.row) if self.epoch_end == "fill" else (end - start) // self.lane.row
+
+    def _epoch(self) -> tuple[int, int]:
+        """Return where the next iteration begins in the sample stream, and where its epoch ends."""
+        start, length = self.consumed, len(self.data)
+        end = start - start % length + length
+        if self.epoch_end == "drop" and end - start < self.lane.row:
+            return end, end + length  # saved where rows were smaller: what is left fills none of these
+        return start, end
 
     def __iter__(self) -> Iterator[Batch]:
-        at, row, jobs = self.consumed, self.lane.row, self._jobs()
+        row, left, end = self.lane.row, -1, -1
+        if self.epoch_end != "never":
+            left = len(self)
+            self.consumed, end = self._epoch()
+        at, jobs = self.consumed, self._jobs()
         pool = None if self._threads == 0 else ThreadPoolExecutor(self._threads, thread_name_prefix="ds-data")
         coming: deque[tuple[int, Future[Batch] | None, Places]] = deque()
         waiting, wanted = (
@@ -82,7 +121,7 @@ class TokenLoader:
             1,
         )  # microbatches in `coming`, and how many there should be: the first is not to wait for others
         try:
-            while True:
+            while left:
                 while waiting < wanted:
                     samples = next(jobs)
                     waiting += len(samples)
@@ -95,11 +134,13 @@ class TokenLoader:
                 batch = self._read(samples) if job is None else job.result()
                 self.waited_s += perf_counter() - begun
                 for each in range(count):
-                    waiting -= 1
-                    at += row
+                    waiting, left = waiting - 1, left - 1
+                    at = end if self.epoch_end == "drop" and not left else at + row
                     self.consumed = at  # counted when returned, not when read
                     span = slice(each * self.lane.micro, (each + 1) * self.lane.micro)
                     yield self._there({name: rows[span] for name, rows in batch.items()})
+                    if not left:
+                        return
         finally:
             if pool is not None:
                 pool.shutdown(wait=True, cancel_futures=True)
