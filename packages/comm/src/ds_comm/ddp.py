@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_config.errors import PlanError
 
-__all__ = ["leave_out", "mark_unlike", "watch_ddp"]
+__all__ = ["leave_out", "mark_unlike", "reduces_left_out", "watch_ddp"]
 
 Others = Callable[[Tensor, Collection[int]], Collection[int]]
 """Of a tensor and some ranks of the world, those of them that do not hold the same values."""
@@ -57,6 +57,12 @@ def leave_out(model: nn.Module, reduce: Mapping[str, Callable[[Tensor], Tensor]]
     known = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     setattr(model, _LEFT_OUT, _LeftOut(dict(reduce)))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted({*known, *reduce}))
+
+
+def reduces_left_out(model: nn.Module) -> bool:
+    """Return whether a DDP around `model` is there, beside which the gradients that it leaves out are reduced."""
+    left_out: _LeftOut | None = getattr(model, _LEFT_OUT, None)
+    return left_out is not None and left_out.ddp is not None and left_out.ddp() is not None
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -4,6 +4,7 @@ from ds_moe.attach_experts import ExpertPlacement, place_experts
 from ds_moe.autoep import ExpertParallelModel, apply_expert_parallel
 from ds_moe.balancing_losses import load_balancing_loss, update_expert_bias, z_loss
 from ds_moe.expert_files import full_state, load_experts
+from ds_moe.expert_gradients import clip_grad_norm_, reduce_gradients
 from ds_moe.expert_groups import ExpertGroups, make_places, place_ranks
 from ds_moe.experts import Experts
 from ds_moe.gates import GateRule, gate, top1gating, top2gating, topkgating
@@ -32,6 +33,7 @@ __all__ = [
     "apply_expert_parallel",
     "attach_lora",
     "capacity_of",
+    "clip_grad_norm_",
     "expert_load",
     "full_state",
     "gate",
@@ -43,6 +45,7 @@ __all__ = [
     "place_experts",
     "place_ranks",
     "record_routing",
+    "reduce_gradients",
     "replay_routing",
     "report_load",
     "select_experts",

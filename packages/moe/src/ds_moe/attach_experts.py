@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ds_comm import (
     Mesh,
@@ -22,6 +23,7 @@ from ds_comm import (
     world_group,
 )
 from ds_comm.ddp import leave_out
+from ds_comm.part_gradients import guard_gradients
 from ds_moe.expert_groups import ExpertGroups, alone, make_places
 from ds_moe.experts import Experts
 from ds_moe.moe_layer import MOELayer
@@ -37,9 +39,12 @@ class ExpertPlacement:
 
     layers: dict[str, MOELayer]
     places: tuple[ExpertGroups, ...]
+    handles: list[RemovableHandle] = field(default_factory=list)
 
     def close(self) -> None:
         """End the groups that were made; layers whose experts are on several ranks cannot run any more. Collective."""
+        while self.handles:
+            self.handles.pop().remove()
         for layer in self.layers.values():
             layer.places = alone() if layer.ep_size == 1 else None
         for places in self.places:
@@ -82,7 +87,13 @@ def place_experts(model: nn.Module, mesh: Mesh | None = None, *, data_first: boo
         layer.places = places
         _settle(layer, places, name)
     _leave_out_of_ddp(model, {name: layers[name] for name in apart})
-    return ExpertPlacement(dict(layers), tuple(groups_by_size.values()))
+    spread = {
+        id(p): p for n, layer in layers.items() if n in apart and layer.ep_size > 1 for p in layer.experts.parameters()
+    }
+    handles = guard_gradients(
+        spread.values(), "Call ds_moe.reduce_gradients(model, mesh) and ds_moe.clip_grad_norm_(model, max_norm)."
+    )
+    return ExpertPlacement(dict(layers), tuple(groups_by_size.values()), handles)
 
 
 def _leave_out_of_ddp(model: nn.Module, apart: dict[str, MOELayer]) -> None:

@@ -11,7 +11,7 @@ layers and module cut them, a stage runs one part of one, links carry values bet
 from ds_pipe.actions import Action, ActionKind, Program
 from ds_pipe.costs import Costs
 from ds_pipe.decoder_stages import DecoderStages
-from ds_pipe.gradient_reduction import clip_grad_norm, global_norm
+from ds_pipe.gradient_reduction import clip_grad_norm_, global_norm, reduce_gradients
 from ds_pipe.layer_specs import LayerSpec, TiedLayerSpec
 from ds_pipe.module import PipelineModule
 from ds_pipe.pipeline_api import Pipeline, pipeline, split_batch
@@ -75,7 +75,7 @@ __all__ = [
     "add_comms",
     "add_gathers",
     "add_reduces",
-    "clip_grad_norm",
+    "clip_grad_norm_",
     "dualpipe_v",
     "global_norm",
     "gpipe",
@@ -89,6 +89,7 @@ __all__ = [
     "pipeline",
     "placement_of",
     "profile_layers",
+    "reduce_gradients",
     "run",
     "simulate",
     "split_batch",

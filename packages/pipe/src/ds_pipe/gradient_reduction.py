@@ -3,7 +3,7 @@ while backwards run (`OptimizerReduction`, which ds-zero's is)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -11,8 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-import ds_comm
-from ds_comm import Group
+from ds_comm.part_gradients import average_gradients, clip_gradients, family_holders, gradient_norm, guard_gradient
 from ds_pipe.actions import Action, ActionKind
 from ds_pipe.staged import StagedModel
 
@@ -22,9 +21,21 @@ __all__ = [
     "PlainReduction",
     "ReducingOptimizer",
     "StageReduction",
-    "clip_grad_norm",
+    "begin_step",
+    "clip_grad_norm_",
     "global_norm",
+    "reduce_gradients",
 ]
+
+_ADVICE = "Call ds_pipe.clip_grad_norm_(model, max_norm): a stage is scaled by the norm of all stages."
+
+
+class HasStages(Protocol):
+    """A `PipelineModule` or `DecoderStages`."""
+
+    @property
+    def staged(self) -> StagedModel:
+        """Return the stages of this rank."""
 
 
 class PlainReduction:
@@ -49,7 +60,7 @@ class PlainReduction:
 
     def reduce(self, stage: int) -> None:
         """Average the stage's gradients. Collective over `places.gradient`."""
-        _average(self._params[stage], self._model.places.gradient, self._model.places.gradient.size)
+        average_gradients(self._params[stage], self._model.places.gradient, self._model.places.gradient.size)
 
     def gather(self, stage: int) -> None:
         """Do nothing: parameters are not sharded."""
@@ -63,7 +74,11 @@ class PlainReduction:
         Collective over the ranks that share the parameters.
         """
         for one in self._model.ties:
-            _average([one.param], one.everyone, one.everyone.size // one.group.size)
+            average_gradients([one.param], one.everyone, one.everyone.size // one.group.size)
+        if self._model.places.model.size > 1:
+            for param in self._model.module.parameters():
+                guard_gradient(param, _ADVICE)
+        self._model.reduced = True
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return `loss` unscaled: this reduction has no loss scale."""
@@ -171,49 +186,55 @@ class _ByOptimizer:
         self._optimizer.scale(torch.zeros(()))
 
 
-def _average(params: Sequence[torch.nn.Parameter], group: Group, divisor: int) -> None:
-    if group.size == 1 or not params:
-        return
-    by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
-    for param in params:
-        by_dtype.setdefault(param.dtype, []).append(param)
-    for members in by_dtype.values():
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
-        flat = torch.cat([grad.reshape(-1) for grad in grads])
-        ds_comm.all_reduce(flat, group=group, unit="pipe.gradients")
-        if divisor > 1:
-            flat /= divisor
-        at = 0
-        for param, grad in zip(members, grads, strict=True):
-            param.grad = grad.copy_(flat[at : at + grad.numel()].view_as(grad))
-            at += grad.numel()
+def reduce_gradients(model: StagedModel | HasStages) -> None:
+    """Average gradients over data and sum tied ones over stages, as a step of `ds_pipe.pipeline` has done already: then nothing is left to do.
 
-
-def global_norm(model: StagedModel) -> Tensor:
-    """Compute the 2-norm of all gradients of the whole model after a step; a tied parameter counts once.
-
-    Returns a float64 scalar on the host, the same on all ranks of the pipeline. Collective over `places.model`.
+    For loops that run stages by themselves. Collective over the ranks that share parameters.
     """
-    counted = {id(one.param) for one in model.ties if one.group.rank != 0}
-    squares = [
-        torch.linalg.vector_norm(p.grad, dtype=torch.float64).square().cpu()
-        for p in model.module.parameters()
-        if p.grad is not None and id(p) not in counted
-    ]
-    total = torch.stack(squares).sum().reshape(1) if squares else torch.zeros(1, dtype=torch.float64)
-    ds_comm.all_reduce(total, group=model.places.pipe, unit="pipe.norm")
-    return total.sqrt()[0]
+    staged = _staged(model)
+    if staged.reduced:
+        return
+    reduction = PlainReduction(staged)
+    for stage in staged.parts:
+        reduction.reduce(stage)
+    reduction.finish()
 
 
-def clip_grad_norm(model: StagedModel, max_norm: float) -> Tensor:
+def global_norm(model: StagedModel | HasStages, norm_type: float = 2.0) -> Tensor:
+    """Compute the norm of all gradients of the whole model after a step; a tied parameter counts once.
+
+    Args:
+        norm_type: 2 or infinity.
+    Returns a float64 scalar, the same on all ranks. Collective over the world.
+    """
+    staged = _staged(model)
+    return gradient_norm(list(staged.module.parameters()), lambda param: _holders(staged, param), norm_type)
+
+
+def clip_grad_norm_(model: StagedModel | HasStages, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale all gradients so that their norm over all stages is at most `max_norm`; returns the norm before.
 
-    Collective over the pipeline.
+    Between `step(microbatches)` and the optimizer's step. Collective over the world.
     """
-    norm = global_norm(model)
-    factor = min(1.0, max_norm / (float(norm) + 1e-6))
-    if factor < 1.0:
-        for param in model.module.parameters():
-            if param.grad is not None:
-                param.grad.mul_(factor)
+    norm = global_norm(model, norm_type)
+    clip_gradients(_staged(model).module.parameters(), norm, max_norm)
     return norm
+
+
+def _staged(model: StagedModel | HasStages) -> StagedModel:
+    return model if isinstance(model, StagedModel) else model.staged
+
+
+def _holders(model: StagedModel, param: torch.nn.Parameter) -> int:
+    """Count the ranks with equal gradients of `param`. Megatron's layers say of a parameter whether it is a slice."""
+    is_slice = any(getattr(param, name, False) for name in ("tensor_model_parallel", "model_parallel"))
+    return family_holders(param, model.places.gradient.size * (1 if is_slice else model.places.slice.size))
+
+
+def begin_step(model: StagedModel) -> None:
+    """Prepare gradients that the last step has reduced for more: a sum over stages counts a tied one once."""
+    if model.reduced:
+        for one in model.ties:
+            if one.group.rank != 0:
+                one.param.grad = None
+    model.reduced = False

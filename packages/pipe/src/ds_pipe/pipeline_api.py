@@ -14,7 +14,7 @@ from ds_pipe.actions import Action, ActionKind, Program
 from ds_pipe.costs import Costs
 from ds_pipe.decoder_stages import DecoderStages
 from ds_pipe.executor import GradientReduction, MicrobatchSource, PipelineExecutor
-from ds_pipe.gradient_reduction import OptimizerReduction, PlainReduction, ReducingOptimizer
+from ds_pipe.gradient_reduction import OptimizerReduction, PlainReduction, ReducingOptimizer, begin_step
 from ds_pipe.module import PipelineModule
 from ds_pipe.program_passes import add_comms, mark_reduce
 from ds_pipe.programs import inference, list_scheduled, make_program
@@ -100,6 +100,7 @@ class Pipeline:
             losses[microbatch] = loss.detach()
             return self.reduction.scale(loss / count if count > 1 else loss)
 
+        begin_step(self.model)
         self.executor.run(self._row(self.program(count)), self._feed(data), self.reduction, criterion)
         return self._shared(losses, count)
 

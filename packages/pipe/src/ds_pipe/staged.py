@@ -41,6 +41,7 @@ class StagedModel:
     loss: Of the last stage's output and the labels; None: that output is the loss.
     names: Of parameters and buffers, in the unsplit model, by their names in `module`.
     ties: Parameters that several stages hold.
+    reduced: Whether the last step averaged the gradients in `.grad`.
     """
 
     module: nn.Module
@@ -50,6 +51,7 @@ class StagedModel:
     loss: Callable[..., Any] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     ties: tuple[Tie, ...] = ()
+    reduced: bool = False
 
     @property
     def first(self) -> bool:

@@ -8,6 +8,7 @@ from ds_parallel.tensor.module_info import ModelFacts, facts_of
 from ds_parallel.tensor.parallel_layers import kind_of
 from ds_parallel.tensor.parallel_losses import causal_loss, vocab_parallel_cross_entropy
 from ds_parallel.tensor.sharded_loading import load_sharded_weights
+from ds_parallel.tensor.tensor_gradients import clip_grad_norm_, reduce_gradients
 from ds_parallel.tensor.tp_plan import Decision, TensorOptions, TensorPlan, make_tensor_plan
 
 __all__ = [
@@ -23,11 +24,13 @@ __all__ = [
     "TensorParallelModel",
     "TensorPlan",
     "causal_loss",
+    "clip_grad_norm_",
     "facts_of",
     "kind_of",
     "load_sharded_weights",
     "make_tensor_plan",
     "parallelize_model",
+    "reduce_gradients",
     "tensor_parallel_of",
     "unsharded_params",
     "vocab_parallel_cross_entropy",

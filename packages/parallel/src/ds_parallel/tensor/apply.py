@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from ds_comm import Box, Group, ParamSharding, ReductionGroup, param_sharding, set_param_sharding
 from ds_comm.ddp import mark_unlike
 from ds_comm.differentiable import gather
+from ds_comm.part_gradients import guard_gradients
 from ds_config.errors import PlanError
 from ds_parallel.tensor.dim_shards import DimShards
 from ds_parallel.tensor.head_updates import InputCheck, follow_heads, sum_over
@@ -30,6 +31,7 @@ from ds_parallel.tensor.tp_plan import Decision, TensorPlan
 __all__ = ["Held", "TensorParallelModel", "parallelize_model", "tensor_parallel_of", "unsharded_params"]
 
 _MARK = "_ds_cut_model"
+_ADVICE = "Call ds_parallel.tensor.clip_grad_norm_(model, max_norm), which counts every part once."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -268,6 +270,8 @@ def parallelize_model(model: nn.Module, plan: TensorPlan, group: Group) -> Tenso
     result._handles += follow_heads(plan, group.rank, modules)
     _sum_gradients(result, modules)
     if group.size > 1:
+        parts = {id(held.param): held.param for held in result.shards.values()}
+        result._handles += guard_gradients(parts.values(), _ADVICE)
         result._inputs = InputCheck(group)
         result._handles.append(result._inputs.watch(model))
     model.__dict__[_MARK] = result
