@@ -33,11 +33,11 @@ def place() -> Iterator[str]:
 def test_text_has_place_message_fix_and_page(place: str) -> None:
     error = PlanError("data 4 x tensor 2 = 8, world size 6.", code="mesh-size", fix="Set mesh.data = 3.")
     assert str(error) == (
-        f"[{place}] data 4 x tensor 2 = 8, world size 6.\n  Set mesh.data = 3.\n  docs/reference/errors.md#mesh-size"
+        f"[{place}] data 4 x tensor 2 = 8, world size 6.\n  Set mesh.data = 3.\n  ds explain mesh-size"
     )
     set_place("")
     assert "rank" in str(error), "the place is that of the raise"
-    assert str(PlanError("x", code="y")) == "x\n  docs/reference/errors.md#y"
+    assert str(PlanError("x", code="y")) == "x\n  ds explain y"
 
 
 @pytest.mark.parametrize("kind", CLASSES)

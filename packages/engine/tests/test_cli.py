@@ -54,7 +54,7 @@ def test_bad_models(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     assert call(cli_plan, written({"train_batch_size": 8}), "--model", spec) == 1
-    assert "errors.md#plan-model" in capsys.readouterr().err
+    assert "ds explain plan-model" in capsys.readouterr().err
 
 
 def test_check(written: Write, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +62,7 @@ def test_check(written: Write, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(cli_config, "check", path) == 0
     assert "no problems" in capsys.readouterr().out
     assert call(cli_config, "check", path, "--world-size", 2) == 1
-    assert "errors.md#batch-arithmetic" in capsys.readouterr().err
+    assert "ds explain batch-arithmetic" in capsys.readouterr().err
     assert call(cli_config, "check", written({"train_batch_sze": 9})) == 1
     assert "'train_batch_size'" in capsys.readouterr().err
 
@@ -99,9 +99,9 @@ def test_elastic_says_what_its_section_comes_to(written: Write, capsys: pytest.C
     told = json.loads(capsys.readouterr().out)
     assert (told["train"], len(told["ranks"])) == (9792, 23)
     assert call(cli_elastic, path, "--world-size", 1) == 1
-    assert "errors.md#elasticity-world" in capsys.readouterr().err
+    assert "ds explain elasticity-world" in capsys.readouterr().err
     assert call(cli_elastic, written({"train_batch_size": 8})) == 1
-    assert "errors.md#elasticity-section" in capsys.readouterr().err
+    assert "ds explain elasticity-section" in capsys.readouterr().err
 
 
 def test_check_says_all_problems_at_once(written: Write, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,9 +115,9 @@ def test_check_says_all_problems_at_once(written: Write, capsys: pytest.CaptureF
     path = written(config)
     assert call(cli_config, "check", path) == 1
     told = capsys.readouterr().err
-    wrong = ("train_bach_size", "gradient_clipping: found -1", "bf16.check_grad_overfow", "errors.md#precision-both")
+    wrong = ("train_bach_size", "gradient_clipping: found -1", "bf16.check_grad_overfow", "ds explain precision-both")
     assert [text for text in wrong if text not in told] == []
-    assert "batch" not in told.split("errors.md#config-invalid")[1]
+    assert "batch" not in told.split("ds explain config-invalid")[1]
 
 
 def test_without_a_number_of_ranks_only_what_no_number_cures_is_told(
@@ -126,7 +126,7 @@ def test_without_a_number_of_ranks_only_what_no_number_cures_is_told(
     batch = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
     assert call(cli_config, "check", written({**batch, "zero_optimization": {"stage": 3, "mics_shard_size": 2}})) == 0
     assert call(cli_config, "check", written({**batch, "gradient_accumulation_steps": 5})) == 1
-    assert "errors.md#batch" in capsys.readouterr().err
+    assert "ds explain batch" in capsys.readouterr().err
 
 
 def test_explain_and_schema(written: Write, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,10 +17,13 @@ from ds_config.did_you_mean import nearest
 from ds_config.errors import ConfigError
 from ds_config.issues import Issue, error_of
 from ds_config.origin import Origin
-from ds_config.parse import KeyPath, Parsed, dotted, parse
+from ds_config.parse import MAX_DEPTH, KeyPath, Parsed, dotted, parse
+from ds_config.regular_file import read_regular_text
 
 __all__ = ["Document", "Source", "read", "read_all"]
 
+_MOST_VALUES = 2**17  # of one depth of a dict
+_MOST_BYTES = 2**22  # a second to read; no configuration comes near
 Source = Mapping[str, Any] | str | os.PathLike[str]
 
 
@@ -72,8 +75,11 @@ def read_all(source: Source | Document) -> Document:
     if isinstance(source, Document):
         return source
     if isinstance(source, Mapping):
+        _check_depth(source)
         return Document(source, "dict", {}, _foreign_keys(source))
     if isinstance(source, str):
+        if len(source) > _MOST_BYTES:
+            raise _too_large("a text", len(source))
         if source.lstrip().startswith("{") or "\n" in source:
             return _document(source, "text")
         decoded = None if os.path.exists(source) else _from_base64(source)
@@ -86,6 +92,32 @@ def read_all(source: Source | Document) -> Document:
             fix="Give a dict, the path of a JSON or HJSON file, its text, or its text in url-safe base64.",
         )
     return _document(_file_text(Path(source)), os.fspath(source))
+
+
+def _too_large(what: str, nbytes: int) -> ConfigError:
+    return ConfigError(
+        f"{what} of {nbytes} bytes is no configuration; the largest may have {_MOST_BYTES}",
+        code="config-source",
+        fix="Give the configuration itself; data belongs in files of its own.",
+    )
+
+
+def _check_depth(source: Mapping[Any, Any]) -> None:
+    """Raise ConfigError for a dict with more objects inside each other than a file may have, or with itself inside."""
+    level: list[Any] = [source]
+    for _ in range(MAX_DEPTH):
+        if not level:
+            return
+        inside = [list(value.values()) if isinstance(value, Mapping) else value for value in level]
+        level = [item for values in inside for item in values if isinstance(item, Mapping | list | tuple)]
+        if len(level) > _MOST_VALUES:
+            break
+    if level:
+        raise ConfigError(
+            f"the configuration has more than {MAX_DEPTH} objects and lists inside each other, or one inside itself",
+            code="config-syntax",
+            fix="Give a dict as a JSON file would have it.",
+        )
 
 
 def _document(text: str, name: str) -> Document:
@@ -138,14 +170,15 @@ def _from_base64(text: str) -> str | None:
 
 def _file_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_regular_text(path, _MOST_BYTES)
     except FileNotFoundError:
         raise ConfigError(f"there is no configuration file {path}", code="config-source", fix=_like(path)) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}", code="config-source", fix="Save it as UTF-8.") from None
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        why = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"{path} cannot be read: {error.strerror}", code="config-source", fix="Give a readable file."
+            f"{str(path)[:300]} cannot be read: {why}", code="config-source", fix="Give a readable file."
         ) from None
 
 
@@ -153,6 +186,13 @@ def _like(path: Path) -> str:
     try:
         names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
     except OSError:
-        return f"The folder {path.parent} cannot be listed either (working directory: {Path.cwd()})."
+        return f"The folder {path.parent} cannot be listed either (working directory: {_here()})."
     close = nearest(path.name, names)
-    return f"Did you mean {path.parent / close[0]}?" if close else f"Check the path (working directory: {Path.cwd()})."
+    return f"Did you mean {path.parent / close[0]}?" if close else f"Check the path (working directory: {_here()})."
+
+
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return "removed"

@@ -1,6 +1,6 @@
 """The error classes of every ds package, by who must act.
 
-Words: a *code* is a short stable name (`mesh-size`) that is also a section of docs/reference/errors.md; the *message*
+Words: a *code* is a short stable name (`mesh-size`) that `ds explain` knows (the page docs/reference/errors.md, too); the *message*
 says what was asked and what was found, with values; the *fix* says what to do next; the *place* is the rank that raised,
 set once per process where it is known (`set_place`), so that a line in a log of 1,000 ranks names its origin.
 """
@@ -22,7 +22,6 @@ __all__ = [
     "set_place",
 ]
 
-_ERRORS_PAGE = "docs/reference/errors.md"
 _place: list[str] = []
 
 
@@ -36,7 +35,7 @@ class DsError(Exception):
 
     Args:
         message: What was asked and what was found, with values. May have several lines.
-        code: The section of docs/reference/errors.md that explains it.
+        code: What `ds explain` explains it by.
         fix: What to do, as an imperative sentence.
     """
 
@@ -50,7 +49,7 @@ class DsError(Exception):
         lines = [f"{head}{self.message}"]
         if self.fix:
             lines.append(f"  {self.fix}")
-        lines.append(f"  {_ERRORS_PAGE}#{self.code}")
+        lines.append(f"  ds explain {self.code}")
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[object, ...]:

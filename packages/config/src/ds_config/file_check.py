@@ -8,6 +8,7 @@ findings into one error. Origins are recorded on the way.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -42,6 +43,9 @@ from ds_config.strict_model import PREPARED, StrictModel
 
 __all__ = ["USE_DEFAULT", "Auto", "examine", "load", "validate"]
 
+_EXPLAINED = 50  # unknown keys whose meaning is guessed; more of them are another kind of file
+_LONGEST_NAME = 200
+_MOST_BITS = 128
 _Detail = Mapping[str, Any]  # one entry of pydantic's ValidationError.errors()
 _log = logging.getLogger("ds_config")
 _M = TypeVar("_M", bound=StrictModel)
@@ -68,6 +72,7 @@ class _Pass:
     provenance: Provenance
     issues: list[Issue] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unknown: int = 0  # keys that the model does not know, so far
     dropped: set[KeyPath] = field(default_factory=set)  # taken out by prepare: their absence is no second problem
 
     def problem(self, code: str, path: KeyPath, message: str, fix: str = "", suggestions: Sequence[str] = ()) -> None:
@@ -100,7 +105,7 @@ def validate(
             nearest known name ("config-invalid", or the one code that all problems share: "config-unknown-key",
             "config-value", "config-both-keys", "config-auto", "config-duplicate-key").
         UnsupportedConfigError: nothing is wrong but that it asks for what is not built ("config-unbuilt").
-        Where the model says which page explains its keys (`KEYS_PAGE`), the error ends with the places of those it is about.
+        Where the model says which command explains its keys (`KEYS_COMMAND`), the error ends with it and those it is about.
     Logs: one warning on the logger "ds_config" per deprecated or dead key.
     """
     record = Provenance() if provenance is None else provenance
@@ -125,8 +130,7 @@ def examine(
 def _examine(
     model: type[_M], document: Document, auto: Auto | None, record: Provenance, *, keep: bool
 ) -> tuple[_M | None, ConfigError | None]:
-    for path in _paths(document.data):
-        record.record(path, document.origin(path))
+    record.fill({path: document.origin(path) for path in _paths(document.data)})
     work = _Pass(model, auto or {}, record, list(document.issues))
     prepared = _prepare(work, model, document.data, ())
     result: _M | None = None
@@ -165,23 +169,23 @@ def _leave_out(prepared: dict[str, Any], path: KeyPath) -> None:
 
 
 def anchors(model: Model, issues: Sequence[Issue]) -> list[str]:
-    """List the links into the page of the model's keys that explain the issues.
+    """List the words of the command that explains the keys of the issues; none where the model names no command.
 
-    Links lead to the suggested key, else to the innermost documented key on the path of the issue.
+    A key is the suggested one, else the innermost documented key on the path of the issue.
     """
-    page: str = getattr(model, "KEYS_PAGE", "")
-    if not page:
+    command: str = getattr(model, "KEYS_COMMAND", "")
+    if not command:
         return []
     known = {".".join(map(str, key.path)) for key in keys(model)}
-    links: dict[str, None] = {}
-    for issue in issues:
+    named: dict[str, None] = {}
+    for issue in issues[:_EXPLAINED]:
         meant = issue.suggestions if issue.code == "config-unknown-key" else ()
         candidates: list[Sequence[str | int]] = [near.split(".") for near in meant]
         candidates += [issue.path[:end] for end in range(len(issue.path), 0, -1)]
         at = next((name for path in candidates for name in _names(path) if name in known), None)
         if at is not None:
-            links[f"{page}#{at}"] = None
-    return list(links)
+            named[at] = None
+    return [command, *named] if named else []
 
 
 def _names(path: Sequence[str | int]) -> Iterator[str]:
@@ -249,6 +253,10 @@ def _value(work: _Pass, choices: Sequence[Option], value: Any, path: KeyPath) ->
         return coerce(choices, sequence)
     if isinstance(value, str) and value == "auto" and not accepts_auto(choices):
         return _resolved(work, choices, path)
+    if type(value) is int and value.bit_length() > _MOST_BITS:
+        expected = "a smaller number" if (text := describe(choices)) == "anything" else text
+        work.problem("config-value", path, f"found {_seen(choices, value)}, expected {expected}.")
+        return _DROPPED
     if isinstance(value, bool) and refuses_bool(choices):
         work.problem("config-value", path, f"found {_seen(choices, value)}, expected {describe(choices)}.")
         return _DROPPED
@@ -277,6 +285,11 @@ def _asked(choices: Sequence[Option]) -> str:
 def _unknown(work: _Pass, model: Model, path: KeyPath) -> None:
     """Report a key that the model does not know, with the names that were probably meant."""
     name, section = str(path[-1]), path[:-1]
+    work.unknown += 1
+    if work.unknown > _EXPLAINED or len(name) > _LONGEST_NAME:
+        # Somebody gave another kind of file: what each of its keys may have meant helps nobody, and takes long.
+        work.problem("config-unknown-key", (*section, name[:_LONGEST_NAME]), "is unknown.")
+        return
     here = nearest(name, known_names(model))
     elsewhere = [key.path for key in keys(work.root) if key.path[-1] == name]
     if elsewhere and not (here and distance(name, here[0]) <= 1):
@@ -322,7 +335,7 @@ def _collect(work: _Pass, model: Model, data: Mapping[str, Any], error: Validati
             ]  # another member of the union, not the one meant
         for message in dict.fromkeys(_message(*entry) for entry in entries):
             close = _close_values(entries[0][1], value)
-            fix = f"Did you mean {close[0]}?" if close else ""
+            fix = f"Did you mean {close[0]}?" if close else _unquoted(entries[0][1], value)
             work.problem("config-value", path, message, fix, close)
 
 
@@ -391,12 +404,25 @@ def _message(detail: _Detail, choices: list[Option], value: Any) -> str:
     if _spoken(detail):
         text = str(detail.get("ctx", {}).get("error", detail["msg"])).strip()
         return text if text.endswith((".", "?", "!")) else f"{text}."
+    if expected == "anything":
+        return f"found {_seen(choices, value)}: {detail['msg']}."
     extra = "" if any(sign in detail["type"] for sign in _PLAIN) else f" ({detail['msg']})"
     return f"found {_seen(choices, value)}, expected {expected}{extra}."
 
 
 def _seen(choices: Sequence[Option], value: Any) -> str:
     return "a value that is not shown" if is_secret(choices) else shown(value)
+
+
+def _unquoted(choices: Sequence[Option], value: Any) -> str:
+    """Advise to write a number without quotation marks, where a number is expected and a text holds one."""
+    if not isinstance(value, str) or not any(option.type in (int, float) for option in choices):
+        return ""
+    try:
+        finite = len(value) <= _LONGEST_NAME and math.isfinite(float(value))
+    except ValueError:
+        return ""
+    return f"Write {value.strip()} without quotation marks." if finite else ""
 
 
 def _close_values(choices: Sequence[Option], value: Any) -> list[str]:

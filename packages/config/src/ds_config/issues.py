@@ -12,6 +12,9 @@ from ds_config.parse import KeyPath, dotted
 __all__ = ["Issue", "error_of", "shown"]
 
 _SHOWN_CHARS = 60
+_SHOWN_ISSUES = 100
+_SHOWN_BITS = 128
+_SHOWN_KEYS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,7 @@ class Issue:
     """One problem of one document.
 
     Attributes:
-        code: The section of docs/reference/errors.md ("config-unknown-key", "config-value", ...).
+        code: What `ds explain` explains ("config-unknown-key", "config-value", ...).
         path: Where the key stands; empty for the document itself.
         origin: Who set it.
         message: Found and expected, with values, without the path.
@@ -51,13 +54,19 @@ def shown(value: object) -> str:
     if isinstance(value, dict):
         keys = ", ".join(map(str, value))
         return "an object " + ("{}" if not value else "{" + (keys if len(keys) < 40 else keys[:37] + "...") + "}")
-    text = repr(list(value) if isinstance(value, tuple) else value)
+    if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
+        return f"a whole number of {value.bit_length()} bits"
+    try:
+        text = repr(list(value) if isinstance(value, tuple) else value)
+    except (ValueError, RecursionError):  # what cannot be written is no value of a file either
+        text = f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "..."
 
 
 def error_of(issues: Sequence[Issue], name: str, anchors: Sequence[str] = ()) -> ConfigError:
-    """Make the one error that reports every issue of the document `name`, in the order of its lines, then the `anchors`
-    where its keys are explained.
+    """Make the one error that reports every issue of the document `name`, in the order of its lines.
+
+    The `anchors` are the words of the command that explains its keys.
 
     Its code is that of the issues when they all have the same one, else "config-invalid". When every issue is something
     that is not built here it is an `UnsupportedConfigError`, which is also an `UnsupportedError`.
@@ -69,8 +78,9 @@ def error_of(issues: Sequence[Issue], name: str, anchors: Sequence[str] = ()) ->
     message = "\n".join(
         [
             f"{count} in the configuration ({name}):",
-            *(f"  {issue}" for issue in ordered),
-            *(f"  {at}" for at in anchors),
+            *(f"  {issue}" for issue in ordered[:_SHOWN_ISSUES]),
+            *([f"  and {len(ordered) - _SHOWN_ISSUES} more"] if len(ordered) > _SHOWN_ISSUES else []),
+            *([f"  {' '.join(anchors[:_SHOWN_KEYS])}"] if anchors else []),
         ]
     )
     kind = UnsupportedConfigError if code == "config-unbuilt" else ConfigError

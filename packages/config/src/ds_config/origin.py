@@ -49,6 +49,10 @@ class Provenance:
             del self._origins[inner]
         self._origins[path] = origin
 
+    def fill(self, origins: Mapping[KeyPath, Origin]) -> None:
+        """Record the origins of a whole document at once; those of other paths stay. Cost: linear."""
+        self._origins.update(origins)
+
     def derived(self, path: KeyPath, why: str) -> None:
         """Record that code computed the value at `path`; `why` is a formula or a half sentence."""
         self.record(path, Origin("derived", why=why))

@@ -24,11 +24,12 @@ from typing import Any
 
 from ds_config.errors import ConfigError
 
-__all__ = ["Duplicate", "KeyPath", "Parsed", "dotted", "parse"]
+__all__ = ["MAX_DEPTH", "Duplicate", "KeyPath", "Parsed", "dotted", "parse"]
 
 KeyPath = tuple[str | int, ...]
 
-_MAX_DEPTH = 64
+MAX_DEPTH = 64
+_MAX_DIGITS = 38
 _SPACE = re.compile(r"(?:[ \t\r\n\f\b]+|#[^\n]*|//[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _END = r"[ \t\r]*(?=[,\]}\n#]|//|/\*|\Z)"
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?" + _END)
@@ -213,8 +214,8 @@ class _JsonParser:
 
     def value(self, path: KeyPath, depth: int) -> Any:
         char = self.text[self.pos : self.pos + 1]
-        if depth > _MAX_DEPTH:
-            raise self.error(f"more than {_MAX_DEPTH} objects and lists inside each other")
+        if depth > MAX_DEPTH:
+            raise self.error(f"more than {MAX_DEPTH} objects and lists inside each other")
         if char == "{":
             return self.object(path, depth)
         if char == "[":
@@ -248,7 +249,7 @@ class _JsonParser:
     def number(self, match: re.Match[str]) -> int | float:
         digits = match.group().rstrip(" \t\r")
         is_float = match.group(1) or match.group(2)
-        if len(digits) > 400 and not is_float:
+        if len(digits) > _MAX_DIGITS and not is_float:
             raise self.error(f"a number of {len(digits)} digits")
         value = float(digits) if is_float else int(digits)
         if isinstance(value, float) and math.isinf(value):

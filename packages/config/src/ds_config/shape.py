@@ -105,10 +105,19 @@ def model_for(choices: Sequence[Option], value: Mapping[str, Any]) -> Model | No
 
     def fit(model: Model) -> tuple[bool, int]:
         tags = {name: literals(of_field(field)) for name, field in model.model_fields.items()}
-        clash = any(choice and name in value and value[name] not in choice for name, choice in tags.items())
+        clash = any(
+            choice and name in value and not _names_one_of(value[name], choice) for name, choice in tags.items()
+        )
         return not clash, len(known_names(model) & value.keys())
 
     return max(models, key=fit, default=None)
+
+
+def _names_one_of(value: Any, choice: Sequence[Any]) -> bool:
+    """Whether a value is one of these literals, in any case where it is a text: validators may take `LAMB` for `Lamb`."""
+    if isinstance(value, str):
+        return value.casefold() in {literal.casefold() for literal in choice if isinstance(literal, str)}
+    return value in choice
 
 
 def inner(choices: Sequence[Option], part: str | int) -> list[Option]:

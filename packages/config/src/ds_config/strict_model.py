@@ -41,7 +41,7 @@ class StrictModel(BaseModel):
     wrote call `ds_config.load` or `ds_config.validate`: every problem at once, with its place.
     """
 
-    KEYS_PAGE: ClassVar[str] = ""  # the page that explains the keys, an anchor each; of the outermost model
+    KEYS_COMMAND: ClassVar[str] = ""  # the command that explains the keys it is given; of the outermost model
 
     model_config = ConfigDict(
         frozen=True,
