@@ -174,3 +174,27 @@ def test_parameter_groups() -> None:
     assert len(others) == 16
     with pytest.raises(PlanError, match="moe-param-groups"):
         utils.configure_moe_param_groups("no")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("noise", [None, "RSample", "Jitter"])
+def test_an_evaluation_depends_on_no_chance_and_on_no_other_row(k: int, noise: str | None) -> None:
+    """The second expert was drawn, full experts kept tokens by lot, and 37 of 256 rows came out as zeros."""
+    torch.manual_seed(k)
+    layer = MoE(6, mlp(), 8, k=k, noisy_gate_policy=noise).eval()
+    for expert in layer.deepspeed_moe.experts.parameters():
+        nn.init.normal_(expert, std=0.4)
+    x = torch.randn(64, 6)
+    out = layer(x)[0]
+    assert torch.equal(layer(x)[0], out)
+    assert torch.allclose(torch.cat([layer(row[None])[0] for row in x]), out, atol=1e-6)
+    assert (out != 0).any(-1).all()
+
+
+def test_an_evaluation_drops_what_its_capacity_says() -> None:
+    torch.manual_seed(0)
+    layer = MoE(6, mlp(), 2, k=1, eval_capacity_factor=0.5, min_capacity=1).eval()
+    first = layer(x := torch.randn(64, 6))[0]
+    assert int((first == 0).all(-1).sum()) >= 32
+    assert torch.equal(layer(x)[0], first)
+    assert not (MoE(6, mlp(), 2, drop_tokens=False, eval_capacity_factor=0.5).eval()(x)[0] == 0).all(-1).any()

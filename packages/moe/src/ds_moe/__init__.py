@@ -1,4 +1,4 @@
-"""Mixture of experts: routing, dispatch over ranks, experts; no token is dropped unless asked."""
+"""Mixture of experts: routing, dispatch over ranks, experts; without a capacity no token is dropped."""
 
 from ds_moe.attach_experts import ExpertPlacement, place_experts
 from ds_moe.autoep import ExpertParallelModel, apply_expert_parallel

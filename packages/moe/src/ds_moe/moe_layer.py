@@ -37,14 +37,24 @@ class TopKGate(nn.Module):
     Args:
         model_dim: Width of the input.
         rule: What the gate does in training.
-        eval_capacity_factor: Instead of the rule's factor outside training, where there is no noise either.
+        eval_capacity_factor: Instead of the rule's factor outside training; None: no capacity there, so that an answer does not depend on the
+            other rows of its batch. Nothing is drawn outside training: the second expert is the second best, first tokens come first.
     """
 
-    def __init__(self, model_dim: int, num_experts: int, rule: GateRule, eval_capacity_factor: float = 1.0) -> None:
+    def __init__(
+        self, model_dim: int, num_experts: int, rule: GateRule, eval_capacity_factor: float | None = None
+    ) -> None:
         super().__init__()
         self.wg = nn.Linear(model_dim, num_experts, bias=False)
         self.rule, self.name = rule, "moe.gate"
-        self._eval_rule = replace(rule, capacity_factor=eval_capacity_factor, noise=None)
+        self._eval_rule = replace(
+            rule,
+            capacity_factor=eval_capacity_factor or rule.capacity_factor,
+            drop_tokens=rule.drop_tokens and eval_capacity_factor is not None,
+            use_rts=False,
+            noise=None,
+            second_sampling=False,
+        )
         self.track: _Track | None = None
 
     def forward(self, x: Tensor, used_token: Tensor | None = None) -> RouterOutput:
@@ -162,11 +172,12 @@ class MoE(nn.Module):
         num_experts: On all ranks together.
         ep_size: Ranks that share one copy of all experts.
         k: Choices a token.
-        capacity_factor, eval_capacity_factor, min_capacity: See `GateRule`.
+        capacity_factor, min_capacity: See `GateRule`.
+        eval_capacity_factor: The factor outside training, where nothing is drawn; None: nothing is dropped there.
         use_residual: Add the output of one more expert that sees all tokens, mixed by two learned coefficients
             (Rajbhandari et al. 2022).
         noisy_gate_policy: None, "Jitter" or "RSample".
-        drop_tokens: False: no capacity; no token is dropped, and no rank waits to agree on one.
+        drop_tokens: In training, as in DeepSpeed's layer. False: no capacity; no token is dropped, and no rank waits to agree on one.
         use_rts: k = 1: a full expert keeps tokens by lot.
         use_tutel: Accepted with a warning: there is nothing it could make faster here.
         enable_expert_tensor_parallelism: The expert module is cut over tensor-parallel ranks itself, so each of those sees all rows.
@@ -184,7 +195,7 @@ class MoE(nn.Module):
         ep_size: int = 1,
         k: int = 1,
         capacity_factor: float = 1.0,
-        eval_capacity_factor: float = 1.0,
+        eval_capacity_factor: float | None = None,
         min_capacity: int = 4,
         use_residual: bool = False,
         noisy_gate_policy: str | None = None,
