@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # 
 from ds_inference import SamplingParams, SchedulerConfig, load  # noqa: E402
 from ds_inference.cli_generate import main as generate_main  # noqa: E402
 from ds_inference.cli_generate import register  # noqa: E402
-from ds_inference.serve.app import ServerLimits, make_app  # noqa: E402
+from ds_inference.serve.app import ServerLimits, ServerOptions, make_app  # noqa: E402
 from ds_inference.serve.worker import Worker  # noqa: E402
 from ds_inference.text import TextStream, read_tokenizer  # noqa: E402
 
@@ -61,11 +61,11 @@ def folder(tmp_path_factory):
 
 
 class Server:
-    def __init__(self, folder: Path, limits: ServerLimits, **options) -> None:
+    def __init__(self, folder: Path, limits: ServerLimits, served: ServerOptions | None = None, **options) -> None:
         tokenizer = read_tokenizer(folder)
         self.engine = load(folder, cache_tokens=2048, budget=SchedulerConfig(64, 32), tokenizer=tokenizer, **options)
         self.tokenizer = read_tokenizer(folder)
-        app = make_app(Worker(self.engine), self.tokenizer, "tiny", limits)
+        app = make_app(Worker(self.engine), self.tokenizer, "tiny", limits, served)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]

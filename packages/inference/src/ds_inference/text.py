@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import cache
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ _UNFINISHED = "\ufffd"
 """What decoders give for bytes that are not a whole character yet."""
 _CHARACTER = 4
 """Most tokens of a character: each is a byte of UTF-8."""
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _LONGEST = 32
 """So many tokens after a whole character, without another one, are not text. A chain of them stays short to decode."""
 
@@ -26,6 +29,8 @@ class TextStream:
     Args:
         tokenizer: Decodes.
         stops: The text ends before the first of these; `stopped` is then true.
+    Attributes:
+        length: Characters that are certain so far, those included that wait because a stop string may begin with them.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
@@ -34,6 +39,7 @@ class TextStream:
         self._context = 0  # from here tokens are decoded; it lies between characters
         self._settled = 0  # the text of tokens before this one was given out; it lies between characters, too
         self._pending = ""
+        self.length = 0
         self.stopped = False
 
     def push(self, token: int) -> str:
@@ -68,6 +74,7 @@ class TextStream:
         before, text = self._decode(self._context, self._settled), self._decode(self._context, end)
         # Bytes that are no text took characters back that were given out: the new ones are read alone.
         new = text[len(before) :] if text.startswith(before) else self._decode(self._settled, end)
+        self.length += len(new)
         if new or end - self._context > 2 * _LONGEST:  # a token that says nothing (a special one) is no context
             self._context = self._settled
         self._settled = end
@@ -93,6 +100,14 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)
 
 
+@cache
+def _bytes_of_letters() -> dict[str, int]:
+    """Map the letters of byte-level tokenizers to bytes: printable bytes are themselves, the others follow from 256 on (Radford 2019)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {**{chr(byte): byte for byte in printable}, **{chr(256 + n): byte for n, byte in enumerate(others)}}
+
+
 class HfTokenizer:
     """A tokenizer of transformers, with its chat template.
 
@@ -110,6 +125,27 @@ class HfTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Decode tokens into text without special tokens; spaces are not cleaned up."""
         return str(self.inner.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    @property
+    def template(self) -> str:
+        """Source of the chat template; empty where there is none."""
+        template = getattr(self.inner, "chat_template", None) or ""
+        return template if isinstance(template, str) else "\n".join(template.values())
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that a token adds to the text; those of all tokens together are the text, also where one ends in a character."""
+        name = self.inner.convert_ids_to_tokens(token)
+        if token in self.inner.all_special_ids or not isinstance(name, str):
+            return self.decode([token]).encode()
+        if "▁" in name:  # how SentencePiece writes spaces; alone, a decoder would leave out the first
+            return name.replace("▁", " ").encode()
+        if (byte := _BYTE.fullmatch(name)) is not None:
+            return bytes([int(byte[1], 16)])
+        text = self.decode([token])
+        if _UNFINISHED not in text:
+            return text.encode()
+        letters = _bytes_of_letters()  # a byte-level tokenizer writes each byte as a letter
+        return bytes(letters[letter] for letter in name) if all(letter in letters for letter in name) else text.encode()
 
     def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Tokenize a conversation up to the beginning of the answer; without a template, as `role: text` lines."""

@@ -1,4 +1,4 @@
-"""The HTTP face: completions, chat, models, health, metrics. What is computed is the worker's business."""
+"""The HTTP face: completions, chat, embeddings, models, health, metrics. What is computed is the worker's business."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -17,14 +18,19 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ds_config.errors import DsError, PlanError
+from ds_inference.embedding import Embedder
 from ds_inference.llm_engine import TokenOutput
 from ds_inference.sampling import SamplingParams, separate
+from ds_inference.serve.access import AccessControl
 from ds_inference.serve.body import BodyLimit, Receive, Scope, Send
-from ds_inference.serve.protocol import ChatRequest, CompletionRequest
+from ds_inference.serve.choices import ChoiceText, make_choice
+from ds_inference.serve.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
+from ds_inference.serve.vectors import embeddings_body
 from ds_inference.serve.worker import Worker
-from ds_inference.text import HfTokenizer, TextStream
+from ds_inference.structured import JsonGrammars
+from ds_inference.text import HfTokenizer
 
-__all__ = ["ServerLimits", "make_app"]
+__all__ = ["ServerLimits", "ServerOptions", "make_app"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +38,10 @@ class ServerLimits:
     """What the server takes on.
 
     Attributes:
-        requests: Under way at a time; further ones get 429.
-        answer: Tokens of an answer that names no number.
-        longest: Tokens of prompt and answer together.
+        requests: Under way at a time, each prompt of a request counted; further ones get 429. A request with more prompts than that is
+            taken where nothing else is under way, and computes so many of them at a time.
+        answer: Tokens of an answer that names no number, as far as the prompt leaves room.
+        longest: Tokens of prompt and answer together; the model and the cache may have room for fewer.
         body: Bytes of a request.
     """
 
@@ -42,6 +49,23 @@ class ServerLimits:
     answer: int = 256
     longest: int = 4096
     body: int = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Who may ask, and what else is served.
+
+    Attributes:
+        api_key: What requests have to send; empty: nothing.
+        hosts: Names in `Host` that are served; empty: all.
+        embedder: Answers `/v1/embeddings`; None: nobody does.
+        embedder_name: The model's name in such requests.
+    """
+
+    api_key: str = ""
+    hosts: tuple[str, ...] = ()
+    embedder: Embedder | None = None
+    embedder_name: str = ""
 
 
 @dataclass(slots=True)
@@ -71,25 +95,36 @@ class _ParsedRequest:
     """One request in the form that both kinds share."""
 
     prompts: list[list[int]]
-    how: SamplingParams
+    hows: list[SamplingParams]
     stream: bool
     usage: bool
     chat: bool
     adapter: str | None = None
 
-    def each(self) -> list[tuple[list[int], SamplingParams]]:
-        """The prompts, each with a stream of its own."""
-        return list(zip(self.prompts, separate([self.how] * len(self.prompts)), strict=True))
+    @property
+    def n(self) -> int:
+        """Samples of each prompt."""
+        return self.hows[0].n if self.hows else 1
 
 
-def make_app(worker: Worker, tokenizer: HfTokenizer, name: str, limits: ServerLimits | None = None) -> FastAPI:
+def make_app(
+    worker: Worker,
+    tokenizer: HfTokenizer,
+    name: str,
+    limits: ServerLimits | None = None,
+    options: ServerOptions | None = None,
+) -> FastAPI:
     """Build the application, which closes the worker on shutdown after pending requests are answered."""
-    return _Server(worker, tokenizer, name, limits or ServerLimits()).app
+    return _Server(worker, tokenizer, name, limits or ServerLimits(), options or ServerOptions()).app
 
 
 class _Server:
-    def __init__(self, worker: Worker, tokenizer: HfTokenizer, name: str, limits: ServerLimits) -> None:
+    def __init__(
+        self, worker: Worker, tokenizer: HfTokenizer, name: str, limits: ServerLimits, options: ServerOptions
+    ) -> None:
         self._worker, self._tokenizer, self._name, self._limits = worker, tokenizer, name, limits
+        self._options = options
+        self._longest = min(limits.longest, worker.max_model_len)
         self._metrics, self._busy, self._closing = _Metrics(), 0, False
         self._numbers = itertools.count()
         self._begun = int(time.time())
@@ -97,11 +132,15 @@ class _Server:
         self.app.exception_handler(RequestValidationError)(self._malformed)
         for status in (400, 404, 405):
             self.app.exception_handler(status)(self._not_served)
-        refused = JSONResponse(_told(f"a request may have {limits.body} bytes", "invalid_request_error"), 413)
+        self.app.exception_handler(Exception)(self._unforeseen)
+        refused = JSONResponse(_error_body(f"a request may have {limits.body} bytes", "invalid_request_error"), 413)
         self.app.add_middleware(BodyLimit, most=limits.body, refused=refused)
+        self.app.add_middleware(AccessControl, api_key=options.api_key, hosts=options.hosts, refuse=self._error)
         self.app.get("/health")(self.health)
         self.app.get("/metrics")(self.metrics)
         self.app.get("/v1/models")(self.models)
+        self.app.get("/v1/models/{name:path}", response_model=None)(self.model)
+        self.app.post("/v1/embeddings", response_model=None)(self.embed)
         self.app.post("/v1/completions", response_model=None)(self.complete)
         self.app.post("/v1/chat/completions", response_model=None)(self.chat)
 
@@ -128,47 +167,93 @@ class _Server:
         return Response(generate_latest(self._metrics.registry), media_type="text/plain; version=0.0.4")
 
     async def models(self) -> dict[str, Any]:
-        one = {"object": "model", "created": self._begun, "owned_by": "ds-inference"}
-        return {"object": "list", "data": [{"id": name, **one} for name in (self._name, *self._worker.adapters)]}
+        return {"object": "list", "data": [self._described(name) for name in self._names]}
+
+    async def model(self, name: str) -> Response:
+        if name not in self._names:
+            return self._no_model(name)
+        return JSONResponse(self._described(name))
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        embedder = (self._options.embedder_name,) if self._options.embedder is not None else ()
+        return (self._name, *self._worker.adapters, *embedder)
+
+    def _described(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._begun, "owned_by": "ds-inference"}
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
-        return await self._serve(body, request, lambda: self._completion(body))
+        return await self._serve(body, request, lambda: self._completion(body), len(body.prompts()))
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
-        return await self._serve(body, request, lambda: self._conversation(body))
+        return await self._serve(body, request, lambda: self._conversation(body), 1)
+
+    async def embed(self, body: EmbeddingRequest) -> Response:
+        embedder, name = self._options.embedder, self._options.embedder_name
+        if embedder is None:
+            return self._error(404, "this server has no model for embeddings: start it with --embedder FOLDER")
+        if body.model and body.model != name:
+            return self._no_model(body.model)
+        try:
+            tokens = await asyncio.to_thread(lambda: [embedder.tokens(one) for one in body.inputs()])
+            if not tokens:
+                return self._error(400, "no input; at least 1 is needed")
+            vectors = await asyncio.to_thread(embedder.embed, tokens)
+        except Exception as error:  # of a tokenizer that does not take what the client sent, too
+            return self._error(400, str(error))
+        return JSONResponse(embeddings_body(body, vectors, name, sum(map(len, tokens))))
 
     def _completion(self, body: CompletionRequest) -> _ParsedRequest:
         prompts = [self._tokenizer.encode(p) if isinstance(p, str) else p for p in body.prompts()]
-        how = body.sampling(self._limits.answer, body.logprobs)
-        return _ParsedRequest(prompts, how, body.stream, _wants_usage(body), chat=False, adapter=self._adapter(body))
+        return self._parsed(body, prompts, body.logprobs)
 
     def _conversation(self, body: ChatRequest) -> _ParsedRequest:
+        body.check()
         body.max_tokens = body.max_completion_tokens or body.max_tokens
-        prompt = self._tokenizer.chat([message.plain() for message in body.messages])
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        how = body.sampling(self._limits.answer, logprobs)
-        return _ParsedRequest([prompt], how, body.stream, _wants_usage(body), chat=True, adapter=self._adapter(body))
+        template = self._tokenizer.template
+        prompt = self._tokenizer.chat([message.plain(template) for message in body.messages])
+        return self._parsed(body, [prompt], (body.top_logprobs or 0) if body.logprobs else None)
+
+    def _parsed(
+        self, body: CompletionRequest | ChatRequest, prompts: list[list[int]], logprobs: int | None
+    ) -> _ParsedRequest:
+        schema = body.answer_schema()
+        hows = []
+        for prompt in prompts:
+            room = max(1, min(self._limits.answer, self._longest - len(prompt)))
+            how = body.sampling(room, logprobs)
+            hows.append(how if schema is None else replace(how, allowed_tokens=self._grammars.follow(schema)))
+        usage = bool((body.stream_options or {}).get("include_usage"))
+        chat = isinstance(body, ChatRequest)
+        return _ParsedRequest(prompts, separate(hows), body.stream, usage, chat, self._adapter(body))
+
+    @cached_property
+    def _grammars(self) -> JsonGrammars:
+        vocab, ends = self._worker.vocab
+        return JsonGrammars(self._tokenizer.inner, vocab, ends)
 
     def _adapter(self, body: CompletionRequest | ChatRequest) -> str | None:
         return body.model if body.model in self._worker.adapters and body.model != self._name else None
 
     # ---- how it is answered
 
-    async def _serve(self, body: Any, request: Request, read: Callable[[], _ParsedRequest]) -> Response:
+    async def _serve(self, body: Any, request: Request, read: Callable[[], _ParsedRequest], prompts: int) -> Response:
         if body.model and body.model not in (self._name, *self._worker.adapters):
-            known = ", ".join(repr(name) for name in (self._name, *self._worker.adapters))
-            return self._error(404, f"there is no model {body.model!r}; this server has {known}")
+            return self._no_model(body.model)
         if self._closing or self._worker.failure is not None:
             return self._error(503, "the server is shutting down" if self._closing else "the engine has failed")
-        if self._busy >= self._limits.requests:
-            return self._error(429, f"{self._busy} requests are under way, the most this server takes; try again later")
-        self._busy += 1
+        places = min(max(1, prompts), self._limits.requests)
+        if self._busy + places > self._limits.requests:
+            return self._error(
+                429, f"{self._busy} of {self._limits.requests} places are taken and {places} asked for; try again later"
+            )
+        self._busy += places
         answer: Response | None = None
         try:
             completion = await asyncio.to_thread(read)  # a long prompt is tokenised for seconds
             self._check(completion)
             if completion.stream:
-                answer = _Stream(self._streamed(completion), self._release)
+                answer = _Stream(self._streamed(completion), lambda: self._release(places))
             else:
                 return await self._until_gone(request, self._whole(completion))
         except DsError as error:
@@ -177,22 +262,28 @@ class _Server:
             return self._error(400, f"the request cannot be read: {type(error).__name__}: {error}")
         finally:
             if answer is None:
-                self._release()
+                self._release(places)
         return answer
 
-    def _release(self) -> None:
-        self._busy -= 1
+    def _no_model(self, name: str) -> Response:
+        known = ", ".join(map(repr, self._names))
+        return self._error(404, f"there is no model {name[:200]!r}; this server has {known}")
+
+    def _release(self, places: int) -> None:
+        self._busy -= places
 
     def _check(self, completion: _ParsedRequest) -> None:
-        for prompt in completion.prompts or [[]]:
-            if not prompt or len(prompt) + completion.how.max_new_tokens > self._limits.longest:
+        if not completion.prompts:
+            raise PlanError("no prompt; at least 1 is needed", code="inference-request", fix="Send one.")
+        for prompt, how in zip(completion.prompts, completion.hows, strict=True):
+            if not prompt or len(prompt) + how.max_new_tokens > self._longest:
                 raise PlanError(
-                    f"a prompt of {len(prompt)} tokens and an answer of up to {completion.how.max_new_tokens}; "
-                    f"at least 1 and together at most {self._limits.longest} are taken",
+                    f"a prompt of {len(prompt)} tokens and an answer of up to {how.max_new_tokens}; "
+                    f"at least 1 and together at most {self._longest} are taken",
                     code="inference-too-long",
                     fix="Shorten the prompt or ask for fewer tokens.",
                 )
-            self._worker.check(prompt, completion.how, completion.adapter)
+            self._worker.check(prompt, how, completion.adapter)
 
     async def _until_gone(self, request: Request, work: Awaitable[Response]) -> Response:
         """Await the answer, or cancel the work as soon as the client has closed the connection."""
@@ -207,25 +298,15 @@ class _Server:
         return task.result()
 
     async def _whole(self, completion: _ParsedRequest) -> Response:
-        choices: list[dict[str, Any]] = []
+        texts = self._texts(completion)
+        choices = [make_choice(completion.chat, index) for index in range(len(texts))]
         begin, count = time.perf_counter(), 0
         try:
-            for tokens, how in completion.each():
-                texts, ids = self._texts(completion), dict[int, int]()
-                prompt_choices = [_choice(completion.chat, len(choices) + i) for i in range(completion.how.n)]
-                async for event in self._worker.answer(tokens, how, completion.adapter):
-                    number = ids.setdefault(event.request, len(ids))
-                    count += 1
-                    if count == 1:
-                        self._metrics.first.observe(time.perf_counter() - begin)
-                    _say(
-                        prompt_choices[number],
-                        completion.chat,
-                        self._piece(texts[number], event),
-                        event,
-                        self._tokenizer,
-                    )
-                choices += prompt_choices
+            async for index, event in self._events(completion):
+                count += 1
+                if count == 1:
+                    self._metrics.first.observe(time.perf_counter() - begin)
+                texts[index].add(choices[index], event)
         except DsError as error:
             self._metrics.requests.labels("refused").inc()
             return self._error(400, str(error))
@@ -238,36 +319,64 @@ class _Server:
 
     async def _streamed(self, completion: _ParsedRequest) -> AsyncIterator[str]:
         head, begin, count = self._head(completion, part=True), time.perf_counter(), 0
+        texts = self._texts(completion)
         try:
-            for place, (tokens, how) in enumerate(completion.each()):
-                texts, ids = self._texts(completion), dict[int, int]()
-                async for event in self._worker.answer(tokens, how, completion.adapter):
-                    number = ids.setdefault(event.request, len(ids))
-                    count += 1
-                    if count == 1:
-                        self._metrics.first.observe(time.perf_counter() - begin)
-                    text = self._piece(texts[number], event)
-                    if text or event.reason or event.logprob is not None:
-                        choice = _choice(completion.chat, place * completion.how.n + number, part=True)
-                        _say(choice, completion.chat, text, event, self._tokenizer)
-                        yield _line({**head, "choices": [choice]})
+            async for index, event in self._events(completion):
+                count += 1
+                if count == 1:
+                    self._metrics.first.observe(time.perf_counter() - begin)
+                choice = make_choice(completion.chat, index, part=True, first=not texts[index].begun)
+                text = texts[index].add(choice, event)
+                if text or event.reason or event.logprob is not None:
+                    texts[index].begun = True
+                    yield _line({**head, "choices": [choice]})
         except Exception as error:
-            mine = not isinstance(error, DsError)
-            self._metrics.requests.labels("failed" if mine else "refused").inc()
-            yield _line(_told(str(error), "server_error" if mine else "invalid_request_error"))
+            refused = isinstance(error, DsError)
+            self._metrics.requests.labels("refused" if refused else "failed").inc()
+            yield _line(_error_body(str(error), "invalid_request_error" if refused else "server_error"))
             return
         self._done(begin, completion, count)
         if completion.usage:
             yield _line({**head, "choices": [], "usage": _usage(completion, count)})
         yield "data: [DONE]\n\n"
 
-    def _texts(self, completion: _ParsedRequest) -> list[TextStream]:
-        return [TextStream(self._tokenizer, completion.how.stop) for _ in range(completion.how.n)]
+    def _texts(self, completion: _ParsedRequest) -> list[ChoiceText]:
+        hows = [how for how in completion.hows for _ in range(how.n)]
+        return [ChoiceText(self._tokenizer, how.stop, completion.chat) for how in hows]
 
-    @staticmethod
-    def _piece(text: TextStream, event: TokenOutput) -> str:
-        new_text = text.push(event.token)
-        return new_text + text.finish() if event.reason is not None else new_text
+    async def _events(self, completion: _ParsedRequest) -> AsyncIterator[tuple[int, TokenOutput]]:
+        """Yield the events of all prompts, which are computed together, each with the index of its choice."""
+        events: asyncio.Queue[tuple[int, TokenOutput] | BaseException | None] = asyncio.Queue()
+        places = asyncio.Semaphore(self._limits.requests)
+
+        async def answer(number: int) -> None:
+            identities: dict[int, int] = {}
+            try:
+                async with places:
+                    prompt, how = completion.prompts[number], completion.hows[number]
+                    async for event in self._worker.answer(prompt, how, completion.adapter):
+                        sample = identities.setdefault(event.request, len(identities))
+                        events.put_nowait((number * how.n + sample, event))
+            except Exception as error:
+                events.put_nowait(error)
+            else:
+                events.put_nowait(None)
+
+        left = len(completion.prompts)
+        tasks = [asyncio.ensure_future(answer(number)) for number in range(left)]
+        try:
+            while left:
+                event = await events.get()
+                if isinstance(event, BaseException):
+                    raise event
+                if event is None:
+                    left -= 1
+                else:
+                    yield event
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _done(self, begin: float, completion: _ParsedRequest, count: int) -> None:
         self._metrics.requests.labels("answered").inc()
@@ -287,6 +396,10 @@ class _Server:
         message = "; ".join(f"{'.'.join(map(str, p['loc'][1:]))}: {p['msg']}" for p in problems)
         return self._error(400, message or str(error))
 
+    async def _unforeseen(self, request: Request, error: Exception) -> Response:
+        del request
+        return self._error(500, f"{type(error).__name__}: {error}")
+
     async def _not_served(self, request: Request, error: Exception) -> Response:
         del request
         return self._error(getattr(error, "status_code", 500), str(getattr(error, "detail", error)))
@@ -294,7 +407,7 @@ class _Server:
     def _error(self, status: int, message: str) -> Response:
         self._metrics.requests.labels("refused").inc()
         kind = "invalid_request_error" if status < 500 else "server_error"
-        return JSONResponse(_told(message, kind), status)
+        return JSONResponse(_error_body(message, kind), status)
 
 
 class _Stream(StreamingResponse):
@@ -311,11 +424,7 @@ class _Stream(StreamingResponse):
             self._release()
 
 
-def _wants_usage(body: CompletionRequest | ChatRequest) -> bool:
-    return bool((body.stream_options or {}).get("include_usage"))
-
-
-def _told(message: str, kind: str) -> dict[str, Any]:
+def _error_body(message: str, kind: str) -> dict[str, Any]:
     """An error in the protocol's form; what cannot be encoded (half a surrogate that the client sent) is escaped."""
     text = message.encode("utf-8", "backslashreplace").decode()
     return {"error": {"message": text, "type": kind, "param": None, "code": None}}
@@ -328,32 +437,3 @@ def _line(body: dict[str, Any]) -> str:
 def _usage(completion: _ParsedRequest, count: int) -> dict[str, int]:
     prompt = sum(map(len, completion.prompts))
     return {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
-
-
-def _choice(chat: bool, index: int, part: bool = False) -> dict[str, Any]:
-    inner: dict[str, Any] = {"role": "assistant", "content": ""}
-    content = {"delta" if part else "message": inner} if chat else {"text": ""}
-    return {"index": index, **content, "logprobs": None, "finish_reason": None}
-
-
-def _say(choice: dict[str, Any], chat: bool, text: str, event: TokenOutput, tokenizer: HfTokenizer) -> None:
-    """Add a piece of an answer to a choice."""
-    if chat:
-        choice["delta" if "delta" in choice else "message"]["content"] += text
-    else:
-        choice["text"] += text
-    choice["finish_reason"] = event.reason
-    if event.logprob is None:
-        return
-    top = event.top or {}
-    token = tokenizer.decode([event.token])
-    if chat:
-        others = [{"token": tokenizer.decode([t]), "logprob": p, "bytes": None} for t, p in top.items()]
-        entry = {"token": token, "logprob": event.logprob, "bytes": None, "top_logprobs": others}
-        choice["logprobs"] = {"content": [*((choice["logprobs"] or {}).get("content") or []), entry]}
-        return
-    logprobs = choice["logprobs"] or {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    logprobs["tokens"].append(token)
-    logprobs["token_logprobs"].append(event.logprob)
-    logprobs["top_logprobs"].append({tokenizer.decode([t]): p for t, p in top.items()})
-    choice["logprobs"] = logprobs

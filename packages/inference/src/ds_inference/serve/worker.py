@@ -119,6 +119,17 @@ class Worker:
         return EngineLoad(len(self._engine.scheduler.requests), pool.num_free, pool.count, self._steps, self._tokens)
 
     @property
+    def max_model_len(self) -> int:
+        """Tokens that a prompt and its answer may have together: by the model, the scheduler, and the cache."""
+        scheduler = self._engine.scheduler
+        return min(scheduler.budget.max_model_len, scheduler.pool.count * scheduler.pool.size)
+
+    @property
+    def vocab(self) -> tuple[int, tuple[int, ...]]:
+        """Number of the model's tokens, and those that end an answer."""
+        return self._engine.decoder.spec.vocab, tuple(self._engine.decoder.spec.eos_ids)
+
+    @property
     def adapters(self) -> list[str]:
         """Names that requests may ask for, besides the model's own."""
         return sorted(self._engine.decoder.adapters)
