@@ -124,3 +124,19 @@ def test_convert_to_deepspeed_and_back(root, tmp_path, capsys):
         assert not (found.only_second)
         assert not (found.kind)
         assert not (found.values)
+
+
+@pytest.mark.parametrize("action", ["inspect", "verify", "diff", "export", "convert"])
+def test_every_command_takes_the_folder_of_checkpoints(root, tmp_path, action, capsys):
+    words = {
+        "inspect": [str(root)],
+        "verify": [str(root)],
+        "diff": [str(root), str(root)],
+        "export": [str(root), str(tmp_path / "out")],
+        "convert": ["--from", "ds", "--to", "hf", str(root), str(tmp_path / "out")],
+    }[action]
+    assert run(action, *words) == 0
+    capsys.readouterr()
+    if action != "inspect":
+        assert run(action, *(str(tmp_path / "nowhere") if word == str(root) else word for word in words)) != 0
+        assert "there is no directory" in capsys.readouterr().err

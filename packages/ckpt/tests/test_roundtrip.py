@@ -204,3 +204,42 @@ def test_diff_sees_names_shapes_values_and_meta(tmp_path):
     found = ds_ckpt.diff(tmp_path / "a", tmp_path / "b")
     assert found == ds_ckpt.Diff(("gone",), ("new",), ("shape",), ("value",), ("step",))
     assert not ds_ckpt.diff(tmp_path / "a", tmp_path / "a")
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adafactor"])
+def test_a_plain_optimizer_comes_back(tmp_path, kind):
+    def start(rate):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 3)
+        options = {"momentum": 0.9} if kind == "SGD" else {}
+        return model, getattr(torch.optim, kind)(model.parameters(), lr=rate, **options)
+
+    def step(model, optimizer, value):
+        model(torch.full((2, 4), value)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def state(model, optimizer):
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    model, optimizer = start(0.1)
+    step(model, optimizer, 1.0)
+    saved = state(model, optimizer)
+    ds_ckpt.save(tmp_path / "a", ds_ckpt.full_shards(saved), {"state": ds_ckpt.full_meta(saved)})
+    step(model, optimizer, 2.0)
+    other, again = start(0.5)
+    step(other, again, 3.0)  # an optimizer has its tensors after the first step
+    into = state(other, again)
+    meta = ds_ckpt.load(tmp_path / "a", ds_ckpt.full_shards(into))
+    again.load_state_dict(ds_ckpt.fill_state(meta["state"], into)["optimizer"])
+    step(other, again, 2.0)
+    assert again.param_groups[0]["lr"] == 0.1
+    assert torch.equal(other.weight, model.weight)
+    with pytest.raises(CheckpointError) as caught:
+        ds_ckpt.fill_state(meta["state"], {"model": {}})
+    assert caught.value.code == "ckpt-mismatch"
+
+
+def test_two_tensors_of_one_name_are_refused():
+    with pytest.raises(CheckpointError, match=r"a\.b"):
+        ds_ckpt.full_shards({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)})

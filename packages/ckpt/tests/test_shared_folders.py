@@ -219,3 +219,12 @@ def test_a_checkpoint_that_a_reader_took_after_the_list_was_made_is_not_removed(
     monkeypatch.setattr(LocalStorage, "tags_in_use", tags_in_use)
     assert ds_ckpt.prune(root, keep=1) == ["b"]
     assert ds_ckpt.list_tags(root) == ["a", "c"]
+
+
+def test_a_full_disk_is_named_with_the_file(tmp_path, monkeypatch):
+    def full(self, fd, data, offset):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Disk, "write", full)
+    with pytest.raises(CheckpointError, match=r"No space left on device: '.*root/\.tmp-a-"):
+        _save(tmp_path / "root" / "a")

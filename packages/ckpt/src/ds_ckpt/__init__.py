@@ -19,7 +19,7 @@ from ds_ckpt.python_objects import ObjectStorage
 from ds_ckpt.records import Manifest
 from ds_ckpt.retrying import RetryPolicy
 from ds_ckpt.save_job import SaveResult, save
-from ds_ckpt.shard_tensors import full_shards
+from ds_ckpt.shard_tensors import fill_state, full_meta, full_shards
 
 __all__ = [
     "AsyncCheckpointer",
@@ -41,7 +41,9 @@ __all__ = [
     "SyncCheckpointer",
     "VerifyReport",
     "diff",
+    "fill_state",
     "find_latest",
+    "full_meta",
     "full_shards",
     "inspect",
     "list_tags",

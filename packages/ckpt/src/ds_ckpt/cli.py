@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["HELP", "main", "register"]
 
 HELP = "inspect, verify, convert, compare and export checkpoints"
+_PATH = "a checkpoint, or a directory of checkpoints (the newest is taken)"
 _FORMATS = ("ds", "hf", "dcp", "deepspeed")
 
 
@@ -31,25 +32,25 @@ def register(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--json", action="store_true", help="machine-readable")
     one.add_argument("--tensors", action="store_true", help="list every tensor")
     check = actions.add_parser("verify", help="read every byte and prove it; exit status 1 when something is damaged")
-    check.add_argument("path")
+    check.add_argument("path", help=_PATH)
     check.add_argument("--json", action="store_true", help="machine-readable")
     compare = actions.add_parser("diff", help="compare as logical tensors; exit status 1 when they differ")
-    compare.add_argument("first")
-    compare.add_argument("second")
+    compare.add_argument("first", help=_PATH)
+    compare.add_argument("second", help=_PATH)
     compare.add_argument("--json", action="store_true", help="machine-readable")
     export = actions.add_parser("export", help="model weights as Hugging Face safetensors")
-    export.add_argument("path", help="a checkpoint, or a directory of checkpoints (the newest is taken)")
-    export.add_argument("out")
+    export.add_argument("path", help=_PATH)
+    export.add_argument("out", help="folder to write")
     export.add_argument("--dtype", help="convert floating-point tensors (float32, bfloat16, float16, ...)")
     export.add_argument("--max-shard-size", default="5GB", help="of one file (default: 5GB)")
     export.add_argument("--exclude-frozen", action="store_true", help="leave out parameters without optimizer state")
     export.add_argument("--json", action="store_true", help="machine-readable")
     convert = actions.add_parser("convert", help="from one format to another")
-    convert.add_argument("source")
-    convert.add_argument("out")
-    convert.add_argument("--from", dest="source_format", choices=_FORMATS, required=True)
-    convert.add_argument("--to", dest="out_format", choices=_FORMATS, required=True)
-    convert.add_argument("--tag", default="converted", help="tag of a deepspeed output")
+    convert.add_argument("source", help=f"{_PATH}; with --from another format, its folder")
+    convert.add_argument("out", help="checkpoint or folder to write")
+    convert.add_argument("--from", dest="source_format", choices=_FORMATS, required=True, help="format of the source")
+    convert.add_argument("--to", dest="out_format", choices=_FORMATS, required=True, help="format to write")
+    convert.add_argument("--tag", default="converted", help="tag of a deepspeed output (default: converted)")
     convert.add_argument(
         "--stage", type=int, choices=(1, 2, 3), help="deepspeed output: as ZeRO writes it, not universal"
     )
@@ -124,7 +125,7 @@ def _line(m: Manifest) -> str:
 def _verify(args: argparse.Namespace) -> int:
     from ds_ckpt.check import verify
 
-    report = verify(args.path)
+    report = verify(_checkpoint(args.path))
     if args.json:
         print(json.dumps(asdict(report)))
         return 0
@@ -135,7 +136,7 @@ def _verify(args: argparse.Namespace) -> int:
 def _diff(args: argparse.Namespace) -> int:
     from ds_ckpt.check import diff
 
-    differences = diff(args.first, args.second)
+    differences = diff(_checkpoint(args.first), _checkpoint(args.second))
     if args.json:
         print(json.dumps({"equal": not differences, **asdict(differences)}))
         return int(bool(differences))
@@ -154,16 +155,11 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from ds_ckpt.checkpoint_list import find_latest
     from ds_ckpt.convert.fp32 import weights
     from ds_ckpt.convert.huggingface import write_hf
     from ds_ckpt.convert.tensor_source import cast, open_checkpoint
-    from ds_ckpt.format import MANIFEST
 
-    path = args.path
-    if "://" not in path and not (Path(path) / MANIFEST).is_file():
-        path = find_latest(path) or path
-    model = weights(open_checkpoint(path), exclude_frozen_parameters=args.exclude_frozen)
+    model = weights(open_checkpoint(_checkpoint(args.path)), exclude_frozen_parameters=args.exclude_frozen)
     done = write_hf(
         cast(model, args.dtype) if args.dtype else model, args.out, max_shard_bytes=_bytes(args.max_shard_size)
     )
@@ -212,12 +208,39 @@ def _open(path: str, form: str, allow_pickle: bool) -> TensorSource:
     from ds_ckpt.convert.tensor_source import open_checkpoint, renamed
 
     if form == "ds":
-        return open_checkpoint(path)
+        return open_checkpoint(_checkpoint(path))
     if form == "hf":
         return renamed(open_hf(path), lambda name: f"param/{name}")
     return (
         open_dcp(path, allow_pickle=allow_pickle) if form == "dcp" else open_deepspeed(path, allow_pickle=allow_pickle)
     )
+
+
+def _checkpoint(path: str) -> str:
+    """Return the path of a checkpoint: `path` itself, or the newest checkpoint in that directory.
+
+    Raises:
+        CheckpointError: there is no such directory, or it holds no checkpoint ("ckpt-not-found").
+    """
+    from ds_ckpt.checkpoint_list import find_latest
+    from ds_ckpt.format import MANIFEST
+
+    if "://" in path or (Path(path) / MANIFEST).exists():
+        return path
+    if not Path(path).is_dir():
+        raise CheckpointError(
+            f"there is no directory {path} (working directory: {os.getcwd()})",
+            code="ckpt-not-found",
+            fix="Check the path.",
+        )
+    newest = find_latest(path)
+    if newest is None:
+        raise CheckpointError(
+            f"{path} is no checkpoint, and no directory with a complete one",
+            code="ckpt-not-found",
+            fix="Give a checkpoint, or the directory that a job saves into; one of another format needs `ds ckpt convert --from`.",
+        )
+    return str(newest)
 
 
 def _bytes(text: str) -> int:

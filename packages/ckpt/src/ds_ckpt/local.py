@@ -23,7 +23,7 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Final
 
@@ -127,6 +127,17 @@ class Disk:
             shutil.rmtree(path)
 
 
+@contextlib.contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Give an OSError of a call on a descriptor the name of its file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = path
+        raise
+
+
 class LocalWriteFile:
     """Large files go past the page cache where the file system lets them (O_DIRECT), several writes at a time."""
 
@@ -136,7 +147,8 @@ class LocalWriteFile:
         self._io: AsyncIO | None = None
         try:
             if nbytes >= _DIRECT_BYTES:
-                disk.allocate(self._fd, nbytes)
+                with _named(path):
+                    disk.allocate(self._fd, nbytes)
                 self._io = AsyncIO(_QUEUE)
         except BaseException:
             self.abandon()
@@ -144,13 +156,18 @@ class LocalWriteFile:
 
     def write(self, offset: int, data: memoryview) -> Callable[[], None] | None:
         if self._io is not None and data.nbytes:
-            return partial(self._disk.end_write, self._disk.begin_write(self._io, self._path, data, offset))
+            return partial(self._end, self._disk.begin_write(self._io, self._path, data, offset))
         while data.nbytes:
-            done = self._disk.write(self._fd, data, offset)
+            with _named(self._path):
+                done = self._disk.write(self._fd, data, offset)
             if done <= 0:
                 raise OSError(errno.EIO, "the device took no bytes", self._path)
             data, offset = data[done:], offset + done
         return None
+
+    def _end(self, transfer: Transfer) -> None:
+        with _named(self._path):
+            self._disk.end_write(transfer)
 
     def put(self, offset: int, data: memoryview) -> None:
         """`write`, and wait."""
@@ -160,9 +177,10 @@ class LocalWriteFile:
 
     def close(self) -> None:
         try:
-            if self._io is not None:
-                self._io.close()
-            self._disk.sync(self._fd)
+            with _named(self._path):
+                if self._io is not None:
+                    self._io.close()
+                self._disk.sync(self._fd)
         finally:
             fd, self._fd = self._fd, -1
             self._disk.close(fd)

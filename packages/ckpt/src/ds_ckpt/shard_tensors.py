@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ds_ckpt.crc import copy_crc32, crc32
 from ds_ckpt.dtypes import ITEMSIZE
+from ds_ckpt.jsontext import Json
 from ds_ckpt.save_plan import Item
 from ds_comm.placement import TensorShard
 from ds_config.errors import CheckpointError
@@ -20,6 +21,8 @@ __all__ = [
     "check_local",
     "copier",
     "dtype_name",
+    "fill_state",
+    "full_meta",
     "full_shards",
     "staged_groups",
     "staging",
@@ -147,14 +150,26 @@ class _Whole:
         self.data = data.detach().reshape(-1)
 
 
-def full_shards(tensors: dict[str, Tensor]) -> list[Local]:
+def full_shards(state: Mapping[str, Any]) -> list[Local]:
     """Shards of tensors that this process holds completely: `ds_ckpt.save(path, ds_ckpt.full_shards(model.state_dict()), {})`.
 
     A load fills them in place, so every tensor must be contiguous.
 
+    Args:
+        state: Tensors by name, or dicts and lists of them, as an optimizer's `state_dict()`: names are joined by dots
+            (`state.0.exp_avg`). What is no tensor is left out: it belongs in the meta, see `full_meta`.
     Raises:
-        CheckpointError: "ckpt-shard": a tensor that is not contiguous.
+        CheckpointError: "ckpt-shard": a tensor that is not contiguous; two tensors of one name.
     """
+    tensors: dict[str, Tensor] = {}
+    for path, value in _leaves(state):
+        name = ".".join(path)
+        if isinstance(value, Tensor):
+            if name in tensors:
+                raise CheckpointError(
+                    f"two tensors have the name {name!r}", code="ckpt-shard", fix="Rename a key that holds a dot."
+                )
+            tensors[name] = value
     for name, data in tensors.items():
         if not data.is_contiguous():
             raise CheckpointError(
@@ -163,3 +178,59 @@ def full_shards(tensors: dict[str, Tensor]) -> list[Local]:
                 fix="Call .contiguous() and copy back after a load.",
             )
     return [_Whole(name, data) for name, data in tensors.items()]
+
+
+def full_meta(state: Any) -> Json:
+    """Return a state dict with `null` in place of its tensors, and lists of pairs in place of dicts with keys that are no text.
+
+    The result is what `save` takes as meta, beside the `full_shards` of the same state; `fill_state` puts both together.
+    """
+    if isinstance(state, Tensor):
+        return None
+    if isinstance(state, Mapping):
+        if all(isinstance(key, str) for key in state):
+            return {key: full_meta(value) for key, value in state.items()}
+        return {_PAIRS: [[key, full_meta(value)] for key, value in state.items()]}
+    return [full_meta(value) for value in state] if isinstance(state, list | tuple) else state
+
+
+def fill_state(meta: Json, state: Any) -> Any:
+    """Return a copy of `state` with the numbers and texts of the meta that `full_meta` made; its tensors are those of `state`.
+
+    Raises:
+        CheckpointError: the meta is that of another state ("ckpt-mismatch").
+    """
+    if isinstance(state, Tensor):
+        return state
+    if isinstance(state, Mapping):
+        values = dict(meta[_PAIRS]) if isinstance(meta, Mapping) and _PAIRS in meta else meta
+        if not isinstance(values, Mapping) or set(values) != set(state):
+            raise _other_state(meta, state)
+        return {key: fill_state(values[key], value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        if not isinstance(meta, list | tuple) or len(meta) != len(state):
+            raise _other_state(meta, state)
+        return type(state)(fill_state(old, value) for old, value in zip(meta, state, strict=True))
+    return meta
+
+
+_PAIRS = "pairs of a dict"
+
+
+def _other_state(meta: Json, state: Any) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint holds {str(meta)[:200]}, this state {str(list(state))[:200]}",
+        code="ckpt-mismatch",
+        fix="Make the model and the optimizer as they were saved; an optimizer has state after its first step.",
+    )
+
+
+def _leaves(state: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from _leaves(value, (*path, str(key)))
+    elif isinstance(state, list | tuple):
+        for index, value in enumerate(state):
+            yield from _leaves(value, (*path, str(index)))
+    else:
+        yield path, state

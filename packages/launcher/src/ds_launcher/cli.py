@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -13,10 +15,26 @@ from ds_launcher.discovery import ALIASES, commands, help_line, load_command, pa
 __all__ = ["main"]
 
 _USAGE_ERROR = 2
+_CLOSED_PIPE = 141  # what a shell reports of a program that SIGPIPE ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `ds` with `argv` (default: the process's); return the exit status."""
+    """Run `ds` with `argv` (default: the process's); return the exit status.
+
+    Whoever reads the output may stop (`| head`): that ends the command, and is no error.
+    """
+    try:
+        status = _main(argv)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # At exit Python flushes what is left, and would say the same again.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _CLOSED_PIPE
+
+
+def _main(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         print(_overview())
