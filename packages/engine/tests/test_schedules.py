@@ -5,10 +5,12 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+import ds_engine
 from ds_config.errors import ConfigError
 from ds_engine.lr_schedules import (
     SCHEDULES,
@@ -216,3 +218,22 @@ def test_one_cycle_of_each_group():
         OneCycle(cycle_min_lr=0.1, cycle_max_lr=1.0, cycle_first_step_size=4, cycle_second_step_size=0).lr(2, 0) > 0.7
     )
     assert LRScheduler(WarmupLR(), [{"lr": 0.1}]).get_mom() is None
+
+
+@pytest.mark.parametrize("kind", ["WarmupDecayLR", "WarmupCosineLR"])
+def test_a_schedule_without_steps_needs_no_optimizer(kind: str) -> None:
+    """transformers fills "auto" so where it only evaluates."""
+    section = {"scheduler": {"type": kind, "params": {"total_num_steps": 0, "warmup_num_steps": 0}}}
+    asked = {"train_batch_size": 2, "zero_optimization": {"stage": 3}} | section
+    model = torch.nn.Linear(3, 1)
+    engine, optimizer, _, scheduler = ds_engine.initialize(model=model, config=asked)
+    assert optimizer is None
+    assert scheduler is None
+    assert engine.eval()(torch.ones(2, 3)).shape == (2, 1)
+    engine.zero_grad()
+    engine.close()
+    own = {"optimizer": {"type": "AdamW", "params": {}}}
+    for config, chosen in ((asked | own, None), (asked, torch.optim.SGD(model.parameters(), lr=0.1))):
+        with pytest.raises(ConfigError, match="total_num_steps is 0") as caught:
+            ds_engine.initialize(model=model, optimizer=chosen, config=config)
+        assert caught.value.code == "schedule-params"

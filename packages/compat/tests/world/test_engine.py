@@ -752,3 +752,21 @@ def test_another_configuration_on_one_rank_is_refused():
     }
     with pytest.raises(AssertionError, match=r"optimizer\.params\.lr: 0\.02 on rank 0 and 0\.01 on rank 1"):
         deepspeed.initialize(model=nn.Linear(4, 4), config=config)
+
+
+@world(2, backend=None)
+def test_evaluation_alone_with_a_scheduler_of_no_steps():
+    """What transformers makes of "auto" for `--do_eval` without `--do_train`."""
+    import deepspeed
+
+    params = {"warmup_min_lr": 0, "warmup_max_lr": 5e-5, "warmup_num_steps": 0, "total_num_steps": 0}
+    config = settings(3, scheduler={"type": "WarmupDecayLR", "params": params})
+    del config["optimizer"]
+    engine, optimizer, _, scheduler = deepspeed.initialize(model=Net(), config=config)
+    assert optimizer is None
+    assert scheduler is None
+    x, _ = rows(0, 0)
+    torch.testing.assert_close(engine.eval()(x), Net()(x))
+    engine.zero_grad()
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()

@@ -14,6 +14,7 @@ from ds_engine.batch import BatchRequest, resolve_batch
 from ds_engine.config import Config
 from ds_engine.config_sections import AdamParams
 from ds_engine.elastic_batch import elastic_batch
+from ds_engine.lr_schedules import Schedule
 from ds_engine.optimizer_table import apart, check_optimizer, check_scheduler, reduces_itself
 from ds_engine.parallel_degrees import degrees_of
 from ds_engine.support import features_of, refused
@@ -407,6 +408,9 @@ def broken_rules(
         checks.append(lambda: check_optimizer(config.optimizer))  # type: ignore[arg-type]
     if config.scheduler is not None:
         checks.append(lambda: check_scheduler(config.scheduler))  # type: ignore[arg-type]
+    schedule = getattr(config.scheduler, "params", None)
+    if config.optimizer is not None and isinstance(schedule, Schedule):
+        checks.append(schedule.check_steps)
     for check in checks:
         try:
             check()

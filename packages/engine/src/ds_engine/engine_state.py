@@ -156,8 +156,9 @@ class EngineState(nn.Module):
         set_momentum(self._groups("set_mom"), momentum)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that were not stepped. Needless after a step."""
-        self._trains("zero_grad").zero_grad(set_to_none)
+        """Drop the gradients that were not stepped. Needless after a step; does nothing where nothing is trained."""
+        if self.optimizer is not None:
+            self._trains("zero_grad").zero_grad(set_to_none)
 
     # ---- the model's values, and where its state is
 

@@ -37,6 +37,7 @@ __all__ = [
 
 PerGroup = float | tuple[float, ...]
 Steps = Annotated[int, Field(gt=0)]
+TotalSteps = Annotated[int, Field(ge=0)]
 Warmup = Annotated[int, Field(ge=0)]
 WarmupType = Literal["log", "linear"]
 
@@ -54,6 +55,19 @@ class Schedule(StrictModel):
         """Return the betas of parameter group number `group` at scheduler step t; None if not scheduled."""
         del t, group
         return None
+
+    def check_steps(self) -> None:
+        """Check that an optimizer can follow the schedule.
+
+        Raises:
+            ConfigError: it has no steps, which is what clients fill in where nothing is trained ("schedule-params").
+        """
+        if getattr(self, "total_num_steps", None) == 0:
+            raise ConfigError(
+                "scheduler.params.total_num_steps is 0, and there is an optimizer to follow it",
+                code="schedule-params",
+                fix="Set it to the number of optimizer steps of the run.",
+            )
 
     def groups(self) -> dict[str, int]:
         """Return the keys with one value per parameter group, and the number of values of each."""
@@ -154,7 +168,9 @@ class WarmupLR(Schedule):
 class WarmupDecayLR(WarmupLR):
     """Rise as `WarmupLR`, then fall in a straight line to min at `total_num_steps`."""
 
-    total_num_steps: Steps = Field(description="Steps until the rate is back at its minimum.")
+    total_num_steps: TotalSteps = Field(
+        description="Steps until the rate is back at its minimum; 0 only where nothing is trained."
+    )
     warmup_max_lr: PerGroup | None = Field(
         default=0.001, description="Rate after the warmup; the optimizer's own if null."
     )
@@ -167,7 +183,9 @@ class WarmupDecayLR(WarmupLR):
 class WarmupCosineLR(Schedule):
     """Rise, then follow half a cosine down (Loshchilov and Hutter, arXiv:1608.03983). A ratio of the optimizer's lr."""
 
-    total_num_steps: Steps = Field(description="Steps until the rate is at its minimum.")
+    total_num_steps: TotalSteps = Field(
+        description="Steps until the rate is at its minimum; 0 only where nothing is trained."
+    )
     warmup_min_ratio: float = Field(default=0.0, description="Share of the optimizer's lr at the start.")
     warmup_num_steps: Warmup = Field(default=1000, description="Steps of the warmup; 0 and 1 count as 2.")
     cos_min_ratio: float = Field(default=1e-4, description="Share of the optimizer's lr at the end.")
@@ -218,10 +236,12 @@ class LRScheduler:
         groups: The optimizer's own `param_groups`. Each keeps its base lr under `initial_lr`, as torch's schedulers do,
             so that a resumed optimizer still knows it.
     Raises:
-        ConfigError: a per-group value has another length than there are groups ("schedule-groups").
+        ConfigError: a per-group value has another length than there are groups ("schedule-groups"), or the schedule has no
+            steps ("schedule-params").
     """
 
     def __init__(self, schedule: Schedule, groups: Sequence[MutableMapping[str, Any]]) -> None:
+        schedule.check_steps()
         for key, count in schedule.groups().items():
             if count != len(groups):
                 raise ConfigError(
