@@ -29,6 +29,7 @@ from ds_comm import (
     batch_isend_irecv,
     destroy_group,
     duplicate_group,
+    ensure_world,
     extend_timeout,
     irecv,
     isend,
@@ -47,10 +48,11 @@ Message = tuple[int, int, bytes]  # to which rank, from which, what
 
 
 class Coordinator:
-    """The ranks that take part. `group`: a ds_comm Group, a torch ProcessGroup, or None (all ranks, or a world of one)."""
+    """The ranks that take part. `group`: a ds_comm Group, a torch ProcessGroup, or None: all ranks, whose group is made if a launcher
+    started several, or a world of one."""
 
     def __init__(self, group: GroupLike = None) -> None:
-        self._group = as_group(group)
+        self._group = ensure_world() if group is None else as_group(group)
         self.rank, self.size = self._group.rank, self._group.size
 
     @property

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ds_comm.grid import RankGrid
 from ds_comm.groups import Group, new_group, world_group
+from ds_comm.process_group import ensure_world
 from ds_config.errors import CommError, PlanError, set_place
 
 __all__ = ["AXES", "GROUPS", "Mesh", "MeshSpec"]
@@ -186,13 +187,14 @@ class Mesh(Mapping[str, Group]):
 
     @classmethod
     def build(cls, spec: MeshSpec) -> Mesh:
-        """Make all groups. Collective over the world. Names the rank's place in later error messages.
+        """Make all groups, and the world's if a launcher started several processes. Collective over the world. Names the rank's place in
+        later error messages.
 
         Groups with the same ranks share one process group; none is made for groups of one.
         Raises:
             PlanError: the degrees do not fit the world size ("mesh-size").
         """
-        world = world_group()
+        world = ensure_world()
         spec.check(world.size)
         set_place(spec.describe(world.global_rank) if world.size > 1 else "")
         created: dict[tuple[int, ...], Group | None] = {}
@@ -223,7 +225,7 @@ class Mesh(Mapping[str, Group]):
                 fix=f"Name its dims from {AXES}, in this order, with ranks 0, 1, 2, ... in row-major order.",
             )
         spec = MeshSpec(**dict(zip(names, layout.shape, strict=True)))
-        world = world_group()
+        world = ensure_world()
         spec.check(world.size)
         torch_groups = {spec.group_of(name, world.global_rank): device_mesh.get_group(name) for name in names}
         created: dict[tuple[int, ...], Group | None] = {}

@@ -11,7 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ds_comm import Group, Mesh, MeshSpec, ReductionGroup, destroy_group, new_group, self_group, world_group
+from ds_comm import (
+    Group,
+    Mesh,
+    MeshSpec,
+    ReductionGroup,
+    destroy_group,
+    ensure_world,
+    new_group,
+    self_group,
+    world_group,
+)
 from ds_config.errors import PlanError
 from ds_moe.shm_dispatch import Windows
 
@@ -122,7 +132,7 @@ def make_places(ep_size: int, mesh: Mesh | None = None, *, data_first: bool = Fa
     Raises:
         PlanError: ep_size does not divide the ranks that the batch is split over ("moe-places").
     """
-    world = world_group()
+    world = ensure_world()
     spec = MeshSpec(data_shard=world.size) if mesh is None else mesh.spec
     ranks = place_ranks(spec, ep_size, data_first=data_first)
     known = {} if mesh is None else {group.ranks: group for group in mesh.values()}

@@ -124,7 +124,7 @@ class PipelineGroups:
         Raises:
             PlanError: there is no axis `pipe`, or the world has another size ("pipe-topology").
         """
-        world = ds_comm.world_group()
+        world = ds_comm.ensure_world()
         if "pipe" not in topology.axes or topology.world_size() != world.size:
             raise PlanError(
                 f"{topology} is for {topology.world_size()} ranks, the world has {world.size}",
@@ -235,7 +235,7 @@ def plain_topology(num_stages: int | None) -> PipeDataParallelTopology:
     Raises:
         PlanError: `num_stages` does not divide the world size ("pipe-topology").
     """
-    world = ds_comm.world_group().size
+    world = ds_comm.ensure_world().size
     if num_stages is None or num_stages < 1 or world % num_stages:
         raise PlanError(
             f"num_stages {num_stages} does not divide a world of {world} ranks",

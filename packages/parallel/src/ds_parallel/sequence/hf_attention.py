@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_comm import GroupLike, Mesh, MeshSpec, as_group, world_group
+from ds_comm import GroupLike, Mesh, MeshSpec, as_group, ensure_world
 from ds_comm.differentiable import all_gather
 from ds_config.errors import PlanError, UnsupportedError
 from ds_parallel.heads import HeadCounts
@@ -191,7 +191,7 @@ class SequenceRanks:
         Raises:
             PlanError: `size` does not divide the world size ("mesh-size").
         """
-        self.mesh = Mesh.build(MeshSpec.fit(world_group().size, sequence=size))
+        self.mesh = Mesh.build(MeshSpec.fit(ensure_world().size, sequence=size))
 
     def get_sequence_parallel_group(self) -> Any:
         return self.mesh["sequence"].pg
