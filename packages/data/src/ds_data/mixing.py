@@ -18,7 +18,7 @@ _ENDLESS = 1 << 62
 
 
 class BlendedDataset:
-    """Sources in shares, each shuffled in epochs of its own. Load it with `TokenLoader(mixed, lane, shuffle=False)`.
+    """Sources in shares, each shuffled in epochs of its own. Load it with `TokenLoader(mixed, lane)`.
 
     Args:
         sources: Sequences of one length.

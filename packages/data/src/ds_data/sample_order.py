@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -38,11 +38,21 @@ class RankSlice:
         rank: This rank among the data-parallel ranks.
         ranks: How many there are.
         micro: Samples of one microbatch on one rank.
+    Raises:
+        ConfigError: there is no such part ("data-rank-slice").
     """
 
     rank: int
     ranks: int
     micro: int
+
+    def __post_init__(self) -> None:
+        if self.micro < 1 or not 0 <= self.rank < self.ranks:
+            raise ConfigError(
+                f"rank {self.rank} of {self.ranks} ranks that split the batch, with {self.micro} samples each",
+                code="data-rank-slice",
+                fix="Give the rank among the data-parallel ranks (0 to ranks - 1), not the one in the world, and at least one sample.",
+            )
 
     @property
     def row(self) -> int:
@@ -117,7 +127,7 @@ class BlendOrder:
     """Several streams in shares. Of every 65,536 places in a row each source has its exact number, in an order drawn anew.
 
     Attributes:
-        streams: The sources, each with its own epochs: a small source with a large share is repeated.
+        streams: The sources, each read in its own order, epoch after epoch: a small source with a large share is repeated.
         weights: Their shares, in any unit; rounded to 1/65,536.
         seed: Of which place belongs to which.
     Raises:
@@ -156,18 +166,28 @@ class BlendOrder:
     def samples(self, positions: ArrayLike) -> tuple[Places, Places]:
         """Return the source at each position and the sample of that source: int64 [k] -> int64 [k] each."""
         blocks, slots = np.divmod(np.asarray(positions, np.int64), _BLOCK)
-        ends = np.cumsum(self.quotas)
-        drawn = np.empty_like(slots)
+        source, earlier, quotas = np.empty_like(slots), np.empty_like(slots), tuple(self.quotas.tolist())
         for block in np.unique(blocks):
             inside = blocks == block
-            drawn[inside] = KeyedPermutation(_BLOCK, mix_keys(self.seed, 1, int(block)))(slots[inside])
-        source = np.searchsorted(ends, drawn, side="right")
-        places = blocks * self.quotas[source] + drawn - (ends - self.quotas)[source]
+            layout = _block_layout(quotas, mix_keys(self.seed, 1, int(block)))
+            source[inside], earlier[inside] = layout[0][slots[inside]], layout[1][slots[inside]]
+        places = blocks * self.quotas[source] + earlier
         out = np.empty_like(places)
         for number, stream in enumerate(self.streams):
             inside = source == number
             out[inside] = stream.samples(places[inside])
         return source, out
+
+
+@lru_cache(maxsize=4)
+def _block_layout(quotas: tuple[int, ...], key: int) -> tuple[Places, Places]:
+    """Return of each slot of a block its source, and how many slots before it have the same: a source is read in its own order."""
+    drawn = KeyedPermutation(_BLOCK, key)(np.arange(_BLOCK, dtype=np.int64))
+    source = np.searchsorted(np.cumsum(quotas), drawn, side="right")
+    by_source = np.argsort(source, kind="stable")
+    earlier = np.empty_like(by_source)
+    earlier[by_source] = np.concatenate([np.arange(quota) for quota in quotas])
+    return source, earlier
 
 
 def split_ranges(length: int, shares: Sequence[float]) -> tuple[range, ...]:

@@ -45,7 +45,9 @@ class TokenLoader:
     Args:
         data: Sequences.
         lane: This rank's part of every row.
-        seed, shuffle: See `Stream`.
+        seed: Of the order.
+        shuffle: Whether an epoch is a permutation of the sequences. None: yes, but for data without an end (`BlendedDataset`), which come
+            shuffled and whose sources would be drawn with replacement.
         threads: That read; 0 reads when asked.
         ahead: Microbatches that are read before they are asked for; up to half of them are in one piece of memory.
         pin_memory: Into page-locked memory, for copies to a device that do not wait.
@@ -54,10 +56,10 @@ class TokenLoader:
             of all ranks are left out. "fill": it ends with the row that has the epoch's last sample, filled up from the next epoch.
             The next iteration goes on with the next epoch; `len(loader)` counts the microbatches until the end.
     Attributes:
-        taken: Samples returned so far, over all ranks. Set it to go anywhere, at no cost.
+        consumed: Samples returned so far, over all ranks. Set it to go anywhere, at no cost; an iteration that has begun follows.
         waited_s: Seconds that the caller has waited for data.
     Raises:
-        ConfigError: there are no sequences ("data-empty"); an epoch shall end and the data have none, or it is shorter than a row
+        ConfigError: there are no sequences ("data-empty"); data without an end shall be shuffled ("data-mixture"); an epoch shall end and the data have none, or it is shorter than a row
             ("data-epoch").
     """
 
@@ -67,7 +69,7 @@ class TokenLoader:
         lane: RankSlice,
         *,
         seed: int = 1234,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         threads: int = 1,
         ahead: int = 16,
         pin_memory: bool = False,
@@ -76,19 +78,37 @@ class TokenLoader:
     ) -> None:
         if not len(data):
             raise ConfigError("there are no sequences to load", code="data-empty", fix="Give more data.")
-        self.data, self.lane, self.stream = data, lane, SampleStream(len(data), seed, shuffle)
-        self.consumed, self.waited_s = 0, 0.0
+        endless = len(data) >= _ENDLESS
+        if shuffle and endless:
+            raise ConfigError(
+                f"shuffle=True for {type(data).__name__}, which has no end: its sources would be drawn with replacement, and in shares on average only",
+                code="data-mixture",
+                fix="Leave shuffle out: a mixture shuffles each of its sources in epochs of its own.",
+            )
+        self.data, self.lane = data, lane
+        self.stream = SampleStream(len(data), seed, not endless if shuffle is None else shuffle)
+        self._consumed, self._moves, self.waited_s = 0, 0, 0.0
         self._threads, self._ahead, self._pin, self._device = threads, max(1, ahead), pin_memory, device
         self.epoch_end = epoch_end
         if epoch_end not in ("never", "drop", "fill") or (
             epoch_end != "never" and not lane.row <= len(data) < _ENDLESS
         ):
-            size = "no end" if len(data) >= _ENDLESS else f"{len(data)} sequences"
+            size = "no end" if endless else f"{len(data)} sequences"
             raise ConfigError(
                 f"epoch_end {epoch_end!r} for data with {size}, in rows of {lane.row}",
                 code="data-epoch",
                 fix='Use "never", "drop" or "fill"; count the steps of an endless mixture, and let a row fit into an epoch.',
             )
+
+    @property
+    def consumed(self) -> int:
+        """Return how many samples were returned so far, over all ranks."""
+        return self._consumed
+
+    @consumed.setter
+    def consumed(self, samples: int) -> None:
+        self._consumed = samples
+        self._moves += 1
 
     def __len__(self) -> int:
         """Return the number of microbatches of this rank until the present epoch ends.
@@ -109,10 +129,18 @@ class TokenLoader:
         return start, end
 
     def __iter__(self) -> Iterator[Batch]:
+        while True:
+            moves = self._moves
+            yield from self._iterate(moves)
+            if self._moves == moves:
+                return
+
+    def _iterate(self, moves: int) -> Iterator[Batch]:
+        """Yield microbatches until the epoch ends or somebody goes to another position."""
         row, left, end = self.lane.row, -1, -1
         if self.epoch_end != "never":
             left = len(self)
-            self.consumed, end = self._epoch()
+            self._consumed, end = self._epoch()
         at, jobs = self.consumed, self._jobs()
         pool = None if self._threads == 0 else ThreadPoolExecutor(self._threads, thread_name_prefix="ds-data")
         coming: deque[tuple[int, Future[Batch] | None, Places]] = deque()
@@ -136,10 +164,10 @@ class TokenLoader:
                 for each in range(count):
                     waiting, left = waiting - 1, left - 1
                     at = end if self.epoch_end == "drop" and not left else at + row
-                    self.consumed = at  # counted when returned, not when read
+                    self._consumed = at  # counted when returned, not when read
                     span = slice(each * self.lane.micro, (each + 1) * self.lane.micro)
                     yield self._there({name: rows[span] for name, rows in batch.items()})
-                    if not left:
+                    if not left or self._moves != moves:
                         return
         finally:
             if pool is not None:
@@ -187,7 +215,7 @@ class TokenLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Go to a saved position.
+        """Go to a saved position. An iteration that has begun goes on from there.
 
         Raises:
             CheckpointError: the data is other data ("data-changed").
