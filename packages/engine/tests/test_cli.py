@@ -136,3 +136,71 @@ def test_explain_and_schema(written: Write, capsys: pytest.CaptureFixture[str]) 
     schema = json.loads(capsys.readouterr().out)
     assert "train_batch_size" in schema["properties"]
     assert schema["additionalProperties"] is False
+
+
+HUGGING_FACE = {
+    "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": dict.fromkeys(("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"),
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+
+
+def test_the_template_of_hugging_face(written: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(HUGGING_FACE)
+    assert call(cli_config, "check", path) == 1
+    assert call(cli_config, "check", path, "--client", "hf") == 0
+    out = capsys.readouterr().out
+    assert "17 values are filled in by the Trainer: bf16.enabled" in out
+    assert "no problems" in out
+    assert call(cli_config, "check", written(HUGGING_FACE | {"steps_per_print": "auto"}), "--client", "hf") == 1
+
+
+def test_what_start_refuses_check_refuses(written: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = {"type": "SGD", "params": {"lr": "1e-4"}}
+    assert call(cli_config, "check", written({"train_batch_size": 8, "optimizer": wrong})) == 1
+    assert "lr" in capsys.readouterr().err
+    quantized = {"stage": 1, "zero_quantized_weights": True}
+    assert call(cli_config, "check", written({"train_batch_size": 8, "zero_optimization": quantized})) == 1
+    assert "ds explain zero-quantized-comm" in capsys.readouterr().err
+
+
+def test_check_with_a_model(
+    written: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checked_model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = written({"train_batch_size": 8, "sequence_parallel_size": 2})
+    assert call(cli_config, "check", path, "--world-size", 2) == 0
+    assert call(cli_config, "check", path, "--world-size", 2, "--model", "checked_model.py:make") == 1
+    assert "ds explain sequence-attention" in capsys.readouterr().err
+
+
+def test_keys_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(cli_config, "key", "zero_optimization.stage", "gradient_clipping") == 0
+    out = capsys.readouterr().out
+    assert "zero_optimization.stage: " in out
+    assert "gradient_clipping: a number >= 0; default: 1.0" in out
+    assert call(cli_config, "key", "gradient_cliping") == 1
+    assert "gradient_clipping" in capsys.readouterr().err
+
+
+def test_a_plan_without_a_model_says_so(written: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(cli_plan, written({"train_batch_size": 8})) == 0
+    assert "no model was given" in capsys.readouterr().err

@@ -171,3 +171,15 @@ def test_a_user_without_a_home_and_a_folder_that_is_gone(tmp_path: Path, monkeyp
 def test_world_info_that_ds_run_wrote_is_read() -> None:
     rows = base64.urlsafe_b64encode(json.dumps([["n1", [0, 1]]]).encode()).decode()
     assert decode(rows) == (Host("n1", (0, 1)),)
+
+
+@pytest.mark.parametrize("words", [["explain"], ["explain", "--json"], ["--help"]])
+def test_a_reader_that_stops_ends_the_command_without_a_traceback(words: list[str]) -> None:
+    """The pipe is closed before anything is written, as `| true` may do."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        command = [sys.executable, "-m", "ds_launcher", *words]
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.stderr == ""
+    assert done.returncode == 141

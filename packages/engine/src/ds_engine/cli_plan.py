@@ -15,7 +15,9 @@ HELP = "show what a configuration does with a model on any number of ranks"
 def register(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("config", help="JSON or HJSON configuration; with --fit the model, or its parameters, as 7B")
-    parser.add_argument("--world-size", dest="world", type=int, default=1, metavar="N", help="number of ranks (default 1)")
+    parser.add_argument(
+        "--world-size", dest="world", type=int, default=1, metavar="N", help="number of ranks (default 1)"
+    )
     parser.add_argument(
         "--model",
         metavar="MODEL",
@@ -52,4 +54,6 @@ def main(args: argparse.Namespace) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     print(json.dumps(plan.rows(), indent=2) if args.json else plan)
+    if not args.model:
+        print("no model was given, so nothing above counts parameters or memory: add --model MODEL", file=sys.stderr)
     return 0

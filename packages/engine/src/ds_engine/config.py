@@ -216,10 +216,10 @@ def load_config(source: Source | Document, *, auto: Auto | None = None, provenan
     return validate(Config, document, auto=_answers(document, auto), provenance=provenance)
 
 
-def examine_config(source: Source | Document) -> tuple[Config | None, ConfigError | None]:
+def examine_config(source: Source | Document, *, auto: Auto | None = None) -> tuple[Config | None, ConfigError | None]:
     """Validate a configuration; return its valid part and the error about the rest. See `ds_config.examine`."""
     document = read_all(source)
-    return examine(Config, document, auto=_answers(document, None))
+    return examine(Config, document, auto=_answers(document, auto))
 
 
 def _answers(document: Document, auto: Auto | None) -> Auto | None:

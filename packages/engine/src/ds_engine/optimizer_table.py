@@ -230,6 +230,19 @@ def check_optimizer(section: OptimizerSection) -> None:
         names = [*(kind.__name__ for kind in known.values()), *FROM_MUP.values()]
         raise _unknown("optimizer", section.type, names, "torch.optim")
     _check_arguments("optimizer", section.type, section.params, known[section.type.lower()])
+    _try_values(section.type, section.params, known[section.type.lower()])
+
+
+def _try_values(name: str, arguments: Mapping[str, Any], kind: Any) -> None:
+    """Make an optimizer of torch's for one element, which refuses the values that it would refuse at the start."""
+    try:
+        kind([torch.zeros(1, requires_grad=True)], **{key: _tupled(value) for key, value in arguments.items()})
+    except Exception as error:  # whatever torch's class makes of these values
+        raise ConfigError(
+            f"optimizer.params of {name}, {str(dict(arguments))[:200]}, are refused by torch: {type(error).__name__}: {error}",
+            code="optimizer-params",
+            fix="Correct the value; numbers have no quotation marks.",
+        ) from error
 
 
 def check_scheduler(section: SchedulerSection) -> None:
