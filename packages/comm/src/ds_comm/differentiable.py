@@ -27,10 +27,11 @@ between `wait` and the call. Costs are bytes sent per rank for N ranks, a result
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from ds_comm.call import CollectiveCall
 from ds_comm.differentiable_ops import (
@@ -55,6 +56,7 @@ __all__ = [
     "gather",
     "reduce",
     "reduce_scatter",
+    "region_edge",
     "seq_all_to_all",
     "split",
 ]
@@ -211,6 +213,21 @@ def split(x: Tensor, group: GroupLike, dim: int, sizes: Sequence[int] | None = N
     dim = _dim(call, x, dim)
     cut = DimSizes(dim, tuple(call.cut(f"dim {dim}", x.shape[dim], sizes)))
     return cast(Tensor, _run(SplitForward(call, cut), x, False))
+
+
+def region_edge(node: Node, group: GroupLike) -> Literal["enters", "leaves"] | None:
+    """Return how a node of autograd's graph bounds a region where ranks of `group` compute with parts; None where it does not.
+
+    "enters": its gradient is summed or gathered over the group (`copy`, `split`, `all_gather`, `reduce_scatter`). "leaves": its result is
+    common (`reduce`, `gather`).
+    """
+    journey = getattr(node, "journey", None)
+    if not isinstance(journey, _Journey) or journey.move.call.group.ranks != as_group(group).ranks:
+        return None
+    move = journey.move
+    if isinstance(move, Reduce) or (isinstance(move, AllGather) and move.common):
+        return "leaves"
+    return "enters" if isinstance(move, Copy | SplitForward | AllGather | ReduceScatter) else None
 
 
 class InFlight:

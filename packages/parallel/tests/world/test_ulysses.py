@@ -116,6 +116,75 @@ def test_a_model_with_labels_masked_unevenly(name: str, tiny: Tiny) -> None:
     set_place("")
 
 
+class Attending(nn.Module):
+    """An attention module as far as attention functions look at it."""
+
+    def __init__(self, causal: bool, window: int | None = None) -> None:
+        super().__init__()
+        self.is_causal, self.sliding_window, self.num_key_value_groups = causal, window, 1
+
+
+def _attend(module: nn.Module, padding: list[int], mask_of: str, **options: object) -> tuple[Tensor, Tensor]:
+    """(this rank's part of the shared attention, that of one process), of two rows whose last tokens are padding."""
+    group, length = world_group(), 8
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(2, 4, length, 4, generator=generator) for _ in range(3))
+    tokens = torch.arange(length) < length - torch.tensor(padding)[:, None]
+    positions = torch.arange(length).expand(2, -1)
+    at = torch.arange(length)
+    distance = at[:, None] - at
+    seen = distance >= 0 if module.is_causal else torch.ones_like(distance, dtype=torch.bool)
+    window = options.get("sliding_window", module.sliding_window)
+    seen = seen & (distance.abs() < window) if window else seen
+    seen = seen & tokens[:, None, None]
+    wanted = functional.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2)
+    ulysses = UlyssesAttention.register("sdpa", group)
+    try:
+        q, k, v, local, part, positions = (
+            t.chunk(group.size, dim)[group.rank]
+            for t, dim in ((q, 2), (k, 2), (v, 2), (tokens, 1), (wanted, 1), (positions, 1))
+        )
+        mask = (
+            None if bool(local.all()) else local[:, None, None].expand(2, 1, 4, 4)
+        )  # as transformers makes it of a part
+        if mask is not None and mask_of == "numbers":
+            mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+        found, _ = ulysses(module, q, k, v, mask, position_ids=positions, dropout=0.0, scaling=None, **options)
+    finally:
+        ulysses.remove()
+    return found * local[:, :, None, None], part * local[:, :, None, None]
+
+
+@pytest.mark.parametrize("mask_of", ["truth", "numbers"])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("padding", [[0, 0], [3, 0], [5, 1]], ids=str)
+@world(2)
+def test_padding_is_not_attended_where_attention_looks_both_ways(
+    padding: list[int], window: int | None, mask_of: str
+) -> None:
+    torch.testing.assert_close(*_attend(Attending(False, window), padding, mask_of), atol=1e-6, rtol=1e-5)
+
+
+@world(2)
+def test_a_layer_that_says_it_has_no_window_has_none() -> None:
+    """EXAONE 4: modules know the model's window, and full layers pass None."""
+    for said in ({"sliding_window": None}, {"sliding_window": 3}, {}):
+        torch.testing.assert_close(*_attend(Attending(True, 3), [0, 0], "truth", **said), atol=1e-6, rtol=1e-5)
+
+
+@world(2)
+def test_masks_that_add_numbers_are_refused() -> None:
+    ulysses = UlyssesAttention.register("sdpa", world_group())
+    q = torch.randn(1, 4, 4, 4)
+    positions = torch.arange(4)[None] + 4 * world_group().rank
+    try:
+        for mask in (torch.randn(1, 4, 4, 4), torch.zeros(1, 1, 4, 8), object()):
+            with pytest.raises(UnsupportedError, match="sequence-attention"):
+                ulysses(Attending(False), q, q, q, mask, position_ids=positions)
+    finally:
+        ulysses.remove()
+
+
 @world(2)
 def test_registration_is_checked_and_taken_back(tiny: Tiny) -> None:
     model, batch = tiny("llama")

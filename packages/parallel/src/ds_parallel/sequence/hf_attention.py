@@ -4,8 +4,9 @@
     ulysses.remove()
 
 A rank is given its part of the sequence with the positions of the whole (`position_ids`), as `sequence_part` makes it.
-Masks that a model makes from its part say nothing of the whole and are not used: attention is causal within documents, which
-begin where positions do not follow each other, and windows are kept. Padding belongs at the end of a sequence.
+Masks that a model makes from its part say nothing of the whole: attention is causal, or looks both ways, within documents, which
+begin where positions do not follow each other, and windows are kept. Where it looks both ways, a token that no query of its part attends is
+padding, for all parts. Where it is causal, padding belongs at the end of a sequence.
 """
 
 from __future__ import annotations
@@ -130,8 +131,11 @@ class UlyssesAttention:
         whole: Tensor = all_gather(positions.expand(query.shape[0], -1), group, 1)
         causal = kwargs.pop("is_causal", None)
         causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
-        window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
+        # A layer that passes None has no window, whatever its module says.
+        window = kwargs["sliding_window"] if "sliding_window" in kwargs else getattr(module, "sliding_window", None)
         mask = document_mask(whole, causal, window, self.documents) if self.name in _MASKED else None
+        if not causal:
+            mask = self._with_padding(mask, attention_mask, positions.expand(query.shape[0], -1))
         ratio = query.shape[_HEADS] // key.shape[_HEADS]
         attention_module = module if getattr(module, "num_key_value_groups", ratio) == ratio else _Groups(module, ratio)
         plain = causal and mask is None
@@ -139,6 +143,53 @@ class UlyssesAttention:
             attention_module, query, key, value, mask, *args, position_ids=whole, is_causal=plain, **kwargs
         )
         return to_sequence(out, dealt, (2, 1), group), weights
+
+    def _with_padding(self, mask: Tensor | None, local_mask: Any, positions: Tensor) -> Tensor | None:
+        """Exclude padding of the whole sequence from `mask`. Every rank calls this, whether its part has padding or not.
+
+        Args:
+            local_mask: What the model made of this rank's part; None where it saw no padding.
+            positions: [batch, sequence / N].
+        Returns:
+            [batch, 1, queries, keys] for functions that take such masks; for others [batch, keys], True for tokens. None without padding.
+        """
+        local = torch.ones_like(positions, dtype=torch.bool) if local_mask is None else _attended(local_mask, positions)
+        tokens = all_gather(local.to(torch.uint8), self.group, 1).bool()
+        if self.documents is None and bool(tokens.all()):
+            return mask
+        if self.name not in _MASKED:
+            return tokens
+        rows, length = tokens.shape
+        keys = tokens.view(rows, 1, 1, length).expand(rows, 1, length, length)
+        mask = keys if mask is None else mask & keys
+        return mask | ~mask.any(-1, keepdim=True)  # a row of padding that attends nothing would be NaN
+
+
+def _attended(mask: Any, positions: Tensor) -> Tensor:
+    """Return which tokens of this part some query attends, [batch, sequence / N].
+
+    Raises:
+        UnsupportedError: the mask is no tensor of this part, or adds numbers to scores ("sequence-attention").
+    """
+    rows, length = positions.shape
+    if isinstance(mask, Tensor) and mask.shape[-1] == length and mask.dim() in (2, 4):
+        if mask.is_floating_point() and mask.dim() == 4:
+            excluded = mask <= torch.finfo(mask.dtype).min / 2
+            if bool((mask.masked_fill(excluded, 0) != 0).any()):
+                raise UnsupportedError(
+                    "sequence parallelism of an attention whose mask adds numbers to scores (position biases)",
+                    code="sequence-attention",
+                    fix="Use a model whose attention function is given positions, or call ds_parallel.sequence.DistributedAttention in its attention.",
+                )
+            mask = ~excluded
+        keys = mask.bool() if mask.dim() == 2 else mask.bool().any(-2).any(1)
+        return keys.expand(rows, length)
+    shape = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+    raise UnsupportedError(
+        f"sequence parallelism of an attention that looks both ways with a mask of {shape}, where this rank has {length} tokens",
+        code="sequence-attention",
+        fix='Load the model with attn_implementation="sdpa", and give batches without padding or a mask of [batch, sequence].',
+    )
 
 
 class _Groups:

@@ -26,6 +26,7 @@ from ds_parallel.tensor.dim_shards import DimShards
 from ds_parallel.tensor.head_updates import InputCheck, follow_heads, sum_over
 from ds_parallel.tensor.layer_rules import ShardKind
 from ds_parallel.tensor.parallel_layers import CopyToTensorRegion, LayerShard, cut_class, part_names
+from ds_parallel.tensor.partial_gradients import PartialGradients, ReplicaGradientCheck
 from ds_parallel.tensor.tp_plan import Decision, TensorPlan
 
 __all__ = ["Held", "TensorParallelModel", "parallelize_model", "tensor_parallel_of", "unsharded_params"]
@@ -80,6 +81,7 @@ class TensorParallelModel:
         self._param_shardings: dict[nn.Parameter, ParamSharding] = {}
         self._handles: list[RemovableHandle] = []
         self._inputs: InputCheck | None = None
+        self._partials, self._replicas = PartialGradients(group), ReplicaGradientCheck(group)
 
     def check_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Compare the first batch over the ranks, as the model's first forward does.
@@ -178,6 +180,7 @@ class TensorParallelModel:
         """Take back hooks; the model stays cut."""
         while self._handles:
             self._handles.pop().remove()
+        self._replicas.remove()
 
     def undo(self) -> None:
         """Give the model whole weights and its own layers back. Collective: every rank of the group calls it."""
@@ -260,7 +263,10 @@ def parallelize_model(model: nn.Module, plan: TensorPlan, group: Group) -> Tenso
         if first:
             cut = decision.cuts.get("weight") or decision.cuts["gate_up_proj"]
             fan = fans.setdefault(decision.name.rpartition(".")[0], CopyToTensorRegion(group))
-            part = LayerShard(group, cut, fan, decision.layer.transposed, decision.gather_output, decision.split_input)
+            partials = result._partials
+            part = LayerShard(
+                group, cut, fan, partials, decision.layer.transposed, decision.gather_output, decision.split_input
+            )
             module.__dict__["_ds_part"] = part
             module.__class__ = classes[decision.name]
             _resize(module, decision, cut, group.rank)
@@ -274,6 +280,7 @@ def parallelize_model(model: nn.Module, plan: TensorPlan, group: Group) -> Tenso
         result._handles += guard_gradients(parts.values(), _ADVICE)
         result._inputs = InputCheck(group)
         result._handles.append(result._inputs.watch(model))
+        result._handles.append(result._replicas.watch_first(model, [shard.param for shard in result.shards.values()]))
     model.__dict__[_MARK] = result
     return result
 
@@ -429,10 +436,15 @@ def _note_holders(result: TensorParallelModel) -> None:
 def _sum_gradients(result: TensorParallelModel, modules: Mapping[str, nn.Module]) -> None:
     """Register all-reduces for gradients of parameters that several ranks replicate but use differently."""
     group = result.group
-    for decision in result.plan.decisions:
-        if decision.sum_gradient:
-            for param in modules[decision.name].parameters(recurse=False):
-                result._handles += sum_over(param, group)
+    summed = [
+        param
+        for decision in result.plan.decisions
+        if decision.sum_gradient
+        for param in modules[decision.name].parameters(recurse=False)
+    ]
+    for param in summed:
+        result._handles += sum_over(param, group)
+    result._partials.know([shard.param for shard in result.shards.values()], summed)
     for shard in {id(shard.param): shard for shard in result.shards.values()}.values():
         stretches = shard.cut.parts[shard.part]
         distinct = sorted(set(stretches))

@@ -26,6 +26,7 @@ from ds_config.errors import UnsupportedError
 from ds_parallel._torch import version_of
 from ds_parallel.tensor.dim_shards import DimShards
 from ds_parallel.tensor.layer_rules import ShardKind
+from ds_parallel.tensor.partial_gradients import PartialGradients
 
 __all__ = ["CopyToTensorRegion", "LayerShard", "cut_class", "kind_of", "part_names"]
 
@@ -63,6 +64,7 @@ class LayerShard:
         group: The tensor-parallel ranks.
         cut: Of its weight (of `gate_up_proj` for packed experts).
         fan: Shared by the layers that read one input.
+        partials: Sums gradients of whole tensors between a column layer and this one; shared by all layers of a model.
         transposed: The weight is [in, out].
         gather_output, split_input: See `LayerRule`.
     """
@@ -70,6 +72,7 @@ class LayerShard:
     group: Group
     cut: DimShards
     fan: CopyToTensorRegion
+    partials: PartialGradients
     transposed: bool = False
     gather_output: bool = False
     split_input: bool = False
@@ -157,6 +160,8 @@ class _Row(_Front):
         part = self._ds_part
         if part.split_input:
             x = split(x, part.group, -1, part.widths(0))
+        elif not torch.compiler.is_compiling():
+            part.partials.close_region(x)
         out: Tensor = reduce(functional.linear(x, self.weight.t() if part.transposed else self.weight), part.group)
         return out if self.bias is None else out + self.bias
 
@@ -199,6 +204,8 @@ class _Experts(_Front):
             out = super().forward(*map(fanned, args), **{key: fanned(value) for key, value in kwargs.items()})  # type: ignore[misc]
         finally:
             del self.__dict__["_held_gate_up_proj"]
+        if not torch.compiler.is_compiling():
+            part.partials.close_region(out)
         return reduce(out, part.group)
 
 

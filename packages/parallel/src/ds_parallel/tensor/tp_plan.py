@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ds_config.errors import PlanError
 from ds_parallel.tensor.dim_shards import DimShards, HeadUnit, ShardPart, cut_dim
@@ -26,6 +26,7 @@ from ds_parallel.tensor.presets import preset_for, preset_named
 __all__ = ["Decision", "TensorOptions", "TensorPlan", "make_tensor_plan"]
 
 _HEADS = "lm_head_patterns"
+_HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_norm", "key_norm")
 _EXPERT_GRAIN = 8  # grouped matrix products need rows of whole 16 bytes
 
 
@@ -192,6 +193,7 @@ def make_tensor_plan(facts: ModelFacts, options: TensorOptions) -> TensorPlan:
         ]
         rules += [*options.rules, *facts.structure]
     decisions = _with_tied_heads(tuple(_decide(layer, rules, facts, options) for layer in facts.layers), facts)
+    decisions = _with_head_norms(decisions, facts)
     _check(decisions, facts, options)
     cut = [facts.attentions[name] for name in dict.fromkeys(d.attention for d in decisions if d.cuts and d.attention)]
     heads = {attention.name: attention.heads.stretches(options.degree) for attention in cut}
@@ -211,6 +213,25 @@ def _with_tied_heads(decisions: tuple[Decision, ...], facts: ModelFacts) -> tupl
         if other is None:
             return decision
         return Decision(decision.layer, ShardKind.SKIP, {}, f"{_HEADS}: tied to {other}, which stays whole")
+
+    return tuple(map(decided, decisions))
+
+
+def _with_head_norms(decisions: tuple[Decision, ...], facts: ModelFacts) -> tuple[Decision, ...]:
+    """Sum the gradients of norms of each query or key that no rule names, where their attention is cut by heads.
+
+    An eager forward finds them in its graph, with whatever else is trained there (`PartialGradients`); a compiled one has the plan only.
+    """
+    cut = {d.attention for d in decisions if d.cuts and d.attention}
+
+    def decided(decision: Decision) -> Decision:
+        attention = facts.attention_of(decision.name)
+        if attention is None or attention.name not in cut or decision.reason != "no rule":
+            return decision
+        sizes = set(decision.layer.shapes.values())
+        if decision.name.rpartition(".")[2] not in _HEAD_NORMS or sizes != {(attention.width,)}:
+            return decision
+        return replace(decision, reason="structure: a norm of each head", sum_gradient=True)
 
     return tuple(map(decided, decisions))
 
