@@ -6,24 +6,56 @@ module's `state_dict()`, whose tensors are used as they are where a role is exac
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
-from ds_config.errors import CheckpointError
+from ds_config.errors import CheckpointError, DsError
+from ds_config.regular_file import read_regular_text
 from ds_inference.families import Sources
 from ds_inference.quantize import Weight, dequantised
 from ds_inference.spec import DecoderSpec, ExpertsSpec, WeightSource
 from ds_ops.formats import QuantTensor
 
-__all__ = ["Folder", "Prefixed", "arranged", "read_config", "read_weights"]
+__all__ = ["Folder", "Prefixed", "arranged", "read_config", "read_weights", "typed_folder_errors"]
+
+_MOST_CONFIG_BYTES: Final = 2**24
+_MOST_LAYERS: Final = 10_000
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def typed_folder_errors(read: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Make `read`, whose first argument is a folder or a module, raise CheckpointError for whatever a torn folder makes it raise.
+
+    Errors of a module, and memory that ran out on a device, stay what they are.
+    """
+
+    @functools.wraps(read)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        source: object = args[0] if args else kwargs.get("source")
+        try:
+            return read(*args, **kwargs)
+        except (DsError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # readers of sizes, names and headers have no list of what may be wrong with them
+            if isinstance(source, nn.Module):
+                raise
+            raise CheckpointError(
+                f"the model in {source} cannot be read: {type(error).__name__}: {str(error)[:500]}",
+                code="inference-folder",
+                fix="Its files do not fit each other or were cut; copy or download the folder again.",
+            ) from error
+
+    return call
 
 
 def read_config(folder: str | PathLike[str]) -> dict[str, Any]:
@@ -34,8 +66,13 @@ def read_config(folder: str | PathLike[str]) -> dict[str, Any]:
     """
     file = Path(folder) / "config.json"
     try:
-        config: dict[str, Any] = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+        config: dict[str, Any] = json.loads(read_regular_text(file, _MOST_CONFIG_BYTES))
+        if type(config) is not dict:
+            raise ValueError("it is no JSON object")
+        for key in ("num_hidden_layers", "num_layers", "n_layer"):
+            if type(layers := config.get(key, 1)) is int and not 1 <= layers <= _MOST_LAYERS:
+                raise ValueError(f"{key} is {layers}, and a model has 1 to {_MOST_LAYERS} layers")
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{file} cannot be read: {error}",
             code="inference-folder",

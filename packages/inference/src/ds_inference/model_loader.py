@@ -14,7 +14,7 @@ from ds_config.errors import UnsupportedError
 from ds_inference.adapters import read_adapter
 from ds_inference.cuda_graphs import cuda_graph
 from ds_inference.decoder_model import Decoder, replay_obstacle
-from ds_inference.decoder_weights import Folder, read_config, read_weights
+from ds_inference.decoder_weights import Folder, read_config, read_weights, typed_folder_errors
 from ds_inference.families import family_of
 from ds_inference.hf_runner import HFModelRunner, read_module
 from ds_inference.llm_engine import LLMEngine, Tokenizer
@@ -120,6 +120,7 @@ def load(
     )
 
 
+@typed_folder_errors
 def read_decoder(
     source: str | PathLike[str] | nn.Module,
     *,
