@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
 import ds_monitor as m
 from ds_config.errors import ConfigError
-from ds_monitor.plot import Curve, plot_curves, read_curve, smooth
+from ds_monitor.curves import read_run
+from ds_monitor.plot import Curve, page, plot_curves, read_curve, smooth
 
 
 def test_the_same_curve_from_csv_and_jsonl(tmp_path: Path) -> None:
@@ -48,3 +50,42 @@ def test_bad_sources_are_named(tmp_path: Path) -> None:
     m.shutdown()
     with pytest.raises(ConfigError, match="called 'lose'"):
         read_curve(path, "lose")
+
+
+def test_a_moving_average_goes_on_after_a_value_that_is_not_finite() -> None:
+    """One skipped step ended the line for good."""
+    values = [1.0, 2.0, math.nan, 3.0, math.inf, 4.0]
+    smoothed = smooth(values)
+    finite = [value for value in smoothed if math.isfinite(value)]
+    assert finite == pytest.approx(smooth([1.0, 2.0, 3.0, 4.0]))
+    assert [math.isfinite(value) for value in smoothed] == [math.isfinite(value) for value in values]
+
+
+def test_pictures_say_what_they_cannot_show(tmp_path: Path) -> None:
+    assert Curve("loss", (1, 2), (math.nan, 1.0)).title == "loss  (1 values are not finite)"
+    pytest.importorskip("matplotlib")
+    written = page(
+        [Curve("gone", (1, 2), (math.nan, math.nan)), Curve("loss", (1, 2), (math.nan, 1.0))], tmp_path / "a.html"
+    )
+    rows = written.read_text(encoding="utf-8").split("<table>")[1]
+    assert "<td>loss</td><td>1</td><td>1</td><td>1</td>" in rows
+    assert "<td>gone</td><td>nan</td><td>nan</td><td>nan</td>" in rows
+
+
+@pytest.mark.parametrize("begin", [0, 3])
+def test_a_resumed_job_repeats_no_step_of_a_curve(tmp_path: Path, begin: int) -> None:
+    """The line ran back to the step of the checkpoint, and counters counted steps twice."""
+    for job, steps in enumerate((range(1, 6), range(begin + 1, 5))):
+        m.configure([m.CsvSink(tmp_path), m.JsonlSink(tmp_path / "a.jsonl")])
+        for step in steps:
+            m.set_step(step)
+            m.gauge("loss", 10 * job + step)
+            m.counter("tokens", 4)
+        m.shutdown()
+    second = [10 + step for step in range(begin + 1, 5)]
+    wanted = (*range(1, begin + 1), *second, 5)
+    for curve in (read_curve(tmp_path / "loss.csv"), read_curve(tmp_path / "a.jsonl", "loss")):
+        assert curve.x == (1, 2, 3, 4, 5)
+        assert curve.y == wanted
+    totals = {curve.name: curve for curve in read_run(tmp_path / "a.jsonl")}["tokens"]
+    assert totals.y == (4, 8, 12, 16)

@@ -65,8 +65,7 @@ def draw(curve: Curve, *, width: int = 100, height: int = 8, last: float | None 
     Values that are not finite are left out and counted. `last` replaces the last value where the curve is smoothed.
     """
     points = [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if math.isfinite(y)]
-    lost = len(curve.y) - len(points)
-    title = curve.name + (f"  ({lost} values are not finite)" if lost else "")
+    title = curve.title
     if not points:
         return f"{title}\n"
     low, high = min(y for _, y in points), max(y for _, y in points)
@@ -109,9 +108,23 @@ def _named(file: Path, name: str, run: Path) -> str:
     return f"{ranks[0]} {name}" if ranks else name
 
 
+def _count(totals: dict[float, float], step: float, value: float) -> None:
+    """Add to the total of a counter. A job that has gone back to an earlier step counts from there again.
+
+    Step 0 is what records have before a resumed job says its step: it adds to the newest total.
+    """
+    newest = next(reversed(totals), None)
+    if newest is not None and step == 0:
+        step = newest
+    if newest is not None and step < newest:
+        for later in [known for known in totals if known >= step]:
+            del totals[later]
+        newest = next(reversed(totals), None)
+    totals[step] = (0.0 if newest is None else totals[newest]) + value
+
+
 def _jsonl(file: Path) -> list[Curve]:
     last: dict[str, dict[float, float]] = {}
-    totals: dict[str, float] = {}
     with open(file, encoding="utf-8") as lines:
         for line in lines:
             try:
@@ -122,8 +135,7 @@ def _jsonl(file: Path) -> list[Curve]:
             if kind == "gauge":
                 last.setdefault(row["name"], {})[row["step"]] = float(row["value"])
             elif kind == "counter":
-                totals[row["name"]] = total = totals.get(row["name"], 0.0) + float(row["value"])
-                last.setdefault(row["name"], {})[row["step"]] = total
+                _count(last.setdefault(row["name"], {}), row["step"], float(row["value"]))
     return [
         Curve(name, tuple(x for x, _ in sorted(v.items())), tuple(y for _, y in sorted(v.items())))
         for name, v in last.items()

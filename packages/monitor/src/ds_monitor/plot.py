@@ -6,6 +6,7 @@ import csv
 import html
 import io
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,15 +20,23 @@ __all__ = ["Curve", "page", "plot_curves", "plot_grid", "read_curve", "smooth"]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One metric over training. `x` and `y` have one length."""
+    """One metric over training. `x` and `y` have one length; `x` rises."""
 
     name: str
     x: tuple[float, ...]
     y: tuple[float, ...]
 
+    @property
+    def title(self) -> str:
+        """Return the name, and how many values a picture cannot show."""
+        lost = sum(not math.isfinite(value) for value in self.y)
+        return self.name + (f"  ({lost} values are not finite)" if lost else "")
+
 
 def read_curve(path: str | Path, name: str | None = None) -> Curve:
     """Read one metric from a file of `CsvSink` (`*.csv`) or `JsonlSink` (any other ending).
+
+    Of a step that a resumed job has repeated, the last value counts.
 
     Args:
         path: the file.
@@ -51,11 +60,16 @@ def read_curve(path: str | Path, name: str | None = None) -> Curve:
 def smooth(values: Sequence[float], weight: float = 0.9) -> tuple[float, ...]:
     """Compute the exponential moving average with bias correction; a weight of 0 returns the values.
 
+    A value that is not finite stays as it is, and the average goes on without it.
+
     Bias correction as in Kingma & Ba 2015, section 3.
     """
     average, scale = 0.0, 0.0
     smoothed = []
     for value in values:
+        if not math.isfinite(value):
+            smoothed.append(value)
+            continue
         average = weight * average + (1 - weight) * value
         scale = weight * scale + (1 - weight)
         smoothed.append(average / scale)
@@ -73,7 +87,7 @@ def plot_curves(curves: Sequence[Curve], path: str | Path, *, title: str = "", x
     axes = figure.add_subplot()
     for index, curve in enumerate(curves):
         axes.plot(curve.x, curve.y, color=f"C{index}", alpha=0.3, linewidth=1)
-        axes.plot(curve.x, smooth(curve.y), color=f"C{index}", linewidth=1.8, label=curve.name)
+        axes.plot(curve.x, smooth(curve.y), color=f"C{index}", linewidth=1.8, label=curve.title)
     axes.set_xlabel(xlabel)
     axes.set_title(title)
     axes.grid(alpha=0.3)
@@ -109,8 +123,8 @@ def page(curves: Sequence[Curve], path: str | Path, *, weight: float = 0.0, titl
     _grid(curves, weight, "").savefig(picture, format="svg")
     svg = picture.getvalue()
     rows = "".join(
-        f"<tr><td>{html.escape(c.name)}</td><td>{c.y[-1]:.6g}</td><td>{min(c.y):.6g}</td><td>{max(c.y):.6g}</td></tr>"
-        for c in curves
+        f"<tr><td>{html.escape(c.name)}</td><td>{c.y[-1]:.6g}</td><td>{low:.6g}</td><td>{high:.6g}</td></tr>"
+        for c, (low, high) in ((c, _bounds(c)) for c in curves)
     )
     head = "<tr><th>metric</th><th>last</th><th>lowest</th><th>highest</th></tr>"
     style = (
@@ -125,6 +139,11 @@ def page(curves: Sequence[Curve], path: str | Path, *, weight: float = 0.0, titl
     return path
 
 
+def _bounds(curve: Curve) -> tuple[float, float]:
+    finite = [value for value in curve.y if math.isfinite(value)] or [math.nan]
+    return min(finite), max(finite)
+
+
 def _grid(curves: Sequence[Curve], weight: float, title: str) -> Any:
     figures = require("matplotlib.figure", "plot")
     across = min(3, max(1, len(curves)))
@@ -137,7 +156,8 @@ def _grid(curves: Sequence[Curve], weight: float, title: str) -> Any:
         axes.plot(curve.x, curve.y, color="C0", alpha=0.3 if weight else 1.0, linewidth=1.2)
         if weight:
             axes.plot(curve.x, smooth(curve.y, weight), color="C0", linewidth=1.8)
-        axes.set_title(curve.name, fontsize=9)
+        axes.set_title(curve.title, fontsize=9)
+        axes.set_xlabel("step", fontsize=8)
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.3)
     return figure
@@ -146,7 +166,7 @@ def _grid(curves: Sequence[Curve], weight: float, title: str) -> Any:
 def _csv_points(path: Path) -> list[tuple[float, float]]:
     with open(path, newline="", encoding="utf-8") as file:
         rows = list(csv.reader(file))
-    return [(float(x), float(y)) for x, y in rows[1:]]
+    return sorted({float(x): float(y) for x, y in rows[1:]}.items())
 
 
 def _jsonl_points(path: Path, name: str | None) -> list[tuple[float, float]]:
