@@ -163,9 +163,10 @@ class _RemoteDraft:
     def __init__(self, draft: LocalDraft, process: WriterProcess) -> None:
         self._draft, self._process = draft, process
         self.file_name, self.leaf_name, self.blocks_name = draft.file_name, draft.leaf_name, draft.blocks_name
-        self.create, self.commit, self.abort, self.write_shared = (
+        self.create, self.commit, self.commit_part, self.abort, self.write_shared = (
             draft.create,
             draft.commit,
+            draft.commit_part,
             draft.abort,
             draft.write_shared,
         )

@@ -253,7 +253,7 @@ class LocalDraft:
     def __init__(self, storage: LocalStorage, tag: str, token: str) -> None:
         self._storage, self._disk, self._tag, self._token = storage, storage.disk, tag, token
         self._path = os.path.join(storage.root, f"{_TMP}{tag}-{token}")
-        self._lock = -1
+        self._lock, self._is_part = -1, False
 
     def file_name(self, rank: int) -> str:
         return f"data-{rank:05d}.safetensors"
@@ -320,8 +320,16 @@ class LocalDraft:
         return LocalWriteFile(self._disk, os.path.join(folder, name), 0)
 
     def commit(self, manifest: bytes) -> None:
-        disk, root = self._disk, self._storage.root
         put(self, MANIFEST, manifest)
+        self._publish()
+
+    def commit_part(self) -> None:
+        """Publish the files as they are: those of a checkpoint whose manifest lies in another rank's directory."""
+        self._publish()
+        self._is_part = True
+
+    def _publish(self) -> None:
+        disk, root = self._disk, self._storage.root
         disk.sync_directory(self._path)
         if os.path.isdir(shared := os.path.join(root, SHARED)):
             disk.sync_directory(shared)
@@ -343,6 +351,8 @@ class LocalDraft:
         try:
             if os.path.isdir(self._path):
                 self._disk.remove_tree(self._path)
+            if self._is_part:  # its manifest was not published
+                self._disk.remove_tree(os.path.join(self._storage.root, self._tag))
             self._storage.put_back()
             self._storage.remove_shared([name for name, _ in self._storage.shared() if self._token in name])
         finally:

@@ -16,6 +16,7 @@ __all__ = [
     "CheckpointStorage",
     "Draft",
     "OnDisk",
+    "PartialDraft",
     "ReadFile",
     "Remote",
     "WriteFile",
@@ -71,7 +72,10 @@ class OnDisk(Protocol):
 
 
 class Draft(Protocol):
-    """A checkpoint under way. Rank 0 creates, commits and aborts; every rank writes its own files."""
+    """A checkpoint under way. Rank 0 creates, commits and aborts; every rank writes its own files.
+
+    Where ranks save into directories of their own, the first rank of each does so for its part.
+    """
 
     def file_name(self, rank: int) -> str: ...
     def leaf_name(self, rank: int) -> str: ...
@@ -88,6 +92,14 @@ class Draft(Protocol):
 
     def commit(self, manifest: bytes) -> None: ...
     def abort(self) -> None: ...
+
+
+@runtime_checkable
+class PartialDraft(Protocol):
+    """A draft that can be published in parts, by ranks that save into directories of their own."""
+
+    def commit_part(self) -> None:
+        """Publish the files of ranks that save into another directory than rank 0, whose manifest lists them."""
 
 
 class CheckpointStorage(Protocol):

@@ -41,10 +41,10 @@ from ds_ckpt.coordinator import TRANSFER_S, Coordinator
 from ds_ckpt.crc import copy_crc32, crc32
 from ds_ckpt.format import BLOCK_BYTES, encode, valid_name
 from ds_ckpt.jsontext import Json, dump, to_json
-from ds_ckpt.local import new_token
+from ds_ckpt.local import LocalStorage, new_token
 from ds_ckpt.local_storage import CheckpointRef, locate
 from ds_ckpt.manifest_merge import join
-from ds_ckpt.protocols import Draft, put
+from ds_ckpt.protocols import Draft, PartialDraft, put
 from ds_ckpt.records import PartRecord, PieceRecord, TensorRecord
 from ds_ckpt.save_plan import Item
 from ds_ckpt.save_planner import described, entries_of, num_planners, planned
@@ -95,7 +95,13 @@ class PlanCache:
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """A save that is decided and not yet written: all that the writing needs to know, on one rank."""
+    """A save that is decided and not yet written: all that the writing needs to know, on one rank.
+
+    Attributes:
+        leads: Whether this rank creates and publishes the folder it writes into: rank 0 does, and the first rank of each other
+            place where ranks save apart.
+        apart: Whether ranks save into directories of their own, which somebody joins afterwards.
+    """
 
     at: CheckpointRef
     draft: Draft
@@ -104,6 +110,8 @@ class SaveJob:
     meta: Json
     aliases: Mapping[str, str]
     packing: BlockPacker | None = None
+    leads: bool = False
+    apart: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -260,7 +268,7 @@ def prepare(
         sums = {key: crc32(dump(value).encode()) for key, value in meta.items()}
         return {
             "same": [crc32(where.encode()), crc32(dump(sorted(sums.items())).encode())],
-            "explain": [where, sums],
+            "explain": [where, sums, at.tag, packing is None and isinstance(at.storage, LocalStorage)],
             "aliases": dict(record[1]),
             "clash": None,
             "changed": cache.shards != local_shards,
@@ -271,8 +279,9 @@ def prepare(
     description = ranks.settle(describe)
     explain = description.pop("explain")
     common = ranks.spread(description, _common)
+    leads, apart = ranks.rank == 0, False
     if common["same"] is None:
-        _tell_difference(ranks.exchange(explain))
+        leads, apart = _place(ranks.exchange(explain), ranks.rank), True
     if common["clash"] is not None:
         raise _bad_alias(*common["clash"])
     if common["changed"]:
@@ -282,9 +291,8 @@ def prepare(
     draft = at.storage.draft(at.tag, common["token"])
     if packing is not None:
         packing.look(ranks, at, local_shards)
-    return SaveJob(
-        at, draft, cache.share, ranks.rank, to_json(record[0]), dict(sorted(common["aliases"].items())), packing
-    )
+    aliases = dict(sorted(common["aliases"].items()))
+    return SaveJob(at, draft, cache.share, ranks.rank, to_json(record[0]), aliases, packing, leads, apart)
 
 
 def _common(first: Json, second: Json) -> Json:
@@ -341,12 +349,16 @@ def publish(ranks: Coordinator, job: SaveJob, write: Callable[[], Leaf | None]) 
         reports.append(job.publish_leaf(write()))
 
     try:
-        ranks.settle(lambda: job.draft.create() if ranks.rank == 0 else None)
+        ranks.settle(lambda: job.draft.create() if job.leads else None)
         ranks.settle(account, patience_s=TRANSFER_S)
         came = ranks.route({0: reports[0]})
+        draft = job.draft
+        if job.apart:  # the manifest last: it says that all is there
+            other = job.leads and ranks.rank > 0
+            ranks.settle(lambda: draft.commit_part() if other and isinstance(draft, PartialDraft) else None)
         sequence, nbytes = ranks.first(lambda: job.commit(came))
     except BaseException as error:
-        if ranks.rank == 0:
+        if job.leads:
             undo(job.draft, error)
         raise
     if job.packing is not None:
@@ -365,15 +377,22 @@ def undo(draft: Draft, error: BaseException) -> None:
         ds_monitor.event("ckpt.leftover", why=str(left))
 
 
-def _tell_difference(explanations: Sequence[Json]) -> None:
-    """Raise what differs between ranks. `said`: of each, the place and a checksum of each value of meta."""
-    where, first = explanations[0]
-    for rank, (other, sums) in enumerate(explanations[1:], 1):
-        if other != where:
+def _place(explanations: Sequence[Json], own: int) -> bool:
+    """Whether rank `own` is the first to save into its directory, where the directories of the ranks differ.
+
+    Args:
+        explanations: Of each rank the place, a checksum of each value of meta, the tag, and whether places may differ.
+    Raises:
+        CheckpointError: the tags differ, or places that must not ("ckpt-tag-differs"); meta differs ("ckpt-meta-differs").
+    """
+    where, first, tag, _ = explanations[0]
+    alike = all(other == tag and able for _, _, other, able in explanations)
+    for rank, (other, sums, _, _) in enumerate(explanations[1:], 1):
+        if other != where and not alike:
             raise CheckpointError(
                 f"ranks save to different places: rank 0 to {where}, rank {rank} to {other}",
                 code="ckpt-tag-differs",
-                fix="Give the same path and tag on every rank.",
+                fix="Give the same path and tag on every rank; directories of their own only with the same tag, on disks, without a recipe.",
             )
         differ = [k for k in sorted(set(first) | set(sums)) if first.get(k) != sums.get(k)]
         if differ:
@@ -382,6 +401,7 @@ def _tell_difference(explanations: Sequence[Json]) -> None:
                 code="ckpt-meta-differs",
                 fix="Meta is recorded once; store what differs by rank as tensors, or under one key gathered from all.",
             )
+    return [place for place, *_ in explanations].index(explanations[own][0]) == own
 
 
 def _check_aliases(aliases: Mapping[str, str], tensors: Mapping[str, Kind]) -> None:

@@ -1,6 +1,8 @@
 """Saved by some ranks in one layout, loaded by others in another: equal, in every pair; and an error of one is of all."""
 
+import os
 import re
+import shutil
 
 import pytest
 import torch
@@ -138,3 +140,46 @@ def test_damage_found_by_one_rank_is_an_error_on_both(tmp_path, model):
         with pytest.raises(CheckpointError, match=r"data-00001\.safetensors is damaged") as caught:
             ds_ckpt.load(tmp_path / "a", targets)
         assert caught.value.code == "ckpt-block-damaged"
+
+
+@pytest.mark.parametrize("engine", ["save", "sync", "asynchronous"])
+@world(2)
+def test_each_rank_saves_into_its_own_directory_and_what_is_joined_loads(tmp_path, model, engine):
+    """As Ray has it: the directories of the workers become one."""
+    rank = dist.get_rank()
+    shards = [model.local(s, fill=True) for s in model.layout(rank, 2, 1, "flat")]
+    own = tmp_path / f"worker{rank}"
+    if engine == "save":
+        ds_ckpt.save(own / "t", shards, {"step": 1})
+    else:
+        made = (ds_ckpt.AsyncCheckpointer if engine == "asynchronous" else ds_ckpt.SyncCheckpointer)()
+        made.save(own / "t", shards, {"step": 1}).wait()
+        made.close()
+    dist.barrier()
+    assert [path.name for path in own.iterdir()] == ["t"]
+    assert ("manifest.json" in os.listdir(own / "t")) == (rank == 0)
+    if rank == 0:
+        for worker in ("worker0", "worker1"):
+            shutil.copytree(tmp_path / worker, tmp_path / "joined", dirs_exist_ok=True)
+    dist.barrier()
+    assert ds_ckpt.find_latest(tmp_path / "joined") == str(tmp_path / "joined" / "t")
+    empty = [model.local(s, fill=False) for s in model.layout(rank, 2, 1, "flat")]
+    assert ds_ckpt.load(tmp_path / "joined" / "t", empty) == {"step": 1}
+    for found, saved in zip(empty, shards, strict=True):
+        assert torch.equal(found.data, saved.data)
+
+
+@world(2)
+def test_a_save_apart_that_fails_leaves_nothing(tmp_path, model):
+    rank = dist.get_rank()
+    shards = [model.local(s, fill=True) for s in model.layout(rank, 2, 1, "flat")]
+
+    class Full(ds_ckpt.local.Disk):
+        def rename(self, source, target):
+            raise OSError(28, "No space left on device")
+
+    storage = ds_ckpt.LocalStorage(tmp_path / f"worker{rank}", Full() if rank == 0 else None)
+    with pytest.raises(CheckpointError, match="No space left"):
+        ds_ckpt.save(ds_ckpt.CheckpointRef(storage, "t"), shards, {"step": 1})
+    dist.barrier()
+    assert [path.name for path in (tmp_path / f"worker{rank}").iterdir()] == []

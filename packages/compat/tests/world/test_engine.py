@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_config.errors import ConfigError, PlanError, ShardedAccessError, UnsupportedError
+from ds_config.errors import CheckpointError, ConfigError, PlanError, ShardedAccessError, UnsupportedError
 from ds_testing import world
 
 STAGES = [0, 1, 2, 3]
@@ -768,5 +768,38 @@ def test_evaluation_alone_with_a_scheduler_of_no_steps():
     x, _ = rows(0, 0)
     torch.testing.assert_close(engine.eval()(x), Net()(x))
     engine.zero_grad()
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()
+
+
+@world(2, backend=None)
+def test_each_worker_saves_into_its_own_folder_and_ray_joins_them(tmp_path):
+    """As Ray's own example: a temporary folder for each worker, one folder on resuming."""
+    import shutil
+
+    import deepspeed
+
+    engine, *_ = start(3)
+    for step in range(2):
+        engine.backward(loss_of(engine, step, engine.mesh.rank))
+        engine.step()
+    expected = engine.full_state_dict()
+    own, joined = tmp_path / f"worker{engine.mesh.rank}", tmp_path / "joined"
+    own.mkdir()
+    engine.save_checkpoint(str(own))
+    deepspeed.comm.barrier()
+    if engine.mesh.rank == 0:
+        for worker in sorted(tmp_path.glob("worker*")):
+            shutil.copytree(worker, joined, dirs_exist_ok=True)
+    deepspeed.comm.barrier()
+    engine.backward(loss_of(engine, 7, engine.mesh.rank))
+    engine.step()
+    assert engine.load_checkpoint(str(joined))[0] is not None
+    assert engine.global_steps == 2
+    same(engine, expected)
+    engine.destroy()
+    engine, *_ = start(3, checkpoint={"layout": "deepspeed"})
+    with pytest.raises(CheckpointError, match="different places in DeepSpeed's layout"):
+        engine.save_checkpoint(str(own), "other")
     engine.destroy()
     deepspeed.comm.destroy_process_group()

@@ -6,6 +6,7 @@ other way, through an unpickler that can make tensors, numbers and text, and not
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -25,7 +26,7 @@ from ds_ckpt.convert.tensor_source import open_checkpoint, write_checkpoint
 from ds_ckpt.coordinator import TRANSFER_S
 from ds_ckpt.format import MANIFEST
 from ds_ckpt.local import new_token
-from ds_comm import Group, barrier, broadcast_object_list
+from ds_comm import Group, all_gather_json, barrier, broadcast_object_list
 from ds_config.errors import CheckpointError, UnsupportedError
 from ds_engine.checkpoints import CheckpointedRun, load_run, save_run
 from ds_pipe import PipelineModule, TiedLayerSpec
@@ -41,6 +42,8 @@ def save(run: CheckpointedRun, root: str, tag: str, client: Mapping[str, Any], *
     layout = plan.foreign and layout_of(plan.residency, run.mesh["data"], plan.precision.param, run.module)
     if layout:
         _on_one(lambda: check_target(root, tag), run.mesh["world"], f"{root}/{tag} was not written")
+    if layout:
+        _check_shared(root, run.mesh["world"])
     path = f"{root}/{_draft_of(tag) if layout else tag}"
     save_run(run, path, client, frozen=frozen)
     if not layout:
@@ -79,6 +82,21 @@ def _newest(root: str, group: Group) -> Iterator[str | None]:
     finally:
         for end in release:
             end()
+
+
+def _check_shared(root: str, group: Group) -> None:
+    """Check that the ranks save into one directory, which rank 0 reads to write DeepSpeed's files.
+
+    Raises:
+        CheckpointError: on every rank ("ckpt-tag-differs").
+    """
+    roots: list[str] = all_gather_json(os.path.abspath(root), group, unit="checkpoint")
+    if len(set(roots)) > 1:
+        raise CheckpointError(
+            f"ranks save to different places in DeepSpeed's layout: {sorted(set(roots))[:5]}",
+            code="ckpt-tag-differs",
+            fix="Give every rank the same directory, or leave checkpoint.layout out.",
+        )
 
 
 def layout_of(residency: ShardingStrategy, group: Group, dtype: torch.dtype | None, model: nn.Module) -> Regular:
