@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -11,7 +11,7 @@ from ds_comm import Group, all_reduce_coalesced, as_group, world_group
 from ds_compress.config import CompressionConfig, compression_of
 from ds_compress.layer_compression import LayerCompression, attach, attached, detach
 from ds_compress.quantised import refuse_quantised
-from ds_compress.recipe import CompressibleLayer, CompressionRecipe, Kind, make_recipe
+from ds_compress.recipe import CompressibleLayer, CompressionRecipe, Kind, Pruned, make_recipe
 from ds_compress.students import student_initialization
 from ds_config.config_file import Source
 from ds_config.errors import PlanError, UnsupportedError
@@ -94,6 +94,15 @@ def compress(model: nn.Module, recipe: CompressionRecipe, group: Group | None = 
     for name, one in recipe.layers.items():
         compressions.append(attach(model.get_submodule(name), one))
         compressions[-1].group = group
+        kinds: tuple[tuple[Literal["row", "channel"], Pruned | None], ...] = (
+            ("row", one.rows),
+            ("channel", one.channels),
+        )
+        for kind, pruned in kinds:
+            for other in pruned.related if pruned is not None else ():
+                norm = model.get_submodule(other)
+                if isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d):
+                    compressions[-1].mask_norm(kind, norm)
     return compressions
 
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import math
 import zlib
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +69,8 @@ class LayerCompression(nn.Module):
         self.group: Group | None = None
         self._handles: list[RemovableHandle] = []
         self._chosen_masks: set[str] = set()  # masks that have been chosen
+        self._norms: list[str] = []  # masks that norms behind the layer take
+        self._norm_masks: dict[str, Tensor] = {}  # of a forward of the layer, until these norms have run
         self.register_buffer("state", torch.zeros(4, dtype=torch.int64, device=device))
         if recipe.inputs is not None and recipe.inputs.static:
             empty = torch.tensor([math.inf, -math.inf], dtype=torch.float32, device=device)
@@ -165,7 +168,23 @@ class LayerCompression(nn.Module):
                 weight = weight * self.shaped(name, mask, weight.dim()).to(weight.dtype)
                 if bias is not None and name in ("row", "channel"):
                     bias = bias * mask.reshape(-1).to(bias.dtype)
+                if name in self._norms:
+                    self._norm_masks[name] = mask
         return weight, bias
+
+    def mask_norm(self, name: Literal["row", "channel"], norm: nn.Module) -> None:
+        """Mask the output of a batch norm behind the layer as the layer's, until the compression is detached.
+
+        A channel that is zero leaves its norm as bias - mean * weight / deviation, which the next layer would read until the model is cleaned.
+        """
+        self._norms.append(name)
+        self._handles.append(norm.register_forward_hook(partial(self._mask_output, name)))
+
+    def _mask_output(self, name: str, norm: nn.Module, args: Any, output: Tensor) -> Tensor:
+        mask = self._norm_masks.pop(name, None)  # not computed again: ZeRO may have taken the scores away
+        if mask is None:
+            return output
+        return output * mask.reshape(1, -1, *[1] * (output.dim() - 2)).to(output.dtype)
 
     def final(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the weight and bias of `forward` after the end of all schedules, detached."""
