@@ -43,18 +43,20 @@ def logits_of(tokens: int, experts: int, seed: int) -> Tensor:
 @pytest.mark.parametrize(("tokens", "experts"), SHAPES)
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.3])
 @pytest.mark.parametrize("used", [False, True])
-def test_top1_keeps_the_first_tokens(tokens: int, experts: int, factor: float, used: bool) -> None:
+def test_top1_keeps_the_tokens_that_topk_finds(tokens: int, experts: int, factor: float, used: bool) -> None:
     logits = logits_of(tokens, experts, 1)
     mask = (torch.arange(tokens) % 3 != 0).float() if used else None
     p = [softmax(row) for row in logits.tolist()]
     best = [row.index(max(row)) for row in p]
     counted = [t for t in range(tokens) if mask is None or mask[t]]
     width = capacity(tokens, experts, factor, 2)
-    seen, kept = [0] * experts, []
+    asking = torch.zeros(tokens, experts, dtype=torch.int64)
     for t in counted:
-        if seen[best[t]] < width:
-            kept.append((t, best[t], seen[best[t]], p[t][best[t]]))
-        seen[best[t]] += 1
+        asking[t, best[t]] = 1
+    found = torch.topk(asking, min(width, tokens), dim=0)[1]  # DeepSpeed's call: which of equal ones is torch's choice
+    places = (asking * torch.zeros_like(asking).scatter_(0, found, 1)).cumsum(0)
+    seen = asking.sum(0).tolist()
+    kept = [(t, best[t], int(places[t, best[t]]) - 1, p[t][best[t]]) for t in counted if t in found[:, best[t]]]
     chosen = [(best[t],) if t in counted else () for t in range(tokens)]
     loss, weights, where, counts = top1gating(logits, factor, 2, mask, use_rts=False)
     want = dense(kept, tokens, experts, width)
@@ -204,7 +206,21 @@ def test_one_expert_takes_all() -> None:
     routed = gate(logits, GateRule(1, 1.0, 1, use_rts=False), NoiseStream("o"))
     assert routed.counts.tolist() == [16, 0, 0, 0]
     assert routed.dropped == 12
-    assert routed.kept_mask[:, 0].tolist() == [True] * 4 + [False] * 12
+    found = torch.topk(torch.eye(4, dtype=torch.int64)[routed.experts[:, 0]], 4, dim=0)[1][:, 0]
+    assert routed.kept_mask[:, 0].nonzero().flatten().tolist() == sorted(found.tolist())
+
+
+def test_equal_probabilities_keep_the_tokens_that_topk_finds() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0]]).repeat(12, 1)
+    gates = logits.softmax(1)
+    values, best = torch.topk(gates, 3, dim=1)
+    chosen = torch.zeros_like(gates, dtype=torch.bool).scatter_(1, best, True)
+    routed = gate(logits, GateRule(3, 0.5, 1), NoiseStream("o"))
+    ranked = torch.zeros_like(gates).scatter(1, best, values)
+    found = torch.topk(ranked, routed.capacity, dim=0, sorted=False)[1]
+    kept = chosen & torch.zeros_like(chosen).scatter_(0, found, True)
+    assert torch.equal(torch.zeros_like(kept).scatter_(1, routed.experts, routed.kept_mask), kept)
+    assert 0 < int(kept.sum()) < int(chosen.sum())
 
 
 @pytest.mark.parametrize(

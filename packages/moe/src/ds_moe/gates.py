@@ -2,8 +2,9 @@
 
 `gate` gives what the layer needs; `top1gating`, `top2gating` and `topkgating` give the dense form [T, E, capacity] that GShard
 writes down, for programs that use them directly. Formulas: Lepikhin et al. 2020, algorithm 1; Fedus et al. 2021; random token
-selection: Kim et al. 2021, section 3. Unlike the original, no gate changes the logits it was given, a batch may be smaller
-than the minimal capacity, and where choices tie for the last place of an expert the first token gets it.
+selection: Kim et al. 2021, section 3. Who keeps a place of a full expert is decided by the original's call, `torch.topk` of the tokens'
+scores for that expert, so that among equal ones the same tokens stay. Unlike the original, no gate changes the logits it was given, and a
+batch may be smaller than the minimal capacity.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def gate(
     counts = _counts(asking, count)
     if rule.drop_tokens:
         capacity = capacity_of(tokens, count, rule.capacity_factor * rule.k, rule.min_capacity)
-        room = positions(asking, count, _order(asking, scores.detach(), rule, stream)) < capacity
+        room = _room(asking, scores.detach(), capacity, rule, stream)
         keep_mask = room if keep_mask is None else room & keep_mask
     weights = scores.gather(1, experts)
     if keep_mask is not None:
@@ -110,7 +111,7 @@ def gate(
 
 
 def _choose(logits: Tensor, scores: Tensor, rule: GateRule, stream: NoiseStream) -> Tensor:
-    """Choose k experts for each token, int64 [T, k]. Of equal experts the lowest wins."""
+    """Choose k experts for each token, int64 [T, k]. Of equal experts the lowest wins; for k > 2 torch.topk decides."""
     if rule.k == 1:
         noisy = logits + gumbel(logits.shape, stream, logits.device) if rule.noise == "RSample" else scores
         return noisy.detach().argmax(-1, keepdim=True)
@@ -120,22 +121,34 @@ def _choose(logits: Tensor, scores: Tensor, rule: GateRule, stream: NoiseStream)
         if rule.second_sampling:
             rest = rest + gumbel(logits.shape, stream, logits.device)
         return torch.cat((first, rest.scatter(1, first, float("-inf")).argmax(-1, keepdim=True)), 1)
-    return scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, : rule.k]
+    return torch.topk(scores.detach(), rule.k, dim=1).indices
 
 
-def _order(experts: Tensor, scores: Tensor, rule: GateRule, stream: NoiseStream) -> Tensor | None:
+def _room(experts: Tensor, scores: Tensor, capacity: int, rule: GateRule, stream: NoiseStream) -> Tensor:
+    """Return which choices get one of the `capacity` places of their expert, bool [T, k].
+
+    Args:
+        experts: int64 [T, k], each in 0..E; E for those that do not count.
+    """
+    if rule.k == 2 or (rule.k > 2 and rule.drop_policy == "position"):
+        return positions(experts, scores.shape[1], _order(experts, rule)) < capacity
+    tokens, count = scores.shape
+    mask = torch.zeros(tokens, count + 1, dtype=torch.int64, device=scores.device).scatter_(1, experts, 1)[:, :count]
+    if rule.k > 2:
+        ranked = torch.where(mask.bool(), scores, 0.0)
+    else:
+        ranked = mask * stream.uniform(mask.shape, mask.device) if rule.use_rts else mask
+    places = torch.topk(ranked, min(capacity, tokens), dim=0, sorted=rule.k == 1).indices  # as the original calls it
+    room = torch.zeros_like(mask, dtype=torch.bool).scatter_(0, places, True) & mask.bool()
+    return torch.nn.functional.pad(room, (0, 1)).gather(1, experts)
+
+
+def _order(experts: Tensor, rule: GateRule) -> Tensor | None:
     """Order the choices by their priority at an expert, first to last; None for the order of their numbers."""
-    if rule.k == 1:
-        if not rule.use_rts:
-            return None
-        lots = stream.uniform(scores.shape, scores.device)
-        lots = torch.nn.functional.pad(lots, (0, 1)).gather(1, experts)
-        return lots.reshape(-1).sort(descending=True, stable=True).indices
-    if rule.k == 2:  # all first choices before all second ones
-        return torch.arange(experts.numel(), device=experts.device).view(experts.shape).t().reshape(-1)
-    if rule.drop_policy == "position":
+    if rule.k != 2:
         return None
-    return scores.gather(1, experts).reshape(-1).sort(descending=True, stable=True).indices
+    # All first choices before all second ones.
+    return torch.arange(experts.numel(), device=experts.device).view(experts.shape).t().reshape(-1)
 
 
 def _counts(experts: Tensor, count: int) -> Tensor:
@@ -206,7 +219,7 @@ def _dense(routed: RouterOutput, rule: GateRule, group: GroupLike) -> Dense:
             all_reduce(most, ReduceOp.MAX, as_group(group), unit="moe capacity")
         capacity = min(int(most), tokens) if rule.k == 1 else int(most)
     # GShard numbers the places of two choices before it drops any; the others number what is kept.
-    order = _order(routed.experts, routed.scores, rule, NoiseStream("unused")) if rule.k == 2 else None
+    order = _order(routed.experts, rule)
     gone = torch.zeros_like(routed.experts, dtype=torch.bool) if routed.kept_mask is None else ~routed.kept_mask
     place = positions(routed.experts if rule.k == 2 else routed.experts.masked_fill(gone, count), count, order)
     width = max(capacity, 1)
