@@ -99,7 +99,7 @@ def test_one_cycle(t: int, first: int, second: int, up: int, down: int, decay: i
             Fraction(math.floor(Fraction(stairs * offset, half)), stairs) if stairs else Fraction(offset, half)
         )
         assert schedule.lr(t, 1.0) == 0.1 + (0.7 - 0.1) * share
-        assert schedule.momentum(t) == (0.8 if t < 0 else 0.9 - (0.9 - 0.8) * share, 0.99)
+        assert schedule.momentum(t) == (0.9 - (0.9 - 0.8) * share, 0.99)
     else:
         k = (t - total + 1) / decay if decay else 0.0
         assert schedule.lr(t, 1.0) == 0.1 / (1 + 0.5 * k)
@@ -208,6 +208,10 @@ def test_one_cycle_of_each_group():
     params = {"cycle_min_lr": (0.001, 0.002), "cycle_max_lr": (0.01, 0.02), "cycle_min_mom": (0.8, 0.85)}
     scheduler = LRScheduler(OneCycle(**params, cycle_max_mom=0.95, cycle_first_step_size=5), groups)
     assert [group["betas"] for group in groups] == [(0.8, 0.99), (0.85, 0.99)]  # the first update
+    assert scheduler.get_mom() == [
+        (0.95, 0.99),
+        (0.95, 0.99),
+    ]  # where the cycle begins, as upstream's scheduler says it
     scheduler.step(4)
     assert scheduler.get_lr() == pytest.approx([0.01, 0.02])
     assert [beta for beta, _ in scheduler.get_mom()] == pytest.approx([0.8, 0.85])

@@ -56,6 +56,10 @@ class Schedule(StrictModel):
         del t, group
         return None
 
+    def first_momentum(self, group: int = 0) -> tuple[float, float] | None:
+        """Return the betas of the first update, before any scheduler step; None if not scheduled."""
+        return self.momentum(-1, group)
+
     def check_steps(self) -> None:
         """Check that an optimizer can follow the schedule.
 
@@ -118,11 +122,13 @@ class OneCycle(Schedule):
         if not self.cycle_momentum:
             return None
         low, high = _of(self.cycle_min_mom, group), _of(self.cycle_max_mom, group)
-        if t < 0:
-            return low, 0.99  # the first update is made with the lowest
         if t < self._total:
             return high - (high - low) * self._rise(t), 0.99
         return high * (1 + self.decay_mom_rate * self._decays(t)), 0.99
+
+    def first_momentum(self, group: int = 0) -> tuple[float, float] | None:
+        """Return the lowest betas: DeepSpeed makes the first update with these, while the rate is lowest, too."""
+        return (_of(self.cycle_min_mom, group), 0.99) if self.cycle_momentum else None
 
     @property
     def _second(self) -> int:
@@ -270,7 +276,10 @@ class LRScheduler:
         return self.get_lr()
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Return the betas of each parameter group at the current t; None where they are not scheduled."""
+        """Return the betas of each parameter group at the current t; None where they are not scheduled.
+
+        Before the first step these are the schedule's own, which one cycle does not use for its first update (`first_momentum`).
+        """
         betas = [self.schedule.momentum(self.last_batch_iteration, i) for i in range(len(self._groups))]
         return None if None in betas else betas  # type: ignore[return-value]
 
@@ -288,7 +297,8 @@ class LRScheduler:
     def _write(self) -> None:
         set_rates(self._groups, self.get_lr())
         for i, group in enumerate(self._groups):
-            betas = self.schedule.momentum(self.last_batch_iteration, i)
+            t = self.last_batch_iteration
+            betas = self.schedule.first_momentum(i) if t < 0 else self.schedule.momentum(t, i)
             if betas is not None and "betas" in group:
                 group["betas"] = betas
 
