@@ -47,6 +47,7 @@ from ds_monitor.config import make_sinks
 from ds_parallel.tensor import facts_of
 from ds_pipe import PipelineSpec
 from ds_zero import ShardedOptimizer
+from ds_zero.layout.model_checks import check_scripted
 from ds_zero.layout.shard_options import OptimizerTraits, describe
 
 __all__ = ["InitArgs", "assemble", "build", "initialize", "shapes_of"]
@@ -110,6 +111,7 @@ def shapes_of(model: nn.Module) -> Shapes:
 
     A model in pipeline stages says how the stages were split: `pipe_staging`.
     """
+    check_scripted(model)
     params, modules = describe(model, {id(p): 0 for p in model.parameters() if p.requires_grad}, OptimizerTraits())
     staging: PipelineSpec | None = getattr(model, "pipe_staging", None)
     stages = 1 if staging is None else staging.ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ __all__ = [
     "foreach_add",
     "foreach_copy",
     "graph_task_id",
+    "outside_transforms",
     "plain_step",
     "queue_callback",
     "storage_uses",
@@ -46,6 +47,17 @@ def storage_uses(tensor: Tensor) -> int:
     """Count the tensors that share `tensor`'s memory, including `tensor`."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) - 1  # ours
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Run outside of all transforms of functions (torch.func), while inside: tensors made there are plain ones."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    from torch._functorch.pyfunctorch import (
+        temporarily_clear_interpreter_stack,
+    )  # imports the compiler, where there is a transform only
+
+    return temporarily_clear_interpreter_stack()
 
 
 def queue_callback(callback: Callable[[], None]) -> None:

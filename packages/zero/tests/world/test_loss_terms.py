@@ -170,3 +170,32 @@ def test_a_graph_from_gathered_weights_is_refused_after_their_update():
     with pytest.raises(RuntimeError, match="inplace operation"):
         penalty.backward()
     optimizer.close()
+
+
+def squared_jvp(net, tokens):
+    hidden = net.embed(tokens)
+    output, tangent = torch.func.jvp(
+        lambda x: net.second(torch.tanh(net.first(x))), (hidden,), (torch.ones_like(hidden),)
+    )
+    return output.square().mean() + tangent.square().mean()
+
+
+def gradient_penalty(net, tokens):
+    slope = torch.func.grad(lambda x: net.second(torch.tanh(net.first(x))).square().mean())(net.embed(tokens).detach())
+    return net(tokens).square().mean() + slope.square().sum()
+
+
+def jacobian_penalty(net, tokens):
+    row = torch.func.jacrev(lambda x: net.second(torch.tanh(net.first(x))))(net.embed(tokens[0]).detach())
+    return net(tokens).square().mean() + row.square().mean()
+
+
+TRANSFORMS = {loss.__name__: loss for loss in (squared_jvp, gradient_penalty, jacobian_penalty)}
+
+
+@STAGES
+@pytest.mark.parametrize("loss", TRANSFORMS)
+@world(2)
+def test_transforms_of_functions(loss, stage):
+    """A gather inside of one allocated a tensor of the transform."""
+    check(TRANSFORMS[loss], stage)

@@ -160,8 +160,8 @@ class Precision:
         return next((i for i, rule in enumerate(self.rules) if fnmatchcase(name, rule.names)), None)
 
     def resolve(self, dtype: torch.dtype, name: str = "") -> Dtypes:
-        """Return the dtypes of a parameter whose own dtype is `dtype`. Non-floating-point parameters stay unchanged."""
-        if not dtype.is_floating_point:
+        """Return the dtypes of a parameter whose own dtype is `dtype`. What is no floating-point parameter, or stored in 8 bits, stays unchanged."""
+        if not dtype.is_floating_point or dtype.itemsize < 2:
             return Dtypes(dtype, dtype, dtype, dtype)
         number = self.rule_of(name)
         rule = PrecisionRule("") if number is None else self.rules[number]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
-from ds_zero._torch import graph_task_id
+from ds_zero._torch import graph_task_id, outside_transforms
 from ds_zero.runtime.autograd import Backward, ForwardCall
 from ds_zero.runtime.gather_agreement import GatherAgreement
 from ds_zero.runtime.gather_order import Arrivals, GatherOrder
@@ -214,7 +214,8 @@ class Gathering(AccessHandler):
 
     def _order_for(self, name: str) -> GatherOrder:
         """Return the order of a phase that begins with the forward of module `name`; of those that the ranks call, where they differ."""
-        names = [name] if not name or self._agreement is None else self._agreement.modules_of_phase(name)
+        with outside_transforms():
+            names = [name] if not name or self._agreement is None else self._agreement.modules_of_phase(name)
         if len(names) == 1:
             return self._forwards[name]
         numbers = [number for one in names for number in self._forwards[one].sequence]
@@ -263,6 +264,10 @@ class Gathering(AccessHandler):
 
     def gather(self, number: int, order: GatherOrder | None) -> None:
         """Make a unit usable, in the order of a phase where one runs."""
+        with outside_transforms():  # buffers are no part of a function that torch.func transforms
+            self._gather(number, order)
+
+    def _gather(self, number: int, order: GatherOrder | None) -> None:
         unit = self.units[number]
         if order is not None and order.awaits(number):
             for other in order.need(number):
@@ -289,6 +294,10 @@ class Gathering(AccessHandler):
             self.units[number].reshard()
 
     def _finish_forward(self) -> None:
+        with outside_transforms():
+            self._close_forward()
+
+    def _close_forward(self) -> None:
         order, self._forward = self._forward, None
         # What records a graph after it is part of the loss: a head used chunk by chunk, a penalty on weights. All ranks compute that.
         self._awaits_backward = self._awaits_backward or torch.is_grad_enabled()

@@ -34,6 +34,7 @@ from ds_config.errors import PlanError, ShardedAccessError, UnsupportedError
 from ds_config.sizes import bytes_text
 from ds_zero.layout.dtypes_plan import Precision
 from ds_zero.layout.elements import ParamPiece
+from ds_zero.layout.model_checks import check_model
 from ds_zero.layout.reduction_groups import check_same, family_name, find_reduction_groups
 from ds_zero.layout.shard_options import OptimizerTraits, ShardOptions, describe, dtype_name
 from ds_zero.layout.unit_plan import ZeroPlan, plan_all
@@ -206,6 +207,7 @@ class ShardedModel:
         self.model, self.options = model, options
         self.group = group_for(options)
         self.precision = Precision.of(options.precision)
+        check_model(model, self.precision, self.group.size)
         residency = options.residency
         if options.sparse and residency.shard_optim:
             raise PlanError(

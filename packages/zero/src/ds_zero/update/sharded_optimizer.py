@@ -41,6 +41,7 @@ from ds_zero.update.overlap_plan import Outlook
 from ds_zero.update.overlapped_update import Ahead
 from ds_zero.update.rank_settings import check_differences, group_settings, option_settings, pair_of, same_pairs
 from ds_zero.update.step_reduction import agree, first_nonfinite, weight_of
+from ds_zero.update.weight_views import WeightViews
 from ds_zero.update.wrapped_optimizer import Updater, check_inner, class_name_of, owns_reduction, traits_of
 
 __all__ = ["ShardedOptimizer", "StepReport", "shard"]
@@ -109,6 +110,15 @@ class ShardedOptimizer(Optimizer):
         if options.updates is not None:
             self.updater = options.updates.start(inner, self.sharding)
         self.ahead = Ahead(self.sharding, self, Outlook())
+        self._views = WeightViews(inner, self._bring_back, self.refresh)
+        vars(self).update(self._views.switches)
+
+    def _bring_back(self) -> None:
+        """Bring shards and their state to where the optimizer can write to them."""
+        self.ahead.take_back_all()
+        for unit in self.sharding.units:
+            unit.state_store.fetch()
+            unit.state_store.fetch_state()
 
     def _cut(self, model: nn.Module, options: ShardOptions, habits: Mapping[int, OptimizerTraits]) -> None:
         """Make the units, and give their parts to the inner optimizer."""
@@ -400,6 +410,7 @@ class ShardedOptimizer(Optimizer):
     def close(self) -> None:
         """Give the model back whole and free everything. The optimizer is not usable afterwards. Collective."""
         self.ahead.close()
+        self._views.detach()
         self._zero_grad.detach()
         self.sharding.close()
         self.inner.state.clear()

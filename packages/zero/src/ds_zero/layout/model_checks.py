@@ -1,0 +1,85 @@
+"""What of a model cannot be sharded, or would fail in its first forward with words that blame something else. Pure."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ds_config.errors import PlanError, UnsupportedError
+from ds_zero.layout.dtypes_plan import Precision
+
+__all__ = ["check_model", "check_scripted"]
+
+_NORMS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)  # fmt: skip
+
+
+def check_scripted(model: nn.Module) -> None:
+    """Raise if a module is scripted: its forward is no Python, and its parameters cannot become views.
+
+    Raises:
+        UnsupportedError: with the first such module ("zero-scripted").
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"module {name or '(the model itself)'} is scripted or traced by torch.jit",
+                code="zero-scripted",
+                fix="Pass the module that it was made from; torch.compile works on a sharded model.",
+            )
+
+
+def check_model(model: nn.Module, precision: Precision, ranks: int) -> None:
+    """Raise if the model cannot be sharded over so many ranks, or cannot run in the formats asked for.
+
+    Raises:
+        UnsupportedError: a module is scripted ("zero-scripted"), a parameter of several ranks is complex ("zero-complex"), an embedding
+            of several ranks writes to its weight in forward ("zero-max-norm").
+        PlanError: a norm's buffers have another format than its weights will have ("zero-buffer-format").
+    """
+    check_scripted(model)
+    if ranks > 1:
+        _check_complex(model)
+        _check_max_norm(model)
+    _check_norms(model, precision)
+
+
+def _check_complex(model: nn.Module) -> None:
+    names = [name for name, param in model.named_parameters() if param.is_complex() and param.requires_grad]
+    if names:
+        raise UnsupportedError(
+            f"{', '.join(names[:5])}: complex parameters cannot be summed over ranks",
+            code="zero-complex",
+            fix="Keep real and imaginary parts in a real parameter of shape [..., 2], and use torch.view_as_complex(param) in forward.",
+        )
+
+
+def _check_max_norm(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise UnsupportedError(
+                f"{name} has max_norm={module.max_norm}: its forward writes to rows of its weight, on each rank to those of its batch",
+                code="zero-max-norm",
+                fix="Leave max_norm out, and clip the norms of rows in forward (F.embedding of a renormed weight), where gradients see it.",
+            )
+
+
+def _check_norms(model: nn.Module, precision: Precision) -> None:
+    for name, module in model.named_modules():
+        if type(module) not in _NORMS or not isinstance(module.weight, nn.Parameter) or module.running_mean is None:
+            continue
+        param = precision.resolve(module.weight.dtype, f"{name}.weight".lstrip(".")).param
+        buffer = module.running_mean.dtype
+        if param != buffer:
+            raise PlanError(
+                f"{name or 'the model'}, a {type(module).__name__}, would have weights in {_name(param)} and buffers in {_name(buffer)}, "
+                "which torch's kernel refuses",
+                code="zero-buffer-format",
+                fix=f'Set data_types.buffer_dtype = "{_name(param)}" in the configuration; without one, call model.to(torch.{_name(param)}) before '
+                "`shard`, or give a PrecisionRule that keeps the weights of norms.",
+            )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
