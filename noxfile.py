@@ -85,6 +85,14 @@ def grid(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def fuzz(session: nox.Session) -> None:
+    """Drawn and damaged input for every reader of what others write, 60 seconds each: nox -s fuzz [-- -k READER]."""
+    python = developing(session, "lint")
+    env = {"DS_FUZZ_S": os.environ.get("DS_FUZZ_S", "60")}
+    session.run(python, "-m", "pytest", "-s", "tests-integration/fuzz", *session.posargs, external=True, env=env)
+
+
+@nox.session(venv_backend="none")
 def mutants(session: nox.Session) -> None:
     """Do the tests see a fault? Drawn changes of pure modules: nox -s mutants -- [MODULE ...] [--count N] [--seed N]."""
     python = developing(session, "mutants")

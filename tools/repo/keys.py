@@ -27,7 +27,7 @@ _HEAD = """# Configuration keys
 
 Every key that a configuration may hold. Names are DeepSpeed's; a key marked *own* is only here. All are there since version
 0.1 where the row names no other. `*` stands for any name in an object, `0` for any position in a list. Every key has an anchor
-with its name: `configuration.md#zero_optimization.stage`; messages about a key end with it.
+with its name: `configuration.md#zero_optimization.stage`. `ds config key zero_optimization.stage` prints a row; messages about keys end with that command.
 
 A key that is not here is an error with the nearest known name. What is marked *not built* is an error unless it is off; what is
 marked *no effect* is accepted with a line in the log; *deprecated* keys move to their new place. `ds config` shows what a file of

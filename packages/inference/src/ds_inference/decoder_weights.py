@@ -6,6 +6,7 @@ module's `state_dict()`, whose tensors are used as they are where a role is exac
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -49,10 +50,14 @@ def typed_folder_errors(read: Callable[_P, _T]) -> Callable[_P, _T]:
         except Exception as error:  # readers of sizes, names and headers have no list of what may be wrong with them
             if isinstance(source, nn.Module):
                 raise
+            no_memory = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+            fix = "Its files do not fit each other or were cut; copy or download the folder again."
             raise CheckpointError(
                 f"the model in {source} cannot be read: {type(error).__name__}: {str(error)[:500]}",
                 code="inference-folder",
-                fix="Its files do not fit each other or were cut; copy or download the folder again.",
+                fix="Take a smaller model, or a cache of fewer tokens; or its config.json is damaged."
+                if no_memory
+                else fix,
             ) from error
 
     return call

@@ -29,6 +29,7 @@ from ds_ops.host_arena import trim
 __all__ = ["load", "read_decoder"]
 
 
+@typed_folder_errors
 def load(
     source: str | PathLike[str] | nn.Module,
     *,
