@@ -5,8 +5,9 @@ order, exactly once each. A rank may run ahead (prefetch) or lag, never reorder,
 issued on the way to one it does need, and what is left is issued at the end of the phase. So no rank waits for one that does not come.
 
 The sequence starts as registration order and may be replaced by the order seen in the first step once all ranks saw the
-same: it is a hint, correctness never depends on it. A unit needed again after it was issued is issued on the spot. A unit that a rank
-still has is issued all the same, because other ranks cannot know what this rank holds.
+same: it is a hint, correctness never depends on it. A unit needed again after it was issued is issued on the spot, after what is left of
+the sequence, and stays until the end of the phase: how often it is needed may differ between ranks. A unit that a rank still has is issued
+all the same, because other ranks cannot know what this rank holds.
 """
 
 from __future__ import annotations
@@ -80,6 +81,13 @@ class GatherOrder:
     def run_ahead(self) -> int | None:
         """Return the next unit in order to prefetch, before any use on this rank; None at the end."""
         return self._issue() if self._cursor < len(self.sequence) else None
+
+    def rest(self) -> list[int]:
+        """Return the units that were not issued in this phase, to prefetch now: they wait for their use, or for the end of the phase.
+
+        Before a gather that is in no order. A rank that is inside a branch may wait for one of them, and comes to the other after it.
+        """
+        return [self._issue() for _ in range(self._cursor, len(self.sequence))]
 
     def finish(self) -> list[int]:
         """Return the units that were not issued in this phase, for which other ranks may wait; clear the waiting units."""

@@ -4,7 +4,7 @@ Forward: a module that a unit belongs to gathers it before its forward and relea
 module's output gathers it again; the unit is released when every gradient that its graph can produce (its parameters' and
 the module's inputs') has arrived.
 
-Note "sticky units". A parameter used outside the forward of the module its unit belongs to (tied weights, a functional head), or a module
+Note "persistent units". A parameter used outside the forward of the module its unit belongs to (tied weights, a functional head), or a module
 whose results leave it by another way than its outputs (an attribute, an unknown container), is in a graph that no hook on outputs
 guards. Such a unit stays gathered until the next optimizer step, which makes older graphs unusable in any case. The first is seen when
 the released parameter is touched; the second by watching what autograd unpacks, in every backward, since a path may be taken late:
@@ -74,6 +74,7 @@ class Gathering(AccessHandler):
         self._sticky: set[int] = set()
         self._shared: set[int] = set()
         self._strays: set[int] = set()
+        self._repeated: set[int] = set()  # gathered on the spot in this phase
         self._warned = self._awaits_backward = False
         self._persistent: frozenset[int] = frozenset()
         self._agreement: GatherAgreement | None = None
@@ -275,6 +276,10 @@ class Gathering(AccessHandler):
         elif unit.state in (Full.RELEASED, Full.STALE):
             if order is not None:
                 order.recorded.append(number)
+                if not unit.groups.shared:
+                    for other in order.rest():
+                        self.units[other].start_unshard(again=True)
+                self._repeated.add(number)
             if self._agreement is not None:
                 self._agreement.check_on_the_spot(number)
             unit.start_unshard(channel=unit.groups.late_group())
@@ -290,7 +295,7 @@ class Gathering(AccessHandler):
             self._release(number)
 
     def _release(self, number: int) -> None:
-        if number not in self._sticky and number not in self._persistent:
+        if number not in self._sticky and number not in self._persistent and number not in self._repeated:
             self.units[number].reshard()
 
     def _finish_forward(self) -> None:
@@ -319,10 +324,13 @@ class Gathering(AccessHandler):
             self.units[number].start_unshard(again=True)
             self.units[number].finish_unshard()
             self._release(number)
+        repeated, self._repeated = self._repeated, set()
+        for number in repeated:
+            self._release(number)
         self._push()
 
     def _push(self) -> None:
-        """Let gathers go on that others may wait for, see `seat.py`."""
+        """Let gathers go on that others may wait for, see `unit_groups.py`."""
         for route in self._routes:
             route.push()
 
@@ -349,6 +357,7 @@ class Gathering(AccessHandler):
 
     def release_all(self) -> None:
         """Free all gathered units except those marked persistent."""
+        self._repeated = set()
         for number in self.released:
             self._release(number)
 
