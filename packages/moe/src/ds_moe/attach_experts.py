@@ -76,8 +76,11 @@ def place_experts(model: nn.Module, mesh: Mesh | None = None, *, data_first: boo
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MOELayer)}
     apart = {name: layer for name, layer in layers.items() if layer.ep_size > 1 or (mesh and mesh["tensor"].size > 1)}
-    degrees = all_gather_json([layer.ep_size for layer in apart.values()])  # a pipeline stage may have no such layer
-    sizes = sorted({size for of_rank in degrees for size in of_rank})
+    sizes_here = [layer.ep_size for layer in apart.values()]  # a pipeline stage may have no such layer
+    seeds_here = {name: cast(Experts, layer.experts).seed for name, layer in apart.items()}
+    everywhere = all_gather_json([sizes_here, seeds_here])
+    sizes = sorted({size for of_rank, _ in everywhere for size in of_rank})
+    seeds = {name: seed for _, of_rank in reversed(everywhere) for name, seed in of_rank.items()}  # the first rank's
     groups_by_size = {size: make_places(size, mesh, data_first=data_first) for size in sizes}
     for name, layer in layers.items():
         layer.gate.name = f"{name}.gate"
@@ -86,6 +89,8 @@ def place_experts(model: nn.Module, mesh: Mesh | None = None, *, data_first: boo
         places = groups_by_size[layer.ep_size]
         layer.places = places
         _settle(layer, places, name)
+        if (seed := seeds[name]) is not None:
+            cast(Experts, layer.experts).draw(seed, places.local(layer.num_experts).start)
     _leave_out_of_ddp(model, {name: layers[name] for name in apart})
     spread = {
         id(p): p for n, layer in layers.items() if n in apart and layer.ep_size > 1 for p in layer.experts.parameters()

@@ -22,7 +22,7 @@ from torch import Tensor
 from ds_comm import Group, all_to_all_single, differentiable
 from ds_moe.expert_groups import ExpertGroups
 from ds_moe.router_output import RouterOutput
-from ds_moe.shm_dispatch import check_alike, pull_home, pull_rows, pull_tokens, make_reducer
+from ds_moe.shm_dispatch import check_alike, make_reducer, pull_home, pull_rows, pull_tokens
 from ds_ops.moe_routing import RowPermutation, permute, sort_slots, unpermute
 
 __all__ = ["Compute", "DispatchRows", "TokenExchange", "exchange_of", "through_experts"]

@@ -9,14 +9,15 @@ batch may be smaller than the minimal capacity.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ds_comm import GroupLike, ReduceOp, all_reduce, as_group
-from ds_moe.balancing_losses import load_balancing_loss
+from ds_moe.balancing_losses import load_balancing_loss, z_loss
+from ds_moe.expert_choice import choose_tokens
 from ds_moe.noise import NoiseStream, gumbel
 from ds_moe.router_output import RouterOutput, bad_routing, capacity_of, positions, probabilities
 
@@ -38,6 +39,9 @@ class GateRule:
         noise: "RSample" (k = 1): Gumbel noise on the logits when the expert is chosen. "Jitter" is the layer's, on its input.
         second_sampling: k = 2: the second expert is drawn by its probability, not the second best.
         drop_policy: k > 2: a full expert keeps the choices of highest probability, or the first ones.
+        z_loss: Of the z-loss, so many times are added to the loss.
+        expert_choice: Experts choose tokens; see `ds_moe.expert_choice`.
+        bias_rate: Experts are chosen by scores plus a bias, which moves by this much a step.
     """
 
     k: int = 1
@@ -48,12 +52,28 @@ class GateRule:
     noise: Noise = None
     second_sampling: bool = True
     drop_policy: Literal["probs", "position"] = "probs"
+    z_loss: float = 0.0
+    expert_choice: bool = False
+    bias_rate: float = 0.0
 
     def __post_init__(self) -> None:
         if self.k < 1 or self.capacity_factor <= 0 or self.min_capacity < 0:
             raise bad_routing(
                 f"k {self.k}, capacity factor {self.capacity_factor}, minimal capacity {self.min_capacity}",
                 "Use k >= 1, a factor above 0 and a minimum of at least 0.",
+            )
+        if self.z_loss < 0 or self.bias_rate < 0:
+            raise bad_routing(f"z_loss {self.z_loss}, bias_rate {self.bias_rate}", "Use 0 or more.")
+        drawn = self.noise == "RSample" or (self.k == 2 and self.second_sampling)
+        if self.bias_rate and (drawn or self.expert_choice):
+            raise bad_routing(
+                f"a bias with noise {self.noise}, second_sampling {self.second_sampling}, expert_choice {self.expert_choice}",
+                "Balance by bias where tokens take their best experts: no RSample, top2_2nd_expert_sampling=False, no expert_choice.",
+            )
+        if self.expert_choice and (self.noise == "RSample" or not self.drop_tokens):
+            raise bad_routing(
+                f"expert_choice with noise {self.noise} and drop_tokens {self.drop_tokens}",
+                "Experts choose by scores, and up to their capacity: leave RSample out and drop_tokens at True.",
             )
 
 
@@ -64,6 +84,7 @@ def gate(
     used_token: Tensor | None = None,
     *,
     experts: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> RouterOutput:
     """Route tokens by the rule.
 
@@ -71,6 +92,7 @@ def gate(
         logits: fp32 [T, E]; unchanged.
         used_token: [T], not 0 where a token counts; k = 1 only, as in the original. Others are dropped and not counted.
         experts: int64 [T, k]: chosen before (`ds_moe.replay_routing`); capacity and weights are computed anew.
+        bias: fp32 [E], added to the scores for the choice only; None adds nothing.
 
     Raises:
         PlanError: k is not in 1..E, or used_token does not fit ("moe-routing").
@@ -87,8 +109,14 @@ def gate(
         )
     tokens, count = logits.shape
     scores = probabilities(logits)
+    if rule.expert_choice:
+        if experts is not None:
+            raise bad_routing("choices to replay, and experts choose tokens", "Replay routers whose tokens choose.")
+        most = capacity_of(tokens, count, rule.capacity_factor * rule.k, rule.min_capacity)
+        routed = choose_tokens(scores, most, None if used_token is None else used_token != 0)
+        return replace(routed, loss=routed.loss + _z_term(logits, used_token, rule))
     if experts is None:
-        experts = _choose(logits, scores, rule, stream)
+        experts = _choose(logits, scores, rule, stream, bias)
     # GShard's loss looks at first choices.
     counted = torch.zeros_like(scores).scatter_(1, experts[:, :1] if rule.k == 2 else experts, 1.0)
     asking, keep_mask, capacity = experts, None, None
@@ -96,7 +124,7 @@ def gate(
         keep_mask = (used_token != 0)[:, None]
         counted = counted * keep_mask
         asking = experts.masked_fill(~keep_mask, count)
-    loss = load_balancing_loss(scores, counted, 1 if rule.k == 2 else rule.k)
+    loss = load_balancing_loss(scores, counted, 1 if rule.k == 2 else rule.k) + _z_term(logits, used_token, rule)
     counts = _counts(asking, count)
     if rule.drop_tokens:
         capacity = capacity_of(tokens, count, rule.capacity_factor * rule.k, rule.min_capacity)
@@ -110,8 +138,21 @@ def gate(
     return RouterOutput(experts, weights, counts, loss, scores.detach(), keep_mask, capacity)
 
 
-def _choose(logits: Tensor, scores: Tensor, rule: GateRule, stream: NoiseStream) -> Tensor:
+def _z_term(logits: Tensor, used_token: Tensor | None, rule: GateRule) -> Tensor | float:
+    """Compute the z-loss of the used tokens times its coefficient."""
+    if not rule.z_loss:
+        return 0.0
+    if used_token is None:
+        return rule.z_loss * z_loss(logits)
+    used = (used_token != 0).to(logits.dtype)
+    squares = torch.logsumexp(logits, -1).square() * used
+    return rule.z_loss * squares.sum() / used.sum().clamp(min=1)
+
+
+def _choose(logits: Tensor, scores: Tensor, rule: GateRule, stream: NoiseStream, bias: Tensor | None) -> Tensor:
     """Choose k experts for each token, int64 [T, k]. Of equal experts the lowest wins; for k > 2 torch.topk decides."""
+    if bias is not None:
+        return (scores.detach() + bias).sort(dim=-1, descending=True, stable=True).indices[:, : rule.k]
     if rule.k == 1:
         noisy = logits + gumbel(logits.shape, stream, logits.device) if rule.noise == "RSample" else scores
         return noisy.detach().argmax(-1, keepdim=True)

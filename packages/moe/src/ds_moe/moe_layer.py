@@ -11,19 +11,22 @@ nothing is padded, and the experts of a rank never see a row that counts for not
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from ds_comm import all_gather_single, differentiable
 from ds_config.errors import CommError, PlanError
+from ds_moe._torch import in_backward
 from ds_moe.dispatch import Compute, through_experts
 from ds_moe.expert_groups import ExpertGroups, alone
-from ds_moe.experts import Experts
+from ds_moe.experts import Experts, draw_seed
 from ds_moe.gates import GateRule, Noise, gate
 from ds_moe.load import ExpertLoad
+from ds_moe.moe_options import MoEOptions
 from ds_moe.noise import NoiseStream, jitter
 from ds_moe.router_output import RouterOutput, wide
 from ds_moe.router_replay import _Track
@@ -50,12 +53,27 @@ class TopKGate(nn.Module):
         self._eval_rule = replace(
             rule,
             capacity_factor=eval_capacity_factor or rule.capacity_factor,
-            drop_tokens=rule.drop_tokens and eval_capacity_factor is not None,
+            drop_tokens=rule.drop_tokens and (eval_capacity_factor is not None or rule.expert_choice),
             use_rts=False,
             noise=None,
             second_sampling=False,
         )
         self.track: _Track | None = None
+        self.expert_bias: Tensor | None
+        self.register_buffer("expert_bias", torch.zeros(num_experts) if rule.bias_rate else None)
+        self._counts: Tensor | None = None  # no buffer: DDP would broadcast those of rank 0
+
+    def take_counts(self) -> Tensor:
+        """Return the choices of each expert in training since the last call, int64 [E]."""
+        counts, self._counts = self._counts, None
+        weight = self.wg.weight
+        return torch.zeros(weight.shape[0], dtype=torch.int64, device=weight.device) if counts is None else counts
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        if self.expert_bias is not None:
+            self.expert_bias = self.expert_bias.float()  # steps of 1e-3 are lost in 16 bits
+        return self
 
     def forward(self, x: Tensor, used_token: Tensor | None = None) -> RouterOutput:
         """Route tokens x [T, n]; `used_token` as in `ds_moe.gate`."""
@@ -66,7 +84,9 @@ class TopKGate(nn.Module):
                 x = jitter(x, stream)
             logits = nn.functional.linear(x, self.wg.weight.to(x.dtype))
         replayed = None if self.track is None else self.track.next_choices(x.shape[0])
-        routed = gate(logits, rule, stream, used_token, experts=replayed)
+        routed = gate(logits, rule, stream, used_token, experts=replayed, bias=self.expert_bias)
+        if self.expert_bias is not None and self.training and not in_backward():
+            self._counts = routed.counts if self._counts is None else self._counts + routed.counts
         if self.track is not None:
             self.track.took(routed.experts)
         return routed
@@ -182,9 +202,12 @@ class MoE(nn.Module):
         use_tutel: Accepted with a warning: there is nothing it could make faster here.
         enable_expert_tensor_parallelism: The expert module is cut over tensor-parallel ranks itself, so each of those sees all rows.
         top2_2nd_expert_sampling: k = 2: draw the second expert.
+        options: What goes beyond DeepSpeed's layer; see `MoEOptions`.
 
     Raises:
-        PlanError: ep_size does not divide num_experts ("moe-places"); k, factors or the policy make no sense ("moe-routing").
+        PlanError: ep_size does not divide num_experts ("moe-places"); k, factors or the policy make no sense ("moe-routing"); experts cannot be
+            drawn ("moe-experts").
+        UnsupportedError: experts that grouped products cannot compute ("moe-grouped").
     """
 
     def __init__(
@@ -204,6 +227,7 @@ class MoE(nn.Module):
         use_tutel: bool = False,
         enable_expert_tensor_parallelism: bool = False,
         top2_2nd_expert_sampling: bool = True,
+        options: MoEOptions = MoEOptions(),  # noqa: B008 - frozen
     ) -> None:
         super().__init__()
         if ep_size < 1 or num_experts < 1 or num_experts % ep_size:
@@ -220,9 +244,12 @@ class MoE(nn.Module):
             warnings.warn("use_tutel changes nothing: no token is padded and no one-hot is made here", stacklevel=2)
         noise = cast(Noise, None if noisy_gate_policy == "None" else noisy_gate_policy)
         rule = GateRule(k, capacity_factor, min_capacity, drop_tokens, use_rts, noise, top2_2nd_expert_sampling)
+        rule = replace(rule, z_loss=options.z_loss, expert_choice=options.expert_choice, bias_rate=options.bias_rate)
         self.num_experts, self.ep_size, self.use_residual = num_experts, ep_size, use_residual
         self.num_local_experts, self.expert_group_name = num_experts // ep_size, f"ep_size_{ep_size}"
-        experts = Experts(expert, self.num_local_experts, self.expert_group_name)
+        experts = Experts(expert, self.num_local_experts, self.expert_group_name, grouped=options.grouped)
+        if options.draw_apart:
+            experts.draw(draw_seed())
         router = TopKGate(hidden_size, num_experts, rule, eval_capacity_factor)
         self.deepspeed_moe = MOELayer(router, experts, num_experts, ep_size)
         self.deepspeed_moe.how = replace(self.deepspeed_moe.how, split=not enable_expert_tensor_parallelism)

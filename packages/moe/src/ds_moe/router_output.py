@@ -31,6 +31,7 @@ class RouterOutput:
         loss: Scalar with gradient: what keeps experts evenly loaded; 0 if the router has no such term.
         scores: [T, E] fp32: the probabilities that the weights were taken from, for metrics. Detached.
         capacity: Choices that an expert took at most; None without a limit.
+        expert_choice: Experts chose tokens: every expert is a choice of every token, and `kept_mask` says which took it.
     """
 
     experts: Tensor
@@ -40,6 +41,7 @@ class RouterOutput:
     scores: Tensor
     kept_mask: Tensor | None = None
     capacity: int | None = None
+    expert_choice: bool = False
 
     @property
     def num_experts(self) -> int:
@@ -47,7 +49,9 @@ class RouterOutput:
 
     @property
     def dropped(self) -> Tensor:
-        """Scalar int64: choices that were dropped. Not read by the host."""
+        """Scalar int64: choices that were dropped; tokens that no expert chose. Not read by the host."""
+        if self.expert_choice and self.kept_mask is not None:
+            return (~self.kept_mask.any(-1)).sum()
         return self.counts.new_zeros(()) if self.kept_mask is None else (~self.kept_mask).sum()
 
 

@@ -24,7 +24,7 @@ from ds_config.errors import CommError
 from ds_ops.moe_routing import Pulls, RowPermutation, pulls_of
 from ds_ops.row_ops import gather_rows, gather_sum, row_products, weighed
 
-__all__ = ["DispatchPlan", "Windows", "check_alike", "pull_home", "pull_rows", "pull_tokens", "make_reducer"]
+__all__ = ["DispatchPlan", "Windows", "check_alike", "make_reducer", "pull_home", "pull_rows", "pull_tokens"]
 
 _FEWEST_ROWS = 256
 
@@ -161,7 +161,9 @@ def _tokens_of(choices: RowPermutation) -> Tensor:
     return torch.div(choices.slots, max(1, choices.rows.shape[1]), rounding_mode="floor")
 
 
-def make_reducer(x: Tensor, choices: RowPermutation, group: Group, windows: Windows, *, is_sorted: bool) -> DispatchPlan:
+def make_reducer(
+    x: Tensor, choices: RowPermutation, group: Group, windows: Windows, *, is_sorted: bool
+) -> DispatchPlan:
     """Publish rows, and tell all ranks how many each expert gets. Collective; the ranks meet once if the windows have room.
 
     Args:
