@@ -70,6 +70,14 @@ def test_a_warmup_of_no_steps_is_what_trainers_write():
     assert deepspeed.DeepSpeedConfig({"train_batch_size": 1, "scheduler": section}).scheduler_name == "WarmupLR"
 
 
+@pytest.mark.parametrize("mode", ["maybe", "", 3])
+def test_a_mode_of_tag_validation_that_upstream_does_not_know_is_an_error(mode):
+    for known in ("Ignore", "warn", "FAIL"):
+        accepted({"checkpoint": {"tag_validation": known}})
+    with pytest.raises(ConfigError, match="expected Ignore, Warn or Fail"):
+        accepted({"checkpoint": {"tag_validation": mode}})
+
+
 def test_inside_a_section_a_typo_is_an_error():
     with pytest.raises(ConfigError, match="reduce_bucket_size"):
         deepspeed.DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": {"reduce_bucket_sise": 3}})

@@ -290,6 +290,8 @@ def test_expected_bytes_are_those_of_a_run(kind: str, stage: int) -> None:
 )
 def test_a_configuration_that_expects_another_cut_is_refused(section: dict[str, Any], said: str) -> None:
     cut = replace(shapes(), stages=2, staging=PipelineSpec("1f1b", 2, partition="parameters"))
+    plain = load_config({"train_batch_size": 4, "pipeline": {"seed_layers": True}})
+    assert make_plan(plain, shapes(), 2).staging is None  # a model without stages has no layers to be made
     agreed = {"stages": 2, "partition": "parameters", "seed_layers": False}
     assert make_plan(load_config({"train_batch_size": 4, "pipeline": agreed}), cut, 2).staging == cut.staging
     with pytest.raises(PlanError, match=said) as refused:

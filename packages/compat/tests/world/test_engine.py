@@ -432,6 +432,35 @@ def test_files_that_programs_look_for_lie_beside_ours(tmp_path, stage):
 
 
 @world(2, backend=None)
+def test_the_configuration_of_the_zero_plus_plus_tutorial_trains():
+    import deepspeed
+
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 1))
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(),
+        config=settings(3, fp16={"enabled": True, "initial_scale_power": 8}) | {
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.005}},
+            "zero_optimization": {
+                "stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True,
+                "contiguous_gradients": True, "overlap_comm": True,
+            },
+        },
+    )  # fmt: skip
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(engine.mesh.rank)).half()
+    losses = []
+    for _ in range(12):
+        loss = (engine(x).float() - x[:, :1].float()).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert engine.skipped_steps == 0
+    assert losses[-1] < 0.6 * losses[0]
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()
+
+
+@world(2, backend=None)
 def test_orders_that_upstream_refuses(tmp_path):
     import deepspeed
 

@@ -66,6 +66,7 @@ def one_loss(wire, dtype, seed):
         rows = torch.randint(0, len(train), (RANKS, BATCH), generator=drawn)[dist.get_rank()]
         optimizer.scale(net(torch.stack([train[i] for i in rows.tolist()]))).backward()
         optimizer.step()
+        optimizer.zero_grad()
     with torch.no_grad():
         rows = range(dist.get_rank(), 64 * RANKS, RANKS)
         found = net(torch.stack([valid[i] for i in rows])).float().reshape(1)
@@ -116,6 +117,13 @@ def test_codes_train_as_well_as_exact_messages(dtype):
     for mode, loss in found.items():
         certified = dtype in certificates().get(mode, {})
         assert loss <= exact * (1 + LIMIT) or not certified, (mode, loss, exact)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_mode_of_deepspeed_is_certified_for_the_formats_that_it_trains_in(dtype):
+    for wire in WIRES:
+        for mode in wire.modes:
+            assert dtype in certificates()[mode], mode
 
 
 def test_every_certificate_says_what_was_run():

@@ -22,6 +22,8 @@ __all__ = ["LAYOUT", "accepted", "get_gradient_allreduce_op", "section_of"]
 _log = logging.getLogger("DeepSpeed")
 Raw = Mapping[str, Any]
 
+_TAG_MODES = ("IGNORE", "WARN", "FAIL")
+
 LAYOUT = "DS_CHECKPOINT_LAYOUT"
 """The variable that says `checkpoint.layout` for configurations that do not."""
 
@@ -40,6 +42,7 @@ def accepted(raw: Raw) -> dict[str, Any]:
             document = _without(document, path)
             if value not in (False, {}):
                 _log.warning("%s does nothing here and was left out, as upstream does: %s", ".".join(path), reason)
+    _check_tag_validation(section_of(document, "checkpoint"))
     for report in classify(Config, document):
         if report.kind == "no effect" and all(isinstance(part, str) for part in report.path):
             document = _without(document, tuple(map(str, report.path)))
@@ -52,6 +55,21 @@ def accepted(raw: Raw) -> dict[str, Any]:
     if "gradient_allreduce_op" in document:
         document["gradient_allreduce_op"] = get_gradient_allreduce_op(document)
     return document
+
+
+def _check_tag_validation(section: Raw) -> None:
+    """Check the mode that `save_checkpoint` compares tags by. ds-ckpt has one mode, so that its own check never sees this value.
+
+    Raises:
+        ConfigError: a mode that upstream does not know ("config-value").
+    """
+    mode = section.get("tag_validation", "Warn")
+    if str(mode).upper() not in _TAG_MODES:
+        raise ConfigError(
+            f"checkpoint.tag_validation = {mode!r}, expected Ignore, Warn or Fail",
+            code="config-value",
+            fix="Use one of them, in any case; Warn is the default.",
+        )
 
 
 def section_of(raw: Raw, name: str) -> Raw:

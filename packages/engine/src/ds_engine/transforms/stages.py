@@ -85,7 +85,7 @@ def _check_expected(section: PipelineConfig, staging: PipelineSpec | None) -> No
         wrong.append(
             f"pipeline.partition = {section.partition!r}, the model was cut by {cut.partition or 'another way'!r}"
         )
-    if section.seed_layers and not cut.seeded:
+    if section.seed_layers and staging is not None and not cut.seeded:  # a plain module's layers are there already
         wrong.append("pipeline.seed_layers, the model's layers were made without seeds of their own")
     if wrong:
         raise PlanError(
