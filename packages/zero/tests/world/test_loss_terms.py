@@ -151,6 +151,7 @@ def test_between_steps_weights_are_refused_as_before():
                 net.embed.weight.norm()
         net(torch.arange(6)).sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
     with torch.no_grad():
         net(torch.arange(6))
     with pytest.raises(ShardedAccessError, match=r"embed\.weight"):
@@ -167,6 +168,7 @@ def test_a_graph_from_gathered_weights_is_refused_after_their_update():
         penalty = net.first.weight.pow(2).sum()
     net(torch.arange(6)).sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     with pytest.raises(RuntimeError, match="inplace operation"):
         penalty.backward()
     optimizer.close()

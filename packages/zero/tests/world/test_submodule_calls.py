@@ -63,6 +63,7 @@ def test_each_rank_may_call_submodules_of_its_own(way, offload):
         output.square().mean().backward()
         reference.step()
         optimizer.step()
+        optimizer.zero_grad()
     optimizer.close()
     for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, other)

@@ -60,6 +60,7 @@ def test_both_views_are_whole_on_every_rank(stage, direct):
         reference.zero_grad()
         sum(plain(one).square().mean() / 2 for one in batch).backward()
         reference.step()
+        optimizer.zero_grad()
         net(batch[dist.get_rank()]).square().mean().backward()
         optimizer.step()
         for turn in ("eval", "train"):
