@@ -1,6 +1,6 @@
 """Write the pages of docs/ that are made from data: errors, packages, configuration keys, names of DeepSpeed, combinations.
 
-usage: python tools/pages.py [NAME ...]      (NAME: errors, packages, configuration, surface, support, support-data, explain-PACKAGE,
+usage: python tools/pages.py [NAME ...]      (NAME: errors, packages, configuration, surface, loops, support, support-data, explain-PACKAGE,
 picture-PAGE; all without one)
 """
 

@@ -56,6 +56,7 @@ def step(net, optimizer, number):
         family = optimizer.sharding.families[ds_zero.layout.reduction_groups.family_name(param)]
         param.grad = whole[index].clone() * (family.divisor / family.group.size)
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def groups():

@@ -63,6 +63,7 @@ def sharded(name, stage):
         loss = loss_of(net, batch(step, dist.get_rank()))
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         schedule.step()
         mean = loss.detach().clone()
         dist.all_reduce(mean)

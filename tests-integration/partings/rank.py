@@ -103,6 +103,7 @@ def run(stage: int, transport: str, who: int, moment: str, kind: str, deadline_s
             if here == "before the update":
                 parting.come()
             optimizer.step()
+            optimizer.zero_grad()
             if here in ("between steps", "scheduler"):
                 parting.come()
 

@@ -108,6 +108,7 @@ def check(stage, *, tied=False, schedule="1f1b", stages=2, micros=4, every=0, st
     for number in range(steps):
         loss = step(data(number, places.data.rank, micros))
         optimizer.step()
+        optimizer.zero_grad()
         assert abs(float(loss) - losses[number]) <= 1e-6 * losses[number]
         assert abs(optimizer.last.norm - norms[number]) <= 1e-5 * norms[number]
     step.close()

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-from repo import ROOT, errors, keys, layers, pictures
+from repo import ROOT, errors, keys, layers, loops, pictures
 from repo.projects import Project, load, requirement_name
 
 __all__ = ["PAGES", "Page", "packages", "support", "support_data", "surface"]
@@ -197,6 +197,7 @@ PAGES: Mapping[str, Page] = {
     "packages": Page(REFERENCE / "packages.md", packages),
     "configuration": Page(REFERENCE / "configuration.md", keys.page),
     "surface": Page(REFERENCE / "deepspeed-surface.md", surface),
+    "loops": Page(REFERENCE / "loops.md", loops.page),
     "support": Page(REFERENCE / "support-matrix.md", support),
     "support-data": Page(REFERENCE / "support-matrix.json", support_data),
 }

@@ -173,7 +173,10 @@ def sent(what: str, wire: QuantizedComm = EXACT) -> int:
 CHANGES = {
     "stage": lambda: (units(1).persistent_bytes, units(3).persistent_bytes),
     "reduce_bucket_size": lambda: (len(units().units), len(units(max_numel=100).units)),
-    "param_persistence_threshold": lambda: (units().persistent_bytes["full"], units(persist_numel=100).persistent_bytes["full"]),
+    "param_persistence_threshold": lambda: (
+        units().persistent_bytes["full"],
+        units(persist_numel=100).persistent_bytes["full"],
+    ),
     "model_persistence_threshold": lambda: (
         units(persist_numel=100).persistent_bytes["full"],
         units(persist_numel=100, persist_total=250).persistent_bytes["full"],

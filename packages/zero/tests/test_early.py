@@ -176,7 +176,9 @@ def test_drawn_histories_lose_no_update_and_count_each_once(seed: int) -> None:
 # ---- what is asked for, and what is planned
 
 
-@pytest.mark.parametrize("wrong", [{"overlap_ratio": 1.5}, {"overlap_ratio": -0.1}, {"device": "file", "folder": "x", "overlap_ratio": 0.5}])
+@pytest.mark.parametrize(
+    "wrong", [{"overlap_ratio": 1.5}, {"overlap_ratio": -0.1}, {"device": "file", "folder": "x", "overlap_ratio": 0.5}]
+)
 def test_early_updates_that_cannot_be(wrong: dict[str, object]) -> None:
     with pytest.raises(PlanError, match="early = ") as caught:
         OffloadPolicy(**wrong)  # type: ignore[arg-type]
@@ -189,7 +191,9 @@ def test_the_plan_counts_what_is_kept_to_take_updates_back(stage: int) -> None:
     options = ShardOptions(stage=stage, precision="bf16", policy=UnitSizePolicy(max_numel=768, persist_numel=0))
 
     def found(place: OffloadPolicy) -> object:
-        return plan(params, 2, replace(options, offload_optimizer=place), modules=[ModuleInfo(m) for m in ("", "a", "b")])
+        return plan(
+            params, 2, replace(options, offload_optimizer=place), modules=[ModuleInfo(m) for m in ("", "a", "b")]
+        )
 
     late, early = found(OffloadPolicy()), found(OffloadPolicy(overlap_ratio=0.8))
     state = 6 * 256 * 12 // (1 if stage == 0 else 2)

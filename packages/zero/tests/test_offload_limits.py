@@ -31,6 +31,7 @@ def step(net, optimizer):
     loss = net(torch.ones(2, width, dtype=next(net.parameters()).dtype)).float().square().mean()
     loss.backward()
     optimizer.step()
+    optimizer.zero_grad()
     return loss.item()
 """
 

@@ -41,7 +41,9 @@ class FakeHost:
 
 def posting_of(layout, rows, rank):
     plan = SimpleNamespace(name="unit", layout=layout, wire=PLAIN)
-    group_set = SimpleNamespace(shard_group=SimpleNamespace(rank=rank), replicate_group=SimpleNamespace(size=1), levels=None)
+    group_set = SimpleNamespace(
+        shard_group=SimpleNamespace(rank=rank), replicate_group=SimpleNamespace(size=1), levels=None
+    )
     return ShmReduceScatter(plan, group_set, FakeHost(rows, rank))
 
 

@@ -92,6 +92,7 @@ def check(ep_size: int, stage: int, k: int, drop: bool, clip: float | None) -> N
     for step in range(3):
         net(batch(dist.get_rank(), step, torch.float64)).backward()
         optimizer.step()
+        optimizer.zero_grad()
         if clip is not None:
             assert float(optimizer.last.norm) == pytest.approx(norms[step], rel=1e-6)
     optimizer.close()

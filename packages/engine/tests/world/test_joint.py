@@ -76,6 +76,7 @@ def train(stage, limit, monkeypatch, *, steps=3, kind="plain"):
                 tokens = torch.randint(0, 31, (3, 7), generator=made)
                 nn.functional.cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
             optimizer.step()
+            optimizer.zero_grad()
     units = [unit.spec.name for unit in optimizer.sharding.units]
     found = {name: ds_zero.safe_get_full_fp32_param(p).clone() for name, p in net.named_parameters()}
     optimizer.close()

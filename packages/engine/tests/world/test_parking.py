@@ -37,6 +37,7 @@ def train(stage, *, park, steps=4):
         net(torch.randn(8, 16, generator=generator)).square().mean().backward()
         graphs.get_state(0)
         optimizer.step()
+        optimizer.zero_grad()
         if step == 1:  # whoever reads it finds it there
             for unit in range(len(graphs.units)):
                 graphs.put_state(unit)

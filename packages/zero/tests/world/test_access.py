@@ -38,6 +38,7 @@ def test_a_parameter_keeps_its_face(bench, stage):
             assert a.stride() == b.stride()
         bench.loss(net, bench.batch(step, 0, dist.get_rank())).backward()
         optimizer.step()
+        optimizer.zero_grad()
     optimizer.close()
 
 
@@ -104,6 +105,7 @@ def test_a_copy_of_a_sharded_model_is_a_model_with_the_same_values(bench, stage,
         alone.zero_grad()
         bench.loss(net, bench.batch(step, 0, dist.get_rank())).backward()
         optimizer.step()
+        optimizer.zero_grad()
         with torch.no_grad():
             for mine, other in zip(average.parameters(), plain.parameters(), strict=True):
                 mine.lerp_(other, 0.25)
@@ -153,6 +155,7 @@ def test_a_change_by_one_rank_becomes_everyones_and_survives_the_step(bench, sta
         net.embed.weight.fill_(0.5)
     net(bench.batch(0, 0, 0)).float().sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     assert torch.equal(
         ds_zero.safe_get_full_fp32_param(net.head.weight),
         torch.full_like(net.head.weight, 4.0, dtype=torch.float32)
@@ -190,6 +193,7 @@ def test_kept_parameters_can_be_edited_like_any(bench, stage, precision):
     net.load_state_dict(new)
     net(bench.batch(0, 0, 0)).float().sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     assert all((p == 0.25).all() for p in net.parameters())
     optimizer.close()
 
@@ -214,6 +218,7 @@ def test_gradients_are_those_of_one_process(bench, stage):
     ds_zero.safe_update_full_grad_vectorized(list(net.parameters()), lambda grad, param: grad * 2)
     ds_zero.safe_set_full_grad(net.head.weight, torch.zeros(net.head.weight.shape))
     optimizer.step()
+    optimizer.zero_grad()
     left = torch.stack([p.grad.norm() * 2 for n, p in twin.named_parameters() if n != "head.weight"]).norm()
     assert optimizer.last.norm == pytest.approx(left.item(), rel=1e-4)
     assert ds_zero.safe_get_full_grad(net.head.weight) is None
@@ -243,6 +248,7 @@ def test_optimizer_state_whole_and_local(bench, stage):
     bench.loss(net, bench.batch(0, 0, dist.get_rank())).backward()
     grad = ds_zero.safe_get_full_grad(weight)
     optimizer.step()
+    optimizer.zero_grad()
     torch.testing.assert_close(ds_zero.safe_get_full_optimizer_state(weight, "exp_avg"), grad * 0.1)
     ds_zero.safe_set_full_optimizer_state(weight, torch.full(weight.shape, 7.0), "exp_avg")
     assert (ds_zero.safe_get_local_optimizer_state(weight, "exp_avg") == 7).all()
@@ -289,6 +295,7 @@ def test_generation_runs_without_our_hooks(bench, stage):
     assert count() == hooks
     bench.loss(net, tokens).backward()
     optimizer.step()
+    optimizer.zero_grad()
     optimizer.close()
 
 

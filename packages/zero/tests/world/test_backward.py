@@ -30,6 +30,7 @@ class Pair:
         for step in range(steps):
             backward(self.net, step, dist.get_rank(), 1)
             self.optimizer.step()
+            self.optimizer.zero_grad()
             for rank in range(dist.get_world_size()):
                 backward(self.twin, step, rank, dist.get_world_size())
             self.plain.step()
@@ -331,6 +332,7 @@ def test_children_of_a_module_with_a_unit_of_its_own(stage, door_from):
                 for layer in n.inner:
                     layer.left = torch.zeros(())
         optimizer.step()
+        optimizer.zero_grad()
         plain.step()
         plain.zero_grad()
     optimizer.close()

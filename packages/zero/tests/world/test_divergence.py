@@ -54,6 +54,7 @@ def check_routing(stage, steps, memory="private"):
         x, route = data(step, dist.get_rank())
         net(x, route).square().mean().backward()
         optimizer.step()
+        optimizer.zero_grad()
         for rank in range(2):
             x, route = data(step, rank)
             (twin(x, route).square().mean() / 2).backward()
@@ -93,6 +94,7 @@ def test_a_rank_skips_a_module_only_once(stage):
                 net(x, route).square().mean().backward()
             (twin(x, route).square().mean() / 2).backward()
         optimizer.step()
+        optimizer.zero_grad()
         plain.step()
         plain.zero_grad()
     optimizer.close()
@@ -107,6 +109,7 @@ def test_strict_raises_on_every_rank(stage):
     optimizer = ds_zero.shard(net, sgd(net), stage=stage, policy=SMALL, strict=True)
     net(data(0, 0)[0], [0, 1]).sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     net(data(0, 0)[0], [0] if dist.get_rank() else [0, 1]).sum().backward()
     with pytest.raises(PlanError, match=r"experts\.1\.weight"):
         optimizer.step()
@@ -131,6 +134,7 @@ def test_parameters_that_no_rank_used_have_no_step(stage):
                 net(x, route).square().mean().backward()
             (twin(x, route).square().mean() / 2).backward()
         optimizer.step()
+        optimizer.zero_grad()
         plain.step()
         plain.zero_grad()
     optimizer.close()

@@ -84,6 +84,7 @@ def train(bench, example, options):
                     loss = bench.loss(net, bench.batch(step, micro, dist.get_rank())) / micros
                     optimizer.scale(loss).backward()
             optimizer.step()
+            optimizer.zero_grad()
     finally:
         optimizer.close()
     return [p.detach() for p in net.parameters()]

@@ -75,6 +75,7 @@ def run(bench, tier, act=lambda net, optimizer, step: None, *, steps=6, micros=1
         for group in optimizer.param_groups:
             group["lr"] *= 0.9 if step % 2 else 1.0
         optimizer.step()
+        optimizer.zero_grad()
         norms.append(optimizer.last.norm)
         skipped.append(optimizer.last.skipped)
     ledger = optimizer.ahead.ledger
@@ -155,6 +156,7 @@ def test_parameters_that_are_used_now_and_then(bench, stage, who):
             block.forward = plain
             wait(optimizer)
             optimizer.step()
+            optimizer.zero_grad()
         held = optimizer.ahead.ledger.retained
         found.append(result(net, optimizer))
     same(*found)
@@ -305,6 +307,7 @@ def test_what_is_saved_in_between_is_the_last_step(bench, stage):
     for step in range(2):
         backward(bench, net, optimizer, step)
         optimizer.step()
+        optimizer.zero_grad()
     before = {s.shard.name: s.data.clone() for s in optimizer.shards()}, str(optimizer.state_dict())
     backward(bench, net, optimizer, 2)
     assert optimizer.ahead.ledger.busy
@@ -384,6 +387,7 @@ def test_an_error_on_one_rank_is_one_on_all_and_nothing_is_lost(bench, stage, af
         for group in optimizer.param_groups:
             group["lr"] *= 0.9 if step % 2 else 1.0
         optimizer.step()
+        optimizer.zero_grad()
     same(result(net, optimizer), expected)
 
 
@@ -394,6 +398,7 @@ def test_closing_waits_for_the_thread_and_keeps_the_last_step(bench):
     for step in range(2):
         backward(bench, net, optimizer, step)
         optimizer.step()
+        optimizer.zero_grad()
     before = {name: ds_zero.safe_get_full_fp32_param(p).clone() for name, p in net.named_parameters()}
     began, go, plain = threading.Event(), threading.Event(), optimizer.updater.early
 
@@ -428,6 +433,7 @@ def test_a_step_that_comes_while_the_thread_is_slow_makes_the_rest_itself(bench)
         for group in optimizer.param_groups:
             group["lr"] *= 0.9 if step % 2 else 1.0
         optimizer.step()
+        optimizer.zero_grad()
     same(result(net, optimizer), expected)
 
 
@@ -446,6 +452,7 @@ def test_several_models_at_once(bench):
             for group in optimizer.param_groups:
                 group["lr"] *= 0.9 if step % 2 else 1.0
             optimizer.step()
+            optimizer.zero_grad()
     for pair, wanted in zip(pairs, expected, strict=True):
         same(result(*pair), wanted)
 
@@ -461,6 +468,7 @@ def test_who_reads_shards_is_asked_before_the_first_write(bench):
         assert seen == ([[]] if step else [])
         assert bool(optimizer.ahead.ledger.busy) == bool(seen)
         optimizer.step()
+        optimizer.zero_grad()
     seen.clear()
     bench.loss(net, bench.batch(3, 0, dist.get_rank())).backward()
     optimizer.shards()  # somebody may read them until the next write

@@ -52,7 +52,9 @@ def check_sums(layout_kind):
         layout, pool = plan_layout(shapes, size, kind=layout_kind), BufferPool()
         plan = SimpleNamespace(name="unit", layout=layout, wire=PLAIN)
         alone = SimpleNamespace(size=1)
-        exchange = P2PReduceScatter(plan, SimpleNamespace(shard_group=group, replicate_group=alone, pool=pool, levels=None))
+        exchange = P2PReduceScatter(
+            plan, SimpleNamespace(shard_group=group, replicate_group=alone, pool=pool, levels=None)
+        )
         for turn, kind in enumerate(("plain", "odd", "flat", "plain")):
             every = [drawn(10 * seed + turn, r, layout, kind) for r in range(size)]
             flats = [flat_of(layout, grads) for grads in every]
@@ -114,11 +116,13 @@ def test_large_gradients_are_neither_copied_nor_summed_elsewhere(stage):
     for _ in range(2):
         net(torch.randn(2, 512)).square().mean().backward()
         optimizer.step()
+        optimizer.zero_grad()
     with Writes() as writes:
         net(torch.randn(2, 512)).square().mean().backward()
         optimizer.sharding.runtime.reducing.drain()
     gathered = psi if stage == 3 else 0  # a rank's own chunk, in forward and in backward
-    assert writes.copied == gathered
+    assert gathered <= writes.copied < gathered + 1024  # the norms that the ranks measure
     assert [u.gradients.shard_bytes for u in optimizer.sharding.units] == [0] * len(optimizer.sharding.units)
     optimizer.step()
+    optimizer.zero_grad()
     optimizer.close()

@@ -161,6 +161,7 @@ def alone(kind, clip, micros=2, steps=STEPS, weight=1.0):
                 param.grad *= weight
         norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), math.inf if clip is None else clip)))
         optimizer.step()
+        optimizer.zero_grad()
     return {name: param.detach() for name, param in net.named_parameters()}, norms
 
 
@@ -170,6 +171,7 @@ def train(net, optimizer, kind, micros=2, first=0, steps=STEPS):
         for micro in range(micros):
             (loss(net, batch(step, micro, data_rank(kind))) / micros).backward()
         optimizer.step()
+        optimizer.zero_grad()
         norms.append(optimizer.last.norm)
     return norms
 
@@ -256,6 +258,7 @@ def test_a_divisor_of_its_own(stage):
     grad = ds_zero.safe_get_full_grad(weight)
     ds_zero.safe_set_full_grad(weight, grad)
     optimizer.step()
+    optimizer.zero_grad()
     expected, norms = alone("experts", 0.5, micros=1, steps=1, weight=2.0)
     assert optimizer.last.norm == pytest.approx(norms[0], rel=1e-9)
     check(put_together(optimizer.sharding.param_shards()), expected)
@@ -302,6 +305,7 @@ def test_a_step_that_one_family_must_skip_is_skipped_by_all():
     if dist.get_rank() % 2:
         ds_zero.safe_set_full_grad(weight, torch.full_like(weight, math.inf))
     optimizer.step()
+    optimizer.zero_grad()
     assert (optimizer.last.skipped, optimizer.last.nonfinite) == (True, "experts.1.1.weight")
     optimizer.close()
 
@@ -370,6 +374,7 @@ def test_a_weight_tied_over_stages_waits_for_the_step(stage, memory):
                 (net.tail(inp).pow(2).sum() / 10).backward()
                 dist.send(inp.grad, peer)
         optimizer.step()
+        optimizer.zero_grad()
     found = put_together(optimizer.sharding.param_shards())
     optimizer.close()
     whole = Tied(None).double()

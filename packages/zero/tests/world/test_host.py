@@ -28,6 +28,7 @@ def edited_run(memory, edit, precision=None):
         x = x.to(next(net.parameters()).dtype)
         net(x).square().mean().backward()
         optimizer.step()
+        optimizer.zero_grad()
     shards = [s.data.clone() for s in optimizer.shards() if s.shard.name.startswith("param/")]
     optimizer.close()
     return shards, [p.detach().clone() for p in net.parameters()]
@@ -65,6 +66,7 @@ def test_parameters_exist_once_and_steady_steps_take_nothing(stage):
     def step():
         net(torch.randn(4, 64)).sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
 
     for _ in range(2):
         step()
@@ -90,6 +92,7 @@ def test_gathered_writes_reach_every_rank():
     assert net.bias.eq(2.0).all()
     net(torch.ones(1, 30)).sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     optimizer.close()
     assert net.weight.eq(5.0).all()
     assert net.bias.eq(2.0).all()

@@ -53,6 +53,7 @@ def train(net, stage, **options):
         x = torch.randint(0, 30, (4, 6), generator=torch.Generator().manual_seed(9 * step + dist.get_rank()))
         net(x).square().mean().backward()
         optimizer.step()
+        optimizer.zero_grad()
     optimizer.close()
     return [p.detach().clone() for p in net.parameters()]
 
@@ -192,6 +193,7 @@ def test_a_tiled_linear_is_a_linear():
     optimizer = ds_zero.shard(tiled, torch.optim.SGD(tiled.parameters(), lr=0.1), stage=3, policy=SMALL)
     tiled(x).sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     optimizer.close()
     with pytest.raises(PlanError, match="cannot be split"):
         ds_zero.TiledLinear(2, 2, in_splits=3)
@@ -264,6 +266,7 @@ def test_a_copy_of_a_cut_parameter_is_another_one_cut_the_same_way():
     optimizer = ds_zero.shard(both, torch.optim.SGD(both.parameters(), lr=0.1), stage=3, policy=SMALL)
     both["two"](torch.ones(1, 5)).sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     optimizer.close()
     assert bool((other == 2.0).all())
     assert not torch.equal(net[0].weight, twin[0].weight)

@@ -78,6 +78,7 @@ def train(frozen, **options):
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
         model(x).square().mean().backward()
         optimizer.step()
+        optimizer.zero_grad()
         with ds_zero.GatheredParameters(list(model.parameters())[:2], modifier_rank=0), torch.no_grad():
             for param in list(model.parameters())[:2]:
                 param.mul_(0.9)
@@ -88,7 +89,10 @@ def train(frozen, **options):
 def places(folder):
     return {
         "host": {"offload_params": OffloadPolicy("host")},
-        "host, early": {"offload_params": OffloadPolicy("host"), "offload_optimizer": OffloadPolicy("host", overlap_ratio=1.0)},
+        "host, early": {
+            "offload_params": OffloadPolicy("host"),
+            "offload_optimizer": OffloadPolicy("host", overlap_ratio=1.0),
+        },
         "file": {"offload_params": OffloadPolicy("file", str(folder), buffer_count=2)},
         "all in files": {
             "offload_params": OffloadPolicy("file", str(folder), buffer_count=4),

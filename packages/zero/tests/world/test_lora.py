@@ -49,6 +49,7 @@ def test_a_cut_base_trains_as_a_whole_one(stage, quantized):
             loss = net(torch.randn(5, 6)).square().mean()
             optimizer.scale(loss).backward()
             optimizer.step()
+            optimizer.zero_grad()
         with ds_zero.GatheredParameters(list(net.parameters())):
             results.append([p.detach().clone() for p in net.parameters() if p.requires_grad])
         optimizer.close()

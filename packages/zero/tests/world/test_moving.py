@@ -14,6 +14,7 @@ from ds_testing import world
 def step(bench, net, optimizer, number):
     bench.loss(net, bench.batch(number, 0, dist.get_rank())).backward()
     optimizer.step()
+    optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(0, None), (1, None), (2, "bf16"), (3, None), (3, "bf16")])

@@ -31,6 +31,7 @@ def trained(bench, kind, nodes, **options):
         for micro in range(2):
             (bench.loss(net, bench.batch(step, micro, dist.get_rank())) / 2).backward()
         optimizer.step()
+        optimizer.zero_grad()
         with torch.no_grad():  # sees the update, and leaves copies that the next step may use
             bench.loss(net, bench.batch(step, 9, dist.get_rank()))
     optimizer.close()
@@ -97,6 +98,7 @@ def test_what_goes_over_which_link(way, node, across, flat):
         for _ in range(micros):
             net(torch.randn(2, 32)).square().mean().backward()
         optimizer.step()
+        optimizer.zero_grad()
 
     step(), step()
     name = optimizer.sharding.units[0].groups.gather_group.name
@@ -159,6 +161,7 @@ def test_ranks_that_take_other_paths_meet(way):
             net(torch.ones(2, 32), step).sum().backward()
             if step % 3 == 2:
                 optimizer.step()
+                optimizer.zero_grad()
         optimizer.close()
         found.append([p.detach().clone() for p in net.parameters()])
     for a, b in zip(*found, strict=True):

@@ -37,6 +37,7 @@ def train(bench, *, steps=4, kind="adamw", name="plain", batches=2, act=lambda n
         for group in optimizer.param_groups:
             group["lr"] *= 0.9
         optimizer.step()
+        optimizer.zero_grad()
         act(net, optimizer, step)
     return net, optimizer
 
@@ -94,6 +95,7 @@ def test_files_are_read_while_gradients_are_computed(bench, tmp_path):
     assert ring.ahead
     assert ring.reads > before
     optimizer.step()
+    optimizer.zero_grad()
     assert not ring.ahead
     optimizer.close()
 
@@ -104,7 +106,9 @@ def test_parameters_that_rest_elsewhere(bench, tmp_path, name):
     expected = result(*train(bench, stage=3, memory="private", name=name))
     for tier in ("device", HOST, filed(tmp_path)):
         for rest in (HOST, filed(tmp_path)):
-            net, optimizer = train(bench, stage=3, memory="private", name=name, offload_optimizer=tier, offload_params=rest)
+            net, optimizer = train(
+                bench, stage=3, memory="private", name=name, offload_optimizer=tier, offload_params=rest
+            )
             for unit in optimizer.sharding.units:
                 held = unit.bytes
                 assert (held["full"], held["shard"]) == (unit.plan.bytes.full, unit.plan.bytes.shard), unit.plan
@@ -159,6 +163,7 @@ def test_whole_parameters_skips_replans_and_suspensions(bench, tmp_path, stage):
                 loss = loss * float("inf")
             optimizer.scale(loss).backward()
             optimizer.step()
+            optimizer.zero_grad()
             if step == 1:
                 optimizer.suspend(pin_memory=False)
                 optimizer.resume()

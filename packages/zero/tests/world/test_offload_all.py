@@ -75,6 +75,7 @@ def run(bench, options):
         for group in optimizer.param_groups:
             group["lr"] *= 0.9
         optimizer.step()
+        optimizer.zero_grad()
         skipped.append(optimizer.last.skipped)
         edit(net, optimizer, step)
     assert skipped == [False, True, False, False, False]
@@ -127,6 +128,7 @@ def test_bf16_is_the_host_optimizers_own_result(bench, tmp_path, stage):
             for micro in range(2):
                 bench.loss(own, bench.batch(step, micro, 0)).backward()
             optimizer.step()
+            optimizer.zero_grad()
         for master, param in zip(masters, own.parameters(), strict=True):
             assert torch.equal(ds_zero.safe_get_full_fp32_param(param), master), options
         optimizer.close()

@@ -33,6 +33,7 @@ def test_every_elementwise_optimizer_of_torch(bench, name):
     for step in range(4):
         bench.loss(net, bench.batch(step, 0, dist.get_rank())).backward()
         optimizer.step()
+        optimizer.zero_grad()
         grads = []
         for rank in range(2):
             twin.zero_grad()
@@ -100,6 +101,7 @@ def test_groups_are_the_users_and_edits_between_steps_count(bench, stage):
     for step in range(4):
         bench.loss(net, bench.batch(step, 0, dist.get_rank())).backward()
         optimizer.step()
+        optimizer.zero_grad()
         for rank in range(2):
             (bench.loss(twin, bench.batch(step, 0, rank)) / 2).backward()
         plain.step()
@@ -143,6 +145,7 @@ def test_writes_through_data_are_not_lost(bench, stage, memory, precision):
                     bias.add_(1.0)
             optimizer.scale(bench.loss(n, bench.batch(step, 0, dist.get_rank()))).backward()
             optimizer.step()
+            optimizer.zero_grad()
     for a, b in zip(net.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
     assert float(net.blocks[1].up.bias.detach().float().mean()) > 2.5
@@ -171,6 +174,7 @@ def test_bf16_gradients_of_many_microbatches_add_up(stage, sync):
     assert grad.dtype == torch.float32
     assert (grad == 1024).all()
     optimizer.step()
+    optimizer.zero_grad()
     optimizer.close()
 
 
@@ -187,6 +191,7 @@ def test_half_precision_tracks_fp32(bench, stage, precision):
             loss = bench.loss(model, bench.batch(step % 3, 0, dist.get_rank()))
             o.scale(loss).backward()
             o.step()
+            o.zero_grad()
             losses.append(loss.item())
     assert not optimizer.last.skipped
     assert losses[-2] == pytest.approx(losses[-1], rel=0.05)
@@ -206,12 +211,14 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(bench, stage):
     loss = bench.loss(net, bench.batch(0, 0, dist.get_rank()))
     optimizer.scale(loss * (float("inf") if dist.get_rank() else 1.0)).backward()
     optimizer.step()
+    optimizer.zero_grad()
     assert optimizer.last == ds_zero.StepReport(optimizer.last.norm, True, 2.0**8, nonfinite="embed.weight")
     assert not math.isfinite(optimizer.last.norm)
     with ds_zero.GatheredParameters(net):
         assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before.parameters(), strict=True))
     optimizer.scale(bench.loss(net, bench.batch(0, 0, 0))).backward()
     optimizer.step()
+    optimizer.zero_grad()
     assert (optimizer.last.skipped, optimizer.last.scale) == (False, 2.0**7)
     optimizer.close()
 
@@ -235,6 +242,7 @@ def test_divisor_divides_before_norm_and_clip(bench, stage):
     ours[1].divisor = 8.0
     for optimizer in ours:
         optimizer.step()
+        optimizer.zero_grad()
     assert ours[0].last.norm == pytest.approx(ours[1].last.norm, rel=1e-12)
     assert ours[1].divisor == 1.0
     for optimizer in ours:
@@ -265,6 +273,7 @@ def test_what_one_stage_saves_another_resumes(bench, kind, source, target):
         for step in steps:
             bench.loss(net, bench.batch(step, 0, dist.get_rank())).backward()
             optimizer.step()
+            optimizer.zero_grad()
 
     first = bench.model(kind, torch.float64)
     one = ds_zero.shard(first, bench.adamw(first), stage=source, policy=SMALL)
@@ -356,6 +365,7 @@ def test_precision_rules_by_name(stage):
     grad = ds_zero.safe_get_full_grad(net[1].weight)
     assert grad.dtype == torch.float64
     optimizer.step()
+    optimizer.zero_grad()
     master = ds_zero.safe_get_full_fp32_param(net[1].weight)
     assert master.dtype == torch.float64
     torch.testing.assert_close(master, before - 0.1 * grad, rtol=1e-6, atol=1e-7)
@@ -376,6 +386,7 @@ def test_the_first_nonfinite_gradient_is_named(stage):
     with ds_zero.NonfiniteDetector(net) as search:
         net(torch.ones(2, 12)).sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     assert optimizer.last.skipped
     assert optimizer.last.nonfinite == "1.weight"
     found = search.first
@@ -432,6 +443,7 @@ def test_freezing_and_thawing_keeps_the_state_of_the_others(name, stage, memory)
         xs = [torch.randn(4, 12, generator=g, dtype=torch.float64) for g in made]
         net(xs[dist.get_rank()]).square().mean().backward()
         optimizer.step()
+        optimizer.zero_grad()
         plain.zero_grad()
         for x in xs:
             (twin(x).square().mean() / 2).backward()
@@ -459,6 +471,7 @@ def stepped(net, optimizer, steps, first=0):
             30
         ).backward()  # squares of gradients that fp16 can hold
         optimizer.step()
+        optimizer.zero_grad()
 
 
 def three():
@@ -537,6 +550,7 @@ def test_numbers_ride_with_what_ranks_agree_on_for_one_step(bench):
         if step == 0:
             optimizer.extra = (0.5 + dist.get_rank(), 2.0)
         optimizer.step()
+        optimizer.zero_grad()
         seen.append(optimizer.last.extra)
     optimizer.close()
     assert seen == [(2.0, 4.0), ()]

@@ -30,6 +30,7 @@ def train(bench, kind, options, *, steps=5, micros=1, dtype=torch.float32):
         for micro in range(micros):
             (bench.loss(net, bench.batch(step, micro, dist.get_rank())) / micros).backward()
         optimizer.step()
+        optimizer.zero_grad()
     optimizer.close()
     return list(net.parameters())
 
@@ -138,6 +139,7 @@ def test_gradients_that_share_memory_are_not_written(stage, memory):
         xs = [torch.randn(1, 24, generator=g, dtype=torch.float64) for g in made]
         nets[0](xs[rank]).square().mean().backward()
         optimizer.step()
+        optimizer.zero_grad()
         # Not by backward: torch itself adds a second gradient to memory that two parameters share, for both of them.
         found = [torch.autograd.grad(nets[1](x).square().mean() / 2, params) for x in xs]
         with torch.no_grad():

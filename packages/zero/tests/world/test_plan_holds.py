@@ -69,6 +69,7 @@ def check(seed):
             if param.requires_grad:
                 param.grad = torch.full(param.shape, 0.1, dtype=param.dtype)
         optimizer.step()
+        optimizer.zero_grad()
     names = [name for unit in plan.units for name in unit.spec.shapes]
     assert sorted(names) == sorted(name for name, _ in net.named_parameters())
     for unit in units:
@@ -123,6 +124,7 @@ def test_bytes_on_the_wire_are_those_of_the_plan(memory, dtype):
     for step in range(3):
         net(x).float().sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
         if step == 1:
             ds_monitor.attach([sink])
     ds_monitor.detach([sink])
@@ -152,6 +154,7 @@ def test_frozen_parameters_have_no_master_and_gathers_recast_nothing(stage):
         assert all(u.storage.sent is None for u in frozen)
     net(torch.ones(2, 64, dtype=torch.bfloat16)).float().sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     shard = trained.shard.to(torch.bfloat16)
     own = trained.storage.chunks()[0] if stage == 1 else trained.storage.sent
     assert torch.equal(own, shard)

@@ -57,6 +57,7 @@ def test_a_rate_that_one_rank_changes_is_refused_by_the_next_step(stage):
     for _ in range(3):
         net(torch.ones(2, 4)).sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
         schedule.step()
     with ds_zero.GatheredParameters(net):
         before = net.weight.clone()
@@ -72,6 +73,7 @@ def test_a_rate_that_one_rank_changes_is_refused_by_the_next_step(stage):
         assert torch.equal(net.weight, before)
     optimizer.param_groups[0]["lr"] = 0.01  # and once they agree the step is made
     optimizer.step()
+    optimizer.zero_grad()
     with ds_zero.GatheredParameters(net):
         assert not torch.equal(net.weight, before)
     optimizer.close()
@@ -87,6 +89,7 @@ def test_another_divisor_is_refused():
         optimizer.step()
     optimizer.divisor = 1.0
     optimizer.step()
+    optimizer.zero_grad()
     optimizer.close()
 
 
@@ -101,4 +104,5 @@ def test_what_is_of_one_rank_may_differ(tmp_path):
     optimizer = ds_zero.shard(net, optimizer, stage=1, offload_optimizer=place)
     net(torch.ones(2, 4)).sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     optimizer.close()

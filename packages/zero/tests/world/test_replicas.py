@@ -27,6 +27,7 @@ def test_equals_one_process(bench, stage, memory):
             (bench.loss(net, bench.batch(step, micro, dist.get_rank())) / 2).backward()
         grad = ds_zero.safe_get_full_grad(net.head.weight)
         optimizer.step()
+        optimizer.zero_grad()
     whole = ds_zero.safe_get_full_optimizer_state(net.head.weight, "exp_avg")
     assert grad.shape == whole.shape == net.head.weight.shape
     planned = ds_zero.plan(bench.model("external", torch.float64), 4, optimizer.sharding.options)
@@ -46,6 +47,7 @@ def test_replicas_of_one_rank_and_of_all(bench, shard_size):
     optimizer = ds_zero.shard(net, bench.adamw(net), stage=3, shard_size=shard_size)
     bench.loss(net, bench.batch(0, 0, dist.get_rank())).backward()
     optimizer.step()
+    optimizer.zero_grad()
     optimizer.close()
     for a, b in zip(net.parameters(), bench.ddp("plain", steps=1), strict=True):
         assert torch.equal(a, b)

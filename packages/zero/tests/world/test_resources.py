@@ -39,6 +39,7 @@ def train(net, optimizer, steps, micros=1):
         for _ in range(micros):
             net(torch.randn(2, 32)).square().mean().backward()
         optimizer.step()
+        optimizer.zero_grad()
 
 
 def sent_bytes(run):
@@ -154,6 +155,7 @@ def test_on_shared_memory_a_rank_copies_only_what_others_read(stage):
     for _ in range(2):
         net(torch.randn(2, 256)).square().mean().backward()
         optimizer.step()
+        optimizer.zero_grad()
     with Copies() as copies:
         net(torch.randn(2, 256)).square().mean().backward()
     assert copies.bytes["copy_ranges"] == sum(p.nbytes for p in net.parameters()) // 2
@@ -194,6 +196,7 @@ def test_the_plan_is_what_is_kept(stage, precision, memory):
     for _ in range(2):
         net(torch.randn(2, 32, dtype=next(net.parameters()).dtype)).square().mean().backward()
         optimizer.step()
+        optimizer.zero_grad()
     held = dict.fromkeys(("full", "shard", "grad_full", "grad_shard"), 0)
     for unit in optimizer.sharding.units:
         for what, size in unit.bytes.items():
@@ -267,6 +270,7 @@ def check_cycles(stage, cycles, memory="private"):
         for _ in range(2):
             net(torch.randn(4, 256)).sum().backward()
             optimizer.step()
+            optimizer.zero_grad()
         optimizer.close()
         del optimizer
         counts.append(facts())
@@ -331,9 +335,11 @@ def test_many_models_in_one_process_and_one_loss():
             (loss(twins, step, rank) / 2).backward()
         if step % 2:
             actor.step()
+            actor.zero_grad()
             plain[0].step()
             plain[0].zero_grad()
         critic.step()
+        critic.zero_grad()
         plain[1].step()
         plain[1].zero_grad()
     for sharded in (actor, critic, frozen):

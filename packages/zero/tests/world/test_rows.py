@@ -56,6 +56,7 @@ def trained(net, sparse, ranks_with_rows, **options):
                 for micro in range(2):
                     net(ids_of(2 * step + micro, dist.get_rank(), ranks_with_rows)).backward()
             optimizer.step()
+            optimizer.zero_grad()
     finally:
         ds_monitor.configure([])
     optimizer.close()

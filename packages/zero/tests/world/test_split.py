@@ -96,6 +96,7 @@ def train(bench, net, optimizer, steps):
     for step in steps:
         bench.loss(net, bench.batch(step, 0, dist.get_rank())).backward()
         optimizer.step()
+        optimizer.zero_grad()
 
 
 RULES = {
@@ -210,6 +211,7 @@ def test_gradients_wait_for_the_end_of_an_interval_in_which_nobody_uses_their_pa
     for used in (True, True, False, False, False, False):
         net(x, used).backward()
         optimizer.step()
+        optimizer.zero_grad()
         found.append(ds_zero.safe_get_full_fp32_param(net.spare.weight).clone())
     moved = [(b != a).any(0) for a, b in itertools.pairwise(found)]
     chosen = moved[0]
@@ -238,6 +240,7 @@ def test_ranks_with_other_matrices_keep_and_vote_together():
         grad[:, 5] = 2.0
         next(net.parameters()).grad = grad
         optimizer.step()
+        optimizer.zero_grad()
 
     net, optimizer = made()
     for _ in range(3):

@@ -72,6 +72,7 @@ def test_masters_kept_elsewhere_in_bf16(bench, stage, memory):
         for step in range(3):
             bench.loss(net, bench.batch(step, 0, dist.get_rank())).backward()
             optimizer.step()
+            optimizer.zero_grad()
             for rank in range(2):
                 (bench.loss(expected, bench.batch(step, 0, rank)) / 2).backward()
             truth.step()

@@ -60,6 +60,7 @@ def trained(wire, steps=4, dtype=torch.float32, inspect=lambda optimizer, step: 
         for micro in range(2):
             (net(batch(2 * step + micro, dtype)).float().square().mean() / 2).backward()
         optimizer.step()
+        optimizer.zero_grad()
         inspect(optimizer, step)
     optimizer.close()
     return [p.detach().clone().float() for p in net.parameters()]
@@ -138,6 +139,7 @@ def test_masters_are_never_what_codes_said():
     for step in range(3):
         net(batch(step)).square().mean().backward()
         optimizer.step()
+        optimizer.zero_grad()
     assert not torch.equal(seen[0], before[0])  # forward used codes ...
     assert float((seen[0] - before[0]).abs().max()) <= float(before[0].abs().max()) / 254 * 1.01
     out = net(batch(9))
@@ -169,6 +171,7 @@ def test_gradients_that_are_not_finite_skip_the_step(way):
         loss = net(batch(0, torch.bfloat16)).float().square().mean()
         (loss * math.inf if bad and dist.get_rank() == 1 else loss).backward()
         optimizer.step()
+        optimizer.zero_grad()
         assert optimizer.last.skipped == bad
         if bad:  # what was lost then is nothing to send later
             assert all(u.gradients.way.error_bytes == 0 for u in optimizer.sharding.units)
@@ -192,6 +195,7 @@ def test_errors_are_sent_later_and_counted():
         for _ in range(40):
             net(x).sum().backward()
             optimizer.step()
+            optimizer.zero_grad()
         unit = optimizer.sharding.units[0]
         held, planned = unit.bytes["grad_shard"], unit.plan.bytes.grads
         errors = held - unit.layout.shard_numel * 4
@@ -248,5 +252,6 @@ def test_frozen_parameters_travel_as_codes_alone():
     before = ds_zero.safe_get_full_fp32_param(net[2].weight)
     net(batch(0)).square().mean().backward()
     optimizer.step()
+    optimizer.zero_grad()
     assert torch.equal(ds_zero.safe_get_full_fp32_param(net[2].weight), before)
     optimizer.close()

@@ -1,105 +1,162 @@
-"""What `param.grad` is between a backward and its step: a tensor of the parameter's shape without values, which refuses its uses by name.
+"""What `param.grad` is between a backward and `zero_grad`: put there when the outermost backward ends, taken off before the next one adds.
 
-Gradients are summed over the ranks in flat buffers of which a rank may hold a part, so `param.grad` cannot be a view of them. A None there
-would make `torch.nn.utils.clip_grad_norm_`, a `GradScaler` and whatever else reads gradients do nothing, and say nothing.
+Gradients are summed over the ranks in flat buffers. Where a rank has all of a parameter's gradient (stage 0), `param.grad` is a view of
+those, averaged. Where a rank has a part, it is a `ShardedGradient`. What is written there is what the step uses; a `param.grad` that was
+set to None is a gradient that was dropped, and another tensor in its place is copied into the sums.
 
-The parameters of the optimizer's groups (parts of shards) get stand-ins, too: `GradScaler` and clients that clip by groups read those.
+The parameters of the optimizer's groups (parts of shards) get gradients, too: `GradScaler` and clients that clip by groups read those.
 
-Note "before the first gradient". autograd adds to what it finds in `param.grad`, so stand-ins are taken off before. A hook on the
-parameter whose gradient came first in an earlier backward does it for all. Where another one comes first, autograd adds to its stand-in,
-which keeps a copy of what is added, and the hooks of that parameter find the copy.
+Note "before the first gradient". autograd adds to what it finds in `param.grad`, so it must find None: a hook on the gradient of each
+parameter takes all of them off. Where autograd calls no such hook, it adds to a `ShardedGradient`, which keeps a copy of what is added, and
+the hooks on the accumulated gradient find the copy.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import ds_comm as comm
 from ds_config.errors import ShardedAccessError
-from ds_zero._torch import graph_task_id, queue_callback, without_torch_function
-from ds_zero.runtime.autograd import Backward, tensors_in
-from ds_zero.runtime.unit import Unit
+from ds_zero._torch import queue_callback, without_torch_function
+from ds_zero.runtime.autograd import Backward
+from ds_zero.runtime.gradient_norms import GradientAgreement, GradientMeasurements
+from ds_zero.runtime.sharded_gradient import GradientNorms, GradientShard, ShardedGradient, copy_into
+from ds_zero.runtime.unit import OptimizerSlice, Unit
 
-__all__ = ["GradAttributes", "ShardedGradient"]
-
-_FACES = {
-    "shape", "dtype", "device", "layout", "ndim", "names", "itemsize", "nbytes", "size", "dim", "numel", "nelement", "stride", "element_size",
-    "ndimension", "requires_grad", "requires_grad_", "grad", "grad_fn", "is_leaf", "retains_grad", "output_nr", "_version", "__len__",
-    "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_meta", "is_cpu", "is_cuda", "is_mps", "is_xpu",
-    "is_floating_point", "is_complex", "get_device", "_is_view", "__dir__", "untyped_storage", "storage_offset",
-    "is_conj", "is_neg", "is_inference", "_base", "_is_zerotensor",
-}  # fmt: skip
-"""What may be asked of a stand-in: nothing that depends on values."""
+__all__ = ["GradAttributes", "GradientAccess", "ShardedGradient"]
 
 
-def _called(func: Callable[..., Any]) -> str:
-    """The name of what was called; of a property that is read, the property's."""
-    name: str = getattr(func, "__name__", "")
-    return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
-
-
-class ShardedGradient(Tensor):
-    """Stands for the gradient of one parameter, whose elements are with several ranks or not averaged yet. Made by `GradAttributes`.
+@dataclass(frozen=True, slots=True)
+class GradientAccess:
+    """How gradients are shown.
 
     Attributes:
-        of: Whose gradient it is.
-        accumulate: Called when autograd adds a tensor to it, with a copy of that.
+        remaining: What the sums of a unit are to be multiplied by to be averages.
+        agreement: Between which ranks they are measured; None: gradients that this rank has a part of are not shown.
+        whole: Whether a gradient that this rank has all of is a plain tensor.
     """
 
-    of: str
-    accumulate: Callable[[ShardedGradient, Tensor], None]
-
-    @staticmethod
-    def __new__(cls, param: Tensor, of: str, accumulate: Callable[[ShardedGradient, Tensor], None]) -> ShardedGradient:
-        """Of the parameter's shape, dtype and device. Allocates nothing on it."""
-        made: ShardedGradient = Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)
-        made.of, made.accumulate = of, accumulate
-        return made
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if _called(func) in _FACES:
-            with without_torch_function():
-                return func(*args, **(kwargs or {}))
-        raise _refusal(func, (args, kwargs))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        in_place = func is torch.ops.aten.add_.Tensor
-        if (in_place or func is torch.ops.aten.add.Tensor) and graph_task_id() != -1:
-            mine, more = args[:2]
-            if type(mine) is ShardedGradient and type(more) is not ShardedGradient:
-                copy = more.clone()  # autograd may have given the same tensor to other parameters
-                mine.accumulate(mine, copy)
-                return mine if in_place else copy
-        raise _refusal(func, (args, kwargs))
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"ShardedGradient(of={self.of!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    def __format__(self, spec: str) -> str:
-        return format(repr(self), spec)
+    remaining: Callable[[Unit], float]
+    agreement: GradientAgreement | None
+    whole: bool
 
 
-def _refusal(func: Any, given: Any) -> ShardedAccessError:
-    found = next((t for t in tensors_in(given) if isinstance(t, ShardedGradient)), None)
-    whose = "a parameter" if found is None else f"{found.of} {tuple(found.shape)}"
-    return ShardedAccessError(
-        f"the gradient of {whose} was used by {_called(func)!r}: its sum over the ranks is in shards, and "
-        "param.grad only says that there is one",
-        code="sharded-gradient",
-        fix="Clip with ds_zero.shard(..., clip=1.0) in the place of clip_grad_norm_, and read the norm in optimizer.last.norm after step(). "
-        "For values: safe_get_full_grad(param) and safe_set_full_grad(param, value) of ds_zero. "
-        'In the place of a GradScaler: shard(..., precision="fp16") and optimizer.scale(loss).backward().',
-    )
+class _Shard(GradientShard):
+    """Elements of a unit's sums; what parameters and parts have in common."""
+
+    def __init__(self, owner: GradAttributes, unit: Unit, of: str) -> None:
+        self._owner, self.unit, self.of, self.alive = weakref.ref(owner), unit, of, True
+
+    def owner(self) -> GradAttributes:
+        """Return the attributes that show this gradient; raise if they do no longer, or if it is not summed yet."""
+        owner = self._owner()
+        if owner is None or not self.alive:
+            raise ShardedAccessError(
+                f"the gradient of {self.of} was used after it was dropped (zero_grad, param.grad = None)",
+                code="sharded-gradient-dropped",
+                fix="Keep a copy of it: param.grad.clone() has this rank's elements, param.grad.full_tensor() all of them.",
+            )
+        if self.unit.gradients.open or self.unit.gradients.sums is None:
+            raise ShardedAccessError(
+                f"the gradient of {self.of} was used while it waits for its sum over the ranks (no_sync, reduction(False))",
+                code="sharded-gradient-waits",
+                fix="Make the last backward before the step outside of no_sync, or call optimizer.reduce() on all ranks first.",
+            )
+        return owner
+
+
+class _ParamShard(_Shard):
+    def __init__(self, owner: GradAttributes, unit: Unit, member: int) -> None:
+        info = unit.spec.params[member]
+        super().__init__(owner, unit, info.name)
+        self.member = member
+        self._owned = [p for p in unit.owned if p.name == info.name]
+        self.spans = tuple((p.interval.start, p.interval.numel) for p in self._owned)
+
+    def pieces(self) -> list[Tensor]:
+        self.owner().average(self.unit)
+        return self._views()
+
+    def _views(self) -> list[Tensor]:
+        views = [self.unit.gradients.view(p.start, p.start + p.interval.numel) for p in self._owned]
+        return [view for view in views if view is not None]
+
+    def norms(self) -> GradientNorms | None:
+        measured = self.owner().measured
+        return None if measured is None else measured.of(self.unit, self.member)
+
+    def write(self, update: Callable[[list[Tensor]], None], factor: Any = None) -> None:
+        owner = self.owner()
+        self.unit.gradients.changing()
+        run = partial(update, self._views() if factor is not None else self.pieces())
+        if owner.measured is None:
+            run()
+        else:
+            owner.measured.write(self.unit, (self.member,), run, factor)
+
+    def full(self) -> Tensor:
+        return self.gather_pieces(self.pieces())
+
+    def gather_pieces(self, pieces: Sequence[Tensor]) -> Tensor:
+        slot = self.unit.layout.slots[self.member]
+        like = pieces[0] if pieces else (self.unit.gradients.sums or [self.unit.shard])[0]
+        full = torch.zeros(slot.numel, dtype=like.dtype, device=self.unit.gradients.device)
+        for (start, numel), piece in zip(self.spans, pieces, strict=True):
+            full[start : start + numel].copy_(piece)
+        if full.dtype is torch.bool:
+            return self._sum(full.to(torch.uint8)).bool()
+        return self._sum(full)
+
+    def _sum(self, full: Tensor) -> Tensor:
+        comm.all_reduce(full, group=self.unit.groups.shard_group, unit=self.of)
+        return full
+
+
+class _PartShard(_Shard):
+    def __init__(self, owner: GradAttributes, unit: Unit, number: int, of: str) -> None:
+        super().__init__(owner, unit, of)
+        self.part, self.number = unit.parts[number], number
+        self.spans = ((0, self.part.stop - self.part.start),)
+
+    def pieces(self) -> list[Tensor]:
+        self.owner().average(self.unit)
+        return self._views()
+
+    def _views(self) -> list[Tensor]:
+        view = self.unit.gradients.view(self.part.start, self.part.stop)
+        return [] if view is None else [view.view(-1)]
+
+    def norms(self) -> GradientNorms | None:
+        owner = self.owner()
+        first = owner.first_of_group(self.unit)
+        if owner.measured is None or first is None:
+            return None
+        norms = owner.measured.of_group(self.unit.spec.params[0].group, owner.present)
+        # A rank has parts of some units only, so the first one of a group stands for all gradients of the group.
+        return norms if norms is None or first is self.part else norms.scaled(0.0)
+
+    def write(self, update: Callable[[list[Tensor]], None], factor: Any = None) -> None:
+        owner = self.owner()
+        self.unit.gradients.changing()
+        run = partial(update, self._views() if factor is not None else self.pieces())
+        if owner.measured is None:
+            run()
+        else:
+            owner.measured.write_part(self.unit, self.number, run, factor)
+
+    def full(self) -> Tensor:
+        raise ShardedAccessError(
+            f"full_tensor() of a parameter in the optimizer's groups, which is a part of the shard of {self.of}",
+            code="sharded-gradient",
+            fix="Use the gradient of the model's parameter.",
+        )
 
 
 class GradAttributes:
@@ -111,108 +168,266 @@ class GradAttributes:
         backward: Where the model's backward is.
         forget: A bound method that drops all gradients of this step; only a weak reference to its object is kept.
     Attributes:
-        added: What autograd has added to a stand-in; None nearly always.
+        added: What autograd has added to a sharded gradient; None nearly always.
+        measured: The norms that the ranks know; None where nothing is measured.
+        present: Of each unit the members that have a gradient on some rank.
+        replaced: Of each unit the members whose gradient was dropped or set since the ranks last agreed.
+        before: A weak reference to what is called before the first gradient of a backward is added.
     """
 
     def __init__(
         self, units: Sequence[Unit], unused: Sequence[set[int]], backward: Backward, forget: Callable[[], None]
     ) -> None:
         self.added: tuple[ShardedGradient, Tensor] | None = None
+        self.measured: GradientMeasurements | None = None
+        self.present: dict[int, set[int]] = {}
+        self.replaced: dict[int, set[int]] = {}
         self._units = [(unit, absent) for unit, absent in zip(units, unused, strict=True) if unit.spec.trained]
         # The thread of early updates reads the gradients of all parts of a group while others would see stand-ins there.
         self._of_parts = not any(unit.plan.early for unit in units)
         self._backward, self._forget = backward, weakref.WeakMethod(forget)
-        self._gradients: dict[Tensor, ShardedGradient] = {}
+        self._gradients: dict[Tensor, Tensor] = {}
+        self._shards: dict[Tensor, ShardedGradient] = {}
         self._on: tuple[list[Tensor], list[Tensor]] = ([], [])  # parameters, parts
+        self._places: dict[Tensor, tuple[Unit, int]] = {}
         self._first: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
-        self._active = False
+        self._access: GradientAccess | None = None
+        self.before: Callable[[], Callable[[], None] | None] = lambda: None
 
-    def attach(self) -> None:
-        """Gradients have stand-ins from the end of the next backward on."""
-        self._active = True
+    @property
+    def writes(self) -> int:
+        """How many writes to gradients this rank has made since the ranks last agreed."""
+        return 0 if self.measured is None else self.measured.writes
+
+    @property
+    def attached(self) -> bool:
+        """Whether somebody has said how gradients are shown."""
+        return self._access is not None
+
+    @property
+    def shows(self) -> bool:
+        """Whether some gradients are shown when a backward ends."""
+        return self._access is not None and (self._access.agreement is not None or self._access.whole)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether gradients stay after a step, until `zero_grad`."""
+        return self._access is not None and self._access.agreement is not None
+
+    def attach(self, access: GradientAccess) -> None:
+        """Show gradients from the end of the next backward on."""
+        self._access = access
+        if access.agreement is not None:
+            units = [unit for unit, _ in self._units]
+            self.measured = GradientMeasurements(units, access.agreement, access.remaining)
+        self._places = {param: (unit, i) for unit, _ in self._units for i, param in enumerate(unit.params)}
+        for param in self._places:
+            if param not in self._first:
+                self._hook(param)
 
     def detach(self) -> None:
-        """Take stand-ins and hooks back."""
-        self._active = False
+        """Take gradients and hooks back."""
+        self._access = None
         for handle in self._first.values():
             handle.remove()
         self._first.clear()
         self.remove()
 
-    def put(self, first: Tensor | None = None) -> None:
-        """Gradients were added: what has one gets a stand-in, the same one every time. O(parameters).
+    # ---- what is shown
 
-        Args:
-            first: The parameter whose gradient came first in the backward that is over.
-        """
-        if not self._active:
+    def average(self, unit: Unit) -> None:
+        """Make the sums of a unit averages, in place; their norms stay known."""
+        remaining = 1.0 if self._access is None else self._access.remaining(unit)
+        if remaining != 1.0:
+            before = unit.gradients.version
+            unit.gradients.changing()
+            unit.gradients.scale(remaining)
+            if self.measured is not None:
+                self.measured.moved(unit, before)
+
+    def multiply(self, unit: Unit, factor: float) -> None:
+        """Multiply the gradients of a unit by `factor`."""
+        unit.gradients.changing()
+        views = list(unit.gradients.sums or ())
+        if self.measured is not None:
+            self.measured.write(unit, range(len(unit.params)), partial(_multiply, views, factor), factor)
+
+    def measure(self) -> None:
+        """Measure all gradients, which are summed. Collective over the ranks of the agreement."""
+        if self.measured is None or self._access is None:
             return
-        if first is not None and first not in self._first:
-            self._first[first] = first.register_hook(_begins(weakref.ref(self)))
-        known, self._gradients, self.added = self._gradients, {}, None
-        self._on = ([], [])
+        absent = {unit.number: members for unit, members in self._units}
+        norms = not all(self._is_plain(unit) for unit, _ in self._units)
+        self.present = self.measured.measure(absent, self.replaced, norms=norms)
+        self.replaced.clear()
+
+    def first_of_group(self, unit: Unit) -> OptimizerSlice | None:
+        """Return the first part of an optimizer group on this rank; None if some group has no part here."""
+        firsts: dict[int | None, OptimizerSlice] = {}
+        for other, _ in self._units:
+            for part in other.parts:
+                firsts.setdefault(other.spec.params[0].group, part)
+        groups = {other.spec.params[0].group for other, _ in self._units}
+        return firsts[unit.spec.params[0].group] if groups == firsts.keys() else None
+
+    def _is_plain(self, unit: Unit) -> bool:
+        """Whether the gradients of a unit are shown as views of its sums."""
+        whole = self._access is not None and self._access.whole and unit.layout.world == 1
+        return whole and unit.dtypes.accumulate == unit.dtypes.param and not unit.plan.early
+
+    def put(self) -> None:
+        """Set `grad` wherever there is a gradient. O(parameters)."""
+        access = self._access
+        if access is None:
+            return
+        self._gradients, self.added, self._on = {}, None, ([], [])
         accumulate = _accumulates(weakref.ref(self))
         with without_torch_function():
-            for owners, on in zip((self._params(), self._parts()), self._on, strict=True):
-                for tensor, unit, members in owners:
-                    mine, now = known.get(tensor), tensor.grad
-                    if now is not None and now is not mine:
-                        continue
-                    if mine is None:
-                        names = [unit.spec.params[i].name for i in members[:3]] + ["..."] * (len(members) > 3)
-                        mine = ShardedGradient(tensor, ", ".join(names), accumulate)
-                    tensor.grad = self._gradients[tensor] = mine
-                    on.append(tensor)
+            for unit, absent in self._units:
+                summed = unit.gradients.sums is not None and not unit.gradients.open
+                plain = summed and self._is_plain(unit)
+                if not plain and access.agreement is None:
+                    continue
+                if plain:
+                    self.average(unit)
+                present = self.present.get(unit.number) if summed and self.measured is not None else None
+                for member, param in enumerate(unit.params):
+                    if (member in present) if present is not None else (member not in absent):
+                        self._show(param, 0, self._grad_of(param, unit, member, accumulate, plain))
+                for number, part in enumerate(unit.parts if self._of_parts and access.agreement is not None else ()):
+                    members = part.members or tuple(range(len(unit.params)))
+                    if not absent.issuperset(members) or (present is not None and present.intersection(members)):
+                        self._show(part.tensor, 1, self._grad_of_part(unit, number, members, accumulate, plain))
 
-    def _params(self) -> Iterator[tuple[Tensor, Unit, tuple[int, ...]]]:
-        for unit, absent in self._units:
-            for member, param in enumerate(unit.params):
-                if member not in absent:
-                    yield param, unit, (member,)
+    def _show(self, tensor: Tensor, kind: int, grad: Tensor | None) -> None:
+        if grad is not None and (tensor.grad is None or tensor.grad is grad):
+            tensor.grad = self._gradients[tensor] = grad
+            self._on[kind].append(tensor)
 
-    def _parts(self) -> Iterator[tuple[Tensor, Unit, tuple[int, ...]]]:
-        for unit, absent in self._units if self._of_parts else ():
-            for part in unit.parts:
-                members = part.members or tuple(
-                    range(len(unit.params))
-                )  # a part without elements: as on the rank that has them
-                if not absent.issuperset(members):
-                    yield part.tensor, unit, members
+    def _grad_of(
+        self, param: Tensor, unit: Unit, member: int, accumulate: Callable[[ShardedGradient, Tensor], None], plain: bool
+    ) -> Tensor | None:
+        if plain:
+            return self._whole(unit, member, param.shape)
+        grad = self._shards.get(param)
+        if grad is None:
+            shard = _ParamShard(self, unit, member)
+            grad = self._shards[param] = ShardedGradient(param, shard.of, shard, accumulate)
+        return grad
 
-    def take(self, but: ShardedGradient | None = None) -> None:
-        """Take stand-ins off: gradients are added now, or stepped. Who has set all of them to None has dropped the gradients.
+    @staticmethod
+    def _whole(unit: Unit, member: int, shape: torch.Size) -> Tensor | None:
+        name = unit.spec.params[member].name
+        starts = [p.start for p in unit.owned if p.name == name and p.interval.numel == shape.numel()]
+        view = unit.gradients.view(starts[0], starts[0] + shape.numel()) if starts else None
+        return None if view is None else view.detach()[: shape.numel()].view(shape)
+
+    def _grad_of_part(
+        self,
+        unit: Unit,
+        number: int,
+        members: Sequence[int],
+        accumulate: Callable[[ShardedGradient, Tensor], None],
+        plain: bool,
+    ) -> Tensor:
+        part = unit.parts[number]
+        if plain and unit.dtypes.accumulate == part.tensor.dtype:
+            view = unit.gradients.view(part.start, part.stop)
+            if view is not None:
+                return view.detach().view(part.tensor.shape)
+        grad = self._shards.get(part.tensor)
+        if grad is None:
+            names = ", ".join([unit.spec.params[i].name for i in members[:3]] + ["..."] * (len(members) > 3))
+            shard = _PartShard(self, unit, number, names)
+            grad = self._shards[part.tensor] = ShardedGradient(part.tensor, names, shard, accumulate)
+        return grad
+
+    def _hook(self, param: Tensor) -> None:
+        self._first[param] = param.register_hook(_begins(weakref.ref(self)))
+
+    # ---- what was written
+
+    def take(self, but: Tensor | None = None) -> None:
+        """Take gradients off: others are added now, or all are stepped. What was set to None is dropped, other tensors are copied.
 
         Args:
             but: This one stays.
         Raises:
-            ShardedAccessError: some were set to None, or to other tensors ("sharded-gradient-set"). Nothing was changed then.
+            ShardedAccessError: one of them can be neither ("sharded-gradient-set"). Nothing was changed then.
         """
         if not any(self._on):
             return
-        dropped = False
         with without_torch_function():
-            for tensors in self._on:
-                grads = [(tensor.grad, self._gradients[tensor]) for tensor in tensors]
-                other = [mine for grad, mine in grads if grad is not None and grad is not mine]
-                none = [mine for grad, mine in grads if grad is None]
-                if other or 0 < len(none) < len(grads):
-                    raise _set(other or none, len(grads), "another tensor" if other else "None")
-                dropped |= bool(none)
+            changed = [self._changed(tensors) for tensors in self._on]
+        dropped = [all(tensor.grad is None for tensor in tensors) and bool(tensors) for tensors in self._on]
+        if any(dropped):
+            every = {unit.number: set(range(len(unit.params))) - absent for unit, absent in self._units}
+            self.remove(but)
+            if (forget := self._forget()) is not None:
+                forget()
+            self.replaced = every  # ranks that have dropped nothing find out when they agree next
+            return
+        if changed[1]:
+            raise _set([self._name(tensor) for tensor in changed[1]], len(self._on[1]))
+        sets = [(tensor, *self._places[tensor], tensor.grad) for tensor in changed[0]]
+        waiting = [param for param, unit, _, _ in sets if unit.gradients.open or unit.gradients.sums is None]
+        if waiting:
+            raise _set([self._name(tensor) for tensor in waiting], len(self._on[0]))
+        for param, unit, member, grad in sets:
+            self._replace(param, unit, member, grad)
         self.remove(but)
-        if dropped and (forget := self._forget()) is not None:
-            forget()
 
-    def remove(self, but: ShardedGradient | None = None) -> None:
-        """Take stand-ins off where they still are."""
+    def _changed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor for tensor in tensors if tensor.grad is not self._gradients[tensor]]
+
+    def _replace(self, param: Tensor, unit: Unit, member: int, grad: Tensor | None) -> None:
+        """Write a gradient that was assigned to `param.grad`; None drops the gradient."""
+        shard = _ParamShard(self, unit, member)
+        if grad is None:
+            shard.write(_zero, 0.0)
+            absent = next(absent for other, absent in self._units if other is unit)
+            absent.add(member)
+            self.present.get(unit.number, set()).discard(member)
+        elif not copy_into(shard, grad, param.shape):
+            raise _set([self._name(param)], len(self._on[0]))
+        self.replaced.setdefault(unit.number, set()).add(member)
+        with without_torch_function():
+            param.grad = None
+
+    def _name(self, tensor: Tensor) -> str:
+        unit, member = self._places.get(tensor, (None, 0))
+        return "a parameter of the optimizer's groups" if unit is None else unit.spec.params[member].name
+
+    def remove(self, but: Tensor | None = None) -> None:
+        """Take gradients off where they still are."""
         on, self._on = self._on, ([], [])
+        views: list[tuple[Unit, weakref.ref[Tensor]]] = []
         with without_torch_function():
             for tensor in (*on[0], *on[1]):
-                mine = self._gradients[tensor]
-                if mine is not but and tensor.grad is mine:
+                grad = self._gradients.pop(tensor)
+                if grad is not but and tensor.grad is grad:
                     tensor.grad = None
+                if type(grad) is Tensor and tensor in self._places:
+                    views.append((self._places[tensor][0], weakref.ref(grad)))
+                del grad
+        for unit in {unit for unit, view in views if view() is not None}:
+            unit.gradients.leave_memory()
+
+    def dropped(self) -> None:
+        """Let go of gradients that were dropped: who has one of them gets an error from now on."""
+        for grad in self._shards.values():
+            if isinstance(grad.shard, _Shard):
+                grad.shard.alive = False
+        self._shards.clear()
+        self.present.clear()
+        self.replaced.clear()
+        if self.measured is not None:
+            self.measured.drop()
 
     def begin(self) -> None:
-        """A gradient comes that is added, or only asked for (`torch.autograd.grad`): after that, stand-ins come back."""
+        """A gradient comes that is added, or only asked for (`torch.autograd.grad`): after that, gradients come back."""
+        if (before := self.before()) is not None:
+            before()
         if any(self._on):
             self.take()
             queue_callback(self._return)
@@ -221,21 +436,31 @@ class GradAttributes:
         if self._backward.task is None:  # else it puts them on when it ends
             self.put()
 
-    def accumulate(self, mine: ShardedGradient, copy: Tensor) -> None:
-        """autograd has added `copy` to a stand-in; see the note "before the first gradient"."""
-        self.take(but=mine)
-        self.added = mine, copy
+    def accumulate(self, grad: ShardedGradient, copy: Tensor) -> None:
+        """autograd has added `copy` to a sharded gradient; see the note "before the first gradient"."""
+        self.take(but=grad)
+        self.added = grad, copy
 
     def land(self, param: Tensor) -> None:
-        """If something was added to the stand-in of `param`, this is its gradient."""
+        """If something was added to the sharded gradient of `param`, make that its gradient."""
         if self.added is not None:
-            mine, copy = self.added
+            grad, copy = self.added
             with without_torch_function():
-                if param.grad is mine:
+                if param.grad is grad:
                     param.grad, self.added = copy, None
 
 
-# Weak: autograd keeps hooks where the garbage collector does not look, and stand-ins may be kept by anyone.
+def _multiply(pieces: Sequence[Tensor], factor: float) -> None:
+    for piece in pieces:
+        piece.mul_(factor)
+
+
+def _zero(pieces: Sequence[Tensor]) -> None:
+    for piece in pieces:
+        piece.zero_()
+
+
+# Weak: autograd keeps hooks where the garbage collector does not look, and gradients may be kept by anyone.
 
 
 def _begins(owner: weakref.ref[GradAttributes]) -> Callable[[Tensor], None]:
@@ -249,20 +474,18 @@ def _begins(owner: weakref.ref[GradAttributes]) -> Callable[[Tensor], None]:
 
 
 def _accumulates(owner: weakref.ref[GradAttributes]) -> Callable[[ShardedGradient, Tensor], None]:
-    def accumulates(mine: ShardedGradient, copy: Tensor) -> None:
+    def accumulates(grad: ShardedGradient, copy: Tensor) -> None:
         attributes = owner()
         if attributes is not None:
-            attributes.accumulate(mine, copy)
+            attributes.accumulate(grad, copy)
 
     return accumulates
 
 
-def _set(which: Sequence[ShardedGradient], many: int, to: str) -> ShardedAccessError:
-    names = ", ".join(mine.of for mine in which[:5])
+def _set(names: Sequence[str], many: int) -> ShardedAccessError:
     return ShardedAccessError(
-        f"param.grad of {names} was set to {to} after a backward ({len(which)} of {many} gradients): the step would use the sum that is in "
-        "shards all the same",
+        f"param.grad of {', '.join(names[:5])} was set after a backward ({len(names)} of {many} gradients) to what cannot be copied into the "
+        "sum over the ranks: it waits for that sum, or the tensor has another shape or layout, or it is one of the optimizer's own groups",
         code="sharded-gradient-set",
-        fix="Set values with ds_zero.safe_set_full_grad(param, value). Drop all gradients with optimizer.zero_grad(); leave a parameter out "
-        "with requires_grad_(False) and optimizer.replan().",
+        fix="Set param.grad of the model's parameters to None or to a whole tensor of their shape, after a backward outside of no_sync.",
     )

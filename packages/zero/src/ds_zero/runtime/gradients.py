@@ -151,7 +151,7 @@ class GradReducer:
 
 
 class Gradients:
-    """See the module's docstring. Made on all ranks of the seat alike; `reduce` and `finish` are called on all of them.
+    """See the module's docstring. Made on all ranks of the group set alike; `reduce` and `finish` are called on all of them.
 
     Attributes:
         ranges: Those of its way.
@@ -159,7 +159,8 @@ class Gradients:
         arena: The flat buffer, [numel]; None while there is none.
         open: Whether gradients were collected that were not reduced.
         way: How they are summed.
-        seat: Over which ranks they are summed.
+        group_set: Over which ranks they are summed.
+        applied: What `sums` were multiplied by since they were summed: they are `applied` times the sum over ranks.
         changing: Called before `sums` change: more is collected, or all of it is forgotten.
         summed: Called when a reduction is over. Both are called by the thread that does it, and do nothing by default.
     """
@@ -170,7 +171,7 @@ class Gradients:
         self.groups, self.way, self.ranges = group_set, way, way.ranges
         self.sums: list[Tensor] | None = None
         self.arena: Tensor | None = None
-        self.open = False
+        self.open, self.applied = False, 1.0
         self._params, self._device, self._name = params, device, plan.name
         self._layout, self._dtypes = plan.layout, plan.dtypes
         self._views: list[Tensor] = []
@@ -265,7 +266,7 @@ class Gradients:
             self.groups.pool.give(flat)
             square = None
         else:
-            self.sums, self._sums_in_arena = outs, self._layout.world == 1
+            self.sums, self._sums_in_arena, self.applied = outs, self._layout.world == 1, 1.0
         self._square = None if square is None else (square, self.version)
         if self._layout.world > 1:
             self._give_arena()
@@ -273,10 +274,25 @@ class Gradients:
 
     def _add(self, outs: Sequence[Tensor]) -> None:
         if self.sums is None:
-            self.sums = [self._take_spare(i).copy_(out) for i, out in enumerate(outs)]
+            self.sums, self.applied = [self._take_spare(i).copy_(out) for i, out in enumerate(outs)], 1.0
             return
         for total, more in zip(self.sums, outs, strict=True):
-            total.add_(more)
+            total.add_(more, alpha=self.applied)
+
+    def scale(self, factor: float) -> None:
+        """Multiply `sums` by `factor` in place, and `applied` with them: the gradient that they stand for stays."""
+        if self.sums is not None and factor != 1.0:
+            for total in self.sums:
+                total.mul_(factor)
+            self.applied *= factor
+
+    def leave_memory(self) -> None:
+        """Move `sums` to memory of their own, and leave what they were in to whoever else holds a view of it."""
+        if self.sums is not None:
+            self._spares = [None] * len(self.ranges)
+            self.sums = [self._take_spare(i).copy_(total) for i, total in enumerate(self.sums)]
+            if self._sums_in_arena:
+                self.arena, self._views, self._sums_in_arena = None, [], False
 
     def local_grad(self, member: int) -> Tensor | None:
         """Return the collected gradient of a member that is not reduced yet; None if reduced or partly summed already."""
@@ -310,7 +326,7 @@ class Gradients:
         """Forget every gradient, reduced or not."""
         self._finish()
         self.changing()
-        self.sums, self.open, self._sums_in_arena = None, False, False
+        self.sums, self.open, self._sums_in_arena, self.applied = None, False, False, 1.0
         for param in self._params:
             param.grad = None
         there = self._device.type != "cpu"
@@ -328,6 +344,11 @@ class Gradients:
             return 0
         freed, self._spares = self.shard_bytes, [None] * len(self.ranges)
         return freed - self.shard_bytes
+
+    @property
+    def device(self) -> torch.device:
+        """Where gradients are summed."""
+        return self._device
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -29,6 +29,7 @@ from ds_zero.runtime.gather_order import ReduceOrder
 from ds_zero.runtime.gathering import Gathering
 from ds_zero.runtime.gradients import Gradients
 from ds_zero.runtime.unit import Unit
+from ds_zero.runtime.user_hooks import AccumulatedHooks
 
 __all__ = ["GradientReductions", "Helper", "ZeroGrad"]
 
@@ -99,10 +100,10 @@ class ZeroGrad:
 
     Args:
         model: Whose it is.
-        forget: Drops what was reduced.
+        forget: Drops what was reduced, or sets it to zero if called with False.
     """
 
-    def __init__(self, model: nn.Module, forget: Callable[[], None] | None = None) -> None:
+    def __init__(self, model: nn.Module, forget: Callable[[bool], None] | None = None) -> None:
         self._model, self._forget = weakref.ref(model), forget
         self._before = model.__dict__.get(_NAME)
 
@@ -126,7 +127,7 @@ class ZeroGrad:
         if model is None:
             return
         if self._forget is not None:  # first: a stand-in has no values that could be set to zero
-            self._forget()
+            self._forget(set_to_none)
         if self._before is None:
             type(model).zero_grad(model, set_to_none)
         else:
@@ -162,7 +163,16 @@ class GradientReductions:
         self.now, self._deferred = True, False
         self.unused: list[set[int]] = [set(range(len(u.params))) for u in units]
         self.attributes = GradAttributes(units, self.unused, backward, self.forget)
-        self._first: Tensor | None = None
+        places = {
+            (n, i): (p, info.name)
+            for n in self.trained
+            for i, (p, info) in enumerate(zip(units[n].params, units[n].spec.params, strict=True))
+        }
+        self.hooks = AccumulatedHooks(
+            {k: p for k, (p, _) in places.items()}, {k: name for k, (_, name) in places.items()}
+        )
+        self.attributes.before = weakref.WeakMethod(self.look_for_hooks)
+        self._looked = -1
         self._backward, self._gathering, self._arrivals = backward, gathering, gathering.arrivals
         self._hosts = list(dict.fromkeys(u.groups.host for u in units if u.groups.host is not None))
         # Gradients that are summed with ranks outside this backward wait for the step.
@@ -182,11 +192,14 @@ class GradientReductions:
         """Put a hook on every trained parameter."""
         for number in self.trained:
             for member, param in enumerate(self.units[number].params):
-                self._handles.append(param.register_post_accumulate_grad_hook(self._fired_hook(number, member)))
+                handle = param.register_post_accumulate_grad_hook(self._fired_hook(number, member))
+                self.hooks.library.add(((number, member), handle.id))
+                self._handles.append(handle)
 
     def detach(self) -> None:
         """Take the hooks back."""
         self.attributes.detach()
+        self.hooks.restore()
         self._helper.close()
         for handle in self._handles:
             handle.remove()
@@ -211,6 +224,7 @@ class GradientReductions:
 
     def hand_over(self, number: int, member: int, grad: Tensor) -> None:
         """Accept a parameter's gradient from a graph: as `arrived`, and see the note "handed over"."""
+        self.attributes.begin()
         param = self.units[number].params[member]
         with without_torch_function():
             stored = param.grad = grad if param.grad is None else param.grad + grad
@@ -231,8 +245,6 @@ class GradientReductions:
         """Record that a parameter's gradient was accumulated; reduce the unit when complete."""
         if graph_task_id() != self._backward.task:
             self._backward.enter()
-        if self._first is None:
-            self._first = self.units[number].params[member]
         for host in self._hosts:
             host.finish_ready()
         if self._arrivals.add(number, member):
@@ -240,11 +252,18 @@ class GradientReductions:
 
     def begin_backward(self) -> None:
         """Reset arrivals, open buckets and the reduction order for the outermost backward."""
+        self.look_for_hooks()
         self.attributes.take()
-        self._first = None
         self._arrivals.any = False
         self._waiting.clear()
         self._order.begin()
+
+    def look_for_hooks(self) -> None:
+        """Take the place of users' hooks on accumulated gradients, once a backward."""
+        task = graph_task_id()
+        if self.attributes.attached and task != self._looked:
+            self._looked = task
+            self.hooks.silence(shown=self.attributes.shows)
 
     def finish_backward(self) -> None:
         """Reduce every trained unit not reduced yet, unless no parameter took part (torch.autograd.grad)."""
@@ -269,7 +288,12 @@ class GradientReductions:
         if not arrivals.known:
             arrivals.late &= arrivals.again
             arrivals.known = True
-        self.attributes.put(self._first)
+        if arrivals.any and self.now and self.attributes.shows:
+            self.drain()
+            self.attributes.measure()
+        self.attributes.put()
+        if arrivals.any:
+            self.hooks.call(arrivals.missing)
 
     def _complete(self, number: int) -> None:
         """Reduce or collect a unit whose gradients have all arrived, as far as this graph goes."""
@@ -366,6 +390,19 @@ class GradientReductions:
         for number in self.trained:
             self.units[number].gradients.clear()
         self.stepped()
+        self.attributes.dropped()
+
+    def zero(self) -> None:
+        """Set every gradient to zero, and keep it: a parameter that has one is stepped with zeros."""
+        self.close()
+        for number in self.trained:
+            gradients = self.units[number].gradients
+            gradients.changing()
+            for total in gradients.sums or ():
+                total.zero_()
+        if self.attributes.measured is not None:
+            self.attributes.measured.zero()
+        self.attributes.put()
 
     def stepped(self) -> None:
         """Mark every parameter as unused at the beginning of a step."""

@@ -126,10 +126,11 @@ class Runtime(Backward):
         shared = {(family, place) for one in everyone for family, place in one["shared"]}
         self.gathering.share({number for number, key in enumerate(self._keys) if key in shared})
 
-    def stepped(self) -> None:
-        """Reset gathering and reduction after an update, or a skipped update."""
+    def stepped(self, *, keep_gradients: bool) -> None:
+        """Reset gathering after an update, or a skipped update; and what gradients there are, unless they stay."""
         self.gathering.stepped()
-        self.reducing.stepped()
+        if not keep_gradients:
+            self.reducing.stepped()
 
 
 def _keys(units: Sequence[Unit]) -> list[tuple[str, int]]:
@@ -237,7 +238,7 @@ class ShardedModel:
         _check_host(self.plan, self.everyone)
         self.seating.share(self.plan.units)
         self.units = [
-            Unit(unit, [by_name[p.name] for p in unit.spec.params], self.seating.seats[unit.spec.family], number)
+            Unit(unit, [by_name[p.name] for p in unit.spec.params], self.seating.group_sets[unit.spec.family], number)
             for number, unit in enumerate(self.plan.units)
         ]
         for host in self.seating.hosts:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_zero.layout.units import DENSE
 from ds_zero.runtime.unit import Unit
 from ds_zero.update.optimizer_state import OptimizerState
 from ds_zero.update.overlapped_update import Ahead
-from ds_zero.update.step_reduction import weight_of
 from ds_zero.update.wrapped_optimizer import Updater
 
 __all__ = ["Due", "apply"]
@@ -21,12 +19,14 @@ class Due:
 
     Attributes:
         units: Those that are trained, in canonical order.
-        factor: Gradients are multiplied by it.
+        factor: Gradients are multiplied by it, after the weight of their unit.
+        weights: Of each unit what its sums are multiplied by first.
         unused: Of each unit the numbers of parameters that no rank used.
     """
 
     units: Sequence[Unit]
     factor: float
+    weights: Mapping[Unit, float]
     unused: Sequence[set[int]]
 
 
@@ -35,18 +35,17 @@ def apply(due: Due, state: OptimizerState, ahead: Ahead, updater: Updater) -> No
     for unit in [unit for unit in due.units if unit.state_store.parked is not None]:
         unit.state_store.fetch_state()  # policies of updates read it before any unit is updated
     state.sharding.adopt_edits()
-    divisor, factor = state.sharding.families[DENSE].divisor, due.factor
+    factor = due.factor
     grads = [(unit, grad) for unit in due.units for grad in unit.gradients.sums or ()]
     first = any((grad.dtype, grad.device) != (unit.shard.dtype, unit.shard.device) for unit, grad in grads)
     early = ahead.settle(factor, first=first)
     done = set(early)
     grads = [(unit, grad) for unit, grad in grads if unit not in done]
-    for unit, grad in grads:
-        if (weight := weight_of(unit, divisor)) != 1.0:
-            grad.mul_(weight)
+    for unit in dict.fromkeys(unit for unit, _ in grads):
+        unit.gradients.scale(due.weights[unit])
+        if first:  # before it is cast: a loss scale may be more than the other format holds
+            unit.gradients.scale(factor)
     if first:
-        for _, grad in grads:  # before it is cast: a loss scale may be more than the other format holds
-            grad.mul_(factor)
         factor = 1.0
     gone = {unit: absent for unit, absent in zip(due.units, due.unused, strict=True) if unit not in done}
     for unit, absent in gone.items():

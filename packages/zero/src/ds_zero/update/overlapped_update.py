@@ -92,7 +92,7 @@ class Ahead:
 
     def _summed(self, unit: Unit) -> None:
         ready = self.ledger.ready(unit.number, self._step.backwards, self.outlook)
-        if not ready or not self._step.updater.foresees():
+        if not ready or not self._step.updater.foresees() or unit.gradients.applied != 1.0:
             return
         states = (self._sharding.state_of(part) for part in unit.parts)
         if not unit.parts or self._sharding.runtime.reducing.absent(unit.number) or not all(states):

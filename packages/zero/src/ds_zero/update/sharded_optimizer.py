@@ -7,7 +7,7 @@ has its own state and step count, exactly as if it had never been joined.
 
 An inner optimizer with `owns_reduction = True` (1-bit Adam) averages gradients itself: at stage 0 it gets each rank's own.
 
-Gradients are consumed by `step`. The averaged gradient is sum / (divisor of the family x loss scale x divisor); that factor and
+`step` consumes gradients, or leaves them until `zero_grad` where `param.grad` shows them. The averaged gradient is sum / (divisor of the family x loss scale x divisor); that factor and
 clipping are one factor, see `inner.py`. Names in what is kept are those of logical tensors, see `families.py`.
 """
 
@@ -28,13 +28,17 @@ from torch.optim import Optimizer
 import ds_comm as comm
 from ds_comm import Group, LocalShard
 from ds_config.errors import CheckpointError, PlanError, UnsupportedError
+from ds_ops.optim import OpsOptimizer
 from ds_zero.layout.dtypes_plan import Precision, ScaleState, next_scale
 from ds_zero.layout.elements import Kind
 from ds_zero.layout.shard_options import CommFormat, NodeTopology, OffloadPolicy, OptimizerTraits, ShardOptions
 from ds_zero.layout.units import DENSE, ShardingStrategy, UnitSizePolicy, UnitSpec
 from ds_zero.offload.suspend import KINDS
+from ds_zero.runtime.attributes import GradientAccess
+from ds_zero.runtime.gradient_norms import GradientAgreement
 from ds_zero.runtime.reduce_runtime import ZeroGrad
 from ds_zero.runtime.sharded_model import ShardedModel, group_for
+from ds_zero.runtime.unit import Unit
 from ds_zero.update.apply_step import Due, apply
 from ds_zero.update.optimizer_state import OptimizerState
 from ds_zero.update.overlap_plan import Outlook
@@ -93,7 +97,8 @@ class ShardedOptimizer(Optimizer):
         self.extra: tuple[float, ...] = ()
         self.judge: Callable[[str | None], bool] | None = None
         self.before_update: Callable[[], None] = lambda: None
-        self._scaled, self.backwards, self._shows_gradients = 0, 0, False
+        self._scaled, self.backwards = 0, 0
+        self._shows: bool | None = None
         self._habits = traits_of(inner, options.layout)
         if options.updates is not None:
             more = options.updates.states
@@ -127,11 +132,11 @@ class ShardedOptimizer(Optimizer):
         if owns_reduction(inner):
             self.sharding.keep_gradients_local()
         self.sharding.runtime.begun = self._begin_backward
-        self._zero_grad = ZeroGrad(model, self.sharding.runtime.reducing.forget)
+        self._zero_grad = ZeroGrad(model, self.zero_grad)
         self._zero_grad.attach()
-        if self._shows_gradients:
-            self.show_gradients()
-        self.sharding.grad_factor = lambda unit: self.average(self.divisor) * weight_of(unit, self._divisor)
+        self.sharding.grad_factor = self._remaining
+        if self._shows is not None:
+            self.show_gradients(sharded=self._shows)
         self.state_store = OptimizerState(inner, self.sharding)
         self.sharding.state_of = self.state_store.of
         for unit in self.sharding.units:
@@ -156,6 +161,10 @@ class ShardedOptimizer(Optimizer):
         """
         scale = 1.0 if self._scale is None else self._scale.scale
         return 1.0 / (self._divisor * scale * divisor)
+
+    def _remaining(self, unit: Unit) -> float:
+        """Return what the sums of a unit, as they are, are to be multiplied by to be the averaged gradient."""
+        return self.average(self.divisor) * weight_of(unit, self._divisor) / unit.gradients.applied
 
     def scale(self, loss: Tensor) -> Tensor:
         """Multiply `loss` by the loss scale; return the loss unchanged without a scale."""
@@ -224,7 +233,8 @@ class ShardedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish every reduction, clip, update the shards, bring full copies up to date. Collective.
 
-        Gradients are consumed. Returns the closure's result. Costs one small all-reduce besides the gathers.
+        Gradients stay until `zero_grad` where `param.grad` shows them (`show_gradients`), as torch's do; else they are consumed. Returns
+        the closure's result. Costs one small all-reduce besides the gathers.
 
         Raises:
             PlanError: on all ranks, if they have different values in their groups: a rate, a weight decay ("zero-ranks-differ").
@@ -256,12 +266,16 @@ class ShardedOptimizer(Optimizer):
         finite = norm is None or math.isfinite(norm)
         culprit = None if finite else first_nonfinite(self.sharding, units)
         skipped, clip = not finite and self._skips(culprit), self._clip(norm)
+        stay = runtime.reducing.attributes.keeps
         if not skipped:
-            apply(Due(units, average * clip, facts.unused), self.state_store, self.ahead, self.updater)
+            if stay:
+                self._finish_gradients(units, clip)
+            due = self._due(units, average, 1.0 if stay else clip, facts.unused)
+            apply(due, self.state_store, self.ahead, self.updater)
         self.ahead.outlook.stepped(self.backwards, self.divisor, altered=skipped or clip != 1.0)
-        for unit in units:
-            unit.gradients.clear()  # which takes back what was made of them early, where the step was skipped
-        runtime.stepped()
+        for unit in units:  # either takes back what was made of them early, where the step was skipped
+            unit.gradients.changing() if stay else unit.gradients.clear()
+        runtime.stepped(keep_gradients=stay)
         if not skipped:
             self.sharding.gather_kept()
         if self._scale is not None and self.sharding.precision.scale is not None:
@@ -271,7 +285,28 @@ class ShardedOptimizer(Optimizer):
             unit.gradients.way.rescale(factor)
         self.last = StepReport(norm, skipped, scale, culprit, facts.extra[:-2])
         self.divisor, self._scaled, self.backwards, self.extra = 1.0, 0, 0, ()
+        if stay:
+            for unit in units:  # the next loss scale is another one, the gradients that stay are the same
+                unit.gradients.applied *= self.average(1.0) / average
+            runtime.reducing.attributes.put()
         return loss
+
+    def _finish_gradients(self, units: Sequence[Unit], clip: float) -> None:
+        """Make gradients that stay after the step what `param.grad` shows: clipped, and averaged if the optimizer takes no factor."""
+        attributes = self.sharding.runtime.reducing.attributes
+        for unit in units:
+            if clip != 1.0:
+                attributes.multiply(unit, clip)
+            if not isinstance(self.inner, OpsOptimizer):
+                attributes.average(unit)
+
+    def _due(self, units: Sequence[Unit], average: float, clip: float, unused: Sequence[set[int]]) -> Due:
+        """Decide what the sums of each unit are multiplied by, and what all gradients are while they update."""
+        remaining = {unit: self.sharding.grad_factor(unit) for unit in units}
+        applied = any(unit.gradients.applied != 1.0 for unit in units)
+        if applied and len(set(remaining.values())) == 1:  # such as 1: all of them are averages already
+            return Due(units, remaining[units[0]] * clip, dict.fromkeys(units, 1.0), unused)
+        return Due(units, average * clip, {unit: factor / average for unit, factor in remaining.items()}, unused)
 
     def _skips(self, culprit: str | None) -> bool:
         """Whether a step whose gradient is not finite leaves its update out."""
@@ -286,9 +321,17 @@ class ShardedOptimizer(Optimizer):
         return min(1.0, clip / (norm + 1e-6))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that were not stepped. Needless after `step`. The model's own `zero_grad` does it, too."""
-        del set_to_none
-        self.sharding.runtime.reducing.forget()
+        """Drop all gradients. The model's own `zero_grad` does it, too.
+
+        Args:
+            set_to_none: False: parameters that have a gradient keep one of zeros, and are stepped with it, where `param.grad`
+                shows gradients.
+        """
+        reducing = self.sharding.runtime.reducing
+        if set_to_none or not reducing.attributes.keeps:
+            reducing.forget()
+        else:
+            reducing.zero()
 
     def reduction(self, now: bool) -> AbstractContextManager[None]:
         """Whether backwards inside reduce their gradients at once. Contexts combine with *and*.
@@ -302,16 +345,36 @@ class ShardedOptimizer(Optimizer):
 
         `step` does it, too; a pipeline does it earlier, while other stages still compute.
         """
-        reducing = self.sharding.runtime.reducing
-        reducing.close()
-        reducing.attributes.put()
+        self.sharding.runtime.reducing.close()
+        self.measure_gradients()
 
-    def show_gradients(self) -> None:
-        """From now on `param.grad` is a `ShardedGradient` from the end of a backward to the step, in the place of None. It has shape,
-        dtype and device; whatever else reads or writes it raises, and names what does the same. Costs two assignments a parameter.
+    def measure_gradients(self) -> None:
+        """Measure the norms of all gradients again, after writes that were no factors. Collective, between backwards.
+
+        Cost: that of the end of a backward, see `show_gradients`.
         """
-        self._shows_gradients = True
-        self.sharding.runtime.reducing.attributes.attach()
+        attributes = self.sharding.runtime.reducing.attributes
+        attributes.take()
+        attributes.measure()
+        attributes.put()
+
+    def show_gradients(self, *, sharded: bool = True) -> None:
+        """Set `param.grad` to the averaged gradient from the end of a backward to `zero_grad`, from now on. Collective.
+
+        At stage 0 it is a plain tensor where gradients are summed in the parameter's dtype, a `ShardedGradient` elsewhere.
+
+        Args:
+            sharded: False: gradients of which this rank has a part stay None, nothing is measured, and `step` consumes gradients.
+        Cost, of a backward that reduces: a wait for its reductions; two reads of this rank's gradients, and two all-reduces of 8 to 16
+        bytes a parameter. At stage 0 a write of the gradients, and one all-reduce of 8 bytes a parameter.
+        """
+        self._shows = sharded
+        sharding, residency = self.sharding, self.sharding.plan.residency
+        dense = sharding.families.keys() == {DENSE} and sharding.everyone.ranks == sharding.group.ranks
+        whole = not residency.shard_optim and (dense or not sharded)
+        agreement = GradientAgreement.between(sharding.units, sharding.logical, sharding.everyone) if sharded else None
+        access = GradientAccess(lambda unit: self.sharding.grad_factor(unit), agreement, whole)
+        sharding.runtime.reducing.attributes.attach(access)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Disable gradient reduction, while inside: `reduction(False)`."""
@@ -327,7 +390,8 @@ class ShardedOptimizer(Optimizer):
         """Create the optimizer state that a checkpoint has, for a load to fill, and drop all other state.
 
         Args:
-            state_names: As they appear in the checkpoint (`exp_avg`). Scalars come with `load_state_dict`.
+            stored: Shapes of its tensors by name (`optim/<parameter>/<state>`); other names are passed over. Scalars come
+                with `load_state_dict`.
         """
         self.ahead.take_back_all()
         self.state_store.materialize(stored)

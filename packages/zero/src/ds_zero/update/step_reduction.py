@@ -7,7 +7,7 @@ families, then for the model, then for the norm.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from ds_comm.reduction_group import ReductionGroup
 from ds_config.errors import PlanError
 from ds_ops.stream import total_squares
 from ds_zero.layout.units import DENSE
+from ds_zero.runtime.gradient_norms import REPLACED, replaced_on_some
 from ds_zero.runtime.sharded_model import ShardedModel
 from ds_zero.runtime.unit import Unit
 
@@ -41,7 +42,8 @@ def square_of(units: Sequence[Unit], divisor: int) -> float:
         gradients = unit.gradients
         if gradients.sums is None:
             continue
-        weight, measured = weight_of(unit, divisor) ** 2 / unit.groups.counts, gradients.square
+        weight = (weight_of(unit, divisor) / gradients.applied) ** 2 / unit.groups.counts
+        measured = gradients.square
         if measured is None:
             square = total_squares([_real(grad) for grad in gradients.sums])
             asked.setdefault(square.device, []).append(square * weight)
@@ -85,6 +87,7 @@ def agree(sharding: ShardedModel, *, wants_norm: bool, extra: Sequence[float] = 
         ("ranks-diverged").
     """
     units, reducing = [u for u in sharding.units if u.spec.trained], sharding.runtime.reducing
+    written, replaced = reducing.attributes.writes, reducing.attributes.replaced
     square = square_of(units, sharding.families[DENSE].divisor) if wants_norm else 0.0
     beyond, failures = wants_norm and sharding.everyone.ranks != sharding.group.ranks, float(failed)
     if beyond:
@@ -94,16 +97,24 @@ def agree(sharding: ShardedModel, *, wants_norm: bool, extra: Sequence[float] = 
     absent = {n: reducing.unused[n] for n in reducing.trained}
     unused: dict[int, set[int]] = {}
     partly: list[str] = []
+    unequal: list[str] = []
+    size = 1
     for name in sorted(sharding.families, key=lambda name: name == DENSE):
         group_units = [u for u in units if u.spec.family == name]
         totals = (0.0, 0.0) if beyond else (square, failures)
-        more = (*totals, float(len(partly)), *extra) if name == DENSE else ()
-        users, more = _count(group_units, absent, sharding.families[name], more)
+        more = (*totals, float(len(partly)), written, written**2, float(len(unequal)), *extra) if name == DENSE else ()
+        users, more = _count(group_units, (absent, replaced), sharding.families[name], more)
+        size = sharding.families[name].group.size
         for unit, counts in zip(group_units, users, strict=True):
+            names = [info.name for info in unit.spec.params]
+            unequal += [names[i] for i, n in enumerate(counts) if 0 < n // REPLACED < size]
+            counts = [n % REPLACED for n in counts]
             unused[unit.number] = {i for i, n in enumerate(counts) if n == 0}
-            size = sharding.families[name].group.size
-            partly += [unit.spec.params[i].name for i, n in enumerate(counts) if 0 < n < size]
-    within, failing, others, *extra_sums = more
+            partly += [names[i] for i, n in enumerate(counts) if 0 < n < size]
+    within, failing, others, writes, squares, replacing, *extra_sums = more
+    if unequal or replacing or size * squares != writes**2:
+        raise replaced_on_some(unequal)
+    replaced.clear()
     if (partly or others) and sharding.options.strict:
         raise _diverged(partly, sharding.group.size)
     square, failures = (square, failures) if beyond else (within, failing)
@@ -113,15 +124,25 @@ def agree(sharding: ShardedModel, *, wants_norm: bool, extra: Sequence[float] = 
 
 
 def _count(
-    units: Sequence[Unit], absent: dict[int, set[int]], family: ReductionGroup, extra: tuple[float, ...]
+    units: Sequence[Unit],
+    marks: tuple[Mapping[int, set[int]], Mapping[int, set[int]]],
+    family: ReductionGroup,
+    extra: tuple[float, ...],
 ) -> tuple[list[list[float]], tuple[float, ...]]:
-    """Count for each unit how many ranks of a reduction group used each parameter; also sum `extra`. Collective."""
+    """Count for each unit how many ranks of a reduction group used each parameter; also sum `extra`. Collective.
+
+    Args:
+        marks: Of each unit the members that this rank has not used, and those whose gradient it has dropped or replaced.
+    """
+    absent, replaced = marks
     sizes = [len(unit.params) for unit in units]
     counts = torch.ones(sum(sizes) + len(extra), dtype=torch.float64)
     base = 0
     for unit in units:
         for i in absent[unit.number]:
             counts[base + i] = 0.0
+        for i in replaced.get(unit.number, ()):
+            counts[base + i] += REPLACED
         base += len(unit.params)
     counts[base:] = torch.tensor(extra, dtype=torch.float64)
     if family.group.size > 1 and len(counts):

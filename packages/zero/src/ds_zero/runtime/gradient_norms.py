@@ -1,0 +1,298 @@
+"""What the ranks measure together of their gradients when a backward ends, so that a later read sends nothing.
+
+One pass over this rank's shards, then an all-reduce of sums and one of maxima: of every parameter the sum of squares and the largest
+magnitude, how many ranks have used the parameter, and on how many its gradient was dropped or replaced since the last time. A norm is
+that of the logical tensor: parts of one tensor on several ranks (tensor parallelism, experts) have the norm of the whole.
+
+Note "algebra". A factor that is written scales the norms, so they stay true and nobody reads the elements again. Any other write makes the
+norms of that parameter unknown until the next backward, or until `measure_gradients()`.
+
+Note "writes of parts". The optimizer's groups have parts of shards, and a rank need not have a part of every unit. So a factor written to
+parts changes norms once every part of the model has got the same one; until then no norm is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ds_comm as comm
+from ds_comm import Group
+from ds_comm.reduction_group import Logical
+from ds_config.errors import PlanError
+from ds_ops.stream import total_squares
+from ds_zero.runtime.sharded_gradient import GradientNorms
+from ds_zero.runtime.unit import Unit
+
+__all__ = ["REPLACED", "GradientAgreement", "GradientMeasurements", "replaced_on_some"]
+
+REPLACED = float(2**24)
+"""What a parameter whose gradient was dropped or replaced adds to the count of its users: more than there are ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientAgreement:
+    """Over which ranks gradients are measured, and where each parameter's numbers are in the message.
+
+    Attributes:
+        group: Of the ranks that have a part of the model.
+        tensors: Of each trained parameter, by unit and member, the place of its logical tensor's norms.
+        parts: The same of its users: those of the part of the logical tensor that the parameter is.
+        sizes: How many norms and how many counts there are.
+        owners: On how many ranks each counted part is.
+    """
+
+    group: Group
+    tensors: Mapping[tuple[int, int], int]
+    parts: Mapping[tuple[int, int], int]
+    sizes: tuple[int, int]
+    owners: tuple[int, ...]
+
+    @staticmethod
+    def between(units: Iterable[Unit], logical: Mapping[str, Logical], group: Group) -> GradientAgreement:
+        """Agree on the places of all parameters. Collective over `group`, once."""
+        keys: dict[tuple[int, int], tuple[str, str]] = {}
+        for unit in units:
+            for member, info in enumerate(unit.spec.params if unit.spec.trained else ()):
+                of = logical[info.name]
+                keys[unit.number, member] = (of.name, f"{of.name} {of.box}")
+        every = (
+            comm.all_gather_json(list(keys.values()), group, unit="gradients")
+            if group.size > 1
+            else [list(keys.values())]
+        )
+        names = {name: i for i, name in enumerate(dict.fromkeys(name for rank in every for name, _ in rank))}
+        boxes = {box: i for i, box in enumerate(dict.fromkeys(box for rank in every for _, box in rank))}
+        owners = [0] * len(boxes)
+        for rank in every:
+            for _, box in rank:
+                owners[boxes[box]] += 1
+        tensors = {place: names[name] for place, (name, _) in keys.items()}
+        parts = {place: boxes[box] for place, (_, box) in keys.items()}
+        return GradientAgreement(group, tensors, parts, (len(names), len(boxes)), tuple(owners))
+
+
+@dataclass(slots=True)
+class _UnitNorms:
+    squares: list[Tensor]
+    peaks: list[Tensor]
+    version: int
+    stale: set[int] = field(default_factory=set)
+
+
+class GradientMeasurements:
+    """The norms of a model's gradients, as they were measured and as factors have changed them since.
+
+    Args:
+        units: Those that are trained.
+        agreement: Between which ranks.
+        remaining: What the sums of a unit are to be multiplied by to be averages.
+    Attributes:
+        writes: How many writes to gradients this rank has made since the last measurement.
+    """
+
+    def __init__(self, units: Sequence[Unit], agreement: GradientAgreement, remaining: Callable[[Unit], float]) -> None:
+        self.agreement, self.writes = agreement, 0
+        self._units, self._remaining = list(units), remaining
+        self._norms: dict[int, _UnitNorms] = {}
+        self._scaled_parts: dict[tuple[int, int], Any] = {}
+
+    def measure(
+        self, absent: Mapping[int, set[int]], replaced: Mapping[int, set[int]], *, norms: bool
+    ) -> dict[int, set[int]]:
+        """Measure all gradients. Collective over the ranks of the agreement; every sum over ranks is there.
+
+        Args:
+            absent: Of each unit the members without a gradient on this rank.
+            replaced: Those whose gradient was dropped or replaced by an assignment since the last time.
+            norms: Whether to measure norms, and not only who has a gradient.
+        Returns:
+            Of each unit the members that have a gradient on some rank.
+        Raises:
+            PlanError: a gradient was dropped or replaced on some of its ranks only, or ranks wrote different numbers of times
+                ("sharded-gradient-ranks").
+        Cost: a read of this rank's shards for the squares and one for the magnitudes; 24 bytes a parameter in two all-reduces.
+        """
+        tensors, counted = self.agreement.sizes
+        counts = torch.zeros(counted + 2, dtype=torch.float64)
+        for (number, member), place in self.agreement.parts.items():
+            counts[place] += float(member not in absent[number]) + REPLACED * (member in replaced.get(number, ()))
+        counts[-2], counts[-1] = self.writes, self.writes**2
+        device = self._units[0].device if self._units else torch.device("cpu")
+        squares = torch.zeros(tensors if norms else 0, dtype=torch.float64, device=device)
+        peaks = torch.zeros_like(squares)
+        if norms:
+            self._local(squares, peaks)
+        group = self.agreement.group
+        if group.size > 1:
+            if device.type == "cpu":
+                message = torch.cat([counts, squares])
+                comm.all_reduce(message, group=group, unit="gradients")
+                counts, squares = message[: counted + 2], message[counted + 2 :]
+            else:
+                comm.all_reduce(counts, group=group, unit="gradients")
+                comm.all_reduce(squares, group=group, unit="gradients") if norms else None
+            if norms:
+                comm.all_reduce(peaks, dist.ReduceOp.MAX, group=group, unit="gradients")
+        self._check(counts)
+        self.writes = 0
+        self._scaled_parts.clear()
+        each, largest = squares.unbind(), peaks.unbind()
+        self._norms.clear()
+        users = counts.tolist()
+        present: dict[int, set[int]] = {}
+        for unit in self._units:
+            places = [(unit.number, member) for member in range(len(unit.params))]
+            present[unit.number] = {m for n, m in places if users[self.agreement.parts[n, m]] % REPLACED > 0.0}
+            if norms:
+                at = [self.agreement.tensors[place] for place in places]
+                self._norms[unit.number] = _UnitNorms(
+                    [each[i] for i in at], [largest[i] for i in at], unit.gradients.version
+                )
+        return present
+
+    def _local(self, squares: Tensor, peaks: Tensor) -> None:
+        """Add this rank's share of the squares, and write the magnitudes of its elements."""
+        views: list[Tensor] = []
+        factors: list[float] = []
+        weights: list[float] = []
+        places: list[int] = []
+        for unit in self._units:
+            if unit.gradients.sums is None:
+                continue
+            factor = self._remaining(unit)
+            members = {info.name: i for i, info in enumerate(unit.spec.params)}
+            for piece in unit.owned:
+                view = unit.gradients.view(piece.start, piece.stop)
+                if view is not None and piece.interval.numel:
+                    view = view.detach()[: piece.interval.numel]
+                    views.append(torch.view_as_real(view) if view.is_complex() else view)
+                    factors.append(abs(factor))
+                    weights.append(factor * factor / unit.groups.counts)
+                    places.append(self.agreement.tensors[unit.number, members[piece.name]])
+        if not views:
+            return
+        index = torch.tensor(places, device=squares.device)
+        sums = torch.stack([total_squares([view]) for view in views]).to(squares.device, torch.float64)
+        squares.index_add_(0, index, sums.view(-1) * torch.tensor(weights, dtype=torch.float64, device=squares.device))
+        largest = torch.stack(torch._foreach_norm(views, float("inf"))).to(squares.device, torch.float64)
+        peaks.scatter_reduce_(
+            0, index, largest * torch.tensor(factors, dtype=torch.float64, device=squares.device), "amax"
+        )
+
+    def _check(self, counts: Tensor) -> None:
+        *users, writes, squares = counts.tolist()
+        names = {place: key for key, place in self.agreement.parts.items()}
+        partly = [names.get(i) for i, n in enumerate(users) if 0 < n // REPLACED < self.agreement.owners[i]]
+        unequal = self.agreement.group.size * squares != writes * writes
+        if partly or unequal:
+            known = {unit.number: unit for unit in self._units}
+            shown = [known[at[0]].spec.params[at[1]].name for at in partly if at is not None]
+            raise replaced_on_some(shown)
+
+    # ---- reads and writes
+
+    def of(self, unit: Unit, member: int) -> GradientNorms | None:
+        """Return the norms of a parameter's gradient; None where a write has made them untrue."""
+        norms = self._norms.get(unit.number)
+        unknown = norms is None or member in norms.stale or norms.version != unit.gradients.version
+        return (
+            None
+            if norms is None or unknown or self._scaled_parts
+            else GradientNorms(norms.squares[member], norms.peaks[member])
+        )
+
+    def of_group(self, group: int | None, present: Mapping[int, set[int]]) -> GradientNorms | None:
+        """Return the norms of all gradients of an optimizer group; None where one of them is not known."""
+        every: list[GradientNorms] = []
+        for unit in self._units:
+            for member in present.get(unit.number, ()) if unit.spec.params[0].group == group else ():
+                one = self.of(unit, member)
+                if one is None:
+                    return None
+                every.append(one)
+        if not every:
+            return None
+        return GradientNorms(
+            torch.stack([one.square for one in every]).sum(), torch.stack([one.peak for one in every]).max()
+        )
+
+    def write(self, unit: Unit, members: Iterable[int], update: Callable[[], None], factor: Any) -> None:
+        """Run a write to the gradients of some members, and follow it by algebra where it is a factor."""
+        norms = self._norms.get(unit.number)
+        if norms is not None and norms.version != unit.gradients.version:
+            norms.stale.update(range(len(unit.params)))
+        update()
+        self.writes += 1
+        if norms is None:
+            return
+        norms.version = unit.gradients.version
+        self._follow(norms, members, factor)
+
+    def write_part(self, unit: Unit, number: int, update: Callable[[], None], factor: Any) -> None:
+        """Run a write to a part of a unit; see the note "writes of parts"."""
+        update()
+        norms = self._norms.get(unit.number)
+        if norms is not None:
+            norms.version = unit.gradients.version
+        done, key = self._scaled_parts, (unit.number, number)
+        done[key] = None if factor is None or key in done else factor
+        first = next(iter(done.values()))
+        every = sum(len(u.parts) for u in self._units)
+        if len(done) < every or any(one is not first and not _equal(one, first) for one in done.values()):
+            return
+        if first is not None:
+            done.clear()
+            for other in self._units:
+                if (norms := self._norms.get(other.number)) is not None:
+                    self._follow(norms, range(len(other.params)), first)
+
+    @staticmethod
+    def _follow(norms: _UnitNorms, members: Iterable[int], factor: Any) -> None:
+        for member in members:
+            if factor is None:
+                norms.stale.add(member)
+            elif member not in norms.stale:
+                scaled = GradientNorms(norms.squares[member], norms.peaks[member]).scaled(factor)
+                norms.squares[member], norms.peaks[member] = scaled.square, scaled.peak
+
+    def moved(self, unit: Unit, before: int) -> None:
+        """Go on with the norms of a unit whose sums were multiplied, and are the same gradient; `before` was their version."""
+        norms = self._norms.get(unit.number)
+        if norms is not None and norms.version == before:
+            norms.version = unit.gradients.version
+
+    def zero(self) -> None:
+        """Go on after every gradient was set to zero."""
+        self._scaled_parts.clear()
+        for unit in self._units:
+            if (norms := self._norms.get(unit.number)) is not None:
+                norms.version, norms.stale = unit.gradients.version, set()
+                norms.squares = [torch.zeros_like(one) for one in norms.squares]
+                norms.peaks = [torch.zeros_like(one) for one in norms.peaks]
+
+    def drop(self) -> None:
+        """Forget all norms."""
+        self._norms.clear()
+        self._scaled_parts.clear()
+        self.writes = 0
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return isinstance(one, int | float) and isinstance(other, int | float) and one == other
+
+
+def replaced_on_some(names: Sequence[str]) -> PlanError:
+    """Build the error of gradients that ranks have written differently."""
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    what = f"param.grad of {shown} was set" if names else "gradients were written"
+    return PlanError(
+        f"{what} after a backward on some ranks and not on others, or another number of times: each rank has a part of every gradient",
+        code="sharded-gradient-ranks",
+        fix="Write gradients alike on every rank: take `if rank == 0` away, and let what decides be the same number on all of them.",
+    )
