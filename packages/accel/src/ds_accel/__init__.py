@@ -2,6 +2,7 @@
 
 from ds_accel.accelerator import Accelerator
 from ds_accel.detection import Detection, detect, get_accelerator, known_devices, set_accelerator
+from ds_accel.determinism import deterministic
 from ds_accel.device_facts import TABLE, Capability, CapabilityRule, CommBackend, DeviceFacts
 from ds_accel.device_memory import MemoryStats, ProcessMemory, host_memory
 from ds_accel.device_timer import DeviceTimer
@@ -27,6 +28,7 @@ __all__ = [
     "RngStreams",
     "derive_seed",
     "detect",
+    "deterministic",
     "get_accelerator",
     "host_memory",
     "known_devices",
