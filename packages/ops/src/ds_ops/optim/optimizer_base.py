@@ -158,7 +158,7 @@ class OpsOptimizer(Optimizer):
         """Update every parameter that has a gradient, and return the result of `closure`.
 
         Raises:
-            UnsupportedError: "optimizer-sparse" for a sparse gradient.
+            UnsupportedError: "optimizer-sparse" for a sparse gradient; "optimizer-dtensor" for a part of a parameter that must be whole.
             KernelError: "kernel-argument" for gradients or copies that do not fit their parameter.
         """
         loss = None
@@ -178,10 +178,15 @@ class OpsOptimizer(Optimizer):
         for (number, *_), bucket in self._buckets(group, params, fusion).items():
             spec = self.spec(group, number)
             fused = _fused(spec, group, fusion, number)
-            self.step_bucket(group, fused, bucket.tensors())
+            if bucket.params:
+                self.step_bucket(group, fused, bucket.tensors())
             for p in bucket.owners:  # a refused call has changed nothing, not even the step number
                 self.state[p]["step"] = number
-            if len(bucket.owners) == len(group["params"]) and not fusion.grads:
+            if (
+                len(bucket.owners) == len(group["params"])
+                and not fusion.grads
+                and not any(map(_is_dtensor, bucket.owners))
+            ):
                 self._remember(group, bucket)
 
     def _remember(self, group: Group, bucket: _Bucket) -> None:
@@ -224,8 +229,9 @@ class OpsOptimizer(Optimizer):
         """
         fresh = [p for p in params if "step" not in self.state[p]]
         for p in fresh:
+            _refuse_part(self, group, p)
             self.state[p]["step"] = 0
-            make_huge(p.detach())
+            make_huge(_local(p.detach()))
         missing: dict[tuple[Any, ...], list[Tensor]] = {}
         for p in params:
             for i, name in enumerate(self.states_of(group, p)):
@@ -259,13 +265,15 @@ class OpsOptimizer(Optimizer):
                     code="optimizer-sparse",
                     fix="Use nn.Embedding(sparse=False), or grad.to_dense().",
                 )
-            tensors = [state[name] for name in self.states_of(group, p)]
+            tensors, local = [_local(state[name]) for name in self.states_of(group, p)], _local(p)
             dtypes = (p.dtype, grad.dtype, copy.dtype if copy is not None else None, *(s.dtype for s in tensors))
-            key = (int(state["step"]) + 1, p.device, p.is_contiguous(), *dtypes)
+            key = (int(state["step"]) + 1, p.device, local.is_contiguous(), *dtypes)
             bucket = buckets.setdefault(key, _Bucket(states=[[] for _ in tensors]))
             bucket.owners.append(p)
-            bucket.params.append(p)
-            bucket.grads.append(_like(p, grad))
+            if _is_dtensor(p) and not local.numel():
+                continue  # this rank has no element of it
+            bucket.params.append(local)
+            bucket.grads.append(_like(local, _local_grad(p, grad)))
             for row, s in zip(bucket.states, tensors, strict=True):
                 row.append(s)
             if copy is not None:
@@ -305,9 +313,39 @@ class OpsOptimizer(Optimizer):
         state["step"] = int(values.get("step", 0))
 
 
+def _is_dtensor(tensor: Tensor) -> bool:
+    """Whether a tensor is one of torch's DTensors: FSDP2's parameters, `parallelize_module`'s. Their module is not imported for that."""
+    return hasattr(tensor, "device_mesh")
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's elements of a DTensor, in its memory; another tensor as it is."""
+    return tensor.to_local() if _is_dtensor(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+
+
+def _local_grad(p: Tensor, grad: Tensor) -> Tensor:
+    """Return the elements of a gradient that its parameter has on this rank; a gradient that is not summed yet is."""
+    if _is_dtensor(p) and _is_dtensor(grad):
+        parts: Any = p
+        there: Any = grad
+        if there.placements != parts.placements:
+            there = there.redistribute(parts.device_mesh, parts.placements)
+        return _local(there)
+    return grad
+
+
+def _refuse_part(optimizer: OpsOptimizer, group: Group, p: Tensor) -> None:
+    if _is_dtensor(p) and optimizer.needs_whole(group, p) and tuple(_local(p).shape) != tuple(p.shape):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} steps whole parameters; found a part {tuple(_local(p).shape)} of a DTensor of shape {tuple(p.shape)}.",
+            code="optimizer-dtensor",
+            fix="Use ds_zero.shard(model, optimizer, stage=...), which keeps such parameters whole, or an optimizer that steps elements (AdamW, Lion).",
+        )
+
+
 def _zeros(params: Sequence[Tensor], device: torch.device, dtype: torch.dtype, *, stream: int) -> list[Tensor]:
     """Zeros shaped and strided like each of `params`."""
-    if device.type != "cpu" or not all(p.is_contiguous() for p in params):
+    if device.type != "cpu" or not all(p.is_contiguous() and not _is_dtensor(p) for p in params):
         return [torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format) for p in params]
     flat = zeros_huge([p.numel() for p in params], dtype, stream=stream)
     return [t.view(p.shape) for t, p in zip(flat, params, strict=True)]
