@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ds_config.file_check import USE_DEFAULT, examine, load, validate
     from ds_config.issues import Issue
     from ds_config.key_schema import json_schema
+    from ds_config.layers import layered
     from ds_config.origin import Origin, Provenance
     from ds_config.parse import KeyPath, dotted
     from ds_config.schema_fields import Alias, Deprecated, NoEffect, Unsupported
@@ -48,6 +49,7 @@ __all__ = [
     "explain",
     "json_schema",
     "keys",
+    "layered",
     "load",
     "nearest",
     "read",
@@ -66,6 +68,7 @@ _HOMES = {
     "origin": ("Origin", "Provenance"),
     "parse": ("KeyPath", "dotted"),
     "config_file": ("Document", "read"),
+    "layers": ("layered",),
     "key_schema": ("json_schema",),
     "shape": ("Key", "keys"),
 }
