@@ -202,9 +202,9 @@ class RankMicrobatch:
 
     Attributes:
         samples: Its samples.
-        taken: Samples that all ranks have taken after this row.
+        consumed: Samples that all ranks have taken after this row.
         state: Of the curriculum, to go on from after this row: before the batch that the row belongs to, or after it if the row is its last.
-        told: Of the batch: its difficulties and positions, by the names that DeepSpeed's sampler has.
+        progress: Of the batch: its difficulties and positions, by the names that DeepSpeed's sampler has.
     """
 
     samples: list[int]
