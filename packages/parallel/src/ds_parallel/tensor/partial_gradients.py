@@ -70,7 +70,7 @@ class PartialGradients:
                 for index, (child, _) in enumerate(node.next_functions)
                 if child is not None and not region.get(child, False) and not self._is_cut(child)
             ]
-            number = node._sequence_nr()  # type: ignore[attr-defined]
+            number = node._sequence_nr()
             if edges and number not in self._nodes:  # two row layers may read one region
                 self._nodes.add(number)
                 node.register_hook(partial(self._sum, edges))
