@@ -108,6 +108,17 @@ def test_patience_holds_the_alarm_back(tmp_path: Path) -> None:
         ranks[0].ring.ended(slot)
 
 
+def test_patience_for_others_is_none_for_the_rank_itself(tmp_path: Path) -> None:
+    """A rank that leads may be waited for as long as it likes; what it waits for has the deadline."""
+    with job(2, tmp_path) as ranks, ranks[0].watchdog.patience(60, own_waits=False):
+        slot = ranks[1].stamp(1, wait=True)
+        time.sleep(1.2)
+        assert not any(rank.codes for rank in ranks)
+        ranks[1].ring.ended(slot)
+        ranks[0].stamp(2, wait=True)
+        assert ranks[0].ended.wait(10)
+
+
 def test_patience_is_no_error_where_the_store_is_gone(tmp_path: Path) -> None:
     with job(2, tmp_path, deadline_s=300) as ranks:
         for rank in ranks:

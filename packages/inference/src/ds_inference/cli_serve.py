@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -17,7 +20,18 @@ def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("folder", help="what save_pretrained wrote: config.json, *.safetensors, a tokenizer")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this host only)")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000)")
+    parser.add_argument(
+        "--api-key", default="", metavar="KEY",
+        help="what requests have to send as `Authorization: Bearer KEY` (default: DS_SERVE_API_KEY, or nothing)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--allowed-host", action="append", default=[], metavar="NAME",
+        help="a name in the Host of requests that is served, several; * for all (default: on loopback its names, else all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--embedder", metavar="FOLDER", help="a model that answers /v1/embeddings, by its folder's name"
+    )
     parser.add_argument("--name", help="the model's name in requests (default: the folder's)")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and cache (default: theirs)"
@@ -37,12 +51,19 @@ def register(parser: argparse.ArgumentParser) -> None:
         "--enable-expert-parallel", action="store_true", help="on several ranks: experts are given to ranks whole"
     )
     parser.add_argument(
-        "--kv-cache-tokens", type=int, default=65536, help="size of the cache of keys and values, in tokens"
+        "--kv-cache-tokens",
+        type=int,
+        default=65536,
+        help="size of the cache of keys and values, in tokens (default: 65536)",
     )
-    parser.add_argument("--max-num-seqs", type=int, default=256, help="under way at a time; further ones get 429")
-    parser.add_argument("--max-model-len", type=int, default=4096, help="tokens of a prompt and its answer together")
     parser.add_argument(
-        "--max-num-batched-tokens", type=int, default=512, help="computed in one step, over all requests"
+        "--max-num-seqs", type=int, default=256, help="under way at a time; further ones get 429 (default: 256)"
+    )
+    parser.add_argument(
+        "--max-model-len", type=int, default=4096, help="tokens of a prompt and its answer together (default: 4096)"
+    )
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, default=512, help="computed in one step, over all requests (default: 512)"
     )
 
 
@@ -56,10 +77,12 @@ def main(args: argparse.Namespace) -> int:
     import uvicorn
 
     import ds_comm
+    from ds_inference.embedding import load_embedder
     from ds_inference.model_loader import load
     from ds_inference.rank_worker import follow, leading
     from ds_inference.scheduler import SchedulerConfig
-    from ds_inference.serve.app import ServerLimits, make_app
+    from ds_inference.serve.app import ServerLimits, ServerOptions, make_app
+    from ds_inference.serve.graceful_server import GracefulServer
     from ds_inference.serve.worker import Worker
     from ds_inference.text import read_tokenizer
 
@@ -82,12 +105,24 @@ def main(args: argparse.Namespace) -> int:
         enable_expert_parallel=args.enable_expert_parallel,
     )
     if group.rank:
+        for number in (
+            signal.SIGINT,
+            signal.SIGTERM,
+        ):  # the first rank answers what is under way, and then says that it is over
+            signal.signal(number, signal.SIG_IGN)
         follow(engine)
         return 0
     name = args.name or Path(args.folder).resolve().name
     with leading(engine) if group.size > 1 else nullcontext():
         worker = Worker(engine, lambda: setattr(server, "should_exit", True))
-        app = make_app(worker, tokenizer, name, ServerLimits(args.max_num_seqs, longest=args.max_model_len))
+        options = ServerOptions(
+            args.api_key or os.environ.get("DS_SERVE_API_KEY", ""), _hosts(args.host, args.allowed_host)
+        )
+        if args.embedder:
+            embedder = load_embedder(args.embedder, tokenizer=read_tokenizer(args.embedder))
+            options = ServerOptions(options.api_key, options.hosts, embedder, Path(args.embedder).resolve().name)
+        limits = ServerLimits(args.max_num_seqs, longest=args.max_model_len)
+        app = make_app(worker, tokenizer, name, limits, options)
         # Idle connections stay longer than clients keep them (5 s of httpx, and so of openai, is uvicorn's own default, too): else
         # a client may ask on a connection in the moment in which the server closes it.
         config = uvicorn.Config(
@@ -98,11 +133,40 @@ def main(args: argparse.Namespace) -> int:
             timeout_graceful_shutdown=60,
             timeout_keep_alive=75,
         )
-        server = uvicorn.Server(config)
+        server = GracefulServer(config)
+        sys.stderr.write(_banner(args, name, worker.max_model_len, _resident_mb()))
         server.run()
         if worker.failure is not None:
             raise worker.failure
     return 0 if server.started else 1
+
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def _hosts(address: str, names: list[str]) -> tuple[str, ...]:
+    """Return the names in `Host` that are served: on loopback its names and those given, elsewhere those given; empty: all."""
+    if "*" in names:
+        return ()
+    loopback = address in _LOOPBACK or address.startswith("127.")
+    return tuple(name.lower() for name in (*names, *((address, *_LOOPBACK) if loopback else ())))
+
+
+def _banner(args: argparse.Namespace, name: str, longest: int, resident_mb: int) -> str:
+    """Return what the server says before it begins: where it listens, what it serves, and where to read on."""
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    url = f"http://{host}:{args.port}"
+    return (
+        f"ds serve: {url}/v1 answers as model {name!r}\n"
+        f"  {longest} tokens for a prompt and its answer, a cache for {args.kv_cache_tokens}, {resident_mb} MB of memory in use\n"
+        f"  API: {url}/docs   how-to: docs/how-to/serve-a-model.md\n"
+    )
+
+
+def _resident_mb() -> int:
+    import psutil
+
+    return int(psutil.Process().memory_info().rss) >> 20
 
 
 def _adapters(options: list[str]) -> dict[str, str]:

@@ -30,7 +30,8 @@ _LONG = 10.0 * 365 * 86400
 def leading(engine: LLMEngine) -> Iterator[None]:
     """Broadcast every step of `engine` inside the context to the other ranks of its group, which `follow`.
 
-    Other ranks wait for this rank as long as no step is due; if this rank ends, they end with an error that says so.
+    Other ranks wait for this rank as long as no step is due; if this rank ends, they end with an error that says so. If one of them is stuck,
+    this rank's wait for it ends at the watchdog's deadline, and the job with it.
     """
     group = engine.decoder.group
 
@@ -39,7 +40,7 @@ def leading(engine: LLMEngine) -> Iterator[None]:
 
     engine.before_step = tell
     try:
-        with ds_comm.extend_timeout(_LONG):
+        with ds_comm.extend_timeout(_LONG, own_waits=False):
             yield
         ds_comm.broadcast_json(None, group, unit="step")
     finally:

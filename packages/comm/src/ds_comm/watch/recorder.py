@@ -50,8 +50,8 @@ class Recorder(Protocol):
     def explain(self, slot: int) -> Finding | None:
         """Return why operation `slot` failed, as far as other ranks explain the failure."""
 
-    def patience(self, seconds: float) -> AbstractContextManager[None]:
-        """Extend the time that other ranks may wait for this rank to `seconds` while the context is open."""
+    def patience(self, seconds: float, own_waits: bool = True) -> AbstractContextManager[None]:
+        """Extend the time that other ranks may wait for this rank to `seconds` while the context is open; see `extend_timeout`."""
 
     def watching(self) -> bool:
         """Whether somebody reads what is stamped."""
@@ -75,7 +75,7 @@ class _Off:
     def explain(self, slot: int) -> Finding | None:
         return None
 
-    def patience(self, seconds: float) -> AbstractContextManager[None]:
+    def patience(self, seconds: float, own_waits: bool = True) -> AbstractContextManager[None]:
         return nullcontext()
 
     def watching(self) -> bool:
@@ -98,8 +98,8 @@ class _On:
         stamp = self._ring.stamp(slot)
         return None if stamp is None else self._watchdog.explain(stamp)
 
-    def patience(self, seconds: float) -> AbstractContextManager[None]:
-        return self._watchdog.patience(seconds)
+    def patience(self, seconds: float, own_waits: bool = True) -> AbstractContextManager[None]:
+        return self._watchdog.patience(seconds, own_waits)
 
     def watching(self) -> bool:
         return self._watchdog.watching
@@ -160,12 +160,15 @@ def stop_recorder(why: str) -> None:
     recorder.close(why)
 
 
-def extend_timeout(seconds: float) -> AbstractContextManager[None]:
+def extend_timeout(seconds: float, *, own_waits: bool = True) -> AbstractContextManager[None]:
     """Let other ranks wait up to `seconds` for this one, whatever the deadline: `with ds_comm.extend_timeout(1800): save()`.
 
     For a phase that one rank alone goes through while the others wait in a collective.
+
+    Args:
+        own_waits: Whether what this rank itself waits for inside may take as long.
     """
-    return current().patience(seconds)
+    return current().patience(seconds, own_waits)
 
 
 def _at_exit() -> None:

@@ -97,6 +97,7 @@ class Watchdog:
         self._digests: dict[str, dict[int, int]] = {}
         # By group: operations whose end only the device knows, in the order of its stream.
         self._on_device: dict[str, deque[tuple[int, Callable[[], bool]]]] = {}
+        self._wait_until_s = 0.0  # as `_pause_until_s`, for the waits of this rank itself
         self._pause_until_s = 0.0  # on the clock of time.time(), which hosts share well enough
         self._next_tick_s = 0.0
         self._joining_until_s = time.monotonic() + _JOINING_S
@@ -135,15 +136,19 @@ class Watchdog:
                 self._goodbye(why)
 
     @contextmanager
-    def patience(self, seconds: float) -> Iterator[None]:
-        """Let the others wait for this rank that long."""
+    def patience(self, seconds: float, own_waits: bool = True) -> Iterator[None]:
+        """Let the others wait for this rank that long; where `own_waits`, this rank may wait so long as well."""
         before = self._pause_until_s
+        if own_waits:
+            self._wait_until_s = time.time() + seconds
         self._ask_until(time.time() + seconds)
         try:
             yield
         finally:
             # Who waited that long is past its deadline, and this rank needs a moment to come.
-            self._ask_until(max(before, time.time() + self._settings.deadline_s))
+            after_s = max(before, time.time() + self._settings.deadline_s)
+            self._wait_until_s = after_s if own_waits else self._wait_until_s
+            self._ask_until(after_s)
 
     def _ask_until(self, when_s: float) -> None:
         self._pause_until_s = when_s
@@ -296,7 +301,9 @@ class Watchdog:
         return RankReport(rank, why, "", time.monotonic(), stamps, dict(heads))
 
     def _asked_for_patience(self, ranks: tuple[int, ...]) -> bool:
-        states = (self._side.ask("state", rank) for rank in ranks)
+        if self._rank in ranks and self._wait_until_s > time.time():
+            return True
+        states = (self._side.ask("state", rank) for rank in ranks if rank != self._rank)
         return any(state is not None and state["pause_until_s"] > time.time() for state in states)
 
     def _compare(self) -> str | None:
