@@ -283,7 +283,7 @@ def _stateless(run: CheckpointedRun, stored: _Stored, shapes: Mapping[str, Seque
 
 def _compare(run: CheckpointedRun, path: str, stored: _Stored, want: _Wanted) -> None:
     """Refuse or name what the checkpoint and the run do not have in common. Collective."""
-    names = {name for name, shape in stored.shapes.items() if name.startswith(want.prefixes) and math.prod(shape)}
+    names = {name for name, shape in stored.shapes.items() if name.startswith(want.prefixes) and 0 not in shape}
     local = [shard.shard for shard in want.shards if math.prod(shard.shard.shape)]
     asked = {stored.name_of(shard.name) for shard in local}
     asked = {name for name in asked if name in names or name.startswith(("param/", "buffer/"))}
