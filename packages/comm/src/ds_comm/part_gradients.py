@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -165,7 +165,7 @@ def gradient_norm(
         norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64).to(device)
         total = total + norm.square() / holders(param) if norm_type == 2.0 else torch.maximum(total, norm)
     all_reduce(total, ReduceOp.SUM if norm_type == 2.0 else ReduceOp.MAX, world_group(), unit="gradient norm")
-    return cast(Tensor, total.sqrt()[0] if norm_type == 2.0 else total[0])
+    return total.sqrt()[0] if norm_type == 2.0 else total[0]
 
 
 def clip_gradients(params: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:

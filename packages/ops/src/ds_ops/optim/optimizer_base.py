@@ -320,7 +320,7 @@ def _is_dtensor(tensor: Tensor) -> bool:
 
 def _local(tensor: Tensor) -> Tensor:
     """Return this rank's elements of a DTensor, in its memory; another tensor as it is."""
-    return tensor.to_local() if _is_dtensor(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+    return tensor.to_local() if _is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def _local_grad(p: Tensor, grad: Tensor) -> Tensor:
