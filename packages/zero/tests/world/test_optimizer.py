@@ -329,8 +329,7 @@ def test_optimizers_of_whole_parameters(name, stage, memory):
                 x = torch.randn(4, 12, generator=torch.Generator().manual_seed(7 * step + rank), dtype=torch.float64)
                 (net(x).square().mean() / (2 if len(ranks) > 1 else 1)).backward()
             optimizer.step()
-            if len(ranks) > 1:
-                optimizer.zero_grad()
+            optimizer.zero_grad()
 
     def make():
         torch.manual_seed(0)

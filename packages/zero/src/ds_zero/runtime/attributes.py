@@ -41,11 +41,14 @@ class GradientAccess:
         remaining: What the sums of a unit are to be multiplied by to be averages.
         agreement: Between which ranks they are measured; None: gradients that this rank has a part of are not shown.
         whole: Whether a gradient that this rank has all of is a plain tensor.
+        together: Whether all those ranks end their backwards together, so that they can measure then. Stages of a pipeline do not:
+            there norms are known after `measure_gradients()` only.
     """
 
     remaining: Callable[[Unit], float]
     agreement: GradientAgreement | None
     whole: bool
+    together: bool
 
 
 class _Shard(GradientShard):
@@ -260,6 +263,13 @@ class GradAttributes:
         norms = not all(self._is_plain(unit) for unit, _ in self._units)
         self.present = self.measured.measure(absent, self.replaced, norms=norms)
         self.replaced.clear()
+
+    def measure_after_backward(self) -> None:
+        """Measure all gradients if the ranks of the agreement end their backwards together."""
+        if self._access is not None and self._access.together:
+            self.measure()
+        else:
+            self.present.clear()
 
     def first_of_group(self, unit: Unit) -> OptimizerSlice | None:
         """Return the first part of an optimizer group on this rank; None if some group has no part here."""

@@ -290,7 +290,7 @@ class GradientReductions:
             arrivals.known = True
         if arrivals.any and self.now and self.attributes.shows:
             self.drain()
-            self.attributes.measure()
+            self.attributes.measure_after_backward()
         self.attributes.put()
         if arrivals.any:
             self.hooks.call(arrivals.missing)

@@ -373,7 +373,7 @@ class ShardedOptimizer(Optimizer):
         dense = sharding.families.keys() == {DENSE} and sharding.everyone.ranks == sharding.group.ranks
         whole = not residency.shard_optim and (dense or not sharded)
         agreement = GradientAgreement.between(sharding.units, sharding.logical, sharding.everyone) if sharded else None
-        access = GradientAccess(lambda unit: self.sharding.grad_factor(unit), agreement, whole)
+        access = GradientAccess(self._remaining, agreement, whole, sharding.everyone.ranks == sharding.group.ranks)
         sharding.runtime.reducing.attributes.attach(access)
 
     def no_sync(self) -> AbstractContextManager[None]:
