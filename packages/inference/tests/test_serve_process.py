@@ -67,7 +67,7 @@ class Process:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_lets_requests_finish_and_the_end_is_a_normal_one(folder: Path, ranks: int, number: int) -> None:
     server, answers = Process(folder, ranks), list[Any]()
     threads = [server.ask(400, answers) for _ in range(3)]
@@ -91,7 +91,9 @@ def test_a_follower_that_is_stuck_ends_the_job_within_the_deadline(folder: Path)
         4.0
     )  # nobody asks for longer than the deadline: the follower waits for the leader, which is as it should be
     assert server.http.get("/health").status_code == 200
-    children = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
+    children = subprocess.run(
+        ["ps", "-eww", "-o", "pid,args"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     ranks = [int(line.split()[0]) for line in children if str(folder) in line and "ds_launcher serve" in line]
     follower = next(pid for pid in ranks if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
     os.kill(follower, signal.SIGSTOP)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Awaitable, Callable, Collection
 
-from starlette.responses import Response
+from fastapi import Response
 
 from ds_inference.serve.body import Receive, Scope, Send
 
