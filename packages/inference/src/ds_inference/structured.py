@@ -14,7 +14,7 @@ from ds_config.errors import PlanError, UnsupportedError
 
 __all__ = ["JsonGrammars"]
 
-_STYLE = {"whitespace_flexible": True, "whitespace_pattern": "[ \\n]{0,6}"}
+_STYLE: Any = {"whitespace_flexible": True, "whitespace_pattern": "[ \\n]{0,6}"}
 """Between the parts of JSON, room for the spaces that models write, and no more: some would go on with them for ever."""
 _SEQUENCES = 64  # of one request whose matchers are remembered: its samples, and some more
 
