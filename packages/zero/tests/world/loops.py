@@ -7,6 +7,7 @@ with the same weights and numbers, or with a typed error. `docs/reference/loops.
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -881,7 +882,12 @@ def outcome(name: str, run: Run) -> str:
         LOOPS[name].run(run)
         found, logged = run.result()
     except DsError as error:
-        return error.code
+        code = error.code
+        error.__traceback__ = None  # its frames hold the model
+        for optimizer in run.optimizers:
+            optimizer.close()
+        gc.collect()
+        return code
     worst = max((float((a - b).abs().max()) for a, b in zip(weights, found, strict=True)), default=0.0)
     off = max((abs(a - b) / (abs(a) + 1e-6) for a, b in zip(numbers, logged, strict=True)), default=0.0)
     limit = 2e-3 if name == "autocast" else 2e-6

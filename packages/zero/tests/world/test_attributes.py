@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import itertools
 import pickle
@@ -130,6 +131,8 @@ def test_gradients_that_ranks_write_differently_raise(stage):
                 goes_on(model, optimizer)
             assert caught.value.code == "sharded-gradient-ranks"
             optimizer.close()
+            del caught, model, optimizer
+            gc.collect()
 
 
 @STAGES
