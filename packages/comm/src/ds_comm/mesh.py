@@ -24,7 +24,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ds_comm.grid import RankGrid
-from ds_comm.groups import Group, new_group, world_group
+from ds_comm.groups import Group, new_group
 from ds_comm.process_group import ensure_world
 from ds_config.errors import CommError, PlanError, set_place
 

@@ -160,7 +160,9 @@ def test_a_load_while_another_job_saves_and_keeps_one(tmp_path, monkeypatch):
     def newest(storage, _real=ds_ckpt.checkpoint_list.newest_tag, looks=[]):  # noqa: B006 - remembers between calls
         tag = _real(storage)
         looks.append(tag)
-        if len(looks) == 1 and (folder / "t1").is_dir():  # between the choice and the hold: the other job's next checkpoint, and its retention
+        if (
+            len(looks) == 1 and (folder / "t1").is_dir()
+        ):  # between the choice and the hold: the other job's next checkpoint, and its retention
             (folder / "t1").rename(folder / "t2")
         return tag
 

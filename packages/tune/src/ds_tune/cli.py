@@ -36,7 +36,14 @@ def register(parser: argparse.ArgumentParser) -> None:
     )
     add("--nproc", type=int, default=0, metavar="N", help="ranks (default: one per visible device, or 1)")
     add("--launch", default="", metavar="WORDS", help="more options for `ds run`, in quotes")
-    add("--world-size", dest="world", type=int, default=0, metavar="N", help="ranks in all, where --launch starts several hosts")
+    add(
+        "--world-size",
+        dest="world",
+        type=int,
+        default=0,
+        metavar="N",
+        help="ranks in all, where --launch starts several hosts",
+    )
     add("--model", metavar="MODEL", help="the model as `ds plan` takes it; otherwise the first trial tells")
     add(
         "--search",

@@ -75,7 +75,7 @@ def test_other_units_on_the_spot_are_refused():
     net = Branches()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     optimizer = ds_zero.shard(net, optimizer, stage=3, policy=NONE_STAYS, memory="private")
-    with pytest.raises(PlanError, match="rank 0 needs a.weight once more and rank 1 b.weight") as error:
+    with pytest.raises(PlanError, match=r"rank 0 needs a.weight once more and rank 1 b.weight") as error:
         net(torch.ones(2, 16), "ab"[dist.get_rank()])
     assert error.value.code == "zero-calls-differ"
     del error

@@ -180,7 +180,9 @@ def _degrees(folder: Path, states: Sequence[Mapping[str, Any]], optims: Sequence
 
 def _bad(folder: Path, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{folder}: {what}", code="compat-files", fix="Save the checkpoint again, or remove files that do not belong to it."
+        f"{folder}: {what}",
+        code="compat-files",
+        fix="Save the checkpoint again, or remove files that do not belong to it.",
     )
 
 

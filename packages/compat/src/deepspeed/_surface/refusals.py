@@ -15,7 +15,9 @@ HYBRID_GRAPH = Missing(
 SERIAL = Missing("engines are read from the folders of save_pretrained", "build_hf_engine")
 MOE = Missing("groups of experts belong to the layers that use them", "ds_moe.place_experts(model), which says them")
 GATES = Missing("it is made of other arguments", "deepspeed.moe.layer.MoE, or ds_moe.TopKGate with a ds_moe.GateRule")
-TENSOR = Missing("layers are cut by a plan, in place", "the `tensor_parallel` section, or ds_parallel.tensor.parallelize_model")
+TENSOR = Missing(
+    "layers are cut by a plan, in place", "the `tensor_parallel` section, or ds_parallel.tensor.parallelize_model"
+)
 PRESETS = Missing("a family's rules are chosen by its type", "tensor_parallel.preset_model of the configuration")
 SEQUENCE = Missing(
     "what attends shares a sequence; no graph is rewritten for it",

@@ -157,7 +157,11 @@ class ReplicaGradientCheck:
             queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
             queue(self._compare)
         values = grad.detach()
-        self._digests[name] = [torch.linalg.vector_norm(values, dtype=torch.float32), values.sum(dtype=torch.float32)]
+        wide = torch.promote_types(values.dtype, torch.float32)
+        self._digests[name] = [
+            torch.linalg.vector_norm(values, dtype=wide).float(),
+            values.sum(dtype=wide).float(),
+        ]
         self._tolerance[name] = _TOLERANCE.get(grad.dtype, _EXACT_TOLERANCE)
 
     def _compare(self) -> None:

@@ -174,7 +174,7 @@ def placed_numel(numels: Sequence[int], share: float) -> list[bool]:
 
 @dataclass(frozen=True, slots=True)
 class CommFormat:
-    """How parameters and gradients travel between ranks: as they are. The seat of policies that send less, which are subclasses.
+    """How parameters and gradients travel between ranks: as they are. The extension point of policies that send less, which are subclasses.
 
     Attributes:
         codes_gathers, codes_sums: Whether what arrives is not what was sent, to the bit.

@@ -50,7 +50,7 @@ class Full(Enum):
 
 
 class Unit:
-    """See the module's docstring. Made on all ranks of the seat alike; every verb that communicates is called on all of them.
+    """See the module's docstring. Made on all ranks of the group set alike; every verb that communicates is called on all of them.
 
     Attributes:
         owned: What this rank has of each parameter.

@@ -272,7 +272,9 @@ class GroupTable:
     @property
     def hosts(self) -> list[ShmUnitMemory]:
         """Shared memories, each once, in the order of families."""
-        return list(dict.fromkeys(group_set.host for group_set in self.group_sets.values() if group_set.host is not None))
+        return list(
+            dict.fromkeys(group_set.host for group_set in self.group_sets.values() if group_set.host is not None)
+        )
 
     def drop(self) -> None:
         """Destroy the groups that were made. Collective."""

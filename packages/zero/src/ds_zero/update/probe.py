@@ -1,6 +1,6 @@
 """What a foreign optimizer may be given, found out by its movement: tensors are stepped whole and in pieces, and must move alike.
 
-A twin of the optimizer steps small tensors of the shapes that its own parameters have, cut to a bounded size, since some optimizers act
+A copy of the optimizer steps small tensors of the shapes that its own parameters have, cut to a bounded size, since some optimizers act
 otherwise from a size on. It does so twice, at its own rate in fp64, where a movement of 1e-9 shows beside a weight of 1, and at rate 1 in
 fp32. Gradients change their signs from step to step, and the pieces of a tensor differ in scale, so that a norm, a mean or a mask of
 the whole tensor shows. What has not been seen to move alike is not proved elementwise, and needs whole tensors.
@@ -129,7 +129,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """At which rate, None for what the group says, and in which format a twin steps, and how often."""
+    """At which rate, None for what the group says, and in which format a copy steps, and how often."""
 
     rate: float | None
     dtype: torch.dtype

@@ -230,7 +230,7 @@ def _step_divided(optimizer: Optimizer, divisor: float) -> None:
 
 
 class Updater:
-    """Steps every element in every step. The seat of policies that do otherwise, see `ShardOptions.updates`."""
+    """Steps every element in every step. The extension point of policies that do otherwise, see `ShardOptions.updates`."""
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner = inner

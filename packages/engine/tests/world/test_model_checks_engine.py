@@ -1,0 +1,41 @@
+"""What ds-zero cannot shard is refused by `initialize`, which names the key that helps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ds_engine
+from ds_config.errors import PlanError, UnsupportedError
+from ds_testing import world
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+@STAGES
+@world(1)
+def test_scripted_modules_are_refused(stage: int) -> None:
+    net = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+    with pytest.raises(UnsupportedError, match="is scripted"):
+        ds_engine.initialize(model=net, config={"train_batch_size": 1, "zero_optimization": {"stage": stage}})
+
+
+@STAGES
+@world(1)
+def test_norms_whose_buffers_stay_wide_name_the_key(stage: int) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4))
+
+    config = {
+        "train_batch_size": 4,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": stage},
+    }
+    with pytest.raises(PlanError, match=r'data_types\.buffer_dtype = "bfloat16"'):
+        ds_engine.initialize(model=make(), config=config)
+    engine, *_ = ds_engine.initialize(model=make(), config=config | {"data_types": {"buffer_dtype": "bf16"}})
+    engine.backward(engine(torch.randn(4, 3, 8).bfloat16()).sum())
+    engine.step()
+    engine.close()
