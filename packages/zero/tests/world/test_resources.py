@@ -34,6 +34,11 @@ def sgd(net):
     return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 
 
+def unshown(net, optimizer, **options):
+    """Shard as the engine does: gradients are not shown to the loop, so nothing is measured at the end of a backward."""
+    return ds_zero.ShardedOptimizer(net, optimizer, ds_zero.ShardOptions(**options))
+
+
 def train(net, optimizer, steps, micros=1):
     for _ in range(steps):
         for _ in range(micros):
@@ -124,7 +129,7 @@ def test_a_steady_step_moves_each_gradient_once_and_nothing_else(stage, memory):
     """Into the buffer that ranks sum. No memory is made; parameters are gathered in place, at stage 3 from beside it."""
     net, twin = even(), even()
     psi = sum(p.nbytes for p in net.parameters())
-    optimizer, plain = ds_zero.shard(net, sgd(net), stage=stage, policy=EVEN, memory=memory), sgd(twin)
+    optimizer, plain = unshown(net, sgd(net), stage=stage, policy=EVEN, memory=memory), sgd(twin)
 
     def plain_step():
         twin(torch.randn(2, 32)).square().mean().backward()
@@ -151,7 +156,7 @@ def test_a_steady_step_moves_each_gradient_once_and_nothing_else(stage, memory):
 def test_on_shared_memory_a_rank_copies_only_what_others_read(stage):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(256, 256, bias=False), nn.GELU(), nn.Linear(256, 256, bias=False))
-    optimizer = ds_zero.shard(net, sgd(net), stage=stage, memory="shared", clip=1.0)
+    optimizer = unshown(net, sgd(net), stage=stage, memory="shared", clip=1.0)
     for _ in range(2):
         net(torch.randn(2, 256)).square().mean().backward()
         optimizer.step()
