@@ -43,7 +43,7 @@ class Averaging(Transform[float, None]):
 def test_it_follows_every_update():
     with (
         mock.patch.multiple("ds_engine.planner", TRANSFORMS=(Averaging(), *TRANSFORMS)),
-        mock.patch.multiple("ds_engine.build", TRANSFORMS=(Averaging(), *TRANSFORMS)),
+        mock.patch.multiple("ds_engine.builder", TRANSFORMS=(Averaging(), *TRANSFORMS)),
     ):
         model = nn.Linear(2, 1, bias=False)
         start = model.weight.detach().clone()

@@ -42,7 +42,7 @@ def test_an_engine_with_it_leaves_norms_alone():
     config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
     with (
         mock.patch.multiple("ds_engine.planner", TRANSFORMS=(FreezeNorms(), *TRANSFORMS)),
-        mock.patch.multiple("ds_engine.build", TRANSFORMS=(FreezeNorms(), *TRANSFORMS)),
+        mock.patch.multiple("ds_engine.builder", TRANSFORMS=(FreezeNorms(), *TRANSFORMS)),
     ):
         engine, *_ = ds_engine.initialize(model=model, config=config)
     assert "2 parameters of norms" in str(engine.plan)

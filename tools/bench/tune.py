@@ -351,7 +351,7 @@ def main() -> None:
         page()
         return
     if args.part == "limits":
-        for name in ("ds_engine.build", "ds_tune.tuning"):  # before the first fork
+        for name in ("ds_engine.builder", "ds_tune.tuning"):  # before the first fork
             importlib.import_module(name)
         limits(int(args.what or 200))
     else:

@@ -27,6 +27,7 @@ SESSIONS = {
     "oldest",
     "clusters",
     "release",
+    "fuzz",
     "gpu",
 }
 

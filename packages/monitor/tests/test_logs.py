@@ -27,13 +27,13 @@ def _loggers_as_before() -> Iterator[None]:
 
 SAYING = """
 import logging, sys
-from ds_monitor import tell
+from ds_monitor import log_requested
 log = logging.getLogger("ds_zero.somewhere")
 for _ in range(3):
     log.info("detail")
     log.warning("slow disk")
 log.error("lost")
-tell(log, "asked for")
+log_requested(log, "asked for")
 """
 
 
