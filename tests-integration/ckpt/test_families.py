@@ -68,7 +68,7 @@ def save(optimizer, path):
 
 
 def load(optimizer, path):
-    optimizer.materialize(["exp_avg", "exp_avg_sq"])
+    optimizer.materialize({name: t.shape for name, t in ds_ckpt.inspect(path).tensors.items()})
     optimizer.load_state_dict(ds_ckpt.load(path, optimizer.shards())["optimizer"])
     optimizer.refresh()
 

@@ -67,7 +67,7 @@ class Run:
         ds_ckpt.save(path, self.optimizer.shards(), {"optimizer": self.optimizer.state_dict(), **meta})
 
     def load(self, path):
-        self.optimizer.materialize(["exp_avg", "exp_avg_sq"])
+        self.optimizer.materialize({name: t.shape for name, t in ds_ckpt.inspect(path).tensors.items()})
         meta = ds_ckpt.load(path, self.optimizer.shards())
         self.optimizer.load_state_dict(meta["optimizer"])
         self.optimizer.refresh()
