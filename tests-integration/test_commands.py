@@ -62,7 +62,7 @@ def test_the_help_of_every_command_loads_neither_torch_nor_another_large_library
 
 
 # Commands that print no result: what they start speaks for itself, or they print JSON or a script anyway.
-NO_RESULT = {("chat",), ("completion",), ("config", "schema"), ("serve",)}
+NO_RESULT = {("chat",), ("completion",), ("config", "key"), ("config", "schema"), ("serve",)}
 
 
 def test_every_command_that_prints_a_result_prints_it_as_json():

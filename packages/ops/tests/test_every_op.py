@@ -518,7 +518,7 @@ def public_functions() -> dict[str, str]:
         module = None if found.name.startswith(("_", "cli")) else importlib.import_module(f"ds_ops.{found.name}")
         for name in getattr(module, "__all__", ()):
             if inspect.isfunction(getattr(module, name)):
-                documented[name] = inspect.getdoc(getattr(module, name)) or ""
+                documented.setdefault(name, inspect.getdoc(getattr(module, name)) or "")
     return {**documented, "gated_activation": documented["swiglu"]}
 
 

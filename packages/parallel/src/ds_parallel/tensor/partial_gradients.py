@@ -138,11 +138,18 @@ class ReplicaGradientCheck:
         return handle
 
     def watch(self, model: nn.Module, parts: Iterable[nn.Parameter]) -> None:
-        """Watch the parameters of `model` that are not among `parts`, for one backward."""
+        """Watch the parameters of `model` that are not among `parts`, for one backward.
+
+        Parameters whose gradient is summed over tensor ranks later (experts over all of them) differ until then and are not watched.
+        """
         skipped = set(map(id, parts))
         for name, param in model.named_parameters():
-            if id(param) not in skipped and param.requires_grad:
+            if id(param) not in skipped and param.requires_grad and not self._summed_later(param):
                 self._handles[name] = param.register_hook(partial(self._note, name))
+
+    def _summed_later(self, param: nn.Parameter) -> bool:
+        reduction_group = ds_comm.param_sharding(param).family
+        return reduction_group is not None and len(set(reduction_group.group.ranks) & set(self.group.ranks)) > 1
 
     def remove(self) -> None:
         """Stop watching."""
