@@ -345,8 +345,12 @@ class ShardedOptimizer(Optimizer):
 
         `step` does it, too; a pipeline does it earlier, while other stages still compute.
         """
-        self.sharding.runtime.reducing.close()
-        self.measure_gradients()
+        reducing = self.sharding.runtime.reducing
+        reducing.close()
+        # Stages of a pipeline reduce one after the other: a measurement over all of them would wait in the middle of a step.
+        reducing.attributes.take()
+        reducing.attributes.measure_after_backward()
+        reducing.attributes.put()
 
     def measure_gradients(self) -> None:
         """Measure the norms of all gradients again, after writes that were no factors. Collective, between backwards.
