@@ -99,7 +99,7 @@ def test_ranges_come_where_they_belong_and_nothing_else_changes(
     data: st.DataObject, dtype: torch.dtype, threads: int
 ) -> None:
     sources = [torch.arange(300_000).to(dtype), torch.arange(100).to(dtype).view(10, 10)]
-    out, at, ranges = torch.zeros(500_000, dtype=dtype), 0, []
+    out, at, ranges = torch.zeros(501_000, dtype=dtype), 0, []
     for _ in range(data.draw(st.integers(0, 5))):
         x = data.draw(st.sampled_from(sources))
         n = data.draw(st.sampled_from([0, 1, 63, x.numel() // 3]))

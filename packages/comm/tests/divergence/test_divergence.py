@@ -200,7 +200,7 @@ def test_what_the_watchdog_ends_has_its_exit_code_and_one_line(outcomes: dict[Ca
     assert outcome.codes == [EXIT_CODE, EXIT_CODE]
     for output in outcome.outputs:
         (line,) = lines(output)
-        assert re.search(r"docs/reference/errors\.md#comm-(hang|mismatch)$", line)
+        assert re.search(r"ds explain comm-(hang|mismatch)$", line)
 
 
 def test_four_ranks_name_the_one_that_did_not_come(outcomes: dict[Case, Outcome]) -> None:

@@ -26,7 +26,7 @@ from ds_ckpt.convert.tensor_source import open_checkpoint, write_checkpoint
 from ds_ckpt.coordinator import TRANSFER_S
 from ds_ckpt.format import MANIFEST
 from ds_ckpt.local import new_token
-from ds_comm import Group, all_gather_json, barrier, broadcast_object_list
+from ds_comm import Group, all_gather_json, barrier, broadcast_json
 from ds_config.errors import CheckpointError, UnsupportedError
 from ds_engine.checkpoints import CheckpointedRun, load_run, save_run
 from ds_pipe import PipelineModule, TiedLayerSpec
@@ -204,7 +204,7 @@ def _on_one(work: Callable[[], str | None], group: Group, what: str) -> str | No
             outcome[0] = f"{type(error).__name__}: {error}"
             if isinstance(error, CheckpointError):
                 outcome[0] = [error.message, error.code, error.fix]
-    broadcast_object_list(outcome, group=group, group_src=0)
+    outcome = broadcast_json(outcome, group, unit="outcome")
     if isinstance(outcome[0], list):
         message, code, fix = outcome[0]
         raise CheckpointError(f"{what}: {message}", code=code, fix=fix) from failed
