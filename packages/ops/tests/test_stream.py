@@ -58,7 +58,7 @@ def test_long_sums_are_exact(dtype: torch.dtype, backend: str) -> None:
 @pytest.mark.parametrize("n", [0, 5, 4096, 10_000_003])
 def test_a_device_without_fp64_sums_short_rows(dtype: torch.dtype, n: int) -> None:
     x = torch.randn(n).to(dtype)
-    assert float(_narrow_sum_squares(x)) == pytest.approx(float(x.double().square().sum()), rel=1e-6)
+    assert float(_narrow_sum_squares(x)) == pytest.approx(float(x.double().square().sum()), rel=4e-6)
 
 
 @settings(max_examples=60, deadline=None)
