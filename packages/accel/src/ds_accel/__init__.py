@@ -7,7 +7,7 @@ from ds_accel.device_facts import TABLE, Capability, CapabilityRule, CommBackend
 from ds_accel.device_memory import MemoryStats, ProcessMemory, host_memory
 from ds_accel.device_timer import DeviceTimer
 from ds_accel.pinned import PinnedBuffer, PinnedMemoryError, PinnedPool, PoolStats
-from ds_accel.rng import RngError, RngStreams, derive_seed
+from ds_accel.rng import RngError, RngStreams, derive_seed, preserve_random_streams
 
 __all__ = [
     "TABLE",
@@ -32,5 +32,6 @@ __all__ = [
     "get_accelerator",
     "host_memory",
     "known_devices",
+    "preserve_random_streams",
     "set_accelerator",
 ]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator, Mapping
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 
 from ds_config.errors import DsError
 
-__all__ = ["RngError", "RngStreams", "derive_seed"]
+__all__ = ["RngError", "RngStreams", "derive_seed", "preserve_random_streams"]
 
 
 class RngError(DsError, ValueError):
@@ -30,6 +32,32 @@ def derive_seed(seed: int, *parts: str | int) -> int:
     """
     text = "\0".join([str(int(seed)), *(f"{type(part).__name__}:{part}" for part in parts)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+@contextmanager
+def preserve_random_streams(devices: Iterable[torch.device] = ()) -> Iterator[None]:
+    """Put the random streams of torch, numpy and Python back afterwards as they were before the block.
+
+    Args:
+        devices: Whose generators to preserve besides the host's; all of one kind. One that has not been started is left alone.
+    """
+    numpy: Any = sys.modules.get("numpy.random")
+    drawn, state = random.getstate(), None if numpy is None else numpy.get_state()
+    started = list(dict.fromkeys(device for device in devices if _is_started(device)))
+    kind = {"device_type": started[0].type} if started else {}
+    with torch.random.fork_rng(started, **kind):
+        try:
+            yield
+        finally:
+            random.setstate(drawn)
+            if numpy is not None:
+                numpy.set_state(state)
+
+
+def _is_started(device: torch.device) -> bool:
+    """Whether a device has a generator that is in use. Asking for the state of CUDA's would start CUDA."""
+    module = None if device.type in ("cpu", "meta") else getattr(torch, device.type, None)
+    return module is not None and bool(getattr(module, "is_initialized", lambda: True)())
 
 
 class RngStreams:

@@ -35,7 +35,7 @@ from ds_engine.generating import HybridEngine
 from ds_engine.health import HealthWatch
 from ds_engine.init_args import InitArgs, OptimizerLike, SchedulerLike
 from ds_engine.loader import PackedLoader, ResumableLoader, make_loader
-from ds_engine.parallel_degrees import with_degrees
+from ds_engine.parallel_degrees import degrees_of, with_degrees
 from ds_engine.pipelining import PipelineEngine
 from ds_engine.plan import Plan, Shapes
 from ds_engine.planner import make_plan
@@ -101,21 +101,25 @@ def initialize(
             os.environ.setdefault("MASTER_PORT", str(distributed_port))
         init_distributed()
     check_configuration(resolved, world_group())
-    plan = make_plan(resolved, shapes_of(model), world_group().size)
+    shapes = shapes_of(model, structure=degrees_of(resolved)["tensor"] > 1)
+    plan = make_plan(resolved, shapes, world_group().size)
     engine = build(plan, model, InitArgs(optimizer, model_parameters, lr_scheduler, training_data, collate_fn))
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def shapes_of(model: nn.Module) -> Shapes:
+def shapes_of(model: nn.Module, *, structure: bool = True) -> Shapes:
     """Collect the shapes that planning needs from a model, possibly on the meta device.
 
     A model in pipeline stages says how the stages were split: `pipe_staging`.
+
+    Args:
+        structure: Whether to trace the model for what a tensor-parallel plan of more than one rank needs. No other plan does.
     """
     check_scripted(model)
     params, modules = describe(model, {id(p): 0 for p in model.parameters() if p.requires_grad}, OptimizerTraits())
     staging: PipelineSpec | None = getattr(model, "pipe_staging", None)
     stages = 1 if staging is None else staging.ranks
-    return Shapes(tuple(params), tuple(modules), stages, facts_of(model), staging)
+    return Shapes(tuple(params), tuple(modules), stages, facts_of(model, structure=structure), staging)
 
 
 def build(plan: Plan, model: nn.Module, parts: InitArgs) -> Engine:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_monitor
+from ds_accel import preserve_random_streams
 from ds_comm import Group, all_gather_json
 from ds_config.errors import TrainingError
 from ds_engine.result import StepResult
@@ -250,14 +251,21 @@ class HealthWatch:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Restore buffers and random states after a forward inside."""
+    """Restore buffers, random streams and the numbers among the modules' attributes after a forward inside."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
-    kind = next(iter(devices)).type if devices else "cuda"
-    with torch.random.fork_rng(sorted(d.index or 0 for d in devices), device_type=kind), torch.no_grad():
-        yield
-        for buffer, before in buffers:
-            buffer.copy_(before)
+    numbers = [
+        (vars(module), {key: value for key, value in vars(module).items() if isinstance(value, int | float)})
+        for module in model.modules()
+    ]
+    devices = sorted({p.device for p in model.parameters()}, key=str)
+    with preserve_random_streams(device for device in devices if device.type != "cpu"), torch.no_grad():
+        try:
+            yield
+        finally:
+            for buffer, before in buffers:
+                buffer.copy_(before)
+            for attributes, before_forward in numbers:
+                attributes.update(before_forward)
 
 
 def finding_text(step: int, first: str | None, reports: Sequence[Seen], policy: str) -> str:

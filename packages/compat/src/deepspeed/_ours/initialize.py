@@ -97,7 +97,8 @@ def initialize(
         mark_leaf_modules(model, get_zero_config(raw).leaf_module)
     resolved, counted = _with_own_batch(resolved, world_group().size)
     check_configuration(resolved, world_group())
-    plan = make_plan(resolved, shapes_of(model), world_group().size)
+    shapes = shapes_of(model, structure=degrees_of(resolved)["tensor"] > 1)
+    plan = make_plan(resolved, shapes, world_group().size)
     if counted is not None and world_group().rank == 0:
         logger.warning(
             "train_batch_size = %d: tensor-parallel ranks share their samples, so a step is %s here; DeepSpeed counts every rank "
@@ -188,7 +189,7 @@ def _is_of_sequences(mpu: Any, shared: int) -> bool:
 
 def _let_share(model: nn.Module) -> None:
     """Mark a model of no known attention as sequence-parallel, with a warning, as upstream assumes for every model."""
-    facts = facts_of(model)
+    facts = facts_of(model, structure=False)
     if facts is not None and not facts.shares_sequences and not facts.attention:
         logger.warning(
             "ranks share sequences, and nothing in %s says that it exchanges over them: it is taken to do so by itself, or to need none",

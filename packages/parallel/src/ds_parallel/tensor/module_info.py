@@ -125,8 +125,12 @@ class ModelFacts:
         return None
 
 
-def facts_of(model: nn.Module) -> ModelFacts:
-    """Read a model. Parameters may be on the meta device."""
+def facts_of(model: nn.Module, *, structure: bool = True) -> ModelFacts:
+    """Read a model. Parameters may be on the meta device.
+
+    Args:
+        structure: Whether to trace a model without a description for its rules. Only a tensor-parallel plan asks for them.
+    """
     config = getattr(model, "config", None)
     plain = config.to_dict() if config is not None and hasattr(config, "to_dict") else {}
     flags = {key: value for key, value in plain.items() if isinstance(value, str | int | float | bool | None)}
@@ -146,7 +150,7 @@ def facts_of(model: nn.Module) -> ModelFacts:
         tuple(tuple(names) for names in places.values() if len(names) > 1),
         getattr(config, "_attn_implementation", None),
         any(getattr(module, "shares_sequences", False) is True for module in model.modules()),
-        () if described else tuple(rules_of_structure(model, counts, _FOLLOWED)),
+        () if described or not structure else tuple(rules_of_structure(model, counts, _FOLLOWED)),
     )
 
 

@@ -24,7 +24,9 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
+from ds_accel import preserve_random_streams
 from ds_parallel.tensor.layer_rules import LayerRule, ShardKind
+from ds_parallel.tensor.model_copy import copy_model
 
 __all__ = ["rules_of_structure"]
 
@@ -53,8 +55,16 @@ def rules_of_structure(
     Args:
         heads: Of attention modules by name: query heads, key-value heads, elements of a head.
         known: Names of attributes of such modules that sharding changes, or that are of a single head.
-    Cost: a symbolic trace of each module that has linear layers.
+    A trace runs the module's code, so it is that of a copy: counters, buffers and random streams stay as they are.
+
+    Cost: a symbolic trace of each module that has linear layers; the memory of a copy of all buffers meanwhile.
     """
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    with preserve_random_streams(device for device in devices if device.type != "cpu"):
+        return _rules(copy_model(model), heads, known)
+
+
+def _rules(model: nn.Module, heads: Mapping[str, tuple[int, int, int]], known: frozenset[str]) -> list[LayerRule]:
     rules: dict[str, LayerRule] = {}
     twice: set[str] = set()
     for name, module in model.named_modules():

@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import copy
 import math
-import random
-import sys
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
@@ -27,6 +24,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
+from ds_accel import preserve_random_streams
 from ds_config.errors import UnsupportedError
 from ds_zero._torch import plain_step
 from ds_zero.layout.shard_options import OptimizerTraits
@@ -104,27 +102,12 @@ def ask(optimizer: Optimizer, group: dict[str, Any], shapes: Shapes) -> Optimize
     """
     refused: CannotStepError | None = None
     for device in devices_of(group["params"]):
-        with _undisturbed(device):
+        with preserve_random_streams([device]):
             try:
                 return _Asked(optimizer, group, device).habits(shapes)
             except CannotStepError as error:
                 refused = refused or error
     raise refused or RuntimeError("nowhere to step")
-
-
-@contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Random streams are afterwards as they were."""
-    numpy: Any = sys.modules.get("numpy.random")
-    drawn, kept = random.getstate(), None if numpy is None else numpy.get_state()
-    there = {} if device.type == "cpu" else {"device_type": device.type}
-    with torch.random.fork_rng([] if device.type == "cpu" else [device], **there):
-        try:
-            yield
-        finally:
-            random.setstate(drawn)
-            if numpy is not None:
-                numpy.set_state(kept)
 
 
 @dataclass(frozen=True, slots=True)
