@@ -174,6 +174,52 @@ def test_what_was_trained_in_few_bits_is_exported_to_the_bit(tmp_path):
         torch.testing.assert_close(loaded(**tokens).logits.float(), wanted, atol=1e-5, rtol=1e-5)
 
 
+class Picture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.config = None
+        self.first, self.second, self.last = nn.Conv2d(4, 8, 3), nn.Conv1d(8, 8, 3, groups=2), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.last(self.second(self.first(x).relu().flatten(2)).mean(-1))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "nearest"])
+def test_convolutions_are_exported_and_read_to_the_bit(trained, bits, tmp_path):
+    """Only linear layers had codes: what a convolution had learnt in few bits was written in 32."""
+    base = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base", reason="the library that reads it")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    torch.manual_seed(0)
+    net = Picture()
+    if trained:
+        init_compression(net, {"compression_training": {"weight_quantization": {
+            "shared_parameters": {"enabled": True, "quantize_groups": 8},
+            "different_groups": {"all": {"params": {"start_bits": bits, "target_bits": bits}, "modules": ["first", "second"]}}}}})  # fmt: skip
+        codes = codes_of_training(net)
+        wanted = net(torch.ones(2, 4, 5, 5))
+        redundancy_clean(net)
+        assert torch.equal(net(torch.ones(2, 4, 5, 5)), wanted)
+    else:
+        codes = round_to_nearest(net, QuantScheme(bits, -1), convolutions=True)
+        assert "last" in codes
+    assert {"first", "second"} <= set(codes)
+    assert "first" not in round_to_nearest(copy.deepcopy(net), QuantScheme(4, -1))
+    export_compressed_tensors(net, codes, tmp_path, config={"model_type": "picture"})
+    section = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    read = quantization.QuantizationConfig.model_validate(section).config_groups["group_0"]
+    assert set(read.targets) == set(codes)
+    stored = load_file(tmp_path / "model.safetensors")
+    for name in codes:
+        own = {key.removeprefix(f"{name}."): value for key, value in stored.items() if key.startswith(f"{name}.")}
+        found = base.PackedQuantizationCompressor.decompress(own, read)["weight"]
+        weight = net.get_submodule(name).weight
+        assert torch.equal(codes[name].weight(), weight)
+        torch.testing.assert_close(found.view(weight.shape).float(), weight.detach(), atol=1e-6, rtol=1e-5)
+    with pytest.raises(PlanError, match="first, a convolution"):
+        export_gptq(net, codes, tmp_path)
+
+
 def unpack(words, bits, axis):
     """A reader of its own: codes of int32 words along an axis, in Python's arithmetic on numpy."""
     import numpy

@@ -1,8 +1,8 @@
 """Make a compressed model final: values that are quantised, weights that are zero, layers that are smaller.
 
 A row that is dropped leaves its layer, and the column that reads it leaves each related layer. The cleaned model equals the
-masked one where what is between them maps 0 to 0 (ReLU, GELU, SiLU, tanh), and a batch norm between them is related, too: the output of such a norm
-is masked with the layer's.
+masked one whatever is computed of each feature alone between them: related layers do not see dropped features from when the mask begins, and the
+output of a related batch norm is masked with the layer's. `ds_compress.pruned_paths` refuses the rest.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from ds_comm import Group, all_reduce_coalesced, as_group, world_group
 from ds_compress.config import CompressionConfig, compression_of
 from ds_compress.layer_compression import LayerCompression, attach, attached, detach
+from ds_compress.pruned_paths import check_path
 from ds_compress.quantised import refuse_quantised
-from ds_compress.recipe import CompressibleLayer, CompressionRecipe, Kind, Pruned, make_recipe
+from ds_compress.recipe import CompressibleLayer, CompressionRecipe, Kind, LayerRecipe, Pruned, make_recipe
 from ds_compress.students import student_initialization
 from ds_config.config_file import Source
 from ds_config.errors import PlanError, UnsupportedError
@@ -90,20 +91,31 @@ def init_compression(
 def compress(model: nn.Module, recipe: CompressionRecipe, group: Group | None = None) -> list[LayerCompression]:
     """Attach a recipe. `group`: ranks whose batches are one batch; None is all ranks, looked up when needed."""
     _check(model, recipe)
-    compressions = []
     for name, one in recipe.layers.items():
-        compressions.append(attach(model.get_submodule(name), one))
-        compressions[-1].group = group
-        kinds: tuple[tuple[Literal["row", "channel"], Pruned | None], ...] = (
-            ("row", one.rows),
-            ("channel", one.channels),
-        )
-        for kind, pruned in kinds:
-            for other in pruned.related if pruned is not None else ():
-                norm = model.get_submodule(other)
-                if isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d):
-                    compressions[-1].mask_norm(kind, norm)
-    return compressions
+        for _, pruned in _kinds(one):
+            if pruned.related:
+                check_path(model, name, pruned.related, one.layer.shape[0])
+        for other in one.heads.related if one.heads is not None else ():
+            check_path(model, other, (name,), one.layer.shape[1], functions=False)
+    compressions = {name: attach(model.get_submodule(name), one) for name, one in recipe.layers.items()}
+    for name, one in recipe.layers.items():
+        compressions[name].group = group
+        for kind, pruned in _kinds(one):
+            for other in pruned.related:
+                reader = model.get_submodule(other)
+                if isinstance(reader, nn.BatchNorm1d | nn.BatchNorm2d):
+                    compressions[name].mask_norm(kind, reader)
+                else:
+                    compressions[name].mask_reader(kind, reader)
+    return list(compressions.values())
+
+
+def _kinds(recipe: LayerRecipe) -> Iterator[tuple[Literal["row", "channel"], Pruned]]:
+    """Yield what drops output features of a layer."""
+    if recipe.rows is not None:
+        yield "row", recipe.rows
+    if recipe.channels is not None:
+        yield "channel", recipe.channels
 
 
 def decompress(model: nn.Module) -> None:

@@ -69,8 +69,8 @@ class LayerCompression(nn.Module):
         self.group: Group | None = None
         self._handles: list[RemovableHandle] = []
         self._chosen_masks: set[str] = set()  # masks that have been chosen
-        self._norms: list[str] = []  # masks that norms behind the layer take
-        self._norm_masks: dict[str, Tensor] = {}  # of a forward of the layer, until these norms have run
+        self._followed: set[str] = set()  # masks that norms and readers behind the layer take
+        self._output_masks: dict[str, Tensor] = {}  # of the layer's last forward
         self.register_buffer("state", torch.zeros(4, dtype=torch.int64, device=device))
         if recipe.inputs is not None and recipe.inputs.static:
             empty = torch.tensor([math.inf, -math.inf], dtype=torch.float32, device=device)
@@ -147,6 +147,8 @@ class LayerCompression(nn.Module):
 
     def touches_weight(self) -> bool:
         """Whether forward sees another weight now."""
+        if self._waiting_scores():
+            return True
         acts = [what.offset for what in self._pruning().values()]
         if self.recipe.weights is not None and self.bits is not None and self.bits.bits < 16:
             acts.append(self.recipe.weights.offset)
@@ -168,23 +170,62 @@ class LayerCompression(nn.Module):
                 weight = weight * self.shaped(name, mask, weight.dim()).to(weight.dtype)
                 if bias is not None and name in ("row", "channel"):
                     bias = bias * mask.reshape(-1).to(bias.dtype)
-                if name in self._norms:
-                    self._norm_masks[name] = mask
+                if name in self._followed:
+                    self._output_masks[name] = mask
+        for name in self._waiting_scores():
+            weight = _WithoutGradient.apply(weight, getattr(self, f"{name}_scores"))
         return weight, bias
+
+    def _waiting_scores(self) -> list[str]:
+        """List the learnt scores that do not act yet. They take part with a gradient of zero: DDP waits for one from each parameter."""
+        if not torch.is_grad_enabled():
+            return []
+        pruning = self._pruning().items()
+        return [name for name, what in pruning if what.method == "topk" and not starts(self.steps, what.offset)]
 
     def mask_norm(self, name: Literal["row", "channel"], norm: nn.Module) -> None:
         """Mask the output of a batch norm behind the layer as the layer's, until the compression is detached.
 
         A channel that is zero leaves its norm as bias - mean * weight / deviation, which the next layer would read until the model is cleaned.
         """
-        self._norms.append(name)
+        self._followed.add(name)
         self._handles.append(norm.register_forward_hook(partial(self._mask_output, name)))
 
+    def mask_reader(self, name: Literal["row", "channel"], reader: nn.Module) -> None:
+        """Hide from a layer that reads this one what the mask drops, until the compression is detached. Call when `reader` has its own compression.
+
+        An activation that maps 0 to something else (sigmoid) would let it through until the model is cleaned. Gradients pass as without this.
+        """
+        self._followed.add(name)
+        compression = attached(reader)
+        if compression is not None and compression.recipe.inputs is not None:
+            # Ranges of inputs are those of the features that stay, so the reader's own compression sees none of the dropped.
+            before = reader.register_forward_pre_hook(partial(self._hide, name, True), prepend=True, with_kwargs=True)
+            self._handles.append(before)
+        after = reader.register_forward_pre_hook(partial(self._hide, name, False), with_kwargs=True)
+        self._handles.append(after)
+
     def _mask_output(self, name: str, norm: nn.Module, args: Any, output: Tensor) -> Tensor:
-        mask = self._norm_masks.pop(name, None)  # not computed again: ZeRO may have taken the scores away
+        mask = self._output_masks.get(name)  # not computed again: ZeRO may have taken the scores away
         if mask is None:
             return output
         return output * mask.reshape(1, -1, *[1] * (output.dim() - 2)).to(output.dtype)
+
+    def _hide(
+        self, name: str, fill: bool, reader: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Replace the dropped features of a reader's input: by zero, or by a feature that stays (`fill`)."""
+        mask = self._output_masks.get(name)
+        if mask is None:
+            return args, kwargs
+        if args:
+            return (_hidden(args[0], mask, _feature_dim(reader), fill), *args[1:]), kwargs
+        first = next(iter(kwargs))
+        return args, {**kwargs, first: _hidden(kwargs[first], mask, _feature_dim(reader), fill)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without masks of the last forward, which are results of autograd and cannot be copied."""
+        return {**self.__dict__, "_output_masks": {}}
 
     def final(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the weight and bias of `forward` after the end of all schedules, detached."""
@@ -278,8 +319,7 @@ class LayerCompression(nn.Module):
         heads = self.recipe.heads
         if heads is not None and starts(self.steps, heads.offset):
             # Dropped heads do not count in ranges: they are not there any more when the model is cleaned.
-            mask = self.mask("head", weight).detach()
-            x = x * self.shaped("head", mask, 2).reshape(-1).to(x.dtype)
+            x = _hidden(x, self.mask("head", weight), -1, fill=True)
         if not inputs.static:
             groups = x.numel() // x.shape[-1]
             return straight_through(x, quantize(x.detach(), QuantGrid(inputs.bits, groups, inputs.symmetry)))
@@ -316,6 +356,35 @@ def _on_range(x: Tensor, span: Tensor, inputs: InputQuantization) -> Tensor:
     scale, zero = torch.where(usable, scale, torch.ones_like(scale)), torch.where(usable, zero, torch.zeros_like(zero))
     value = ((wide - zero) / scale).round().clamp(first, last) * scale + zero
     return torch.where(usable, value, wide).to(x.dtype)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """A weight as it is, and a gradient of zero for scores that do not act on it yet."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, scores: Tensor) -> Tensor:
+        ctx.scores = (scores.shape, scores.dtype, scores.device)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        shape, dtype, device = ctx.scores
+        return grads[0], torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _feature_dim(reader: nn.Module) -> int:
+    """Return the dim of a layer's input that its weight's columns read."""
+    weight: Any = reader.weight
+    return -1 if not isinstance(reader, nn.Conv1d | nn.Conv2d) else 1 - weight.dim()
+
+
+def _hidden(x: Tensor, mask: Tensor, dim: int, fill: bool) -> Tensor:
+    """Replace the dropped features of `x` along `dim`, of which there may be several for each of `mask`. The gradient is that of `x`."""
+    keep = mask.detach().reshape(-1).bool()
+    keep = keep.repeat_interleave(x.shape[dim] // keep.numel())
+    shape = (-1, *[1] * (-1 - dim))
+    other = x.index_select(dim, keep.to(torch.int8).argmax().reshape(1)) if fill else torch.zeros_like(x)
+    return straight_through(x, torch.where(keep.view(shape), x, other))
 
 
 # ---- on a module

@@ -66,8 +66,9 @@ def export_compressed_tensors(
 
     Args:
         model: A transformers model (its `config` is written), or any module with `config` given.
-        codes: Of its linear layers; they may have different schemes. Other layers are written as they are. Asymmetric ones are
-            read by compressed-tensors itself; transformers 5 with compressed-tensors 0.20 refuses packed zeros.
+        codes: Of its linear layers and convolutions; they may have different schemes. Other layers are written as they are. Asymmetric ones
+            are read by compressed-tensors itself; transformers 5 with compressed-tensors 0.20 refuses packed zeros. A convolution is
+            written as its matrix [out, in_channels / groups * kernel], which is what the format's readers unpack; `view(weight.shape)` follows.
     Returns:
         The folder.
     Raises:
@@ -87,9 +88,10 @@ def export_compressed_tensors(
         if not one.scheme.symmetric:
             state[f"{name}.weight_zero_point"] = pack_rows(one.zeros, one.scheme.bits)
     ignored = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in codes]
+    linear = all(one.shape is None for one in codes.values())
     groups = {
         f"group_{number}": {
-            "targets": ["Linear"] if len(alike) == 1 else names,
+            "targets": ["Linear"] if len(alike) == 1 and linear else names,
             "weights": _weights_section(scheme), "input_activations": None, "output_activations": None,
         }
         for number, (scheme, names) in enumerate(alike.items())
@@ -123,6 +125,8 @@ def export_gptq(
     scheme = _one_scheme(codes, (2, 4, 8))
     each, state = 32 // scheme.bits, _plain_state(model, codes)
     for name, one in codes.items():
+        if one.shape is not None:
+            raise _export(f"{name}, a convolution", "Leave convolutions out, or use export_compressed_tensors.")
         out, inputs = one.codes.shape
         if out % each or inputs % each:
             raise _export(f"{name} of {out} x {inputs}, {each} codes in a word", "Leave the layer out of quantisation.")

@@ -76,23 +76,25 @@ class QuantizedWeight:
 
     Attributes:
         scheme: Its format.
-        codes: [out, in], uint8.
+        codes: [out, in], uint8; `in` of a convolution is all that one output reads: in_channels / groups * kernel.
         scales: [out, groups], fp32.
         zeros: [out, groups], uint8.
+        shape: Of the weight where it is not [out, in], as of a convolution.
     """
 
     scheme: QuantScheme
     codes: Tensor
     scales: Tensor
     zeros: Tensor
+    shape: tuple[int, ...] | None = None
 
     def weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Dequantize the codes into a weight [out, in]."""
+        """Dequantize the codes into a weight: [out, in], or of the convolution's shape."""
         each = self.codes.shape[1] // self.scales.shape[1]
         spread = (self.codes.float() - self.zeros.float().repeat_interleave(each, 1)) * self.scales.repeat_interleave(
             each, 1
         )
-        return spread.to(dtype)
+        return spread.to(dtype).view(self.shape or spread.shape)
 
 
 def linears_of(model: nn.Module, exclude: Iterable[str] = ("lm_head",)) -> dict[str, nn.Linear]:
@@ -152,34 +154,48 @@ def to_codes(values: Tensor, scale: Tensor, zero: Tensor, scheme: QuantScheme) -
 
 @torch.no_grad()
 def round_to_nearest(
-    model: nn.Module, scheme: QuantScheme | None = None, exclude: Iterable[str] = ("lm_head",)
+    model: nn.Module,
+    scheme: QuantScheme | None = None,
+    exclude: Iterable[str] = ("lm_head",),
+    convolutions: bool = False,
 ) -> dict[str, QuantizedWeight]:
-    """Quantize linear layers from their weights only, without calibration data.
+    """Quantize linear layers, and with `convolutions` those too, from their weights only, without calibration data.
 
-    The weights of the model are set to the dequantized values.
+    The weights of the model are set to the dequantized values. A convolution is the matrix [out, in_channels / groups * kernel].
 
     Returns:
         By name of the layer, for the functions of `ds_compress.model_export`.
     """
-    scheme, codes_by_name = scheme or QuantScheme(), {}
-    layers = linears_of(model, exclude)
+    scheme, codes_by_name, left_out = scheme or QuantScheme(), {}, tuple(exclude)
+    layers: dict[str, nn.Module] = {
+        name: module
+        for name, module in model.named_modules()
+        if (isinstance(module, nn.Linear) or (convolutions and isinstance(module, nn.Conv1d | nn.Conv2d)))
+        and not any(re.search(pattern, name) for pattern in left_out)
+    }
     for name, module in layers.items():
         refuse_quantised(name, module)
-        scheme.size(module.in_features, name)
+        scheme.size(_matrix(module).shape[1], name)
     for name, module in layers.items():
-        size = scheme.size(module.in_features, name)
-        weight = module.weight.float()
-        rows = weight.reshape(-1, size)
+        matrix, weight = _matrix(module).float(), module.get_parameter("weight")
+        size = scheme.size(matrix.shape[1], name)
+        rows = matrix.reshape(-1, size)
         scale, zero = row_grid(rows, scheme)
-        groups = module.in_features // size
+        groups = matrix.shape[1] // size
         codes_by_name[name] = QuantizedWeight(
             scheme,
-            to_codes(rows, scale, zero, scheme).view(weight.shape).to(torch.uint8),
+            to_codes(rows, scale, zero, scheme).view(matrix.shape).to(torch.uint8),
             scale.view(-1, groups),
             zero.view(-1, groups).to(torch.uint8),
+            None if weight.dim() == 2 else tuple(weight.shape),
         )
-        module.weight.copy_(codes_by_name[name].weight(module.weight.dtype))
+        weight.copy_(codes_by_name[name].weight(weight.dtype))
     return codes_by_name
+
+
+def _matrix(module: nn.Module) -> Tensor:
+    """Return the weight of a layer as the matrix [out, what one output reads]."""
+    return module.get_parameter("weight").flatten(1)
 
 
 @torch.no_grad()
@@ -263,37 +279,42 @@ def _gptq_layer(weight: Tensor, product: Tensor, scheme: QuantScheme, size: int,
 
 @torch.no_grad()
 def codes_of_training(model: nn.Module) -> dict[str, QuantizedWeight]:
-    """Return codes of the layers whose weights were quantized in training. Call before `redundancy_clean`.
+    """Return codes of the linear layers and convolutions whose weights were quantized in training. Call before `redundancy_clean`.
 
     For symmetric grids of 3 to 8 bits whose groups lie within rows (`quantize_groups` is a multiple of the layer's
     outputs).
     The dequantized weights are those of the cleaned model, to the bit.
 
     Raises:
-        PlanError: a layer has another grid, or loses weights, rows or heads, too ("compress-scheme").
+        PlanError: a layer has another grid, or loses weights, rows, heads or channels, too ("compress-scheme").
     """
     codes_by_name = {}
     for name, module, compression in compressed_layers(model):
         weights, recipe = compression.recipe.weights, compression.recipe
-        if weights is None or not isinstance(module, nn.Linear):
+        if weights is None or not isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):
             continue
-        per_row, rest = divmod(weights.groups, module.out_features)
-        pruned = any(part is not None for part in (recipe.sparse, recipe.rows, recipe.heads))
-        wrong = rest or not per_row or module.in_features % max(per_row, 1)
+        matrix, weight = _matrix(module).float(), module.get_parameter("weight")
+        per_row, rest = divmod(weights.groups, matrix.shape[0])
+        pruned = any(part is not None for part in (recipe.sparse, recipe.rows, recipe.heads, recipe.channels))
+        wrong = rest or not per_row or matrix.shape[1] % max(per_row, 1)
         if wrong or pruned or weights.symmetry != "symmetric" or not 3 <= weights.target <= 8:
             raise PlanError(
                 f"{name} has {weights.groups} groups of {weights.target} bits, {weights.symmetry}{', pruned' if pruned else ''}",
                 code="compress-scheme",
                 fix="Use symmetric grids of 3 to 8 bits with quantize_groups a multiple of the outputs, or quantise after cleaning.",
             )
-        size, half = module.in_features // per_row, 2 ** (weights.target - 1)
-        rows = module.weight.float().reshape(-1, size)
+        size, half = matrix.shape[1] // per_row, 2 ** (weights.target - 1)
+        rows = matrix.reshape(-1, size)
         scale = rows.abs().amax(1, keepdim=True) * 2 / 2**weights.target
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
         codes = (rows / scale).round().clamp(-half, half - 1) + half
         scheme = QuantScheme(weights.target, size if per_row > 1 else -1)
-        zeros = torch.full((module.out_features, per_row), half, dtype=torch.uint8)
+        zeros = torch.full((matrix.shape[0], per_row), half, dtype=torch.uint8)
         codes_by_name[name] = QuantizedWeight(
-            scheme, codes.view(module.weight.shape).to(torch.uint8), scale.view(module.out_features, per_row), zeros
+            scheme,
+            codes.view(matrix.shape).to(torch.uint8),
+            scale.view(-1, per_row),
+            zeros,
+            None if weight.dim() == 2 else tuple(weight.shape),
         )
     return codes_by_name
