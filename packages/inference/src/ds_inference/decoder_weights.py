@@ -134,6 +134,7 @@ def read_weights(
         role, in order.
     Raises:
         CheckpointError: a tensor is missing ("inference-missing"); all missing tensors are named.
+        ValueError: a tensor's shape is not the one that the configuration implies.
     """
     named = Prefixed(checkpoint)
     weights: dict[str, Weight] = {}
@@ -148,7 +149,9 @@ def read_weights(
                     missing.append(choices[0].names[0].replace("{i}", str(i)))
                 continue
             full = role.replace("{i}", str(i))
-            weight = keep(full, _make(chosen, i, named, spec, feed))
+            whole = _make(chosen, i, named, spec, feed)
+            _check_shape(spec, full, i, tuple(whole.shape))
+            weight = keep(full, whole)
             if weight is not None:
                 weights[full] = weight
     needed = {"embed.weight"} if spec.tied else {"embed.weight", "head.weight"}
@@ -213,6 +216,43 @@ def _make(source: WeightSource, i: int, checkpoint: Mapping[str, Weight], spec: 
             torch.cat([c.wire for c in codes]), codes[0].spec, codes[0].cols, (rows, codes[0].cols), codes[0].dtype
         )
     return arranged(source, [dequantised(part) for part in tensors], i, spec)
+
+
+def _check_shape(spec: DecoderSpec, role: str, i: int, shape: tuple[int, ...]) -> None:
+    """Raise ValueError if a role's tensor is not of the shape that the configuration implies (`typed_folder_errors` names the folder).
+
+    Before anything is allocated by the configuration's sizes alone: a damaged one may name any number.
+    """
+    expected = _expected_shape(spec, role, i)
+    if expected is None or shape == expected:
+        return
+    raise ValueError(
+        f"{role} has shape {list(shape)}; the configuration of the {spec.family} model implies {list(expected)}"
+    )
+
+
+def _expected_shape(spec: DecoderSpec, role: str, i: int) -> tuple[int, ...] | None:
+    """Return the shape of a matrix between residual stream, heads and hidden units; None for other roles."""
+    if role in ("embed.weight", "head.weight"):
+        return spec.vocab, spec.embed or spec.hidden
+    if not role.startswith("layers."):
+        return None
+    attention, feed = spec.layers[i].attention, spec.layers[i].feed
+    name = role.split(".", 2)[2]
+    if name == "attention.out.weight":
+        return spec.hidden, attention.heads * attention.value_width
+    if name == "attention.qkv.weight":
+        keys_and_values = attention.kv_heads * (attention.width + attention.value_width)
+        return attention.heads * attention.width + keys_and_values, spec.hidden
+    if isinstance(feed, ExpertsSpec):
+        matrices = {
+            "feed.experts.up": (feed.count, 2 * feed.width, spec.hidden),
+            "feed.experts.down": (feed.count, spec.hidden, feed.width),
+            "feed.router.weight": (feed.count, spec.hidden),
+        }
+        return matrices.get(name)
+    rows = 2 * feed.width if feed.gated else feed.width
+    return {"feed.up.weight": (rows, spec.hidden), "feed.down.weight": (spec.hidden, feed.width)}.get(name)
 
 
 def arranged(source: WeightSource, parts: list[Tensor], i: int, spec: DecoderSpec) -> Tensor:
