@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_config.errors import PlanError
 from ds_pipe._torch import TreeSpec, tree_flatten, tree_unflatten
 from ds_pipe.splitting import Capture, WeightGradJob, WeightGradRecorder, split_backward
 
@@ -94,8 +95,16 @@ class _Checkpointed(torch.autograd.Function):
     def forward(ctx: Any, segment: _RecomputedSegment, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.segment = segment
         ctx.save_for_backward(*tensors)
+        versions = [t._version for t in tensors]
         with segment.backwards.recorder.into(None):
             flat, segment.outputs = tree_flatten(segment.run(_value(segment, tensors)))
+        for tensor, version in zip(tensors, versions, strict=True):
+            if tensor._version != version:
+                raise PlanError(
+                    f"a checkpointed segment changes its input of shape {list(tensor.shape)} in place, which it is computed from again",
+                    code="pipe-in-place",
+                    fix="Let the segment's first layer work out of place (inplace=False), or do not checkpoint it.",
+                )
         segment.constants = [_Slot() if isinstance(leaf, Tensor) else leaf for leaf in flat]
         outputs = tuple(leaf for leaf in flat if isinstance(leaf, Tensor))
         ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))

@@ -55,11 +55,14 @@ class PipelineStage:
                 return out if finish is None else finish(out)
         leaves, spec = tree_flatten(value)
         leaves = [_cut(leaf) for leaf in leaves]
-        capture = Capture() if self.splits else None
+        # A leaf of autograd cannot be changed in place, as the first layer of a stage may do with what the layer before it returned.
+        entered = [_Entered.apply(t) if isinstance(t, Tensor) and t.requires_grad else t for t in leaves]
+        shared, capture = _shared(entered), Capture() if self.splits else None
         with self.backwards.forwards(), self._recorder.into(capture):
-            out = self.module(tree_unflatten(leaves, spec))
+            out = self.module(tree_unflatten(entered, spec))
             if finish is not None:
                 out = finish(out)
+        self._check_in_place(shared)
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         outputs = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
         self._flights[microbatch] = _MicrobatchState(inputs, outputs, capture)
@@ -116,6 +119,15 @@ class PipelineStage:
         pairs = [(t, g) for t, g in zip(outputs, grads, strict=True) if g is not None]
         return [t for t, _ in pairs], [g for _, g in pairs]
 
+    def _check_in_place(self, shared: list[tuple[Tensor, int]]) -> None:
+        for tensor, version in shared:
+            if tensor._version != version:
+                raise PlanError(
+                    f"stage {self.index} changes its input of shape {list(tensor.shape)} in place, and another part of the input is the same tensor",
+                    code="pipe-in-place",
+                    fix="Return a copy from the stage before (x.clone()), or let this stage begin without an in-place operation.",
+                )
+
     def weight_grad(self, microbatch: int) -> None:
         """Run the second half of a backward: add the weight gradients, and free the microbatch's memory."""
         with self.backwards.running(Mode.THROUGH):
@@ -130,6 +142,31 @@ class PipelineStage:
         """Take the hooks from the module."""
         self.forget()
         self._recorder.close()
+
+
+class _Entered(torch.autograd.Function):
+    """A leaf as a result: the same memory and version counter, so that autograd still notices changes of what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def _shared(leaves: Sequence[Any]) -> list[tuple[Tensor, int]]:
+    """Return the tensors that have their memory in common with another, with their versions.
+
+    A change of one would change the other's value, but not its gradient.
+    """
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
+    if len(tensors) < 2:
+        return []
+    pointers = [t.data_ptr() for t in tensors]
+    again = {pointer for pointer in pointers if pointers.count(pointer) > 1}
+    return [(t, t._version) for t, pointer in zip(tensors, pointers, strict=True) if pointer in again]
 
 
 def _cut(leaf: Any) -> Any:

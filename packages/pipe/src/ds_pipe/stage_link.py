@@ -31,7 +31,8 @@ class ValueStructure:
 
     Attributes:
         tree: torch's description of the containers, as JSON.
-        leaves: Of every leaf either `("tensor", requires_grad)` or `("value", constant)`.
+        leaves: Of every leaf either `("tensor", requires_grad)` or `("value", constant)`; `("tensor", requires_grad, number)` for one that is
+            the same tensor as another before it, the one with this number among the tensors.
     """
 
     tree: str
@@ -40,7 +41,7 @@ class ValueStructure:
     @property
     def gradients(self) -> int:
         """How many tensors carry gradients."""
-        return sum(1 for kind, value in self.leaves if kind == "tensor" and value)
+        return sum(1 for leaf in self.leaves if leaf[0] == "tensor" and leaf[1])
 
     def encoded(self) -> bytes:
         """Encode this signature as JSON, padded to be longer than a signature number."""
@@ -64,7 +65,8 @@ def describe(value: Any, where: str) -> tuple[ValueStructure, list[Tensor]]:
     tensors: list[Tensor] = []
     for path, leaf in pairs:
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-            leaves.append(("tensor", leaf.requires_grad))
+            first = next((number for number, other in enumerate(tensors) if _same(leaf, other)), None)
+            leaves.append(("tensor", leaf.requires_grad, *(() if first is None else (first,))))
             tensors.append(leaf)
         elif leaf is None or isinstance(leaf, (bool, int, float, str)):
             leaves.append(("value", leaf))
@@ -76,6 +78,16 @@ def describe(value: Any, where: str) -> tuple[ValueStructure, list[Tensor]]:
                 fix="Pass tensors, None, bool, int, float and str, in tuples, lists and dicts; make anything else from them.",
             )
     return ValueStructure(_dump(spec, where), tuple(leaves)), tensors
+
+
+def _same(tensor: Tensor, other: Tensor) -> bool:
+    return (
+        tensor.data_ptr() == other.data_ptr()
+        and tensor.numel() > 0
+        and tensor.shape == other.shape
+        and tensor.stride() == other.stride()
+        and tensor.dtype == other.dtype
+    )
 
 
 def _dump(spec: TreeSpec, where: str) -> str:
@@ -189,11 +201,13 @@ class StageLink:
 def _value(signature: ValueStructure, tensors: list[Tensor]) -> Any:
     rest = iter(tensors)
     leaves: list[Any] = []
-    for kind, value in signature.leaves:
+    for kind, value, *same in signature.leaves:
         if kind == "value":
             leaves.append(value)
         else:
             tensor = next(rest)
+            if same:  # a change in place is one of both, as where the stage before was
+                tensor = tensors[same[0]].detach()
             leaves.append(tensor.requires_grad_(True) if value and torch.is_grad_enabled() else tensor)
     if signature.tree not in _specs:
         _specs[signature.tree] = treespec_loads(signature.tree)

@@ -94,6 +94,19 @@ class WithoutAside(nn.Module):
         return value[0]
 
 
+class InPlace(nn.Module):
+    """Begins by changing its input, which the layer before it did not keep for its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.linear = nn.LeakyReLU(0.3, inplace=True), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor | dict[str, Any]) -> Any:
+        if isinstance(x, dict):
+            return {**x, "x": self.linear(self.act(x["x"]))}
+        return self.linear(self.act(x.mul_(1.5)))
+
+
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -115,6 +128,10 @@ def layers(kind: str) -> list[Any]:
         return [LayerSpec(Embed), *blocks, head]
     if kind == "aside":
         return [LayerSpec(Embed), *(LayerSpec(Aside) for _ in blocks), WithoutAside(), head]
+    if kind == "inplace":
+        return [LayerSpec(Embed), *(LayerSpec(InPlace) for _ in blocks), head]
+    if kind == "inplace shared":
+        return [LayerSpec(Embed), LayerSpec(nn.Linear, WIDTH, WIDTH), Carry(), LayerSpec(InPlace), Land(), head]
     if kind == "tied":
         first = TiedLayerSpec("words", Words)
         return [first, *blocks, TiedLayerSpec("words", Words, forward_fn=as_head)]

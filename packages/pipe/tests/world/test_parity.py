@@ -4,10 +4,14 @@ import itertools
 import random
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 import ds_pipe
 from ds_config.errors import PlanError
+from ds_pipe.stage import PipelineStage
+from ds_pipe.stage_link import ValueStructure, _value, describe
 from ds_testing import world
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe-v"]
@@ -62,6 +66,56 @@ def test_unused_scalar_between_stages_of_one_rank(bench):
 def test_unused_scalar_between_stages(bench):
     for schedule in SCHEDULES:
         bench.check("aside", 4, schedule=schedule, steps=1)
+
+
+@world(2)
+def test_stages_that_begin_in_place(bench):
+    """Each stage's first layer changes its input; torch refuses that of a leaf."""
+    for schedule in SCHEDULES:
+        bench.check("inplace", 4, schedule=schedule, steps=1)
+
+
+@world(1)
+def test_stages_of_one_rank_that_begin_in_place(bench):
+    for schedule in ("interleaved", "zbv", "dualpipe-v"):
+        bench.check("inplace", 2, schedule=schedule, steps=1)
+
+
+@world(1)
+def test_changes_in_place_of_what_is_used_again_are_refused(bench):
+    """The other use would see the change, and its gradient would not."""
+    refused(bench, "inplace shared", "stage 1 changes its input")
+    # From another rank, too, the two are one tensor.
+    x = torch.randn(3, requires_grad=True) * 1
+    structure, tensors = describe({"x": x, "first": x, "other": x.clone()}, "here")
+    value = _value(ValueStructure.decoded(structure.encoded()), [t.detach().clone() for t in tensors])
+    assert value["x"].data_ptr() == value["first"].data_ptr() != value["other"].data_ptr()
+    stage = PipelineStage(1, InPlaceOf("x"), False)
+    with pytest.raises(PlanError, match="stage 1 changes its input"):
+        stage.forward(0, value)
+    PipelineStage(1, InPlaceOf("other"), False).forward(0, value)
+
+
+def refused(bench, kind, text, **options):
+    step = ds_pipe.pipeline(bench.cut(kind, schedule="zbv", **options), 2)
+    with pytest.raises(PlanError, match=text) as error:
+        step(bench.batches(2))
+    assert error.value.code == "pipe-in-place"
+    step.close()
+
+
+class InPlaceOf(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, value):
+        return value[self.name].relu_() + value["first"]
+
+
+@world(1)
+def test_a_checkpointed_segment_that_changes_its_input_is_refused(bench):
+    refused(bench, "inplace", "checkpointed segment changes its input", activation_checkpoint_interval=1)
 
 
 @world(1)
