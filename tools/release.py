@@ -1,8 +1,10 @@
 """Check that a tag releases what the tree says, and print the package's folder for the workflow.
 
 usage: python tools/release.py ds-zero-v0.2.0
+       python tools/release.py --stage packages/zero
 
-Prints `folder=packages/zero`, or says what does not agree and exits with 1.
+The first prints `folder=packages/zero`, or says what does not agree and exits with 1. The second copies the package to build/staged
+under the name that it is uploaded with, and prints the copy.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import sys
 
 from repo import ROOT
 from repo.projects import Project, load
+from repo.staging import stage
 
 _TAG = re.compile(r"(?P<name>ds-[a-z]+)-v(?P<version>\d+\.\d+\.\d+\S*)")
 
@@ -45,5 +48,16 @@ def main(tag: str) -> int:
     return 0
 
 
+def staged(folder: str) -> int:
+    """Print the copy of a package that is built for the index."""
+    projects = load()
+    project = next((p for p in projects.values() if p.folder.relative_to(ROOT).as_posix() == folder.rstrip("/")), None)
+    if project is None:
+        sys.stderr.write(f"{folder} is not a package; there are {', '.join(projects)}\n")
+        return 1
+    sys.stdout.write(f"{stage(project, projects, ROOT / 'build' / 'staged')}\n")
+    return 0
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(staged(sys.argv[2]) if sys.argv[1] == "--stage" else main(sys.argv[1]))

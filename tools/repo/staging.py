@@ -6,6 +6,8 @@ In the tree distributions are called `ds-zero`, imports `ds_zero`. The index ref
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -15,7 +17,22 @@ from pathlib import Path
 from repo import ROOT
 from repo.projects import Project, upload_name
 
-__all__ = ["similar_names", "stage", "staged_pyproject"]
+__all__ = ["CLASSIFIERS", "similar_names", "stage", "staged_pyproject", "with_metadata"]
+
+CLASSIFIERS = (
+    "Development Status :: 4 - Beta",
+    "Intended Audience :: Developers",
+    "Intended Audience :: Science/Research",
+    "Operating System :: MacOS",
+    "Operating System :: POSIX :: Linux",
+    "Programming Language :: Python :: 3",
+    "Programming Language :: Python :: 3.11",
+    "Programming Language :: Python :: 3.12",
+    "Programming Language :: Python :: 3.13",
+    "Programming Language :: Python :: 3.14",
+    "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    "Typing :: Typed",
+)
 
 
 def similar_names(names: Iterable[str], existing: Iterable[str]) -> list[str]:
@@ -35,8 +52,32 @@ def staged_pyproject(text: str, projects: Mapping[str, Project]) -> str:
     return re.sub(rf'(?<=")({ours})(?=[\[<>=~!;, ])', lambda m: upload_name(m[1]), text)
 
 
+def with_metadata(text: str, package: str, repository: str) -> str:
+    """Add to a pyproject.toml what is equal in all distributions: the licence file, classifiers, and addresses.
+
+    Args:
+        package: Folder of the package, `packages/zero`.
+        repository: Address of the repository; empty: no addresses.
+    """
+    lines = ['license-files = ["LICENSE"]']
+    if "classifiers = " not in text:
+        lines.append(f"classifiers = {json.dumps(CLASSIFIERS, indent=4)}")
+    text = text.replace('license = "Apache-2.0"\n', 'license = "Apache-2.0"\n' + "\n".join(lines) + "\n", 1)
+    if not repository:
+        return text
+    address = repository.rstrip("/")
+    pages = {
+        "Repository": f"{address}/tree/main/{package}",
+        "Issues": f"{address}/issues",
+        "Changelog": f"{address}/blob/main/{package}/CHANGELOG.md",
+    }
+    return text + "\n[project.urls]\n" + "".join(f"{name} = {json.dumps(url)}\n" for name, url in pages.items())
+
+
 def stage(project: Project, projects: Mapping[str, Project], folder: Path) -> Path:
     """Copy what git has of a package to `folder`/packages/NAME with its upload name and the licence, beside a link to native/.
+
+    Addresses are those of the repository that `DOCS_REPOSITORY` names, as on the site; a fork has its own.
 
     Returns:
         The copy, to be built as the package itself would be.
@@ -53,5 +94,6 @@ def stage(project: Project, projects: Mapping[str, Project], folder: Path) -> Pa
         (folder / "native").symlink_to(ROOT / "native")
     shutil.copy2(ROOT / "LICENSE", folder / source / "LICENSE")  # the backends put it into sdist and wheel
     copy = folder / source / "pyproject.toml"
-    copy.write_text(staged_pyproject(copy.read_text(), projects))
+    text = staged_pyproject(copy.read_text(), projects)
+    copy.write_text(with_metadata(text, str(source), os.environ.get("DOCS_REPOSITORY", "")))
     return folder / source
