@@ -65,7 +65,9 @@ def problems(project: Project, projects: Mapping[str, Project]) -> list[str]:
     ]
     for name in sorted(required - needed.imported.keys() - needed.named - set(project.plugs_into)):
         found.append(f"pyproject.toml declares {name}, which no file imports")
-    for name in sorted(optional - needed.imported.keys() - needed.named):
+    for name in sorted(
+        optional - needed.imported.keys() - needed.named - projects.keys()
+    ):  # an extra may bundle siblings
         found.append(f"an extra declares {name}, which no file imports or runs")
     return found
 
