@@ -78,7 +78,15 @@ def checkpointed(run: Callable[[Any], Any], value: Any, backwards: Backwards) ->
     segment = _RecomputedSegment(run, backwards, spec, constants, at, torch.get_rng_state())
     anchor = torch.empty(0, requires_grad=True)  # weights need gradients even where no input does
     backwards.recorder.anchor(anchor)
+    versions = [leaves[i]._version for i in at]
     outputs = _Checkpointed.apply(segment, anchor, *(leaves[i] for i in at))
+    for i, version in zip(at, versions, strict=True):
+        if leaves[i]._version != version:
+            raise PlanError(
+                f"a checkpointed segment changes its input of shape {list(leaves[i].shape)} in place, which it is computed from again",
+                code="pipe-in-place",
+                fix="Let the segment's first layer work out of place (inplace=False), or do not checkpoint it.",
+            )
     tensors = iter(outputs)
     flat = [next(tensors) if isinstance(leaf, _Slot) else leaf for leaf in segment.constants]
     if segment.outputs is None:
@@ -95,16 +103,8 @@ class _Checkpointed(torch.autograd.Function):
     def forward(ctx: Any, segment: _RecomputedSegment, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.segment = segment
         ctx.save_for_backward(*tensors)
-        versions = [t._version for t in tensors]
         with segment.backwards.recorder.into(None):
             flat, segment.outputs = tree_flatten(segment.run(_value(segment, tensors)))
-        for tensor, version in zip(tensors, versions, strict=True):
-            if tensor._version != version:
-                raise PlanError(
-                    f"a checkpointed segment changes its input of shape {list(tensor.shape)} in place, which it is computed from again",
-                    code="pipe-in-place",
-                    fix="Let the segment's first layer work out of place (inplace=False), or do not checkpoint it.",
-                )
         segment.constants = [_Slot() if isinstance(leaf, Tensor) else leaf for leaf in flat]
         outputs = tuple(leaf for leaf in flat if isinstance(leaf, Tensor))
         ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))

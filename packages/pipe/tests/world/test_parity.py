@@ -98,9 +98,13 @@ def test_changes_in_place_of_what_is_used_again_are_refused(bench):
 
 def refused(bench, kind, text, **options):
     step = ds_pipe.pipeline(bench.cut(kind, schedule="zbv", **options), 2)
-    with pytest.raises(PlanError, match=text) as error:
+    code = ""
+    try:
         step(bench.batches(2))
-    assert error.value.code == "pipe-in-place"
+    except PlanError as error:
+        assert text in error.message
+        code = error.code
+    assert code == "pipe-in-place"
     step.close()
 
 
