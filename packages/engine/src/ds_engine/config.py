@@ -119,7 +119,8 @@ class Config(MonitorConfig):
     torch_autocast: TorchAutocastConfig = TorchAutocastConfig()
     amp: Annotated[Section, Unsupported("bf16 or fp16; apex is no longer maintained")] = None
     communication_data_type: DType | None = Field(
-        default=None, description="Format that gradients travel in; null is that of the parameters."
+        default=None,
+        description="Format that gradients travel in (`reduce_dtype` of FSDP2); null is that of the parameters.",
     )
     seq_parallel_communication_data_type: Annotated[str, Unsupported("communication_data_type")] = "fp32"
     zero_allow_untested_optimizer: Annotated[bool, NoEffect("every elementwise optimizer is sharded the same way")] = (

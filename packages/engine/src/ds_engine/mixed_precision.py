@@ -9,6 +9,7 @@ import torch
 
 from ds_engine.config import Config
 from ds_zero import LossScale, Precision
+from ds_zero.layout.unit_plan import gradient_text
 
 __all__ = ["Casting", "casting_of", "precision_of", "precision_text"]
 
@@ -68,10 +69,11 @@ def casting_of(config: Config) -> Casting:
 
 def precision_text(precision: Precision, casting: Casting) -> str:
     """Describe precision and casting in one line for the plan."""
-    text = (
-        f"parameters {_name(precision.param, 'as the model')}, gradients travel {_name(precision.reduce, 'as parameters')}"
-        f", add up {_name(precision.accumulate, 'float32')}"
-    )
+    travel = precision.reduce or precision.param
+    gradients = f"as parameters, add up in {_name(precision.accumulate, 'float32')}"
+    if travel is not None:
+        gradients = f"in {gradient_text(travel, precision.accumulate or torch.promote_types(travel, torch.float32))}"
+    text = f"parameters {_name(precision.param, 'as the model')}, gradients travel {gradients}"
     if precision.master is not None:
         text += f", masters {_name(precision.master, '')}"
     if precision.scale is not None:

@@ -77,6 +77,9 @@ class Zero(Transform[ZeroTransform, ShardedOptimizer | ShardedModel]):
             options["updates"] = plan.sharding.split.importance(_steps_of_an_epoch(site))
         # Without a layout ds-zero asks the optimizer whether it needs whole parameters, group by group.
         site.optimizer = site.parts.sharded(site.model, inner, ShardOptions(clip=plan.clip or math.inf, **options))
+        site.optimizer.show_gradients(
+            sharded=False
+        )  # `param.grad` at stage 0 and None from stage 1 on, as DeepSpeed has it
         site.sharding = site.optimizer.sharding
         return site.optimizer
 

@@ -252,6 +252,8 @@ class ShardOptions:
         stage: ZeRO stage, 0 to 3, or a Residency.
         group: Ranks to shard and average over; None: all.
         precision: `"fp32"`, `"bf16"`, `"fp16"`, a Precision, or None for the model's own formats.
+        reduce_dtype: Format that gradients travel in between ranks, as in FSDP2's MixedPrecisionPolicy; it is `precision.reduce`. None: that
+            of the parameters. Sums are made in fp32 where the transport is ours (shm, gloo), and rounded once; NCCL sums in this format.
         clip: Largest global gradient norm; `math.inf` measures without clipping; None does neither.
         overlap: Communicate while computing.
         norm: All ranks that hold a part of the model, where some of it is on none of `group` (tensor or pipeline parallelism): the
@@ -290,6 +292,27 @@ class ShardOptions:
     offload_params: str | OffloadPolicy = "device"
     quantized_comm: CommFormat = PLAIN
     updates: UpdatePolicy | None = None
+    reduce_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        """Merge `reduce_dtype` into `precision`.
+
+        Raises:
+            PlanError: gradients cannot travel in this format, or `precision` says another one ("precision-reduce").
+        """
+        dtype = self.reduce_dtype
+        if dtype is None:
+            return
+        precision = Precision.of(self.precision)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+            raise _reduce_error(
+                f"reduce_dtype is {dtype!r}", "Use torch.float32, torch.bfloat16, torch.float16, or torch.float64."
+            )
+        if precision.reduce not in (None, dtype):
+            raise _reduce_error(
+                f"reduce_dtype is {dtype}, and precision.reduce is {precision.reduce}", "Say one of them."
+            )
+        object.__setattr__(self, "precision", replace(precision, reduce=dtype))
 
     def offload_policies(self, specs: Sequence[UnitSpec]) -> list[str | OffloadPolicy]:
         """Return the optimizer offload of each unit, in canonical order."""
@@ -324,6 +347,10 @@ class ShardOptions:
                 fix="Use a stage from 0 to 3, or a Residency.",
             )
         return STAGES[self.stage]
+
+
+def _reduce_error(problem: str, fix: str) -> PlanError:
+    return PlanError(f"{problem}: gradients travel in one floating-point format", code="precision-reduce", fix=fix)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -26,6 +26,7 @@ from ds_zero.layout.shard_options import (
     OptimizerTraits,
     ShardOptions,
     describe,
+    dtype_name,
 )
 from ds_zero.layout.units import ModuleInfo, ParamInfo, ShardingStrategy, UnitBytes, UnitSpec, plan_units
 from ds_zero.offload.state_stores import store_kind
@@ -37,6 +38,7 @@ __all__ = [
     "UnitBytes",
     "UnitPlan",
     "ZeroPlan",
+    "gradient_text",
     "passing_bytes",
     "plan",
     "plan_all",
@@ -220,6 +222,12 @@ class ZeroPlan:
         return sum(unit.undo for unit in self.units)
 
     @property
+    def gradient_formats(self) -> tuple[str, ...]:
+        """In which formats gradients travel, are summed and add up, one line each."""
+        trained = [unit for unit in self.units if unit.spec.trained]
+        return tuple(dict.fromkeys(gradient_text(unit.dtypes.reduce, unit.dtypes.accumulate) for unit in trained))
+
+    @property
     def passing(self) -> int:
         """Most bytes that come and go at a time, see `passing_bytes`."""
         return passing_bytes((unit.bytes for unit in self.units), self.residency)
@@ -237,8 +245,17 @@ class ZeroPlan:
         if self.early:
             undo = f"{self.undo / 2**20:.1f} MiB of host keep what they overwrite"
             lines += [f"  early    {self.early:10} units are updated while backward goes on; {undo}"]
+        if self.world > 1:
+            lines += [f"  gradients travel in {formats}" for formats in self.gradient_formats]
         lines += [f"  passing  {self.passing / 2**20:12.1f} MiB", f"  peak     {self.peak / 2**20:12.1f} MiB"]
         return "\n".join(lines)
+
+
+def gradient_text(reduce: torch.dtype, accumulate: torch.dtype) -> str:
+    """Describe the formats of gradients between ranks."""
+    travel, total = dtype_name(reduce), dtype_name(accumulate)
+    summed = "" if reduce.itemsize >= 4 else f" (summed in float32 on shm and gloo, in {travel} by NCCL)"
+    return f"{travel}{summed}, add up in {total}"
 
 
 def passing_bytes(units: Iterable[UnitBytes], residency: ShardingStrategy) -> int:

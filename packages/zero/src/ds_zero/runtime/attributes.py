@@ -295,10 +295,11 @@ class GradAttributes:
         with without_torch_function():
             for unit, absent in self._units:
                 summed = unit.gradients.sums is not None and not unit.gradients.open
-                plain = summed and self._is_plain(unit)
+                local = access.agreement is None and unit.gradients.local
+                plain = (summed or local) and self._is_plain(unit)
                 if not plain and access.agreement is None:
                     continue
-                if plain:
+                if plain and summed:
                     self.average(unit)
                 present = self.present.get(unit.number) if summed and self.measured is not None else None
                 for member, param in enumerate(unit.params):
@@ -327,6 +328,9 @@ class GradAttributes:
 
     @staticmethod
     def _whole(unit: Unit, member: int, shape: torch.Size) -> Tensor | None:
+        if unit.gradients.local:
+            own = unit.gradients.local_grad(member)
+            return None if own is None else own.detach()
         name = unit.spec.params[member].name
         starts = [p.start for p in unit.owned if p.name == name and p.interval.numel == shape.numel()]
         view = unit.gradients.view(starts[0], starts[0] + shape.numel()) if starts else None
@@ -380,6 +384,11 @@ class GradAttributes:
         if changed[1]:
             raise _set([self._name(tensor) for tensor in changed[1]], len(self._on[1]))
         sets = [(tensor, *self._places[tensor], tensor.grad) for tensor in changed[0]]
+        alone = self.measured is None
+        for param, unit, member, grad in sets if alone else ():
+            if unit.gradients.local:
+                self._replace_local(param, unit, member, grad)
+        sets = [one for one in sets if not (alone and one[1].gradients.local)]
         waiting = [param for param, unit, _, _ in sets if unit.gradients.open or unit.gradients.sums is None]
         if waiting:
             raise _set([self._name(tensor) for tensor in waiting], len(self._on[0]))
@@ -388,7 +397,19 @@ class GradAttributes:
         self.remove(but)
 
     def _changed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensor for tensor in tensors if tensor.grad is not self._gradients[tensor]]
+        return [tensor for tensor in tensors if not _is_same(tensor.grad, self._gradients[tensor])]
+
+    def _replace_local(self, param: Tensor, unit: Unit, member: int, grad: Tensor | None) -> None:
+        """Write what was assigned to the `param.grad` of a gradient that is this rank's own until it is summed."""
+        own = unit.gradients.local_grad(member)
+        if own is None or (grad is not None and (grad.shape != own.shape or grad.layout is not torch.strided)):
+            raise _set([self._name(param)], len(self._on[0]))
+        with torch.no_grad():
+            own.zero_() if grad is None else own.copy_(grad)
+        if grad is None:
+            next(absent for other, absent in self._units if other is unit).add(member)
+        with without_torch_function():
+            param.grad = None
 
     def _replace(self, param: Tensor, unit: Unit, member: int, grad: Tensor | None) -> None:
         """Write a gradient that was assigned to `param.grad`; None drops the gradient."""
@@ -415,7 +436,7 @@ class GradAttributes:
         with without_torch_function():
             for tensor in (*on[0], *on[1]):
                 grad = self._gradients.pop(tensor)
-                if grad is not but and tensor.grad is grad:
+                if grad is not but and _is_same(tensor.grad, grad):
                     tensor.grad = None
                 if type(grad) is Tensor and tensor in self._places:
                     views.append((self._places[tensor][0], weakref.ref(grad)))
@@ -458,6 +479,16 @@ class GradAttributes:
             with without_torch_function():
                 if param.grad is grad:
                     param.grad, self.added = copy, None
+
+
+def _is_same(now: Tensor | None, shown: Tensor) -> bool:
+    """Whether `param.grad` is what was shown there, or another view of all of its memory (a `PartGradient`)."""
+    if now is None or now is shown:
+        return now is shown
+    if isinstance(now, ShardedGradient) or isinstance(shown, ShardedGradient) or now.layout is not torch.strided:
+        return False
+    faces = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (now, shown)]
+    return faces[0] == faces[1] and now.numel() > 0
 
 
 def _multiply(pieces: Sequence[Tensor], factor: float) -> None:

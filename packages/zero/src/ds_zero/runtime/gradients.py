@@ -286,8 +286,17 @@ class Gradients:
                 total.mul_(factor)
             self.applied *= factor
 
+    @property
+    def local(self) -> bool:
+        """Whether all that was collected lies in the arena and waits for its first sum over the ranks."""
+        return self.open and self.sums is None and self.arena is not None
+
     def leave_memory(self) -> None:
-        """Move `sums` to memory of their own, and leave what they were in to whoever else holds a view of it."""
+        """Move `sums`, or what waits in the arena, to memory of its own, and leave the old memory to whoever holds a view of that."""
+        old = self.arena
+        if self.local and old is not None:
+            self._set_arena(old.dtype).copy_(old)
+            return
         if self.sums is not None:
             self._spares = [None] * len(self.ranges)
             self.sums = [self._take_spare(i).copy_(total) for i, total in enumerate(self.sums)]

@@ -163,14 +163,7 @@ class GradientReductions:
         self.now, self._deferred = True, False
         self.unused: list[set[int]] = [set(range(len(u.params))) for u in units]
         self.attributes = GradAttributes(units, self.unused, backward, self.forget)
-        places = {
-            (n, i): (p, info.name)
-            for n in self.trained
-            for i, (p, info) in enumerate(zip(units[n].params, units[n].spec.params, strict=True))
-        }
-        self.hooks = AccumulatedHooks(
-            {k: p for k, (p, _) in places.items()}, {k: name for k, (_, name) in places.items()}
-        )
+        self.hooks = AccumulatedHooks({(n, i): p for n in self.trained for i, p in enumerate(units[n].params)})
         self.attributes.before = weakref.WeakMethod(self.look_for_hooks)
         self._looked = -1
         self._backward, self._gathering, self._arrivals = backward, gathering, gathering.arrivals
@@ -217,6 +210,8 @@ class GradientReductions:
                 return
             if reducing.attributes.added is not None:
                 reducing.attributes.land(param)
+            if not reducing.attributes.shows:
+                reducing.hooks.call_of((number, member))
             if not reducing._is_empty(number, member, param):
                 reducing.arrived(number, member)
 
@@ -263,7 +258,7 @@ class GradientReductions:
         task = graph_task_id()
         if self.attributes.attached and task != self._looked:
             self._looked = task
-            self.hooks.silence(shown=self.attributes.shows)
+            self.hooks.silence()
 
     def finish_backward(self) -> None:
         """Reduce every trained unit not reduced yet, unless no parameter took part (torch.autograd.grad)."""
@@ -292,7 +287,9 @@ class GradientReductions:
             self.drain()
             self.attributes.measure_after_backward()
         self.attributes.put()
-        if arrivals.any:
+        if not self.attributes.shows:
+            self.hooks.restore()
+        elif arrivals.any:
             self.hooks.call(arrivals.missing)
 
     def _complete(self, number: int) -> None:

@@ -2,6 +2,9 @@
 
 autograd would call them with this rank's gradient, or with None where that was taken into a buffer already. So they are looked for when a
 backward begins, replaced by nothing while it runs, and called when it is over and `param.grad` is the averaged gradient.
+
+Where gradients are not shown (the engine from stage 1 on) they are called with this rank's own gradient before that is taken into a buffer,
+whenever they were registered; what they write to it is summed.
 """
 
 from __future__ import annotations
@@ -10,8 +13,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor
-
-from ds_config.errors import UnsupportedError
 
 __all__ = ["AccumulatedHooks"]
 
@@ -25,39 +26,32 @@ class AccumulatedHooks:
 
     Args:
         params: Those that are trained, by unit and member.
-        names: Their names.
     Attributes:
         library: Numbers of the hooks that are ds-zero's.
     """
 
-    def __init__(self, params: dict[tuple[int, int], Tensor], names: dict[tuple[int, int], str]) -> None:
-        self._params, self._names = params, names
+    def __init__(self, params: dict[tuple[int, int], Tensor]) -> None:
+        self._params = params
         self.library: set[tuple[tuple[int, int], int]] = set()
         self._silent: list[tuple[tuple[int, int], dict[int, Any], int, Callable[[Tensor], Any]]] = []
 
-    def silence(self, *, shown: bool) -> None:
-        """Take the place of all hooks until `restore`. Their handles stay good.
-
-        Args:
-            shown: Whether they will find a gradient.
-        Raises:
-            UnsupportedError: there is a hook, and no gradient to show ("sharded-gradient-hook").
-        """
+    def silence(self) -> None:
+        """Take the place of all hooks until `restore`. Their handles stay good."""
         self.restore()
         for place, param in self._params.items():
             hooks: dict[int, Any] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
             for key in list(hooks) if len(hooks) > 1 else ():
                 if (place, key) in self.library:
                     continue
-                if not shown:
-                    raise UnsupportedError(
-                        f"{self._names[place]} has a hook on its accumulated gradient, which is in shards here: param.grad stays None",
-                        code="sharded-gradient-hook",
-                        fix="Remove the hook, use stage 0, or train with ds_zero.shard, whose param.grad shows the sharded gradient.",
-                    )
                 # Values may be replaced while autograd goes through the hooks, keys may not.
                 self._silent.append((place, hooks, key, hooks[key]))
                 hooks[key] = _nothing
+
+    def call_of(self, place: tuple[int, int]) -> None:
+        """Call the hooks of one parameter, whose gradient was accumulated and will be taken; they keep silent until `restore`."""
+        for other, hooks, key, hook in list(self._silent):
+            if other == place and hooks.get(key) is _nothing:
+                hook(self._params[place])
 
     def restore(self) -> None:
         """Give hooks their places back; those that were removed meanwhile stay away."""

@@ -490,6 +490,7 @@ class _Options(TypedDict, total=False):
     stage: int | ShardingStrategy
     group: Group | dist.ProcessGroup | None
     precision: Precision | str | None
+    reduce_dtype: torch.dtype | None
     clip: float | None
     norm: Group | dist.ProcessGroup | None
     overlap: bool
