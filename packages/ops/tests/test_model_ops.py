@@ -61,6 +61,18 @@ def test_activations(rows: int, n: int, dtype: torch.dtype) -> None:
     agree(bias_gelu, tanh_gelu, [make(rows, n, dtype=dtype), make(n, dtype=dtype, seed=2)])
 
 
+@pytest.mark.parametrize("word", ["none", "tanh"])
+def test_gelu_by_name_is_that_of_torch(word: str) -> None:
+    def with_bias(a: Tensor, b: Tensor) -> Tensor:
+        return functional.gelu(a + b, approximate=word)
+
+    agree(lambda a, b: bias_gelu(a, b, approximate=word), with_bias, [make(5, 7), make(7, seed=1)])
+    x = make(5, 7)
+    assert not torch.equal(functional.gelu(x), functional.gelu(x, approximate="tanh"))
+    up = make(5, 7, seed=2)
+    agree(lambda g, u: geglu(g, u, approximate=word), lambda g, u: functional.gelu(g, approximate=word) * u, [x, up])
+
+
 def test_gates_keep_their_inputs_only() -> None:
     kept: list[int] = []
 
@@ -214,6 +226,8 @@ def test_bad_arguments_are_typed_errors() -> None:
     cos, sin = rotary_tables(torch.arange(3), 4)
     for call in (
         lambda: bias_gelu(x, make(3)),
+        lambda: bias_gelu(x, make(4), approximate="erf"),
+        lambda: geglu(x, x, approximate="exact"),
         lambda: swiglu(x, make(3, 5)),
         lambda: rotary_tables(torch.arange(3), 3),
         lambda: rotate(make(2, 1, 8), cos, sin),

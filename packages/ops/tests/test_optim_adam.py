@@ -245,8 +245,6 @@ def test_wrong_values_are_named() -> None:
     ]:
         with pytest.raises(ConfigError, match=says):
             AdamW([p], **options)
-    with pytest.raises(UnsupportedError, match="amsgrad"):
-        AdamW([p], amsgrad=True)
 
 
 def test_wrong_tensors_are_typed_errors() -> None:

@@ -14,6 +14,7 @@ __all__ = [
     "foreach_copy_",
     "foreach_div_",
     "foreach_lerp_",
+    "foreach_maximum_",
     "foreach_mul",
     "foreach_mul_",
     "foreach_norm",
@@ -38,6 +39,7 @@ foreach_clamp_min_ = torch._foreach_clamp_min_
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_
 foreach_lerp_ = torch._foreach_lerp_
+foreach_maximum_ = torch._foreach_maximum_
 foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm

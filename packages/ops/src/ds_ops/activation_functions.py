@@ -17,21 +17,23 @@ from ds_ops.registry import Op, absent_backend, choose, reference_backend, regis
 __all__ = ["bias_gelu", "geglu", "swiglu"]
 
 
-def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "tanh") -> Tensor:
     """Compute gelu(h) = h / 2 * (1 + tanh(sqrt(2 / pi) (h + 0.044715 h^3))) of h = x + bias.
 
     See Hendrycks and Gimpel 2016.
 
     Args:
         x: [..., n] floats. bias: [n], same dtype and device.
+        approximate: as in torch: "tanh", or "none" for h / 2 * (1 + erf(h / sqrt(2))).
 
     Raises:
-        KernelError: "kernel-argument" if the bias does not fit.
+        KernelError: "kernel-argument" if the bias does not fit, or for another word.
     Cost: two reads and two writes of x; the backward saves x + bias.
     """
     if bias.shape != x.shape[-1:] or bias.dtype != x.dtype or bias.device != x.device:
         raise _call.refuse(f"bias: expected one for {_call.describe(x)}; found {_call.describe(bias)}.")
-    out: Tensor = choose(_BIAS_GELU, x.device.type, x.dtype).backend.run(x, bias)
+    _require_word(approximate)
+    out: Tensor = choose(_BIAS_GELU, x.device.type, x.dtype).backend.run(x, bias, approximate)
     return out
 
 
@@ -48,9 +50,23 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return _gated(gate, up, functional.silu)
 
 
-def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute gelu(gate) * up with gelu(x) = x / 2 * (1 + erf(x / sqrt(2))) (Shazeer 2020). Else as `swiglu`."""
-    return _gated(gate, up, functional.gelu)
+def geglu(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
+    """Compute gelu(gate) * up with gelu(x) = x / 2 * (1 + erf(x / sqrt(2))) (Shazeer 2020). Else as `swiglu`.
+
+    Args:
+        approximate: as in torch: "none", or "tanh" for the approximation that `bias_gelu` has.
+    """
+    _require_word(approximate)
+    return _gated(gate, up, functional.gelu if approximate == "none" else _tanh_gelu)
+
+
+def _tanh_gelu(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+def _require_word(approximate: str) -> None:
+    if approximate not in ("none", "tanh"):
+        raise _call.refuse(f"approximate: expected 'none' or 'tanh'; found {approximate!r}.", "Pass one of the two.")
 
 
 def _gated(gate: Tensor, up: Tensor, activation: Any) -> Tensor:
@@ -63,8 +79,8 @@ def _gated(gate: Tensor, up: Tensor, activation: Any) -> Tensor:
     return out
 
 
-def _reference_bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
-    return functional.gelu(x + bias, approximate="tanh")
+def _reference_bias_gelu(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
+    return functional.gelu(x + bias, approximate=approximate)
 
 
 def _reference_gated(gate: Tensor, up: Tensor, activation: Any) -> Tensor:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 import ds_ops._call as _call
 import ds_ops.foreach as foreach
-from ds_config.errors import KernelError
+from ds_config.errors import KernelError, UnsupportedError
 from ds_ops.reference import update as reference
 from ds_ops.registry import Op, choose, cpu_backend, cuda_backend, reference_backend, register, torch_backend
 from ds_ops.threads import kernel_threads
-from ds_ops.update_rules import UpdateSpec, UpdateTensors
+from ds_ops.update_rules import StepKernel, UpdateRule, UpdateSpec, UpdateTensors
 
-__all__ = ["Prepared", "lamb_apply", "lamb_moments", "prepare", "update"]
+__all__ = ["Prepared", "lamb_apply", "lamb_moments", "prepare", "update", "update_by"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,33 @@ def update(spec: UpdateSpec, tensors: UpdateTensors) -> None:
             overlaps another one.
     """
     _run(_UPDATE, spec, tensors)
+
+
+def update_by(kernel: StepKernel, spec: UpdateSpec, tensors: UpdateTensors) -> None:
+    """Update as `update` does, by a kernel of the caller's choice.
+
+    AMSGrad has no native kernel: "best" is foreach for it.
+
+    Raises:
+        UnsupportedError: "fused" is asked for, and no kernel that makes one pass runs here ("optimizer-fused").
+    """
+    if not tensors.params:
+        return
+    choice = choose(_UPDATE, tensors.params[0].device.type, _widest(tensors))
+    native = choice.backend.name in ("cpu", "cuda") and spec.rule is not UpdateRule.AMSGRAD
+    if kernel == "fused" and not native:
+        raise UnsupportedError(
+            f"fused=True: {spec.rule.name.lower()} of {_call.describe(tensors.params[0])} has no kernel that makes one pass here; "
+            f"the registry chose {choice.backend.name!r}.",
+            code="optimizer-fused",
+            fix="Run `ds doctor`, which says why; or leave fused out.",
+        )
+    if kernel in ("best", "fused") and spec.rule is not UpdateRule.AMSGRAD:
+        return update(spec, tensors)
+    _require_scale(spec.grad_scale, tensors.params[0])
+    _require_alike(tensors)
+    run = reference.update if kernel == "loop" or choice.backend.name == "reference" else foreach.update
+    return run(spec, tensors)
 
 
 def lamb_moments(spec: UpdateSpec, tensors: UpdateTensors) -> Tensor:

@@ -177,6 +177,14 @@ def _adam(c: tuple[float, ...], p: Tensors, g: Tensors, s: list[Tensors]) -> Ten
     return p
 
 
+def _amsgrad(c: tuple[float, ...], p: Tensors, g: Tensors, s: list[Tensors]) -> Tensors:
+    _torch.foreach_mul_(p, c[0])
+    _moments(c, _plus(g, p, c[1]), s[0], s[1])
+    _torch.foreach_maximum_(s[2], s[1])
+    _torch.foreach_addcdiv_(p, s[0], _denominator(c, s[2]), value=-c[5])
+    return p
+
+
 def _lion(c: tuple[float, ...], p: Tensors, g: Tensors, s: list[Tensors]) -> Tensors:
     u = list(_torch.foreach_mul(s[0], c[1]))
     _torch.foreach_add_(u, g, alpha=c[2])
@@ -232,6 +240,7 @@ def _lamb_direction(c: tuple[float, ...], p: Tensors, m: Tensors, v: Tensors) ->
 
 _FORMULAS: dict[UpdateRule, Formula] = {
     UpdateRule.ADAM: _adam,
+    UpdateRule.AMSGRAD: _amsgrad,
     UpdateRule.LION: _lion,
     UpdateRule.ADAGRAD: _adagrad,
     UpdateRule.SGD: _sgd,

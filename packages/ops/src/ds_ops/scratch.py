@@ -12,7 +12,6 @@ import errno
 import logging
 import mmap
 import os
-import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from torch import Tensor
 from ds_config.errors import PlanError
 from ds_config.sizes import bytes_text
 from ds_ops.io import AsyncIO, FileTransferError, IOSettings, Transfer
+from ds_ops.paged_memory import open_nameless
 
 __all__ = ["BufferRing", "Event", "Moving", "RingSettings", "ScratchFile", "ScratchRecord", "host_bytes"]
 
@@ -111,7 +111,7 @@ class ScratchFile:
         self.folder, self.nbytes = folder, 0
         try:
             os.makedirs(folder, exist_ok=True)
-            self._fd = _nameless(folder)
+            self._fd = open_nameless(folder)
         except OSError as error:
             raise PlanError(
                 f"no scratch file in {folder}: {error.strerror}",
@@ -166,17 +166,6 @@ class ScratchFile:
             with contextlib.suppress(FileTransferError):
                 self._io.close()
             self._close()
-
-
-def _nameless(folder: str) -> int:
-    """Open a fresh unnamed file in `folder` and return its descriptor."""
-    tmpfile = getattr(os, "O_TMPFILE", 0)
-    if tmpfile:
-        with contextlib.suppress(OSError):  # not every file system has it
-            return os.open(folder, tmpfile | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    fd, name = tempfile.mkstemp(prefix="ds-scratch-", dir=folder)
-    os.unlink(name)
-    return fd
 
 
 class Event(Protocol):

@@ -10,12 +10,14 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
 __all__ = [
     "SECOND_MOMENT",
     "AdamHyper",
+    "StepKernel",
     "UpdateRule",
     "UpdateSpec",
     "UpdateTensors",
@@ -30,8 +32,12 @@ __all__ = [
 ]
 
 
+StepKernel = Literal["best", "fused", "foreach", "loop"]
+"""How a step runs: the best kernel here, one pass or an error, torch's operations for lists, one tensor after the other in plain torch."""
+
+
 class UpdateRule(enum.IntEnum):
-    """The arithmetic of one element. Numbers are shared with native/include/ds/update.h."""
+    """The arithmetic of one element. Numbers are shared with native/include/ds/update.h, which has all but AMSGRAD."""
 
     ADAM = 0
     LION = 1
@@ -41,6 +47,7 @@ class UpdateRule(enum.IntEnum):
     ADAM_UNDO = 5
     LAMB_MOMENTS = 6
     LAMB_APPLY = 7
+    AMSGRAD = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +68,12 @@ class UpdateSpec:
     dither: float = 0.0
 
 
-SECOND_MOMENT: Mapping[UpdateRule, int] = {UpdateRule.ADAM: 1, UpdateRule.LAMB_MOMENTS: 1, UpdateRule.ADAGRAD: 0}
+SECOND_MOMENT: Mapping[UpdateRule, int] = {
+    UpdateRule.ADAM: 1,
+    UpdateRule.AMSGRAD: 1,
+    UpdateRule.LAMB_MOMENTS: 1,
+    UpdateRule.ADAGRAD: 0,
+}
 """The state that is dithered, by rule."""
 
 

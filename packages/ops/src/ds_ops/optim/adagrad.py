@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
 
 from ds_ops.optim.optimizer_base import OpsOptimizer, Params, require_rate
+from ds_ops.optim.step_options import StepOptions
 from ds_ops.update_rules import UpdateRule, UpdateSpec, adagrad_coefficients
 
 __all__ = ["Adagrad"]
@@ -34,6 +35,7 @@ class Adagrad(OpsOptimizer):
         *,
         maximize: bool = False,
         state_dtype: torch.dtype = torch.float32,
+        **options: Unpack[StepOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -44,7 +46,7 @@ class Adagrad(OpsOptimizer):
         }
         for name, value in defaults.items():
             require_rate(name, value)
-        super().__init__(params, defaults | {"maximize": maximize}, state_dtype=state_dtype)
+        super().__init__(params, defaults | {"maximize": maximize}, state_dtype=state_dtype, options=options)
 
     def ensure_state(self, group: dict[str, Any], params: Sequence[Tensor]) -> list[Tensor]:
         fresh = super().ensure_state(group, params)

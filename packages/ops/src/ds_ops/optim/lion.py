@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
 
 from ds_ops.optim.optimizer_base import OpsOptimizer, Params, require_rate
+from ds_ops.optim.step_options import StepOptions
 from ds_ops.update_rules import UpdateRule, UpdateSpec, lion_coefficients
 
 __all__ = ["Lion"]
@@ -31,13 +32,14 @@ class Lion(OpsOptimizer):
         *,
         maximize: bool = False,
         state_dtype: torch.dtype = torch.float32,
+        **options: Unpack[StepOptions],
     ) -> None:
         require_rate("lr", lr)
         require_rate("weight_decay", weight_decay)
         for i, b in enumerate(betas):
             require_rate(f"betas[{i}]", b, below=1.0)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, state_dtype=state_dtype)
+        super().__init__(params, defaults, state_dtype=state_dtype, options=options)
 
     def spec(self, group: dict[str, Any], step: int) -> UpdateSpec:
         b1, b2 = group["betas"]

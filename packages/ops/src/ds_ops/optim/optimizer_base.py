@@ -18,13 +18,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import ds_ops._call as _call
-from ds_config.errors import ConfigError, UnsupportedError
-from ds_ops.apply_update import Prepared, prepare, update
+from ds_config.errors import CheckpointError, ConfigError, UnsupportedError
+from ds_ops.apply_update import Prepared, prepare, update_by
 from ds_ops.host_arena import make_huge, zeros_huge
+from ds_ops.optim.step_options import StepOptions, check_options, kernel_of, round_stochastically
+from ds_ops.paged_memory import zeros_paged
 from ds_ops.reference.update import update as reference_update
 from ds_ops.update_rules import UpdateSpec, UpdateTensors, dither_of
 
-__all__ = ["NO_FUSION", "FusedOps", "OpsOptimizer", "Params", "require_rate"]
+__all__ = ["NO_FUSION", "FusedOps", "Group", "OpsOptimizer", "Params", "fused_spec", "require_rate"]
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 Group = dict[str, Any]
@@ -53,6 +55,7 @@ class FusedOps:
 
 
 NO_FUSION = FusedOps()
+_NATIVE_STATES = 2
 
 
 @dataclass(slots=True)
@@ -83,8 +86,8 @@ def signed(scale: float | Tensor, group: Group) -> float | Tensor:
     return -scale if group.get("maximize") else scale
 
 
-def _fused(spec: UpdateSpec, group: Group, fusion: FusedOps, step: int) -> UpdateSpec:
-    """`spec` with what else the pass of step number `step` does."""
+def fused_spec(spec: UpdateSpec, group: Group, fusion: FusedOps, step: int) -> UpdateSpec:
+    """Return `spec` with what else the pass of step number `step` does."""
     scale = signed(fusion.grad_scale, group)
     return UpdateSpec(spec.rule, spec.coefficients, scale, fusion.zero_grads, dither_of(step))
 
@@ -115,7 +118,16 @@ class OpsOptimizer(Optimizer):
     elementwise: ClassVar[bool] = True
     state_names: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, params: Params, defaults: dict[str, Any], *, state_dtype: torch.dtype = torch.float32) -> None:
+    step_options: StepOptions = {}  # noqa: RUF012  # for optimizers pickled before there were any
+
+    def __init__(
+        self,
+        params: Params,
+        defaults: dict[str, Any],
+        *,
+        state_dtype: torch.dtype = torch.float32,
+        options: StepOptions | None = None,
+    ) -> None:
         """state_dtype: fp32, bf16 or fp16; the dtype of every state tensor (fp64 parameters keep fp64), unless a parameter has an
         attribute of that name: `p.state_dtype = torch.bfloat16`. A second moment in 16 bits is dithered (`ds_ops.update_rules.dither_of`):
         rounded to nearest it would stay where it is, because its changes are smaller than its spacing.
@@ -127,6 +139,7 @@ class OpsOptimizer(Optimizer):
                 fix="Set state_dtype=torch.float32.",
             )
         self.state_dtype = state_dtype
+        self.step_options = check_options(type(self).__name__, options or {})
         self._repeats: dict[int, _Repeat] = {}
         super().__init__(params, defaults)
 
@@ -148,10 +161,38 @@ class OpsOptimizer(Optimizer):
 
     def step_bucket(self, group: Group, spec: UpdateSpec, tensors: UpdateTensors) -> None:
         """Step one bucket. Override for rules that need more than one pass."""
+        kernel = kernel_of(self.step_options)
         if all(p.is_contiguous() for p in tensors.params):
-            update(spec, tensors)
+            update_by(kernel, spec, tensors)
+        elif kernel == "fused":
+            raise UnsupportedError(
+                "fused=True: kernels that make one pass need contiguous parameters; found another memory order.",
+                code="optimizer-fused",
+                fix="Leave fused out, or call contiguous() on the parameters.",
+            )
         else:
             reference_update(spec, tensors)
+
+    def rounds(self, dtype: torch.dtype) -> bool:
+        """Whether a step rounds parameters of `dtype` stochastically."""
+        return bool(self.step_options.get("stochastic_rounding")) and dtype == torch.bfloat16
+
+    def step_tensors(self, group: Group, spec: UpdateSpec, tensors: UpdateTensors, draw: tuple[int, int]) -> None:
+        """Step one bucket, and round its parameters as the options say.
+
+        Stochastic rounding steps fp32 copies of the parameters: 8 bytes an element for a while, and random bits.
+
+        Args:
+            draw: the step's number and the first place of the random numbers, see `round_stochastically`.
+        """
+        if not self.rounds(tensors.params[0].dtype):
+            return self.step_bucket(group, spec, tensors)
+        new = [p.float() for p in tensors.params]
+        self.step_bucket(group, spec, UpdateTensors(new, tensors.grads, tensors.states))
+        round_stochastically(tensors.params, new, draw)
+        for copy, p in zip(tensors.copies, tensors.params, strict=False):
+            copy.copy_(p)
+        return None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, fusion: FusedOps = NO_FUSION) -> Any:
@@ -177,9 +218,9 @@ class OpsOptimizer(Optimizer):
         self.ensure_state(group, params)
         for (number, *_), bucket in self._buckets(group, params, fusion).items():
             spec = self.spec(group, number)
-            fused = _fused(spec, group, fusion, number)
+            fused = fused_spec(spec, group, fusion, number)
             if bucket.params:
-                self.step_bucket(group, fused, bucket.tensors())
+                self.step_tensors(group, fused, bucket.tensors(), (number, 0))
             for p in bucket.owners:  # a refused call has changed nothing, not even the step number
                 self.state[p]["step"] = number
             if (
@@ -191,7 +232,11 @@ class OpsOptimizer(Optimizer):
 
     def _remember(self, group: Group, bucket: _Bucket) -> None:
         names = self.states_of(group, bucket.owners[0])
-        prepared = prepare(bucket.tensors()) if type(self).step_bucket is OpsOptimizer.step_bucket else None
+        native = type(self).step_bucket is OpsOptimizer.step_bucket and len(names) <= _NATIVE_STATES
+        native = (
+            native and kernel_of(self.step_options) in ("best", "fused") and not self.rounds(bucket.params[0].dtype)
+        )
+        prepared = prepare(bucket.tensors()) if native else None
         if prepared is not None:
             self._repeats[id(group)] = _Repeat(bucket.owners, names, prepared)
 
@@ -212,7 +257,7 @@ class OpsOptimizer(Optimizer):
             return False
         tensors = UpdateTensors(last.owners, grads, tuple([s[n] for s in states] for n in last.names))  # type: ignore[arg-type]
         spec = self.spec(group, number + 1)
-        fused = _fused(spec, group, fusion, number + 1)
+        fused = fused_spec(spec, group, fusion, number + 1)
         if not last.prepared.run(fused, tensors):
             fresh = prepare(tensors) if _alike(grads) else None
             if fresh is None or not fresh.run(fused, tensors):
@@ -236,11 +281,33 @@ class OpsOptimizer(Optimizer):
         for p in params:
             for i, name in enumerate(self.states_of(group, p)):
                 if name not in self.state[p]:
-                    missing.setdefault((i, name, p.device, self.state_dtype_of(p)), []).append(p)
-        for (i, name, device, dtype), some in missing.items():
-            for p, t in zip(some, _zeros(some, device, dtype, stream=i + 1), strict=True):
+                    missing.setdefault((i, name, p.device, self.state_dtype_for(p, name)), []).append(p)
+        for (i, name, *_), some in missing.items():
+            for p, t in zip(some, self._empty_states(group, some, i + 1, name), strict=True):
                 self.state[p][name] = t
         return fresh
+
+    def state_shape(self, group: Group, p: Tensor, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a state that has not its parameter's elements; None: shaped and strided like `p`."""
+        return None
+
+    def state_dtype_for(self, p: Tensor, name: str) -> torch.dtype:
+        """Return the dtype of the state `name` of `p`."""
+        return self.state_dtype_of(p)
+
+    def _empty_states(self, group: Group, params: Sequence[Tensor], stream: int, name: str) -> list[Tensor]:
+        """Allocate zeros for the state `name` of parameters of one device and one dtype of states."""
+        device, dtype = params[0].device, self.state_dtype_for(params[0], name)
+        shapes = [self.state_shape(group, p, name) for p in params]
+        paged = self.step_options.get("paged", False)
+        if paged:
+            return _zeros_in_file(params, shapes, dtype, paged)
+        if all(shape is None for shape in shapes):
+            return _zeros(params, device, dtype, stream=stream)
+        return [
+            torch.zeros_like(p, dtype=dtype) if shape is None else torch.zeros(shape, dtype=dtype, device=device)
+            for p, shape in zip(params, shapes, strict=True)
+        ]
 
     def state_dtype_of(self, p: Tensor) -> torch.dtype:
         """Return the dtype of the states of `p`: its attribute `state_dtype` if set, else the optimizer's."""
@@ -259,15 +326,11 @@ class OpsOptimizer(Optimizer):
             state, grad, copy = self.state[p], fusion.grad_of(p), fusion.copies.get(p)
             if grad is None:
                 continue
-            if grad.layout is not torch.strided:
-                raise UnsupportedError(
-                    f"{type(self).__name__} takes dense gradients; found layout {grad.layout} for {_call.describe(p)}.",
-                    code="optimizer-sparse",
-                    fix="Use nn.Embedding(sparse=False), or grad.to_dense().",
-                )
-            tensors, local = [_local(state[name]) for name in self.states_of(group, p)], _local(p)
+            self._require_dense(p, grad)
+            names = self.states_of(group, p)
+            tensors, local = [_local(state[name]) for name in names], _local(p)
             dtypes = (p.dtype, grad.dtype, copy.dtype if copy is not None else None, *(s.dtype for s in tensors))
-            key = (int(state["step"]) + 1, p.device, local.is_contiguous(), *dtypes)
+            key = (int(state["step"]) + 1, p.device, local.is_contiguous(), names, *dtypes)
             bucket = buckets.setdefault(key, _Bucket(states=[[] for _ in tensors]))
             bucket.owners.append(p)
             if _is_dtensor(p) and not local.numel():
@@ -280,6 +343,26 @@ class OpsOptimizer(Optimizer):
                 bucket.copies.append(copy)
         return buckets
 
+    def _require_dense(self, p: Tensor, grad: Tensor) -> None:
+        if grad.layout is not torch.strided:
+            raise UnsupportedError(
+                f"{type(self).__name__} takes dense gradients; found layout {grad.layout} for {_call.describe(p)}.",
+                code="optimizer-sparse",
+                fix="Use nn.Embedding(sparse=False), or grad.to_dense().",
+            )
+
+    def dense_grad(self, p: Tensor, fusion: FusedOps) -> Tensor:
+        """Return the gradient that a step uses for `p`.
+
+        Raises:
+            UnsupportedError: it is sparse ("optimizer-sparse").
+        """
+        grad = fusion.grad_of(p)
+        if grad is None:
+            raise KeyError("a parameter without a gradient is not stepped")
+        self._require_dense(p, grad)
+        return grad
+
     def add_param_group(self, param_group: Group) -> None:
         _plain(Optimizer.add_param_group)(self, param_group)
 
@@ -287,7 +370,11 @@ class OpsOptimizer(Optimizer):
         _plain(Optimizer.zero_grad)(self, set_to_none)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"state_dtype": self.state_dtype, "_repeats": {}}
+        return super().__getstate__() | {
+            "state_dtype": self.state_dtype,
+            "step_options": self.step_options,
+            "_repeats": {},
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return _plain(Optimizer.state_dict)(self)
@@ -303,10 +390,18 @@ class OpsOptimizer(Optimizer):
                 self._adopt(group, p, state_dict["state"][index])
 
     def _adopt(self, group: Group, p: Tensor, values: Mapping[str, Any]) -> None:
+        names = self.states_of(group, p)
+        moments = [k for k, v in values.items() if isinstance(v, Tensor) and v.dim() and v.numel()]
+        if names and moments and not set(names) & set(values):
+            raise CheckpointError(
+                f"the saved state of a parameter of shape {list(p.shape)} has {moments}, and {type(self).__name__} expects {list(names)}.",
+                code="optimizer-state",
+                fix="Load it into an optimizer of the class that saved it.",
+            )
         # torch casts loaded states to the parameter's dtype; fp32 moments of a bf16 parameter must not lose bits there.
         state = self.state[p] = {"step": 0}
-        for i, name in enumerate(self.states_of(group, p)):
-            (fresh,) = _zeros([p], p.device, self.state_dtype_of(p), stream=i + 1)
+        for i, name in enumerate(names):
+            (fresh,) = self._empty_states(group, [p], i + 1, name)
             if values.get(name) is not None:
                 fresh.copy_(values[name])
             state[name] = fresh
@@ -349,6 +444,28 @@ def _zeros(params: Sequence[Tensor], device: torch.device, dtype: torch.dtype, *
         return [torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format) for p in params]
     flat = zeros_huge([p.numel() for p in params], dtype, stream=stream)
     return [t.view(p.shape) for t, p in zip(flat, params, strict=True)]
+
+
+def _zeros_in_file(
+    params: Sequence[Tensor], shapes: Sequence[tuple[int, ...] | None], dtype: torch.dtype, paged: bool | str
+) -> list[Tensor]:
+    """Allocate zeros in a mapped file: of these shapes, or like the parameter where there is none.
+
+    Raises:
+        UnsupportedError: the parameters are on a device, or are DTensors ("optimizer-paged").
+    """
+    if any(p.device.type != "cpu" or _is_dtensor(p) for p in params):
+        raise UnsupportedError(
+            f"paged states are files mapped to the host's memory; found parameters that are DTensors or on {params[0].device}.",
+            code="optimizer-paged",
+            fix="Use ds_zero.shard(model, optimizer, ..., offload_optimizer=...), which holds states on the host or on a disk.",
+        )
+    like = [
+        torch.empty_like(p, device="meta") if shape is None else torch.empty(shape, device="meta")
+        for p, shape in zip(params, shapes, strict=True)
+    ]
+    flat = zeros_paged([t.numel() for t in like], dtype, paged if isinstance(paged, str) else None)
+    return [t.as_strided(m.shape, m.stride()) for t, m in zip(flat, like, strict=True)]
 
 
 def _alike(grads: Sequence[Tensor | None]) -> bool:

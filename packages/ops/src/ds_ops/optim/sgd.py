@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
 
 from ds_config.errors import ConfigError
 from ds_ops.optim.optimizer_base import OpsOptimizer, Params, require_rate
+from ds_ops.optim.step_options import StepOptions
 from ds_ops.update_rules import UpdateRule, UpdateSpec, sgd_coefficients, sgd_plain_coefficients
 
 __all__ = ["SGD"]
@@ -34,6 +35,7 @@ class SGD(OpsOptimizer):
         *,
         maximize: bool = False,
         state_dtype: torch.dtype = torch.float32,
+        **options: Unpack[StepOptions],
     ) -> None:
         require_rate("lr", lr)
         require_rate("momentum", momentum)
@@ -52,7 +54,7 @@ class SGD(OpsOptimizer):
             "nesterov": nesterov,
             "maximize": maximize,
         }
-        super().__init__(params, defaults, state_dtype=state_dtype)
+        super().__init__(params, defaults, state_dtype=state_dtype, options=options)
 
     def states_of(self, group: dict[str, Any], p: Tensor) -> tuple[str, ...]:
         return self.state_names if group["momentum"] else ()

@@ -5,7 +5,7 @@ CPUs with FMA, torch's lerp, addcmul and add(alpha=) round once, and so do the n
 agree to the last bit or two; what remains is torch's square root, which may be one ulp off the correctly rounded one.
 
 Sources: Adam (Kingma and Ba 2015), AdamW (Loshchilov and Hutter 2019), Lion (Chen et al. 2023), Adagrad (Duchi et al.
-2011), LAMB (You et al. 2020), SGD with momentum as torch.optim.SGD defines it.
+2011), AMSGrad (Reddi et al. 2018), LAMB (You et al. 2020), SGD with momentum as torch.optim.SGD defines it.
 """
 
 from __future__ import annotations
@@ -105,6 +105,14 @@ def _adam(c: tuple[float, ...], p: Tensor, g: Tensor, s: list[Tensor]) -> Tensor
     return p.addcdiv(s[0], _denominator(c, s[1]), value=-c[5])
 
 
+def _amsgrad(c: tuple[float, ...], p: Tensor, g: Tensor, s: list[Tensor]) -> Tensor:
+    p = p * c[0]
+    g = g.add(p, alpha=c[1]) if c[1] else g
+    _moments(c, g, s[0], s[1])
+    torch.maximum(s[2], s[1], out=s[2])
+    return p.addcdiv(s[0], _denominator(c, s[2]), value=-c[5])
+
+
 def _adam_undo(c: tuple[float, ...], p: Tensor, g: Tensor, s: list[Tensor]) -> Tensor:
     p = _finite((p + (s[0] * c[5]) / _denominator(c, s[1])) * c[10])
     s[0].copy_(_finite((s[0] - g * c[2]) * c[8]))
@@ -148,6 +156,7 @@ def _lamb_direction(c: tuple[float, ...], p: Tensor, m: Tensor, v: Tensor) -> Te
 
 _FORMULAS: dict[UpdateRule, Formula] = {
     UpdateRule.ADAM: _adam,
+    UpdateRule.AMSGRAD: _amsgrad,
     UpdateRule.ADAM_UNDO: _adam_undo,
     UpdateRule.LION: _lion,
     UpdateRule.ADAGRAD: _adagrad,

@@ -126,7 +126,7 @@ class OptimizerState:
             if offset and offset != _offset(param):
                 continue  # of another part of the logical tensor
             like = part.tensor.shape if not offset and shape == param.shape else torch.Size(shape)
-            dtype = part.tensor.dtype if key == WAITING else state_format(self.inner, part.tensor)
+            dtype = part.tensor.dtype if key == WAITING else state_format(self.inner, part.tensor, key)
             old = before.get(key)
             fits = isinstance(old, Tensor) and (old.shape, old.dtype) == (like, dtype)
             entries[key] = old if fits else torch.zeros(like, dtype=dtype, device=part.tensor.device)

@@ -141,9 +141,9 @@ def _keeps(optimizer: Optimizer, master: torch.dtype, state: torch.dtype) -> boo
     return OpsOptimizer.keeps(master, state) if isinstance(optimizer, OpsOptimizer) else state == master
 
 
-def state_format(optimizer: Optimizer, param: Tensor) -> torch.dtype:
-    """Return the dtype in which an optimizer stores its state of a parameter."""
-    return optimizer.state_dtype_of(param) if isinstance(optimizer, OpsOptimizer) else param.dtype
+def state_format(optimizer: Optimizer, param: Tensor, key: str) -> torch.dtype:
+    """Return the dtype in which an optimizer stores the state `key` of a parameter."""
+    return optimizer.state_dtype_for(param, key) if isinstance(optimizer, OpsOptimizer) else param.dtype
 
 
 _LIBRARIES = ("torch.optim.", "ds_ops.", "ds_comm.")
