@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ds_comm import shm_group
-from ds_config.errors import UnsupportedError
 from ds_ops import optim
 from ds_testing import world
 
@@ -73,15 +72,35 @@ def check_steps():
 
 
 @world(2, backend=None)
-def test_a_part_of_what_must_be_whole_is_refused(tmp_path):
+def test_what_needs_whole_tensors_sees_them(tmp_path):
+    """Norms and matrices of a part are others than those of the whole; both were refused."""
     with shared_memory(tmp_path):
-        check_refusal()
+        check_whole()
 
 
-def check_refusal():
-    whole, cut = models()
-    whole(torch.ones(2, 5)).sum().backward()
-    give_gradients(whole, cut)
-    with pytest.raises(UnsupportedError, match="steps whole parameters") as error:
-        optim.Lamb(cut, 0.1).step()
-    assert error.value.code == "optimizer-dtensor"
+def check_whole():
+    def conv(layers):
+        return [*layers, nn.Parameter(torch.linspace(-1, 1, 5 * 4 * 3).view(5, 4, 3).sin())]
+
+    makers = (
+        lambda params: optim.Lamb(params, 0.05, weight_decay=0.1),
+        lambda params: optim.Muon(params, 0.05, weight_decay=0.1, adam_lr=0.01),
+    )
+    for make in makers:
+        whole, cut = models()
+        plain = conv(whole.parameters())
+        plain[-1].muon_matrices = "flat"
+        mesh = cut[0].device_mesh
+        cut = [*cut, nn.Parameter(distribute_tensor(plain[-1].detach(), mesh, [Shard(1)]))]
+        cut[0] = nn.Parameter(distribute_tensor(plain[0].detach(), mesh, [Replicate()]))
+        cut[-1].muon_matrices = "flat"
+        mine, reference = make(cut), make(plain)
+        for step in range(4):
+            for p, part in zip(plain, cut, strict=True):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+                part.grad = distribute_tensor(p.grad, mesh, part.placements)
+            mine.step()
+            reference.step()
+        for part, param in zip(cut, plain, strict=True):
+            assert torch.allclose(part.full_tensor(), param, atol=1e-5)
+            assert all(isinstance(v, DTensor) for v in mine.state[part].values() if isinstance(v, torch.Tensor))

@@ -12,7 +12,7 @@ from ds_ckpt.crc import copy_crc32, crc32
 from ds_ckpt.dtypes import ITEMSIZE
 from ds_ckpt.jsontext import Json
 from ds_ckpt.save_plan import Item
-from ds_comm.placement import TensorShard
+from ds_comm.placement import Box, Interval, TensorShard
 from ds_config.errors import CheckpointError
 
 __all__ = [
@@ -150,16 +150,41 @@ class _Whole:
         self.data = data.detach().reshape(-1)
 
 
+class _OfDTensor:
+    """This rank's elements of a DTensor (FSDP2's parameters, `parallelize_module`'s), in its memory."""
+
+    def __init__(self, name: str, data: Tensor) -> None:
+        tensor: Any = data
+        local: Tensor = tensor.to_local().detach()
+        chunks = tensor.__create_chunk_list__()
+        if any(placement.is_partial() for placement in tensor.placements) or len(chunks) > 1:
+            raise CheckpointError(
+                f"{name!r} is a DTensor of placements {tensor.placements}, whose local elements are no box of it",
+                code="ckpt-shard",
+                fix="Redistribute it to Shard and Replicate placements.",
+            )
+        whole = tuple(data.shape)
+        offset = tuple(chunks[0].offsets) if chunks else (0,) * len(whole)
+        box = Box(offset if local.numel() else (0,) * len(whole), tuple(local.shape))
+        self.shard = TensorShard(name, whole, dtype_name(data.dtype), box, Interval(0, local.numel()))
+        self.data = local.reshape(-1)
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    return hasattr(tensor, "device_mesh")  # torch imports the module of DTensors for seconds, where nobody has any
+
+
 def full_shards(state: Mapping[str, Any]) -> list[Local]:
     """Shards of tensors that this process holds completely: `ds_ckpt.save(path, ds_ckpt.full_shards(model.state_dict()), {})`.
 
-    A load fills them in place, so every tensor must be contiguous.
+    A DTensor is the shard that this rank holds of it, so every rank saves and loads its own; the layouts may differ. A load fills the tensors
+    in place, so every one must be contiguous.
 
     Args:
         state: Tensors by name, or dicts and lists of them, as an optimizer's `state_dict()`: names are joined by dots
             (`state.0.exp_avg`). What is no tensor is left out: it belongs in the meta, see `full_meta`.
     Raises:
-        CheckpointError: "ckpt-shard": a tensor that is not contiguous; two tensors of one name.
+        CheckpointError: "ckpt-shard": a tensor that is not contiguous; two tensors of one name; a DTensor that is a sum yet to be made.
     """
     tensors: dict[str, Tensor] = {}
     for path, value in _leaves(state):
@@ -171,13 +196,13 @@ def full_shards(state: Mapping[str, Any]) -> list[Local]:
                 )
             tensors[name] = value
     for name, data in tensors.items():
-        if not data.is_contiguous():
+        if not (data.to_local() if _is_dtensor(data) else data).is_contiguous():  # type: ignore[attr-defined]
             raise CheckpointError(
                 f"{name!r} is not contiguous; a load could not fill it in place",
                 code="ckpt-shard",
                 fix="Call .contiguous() and copy back after a load.",
             )
-    return [_Whole(name, data) for name, data in tensors.items()]
+    return [_OfDTensor(name, data) if _is_dtensor(data) else _Whole(name, data) for name, data in tensors.items()]
 
 
 def full_meta(state: Any) -> Json:

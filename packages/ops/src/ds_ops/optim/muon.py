@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from ds_config.errors import ConfigError
-from ds_ops.optim.optimizer_base import NO_FUSION, FusedOps, OpsOptimizer, Params, require_rate
+from ds_ops.optim.optimizer_base import (
+    NO_FUSION,
+    FusedOps,
+    OpsOptimizer,
+    Params,
+    _is_dtensor,
+    _local,
+    _local_grad,
+    require_rate,
+)
 from ds_ops.update_rules import AdamHyper, UpdateRule, UpdateSpec, adam_coefficients
 
 __all__ = ["Muon", "orthogonalize"]
@@ -108,6 +117,8 @@ class Muon(OpsOptimizer):
     Of weights with three dims, or five and more, say which form the matrix: `muon_matrices` of the group, or of the parameter, which
     counts first: `conv1d.weight.muon_matrices = "flat"`, `experts.muon_matrices = "stack"`.
 
+    A matrix that is a DTensor is gathered once a step: its direction, of the dtype of its gradient or fp32. Each rank then steps its elements.
+
     State: `momentum_buffer` (matrices), or `exp_avg` and `exp_avg_sq`.
 
     Raises:
@@ -173,7 +184,7 @@ class Muon(OpsOptimizer):
         return super().__getstate__() | {"_words": self._words}
 
     def needs_whole(self, group: dict[str, Any], p: Tensor) -> bool:
-        return self.is_matrix(group, p)
+        return self.is_matrix(group, p) and not _is_dtensor(p)
 
     def states_of(self, group: dict[str, Any], p: Tensor) -> tuple[str, ...]:
         return ("momentum_buffer",) if self.is_matrix(group, p) else self.state_names
@@ -217,7 +228,9 @@ class Muon(OpsOptimizer):
         matrices = orthogonalize(matrices, steps=group["ns_steps"], method=group["ns_method"])
         lr, scale = float(group["lr"]), max(1.0, rows / cols) ** 0.5
         for p, o in zip(params, matrices, strict=True):
-            p.mul_(1 - lr * float(group["weight_decay"])).add_(o.view(p.shape).to(p.dtype), alpha=-lr * scale)
+            local = _local(p)
+            new = _elements_of(p, o.view(p.shape)).to(p.dtype)
+            local.mul_(1 - lr * float(group["weight_decay"])).add_(new, alpha=-lr * scale)
             if p in fusion.copies:
                 fusion.copies[p].copy_(p)
             grad = fusion.grad_of(p)
@@ -229,8 +242,34 @@ class Muon(OpsOptimizer):
         if grad is None:
             return torch.zeros_like(p)
         state["step"] += 1
-        g = grad.to(torch.promote_types(torch.float32, p.dtype)) * fusion.grad_scale
-        momentum = state["momentum_buffer"]
+        g = _local_grad(p, grad).to(torch.promote_types(torch.float32, p.dtype)) * fusion.grad_scale
+        momentum = _local(state["momentum_buffer"])
         new = torch.lerp(momentum.to(g.dtype), g, 1 - group["momentum"])
         momentum.copy_(new)
-        return torch.lerp(g, new, group["momentum"]) if group["nesterov"] else new
+        return _gathered(p, torch.lerp(g, new, group["momentum"]) if group["nesterov"] else new)
+
+
+def _gathered(p: Tensor, local: Tensor) -> Tensor:
+    """Return the whole tensor of which `local` are the elements that this rank has, as it has those of `p`; collective for a DTensor."""
+    if not _is_dtensor(p):
+        return local
+    part: Any = p
+    whole = type(part.data).from_local(
+        local, part.device_mesh, part.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
+    result: Tensor = whole.full_tensor()
+    return result
+
+
+def _elements_of(p: Tensor, whole: Tensor) -> Tensor:
+    """Return the elements of a whole tensor that this rank has of `p`."""
+    if not _is_dtensor(p):
+        return whole
+    part: Any = p
+    sizes = tuple(_local(p).shape)
+    chunks = part.__create_chunk_list__()
+    if not chunks or 0 in sizes:
+        return whole.new_empty(sizes)
+    for dim, (start, size) in enumerate(zip(chunks[0].offsets, sizes, strict=True)):
+        whole = whole.narrow(dim, start, size)
+    return whole

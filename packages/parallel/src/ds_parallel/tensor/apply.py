@@ -80,6 +80,7 @@ class TensorParallelModel:
         self._were: list[_Was] = []
         self._param_shardings: dict[nn.Parameter, ParamSharding] = {}
         self._handles: list[RemovableHandle] = []
+        self._part_handles: list[RemovableHandle] = []  # on parameters and their gradients
         self._inputs: InputCheck | None = None
         self._partials, self._replicas = PartialGradients(group), ReplicaGradientCheck(group)
 
@@ -176,8 +177,17 @@ class TensorParallelModel:
             for (start, stop), piece in zip(stretches, pieces, strict=True):
                 out.narrow(dim, start, stop - start).copy_(piece)
 
+    def release_parts(self) -> None:
+        """Take back what watches parameters and gradients: the parameters become DTensors, and the model no longer is one of this class."""
+        while self._part_handles:
+            self._part_handles.pop().remove()
+        self._replicas.remove()
+        self.model.__dict__.pop(_MARK, None)
+
     def close(self) -> None:
         """Take back hooks; the model stays cut."""
+        while self._part_handles:
+            self._part_handles.pop().remove()
         while self._handles:
             self._handles.pop().remove()
         self._replicas.remove()
@@ -277,10 +287,10 @@ def parallelize_model(model: nn.Module, plan: TensorPlan, group: Group) -> Tenso
     _sum_gradients(result, modules)
     if group.size > 1:
         parts = {id(held.param): held.param for held in result.shards.values()}
-        result._handles += guard_gradients(parts.values(), _ADVICE)
+        result._part_handles += guard_gradients(parts.values(), _ADVICE)
         result._inputs = InputCheck(group)
         result._handles.append(result._inputs.watch(model))
-        result._handles.append(result._replicas.watch_first(model, [shard.param for shard in result.shards.values()]))
+        result._part_handles.append(result._replicas.watch_first(model, [shard.param for shard in result.shards.values()]))
     model.__dict__[_MARK] = result
     return result
 
@@ -443,10 +453,10 @@ def _sum_gradients(result: TensorParallelModel, modules: Mapping[str, nn.Module]
         for param in modules[decision.name].parameters(recurse=False)
     ]
     for param in summed:
-        result._handles += sum_over(param, group)
+        result._part_handles += sum_over(param, group)
     result._partials.know([shard.param for shard in result.shards.values()], summed)
     for shard in {id(shard.param): shard for shard in result.shards.values()}.values():
         stretches = shard.cut.parts[shard.part]
         distinct = sorted(set(stretches))
         if len(distinct) < group.size:
-            result._handles += sum_over(shard.param, group, distinct.index(stretches[group.rank]), len(distinct))
+            result._part_handles += sum_over(shard.param, group, distinct.index(stretches[group.rank]), len(distinct))

@@ -101,10 +101,12 @@ class PartialGradients:
         return region
 
     def _is_end(self, node: Node) -> bool:
-        return not node.next_functions or region_edge(node, self.group) is not None
+        return not node.next_functions or hasattr(node, "tensor_part") or region_edge(node, self.group) is not None
 
     def _is_cut(self, node: Node) -> bool:
         """Whether a node at the end of a region is of this rank's part, or its gradient is summed there."""
+        if hasattr(node, "tensor_part"):  # where a DTensor's local elements enter
+            return bool(node.tensor_part)
         variable = getattr(node, "variable", None)
         if variable is not None:
             return id(variable) in self._parts or id(variable) in self._summed
