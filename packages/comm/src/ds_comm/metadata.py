@@ -15,9 +15,18 @@ from torch import Tensor
 
 from ds_comm.collectives import all_gather_single, all_to_all_single, broadcast
 from ds_comm.groups import Group, GroupLike, as_group
-from ds_config.errors import CommError
+from ds_config import errors
+from ds_config.errors import CommError, DsError
 
-__all__ = ["all_gather_json", "all_to_all_counts", "broadcast_json", "digest_of", "find_differences", "metadata_device"]
+__all__ = [
+    "all_gather_json",
+    "all_to_all_counts",
+    "broadcast_json",
+    "digest_of",
+    "find_differences",
+    "metadata_device",
+    "raise_together",
+]
 
 _LIMIT_BYTES = 1 << 30  # of one rank's text, unpacked: more is a mistake or an attack
 
@@ -111,6 +120,36 @@ def broadcast_json(value: Any, group: GroupLike = None, *, group_src: int = 0, u
         data = data.to(device) if group.rank == group_src else size.new_empty(int(size), dtype=torch.uint8)
         broadcast(data, group_src=group_src, group=group, unit=unit)
     return _unpack(data)
+
+
+def raise_together(error: Exception | None, group: GroupLike = None, *, unit: str = "") -> None:
+    """Raise on every rank of `group` if any rank failed in what all of them do between two collectives. Collective.
+
+    Without it the others would wait in their next collective for a rank that has left, and end at a deadline without the reason.
+
+    Args:
+        error: What this rank's attempt raised; None where the attempt succeeded.
+    Raises:
+        Exception: `error` where there is one; elsewhere the class, code and fix of the first rank that failed, with that rank's message.
+    Cost: two all-gathers of a few bytes; nothing in a group of one.
+    """
+    group = as_group(group)
+    described = None if error is None else _describe(error)
+    everyones = all_gather_json(described, group, unit=unit) if group.size > 1 else [described]
+    if error is not None:
+        raise error
+    for rank, other in zip(group.ranks, everyones, strict=True):
+        if other is not None:
+            kind, message, code, fix = other
+            raise getattr(errors, kind)(f"rank {rank} failed: {message}", code=code, fix=fix)
+
+
+def _describe(error: Exception) -> tuple[str, str, str, str]:
+    """Return class, message, code and fix, by which another rank raises the same error; a foreign class becomes a CommError."""
+    if isinstance(error, DsError):
+        known = next((c.__name__ for c in type(error).__mro__ if c.__name__ in errors.__all__), "DsError")
+        return known, error.message, error.code, error.fix
+    return "CommError", f"{type(error).__name__}: {error}", "comm-peer-failed", "Read the traceback of that rank."
 
 
 def metadata_device(group: Group) -> torch.device:

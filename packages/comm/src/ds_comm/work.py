@@ -96,18 +96,23 @@ class PendingWork:
             backend
                 failed for another reason ("comm-failed").
         """
-        started, self._started = self._started, None
+        started = self._started
         if started is None:
             return True
         try:
             self._wait_for(started, timeout)
+            self._started = None
             if started.finish is not None:
                 with torch.no_grad():
                     started.finish()
             if _time_device[0] and not self._host_waits:
                 torch.accelerator.synchronize()
-        finally:
+        except Exception:
+            self._started = None
             self._span.__exit__(None, None, None)
+            raise
+        # Ctrl-C before the end leaves the operation to be waited for again: its buffers are not ours yet.
+        self._span.__exit__(None, None, None)
         return True
 
     def _wait_for(self, started: Started, timeout: timedelta | None) -> None:

@@ -66,9 +66,7 @@ class ForwardCall:
 
     def guard(self, output: Any) -> None:
         """Register hooks on `output`, whose gradient marks the begin of the module's backward."""
-        if self._watch is not None:
-            self._watch.__exit__()
-            self._watch = None
+        self.unwatch()
         has_tensors = False
         for tensor in tensors_in(output):
             has_tensors = True
@@ -76,6 +74,18 @@ class ForwardCall:
                 tensor.register_hook(self.entered)
         if not has_tensors:
             self.watcher.unseen(self.numbers, output)
+
+    def unwatch(self) -> None:
+        """End the watch of what autograd saves, also where the call raised and has no output."""
+        watch, self._watch = self._watch, None
+        if watch is None:
+            return
+        if unpack_hook() is watch.unpack_hook:
+            watch.__exit__()
+        elif isinstance(
+            watch.unpack_hook, _Unpack
+        ):  # an interrupted call, and other hooks since: what it saved is nobody's
+            watch.unpack_hook.numbers = ()
 
     def entered(self, grad: Tensor) -> None:
         """Hook of every output."""

@@ -29,6 +29,7 @@ from ds_zero.runtime.autograd import Backward, ForwardCall
 from ds_zero.runtime.gather_agreement import GatherAgreement
 from ds_zero.runtime.gather_order import Arrivals, GatherOrder
 from ds_zero.runtime.init_shards import Copier
+from ds_zero.runtime.open_calls import OpenCall, OpenCalls
 from ds_zero.runtime.sharded_parameter import AccessHandler, keep, placeholder_of, unkeep
 from ds_zero.runtime.unit import Full, Unit
 
@@ -67,6 +68,8 @@ class Gathering(AccessHandler):
         self._order = partial(GatherOrder, ahead=ahead_numel, numels=[u.layout.numel for u in units])
         self._forwards: dict[str, GatherOrder] = {}
         self._forward: GatherOrder | None = None
+        self._interrupted: GatherOrder | None = None  # of a forward that Ctrl-C ended
+        self._open = OpenCalls()
         # Gradients flow through a frozen unit only if something before it is trained.
         first = min((i for i, u in enumerate(self.units) if u.spec.trained), default=len(self.units))
         self._backward = self._order([n for n in reversed(self.released) if n >= first])
@@ -134,6 +137,7 @@ class Gathering(AccessHandler):
 
     def materialize(self, param: Parameter, what: str) -> Tensor | None:
         """Return a placeholder for a sharded parameter outside of any forward or backward; warn the first time."""
+        self._drop_ended()
         if graph_task_id() != -1 or self._forward is not None:
             return None
         if not self._warned:
@@ -167,48 +171,60 @@ class Gathering(AccessHandler):
     def _forward_hooks(
         self, owner: nn.Module, name: str, numbers: tuple[int, ...]
     ) -> tuple[Callable[..., None], Callable[..., None]]:
-        calls: list[ForwardCall | None] = []
+        key = object()
         owner_ref = weakref.ref(owner)  # a copy of the module has these hooks, too
 
         def pre(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if module is not owner_ref():
                 return
-            calls.append(None)  # what `post` ends, also where a gather raises
+            self._drop_ended()
+            call = self._open.begin(key, numbers)
             if graph_task_id() != -1:  # recomputation
                 self._in_backward.enter()
                 for number in numbers:
                     self.gather(number, self._backward)
             else:
-                for number in numbers:
-                    self.running[number] += 1
-                order = self._enter(name)
+                order = self._enter(name, call)
                 for number in numbers:
                     self.gather(number, order)
             if numbers and torch.is_grad_enabled():
-                calls[-1] = ForwardCall(self, numbers).begin((args, kwargs))
+                call.watched = ForwardCall(self, numbers).begin((args, kwargs))
 
         def post(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if module is not owner_ref():
                 return
-            call = calls.pop()
-            if call is not None:
-                call.guard(output)
-            if graph_task_id() != -1:
+            call, inside = self._open.end(key)
+            if call is None:
                 return
-            if call is not None and self._shared:
-                self._sticky.update(self._shared.intersection(numbers))
-            for number in numbers:
-                self.running[number] -= 1
-                self.put_back(number)
-            self._leave()
+            self._close_ended(inside)
+            try:
+                if call.watched is not None and call.raised:
+                    call.watched.unwatch()
+                elif call.watched is not None:
+                    call.watched.guard(output)
+                if not call.counted:
+                    return
+                if call.watched is not None and self._shared:
+                    self._sticky.update(self._shared.intersection(numbers))
+                for number in numbers:
+                    self.running[number] -= 1
+                    self.put_back(number)
+            finally:
+                if call.counted:
+                    self._leave()
 
         return pre, post
 
-    def _enter(self, name: str) -> GatherOrder:
+    def _enter(self, name: str, call: OpenCall | None = None) -> GatherOrder:
         """Enter a module's forward; the outermost forward begins a phase."""
         order, self._depth = self._forward, self._depth + 1
+        if call is not None:
+            call.counted = True
+            for number in call.numbers:
+                self.running[number] += 1
         if self._depth == 1 or order is None:
             self._in_backward.abandon()
+            self._finish_interrupted()
             order = self._forward = self._order_for(name)
             order.begin()
         return order
@@ -221,6 +237,36 @@ class Gathering(AccessHandler):
             return self._forwards[name]
         numbers = [number for one in names for number in self._forwards[one].sequence]
         return self._order(list(dict.fromkeys(numbers)))
+
+    def _drop_ended(self) -> None:
+        """Close the calls that Ctrl-C ended: their forward hooks did not run, and the phase is not over for the other ranks."""
+        self._close_ended(self._open.take_ended())
+
+    def _close_ended(self, calls: Sequence[OpenCall]) -> None:
+        for call in calls:
+            if call.watched is not None:
+                call.watched.unwatch()
+            if not call.counted:
+                continue
+            self._depth -= 1
+            self._strays.update(call.numbers)
+            for number in call.numbers:
+                self.running[number] -= 1
+        if calls and self._depth == 0 and self._forward is not None:
+            self._interrupted, self._forward = self._forward, None
+
+    def _finish_interrupted(self) -> None:
+        """Issue the gathers that an interrupted forward left out, for which other ranks may wait. Collective."""
+        order, self._interrupted = self._interrupted, None
+        if order is not None:
+            with outside_transforms():
+                self._finish(order)
+                self._put_back_strays()
+
+    def _put_back_strays(self) -> None:
+        for number in self._strays:
+            self.put_back(number)
+        self._strays.clear()
 
     def _leave(self) -> None:
         self._depth -= 1
@@ -242,6 +288,7 @@ class Gathering(AccessHandler):
     def phase(self) -> GatherOrder | None:
         """Return the gather order of the phase that runs; None outside of any phase."""
         if graph_task_id() == -1:
+            self._drop_ended()
             return self._forward
         self._in_backward.enter()
         return self._backward
@@ -308,9 +355,7 @@ class Gathering(AccessHandler):
         self._awaits_backward = self._awaits_backward or torch.is_grad_enabled()
         if order is not None:
             self._finish(order)
-        for number in self._strays:
-            self.put_back(number)
-        self._strays.clear()
+        self._put_back_strays()
         if self._persistent and order is self._forwards[""]:  # every rank has them now, and until the update
             for phase in (*self._forwards.values(), self._backward):
                 phase.skip = self._persistent
@@ -338,6 +383,8 @@ class Gathering(AccessHandler):
 
     def begin_backward(self) -> None:
         """Begin the gather order of the outermost backward."""
+        self._drop_ended()
+        self._finish_interrupted()
         self._backward.begin()
 
     def finish_backward(self) -> None:
@@ -442,6 +489,8 @@ class Gathering(AccessHandler):
 
     def stepped(self) -> None:
         """Reshard the units that stayed gathered: after an update no earlier graph is usable."""
+        self._drop_ended()
+        self._finish_interrupted()
         self._awaits_backward = False
         for number in self._sticky | self._persistent:
             self.units[number].reshard()

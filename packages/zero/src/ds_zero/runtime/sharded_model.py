@@ -22,12 +22,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import Parameter
 
 import ds_comm as comm
 from ds_accel import host_memory
 from ds_comm import Group, LocalShard, all_gather_json
 from ds_comm.broadcast_state import make_same
 from ds_comm.buffer_pool import BufferPool
+from ds_comm.metadata import raise_together
 from ds_comm.placement import Interval
 from ds_comm.reduction_group import ReductionGroup, logical_of
 from ds_config.errors import PlanError, ShardedAccessError, UnsupportedError
@@ -42,7 +44,7 @@ from ds_zero.layout.units import DENSE, plan_units
 from ds_zero.offload.suspend import KINDS, Away, bring_back, take_away
 from ds_zero.runtime.autograd import Backward
 from ds_zero.runtime.gathering import Gathering
-from ds_zero.runtime.init_shards import is_scattered
+from ds_zero.runtime.init_shards import is_scattered, whole
 from ds_zero.runtime.reduce_runtime import GradientReductions
 from ds_zero.runtime.reduce_strategies import tables
 from ds_zero.runtime.unit import OptimizerSlice, Unit
@@ -237,10 +239,7 @@ class ShardedModel:
         self.plan = ZeroPlan(self.group.size, residency, plan_all(specs, options, self.seating.ranks))
         _check_host(self.plan, self.everyone)
         self.seating.share(self.plan.units)
-        self.units = [
-            Unit(unit, [by_name[p.name] for p in unit.spec.params], self.seating.group_sets[unit.spec.family], number)
-            for number, unit in enumerate(self.plan.units)
-        ]
+        self.units = self._make_units(by_name)
         for host in self.seating.hosts:
             host.barrier("shard")
         self.runtime = Runtime(model, self.units, *self._run_ahead())
@@ -249,6 +248,24 @@ class ShardedModel:
         self.state_of: Callable[[OptimizerSlice], Mapping[str, Any]] = lambda part: {}
         for param in by_name.values():
             setattr(param, _TICKET, _Ticket(self))
+
+    def _make_units(self, by_name: Mapping[str, Parameter]) -> list[Unit]:
+        """Build the units of the plan; raise on all ranks where one of them cannot (a folder, memory). Collective."""
+        units: list[Unit] = []
+        error: Exception | None = None
+        try:
+            for number, unit in enumerate(self.plan.units):
+                params = [by_name[p.name] for p in unit.spec.params]
+                units.append(Unit(unit, params, self.seating.group_sets[unit.spec.family], number))
+        except Exception as failure:
+            error = failure
+            for param in by_name.values():  # the others gather on, one by one, what `Init` left in chunks
+                if is_scattered(param):
+                    with whole(param):
+                        pass
+        # Before any barrier of them: who waits there would wait for a rank that has left.
+        raise_together(error, self.everyone, unit="units")
+        return units
 
     def _run_ahead(self) -> tuple[int, int]:
         """Return the limits of prefetched elements and of gradient bytes in unfinished reductions."""
