@@ -8,6 +8,7 @@ own functions take: for a group of one a process group of this rank alone, becau
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,7 +28,9 @@ __all__ = [
     "GroupLike",
     "OpSequence",
     "as_group",
+    "common_group",
     "destroy_group",
+    "destroy_when_dropped",
     "duplicate_group",
     "new_group",
     "new_local_group",
@@ -189,6 +192,28 @@ def new_group(ranks: Sequence[int], name: str, backend: str | None = None) -> Gr
     return Group(name, members, members.index(world.global_rank), pg)
 
 
+def common_group(ranks: Sequence[int], name: str) -> Group | None:
+    """Return the group `name` of `ranks` that this process created before; create it like `new_group` the first time.
+
+    For groups that follow from the layout of a job and that every model of the job may use one after the other, so that the hundredth model
+    has no hundredth connection. Nobody destroys such a group; it ends with the world. Collective over the world, as `new_group` is.
+    """
+    world = world_group()
+    if world.link is None:
+        return new_group(ranks, name)
+    common = _common.setdefault(world.link, {})
+    key = (tuple(sorted(ranks)), name, _timeout[0])
+    if key not in common:
+        group = new_group(ranks, name)
+        if group is not None and group.ranks == world.ranks:
+            return group  # it has the world's link, which would keep the world alive here
+        common[key] = group
+    group = common[key]
+    if group is not None and group.link is not None and not is_alive(group.link):
+        group = common[key] = new_local_group(key[0], name)  # somebody destroyed it, which those outside do not know
+    return group
+
+
 def new_local_group(ranks: Sequence[int], name: str, backend: str | None = None) -> Group:
     """Create a group that only its members create (local synchronization). Collective over `ranks`.
 
@@ -246,6 +271,22 @@ def destroy_group(group: Group) -> None:
         dist.destroy_process_group(group.link)
 
 
+def destroy_when_dropped(owner: object, groups: list[Group]) -> None:
+    """Destroy what is in the list `groups` when `owner` is collected as garbage; an owner that was closed empties the list before.
+
+    For groups whose operations are on host tensors: to end such a group sends nothing, so each rank may collect its owner at another time.
+    What ends a communicator of a device may wait for the other ranks.
+    """
+    weakref.finalize(owner, _destroy_all, groups).atexit = False
+
+
+def _destroy_all(groups: list[Group]) -> None:
+    while groups:
+        group = groups.pop()
+        if dist.is_initialized() and group.link is not None and is_alive(group.link):
+            destroy_group(group)
+
+
 def _single() -> dist.ProcessGroup | None:
     """torch's group of this rank alone; None without a world."""
     if not dist.is_initialized():
@@ -270,6 +311,11 @@ def _number(world: dist.ProcessGroup, members: tuple[int, ...]) -> int:
 
 # Of each world, this rank's group of one.
 _singles: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+# Of each world, the groups of `common_group` by ranks, name and timeout; None for groups of other ranks.
+_common: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], str, timedelta | None], Group | None]] = (
+    WeakKeyDictionary()
+)
 
 # Of each world, how many groups its members made of the same ranks: a name is never used twice.
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]] = WeakKeyDictionary()

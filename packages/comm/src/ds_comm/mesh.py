@@ -24,7 +24,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ds_comm.grid import RankGrid
-from ds_comm.groups import Group, new_group
+from ds_comm.groups import Group, common_group
 from ds_comm.process_group import ensure_world
 from ds_config.errors import CommError, PlanError, set_place
 
@@ -202,7 +202,7 @@ class Mesh(Mapping[str, Group]):
         for name in GROUPS:
             for ranks in spec.groups(name):
                 if ranks not in created:
-                    created[ranks] = new_group(ranks, name)
+                    created[ranks] = common_group(ranks, name)
                 if (group := created[ranks]) is not None:
                     groups[name] = Group(name, group.ranks, group.rank, group.link)
         return cls(spec, world.global_rank, groups)
@@ -234,7 +234,7 @@ class Mesh(Mapping[str, Group]):
         for name in GROUPS:
             for ranks in spec.groups(name):
                 if ranks not in along and ranks not in created:
-                    created[ranks] = new_group(ranks, name)
+                    created[ranks] = common_group(ranks, name)
             members = spec.group_of(name, world.global_rank)
             pg = torch_groups[members] if members in torch_groups else getattr(created.get(members), "link", None)
             groups[name] = Group(name, members, members.index(world.global_rank), pg)

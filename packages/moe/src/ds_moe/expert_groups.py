@@ -16,9 +16,8 @@ from ds_comm import (
     Mesh,
     MeshSpec,
     ReductionGroup,
-    destroy_group,
+    common_group,
     ensure_world,
-    new_group,
     self_group,
     world_group,
 )
@@ -79,7 +78,6 @@ class ExpertGroups:
         data: Hold the same experts.
         holders: Sum gradients of experts.
         tensor: Have the same tokens.
-        made: What was made for this alone.
         windows: Memory that the ranks of `expert` share, where they can.
     """
 
@@ -87,7 +85,6 @@ class ExpertGroups:
     data: Group
     holders: Group
     tensor: Group
-    created: tuple[Group, ...] = ()
     windows: Windows = field(default_factory=Windows)
 
     @property
@@ -111,10 +108,8 @@ class ExpertGroups:
         return range(self.expert.rank * each, (self.expert.rank + 1) * each)
 
     def close(self) -> None:
-        """End the groups that were made for this. Collective over them."""
+        """Free the windows of shared memory. The groups stay, for the next model of this layout (`ds_comm.common_group`)."""
         self.windows.close()
-        for group in self.created:
-            destroy_group(group)
 
 
 def alone() -> ExpertGroups:
@@ -143,7 +138,7 @@ def make_places(ep_size: int, mesh: Mesh | None = None, *, data_first: bool = Fa
         own_ranks = next(group for group in groups if world.global_rank in group)
         for group in groups:  # every rank makes every group, in one order
             if group not in created and group not in shared:
-                created[group] = new_group(group, name)
+                created[group] = common_group(group, name)
         match = known.get(own_ranks) or created.get(own_ranks)
         if match is None:
             raise RuntimeError(f"no group {name} of {own_ranks}")
@@ -151,5 +146,4 @@ def make_places(ep_size: int, mesh: Mesh | None = None, *, data_first: bool = Fa
 
     expert, data = group_of("expert", ranks.expert), group_of("data", ranks.data)
     holders, tensor = group_of("holders", ranks.holders), group_of("tensor", ranks.tensor)
-    own_groups = tuple(g for g in created.values() if g is not None and g.size > 1 and g.ranks != world.ranks)
-    return ExpertGroups(expert, data, holders, tensor, created=own_groups)
+    return ExpertGroups(expert, data, holders, tensor)

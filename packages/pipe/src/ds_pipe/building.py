@@ -33,7 +33,7 @@ def tie(
         member_of = None
         for ranks in ranks_of:
             if ranks not in created:
-                created[ranks] = ds_comm.new_group(ranks, name)
+                created[ranks] = ds_comm.common_group(ranks, name)
             member_of = created[ranks] or member_of
         return member_of
 

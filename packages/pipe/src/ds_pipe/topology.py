@@ -139,7 +139,7 @@ class PipelineGroups:
         for name, axes in sorted(names.items()):
             for ranks in topology.grid.groups(*axes):
                 if ranks not in known:
-                    known[ranks] = ds_comm.new_group(ranks, name)
+                    known[ranks] = ds_comm.common_group(ranks, name)
                 group = known[ranks]
                 if group is not None:
                     groups[name] = Group(name, group.ranks, group.rank, group.link)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_comm as comm
-from ds_comm import Group, destroy_group, duplicate_group, groups
+from ds_comm import Group, destroy_group, destroy_when_dropped, duplicate_group, groups
 from ds_comm.buffer_pool import BufferPool
 from ds_comm.hierarchical import HierarchicalGather
 from ds_comm.lossy.hierarchy import Hierarchy
@@ -103,6 +103,7 @@ class GroupSet:
         route: The way of gathers between nodes; None: flat.
         levels: How codes of gradients do; None: flat.
         tables: Names of parameters of whose gradients only the rows that are not zero are sent.
+        created: The groups that were made for the model, to which a late one is added.
     """
 
     reduction_group: ReductionGroup
@@ -117,6 +118,7 @@ class GroupSet:
     route: HierarchicalGather | None = None
     levels: Hierarchy | None = None
     tables: frozenset[str] = frozenset()
+    created: list[Group] = field(default_factory=list)
     _late: list[Group] = field(default_factory=list)  # made when first needed, at most one
 
     @property
@@ -137,6 +139,7 @@ class GroupSet:
         if not self._late:
             apart = self.gather_group is not self.shard_group
             self._late.append(duplicate_group(self.shard_group, "unforeseen", None) if apart else self.gather_group)
+            self.created += self._late if apart else ()
         return self._late[0]
 
 
@@ -161,6 +164,8 @@ class GroupTable:
         self.pool, self.options, self._host, self._tables = pool, options, host, tables
         self._dense = families[DENSE].group
         self._created_groups: list[Group] = []
+        if host:
+            destroy_when_dropped(self, self._created_groups)
         self._dense_shards: Group | None = None
         self.group_sets: dict[str, GroupSet] = {}
         if options.nodes is not None and not options.residency.shard_params:
@@ -183,7 +188,9 @@ class GroupTable:
         apart = not set(family.group.ranks) <= set(self._dense.ranks)
         if not self.options.residency.shard_optim:
             alone = comm.self_group("alone", family.group.global_rank)
-            return GroupSet(family, apart, alone, alone, family.group, self.pool, tables=self._tables)
+            return GroupSet(
+                family, apart, alone, alone, family.group, self.pool, tables=self._tables, created=self._created_groups
+            )
         replicas = cut(family, self._dense, self.options.shard_size)
         self._created_groups += replicas.created
         self._dense_shards = self._dense_shards or replicas.shards
@@ -196,7 +203,10 @@ class GroupTable:
             self._created_groups.append(gathers)
         levels = None if shared else self.options.quantized_comm.levels(shards)
         self._created_groups += () if levels is None else (levels.inside, levels.across)
-        return GroupSet(family, apart, shards, gathers, replicas.twins, self.pool, shared, None, nodes, route, levels)
+        return GroupSet(
+            family, apart, shards, gathers, replicas.twins, self.pool, shared, None, nodes, route, levels,
+            created=self._created_groups,
+        )  # fmt: skip
 
     def _shares(self, group: Group) -> bool:
         # What is kept elsewhere between uses is nobody else's.
@@ -278,13 +288,8 @@ class GroupTable:
 
     def drop(self) -> None:
         """Destroy the groups that were made. Collective."""
-        late = {id(s._late): s._late for s in self.group_sets.values() if s.gather_group is not s.shard_group}
-        for group in [
-            *(group for late_groups in late.values() for group in late_groups),
-            *reversed(self._created_groups),
-        ]:
-            destroy_group(group)
-        self._created_groups.clear()
+        while self._created_groups:
+            destroy_group(self._created_groups.pop())
 
 
 def _near(nodes: NodeTopology, dense: Group, shards: Group) -> NodeTopology | None:
