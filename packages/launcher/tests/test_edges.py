@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,32 @@ def test_node_lists(text: str) -> None:
         from_slurm({"SLURM_JOB_NODELIST": text}, 8)
     assert caught.value.code == "launch-hostfile"
     assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("text", [f"[0-99999]{LONG}", f"n[1{' ' * 5000}-99999]", f"[{LONG},1][0-9999]{LONG}"])
+def test_long_names_of_node_lists_are_not_put_together(text: str) -> None:
+    tracemalloc.start()
+    with pytest.raises(ConfigError) as caught:
+        expand_nodelist(text)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert caught.value.code == "launch-hostfile"
+    assert peak < 32 << 20
+
+
+def test_many_hosts_of_many_slots_and_many_parts_of_a_filter() -> None:
+    tracemalloc.start()
+    with pytest.raises(ConfigError, match="at most"):
+        parse_hostfile("".join(f"n{number} slots=65536\n" for number in range(200)))
+    hosts = from_slurm({"SLURM_JOB_NODELIST": "n[0-999]"}, 65536)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert hosts is not None and len(hosts) == 1000 and hosts[999].slots[-1] == 65535
+    assert peak < 160 << 20
+    began = time.process_time()
+    assert parse_filter("@".join(f"a:{number}" for number in range(20_000)))["a"] == tuple(range(20_000))
+    assert parse_filter("a:1@a@a:2") == {"a": ()}
+    assert time.process_time() - began < 2
 
 
 def test_node_lists_of_slurm_are_read_as_before() -> None:

@@ -45,8 +45,10 @@ class Host:
 
 Inventory = tuple[Host, ...]
 _MOST_SLOTS = 1 << 16  # on one host
+_MOST_SLOTS_OF_ALL = 1 << 21
 _MOST_HOSTS = 1 << 17
 _MOST_DIGITS = 9
+_LONGEST_NAME = 253  # characters of a host's name in the DNS
 _NAME = re.compile(r"[^\s,@#\x00-\x20-][^\s,@#\x00-\x20]{0,252}")  # one that ssh would take for an option is none
 _LINE = re.compile(r"(?P<host>\S+)\s+slots\s*=\s*(?P<slots>\d+)")
 
@@ -59,6 +61,7 @@ def parse_hostfile(text: str, source: str = "hostfile") -> Inventory:
     """
     hosts: dict[str, Host] = {}
     problems = []
+    total = 0
     for number, raw in enumerate(text.splitlines(), 1):
         line = raw.split("#", 1)[0].strip()
         match = _LINE.fullmatch(line)
@@ -74,6 +77,8 @@ def parse_hostfile(text: str, source: str = "hostfile") -> Inventory:
             problems.append(f"{source}:{number}: host {match['host']!r} has no slots")
         elif slots > _MOST_SLOTS:
             problems.append(f"{source}:{number}: {match['slots'][:20]} slots on one host, at most {_MOST_SLOTS}")
+        elif (total := total + slots) > _MOST_SLOTS_OF_ALL:
+            problems.append(f"{source}:{number}: {total} slots up to here, at most {_MOST_SLOTS_OF_ALL}")
         else:
             hosts[match["host"]] = Host(match["host"], tuple(range(slots)))
     if not hosts and not problems:
@@ -109,7 +114,7 @@ def parse_filter(text: str) -> dict[str, tuple[int, ...]]:
     Raises:
         ConfigError: not of this form ("launch-filter").
     """
-    chosen: dict[str, tuple[int, ...]] = {}
+    chosen: dict[str, set[int]] = {}  # an empty set: all slots
     for part in text.split("@"):
         name, colon, slots = part.strip().partition(":")
         numbers = slots.split(",") if colon else []
@@ -119,10 +124,12 @@ def parse_filter(text: str) -> dict[str, tuple[int, ...]]:
                 code="launch-filter",
                 fix="Write it as host1@host2:0,2 - hosts separated by @, slots after a colon.",
             )
-        before = chosen.get(name)
-        every = not numbers or before == ()
-        chosen[name] = () if every else tuple(sorted({int(number) for number in numbers} | set(before or ())))
-    return chosen
+        every = not numbers or chosen.get(name) == set()
+        if every:
+            chosen[name] = set()
+        else:
+            chosen.setdefault(name, set()).update(int(number) for number in numbers)
+    return {name: tuple(sorted(slots)) for name, slots in chosen.items()}
 
 
 def select(inventory: Inventory, include: str = "", exclude: str = "", *, some: bool = True) -> Inventory:
@@ -238,6 +245,9 @@ def expand_nodelist(text: str) -> list[str]:
             choices = _expand_ranges(piece[1:-1], text) if piece.startswith("[") else [piece]
             if len(names) + len(expanded) * len(choices) > _MOST_HOSTS:
                 raise _no_nodelist(text, f"names more than {_MOST_HOSTS} hosts")
+            # Before they are put together: a hundred thousand long names are gigabytes.
+            if len(max(expanded, key=len)) + len(max(choices, key=len)) > _LONGEST_NAME:
+                raise _no_nodelist(text, f"has a name of more than {_LONGEST_NAME} characters")
             expanded = [head + choice for head in expanded for choice in choices]
         names += expanded
     if bad := [name for name in names if not is_host(name) or "[" in name or "]" in name]:
@@ -275,7 +285,7 @@ def _expand_ranges(text: str, nodelist: str) -> list[str]:
         low, high = number_in(first), number_in(last)
         if not dash:
             choices.append(item)
-        elif low is None or high is None or high < low:
+        elif low is None or high is None or high < low or len(first) > _LONGEST_NAME:
             raise _no_nodelist(nodelist, f"has the range {item[:80]!r}")
         elif len(choices) + high - low >= _MOST_HOSTS:
             raise _no_nodelist(nodelist, f"names more than {_MOST_HOSTS} hosts")
@@ -287,7 +297,8 @@ def _expand_ranges(text: str, nodelist: str) -> list[str]:
 def from_slurm(env: Mapping[str, str], slots: int) -> Inventory | None:
     """Return the hosts of the Slurm allocation in `env`, `slots` on each; None outside of an allocation."""
     nodelist = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
-    return tuple(Host(name, tuple(range(slots))) for name in expand_nodelist(nodelist)) if nodelist else None
+    numbers = tuple(range(slots))
+    return tuple(Host(name, numbers) for name in expand_nodelist(nodelist)) if nodelist else None
 
 
 def slurm_gpus(env: Mapping[str, str]) -> int:
