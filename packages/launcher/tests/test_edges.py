@@ -93,14 +93,12 @@ def test_long_names_of_node_lists_are_not_put_together(text: str) -> None:
 
 
 def test_many_hosts_of_many_slots_and_many_parts_of_a_filter() -> None:
-    tracemalloc.start()
-    with pytest.raises(ConfigError, match="at most"):
+    with pytest.raises(ConfigError, match="at most 1048576"):
         parse_hostfile("".join(f"n{number} slots=65536\n" for number in range(200)))
     hosts = from_slurm({"SLURM_JOB_NODELIST": "n[0-999]"}, 65536)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert hosts is not None and len(hosts) == 1000 and hosts[999].slots[-1] == 65535
-    assert peak < 160 << 20
+    assert hosts is not None
+    assert len(hosts) == 1000
+    assert all(host.slots is hosts[0].slots for host in hosts)  # 2 GB, were each its own
     began = time.process_time()
     assert parse_filter("@".join(f"a:{number}" for number in range(20_000)))["a"] == tuple(range(20_000))
     assert parse_filter("a:1@a@a:2") == {"a": ()}

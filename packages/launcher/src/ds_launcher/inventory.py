@@ -45,7 +45,7 @@ class Host:
 
 Inventory = tuple[Host, ...]
 _MOST_SLOTS = 1 << 16  # on one host
-_MOST_SLOTS_OF_ALL = 1 << 21
+_MOST_SLOTS_OF_ALL = 1 << 20
 _MOST_HOSTS = 1 << 17
 _MOST_DIGITS = 9
 _LONGEST_NAME = 253  # characters of a host's name in the DNS
