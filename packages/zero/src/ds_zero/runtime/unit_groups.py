@@ -139,7 +139,7 @@ class GroupSet:
         if not self._late:
             apart = self.gather_group is not self.shard_group
             self._late.append(duplicate_group(self.shard_group, "unforeseen", None) if apart else self.gather_group)
-            self.created += self._late if apart else ()
+            self.created.extend(self._late if apart else ())
         return self._late[0]
 
 
