@@ -49,3 +49,67 @@ def test_initialize_runs_nothing_of_the_model(stage: int) -> None:
     assert (float(torch.rand(())), random.random()) == expected
     assert (model.count, float(model.calls)) == (0, 0.0)
     engine.destroy()
+
+
+class Buffered(nn.Module):
+    """Buffers as models make them: by a constructor, computed from one, and computed in another format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4)
+        self.register_buffer("table", torch.sin(torch.arange(0.0, 4.0)).view(1, 4, 1) * torch.ones(1))
+        self.register_buffer("wide", 1.0 / 10.0 ** (torch.arange(0, 4).float() / 4.0))
+        self.register_buffer("chosen", torch.zeros(2).to(torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x)) + self.table
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
+@world(2)
+def test_buffers_made_inside_init_have_the_parameters_format(stage: int) -> None:
+    import deepspeed
+
+    config = settings(stage, bf16={"enabled": True})
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        torch.manual_seed(0)
+        model = Buffered()
+    plain = torch.nn.BatchNorm1d(4)
+    assert plain.running_mean.dtype is torch.float32
+    formats = {name: buffer.dtype for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    narrow = {"norm.running_mean", "norm.running_var", "table"}
+    assert formats == {name: torch.bfloat16 if name in narrow else torch.float32 for name in formats}
+    assert torch.equal(model.table, torch.sin(torch.arange(4.0)).view(1, 4, 1).bfloat16())
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    out = engine(torch.randn(2, 3, 8).bfloat16())
+    assert out.dtype is torch.bfloat16
+    engine.backward(out.float().square().mean())
+    engine.step()
+    engine.destroy()
+
+
+class Sinusoid(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("table", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + self.table)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_error_about_formats_names_buffers_and_the_key(stage: int) -> None:
+    import deepspeed
+
+    config = settings(stage, bf16={"enabled": True})
+    engine, *_ = deepspeed.initialize(model=Sinusoid(), config=config)
+    assert "buffers as the model (data_types.buffer_dtype)" in str(engine.plan)
+    with pytest.raises(RuntimeError, match="dtype") as error:
+        engine(torch.ones(2, 4).bfloat16())
+    assert "1 floating-point buffers are wider (table)" in error.value.__notes__[0]
+    assert 'data_types.buffer_dtype = "bf16"' in error.value.__notes__[0]
+    engine.destroy()
+    engine, *_ = deepspeed.initialize(model=Sinusoid(), config=config | {"data_types": {"buffer_dtype": "bf16"}})
+    assert engine(torch.ones(2, 4).bfloat16()).dtype is torch.bfloat16
+    engine.destroy()

@@ -30,6 +30,7 @@ from ds_engine.executor import Passes
 from ds_engine.loader import LoaderRole, ResumableLoader, loader_of
 from ds_engine.loss_total import LossAccumulator, SumLoss, loss_of
 from ds_engine.lr_schedules import advance, momentum_of
+from ds_engine.mixed_precision import buffer_note
 from ds_engine.optimizer_step import settle, totals_after
 from ds_engine.planner import rebatched
 from ds_engine.result import StepResult
@@ -56,7 +57,12 @@ class Engine(EngineState):
             args, kwargs = to_device(args, self.device, dtype), to_device(kwargs, self.device, dtype)
             if self.module.training and torch.is_grad_enabled():
                 self._health.forward(args, kwargs)
-            return self.module(*args, **kwargs)
+            try:
+                return self.module(*args, **kwargs)
+            except RuntimeError as error:
+                if (note := buffer_note(self.module, self.plan.precision, error)) is not None:
+                    error.add_note(note)
+                raise
 
     def backward(self, loss: Tensor | SumLoss, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Accumulate the gradients of one microbatch's loss, and reduce them if the program says so.

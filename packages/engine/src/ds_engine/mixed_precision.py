@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from ds_engine.config import Config
 from ds_zero import LossScale, Precision
 from ds_zero.layout.unit_plan import gradient_text
 
-__all__ = ["Casting", "casting_of", "precision_of", "precision_text"]
+__all__ = ["Casting", "buffer_note", "casting_of", "precision_of", "precision_text"]
 
 _DTYPES: Mapping[str, torch.dtype] = {
     name: dtype
@@ -79,8 +80,25 @@ def precision_text(precision: Precision, casting: Casting) -> str:
     if precision.scale is not None:
         static = precision.scale.static
         text += f", loss scale {static:g}" if static else f", loss scale from {precision.scale.initial:g}"
+    if travel is not None and travel.itemsize < 4 and casting.buffers is None:
+        text += ", buffers as the model (data_types.buffer_dtype)"
     named = {"autocast": casting.autocast, "inputs": casting.inputs, "buffers": casting.buffers}
     return text + "".join(f", {what} {_name(dtype, '')}" for what, dtype in named.items() if dtype is not None)
+
+
+def buffer_note(model: nn.Module, precision: Precision, error: RuntimeError) -> str | None:
+    """Explain an error of torch about formats where buffers are wider than the parameters beside them; None for other errors."""
+    param, text = precision.param, str(error)
+    if param is None or param.itemsize >= 4 or not ("dtype" in text or "scalar type" in text):
+        return None
+    wide = [n for n, b in model.named_buffers() if b.is_floating_point() and b.dtype.itemsize > param.itemsize]
+    if not wide:
+        return None
+    shown, name = ", ".join(wide[:3]) + (", ..." if len(wide) > 3 else ""), _name(param, "")
+    return (
+        f"Parameters are {name} and {len(wide)} floating-point buffers are wider ({shown}): buffers keep the format the model has them in. "
+        f'data_types.buffer_dtype = "{"bf16" if param is torch.bfloat16 else "fp16"}" casts them, or cast what is made of them in forward.'
+    )
 
 
 def _scale(config: Config) -> LossScale:

@@ -33,7 +33,7 @@ def test_norms_whose_buffers_stay_wide_name_the_key(stage: int) -> None:
         "optimizer": {"type": "AdamW"},
         "zero_optimization": {"stage": stage},
     }
-    with pytest.raises(PlanError, match=r'data_types\.buffer_dtype = "bfloat16"'):
+    with pytest.raises(PlanError, match=r'data_types\.buffer_dtype = "bf16"'):
         ds_engine.initialize(model=make(), config=config)
     engine, *_ = ds_engine.initialize(model=make(), config=config | {"data_types": {"buffer_dtype": "bf16"}})
     engine.backward(engine(torch.randn(4, 3, 8).bfloat16()).sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import ds_zero
+from ds_config.errors import UnsupportedError
 from ds_testing import world
 
 
@@ -76,4 +78,129 @@ def test_an_optimizer_of_one_view_has_no_switch():
     net = nn.Linear(2, 2)
     optimizer = ds_zero.shard(net, torch.optim.SGD(net.parameters(), lr=0.1))
     assert not hasattr(optimizer, "eval")
+    optimizer.close()
+
+
+class Writers(TwoViews):
+    """Methods that write weights outside of `step`, by names that are known and others, through `.data` and without."""
+
+    @torch.no_grad()
+    def sync_lookahead(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                slow = self.state[p].setdefault("slow", torch.zeros_like(p))
+                slow.lerp_(p, 0.5)
+                p.data.copy_(slow)
+
+    @contextlib.contextmanager
+    def swap_ema_weights(self):
+        self._swap()
+        yield
+        self._swap()
+
+    def exchange(self):
+        self._swap()
+
+    def shrink(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.mul_(0.5)
+
+    def rate(self):
+        return self.param_groups[0]["lr"]
+
+
+def started(stage, **options):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+    plain = copy.deepcopy(net)
+    reference, inner = Writers(plain.parameters()), Writers(net.parameters())
+    options = {"memory": "private", "policy": ds_zero.UnitSizePolicy(max_numel=60)} | options
+    return plain, reference, net, ds_zero.shard(net, inner, stage=stage, **options)
+
+
+def trained(plain, reference, net, optimizer, step):
+    batch = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(step))
+    reference.zero_grad()
+    sum(plain(one).square().mean() / 2 for one in batch).backward()
+    reference.step()
+    optimizer.zero_grad()
+    net(batch[dist.get_rank()]).square().mean().backward()
+    optimizer.step()
+    return batch[0]
+
+
+@pytest.mark.parametrize("stage", [0, 1, pytest.param(2, marks=pytest.mark.slow), 3])
+@world(2)
+def test_known_methods_publish_what_they_write(stage):
+    plain, reference, net, optimizer = started(stage)
+    for step in range(3):
+        x = trained(plain, reference, net, optimizer, step)
+        reference.sync_lookahead(), optimizer.inner.sync_lookahead()
+        torch.testing.assert_close(net(x), plain(x))
+        with reference.swap_ema_weights(), optimizer.inner.swap_ema_weights():
+            torch.testing.assert_close(net(x), plain(x))
+        torch.testing.assert_close(net(x), plain(x))
+        with optimizer.publish_weights():
+            optimizer.inner.exchange()
+        reference.exchange()
+        torch.testing.assert_close(net(x), plain(x))
+        assert optimizer.inner.rate() == 0.1
+    optimizer.close()
+
+
+@pytest.mark.parametrize("name", ["exchange", "shrink"])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@world(2)
+def test_a_method_that_writes_weights_and_publishes_nothing_is_named(stage, name):
+    plain, reference, net, optimizer = started(stage)
+    trained(plain, reference, net, optimizer, 0)
+    with pytest.raises(UnsupportedError, match=rf"Writers\.{name}\(\) wrote") as error:
+        getattr(optimizer.inner, name)()
+    assert error.value.code == "zero-unpublished-weights"
+    optimizer.refresh()
+    optimizer.close()
+
+
+def shrink_groups(optimizer):
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.mul_(0.5)
+
+
+@pytest.mark.parametrize("memory", ["private", "auto"])
+@pytest.mark.parametrize("stage", [0, 1, pytest.param(2, marks=pytest.mark.slow), 3])
+@world(2)
+def test_a_loop_over_the_groups_that_writes_weights_is_right_or_refused(stage, memory):
+    plain, reference, net, optimizer = started(stage, memory=memory)
+    x = trained(plain, reference, net, optimizer, 0)
+    shrink_groups(reference)
+    with optimizer.publish_weights():
+        shrink_groups(optimizer)
+    torch.testing.assert_close(net(x), plain(x))
+    shrink_groups(reference), shrink_groups(optimizer)
+    if stage == 0:
+        torch.testing.assert_close(net(x), plain(x))
+        trained(plain, reference, net, optimizer, 1)
+        torch.testing.assert_close(net(x), plain(x))
+    else:
+        with pytest.raises(UnsupportedError, match="a loop over param_groups") as error:
+            net(x).sum().backward()
+        assert error.value.code == "zero-unpublished-weights"
+    optimizer.refresh()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_loop_over_the_groups_is_published_on_one_rank_where_masters_are_apart(stage):
+    net = nn.Linear(4, 4)
+    optimizer = ds_zero.shard(net, torch.optim.SGD(net.parameters(), lr=0.0), stage=stage, precision="bf16")
+    before = ds_zero.safe_get_full_fp32_param(net.weight).clone()
+    shrink_groups(optimizer)
+    net(torch.ones(1, 4).bfloat16()).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(ds_zero.safe_get_full_fp32_param(net.weight), before * 0.5)
+    with ds_zero.GatheredParameters(net):
+        torch.testing.assert_close(net.weight.detach().float(), (before * 0.5).bfloat16().float())
     optimizer.close()

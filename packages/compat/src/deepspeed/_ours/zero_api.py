@@ -16,6 +16,7 @@ from torch.nn.parameter import Parameter
 
 import ds_zero
 from deepspeed._ours.comm import init_distributed
+from deepspeed._ours.init_buffers import BufferFormat
 from deepspeed._ours.params import mark_scattered
 from deepspeed._ours.raising import also, raising
 from ds_comm import as_group
@@ -77,7 +78,8 @@ class Init(ds_zero.Init):
         module: A model that is there already: cut at once.
         data_parallel_group, sequence_data_parallel_group: Ranks to cut over; all by default.
         config_dict_or_path, config: Says the format of floating-point parameters: fp32, or what bf16 or fp16 enable. Without it
-            they keep the format they are made in. Nothing else of it is read, so it may hold "auto".
+            they keep the format they are made in. Nothing else of it is read, so it may hold "auto". Buffers that torch's constructors make
+            have the format, too, see `BufferFormat`.
         enabled: False does nothing.
         dtype: The format, whatever the configuration says.
         others: Where upstream puts the parts; here they stay on the device that the model is made on.
@@ -106,17 +108,35 @@ class Init(ds_zero.Init):
         super().__init__(
             group=self._ranks, enabled=enabled, dtype=_format(source) if dtype is None and enabled else dtype
         )
+        narrow = self.enabled and self.dtype in (torch.bfloat16, torch.float16)
+        self._buffers = BufferFormat(self.dtype) if narrow and self.dtype is not None else None
         if module is not None and enabled:
             self.cut(module)
 
     def __enter__(self) -> Init:
         _entered.append(self)
         super().__enter__()
+        if self._buffers is not None:
+            self._buffers.__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
+        if self._buffers is not None:
+            self._buffers.__exit__(*raised)
         _entered.remove(self)
         super().__exit__(*raised)
+
+    def pause(self) -> None:
+        """Stop sharding new modules, and casting their buffers, until `go_on` is called."""
+        super().pause()
+        if self._buffers is not None:
+            self._buffers.active = False
+
+    def go_on(self) -> None:
+        """Cut what is made from here on."""
+        super().go_on()
+        if self._buffers is not None:
+            self._buffers.active = True
 
     def on_sharded(self, param: Parameter) -> None:
         """Give it the attributes that clients read."""

@@ -15,6 +15,10 @@ _NORMS = (
 )  # fmt: skip
 
 
+_KEYS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""Names of formats as configurations have them."""
+
+
 def check_scripted(model: nn.Module) -> None:
     """Raise if a module is scripted: its forward is no Python, and its parameters cannot become views.
 
@@ -76,7 +80,7 @@ def _check_norms(model: nn.Module, precision: Precision) -> None:
                 f"{name or 'the model'}, a {type(module).__name__}, would have weights in {_name(param)} and buffers in {_name(buffer)}, "
                 "which torch's kernel refuses",
                 code="zero-buffer-format",
-                fix=f'Set data_types.buffer_dtype = "{_name(param)}" in the configuration; without one, call model.to(torch.{_name(param)}) before '
+                fix=f'Set data_types.buffer_dtype = "{_KEYS.get(param, "fp32")}" in the configuration; without one, call model.to(torch.{_name(param)}) before '
                 "`shard`, or give a PrecisionRule that keeps the weights of norms.",
             )
 

@@ -80,6 +80,7 @@ class Unit:
         self._versions = [param._version for param in self.params]
         if self.spec.trained:
             self.parts = [self._part(*r) for r in self.gradients.ranges] if self.layout.kind == "flat" else self.split()
+        self._published = {part.tensor: part.tensor._version for part in self.parts}
         self.state_store.store()
 
     def __repr__(self) -> str:
@@ -201,8 +202,15 @@ class Unit:
         self.storage.publish()
         increment_version(self.params)
         self._versions = [param._version for param in self.params]
+        self._published = {part.tensor: part.tensor._version for part in self.parts}
         if self.state is Full.CURRENT and not (self.plan.aliased and self.layout.world == 1):
             self.state = Full.STALE
+
+    @property
+    def unpublished(self) -> bool:
+        """Whether somebody has written to the optimizer's parts since their values were published."""
+        known = self._published
+        return any(part.tensor._version != known.get(part.tensor, part.tensor._version) for part in self.parts)
 
     def adopt_edits(self) -> None:
         """Copy parameters written since the last update into the shards, if stored separately.
@@ -240,7 +248,8 @@ class Unit:
         return {s.name: i for i, s in enumerate(self.layout.slots)}
 
     def _parameter(self, view: Tensor) -> Parameter:
-        parameter = Parameter(view)
+        parameter = Parameter(view.new_empty(0))
+        parameter.data = view  # with a version of its own: it counts what is written by way of the optimizer's groups
         if self.dtypes.state is not None:
             parameter.state_dtype = self.dtypes.state  # type: ignore[attr-defined]  # OpsOptimizer.state_dtype_of
         return parameter

@@ -45,7 +45,7 @@ from ds_zero.update.overlap_plan import Outlook
 from ds_zero.update.overlapped_update import Ahead
 from ds_zero.update.rank_settings import check_differences, group_settings, option_settings, pair_of, same_pairs
 from ds_zero.update.step_reduction import agree, first_nonfinite, weight_of
-from ds_zero.update.weight_views import WeightViews
+from ds_zero.update.weight_views import WeightViews, not_published
 from ds_zero.update.wrapped_optimizer import Updater, check_inner, class_name_of, owns_reduction, traits_of
 
 __all__ = ["ShardedOptimizer", "StepReport", "shard"]
@@ -218,7 +218,25 @@ class ShardedOptimizer(Optimizer):
         """Resume the sharded model and optimizer state, as `ShardedModel.resume`."""
         self.sharding.resume()
 
+    def publish_weights(self) -> AbstractContextManager[None]:
+        """Bring every copy of the weights up to date after the block, in which the optimizer's shards may be written. Collective.
+
+        For methods of the optimizer's own that write weights (`optimizer.inner.swap()`), and loops over `param_groups`.
+        """
+        return self._views.publishing()
+
+    def _check_published(self) -> None:
+        """Raise if shards were written by way of the optimizer's groups, and other ranks have copies of the old values."""
+        written = [
+            unit for unit in self.sharding.units if unit.spec.trained and not unit.plan.early and unit.unpublished
+        ]
+        if written and not self.sharding.seating.hosts and all(u.layout.world == 1 for u in self.sharding.units):
+            self.refresh()  # every rank has all, so it sends nothing
+        elif written:
+            raise not_published(f"a loop over param_groups, or a hook, wrote (unit {written[0].spec.name})")
+
     def _begin_backward(self) -> None:
+        self._check_published()
         self.backwards += 1
         if self._scale is not None and not self._scaled:
             raise PlanError(
@@ -246,6 +264,7 @@ class ShardedOptimizer(Optimizer):
         runtime = self.sharding.runtime
         self.sharding.check_here()
         self._check_trainable()
+        self._check_published()
         runtime.reducing.close()
         runtime.settle(self.sharding.group)
         error = self.ahead.finish()
@@ -271,7 +290,8 @@ class ShardedOptimizer(Optimizer):
             if stay:
                 self._finish_gradients(units, clip)
             due = self._due(units, average, 1.0 if stay else clip, facts.unused)
-            apply(due, self.state_store, self.ahead, self.updater)
+            with self._views.stepping():
+                apply(due, self.state_store, self.ahead, self.updater)
         self.ahead.outlook.stepped(self.backwards, self.divisor, altered=skipped or clip != 1.0)
         for unit in units:  # either takes back what was made of them early, where the step was skipped
             unit.gradients.changing() if stay else unit.gradients.clear()
