@@ -16,11 +16,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ds_ckpt
-from ds_comm import shm_group
+import ds_moe
+import ds_zero
+from ds_comm import as_group, shm_group
 from ds_config.errors import PlanError, UnsupportedError
 from ds_ops import optim
-from ds_parallel.tensor import TensorOptions, facts_of, make_tensor_plan
+from ds_parallel.tensor import TensorOptions, clip_grad_norm_, facts_of, make_tensor_plan, parallelize_model
 from ds_parallel.tensor.dtensor_params import parallelize_module
+from ds_pipe.stage import PipelineStage
 from ds_testing import world
 
 pytestmark = pytest.mark.skipif(bool(shm_group.available()), reason=f"no shm backend here: {shm_group.available()}")
@@ -38,11 +41,11 @@ def shared_memory(meet):
         dist.destroy_process_group()
 
 
-def llama(**more):
+def llama(heads=2, **more):
     transformers = pytest.importorskip("transformers", reason="the model is one of transformers")
     torch.manual_seed(3)
     config = transformers.Qwen3Config(
-        vocab_size=66, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        vocab_size=66, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=heads, head_dim=8,
         intermediate_size=44, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, **more,
     )  # fmt: skip
     return transformers.Qwen3ForCausalLM(config)
@@ -138,6 +141,47 @@ def check_checkpoints(mesh, folder):
     assert steps.param_groups[0]["lr"] == 0.01
     for one, two in zip(steps.state.values(), optimizer.state.values(), strict=True):
         assert torch.equal(one["exp_avg"].full_tensor(), two["exp_avg"].full_tensor())
+
+
+@world(2, backend=None)
+def test_what_dtensors_cannot_be_is_refused_by_name(tmp_path):
+    with shared_memory(tmp_path):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        plan = make_tensor_plan(facts_of(one_head()), TensorOptions(2))
+        with pytest.raises(UnsupportedError, match="would cut it into") as error:
+            parallelize_module(one_head(), mesh["tp"], plan)
+        assert error.value.code == "tensor-dtensor"
+        with pytest.raises(PlanError, match="over one dim of a mesh, this one has 2"):
+            parallelize_module(llama(), init_device_mesh("cpu", (1, 2)))
+        model = parallelize_module(llama(), mesh["tp"])
+        assert {type(p.placements[0]) for p in model.parameters()} == {Shard, Replicate}
+        calls = (
+            lambda: ds_zero.shard(model, torch.optim.AdamW(model.parameters()), stage=2),
+            lambda: PipelineStage(0, model, False),
+            lambda: ds_moe.reduce_gradients(model),
+        )
+        for call in calls:
+            with pytest.raises(PlanError, match="is a DTensor") as refusal:
+                call()
+            assert refusal.value.code == "comm-dtensor"
+        with pytest.raises(PlanError, match="torch's own functions are right"):
+            clip_grad_norm_(model, 1.0)
+
+
+def one_head():
+    return llama(heads=1)
+
+
+@world(2, backend=None)
+def test_a_model_that_is_cut_and_then_fully_sharded_over_its_parts_is_refused(tmp_path):
+    with shared_memory(tmp_path):
+        mesh = init_device_mesh("cpu", (2,))
+        model = llama()
+        parallelize_model(model, make_tensor_plan(facts_of(model), TensorOptions(2)), as_group(None))
+        fully_shard(model, mesh=mesh)
+        with pytest.raises(PlanError, match="other values on ranks") as error:
+            model(**batch(0, 0))
+        assert error.value.code == "comm-fsdp"
 
 
 def same(model, full):

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_config.errors import PlanError
 
-__all__ = ["leave_out", "mark_unlike", "reduces_left_out", "watch_ddp"]
+__all__ = ["leave_out", "mark_unlike", "others_of", "reduces_left_out", "watch_ddp"]
 
 Others = Callable[[Tensor, Collection[int]], Collection[int]]
 """Of a tensor and some ranks of the world, those of them that do not hold the same values."""
@@ -99,6 +99,11 @@ def watch_ddp(others: Others) -> None:
         _sources.append(others)
 
 
+def others_of(tensor: Tensor, ranks: Collection[int]) -> Collection[int]:
+    """Return those of `ranks` that hold other values than this one, by all that was said of `tensor`."""
+    return {rank for source in _sources for rank in source(tensor, ranks)}
+
+
 def _at_registration(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     if not isinstance(parent, DistributedDataParallel) or name != "module" or module is None:
         return
@@ -106,7 +111,7 @@ def _at_registration(parent: nn.Module, name: str, module: nn.Module | None) -> 
     ignored = parent.parameters_to_ignore
     touched: dict[str, set[int]] = {}
     for tensor_name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        others = {rank for source in _sources for rank in source(tensor, ranks)}
+        others = set(others_of(tensor, ranks))
         if others and tensor_name not in ignored:
             touched[tensor_name] = others
     if touched:

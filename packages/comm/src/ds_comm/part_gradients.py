@@ -29,6 +29,7 @@ __all__ = [
     "gradient_norm",
     "guard_gradient",
     "guard_gradients",
+    "refuse_dtensors",
 ]
 
 _NORMS = {"norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "frobenius_norm", "_foreach_norm"}
@@ -91,7 +92,14 @@ def average_families(params: Sequence[nn.Parameter], dense: Group) -> None:
     Args:
         params: In one order on all ranks; those with a family are summed over its group and divided by its divisor.
         dense: The ranks over which all others are averaged.
+    Raises:
+        PlanError: a parameter is a DTensor, whose ranks have other elements of it ("comm-dtensor").
     """
+    refuse_dtensors(
+        params,
+        "ranks average the gradients of what they hold alike",
+        "FSDP2 averages the gradients of its own parameters: call this before fully_shard, or not at all.",
+    )
     by_group: dict[tuple[tuple[int, ...], int], tuple[Group, list[nn.Parameter]]] = {}
     for param in params:
         family = param_sharding(param).family
@@ -101,6 +109,31 @@ def average_families(params: Sequence[nn.Parameter], dense: Group) -> None:
     for (ranks, divisor), (group, members) in sorted(by_group.items(), key=lambda item: (-len(item[0][0]), item[0])):
         del ranks
         average_gradients(members, group, divisor)
+
+
+def refuse_dtensors(params: Iterable[Tensor], what: str, fix: str) -> None:
+    """Raise PlanError ("comm-dtensor") if one of `params` is a DTensor, of which each rank of a mesh has its elements."""
+    part: Any = next((param for param in params if hasattr(param, "device_mesh")), None)
+    if part is not None:
+        raise PlanError(
+            f"{what}, and a parameter of shape {tuple(part.shape)} is a DTensor with placements {part.placements} on {part.device_mesh}",
+            code="comm-dtensor",
+            fix=fix,
+        )
+
+
+def _elements(grad: Any) -> Tensor:
+    """Return this rank's elements of a gradient, of a DTensor or a `PartGradient`, too."""
+    elements: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
+    return elements
+
+
+def _copies(grad: Any, holders: int) -> int:
+    """Count the ranks with the same elements of a gradient: of a DTensor those along the mesh dims that it is replicated on."""
+    if not hasattr(grad, "device_mesh"):
+        return holders
+    sizes = zip(grad.placements, grad.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if placement.is_replicate())
 
 
 def average_gradients(params: Sequence[nn.Parameter], group: Group, divisor: int) -> None:
@@ -144,8 +177,8 @@ def gradient_norm(
     """Compute the norm of all gradients of the whole model, the same on all ranks. Collective over the world.
 
     Args:
-        params: This rank's, each once.
-        holders: Of a parameter, how many ranks of the world hold it with equal gradients, this one included.
+        params: This rank's, each once. Of a DTensor ranks outside its mesh are taken to hold another part.
+        holders: Of a parameter that is no DTensor, how many ranks of the world hold it with equal gradients, this one included.
         norm_type: 2 or infinity.
     Returns:
         A float64 scalar.
@@ -161,9 +194,15 @@ def gradient_norm(
     for param in params:
         if param.grad is None:
             continue
-        grad = param.grad.as_subclass(Tensor)
+        grad = _elements(param.grad)
+        if not grad.numel():
+            continue
         norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64).to(device)
-        total = total + norm.square() / holders(param) if norm_type == 2.0 else torch.maximum(total, norm)
+        total = (
+            total + norm.square() / _copies(param.grad, holders(param))
+            if norm_type == 2.0
+            else torch.maximum(total, norm)
+        )
     all_reduce(total, ReduceOp.SUM if norm_type == 2.0 else ReduceOp.MAX, world_group(), unit="gradient norm")
     return total.sqrt()[0] if norm_type == 2.0 else total[0]
 
@@ -173,7 +212,7 @@ def clip_gradients(params: Iterable[nn.Parameter], norm: Tensor, max_norm: float
     factor = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
     for param in params:
         if param.grad is not None:
-            param.grad.mul_(factor.to(param.grad.device, param.grad.dtype))
+            _elements(param.grad).mul_(factor.to(param.grad.device, param.grad.dtype))
 
 
 def family_holders(param: nn.Parameter, dense: int) -> int:

@@ -23,6 +23,7 @@ from ds_comm import (
     world_group,
 )
 from ds_comm.ddp import leave_out
+from ds_comm.fsdp import watch_fsdp
 from ds_comm.part_gradients import guard_gradients
 from ds_moe.expert_groups import ExpertGroups, alone, make_places
 from ds_moe.experts import Experts
@@ -60,7 +61,8 @@ def place_experts(model: nn.Module, mesh: Mesh | None = None, *, data_first: boo
 
     A `DistributedDataParallel` around `model` leaves the experts out: each rank keeps its own, and their gradients are summed over
     the ranks that hold them and divided by the ranks that the batch is split over, as DDP averages the others. Around a module
-    that contains `model` it raises PlanError ("comm-ddp"): place that module instead.
+    that contains `model` it raises PlanError ("comm-ddp"): place that module instead. FSDP2 over ranks with different experts is refused in the
+    first forward ("comm-fsdp"): shard the experts over the ranks that hold them first, docs/how-to/two-dimensions.md.
 
     Experts that tensor parallelism has cut before stay cut: their layer then gives all rows to every tensor-parallel rank, and
     compares the routing of those in every forward, because ranks that route differently would wait for each other for ever.
@@ -98,6 +100,8 @@ def place_experts(model: nn.Module, mesh: Mesh | None = None, *, data_first: boo
     handles = guard_gradients(
         spread.values(), "Call ds_moe.reduce_gradients(model, mesh) and ds_moe.clip_grad_norm_(model, max_norm)."
     )
+    if spread:
+        handles.append(watch_fsdp(model))
     return ExpertPlacement(dict(layers), tuple(groups_by_size.values()), handles)
 
 

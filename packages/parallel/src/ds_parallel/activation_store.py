@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_comm as comm
-from ds_accel import Accelerator, PinnedBuffer, PinnedPool, get_accelerator, host_memory
+from ds_accel import Accelerator, PinnedBuffer, PinnedPool, get_accelerator, host_memory, streams
 from ds_comm import Group, self_group
 from ds_config.errors import PlanError
 from ds_parallel._torch import version_of
@@ -311,17 +311,16 @@ class ActivationStore:
             free()
 
     def _send(self, entry: Kept, place: Tensor, piece: Tensor) -> None:
-        """Start the copy to the host; the device goes on meanwhile."""
+        """Start the copy to the host on the side stream, after what the current stream has queued; the device goes on meanwhile."""
         accelerator, stream = self.accelerator, self._side()
         ready = accelerator.new_event()
         ready.record(accelerator.current_stream())
         with accelerator.on_stream(stream):
             ready.wait(stream)
-            place.copy_(piece, non_blocking=True)
+            streams.copy_into(place, piece)
             entry.left = accelerator.new_event()
             entry.left.record(stream)
-        if stream is not None:
-            piece.record_stream(stream)
+        streams.record_use(piece, stream)
         entry.before, self._latest = self._latest, weakref.ref(entry)
 
     def _fetch(self, entry: Kept) -> Tensor:
@@ -338,7 +337,7 @@ class ActivationStore:
         return back
 
     def _start(self, entry: Kept) -> None:
-        """Start the copy back to the device."""
+        """Start the copy back on the side stream; it is valid on a stream that waits for `entry.arrived`."""
         if entry.back is not None:
             return
         accelerator, stream = self.accelerator, self._side()
@@ -348,11 +347,10 @@ class ActivationStore:
         with accelerator.on_stream(stream):
             ready.wait(stream)  # the memory may be one that the device is still using
             entry.left.wait(stream)
-            entry.back.copy_(entry.piece, non_blocking=True)
+            streams.copy_into(entry.back, entry.piece)
             entry.arrived = accelerator.new_event()
             entry.arrived.record(stream)
-        if stream is not None:
-            entry.back.record_stream(stream)
+        streams.record_use(entry.back, stream)
 
     def _side(self) -> Any:
         if self._stream is None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_comm.part_gradients import refuse_dtensors
 from ds_config.errors import PlanError
 from ds_pipe._torch import tree_flatten, tree_unflatten
 from ds_pipe.recompute import Backwards, Mode
@@ -33,9 +34,16 @@ class PipelineStage:
         index: Number of the stage.
         module: Takes one value (any pytree) and returns one.
         splits: Whether backwards may come in two.
+    Raises:
+        PlanError: a parameter is a DTensor ("comm-dtensor").
     """
 
     def __init__(self, index: int, module: nn.Module, splits: bool) -> None:
+        refuse_dtensors(
+            module.parameters(),
+            "stages sum plain gradients over their replicas",
+            "Cut the layers of stages with ds_parallel.tensor.parallelize_model, whose parts are plain tensors.",
+        )
         self.index, self.module, self.splits = index, module, splits
         self._recorder = WeightGradRecorder(module)
         self.backwards = Backwards(self._recorder)

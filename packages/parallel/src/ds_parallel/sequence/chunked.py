@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_accel import get_accelerator
+from ds_accel import get_accelerator, streams
 from ds_config.errors import PlanError
 from ds_ops.partial_attention import View, merge_partial, partial_attention, partial_attention_grad
 
@@ -103,13 +103,14 @@ class HostChunks:
 
     def _sent(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         accelerator = get_accelerator()
-        self._stream.wait_stream(accelerator.current_stream())
+        streams.wait_stream(self._stream, accelerator.current_stream())
         with accelerator.on_stream(self._stream):
             host_copies = []
             for tensor in tensors:
-                there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                host_copies.append(there.copy_(tensor, non_blocking=True))
-                tensor.record_stream(self._stream)
+                there = streams.page_locked(tensor.shape, tensor.dtype)
+                streams.copy_into(there, tensor)
+                streams.record_use(tensor, self._stream)
+                host_copies.append(there)
         return tuple(host_copies)
 
     def _fetch(self, index: int) -> tuple[tuple[Tensor, ...], Any]:
@@ -118,14 +119,14 @@ class HostChunks:
             return tensors, None
         with accelerator.on_stream(self._stream):
             device = accelerator.device()
-            return tuple(t.to(device, non_blocking=True) for t in tensors), self._stream.record_event()
+            return tuple(streams.copy_to(t, device, fresh=True) for t in tensors), streams.record_event(device)
 
     def _arrived(self, tensors: tuple[Tensor, ...], event: Any) -> tuple[Tensor, ...]:
         if event is not None:
             stream = get_accelerator().current_stream()
-            stream.wait_event(event)
+            event.wait(stream)
             for tensor in tensors:
-                tensor.record_stream(stream)
+                streams.record_use(tensor, stream)
         return tensors
 
 

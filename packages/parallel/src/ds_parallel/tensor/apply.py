@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from ds_comm import Box, Group, ParamSharding, ReductionGroup, param_sharding, set_param_sharding
 from ds_comm.ddp import mark_unlike
 from ds_comm.differentiable import gather
+from ds_comm.fsdp import watch_fsdp
 from ds_comm.part_gradients import guard_gradients
 from ds_config.errors import PlanError
 from ds_parallel.tensor.dim_shards import DimShards
@@ -288,9 +289,12 @@ def parallelize_model(model: nn.Module, plan: TensorPlan, group: Group) -> Tenso
     if group.size > 1:
         parts = {id(held.param): held.param for held in result.shards.values()}
         result._part_handles += guard_gradients(parts.values(), _ADVICE)
+        result._part_handles.append(watch_fsdp(model))
         result._inputs = InputCheck(group)
         result._handles.append(result._inputs.watch(model))
-        result._part_handles.append(result._replicas.watch_first(model, [shard.param for shard in result.shards.values()]))
+        result._part_handles.append(
+            result._replicas.watch_first(model, [shard.param for shard in result.shards.values()])
+        )
     model.__dict__[_MARK] = result
     return result
 

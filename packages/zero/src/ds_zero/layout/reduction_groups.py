@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import ds_comm as comm
 from ds_comm import Group, new_local_group, self_group
 from ds_comm.groups import node_groups
+from ds_comm.part_gradients import refuse_dtensors
 from ds_comm.reduction_group import Logical, ReductionGroup, param_sharding
 from ds_config.errors import PlanError
 from ds_zero.layout.units import DENSE, UnitSpec
@@ -66,8 +67,13 @@ def find_reduction_groups(model: nn.Module, group: Group) -> dict[str, Reduction
     """Collect the reduction groups of a model's parameters and buffers: dense first, the rest by name.
 
     Raises:
-        PlanError: two reduction groups have one name, or a group lacks this rank ("zero-reduction-group").
+        PlanError: two reduction groups have one name, or a group lacks this rank ("zero-reduction-group"); a parameter is a DTensor ("comm-dtensor").
     """
+    refuse_dtensors(
+        model.parameters(),
+        "ds-zero shards plain parameters itself",
+        "Cut the model with ds_parallel.tensor.parallelize_model and say so with its assign(data, divisor), or use torch's fully_shard.",
+    )
     declared: dict[str, ReductionGroup] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         family = param_sharding(tensor).family
