@@ -37,7 +37,7 @@ def fill(module: str, namespace: MutableMapping[str, object]) -> None:
 
 
 def resolve(module: str, name: str) -> object:
-    """Return the object that the table maps `module.name` to, and cache the object in the module.
+    """Return the object that the table maps `module.name` to, and cache the object in the module, unless its home says that it changes (`LIVE`).
 
     Raises:
         UnsupportedNameError: the name exists upstream and not here ("compat-missing").
@@ -48,8 +48,12 @@ def resolve(module: str, name: str) -> object:
     if isinstance(row, Missing):
         raise missing(UnsupportedNameError, path, row)
     if row is not None:
-        value = row.value if isinstance(row, ConstantRow) else _at(row)
-        setattr(sys.modules[module], name, value)
+        if isinstance(row, ConstantRow):
+            value, live = row.value, False
+        else:
+            value, live = _at(row), name in getattr(sys.modules[row.partition(":")[0]], "LIVE", ())
+        if not live:
+            setattr(sys.modules[module], name, value)
         return value
     if path not in SURFACE:
         raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name, obj=sys.modules.get(module))

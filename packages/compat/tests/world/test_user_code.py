@@ -113,3 +113,56 @@ def test_an_error_about_formats_names_buffers_and_the_key(stage: int) -> None:
     engine, *_ = deepspeed.initialize(model=Sinusoid(), config=config | {"data_types": {"buffer_dtype": "bf16"}})
     assert engine(torch.ones(2, 4).bfloat16()).dtype is torch.bfloat16
     engine.destroy()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_throughput_timer_counts_steps(accumulation: int) -> None:
+    import deepspeed
+
+    config = settings(1, gradient_accumulation_steps=accumulation)
+    engine, *_ = deepspeed.initialize(model=Counting(), config=config)
+    timer = engine.tput_timer
+    assert timer.batch_size == 2 * accumulation
+    assert timer.avg_samples_per_sec() == float("-inf")
+    for _ in range(4 * accumulation):
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+    assert (timer.global_step_count, timer.micro_step_count) == (4, 4 * accumulation)
+    assert timer.total_elapsed_time > 0.0
+    assert timer.avg_samples_per_sec() == pytest.approx(2 * 2 * accumulation / timer.total_elapsed_time)
+    engine.destroy()
+
+
+def test_values_of_activation_checkpointing_follow_configure() -> None:
+    import deepspeed
+    from deepspeed._ours import activation_checkpointing_api as api
+
+    names = (
+        "PARTITION_ACTIVATIONS",
+        "CPU_CHECKPOINT",
+        "CONTIGUOUS_CHECKPOINTING",
+        "SYNCHRONIZE",
+        "PROFILE_TIME",
+        "num_layers",
+    )
+
+    def found() -> list[object]:
+        return [getattr(deepspeed.checkpointing, name) for name in names]
+
+    before, api._process = api._process, api._Process()
+    try:
+        assert found() == [False, False, False, False, False, None]
+        assert deepspeed.checkpointing.deepspeed_checkpointing_enabled is False
+        deepspeed.checkpointing.configure(
+            None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=3, checkpoint_in_cpu=True
+        )
+        assert found() == [True, True, True, False, False, 3]
+        assert deepspeed.runtime.activation_checkpointing.checkpointing.num_layers == 3
+        assert (deepspeed.checkpointing.mpu, deepspeed.checkpointing.mp_size) == (None, 1)
+        deepspeed.checkpointing.configure(None, deepspeed_config={"activation_checkpointing": {"profile": True}})
+        assert found() == [False, False, False, False, True, None]
+        deepspeed.checkpointing.set_num_layers(5)
+        assert deepspeed.checkpointing.num_layers == 5
+        assert deepspeed.checkpointing.deepspeed_checkpointing_enabled is True
+    finally:
+        api._process = before

@@ -26,7 +26,7 @@ from ds_parallel import (
 from ds_parallel.config import ActivationCheckpointingConfig
 
 __all__ = [
-    "CheckpointFunction", "CudaRNGStatesTracker", "checkpoint", "configure", "get_cuda_rng_tracker",
+    "LIVE", "CheckpointFunction", "CudaRNGStatesTracker", "checkpoint", "configure", "get_cuda_rng_tracker",
     "is_configured", "model_parallel_cuda_manual_seed", "model_parallel_reconfigure_tp_seed",
     "non_reentrant_checkpoint", "partition_activations_in_checkpoint", "reset", "set_num_layers",
 ]  # fmt: skip
@@ -54,6 +54,8 @@ class _Process:
     """What this process was told. Upstream keeps the same in a dozen module variables."""
 
     configured: bool = False
+    mpu: Any = None
+    layers: int | None = None
     group: Group = field(default_factory=lambda: self_group("tensor"))
     policy: ActivationCheckpointing = field(
         default_factory=lambda: ActivationCheckpointing(tracker=_CUDA_RNG_STATE_TRACKER)
@@ -94,7 +96,7 @@ def configure(
     section = {**(document.get("activation_checkpointing") or {})}
     section |= {name: value for name, value in arguments.items() if value is not None}
     config = load(ActivationCheckpointingConfig, section)
-    _process.group = _tensor_group(mpu_)
+    _process.group, _process.mpu, _process.layers = _tensor_group(mpu_), mpu_, config.number_checkpoints
     _process.keep(config.keeping)
 
 
@@ -102,6 +104,29 @@ def _tensor_group(mpu: Any) -> Group:
     getters = ("get_tensor_model_parallel_group", "get_model_parallel_group")
     getter = next((getattr(mpu, name) for name in getters if hasattr(mpu, name)), None)
     return self_group("tensor") if getter is None else as_group(getter())
+
+
+_LIVE: Mapping[str, Callable[[], Any]] = {
+    "PARTITION_ACTIVATIONS": lambda: _process.policy.keeping.slices,
+    "CPU_CHECKPOINT": lambda: _process.policy.keeping.host,
+    "CONTIGUOUS_CHECKPOINTING": lambda: _process.policy.keeping.slots is not None,
+    "SYNCHRONIZE": lambda: _process.policy.keeping.synchronize,
+    "PROFILE_TIME": lambda: _process.policy.keeping.profile,
+    "num_layers": lambda: _process.layers,
+    "mpu": lambda: _process.mpu,
+    "mp_rank": lambda: _process.group.rank if _process.configured else None,
+    "mp_size": lambda: _process.group.size if _process.configured else None,
+    "mp_group": lambda: None if _process.mpu is None else _process.group.pg,
+    "deepspeed_checkpointing_enabled": lambda: _process.configured,
+}
+LIVE = frozenset(_LIVE)
+"""What `configure` was told, under the names of upstream's variables; read anew each time."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LIVE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _LIVE[name]()
 
 
 def is_configured() -> bool:
@@ -117,6 +142,7 @@ def reset() -> None:
 
 def set_num_layers(nlayers: int) -> None:
     """Set the number of buffers that contiguous checkpointing allocates."""
+    _process.layers = nlayers
     if _process.policy.keeping.slots is not None:
         _process.keep(replace(_process.policy.keeping, slots=nlayers))
 

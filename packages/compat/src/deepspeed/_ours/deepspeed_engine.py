@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from deepspeed._ours.offline_tools import logger
 from deepspeed._ours.params import mark, unmark
 from deepspeed._ours.raising import also, out_of_order
 from deepspeed._ours.tp_layers import undress
+from deepspeed._ours.wall_clock_timers import ThroughputTimer
 from deepspeed._ours.zero_optimizer import OffloadsStates
 from deepspeed._surface import MISSING_ATTRIBUTES
 from ds_config.errors import PlanError, UnsupportedError
@@ -70,6 +72,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
     Attributes:
         config: The configuration as it was given, the same object.
         mpu: Groups of another library; kept, not read.
+        tput_timer: Samples per second of the loop, from a forward in training to the `step` after it.
     """
 
     def __init__(self, plan: Plan, components: Components, config: dict[str, Any] | None = None) -> None:
@@ -80,6 +83,8 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         self._scaled = False
         self._monitor: MonitorMaster | None = None
         self.mpu: Any = None
+        timers = SimpleNamespace(enabled=True, synchronized=False)  # a loop's rate needs no wait for the device
+        self.tput_timer = ThroughputTimer(timers, plan.batch.train, steps_per_output=None)
         mark(self.sharding)
 
     def __getattr__(self, name: str) -> Any:
@@ -180,6 +185,8 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. At stage 0 a loss must go through `backward` or `scale`, as upstream has it."""
+        if self.module.training:
+            self.tput_timer.start()
         try:
             output = super().forward(*args, **kwargs)
         except PlanError as error:
@@ -331,8 +338,18 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
             )
         scale_before = None if self.optimizer is None else self.optimizer._scale
         result = super().step(lr_kwargs)
+        self.tput_timer.stop(global_step=result.applied or result.skipped)
         if result.skipped and scale_before is not None:
             self._tell_overflow(scale_before)
+        return result
+
+    def train_batch(self, data_iter: Iterator[Any] | Iterable[Any] | None = None) -> StepResult:
+        """Run the microbatches of one step, then the update. See `ds_engine.Engine.train_batch`."""
+        self.tput_timer.start()
+        began = self.tput_timer.start_time
+        result = super().train_batch(data_iter)
+        self.tput_timer.start_time = began  # forwards inside have started the clock anew
+        self.tput_timer.stop(global_step=True)
         return result
 
     def _no_backward(self) -> None:

@@ -161,24 +161,25 @@ class ThroughputTimer:
         self.steps_per_output, self.monitor_memory = steps_per_output, monitor_memory
         self.logging = logging_fn or _log.info
         self.global_step_count = self.micro_step_count = self.epoch_count = 0
-        self.total_elapsed_time = self._begun = 0.0
+        self.total_elapsed_time = self.start_time = 0.0
 
     def start(self) -> None:
         """Start the clock of a microbatch."""
         if self.config.enabled:
-            self._begun = time.perf_counter()
+            self.start_time = time.perf_counter()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         """Stop the clock and count the microbatch; with `global_step` also count a step.
 
-        Synchronizes the device.
+        Waits for the device, unless `synchronized` of the configuration is False.
         """
         if not self.config.enabled:
             return
-        get_accelerator().synchronize()
+        if getattr(self.config, "synchronized", True):
+            get_accelerator().synchronize()
         self.micro_step_count += 1
         if self.global_step_count >= self.start_step:
-            self.total_elapsed_time += time.perf_counter() - self._begun
+            self.total_elapsed_time += time.perf_counter() - self.start_time
         self.global_step_count += global_step
         due = self.steps_per_output is not None and self.global_step_count % self.steps_per_output == 0
         if global_step and report_speed and due:

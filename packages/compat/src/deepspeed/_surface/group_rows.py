@@ -101,6 +101,8 @@ CHECKPOINTING: dict[str, Row] = {
         "_MODEL_PARALLEL_RNG_TRACKER_NAME", "_set_cuda_rng_state", "checkpoint", "configure", "get_cuda_rng_tracker",
         "is_configured", "model_parallel_cuda_manual_seed", "model_parallel_reconfigure_tp_seed",
         "non_reentrant_checkpoint", "partition_activations_in_checkpoint", "reset", "set_num_layers",
+        "CONTIGUOUS_CHECKPOINTING", "CPU_CHECKPOINT", "PARTITION_ACTIVATIONS", "PROFILE_TIME", "SYNCHRONIZE",
+        "deepspeed_checkpointing_enabled", "mp_group", "mp_rank", "mp_size", "mpu", "num_layers",
     ),
     **not_(
         Missing("checkpointed calls cut and gather their inputs themselves", "checkpoint"),

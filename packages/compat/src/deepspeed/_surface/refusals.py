@@ -78,7 +78,6 @@ TIMERS = Missing("the engine keeps no timers", "wall_clock_breakdown of the conf
 
 MISSING_ATTRIBUTES: Mapping[str, Missing] = {
     "timers": TIMERS,
-    "tput_timer": TIMERS,
     "checkpoint_engine": Missing("checkpoints are ds-ckpt's", "save_checkpoint and load_checkpoint"),
     "quantizer": Missing("layers quantise their weights in forward", "quantize_training of the configuration"),
     "sequence_parallel_size": SEQUENCE,
