@@ -11,8 +11,10 @@ layers and module cut them, a stage runs one part of one, links carry values bet
 from ds_pipe.actions import Action, ActionKind, Program
 from ds_pipe.costs import Costs
 from ds_pipe.decoder_stages import DecoderStages
+from ds_pipe.grad_scaler import StageGradScaler
 from ds_pipe.gradient_reduction import clip_grad_norm_, global_norm, reduce_gradients
 from ds_pipe.layer_specs import LayerSpec, TiedLayerSpec
+from ds_pipe.loss_weights import count_tokens
 from ds_pipe.module import PipelineModule
 from ds_pipe.pipeline_api import Pipeline, pipeline, split_batch
 from ds_pipe.profile import profile_layers
@@ -45,6 +47,7 @@ from ds_pipe.topology import (
     ProcessTopology,
 )
 from ds_pipe.trace import Trace, tracing
+from ds_pipe.traced_stages import TracedStages
 from ds_pipe.verify import ScheduleError, ScheduleReport, verify
 
 __all__ = [
@@ -67,15 +70,18 @@ __all__ = [
     "ScheduleError",
     "ScheduleReport",
     "ScheduleTiming",
+    "StageGradScaler",
     "StagedModel",
     "Tie",
     "TiedLayerSpec",
     "Trace",
+    "TracedStages",
     "accumulation",
     "add_comms",
     "add_gathers",
     "add_reduces",
     "clip_grad_norm_",
+    "count_tokens",
     "dualpipe_v",
     "global_norm",
     "gpipe",

@@ -17,6 +17,7 @@ from ds_pipe.staged import StagedModel
 
 __all__ = [
     "BackwardReducer",
+    "HasStages",
     "OptimizerReduction",
     "PlainReduction",
     "ReducingOptimizer",
@@ -25,13 +26,14 @@ __all__ = [
     "clip_grad_norm_",
     "global_norm",
     "reduce_gradients",
+    "stages_of",
 ]
 
 _ADVICE = "Call ds_pipe.clip_grad_norm_(model, max_norm): a stage is scaled by the norm of all stages."
 
 
 class HasStages(Protocol):
-    """A `PipelineModule` or `DecoderStages`."""
+    """A `PipelineModule`, `DecoderStages` or `TracedStages`."""
 
     @property
     def staged(self) -> StagedModel:
@@ -43,6 +45,7 @@ class PlainReduction:
 
     def __init__(self, model: StagedModel) -> None:
         self._model = model
+        self.scaler: torch.amp.GradScaler | None = None
         tied = {id(one.param) for one in model.ties}
         claimed: set[int] = set()
         self._params: dict[int, list[torch.nn.Parameter]] = {}
@@ -81,8 +84,8 @@ class PlainReduction:
         self._model.reduced = True
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return `loss` unscaled: this reduction has no loss scale."""
-        return loss
+        """Return the loss times the scale of the GradScaler, if there is one."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
 
 
 class ReducingOptimizer(Protocol):
@@ -191,7 +194,7 @@ def reduce_gradients(model: StagedModel | HasStages) -> None:
 
     For loops that run stages by themselves. Collective over the ranks that share parameters.
     """
-    staged = _staged(model)
+    staged = stages_of(model)
     if staged.reduced:
         return
     reduction = PlainReduction(staged)
@@ -207,7 +210,7 @@ def global_norm(model: StagedModel | HasStages, norm_type: float = 2.0) -> Tenso
         norm_type: 2 or infinity.
     Returns a float64 scalar, the same on all ranks. Collective over the world.
     """
-    staged = _staged(model)
+    staged = stages_of(model)
     return gradient_norm(list(staged.module.parameters()), lambda param: _holders(staged, param), norm_type)
 
 
@@ -217,11 +220,12 @@ def clip_grad_norm_(model: StagedModel | HasStages, max_norm: float, norm_type: 
     Between `step(microbatches)` and the optimizer's step. Collective over the world.
     """
     norm = global_norm(model, norm_type)
-    clip_gradients(_staged(model).module.parameters(), norm, max_norm)
+    clip_gradients(stages_of(model).module.parameters(), norm, max_norm)
     return norm
 
 
-def _staged(model: StagedModel | HasStages) -> StagedModel:
+def stages_of(model: StagedModel | HasStages) -> StagedModel:
+    """Return the stages of this rank of a model, however it was cut."""
     return model if isinstance(model, StagedModel) else model.staged
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,11 +15,14 @@ from ds_pipe.actions import Action, ActionKind, Program
 from ds_pipe.costs import Costs
 from ds_pipe.decoder_stages import DecoderStages
 from ds_pipe.executor import GradientReduction, MicrobatchSource, PipelineExecutor
+from ds_pipe.grad_scaler import StageGradScaler
 from ds_pipe.gradient_reduction import OptimizerReduction, PlainReduction, ReducingOptimizer, begin_step
+from ds_pipe.loss_weights import LossWeights, check_weights, weighted
 from ds_pipe.module import PipelineModule
 from ds_pipe.program_passes import add_comms, mark_reduce
 from ds_pipe.programs import inference, list_scheduled, make_program
 from ds_pipe.staged import StagedModel
+from ds_pipe.traced_stages import TracedStages
 from ds_pipe.verify import verify
 
 __all__ = ["Pipeline", "pipeline", "split_batch"]
@@ -68,8 +72,28 @@ class Pipeline:
         Args:
             every_backward: After every microbatch (ZeRO 2 and 3 keep only their share of gradients), or once a step.
         """
+        if isinstance(self.reduction, PlainReduction) and self.reduction.scaler is not None:
+            raise PlanError(
+                "reduce_with after scale_with: the optimizer scales the loss itself",
+                code="pipe-scaler",
+                fix="Give ds_zero.shard the loss scale (precision=), and leave scale_with out.",
+            )
         self.reduction = OptimizerReduction(self.model, optimizer, every_backward)
         self.reduces_every_backward = every_backward
+
+    def scale_with(self, scaler: StageGradScaler) -> None:
+        """Multiply losses by the scale of a GradScaler, which divides gradients by it before the optimizer's step.
+
+        Raises:
+            PlanError: an optimizer reduces gradients, and has a loss scale of its own ("pipe-scaler").
+        """
+        if not isinstance(self.reduction, PlainReduction):
+            raise PlanError(
+                "scale_with after reduce_with: that optimizer scales the loss itself",
+                code="pipe-scaler",
+                fix="Give ds_zero.shard the loss scale (precision=), and leave scale_with out.",
+            )
+        self.reduction.scaler = scaler
 
     def program(self, microbatches: int | None = None) -> Program:
         """Return the verified program that all ranks run in a step."""
@@ -80,7 +104,13 @@ class Pipeline:
             self._programs[count, every] = program
         return self._programs[count, every]
 
-    def __call__(self, data: Iterable[Any] | Iterator[Any], microbatches: int | None = None) -> Tensor:
+    def __call__(
+        self,
+        data: Iterable[Any] | Iterator[Any],
+        microbatches: int | None = None,
+        *,
+        weights: LossWeights | None = None,
+    ) -> Tensor:
         """Forwards and backwards of one step: afterwards gradients are in `.grad` of the rank's parameters, averaged.
 
         Args:
@@ -88,8 +118,13 @@ class Pipeline:
                 see the same ones; other ranks may pass anything.
             microbatches: How many this step has, the same on all ranks; the number given at the start by default. A list is as
                 long as it is.
+            weights: Of the microbatches' losses in the mean over microbatches and data: `ds_pipe.count_tokens` makes it a mean over tokens,
+                whatever their number in each. Numbers, or a function of labels, for which the ranks of the last stage draw all
+                microbatches of the step at its start. None: all count the same.
         Returns:
             Mean loss over microbatches and data, a float64 scalar, the same on all ranks.
+        Raises:
+            PlanError: the weights do not fit, or all of them are 0 ("pipe-weights").
         Collective over the pipeline and its replicas.
         """
         count = microbatches or (len(data) if isinstance(data, Sequence) else self.microbatches)
@@ -98,17 +133,48 @@ class Pipeline:
         def criterion(microbatch: int, out: Any, labels: Any) -> Tensor:
             loss: Tensor = out if self.model.loss is None else self.model.loss(out, labels)
             losses[microbatch] = loss.detach()
+            if shares is not None:
+                return self.reduction.scale(weighted(loss, shares[microbatch]))
             return self.reduction.scale(loss / count if count > 1 else loss)
 
         begin_step(self.model)
+        data, shares = self._shares(data, count, weights)
         self.executor.run(self._row(self.program(count)), self._feed(data), self.reduction, criterion)
-        return self._shared(losses, count)
+        return self._shared(losses, count if weights is None else 1, shares)
+
+    def _shares(
+        self, data: Iterable[Any], count: int, weights: LossWeights | None
+    ) -> tuple[Iterable[Any], list[float] | None]:
+        """Return the data, and on the last stage each loss's factor: its weight over the mean of all replicas' sums of weights."""
+        if weights is None or not self.model.last:
+            return data, None
+        if callable(weights):
+            data = list(itertools.islice(data, count))
+            numbers = check_weights([weights(self.batch_fn(microbatch)[1]) for microbatch in data], count)
+        else:
+            numbers = check_weights(weights, count)
+        total = numbers.sum().reshape(1)
+        ds_comm.all_reduce(total, group=self.model.places.gradient, unit="pipe.weights")
+        if not float(total):
+            raise PlanError(
+                f"all {count} microbatches of all replicas have weight 0",
+                code="pipe-weights",
+                fix="Leave such a step out; it has no token that counts.",
+            )
+        return data, (numbers * (self.model.places.gradient.size / float(total))).tolist()
 
     def evaluate(
-        self, data: Iterable[Any], microbatches: int | None = None, with_loss: bool = True
+        self,
+        data: Iterable[Any],
+        microbatches: int | None = None,
+        with_loss: bool = True,
+        *,
+        weights: LossWeights | None = None,
     ) -> tuple[dict[int, Any], Tensor | None]:
         """Forwards only, without gradients and in evaluation mode.
 
+        Args:
+            weights: As in a step.
         Returns:
             Outputs by microbatch, on the last stage's rank and empty elsewhere; and the mean loss, as a step gives it, or None.
         Collective over the pipeline and its replicas.
@@ -122,13 +188,15 @@ class Pipeline:
             if with_loss:
                 losses[microbatch] = out if self.model.loss is None else self.model.loss(out, labels)
 
+        data, shares = self._shares(data, count, weights if with_loss else None)
         training = self.model.module.training
         self.model.module.eval()
         try:
             self.executor.evaluate(self.forwards(count), self._feed(data), done)
         finally:
             self.model.module.train(training)
-        return outputs, self._shared(losses, count) if with_loss else None
+        divisor = count if weights is None else 1
+        return outputs, self._shared(losses, divisor, shares) if with_loss else None
 
     def forwards(self, count: int) -> tuple[Action, ...]:
         """Return this rank's actions for an evaluation of `count` microbatches."""
@@ -142,11 +210,13 @@ class Pipeline:
         users = self.model.first + self.model.last
         return MicrobatchSource(iter(data if users else ()), self.batch_fn, users)
 
-    def _shared(self, losses: Mapping[int, Tensor], count: int) -> Tensor:
+    def _shared(self, losses: Mapping[int, Tensor], count: float, shares: list[float] | None = None) -> Tensor:
+        """Return the mean loss; `count`: what the sum of this rank's losses times their shares is divided by, on all ranks alike."""
         self.losses = torch.stack(
             [losses[m].double().reshape(()).cpu() for m in sorted(losses)] or [torch.zeros(()).double()]
         )
-        total = self.losses.sum().reshape(1)
+        each = [weighted(self.losses[m], share) for m, share in enumerate(shares or ())]
+        total = (torch.stack(each) if each else self.losses).sum().reshape(1)
         if self.model.last:
             ds_comm.all_reduce(total, group=self.model.places.gradient, unit="pipe.loss")
         return self.executor.share(total)[0] / (count * self.model.places.gradient.size)
@@ -157,7 +227,7 @@ class Pipeline:
 
 
 def pipeline(
-    model: PipelineModule | DecoderStages | StagedModel,
+    model: PipelineModule | DecoderStages | TracedStages | StagedModel,
     microbatches: int,
     schedule: str | Callable[[int], Program] | None = None,
     costs: Costs | None = None,
@@ -166,7 +236,7 @@ def pipeline(
     """Build the step function of a model in stages.
 
     Args:
-        model: Split for this rank: a PipelineModule, a DecoderStages, or a custom StagedModel.
+        model: Split for this rank: a PipelineModule, a DecoderStages, a TracedStages, or a custom StagedModel.
         microbatches: Of a step, where a call does not say.
         schedule: A name of `ds_pipe.SCHEDULES` that fits how the model was split, or a function from the number of
             microbatches to a program; by default the schedule for which the model was split.
