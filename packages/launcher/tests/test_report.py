@@ -74,10 +74,22 @@ def test_checks_tables_and_a_summary(parts: list[str], capsys: pytest.CaptureFix
     assert text.endswith("nothing is broken; 1 could be better: files io_uring\n")
     assert main(["doctor"]) == 0
     notable = capsys.readouterr().out
-    assert "io_uring" in notable
+    assert "files io_uring" in notable
     assert "threads" not in notable
+    assert "cpu [avx2]" not in notable
+    assert "`ds report` has all checks, and the tables ops (1 rows)" in notable
     assert main(["env"]) == 0
     assert "io_uring" not in capsys.readouterr().out
+
+
+def test_the_doctor_begins_with_what_can_be_acted_on(capsys: pytest.CaptureFixture[str]) -> None:
+    hopeless = Check("memory", "huge pages", ReportLevel.SLOWER, "not of this kernel")
+    broken = Check("native", "library", ReportLevel.BROKEN, "missing", "ds ops build")
+    command.show(PackageReport((FINE, hopeless, SLOW, broken)), notable=True)
+    lines = capsys.readouterr().out.splitlines()
+    places = [next(i for i, line in enumerate(lines) if name in line) for name in ("library", "io_uring", "huge pages")]
+    assert places == sorted(places)
+    assert lines[0] == "broken"
 
 
 def test_a_part_that_fails_is_a_line_and_an_exit_status(parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:

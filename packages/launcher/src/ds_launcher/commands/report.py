@@ -32,7 +32,9 @@ def register(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--quick", action="store_true", help="only what is known at once, without torch (`ds env`)")
     parser.add_argument(
-        "--notable", action="store_true", help="of all checks only what is slower than need be, or broken (`ds doctor`)"
+        "--notable",
+        action="store_true",
+        help="only what is broken or slower than need be, what can be acted on first (`ds doctor`)",
     )
     parser.add_argument("--torch", action="store_true", help="also import torch here and ask it (with --quick, too)")
     parser.add_argument("--json", action="store_true", help="print JSON: always every check")
@@ -54,23 +56,40 @@ def show(report: PackageReport, *, notable: bool = False) -> None:
     """Print a report as tables.
 
     Args:
-        notable: Leave out the checks that are fine.
+        notable: Print what is broken, then what is slower and can be helped, then the rest of what is slower; no tables.
     """
     from rich.console import Console  # here and below: `ds report --help` does without
     from rich.markup import escape
 
-    shown = [c for c in report.checks if not notable or c.verdict in (ReportLevel.SLOWER, ReportLevel.BROKEN)]
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    for section, rows in itertools.groupby(shown, key=lambda check: check.section):
-        console.print(f"[bold]{section}[/bold]")
-        console.print(_check_table(list(rows)))
-    for table in report.tables:
+    for title, shown in _notable(report) if notable else _sections(report):
+        console.print(f"[bold]{title}[/bold]")
+        console.print(_check_table(shown, sections=notable))
+    for table in report.tables if not notable else ():
         console.print(f"[bold]{escape(table.title)}[/bold]: {escape(table.note)}")
         grid = _grid(*table.heads)
         for row in table.rows:
             grid.add_row(*map(escape, row))
         console.print(grid)
+    if notable and report.tables:
+        names = ", ".join(f"{escape(table.title)} ({len(table.rows)} rows)" for table in report.tables)
+        console.print(f"`ds report` has all checks, and the tables {names}")
     console.print(_summary(report))
+
+
+def _sections(report: PackageReport) -> list[tuple[str, list[Check]]]:
+    return [(title, list(rows)) for title, rows in itertools.groupby(report.checks, key=lambda check: check.section)]
+
+
+def _notable(report: PackageReport) -> list[tuple[str, list[Check]]]:
+    """Group the checks that are not fine by what somebody can do about them."""
+    slower = _of(report, ReportLevel.SLOWER)
+    groups = {
+        "broken": _of(report, ReportLevel.BROKEN),
+        "can be better": [check for check in slower if check.fix],
+        "slower, and nothing to be done here": [check for check in slower if not check.fix],
+    }
+    return [(title, checks) for title, checks in groups.items() if checks]
 
 
 def _grid(*columns: str) -> rich.table.Table:
@@ -82,16 +101,15 @@ def _grid(*columns: str) -> rich.table.Table:
     return table
 
 
-def _check_table(checks: Sequence[Check]) -> rich.table.Table:
+def _check_table(checks: Sequence[Check], *, sections: bool = False) -> rich.table.Table:
     from rich.markup import escape
 
     table = _grid("", "", "")
     for check in checks:
         fix = f"\n-> {check.fix}" if check.fix else ""
         mark = f"[{_STYLE[check.verdict]}]{check.verdict.value}[/]"
-        table.add_row(
-            escape(check.name), mark if check.verdict is not ReportLevel.INFO else "", escape(check.result + fix)
-        )
+        name = f"{check.section} {check.name}" if sections else check.name
+        table.add_row(escape(name), mark if check.verdict is not ReportLevel.INFO else "", escape(check.result + fix))
     return table
 
 
