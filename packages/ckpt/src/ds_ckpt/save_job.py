@@ -52,6 +52,7 @@ from ds_ckpt.shard_tensors import Local, byte_view, check_local, copier
 from ds_ckpt.writer import Copy, FileStream, SlabPool, Written
 from ds_comm.placement import Box, TensorShard
 from ds_config.errors import CheckpointError
+from ds_config.rehearsing import is_rehearsal
 
 __all__ = [
     "Gathered",
@@ -258,7 +259,16 @@ def prepare(
     """Steps 1 and 2 of a save. `record` is (meta, aliases). Collective; one small agreement while the layout stays the same.
 
     `shards` gives this rank's; an error it raises is an error on every rank.
+
+    Raises:
+        CheckpointError: this process rehearses, so that it has no weights worth keeping ("rehearsal-save").
     """
+    if is_rehearsal():
+        raise CheckpointError(
+            f"a rehearsal saves a checkpoint to {path}",
+            code="rehearsal-save",
+            fix="Save only where `not ds_config.rehearsing.is_rehearsal()`, or rehearse fewer steps than there are before the first save.",
+        )
     local_shards: list[TensorShard] = []
 
     def describe() -> Json:

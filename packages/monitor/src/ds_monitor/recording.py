@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol
 
+from ds_config.rehearsing import is_rehearsal
 from ds_monitor.record import Measurement, RecordKind
 
 __all__ = [
@@ -188,6 +189,9 @@ def configure(sinks: Iterable[Sink]) -> None:
 def attach(sinks: Iterable[Sink]) -> None:
     """Add sinks to those that listen already: what a library does, which does not own the list."""
     new = list(sinks)
+    if is_rehearsal() and any(getattr(sink, "outlives_process", False) for sink in new):
+        _log.warning("a rehearsal keeps no metrics: sinks that write files or send records are left out")
+        new = [sink for sink in new if not getattr(sink, "outlives_process", False)]
     with _state.lock:
         if not new:
             return

@@ -38,6 +38,7 @@ class BackgroundSink:
     def __init__(self, sink: Sink, *, limit: int = LIMIT) -> None:
         self.sink, self._limit = sink, limit
         self.label = type(sink).__name__
+        self.outlives_process = bool(getattr(sink, "outlives_process", False))
         self.left_out = 0
         self._batch: _Batch = []
         self._handed_s = float("-inf")

@@ -27,6 +27,8 @@ class JsonlSink:
     Cost: one system call per record.
     """
 
+    outlives_process = True
+
     def __init__(
         self, path: str | Path, *, kinds: Collection[RecordKind | str] = tuple(RecordKind), rank: int | None = None
     ) -> None:

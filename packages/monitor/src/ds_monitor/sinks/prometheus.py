@@ -35,6 +35,8 @@ class PrometheusSink:
         ConfigError: neither port nor path ("monitor-sink-options").
     """
 
+    outlives_process = True
+
     def __init__(
         self,
         *,

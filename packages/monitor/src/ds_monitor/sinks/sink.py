@@ -27,6 +27,8 @@ class ScalarSink:
     name unless the job itself returns to an earlier step.
     """
 
+    outlives_process = True  # what is put is kept as results of a job; a rehearsal has none
+
     def __init__(self, axis: Axis = "step") -> None:
         self.axis: Axis = axis
         self._totals: dict[str, float] = {}

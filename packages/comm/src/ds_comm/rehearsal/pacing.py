@@ -1,0 +1,178 @@
+"""Waiting on behalf of ranks that are not there: what a collective does to this rank's memory, and then the time its links take.
+
+All groups of a rank share one budget: operations use the links one after the other, in the order in which they were called, as the
+bytes of two of them at once would take as long. On a CPU a thread does it. On a device it is a stream of high priority, on which a kernel
+spins; as many of its blocks as a real collective occupies multiprocessors.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_comm.rehearsal.traffic import Traffic
+
+__all__ = ["HostPacer", "PacedWork", "Pacer", "Trip"]
+
+_CHUNK_BYTES = 256 << 10
+_SLEEP_MARGIN_S = 100e-6
+"""`sleep` returns late by up to this; the rest is waited by copying or yielding."""
+
+
+@dataclass(slots=True)
+class Trip:
+    """One operation on its way.
+
+    Attributes:
+        seconds: How long the links carry it.
+        move: What it does to this rank's memory.
+        tensors: Its results.
+    """
+
+    op: str
+    group: str
+    unit: str
+    ranks: int
+    nbytes: int
+    seconds: float
+    move: Callable[[], None]
+    tensors: Sequence[Tensor]
+    start_s: float = 0.0
+    end_s: float = 0.0
+    exposed_s: float = 0.0
+    done: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+
+class Pacer:
+    """What both pacers share: the clock and the records.
+
+    Attributes:
+        records: Of all operations that have ended, in the order of their ends.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[Traffic] = []
+
+    def now(self) -> float:
+        """Return the time on the clock of `time.perf_counter`, which records have."""
+        return time.perf_counter()
+
+    def start(self, trip: Trip) -> dist.Work:
+        """Send an operation off; the work waits for it."""
+        raise NotImplementedError
+
+    def settle(self) -> list[Traffic]:
+        """Wait for all operations and return the records of all that ended."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End threads, if there are any."""
+
+    def note(self, trip: Trip) -> None:
+        """Keep the record of an operation."""
+        fields = (trip.op, trip.group, trip.unit, trip.ranks, trip.nbytes, trip.start_s, trip.end_s, trip.exposed_s)
+        self.records.append(Traffic(*fields))
+
+
+class HostPacer(Pacer):
+    """A thread that carries one operation after the other.
+
+    Args:
+        host_share: Of an operation's time in which the thread keeps a core busy, as transports over sockets or shared memory do.
+    """
+
+    def __init__(self, host_share: float = 0.0) -> None:
+        super().__init__()
+        self._share = host_share
+        self._queue: queue.SimpleQueue[Trip | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._waited: list[Trip] = []
+        self._scratch = torch.zeros(2, _CHUNK_BYTES, dtype=torch.uint8)
+
+    def start(self, trip: Trip) -> dist.Work:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._carry, name="ds-rehearsal", daemon=True)
+            self._thread.start()
+        self._queue.put(trip)
+        self._waited.append(trip)
+        return PacedWork(trip, self)
+
+    def settle(self) -> list[Traffic]:
+        waited, self._waited = self._waited, []
+        for trip in waited:
+            trip.done.wait()
+            self.note(trip)
+        return self.records
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _carry(self) -> None:
+        torch.set_num_threads(1)
+        while (trip := self._queue.get()) is not None:
+            trip.start_s = self.now()
+            try:
+                with torch.no_grad():
+                    trip.move()
+                self._pass(trip.start_s + trip.seconds)
+            except BaseException as error:  # whoever waits for it raises it
+                trip.error = error
+            trip.end_s = self.now()
+            trip.done.set()
+
+    def _pass(self, until_s: float) -> None:
+        """Let the time pass until `until_s`, `host_share` of it with a busy core."""
+        left = until_s - self.now()
+        idle_until = until_s - max(0.0, left) * self._share - _SLEEP_MARGIN_S
+        while (idle := idle_until - self.now()) > 0:
+            time.sleep(idle)
+        while self.now() < until_s:
+            self._scratch[0].copy_(self._scratch[1])  # lets other threads of Python run
+
+
+class PacedWork(dist.Work):
+    """An operation that a thread carries; `wait` blocks the caller until its end."""
+
+    def __init__(self, trip: Trip, pacer: HostPacer) -> None:
+        super().__init__()
+        self._trip, self._pacer = trip, pacer
+
+    def is_completed(self) -> bool:
+        return self._trip.done.is_set()
+
+    def is_success(self) -> bool:
+        return self._trip.done.is_set() and self._trip.error is None
+
+    def wait(self, timeout: Any = None) -> bool:
+        trip = self._trip
+        if not trip.done.is_set():
+            began_s = self._pacer.now()
+            trip.done.wait()
+            trip.exposed_s += self._pacer.now() - began_s
+        if trip.error is not None:
+            raise trip.error
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        return list(self._trip.tensors)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        self.wait()  # a future that another thread fulfils would run the callbacks of DDP there
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self.result())
+        return future
