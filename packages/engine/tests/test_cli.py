@@ -192,6 +192,46 @@ def test_check_with_a_model(
     assert "ds explain sequence-attention" in capsys.readouterr().err
 
 
+NORMED = """from torch import nn
+
+
+def make():
+    return nn.Sequential(nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.Embedding(8, 4, max_norm=0.5))
+
+
+def lazy():
+    return nn.Sequential(nn.Linear(4, 4))
+"""
+
+
+def test_check_with_a_model_refuses_what_sharding_refuses(
+    written: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "normed_model.py").write_text(NORMED)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    low = {"train_batch_size": 8, "bf16": {"enabled": True}}
+    assert call(cli_config, "check", written(low)) == 0
+    assert call(cli_config, "check", written(low), "--model", "normed_model.py:make") == 1
+    assert "ds explain zero-buffer-format" in capsys.readouterr().err
+    cast = written(low | {"data_types": {"buffer_dtype": "bf16"}})
+    assert call(cli_config, "check", cast, "--model", "normed_model.py:make") == 0
+    assert call(cli_config, "check", cast, "--world-size", 2, "--model", "normed_model.py:make") == 1
+    assert "ds explain zero-max-norm" in capsys.readouterr().err
+    assert call(cli_config, "check", written(low), "--model", "normed_model.py:lazy") == 0
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Rprop", "Muon", "Lion", "Lamb", "OneBitAdam", "SGD"])
+def test_check_refuses_an_optimizer_that_cannot_be_sharded(
+    written: Write, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    config = {"train_batch_size": 8, "optimizer": {"type": name, "params": {"lr": 0.01}}}
+    status = call(cli_config, "check", written(config))
+    assert status == (1 if name == "LBFGS" else 0), capsys.readouterr().err
+    if status:
+        assert "ds explain zero-optimizer" in capsys.readouterr().err
+
+
 def test_keys_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert call(cli_config, "key", "zero_optimization.stage", "gradient_clipping") == 0
     out = capsys.readouterr().out

@@ -150,12 +150,12 @@ def _problems(args: argparse.Namespace) -> tuple[DsError | None, list[DsError], 
     """Check a file's keys and values, and what a start refuses of valid values; and list the keys that the client fills in."""
     from ds_engine.config import examine_config
     from ds_engine.config_trial import answers_of, refusals
-    from ds_engine.models import shapes_from
+    from ds_engine.models import model_from
 
     answers, filled = answers_of(args.client, args.config)
     config, wrong = examine_config(args.config, auto=answers)
-    shapes = shapes_from(args.model) if args.model else None
-    broken = [] if config is None else refusals(config, args.world, shapes)
+    shapes, model = model_from(args.model) if args.model else (None, None)
+    broken = [] if config is None else refusals(config, args.world, shapes, model)
     return wrong, broken, filled
 
 

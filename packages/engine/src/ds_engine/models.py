@@ -24,7 +24,7 @@ from ds_engine.builder import shapes_of
 from ds_engine.plan import Shapes
 from ds_zero.layout.units import ModuleInfo, ParamInfo
 
-__all__ = ["FAMILIES", "decoder_shapes", "shapes_from"]
+__all__ = ["FAMILIES", "decoder_shapes", "model_from", "shapes_from"]
 
 FAMILIES: Mapping[str, bool] = {"llama": False, "mistral": False, "qwen2": True}
 """`model_type` of decoders whose shapes follow from a few sizes, and whether q, k and v have a bias."""
@@ -37,6 +37,14 @@ _TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "b
 def shapes_from(spec: str) -> Shapes:
     """Load the shapes of the model that `spec` names (see the module's docstring), without memory or values.
 
+    Raises as `model_from`.
+    """
+    return model_from(spec)[0]
+
+
+def model_from(spec: str) -> tuple[Shapes, nn.Module | None]:
+    """Load the shapes of the model that `spec` names, and the model on meta; None where only names and shapes are known.
+
     Raises:
         ConfigError: there is no such file, module or name, or it makes no module ("plan-model").
         UnsupportedError: a Hugging Face model of another family, and transformers is not installed ("plan-model").
@@ -44,7 +52,7 @@ def shapes_from(spec: str) -> Shapes:
     path = Path(spec)
     if path.is_dir():
         files = sorted(path.glob("*.safetensors"))
-        return _of_files(files) if files else _of_config(path / "config.json")
+        return (_of_files(files), None) if files else _of_config(path / "config.json")
     if path.suffix == ".json":
         return _of_config(path)
     make = _find(spec)
@@ -52,7 +60,7 @@ def shapes_from(spec: str) -> Shapes:
         model = make()
     if not isinstance(model, nn.Module):
         raise _wrong(f"{spec} gave a {type(model).__name__}, not a torch.nn.Module", "Return the model.")
-    return shapes_of(model)
+    return shapes_of(model), model
 
 
 def _wrong(message: str, fix: str) -> ConfigError:
@@ -95,7 +103,7 @@ def _of_files(files: list[Path]) -> Shapes:
     return _shapes(tensors)
 
 
-def _of_config(path: Path) -> Shapes:
+def _of_config(path: Path) -> tuple[Shapes, nn.Module | None]:
     if not path.is_file():
         raise _wrong(f"there is no {path}", "Give a folder with config.json or safetensors files.")
     config = json.loads(path.read_text())
@@ -103,8 +111,8 @@ def _of_config(path: Path) -> Shapes:
         transformers: Any = importlib.import_module("transformers")
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path.parent))
-        return shapes_of(model)
-    return _shapes(list(decoder_shapes(config)))
+        return shapes_of(model), model
+    return _shapes(list(decoder_shapes(config))), None
 
 
 def decoder_shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], str]]:
