@@ -47,7 +47,7 @@ def put_into(session: nox.Session, *arguments: str) -> None:
     session.install(*arguments, env=install.installer(sys.executable).environ)
 
 
-# ---- the two commands of the README ----------------------------------------------------------------------------------
+# ---- the first commands of a newcomer ------------------------------------------------------------------------------------
 
 
 @nox.session(venv_backend="none")
@@ -59,7 +59,10 @@ def quickstart(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """The whole test suite, or with `-- --changed[=BASE]` what a change since BASE (main) touches; arguments go to pytest."""
+    """The test suite, or with `-- --changed[=BASE]` what a change since BASE (main) touches; arguments go to pytest.
+
+    Of functions with many cases a drawn sample runs, as long as no file is named (`grid` runs all; DS_CASES_SEED draws others).
+    """
     python = developing(session, "lint")
     arguments = list(session.posargs)
     if asked := [argument for argument in arguments if argument.split("=")[0] == "--changed"]:
@@ -72,6 +75,8 @@ def tests(session: nox.Session) -> None:
             session.skip("nothing changed")
         arguments += folders
     beside = suite.side_by_side(arguments, os.cpu_count() or 1)
+    if not any((ROOT / argument.partition("::")[0]).exists() for argument in session.posargs):
+        arguments = ["--cases=sample", *arguments]
     # Four processes that start a thread a core each wait for one another: some files took 18 times as long.
     env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if beside else {}
     session.run(python, "-m", "pytest", *beside, *arguments, external=True, env=env)
@@ -79,9 +84,9 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def grid(session: nox.Session) -> None:
-    """The slow tests: ds-zero's whole parity grid, and checkpoints against DeepSpeed in its own environment."""
+    """Every case of every test, the slow ones too: ds-zero's whole parity grid, checkpoints against DeepSpeed in its own environment."""
     python = developing(session, "lint")
-    session.run(python, "-m", "pytest", "-m", "slow", *session.posargs, external=True)
+    session.run(python, "-m", "pytest", "-m", "slow or not slow", *session.posargs, external=True)
 
 
 @nox.session(venv_backend="none")
@@ -259,15 +264,16 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
-    """Build the site, follow every tutorial, check links and prose, drive a browser: nox -s docs -- [build follow links prose browser].
+    """Build the site, follow every tutorial, check links and prose, drive a browser: nox -s docs -- [build links search prose follow browser].
 
-    Without words all of it, 15 minutes on two cores. Needs npm for two scripts that the site carries; the browser's part
+    Without words all of it, 15 minutes on two cores. Needs Node.js: npm for two scripts that the site carries, node to ask its search. The browser's part
     is skipped, with a line, where Debian's chromium and chromium-driver are missing.
     """
     python = developing(session, "docs")
     parts: dict[str, tuple[str, ...]] = {
         "build": ("-m", "mkdocs", "build", "--strict"),
         "links": ("tools/docsite/links.py", "site"),
+        "search": ("tools/docsite/ranking.py", "site"),
         "prose": ("tools/docsite/prose.py",),
         "follow": ("tools/docsite/follow.py",),
         "browser": ("tools/docsite/browser.py", "site", "--shots", "site-shots"),

@@ -28,14 +28,14 @@ SETTINGS = "[pytest]\naddopts = --import-mode=importlib -p no:cacheprovider\ntim
 
 
 @pytest.fixture(scope="session")
-def run_pytest() -> Callable[[Path, str], dict[str, tuple[str, str]]]:
-    """`run_pytest(folder, text)`: the outcome and the failure text of each test of a file with that text."""
+def run_pytest() -> Callable[..., dict[str, tuple[str, str]]]:
+    """`run_pytest(folder, text, *words)`: the outcome and the failure text of each test of a file with that text."""
 
-    def run(folder: Path, text: str) -> dict[str, tuple[str, str]]:
+    def run(folder: Path, text: str, *words: str) -> dict[str, tuple[str, str]]:
         (folder / "test_written.py").write_text(text)
         (folder / "conftest.py").write_text(CONFTEST)
         (folder / "pytest.ini").write_text(SETTINGS)
-        command = [sys.executable, "-m", "pytest", "-q", "--junitxml=report.xml", "test_written.py"]
+        command = [sys.executable, "-m", "pytest", "-q", "--junitxml=report.xml", *words, "test_written.py"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
         if not (folder / "report.xml").is_file():
             raise RuntimeError(done.stdout + done.stderr)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -14,12 +17,32 @@ from ds_testing.protocol import Outcome, Source
 from ds_testing.report import render, verdict
 from ds_testing.spec import ATTRIBUTE, World
 
-__all__ = ["pytest_collection_modifyitems", "pytest_configure", "pytest_pyfunc_call", "pytest_unconfigure"]
+__all__ = [
+    "pytest_addoption",
+    "pytest_collection_modifyitems",
+    "pytest_configure",
+    "pytest_pyfunc_call",
+    "pytest_unconfigure",
+]
 
 _START_S = 60.0
 """Seconds that the start of a world's processes may take, beside its own deadline."""
 
 _POOL = pytest.StashKey[Pool]()
+
+
+_LARGE, _DRAWN = 8, 6
+"""A test function with more cases than the first is run with so many of them, where `--cases=sample`."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cases",
+        choices=("all", "sample"),
+        default="all",
+        help=f"sample: of a function with more than {_LARGE} cases run {_DRAWN} drawn ones (DS_CASES_SEED draws others)",
+    )
+    parser.addini("every_case", "folders and files of which --cases=sample leaves nothing out", "args", default=[])
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,13 +65,36 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A world has a deadline of its own, which names the ranks that wait: pytest-timeout must not come before it."""
+    """Draw cases where a sample was asked for, and let pytest-timeout wait for worlds.
+
+    A world has a deadline of its own, which names the ranks that wait: pytest-timeout must not come before it.
+    """
+    if config.getoption("cases") == "sample":
+        left_out = _left_out(items, config.rootpath, config.getini("every_case"))
+        config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
+        items[:] = [item for item in items if id(item) not in left_out]
     if not config.pluginmanager.hasplugin("timeout"):
         return
     for item in items:
         spec = getattr(getattr(item, "obj", None), ATTRIBUTE, None)
         if isinstance(spec, World) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(spec.timeout + _START_S))
+
+
+def _left_out(items: Sequence[pytest.Item], root: Path, every_case: Sequence[str]) -> set[int]:
+    """The cases that a sample does not have, as ids. What is drawn depends on the function's name and the seed, not on other tests."""
+    kept_whole = [root / name for name in every_case]
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and not any(item.path.is_relative_to(place) for place in kept_whole):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[int] = set()
+    for name, group in cases.items():
+        if len(group) > _LARGE:
+            draw = random.Random(f"{os.environ.get('DS_CASES_SEED', '0')} {name}")
+            drawn = {id(item) for item in draw.sample(group, _DRAWN)}
+            left_out |= {id(item) for item in group} - drawn
+    return left_out
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,0 +1,38 @@
+"""Of a function with many cases a drawn sample runs where one was asked for, and all of them otherwise."""
+
+from __future__ import annotations
+
+import pytest
+
+BODY = """
+import pytest
+
+@pytest.mark.parametrize("case", range(30))
+def test_many(case):
+    pass
+
+@pytest.mark.parametrize("case", range(8))
+def test_few(case):
+    pass
+"""
+
+
+@pytest.fixture
+def passed(run_pytest, tmp_path):
+    def run(*words: str) -> set[str]:
+        return {name for name, (kind, _) in run_pytest(tmp_path, BODY, *words).items() if kind == "passed"}
+
+    return run
+
+
+def test_all_cases_run_unless_a_sample_was_asked_for(passed):
+    assert len(passed()) == 38
+
+
+def test_a_sample_has_some_of_many_and_all_of_few(passed, monkeypatch):
+    first = passed("--cases=sample")
+    assert len([name for name in first if name.startswith("test_many")]) == 6
+    assert len([name for name in first if name.startswith("test_few")]) == 8
+    assert passed("--cases=sample") == first
+    monkeypatch.setenv("DS_CASES_SEED", "1")
+    assert passed("--cases=sample") != first
