@@ -1,4 +1,4 @@
-"""Pages that exist only on the site, made when it is built: API, command line, READMEs, changelogs.
+"""Pages that exist only on the site, made when it is built: command line, READMEs, changelogs. Those of the API are made by `api`.
 
 Each function returns {path below docs/: text}. Nothing here needs mkdocs.
 """
@@ -6,122 +6,25 @@ Each function returns {path below docs/: text}. Nothing here needs mkdocs.
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib
 import re
-import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterable
+from pathlib import PurePosixPath
 
 from repo import ROOT
 from repo.layers import read
 from repo.projects import Project, load
 
-__all__ = ["Module", "api_pages", "changelog_page", "cli_page", "from_readme", "public_modules", "readme_pages"]
+__all__ = ["changelog_page", "cli_page", "from_readme", "projects", "readme_pages"]
 
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 _FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
-_IMPORT = re.compile(r"^\s*(?:from (ds_\w+(?:\.\w+)*) import|import (ds_\w+(?:\.\w+)*))", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class Module:
-    """A module whose names users import, and the names.
-
-    Attributes:
-        homes: Name -> the path of its definition; the name's own path where that could not be told.
-    """
-
-    name: str
-    homes: Mapping[str, str]
-
-
-def _projects() -> list[Project]:
+def projects() -> list[Project]:
+    """Return all packages, the highest layer first."""
     level = {name: i for i, row in enumerate(read().packages) for name in row}
     return sorted(load().values(), key=lambda project: (-level[project.folder.name], project.name))
-
-
-# ---- API -------------------------------------------------------------------------------------------------------------
-
-
-def public_modules(project: Project) -> list[Module]:
-    """The package itself, then every module of it that a page of docs/ or a README tells to import."""
-    texts = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "packages").glob("*/README.md")]
-    told = {a or b for file in texts for a, b in _IMPORT.findall(file.read_text())}
-    names = sorted(name for name in told if name.startswith(f"{project.module}."))
-    found = [_module(name) for name in [project.module, *names]]
-    return [module for module in found if module.homes]
-
-
-def _module(name: str) -> Module:
-    module = importlib.import_module(name)
-    return Module(name, {symbol: _home(name, module, symbol) for symbol in getattr(module, "__all__", ())})
-
-
-def _home(name: str, module: object, symbol: str) -> str:
-    """Where the object is defined: the site shows it from there. Constants are looked up in the imports of `name`."""
-    value = getattr(module, symbol)
-    if isinstance(value, type) or callable(value):
-        home, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-        if home and qualified and home.startswith("ds_") and "<" not in qualified:
-            return f"{home}.{qualified}"
-    file = getattr(module, "__file__", None)
-    if file:
-        for node in ast.walk(ast.parse(Path(file).read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-                for alias in node.names:
-                    if (alias.asname or alias.name) == symbol:
-                        return f"{node.module}.{alias.name}"
-    return f"{name}.{symbol}"
-
-
-def _source(home: str, source: str) -> str:
-    """Where the file is that defines `home`; a link where the repository can be read."""
-    name = home
-    while name := name.rpartition(".")[0]:
-        module = sys.modules.get(name)
-        if module is not None and getattr(module, "__file__", None):
-            path = Path(str(module.__file__)).relative_to(ROOT).as_posix()
-            return f"Defined in [`{path}`]({source}{path})." if source else f"Defined in `{path}`."
-    return ""
-
-
-def api_pages(source: str = "") -> dict[str, str]:
-    """One page a package; a symbol is shown once, in the first module that offers it.
-
-    Args:
-        source: Where the repository can be read, up to the path of a file.
-    """
-    pages = {}
-    index = ["# API", "", "The public names of every package: what `__all__` of its modules says.", ""]
-    for project in _projects():
-        if project.opt_in:  # the facade has DeepSpeed's names: reference/deepspeed-surface.md
-            continue
-        shown: set[str] = set()
-        lines = [
-            f"# {project.name}",
-            "",
-            f"`import {project.module}` · [README](../../packages/{project.folder.name}.md)",
-        ]
-        for module in public_modules(project):
-            lines += ["", f"## {module.name}", ""]
-            for symbol, home in sorted(module.homes.items()):
-                anchor = f'<span id="{module.name}.{symbol}"></span>'
-                if home in shown:
-                    lines += [
-                        anchor if home != f"{module.name}.{symbol}" else "",
-                        f"`{symbol}`: see [`{home}`][{home}].",
-                        "",
-                    ]
-                    continue
-                shown.add(home)
-                lines += [anchor, ""] if home != f"{module.name}.{symbol}" else []
-                lines += [f"::: {home}", "", _source(home, source), ""]
-        pages[f"reference/api/{project.name}.md"] = "\n".join(lines) + "\n"
-        index.append(f"- [`{project.name}`]({project.name}.md): {len(shown)} names")
-    pages["reference/api/index.md"] = "\n".join(index) + "\n"
-    return pages
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------
@@ -244,7 +147,7 @@ def _relative(path: PurePosixPath, folder: PurePosixPath) -> str:
 def readme_pages(source: str = "") -> dict[str, str]:
     """READMEs of the packages and CONTRIBUTING.md as pages."""
     pages = {}
-    for project in _projects():
+    for project in projects():
         name = project.folder.name
         text = (project.folder / "README.md").read_text()
         pages[f"packages/{name}.md"] = from_readme(
@@ -259,7 +162,7 @@ def readme_pages(source: str = "") -> dict[str, str]:
 def changelog_page(source: str = "") -> str:
     """All changelogs, one section a package."""
     lines = ["# Changelog", "", "Every package has its own version and its own list of changes.", ""]
-    for project in _projects():
+    for project in projects():
         text = (project.folder / "CHANGELOG.md").read_text()
         folder, page = PurePosixPath("packages", project.folder.name), PurePosixPath("docs/changelog.md")
         body = re.sub(r"^# .*\n", "", from_readme(text, folder, page, source), count=1)

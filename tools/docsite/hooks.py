@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: add the pages that are made at build time and the scripts that the site carries with it."""
+"""Hooks of mkdocs: pages that are made at build time, scripts that the site carries, what search finds, tables that fit."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from mkdocs.structure.files import File, Files
 
-from docsite import generated, glossary, vendor
+from docsite import api, generated, ranking, tables, vendor
 
-__all__ = ["on_config", "on_files", "on_page_markdown"]
-
-_LINKED = ("tutorials/", "how-to/", "concepts/")
+__all__ = ["on_config", "on_files", "on_page_content", "on_page_markdown", "on_post_page"]
 
 
 def on_config(config: Any) -> Any:
-    """Without a repository there is nothing to link an edit button to."""
+    """Leave out what needs a repository or several versions, where there are none."""
     if not config.repo_url:
         config.edit_uri = ""
         config.edit_uri_template = None
@@ -30,7 +28,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Add generated pages and scripts."""
     source = f"{config.repo_url.rstrip('/')}/blob/main/" if config.repo_url else ""
     pages = {
-        **generated.api_pages(source),
+        **api.api_pages(source),
         **generated.readme_pages(source),
         "reference/cli.md": generated.cli_page(),
         "changelog.md": generated.changelog_page(source),
@@ -43,10 +41,19 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Link words to the glossary."""
-    path = page.file.src_uri
-    if not path.startswith(_LINKED) or path == "concepts/glossary.md":
-        return markdown
-    words = glossary.words_of((Path(config.docs_dir) / "concepts" / "glossary.md").read_text())
-    target = "glossary.md" if path.startswith("concepts/") else "../concepts/glossary.md"
-    return glossary.link_words(markdown, words, target)
+    """Say how the search ranks a page."""
+    ranking.apply(page.file.src_uri, page.meta)
+    return markdown
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Make tables that fit into the column."""
+    return tables.label_cells(html)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Load the script for drawings, 3.5 MB, only where a page has one."""
+    if 'class="mermaid"' not in output:
+        return output
+    script = page.file.url.count("/") * "../" + "assets/mermaid.min.js"
+    return output.replace("</body>", f'<script src="{script}"></script></body>')

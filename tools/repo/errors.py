@@ -1,4 +1,4 @@
-"""docs/reference/errors.md: made of one file a package, and equal to the codes that the packages raise."""
+"""docs/reference/errors.md: made of the files of each package, and equal to the codes that the packages raise."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ __all__ = ["PAGE", "Codes", "codes", "page", "parts", "sections"]
 
 PAGE = ROOT / "docs" / "reference" / "errors.md"
 PARTS = ROOT / "docs" / "reference" / "errors.d"
+# Packages in the order in which people meet their errors; a file `ops-io.md` belongs to `ops`.
+_ORDER = ("config", "engine", "zero", "ckpt", "comm", "launcher", "data", "parallel", "pipe", "moe", "inference")
 
 _HEAD = """# Errors
 
 <!-- Made by `python tools/pages.py errors` from docs/reference/errors.d/. Edit the files there. -->
 
-Every error of a ds package says what was asked, what was found, what to do, and names a section of this page.
-The class tells who must act:
+Every error of a ds package says what was asked, what was found and what to do, and ends with a code. Search this page for the code, or print its
+section with `ds explain CODE`. Below, codes are in sections by package. The class tells who must act:
 
 | class | who must act |
 |---|---|
@@ -38,9 +40,10 @@ The class tells who must act:
 
 
 def sections(text: str) -> dict[str, str]:
-    """Code -> text of its section, from a page with one `## code` heading each."""
-    parts = re.split(r"^## +(\S+) *$", text, flags=re.MULTILINE)
-    return {code: body.strip() for code, body in zip(parts[1::2], parts[2::2], strict=True)}
+    """Code -> text of its section, from a file (headings `## code`) or the page (`### code` below `## Errors of ...`)."""
+    parts = re.split(r"^#{2,3} +(\S+) *$", text, flags=re.MULTILINE)
+    bodies = (re.split(r"^## ", body, flags=re.MULTILINE)[0] for body in parts[2::2])
+    return {code: body.strip() for code, body in zip(parts[1::2], bodies, strict=True)}
 
 
 def parts(folder: Path = PARTS) -> list[Path]:
@@ -49,20 +52,42 @@ def parts(folder: Path = PARTS) -> list[Path]:
 
 
 def page(folder: Path = PARTS) -> str:
-    """The whole page: packages in alphabetical order, codes as their file orders them.
+    """The whole page: packages in the order in which people meet them, codes as their file orders them.
 
     Raises:
         ValueError: two files explain the same code.
     """
-    text, seen = _HEAD, dict[str, str]()
-    for file in parts(folder):
-        found = sections(file.read_text())
-        for code, body in found.items():
+    files = sorted(parts(folder), key=lambda file: (_rank(file), file.stem))
+    names = list(dict.fromkeys(_package(file) for file in files))
+    links = ", ".join(f"[{_title(name)}](#{_anchor(name)})" for name in names)
+    text, seen, last = f"{_HEAD}\n{links}.\n", dict[str, str](), ""
+    for file in files:
+        if _package(file) != last:
+            last = _package(file)
+            text += f"\n## Errors of {_title(last)}\n"
+        for code, body in sections(file.read_text()).items():
             if code in seen:
                 raise ValueError(f"{file.name} and {seen[code]} both explain {code}")
             seen[code] = file.name
-            text += f"\n## {code}\n\n{body}\n"
+            text += f"\n### {code}\n\n{body}\n"
     return text
+
+
+def _package(file: Path) -> str:
+    return file.stem.split("-")[0]
+
+
+def _rank(file: Path) -> tuple[int, str]:
+    name = _package(file)
+    return (_ORDER.index(name) if name in _ORDER else len(_ORDER), name)
+
+
+def _title(name: str) -> str:
+    return "deepspeed" if name == "compat" else f"ds-{name}"
+
+
+def _anchor(name: str) -> str:
+    return f"errors-of-{_title(name)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +24,15 @@ from repo import ROOT
 from repo.index import parse_pip_config, uv_environment
 from repo.projects import closure, dev_requirements, load
 
-__all__ = ["InstallError", "Installer", "dev_install", "ensure_environment", "hand_over", "installer"]
+__all__ = [
+    "InstallError",
+    "Installer",
+    "dev_install",
+    "ensure_environment",
+    "hand_over",
+    "install_packages",
+    "installer",
+]
 
 ENVIRONMENT = ROOT / ".venv"
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -168,6 +179,7 @@ def dev_install(python: str, groups: Iterable[str] = ("tests",)) -> None:
     projects = {name: project for name, project in load().items() if not project.opt_in}
     editable = [str(projects[name].folder) for name in closure(projects, projects)] + [str(TESTING)]
     flags = [flag for folder in editable for flag in ("-e", folder)]
+    _say("the next step compiles the C++ kernels of ds-ops: 1 to 3 minutes on two cores")
     _step("our packages", tool, python, "--no-deps", "--no-build-isolation", *flags)
     _write_stamp(python, wanted, groups)
 
@@ -192,14 +204,65 @@ def _step(label: str, tool: Installer, python: str, *arguments: str) -> None:
     start = time.perf_counter()
     _say(f"installing {label}")
     environ = {**tool.environ, "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
-    done = Installer(tool.command, environ).run("-q", *arguments)
-    if not done and tool.command[-1] == "pip" and tool.command[0].endswith("uv"):
-        _say("uv could not do it; trying pip")
-        fallback = _pip(python)
-        done = Installer(fallback.command, {"PATH": environ["PATH"]}).run("-q", *arguments)
+    with _signs_of_life(label):
+        done = Installer(tool.command, environ).run("-q", *arguments)
+        if not done and tool.command[-1] == "pip" and tool.command[0].endswith("uv"):
+            _say("uv could not do it; trying pip")
+            fallback = _pip(python)
+            done = Installer(fallback.command, {"PATH": environ["PATH"]}).run("-q", *arguments)
     if not done:
         raise InstallError(f"{label} could not be installed; the installer's output is above.", _NETWORK)
     _say(f"installed {label} in {time.perf_counter() - start:.0f} s")
+
+
+@contextmanager
+def _signs_of_life(label: str) -> Iterator[None]:
+    """Say every 15 seconds how long it has taken so far: an installer is silent while it downloads and compiles."""
+    ended, start = threading.Event(), time.perf_counter()
+
+    def report() -> None:
+        while not ended.wait(_SIGN_EVERY_S):
+            _say(f"  still installing {label}, {time.perf_counter() - start:.0f} s")
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+_SIGN_EVERY_S = 15.0
+
+# ---- single packages -------------------------------------------------------------------------------------------------
+
+
+def install_packages(names: Sequence[str], python: str) -> None:
+    """Install packages of this checkout, with those that they need, into the environment of `python`.
+
+    Args:
+        names: As folders (`zero`) or distributions (`ds-zero`) are called.
+        python: Interpreter of the environment that gets them.
+    Raises:
+        InstallError: there is no such package, or pip could not install.
+    """
+    projects = load()
+    by_folder = {project.folder.name: name for name, project in projects.items()}
+    chosen = [by_folder.get(name, name) for name in names]
+    if unknown := [name for name in chosen if name not in projects]:
+        raise InstallError(f"there is no package {', '.join(unknown)} here.", f"Choose from {', '.join(by_folder)}.")
+    needed = closure(chosen, projects)
+    _say(f"{', '.join(chosen)}: with what they need, {len(needed)} packages: {', '.join(needed)}")
+    if compiled := [name for name in needed if projects[name].native]:
+        _say(
+            f"{', '.join(compiled)} compiles C++, 1 to 3 minutes on two cores; without a compiler torch does that work"
+        )
+        if shutil.which("nvcc") and "DS_WITH_CUDA" not in os.environ.get("SKBUILD_CMAKE_DEFINE", ""):
+            _say(
+                "  and CUDA, since nvcc is here: many minutes on two cores (SKBUILD_CMAKE_DEFINE=DS_WITH_CUDA=OFF leaves it out)"
+            )
+    _step(", ".join(chosen), _pip(python), python, *(str(projects[name].folder) for name in needed))
 
 
 # ---- the stamp -------------------------------------------------------------------------------------------------------

@@ -25,14 +25,46 @@ _HEAD = """# Configuration keys
 
 <!-- Made by `python tools/pages.py configuration` from the models and docs/reference/keys.toml. -->
 
-Every key that a configuration may hold. Names are DeepSpeed's; a key marked *own* is only here. All are there since version
-0.1 where the row names no other. `*` stands for any name in an object, `0` for any position in a list. Every key has an anchor
-with its name: `configuration.md#zero_optimization.stage`. `ds config key zero_optimization.stage` prints a row; messages about keys end with that command.
+Every key that a configuration may have. Names are DeepSpeed's; a key marked *own* exists only here. All exist since version
+0.1 unless the row names another. `*` stands for any name in an object, `0` for any position in a list. Below each key are the values that it
+accepts, then its default. `ds config key zero_optimization.stage` prints one row in a terminal; messages about keys end with that command.
 
-A key that is not here is an error with the nearest known name. What is marked *not built* is an error unless it is off; what is
-marked *no effect* is accepted with a line in the log; *deprecated* keys move to their new place. `ds config` shows what a file of
-yours comes to.
+A key that is not here is an error with the nearest known name. A key marked *not built* is an error unless it is off; one marked
+*no effect* is accepted with a line in the log; *deprecated* keys move to their new place. `ds config check FILE --keys` reports on a file of
+yours.
+
+```json
+{
+  "train_batch_size": 256,
+  "train_micro_batch_size_per_gpu": 8,
+  "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+  "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100}},
+  "gradient_clipping": 1.0,
+  "bf16": {"enabled": true},
+  "zero_optimization": {"stage": 3}
+}
+```
 """
+
+# The page begins with what nearly every file has. Keys of the first group stand alone in one table; a section named here stands in this order,
+# all others follow as the models order them.
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_SECTIONS = (
+    "optimizer",
+    "scheduler",
+    "zero_optimization",
+    "bf16",
+    "fp16",
+    "torch_autocast",
+    "data_types",
+    "activation_checkpointing",
+    "checkpoint",
+    "aio",
+    "tensor_parallel",
+    "expert_parallel",
+    "pipeline",
+    "compile",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +154,6 @@ def _example(path: tuple[str | int, ...], field: Any) -> str:
         value = choices[-1]
     elif any(option.type is bool for option in found):
         value = default is not True
-    elif isinstance(default, int | float) and not isinstance(default, bool):
-        value = default
     else:
         return ""
     return f'"{path[-1]}": {_json(value)}'
@@ -138,24 +168,52 @@ def sections() -> dict[str, list[Row]]:
 
 
 def page() -> str:
-    """The whole page: a table of the keys that stand alone, then a section for each object."""
+    """The whole page: batch keys, the sections that nearly every file has, the other sections, the keys that stand alone."""
     grouped = sections()
-    alone = {name: found for name, found in grouped.items() if len(found) == 1}
-    text = _HEAD + "\n## Keys of the outermost object\n\n" + _table([row for found in alone.values() for row in found])
-    for name, found in grouped.items():
-        if name not in alone:
-            text += f"\n## Section {name}\n\n{found[0].meaning}\n\n" + _table(found)
+    alone = [row for name, found in grouped.items() if len(found) == 1 and name not in _BATCH for row in found]
+    text = _HEAD + "\n## Batch\n\n" + _table([row for name in _BATCH for row in grouped[name]])
+    objects = [name for name, found in grouped.items() if len(found) > 1]
+    for name in [*_SECTIONS[:2], "", *_SECTIONS[2:], *(name for name in objects if name not in _SECTIONS)]:
+        if name:
+            text += f"\n## Section {name}\n\n{grouped[name][0].meaning}\n\n" + _section(name, grouped[name])
+        else:
+            text += "\n## Other keys at the top level\n\n" + _table(sorted(alone, key=_order_alone))
     return text
 
 
-def _table(found: list[Row]) -> str:
-    lines = ["| key | accepts | default | meaning | example |", "|---|---|---|---|---|"]
+def _order_alone(row: Row) -> bool:
+    """Keys that do something stand before those that do nothing."""
+    return row.meaning.startswith(("*No effect*", "*Not built*", "Another spelling"))
+
+
+def _section(name: str, found: list[Row]) -> str:
+    """The tables of a section: one, or one for each type where keys depend on `type`."""
+    variants: list[list[Row]] = [[]]
+    for row in found:
+        if any(row.path == other.path for other in variants[-1]):
+            variants.append([])
+        variants[-1].append(row)
     seen: set[str] = set()
+    if len(variants) == 1:
+        return _table(found, seen)
+    text = ""
+    for rows_of_type in variants:
+        types = next((row.accepts for row in rows_of_type if row.path == f"{name}.type"), "").replace(
+            "a text", "another name"
+        )
+        text += (f"### {name} of type {types}\n\n" if types else "") + _table(rows_of_type, seen) + "\n"
+    return text.rstrip("\n") + "\n"
+
+
+def _table(found: list[Row], seen: set[str] | None = None) -> str:
+    lines = ["| key | meaning |", "|---|---|"]
+    seen = set() if seen is None else seen
     for row in found:
         anchor = f'<span id="{row.path}"></span>' if row.path not in seen else ""
         seen.add(row.path)
-        default = row.default if row.default == "required" else _code(row.default)
-        cells = (anchor + _code(row.path), row.accepts, default, row.meaning, _code(row.example))
+        default = "required" if row.default == "required" else f"default {_code(row.default)}"
+        example = f"<br>Example: {_code(row.example)}" if row.example else ""
+        cells = (f"{anchor}{_code(row.path)}<br>{row.accepts}; {default}", f"{row.meaning}{example}")
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path, PurePosixPath
 
 import pytest
-from docsite import blocks, generated, glossary, links, prose
+from docsite import api, blocks, docstrings, examples, generated, links, prose, ranking, tables
 
 from repo import ROOT
 from repo.bars import Bar, Chart, svg
@@ -21,12 +21,12 @@ TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 
 
 def test_every_public_symbol_has_its_place_on_an_api_page(projects):
-    pages, missing, count = generated.api_pages(), [], 0
+    pages, missing, count = api.api_pages(), [], 0
     for project in projects.values():
         if project.opt_in:
             continue
         text = pages[f"reference/api/{project.name}.md"]
-        for module in generated.public_modules(project):
+        for module in api.public_modules(project):
             for symbol in module.homes:
                 count += 1
                 path = f"{module.name}.{symbol}"
@@ -34,6 +34,44 @@ def test_every_public_symbol_has_its_place_on_an_api_page(projects):
                     missing.append(path)
     assert missing == []
     assert count > 500
+
+
+def test_an_api_page_begins_with_what_people_need_first():
+    text = api.api_pages()["reference/api/ds-zero.md"]
+    entries = re.findall(r"^::: (\S+)", text, re.MULTILINE)
+    assert entries[0].endswith(".shard")
+    assert text.index("ds_zero.shard(") < text.index(":::"), "the page opens with an example"
+    assert "| `clip` | `None` |" in text, "options behind **options stand in a table with their defaults"
+    assert entries.index("ds_zero.layout.shard_options.ShardOptions") < 10
+
+
+def test_no_option_of_shard_lacks_a_meaning():
+    import ds_zero
+
+    rows = api.option_table("shard", ds_zero.shard)[4:-1]
+    assert len(rows) > 10
+    assert [row for row in rows if row.rstrip().endswith("| |") or row.split("|")[3].strip() == ""] == []
+
+
+def test_most_functions_have_an_example():
+    uses, without, count = examples.find_uses(), [], 0
+    for project in generated.projects():
+        for module in [] if project.opt_in else api.public_modules(project):
+            for symbol, home in module.homes.items():
+                if home.rpartition(".")[2][0].islower():
+                    count += 1
+                    without += [home] if not (uses.get(f"{module.name}.{symbol}") or uses.get(home)) else []
+    assert len(without) < count / 5, without
+
+
+def test_a_docstring_has_a_section_for_each_label():
+    text = "Sum.\n\nArgs:\n    x: It.\nReturns: the sum,\nof all.\nCollective over the group. Cost: one message."
+    assert docstrings.with_sections(text).split("\n\n") == [
+        "Sum.",
+        "Args:\n    x: It.",
+        "Returns:\n    the sum,\n    of all.\n    Collective over the group.",
+        "Cost:\n    one message.",
+    ]
 
 
 def test_every_command_is_on_the_page():
@@ -156,16 +194,6 @@ def test_tutorials_howtos_and_concepts_are_longer_than_benchmarks():
 # ---- glossary --------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_use_of_a_word_becomes_a_link():
-    words = glossary.words_of('| <span id="shard"></span>shard | a |\n| <span id="step"></span>step | b |\n')
-    assert words == {"shard": "shard"}  # steps are no riddle
-    text = (
-        "# A shard\n\n`shard` and [shards](x.md), resharded. Two shards, then a shard.\n\n```\nshard\n```\n| shard |\n"
-    )
-    linked = glossary.link_words(text, words, "g.md")
-    assert linked == text.replace("Two shards", "Two [shards](g.md#shard)")
-
-
 def test_links_to_the_glossary_have_their_anchors():
     page = (ROOT / "docs/concepts/glossary.md").read_text()
     for file in [*(ROOT / "docs").rglob("*.md")]:
@@ -187,6 +215,47 @@ def test_dead_links_dead_anchors_and_other_hosts_are_found(tmp_path):
         "a.html: d.png",
     ]
     assert links.foreign(tmp_path) == ["b.html: https://cdn.example/x.js"]
+
+
+def test_a_cell_knows_its_heading_and_code_in_it_may_break():
+    page = "<table><thead><tr><th>key</th><th>what &amp; why</th></tr></thead><tbody><tr><td><code>a.b_c&lt;d</code></td><td>x</td></tr></tbody></table>"
+    found = tables.label_cells(page)
+    assert '<td data-label="key"><code>a.<wbr>b_<wbr>c&lt;d</code></td>' in found
+    assert '<td data-label="what &amp; why">x</td>' in found
+
+
+def test_the_search_hides_decisions_and_ranks_guides_before_benchmarks():
+    settings = ranking.read()
+    meta: dict[str, dict[str, dict[str, object]]] = {"decision": {}, "guide": {}, "bench": {}, "key": {}}
+    ranking.apply("decisions/measured/zero.md", meta["decision"])
+    ranking.apply("how-to/out-of-memory.md", meta["guide"])
+    ranking.apply("benchmarks/zero.md", meta["bench"])
+    ranking.apply("reference/configuration.md", meta["key"])
+    assert meta["decision"]["search"]["exclude"] is True
+    assert "oom" in meta["guide"]["tags"]
+    assert meta["guide"]["search"]["boost"] > meta["bench"]["search"]["boost"]
+    assert meta["key"]["search"]["boost"] == settings.boost["reference/configuration.md"]
+    assert len(settings.terms) >= 40
+
+
+def test_a_page_that_is_not_first_and_a_hidden_one_are_told():
+    settings = ranking.Ranking(["decisions/"], {}, {}, {"oom": ["a.html"], "lora": ["b.html", "c.html"]})
+    found = {"oom": ["x.html", "decisions/0.html"], "lora": ["c.html"]}
+    assert ranking.problems(found, settings) == [
+        "search 'oom': first is x.html, not a.html",
+        "search 'oom' shows decisions/0.html",
+    ]
+
+
+def test_the_search_settings_name_pages_that_exist():
+    generated_pages = {"reference/cli.md", "reference/api/", "changelog.md", "packages/", "decisions/"}
+    settings = ranking.read()
+    named = [
+        *settings.tags,
+        *settings.boost,
+        *(p.replace(".html", ".md") for ps in settings.terms.values() for p in ps),
+    ]
+    assert [name for name in named if name not in generated_pages and not (ROOT / "docs" / name).exists()] == []
 
 
 def test_prose_finds_long_sentences_and_riddles_outside_code():

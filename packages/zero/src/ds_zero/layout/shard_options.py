@@ -249,7 +249,7 @@ class ShardOptions:
     """How a model is sharded.
 
     Attributes:
-        stage: ZeRO stage, 0 to 3, or a Residency.
+        stage: ZeRO stage, 0 to 3, or a `ShardingStrategy`.
         group: Ranks to shard and average over; None: all.
         precision: `"fp32"`, `"bf16"`, `"fp16"`, a Precision, or None for the model's own formats.
         reduce_dtype: Format that gradients travel in between ranks, as in FSDP2's MixedPrecisionPolicy; it is `precision.reduce`. None: that
@@ -263,15 +263,15 @@ class ShardOptions:
         layout: How units are laid out: `"flat"`, `"dim0"` or `"whole"`; None: flat for an optimizer that treats elements
             independently of each other, whole for one that needs whole parameters (found out by asking it).
         shard_size: Ranks that share one copy of what is sharded; every such replica holds all of it, and gradients are summed
-            over all ranks. None: all ranks share one copy. Of a family that lives on some of the ranks: of its ranks.
+            over all ranks. None: all ranks share one copy. Of a reduction group on some of the ranks: of its ranks.
         nodes: Which neighbouring ranks are close to each other, and how stage 3 gathers there. None: gathers are flat.
         sparse: Send only the rows of embedding gradients that are not zero, as (index, values). At stage 0.
         memory: `"private"`: every rank keeps its own copies. `"shared"`: the ranks are on one host and keep one copy of
             parameters for all of them, at every stage above 0. `"auto"`: shared where the group's backend is shm.
-        tier: Where master shards and the optimizer's state are between updates: a name of `ds_zero.offload.state_stores.TIERS`, a
+        offload_optimizer: Where master shards and the optimizer's state are between updates: a name of `ds_zero.offload.state_stores.TIERS`, a
             `ds_zero.OffloadPolicy`, or a function that says one of these for each unit.
-        param_tier: Where parameters are between uses, and frozen ones at all, at stage 3: `"device"`, or a `ds_zero.OffloadPolicy`.
-        wire: What travels as small codes instead of as it is (`ds_zero.QuantizedComm`, ZeRO++).
+        offload_params: Where parameters are between uses, and frozen ones at all, at stage 3: `"device"`, or a `ds_zero.OffloadPolicy`.
+        quantized_comm: What travels as small codes instead of as it is (`ds_zero.QuantizedComm`, ZeRO++).
         updates: Which elements are stepped when (`ds_zero.policies.zenflow.ZenFlowOptions`); None: all in every step.
     """
 
