@@ -36,3 +36,22 @@ def test_a_sample_has_some_of_many_and_all_of_few(passed, monkeypatch):
     assert passed("--cases=sample") == first
     monkeypatch.setenv("DS_CASES_SEED", "1")
     assert passed("--cases=sample") != first
+
+
+def test_a_sample_draws_fewer_examples(run_pytest, tmp_path):
+    body = """
+from hypothesis import given, settings, strategies as st
+
+count = []
+
+@settings(max_examples=80)
+@given(st.integers())
+def test_drawn(number):
+    count.append(number)
+
+def test_how_many():
+    assert len(count) == {expected}
+"""
+    for words, expected in (((), 80), (("--cases=sample",), 20)):
+        outcomes = run_pytest(tmp_path, body.replace("{expected}", str(expected)), *words)
+        assert outcomes["test_how_many"] == ("passed", "")

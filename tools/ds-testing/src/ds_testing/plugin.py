@@ -25,6 +25,9 @@ __all__ = [
     "pytest_unconfigure",
 ]
 
+_HYPOTHESIS = "_hypothesis_internal_use_settings"
+"""Where hypothesis keeps the settings of a test."""
+
 _START_S = 60.0
 """Seconds that the start of a world's processes may take, beside its own deadline."""
 
@@ -47,17 +50,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_POOL] = Pool(capture=config.getoption("capture") != "no")
-    _without_deadlines()
+    _set_up_hypothesis()
 
 
-def _without_deadlines() -> None:
-    """Examples of hypothesis take as long as they take: a machine may be busy, and no test is about time."""
+def _set_up_hypothesis() -> None:
+    """Examples take as long as they take: a machine may be busy, and no test is about time."""
     try:
         from hypothesis import settings
     except ImportError:
         return
     settings.register_profile("ds", settings(), deadline=None)
     settings.load_profile("ds")
+
+
+def _fewer_examples(test: object) -> None:
+    """Hypothesis draws a quarter of the examples that a test names, and at least ten."""
+    named = getattr(test, _HYPOTHESIS, None)
+    if named is not None:
+        from hypothesis import settings
+
+        function = getattr(test, "__func__", test)
+        setattr(function, _HYPOTHESIS, settings(named, max_examples=max(10, named.max_examples // 4)))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -73,6 +86,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = _left_out(items, config.rootpath, config.getini("every_case"))
         config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
         items[:] = [item for item in items if id(item) not in left_out]
+        for item in items:
+            _fewer_examples(getattr(item, "obj", None))
     if not config.pluginmanager.hasplugin("timeout"):
         return
     for item in items:
