@@ -66,10 +66,11 @@ def _set_up_hypothesis() -> None:
 def _fewer_examples(test: object) -> None:
     """Hypothesis draws a quarter of the examples that a test names, and at least ten."""
     named = getattr(test, _HYPOTHESIS, None)
-    if named is not None:
+    function = getattr(test, "__func__", test)
+    if named is not None and not hasattr(function, "fewer_examples"):  # the cases of one function share it
         from hypothesis import settings
 
-        function = getattr(test, "__func__", test)
+        function.fewer_examples = True  # type: ignore[attr-defined]
         setattr(function, _HYPOTHESIS, settings(named, max_examples=max(10, named.max_examples // 4)))
 
 
