@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ds_comm.differentiable as differentiable
+from ds_comm.backend_options import BackendOptions
 from ds_comm.collectives import (
     ReduceOp,
     all_gather,
@@ -58,6 +59,7 @@ from ds_comm.watch.recorder import extend_timeout
 from ds_comm.work import Work
 
 __all__ = [
+    "BackendOptions",
     "Box",
     "Group",
     "GroupLike",

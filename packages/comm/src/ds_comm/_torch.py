@@ -6,13 +6,19 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+from ds_comm.backend_options import group_options
 
 __all__ = [
     "ALL_GATHER_SINGLE",
     "REDUCE_SCATTER_SINGLE",
     "backend_names",
+    "default_name",
+    "flight_records",
+    "group_ranks",
     "is_alive",
     "named_group",
     "second_connection",
@@ -28,6 +34,25 @@ def backend_names(pg: dist.ProcessGroup) -> dict[str, str]:
     """Return the backend of each device type that `pg` communicates: `{"cpu": "gloo", "cuda": "nccl"}`."""
     pairs = (part.partition(":") for part in dist.get_backend_config(pg).split(","))
     return {device: name for device, _, name in pairs}
+
+
+def default_name() -> str:
+    """Return torch's name of the default process group; empty without one."""
+    world = dist.group.WORLD
+    return "" if world is None else str(world.group_name)
+
+
+def flight_records(active: bool) -> list[str]:
+    """Return what the flight recorders of torch's backends hold, as JSON; `active`: only calls that have not ended. Empty where this torch has none."""
+    module: Any = torch._C._distributed_c10d
+    readers = (getattr(module, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"))
+    return [read(includeCollectives=True, onlyActive=active) for read in readers if read is not None]
+
+
+def group_ranks() -> dict[str, tuple[int, ...]]:
+    """Return the world ranks of every process group of this process by torch's name."""
+    groups = list(c10d._world.pg_names.items())
+    return {str(name): tuple(dist.get_process_group_ranks(pg)) for pg, name in groups}
 
 
 def second_connection(pg: dist.ProcessGroup) -> dist.Store:
@@ -65,6 +90,9 @@ def named_group(
         "device_id": world.bound_device_id if len(ranks) > 1 else None,  # it would split the world's communicator
         "group_desc": purpose,
     }
+    extra = group_options(str(kind), options["timeout"])
+    if extra is not None:
+        options["backend_options"] = extra
     members: Any = list(ranks)
     group_name: Any = name
     pg, _ = c10d._new_process_group_helper(

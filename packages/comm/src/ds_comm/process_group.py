@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ds_accel import get_accelerator
 from ds_comm.backend import choose_backend, settle
+from ds_comm.backend_options import BackendOptions, group_options, use_backend_options
 from ds_comm.groups import DEFAULT_TIMEOUT, Group, use_timeout, world_group
 from ds_comm.launch import LaunchedProcess, read_launch
 from ds_comm.rehearsal.staging import is_rehearsal
@@ -40,7 +41,11 @@ _told: list[str] = []  # environment variables that this module set
 
 
 def init_distributed(
-    backend: str | None = None, *, timeout: timedelta = DEFAULT_TIMEOUT, deadline_s: float | None = None
+    backend: str | None = None,
+    *,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    deadline_s: float | None = None,
+    options: BackendOptions | None = None,
 ) -> Group:
     """Make the default process group, once, and watch over it; later calls return the same world.
 
@@ -59,11 +64,19 @@ def init_distributed(
             (`ds_comm.watch.watchdog`); default DS_COMM_DEADLINE_S, or 60 s between CPUs and `timeout` between devices, with a
             warning after 60 s; 0 turns recording and watching off. One that is given bounds the wait for the ranks to come, too
             (at least 20 s).
+        options: Of gloo or NCCL, for the world and all groups made by ds_comm.
     Returns:
         The world; a group of one, without a process group, when no launcher started this process.
     Raises:
-        CommError: a variable is missing or wrong ("comm-env"); the others did not come ("comm-rendezvous").
+        CommError: a variable is missing or wrong ("comm-env"); the others did not come ("comm-rendezvous"); options that the backend does
+            not have, or that come after the world was made ("comm-options").
     """
+    if options is not None and (dist.is_initialized() or is_rehearsal()):
+        raise CommError(
+            "options for a process group that is there already",
+            code="comm-options",
+            fix="Pass them to the first init_distributed, or to torch's init_process_group as pg_options.",
+        )
     if not dist.is_initialized():
         launch = read_launch(os.environ)
         if launch is None:
@@ -75,13 +88,17 @@ def init_distributed(
         _tell_torch({**variables, **launch.environment()})
         _choose_device(launch)
         watched = _watch_settings(deadline_s, timeout).deadline_s > 0
-        use_timeout(_WATCHED_TIMEOUT if watched else timeout)
+        limit = _WATCHED_TIMEOUT if watched else timeout
+        use_timeout(limit)
+        name = _backend(backend, launch, store)
+        use_backend_options(options, name)
         dist.init_process_group(
-            _backend(backend, launch, store),
+            name,
             store=store,
             rank=launch.rank,
             world_size=launch.world_size,
-            timeout=_WATCHED_TIMEOUT if watched else timeout,
+            timeout=limit,
+            pg_options=group_options(name, limit),
             device_id=_own_device(),
         )
     world = world_group()
@@ -112,6 +129,7 @@ def destroy_process_group() -> None:
     """End communication: all process groups are destroyed. Does nothing in a world of one."""
     set_place("")
     use_timeout(None)
+    use_backend_options(None, "")
     stop_recorder("ended communication")
     if dist.is_initialized():
         dist.destroy_process_group()

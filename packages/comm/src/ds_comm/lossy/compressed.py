@@ -1,6 +1,6 @@
 """Collectives whose messages are quantized: the signatures of `collectives`, less exact, fewer bytes.
 
-`Quantized` gathers and reduce-scatters numbers as small codes in groups that share a scale (`ds_ops.QuantSpec`). Sent as
+`Quantized` gathers, reduce-scatters and all-reduces numbers as small codes in groups that share a scale (`ds_ops.QuantSpec`). Sent as
 int8 in groups of 256, fp32 takes 0.254 of its bytes, bf16 0.508; int4 half of that. A gather quantizes once. A reduction
 quantizes what a rank sends and adds in fp32 what it receives: one rounding per hop, and never a sum of codes.
 
@@ -96,7 +96,7 @@ class ErrorFeedback:
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """Quantized forms of two collectives, for tensors of fp32, bf16 and fp16. A group of one sends, and loses, nothing.
+    """Quantized forms of three collectives, for tensors of fp32, bf16 and fp16. A group of one sends, and loses, nothing.
 
     Args:
         spec: How messages are quantized. Groups of elements do not cross the parts of ranks.
@@ -160,6 +160,35 @@ class Quantized:
         if self.hierarchy is None or 1 in (self.hierarchy.nodes, self.hierarchy.local):
             return self._in_one_hop(call, output, input, factor, async_op)
         return self._in_two_hops(call, output, input, factor, async_op)
+
+    def all_reduce(
+        self, tensor: Tensor, op: Any = ReduceOp.SUM, group: GroupLike = None, async_op: bool = False, *, unit: str = ""
+    ) -> Work:
+        """Reduce quantized parts with SUM or AVG and gather the quantized results, as `ds_comm.all_reduce`.
+
+        Every rank gets the same bits. `wait()` makes the gather: ranks wait for such operations in the same order. Feedback corrects
+        the reduction; what the gather loses is not corrected.
+        Cost: twice the quantized tensor sent (exact ring: twice the tensor), and a copy padded to a multiple of the ranks.
+        Raises:
+            CommError: another op ("comm-quantized-op"), a group that is not the hierarchy's ("comm-hierarchy").
+        """
+        call = CollectiveCall("all_reduce", self._group(group), unit)
+        call.check(tensor)
+        _factor(call, op)
+        size, n = call.group.size, tensor.numel()
+        if size == 1 or n == 0:
+            return collectives.all_reduce(tensor, op, call.group, async_op, unit=unit)
+        part = -(-n // size)
+        padded = torch.zeros(size * part, dtype=tensor.dtype, device=tensor.device)
+        padded[:n] = tensor.reshape(-1)
+        reduced = torch.empty(part, dtype=tensor.dtype, device=tensor.device)
+        work = self.reduce_scatter_single(reduced, padded, op, call.group, async_op, unit=unit)
+
+        def gather() -> None:
+            self.all_gather_single(padded, reduced, call.group, unit=unit)
+            tensor.copy_(padded[:n].view(tensor.shape))
+
+        return _then(work, async_op, gather, waits=True)
 
     def _group(self, group: GroupLike) -> Group:
         if self.hierarchy is None:
