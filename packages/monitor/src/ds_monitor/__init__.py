@@ -19,10 +19,12 @@ from ds_monitor.recording import (
     detach,
     event,
     gauge,
+    histogram,
     set_step,
     shutdown,
     span,
     span_seconds,
+    text,
 )
 from ds_monitor.sinks import (
     BackgroundSink,
@@ -67,6 +69,7 @@ __all__ = [
     "detach",
     "event",
     "gauge",
+    "histogram",
     "log_requested",
     "make_sink",
     "set_step",
@@ -74,4 +77,5 @@ __all__ = [
     "sink_names",
     "span",
     "span_seconds",
+    "text",
 ]

@@ -19,6 +19,8 @@ class RecordKind(Enum):
     COUNTER = "counter"  # how much was added now; a sink that wants the total sums
     GAUGE = "gauge"  # the value itself; the last one of a step is the one that counts
     EVENT = "event"  # nothing (0.0); an event is its name, its time and its attributes
+    HISTOGRAM = "histogram"  # how many values there were; attributes `edges`, `counts`, `min`, `max`, `sum`, `sum_squares`, `nonfinite`
+    TEXT = "text"  # nothing (0.0); the attribute `text`
 
 
 class Measurement(NamedTuple):

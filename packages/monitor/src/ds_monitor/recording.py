@@ -1,4 +1,4 @@
-"""Report what happens: `span`, `counter`, `gauge`, `event`; and say who listens: `configure`, `set_step`, `shutdown`.
+"""Report what happens: `span`, `counter`, `gauge`, `event`, `histogram`, `text`; and say who listens: `configure`, `set_step`, `shutdown`.
 
 There is one sink list in a process and it starts empty. While it is empty every report returns at once (measured in the
 README), so library code reports without asking. Who builds the job decides who listens: the usual policy, sinks on rank 0
@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from ds_config.rehearsing import is_rehearsal
 from ds_monitor.record import Measurement, RecordKind
+from ds_monitor.value_counts import count_values
 
 __all__ = [
     "Sink",
@@ -36,10 +37,12 @@ __all__ = [
     "detach",
     "event",
     "gauge",
+    "histogram",
     "set_step",
     "shutdown",
     "span",
     "span_seconds",
+    "text",
 ]
 
 _log = logging.getLogger(__name__)
@@ -141,6 +144,26 @@ def event(name: str, /, **attrs: Any) -> None:
     """Report that something happened once (configuration resolved, checkpoint saved, step skipped)."""
     if _sinks:
         _emit(RecordKind.EVENT, name, 0.0, attrs, time.time())
+
+
+def histogram(name: str, values: Any, /, *, bins: int = 64) -> None:
+    """Report how numbers are distributed: weights, gradients, lengths. Sinks without pictures of it leave it out.
+
+    With a sink configured, a device tensor is counted on its device and read here, which waits for it.
+
+    Args:
+        values: A tensor, an array, or numbers. Those that are not finite are counted apart.
+        bins: Of equal width, between the least and the largest value.
+    """
+    if _sinks:
+        counted = count_values(values, bins)
+        _emit(RecordKind.HISTOGRAM, name, counted.num, counted.attributes(), time.time())
+
+
+def text(name: str, content: str, /) -> None:
+    """Report words that belong to this step: a sample that was generated, a table in Markdown."""
+    if _sinks:
+        _emit(RecordKind.TEXT, name, 0.0, {"text": str(content)}, time.time())
 
 
 def active() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ds_monitor.record import Measurement, RecordKind
-from ds_monitor.sinks.sink import Axis, ScalarSink, require
+from ds_monitor.sinks.sink import Axis, ScalarSink, position, require
 
 __all__ = ["MlflowSink"]
 
@@ -44,11 +44,16 @@ class MlflowSink(ScalarSink):
         self._batch: list[Any] = []
 
     def write(self, record: Measurement) -> None:
-        """Collect numbers; store an event."""
+        """Collect numbers; store events, histograms and texts as artifacts."""
         super().write(record)
         if record.kind is RecordKind.EVENT:
             attributes = {key: str(value) for key, value in record.attrs.items()}
             self._client.log_dict(self.run_id, attributes, f"{record.name}.json")
+        elif record.kind is RecordKind.HISTOGRAM:
+            x = position(record, self.axis)
+            self._client.log_dict(self.run_id, dict(record.attrs), f"{record.name}.{x}.histogram.json")
+        elif record.kind is RecordKind.TEXT:
+            self._client.log_text(self.run_id, record.attrs["text"], f"{record.name}.{position(record, self.axis)}.txt")
 
     def end_step(self, step: int) -> None:
         """Send the step in one request."""

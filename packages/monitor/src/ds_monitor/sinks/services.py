@@ -6,10 +6,11 @@ position is sent as data (a metric that the service draws against), not as the s
 
 from __future__ import annotations
 
+import html
 from typing import Any
 
 from ds_monitor.record import Measurement, RecordKind
-from ds_monitor.sinks.sink import Axis, ScalarSink, require
+from ds_monitor.sinks.sink import Axis, ScalarSink, position, require
 
 __all__ = ["CometSink", "WandbSink"]
 
@@ -29,15 +30,23 @@ class WandbSink(ScalarSink):
         super().__init__(axis)
         if rank is not None:
             options["name"] = _named(options.get("name"), rank)
-        self._run = require("wandb", "wandb").init(**options)
+        self._wandb = require("wandb", "wandb")
+        self._run = self._wandb.init(**options)
         self._axis_name = f"Train/{axis}"
-        self._row: dict[str, float] = {}
+        self._row: dict[str, Any] = {}
         self._run.define_metric(self._axis_name)
         self._run.define_metric("*", step_metric=self._axis_name)
 
     def write(self, record: Measurement) -> None:
-        """Collect numbers; add an event's attributes to the run's configuration."""
+        """Collect numbers, histograms and texts; add an event's attributes to the run's configuration."""
         super().write(record)
+        if record.kind is RecordKind.HISTOGRAM:
+            pair = (record.attrs["counts"], record.attrs["edges"])
+            self._row[record.name] = self._wandb.Histogram(np_histogram=pair)
+        elif record.kind is RecordKind.TEXT:
+            self._row[record.name] = self._wandb.Html(f"<pre>{html.escape(record.attrs['text'])}</pre>")
+        if record.kind in (RecordKind.HISTOGRAM, RecordKind.TEXT):
+            self._row[self._axis_name] = position(record, self.axis)
         if record.kind is RecordKind.EVENT:
             self._run.config.update({record.name: {k: str(v) for k, v in record.attrs.items()}}, allow_val_change=True)
 
@@ -89,8 +98,14 @@ class CometSink(ScalarSink):
         self._x = 0
 
     def write(self, record: Measurement) -> None:
-        """Collect numbers; add an event's attributes to the experiment's parameters."""
+        """Collect numbers; send texts and histograms; add an event's attributes to the experiment's parameters."""
         super().write(record)
+        x = position(record, self.axis)
+        if record.kind is RecordKind.TEXT:
+            self._experiment.log_text(record.attrs["text"], step=x, metadata={"name": record.name})
+        elif record.kind is RecordKind.HISTOGRAM:
+            # Its own histograms are made from values; the counted bins are an asset of the experiment.
+            self._experiment.log_asset_data(dict(record.attrs), name=f"{record.name}.{x}.histogram.json", step=x)
         self._samples = record.samples
         if record.kind is RecordKind.EVENT:
             self._experiment.log_parameters({k: str(v) for k, v in record.attrs.items()}, prefix=record.name)

@@ -69,7 +69,7 @@ class OpenTelemetrySink(ScalarSink):
             self._instrument(record.name, "create_counter").add(record.value)
         elif record.kind is RecordKind.GAUGE:
             super().write(record)
-        elif self._traces is not None:
+        elif self._traces is not None and record.kind is not RecordKind.HISTOGRAM:
             attrs = {
                 key: value if isinstance(value, str | bool | int | float) else str(value)
                 for key, value in record.attrs.items()
