@@ -71,7 +71,11 @@ def sent(run):
     finally:
         ds_monitor.configure([])
     for record in sink.records:
-        if record.name.startswith("comm/all_gather_") and record.attrs.get("unit") not in ("step", "settle"):
+        if record.name.startswith("comm/all_gather_") and record.attrs.get("unit") not in (
+            "step",
+            "settle",
+            "order of gathers",
+        ):
             link = record.attrs["group"]
             found[link] = found.get(link, 0) + record.attrs["nbytes"] * (record.attrs["ranks"] - 1)
     return found

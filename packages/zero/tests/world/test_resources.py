@@ -56,7 +56,12 @@ def sent_bytes(run):
         ds_monitor.configure([])
     size, total = dist.get_world_size(), {}
     for record in sink.records:
-        if record.name.startswith("comm/") and record.attrs.get("unit") not in ("step", "settle", "gradients"):
+        if record.name.startswith("comm/") and record.attrs.get("unit") not in (
+            "step",
+            "settle",
+            "gradients",
+            "order of gathers",
+        ):
             share = {"comm/all_reduce": 2.0}.get(record.name, 1.0) * (size - 1) / size
             if record.name == "comm/all_to_all_pieces":
                 share = 1.0  # it tells what was sent

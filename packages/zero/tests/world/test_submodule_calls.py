@@ -70,16 +70,31 @@ def test_each_rank_may_call_submodules_of_its_own(way, offload):
 
 
 @world(2)
-def test_other_units_on_the_spot_are_refused():
-    """A second use has no place in the order of a phase: each rank would have taken what the other sent."""
+def test_other_units_on_the_spot_inside_a_forward():
+    """A second use has no place in the order of a phase: the ranks say which unit they mean."""
+    net = Branches()
+    plain = copy.deepcopy(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = ds_zero.shard(net, optimizer, stage=3, policy=NONE_STAYS, memory="private")
+    way = "ab"[dist.get_rank()]
+    torch.testing.assert_close(net(torch.ones(2, 16), way), plain(torch.ones(2, 16), way))
+    net(torch.ones(2, 16), "a").sum().backward()
+    optimizer.step()
+    optimizer.close()
+
+
+@world(2)
+def test_other_units_on_the_spot_in_the_loss_are_refused():
+    """Between forward and backward all ranks compute the same loss."""
     net = Branches()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     optimizer = ds_zero.shard(net, optimizer, stage=3, policy=NONE_STAYS, memory="private")
+    output = net(torch.ones(2, 16), "a")
     with pytest.raises(PlanError, match=r"rank 0 needs a.weight once more and rank 1 b.weight") as error:
-        net(torch.ones(2, 16), "ab"[dist.get_rank()])
+        (net.a if dist.get_rank() == 0 else net.b).weight.square().sum()
     assert error.value.code == "zero-calls-differ"
     del error
-    net(torch.ones(2, 16), "a").sum().backward()  # the phase ended, and the next one begins
+    output.sum().backward()
     optimizer.step()
     optimizer.close()
 

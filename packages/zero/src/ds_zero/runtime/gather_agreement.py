@@ -1,13 +1,18 @@
 """What ranks tell each other before gathers that no recorded order of the whole model covers, so that none takes another unit's bytes.
 
 The order of a phase is that of the module whose forward begins it, so the ranks must have begun the same one. Where a program calls
-submodules by themselves, they say which: if they called several, all of them follow the orders of these modules one after the other. A
-gather on the spot has no order; the ranks say which unit they mean.
+submodules by themselves, they say which: if they called several, all of them follow the orders of these modules one after the other.
+
+A gather on the spot has no order. Where ranks may need other units, or some rank none, they meet in *rounds* after the order of a forward: in
+each, a rank says which unit it needs once more, or that its forward is over; all gather the units that were named. A rank whose forward
+is over goes on with rounds until everybody's is. Messages go over the group of the gathers, behind those of the order, so each
+rank sends them at the same place whenever it comes to them.
 """
 
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -38,6 +43,45 @@ class GatherAgreement:
         counters: dict[str, Iterator[int]] = defaultdict(itertools.count)
         # Numbers may differ between ranks that have parameters of other families; the place within the family does not.
         self._places = [next(counters[unit.spec.family]) for unit in units]
+        keys = [(zlib.crc32(unit.spec.family.encode()), place) for unit, place in zip(units, self._places, strict=True)]
+        self._keys = {number: keys[number] for number in released}
+        self._numbers = {key: number for number, key in self._keys.items()}
+        wide = max((units[number].groups for number in released), key=lambda one: one.shard_group.size)
+        everyone = set(wide.shard_group.ranks)
+        alone = everyone == {wide.shard_group.global_rank} or not all(everyone >= set(ranks) for ranks in self._members)
+        self._round_group = None if alone else wide.gather_group
+
+    @property
+    def has_rounds(self) -> bool:
+        """Whether some group has all ranks that a unit is gathered from; the same on all of them."""
+        return self._round_group is not None
+
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether a round reads its answer from a device, which waits for what the device has to do before."""
+        return self._round_group is not None and metadata_device(self._round_group).type != "cpu"
+
+    def meet(self, number: int | None) -> tuple[list[int], bool]:
+        """Have a round: say which unit this rank needs once more in its forward, None where the forward is over.
+
+        Returns:
+            The units that ranks need and this rank has a shard of, in an order that is the same on all ranks; whether every rank's forward is over.
+        Cost: an all-gather of 16 bytes a rank; waits for it.
+        """
+        group = self._round_group
+        if group is None:
+            raise RuntimeError("a round without a group")
+        key = (0, 0) if number is None else (self._keys[number][0], self._keys[number][1] + 1)
+        rows = torch.empty((group.size, 2), dtype=torch.int64, device=metadata_device(group))
+        comm.all_gather_single(rows, torch.tensor([key], device=rows.device), group, unit="order of gathers")
+        wanted: dict[int, None] = {}
+        over = True
+        for rank, (family, place) in zip(group.ranks, rows.tolist(), strict=True):
+            over = over and not place
+            match = self._numbers.get((family, place - 1)) if place else None
+            if match is not None and rank in self._units[match].groups.shard_group.ranks:
+                wanted[match] = None
+        return list(wanted), over
 
     def modules_of_phase(self, name: str) -> list[str]:
         """Return the modules whose forwards begin now on some rank, each once, by rank; `name` is this rank's.
@@ -80,7 +124,7 @@ class GatherAgreement:
 
     @staticmethod
     def _all_of(value: int, unit: Unit) -> list[int]:
-        group: Group = unit.groups.late_group()
+        group: Group = unit.groups.gather_group
         if group.size == 1:
             return [value]
         mine = torch.tensor([value], dtype=torch.int64, device=metadata_device(group))

@@ -5,16 +5,30 @@ order, exactly once each. A rank may run ahead (prefetch) or lag, never reorder,
 issued on the way to one it does need, and what is left is issued at the end of the phase. So no rank waits for one that does not come.
 
 The sequence starts as registration order and may be replaced by the order seen in the first step once all ranks saw the
-same: it is a hint, correctness never depends on it. A unit needed again after it was issued is issued on the spot, after what is left of
-the sequence, and stays until the end of the phase: how often it is needed may differ between ranks. A unit that a rank still has is issued
-all the same, because other ranks cannot know what this rank holds.
+same, or a part of the same: it is a hint, correctness never depends on it. A unit needed again after it was issued is issued on the spot,
+after what is left of the sequence, and stays until the end of the phase. How often a unit is needed may differ between ranks: those that
+need it no more take part in the gather when their forward is over (`gather_agreement.py`). A unit that a rank still has is issued all the
+same, because other ranks cannot know what this rank holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-__all__ = ["Arrivals", "GatherOrder", "ReduceOrder"]
+__all__ = ["Arrivals", "GatherOrder", "ReduceOrder", "merge_orders"]
+
+
+def merge_orders(recorded: Sequence[Sequence[int]]) -> list[int] | None:
+    """Return the order that contains those of all ranks; None where no rank's does.
+
+    A rank that used a unit less often, or not at all, leaves out some elements of the longest order and has no others.
+    """
+    longest = max(recorded, key=len)
+    for order in recorded:
+        rest = iter(longest)
+        if not all(unit in rest for unit in order):
+            return None
+    return list(longest)
 
 
 class GatherOrder:

@@ -14,7 +14,8 @@ about 1 % of the time of a small transformer layer on a CPU.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from logging import getLogger
@@ -51,6 +52,7 @@ class Gathering(AccessHandler):
         hooked: What becomes of a function before it is put on a module. Set it while there are no hooks.
         calls: Of each unit the calls whose backward is under way.
         running: How many calls of modules that own a unit run now; by its number.
+        rounds: Whether ranks meet at the end of each forward (`gather_agreement`). The same on every rank.
     """
 
     def __init__(self, units: Sequence[Unit], backward: Backward, ahead_numel: int) -> None:
@@ -77,7 +79,9 @@ class Gathering(AccessHandler):
         self._sticky: set[int] = set()
         self._shared: set[int] = set()
         self._strays: set[int] = set()
-        self._repeated: set[int] = set()  # gathered on the spot in this phase
+        self._repeated: set[int] = set()  # stay until the end of this phase
+        self._several: set[int] = set()  # needed more than once in a forward since the update
+        self.rounds = True
         self._warned = self._awaits_backward = False
         self._persistent: frozenset[int] = frozenset()
         self._agreement: GatherAgreement | None = None
@@ -260,7 +264,7 @@ class Gathering(AccessHandler):
         order, self._interrupted = self._interrupted, None
         if order is not None:
             with outside_transforms():
-                self._finish(order)
+                self._finish(order, rounds=self._has_rounds)
                 self._put_back_strays()
 
     def _put_back_strays(self) -> None:
@@ -323,14 +327,35 @@ class Gathering(AccessHandler):
         elif unit.state in (Full.RELEASED, Full.STALE):
             if order is not None:
                 order.recorded.append(number)
-                if not unit.groups.shared:
-                    for other in order.rest():
-                        self.units[other].start_unshard(again=True)
+                for other in order.rest():
+                    self.units[other].start_unshard(again=True)
                 self._repeated.add(number)
-            if self._agreement is not None:
-                self._agreement.check_on_the_spot(number)
-            unit.start_unshard(channel=unit.groups.late_group())
+            if order is not None and order is self._forward and self._has_rounds:
+                self._meet(number)
+            else:
+                if self._agreement is not None:
+                    self._agreement.check_on_the_spot(number)
+                unit.start_unshard(channel=unit.groups.gather_group)
         unit.finish_unshard()
+
+    @property
+    def _has_rounds(self) -> bool:
+        return self.rounds and self._agreement is not None and self._agreement.has_rounds
+
+    def _meet(self, number: int | None) -> bool:
+        """Take part in a round and in the gathers that it brings; return whether the forward of every rank is over."""
+        if self._agreement is None:
+            return True
+        self._push()
+        wanted, over = self._agreement.meet(number)
+        for other in wanted:
+            unit, was_released = self.units[other], self.units[other].state is Full.RELEASED
+            unit.finish_unshard()  # of the order, which its ranks have issued before
+            unit.start_unshard(again=True, channel=unit.groups.gather_group)
+            unit.finish_unshard()
+            if was_released and other != number:
+                unit.reshard()
+        return over
 
     def put_back(self, number: int) -> None:
         """Release a unit that its caller no longer needs.
@@ -354,13 +379,14 @@ class Gathering(AccessHandler):
         # What records a graph after it is part of the loss: a head used chunk by chunk, a penalty on weights. All ranks compute that.
         self._awaits_backward = self._awaits_backward or torch.is_grad_enabled()
         if order is not None:
-            self._finish(order)
+            self._finish(order, rounds=self._has_rounds)
+            self._several.update(number for number, times in Counter(order.recorded).items() if times > 1)
         self._put_back_strays()
         if self._persistent and order is self._forwards[""]:  # every rank has them now, and until the update
             for phase in (*self._forwards.values(), self._backward):
                 phase.skip = self._persistent
 
-    def _finish(self, order: GatherOrder) -> None:
+    def _finish(self, order: GatherOrder, *, rounds: bool) -> None:
         waiting = order.waiting
         left = order.finish()
         for number in waiting:
@@ -369,6 +395,8 @@ class Gathering(AccessHandler):
             self.units[number].start_unshard(again=True)
             self.units[number].finish_unshard()
             self._release(number)
+        while rounds and not self._meet(None):
+            pass
         repeated, self._repeated = self._repeated, set()
         for number in repeated:
             self._release(number)
@@ -386,6 +414,8 @@ class Gathering(AccessHandler):
         self._drop_ended()
         self._finish_interrupted()
         self._backward.begin()
+        # How often a unit is used may differ between ranks, and nobody waits for rounds beside reductions: it is gathered once.
+        self._repeated.update(self._several)
 
     def finish_backward(self) -> None:
         """Finish the gather order of the backward.
@@ -393,7 +423,7 @@ class Gathering(AccessHandler):
         Ranks that took another path may count on all-gathers that were not needed here.
         """
         if self.released:
-            self._finish(self._backward)
+            self._finish(self._backward, rounds=False)
 
     def clear_backward(self) -> None:
         """Forget the calls whose backward was under way, and the gradients that arrived in it."""
@@ -476,11 +506,18 @@ class Gathering(AccessHandler):
         """Units that were used outside their modules."""
         return sorted(self._shared)
 
-    def adopt(self, orders: dict[str, list[int]]) -> None:
-        """Follow the orders in `seen` from now on. The same on every rank."""
-        for name, order in self._forwards.items():
-            order.adopt(orders[f"forward {name}"])
-        self._backward.adopt(orders["backward"])
+    def adopt(self, orders: Mapping[str, list[int] | None]) -> None:
+        """Follow the orders that are there from now on; None: go on as before. The same on every rank.
+
+        On a device ranks meet after a forward only where they took other paths, or use a unit more than once: a round waits for the device.
+        """
+        phases = {f"forward {name}": order for name, order in self._forwards.items()}
+        for name, order in {**phases, "backward": self._backward}.items():
+            if (recorded := orders[name]) is not None:
+                order.adopt(recorded)
+        if self._agreement is not None and self._agreement.waits_for_device:
+            followed = [orders[name] for name in phases]
+            self.rounds = any(one is None or len(set(one)) < len(one) for one in followed)
 
     def share(self, numbers: set[int]) -> None:
         """Mark units used outside their modules on some rank, which no backward may expect. The same on every rank."""
@@ -495,5 +532,6 @@ class Gathering(AccessHandler):
         for number in self._sticky | self._persistent:
             self.units[number].reshard()
         self._sticky = set()
+        self._several.clear()
         for order in (*self._forwards.values(), self._backward):
             order.skip = frozenset()

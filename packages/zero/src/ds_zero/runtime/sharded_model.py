@@ -43,6 +43,7 @@ from ds_zero.layout.unit_plan import ZeroPlan, plan_all
 from ds_zero.layout.units import DENSE, plan_units
 from ds_zero.offload.suspend import KINDS, Away, bring_back, take_away
 from ds_zero.runtime.autograd import Backward
+from ds_zero.runtime.gather_order import merge_orders
 from ds_zero.runtime.gathering import Gathering
 from ds_zero.runtime.init_shards import is_scattered, whole
 from ds_zero.runtime.reduce_runtime import GradientReductions
@@ -114,7 +115,7 @@ class Runtime(Backward):
     # ---- between steps
 
     def settle(self, group: Group) -> None:
-        """Follow the order recorded in the first step, if all ranks recorded the same. Once. Collective."""
+        """Follow the order recorded in the first step, if all ranks recorded the same or a part of the same. Once. Collective."""
         if self._settled:
             return
         self._settled = True
@@ -122,9 +123,11 @@ class Runtime(Backward):
         orders = {"reduces": self.reducing.observed_order, **self.gathering.observed_orders}
         summary = {"seen": orders, "keys": self._keys, "shared": [self._keys[n] for n in self.gathering.shared]}
         everyone: list[dict[str, Any]] = all_gather_json(summary, group, unit="settle")
-        if all((one["seen"], one["keys"]) == (everyone[0]["seen"], everyone[0]["keys"]) for one in everyone):
-            self.reducing.adopt(orders["reduces"])
-            self.gathering.adopt(orders)
+        if all(one["keys"] == everyone[0]["keys"] for one in everyone):
+            merged = {name: merge_orders([one["seen"][name] for one in everyone]) for name in orders}
+            if all(one["seen"]["reduces"] == orders["reduces"] for one in everyone):
+                self.reducing.adopt(orders["reduces"])
+            self.gathering.adopt(merged)
         shared = {(family, place) for one in everyone for family, place in one["shared"]}
         self.gathering.share({number for number, key in enumerate(self._keys) if key in shared})
 

@@ -157,6 +157,8 @@ class Unit:
         if exact and self.storage.coarse:
             self.finish_unshard()
             again = True
+        if again:
+            self.finish_unshard()  # twice in a row in the order: each of them is one that other ranks count on
         if self.state is Full.GATHERING or (self.state is Full.CURRENT and not again):
             return
         if self.state is Full.AWAY:
