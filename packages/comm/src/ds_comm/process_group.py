@@ -112,8 +112,8 @@ def ensure_world() -> Group:
     """Return the world of this process, with a process group if a launcher started several: `init_distributed()`, unless there is one.
 
     For functions that are given no group. Without it, each of the processes would be a world of one and train a model of its own, which
-    nobody notices. torch's `init_device_mesh` does the same. Collective if it makes the group. A group that others made stays as it is,
-    and one process alone needs none.
+    nobody notices. torch's `init_device_mesh` does the same. Collective if it makes the group. A group that others made stays as it is, and
+    is watched if DS_COMM_DEADLINE_S is set; one process alone needs none.
 
     Raises:
         CommError: as `init_distributed`.
@@ -122,7 +122,10 @@ def ensure_world() -> Group:
         launch = read_launch(os.environ)
         if launch is not None and launch.world_size > 1:
             return init_distributed()
-    return world_group()
+    world = world_group()
+    if os.environ.get("DS_COMM_DEADLINE_S") and world.size > 1 and not is_rehearsal():
+        start_recorder(_watch_settings(None, DEFAULT_TIMEOUT))
+    return world
 
 
 def destroy_process_group() -> None:

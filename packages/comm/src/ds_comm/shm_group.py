@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 import ds_ops._native as _native
+from ds_comm.watch.torch_calls import CallLog
 from ds_config.errors import CommError, UnsupportedError
 from ds_ops.shm_collectives import (
     Channel,
@@ -81,7 +82,9 @@ class _ShmWork(dist.Work):
         self._group, self._tasks, self._result = group, list(tasks), list(result)
         self._finish: list[Callable[[], None]] = []
         self._lock = threading.Lock()
+        self._ends: torch.futures.Future[Any] | None = None
         self._future: torch.futures.Future[Any] | None = None
+        self._error: CommError | None = None
 
     def then(self, finish: Callable[[], None]) -> _ShmWork:
         self._finish.append(finish)
@@ -109,22 +112,28 @@ class _ShmWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         if self._future is None:
-            self._future = torch.futures.Future()
+            # Who waits in C++, as DDP does, takes the exception of `set_exception` for tensors and crashes; that of a callback it raises.
+            self._ends = ends = torch.futures.Future()
+            self._future = ends.then(self._outcome)
             if self._tasks or self._finish:
                 self._group.settle(self)
             else:
-                self._future.set_result(self._result)
+                ends.set_result(None)
         return self._future
+
+    def _outcome(self, _: torch.futures.Future[Any]) -> list[Tensor]:
+        if self._error is not None:
+            raise self._error
+        return self._result
 
     def settle(self) -> None:
         """Complete the future; called by the group's own thread."""
-        future = self.get_future()
         try:
             self.wait()
         except CommError as error:
-            future.set_exception(error)
-        else:
-            future.set_result(self._result)
+            self._error = error
+        if self._ends is not None:
+            self._ends.set_result(None)
 
 
 class ShmProcessGroup(dist.ProcessGroup):
@@ -144,6 +153,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         self._rank, self._size = rank, size
         self._channel = _connect(store, rank, size, timeout)
         self._names = {"name": "shm", "desc": "shm"}
+        self.calls = CallLog(lambda: self._names["name"])
         self._settling: queue.SimpleQueue[_ShmWork | None] = queue.SimpleQueue()
         self._settler: threading.Thread | None = None
 
@@ -273,6 +283,8 @@ class ShmProcessGroup(dist.ProcessGroup):
         send, receive = _row_sizes(inp, input_sizes, self._size), _row_sizes(output, output_sizes, self._size)
         inp, out = inp.contiguous(), output if output.is_contiguous() else torch.empty_like(output).contiguous()
         work = _ShmWork(self, [self._channel.all_to_all(inp, out, send, receive)], [output])
+        with self.calls.begin("all_to_all_single", inp) as call:
+            call.work = work
         if out is not output:
             work.then(lambda: _copy_all([(output, out)]))
         return self._now_or_later(work, opts)
@@ -285,6 +297,8 @@ class ShmProcessGroup(dist.ProcessGroup):
         sources = [one if _in_rows(one) else one.contiguous() for one in inputs]
         copies = [(out, staged) for out, staged in zip(outputs, into, strict=True) if staged is not out]
         work = _ShmWork(self, [self._channel.all_to_all_parts(sources, into)], outputs)
+        with self.calls.begin("all_to_all", None) as call:
+            call.work = work
         if copies:
             work.then(lambda: _copy_all(copies))
         return self._now_or_later(work, opts)
@@ -292,8 +306,12 @@ class ShmProcessGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> dist.Work:
         if opts is not None and opts.asyncOp:
             nothing = torch.empty(0, dtype=torch.uint8)
-            return _ShmWork(self, [self._channel.start(ShmCollective.ALL_REDUCE, nothing, nothing)], [])
-        self._channel.call(ShmCollective.ALL_REDUCE, _EMPTY.byte(), _EMPTY.byte())
+            work = _ShmWork(self, [self._channel.start(ShmCollective.ALL_REDUCE, nothing, nothing)], [])
+            with self.calls.begin("barrier", None) as call:
+                call.work = work
+            return work
+        with self.calls.begin("barrier", None):
+            self._channel.call(ShmCollective.ALL_REDUCE, _EMPTY.byte(), _EMPTY.byte())
         return _ShmWork(self, [], [])
 
     def rendezvous_within(self, timeout: timedelta) -> None:
@@ -330,16 +348,17 @@ class ShmProcessGroup(dist.ProcessGroup):
             getattr(opts, "rootRank", 0),
         )
         copies, tasks = [], []
-        for source, out in pairs:
-            into = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
-            inp = into.copy_(out) if source is out and into is not out else source.contiguous()
-            if into is not out:
-                copies.append((out, into))
-            if opts.asyncOp:
-                tasks.append(self._channel.start(verb, inp, into, op=op, root=root))
-            else:
-                self._channel.call(verb, inp, into, op=op, root=root)
-        work = _ShmWork(self, tasks, result)
+        with self.calls.begin(verb.name.lower(), pairs[0][0] if pairs else None) as call:
+            for source, out in pairs:
+                into = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
+                inp = into.copy_(out) if source is out and into is not out else source.contiguous()
+                if into is not out:
+                    copies.append((out, into))
+                if opts.asyncOp:
+                    tasks.append(self._channel.start(verb, inp, into, op=op, root=root))
+                else:
+                    self._channel.call(verb, inp, into, op=op, root=root)
+            call.work = work = _ShmWork(self, tasks, result)
         if copies:
             work.then(lambda: _copy_all(copies))
             self._now_or_later(work, opts)

@@ -8,6 +8,8 @@ import sys
 import time
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import ds_comm
 from ds_comm.channels import Channels
@@ -46,10 +48,50 @@ def shared_memory(world: ds_comm.Group, case: str, deadline_s: float) -> None:
     print("finished")
 
 
+def called_by_torch(case: str, backend: str, deadline_s: float) -> None:
+    """A program that never calls this package but for the watchdog, after torch's own `init_process_group`."""
+    dist.init_process_group(backend, init_method="env://")
+    rank, x = dist.get_rank(), torch.ones(8)
+    model = DistributedDataParallel(torch.nn.Linear(8, 4)) if "ddp" in case else None
+    sub = dist.new_group([0, 1])
+
+    def step() -> None:
+        if model is None:
+            dist.all_reduce(x, group=sub)
+        else:
+            model(x).sum().backward()
+
+    for _ in range(3):
+        step()
+    ds_comm.init_distributed(deadline_s=deadline_s)
+    if rank == 1 and "sleeps" in case:
+        time.sleep(600)
+    if rank == 1 and "asks" in case:
+        with ds_comm.extend_timeout(60):
+            time.sleep(2 * deadline_s)
+    if rank == 1 and "other" in case:
+        dist.broadcast(x, 0, group=sub)
+    if rank == 0 and "works" in case:
+        work = dist.all_reduce(x, group=sub, async_op=True)
+        until = time.monotonic() + 2 * deadline_s
+        while time.monotonic() < until:  # nobody waits
+            sum(range(1000))
+        work.wait()
+    elif rank == 1 and "works" in case:
+        time.sleep(1.8 * deadline_s)
+        step()
+    else:
+        step()
+    print("finished")
+    dist.barrier()
+
+
 WARM_UP_S = 120.0  # connections are made in the first collectives, which a busy machine may take long for
 
 
 def run(case: str, backend: str, deadline_s: float) -> None:
+    if case.startswith("torch"):
+        return called_by_torch(case, backend, deadline_s)
     world = ds_comm.init_distributed(backend, deadline_s=deadline_s)
     rank, steps = world.rank, 3
     x = torch.ones(8)

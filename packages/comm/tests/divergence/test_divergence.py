@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from ds_comm import shm_group
+from ds_comm.watch.dumps import read_dumps, render
 from ds_comm.watch.watchdog import EXIT_CODE
 
 DEADLINE_S = 2.0  # from the end of a warm-up, so that it is for Python code only and not for making connections
@@ -245,3 +246,52 @@ def test_no_repeat_hangs(forked: Run, tmp_path: Path) -> None:
     print(
         f"{len(times)} worlds of two diverged and ended; median {times[len(times) // 2]:.1f} s, last {times[-1]:.1f} s"
     )
+
+
+_STEP = r"ranks\.py:\d+ in step"
+TORCH = {
+    "torch sleeps": (
+        rf"rank 0 waits .* for all_reduce\[torch\] #4 float32\[8\] of group '1' at .*{_STEP}; rank 1 did not come: it is at .*called_by_torch",
+        r"rank 1 is at .*called_by_torch and did not come to all_reduce\[torch\] #4",
+    ),
+    "torch ddp sleeps": (
+        rf"rank 0 waits .* of group 'world' at .*{_STEP}; rank 1 did not come: it is at .*called_by_torch",
+        rf"rank 1 is at .*called_by_torch and did not come to .*\[torch\] .*, for which rank 0 waits at .*{_STEP}",
+    ),
+    "torch other": (
+        r"rank 0 waits .* for all_reduce\[torch\] #4 .*; rank 1 came with broadcast\[torch\] #4",
+        r"rank 1 waits .* for broadcast\[torch\] #4 .*; rank 0 came with all_reduce\[torch\] #4",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("backend", "names"),
+    [
+        ("gloo", ["torch sleeps", "torch ddp sleeps", "torch works"]),
+        ("shm", ["torch ddp sleeps"]),
+        pytest.param("gloo", [*TORCH, "torch asks", "torch works"], marks=pytest.mark.slow),
+        pytest.param("shm", ["torch sleeps", "torch ddp sleeps", "torch asks", "torch works"], marks=pytest.mark.slow),
+    ],
+)
+def test_what_torch_calls_is_watched(forked: Run, backend: str, names: list[str], tmp_path: Path) -> None:
+    """DDP and torch's own functions, after a plain `init_process_group`: they hung without a word.
+
+    Over shm DDP crashed, too, when the other rank had ended. That calls differ shm says itself.
+    """
+    if backend == "shm" and (why := shm_group.available()):
+        pytest.skip(f"no shm backend here: {why}")
+    cases = [Case(name, backend) for name in names]
+    outcomes = dict(zip([case.name for case in cases], diverge(forked, cases, tmp_path), strict=True))
+    for name, outcome in outcomes.items():
+        shown = "\n".join(outcome.outputs)
+        assert outcome.codes == [EXIT_CODE if name in TORCH else 0] * 2, shown
+        for output, wanted in zip(outcome.outputs, TORCH.get(name, ()), strict=name in TORCH):
+            assert re.search(wanted, "\n".join(lines(output))), f"{wanted}\n{shown}"
+    if "torch sleeps" not in outcomes:
+        return
+    text = render(read_dumps(tmp_path, re.search(r"--job (\S+)", outcomes["torch sleeps"].outputs[0])[1]))
+    assert re.search(
+        r"group '1': ranks differ at #4\n(.*\n)*.*#4   <- differs\n +rank 0: all_reduce\[torch\].* waits", text
+    ), text
+    assert "rank 1: did not come" in text

@@ -22,6 +22,7 @@ from ds_comm.watch.call_sites import error_place
 from ds_comm.watch.secret import job_secret
 from ds_comm.watch.sidechannel import SideChannel
 from ds_comm.watch.stamp_ring import StampRing
+from ds_comm.watch.torch_calls import TorchCalls
 from ds_comm.watch.verdict import Finding
 from ds_comm.watch.watchdog import DEFAULT_DEADLINE_S, Watchdog, WatchSettings
 from ds_config.errors import CommError
@@ -147,7 +148,7 @@ def start_recorder(settings: WatchSettings) -> None:
     stop_recorder("started anew")  # one may be left of a process group that is gone
     ring = StampRing()
     side = SideChannel(second_connection(world), world.rank(), job_secret())
-    watchdog = Watchdog(ring, side, (world.rank(), world.size()), settings)
+    watchdog = Watchdog(ring, side, (world.rank(), world.size()), settings, TorchCalls())
     _current[0] = _On(ring, watchdog)
     watchdog.start()
     atexit.register(_at_exit)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import socket
 import sys
@@ -37,6 +38,7 @@ from ds_comm.watch.dumps import dump_name, new_job
 from ds_comm.watch.side_channel import Peer, open_peer
 from ds_comm.watch.sidechannel import SideChannel
 from ds_comm.watch.stamp_ring import Stamp, StampRing
+from ds_comm.watch.torch_calls import TorchCalls
 from ds_comm.watch.verdict import Finding, RankReport, differs, judge, judge_wait
 
 __all__ = ["DEFAULT_DEADLINE_S", "EXIT_CODE", "WatchSettings", "Watchdog"]
@@ -87,9 +89,17 @@ class Watchdog:
         groups: Ranks of each group that this rank has stamped an operation of, by torch's name. The recorder fills it.
     """
 
-    def __init__(self, ring: StampRing, side: SideChannel, place: tuple[int, int], settings: WatchSettings) -> None:
-        """`place` is this rank and the size of the world."""
+    def __init__(
+        self,
+        ring: StampRing,
+        side: SideChannel,
+        place: tuple[int, int],
+        settings: WatchSettings,
+        torch_calls: TorchCalls | None = None,
+    ) -> None:
+        """`place` is this rank and the size of the world; without `torch_calls` only what `ring` has is watched."""
         self.groups: dict[str, tuple[int, ...]] = {}
+        self._torch_calls = torch_calls
         self._ring, self._side, self._settings = ring, side, settings
         self._rank, self._size = place
         self._left: dict[int, tuple[str, dict[str, int]]] = {}  # ranks that said goodbye, with what they said
@@ -190,7 +200,7 @@ class Watchdog:
             blocked_s = 0.0
             try:
                 self._follow_device()
-                since = self._ring.blocked_since()
+                since = self._ring.blocked_since() or self._torch_blocked_since()
                 blocked_s = time.monotonic() - since if since else 0.0
                 self._look(blocked_s)
             except RuntimeError as error:
@@ -201,6 +211,9 @@ class Watchdog:
                     self._end({"rank": self._rank, "why": "the job's store is gone"})
             except Exception:  # whatever is wrong with one check, the next may be the one that ends a hang
                 _log.warning("the watchdog of rank %d could not check the others", self._rank, exc_info=True)
+
+    def _torch_blocked_since(self) -> float:
+        return 0.0 if self._torch_calls is None else self._torch_calls.blocked_since()
 
     def _world_is_over(self) -> bool:
         return self._world is not None and (self._world() is None or self._world() is not dist.group.WORLD)
@@ -341,7 +354,7 @@ class Watchdog:
     def _goodbye(self, why: str) -> None:
         self._ring.goodbye(why)
         heads: dict[str, int] = {}
-        for stamp in self._ring.stamps():
+        for stamp in [*self._ring.stamps(), *self._called_by_torch(waiting=False)]:
             heads[stamp.key] = max(stamp.mark, heads.get(stamp.key, 0))
         try:
             self._side.leave(why, heads)
@@ -359,8 +372,16 @@ class Watchdog:
     def _own_report(self, stamps: int = _REPORTED) -> RankReport:
         recorded = self._ring.stamps()
         reported = [s for s in recorded[:-stamps] if s.waits] + recorded[-stamps:]
+        reported = _merged(reported, self._called_by_torch(waiting=not any(s.waits for s in reported))[-stamps:])
         thread = next((stamp.thread for stamp in reported if stamp.waits), None)
         return RankReport(self._rank, "", user_frame(thread), time.monotonic(), tuple(reported), {})
+
+    def _called_by_torch(self, waiting: bool) -> list[Stamp]:
+        """Return what torch's own functions called; a call of ours that waits is there, too, and is the one to speak of."""
+        if self._torch_calls is None:
+            return []
+        self.groups.update(self._torch_calls.groups())
+        return self._torch_calls.stamps(waiting)
 
     def _end(self, alarm: Mapping[str, Any]) -> None:
         self._ending.set()
@@ -402,7 +423,7 @@ class Watchdog:
                 "code": finding.code,
                 "alarm": dict(alarm),
                 "reports": [asdict(other) for other in reports.values()],
-                "stamps": [asdict(stamp) for stamp in self._ring.stamps()],
+                "stamps": [asdict(stamp) for stamp in [*self._ring.stamps(), *self._called_by_torch(waiting=True)]],
             }
             with open(dump, "w", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o600)) as file:
                 json.dump(content, file)
@@ -420,6 +441,14 @@ class Watchdog:
                 time.sleep(_SEEN_S / 4)
         except RuntimeError as error:
             _log.debug("the store is gone: %s", error)
+
+
+def _merged(stamps: list[Stamp], torchs: list[Stamp]) -> list[Stamp]:
+    """Put calls of torch among the stamps of this package, by time; those that this package made come first: its own stamps speak for them."""
+    spans = [(stamp.began_s, stamp.ended_s or math.inf) for stamp in stamps]
+    inner = [call for call in torchs if any(began <= call.began_s <= ended for began, ended in spans)]
+    outer = [call for call in torchs if call not in inner]
+    return [*inner, *sorted([*stamps, *outer], key=lambda stamp: stamp.began_s)] if outer else [*inner, *stamps]
 
 
 def _is_over(done: Callable[[], bool]) -> bool:
