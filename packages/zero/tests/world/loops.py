@@ -871,6 +871,97 @@ def functional_gradient(run: Run) -> None:
         optimizer.zero_grad()
 
 
+# ---- torch.func and detached weights
+
+
+@loop()
+def functional_call(run: Run) -> None:
+    """`torch.func.functional_call(model, {**dict(model.named_parameters())}, x)`, then backward."""
+    model, optimizer = run.pair()
+    for step in range(STEPS):
+        with run.whole(model):
+            params = dict(model.named_parameters())
+            out = torch.func.functional_call(model, params, (run.x(step),))
+            (out.square().mean() * 10.0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def func_gradients(run: Run, gathered: bool) -> None:
+    """Train with the gradients that `torch.func.grad` gives of copies of the weights, averaged by hand."""
+    model, optimizer = run.pair()
+    for step in range(STEPS):
+        with run.whole(model) if gathered else nullcontext():
+            params = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+        def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+            hidden = torch.tanh(nn.functional.linear(x, params["a.weight"], params["a.bias"]))
+            hidden = torch.tanh(nn.functional.linear(hidden, params["b.weight"], params["b.bias"]))
+            return nn.functional.linear(hidden, params["head.weight"], params["head.bias"]).square().mean()
+
+        grads = torch.func.grad(loss)(params, run.x(step))
+        for name, param in model.named_parameters():
+            if run.size > 1:
+                torch.distributed.all_reduce(grads[name])
+            param.grad = grads[name] / run.size
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@loop()
+def func_grad(run: Run) -> None:
+    """`torch.func.grad` of a function of copied weights, `p.grad` set to its result."""
+    func_gradients(run, True)
+
+
+@loop()
+def func_jvp(run: Run) -> None:
+    """A loss with `torch.func.jvp` of the model by its input (MeanFlow, physics losses)."""
+    model, optimizer = run.pair(lr=0.01)
+    for step in range(STEPS):
+        x = run.x(step)
+        out, along = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+        (out.square().mean() + along.square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@loop()
+def func_vmap(run: Run) -> None:
+    """`torch.func.vmap` of the model over rows, then backward."""
+    model, optimizer = run.pair()
+    for step in range(STEPS):
+        (torch.func.vmap(model)(run.x(step)).square().mean() * 10.0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@loop()
+def detached_target(run: Run) -> None:
+    """A target network: `model(x).detach()`, and `out.detach_()` in a second term."""
+    model, optimizer = run.pair()
+    for step in range(STEPS):
+        target = model(run.x(step + 5)).detach()
+        other = model(run.x(step + 7)) * 1.0
+        other.detach_()
+        ((model(run.x(step)) - 0.5 * target - 0.1 * other).square().mean() * 10.0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@loop()
+def detached_gradients(run: Run) -> None:
+    """`p.grad.detach_()`, `p.grad.zero_()` in the place of `zero_grad`, as torch's older `zero_grad` did it."""
+    model, optimizer = run.pair()
+    for step in range(STEPS):
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.detach_()
+                param.grad.zero_()
+        run.loss(model, step).backward()
+        optimizer.step()
+
+
 def outcome(name: str, run: Run) -> str:
     """Run a loop, compare it with one process, and say how it ended."""
     from ds_config.errors import DsError

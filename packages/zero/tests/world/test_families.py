@@ -165,14 +165,20 @@ def alone(kind, clip, micros=2, steps=STEPS, weight=1.0):
     return {name: param.detach() for name, param in net.named_parameters()}, norms
 
 
-def train(net, optimizer, kind, micros=2, first=0, steps=STEPS):
+def train(net, optimizer, kind, micros=2, first=0, steps=STEPS, clip=None):
+    """Train; with `clip` torch's function clips, and says the norms."""
     norms = []
     for step in range(first, first + steps):
         for micro in range(micros):
             (loss(net, batch(step, micro, data_rank(kind))) / micros).backward()
+        if clip is not None:
+            if kind == "tensors of groups":  # norms are over more ranks than the group, whose backwards need not end together
+                optimizer.measure_gradients()
+            norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), clip)))
         optimizer.step()
         optimizer.zero_grad()
-        norms.append(optimizer.last.norm)
+        if clip is None:
+            norms.append(optimizer.last.norm)
     return norms
 
 
@@ -233,6 +239,25 @@ def test_equals_one_process(kind, stage, memory):
 def test_equals_one_process_by_arena(kind, stage):
     """Private memory over shm: no way around the arena."""
     run(kind, stage, "private")
+
+
+CLIPPED = [(0, "private"), (1, "private"), (2, "shared"), (3, "shared")]
+
+
+@pytest.mark.parametrize(
+    ("stage", "memory"), [pytest.param(*c, marks=pytest.mark.slow) if c[0] in (0, 3) else c for c in CLIPPED]
+)
+@pytest.mark.parametrize("kind", MAKE)
+@world(4)
+def test_torchs_clipping_equals_one_process(kind, stage, memory):
+    net, groups = MAKE[kind]()
+    optimizer = ds_zero.shard(net, adamw(net), stage=stage, policy=SMALL, memory=memory, **groups)
+    norms = train(net, optimizer, kind, clip=0.5)
+    found = put_together([s for s in optimizer.shards() if s.shard.name.startswith("param/")])
+    expected, true_norms = alone(kind, 0.5)
+    assert norms == pytest.approx(true_norms, rel=1e-9)
+    check(found, expected)
+    optimizer.close()
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 import ds_comm as comm
 from ds_config.errors import ShardedAccessError
@@ -190,6 +191,7 @@ class GradAttributes:
         self._of_parts = not any(unit.plan.early for unit in units)
         self._backward, self._forget = backward, weakref.WeakMethod(forget)
         self._gradients: dict[Tensor, Tensor] = {}
+        self._versions: dict[Tensor, tuple[Unit, int]] = {}  # of plain gradients, when they were shown
         self._shards: dict[Tensor, ShardedGradient] = {}
         self._on: tuple[list[Tensor], list[Tensor]] = ([], [])  # parameters, parts
         self._places: dict[Tensor, tuple[Unit, int]] = {}
@@ -291,6 +293,7 @@ class GradAttributes:
         if access is None:
             return
         self._gradients, self.added, self._on = {}, None, ([], [])
+        self._versions.clear()
         accumulate = _accumulates(weakref.ref(self))
         with without_torch_function():
             for unit, absent in self._units:
@@ -326,15 +329,21 @@ class GradAttributes:
             grad = self._shards[param] = ShardedGradient(param, shard.of, shard, accumulate)
         return grad
 
-    @staticmethod
-    def _whole(unit: Unit, member: int, shape: torch.Size) -> Tensor | None:
+    def _alias(self, unit: Unit, view: Tensor, shape: torch.Size) -> Tensor:
+        """Return the same memory as a tensor that is no view: older loops call `p.grad.detach_()`, which views refuse."""
+        with torch.no_grad():
+            alias = view.new_empty(0).set_(view.detach().view(shape))  # type: ignore[call-overload]
+        self._versions[alias] = unit, alias._version
+        return alias
+
+    def _whole(self, unit: Unit, member: int, shape: torch.Size) -> Tensor | None:
         if unit.gradients.local:
             own = unit.gradients.local_grad(member)
-            return None if own is None else own.detach()
+            return None if own is None else self._alias(unit, own, own.shape)
         name = unit.spec.params[member].name
         starts = [p.start for p in unit.owned if p.name == name and p.interval.numel == shape.numel()]
         view = unit.gradients.view(starts[0], starts[0] + shape.numel()) if starts else None
-        return None if view is None else view.detach()[: shape.numel()].view(shape)
+        return None if view is None else self._alias(unit, view[: shape.numel()], shape)
 
     def _grad_of_part(
         self,
@@ -348,7 +357,7 @@ class GradAttributes:
         if plain and unit.dtypes.accumulate == part.tensor.dtype:
             view = unit.gradients.view(part.start, part.stop)
             if view is not None:
-                return view.detach().view(part.tensor.shape)
+                return self._alias(unit, view, part.tensor.shape)
         grad = self._shards.get(part.tensor)
         if grad is None:
             names = ", ".join([unit.spec.params[i].name for i in members[:3]] + ["..."] * (len(members) > 3))
@@ -432,6 +441,10 @@ class GradAttributes:
     def remove(self, but: Tensor | None = None) -> None:
         """Take gradients off where they still are."""
         on, self._on = self._on, ([], [])
+        written = {unit for alias, (unit, version) in self._versions.items() if alias._version != version}
+        if written:  # what is known of the sums is known by their version, and aliases have one of their own
+            increment_version([total for unit in written for total in unit.gradients.sums or ()])
+        self._versions.clear()
         views: list[tuple[Unit, weakref.ref[Tensor]]] = []
         with without_torch_function():
             for tensor in (*on[0], *on[1]):

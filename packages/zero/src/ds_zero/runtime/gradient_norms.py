@@ -4,6 +4,10 @@ One pass over this rank's shards, then an all-reduce of sums and one of maxima: 
 magnitude, how many ranks have used the parameter, and on how many its gradient was dropped or replaced since the last time. A norm is
 that of the logical tensor: parts of one tensor on several ranks (tensor parallelism, experts) have the norm of the whole.
 
+Note "experts". Experts of other ranks are other tensors, and a sum over this rank's parameters must be that over the model. So the norm of an
+expert's gradient is that of the same parameter of all ranks' experts, as of one tensor [experts, ...] that is cut over the ranks. Where a rank
+has no parameter of some name (stages of a pipeline, experts in unequal numbers), no sum of its own is the model's, and norms are refused.
+
 Note "algebra". A factor that is written scales the norms, so they stay true and nobody reads the elements again. Any other write makes the
 norms of that parameter unknown until the next backward, or until `measure_gradients()`.
 
@@ -24,8 +28,9 @@ from torch import Tensor
 import ds_comm as comm
 from ds_comm import Group
 from ds_comm.reduction_group import Logical
-from ds_config.errors import PlanError
+from ds_config.errors import PlanError, ShardedAccessError
 from ds_ops.stream import total_squares
+from ds_zero.layout.units import DENSE
 from ds_zero.runtime.sharded_gradient import GradientNorms
 from ds_zero.runtime.unit import Unit
 
@@ -45,6 +50,7 @@ class GradientAgreement:
         parts: The same of its users: those of the part of the logical tensor that the parameter is.
         sizes: How many norms and how many counts there are.
         owners: On how many ranks each counted part is.
+        missing: A tensor that some rank has nothing of; None where a sum over any rank's parameters is that over the model.
     """
 
     group: Group
@@ -52,29 +58,44 @@ class GradientAgreement:
     parts: Mapping[tuple[int, int], int]
     sizes: tuple[int, int]
     owners: tuple[int, ...]
+    missing: str | None = None
 
     @staticmethod
     def between(units: Iterable[Unit], logical: Mapping[str, Logical], group: Group) -> GradientAgreement:
         """Agree on the places of all parameters. Collective over `group`, once."""
-        keys: dict[tuple[int, int], tuple[str, str]] = {}
+        keys: dict[tuple[int, int], tuple[str, str, str]] = {}
         for unit in units:
             for member, info in enumerate(unit.spec.params if unit.spec.trained else ()):
                 of = logical[info.name]
-                keys[unit.number, member] = (of.name, f"{of.name} {of.box}")
+                slot = "" if unit.spec.family == DENSE else f"{unit.spec.family} {info.name}"
+                keys[unit.number, member] = (of.name, f"{of.name} {of.box}", slot)
         every = (
             comm.all_gather_json(list(keys.values()), group, unit="gradients")
             if group.size > 1
             else [list(keys.values())]
         )
-        names = {name: i for i, name in enumerate(dict.fromkeys(name for rank in every for name, _ in rank))}
-        boxes = {box: i for i, box in enumerate(dict.fromkeys(box for rank in every for _, box in rank))}
+        slots = _slots_of_experts(every)
+        tensors_of = [[slots.get(slot, name) for name, _, slot in rank] for rank in every]
+        names = {name: i for i, name in enumerate(dict.fromkeys(name for rank in tensors_of for name in rank))}
+        missing = next((name for name in names for rank in tensors_of if name not in rank), None)
+        boxes = {box: i for i, box in enumerate(dict.fromkeys(box for rank in every for _, box, _ in rank))}
         owners = [0] * len(boxes)
         for rank in every:
-            for _, box in rank:
+            for _, box, _ in rank:
                 owners[boxes[box]] += 1
-        tensors = {place: names[name] for place, (name, _) in keys.items()}
-        parts = {place: boxes[box] for place, (_, box) in keys.items()}
-        return GradientAgreement(group, tensors, parts, (len(names), len(boxes)), tuple(owners))
+        tensors = {place: names[slots.get(slot, name)] for place, (name, _, slot) in keys.items()}
+        parts = {place: boxes[box] for place, (_, box, _) in keys.items()}
+        return GradientAgreement(group, tensors, parts, (len(names), len(boxes)), tuple(owners), missing)
+
+
+def _slots_of_experts(every: Sequence[Sequence[Sequence[str]]]) -> dict[str, str]:
+    """Name what parameters of one name in a family are together, if they are other tensors on other ranks."""
+    found: dict[str, set[str]] = {}
+    for rank in every:
+        for name, _, slot in rank:
+            if slot:
+                found.setdefault(slot, set()).add(name)
+    return {slot: f"all of {slot}" for slot, names in found.items() if len(names) > 1}
 
 
 @dataclass(slots=True)
@@ -198,7 +219,18 @@ class GradientMeasurements:
     # ---- reads and writes
 
     def of(self, unit: Unit, member: int) -> GradientNorms | None:
-        """Return the norms of a parameter's gradient; None where a write has made them untrue."""
+        """Return the norms of a parameter's gradient; None where a write has made them untrue.
+
+        Raises:
+            ShardedAccessError: some rank has no parameter of this model's others ("sharded-gradient-apart").
+        """
+        if (missing := self.agreement.missing) is not None:
+            raise ShardedAccessError(
+                f"the norm of the gradient of {unit.spec.params[member].name}: some rank has no {missing}, so a norm over one rank's "
+                "parameters is not that of the model",
+                code="sharded-gradient-apart",
+                fix="Clip with `clip=` of ds_zero.shard, or with ds_pipe.clip_grad_norm_, which go over all ranks.",
+            )
         norms = self._norms.get(unit.number)
         unknown = norms is None or member in norms.stale or norms.version != unit.gradients.version
         return (
