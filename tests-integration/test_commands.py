@@ -8,14 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+from ds_config.command_discovery import commands, parser_of
 from ds_launcher.commands.completion import subparsers
-from ds_launcher.discovery import commands, parser_of
 
 HELP_OF_ALL = """
 import contextlib, io, json, sys
 from ds_launcher.cli import main
 from ds_launcher.commands.completion import subparsers
-from ds_launcher.discovery import commands, parser_of
+from ds_config.command_discovery import commands, parser_of
 
 HEAVY = ("torch", "numpy", "pydantic", "rich", "matplotlib", "transformers", "yaml")
 

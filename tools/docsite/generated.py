@@ -32,7 +32,7 @@ def projects() -> list[Project]:
 
 def cli_page() -> str:
     """Every command of `ds` with its options, from the parsers."""
-    from ds_launcher.discovery import commands
+    from ds_config.command_discovery import commands
 
     lines = [
         "# Command line",

@@ -186,7 +186,7 @@ def _pictures() -> dict[str, Page]:
 
 def _explanations() -> dict[str, Page]:
     """Copies of the parts of the errors page that `ds explain` reads: one a package, so that edits of two meet in no file."""
-    folder = ROOT / "packages" / "launcher" / "src" / "ds_launcher" / "explanations"
+    folder = ROOT / "packages" / "config" / "src" / "ds_config" / "explanations"
     return {f"explain-{part.stem}": Page(folder / part.name, part.read_text) for part in errors.parts()}
 
 

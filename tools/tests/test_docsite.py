@@ -75,7 +75,7 @@ def test_a_docstring_has_a_section_for_each_label():
 
 
 def test_every_command_is_on_the_page():
-    from ds_launcher.discovery import commands
+    from ds_config.command_discovery import commands
 
     text = generated.cli_page()
     assert [name for name in commands() if f"## `ds {name}`\n" not in text] == []
@@ -105,7 +105,7 @@ def test_an_error_code_is_its_anchor():
 
 
 def test_ds_explain_knows_every_code():
-    from ds_launcher.commands.explain import explanations
+    from ds_config.explain_command import explanations
 
     assert explanations().keys() == sections(page()).keys()
 
@@ -264,6 +264,8 @@ def test_prose_finds_long_sentences_and_riddles_outside_code():
     assert prose.problems(f"```\n{long}\n```\n") == []
     assert prose.problems("A stranger calls.")[0].startswith("'stranger': write")
     assert prose.problems("| a | " + long + " |") == []
+    assert prose.problems("The run goes on from the newest.") == ["'goes on from': write resume, continue"]
+    assert prose.problems("Training goes on.") == []
 
 
 def test_docstrings_messages_and_help_use_the_words_of_the_field() -> None:

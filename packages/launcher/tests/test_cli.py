@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ds_config.command_discovery import help_line, load_command, source_file
 from ds_config.errors import ConfigError
+from ds_config.explain_command import explanations
 from ds_launcher.cli import main
 from ds_launcher.commands import ssh
-from ds_launcher.commands.explain import explanations
-from ds_launcher.discovery import help_line, load_command, source_file
 from ds_launcher.shim import wrapped
 
 if TYPE_CHECKING:

@@ -251,3 +251,9 @@ def _bytes(text: str) -> int:
 
 
 _ACTIONS = {"inspect": _inspect, "verify": _verify, "diff": _diff, "export": _export, "convert": _convert}
+
+
+if __name__ == "__main__":
+    from ds_config.ds_command import main as ds
+
+    sys.exit(ds(["ckpt", *sys.argv[1:]]))

@@ -64,3 +64,9 @@ def main(args: argparse.Namespace) -> int:
     console.print(table)
     print("x of 16 bits: times faster where reading weights is all that takes time, as in generation of few sequences")
     return 0
+
+
+if __name__ == "__main__":
+    from ds_config.ds_command import main as ds
+
+    sys.exit(ds(["compress", *sys.argv[1:]]))

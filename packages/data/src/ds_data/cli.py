@@ -88,3 +88,9 @@ def _bar(files: list[str]) -> Iterator[Callable[[int], None] | None]:
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("tokenize", total=sum(os.path.getsize(file) for file in files if os.path.isfile(file)))
         yield lambda read: bar.advance(task, read)
+
+
+if __name__ == "__main__":
+    from ds_config.ds_command import main as ds
+
+    sys.exit(ds(["data", *sys.argv[1:]]))

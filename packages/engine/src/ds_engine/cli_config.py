@@ -175,3 +175,9 @@ def _check(args: argparse.Namespace) -> int:
     if wrong is None and not broken:
         print(f"{args.config}: no problems")
     return 1 if wrong is not None or broken else 0
+
+
+if __name__ == "__main__":
+    from ds_config.ds_command import main as ds
+
+    sys.exit(ds(["config", *sys.argv[1:]]))

@@ -63,3 +63,9 @@ def _told(file: str, world: int) -> dict[str, Any]:
     train, micro = request.train or 0, request.micro or 1
     share = section.model_parallel_size if section.version >= 0.2 else 1
     return {"world": world, "train": train, "micro": micro, "accumulation": train // (world // share * micro)}
+
+
+if __name__ == "__main__":
+    from ds_config.ds_command import main as ds
+
+    sys.exit(ds(["elastic", *sys.argv[1:]]))

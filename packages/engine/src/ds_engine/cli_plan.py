@@ -57,3 +57,9 @@ def main(args: argparse.Namespace) -> int:
     if not args.model:
         print("no model was given, so nothing above counts parameters or memory: add --model MODEL", file=sys.stderr)
     return 0
+
+
+if __name__ == "__main__":
+    from ds_config.ds_command import main as ds
+
+    sys.exit(ds(["plan", *sys.argv[1:]]))

@@ -98,3 +98,9 @@ def _rich() -> tuple[Callable[[], str], Any]:
             yield lambda said: live.update(Markdown(said))
 
     return lambda: console.input("[bold cyan]> [/]"), answering
+
+
+if __name__ == "__main__":
+    from ds_config.ds_command import main as ds
+
+    sys.exit(ds(["chat", *sys.argv[1:]]))

@@ -83,3 +83,9 @@ def _print(engine: Any, prompt: Sequence[int], how: Any, *, as_json: bool) -> st
     sys.stdout.write(json.dumps({"text": answer, **counts}) + "\n" if as_json else "\n")
     sys.stdout.flush()
     return answer
+
+
+if __name__ == "__main__":
+    from ds_config.ds_command import main as ds
+
+    sys.exit(ds(["generate", *sys.argv[1:]]))

@@ -176,3 +176,9 @@ def _adapters(options: list[str]) -> dict[str, str]:
             f"--adapter {wrong[0]}", code="inference-adapter", fix="Write --adapter NAME=FOLDER, once for each."
         )
     return dict(one.split("=", 1) for one in options)
+
+
+if __name__ == "__main__":
+    from ds_config.ds_command import main as ds
+
+    sys.exit(ds(["serve", *sys.argv[1:]]))

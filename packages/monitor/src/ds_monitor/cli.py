@@ -106,3 +106,9 @@ def _trace(args: argparse.Namespace) -> int:
         return 0
     print(f"drawn: {picture}")
     return 0
+
+
+if __name__ == "__main__":
+    from ds_config.ds_command import main as ds
+
+    sys.exit(ds(["monitor", *sys.argv[1:]]))

@@ -90,3 +90,9 @@ def main(args: argparse.Namespace) -> int:
         else:
             args.json.write_text(text)
     return 0
+
+
+if __name__ == "__main__":
+    from ds_config.ds_command import main as ds
+
+    sys.exit(ds(["io", *sys.argv[1:]]))

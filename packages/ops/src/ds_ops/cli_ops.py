@@ -61,3 +61,9 @@ def _build(kind: Kind, jobs: int, force: bool) -> Built:
 
 def _say(line: str) -> None:
     print(f"{line} ...", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    from ds_config.ds_command import main as ds
+
+    sys.exit(ds(["ops", *sys.argv[1:]]))

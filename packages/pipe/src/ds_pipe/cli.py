@@ -183,3 +183,9 @@ def _three(text: str) -> tuple[float, ...]:
     if len(values) != 3:
         raise argparse.ArgumentTypeError(f"{text!r} is not three numbers F,I,W")
     return values
+
+
+if __name__ == "__main__":
+    from ds_config.ds_command import main as ds
+
+    sys.exit(ds(["pipe", *sys.argv[1:]]))

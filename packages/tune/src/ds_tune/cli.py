@@ -318,3 +318,9 @@ def _explain(tuning: Tuning, name: str, as_json: bool, job: TrialRunner) -> int:
     if outcome.left or outcome.known.left:
         print(f"left out:\n{left_text((*outcome.left, *outcome.known.left))}")
     return 0
+
+
+if __name__ == "__main__":
+    from ds_config.ds_command import main as ds
+
+    sys.exit(ds(["tune", *sys.argv[1:]]))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Sequence
 
-from ds_launcher.discovery import ALIASES, commands, parser_of
+from ds_config.command_discovery import ALIASES, commands, parser_of
 
 __all__ = ["HELP", "SCRIPTS", "main", "offered", "register", "subparsers"]
 
@@ -71,3 +71,11 @@ def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPa
 
 def _beginning(begun: str, words: Iterable[str]) -> list[str]:
     return sorted(word for word in words if word.startswith(begun))
+
+
+if __name__ == "__main__":
+    import sys
+
+    from ds_config.ds_command import main as ds
+
+    sys.exit(ds(["completion", *sys.argv[1:]]))

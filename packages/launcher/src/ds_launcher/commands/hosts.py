@@ -58,3 +58,11 @@ def main(args: argparse.Namespace) -> int:
         rank += len(host.slots)
     print(f"{len(inventory)} hosts, {rank} ranks")
     return 0
+
+
+if __name__ == "__main__":
+    import sys
+
+    from ds_config.ds_command import main as ds
+
+    sys.exit(ds(["hosts", *sys.argv[1:]]))

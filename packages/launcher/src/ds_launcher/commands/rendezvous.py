@@ -64,3 +64,11 @@ def _serve(port: int) -> TCPStore:
             code="launch-port",
             fix="Give another --port, or 0 for one that is free.",
         ) from error
+
+
+if __name__ == "__main__":
+    import sys
+
+    from ds_config.ds_command import main as ds
+
+    sys.exit(ds(["rendezvous", *sys.argv[1:]]))

@@ -129,3 +129,9 @@ def _summary(report: PackageReport) -> str:
 
 def _names(checks: Sequence[Check]) -> str:
     return ", ".join(f"{check.section} {check.name}" for check in checks)
+
+
+if __name__ == "__main__":
+    from ds_config.ds_command import main as ds
+
+    sys.exit(ds(["report", *sys.argv[1:]]))

@@ -243,3 +243,9 @@ def _show(launch: LaunchPlan, options: RunOptions, travels: Sequence[str] = ()) 
     section = ["# variables: what the hosts get (- stays here)", *travels] if travels else []
     print("\n".join([describe(launch), *section]))
     return 0
+
+
+if __name__ == "__main__":
+    from ds_config.ds_command import main as ds
+
+    sys.exit(ds(["run", *sys.argv[1:]]))

@@ -59,3 +59,9 @@ def main(args: argparse.Namespace) -> int:
 
 def _run(call: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(call, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+
+
+if __name__ == "__main__":
+    from ds_config.ds_command import main as ds
+
+    sys.exit(ds(["ssh", *sys.argv[1:]]))

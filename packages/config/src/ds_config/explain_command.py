@@ -44,8 +44,14 @@ def main(args: argparse.Namespace) -> int:
 def explanations() -> dict[str, str]:
     """Read the explanation of each error code, in the order of the files."""
     texts: dict[str, str] = {}
-    for file in sorted(files("ds_launcher").joinpath("explanations").iterdir(), key=lambda file: file.name):
+    for file in sorted(files("ds_config").joinpath("explanations").iterdir(), key=lambda file: file.name):
         if file.name.endswith(".md"):
             parts = _SECTION.split(file.read_text(encoding="utf-8"))
             texts |= {code: text.strip() for code, text in zip(parts[1::2], parts[2::2], strict=True)}
     return texts
+
+
+if __name__ == "__main__":
+    from ds_config.ds_command import main as ds
+
+    sys.exit(ds(["explain", *sys.argv[1:]]))

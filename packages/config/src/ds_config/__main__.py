@@ -1,0 +1,8 @@
+"""`python -m ds_config`: the commands of this package."""
+
+import sys
+
+from ds_config.ds_command import run_package
+
+if __name__ == "__main__":
+    sys.exit(run_package("ds_config"))
