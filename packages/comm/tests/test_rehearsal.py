@@ -230,7 +230,10 @@ def test_several_real_processes_are_refused(script, monkeypatch):
     [
         ("raise RuntimeError('broken')", "broken"),
         ("pass", "0 steps"),
-        ("import torch.distributed as d\nd.init_process_group()\nd.broadcast_object_list([0], src=1)", "rank 1"),
+        (
+            "import torch.distributed as d\nd.init_process_group()\nd.distributed_c10d._get_default_store().get('k')",
+            "another rank",
+        ),
     ],
 )
 def test_a_script_that_fails_or_makes_no_step_is_named(tmp_path, body, problem):
@@ -251,3 +254,57 @@ def test_a_result_needs_a_measured_step():
         )
         is None
     )
+
+
+def test_a_rank_finds_what_one_that_was_rehearsed_before_sent(staged, tmp_path):
+    body = f"""
+        from pathlib import Path
+        from ds_comm.rehearsal.rehearsal_group import MissingRankError
+        stop_rehearsal()
+        start_rehearsal(RehearsalOptions(fabric_from("free"), 2, RANK, Path({str(tmp_path)!r})))
+        dist.init_process_group()
+        objects = [("shape", 3, 4)] if RANK == 0 else [None]
+        dist.broadcast_object_list(objects, src=0)
+        assert objects == [("shape", 3, 4)]
+        if RANK == 0:
+            dist.send(torch.tensor([3, 4]), 1)
+            dist.send(torch.ones(3, 4), 1)
+            try:
+                dist.recv(torch.empty(1, dtype=torch.int64), 1)
+                raise AssertionError("rank 1 was not rehearsed")
+            except MissingRankError as error:
+                assert error.rank == 1
+        else:
+            sizes = torch.empty(2, dtype=torch.int64)
+            dist.recv(sizes, 0)
+            assert sizes.tolist() == [3, 4]
+            values = torch.full(tuple(sizes), float("nan"))
+            dist.recv(values, 0)
+            assert values.isfinite().all()
+        stop_rehearsal()
+    """
+    for rank in (0, 1):
+        staged(f"RANK = {rank}\n" + textwrap.dedent(body))
+
+
+def test_ranks_that_are_needed_are_rehearsed_before(tmp_path):
+    script = tmp_path / "chain.py"
+    script.write_text(
+        textwrap.dedent("""
+            import torch, torch.distributed as dist
+            dist.init_process_group()
+            rank, size = dist.get_rank(), dist.get_world_size()
+            width = torch.tensor([4 + rank])
+            if rank:
+                dist.recv(width, rank - 1)
+            if rank + 1 < size:
+                dist.send(width + 1, rank + 1)
+            assert width.item() == 4 + rank, width
+            model = torch.nn.Linear(width.item(), 1)
+            optimizer = torch.optim.SGD(model.parameters())
+            for _ in range(4):
+                model(torch.ones(1, width.item())).sum().backward()
+                optimizer.step()
+        """)
+    )
+    assert rehearse(script, world_size=3, links="free", rank=2, steps=1, warm_up=1).rank == 2

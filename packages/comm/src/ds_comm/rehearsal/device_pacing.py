@@ -30,9 +30,9 @@ class DevicePacer(Pacer):
         super().__init__()
         self._device = device
         with torch.cuda.device(device):
-            self._stream: Any = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+            self._stream: Any = torch.cuda.Stream(priority=-1)
             side = max(0, multiprocessors - 1)
-            self._others: list[Any] = [torch.cuda.Stream(priority=-1) for _ in range(side)]  # type: ignore[no-untyped-call]
+            self._others: list[Any] = [torch.cuda.Stream(priority=-1) for _ in range(side)]
             self._cycles_per_s = self._calibrate()
             self._origin: Any = torch.cuda.Event(enable_timing=True)
             torch.cuda.synchronize(device)
@@ -43,11 +43,11 @@ class DevicePacer(Pacer):
     def _calibrate(self) -> float:
         torch.cuda._sleep(1000)
         began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        began.record()  # type: ignore[no-untyped-call]
+        began.record()
         torch.cuda._sleep(_CALIBRATION_CYCLES)
-        ended.record()  # type: ignore[no-untyped-call]
-        ended.synchronize()  # type: ignore[no-untyped-call]
-        return _CALIBRATION_CYCLES / (began.elapsed_time(ended) * 1e-3)  # type: ignore[no-untyped-call]
+        ended.record()
+        ended.synchronize()
+        return _CALIBRATION_CYCLES / (began.elapsed_time(ended) * 1e-3)
 
     def start(self, trip: Trip) -> dist.Work:
         """Send an operation off; its results are valid on streams that waited for the work."""
@@ -55,7 +55,7 @@ class DevicePacer(Pacer):
         stream.wait_stream(torch.cuda.current_stream(self._device))
         began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(stream), torch.no_grad():
-            began.record(stream)  # type: ignore[no-untyped-call]
+            began.record(stream)
             trip.move()
             cycles = int(trip.seconds * self._cycles_per_s)
             for other in self._others:
@@ -65,7 +65,7 @@ class DevicePacer(Pacer):
             torch.cuda._sleep(cycles)
             for tensor in trip.tensors:
                 tensor.record_stream(stream)
-            ended.record(stream)  # type: ignore[no-untyped-call]
+            ended.record(stream)
         waits: list[tuple[Any, Any]] = []
         self._under_way.append((trip, began, ended, waits))
         return _DeviceWork(trip, ended, waits)
@@ -100,9 +100,9 @@ class _DeviceWork(dist.Work):
     def wait(self, timeout: Any = None) -> bool:
         stream: Any = torch.cuda.current_stream()
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record(stream)  # type: ignore[no-untyped-call]
+        before.record(stream)
         stream.wait_event(self._ended)
-        after.record(stream)  # type: ignore[no-untyped-call]
+        after.record(stream)
         self._waits.append((before, after))
         return True
 

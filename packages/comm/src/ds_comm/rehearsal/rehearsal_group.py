@@ -19,12 +19,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_comm.rehearsal.fabric import Fabric
+from ds_comm.rehearsal.message_book import MessageBook
 from ds_comm.rehearsal.pacing import Pacer, Trip
 from ds_config.errors import CommError
 
-__all__ = ["LABEL", "RehearsalGroup", "UnitLabel"]
+__all__ = ["LABEL", "MissingRankError", "RehearsalGroup", "UnitLabel"]
 
 _FILLED = 0.01
+
+
+class MissingRankError(CommError):
+    """What another rank would have sent is not known.
+
+    Attributes:
+        rank: That has to be rehearsed before.
+    """
+
+    def __init__(self, message: str, *, code: str, fix: str, rank: int) -> None:
+        super().__init__(message, code=code, fix=fix)
+        self.rank = rank
 
 
 class UnitLabel(threading.local):
@@ -40,16 +53,14 @@ class RehearsalGroup(dist.ProcessGroup):
     """One rank of a group.
 
     Args:
-        store: Not used.
         rank, size: Of the group.
-        timeout: Not used: nobody is late.
-        pacers: By device type; who carries tensors of that type.
-        ranks: Returns the ranks of the world that form a group of this size and description; called once torch knows them.
+        pacers: Returns who carries tensors of a device type.
+        book: What ranks that were rehearsed before sent.
     """
 
-    def __init__(self, rank: int, size: int, fabric: Fabric, pacers: Callable[[str], Pacer]) -> None:
+    def __init__(self, rank: int, size: int, fabric: Fabric, pacers: Callable[[str], Pacer], book: MessageBook) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._rank, self._size = rank, size
+        self._rank, self._size, self._book = rank, size, book
         self._fabric, self._pacers = fabric, pacers
         self._names = {"name": "rehearsal", "desc": "rehearsal"}
         self._members: tuple[int, ...] = ()
@@ -109,9 +120,14 @@ class RehearsalGroup(dist.ProcessGroup):
         return self._send_off("reduce", _bytes(tensors), lambda: self._sum(tensors, op), tensors)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        root = getattr(opts, "rootRank", self._rank)
+        channel = f"broadcast {self.members}"
+
         def move() -> None:
-            for tensor in tensors if getattr(opts, "rootRank", self._rank) != self._rank else ():
-                if tensor.is_floating_point():
+            for tensor in tensors:
+                if root == self._rank:
+                    self._book.write(channel, tensor)
+                elif not self._book.read(self.members[root], channel, tensor) and tensor.is_floating_point():
                     tensor.nan_to_num_(_FILLED)
 
         return self._send_off("broadcast", _bytes(tensors), move, tensors)
@@ -214,10 +230,29 @@ class RehearsalGroup(dist.ProcessGroup):
     # ---- point to point
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> dist.Work:
-        return self._message("send", tensors, dst, lambda: None)
+        def move() -> None:
+            for tensor in tensors:
+                self._book.write(self._channel(dst, tag), tensor)
+
+        return self._message("send", tensors, dst, move)
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> dist.Work:
-        return self._message("recv", tensors, src, lambda: _finite(tensors))
+        channel = self._channel(self._rank, tag)
+
+        def move() -> None:
+            for tensor in tensors:
+                if not self._book.read(self.members[src], channel, tensor):
+                    _finite([tensor])
+
+        whole = any(self._book.keeps(tensor) for tensor in tensors)
+        if whole and not self._book.knows(self.members[src]):
+            raise MissingRankError(
+                f"a message of integers from rank {self.members[src]}, which was not rehearsed",
+                code="rehearsal-foreign",
+                fix=f"Rehearse rank {self.members[src]} before this one: `ds rehearse` does.",
+                rank=self.members[src],
+            )
+        return self._message("recv", tensors, src, move)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> dist.Work:
         return self.recv(tensors, (self._rank + 1) % self._size, tag)
@@ -230,6 +265,9 @@ class RehearsalGroup(dist.ProcessGroup):
         if not self._members:
             self._members = tuple(dist.get_process_group_ranks(self))
         return self._members
+
+    def _channel(self, target: int, tag: int) -> str:
+        return f"to {self.members[target]} tag {tag}"
 
     def _send_off(
         self, op: str, nbytes: int, move: Callable[[], None], tensors: Sequence[Tensor], seconds: float | None = None

@@ -116,25 +116,9 @@ def rehearse(
     from ds_comm.rehearsal.rehearsal_report import result_from, trace_events
 
     fabric = fabric_from(links, node_size)
-    with tempfile.TemporaryDirectory(prefix="ds-rehearse-") as name:
-        folder = Path(name)
-        out = folder / "seen.json"
-        order = {"world_size": world_size, "rank": rank, "steps": steps, "warm_up": warm_up, "label": label}
-        (folder / "order.json").write_text(json.dumps({**order, "fabric": as_json(fabric), "out": str(out)}))
-        environ = {**os.environ}
-        if changes:
-            trial = {"changes": dict(changes), "start_step": 2**30, "end_step": 2**30 + 1}
-            (folder / "trial.json").write_text(json.dumps(trial))
-            environ["DS_TRIAL"] = str(folder / "trial.json")
-        command = [sys.executable, "-m", "ds_comm.rehearsal.rehearsed_script", str(folder / "order.json"), str(script)]
-        done = subprocess.run(
-            [*command, *arguments], env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-        if not out.exists():
-            raise _failed(script, rank, done.stderr)
-        seen = json.loads(out.read_text())
-    if seen["error"]:
-        raise _failed(script, rank, seen["error"])
+    order = {"world_size": world_size, "steps": steps, "warm_up": warm_up, "label": label, "fabric": as_json(fabric)}
+    with tempfile.TemporaryDirectory(prefix="ds-rehearse-") as folder:
+        seen = _run_rank((script, arguments), rank, order, dict(changes or {}), Path(folder))
     result = result_from(seen)
     if result is None:
         raise CommError(
@@ -145,6 +129,50 @@ def rehearse(
     if trace is not None:
         trace.write_text(json.dumps(trace_events(seen)))
     return result
+
+
+def _run_rank(
+    command: tuple[str | Path, Sequence[str]],
+    rank: int,
+    order: Mapping[str, Any],
+    changes: Mapping[str, Any],
+    folder: Path,
+) -> dict[str, Any]:
+    """Run the script as one rank, after the ranks whose messages it needs; return what was seen."""
+    waiting = [rank]
+    while True:
+        seen = _run_once(command, waiting[-1], order, changes, folder)
+        if seen["missing"] is not None and seen["missing"] not in waiting:
+            waiting.append(seen["missing"])
+        elif seen["error"]:
+            raise _failed(command[0], waiting[-1], seen["error"])
+        elif len(waiting) == 1:
+            return seen
+        else:
+            waiting.pop()
+
+
+def _run_once(
+    command: tuple[str | Path, Sequence[str]],
+    rank: int,
+    order: Mapping[str, Any],
+    changes: Mapping[str, Any],
+    folder: Path,
+) -> dict[str, Any]:
+    script, arguments = command
+    out, paper = folder / f"seen-{rank}.json", folder / "order.json"
+    paper.write_text(json.dumps({**order, "rank": rank, "out": str(out), "messages": str(folder)}))
+    environ = {**os.environ}
+    if changes:
+        trial = {"changes": dict(changes), "start_step": 2**30, "end_step": 2**30 + 1}
+        (folder / "trial.json").write_text(json.dumps(trial))
+        environ["DS_TRIAL"] = str(folder / "trial.json")
+    words = [sys.executable, "-m", "ds_comm.rehearsal.rehearsed_script", str(paper), str(script), *arguments]
+    done = subprocess.run(words, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if not out.exists():
+        raise _failed(script, rank, done.stderr)
+    seen: dict[str, Any] = json.loads(out.read_text())
+    return seen
 
 
 def _failed(script: str | Path, rank: int, text: str) -> CommError:
@@ -174,12 +202,10 @@ def _points(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         raise _wrong(
             "--links is missing", "Name a preset such as h100-ib400, or a file that `ds comm bench --json` wrote."
         )
-    worlds = _worlds(args)
-    axes = [_axis(text) for text in args.compare]
-    chosen = list(itertools.product(worlds, *axes))
+    chosen = [(world, values) for world in _worlds(args) for values in itertools.product(*map(_axis, args.compare))]
     if len(chosen) > _MOST_POINTS:
         raise _wrong(f"{len(chosen)} rehearsals", f"Ask for at most {_MOST_POINTS}.")
-    for world, *values in chosen:
+    for world, values in chosen:
         if args.nodes and world % args.nodes:
             raise _wrong(f"{world} ranks on {args.nodes} nodes", "Take a number of nodes that divides the world.")
         for rank in _ranks(args.rank, world):
@@ -243,3 +269,9 @@ def _value(text: str) -> Any:
 
 def _wrong(problem: str, fix: str) -> ConfigError:
     return ConfigError(f"ds rehearse: {problem}", code="rehearsal-arguments", fix=fix)
+
+
+if __name__ == "__main__":
+    from ds_config.ds_command import main as ds
+
+    sys.exit(ds(["rehearse", *sys.argv[1:]]))

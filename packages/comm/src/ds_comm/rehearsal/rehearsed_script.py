@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ds_comm.rehearsal.fabric import Fabric, Link
+from ds_comm.rehearsal.rehearsal_group import MissingRankError
 from ds_comm.rehearsal.staging import RehearsalOptions, rehearsal_traffic, start_rehearsal, stop_rehearsal
 from ds_comm.rehearsal.step_marks import StepClock
 from ds_config.errors import DsError
@@ -34,7 +35,7 @@ class _Enough(BaseException):
 def main(argv: list[str]) -> int:
     """Rehearse a script; returns its exit status, 0 where it was ended after the last step."""
     order: dict[str, Any] = json.loads(Path(argv[0]).read_text())
-    options = RehearsalOptions(_fabric(order["fabric"]), order["world_size"], order["rank"])
+    options = RehearsalOptions(_fabric(order["fabric"]), order["world_size"], order["rank"], Path(order["messages"]))
     device = _device()
     mark, seconds = _clock(device)
 
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> int:
     start_rehearsal(options)
     remove = clock.install()
     handle = nn.modules.module.register_module_forward_pre_hook(lambda module, args: clock.model_runs())
-    status, error = 0, ""
+    status, error, missing = 0, "", None
     sys.argv = argv[1:]
     sys.path.insert(0, str(Path(argv[1]).resolve().parent))
     try:
@@ -57,6 +58,8 @@ def main(argv: list[str]) -> int:
         pass
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except MissingRankError as problem:
+        status, error, missing = 1, traceback.format_exc(), problem.rank
     except DsError as problem:
         if (
             problem.code != "rehearsal-save" or not clock.count
@@ -72,6 +75,7 @@ def main(argv: list[str]) -> int:
         "order": order,
         "status": status,
         "error": error,
+        "missing": missing,
         "steps": [step.as_dict() for step in clock.steps(seconds)],
         "traffic": traffic,
         "memory": _memory(device),
@@ -84,9 +88,9 @@ def main(argv: list[str]) -> int:
 
 def _fabric(data: Mapping[str, Any]) -> Fabric:
     fields = dict(data)
-    links = {name: Link(**fields.pop(name)) for name in ("inside", "between")}
+    inside, between = (Link(**fields.pop(name)) for name in ("inside", "between"))
     curves = {op: tuple((int(n), float(s)) for n, s in points) for op, points in fields.pop("curves", {}).items()}
-    return Fabric(**fields, **links, curves=curves)
+    return Fabric(**fields, inside=inside, between=between, curves=curves)
 
 
 def _device() -> torch.device | None:

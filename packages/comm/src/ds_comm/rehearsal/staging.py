@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -16,8 +17,9 @@ import torch.distributed.distributed_c10d as c10d
 
 from ds_comm.rehearsal.fabric import Fabric
 from ds_comm.rehearsal.lone_store import LoneStore
+from ds_comm.rehearsal.message_book import MessageBook
 from ds_comm.rehearsal.pacing import HostPacer, Pacer
-from ds_comm.rehearsal.rehearsal_group import LABEL, RehearsalGroup
+from ds_comm.rehearsal.rehearsal_group import LABEL, MissingRankError, RehearsalGroup
 from ds_comm.rehearsal.traffic import Traffic
 from ds_comm.single import SINGLE
 from ds_comm.transports import TRANSPORTS, Transport
@@ -37,6 +39,7 @@ class RehearsalOptions:
         fabric: The links.
         world_size: Ranks of the world.
         rank: This one.
+        messages: Folder of what ranks of this world that were rehearsed before have sent; None: nothing is known of them.
     Raises:
         CommError: there is no such rank ("comm-rank").
     """
@@ -44,6 +47,7 @@ class RehearsalOptions:
     fabric: Fabric
     world_size: int
     rank: int = 0
+    messages: Path | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -72,6 +76,7 @@ class _Stage:
         self.options = options
         self.pacers: dict[str, Pacer] = {}
         self.store = LoneStore()
+        self.book = MessageBook(options.messages, options.rank)
         self._replaced: list[tuple[Any, str, Any]] = []
         self._environment: dict[str, str | None] = {}
 
@@ -105,7 +110,7 @@ class _Stage:
         begin = _rehearsed_begin(c10d.init_process_group, self)
         self._replace(c10d, "init_process_group", begin)
         self._replace(dist, "init_process_group", begin)
-        objects = _rehearsed_objects(c10d.broadcast_object_list)
+        objects = _rehearsed_objects(c10d.broadcast_object_list, self.book)
         self._replace(c10d, "broadcast_object_list", objects)
         self._replace(dist, "broadcast_object_list", objects)
         for name, value in self.options.environment().items():
@@ -160,7 +165,9 @@ def stop_rehearsal() -> list[Traffic]:
     records = rehearsal_traffic()
     if dist.is_initialized():
         dist.destroy_process_group()
-    _stage.pop().drop_curtain()
+    stage = _stage.pop()
+    stage.book.save()
+    stage.drop_curtain()
     set_rehearsal(False)
     return records
 
@@ -186,7 +193,7 @@ class RehearsalTransport(Transport):
 
 def _group(store: dist.Store, rank: int, size: int, timeout: Any) -> RehearsalGroup:
     (stage,) = _stage
-    return RehearsalGroup(rank, size, stage.options.fabric, stage.pacer)
+    return RehearsalGroup(rank, size, stage.options.fabric, stage.pacer, stage.book)
 
 
 def _rehearsed_helper(helper: Callable[..., Any], stage: _Stage) -> Callable[..., Any]:
@@ -209,20 +216,22 @@ def _rehearsed_helper(helper: Callable[..., Any], stage: _Stage) -> Callable[...
     return make
 
 
-def _rehearsed_objects(broadcast: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `broadcast_object_list`, which says that what another rank would send is not there."""
+def _rehearsed_objects(broadcast: Callable[..., Any], book: MessageBook) -> Callable[..., Any]:
+    """Return `broadcast_object_list`, which says whose objects are not known."""
 
     def broadcast_object_list(
         object_list: Any, src: int | None = None, group: Any = None, device: Any = None, group_src: int | None = None
     ) -> None:
-        here = dist.get_rank(group) == group_src if group_src is not None else dist.get_rank() == (src or 0)
-        if here:
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        source = ranks[group_src] if group_src is not None else src or 0
+        if source == dist.get_rank() or book.knows(source):
             broadcast(object_list, src, group, device, group_src)
             return
-        raise CommError(
-            f"broadcast_object_list from rank {group_src if src is None else src}, which is not there",
+        raise MissingRankError(
+            f"broadcast_object_list from rank {source}, which was not rehearsed",
             code="rehearsal-foreign",
-            fix="Rehearse the rank that sends (`--rank 0`), or leave the exchange out where ds_comm.is_rehearsal().",
+            fix=f"Rehearse rank {source} before this one: `ds rehearse` does.",
+            rank=source,
         )
 
     return broadcast_object_list
