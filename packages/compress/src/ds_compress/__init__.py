@@ -17,6 +17,7 @@ from ds_compress.model_export import export_compressed_tensors, export_gguf, exp
 from ds_compress.posttraining import QuantizedWeight, QuantScheme, codes_of_training, gptq, round_to_nearest
 from ds_compress.smoothing import awq, find_foldable_norms, smoothquant
 from ds_compress.students import convert_conv1d_to_linear, student_initialization
+from ds_compress.torchao_weights import codes_of_torchao, to_torchao
 
 __all__ = [
     "CompressionScheduler",
@@ -30,6 +31,7 @@ __all__ = [
     "attention_loss",
     "awq",
     "block_eigenvalues",
+    "codes_of_torchao",
     "codes_of_training",
     "compress",
     "compressed_layers",
@@ -52,4 +54,5 @@ __all__ = [
     "smoothquant",
     "stretch_schedule",
     "student_initialization",
+    "to_torchao",
 ]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ds_compress.compress import compressed_layers, is_compressed
 from ds_compress.config import CompressionConfig, compression_of
 from ds_compress.layer_compression import LayerCompression, attach, detach
+from ds_compress.layer_kinds import BatchNorms, Convolutions
 from ds_compress.recipe import LayerRecipe
 from ds_config.config_file import Source
 from ds_config.errors import PlanError
@@ -159,7 +160,7 @@ def _shrink(module: nn.Module, cut: _Cut) -> None:
         if cut.columns is not None and value.dim() > 1:
             value = value[:, cut.columns]
         module.register_parameter(name, nn.Parameter(value.clone(), requires_grad=old.requires_grad))
-    if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) and cut.rows is not None:
+    if isinstance(module, BatchNorms) and cut.rows is not None:
         for name in ("running_mean", "running_var"):
             buffer = getattr(module, name)
             if buffer is not None:
@@ -170,9 +171,9 @@ def _shrink(module: nn.Module, cut: _Cut) -> None:
 def _resize(module: Any) -> None:
     """Make a module's own numbers those of its weight."""
     shape = module.weight.shape
-    if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+    if isinstance(module, BatchNorms):
         module.num_features = shape[0]
-    elif isinstance(module, nn.Conv1d | nn.Conv2d):
+    elif isinstance(module, Convolutions):
         module.out_channels, module.in_channels = shape[0], shape[1] * module.groups
     else:
         module.out_features, module.in_features = shape[0], shape[1]
@@ -257,7 +258,7 @@ def resize_to_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Mo
             if _maybe(module, leaf) is not None:
                 size = state[f"{name}.{leaf}"].shape
                 module.register_parameter(leaf, nn.Parameter(weight.detach().new_empty(size)))
-        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+        if isinstance(module, BatchNorms):
             for leaf in ("running_mean", "running_var"):
                 if getattr(module, leaf) is not None:
                     module.register_buffer(leaf, getattr(module, leaf).new_zeros(target.shape))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ds_comm import Group, all_reduce_coalesced, as_group, world_group
 from ds_compress.config import CompressionConfig, compression_of
 from ds_compress.layer_compression import LayerCompression, attach, attached, detach
+from ds_compress.layer_kinds import BatchNorms, Convolutions
 from ds_compress.pruned_paths import check_path
 from ds_compress.quantised import refuse_quantised
 from ds_compress.recipe import CompressibleLayer, CompressionRecipe, Kind, LayerRecipe, Pruned, make_recipe
@@ -44,11 +45,11 @@ def layers_of(model: nn.Module) -> list[CompressibleLayer]:
 def _kind(module: nn.Module) -> Kind | None:
     if isinstance(module, nn.Embedding):
         return "embedding"
-    if isinstance(module, nn.Conv1d | nn.Conv2d):
+    if isinstance(module, Convolutions):
         return "conv"
     if isinstance(module, nn.Linear) or type(module).__name__ in _PARALLEL:
         return "linear"
-    if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) and module.affine:
+    if isinstance(module, BatchNorms) and module.affine:
         return "norm"
     return None
 
@@ -103,7 +104,7 @@ def compress(model: nn.Module, recipe: CompressionRecipe, group: Group | None = 
         for kind, pruned in _kinds(one):
             for other in pruned.related:
                 reader = model.get_submodule(other)
-                if isinstance(reader, nn.BatchNorm1d | nn.BatchNorm2d):
+                if isinstance(reader, BatchNorms):
                     compressions[name].mask_norm(kind, reader)
                 else:
                     compressions[name].mask_reader(kind, reader)

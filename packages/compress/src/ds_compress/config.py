@@ -111,9 +111,10 @@ class SparseShared(SharedConfig):
         default=None, description="Step at which snip_momentum has its dense_ratio; null is schedule_offset."
     )
     schedule_offset_stride: Positive = Field(default=1, description="Steps between new masks of snip_momentum.")
-    method: Literal["l1", "topk", "snip_momentum"] = Field(
+    method: Literal["l1", "topk", "snip_momentum", "2:4"] = Field(
         default="l1",
-        description="Keep what is largest when it begins, what learnt scores say, or what the loss is sensitive to.",
+        description="Keep what is largest when it begins, what learnt scores say, what the loss is sensitive to, or the two largest of "
+        "every four inputs when it begins.",
     )
     block_pattern: str = Field(
         default="4x1", pattern=r"^[1-9]\d*x[1-9]\d*$", description="Rows x columns of a block of snip_momentum."
@@ -190,6 +191,13 @@ class SparsePruningConfig(Technique):
 
     shared_parameters: SparseShared = SparseShared()
     different_groups: Mapping[str, DensityGroup] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _half(self) -> Self:
+        others = [name for name, group in self.different_groups.items() if group.params.dense_ratio != 0.5]
+        if self.enabled and others and self.shared_parameters.method == "2:4":
+            raise ValueError(f"method 2:4 keeps half of the weights, dense_ratio of group {others[0]!r} must be 0.5")
+        return self
 
 
 class PruningConfig(Technique):

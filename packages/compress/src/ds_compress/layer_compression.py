@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from ds_comm import Group, ReduceOp, all_reduce, world_group
 from ds_compress._torch import in_backward
 from ds_compress.compression_schedules import Bits, dense_share, fall, mixed_ratio, new_mask_at, starts
+from ds_compress.layer_kinds import Convolutions
 from ds_compress.masks import (
     block_scores,
     expand_blocks,
@@ -32,6 +33,7 @@ from ds_compress.masks import (
     row_scores,
     snip_update,
     top_mask,
+    two_of_four,
 )
 from ds_compress.quantizers import QuantGrid, quantize, straight_through
 from ds_compress.recipe import InputQuantization, LayerRecipe, Pruned, SparsePruning, Weights
@@ -39,6 +41,7 @@ from ds_compress.recipe import InputQuantization, LayerRecipe, Pruned, SparsePru
 __all__ = ["CHILD", "LayerCompression", "attach", "attached", "detach"]
 
 CHILD = "compression"
+_CHOSEN_ONCE = ("l1", "2:4")
 _MOMENTUM = 0.95  # of running ranges
 _log = logging.getLogger("ds_compress")
 
@@ -89,7 +92,7 @@ class LayerCompression(nn.Module):
         sizes = {"sparse": shape, "row": shape[:1], "head": (0,), "channel": shape[:1]}
         for name, what in self._pruning().items():
             size = (what.heads,) if isinstance(what, Pruned) and what.heads else sizes[name]
-            if what.method == "l1":
+            if what.method in _CHOSEN_ONCE:
                 self.register_buffer(f"{name}_mask", torch.zeros(size, dtype=torch.bool, device=device))
             elif what.method == "topk":
                 scores = torch.empty(size if len(size) > 1 else (*size, 1), device=device)
@@ -140,7 +143,7 @@ class LayerCompression(nn.Module):
         self.steps, *bits = (int(number) for number in self.state.tolist())
         if self.bits is not None:
             self.bits = Bits(*bits)
-        masks = (name for name, what in self._pruning().items() if what.method == "l1")
+        masks = (name for name, what in self._pruning().items() if what.method in _CHOSEN_ONCE)
         self._chosen_masks = {name for name in masks if bool(getattr(self, f"{name}_mask").any())}
 
     # ---- weights
@@ -242,15 +245,16 @@ class LayerCompression(nn.Module):
     def mask(self, name: str, weight: Tensor) -> Tensor:
         """Return the mask "sparse", "row", "head" or "channel": an entry for each element that is pruned or not.
 
-        A mask of method l1 is computed on first use, from the weight of that moment, and does not change afterwards.
+        A mask of method l1 or 2:4 is computed on first use, from the weight of that moment, and does not change afterwards.
         """
         what = self._pruning()[name]
         if what.method == "topk":
             return learnt_mask(getattr(self, f"{name}_scores"), what.ratio)
         mask: Tensor = getattr(self, f"{name}_mask")
-        if what.method == "l1" and name not in self._chosen_masks:
+        if what.method in _CHOSEN_ONCE and name not in self._chosen_masks:
             with torch.no_grad():
-                mask.copy_(top_mask(self._size(name, what, weight), what.ratio))
+                fours = what.method == "2:4"
+                mask.copy_(two_of_four(weight) if fours else top_mask(self._size(name, what, weight), what.ratio))
             self._chosen_masks.add(name)
         return mask
 
@@ -375,7 +379,7 @@ class _WithoutGradient(torch.autograd.Function):
 def _feature_dim(reader: nn.Module) -> int:
     """Return the dim of a layer's input that its weight's columns read."""
     weight: Any = reader.weight
-    return -1 if not isinstance(reader, nn.Conv1d | nn.Conv2d) else 1 - weight.dim()
+    return -1 if not isinstance(reader, Convolutions) else 1 - weight.dim()
 
 
 def _hidden(x: Tensor, mask: Tensor, dim: int, fill: bool) -> Tensor:

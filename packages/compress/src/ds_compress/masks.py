@@ -1,7 +1,7 @@
 """Masks: what of a weight is kept. A mask has ones and zeros, or False and True, and the same count of them for the same ratio.
 
 Words: *dense ratio* is the share that is kept; ceil(ratio * n) of n are. *Scores* say what is: |w| summed over what is kept or
-dropped together (l1), learnt numbers (topk, with straight-through gradients: Sanh et al., arXiv:2005.07683), or sensitivity of the
+dropped together (l1, and 2:4 of each four), learnt numbers (topk, with straight-through gradients: Sanh et al., arXiv:2005.07683), or sensitivity of the
 loss (SNIP: Lee et al., arXiv:1810.02340).
 """
 
@@ -23,6 +23,7 @@ __all__ = [
     "row_scores",
     "snip_update",
     "top_mask",
+    "two_of_four",
 ]
 
 
@@ -41,6 +42,18 @@ def top_mask(scores: Tensor, ratio: float) -> Tensor:
     mask = torch.zeros_like(flat, dtype=torch.bool)
     mask[order[: num_kept(flat.numel(), ratio)]] = True
     return mask.view(scores.shape)
+
+
+def two_of_four(weight: Tensor) -> Tensor:
+    """Mark the two largest |w| of every four inputs that lie side by side: the pattern of sparse tensor cores (Mishra et al., arXiv:2104.08378).
+
+    Inputs are the second dim, as [out, in] or [out, in, *kernel]; there are a multiple of 4 of them. Bool, of the shape of `weight`.
+    """
+    sizes = weight.detach().abs().movedim(1, -1)
+    fours = sizes.reshape(-1, 4)
+    kept = fours.argsort(dim=1, descending=True, stable=True)[:, :2]
+    mask = torch.zeros_like(fours, dtype=torch.bool).scatter_(1, kept, True)
+    return mask.view(sizes.shape).movedim(-1, 1).contiguous()
 
 
 class _Learnt(torch.autograd.Function):

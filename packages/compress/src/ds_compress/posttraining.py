@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_compress.compress import compressed_layers
+from ds_compress.layer_kinds import Convolutions
 from ds_compress.quantised import refuse_quantised
 from ds_config.errors import PlanError
 
@@ -170,7 +171,7 @@ def round_to_nearest(
     layers: dict[str, nn.Module] = {
         name: module
         for name, module in model.named_modules()
-        if (isinstance(module, nn.Linear) or (convolutions and isinstance(module, nn.Conv1d | nn.Conv2d)))
+        if (isinstance(module, nn.Linear) or (convolutions and isinstance(module, Convolutions)))
         and not any(re.search(pattern, name) for pattern in left_out)
     }
     for name, module in layers.items():
@@ -291,7 +292,7 @@ def codes_of_training(model: nn.Module) -> dict[str, QuantizedWeight]:
     codes_by_name = {}
     for name, module, compression in compressed_layers(model):
         weights, recipe = compression.recipe.weights, compression.recipe
-        if weights is None or not isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):
+        if weights is None or not isinstance(module, nn.Linear | Convolutions):
             continue
         matrix, weight = _matrix(module).float(), module.get_parameter("weight")
         per_row, rest = divmod(weights.groups, matrix.shape[0])

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ds_compress.layer_kinds import BatchNorms
 from ds_config.errors import PlanError
 
 __all__ = ["check_path"]
@@ -120,7 +121,7 @@ def _obstacles(
 
 
 def _is_batch_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d)
+    return isinstance(module, BatchNorms)
 
 
 def _modules(name: str, module: nn.Module, features: int) -> Iterator[tuple[str, str, bool]]:

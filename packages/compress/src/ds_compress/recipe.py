@@ -80,7 +80,7 @@ class InputQuantization:
 class SparsePruning:
     """Single weights, or blocks of them, that are dropped. `end`, `stride` and `block` are of snip_momentum."""
 
-    method: Literal["l1", "topk", "snip_momentum"]
+    method: Literal["l1", "topk", "snip_momentum", "2:4"]
     ratio: float
     offset: int
     end: int = 0
@@ -263,7 +263,7 @@ def _sparse(config: CompressionConfig, making: _Making) -> None:
             shared.schedule_offset_stride,
             shared.block,
         )
-        making.put("sparse", place, group, ("linear", "conv"), partial(_as_it_is, settings))
+        making.put("sparse", place, group, ("linear", "conv"), partial(_sparse_layer, settings))
     if shared.method == "snip_momentum":
         rest = SparsePruning(
             shared.method, shared.dense_ratio, shared.schedule_offset, end, shared.schedule_offset_stride, shared.block
@@ -278,6 +278,17 @@ def _sparse(config: CompressionConfig, making: _Making) -> None:
     left_out = {name for pattern in shared.excluded_modules for name in found_by(pattern, making.recipes)}
     for name in left_out:
         making.recipes[name] = replace(making.recipes[name], sparse=None)
+
+
+def _sparse_layer(sparse: SparsePruning, layer: CompressibleLayer, related: tuple[str, ...]) -> SparsePruning:
+    del related
+    if sparse.method == "2:4" and layer.shape[1] % 4:
+        raise PlanError(
+            f"{layer.name} has {layer.shape[1]} inputs, of which sparse_pruning.method 2:4 keeps two of every four",
+            code="compress-groups",
+            fix="Leave it out by its name, or use method l1.",
+        )
+    return sparse
 
 
 def _pruned(pruned: Pruned, layer: CompressibleLayer, related: tuple[str, ...]) -> Pruned:
