@@ -66,7 +66,7 @@ def table(record: dict[str, Any]) -> str:
     rows.append(
         f"Read bandwidth of two threads {read / 1e9:.0f} GB/s; measured {when[0]} to {when[-1]} on {record['machine']}; while an"
     )
-    rows.append(f"engine was measured, others took at most {100 * others:.1f} % of the processors.")
+    rows.append(f"engine was measured, background load was at most {100 * others:.1f} %.")
     return "\n".join(rows)
 
 

@@ -101,7 +101,7 @@ def page(data: dict) -> str:
         f"`nox -s bench -- launch`; record `data/launch.json`. Alternating, medians of {data['repeats']}, one OpenMP thread a rank. "
         f"{data['machine']}, {data['cores']} shared cores, Python {data['python']}, {data['date']}. "
         f"{'**Other work ran on the machine.** ' if data['beside_others'] else ''}"
-        "\n\n## What falls short, and what to know\n\n"
+        "\n\n## Limitations\n\n"
         "`ds run` imports torch once: its keeper imports what the script imports of torch, numpy and this project's packages, and "
         "forks the ranks before threads and devices exist. `--start spawn` makes each rank a new process, as the others do; a script "
         "that imports none of these, a module (`-m`), a single rank, bound OpenMP threads or a library that leaves a thread "

@@ -65,9 +65,7 @@ def _rows(*rows: str) -> str:
 
 def _measured(record: Mapping[str, Any], others: float | None) -> str:
     """When, where, and how much of the machine others took meanwhile."""
-    beside = (
-        "; other work ran on the machine" if others is None else f"; others took {100 * others:.1f} % of the processors"
-    )
+    beside = "; other work ran on the machine" if others is None else f"; background load {100 * others:.1f} %"
     return f"Measured on {record.get('date', '2026-11-22')}{beside}: {record['machine']}."
 
 

@@ -71,7 +71,7 @@ def table(entry: dict, world: int, transport: str) -> str:
         cells += [f"{row['init_ms']:.0f}", f"{row['node_mb']:.0f}"]
         cells += [f"{row['node_mb'] / f:.2f}" if f else "" for f in (floor, shared)]
         lines.append("| " + " | ".join([*cells, str(row["turns"])]) + " |")
-    others = f"; others took {100 * entry['others']:.1f} % of the processors" if "others" in entry else ""
+    others = f"; background load {100 * entry['others']:.1f} %" if "others" in entry else ""
     return "\n".join([*lines, "", f"Measured on {entry['date']}{others}."]) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Drive the built site in headless Chromium: navigation, search, contrast, headings, the phone, file://.
+"""Drive the built site in headless Chromium: navigation, search, contrast, headings, widths of columns, file://.
 
 usage: python tools/docsite/browser.py SITE [--shots FOLDER]
 
@@ -29,9 +29,12 @@ from docsite import vendor
 __all__ = ["PAGES", "SEARCHES", "main"]
 
 SUBPATH = "/below/a/path/"
-PAGES = (
+WIDTHS = (1440, 1024, 390)  # a desktop, a tablet, a phone
+PAGES = (  # looked at in two colours and at each width
     "index.html",
+    "install.html",
     "getting-started.html",
+    "how-to/out-of-memory.html",
     "tutorials/index.html",
     "tutorials/first-training.html",
     "tutorials/generate-and-serve.html",
@@ -55,6 +58,34 @@ SEARCHES = {  # term -> a page that must be among the results
     "glossary": "glossary",
 }
 _RULES = ["color-contrast", "heading-order", "image-alt", "link-name", "document-title", "html-has-lang", "button-name"]
+
+
+# [tag and text, pixels] of elements of the article that reach beyond it; their children are not told again.
+_TOO_WIDE = """
+const article = document.querySelector('.md-content__inner'), edge = article.getBoundingClientRect().right;
+const found = [], scrolls = 'pre, .highlight, .mermaid, .tabbed-labels, .md-clipboard, .headerlink';
+for (const element of article.querySelectorAll('*')) {
+  const box = element.getBoundingClientRect();
+  if (element.closest(scrolls) || box.width === 0 || found.some(([other]) => other.contains(element))) continue;
+  const over = Math.max(box.right - edge, element.tagName === 'TABLE' ? element.scrollWidth - element.clientWidth : 0);
+  if (over > 1.5) found.push([element, over]);
+}
+const page = document.documentElement.scrollWidth - window.innerWidth;
+if (page > 0) found.push([document.documentElement, page]);
+return found.slice(0, 3).map(([e, over]) => [e.tagName.toLowerCase() + ' ' + e.textContent.trim().slice(0, 40), over]);
+"""
+_ROW_IS_WHOLE = """
+const row = document.getElementById(arguments[0]).closest('tr'), edge = document.querySelector('.md-content__inner').getBoundingClientRect().right;
+const cells = [...row.cells].map(cell => cell.getBoundingClientRect());
+return cells.every(box => box.right <= edge + 1.5 && box.width > 0 && box.height > 0) && cells[0].top >= 0 && cells[0].top < window.innerHeight;
+"""
+# What moves to its new place (the search box does) would be measured on its way.
+_AT_ONCE = """
+const style = document.createElement('style');
+style.textContent = '* { transition: none !important; animation: none !important; }';
+document.head.append(style);
+"""
+_ROWS = ("zero_optimization.stage", "train_batch_size", "optimizer.params.lr", "checkpoint.saving.asynchronous")
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
@@ -155,15 +186,30 @@ class Check:
         _until(lambda: self.driver.execute_script("return document.body.dataset.mdColorScheme") == name, name)
         time.sleep(0.4)  # colours fade
 
+    def width(self, pixels: int) -> None:
+        """Make the page so many pixels wide, whatever the frame of the window takes."""
+        metrics = {"width": pixels, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        self.driver.execute_script(_AT_ONCE)
+
     def shot(self, name: str) -> None:
         if self.shots:
             self.driver.save_screenshot(str(self.shots / f"{name}.png"))
 
-    def wide(self, page: str) -> None:
-        """On a phone nothing but a table or a block of code is wider than the screen."""
-        over = self.driver.execute_script("return document.documentElement.scrollWidth - window.innerWidth")
-        if over > 0:
-            self.wrong.append(f"{page}: {over} pixels wider than a phone")
+    def columns(self, page: str, width: int) -> None:
+        """No element is wider than the column; blocks of code and drawings scroll by themselves, what is in them may be."""
+        for name, over in self.driver.execute_script(_TOO_WIDE):
+            self.wrong.append(f"{page} at {width} pixels: {name} is {over:.0f} pixels wider than its column")
+
+    def whole_rows(self, page: str, anchors: tuple[str, ...]) -> None:
+        """A row that messages link to is in view, with every cell."""
+        for anchor in anchors:
+            self.driver.get(f"{self.base}{page}#{anchor}")
+            _until(lambda: self.driver.execute_script("return document.readyState") == "complete", page)
+            try:
+                _until(functools.partial(self.driver.execute_script, _ROW_IS_WHOLE, anchor), anchor, 5.0)
+            except AssertionError:
+                self.wrong.append(f"{page}#{anchor}: the row is not whole")
 
     def search(self, term: str, expected: str) -> None:
         """The search finds a page."""
@@ -187,7 +233,22 @@ class Check:
         box.clear()
 
 
-def _all(check: Check) -> None:
+def _widths(check: Check, site: Path) -> None:
+    """Every page at every width: one visit each, then the window changes."""
+    for page in sorted(file.relative_to(site).as_posix() for file in site.rglob("*.html")):
+        check.visit(page)
+        for width in WIDTHS:
+            check.width(width)
+            check.columns(page, width)
+            if page in PAGES:
+                check.shot(f"{page.removesuffix('.html').replace('/', '-')}-{width}")
+    for width in WIDTHS:
+        check.width(width)
+        check.whole_rows("reference/configuration.html", _ROWS)
+    check.width(1366)
+
+
+def _all(check: Check, site: Path) -> None:
     for page in PAGES:
         name = page.removesuffix(".html").replace("/", "-")
         check.visit(page)
@@ -199,12 +260,7 @@ def _all(check: Check) -> None:
         check.shot(f"{name}-dark")
         check.scheme("default")
         check.logs(page)
-    check.driver.set_window_size(390, 844)
-    for page in PAGES:
-        check.visit(page)
-        check.wide(page)
-        check.shot(f"{page.removesuffix('.html').replace('/', '-')}-phone")
-    check.driver.set_window_size(1366, 900)
+    _widths(check, site)
     check.visit("index.html")
     for term, expected in SEARCHES.items():
         check.search(term, expected)
@@ -243,13 +299,14 @@ def main(argv: list[str] | None = None) -> int:
     with _driver(chromium, chromedriver) as driver:
         with _served(args.site) as base:
             check = Check(driver, base, args.shots)
-            _all(check)
+            _all(check, args.site)
         local = Check(driver, f"{args.site.resolve().as_uri()}/", None)
         _from_files(local)
     wrong = [*check.wrong, *local.wrong]
     print("\n".join(wrong))
     print(
-        f"browser: {len(wrong)} wrong; {len(PAGES)} pages in two colours and on a phone, {len(SEARCHES)} searches, file://"
+        f"browser: {len(wrong)} wrong; all pages at {', '.join(map(str, WIDTHS))} pixels, {len(PAGES)} in two colours, "
+        f"{len(SEARCHES)} searches, file://"
     )
     return 1 if wrong else 0
 

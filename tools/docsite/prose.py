@@ -17,7 +17,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from repo import ROOT
 
-__all__ = ["MOST_WORDS", "RIDDLES", "main", "pages", "problems", "sentences", "spoken", "words_of_code"]
+__all__ = [
+    "MOST_WORDS",
+    "RIDDLES",
+    "RIDDLES_OF_PAGES",
+    "main",
+    "pages",
+    "problems",
+    "sentences",
+    "spoken",
+    "words_of_code",
+]
 
 MOST_WORDS = 45
 
@@ -42,6 +52,21 @@ RIDDLES = {
     r"\bseats?\b": "extension point, group set",
     r"\bat home\b": "on its rank, in its place",
 }
+# The same of pages only: what people search for has the field's name there. Docstrings may use these words in passing.
+RIDDLES_OF_PAGES = {
+    r"\bthaw(s|ed|ing)?\b": "unfreeze",
+    r"\b(go|goes|going|went) on (from|with the|where)\b": "resume, continue",
+    r"\brests? (on the host|in host|in memory|on disk|elsewhere)\b": "is offloaded to",
+    r"\bcut over (the )?ranks\b": "sharded, partitioned, split over",
+    r"\bmany at a time\b": "concurrent",
+    r"\bfalls? short\b": "limitations",
+    r"\blaboratory\b": "measurements",
+    r"\bwhat becomes of\b": "how ... is handled",
+    r"\btakes? (the )?weights away\b": "export",
+    r"\bshared out\b": "distributed",
+    r"\bwears?\b": "uses, has",
+    r"\bspeaks? of\b": "applies to, concerns",
+}
 _CODE = re.compile(r"^ *```.*?^ *```|^    .*?$|<!--.*?-->|^---$.*?^---$", re.MULTILINE | re.DOTALL)
 _LINE = re.compile(r"^\s*(\||#|!!!|\?\?\?|===|:::)")
 
@@ -51,7 +76,8 @@ def pages() -> list[Path]:
     found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "packages").glob("*/README.md"))]
     for folder in ("tutorials", "how-to", "concepts"):
         found += sorted((ROOT / "docs" / folder).glob("*.md"))
-    return [*found, ROOT / "docs" / "index.md", ROOT / "docs" / "getting-started.md"]
+    found += sorted((ROOT / "docs" / "benchmarks").glob("*.md"))
+    return [*found, *(ROOT / "docs" / name for name in ("index.md", "install.md", "getting-started.md", "faq.md"))]
 
 
 def sentences(text: str) -> Iterator[str]:
@@ -70,7 +96,7 @@ def problems(text: str) -> list[str]:
     """What is wrong with a page."""
     found = [f"{len(s.split())} words: {s[:90]}..." for s in sentences(text) if len(s.split()) > MOST_WORDS]
     plain = _CODE.sub("", text)
-    for pattern, better in RIDDLES.items():
+    for pattern, better in {**RIDDLES, **RIDDLES_OF_PAGES}.items():
         found += [f"{match[0]!r}: write {better}" for match in re.finditer(pattern, plain, re.IGNORECASE)]
     return found
 

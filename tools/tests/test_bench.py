@@ -36,6 +36,6 @@ def test_a_table_is_filled_from_its_record_alone(monkeypatch, tmp_path):
     text = tables.filled("monitor")[1]
     assert text.startswith("before\n<!-- table -->\n")
     assert "| csv | 60 | 40 | **0.50 %** | 21.00 | 21.20 |" in text
-    assert "others took 3.1 % of the processors: a machine." in text
+    assert "background load 3.1 %: a machine." in text
     assert text.endswith("<!-- end -->\nafter\n")
     assert "old" not in text

@@ -63,7 +63,7 @@ def test_every_problem_is_in_one_report_with_its_line(train: type[StrictModel], 
         "12 zero_optimization.stage3_prefetch_bucket_size: and 'prefetch_bucket_size' are two names of one setting, "
         "and both are given. Keep 'prefetch_bucket_size'.",
         "15 train_batch_size: given twice in one object: first at line 3, again at line 15. Keep one 'train_batch_size'.",
-        '16 optimizer.params.lr: is "auto", and nobody here knows what that is. Write the value.',
+        '16 optimizer.params.lr: is "auto", and no value was supplied for it. Write the value.',
         "17 groups.g1.bits: found 8.5, expected an integer.",
         "17 groups.g2.bits: is missing; expected an integer.",
         '18 layers[1].bits: found "4", expected an integer. Write 4 without quotation marks.',

@@ -266,7 +266,7 @@ def _value(work: _Pass, choices: Sequence[Option], value: Any, path: KeyPath) ->
 def _resolved(work: _Pass, choices: Sequence[Option], path: KeyPath) -> Any:
     name = dotted(path)
     if name not in work.auto:
-        work.problem("config-auto", path, 'is "auto", and nobody here knows what that is.', _asked(choices))
+        work.problem("config-auto", path, 'is "auto", and no value was supplied for it.', _asked(choices))
         return _DROPPED
     value = work.auto[name]
     place = work.provenance.of(path)

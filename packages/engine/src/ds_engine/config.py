@@ -151,7 +151,7 @@ class Config(MonitorConfig):
     steps_per_print: Annotated[int | None, BeforeValidator(_never)] = Field(
         default=None,
         ge=1,
-        description="Tell step, learning rate, momentum, loss and speed every so many steps, on rank 0; null is silent.",
+        description="Log step, learning rate, momentum, loss and speed every so many steps, on rank 0; null is silent.",
     )
     dump_state: bool = Field(default=False, description="Log the configuration and the plan at the start.")
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = Field(

@@ -49,13 +49,13 @@ class Health:
     loss_spike_threshold: float | None = None
 
     def __str__(self) -> str:
-        done = {"warn": "warned of", "skip": "skipped", "stop": "an error before the update"}[self.on_nonfinite]
+        done = {"warn": "warn", "skip": "skip the update", "stop": "an error before the update"}[self.on_nonfinite]
         jump = (
             ""
             if self.loss_spike_threshold is None
             else f"; a loss {self.loss_spike_threshold:g} deviations up is an error"
         )
-        return f"a gradient that is not finite is {done}{jump}"
+        return f"non-finite gradients: {done}{jump}"
 
 
 @dataclass(frozen=True, slots=True)

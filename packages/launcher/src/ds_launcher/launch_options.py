@@ -102,7 +102,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     )
     ranks.add_argument(
         "--run-id", "--rdzv-id", "--rdzv_id", default="", metavar="NAME",
-        help="of this job, where several meet at one rendezvous, one after the other too (ds)",
+        help="job ID, when jobs share a rendezvous (default: ds)",
     )  # fmt: skip
     ranks.add_argument(
         "--elastic-training", "--elastic_training", action="store_true",

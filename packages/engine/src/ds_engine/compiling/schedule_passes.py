@@ -131,7 +131,7 @@ _ALL = (
         Contract(requires=_GATHERS), measured=True,
     ),
     _pass(
-        "keep", "do not release units whose gathers cost most a byte, as far as measured memory goes", keep,
+        "keep", "keep the units with the most expensive gathers per byte gathered, as far as measured memory goes", keep,
         Contract(requires=_GATHERS), measured=True,
     ),
     _pass(

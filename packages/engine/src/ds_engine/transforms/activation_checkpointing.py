@@ -32,7 +32,7 @@ class Activations(Transform[Checkpointing, Checkpointed]):
     def plan_rows(self, what: Checkpointing) -> Mapping[str, str]:
         names = what.names
         if not names:
-            return {"activations": f"as the model says; of checkpointed calls: {what.keeping}"}
+            return {"activations": f"the model's own checkpointing; inputs of checkpointed calls: {what.keeping}"}
         listing = ", ".join(names if len(names) <= 4 else (*names[:2], "...", names[-1]))
         return {"activations": f"{len(names)} modules computed again in backward ({listing}); {what.keeping}"}
 
