@@ -7,12 +7,13 @@ What a device does not have is a value that does nothing (no streams: a null con
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ds_accel import streams
 from ds_accel.device_facts import Capability, DeviceFacts
 from ds_accel.device_memory import MemoryStats, device_memory, host_memory, reset_host_peak
 from ds_accel.device_timer import DeviceTimer, device_timer, host_timer
@@ -126,26 +127,22 @@ class Accelerator:
 
     def new_stream(self) -> Any:
         """Create a stream on the current device; return None where the device has no streams."""
-        return self.module.Stream() if hasattr(self.module, "Stream") else None
+        return streams.backend().new_stream(self.module)
 
     def current_stream(self) -> Any:
         """Return the stream on which work is queued now; None where the device has no streams."""
-        return self.module.current_stream() if hasattr(self.module, "current_stream") else None
+        return streams.backend().current_stream(self.module)
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Send work to `stream` inside; does nothing for None."""
-        if stream is None or not hasattr(self.module, "stream"):
-            return nullcontext()
-        context: AbstractContextManager[Any] = self.module.stream(stream)
-        return context
+        return streams.backend().on_stream(self.module, stream)
 
     def new_event(self) -> Any:
         """Create an event without timing (record, wait, query, synchronize).
 
         Where the device has no events or is synchronous, the event is always complete.
         """
-        event = getattr(self.module, "Event", None)
-        return _DoneEvent() if event is None or self.facts.synchronous else event()
+        return streams.backend().new_event(self.module)
 
     def timer(self) -> DeviceTimer:
         """Create a timer of the work on the current stream.
@@ -265,23 +262,6 @@ class Accelerator:
             )
         function: Callable[..., Any] = verb
         return function
-
-
-class _DoneEvent:
-    """The event of a device whose operations are done when they return."""
-
-    def record(self, stream: Any = None) -> None:
-        """Do nothing: an event of a synchronous device is complete from the start."""
-
-    def wait(self, stream: Any = None) -> None:
-        """Do nothing: a synchronous device has no queued work to wait for."""
-
-    def synchronize(self) -> None:
-        """Do nothing: a synchronous device has no queued work to wait for."""
-
-    def query(self) -> bool:
-        """Return True: all work of a synchronous device is complete."""
-        return True
 
 
 def _nothing() -> None:

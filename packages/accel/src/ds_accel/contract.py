@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ds_accel import streams
 from ds_accel.accelerator import Accelerator
 from ds_config.errors import DsError, UnsupportedError
 
@@ -178,12 +179,12 @@ def pinned_buffers_carry_copies(accelerator: Accelerator) -> None:
     with pool.take(values.nbytes) as buffer:
         out = buffer.view(torch.float32)
         out.copy_(values)
-        there = out.to(accelerator.device(), non_blocking=True, copy=True)
+        there = streams.copy_to(out, accelerator.device(), fresh=True)
         event = accelerator.new_event()
         event.record()
         accelerator.synchronize()
         out.zero_()
-        out.copy_(there, non_blocking=True)
+        streams.copy_into(out, there)
         accelerator.synchronize()
         _expect(torch.equal(out, values), "data came back changed through a pinned buffer")
         _expect(out.is_pinned() == accelerator.facts.pinned, f"is_pinned() is {out.is_pinned()}")

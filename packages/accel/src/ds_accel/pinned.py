@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ds_accel import streams
 from ds_config.errors import DsError
 from ds_monitor import gauge
 
@@ -267,13 +268,13 @@ class PinnedPool:
 def _page_block(nbytes: int) -> torch.Tensor:
     # Anonymous mappings start on a page, come zeroed and lazily, and go back to the system when the tensor is freed.
     if nbytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        return streams.host_memory(torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8))
     # A transfer past the page cache pins every page of its memory: huge ones are 1.5x as fast (docs/benchmarks/io.md).
     region = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     region.madvise(mmap.MADV_HUGEPAGE)
     first = -ctypes.addressof(ctypes.c_char.from_buffer(region)) % _HUGE_PAGE_BYTES
-    return torch.frombuffer(region, dtype=torch.uint8)[first : first + nbytes]
+    return streams.host_memory(torch.frombuffer(region, dtype=torch.uint8)[first : first + nbytes])
 
 
 def _locked_block(nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return streams.page_locked((nbytes,), torch.uint8)

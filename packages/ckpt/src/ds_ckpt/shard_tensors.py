@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ds_accel import streams
 from ds_ckpt.crc import copy_crc32, crc32
 from ds_ckpt.dtypes import ITEMSIZE
 from ds_ckpt.jsontext import Json
@@ -140,8 +141,8 @@ def staging(local: Local, stored_dtype: str) -> tuple[Tensor, bool]:
     data = local.data.detach()
     if _in_place(local, stored_dtype):
         return data.reshape(-1), False
-    pinned = data.device.type == "cuda"
-    return torch.empty(local.shard.numel, dtype=torch_dtype(stored_dtype), pin_memory=pinned), True
+    size, dtype = (local.shard.numel,), torch_dtype(stored_dtype)
+    return streams.page_locked(size, dtype) if data.device.type == "cuda" else torch.empty(size, dtype=dtype), True
 
 
 class _Whole:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from ds_accel import streams
 from ds_comm.transports import Started
 from ds_comm.watch.recorder import Recorder
 from ds_comm.watch.verdict import Finding
@@ -144,12 +145,13 @@ def _device_end() -> Callable[[], bool] | None:
     is
     used, not the backend's handle: a stored handle would keep the buffers of its operation in memory.
     """
-    stream = torch.accelerator.current_stream()
-    if stream.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return None
-    event = torch.Event(stream.device)
-    event.record(stream)
-    return event.query
+    device = torch.device(_kind(), torch.accelerator.current_device_index())
+    return None if streams.is_capturing(device) else streams.record_event(device).query
+
+
+def _kind() -> str:
+    accelerator = torch.accelerator.current_accelerator()
+    return "cpu" if accelerator is None else accelerator.type
 
 
 def failed(name: object, finding: Finding | None, error: RuntimeError) -> CommError:

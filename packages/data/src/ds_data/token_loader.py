@@ -13,6 +13,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from ds_accel import streams
 from ds_config.errors import CheckpointError, ConfigError
 from ds_data.sample_order import RankSlice, SampleStream
 
@@ -181,7 +182,8 @@ class TokenLoader:
         if self._device is None:
             return batch
         # Narrow on the way, wide where it is used; neither waits for the device.
-        sent = {name: rows.to(self._device, non_blocking=self._pin) for name, rows in batch.items()}
+        device = torch.device(self._device)
+        sent = {name: streams.copy_to(rows, device) if self._pin else rows.to(device) for name, rows in batch.items()}
         return {name: rows.to(torch.int64) for name, rows in sent.items()}
 
     def _jobs(self) -> Iterator[Places]:
@@ -203,7 +205,7 @@ class TokenLoader:
 
     def _read(self, samples: Places) -> Batch:
         batch = {name: torch.from_numpy(rows) for name, rows in self.data.batch(samples.reshape(-1)).items()}
-        return {name: rows.pin_memory() for name, rows in batch.items()} if self._pin else batch
+        return {name: streams.pin(rows) for name, rows in batch.items()} if self._pin else batch
 
     def state_dict(self) -> dict[str, int | str]:
         """Return the state to resume from, on any number of ranks and threads. JSON-able."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_accel import streams
 from ds_zero.runtime.init_shards import is_scattered
 from ds_zero.runtime.sharded_parameter import keeper_of
 
@@ -69,7 +70,9 @@ def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None
     if isinstance(value, Tensor):
         cast = dtype if dtype is not None and value.is_floating_point() else value.dtype
         same = value.device == device and value.dtype == cast
-        return value if same else value.to(device, cast, non_blocking=value.is_pinned())
+        if same:
+            return value
+        return streams.copy_to(value, device, cast) if value.is_pinned() else value.to(device, cast)
     if isinstance(value, tuple):
         moved = [to_device(item, device, dtype) for item in value]
         return type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree
 
+from ds_accel import streams
 from ds_inference.paged_attention import BatchIndices
 
 __all__ = ["CudaGraphRunner", "Record", "cuda_graph", "padded"]
@@ -27,23 +28,25 @@ Record = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
 """Runs a function once to record it; returns what runs it again, and what it returned, whose tensors a replay overwrites."""
 
 
-def cuda_graph() -> Record:
-    """Return a recorder that captures calls as CUDA graphs, which share a memory pool.
+def cuda_graph(device: torch.device) -> Record:
+    """Return a recorder that captures calls on `device` as CUDA graphs, which share a memory pool.
 
-    Captures on a side stream; a replay's output is valid on the current stream.
+    Captures on a side stream of `device`, whatever device is current; a replay's output is valid on the current stream of `device`.
     """
     pool = torch.cuda.graph_pool_handle()
 
     def record(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):  # kernels are chosen, and workspaces made, before the recording
-            for _ in range(2):
-                call()
-        current.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            out = call()
+        with streams.on_device(device):
+            current, side = streams.current_stream(device), streams.new_stream(device)
+            streams.wait_stream(side, current)
+            with streams.on_stream(side, device):  # kernels are chosen, and workspaces made, before the recording
+                for _ in range(2):
+                    call()
+            streams.wait_stream(current, side)
+            graph = torch.cuda.CUDAGraph()
+            # torch's own stream for captures is made once, on the device that is current then. Other threads may ask events meanwhile.
+            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+                out = call()
         return graph.replay, out
 
     return record

@@ -98,7 +98,9 @@ class InferenceEngine(nn.Module):
             )
         self._times: list[float] | None = None
         self._generator: LLMEngine | None = None
-        self._recorded = CudaGraphRunner(model, cuda_graph()) if config.enable_cuda_graph else None
+        self._recorded = (
+            CudaGraphRunner(model, cuda_graph(next(model.parameters()).device)) if config.enable_cuda_graph else None
+        )
         self.is_compiled = False
 
     def _check(self, model: nn.Module) -> None:

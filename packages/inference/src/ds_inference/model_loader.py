@@ -190,7 +190,8 @@ def read_decoder(
     sources = family.sources(config)
     usual = how is not None or not isinstance(source, nn.Module)
     read = read_weights(spec, sources, checkpoint, keep)
-    there = cast("Tensor", read["embed.weight"]).device.type == "cuda"
+    where = cast("Tensor", read["embed.weight"]).device
+    there = where.type == "cuda"
     if graphs and not there:
         raise UnsupportedError(
             "CUDA graphs for a model that is not on a CUDA device",
@@ -208,7 +209,7 @@ def read_decoder(
         rounded=how is not None and how.activations == "int8",
         cut=cut,
         group=place,
-        record=cuda_graph() if recorded else None,
+        record=cuda_graph(where) if recorded else None,
     )
     for name, folder in (adapters or {}).items():
         if cut is not None:

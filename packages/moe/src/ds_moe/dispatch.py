@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ds_accel import streams
 from ds_comm import Group, all_to_all_single, differentiable
 from ds_moe.expert_groups import ExpertGroups
 from ds_moe.router_output import RouterOutput
@@ -154,7 +155,7 @@ def _elsewhere(rows: Tensor, ends: Tensor, compute: Compute, group: Group) -> Te
     sent_rows = rows if sent == rows.shape[0] else rows[:sent]
     arrived = differentiable.all_to_all_rows(sent_rows, group, plan.send, plan.receive, unit="moe dispatch")
     in_order = reorder(arrived, plan.chunks, plan.order)
-    bounds = torch.tensor(plan.bounds, dtype=torch.int64).to(rows.device, non_blocking=True)
+    bounds = streams.copy_to(torch.tensor(plan.bounds, dtype=torch.int64), rows.device)
     out = compute(in_order, DispatchRows(bounds, plan.bounds))
     back = reorder(out, [plan.chunks[i] for i in plan.order], _inverse(plan.order))
     home = differentiable.all_to_all_rows(back, group, plan.receive, plan.send, unit="moe combine")

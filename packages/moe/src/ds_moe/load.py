@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import ds_monitor
+from ds_accel import streams
+from ds_accel.streams import DeviceEvent
 from ds_moe._torch import in_backward
 from ds_moe.balancing_losses import entropy
 from ds_moe.router_output import RouterOutput
@@ -99,13 +101,19 @@ def report_load(model: nn.Module) -> None:
 _waiting: WeakKeyDictionary[nn.Module, list[_Reading]] = WeakKeyDictionary()
 
 
+def _to_host(numbers: Tensor) -> tuple[Tensor, DeviceEvent]:
+    """Queue a copy to the host; return the copy, which is readable once the event has happened."""
+    host = streams.copy_to(numbers, torch.device("cpu"), fresh=True)
+    return host, streams.record_event(numbers.device)
+
+
 @dataclass(slots=True, eq=False)
 class _Reading:
     """Numbers of all layers on their way to the host: for each its counts and drops, one after the other."""
 
     layers: tuple[tuple[str, int], ...]
     numbers: Tensor
-    arrived: torch.Event | None
+    arrived: DeviceEvent | None
 
     @classmethod
     def begin(cls, model: nn.Module, *, clear: bool) -> _Reading | None:
@@ -120,11 +128,9 @@ class _Reading:
         packed = torch.cat(
             [torch.cat((c.double(), d.double()[None], entropy(c).double()[None])) for _, c, d in counted]
         )
-        arrived = None
-        if packed.device.type != "cpu":
-            packed = packed.to("cpu", non_blocking=True)
-            arrived = torch.Event(counted[0][1].device)
-            arrived.record()
+        arrived: DeviceEvent | None = None
+        if streams.is_device_memory(packed):
+            packed, arrived = _to_host(packed)
         if clear:
             for load in loads(model).values():
                 load.clear()

@@ -11,12 +11,14 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import ds_ops._native as _native
+from ds_accel import streams
 from ds_config.errors import KernelError
 from ds_ops.threads import kernel_threads
 
@@ -66,7 +68,7 @@ def target(device: torch.device) -> tuple[ModuleType, tuple[int, ...]]:
     """
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
-        return native("_cuda"), (index, torch.cuda.current_stream(device).cuda_stream)
+        return native("_cuda"), (index, streams.stream_handle(device))
     return native(), (kernel_threads(),)
 
 
@@ -195,29 +197,36 @@ def device_table(table: Columns, chunk: int) -> tuple[Tensor, list[int]]:
     """Copy the rows of `table` to its device for the CUDA kernel, and return how many chunks each tensor has.
 
     Returns: int64 [7, count]: the six rows with 0 for what is absent, then the number of chunks before each tensor.
-    The copy is valid on the current stream. Equal tables are cached.
+    The copy is valid on the current stream, by which equal tables are cached. A table that a graph records stays for ever: every replay
+    reads its address.
     """
     chunks = -(-table.rows[0] // chunk)
     before = np.cumsum(chunks) - chunks
     rows = np.concatenate((np.maximum(table.rows, 0), before[None]))
     device = table.keep[0][0].device
-    key = (device, rows.tobytes())
+    key = (device, streams.current_stream(device), rows.tobytes())
+    if key in _recorded_tables:
+        return _recorded_tables[key], chunks.tolist()
     device_rows = _tables.pop(key, None)
     if device_rows is None:
         device_rows = _from_pinned(torch.from_numpy(rows), device)
         if len(_tables) >= _MOST_TABLES:
             _tables.pop(next(iter(_tables)))
-    _tables[key] = device_rows  # last: the one that goes latest
+    if streams.is_capturing(device):
+        _recorded_tables[key] = device_rows
+    else:
+        _tables[key] = device_rows  # last: the one that goes latest
     return device_rows, chunks.tolist()
 
 
 def _from_pinned(host: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor to the device without waiting; valid on the current stream."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    return streams.copy_to(streams.pin(host), device) if device.type == "cuda" else host.to(device)
 
 
 # Tensors of a model stay where they are, so that a step finds its table on the device, and can be part of a CUDA graph.
-_tables: dict[tuple[torch.device, bytes], Tensor] = {}
+_tables: dict[tuple[torch.device, Any, bytes], Tensor] = {}
+_recorded_tables: dict[tuple[torch.device, Any, bytes], Tensor] = {}
 _MOST_TABLES = 256
 
 

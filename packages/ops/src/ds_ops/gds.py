@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 import ds_ops._call as _call
+from ds_accel import streams
 from ds_config.errors import KernelError, UnsupportedError
 
 __all__ = ["FIRST_OWN_ERROR", "CuFile", "DeviceBytes", "Flight", "GdsEngine", "device_bytes", "find_library", "why_not"]
@@ -155,7 +156,7 @@ def device_bytes(memory: object, kind: str) -> DeviceBytes:
             fix="Call .contiguous(), move it to the device, or use another backend for memory of the host.",
         )
     if memory.device.type == "cuda":
-        torch.cuda.current_stream(memory.device).synchronize()
+        streams.synchronize_stream(memory.device)
     return DeviceBytes(_call.address(memory), memory.nbytes, memory.detach())
 
 

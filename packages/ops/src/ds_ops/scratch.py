@@ -17,17 +17,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ds_accel import streams
+from ds_accel.streams import DeviceEvent
 from ds_config.errors import PlanError
 from ds_config.sizes import bytes_text
 from ds_ops.io import AsyncIO, FileTransferError, IOSettings, Transfer
 from ds_ops.paged_memory import open_nameless
 
-__all__ = ["BufferRing", "Event", "Moving", "RingSettings", "ScratchFile", "ScratchRecord", "host_bytes"]
+__all__ = ["BufferRing", "Moving", "RingSettings", "ScratchFile", "ScratchRecord", "host_bytes"]
 
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -44,7 +45,7 @@ def host_bytes(nbytes: int, device: torch.device, *, pin: bool) -> Tensor:
     """
     if pin and device.type not in ("cpu", "meta", "mps"):
         try:
-            return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+            return streams.page_locked((nbytes,), torch.uint8, zero=True)
         except RuntimeError as error:
             if "pin" not in _told:
                 _told.add("pin")
@@ -56,7 +57,7 @@ def host_bytes(nbytes: int, device: torch.device, *, pin: bool) -> Tensor:
     region = mmap.mmap(-1, max(_PAGE, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(region, dtype=torch.uint8)[:nbytes]
+    return streams.host_memory(torch.frombuffer(region, dtype=torch.uint8)[:nbytes])
 
 
 @dataclass(slots=True)
@@ -168,16 +169,6 @@ class ScratchFile:
             self._close()
 
 
-class Event(Protocol):
-    """Of a device: happens when what was queued before it is done."""
-
-    def query(self) -> bool:
-        """Whether it has happened."""
-
-    def synchronize(self) -> None:
-        """Return when it has happened."""
-
-
 @dataclass(slots=True, eq=False)
 class ScratchSlot:
     """Memory of at least one record.
@@ -191,7 +182,7 @@ class ScratchSlot:
 
     memory: Tensor
     writing: Moving | None = None
-    copying: Sequence[Event] = ()
+    copying: Sequence[DeviceEvent] = ()
     extra: bool = False
 
     def settled(self) -> bool:
@@ -367,7 +358,7 @@ class ScratchRecord:
             self.ring.give(slot)
         return new
 
-    def put(self, after: Sequence[Event] = ()) -> None:
+    def put(self, after: Sequence[DeviceEvent] = ()) -> None:
         """Write what is held, and let the slot go.
 
         Args:
@@ -384,7 +375,7 @@ class ScratchRecord:
             self._writing = slot.writing = None
         self.ring.give(slot)
 
-    def drop(self, after: Sequence[Event] = ()) -> None:
+    def drop(self, after: Sequence[DeviceEvent] = ()) -> None:
         """Let the slot go; the file has what it had. `after` as in `put`."""
         slot, self._slot = self._slot, None
         self.ring.forget(self)

@@ -1,12 +1,6 @@
-"""Copies to a device that run late: what they read is written only after them.
-
-There is no device here. `Late` stands for one: its copies have their values at once, and are checked when they would run.
-"""
+"""On a device whose work comes late: what is copied is not overwritten before, and everything is as without a device."""
 
 from __future__ import annotations
-
-from collections import deque
-from unittest import mock
 
 import pytest
 import torch
@@ -15,79 +9,51 @@ from torch import nn
 import ds_ops.optim
 import ds_zero
 from ds_testing import world
+from ds_testing.late_device import drawn_orders, late_device
 from ds_zero import OffloadPolicy
-from ds_zero.runtime import param_storage
+from ds_zero.offload.state_stores import ParamStore
 
-WHOLE_UNITS = ds_zero.UnitSizePolicy(max_numel=256, persist_numel=0)
-
-
-class Late:
-    """A device that runs a copy when `lag` more are queued, or when somebody waits for it.
-
-    Attributes:
-        copies: How many were queued.
-        wrong: How many of them read what was written after they were queued.
-    """
-
-    def __init__(self, lag, honest):
-        self.lag, self.honest, self.copies, self.wrong = lag, honest, 0, 0
-        self.queue = deque()
-
-    def to_device(self, source, device):
-        del device
-        event = Event(self)
-        self.queue.append((source, source.clone(), event))
-        self.copies += 1
-        while len(self.queue) > self.lag:
-            self.run()
-        return self.queue[-1][1].clone() if self.queue else source.clone(), event
-
-    def run(self):
-        source, expected, event = self.queue.popleft()
-        event.happened = True
-        self.wrong += not torch.equal(source, expected)
+WHOLE_UNITS = ds_zero.UnitSizePolicy(max_numel=64, persist_numel=0)
 
 
-class Event:
-    def __init__(self, device):
-        self.device, self.happened = device, False
-
-    def query(self):
-        return self.happened or not self.device.honest
-
-    def synchronize(self):
-        while not self.query():
-            self.device.run()
+@pytest.fixture(autouse=True)
+def torch_kernels(monkeypatch):
+    """Native kernels would run at once on memory of the device."""
+    monkeypatch.setenv("DS_OPS", "reference")
 
 
-def net():
+def net(frozen=False):
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(6)))
-
-
-def train(frozen, **options):
-    """Five steps; weights are looked at and written in between, frozen ones too."""
-    model = net()
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))
     for layer in list(model)[::2] if frozen else ():
         layer.requires_grad_(False)
+    return model
+
+
+def train(frozen=False, stage=3, between=lambda optimizer, model: None, **options):
+    """Three steps; weights are looked at and written in between, frozen ones too."""
+    model = net(frozen)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = ds_zero.shard(
-        model, ds_ops.optim.AdamW(trained, lr=0.1), stage=3, policy=WHOLE_UNITS, overlap=True, **options
+        model, ds_ops.optim.AdamW(trained, lr=0.1), stage=stage, policy=WHOLE_UNITS, overlap=True, **options
     )
-    for step in range(5):
-        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+    for step in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        with ds_zero.GatheredParameters(list(model.parameters())[:2], modifier_rank=0), torch.no_grad():
-            for param in list(model.parameters())[:2]:
-                param.mul_(0.9)
+        if step == 1:
+            with ds_zero.GatheredParameters(list(model.parameters())[:2], modifier_rank=0), torch.no_grad():
+                for param in list(model.parameters())[:2]:
+                    param.mul_(0.9)
+            between(optimizer, model)
     optimizer.close()
     return [p.detach().clone() for p in model.parameters()]
 
 
 def places(folder):
     return {
+        "device": {},
         "host": {"offload_params": OffloadPolicy("host")},
         "host, early": {
             "offload_params": OffloadPolicy("host"),
@@ -102,41 +68,52 @@ def places(folder):
     }
 
 
-def late(lag, options, *, frozen, honest=True):
-    device = Late(lag, honest)
-    with mock.patch.object(param_storage, "to_device", device.to_device):
-        weights = train(frozen, **options)
-    while device.queue:
-        device.run()
-    return device, weights
+NAMES = list(places(""))
 
 
-NAMES = ["host", "host, early", "file", "all in files", "no read ahead"]
+def late(order, **options):
+    with late_device(order) as device:
+        return device, train(**options)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+def equal(weights, expected):
+    return all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
+
+
+@drawn_orders
 @pytest.mark.parametrize("name", NAMES)
+def test_weights_are_those_without_a_device(name, order, tmp_path):
+    options = {"frozen": order % 2 == 1, **places(tmp_path)[name]}
+    device, weights = late(order, **options)
+    assert (device.copies > 0) == (name != "device")
+    assert device.kernels > 100
+    assert equal(weights, train(**options))
+
+
+@pytest.mark.parametrize("name", ["host", "all in files"])
 @world(2)
-def test_nothing_is_overwritten_before_it_was_copied(name, frozen, tmp_path):
-    expected = train(frozen)
-    for lag in (0, 1, 3, 1000):
-        device, weights = late(lag, places(tmp_path)[name], frozen=frozen)
+def test_weights_are_those_without_a_device_on_two_ranks(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("DS_OPS", "reference")
+    expected = train(**places(tmp_path)[name])
+    for order in range(2):
+        device, weights = late(order, **places(tmp_path)[name])
         assert device.copies > 0
-        assert device.wrong == 0, lag
-        for a, b in zip(weights, expected, strict=True):
-            assert torch.equal(a, b)
+        assert equal(weights, expected)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_overwritten_before_it_was_copied_in_one_process(name, frozen, tmp_path):
-    for lag in (0, 1, 3, 1000):
-        device, _ = late(lag, places(tmp_path)[name], frozen=frozen)
-        assert device.copies > 0
-        assert device.wrong == 0, lag
+@pytest.mark.parametrize("name", ["file", "all in files", "no read ahead"])
+def test_without_the_event_a_slot_is_overwritten(name, tmp_path, monkeypatch):
+    """As it was: a slot went back to its ring with nothing that said until when the device reads it."""
+    expected = train(**places(tmp_path)[name])
+    monkeypatch.setattr(ParamStore, "lend", lambda self, after: None)
+    assert not all(equal(late(order, **places(tmp_path)[name])[1], expected) for order in range(3))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_without_events_it_would_be(name, tmp_path):
-    device, _ = late(1000, places(tmp_path)[name], frozen=False, honest=False)
-    assert device.wrong > 0
+@drawn_orders
+@pytest.mark.parametrize("stage", [1, 3])
+def test_suspended_state_comes_back(stage, order):
+    def move(optimizer, model):
+        optimizer.suspend()
+        optimizer.resume()
+
+    assert equal(late(order, stage=stage, between=move)[1], train(stage=stage))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_accel import get_accelerator
+from ds_accel import get_accelerator, streams
 from ds_engine.compiling.backends import Syncs
 from ds_engine.compiling.verbs import Graphs
 
@@ -110,13 +110,19 @@ def _free(tensors: list[Tensor]) -> None:
 
 
 def _store(tensor: Tensor, key: int) -> Tensor:
-    pin = _targets[key].pin and tensor.device.type != "cpu"
-    host = torch.empty_like(tensor, device="cpu", pin_memory=pin)
-    return host.copy_(tensor, non_blocking=pin)
+    """Copy an activation to the host; where that is queued, only `_fetch` on the same stream may read the copy."""
+    if not _targets[key].pin or not streams.is_device_memory(tensor):
+        return torch.empty_like(tensor, device="cpu").copy_(tensor)
+    host = streams.page_locked(tensor.shape, tensor.dtype)
+    streams.copy_into(host, tensor)
+    return host
 
 
 def _fetch(host: Tensor, device: torch.device) -> Tensor:
-    return host.to(device, non_blocking=host.is_pinned(), copy=True) if device.type != "cpu" else host.clone()
+    """Copy an activation back, valid on the current stream, on which `_store` queued its copy."""
+    if device.type == "cpu" and not streams.backend().needs_copy(host, device):
+        return host.clone()
+    return streams.copy_to(host, device, fresh=True)
 
 
 def _fake_store(tensor: Tensor, key: int) -> Tensor:

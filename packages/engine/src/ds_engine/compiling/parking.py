@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_accel import get_accelerator
+from ds_accel import get_accelerator, streams
 from ds_ops.scratch import host_bytes
 from ds_zero.runtime.unit import Unit
 
@@ -74,7 +74,7 @@ class Parking:
                     continue
                 pointers.add(storage.data_ptr())
                 host = self._host((number, len(parked)), storage.nbytes(), value.device)
-                host.copy_(_bytes(storage, value.device), non_blocking=True)
+                streams.copy_into(host, _bytes(storage, value.device))
                 parked.append(_Moved(storage, value.device, host))
         for one in parked:
             self.moved += one.host.numel()
@@ -95,11 +95,10 @@ class Parking:
             )  # in the order of this stream, which may have used the memory until now
         if self._lane is None:
             self._lane = accelerator.new_stream()
-        if self._lane is not None:
-            self._lane.wait_stream(here)
+        streams.wait_stream(self._lane, here)
         with accelerator.on_stream(self._lane):
             for one in parked:
-                _bytes(one.storage, one.device).copy_(one.host, non_blocking=True)
+                streams.copy_into(_bytes(one.storage, one.device), one.host)
             event = accelerator.new_event()
             event.record()
         self._coming[number] = event

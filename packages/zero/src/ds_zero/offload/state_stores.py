@@ -31,8 +31,9 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
+from ds_accel.streams import DeviceEvent
 from ds_config.errors import PlanError
-from ds_ops.scratch import BufferRing, Event, RingSettings, ScratchRecord, host_bytes
+from ds_ops.scratch import BufferRing, RingSettings, ScratchRecord, host_bytes
 from ds_zero.layout.dtypes_plan import Dtypes
 from ds_zero.layout.elements import UnitLayout
 from ds_zero.layout.shard_options import OffloadPolicy
@@ -100,7 +101,7 @@ class ParamStore:
     apart = False
 
     def __init__(self) -> None:
-        self._copying: list[Event] = []
+        self._copying: list[DeviceEvent] = []
 
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate [numel] uninitialized elements for a tensor while the tensor is built."""
@@ -113,7 +114,7 @@ class ParamStore:
         """`fetch`, for those who only read: copies of it that are queued on the device go on."""
         self.fetch()
 
-    def lend(self, after: Event) -> None:
+    def lend(self, after: DeviceEvent) -> None:
         """The device copies from the tensor until `after` has happened: its memory is written later only."""
         self._copying = [*(event for event in self._copying if not event.query()), after]
 
@@ -315,7 +316,7 @@ class _FileBacked(ParamStore, ABC):
             self._point(None)
             self.record.drop(self._let_go())
 
-    def _let_go(self) -> Sequence[Event]:
+    def _let_go(self) -> Sequence[DeviceEvent]:
         """The slot is held no more. Returns after what the device has read it."""
         after, self._copying, self._on_host = self._copying, [], False
         return after

@@ -22,13 +22,13 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 import ds_comm as comm
+from ds_accel import streams
 from ds_comm.hierarchical import HierarchicalGather
 from ds_config.errors import PlanError
 from ds_zero._torch import storage_uses
 from ds_zero.layout.elements import ParamPiece, ParamSlot, UnitLayout, gaps_between
 from ds_zero.layout.shard_options import PLAIN, CommFormat
 from ds_zero.layout.unit_plan import ParamStorage, UnitPlan
-from ds_zero.offload.copies import to_device
 from ds_zero.offload.state_stores import OptimizerStateStore, ParamStore, make_param_store
 from ds_zero.runtime.init_shards import is_scattered
 from ds_zero.runtime.sharded_parameter import release, restore
@@ -142,8 +142,8 @@ class PrivateStorage:
             self._works.append(wire.gather(self.full[begin:end], self._load(source), start))
 
     def _load(self, source: Tensor) -> Tensor:
-        """What a gather sends, on the device; where it is copied there, its place is told until when it is read."""
-        there, after = to_device(source, self.full.device)
+        """Return what a gather sends, valid on the current stream; where it is copied there, its place is not written before that is done."""
+        there, after = streams.copy_to_device(source, self.full.device)
         if after is not None:
             self._sender.lend(after)
         return there
