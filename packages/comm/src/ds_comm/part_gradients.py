@@ -32,7 +32,8 @@ __all__ = [
     "refuse_dtensors",
 ]
 
-_NORMS = {"norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "frobenius_norm", "_foreach_norm"}
+_NORMS = {"norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "frobenius_norm", "_foreach_norm", "dot", "vdot"}
+_COPIES = {"clone", "detach"}  # by which optimizers begin a state, which is saved: a plain tensor
 _BUCKET = 1 << 24  # elements that one all-reduce carries
 _EPSILON = 1e-6  # torch's
 
@@ -40,11 +41,16 @@ _EPSILON = 1e-6  # torch's
 class PartGradient(Tensor):
     """The gradient of one part of a model, on a rank that does not hold the others. A plain tensor but for its norm.
 
+    What is computed of a part of a tensor, and has as many elements, is such a part, too: optimizers that take norms of momenta (Muon, LBFGS) would
+    step each part by its own.
+
     Attributes:
         advice: What to call instead of a norm of this rank's part.
+        whole: Whether the tensor itself is whole, and only others of the model are elsewhere (experts, stages).
     """
 
     advice: str
+    whole: bool
 
     def to_local(self) -> Tensor:
         """Return this rank's elements as a plain tensor in the same memory, of which a norm may be taken."""
@@ -66,22 +72,33 @@ class PartGradient(Tensor):
                     fix=part.advice,
                 )
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        if name in _COPIES:
+            return result
+        values = args[0] if name == "cat" else args
+        source = next((value for value in values if isinstance(value, PartGradient)), None)
+        if source is not None and not source.whole and type(result) is Tensor and result.numel() >= source.numel() > 1:
+            return _part(result, source.advice, False)
+        return result
 
 
-def guard_gradient(param: Tensor, advice: str) -> None:
-    """Make the gradient of `param`, if it is a plain tensor, a `PartGradient` in the same memory."""
+def _part(tensor: Tensor, advice: str, whole: bool) -> PartGradient:
+    part = tensor.as_subclass(PartGradient)
+    part.advice, part.whole = advice, whole
+    return part
+
+
+def guard_gradient(param: Tensor, advice: str, whole: bool = True) -> None:
+    """Make the gradient of `param`, if it is a plain tensor, a `PartGradient` in the same memory; `whole`: the parameter is a tensor of the model, not a part."""
     if type(param.grad) is Tensor:
-        part = param.grad.as_subclass(PartGradient)
-        part.advice = advice
-        param.grad = part
+        param.grad = _part(param.grad, advice, whole)
 
 
-def guard_gradients(params: Iterable[Tensor], advice: str) -> list[RemovableHandle]:
+def guard_gradients(params: Iterable[Tensor], advice: str, whole: bool = True) -> list[RemovableHandle]:
     """Guard the gradients of `params` after every backward, by hooks."""
 
     def guard(param: Tensor) -> None:
-        guard_gradient(param, advice)
+        guard_gradient(param, advice, whole)
 
     return [param.register_post_accumulate_grad_hook(guard) for param in params if param.requires_grad]
 

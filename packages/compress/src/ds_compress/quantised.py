@@ -34,12 +34,18 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def refuse_quantised(name: str, module: Any) -> None:
-    """Raise if the weight of a layer is quantised already.
+    """Raise if the weight of a layer is quantised already, or is computed from other parameters.
 
     Raises:
-        UnsupportedError: it is ("compress-quantised").
+        UnsupportedError: it is ("compress-quantised", "compress-parametrized").
     """
     weight = module.weight
+    if "weight" not in module._parameters:
+        raise UnsupportedError(
+            f"{name}.weight is computed from other parameters (weight_norm, spectral_norm, torch.nn.utils.prune), and compression reads a parameter",
+            code="compress-parametrized",
+            fix="Remove the parametrization first (torch.nn.utils.parametrize.remove_parametrizations, prune.remove), or leave the layer out by its name.",
+        )
     if isinstance(weight, Tensor) and is_quantised(weight):
         raise UnsupportedError(
             f"{name}.weight is a {type(weight).__module__}.{type(weight).__name__}, which is quantised already",

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from ds_comm import Mesh, MeshSpec
-from ds_config.errors import PlanError, ShardedAccessError
+from ds_config.errors import PlanError, ShardedAccessError, UnsupportedError
+from ds_ops import optim as ops
+from ds_parallel.config import LayerSpecConfig
 from ds_parallel.tensor import (
     TensorOptions,
     clip_grad_norm_,
@@ -107,3 +109,58 @@ def test_replicas_that_nobody_named_are_refused(tiny) -> None:
     with pytest.raises(PlanError, match=r"reduce_gradients\(model, mesh\)") as error:
         reduce_gradients(model)
     assert error.value.code == "tensor-gradients"
+
+
+@world(2)
+def test_optimizers_of_whole_tensors_step_no_part_by_its_own_norm(tiny) -> None:
+    """LAMB, Muon and LBFGS took norms of parts in silence: the copies of ranks parted."""
+    mesh = Mesh.build(MeshSpec(tensor=2))
+    makers = (
+        lambda parts: torch.optim.Adafactor(parts, lr=0.1),
+        lambda parts: torch.optim.LBFGS(parts, lr=0.1),
+        lambda parts: torch.optim.Muon([p for p in parts if p.ndim == 2], lr=0.1),
+        lambda parts: ops.Lamb(parts, lr=0.1),
+        lambda parts: ops.Muon(parts, lr=0.1),
+    )
+    for make in makers:
+        model, batch = tiny("llama")
+        cut = parallelize_model(model, make_tensor_plan(facts_of(model), TensorOptions(2)), mesh["tensor"])
+        optimizer = make([held.param for held in cut.shards.values()])
+
+        def closure(model=model, batch=batch, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = model(**batch).loss
+            loss.backward()
+            return loss
+
+        with pytest.raises((ShardedAccessError, UnsupportedError), match="parallelize_module") as error:
+            optimizer.step(closure)
+        assert error.value.code in ("comm-part-norm", "optimizer-part")
+        cut.undo()
+
+
+@world(2)
+def test_elementwise_optimizers_step_parts(tiny) -> None:
+    mesh = Mesh.build(MeshSpec(tensor=2))
+    for make in (torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam, torch.optim.Adagrad, ops.AdamW, ops.Lion):
+        model, batch = tiny("llama")
+        whole = copy.deepcopy(model)
+        cut = parallelize_model(model, make_tensor_plan(facts_of(model), TensorOptions(2)), mesh["tensor"])
+        for one, optimizer in ((m, make(m.parameters(), lr=0.01)) for m in (model, whole)):
+            for _ in range(2):
+                one(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        state = cut.state_dict()
+        for name, value in whole.state_dict().items():
+            assert torch.allclose(state[name], value, atol=2e-4), (make, name)
+        cut.undo()
+
+
+def test_a_weight_that_is_computed_is_not_cut() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
+    torch.nn.utils.parametrizations.weight_norm(model[0])
+    specs = (LayerSpecConfig(patterns=(r"0\..*",), partition_type="column"),)
+    with pytest.raises(UnsupportedError, match=r"0\.weight is computed from other parameters") as error:
+        make_tensor_plan(facts_of(model), TensorOptions(2, specs=specs))
+    assert error.value.code == "tensor-layer"

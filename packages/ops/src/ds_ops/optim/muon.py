@@ -241,6 +241,7 @@ class Muon(OpsOptimizer):
         state, grad = self.state[p], fusion.grad_of(p)
         if grad is None:
             return torch.zeros_like(p)
+        self._require_whole(group, p, grad)
         state["step"] += 1
         g = _local_grad(p, grad).to(torch.promote_types(torch.float32, p.dtype)) * fusion.grad_scale
         momentum = _local(state["momentum_buffer"])

@@ -199,7 +199,8 @@ class OpsOptimizer(Optimizer):
         """Update every parameter that has a gradient, and return the result of `closure`.
 
         Raises:
-            UnsupportedError: "optimizer-sparse" for a sparse gradient; "optimizer-dtensor" for a part of a parameter that must be whole.
+            UnsupportedError: "optimizer-sparse" for a sparse gradient; "optimizer-dtensor" and "optimizer-part" for a part of a parameter
+                that must be whole.
             KernelError: "kernel-argument" for gradients or copies that do not fit their parameter.
         """
         loss = None
@@ -327,6 +328,7 @@ class OpsOptimizer(Optimizer):
             if grad is None:
                 continue
             self._require_dense(p, grad)
+            self._require_whole(group, p, grad)
             names = self.states_of(group, p)
             tensors, local = [_local(state[name]) for name in names], _local(p)
             dtypes = (p.dtype, grad.dtype, copy.dtype if copy is not None else None, *(s.dtype for s in tensors))
@@ -342,6 +344,16 @@ class OpsOptimizer(Optimizer):
             if copy is not None:
                 bucket.copies.append(copy)
         return buckets
+
+    def _require_whole(self, group: Group, p: Tensor, grad: Tensor) -> None:
+        """Refuse a part of a tensor that another package has cut over ranks (its gradient says so) where the rule needs the whole."""
+        if getattr(grad, "whole", True) is False and self.needs_whole(group, p):
+            raise UnsupportedError(
+                f"{type(self).__name__} steps whole parameters; {_call.describe(p)} is one part of a tensor whose other parts are on other ranks.",
+                code="optimizer-part",
+                fix="Cut the model with ds_parallel.tensor.dtensor_params.parallelize_module, whose DTensors it steps as one, or use an optimizer that steps "
+                "elements (AdamW, Lion).",
+            )
 
     def _require_dense(self, p: Tensor, grad: Tensor) -> None:
         if grad.layout is not torch.strided:

@@ -33,7 +33,10 @@ from ds_parallel.tensor.tp_plan import Decision, TensorPlan
 __all__ = ["Held", "TensorParallelModel", "parallelize_model", "tensor_parallel_of", "unsharded_params"]
 
 _MARK = "_ds_cut_model"
-_ADVICE = "Call ds_parallel.tensor.clip_grad_norm_(model, max_norm), which counts every part once."
+_ADVICE = (
+    "To clip, call ds_parallel.tensor.clip_grad_norm_(model, max_norm), which counts every part once. For an optimizer of whole tensors (LAMB, Muon, "
+    "Adafactor, LBFGS) cut the model with ds_parallel.tensor.dtensor_params.parallelize_module."
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -288,7 +291,7 @@ def parallelize_model(model: nn.Module, plan: TensorPlan, group: Group) -> Tenso
     _sum_gradients(result, modules)
     if group.size > 1:
         parts = {id(held.param): held.param for held in result.shards.values()}
-        result._part_handles += guard_gradients(parts.values(), _ADVICE)
+        result._part_handles += guard_gradients(parts.values(), _ADVICE, whole=False)
         result._part_handles.append(watch_fsdp(model))
         result._inputs = InputCheck(group)
         result._handles.append(result._inputs.watch(model))

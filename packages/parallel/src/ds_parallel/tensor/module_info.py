@@ -49,7 +49,8 @@ class LayerInfo:
 
     Attributes:
         name: Qualified.
-        role: `linear`, `embedding`, `experts`; `other` for one with parameters of its own that is none of these.
+        role: `linear`, `embedding`, `experts`; `parametrized` for a linear layer or embedding whose weight is computed from other parameters;
+            `other` for one with parameters of its own that is none of these.
         shapes: Of its own parameters.
         transposed: A linear layer whose weight is [in, out].
     """
@@ -160,7 +161,9 @@ def _layers(model: nn.Module) -> Iterator[LayerInfo]:
         if not shapes or not name:
             continue
         kind = type(module).__name__
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding | nn.Linear) and "weight" not in shapes:
+            yield LayerInfo(name, "parametrized", shapes)
+        elif isinstance(module, nn.Embedding):
             yield LayerInfo(name, "embedding", shapes)
         elif isinstance(module, nn.Linear):
             yield LayerInfo(name, "linear", shapes)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from ds_config.errors import PlanError
+from ds_config.errors import PlanError, UnsupportedError
 from ds_parallel.tensor.dim_shards import DimShards, HeadUnit, ShardPart, cut_dim
 from ds_parallel.tensor.layer_rules import (
     ConfiguredLayerRule,
@@ -173,6 +173,7 @@ def make_tensor_plan(facts: ModelFacts, options: TensorOptions) -> TensorPlan:
     """Decide for every layer: the user's rules, then a preset, then the model's own plan, then `options.rules`, then its structure.
 
     Raises:
+        UnsupportedError: a weight that a rule would cut is computed from others ("tensor-layer").
         PlanError: a layer is in no rule and `strict` is set ("tensor-unmatched"); nothing is cut ("tensor-nothing"); see
             `cut_dim` and `rules_of_tp_plan`.
     """
@@ -243,6 +244,12 @@ def _decide(layer: LayerInfo, rules: list[LayerRule], facts: ModelFacts, options
     kind = options.embeddings if rule.kind is ShardKind.VOCABULARY else rule.kind
     if kind is ShardKind.SKIP or options.degree == 1:
         return Decision(layer, ShardKind.SKIP, {}, rule.source, sum_gradient=rule.sum_gradient and options.degree > 1)
+    if layer.role == "parametrized":
+        raise UnsupportedError(
+            f"{layer.name}.weight is computed from other parameters (weight_norm, spectral_norm), and {rule.source} would cut it",
+            code="tensor-layer",
+            fix="Remove the parametrization (torch.nn.utils.parametrize.remove_parametrizations) and put it back on the parts, or skip this layer.",
+        )
     if kind is ShardKind.EXPERTS and not options.experts:
         return Decision(layer, ShardKind.SKIP, {}, f"{rule.source}: expert parallelism cuts them by number")
     roles = {
