@@ -5,6 +5,7 @@ from ds_data.codes import smallest_int_dtype
 from ds_data.curriculum import Curriculum, DifficultyIndex, Metric, make_metrics
 from ds_data.difficulty_schedules import make_schedule
 from ds_data.file_checks import TokenFileReport, check_tokens
+from ds_data.mds_samples import MdsSamples, MdsSequences
 from ds_data.megatron_order import MegatronSequences
 from ds_data.mixing import BlendedDataset
 from ds_data.packed_sequences import IGNORE_INDEX, FillInMiddle, PackedSequences
@@ -50,6 +51,8 @@ __all__ = [
     "FillInMiddle",
     "KeyedPermutation",
     "LossMaskedSequences",
+    "MdsSamples",
+    "MdsSequences",
     "MegatronSequences",
     "Metric",
     "Metrics",
