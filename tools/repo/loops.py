@@ -23,7 +23,7 @@ def page() -> str:
     lines = [
         "# Loops",
         "",
-        "<!-- Made by `python tools/pages.py loops` from packages/zero/tests/world/loops.py. -->",
+        "<!-- Made by `python tools/pages.py loops` from packages/zero/tests/world/loops.py and loops_of_users.py. -->",
         "",
         "What users write around an optimizer, and what it comes to after `ds_zero.shard(model, optimizer, stage=...)`. `nox -s grid` runs each",
         "loop at every stage on one rank and on two. *equal*: weights and logged numbers are those of one process. Else the code of the error",

@@ -323,7 +323,7 @@ def _taken_up(
 def _restore(run: CheckpointedRun, meta: Mapping[str, Any], want: _Wanted) -> None:
     parts = want.parts
     if "optimizer" in parts and run.optimizer is not None and meta["optimizer"] is not None:
-        saved = dict(meta["optimizer"])
+        saved = {key: value for key, value in meta["optimizer"].items() if key != "tensors"}  # they were filled before
         saved["scalars"] = {
             key: {**of, **{name: of[source] for name, source in want.sources.items() if source in of}}
             for key, of in saved["scalars"].items()

@@ -80,7 +80,7 @@ class Unit:
         self._versions = [param._version for param in self.params]
         if self.spec.trained:
             self.parts = [self._part(*r) for r in self.gradients.ranges] if self.layout.kind == "flat" else self.split()
-        self._published = {part.tensor: part.tensor._version for part in self.parts}
+        self.note_published()
         self.state_store.store()
 
     def __repr__(self) -> str:
@@ -204,9 +204,18 @@ class Unit:
         self.storage.publish()
         increment_version(self.params)
         self._versions = [param._version for param in self.params]
-        self._published = {part.tensor: part.tensor._version for part in self.parts}
+        self.note_published()
         if self.state is Full.CURRENT and not (self.plan.aliased and self.layout.world == 1):
             self.state = Full.STALE
+
+    def note_published(self) -> None:
+        """Note that what was written to the optimizer's parts is where forward uses it."""
+        self._published = {part.tensor: part.tensor._version for part in self.parts}
+
+    @property
+    def edited(self) -> bool:
+        """Whether a parameter was written since the last update, as far as its version tells."""
+        return [param._version for param in self.params] != self._versions
 
     @property
     def unpublished(self) -> bool:

@@ -7,9 +7,10 @@ saved are those of logical tensors, see `families.py`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ import ds_comm as comm
 from ds_comm import Group, LocalShard
 from ds_comm.placement import TensorShard
 from ds_comm.reduction_group import Logical
-from ds_config.errors import CheckpointError
+from ds_config.errors import CheckpointError, ShardedAccessError
 from ds_zero.layout.elements import ParamPiece
 from ds_zero.layout.shard_options import dtype_name
 from ds_zero.offload.state_stores import OptimizerSlice
@@ -27,7 +28,7 @@ from ds_zero.runtime.sharded_model import ShardedModel
 from ds_zero.runtime.unit import Unit
 from ds_zero.update.wrapped_optimizer import WAITING, state_format
 
-__all__ = ["Fragment", "Fragments", "OptimizerState"]
+__all__ = ["Fragment", "Fragments", "OptimizerState", "PartStates"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,45 @@ class Fragment:
 Fragments = dict[str, list[Fragment]]
 
 
+class PartStates(defaultdict[Any, Any]):
+    """The `state` of an optimizer whose model is sharded: by part. A use with a parameter of the model is an error that names the call.
+
+    Args:
+        states: What it holds now.
+        is_sharded: Whether a key is a parameter of the model.
+    """
+
+    def __init__(self, states: Mapping[Any, Any], is_sharded: Callable[[object], bool]) -> None:
+        super().__init__(dict, states)
+        self._is_sharded = is_sharded
+
+    def __missing__(self, key: Any) -> Any:
+        self._refuse(key)
+        return super().__missing__(key)
+
+    def __contains__(self, key: object) -> bool:
+        there = super().__contains__(key)
+        return there or self._refuse(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the state of a part."""
+        return super().get(key, default) if key in self else default
+
+    def _refuse(self, key: object) -> Literal[False]:
+        if self._is_sharded(key):
+            raise ShardedAccessError(
+                "optimizer.state was asked for the state of a parameter of the model: it is that of the parameter's shards, by the parts in "
+                "optimizer.param_groups",
+                code="zero-state-of-parameters",
+                fix='Use ds_zero.safe_get_full_optimizer_state(param, "exp_avg") on all ranks, or safe_get_local_optimizer_state for this '
+                "rank's elements.",
+            )
+        return False
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self))
+
+
 class OptimizerState:
     """The state that `inner` keeps of the parts of a sharding's units."""
 
@@ -53,6 +93,19 @@ class OptimizerState:
         """Return the optimizer state of one part; empty before its first step."""
         entries: dict[str, Any] = self.inner.state.get(part.tensor, {})
         return entries
+
+    def keys(self) -> list[str]:
+        """Return the names of the state's tensors with elements for a parameter's, of all ranks. Collective."""
+        local_keys = {key for unit in self.sharding.units for part in unit.parts for key in self._tensors_of(part)}
+        every = comm.all_gather_json(sorted(local_keys), self.sharding.everyone, unit="state_dict")
+        return sorted({key for keys in every for key in keys})
+
+    def has_any(self, keys: Collection[str]) -> bool:
+        """Whether this rank has one of these tensors of some part."""
+        return any(not self._tensors_of(part).isdisjoint(keys) for unit in self.sharding.units for part in unit.parts)
+
+    def _tensors_of(self, part: OptimizerSlice) -> set[str]:
+        return {key for key, value in self.of(part).items() if isinstance(value, Tensor) and value.dim() > 0}
 
     def pieces(self, unit: Unit) -> Iterator[tuple[str, ParamPiece, Tensor]]:
         """Yield the state tensors of a unit: (key, piece of the parameter, as many values).

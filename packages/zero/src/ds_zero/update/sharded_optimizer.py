@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
@@ -40,7 +41,7 @@ from ds_zero.runtime.reduce_runtime import ZeroGrad
 from ds_zero.runtime.sharded_model import ShardedModel, group_for
 from ds_zero.runtime.unit import Unit
 from ds_zero.update.apply_step import Due, apply
-from ds_zero.update.optimizer_state import OptimizerState
+from ds_zero.update.optimizer_state import OptimizerState, PartStates
 from ds_zero.update.overlap_plan import Outlook
 from ds_zero.update.overlapped_update import Ahead
 from ds_zero.update.rank_settings import check_differences, group_settings, option_settings, pair_of, same_pairs
@@ -111,6 +112,7 @@ class ShardedOptimizer(Optimizer):
         # A rank may own nothing (few whole matrices, many ranks), and torch refuses to make an optimizer of nothing.
         owned = any(g["params"] for g in inner.param_groups)
         super().__init__(inner.param_groups if owned else [torch.nn.Parameter(torch.empty(0))], inner.defaults)
+        inner.state = PartStates(inner.state, self._is_sharded)
         self.param_groups, self.state = inner.param_groups, inner.state
         if options.updates is not None:
             self.updater = options.updates.start(inner, self.sharding)
@@ -118,9 +120,14 @@ class ShardedOptimizer(Optimizer):
         self._views = WeightViews(inner, self._bring_back, self.refresh)
         vars(self).update(self._views.switches)
 
+    def _is_sharded(self, param: object) -> bool:
+        """Whether this is a parameter of the model, whose state is that of parts."""
+        return isinstance(param, Tensor) and self.sharding.find(param) is not None
+
     def _bring_back(self) -> None:
         """Bring shards and their state to where the optimizer can write to them."""
         self.ahead.take_back_all()
+        self.sharding.quiet("publish_weights")  # shards that ranks share are written while nobody reads them
         for unit in self.sharding.units:
             unit.state_store.fetch()
             unit.state_store.fetch_state()
@@ -203,7 +210,7 @@ class ShardedOptimizer(Optimizer):
         scalars["scalars"] = {
             k: {n: v for n, v in of.items() if n not in dropped} for k, of in scalars["scalars"].items()
         }
-        self.load_state_dict(scalars)
+        self._load(scalars)
         self.state_store.carry(fragments, {n for n, p in model.named_parameters() if p.requires_grad})
         self.ahead = Ahead(self.sharding, self, self.ahead.outlook)
 
@@ -225,18 +232,26 @@ class ShardedOptimizer(Optimizer):
         """
         return self._views.publishing()
 
-    def _check_published(self) -> None:
-        """Raise if shards were written by way of the optimizer's groups, and other ranks have copies of the old values."""
-        written = [
-            unit for unit in self.sharding.units if unit.spec.trained and not unit.plan.early and unit.unpublished
-        ]
-        if written and not self.sharding.seating.hosts and all(u.layout.world == 1 for u in self.sharding.units):
-            self.refresh()  # every rank has all, so it sends nothing
-        elif written:
-            raise not_published(f"a loop over param_groups, or a hook, wrote (unit {written[0].spec.name})")
+    def _check_published(self, *, stepping: bool) -> None:
+        """Take over what was written to shards by way of the optimizer's groups, or raise if forward has used the old values.
+
+        Args:
+            stepping: Between the last backward and the update, which publishes what it makes of the shards.
+        Raises:
+            UnsupportedError: copies of the old values are, or may have been, in use ("zero-unpublished-weights").
+        """
+        for unit in self.sharding.units:
+            if not unit.spec.trained or unit.plan.early or not unit.unpublished:
+                continue
+            if unit.plan.aliased and unit.layout.world == 1:
+                unit.note_published()  # the memory that forward uses
+            elif stepping and not unit.edited and not (unit.plan.aliased and unit.storage.common):
+                unit.mark_updated()
+            else:
+                raise not_published(f"a loop over param_groups, or a hook, wrote (unit {unit.spec.name})")
 
     def _begin_backward(self) -> None:
-        self._check_published()
+        self._check_published(stepping=False)
         self.backwards += 1
         if self._scale is not None and not self._scaled:
             raise PlanError(
@@ -264,7 +279,6 @@ class ShardedOptimizer(Optimizer):
         runtime = self.sharding.runtime
         self.sharding.check_here()
         self._check_trainable()
-        self._check_published()
         runtime.reducing.close()
         runtime.settle(self.sharding.group)
         error = self.ahead.finish()
@@ -290,6 +304,7 @@ class ShardedOptimizer(Optimizer):
             if stay:
                 self._finish_gradients(units, clip)
             due = self._due(units, average, 1.0 if stay else clip, facts.unused)
+            self._check_published(stepping=True)
             with self._views.stepping():
                 apply(due, self.state_store, self.ahead, self.updater)
         self.ahead.outlook.stepped(self.backwards, self.divisor, altered=skipped or clip != 1.0)
@@ -447,13 +462,14 @@ class ShardedOptimizer(Optimizer):
             "scalars": self.state_store.scalars(),
             "loss_scale": None if self._scale is None else asdict(self._scale),
             "names": self._all_names(),  # for others that keep states by their place in a group
+            "tensors": self.state_store.keys(),  # what `shards` has besides
             **self.updater.state_dict(),
         }
 
     def _all_names(self) -> list[list[str]]:
-        """Return the parameter names of each group, including those of other pipeline stages; the same on every rank."""
+        """Return the parameter names of each group, with those of other pipeline stages and of other ranks' experts; the same on every rank."""
         everyone = self.sharding.everyone
-        if everyone.ranks == self.sharding.group.ranks:
+        if everyone.ranks == self.sharding.group.ranks and len(self.sharding.families) == 1:
             return self._names
         known = self.sharding.logical
         local_names = [[known[name].name if name in known else name for name in group] for group in self._names]
@@ -461,14 +477,26 @@ class ShardedOptimizer(Optimizer):
         return [list(dict.fromkeys(name for groups in gathered for name in groups[i])) for i in range(len(local_names))]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave, at any world size or stage. Tensors come through `shards`.
+        """Take back what `state_dict` gave, at any world size or stage. Tensors come through `shards`, before.
 
         Sums of gradients that a policy of updates has left are dropped where there is none.
 
         Raises:
             CheckpointError: it is of an optimizer of another class ("optimizer-class"), or has another number of groups
-                ("optimizer-groups"); nothing is changed then.
+                ("optimizer-groups"), or the tensors of that optimizer's state were not loaded ("zero-state-missing"); nothing is changed then.
         """
+        keys = state_dict.get("tensors") or ()
+        if keys and any(unit.parts for unit in self.sharding.units) and not self.state_store.has_any(keys):
+            raise CheckpointError(
+                f"state_dict() of an optimizer whose state has {', '.join(keys)} of each parameter, and this one has none of them: such tensors "
+                "are in shards, and not in a state_dict",
+                code="zero-state-missing",
+                fix="Save optimizer.shards() with ds_ckpt.save; before load_state_dict call optimizer.materialize(shapes) and ds_ckpt.load(path, "
+                "optimizer.shards()).",
+            )
+        self._load(state_dict)
+
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
         self.ahead.take_back_all()
         if not self.is_saved_class(state_dict):
             raise CheckpointError(
@@ -501,7 +529,7 @@ class ShardedOptimizer(Optimizer):
         self._views.detach()
         self._zero_grad.detach()
         self.sharding.close()
-        self.inner.state.clear()
+        self.inner.state = defaultdict(dict)
         for group in self.param_groups:
             group["params"] = []
 
