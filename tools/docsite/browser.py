@@ -117,7 +117,8 @@ def _driver(chromium: str, chromedriver: str) -> Iterator[Any]:
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(chromedriver))
-    driver.set_page_load_timeout(60)
+    driver.set_page_load_timeout(180)
+    driver.set_script_timeout(300)  # axe reads thousands of cells on the largest pages
     try:
         yield driver
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,32 @@ def test_says_how_to_use_it(arguments):
     done = _run(*arguments)
     assert done.returncode == 2
     assert "usage: python3 tools/bootstrap.py {quickstart|tests}" in done.stderr
+
+
+def test_a_package_that_is_not_here_is_named():
+    done = _run("install", "zeroo")
+    assert done.returncode == 2
+    assert "there is no package zeroo here." in done.stderr
+    assert "tune, zero." in done.stderr
+
+
+def test_one_package_is_installed_with_those_that_it_needs(monkeypatch, capsys):
+    steps = []
+    monkeypatch.setattr(install, "_step", lambda label, tool, python, *folders: steps.append((python, folders)))
+    install.install_packages(["zero"], "some-python")
+    ((python, folders),) = steps
+    assert python == "some-python"
+    assert [Path(folder).name for folder in folders] == ["config", "monitor", "accel", "ops", "comm", "zero"]
+    assert "compiles C++" in capsys.readouterr().err
+
+
+def test_an_installation_says_that_it_goes_on(monkeypatch, capsys):
+    monkeypatch.setattr(install, "_SIGN_EVERY_S", 0.01)
+    with install._signs_of_life("ds-ops"):
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and "still installing ds-ops" not in (err := capsys.readouterr().err):
+            time.sleep(0.02)
+    assert "still installing ds-ops" in err
 
 
 def test_an_old_python_is_told_so():

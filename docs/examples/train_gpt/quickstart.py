@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ds_monitor.plot import plot_curves, read_curve
+from ds_monitor.plot import Curve, plot_curves, read_curve
 
 HERE = Path(__file__).resolve().parent
 CLEARLY = 0.85  # of the unigram entropy
@@ -62,6 +62,15 @@ def train(args: argparse.Namespace, ranks: int, steps: int, *extra: str) -> dict
     return loaded
 
 
+def parts(whole: Curve, more: int) -> list[Curve]:
+    """Return the curve before and after the resume; the second begins at the last point of the first."""
+    end = len(whole.x) - more
+    return [
+        Curve("on 2 ranks", whole.x[:end], whole.y[:end]),
+        Curve("resumed on 1 rank", whole.x[end - 1 :], whole.y[end - 1 :]),
+    ]
+
+
 def main(args: argparse.Namespace) -> int:
     """All parts, and the verdict."""
     began = time.monotonic()
@@ -70,12 +79,14 @@ def main(args: argparse.Namespace) -> int:
         shutil.rmtree(args.out / made, ignore_errors=True)
     print(f"== 1/3  train {args.steps} steps on 2 ranks", flush=True)
     first = train(args, 2, args.steps)
-    print("\n== 2/3  loss curve", flush=True)
-    curve = read_curve(next((args.out / "metrics").glob("*train_loss*.csv")))
-    picture = plot_curves([curve], args.out / "loss.png", title="train_gpt", xlabel="samples")
-    print(picture)
-    print(f"\n== 3/3  resume on 1 rank for {args.more} steps, then generate", flush=True)
+    print(f"\n== 2/3  resume on 1 rank for {args.more} steps, then generate", flush=True)
     second = train(args, 1, args.steps + args.more, "--resume", "--sample", "300")
+    print("\n== 3/3  loss curve", flush=True)
+    whole = read_curve(next((args.out / "metrics").glob("*train_loss*.csv")))
+    picture = plot_curves(
+        parts(whole, args.more), args.out / "loss.png", title="train_gpt", xlabel="samples", ylabel="loss, nats a byte"
+    )
+    print(picture)
     went_on = second["step"] == args.steps + args.more and second["sample"]
     entropy, losses = first["unigram_entropy"], (first["validation_loss"], second["validation_loss"])
     learned = all(loss < CLEARLY * entropy for loss in losses)

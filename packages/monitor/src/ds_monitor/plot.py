@@ -76,7 +76,9 @@ def smooth(values: Sequence[float], weight: float = 0.9) -> tuple[float, ...]:
     return tuple(smoothed)
 
 
-def plot_curves(curves: Sequence[Curve], path: str | Path, *, title: str = "", xlabel: str = "step") -> Path:
+def plot_curves(
+    curves: Sequence[Curve], path: str | Path, *, title: str = "", xlabel: str = "step", ylabel: str = ""
+) -> Path:
     """Draw the curves into one PNG: values pale, their moving average in full colour.
 
     Raises:
@@ -89,6 +91,7 @@ def plot_curves(curves: Sequence[Curve], path: str | Path, *, title: str = "", x
         axes.plot(curve.x, curve.y, color=f"C{index}", alpha=0.3, linewidth=1)
         axes.plot(curve.x, smooth(curve.y), color=f"C{index}", linewidth=1.8, label=curve.title)
     axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
     axes.set_title(title)
     axes.grid(alpha=0.3)
     if curves:
