@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -165,6 +165,10 @@ class MOELayer(nn.Module):
         self.load = ExpertLoad()
         self.l_aux: Tensor | None = None
         self.exp_counts: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the graph of the last loss: a model is copied between its steps, for an average of its weights."""
+        return {**self.__dict__, "l_aux": None if self.l_aux is None else self.l_aux.detach()}
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> Tensor:
         """Route tokens to their experts, [..., n] to [..., m], and set `l_aux` and `exp_counts`."""
