@@ -184,6 +184,26 @@ def test_code_in_pickles_does_not_run(tmp_path, path, monkeypatch):
     assert not ran
 
 
+def test_no_export_writes_through_a_link(path, tmp_path):
+    """In a folder of others a name may be a link to somebody else's file."""
+    theirs, out = tmp_path / "theirs", tmp_path / "hf"
+    theirs.write_text("thesis")
+    out.mkdir()
+    (out / "model.safetensors.index.json").symlink_to(theirs)
+    write_hf(weights(open_checkpoint(path)), out, max_shard_bytes=100)
+    assert not (out / "model.safetensors.index.json").is_symlink()
+    (tmp_path / "u").mkdir()
+    (tmp_path / "u" / "latest_universal").symlink_to(theirs)
+    (tmp_path / "u" / "t").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError) as caught:
+        write_universal(open_checkpoint(path), tmp_path / "u", "t", allow_pickle=True)
+    assert caught.value.code == "ckpt-target-exists"
+    write_universal(open_checkpoint(path), tmp_path / "u", "s", allow_pickle=True)
+    assert (tmp_path / "u" / "latest_universal").read_text() == "s"
+    assert theirs.read_text() == "thesis"
+    assert not (tmp_path / "nowhere").exists()
+
+
 def test_to_deepspeeds_universal_layout_and_back(path, tmp_path):
     with pytest.raises(UnsupportedError):
         write_universal(open_checkpoint(path), tmp_path / "u", "t")

@@ -205,7 +205,12 @@ def test_convolutions_are_exported_and_read_to_the_bit(trained, bits, tmp_path):
         assert "last" in codes
     assert {"first", "second"} <= set(codes)
     assert "first" not in round_to_nearest(copy.deepcopy(net), QuantScheme(4, -1))
+    theirs = tmp_path.parent / f"{tmp_path.name}-theirs"
+    theirs.write_text("thesis")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(theirs)
     export_compressed_tensors(net, codes, tmp_path, config={"model_type": "picture"})
+    assert theirs.read_text() == "thesis"
     section = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     read = quantization.QuantizationConfig.model_validate(section).config_groups["group_0"]
     assert set(read.targets) == set(codes)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from ds_config.regular_file import leads_out, read_regular, read_regular_text, replace_text
+from ds_config.regular_file import leads_out, read_regular, read_regular_text, replace_text, replacing
 
 
 def test_a_regular_file_is_read_up_to_its_limit(tmp_path):
@@ -57,3 +57,17 @@ def test_text_is_replaced_whole_and_not_through_a_link(tmp_path):
     assert (tmp_path / "latest").read_text() == "step-1"
     assert (tmp_path / "theirs").read_text() == "thesis"
     assert sorted(os.listdir(tmp_path)) == ["latest", "theirs"]
+
+
+def test_what_a_library_writes_takes_a_name_at_its_end_or_never(tmp_path):
+    (tmp_path / "theirs").write_text("thesis")
+    (tmp_path / "model.bin").symlink_to(tmp_path / "theirs")
+    with pytest.raises(NotADirectoryError), replacing(tmp_path / "model.bin") as draft:
+        (draft / "part").write_bytes(b"half")
+    assert (tmp_path / "model.bin").is_symlink()
+    with replacing(tmp_path / "model.bin") as draft:
+        assert draft.suffix == ".bin"
+        draft.write_bytes(b"whole")
+    assert (tmp_path / "model.bin").read_bytes() == b"whole"
+    assert (tmp_path / "theirs").read_text() == "thesis"
+    assert sorted(os.listdir(tmp_path)) == ["model.bin", "theirs"]

@@ -216,7 +216,13 @@ def test_only_known_state_can_be_moved(start: Callable[..., Engine]) -> None:
 def test_the_whole_model_in_one_file(start: Callable[..., Engine], tmp_path: Path, make_model: Make, name: str) -> None:
     engine = start(bf16={"enabled": True}, zero_optimization={"stage": 3})
     engine.module.get_parameter("first.bias").requires_grad_(False)
+    theirs = tmp_path.parent / f"{tmp_path.name}-theirs"
+    theirs.write_text("thesis")
+    for link in (name, f".{name}.part"):
+        (tmp_path / link).symlink_to(theirs)
     assert engine.save_16bit_model(tmp_path, name)
+    assert theirs.read_text() == "thesis"
+    (tmp_path / f".{name}.part").unlink()
     found = load_file(tmp_path / name) if name.endswith("safetensors") else torch.load(tmp_path / name)
     assert set(found) == set(make_model().state_dict())
     assert {value.dtype for value in found.values()} == {torch.bfloat16}

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_comm import Group, ReduceOp, all_reduce, world_group
 from ds_config.errors import PlanError
+from ds_config.regular_file import replacing
 
 __all__ = ["Distillation", "Distiller", "TeacherCache", "attention_loss", "hidden_loss", "logit_loss"]
 
@@ -140,9 +141,8 @@ class TeacherCache:
         if path.exists() and not again:
             return load_file(path, device=str(_device(inputs)))
         outputs = {name: value.detach() for name, value in compute().items()}
-        draft = path.with_suffix(f".{os.getpid()}.tmp")
-        save_file({name: value.contiguous().cpu() for name, value in outputs.items()}, draft)
-        draft.replace(path)
+        with replacing(path) as draft:
+            save_file({name: value.contiguous().cpu() for name, value in outputs.items()}, draft)
         return outputs
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ds_compress.posttraining import QuantizedWeight, QuantScheme
 from ds_compress.quantised import is_quantised, values_of
 from ds_config.errors import PlanError, UnsupportedError
+from ds_config.regular_file import replace_text, replacing
 
 __all__ = [
     "FAMILIES",
@@ -186,9 +187,10 @@ def _write(
             raise _export("a model without a config", "Pass config=, what config.json shall say.")
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         config = {**model_config.to_dict(), "architectures": [type(model).__name__], "dtype": dtype}
-    save_file(dict(state), path / "model.safetensors", metadata={"format": "pt"})
+    with replacing(path / "model.safetensors") as draft:
+        save_file(dict(state), draft, metadata={"format": "pt"})
     text = json.dumps({**config, "quantization_config": dict(section)}, indent=2, default=str)
-    (path / "config.json").write_text(text + "\n")
+    replace_text(path / "config.json", text + "\n")
     return path
 
 

@@ -10,10 +10,20 @@ import errno
 import os
 import secrets
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-__all__ = ["MAX_TEXT_BYTES", "leads_out", "open_regular", "read_regular", "read_regular_text", "replace_text"]
+__all__ = [
+    "MAX_TEXT_BYTES",
+    "leads_out",
+    "open_regular",
+    "read_regular",
+    "read_regular_text",
+    "replace_text",
+    "replacing",
+]
 
 MAX_TEXT_BYTES: Final = 2**26  # of a file that people write: far above any, far below what hurts
 _DESCRIPTORS: Final = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
@@ -85,12 +95,24 @@ def replace_text(path: str | os.PathLike[str], text: str, mode: int = 0o666) -> 
     Raises:
         OSError: as `os.open` and `os.write`.
     """
+    with replacing(path, mode) as draft:
+        draft.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[Path]:
+    """Yield a new file beside `path` for somebody to write, which takes its place at the end: all of it or nothing.
+
+    For libraries that write to a name. A link of the name `path` is replaced, not followed: it may lead out of the folder.
+
+    Raises:
+        OSError: as `os.open` and `os.replace`.
+    """
     folder, name = os.path.split(os.path.abspath(path))
-    draft = os.path.join(folder, f".{name[:100]}.{secrets.token_hex(8)}")
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    draft = os.path.join(folder, f".{name[:100]}.{secrets.token_hex(8)}{os.path.splitext(name)[1][:20]}")
+    os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode))
     try:
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(text)
+        yield Path(draft)
         os.replace(draft, os.path.join(folder, name))
     except BaseException:
         os.unlink(draft)

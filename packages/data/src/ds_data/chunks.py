@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
 from ds_config.errors import ConfigError
+from ds_config.regular_file import replacing
 from ds_data.codes import smallest_int_dtype
 from ds_data.token_writer import TokenWriter
 
@@ -134,10 +134,8 @@ def map_chunks(
         arrays: dict[str, Any] = {"ids": np.concatenate(ids)}
         for m, rows in enumerate(single):
             arrays[f"m{m}"] = np.concatenate(rows) if rows else sums[m]
-        draft = target.with_suffix(f".{os.getpid()}.part")
-        with draft.open("wb") as out:
+        with replacing(target) as draft, draft.open("wb") as out:
             np.savez(out, **arrays)
-        draft.replace(target)
         done += end - start
         _log.info("part %d of %d: %d samples measured, up to %d of %d", number, parts, done, end, len(dataset))
     return done

@@ -147,7 +147,7 @@ class MdsSamples(Sequence[dict[str, Any]]):
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f"{target.name}.{os.getpid()}.{threading.get_ident()}.part")
         try:
-            with system.open(path, "rb") as source, open(part, "wb") as out:
+            with system.open(path, "rb") as source, open(part, "xb") as out:
                 shutil.copyfileobj(source, out, 1 << 22)
             os.replace(part, target)
         except FileNotFoundError as error:

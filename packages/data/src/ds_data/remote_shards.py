@@ -79,7 +79,7 @@ class RemoteTokenFile:
             self._cache.mkdir(parents=True, exist_ok=True)
             part = target.with_name(f"{target.name}.{os.getpid()}.{threading.get_ident()}.part")
             try:
-                with self._fs.open(f"{self._path}.{end}", "rb") as source, open(part, "wb") as out:
+                with self._fs.open(f"{self._path}.{end}", "rb") as source, open(part, "xb") as out:
                     shutil.copyfileobj(source, out, 1 << 22)
                 os.replace(part, target)
             finally:

@@ -55,7 +55,9 @@ class TokenWriter:
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         if append:
             self._take_over(TokenFile(self.prefix, table=table))
-        self._file: IO[bytes] | None = open(self._part, "r+b" if append else "wb")  # noqa: SIM115 - closed by finish
+        if not append:
+            Path(self._part).unlink(missing_ok=True)  # a link of this name is not followed
+        self._file: IO[bytes] | None = open(self._part, "r+b" if append else "xb")  # noqa: SIM115 - closed by finish
         self._file.truncate(self._end * self.dtype.itemsize)  # what an interrupted append has left
         self._file.seek(0, os.SEEK_END)
 
@@ -122,7 +124,8 @@ class TokenWriter:
         self._file = None
         index = TokenIndex(self.dtype, _joined(self._sizes), _joined(self._starts), _joined(self._documents))
         draft = f"{self.prefix}.idx.{os.getpid()}.part"
-        with open(draft, "wb") as out:
+        Path(draft).unlink(missing_ok=True)
+        with open(draft, "xb") as out:
             out.write(pack_index(index, self._table))
             out.flush()
             os.fsync(out.fileno())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ds_comm import Box, Group, all_gather_object, all_reduce, barrier, param_sharding
+from ds_config.regular_file import replacing
 from ds_zero import GatheredParameters, ShardedModel
 
 __all__ = ["full_state", "load_whole", "save_whole"]
@@ -126,14 +126,14 @@ def save_whole(state: Mapping[str, Tensor], path: Path, group: Group) -> None:
     try:
         if group.rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_name(f".{path.name}.part")
-            if path.suffix == ".safetensors":
-                first: dict[int, str] = {}
-                once = {n: t.contiguous() for n, t in state.items() if first.setdefault(id(t), n) == n}
-                save_file(once, part, metadata={"format": "pt"})
-            else:
-                torch.save(dict(state), part)
-            os.replace(part, path)
+            with replacing(path) as draft:
+                if path.suffix == ".safetensors":
+                    first: dict[int, str] = {}
+                    once = {n: t.contiguous() for n, t in state.items() if first.setdefault(id(t), n) == n}
+                    save_file(once, draft, metadata={"format": "pt"})
+                else:
+                    with draft.open("wb") as file:  # an archive is named after a path
+                        torch.save(dict(state), file)
     finally:
         barrier(group=group)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from ds_config.regular_file import replace_text
 from ds_engine.plan import Shapes
 
 __all__ = ["LayerFacts", "LinkCost", "TrialResult", "read_measured", "write_json"]
@@ -98,7 +99,5 @@ def read_measured(path: Path) -> TrialResult:
 def write_json(path: Path, record: Any) -> None:
     """Write a record of this module, all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".part")
     plain = record if isinstance(record, dict) else TypeAdapter(type(record)).dump_python(record, mode="json")
-    aside.write_text(json.dumps(plain, indent=1) + "\n")
-    aside.replace(path)
+    replace_text(path, json.dumps(plain, indent=1) + "\n")

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_config.errors import LaunchError
+from ds_config.regular_file import replace_text
 from ds_engine.trial_results import read_measured, write_json
 from ds_engine.trial_spec import DS_TRIAL, TrialSpec
 from ds_tune.results_writer import tuned
@@ -173,7 +174,7 @@ def _prepare(job: TrialRunner, step: NextTrial, folder: Path) -> tuple[tuple[str
     )  # fmt: skip
     write_json(folder / "order.json", order)
     command = command_of(job, str((folder / "ds_config.json").resolve()), candidate.settings)
-    (folder / "cmd.txt").write_text(shlex.join(command) + "\n")
+    replace_text(folder / "cmd.txt", shlex.join(command) + "\n")
     experiment = {"name": candidate.name, "ds_config": config, "why": step.why, "rung": step.rung}
     write_json(folder / "exp.json", experiment)
     if not step.rung:

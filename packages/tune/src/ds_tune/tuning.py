@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ds_config.errors import LaunchError, PlanError
+from ds_config.regular_file import replace_text
 from ds_engine import Shapes
 from ds_engine.trial_results import TrialResult, write_json
 from ds_tune.request import TuningRequest
@@ -127,10 +128,10 @@ class Tuning:
         config = tuned(self._request.config, candidate)
         optimal, best = folder / "ds_config_optimal.json", folder / "ds_config_best.json"
         write_json(optimal, config)
-        best.write_text(best_text(self._job.config, candidate, measured, outcome.results))
+        replace_text(best, best_text(self._job.config, candidate, measured, outcome.results))
         command = shlex.join(command_of(self._job, str(optimal.resolve()), candidate.settings))
-        (folder / "cmd_optimal.txt").write_text(command + "\n")
-        (folder / "summary.txt").write_text(summary_text(outcome.candidates, outcome.results, metric))
+        replace_text(folder / "cmd_optimal.txt", command + "\n")
+        replace_text(folder / "summary.txt", summary_text(outcome.candidates, outcome.results, metric))
         first = next(
             (r.measured for r in outcome.results if r.measured is not None and r.measured.shapes is not None), None
         )

@@ -25,6 +25,7 @@ from ds_ckpt.local import Disk, LocalWriteFile
 from ds_ckpt.shard_tensors import byte_view
 from ds_ckpt.writer import safetensors_header
 from ds_config.errors import CheckpointError
+from ds_config.regular_file import replace_text
 
 __all__ = ["INDEX", "SINGLE", "Exported", "open_hf", "write_hf"]
 
@@ -116,7 +117,7 @@ def write_hf(source: TensorSource, out: str | os.PathLike[str], *, max_shard_byt
     if len(files) > 1:
         where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-        (root / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        replace_text(root / INDEX, json.dumps(index, indent=2) + "\n")
     return Exported(tuple(files), total)
 
 

@@ -32,7 +32,7 @@ def write_universal(source: TensorSource, out: str | os.PathLike[str], tag: str,
     require_pickle(allow_pickle, "DeepSpeed's universal layout")
     root = Path(out)
     target, zero = root / tag, root / tag / "zero"
-    if target.exists():
+    if os.path.lexists(target):
         raise CheckpointError(f"{target} exists", code="ckpt-target-exists", fix="Choose another tag or directory.")
     optimizer = source.meta.get("optimizer") or {}
     groups = optimizer.get("groups") or []

@@ -15,6 +15,7 @@ from torch import nn
 
 from deepspeed._surface.constants import CHECKPOINT
 from ds_config.errors import CheckpointError, PlanError
+from ds_config.regular_file import leads_out, replacing
 from ds_moe.module_list_block import ListedBlock
 from ds_moe.packed_experts import PackedExperts
 
@@ -322,6 +323,12 @@ def join_expert_fragments(
     """
     for name, info in expert_param_info.items():
         ranks, folder = info["ep_size"], Path(output_dir, "zero", name)
+        if leads_out(output_dir, f"zero/{name}"):
+            raise CheckpointError(
+                f"{name!r} leaves the directory {output_dir}",
+                code="compat-files",
+                fix="Write into a directory without links to others.",
+            )
         if tp_degree != 1 or dp_degree % ranks or slice_shapes[name][0] * ranks != info["num_experts"]:
             raise CheckpointError(
                 f"{name}: parts of {slice_shapes[name][0]} experts on {dp_degree} x {tp_degree} ranks of {info}",
@@ -338,7 +345,9 @@ def join_expert_fragments(
             ]
             whole = torch.cat([part.flatten() for part in parts]).view(-1, *slice_shapes[name][1:])
             facts = {CHECKPOINT["EP_IS_EXPERT_PARAM"]: True, CHECKPOINT["EP_NUM_EXPERTS"]: info["num_experts"]}
-            torch.save({CHECKPOINT["PARAM"]: whole, **facts}, folder / f"{state}.pt")
+            with replacing(folder / f"{state}.pt") as draft, draft.open("wb") as file:
+                torch.save({CHECKPOINT["PARAM"]: whole, **facts}, file)
         steps = Path(fragment_path(temp_dir, name, "step", 0))
         if steps.is_file():
-            torch.save(torch.load(steps, weights_only=True), folder / "step.pt")
+            with replacing(folder / "step.pt") as draft, draft.open("wb") as file:
+                torch.save(torch.load(steps, weights_only=True), file)

@@ -15,6 +15,7 @@ from ds_ckpt.convert import fp32
 from ds_ckpt.convert.huggingface import write_hf
 from ds_ckpt.convert.tensor_source import cast
 from ds_config.errors import CheckpointError, ConfigError
+from ds_config.regular_file import replacing
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
@@ -60,7 +61,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     if not safe_serialization:
         out.mkdir(parents=True, exist_ok=True)
         whole = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
-        torch.save(whole, out / "pytorch_model.bin")
+        with replacing(out / "pytorch_model.bin") as draft, draft.open("wb") as file:
+            torch.save(whole, file)
         return
     source = fp32.open_training(checkpoint_dir, tag, allow_pickle=True)
     model = cast(fp32.weights(source, exclude_frozen_parameters=exclude_frozen_parameters), "float32")
