@@ -31,7 +31,10 @@ class BenchCase:
 
 @dataclass(frozen=True, slots=True)
 class BenchTiming:
-    """What a case took on the slowest rank: the median, the fastest and the 99th percentile of the repeats."""
+    """What a case took on the slowest rank: the median, the fastest and the 99th percentile of the repeats.
+
+    `host_share` is the part of that time in which a core of the rank was busy with it, from 0 to 1.
+    """
 
     case: BenchCase
     ranks: int
@@ -40,6 +43,7 @@ class BenchTiming:
     p99_s: float
     algorithm_gbps: float
     bus_gbps: float
+    host_share: float = 0.0
 
 
 def _all_reduce(message: Tensor, group: Group) -> Callable[[], object]:
@@ -121,7 +125,8 @@ def measure(groups: Mapping[str, Group], alternating: Sequence[BenchCase], budge
         dtype=torch.float64,
     )
     collectives.all_reduce(seconds, collectives.ReduceOp.MAX, any_group)
-    return [_timing(case, any_group.size, seconds[:, i].tolist()) for i, case in enumerate(alternating)]
+    shares = [_busy_share(run, groups[case.backend]) for case, run in zip(alternating, runs, strict=True)]
+    return [_timing(case, any_group.size, seconds[:, i].tolist(), shares[i]) for i, case in enumerate(alternating)]
 
 
 def _prepare(case: BenchCase, group: Group) -> Callable[[], object]:
@@ -137,10 +142,19 @@ def _time(run: Callable[[], object], group: Group) -> float:
     return time.perf_counter() - began
 
 
-def _timing(case: BenchCase, ranks: int, seconds: list[float]) -> BenchTiming:
+def _busy_share(run: Callable[[], object], group: Group) -> float:
+    """Return which part of three runs' time this process had a core busy."""
+    collectives.barrier(group)
+    began, used = time.perf_counter(), time.process_time()
+    for _ in range(3):
+        run()
+    return min(1.0, (time.process_time() - used) / max(1e-9, time.perf_counter() - began))
+
+
+def _timing(case: BenchCase, ranks: int, seconds: list[float], share: float) -> BenchTiming:
     median_s = statistics.median(seconds)
     op = _SPELLED.get(case.op, case.op)
     passed = case.nbytes // ranks if case.op == "all_gather" else case.nbytes
     speed = bandwidth(op, passed, ranks, median_s)
     p99_s = sorted(seconds)[min(len(seconds) - 1, int(len(seconds) * 0.99))]
-    return BenchTiming(case, ranks, median_s, min(seconds), p99_s, speed.algorithm_gbps, speed.bus_gbps)
+    return BenchTiming(case, ranks, median_s, min(seconds), p99_s, speed.algorithm_gbps, speed.bus_gbps, share)

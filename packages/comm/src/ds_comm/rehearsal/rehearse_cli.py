@@ -97,6 +97,7 @@ def rehearse(
     changes: Mapping[str, Any] | None = None,
     label: str = "",
     trace: Path | None = None,
+    python: str = sys.executable,
 ) -> RehearsalResult:
     """Run a script in a process of its own as one rank of a world that is not there, and return what a step took.
 
@@ -108,6 +109,7 @@ def rehearse(
         changes: Values by dotted key, laid over the configuration that the script gives to ds-engine.
         label: What the result is called.
         trace: Where a trace for Perfetto is written.
+        python: The interpreter that runs the script, where ds-comm can be imported.
     Raises:
         ConfigError: such links are not known ("rehearsal-links").
         CommError: the script failed, or made too few steps ("rehearsal-script").
@@ -116,7 +118,8 @@ def rehearse(
     from ds_comm.rehearsal.rehearsal_report import result_from, trace_events
 
     fabric = fabric_from(links, node_size)
-    order = {"world_size": world_size, "steps": steps, "warm_up": warm_up, "label": label, "fabric": as_json(fabric)}
+    order = {"world_size": world_size, "steps": steps, "warm_up": warm_up, "label": label}
+    order |= {"fabric": as_json(fabric), "python": python}
     with tempfile.TemporaryDirectory(prefix="ds-rehearse-") as folder:
         seen = _run_rank((script, arguments), rank, order, dict(changes or {}), Path(folder))
     result = result_from(seen)
@@ -167,7 +170,7 @@ def _run_once(
         trial = {"changes": dict(changes), "start_step": 2**30, "end_step": 2**30 + 1}
         (folder / "trial.json").write_text(json.dumps(trial))
         environ["DS_TRIAL"] = str(folder / "trial.json")
-    words = [sys.executable, "-m", "ds_comm.rehearsal.rehearsed_script", str(paper), str(script), *arguments]
+    words = [order["python"], "-m", "ds_comm.rehearsal.rehearsed_script", str(paper), str(script), *arguments]
     done = subprocess.run(words, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if not out.exists():
         raise _failed(script, rank, done.stderr)
