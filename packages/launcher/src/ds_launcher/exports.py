@@ -38,7 +38,7 @@ ALLOWED = (
 _MOST_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # what `env` takes for a variable, and no command for an option
 _SECRET = re.compile(
-    r"PASSW|PASSPHRASE|SECRET|TOKEN|CREDENTIAL|AUTHORIZATION|(API|ACCESS|PRIVATE|_)_?KEY(_|$)", re.IGNORECASE
+    r"PASSW|PASSPHRASE|SECRET|TOKEN(?!IZ)|CREDENTIAL|AUTHORIZATION|(API|ACCESS|PRIVATE|_)_?KEY(_|$)", re.IGNORECASE
 )
 
 
