@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import ds_engine
 from ds_config.errors import TrainingError
 from ds_engine.health import LONGEST_RUN, LossTrend, Seen, SkipRun, finding_text
 
@@ -58,3 +63,16 @@ def test_a_finding_names_all_that_is_known() -> None:
 
 def test_a_finding_without_a_bad_loss_says_so() -> None:
     assert "began in a backward" in finding_text(1, "a.weight", [Seen(0), Seen(1)], "stop")
+
+
+def test_inputs_that_are_kept_keep_no_graph() -> None:
+    """A critic is given what a generator made: its activations go with the loss, not with the next step."""
+    maker, config = nn.Linear(4, 4), {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = ds_engine.initialize(model=nn.Linear(4, 4), config=config)
+    made = maker(torch.ones(2, 4))
+    gone = weakref.ref(made)
+    engine(made).sum().backward()
+    del made
+    gc.collect()
+    assert gone() is None
+    engine.close()

@@ -157,8 +157,8 @@ class HealthWatch:
     # ---- within a step
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Keep the inputs of a training microbatch until the step's end, without a copy."""
-        self._microbatches.append(_Microbatch(self._forwards, args, kwargs, self._samples()))
+        """Keep the inputs of a training microbatch until the step's end, without a copy, and without the graph that made them."""
+        self._microbatches.append(_Microbatch(self._forwards, _detached(args), _detached(kwargs), self._samples()))
         self._forwards += 1
 
     def loss(self, value: Tensor) -> None:
@@ -247,6 +247,15 @@ class HealthWatch:
             self._model(*microbatch.args, **microbatch.kwargs)
         location = search.first
         return None if location is None else f"{location.name or 'the model'}: {location.what} in {location.phase}"
+
+
+def _detached(value: Any) -> Any:
+    """Detach the tensors of a tuple, a list or a dict: another model's output would keep all its activations."""
+    if isinstance(value, Tensor):
+        return value.detach() if value.requires_grad else value
+    if type(value) in (tuple, list):
+        return type(value)(map(_detached, value))
+    return {key: _detached(item) for key, item in value.items()} if type(value) is dict else value
 
 
 @contextmanager

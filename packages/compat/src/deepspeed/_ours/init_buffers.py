@@ -41,7 +41,7 @@ class BufferFormat(TorchFunctionMode):
         self._handle: Any = None
 
     def __enter__(self) -> BufferFormat:
-        self._handle = register_module_buffer_registration_hook(self._register)  # type: ignore[arg-type]
+        self._handle = register_module_buffer_registration_hook(self._register)
         super().__enter__()
         return self
 

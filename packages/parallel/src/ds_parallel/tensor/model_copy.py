@@ -40,7 +40,8 @@ def copy_model(model: nn.Module) -> nn.Module:
 def _copy_value(value: Any, memo: dict[int, Any]) -> Any:
     """Copy an attribute; return the attribute itself where it refuses to be copied."""
     if type(value) is dict and id(value) not in memo:  # buffers and children: one that refuses does not keep the others
-        memo[id(value)] = copied = {}
+        copied: dict[Any, Any] = {}
+        memo[id(value)] = copied
         copied.update((key, _copy_value(item, memo)) for key, item in value.items())
         return copied
     try:
