@@ -40,10 +40,23 @@ def register(parser: argparse.ArgumentParser) -> None:
     debug.add_argument("--json", action="store_true", help="print JSON: what each rank said, all operations by group")
     bench = commands.add_parser("bench", help="time collectives; starts its own ranks unless a launcher did")
     bench.add_argument("--nproc", type=int, default=2, help="ranks to start on this host")
-    bench.add_argument("--ops", nargs="+", default=list(OPERATIONS), choices=OPERATIONS)
+    bench.add_argument(
+        "--ops",
+        nargs="+",
+        default=list(OPERATIONS),
+        choices=OPERATIONS,
+        metavar="OP",
+        help=f"of {', '.join(OPERATIONS)} (default: all)",
+    )
     bench.add_argument("--backends", nargs="+", default=["gloo"], help="names as torch knows them; they alternate")
-    bench.add_argument("--dtypes", nargs="+", default=["float32"])
-    bench.add_argument("--sizes", nargs="+", type=size_argument, default=[parse_bytes(size) for size in _SIZES])
+    bench.add_argument("--dtypes", nargs="+", default=["float32"], help="of the tensors, as torch names them")
+    bench.add_argument(
+        "--sizes",
+        nargs="+",
+        type=size_argument,
+        default=[parse_bytes(size) for size in _SIZES],
+        help=f"bytes of a message, as 64KB (default: {' '.join(_SIZES)})",
+    )
     bench.add_argument("--seconds", type=float, default=1.0, help="about how long to repeat each row")
     bench.add_argument(
         "--json", type=Path, nargs="?", const=SCREEN, metavar="FILE",

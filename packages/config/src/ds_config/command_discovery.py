@@ -22,6 +22,8 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
+from ds_config.command_help import CommandParser
+
 __all__ = ["ALIASES", "GROUP", "commands", "help_line", "load_command", "parser_of", "source_file"]
 
 GROUP = "ds.commands"
@@ -79,7 +81,7 @@ def parser_of(name: str, module: ModuleType | None = None) -> argparse.ArgumentP
         module: The command's module, if already loaded.
     """
     module = load_command(commands()[name].module) if module is None else module
-    parser = argparse.ArgumentParser(prog=f"ds {name}", description=module.HELP)
+    parser = CommandParser(prog=f"ds {name}", description=module.HELP)
     module.register(parser)
     return parser
 

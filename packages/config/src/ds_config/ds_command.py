@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ds_config.command_discovery import ALIASES, commands, help_line, load_command, parser_of
+from ds_config.command_help import overview
 from ds_config.did_you_mean import nearest
 from ds_config.errors import DsError
 from ds_config.installed import version_of
@@ -111,9 +112,7 @@ def _overview() -> str:
         for name, to in ALIASES.items()
         if to[0] in installed and name not in installed
     }
-    width = max((len(name) for name in descriptions), default=0)
-    lines = [f"  {name:{width}}  {descriptions[name]}".rstrip() for name in sorted(descriptions)]
-    return "\n".join(["usage: ds <command> [options]", "", *lines, "", "`ds <command> --help` says more."])
+    return overview(descriptions)
 
 
 if __name__ == "__main__":

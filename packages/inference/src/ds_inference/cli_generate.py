@@ -24,9 +24,14 @@ def register(parser: argparse.ArgumentParser) -> None:
 def register_model(parser: argparse.ArgumentParser) -> None:
     """Add the options that select the model and the sampling."""
     parser.add_argument("folder", help="what save_pretrained wrote: config.json, *.safetensors, a tokenizer")
-    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--max-tokens", type=int, default=128, help="tokens of an answer, at most")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
-    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="draw from the likeliest tokens that have this part of the probability together",
+    )
     parser.add_argument("--seed", type=int, help="of what is drawn (default: another one every time)")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and cache (default: theirs)"

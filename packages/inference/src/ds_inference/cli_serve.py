@@ -19,51 +19,52 @@ HELP = "answer over HTTP, in OpenAI's protocol (`ds serve FOLDER`)"
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("folder", help="what save_pretrained wrote: config.json, *.safetensors, a tokenizer")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this host only)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000)")
-    parser.add_argument(
+    address = parser.add_argument_group("who may ask, and where")
+    address.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this host only)")
+    address.add_argument("--port", type=int, default=8000, help="port to listen on")
+    address.add_argument(
         "--api-key", default="", metavar="KEY",
         help="what requests have to send as `Authorization: Bearer KEY` (default: DS_SERVE_API_KEY, or nothing)",
     )  # fmt: skip
-    parser.add_argument(
+    address.add_argument(
         "--allowed-host", action="append", default=[], metavar="NAME",
         help="a name in the Host of requests that is served, several; * for all (default: on loopback its names, else all)",
     )  # fmt: skip
-    parser.add_argument(
-        "--embedder", metavar="FOLDER", help="a model that answers /v1/embeddings, by its folder's name"
-    )
-    parser.add_argument("--name", help="the model's name in requests (default: the folder's)")
-    parser.add_argument(
+    model = parser.add_argument_group("the model")
+    model.add_argument("--name", help="the model's name in requests (default: the folder's)")
+    model.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and cache (default: theirs)"
     )
-    parser.add_argument(
+    model.add_argument(
         "--quantize", choices=["int8", "int4", "fp8", "fp6"], help="weights of few bits (default: as they are)"
     )
-    parser.add_argument("--cache-dtype", choices=["int8"], help="of keys and values (default: that of the weights)")
-    parser.add_argument(
-        "--adapter",
-        action="append",
-        default=[],
-        metavar="NAME=FOLDER",
+    model.add_argument("--cache-dtype", choices=["int8"], help="of keys and values (default: that of the weights)")
+    model.add_argument(
+        "--adapter", action="append", default=[], metavar="NAME=FOLDER",
         help="a LoRA adapter, asked for as model NAME; several",
+    )  # fmt: skip
+    model.add_argument(
+        "--embedder", metavar="FOLDER", help="a model that answers /v1/embeddings, by its folder's name (default: none)"
     )
-    parser.add_argument(
+    model.add_argument(
         "--enable-expert-parallel", action="store_true", help="on several ranks: experts are given to ranks whole"
     )
-    parser.add_argument(
+    limits = parser.add_argument_group("limits")
+    limits.add_argument(
         "--kv-cache-tokens",
         type=int,
         default=65536,
-        help="size of the cache of keys and values, in tokens (default: 65536)",
+        metavar="N",
+        help="size of the cache of keys and values, in tokens",
     )
-    parser.add_argument(
-        "--max-num-seqs", type=int, default=256, help="under way at a time; further ones get 429 (default: 256)"
+    limits.add_argument(
+        "--max-num-seqs", type=int, default=256, metavar="N", help="under way at a time; further ones get 429"
     )
-    parser.add_argument(
-        "--max-model-len", type=int, default=4096, help="tokens of a prompt and its answer together (default: 4096)"
+    limits.add_argument(
+        "--max-model-len", type=int, default=4096, metavar="N", help="tokens of a prompt and its answer together"
     )
-    parser.add_argument(
-        "--max-num-batched-tokens", type=int, default=512, help="computed in one step, over all requests (default: 512)"
+    limits.add_argument(
+        "--max-num-batched-tokens", type=int, default=512, metavar="N", help="computed in one step, over all requests"
     )
 
 

@@ -29,14 +29,25 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--size", type=positive_size, default=256 << 20, help="bytes moved per case, for example 400M (256M)"
     )
-    parser.add_argument("--block-size", type=positive_size, nargs="+", default=[1 << 20, 8 << 20])
-    parser.add_argument("--queue-depth", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--backend", nargs="+", choices=["io_uring", "libaio", "threads", "python"])
-    parser.add_argument("--no-read", action="store_true")
-    parser.add_argument("--no-write", action="store_true")
+    parser.add_argument(
+        "--block-size",
+        type=positive_size,
+        nargs="+",
+        default=[1 << 20, 8 << 20],
+        help="bytes of a request, as 1MB (default: 1MB 8MB)",
+    )
+    parser.add_argument("--queue-depth", type=int, nargs="+", default=[8, 32], help="requests under way at a time")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="threads that make requests")
+    parser.add_argument(
+        "--backend",
+        nargs="+",
+        choices=["io_uring", "libaio", "threads", "python"],
+        help="how the kernel is asked (default: all that work here)",
+    )
+    parser.add_argument("--no-read", action="store_true", help="measure no reads")
+    parser.add_argument("--no-write", action="store_true", help="measure no writes")
     parser.add_argument("--buffered", action="store_true", help="through the page cache instead of O_DIRECT")
-    parser.add_argument("--loops", type=int, default=3)
+    parser.add_argument("--loops", type=int, default=3, help="repetitions of each measurement")
     parser.add_argument(
         "--json", type=Path, nargs="?", const=SCREEN, metavar="FILE",
         help="last, without FILE: print JSON instead of tables; with FILE: also write every measurement there",

@@ -31,8 +31,8 @@ def register(parser: argparse.ArgumentParser) -> None:
     show = commands.add_parser("show", help="print a schedule").add_subparsers(dest="subject", required=True)
     schedule = show.add_parser("schedule", help="its actions over time, bubble and activations")
     schedule.add_argument("--stages", type=int, required=True, help="ranks of the pipeline")
-    schedule.add_argument("--microbatches", type=int, required=True)
-    schedule.add_argument("--name", default="1f1b", choices=NAMES)
+    schedule.add_argument("--microbatches", type=int, required=True, help="of one step")
+    schedule.add_argument("--name", default="1f1b", choices=NAMES, help="of the schedule")
     schedule.add_argument("--virtual", type=int, default=2, help="stages a rank, for interleaved")
     measured = schedule.add_mutually_exclusive_group()
     measured.add_argument(

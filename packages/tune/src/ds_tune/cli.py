@@ -56,7 +56,12 @@ def register(parser: argparse.ArgumentParser) -> None:
     add("--fix", dest="keep", action="append", default=[], metavar="KEY", help="leave this key as it is")
     add("--micro", default="1:1024", metavar="LOW:HIGH", help="sizes of a microbatch (1:1024)")
     add("--memory", metavar="SIZE", help="most memory of one rank, as 8GiB")
-    add("--metric", choices=("throughput", "latency", "flops"), default="throughput")
+    add(
+        "--metric",
+        choices=("throughput", "latency", "flops"),
+        default="throughput",
+        help="what the best configuration is best in",
+    )
     add("--trials", type=int, default=12, metavar="N", help="trials at most (12)")
     add("--steps", type=int, default=3, metavar="N", help="steps that a first trial measures (3)")
     add("--warmup", type=int, default=2, metavar="N", help="steps before them (2)")
