@@ -7,6 +7,7 @@ saved are those of logical tensors, see `families.py`.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,12 +50,12 @@ class PartStates(defaultdict[Any, Any]):
 
     Args:
         states: What it holds now.
-        is_sharded: Whether a key is a parameter of the model.
+        is_sharded: A bound method: whether a key is a parameter of the model. Only a weak reference to its object is kept.
     """
 
     def __init__(self, states: Mapping[Any, Any], is_sharded: Callable[[object], bool]) -> None:
         super().__init__(dict, states)
-        self._is_sharded = is_sharded
+        self._is_sharded = weakref.WeakMethod(is_sharded)
 
     def __missing__(self, key: Any) -> Any:
         self._refuse(key)
@@ -69,7 +70,8 @@ class PartStates(defaultdict[Any, Any]):
         return super().get(key, default) if key in self else default
 
     def _refuse(self, key: object) -> Literal[False]:
-        if self._is_sharded(key):
+        is_sharded = self._is_sharded()
+        if is_sharded is not None and is_sharded(key):
             raise ShardedAccessError(
                 "optimizer.state was asked for the state of a parameter of the model: it is that of the parameter's shards, by the parts in "
                 "optimizer.param_groups",
