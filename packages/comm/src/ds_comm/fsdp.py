@@ -49,8 +49,9 @@ def watch_fsdp(model: nn.Module) -> RemovableHandle:
 
 def _sharded(model: nn.Module) -> Iterator[tuple[nn.Module, str, set[int]]]:
     """Yield (module, parameter name, ranks) of what FSDP2 shards within `model`."""
-    for module in model.modules():
-        state: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    sharded_module: Any
+    for sharded_module in model.modules():
+        state = sharded_module._get_fsdp_state() if hasattr(sharded_module, "_get_fsdp_state") else None
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         for group in groups:
             for sharded in getattr(group, "fsdp_params", ()):

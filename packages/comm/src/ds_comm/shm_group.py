@@ -113,7 +113,8 @@ class _ShmWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         if self._future is None:
             # Who waits in C++, as DDP does, takes the exception of `set_exception` for tensors and crashes; that of a callback it raises.
-            self._ends = ends = torch.futures.Future()
+            ends: torch.futures.Future[Any] = torch.futures.Future()
+            self._ends = ends
             self._future = ends.then(self._outcome)
             if self._tasks or self._finish:
                 self._group.settle(self)
