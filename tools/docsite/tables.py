@@ -1,6 +1,6 @@
 """Tables that can be read in a narrow column: cells that know their heading, and code that may break at its separators. Pure.
 
-A phone shows each row as a card, for which `site.css` takes the heading of a cell from `data-label`.
+A phone shows each row as a card, for which `site.css` takes the heading of a cell from `data-label`; a tablet does so for tables of many columns.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ _ROW = re.compile(r"<tr>(.*?)</tr>", re.DOTALL)
 _CELL = re.compile(r"<td(?P<attributes>[^>]*)>(?P<inner>.*?)</td>", re.DOTALL)
 _CODE = re.compile(r"(<code[^>]*>)(.*?)(</code>)", re.DOTALL)
 _TAG = re.compile(r"<[^>]+>")
+_WIDE = 7  # columns from which on a tablet shows cards, too
 # Where a long name may go on in the next line. An entity (`&lt;`) or a tag is not cut.
 _SEPARATOR = re.compile(r"(<[^>]+>|&\w+;|&#\d+;)|([._/,=:|(\[-]+)(?=\w)")
 
@@ -45,4 +46,5 @@ def _table(table: str) -> str:
 
         return f"<tr>{_CELL.sub(cell, match[1])}</tr>"
 
-    return _ROW.sub(row, table)
+    wide = ' data-wide=""' if len(labels) >= _WIDE else ""
+    return _ROW.sub(row, table).replace("<table>", f"<table{wide}>", 1)

@@ -141,8 +141,8 @@ def support() -> str:
         "<!-- Made by `python tools/pages.py support` from packages/engine/src/ds_engine/support.json. -->",
         "",
         "A hundred drawn combinations of degrees on four ranks were trained beside one process on all the data: losses, norms of gradients and",
-        "(in fp32) weights had to be equal. A cell says in how many of them both features were at work; **refused** with a code is what the",
-        "engine says before anything runs; `-` was not drawn, or cannot be together. `data` to `experts` are degrees above 1, `checkpointing` is of",
+        "(in fp32) weights had to be equal. A cell is the number of runs with both features that were equal, `+ n refused` those that the engine refused",
+        "before anything ran; a code alone: always refused, by that error; `-`: not drawn, or cannot be together. `data` to `experts` are degrees above 1, `checkpointing` is of",
         "activations. The planner reads the same record: it refuses what was always refused, and `print(plan)` says which pairs of a",
         "plan were never compared. The record is in `support-matrix.json`; `python tools/support.py` makes it anew.",
         "",
@@ -156,11 +156,9 @@ def support() -> str:
             if verdict is None:
                 cells.append("-")
             elif verdict.equal:
-                cells.append(
-                    f"{verdict.equal} equal" + (f", {verdict.refused.total()} refused" if verdict.refused else "")
-                )
+                cells.append(f"{verdict.equal}" + (f" + {verdict.refused.total()} refused" if verdict.refused else ""))
             else:
-                cells.append(f"**refused**: {', '.join(f'`{code}`' for code in sorted(verdict.refused))}")
+                cells.append(", ".join(f"`{code}`" for code in sorted(verdict.refused)))
         lines.append(f"| **{row}** | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -26,7 +26,7 @@ def test_packages_page_lists_each_once(projects):
 
 def test_configuration_page_shows_limits_and_history():
     text = PAGES["configuration"].text()
-    assert '| <span id="train_batch_size"></span>`train_batch_size` |' in text
+    assert '| <span id="train_batch_size"></span>`train_batch_size`<br>' in text
     assert "*Not built*" in text
 
 

@@ -561,7 +561,7 @@ def shard(model: nn.Module, optimizer: None = None, **options: Unpack[_Options])
 def shard(
     model: nn.Module, optimizer: Optimizer | None = None, **options: Unpack[_Options]
 ) -> ShardedOptimizer | ShardedModel:
-    """Cut a model's training state over the ranks; the loop stays `loss.backward(); optimizer.step()`.
+    """Shard a model's training state over the ranks; the loop stays `loss.backward(); optimizer.step()`.
 
     Args:
         model: The same on every rank; values of rank 0 win. Its parameters keep identity, shape and dtype.
