@@ -37,6 +37,7 @@ from ds_comm import (
 )
 from ds_comm.metadata import metadata_device
 from ds_config.errors import CheckpointError, DsError
+from ds_config.rehearsing import is_rehearsal
 
 __all__ = ["TRANSFER_S", "Coordinator", "Message", "arrived", "as_checkpoint_error", "hops", "moving", "pack", "unpack"]
 
@@ -153,6 +154,8 @@ class Coordinator:
 
     def swap(self, data: bytes, to: int, source: int) -> bytes:
         """Send `data` to rank `to`, and return what rank `source` sends. Every rank is one's `to` and one's `source`."""
+        if is_rehearsal():  # of ranks that are not there, each says what this one says
+            return data
         device = metadata_device(self._group)
         frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
         head = len(data).to_bytes(8, "little") + data[: _FRAME_BYTES - 8]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ds_engine.lr_schedules import LRScheduler
     from ds_engine.plan import Plan, Shapes
     from ds_engine.planner import make_plan
+    from ds_engine.rehearsing import rehearse
     from ds_engine.result import StepResult
     from ds_engine.rollout import Rollout
     from ds_engine.transforms.sparse import SparseSelfAttention
@@ -50,6 +51,7 @@ __all__ = [
     "initialize",
     "load_config",
     "make_plan",
+    "rehearse",
     "resolve_batch",
     "shapes_of",
 ]
@@ -57,6 +59,7 @@ __all__ = [
 _HOMES = {
     "arguments": ("add_config_arguments",),
     "batch": ("BatchSizes", "BatchRequest", "resolve_batch"),
+    "rehearsing": ("rehearse",),
     "builder": ("InitArgs", "build", "initialize", "shapes_of"),
     "config": ("Config", "explain_config", "load_config"),
     "engine": ("Engine",),

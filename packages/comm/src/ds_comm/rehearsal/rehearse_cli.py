@@ -63,12 +63,10 @@ def main(args: argparse.Namespace) -> int:
         )
     results = []
     for point in _points(args):
-        results.append(rehearse(args.script, **point, trace=args.trace))
-        if args.json != Path("-"):
-            print(
-                table(results[-1:]).partition("\n\n")[0] if not results[1:] else table(results[-1:]).split("\n")[1],
-                flush=True,
-            )
+        result = rehearse(args.script, **point, trace=args.trace)
+        results.append(result)
+        place = f"{result.label} world {result.world_size} rank {result.rank}".strip()
+        print(f"{place}: {result.step_s * 1e3:.1f} ms", file=sys.stderr, flush=True)
     if args.json is not None:
         text = json.dumps([asdict(result) for result in results], indent=1)
         if args.json == Path("-"):
@@ -76,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
         else:
             args.json.write_text(text)
     if args.json != Path("-") and results:
-        print("\n" + table(results))
+        print(table(results))
     if args.picture is not None:
         from ds_comm.rehearsal.rehearsal_picture import draw
 
@@ -145,7 +143,7 @@ def _run_rank(
     waiting = [rank]
     while True:
         seen = _run_once(command, waiting[-1], order, changes, folder)
-        if seen["missing"] is not None and seen["missing"] not in waiting:
+        if seen["missing"] is not None and seen["missing"] not in waiting and len(waiting) < _MOST_POINTS:
             waiting.append(seen["missing"])
         elif seen["error"]:
             raise _failed(command[0], waiting[-1], seen["error"])

@@ -1,0 +1,38 @@
+"""A script of the engine is rehearsed in a world that is not there, with values laid over its configuration, and saves nothing."""
+
+from __future__ import annotations
+
+import textwrap
+
+import ds_engine
+
+SCRIPT = """
+    import torch
+    import ds_engine
+
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 0}}
+    engine, *_ = ds_engine.initialize(model=model, config=config)
+    assert torch.distributed.get_world_size() == 64
+    while True:
+        engine.backward(engine(torch.ones(2, 32)).square().mean())
+        engine.step()
+        if engine.global_steps == 5:
+            engine.save_checkpoint("saved")
+"""
+
+
+def test_stages_send_what_their_plans_say(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(textwrap.dedent(SCRIPT))
+    sent = {}
+    for stage in (1, 3):
+        result = ds_engine.rehearse(
+            file, world_size=64, links="free", steps=20, warm_up=1, changes={"zero_optimization.stage": stage}
+        )
+        assert result.steps == 3  # of the five before the save one is not whole and one warms up
+        sent[stage] = result.wire_bytes
+    parameters = 4 * (2 * 32 * 64 + 96)
+    assert 2 * parameters <= sent[1] < 3 * parameters
+    assert sent[3] > sent[1]
+    assert not (tmp_path / "saved").exists()
