@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -183,3 +185,12 @@ def test_what_is_no_integer_of_rows_is_refused():
     codes = round_to_nearest(net, QuantScheme(8, -1), convolutions=True)
     with pytest.raises(UnsupportedError, match="compress-torchao"):
         to_torchao(net, codes)
+
+
+def test_torchao_is_loaded_without_a_word_about_other_devices() -> None:
+    """Its import says which kernels it did not load: nobody who quantises on this machine can act on that."""
+    pytest.importorskip("torchao")
+    program = "import logging; from ds_compress.torchao_weights import _torchao; _torchao(); print(logging.getLogger('torchao').level)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.split() == ["0"]
+    assert done.stderr == ""

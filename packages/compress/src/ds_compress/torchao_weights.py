@@ -6,7 +6,9 @@ torchao's weight = (qdata - zero_point) * scale with signed integers; a code her
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -98,9 +100,26 @@ def _by_row(values: Tensor, rows: int) -> Tensor:
     return values.reshape(1, 1).expand(rows, 1) if values.numel() == 1 else values.reshape(rows, -1)
 
 
+_TALKATIVE = ("torchao", "torchao.kernel.intmm", "torch.utils._pytree")
+
+
+@contextmanager
+def _silent_import() -> Iterator[None]:
+    """Hold back what torchao says while it is imported: kernels for other devices and versions that it looks for and does not load."""
+    before = {name: logging.getLogger(name).level for name in _TALKATIVE}
+    try:
+        for name in before:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
+
+
 def _torchao() -> Any:
     try:
-        return importlib.import_module("torchao.quantization")
+        with _silent_import():
+            return importlib.import_module("torchao.quantization")
     except ImportError as error:
         raise UnsupportedError(
             f"to_torchao needs the package torchao, which is not installed ({error})",
