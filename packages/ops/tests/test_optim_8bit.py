@@ -14,6 +14,7 @@ from ds_config.errors import CheckpointError, ConfigError, UnsupportedError
 from ds_ops.dynamic_codes import dequantize_dynamic, dynamic_map, quantize_dynamic
 from ds_ops.optim import Adam, Adam8bit, AdamW, AdamW8bit, FusedOps
 
+NESTED = "__bnb_optimizer_quant_state__"
 SHAPES = [(64, 72), (5,), (3, 40, 41), (64, 64)]
 
 
@@ -224,24 +225,19 @@ def test_states_of_torchao_are_read() -> None:
 
 
 def as_bitsandbytes(state: dict[str, Any], values: dict[bool, Tensor]) -> dict[str, Any]:
-    """Return a parameter's state as bitsandbytes has it: `state1`, `qmap1`, `absmax1`, and so for the second moment."""
+    """Return a parameter's state as bitsandbytes saves it: `state1`, `qmap1`, `absmax1`, and so for the second moment."""
     if "exp_avg" in state:
-        return {"step": 3, "state1": state["exp_avg"], "state2": state["exp_avg_sq"]}
-    out: dict[str, Any] = {"step": 3}
+        return {"step": 3, NESTED: {"state1": state["exp_avg"], "state2": state["exp_avg_sq"]}}
+    out: dict[str, Any] = {}
     for place, name in ((1, "exp_avg"), (2, "exp_avg_sq")):
         out |= {f"state{place}": state[f"{name}_8bit"], f"absmax{place}": state[f"{name}_absmax"]}
         out[f"qmap{place}"] = values[place == 1]
-    return out
+    return {"step": 3, NESTED: out}
 
 
 def test_states_of_bitsandbytes_are_read() -> None:
-    """Its format is codes, values of codes and magnitudes; with bitsandbytes installed its own values of codes are taken."""
-    try:
-        from bitsandbytes.functional import create_dynamic_map
-
-        values = {signed: create_dynamic_map(signed) for signed in (True, False)}
-    except ImportError:
-        values = {signed: dynamic_map(signed) for signed in (True, False)}
+    """Its format is codes, values of codes and magnitudes."""
+    values = {signed: dynamic_map(signed) for signed in (True, False)}
     source = AdamW8bit(params(), lr=0.1)
     train(source, 3)
     saved = source.state_dict()
@@ -255,3 +251,22 @@ def test_states_of_bitsandbytes_are_read() -> None:
     wide = AdamW([nn.Parameter(p.detach().clone()) for p in source.param_groups[0]["params"]], lr=0.1)
     with pytest.raises(CheckpointError, match="optimizer-state"):
         wide.load_state_dict(saved)
+
+
+@pytest.mark.slow
+def test_what_bitsandbytes_trained_is_read() -> None:
+    """Runs where bitsandbytes is installed; it is no requirement of the tests."""
+    theirs = pytest.importorskip("bitsandbytes.optim").AdamW8bit(params(), lr=0.1)
+    b = [p.clone() for p in train(theirs, 3)]
+    ours = AdamW8bit([nn.Parameter(p.clone()) for p in b], lr=0.1)
+    ours.load_state_dict(theirs.state_dict())
+    for p, q in zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True):
+        state, other = ours.state[p], theirs.state[q]
+        assert state["step"] == 3
+        if ours.coded(p):
+            assert torch.equal(state["exp_avg_8bit"], other["state1"].view(p.shape))
+            assert torch.equal(state["exp_avg_sq_absmax"], other["absmax2"])
+        else:
+            assert torch.equal(state["exp_avg"], other["state1"])
+    for p, q, start in zip(train(ours, 3, first=3), train(theirs, 3, first=3), b, strict=True):
+        assert (p - q).norm() <= 0.05 * (q - start).norm()

@@ -24,6 +24,7 @@ from ds_ops.update_rules import UpdateSpec, UpdateTensors
 __all__ = ["Adam8bit", "AdamW8bit"]
 
 _PIECE = 1 << 16  # elements; what is decoded at a time stays in the cache
+_NESTED = "__bnb_optimizer_quant_state__"  # bitsandbytes puts its tensors there, so that FSDP leaves them alone
 _SIGNED = frozenset({"exp_avg"})
 
 
@@ -132,14 +133,15 @@ class AdamW8bit(AdamW):
         state["step"] = number
 
     def _adopt(self, group: Group, p: Tensor, values: Mapping[str, Any]) -> None:
-        entries = dict(values)
+        entries = {**values, **values.get(_NESTED, {})}
+        entries.pop(_NESTED, None)
         for place, name in enumerate(super().states_of(group, p), start=1):
             signed = name in _SIGNED
-            foreign = _foreign_codes(values, name, place)
+            foreign = _foreign_codes(entries, name, place)
             if foreign is not None and self.coded(p) and foreign.fits(signed):
                 entries |= {f"{name}_8bit": foreign.codes.view(p.shape), f"{name}_absmax": foreign.largest}
                 continue
-            moment = values.get(name, values.get(f"state{place}")) if foreign is None else foreign.decode()
+            moment = entries.get(name, entries.get(f"state{place}")) if foreign is None else foreign.decode()
             if moment is None:
                 continue
             entries[name] = moment.view(p.shape)

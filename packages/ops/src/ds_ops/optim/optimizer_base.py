@@ -403,7 +403,9 @@ class OpsOptimizer(Optimizer):
 
     def _adopt(self, group: Group, p: Tensor, values: Mapping[str, Any]) -> None:
         names = self.states_of(group, p)
-        moments = [k for k, v in values.items() if isinstance(v, Tensor) and v.dim() and v.numel()]
+        moments = [
+            k for k, v in values.items() if (isinstance(v, Tensor) and v.dim() and v.numel()) or isinstance(v, Mapping)
+        ]
         if names and moments and not set(names) & set(values):
             raise CheckpointError(
                 f"the saved state of a parameter of shape {list(p.shape)} has {moments}, and {type(self).__name__} expects {list(names)}.",
