@@ -11,7 +11,7 @@ SCRIPT = """
     import ds_engine
 
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 0}}
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 0, "stage3_param_persistence_threshold": 0}}
     engine, *_ = ds_engine.initialize(model=model, config=config)
     assert torch.distributed.get_world_size() == 64
     while True:
