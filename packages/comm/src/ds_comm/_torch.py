@@ -85,19 +85,20 @@ def named_group(
     world: Any = dist.group.WORLD
     default, store = c10d._world.pg_map[world]
     kind = dist.Backend(backend or default)
-    options: Any = {
-        "timeout": timeout or c10d._get_default_timeout(kind),
-        "device_id": world.bound_device_id if len(ranks) > 1 else None,  # it would split the world's communicator
-        "group_desc": purpose,
-    }
+    options: Any = {"timeout": timeout or c10d._get_default_timeout(kind), "group_desc": purpose}
     extra = group_options(str(kind), options["timeout"])
     if extra is not None:
         options["backend_options"] = extra
     members: Any = list(ranks)
     group_name: Any = name
-    pg, _ = c10d._new_process_group_helper(
-        len(members), members.index(world.rank()), members, kind, store, group_name, **options
-    )
+    # With a bound device torch splits the world's communicator, which waits for every rank of the world: this one is of its own.
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        pg, _ = c10d._new_process_group_helper(
+            len(members), members.index(world.rank()), members, kind, store, group_name, **options
+        )
+    finally:
+        world.bound_device_id = bound
     c10d._world.pg_group_ranks[pg] = {rank: place for place, rank in enumerate(members)}
     group: dist.ProcessGroup = pg
     return group

@@ -38,11 +38,11 @@ def choose_backend(
         requested: The caller's choice.
         device: Type of the accelerator and torch's backend for it: `("cuda", "nccl")`, `("cpu", "gloo")`.
     """
-    if requested:
-        return BackendChoice(requested, "asked for")
-    if env.get(BACKEND_VARIABLE):
-        return BackendChoice(_known(env[BACKEND_VARIABLE]), f"{BACKEND_VARIABLE} is set")
     kind, backend = device
+    if requested:
+        return BackendChoice(_with_host(requested, device), "asked for")
+    if env.get(BACKEND_VARIABLE):
+        return BackendChoice(_with_host(_known(env[BACKEND_VARIABLE]), device), f"{BACKEND_VARIABLE} is set")
     if kind != "cpu":
         return BackendChoice(f"cpu:gloo,{kind}:{backend}", f"the accelerator is {kind}")
     if launch.world_size == 1:
@@ -53,6 +53,12 @@ def choose_backend(
         )
         return BackendChoice(backend, f"{ranks_here} on this host")
     return BackendChoice("shm", f"all {launch.world_size} ranks are on this host", otherwise=backend)
+
+
+def _with_host(name: str, device: tuple[str, str]) -> str:
+    """Return a bare backend of the accelerator ("nccl") with gloo for tensors of the host beside it; others as they are."""
+    kind, backend = device
+    return f"cpu:gloo,{kind}:{name}" if kind != "cpu" and name.lower() == backend else name
 
 
 def _known(text: str) -> str:

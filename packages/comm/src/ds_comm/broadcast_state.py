@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ds_comm.collectives import all_gather_single, broadcast
 from ds_comm.groups import Group
+from ds_comm.metadata import metadata_device
 
 __all__ = ["make_same"]
 
@@ -19,8 +20,8 @@ def make_same(tensors: Sequence[Tensor], group: Group) -> None:
     if group.link is None:
         return
     with torch.no_grad():
-        digests = _digests([t.detach() for t in tensors])
-        all_of = torch.empty(group.size * digests.numel(), dtype=torch.int64)
+        digests = _digests([t.detach() for t in tensors]).to(metadata_device(group))
+        all_of = digests.new_empty(group.size * digests.numel())
         all_gather_single(all_of, digests.flatten(), group, unit="shard")
         table = all_of.view(group.size, -1, 2)
         differs = (table != table[0]).flatten(2).any(2).any(0)

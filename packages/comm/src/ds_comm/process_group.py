@@ -177,10 +177,28 @@ def _tell_torch(variables: Mapping[str, str]) -> None:
 
 
 def _choose_device(launch: LaunchedProcess) -> None:
-    """Select the device of this rank by local rank, unless the launcher shows each rank only one device."""
+    """Select the device of this rank by local rank, or the one device that the launcher shows to it."""
     accelerator = get_accelerator()
-    if accelerator.name != "cpu" and launch.local_rank < accelerator.device_count():
-        accelerator.set_device(launch.local_rank)
+    if accelerator.name != "cpu":
+        accelerator.set_device(device_index(launch.local_rank, accelerator.device_count()))
+
+
+def device_index(local_rank: int, count: int) -> int:
+    """Return which of the `count` devices that this process sees is its own. Pure.
+
+    Slurm (`--gpus-per-task`), Ray and Kubernetes show each rank one device, whose index is 0 whatever the rank's number on its host.
+    Raises:
+        CommError: the host has more ranks than devices, and several of these ("comm-device-index").
+    """
+    if local_rank < count or count < 1:
+        return local_rank
+    if count == 1:
+        return 0
+    raise CommError(
+        f"local rank {local_rank} of this host sees {count} devices",
+        code="comm-device-index",
+        fix=f"Start at most {count} ranks a host, or show each rank one device of its own.",
+    )
 
 
 def _own_device() -> torch.device | None:

@@ -22,6 +22,7 @@ from ds_accel import get_accelerator
 from ds_ckpt.config import make_engine, make_near
 from ds_comm import Mesh, init_distributed, world_group
 from ds_comm.logger import CommsLogger
+from ds_comm.process_group import device_index
 from ds_config.config_file import Source
 from ds_config.errors import PlanError
 from ds_data.sample_order import RankSlice
@@ -136,7 +137,8 @@ def assemble(plan: Plan, model: nn.Module, parts: InitArgs) -> Components:
             logging.getLogger(name).setLevel(plan.telling.level.upper())
     mesh = Mesh.build(plan.mesh)
     accelerator = get_accelerator()
-    index = int(os.environ.get("LOCAL_RANK", "0"))  # init_distributed has set it, whatever the launcher
+    # init_distributed has set the variable, whatever the launcher.
+    index = device_index(int(os.environ.get("LOCAL_RANK", "0")), accelerator.device_count())
     accelerator.set_device(index)
     device = accelerator.device(index)
     watch = watch_of(plan, model, TrialSetup(mesh, accelerator, shapes_of(model))) if is_trial(plan) else None

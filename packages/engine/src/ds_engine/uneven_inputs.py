@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from ds_comm import Group, all_reduce
+from ds_comm.metadata import metadata_device
 from ds_config.errors import PlanError
 from ds_engine.loss_total import SumLoss
 
@@ -105,7 +106,8 @@ def _check(counts: list[int], policy: Policy) -> None:
 
 def _counts(count: int, ever: bool, group: Group) -> list[int]:
     """Exchange how many microbatches each rank has now; -1 for a rank that never had any."""
-    counts = torch.zeros(group.size, dtype=torch.int64)
+    counts = torch.zeros(group.size, dtype=torch.int64, device=metadata_device(group))
     counts[group.rank] = count if ever else -1
     all_reduce(counts, group=group, unit="data")
-    return [int(n) for n in counts]
+    numbers: list[int] = counts.tolist()
+    return numbers

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import ds_comm
+from ds_comm.metadata import metadata_device
 from ds_config.errors import PlanError
 from ds_pipe.actions import Action, ActionKind, Program
 from ds_pipe.costs import Costs
@@ -153,7 +154,7 @@ class Pipeline:
             numbers = check_weights([weights(self.batch_fn(microbatch)[1]) for microbatch in data], count)
         else:
             numbers = check_weights(weights, count)
-        total = numbers.sum().reshape(1)
+        total = numbers.sum().reshape(1).to(metadata_device(self.model.places.gradient))
         ds_comm.all_reduce(total, group=self.model.places.gradient, unit="pipe.weights")
         if not float(total):
             raise PlanError(
@@ -217,6 +218,7 @@ class Pipeline:
         )
         each = [weighted(self.losses[m], share) for m, share in enumerate(shares or ())]
         total = (torch.stack(each) if each else self.losses).sum().reshape(1)
+        total = total.to(metadata_device(self.model.places.pipe))
         if self.model.last:
             ds_comm.all_reduce(total, group=self.model.places.gradient, unit="pipe.loss")
         return self.executor.share(total)[0] / (count * self.model.places.gradient.size)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_comm
+from ds_comm.metadata import metadata_device
 from ds_pipe._torch import tree_leaves, tree_map
 from ds_pipe.layer_specs import LayerSpec, TiedLayerSpec
 
@@ -35,6 +36,7 @@ def profile_layers(layers: Sequence[Any], sample: Any, repeats: int = 5) -> list
         for index, layer in enumerate(layers):
             seconds[index], sample = _measure(_use(layer), sample, repeats)
         torch.set_rng_state(state)
+    seconds = seconds.to(metadata_device(ds_comm.world_group()))
     ds_comm.broadcast(seconds, group=ds_comm.world_group(), group_src=0, unit="profile")
     return [float(s) for s in seconds]
 

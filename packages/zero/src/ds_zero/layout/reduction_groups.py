@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import ds_comm as comm
 from ds_comm import Group, new_local_group, self_group
 from ds_comm.groups import node_groups
+from ds_comm.metadata import metadata_device
 from ds_comm.part_gradients import refuse_dtensors
 from ds_comm.reduction_group import Logical, ReductionGroup, param_sharding
 from ds_config.errors import PlanError
@@ -147,8 +148,8 @@ def check_same(
         text = repr([_content(spec, logical) for spec in ours]).encode()
         # 63 bits, the same in every process (Python's own hash is not).
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
-        local_digest = torch.tensor([digest], dtype=torch.int64)
-        all_of = torch.empty(family.group.size, dtype=torch.int64)
+        local_digest = torch.tensor([digest], dtype=torch.int64, device=metadata_device(family.group))
+        all_of = local_digest.new_empty(family.group.size)
         comm.all_gather_single(all_of, local_digest, family.group, unit="shard")
         if len(set(all_of.tolist())) > 1:
             of = "" if name == DENSE else f"of family {name!r} "
@@ -169,7 +170,7 @@ def _check_present(families: Mapping[str, ReductionGroup]) -> None:
         PlanError: a rank lacks a reduction group ("zero-reduction-group").
     """
     group = families[DENSE].group
-    count = torch.tensor([len(families)], dtype=torch.int64)
+    count = torch.tensor([len(families)], dtype=torch.int64, device=metadata_device(group))
     if group.size > 1:
         comm.all_reduce(count, group=group, unit="shard")
     if group.size == 1 or count.item() == group.size:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 import ds_comm as comm
 from ds_comm import Group
+from ds_comm.metadata import metadata_device
 from ds_comm.reduction_group import Logical
 from ds_config.errors import PlanError, ShardedAccessError
 from ds_ops.stream import total_squares
@@ -151,7 +152,8 @@ class GradientMeasurements:
             self._local(squares, peaks)
         group = self.agreement.group
         if group.size > 1:
-            if device.type == "cpu":
+            counts = counts.to(metadata_device(group))
+            if device == counts.device:
                 message = torch.cat([counts, squares])
                 comm.all_reduce(message, group=group, unit="gradients")
                 counts, squares = message[: counted + 2], message[counted + 2 :]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import ds_comm as comm
+from ds_comm.metadata import metadata_device
 from ds_comm.reduction_group import ReductionGroup
 from ds_config.errors import PlanError
 from ds_ops.stream import total_squares
@@ -91,7 +92,7 @@ def agree(sharding: ShardedModel, *, wants_norm: bool, extra: Sequence[float] = 
     square = square_of(units, sharding.families[DENSE].divisor) if wants_norm else 0.0
     beyond, failures = wants_norm and sharding.everyone.ranks != sharding.group.ranks, float(failed)
     if beyond:
-        total = torch.tensor([square, failures], dtype=torch.float64)
+        total = torch.tensor([square, failures], dtype=torch.float64, device=metadata_device(sharding.everyone))
         comm.all_reduce(total, group=sharding.everyone, unit="norm")
         square, failures = total.tolist()
     absent = {n: reducing.unused[n] for n in reducing.trained}
@@ -146,6 +147,7 @@ def _count(
         base += len(unit.params)
     counts[base:] = torch.tensor(extra, dtype=torch.float64)
     if family.group.size > 1 and len(counts):
+        counts = counts.to(metadata_device(family.group))
         comm.all_reduce(counts, group=family.group, unit="step")
     parts = counts.split([*sizes, len(extra)])
     return [part.tolist() for part in parts[:-1]], tuple(parts[-1].tolist())

@@ -1,0 +1,134 @@
+"""A world whose groups take tensors of a device alone, on the CPU: what NCCL refuses is refused here.
+
+Inside `device_only()` the device is `DEVICE`. What is made there, moved there, or computed from something there is the device's; what a
+program makes without saying where, reads from numpy, or moves to the CPU is the host's. A collective of host tensors raises, and so does a
+group that only some ranks of the world make out of the world's communicator, as NCCL splits it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ds_comm.call import CollectiveCall
+from ds_config.errors import CommError
+
+__all__ = ["DEVICE", "device_only", "device_world"]
+
+DEVICE = torch.device("cpu", 0)
+"""The device; the host is torch.device("cpu"). torch computes on both alike."""
+
+_HOST = torch.device("cpu")
+_MAKERS = {
+    "tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "rand", "randn", "randint", "randperm", "eye", "linspace",
+    "from_numpy", "frombuffer", "empty_strided", "scalar_tensor",
+}  # fmt: skip
+
+device_world = pytest.mark.device_world
+"""Marks tests that run on a device: in the fake one here, on a card in `nox -s gpu`."""
+
+
+class _Places(TorchFunctionMode):
+    """Knows which tensors are the host's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._host: dict[int, Tensor] = {}  # the storages, held so that no number is used again
+
+    def is_host(self, tensor: Tensor) -> bool:
+        with torch._C.DisableTorchFunction():
+            return tensor.untyped_storage()._cdata in self._host
+
+    def _mark(self, tensor: Tensor, host: bool) -> None:
+        with torch._C.DisableTorchFunction():
+            number = tensor.untyped_storage()._cdata
+            if host:
+                self._host[number] = tensor.detach()
+            else:
+                self._host.pop(number, None)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if func == Tensor.device.__get__:  # type: ignore[attr-defined]
+            return _HOST if self.is_host(args[0]) else DEVICE
+        if name == "_parse_to":
+            return func(*args, **kwargs)
+        # torch itself is not told: some operators give a CPU with an index to what they return.
+        on_cpu = tree_map(
+            lambda leaf: _HOST if isinstance(leaf, torch.device) and leaf == DEVICE else leaf, (args, kwargs)
+        )
+        out = func(*on_cpu[0], **on_cpu[1])
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        wanted = kwargs.get("device")
+        if name in ("to", "cpu"):
+            asked = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, (torch.device, str))]
+            wanted = _HOST if name == "cpu" else _device(asked[0]) if asked else None
+            if wanted is not None and (wanted.index is None) != self.is_host(read[0]):
+                out = out.clone() if not isinstance(out, torch.nn.Parameter) else out
+                self._mark(out, wanted.index is None)
+                return out
+        if wanted is not None and name not in ("to", "cpu"):
+            for tensor in made:
+                self._mark(tensor, _device(wanted).index is None)
+        elif (name in _MAKERS and not read) or (read and all(self.is_host(tensor) for tensor in read)):
+            for tensor in made:
+                self._mark(tensor, True)
+        return out
+
+
+def _device(value: torch.device | str) -> torch.device:
+    return value if isinstance(value, torch.device) else torch.device(value)  # a device of a device has no index
+
+
+def _on_device(group: Any) -> torch.device:
+    return DEVICE if group.size > 1 else _HOST
+
+
+@contextmanager
+def device_only() -> Iterator[None]:
+    """Let groups take tensors of `DEVICE` alone, while inside."""
+    places, start, run_backward = _Places(), CollectiveCall.start, torch.autograd._engine_run_backward
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        with places:  # torch calls a backward without modes, and hooks ask where tensors are
+            return run_backward(*args, **kwargs)
+
+    def checked(call: CollectiveCall, tensor: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        if tensor is not None and call.group.link is not None and places.is_host(tensor):
+            raise CommError(
+                f"{call}: a tensor of the host, {tuple(tensor.shape)}, in a group of devices",
+                code="comm-device",
+                fix="Make it on metadata_device(group).",
+            )
+        return start(call, tensor, *args, **kwargs)
+
+    wrapper = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+
+    def make_wrapper(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device") == DEVICE:
+            kwargs["device"] = _HOST
+        return wrapper(*args, **kwargs)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper)))
+        stack.enter_context(mock.patch.object(CollectiveCall, "start", checked))
+        stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", backward))
+        for module in list(sys.modules.values()):
+            if getattr(module, "__name__", "").startswith("ds_") and "metadata_device" in vars(module):
+                stack.enter_context(mock.patch.object(module, "metadata_device", _on_device))
+        for module in list(sys.modules.values()):  # a way of gloo alone: from the host's memory
+            if getattr(module, "__name__", "").startswith("ds_zero") and "sends_from_anywhere" in vars(module):
+                stack.enter_context(mock.patch.object(module, "sends_from_anywhere", return_value=False))
+        stack.enter_context(places)
+        yield
