@@ -14,19 +14,38 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_engine
+from ds_ckpt.convert.deepspeed_layout import write_universal
+from ds_ckpt.convert.tensor_source import open_checkpoint
 from ds_config.errors import CheckpointError
+from ds_moe import MoE
 from ds_testing import world
 
-WIDTH, ROWS = 6, 8
+WIDTH, ROWS, EXPERTS = 6, 8, 4
+
+
+def routed(ep_size: int) -> MoE:
+    """Build experts of which the last two get no token, whatever the input: of two opposite scores one is above theirs, which is zero."""
+    layer = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), EXPERTS, ep_size, k=1, drop_tokens=False, use_rts=False)
+    first = dist.get_rank() % ep_size * (EXPERTS // ep_size) if ep_size > 1 else 0
+    with torch.no_grad():
+        for name, param in layer.named_parameters():
+            if "experts" in name:
+                number = first + int(name.split("deepspeed_experts.")[1].split(".")[0])
+                param.copy_(torch.randn(param.shape, generator=torch.Generator().manual_seed(number)) * 0.4)
+            else:
+                row = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(9)) * 4.0
+                param.copy_(torch.cat([row, -row, torch.zeros(EXPERTS - 2, WIDTH)]))
+    return layer
 
 
 class Branches(nn.Module):
     """Layers of which some are not used; which ones, `use` says."""
 
-    def __init__(self, kind: str, late: bool) -> None:
+    def __init__(self, kind: str, late: bool, parted: bool = False) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.kind, self.late = kind, late
@@ -42,6 +61,8 @@ class Branches(nn.Module):
         if kind == ("added" if late else "removed"):
             torch.manual_seed(4)
             self.more = nn.Linear(WIDTH, WIDTH)
+        if kind in ("routed", "placed"):
+            self.moe = routed(2 if kind == "placed" and parted else 1)
         if kind == "thawed":
             self.body.requires_grad_(late)
         if kind == "between":
@@ -52,6 +73,8 @@ class Branches(nn.Module):
         x = torch.tanh(self.body(x))
         for expert in self.experts[:used]:
             x = x + torch.tanh(expert(x))
+        if hasattr(self, "moe"):
+            x = x + self.moe(x)[0]
         return self.head(self.more(x) if hasattr(self, "more") else x).square().mean()
 
 
@@ -61,7 +84,7 @@ def batch(step: int) -> Tensor:
 
 def used_in(kind: str, step: int, layout: str) -> int:
     """Idle experts are used later on; DeepSpeed's layout has a step count for all parameters, so there they stay idle."""
-    return 3 if kind != "idle" else 2 if step < 4 or layout == "deepspeed" else 3
+    return 3 if kind != "idle" else 2 if step < 4 or layout != "ours" else 3
 
 
 OPTIMIZERS = {
@@ -98,14 +121,14 @@ def reference(kind: str, optimizer: str, layout: str) -> dict[str, Tensor]:
 
 
 def start(kind: str, late: bool, stage: int, optimizer: str, layout: str) -> Any:
-    model = Branches(kind, late)
+    model = Branches(kind, late, parted=True)
     config: dict[str, Any] = {
         "train_batch_size": ROWS,
         "gradient_clipping": 0,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
-    if layout != "ours":
-        config["checkpoint"] = {"layout": layout}
+    if layout == "deepspeed" or (layout == "universal" and late):
+        config["checkpoint"] = {"layout": "deepspeed"}
     if optimizer == "own":
         config["optimizer"] = dict(zip(("type", "params"), OPTIMIZERS[optimizer], strict=True))
         return ds_engine.initialize(model=model, config=config)[0]
@@ -130,15 +153,37 @@ def same(engine: Any, wanted: dict[str, Tensor]) -> None:
             )
 
 
+def same_experts(model: nn.Module, wanted: dict[str, Tensor]) -> None:
+    """Compare every parameter of a rank with that of its name in the whole model: a rank counts its own experts from 0."""
+    for name, param in model.named_parameters():
+        head, deep, tail = name.partition("deepspeed_experts.")
+        if deep:
+            number, _, rest = tail.partition(".")
+            name = f"{head}{deep}{int(number) + dist.get_rank() * (EXPERTS // 2)}.{rest}"
+        torch.testing.assert_close(
+            param.data, wanted[name], rtol=2e-5, atol=2e-6, msg=lambda said, n=name: f"{n}: {said}"
+        )
+
+
 KINDS = ("unused", "thawed", "between", "idle", "tied", "added", "removed")
 GRID = [
     (*cell, stages)
-    for cell in itertools.product(KINDS, ("own", "client", "momentum", "factored"), ("ours", "deepspeed"))
+    for cell in itertools.product(
+        (*KINDS, "routed", "placed"), ("own", "client", "momentum", "factored"), ("ours", "deepspeed", "universal")
+    )
     for stages in ((0, 3), (1, 1), (2, 0), (3, 2), (3, 3))
-    # DeepSpeed's files have the state of Adam's kinds alone, at stages 1 to 3.
-    if cell[2] == "ours" or (cell[1] in ("own", "client") and 0 not in stages)
+    # DeepSpeed's files have the state of Adam's kinds alone, its own layout at stages 1 to 3.
+    if cell[2] == "ours"
+    or (cell[1] in ("own", "client") and (0 not in stages or (cell[2] == "universal" and stages[1] > 0)))
 ]
-DRAWN = [*random.Random(56).sample(GRID, 5), ("idle", "own", "ours", (3, 1)), ("unused", "factored", "ours", (2, 3))]
+DRAWN = [
+    *random.Random(56).sample([cell for cell in GRID if cell[0] in KINDS and cell[2] != "universal"], 5),
+    ("idle", "own", "ours", (3, 1)),
+    ("unused", "factored", "ours", (2, 3)),
+    ("routed", "own", "deepspeed", (3, 2)),
+    ("placed", "client", "ours", (1, 1)),
+    ("thawed", "own", "universal", (0, 3)),
+]
 MARKED = [*DRAWN, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in GRID if cell not in DRAWN)]
 
 
@@ -151,15 +196,23 @@ def test_a_run_goes_on_as_torch_does(
     train(engine, kind, range(4), layout)
     engine.save_checkpoint(tmp_path, tag="four")
     engine.close()
+    if layout == "universal":
+        if dist.get_rank() == 0:
+            write_universal(open_checkpoint(tmp_path / "four"), tmp_path / "u", "four", allow_pickle=True)
+        dist.barrier()
     engine = start(kind, True, stages[1], optimizer, layout)
     train(engine, kind, range(20, 22), layout)  # what it had before is forgotten
     if kind == "added":
         with torch.no_grad():  # a new layer stays as it is, so its training above would count
             fresh = Branches(kind, late=True).state_dict()
         engine.load_full_state_dict(fresh)
-    engine.load_checkpoint(tmp_path, tag="four")
+    engine.load_checkpoint(tmp_path / "u" if layout == "universal" else tmp_path, tag="four")
     assert engine.global_steps == 4
     train(engine, kind, range(4, 8), layout)
+    if kind == "placed":
+        engine.close()
+        same_experts(engine.module, reference(kind, optimizer, layout))
+        return
     same(engine, reference(kind, optimizer, layout))
     engine.close()
 

@@ -3,6 +3,9 @@
 autograd numbers its backwards. One that runs inside another (a checkpointed segment) has its own number and belongs to the
 outermost one. A backward that raised has no end; the next event notices.
 
+A graph may outlive its model (a loss that is kept, a layer that keeps its last balancing loss), and Python's collector does not look into
+graphs. So what they hold of a model, they hold weakly.
+
 A call of a module ends when its backward has computed the gradients of all its inputs. Its tensors are found in tuples, lists,
 mappings and records; a module that hides its results anywhere else is noticed by having none.
 """
@@ -18,6 +21,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ds_config.errors import ShardedAccessError
 from ds_zero._torch import can_watch_saved, graph_task_id, queue_callback, unpack_hook
 
 __all__ = ["Backward", "ForwardCall", "Watcher", "alias_saved", "tensors_in"]
@@ -39,10 +43,10 @@ class Watcher(Protocol):
 class ForwardCall:
     """One call in forward: which units it used, and how many of its inputs still await a gradient."""
 
-    __slots__ = ("__weakref__", "_watch", "inputs", "numbers", "pending", "watcher")
+    __slots__ = ("__weakref__", "_watch", "_watcher", "inputs", "numbers", "pending")
 
     def __init__(self, watcher: Watcher, numbers: tuple[int, ...]) -> None:
-        self.watcher, self.numbers, self.inputs, self.pending = watcher, numbers, 0, 0
+        self._watcher, self.numbers, self.inputs, self.pending = weakref.ref(watcher), numbers, 0, 0
         self._watch: saved_tensors_hooks | None = None
 
     def begin(self, inputs: Any) -> ForwardCall:
@@ -60,7 +64,7 @@ class ForwardCall:
             return self
         numbers = self.numbers if around is None else tuple(dict.fromkeys(around.numbers + self.numbers))
         pack = _pack if around is None else around.pack
-        self._watch = saved_tensors_hooks(pack, _Unpack(self.watcher, numbers, pack))
+        self._watch = saved_tensors_hooks(pack, _Unpack(self._watcher, numbers, pack))
         self._watch.__enter__()
         return self
 
@@ -72,8 +76,9 @@ class ForwardCall:
             has_tensors = True
             if tensor.grad_fn is not None:
                 tensor.register_hook(self.entered)
-        if not has_tensors:
-            self.watcher.unseen(self.numbers, output)
+        watcher = self._watcher()
+        if not has_tensors and watcher is not None:
+            watcher.unseen(self.numbers, output)
 
     def unwatch(self) -> None:
         """End the watch of what autograd saves, also where the call raised and has no output."""
@@ -90,28 +95,42 @@ class ForwardCall:
     def entered(self, grad: Tensor) -> None:
         """Hook of every output."""
         del grad
-        self.watcher.entered(self)
+        watcher = self._watcher()
+        if watcher is not None:
+            watcher.entered(self)
 
     def left(self, grad: Tensor) -> None:
         """Hook of every input."""
         del grad
         self.pending -= 1
-        if self.pending <= 0:
-            self.watcher.left(self)
+        watcher = self._watcher()
+        if self.pending <= 0 and watcher is not None:
+            watcher.left(self)
 
 
 class _Unpack:
     """Tells the watcher of calls of modules that own units `numbers` that something saved in them is needed."""
 
-    __slots__ = ("numbers", "pack", "watcher")
+    __slots__ = ("_watcher", "numbers", "pack")
 
     def __init__(
-        self, watcher: Watcher, numbers: tuple[int, ...], pack: Callable[[Tensor], tuple[Tensor, int]]
+        self,
+        watcher: weakref.ref[Watcher],
+        numbers: tuple[int, ...],
+        pack: Callable[[Tensor], tuple[Tensor, int]],
     ) -> None:
-        self.watcher, self.numbers, self.pack = watcher, numbers, pack
+        self._watcher, self.numbers, self.pack = watcher, numbers, pack
 
     def __call__(self, packed: tuple[Tensor, int]) -> Tensor:
-        self.watcher.unpacked(self.numbers)
+        watcher = self._watcher()
+        if watcher is not None:
+            watcher.unpacked(self.numbers)
+        elif packed[0].numel() and not packed[0].untyped_storage().nbytes():
+            raise ShardedAccessError(
+                f"a backward needs {tuple(packed[0].shape)} of a sharded model that is gone, whose weights nobody can gather any more",
+                code="sharded-access",
+                fix="Keep the model, or what shard returned, as long as graphs are made of it.",
+            )
         tensor, version = packed
         if tensor._version != version:  # autograd looks at versions only where nobody looks at what it saves
             raise RuntimeError(
@@ -142,7 +161,7 @@ def alias_saved(watcher: Watcher) -> Iterator[None]:
         yield
         return
     numbers = () if around is None else around.numbers
-    with saved_tensors_hooks(_pack_alias, _Unpack(watcher, numbers, _pack_alias)):
+    with saved_tensors_hooks(_pack_alias, _Unpack(weakref.ref(watcher), numbers, _pack_alias)):
         yield
 
 
