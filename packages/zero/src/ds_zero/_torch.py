@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
@@ -20,6 +22,7 @@ __all__ = [
     "plain_step",
     "queue_callback",
     "storage_uses",
+    "uncaptured",
     "unpack_hook",
     "without_torch_function",
 ]
@@ -58,6 +61,24 @@ def outside_transforms() -> AbstractContextManager[Any]:
     )  # imports the compiler, where there is a transform only
 
     return temporarily_clear_interpreter_stack()
+
+
+def uncaptured(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` as torch.compile calls it between graphs, with all that it calls: collectives of a backend are no part of a graph.
+
+    It does what `torch._dynamo.disable` does, without importing the compiler.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        capturing = set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_eval_frame(capturing)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
 
 
 def queue_callback(callback: Callable[[], None]) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
-from ds_zero._torch import graph_task_id, outside_transforms
+from ds_zero._torch import graph_task_id, outside_transforms, uncaptured
 from ds_zero.runtime.autograd import Backward, ForwardCall
 from ds_zero.runtime.gather_agreement import GatherAgreement
 from ds_zero.runtime.gather_order import Arrivals, GatherOrder
@@ -102,7 +102,7 @@ class Gathering(AccessHandler):
             module = modules[name]
             below = [n for n in self.released if f"{self.units[n].spec.module}.".startswith(name and f"{name}.")]
             self._forwards.setdefault(name, self._order(below))
-            pre, post = map(self.hooked, self._forward_hooks(module, name, tuple(numbers)))
+            pre, post = (self.hooked(uncaptured(hook)) for hook in self._forward_hooks(module, name, tuple(numbers)))
             self._handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(post, always_call=True))
         self._agreement = GatherAgreement(self.units, self.released, list(of_module))
