@@ -108,9 +108,9 @@ def spoken(tree: ast.AST) -> Iterator[tuple[int, str]]:
             if text := ast.get_docstring(node):
                 yield getattr(node, "lineno", 1), text
         elif isinstance(node, ast.Raise) and node.exc is not None:
-            yield from ((part.lineno, part.value) for part in _texts(node.exc))
+            yield from ((part.lineno, str(part.value)) for part in _texts(node.exc))
         elif isinstance(node, ast.keyword) and node.arg in ("help", "fix", "description"):
-            yield from ((part.lineno, part.value) for part in _texts(node.value))
+            yield from ((part.lineno, str(part.value)) for part in _texts(node.value))
 
 
 def _texts(node: ast.AST) -> Iterator[ast.Constant]:

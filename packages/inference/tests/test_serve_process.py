@@ -24,7 +24,9 @@ assert _where.loader is not None
 serving_tests: Any = importlib.util.module_from_spec(_where)
 _where.loader.exec_module(serving_tests)
 folder = serving_tests.folder
-pytestmark = pytest.mark.timeout(500)  # processes that start: a loaded machine takes minutes; each wait below has its own limit
+pytestmark = pytest.mark.timeout(
+    500
+)  # processes that start: a loaded machine takes minutes; each wait below has its own limit
 
 
 class Process:

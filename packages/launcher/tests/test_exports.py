@@ -62,7 +62,16 @@ def test_a_secret_is_known_by_its_name(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["MLFLOW_TRACKING_URI", "NCCL_DEBUG", "MONKEY", "KEYBOARD", "PYTHONPATH", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM"]
+    "name",
+    [
+        "MLFLOW_TRACKING_URI",
+        "NCCL_DEBUG",
+        "MONKEY",
+        "KEYBOARD",
+        "PYTHONPATH",
+        "OMP_NUM_THREADS",
+        "TOKENIZERS_PARALLELISM",
+    ],
 )
 def test_other_names_are_none(name: str) -> None:
     assert not is_secret(name)

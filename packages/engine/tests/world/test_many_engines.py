@@ -92,7 +92,9 @@ def on_disk(folder: Path) -> Any:
 
 
 def saved_behind(folder: Path) -> Any:
-    engine = start(nn.Sequential(Line(), Line()), zero_optimization={"stage": 2}, checkpoint={"saving": {"asynchronous": True}})
+    engine = start(
+        nn.Sequential(Line(), Line()), zero_optimization={"stage": 2}, checkpoint={"saving": {"asynchronous": True}}
+    )
     engine.save_checkpoint(folder, tag="one")
     return engine
 

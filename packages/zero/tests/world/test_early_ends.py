@@ -151,7 +151,8 @@ def test_the_phase_is_over_after_it(end, overlap, monkeypatch):
     assert unpack_hook() is None
     for number in range(1, 4):
         assert step(model, optimizer, number) == step(twin, other, number)
-        assert gathering.phase() is None and unpack_hook() is None
+        assert gathering.phase() is None
+        assert unpack_hook() is None
         assert not any(gathering.running)
     optimizer.close()
     other.close()
@@ -189,6 +190,7 @@ def test_a_folder_that_fails_on_one_rank_ends_all_with_the_reason(backend, stage
             model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, policy=WHOLE_UNITS,
             offload_optimizer=OffloadPolicy("file", str(folder)),
         )  # fmt: skip
-    assert caught.value.code == "offload-folder" and "rank1" in str(caught.value)
+    assert caught.value.code == "offload-folder"
+    assert "rank1" in str(caught.value)
     ds_comm.barrier()  # in step with the others
     ds_comm.destroy_process_group()

@@ -172,7 +172,9 @@ def train(net, optimizer, kind, micros=2, first=0, steps=STEPS, clip=None):
         for micro in range(micros):
             (loss(net, batch(step, micro, data_rank(kind))) / micros).backward()
         if clip is not None:
-            if kind == "tensors of groups":  # norms are over more ranks than the group, whose backwards need not end together
+            if (
+                kind == "tensors of groups"
+            ):  # norms are over more ranks than the group, whose backwards need not end together
                 optimizer.measure_gradients()
             norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), clip)))
         optimizer.step()

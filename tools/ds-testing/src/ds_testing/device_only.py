@@ -59,7 +59,7 @@ class _Places(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if func == Tensor.device.__get__:  # type: ignore[attr-defined]
+        if func == Tensor.device.__get__:
             return _HOST if self.is_host(args[0]) else DEVICE
         if name == "_parse_to":
             return func(*args, **kwargs)
@@ -113,7 +113,7 @@ def device_only() -> Iterator[None]:
             )
         return start(call, tensor, *args, **kwargs)
 
-    wrapper = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    wrapper = Tensor._make_wrapper_subclass
 
     def make_wrapper(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("device") == DEVICE:
