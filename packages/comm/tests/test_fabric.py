@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ds_comm.rehearsal.fabric import Fabric, Link, Span, as_json, fabric_from, interpolate, preset_names
+from ds_comm.rehearsal.fabric import Fabric, GroupSpan, Link, as_json, fabric_from, interpolate, preset_names
 from ds_config.errors import ConfigError
 
 FABRIC = Fabric("test", 8, Link(100.0, 2.0), Link(80.0, 5.0))
@@ -63,7 +63,7 @@ def test_more_bytes_more_ranks_and_more_nodes_never_take_less():
 
 
 def test_ranks_of_the_world_are_placed_node_by_node():
-    assert FABRIC.span([0, 1, 8, 9, 17]) == Span(5, 3, 2)
+    assert FABRIC.span([0, 1, 8, 9, 17]) == GroupSpan(5, 3, 2)
 
 
 @pytest.mark.parametrize(("nbytes", "seconds"), [(0, 1.0), (100, 1.0), (150, 1.5), (200, 2.0), (400, 8.0), (500, 11.0)])

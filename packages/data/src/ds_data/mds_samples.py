@@ -45,7 +45,7 @@ _DECODERS: Mapping[str, Callable[[bytes], Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Shard:
+class _MdsShard:
     """One shard of an index: its file, or the file of its compressed bytes, and its columns."""
 
     samples: int
@@ -217,7 +217,7 @@ class MdsSequences(Sequence[dict[str, NDArray[Any]]]):
         return tokens.astype(np.int64)
 
 
-def _shard(entry: Mapping[str, Any], folder: str) -> _Shard:
+def _shard(entry: Mapping[str, Any], folder: str) -> _MdsShard:
     if entry.get("format") != "mds" or entry.get("version") != 2:
         raise ConfigError(
             f"{folder} has a shard of format {entry.get('format')!r}, version {entry.get('version')}",
@@ -240,7 +240,7 @@ def _shard(entry: Mapping[str, Any], folder: str) -> _Shard:
             f"{folder} names files outside of it: {basenames}", code="data-mds", fix="Do not read this data set."
         )
     sizes = tuple(entry["column_sizes"])
-    return _Shard(
+    return _MdsShard(
         int(entry["samples"]), basenames[0], basenames[1] if packed else None, method, names, encodings, sizes
     )
 
@@ -269,7 +269,7 @@ def _array(data: bytes, dtype: str, shape: tuple[int, ...] | None) -> NDArray[An
     return np.frombuffer(data, np.dtype(dtype).newbyteorder("<"), offset=at).reshape(shape)
 
 
-def _decode(shard: _Shard, data: bytes, folder: str) -> dict[str, Any]:
+def _decode(shard: _MdsShard, data: bytes, folder: str) -> dict[str, Any]:
     try:
         unsized = sum(size is None for size in shard.sizes)
         varying = iter(np.frombuffer(data, "<u4", unsized).tolist())
@@ -289,7 +289,7 @@ def _decode(shard: _Shard, data: bytes, folder: str) -> dict[str, Any]:
         ) from error
 
 
-def _starts(data: NDArray[np.uint8], shard: _Shard) -> NDArray[np.int64]:
+def _starts(data: NDArray[np.uint8], shard: _MdsShard) -> NDArray[np.int64]:
     head = 4 * (shard.samples + 2)
     numbers = data[: min(head, len(data) // 4 * 4)].view("<u4").astype(np.int64)
     good = len(numbers) == shard.samples + 2 and numbers[0] == shard.samples

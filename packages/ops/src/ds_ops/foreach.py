@@ -93,8 +93,8 @@ def _store(targets: Sequence[Tensor], new: Sequence[Tensor]) -> None:
         _torch.foreach_copy_([t.detach() for t in targets], list(new))
 
 
-def _dithered(spec: UpdateSpec, new: Tensors, kept: Sequence[Tensor]) -> Tensors:
-    return [reference.dithered(x, old.dtype, spec.dither) for x, old in zip(new, kept, strict=True)]
+def _dithered(spec: UpdateSpec, new: Tensors, old_moments: Sequence[Tensor]) -> Tensors:
+    return [reference.dithered(x, old.dtype, spec.dither) for x, old in zip(new, old_moments, strict=True)]
 
 
 def _leave(spec: UpdateSpec, tensors: UpdateTensors) -> None:

@@ -58,9 +58,9 @@ class StageGraph(nn.Module):
         return values
 
 
-def _refuse_inputs(found: str, names: Sequence[str]) -> PlanError:
+def _refuse_inputs(inputs: str, names: Sequence[str]) -> PlanError:
     return PlanError(
-        f"the model was traced with the inputs {', '.join(names)}; a microbatch has {found}",
+        f"the model was traced with the inputs {', '.join(names)}; a microbatch has {inputs}",
         code="pipe-batch",
         fix="Trace with a sample that has the inputs of a microbatch, in the same order or as a dict.",
     )
@@ -279,7 +279,7 @@ def _is_derived(node: fx.Node) -> bool:
     return symbolic or (arithmetic and bool(node.all_input_nodes) and all(map(_is_derived, node.all_input_nodes)))
 
 
-def _stage_graph(own: Sequence[fx.Node], source: Sequence[fx.Node], passed: Sequence[fx.Node] | None) -> fx.Graph:
+def _stage_graph(nodes: Sequence[fx.Node], source: Sequence[fx.Node], passed: Sequence[fx.Node] | None) -> fx.Graph:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in source:
@@ -293,7 +293,7 @@ def _stage_graph(own: Sequence[fx.Node], source: Sequence[fx.Node], passed: Sequ
             copies[node] = graph.node_copy(node, lambda n: copies[n])
         return copies[node]
 
-    for node in own:
+    for node in nodes:
         if node.op == "output":
             graph.output(fx.map_arg(node.args[0], copied))
         elif node.op not in ("placeholder", "get_attr"):

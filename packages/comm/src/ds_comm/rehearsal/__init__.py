@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from ds_comm.rehearsal.fabric import Fabric, Link, fabric_from, preset_names
 from ds_comm.rehearsal.staging import RehearsalOptions, is_rehearsal, rehearsal_traffic, start_rehearsal, stop_rehearsal
-from ds_comm.rehearsal.traffic import Traffic, TrafficSummary, summarise
+from ds_comm.rehearsal.traffic import LinkTransfer, TransferSummary, summarise
 
 __all__ = [
     "Fabric",
     "Link",
+    "LinkTransfer",
     "RehearsalOptions",
-    "Traffic",
-    "TrafficSummary",
+    "TransferSummary",
     "fabric_from",
     "is_rehearsal",
     "preset_names",

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_comm.rehearsal.pacing import Pacer, Trip
-from ds_comm.rehearsal.traffic import Traffic
+from ds_comm.rehearsal.traffic import LinkTransfer
 
 __all__ = ["DevicePacer"]
 
@@ -74,7 +74,7 @@ class DevicePacer(Pacer):
         """Return when the device reached an event that has completed."""
         return self._origin_s + float(self._origin.elapsed_time(event)) * 1e-3
 
-    def settle(self) -> list[Traffic]:
+    def settle(self) -> list[LinkTransfer]:
         torch.cuda.synchronize(self._device)
         under_way, self._under_way = self._under_way, []
         for trip, began, ended, waits in under_way:

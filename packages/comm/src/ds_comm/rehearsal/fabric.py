@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from ds_config.errors import ConfigError
 
-__all__ = ["Fabric", "Link", "Span", "as_json", "fabric_from", "interpolate", "preset_names"]
+__all__ = ["Fabric", "GroupSpan", "Link", "as_json", "fabric_from", "interpolate", "preset_names"]
 
 _GIGA: Final = 1e9
 _MICRO: Final = 1e-6
@@ -49,7 +49,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class GroupSpan:
     """Where the ranks of a group are.
 
     Attributes:
@@ -87,14 +87,14 @@ class Fabric:
     curves: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     curve_ranks: int = 2
 
-    def span(self, ranks: Sequence[int]) -> Span:
+    def span(self, ranks: Sequence[int]) -> GroupSpan:
         """Return on which nodes `ranks` of the world are."""
         nodes: dict[int, int] = {}
         for rank in ranks:
             nodes[rank // self.node_size] = nodes.get(rank // self.node_size, 0) + 1
-        return Span(len(ranks), len(nodes), max(nodes.values(), default=0))
+        return GroupSpan(len(ranks), len(nodes), max(nodes.values(), default=0))
 
-    def seconds(self, op: str, nbytes: int, ranks: Sequence[int] | Span) -> float:
+    def seconds(self, op: str, nbytes: int, ranks: Sequence[int] | GroupSpan) -> float:
         """Return how long a collective takes once all ranks have come to it.
 
         Args:
@@ -103,7 +103,7 @@ class Fabric:
         Raises:
             KeyError: there is no such operation.
         """
-        where = ranks if isinstance(ranks, Span) else self.span(ranks)
+        where = ranks if isinstance(ranks, GroupSpan) else self.span(ranks)
         if where.ranks < 2:
             return 0.0
         if (curve := self.curves.get(_LIKE.get(op, op))) is not None:
@@ -111,9 +111,9 @@ class Fabric:
             return interpolate(curve, int(nbytes * share))
         return min(way[0] for way in self._ways(op, nbytes, where))
 
-    def algorithm(self, op: str, nbytes: int, ranks: Sequence[int] | Span) -> str:
+    def algorithm(self, op: str, nbytes: int, ranks: Sequence[int] | GroupSpan) -> str:
         """Return which algorithm `seconds` takes: `"ring"`, `"tree"`, `"pairs"`, or `"alone"` for one rank."""
-        where = ranks if isinstance(ranks, Span) else self.span(ranks)
+        where = ranks if isinstance(ranks, GroupSpan) else self.span(ranks)
         return "alone" if where.ranks < 2 else min(self._ways(op, nbytes, where))[1]
 
     def message_seconds(self, nbytes: int, source: int, target: int) -> float:
@@ -122,16 +122,16 @@ class Fabric:
             return self.inside.seconds(nbytes, 1)
         return self._shared(1).seconds(nbytes, 1)
 
-    def wire_bytes(self, op: str, nbytes: int, ranks: Sequence[int] | Span) -> int:
+    def wire_bytes(self, op: str, nbytes: int, ranks: Sequence[int] | GroupSpan) -> int:
         """Return the bytes that a rank receives at least: what "the bytes allow" is computed from."""
-        where = ranks if isinstance(ranks, Span) else self.span(ranks)
+        where = ranks if isinstance(ranks, GroupSpan) else self.span(ranks)
         return int(_PASSES[op] * nbytes * (where.ranks - 1) / max(1, where.ranks))
 
     def _shared(self, here: int) -> Link:
         """Return the link to other nodes as a group with `here` ranks on the node has it: all other ranks use theirs as well."""
         return replace(self.between, gbytes_per_s=self.between.gbytes_per_s * here / self.node_size)
 
-    def _ways(self, op: str, nbytes: int, where: Span) -> list[tuple[float, str]]:
+    def _ways(self, op: str, nbytes: int, where: GroupSpan) -> list[tuple[float, str]]:
         passes = _PASSES[op]
         out = self._shared(where.here)
         near = nbytes * (where.here - 1) / where.here  # bytes a rank gets from its own node

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_comm.rehearsal.traffic import Traffic
+from ds_comm.rehearsal.traffic import LinkTransfer
 
 __all__ = ["HostPacer", "PacedWork", "Pacer", "Trip"]
 
@@ -60,7 +60,7 @@ class Pacer:
     """
 
     def __init__(self) -> None:
-        self.records: list[Traffic] = []
+        self.records: list[LinkTransfer] = []
 
     def now(self) -> float:
         """Return the time on the clock of `time.perf_counter`, which records have."""
@@ -70,7 +70,7 @@ class Pacer:
         """Send an operation off; the work waits for it."""
         raise NotImplementedError
 
-    def settle(self) -> list[Traffic]:
+    def settle(self) -> list[LinkTransfer]:
         """Wait for all operations and return the records of all that ended."""
         raise NotImplementedError
 
@@ -80,7 +80,7 @@ class Pacer:
     def note(self, trip: Trip) -> None:
         """Keep the record of an operation."""
         fields = (trip.op, trip.group, trip.unit, trip.ranks, trip.nbytes, trip.start_s, trip.end_s, trip.exposed_s)
-        self.records.append(Traffic(*fields))
+        self.records.append(LinkTransfer(*fields))
 
 
 class HostPacer(Pacer):
@@ -106,7 +106,7 @@ class HostPacer(Pacer):
         self._waited.append(trip)
         return PacedWork(trip, self)
 
-    def settle(self) -> list[Traffic]:
+    def settle(self) -> list[LinkTransfer]:
         waited, self._waited = self._waited, []
         for trip in waited:
             trip.done.wait()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_comm.rehearsal.step_marks import PhaseTimes
-from ds_comm.rehearsal.traffic import Traffic, TrafficSummary, summarise
+from ds_comm.rehearsal.traffic import LinkTransfer, TransferSummary, summarise
 from ds_config.sizes import bytes_text
 
 __all__ = ["RehearsalResult", "result_from", "table", "trace_events"]
@@ -44,7 +44,7 @@ class RehearsalResult:
     link_s: float
     least_s: float
     wire_bytes: int
-    exposed: tuple[TrafficSummary, ...] = ()
+    exposed: tuple[TransferSummary, ...] = ()
     memory: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -58,18 +58,18 @@ class RehearsalResult:
         return self.exposed_s / self.step_s if self.step_s else 0.0
 
 
-def result_from(seen: Mapping[str, Any]) -> RehearsalResult | None:
+def result_from(outcome: Mapping[str, Any]) -> RehearsalResult | None:
     """Build the result from what a rehearsed script wrote; None if it made no step after those that warm up."""
-    order = seen["order"]
-    steps = [PhaseTimes(**step) for step in seen["steps"]][order["warm_up"] :]
+    order = outcome["order"]
+    steps = [PhaseTimes(**step) for step in outcome["steps"]][order["warm_up"] :]
     if not steps:
         return None
-    traffic = [Traffic(**record) for record in seen["traffic"]]
+    traffic = [LinkTransfer(**record) for record in outcome["traffic"]]
     began_s, ended_s = steps[0].update_s, steps[-1].end_s
     inside = [record for record in traffic if began_s <= record.end_s < ended_s]
     count = len(steps)
     exposed = tuple(
-        TrafficSummary(
+        TransferSummary(
             row.cause, round(row.count / count), row.nbytes // count, row.link_s / count, row.exposed_s / count
         )
         for row in summarise(inside)
@@ -79,7 +79,7 @@ def result_from(seen: Mapping[str, Any]) -> RehearsalResult | None:
         order["fabric"]["name"],
         order["world_size"],
         order["rank"],
-        seen["device"],
+        outcome["device"],
         count,
         statistics.median(step.end_s - step.update_s for step in steps),
         sum(row.exposed_s for row in exposed),
@@ -87,11 +87,11 @@ def result_from(seen: Mapping[str, Any]) -> RehearsalResult | None:
         statistics.median(_least_s(step, traffic) for step in steps),
         sum(row.nbytes for row in exposed),
         exposed,
-        seen["memory"],
+        outcome["memory"],
     )
 
 
-def _least_s(step: PhaseTimes, traffic: Sequence[Traffic]) -> float:
+def _least_s(step: PhaseTimes, traffic: Sequence[LinkTransfer]) -> float:
     """Return the sum over the phases of a step of the longer of its computing and its links."""
     edges = (step.update_s, step.forward_s, step.backward_s, step.end_s)
     least = 0.0
@@ -139,14 +139,14 @@ def _causes(result: RehearsalResult) -> str:
     return _aligned(lines)
 
 
-def trace_events(seen: Mapping[str, Any]) -> dict[str, Any]:
+def trace_events(outcome: Mapping[str, Any]) -> dict[str, Any]:
     """Return a trace in Chrome's format (Perfetto reads it): steps with their phases, and what the links carried."""
-    steps = [PhaseTimes(**step) for step in seen["steps"]]
-    records = [Traffic(**record) for record in seen["traffic"]]
+    steps = [PhaseTimes(**step) for step in outcome["steps"]]
+    records = [LinkTransfer(**record) for record in outcome["traffic"]]
     origin = min([step.update_s for step in steps] + [record.start_s for record in records], default=0.0)
 
     def event(name: str, row: str, began: float, ended: float, **details: Any) -> dict[str, Any]:
-        place = {"pid": f"rank {seen['order']['rank']}", "tid": row, "ts": (began - origin) * 1e6}
+        place = {"pid": f"rank {outcome['order']['rank']}", "tid": row, "ts": (began - origin) * 1e6}
         return {"name": name, "ph": "X", "dur": (ended - began) * 1e6, **place, "args": details}
 
     events = []

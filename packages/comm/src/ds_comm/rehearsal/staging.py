@@ -20,7 +20,7 @@ from ds_comm.rehearsal.lone_store import LoneStore
 from ds_comm.rehearsal.message_book import MessageBook
 from ds_comm.rehearsal.pacing import HostPacer, Pacer
 from ds_comm.rehearsal.rehearsal_group import LABEL, MissingRankError, RehearsalGroup
-from ds_comm.rehearsal.traffic import Traffic
+from ds_comm.rehearsal.traffic import LinkTransfer
 from ds_comm.single import SINGLE
 from ds_comm.transports import TRANSPORTS, Transport
 from ds_config.errors import CommError
@@ -69,7 +69,7 @@ class RehearsalOptions:
         }
 
 
-class _Stage:
+class _Staging:
     """What is in the place of torch's functions while a rehearsal runs."""
 
     def __init__(self, options: RehearsalOptions) -> None:
@@ -137,7 +137,7 @@ class _Stage:
         yield self.store, self.options.rank, self.options.world_size
 
 
-_stage: list[_Stage] = []
+_stage: list[_Staging] = []
 
 
 def start_rehearsal(options: RehearsalOptions) -> None:
@@ -152,13 +152,13 @@ def start_rehearsal(options: RehearsalOptions) -> None:
             code="rehearsal-late",
             fix="Begin it before init_process_group, once a process: `ds rehearse` does.",
         )
-    stage = _Stage(options)
+    stage = _Staging(options)
     stage.raise_curtain()
     _stage.append(stage)
     set_rehearsal(True)
 
 
-def stop_rehearsal() -> list[Traffic]:
+def stop_rehearsal() -> list[LinkTransfer]:
     """End the rehearsal and its process groups; return what was sent. Does nothing if none runs."""
     if not _stage:
         return []
@@ -172,7 +172,7 @@ def stop_rehearsal() -> list[Traffic]:
     return records
 
 
-def rehearsal_traffic() -> list[Traffic]:
+def rehearsal_traffic() -> list[LinkTransfer]:
     """Return the records of all operations so far, once those under way have ended. Synchronizes with the device."""
     return [record for stage in _stage for pacer in stage.pacers.values() for record in pacer.settle()]
 
@@ -196,7 +196,7 @@ def _group(store: dist.Store, rank: int, size: int, timeout: Any) -> RehearsalGr
     return RehearsalGroup(rank, size, stage.options.fabric, stage.pacer, stage.book)
 
 
-def _rehearsed_helper(helper: Callable[..., Any], stage: _Stage) -> Callable[..., Any]:
+def _rehearsed_helper(helper: Callable[..., Any], stage: _Staging) -> Callable[..., Any]:
     """Return torch's function that makes every process group, with the backend replaced."""
 
     def make(
@@ -237,7 +237,7 @@ def _rehearsed_objects(broadcast: Callable[..., Any], book: MessageBook) -> Call
     return broadcast_object_list
 
 
-def _rehearsed_begin(begin: Callable[..., Any], stage: _Stage) -> Callable[..., Any]:
+def _rehearsed_begin(begin: Callable[..., Any], stage: _Staging) -> Callable[..., Any]:
     """Return `init_process_group` as this rank of the world, whatever a script says of backend, store, rank and size."""
 
     def init_process_group(

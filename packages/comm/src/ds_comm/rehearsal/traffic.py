@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Traffic", "TrafficSummary", "summarise"]
+__all__ = ["LinkTransfer", "TransferSummary", "summarise"]
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class LinkTransfer:
     """One operation.
 
     Attributes:
@@ -42,7 +42,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class TrafficSummary:
+class TransferSummary:
     """All operations of one cause: their number, bytes, the time on the links, and the time that was waited, in seconds."""
 
     cause: str
@@ -52,7 +52,7 @@ class TrafficSummary:
     exposed_s: float
 
 
-def summarise(records: Iterable[Traffic], by_unit: bool = False) -> list[TrafficSummary]:
+def summarise(records: Iterable[LinkTransfer], by_unit: bool = False) -> list[TransferSummary]:
     """Sum records by group and operation (and unit, if `by_unit`), the longest waits first."""
     sums: dict[str, list[float]] = {}
     for record in records:
@@ -60,5 +60,7 @@ def summarise(records: Iterable[Traffic], by_unit: bool = False) -> list[Traffic
         total = sums.setdefault(cause, [0, 0, 0.0, 0.0])
         for at, value in enumerate((1, record.nbytes, record.end_s - record.start_s, record.exposed_s)):
             total[at] += value
-    rows = [TrafficSummary(cause, int(n), int(size), link, exposed) for cause, (n, size, link, exposed) in sums.items()]
+    rows = [
+        TransferSummary(cause, int(n), int(size), link, exposed) for cause, (n, size, link, exposed) in sums.items()
+    ]
     return sorted(rows, key=lambda row: (-row.exposed_s, -row.link_s, row.cause))

@@ -32,7 +32,7 @@ __all__ = ["parallelize_module"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Layout:
+class _DTensorLayout:
     """What a parameter is as a DTensor.
 
     Attributes:
@@ -107,7 +107,7 @@ def _to_dtensors(model: nn.Module, cut: TensorParallelModel, mesh: DeviceMesh) -
     }
     held = {id(shard.param): shard for shard in cut.shards.values()}
     done: dict[int, nn.Parameter] = {}
-    layouts: dict[int, _Layout] = {}
+    layouts: dict[int, _DTensorLayout] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is None:
@@ -127,19 +127,19 @@ def _to_dtensors(model: nn.Module, cut: TensorParallelModel, mesh: DeviceMesh) -
             module.register_forward_hook(view.hide, always_call=True)
 
 
-def _layout(mesh: DeviceMesh, group: Group, param: nn.Parameter, held: Held | None, summed: bool) -> _Layout:
-    if held is None:
-        return _Layout(mesh, group, tuple(param.shape), Replicate(), summed)
-    stretches, dim = held.cut.parts[held.part], held.cut.dim
+def _layout(mesh: DeviceMesh, group: Group, param: nn.Parameter, part_of: Held | None, summed: bool) -> _DTensorLayout:
+    if part_of is None:
+        return _DTensorLayout(mesh, group, tuple(param.shape), Replicate(), summed)
+    stretches, dim = part_of.cut.parts[part_of.part], part_of.cut.dim
     shape = [*param.shape]
     shape[dim] = stretches[-1][1] - stretches[0][0]
-    return _Layout(mesh, group, tuple(shape), Shard(dim))
+    return _DTensorLayout(mesh, group, tuple(shape), Shard(dim))
 
 
 class _LocalView:
     """Hides the DTensors of a module by their local elements while the module runs."""
 
-    def __init__(self, layouts: Mapping[str, _Layout]) -> None:
+    def __init__(self, layouts: Mapping[str, _DTensorLayout]) -> None:
         self.layouts = dict(layouts)
 
     def show(self, module: nn.Module, args: Any) -> None:
@@ -160,13 +160,13 @@ class _Local(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, param: DTensor, layout: _Layout) -> Tensor:
+    def forward(ctx: Any, param: DTensor, layout: _DTensorLayout) -> Tensor:
         ctx.layout = layout
         ctx.tensor_part = layout.summed or isinstance(layout.placement, Shard)
         return param.to_local()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[DTensor, None]:
-        layout: _Layout = ctx.layout
+        layout: _DTensorLayout = ctx.layout
         grad = grads[0].contiguous()
         return layout.wrap(reduce(grad, layout.group, unit="partial gradient") if layout.summed else grad), None
