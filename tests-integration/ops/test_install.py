@@ -61,10 +61,11 @@ def make_wheel(sdist: Path, out: Path, **environ: str) -> tuple[Path, str]:
 
 
 def installed(wheel: Path, folder: Path) -> dict[str, str]:
-    """Unpack a wheel; the environment in which it is importable, beside its third-party dependencies and ds_config."""
+    """Unpack a wheel; the environment in which it is importable, beside its third-party dependencies and those of ours."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
-    places = [folder, ROOT / "packages" / "config" / "src", Path(sysconfig.get_path("purelib"))]
+    ours = [ROOT / "packages" / name / "src" for name in ("accel", "config")]
+    places = [folder, *ours, Path(sysconfig.get_path("purelib"))]
     return {"PYTHONPATH": os.pathsep.join(map(str, places)), "DS_OPS_CACHE": str(folder / "cache"), "DS_OPS": ""}
 
 

@@ -201,6 +201,13 @@ def test_prompts_of_one_request_are_computed_together(server, folder):
 
 def test_each_prompt_counts_as_a_request(folder):
     serving = Server(folder, ServerLimits(requests=4))
+    step = serving.engine.step
+
+    def slow_step(*arguments, **options):
+        time.sleep(0.02)  # the first request is under way when the second one comes, however fast the machine is
+        return step(*arguments, **options)
+
+    serving.engine.step = slow_step
     try:
 
         async def both():

@@ -135,6 +135,8 @@ def test_what_cannot_travel_is_named() -> None:
 class Mute:
     """Channels to a peer that sends what the test says."""
 
+    group = None
+
     def __init__(self, *messages: list[torch.Tensor]) -> None:
         self.messages = list(messages)
 

@@ -141,6 +141,7 @@ class Session:
         _torch.keep_out("ds_zero.runtime", "ds_comm", "ds_monitor")
         substitute_moves()
         self.graphs.hook_with(self.model, _torch.quiet)
+        self.graphs.hide_gradients()
         params = [param for unit in self.graphs.units for param in unit.params]
         options = {**self.settings.kwargs, **({"fullgraph": True} if shared is not None and shared.in_graphs else {})}
         compiled = _torch.compile_model(self.model._call_impl, self._backend, params, **options)

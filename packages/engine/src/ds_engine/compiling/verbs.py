@@ -112,6 +112,10 @@ class Graphs:
 
     # ---- between steps
 
+    def hide_gradients(self) -> None:
+        """Leave `param.grad` alone from now on: hooks on parameters would keep their gradients out of captured backward graphs."""
+        self._reducing.attributes.detach()
+
     def keep(self, numbers: Collection[int]) -> None:
         """Keep units gathered from their first use in a step until the update. The same on every rank."""
         self._gathering.keep([n for n in numbers if self.units[n].releases])
