@@ -64,7 +64,7 @@ def installed(wheel: Path, folder: Path) -> dict[str, str]:
     """Unpack a wheel; the environment in which it is importable, beside its third-party dependencies and those of ours."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
-    ours = [ROOT / "packages" / name / "src" for name in ("accel", "config")]
+    ours = [ROOT / "packages" / name / "src" for name in ("accel", "config", "monitor")]
     places = [folder, *ours, Path(sysconfig.get_path("purelib"))]
     return {"PYTHONPATH": os.pathsep.join(map(str, places)), "DS_OPS_CACHE": str(folder / "cache"), "DS_OPS": ""}
 

@@ -1,6 +1,6 @@
 """Host memory that the kernel may write out: files without a name, mapped.
 
-Ordinary memory can only be swapped; a page of a mapped file goes back to its file where memory is short, and comes back when it is
+Ordinary memory can only be swapped; a page of a mapped file returns to its file where memory is short, and comes back when it is
 touched. The file system decides what that costs: an NVMe disk a few milliseconds a megabyte, tmpfs nothing gained.
 """
 
