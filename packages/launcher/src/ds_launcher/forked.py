@@ -235,7 +235,11 @@ def _ending_with(control: socket.socket) -> Iterator[None]:
         yield
     finally:
         fcntl.fcntl(control, fcntl.F_SETFL, flags)
-        signal.signal(signal.SIGIO, signal.SIG_DFL)
+        signal.signal(signal.SIGIO, _ignore)  # one may be on its way; its default action ends the process
+
+
+def _ignore(number: int, frame: object) -> None:
+    """Do nothing at a signal; a program that is executed has the default action again."""
 
 
 def _show_as(argv: Sequence[str]) -> None:
