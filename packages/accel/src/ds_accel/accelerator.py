@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_accel import streams
+import ds_accel.streams as streams
 from ds_accel.device_facts import Capability, DeviceFacts
 from ds_accel.device_memory import MemoryStats, device_memory, host_memory, reset_host_peak
 from ds_accel.device_timer import DeviceTimer, device_timer, host_timer

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ds_accel import streams
+import ds_accel.streams as streams
 from ds_accel.accelerator import Accelerator
 from ds_config.errors import DsError, UnsupportedError
 

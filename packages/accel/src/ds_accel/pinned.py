@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ds_accel import streams
+import ds_accel.streams as streams
 from ds_config.errors import DsError
 from ds_monitor import gauge
 

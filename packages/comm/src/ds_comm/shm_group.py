@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 import ds_ops._native as _native
+from ds_comm.python_group import PythonProcessGroup
 from ds_comm.watch.torch_calls import CallLog
 from ds_config.errors import CommError, UnsupportedError
 from ds_ops.shm_collectives import (
@@ -137,7 +138,7 @@ class _ShmWork(dist.Work):
             self._ends.set_result(None)
 
 
-class ShmProcessGroup(dist.ProcessGroup):
+class ShmProcessGroup(PythonProcessGroup):
     """torch's collectives over a `ds_ops.shm_collectives.Channel`.
 
     Args:
@@ -149,42 +150,14 @@ class ShmProcessGroup(dist.ProcessGroup):
         CommError: the ranks do not share one host and PID namespace ("shm-hosts"), or cannot attach ("shm-attach").
     """
 
+    backend = "shm"
+
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
-        self._rank, self._size = rank, size
+        super().__init__(rank, size)
         self._channel = _connect(store, rank, size, timeout)
-        self._names = {"name": "shm", "desc": "shm"}
         self.calls = CallLog(lambda: self._names["name"])
         self._settling: queue.SimpleQueue[_ShmWork | None] = queue.SimpleQueue()
         self._settler: threading.Thread | None = None
-
-    # ---- what torch asks of a group
-
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return "shm"
-
-    def name(self) -> str:
-        return "shm"
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def group_name(self) -> str:
-        return self._names["name"]
-
-    def _set_group_name(self, name: str) -> None:
-        self._names["name"] = name
-
-    @property
-    def group_desc(self) -> str:
-        return self._names["desc"]
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._names["desc"] = desc
 
     def shutdown(self) -> None:
         """End the group's threads and give its memory back."""

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_comm.python_group import PythonProcessGroup
 from ds_config.errors import CommError
 
 __all__ = ["SINGLE", "SingleProcessGroup", "register"]
@@ -50,7 +51,7 @@ class _Done(dist.Work):
         return future
 
 
-class SingleProcessGroup(dist.ProcessGroup):
+class SingleProcessGroup(PythonProcessGroup):
     """torch's collectives among one rank.
 
     Args:
@@ -62,6 +63,8 @@ class SingleProcessGroup(dist.ProcessGroup):
         CommError: it was asked to connect several ranks ("comm-single").
     """
 
+    backend = SINGLE
+
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         if size != 1:
             raise CommError(
@@ -69,36 +72,7 @@ class SingleProcessGroup(dist.ProcessGroup):
                 code="comm-single",
                 fix="Use it for groups of one rank; initialise a world with gloo, shm or a device's backend.",
             )
-        super().__init__(rank, size)  # type: ignore[call-arg]
-        self._names = {"name": SINGLE, "desc": SINGLE}
-
-    # ---- what torch asks of a group
-
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return SINGLE
-
-    def name(self) -> str:
-        return SINGLE
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-    @property
-    def group_name(self) -> str:
-        return self._names["name"]
-
-    def _set_group_name(self, name: str) -> None:
-        self._names["name"] = name
-
-    @property
-    def group_desc(self) -> str:
-        return self._names["desc"]
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._names["desc"] = desc
+        super().__init__(0, 1)
 
     def shutdown(self) -> None:
         """Nothing is held."""

@@ -1,8 +1,8 @@
 """A world whose groups take tensors of a device alone, on the CPU: what NCCL refuses is refused here.
 
 Inside `device_only()` the device is `DEVICE`. What is made there, moved there, or computed from something there is the device's; what a
-program makes without saying where, reads from numpy, or moves to the CPU is the host's. A collective of host tensors raises, and so does a
-group that only some ranks of the world make out of the world's communicator, as NCCL splits it.
+program makes without saying where, reads from numpy, or moves to the CPU is the host's. A collective of host tensors raises. Who makes groups
+is not checked here.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,7 +53,7 @@ class Trip:
     error: BaseException | None = None
 
 
-class Pacer:
+class Pacer(ABC):
     """What both pacers share: the clock and the records.
 
     Attributes:
@@ -66,15 +67,15 @@ class Pacer:
         """Return the time on the clock of `time.perf_counter`, which records have."""
         return time.perf_counter()
 
+    @abstractmethod
     def start(self, trip: Trip) -> dist.Work:
         """Send an operation off; the work waits for it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def settle(self) -> list[LinkTransfer]:
         """Wait for all operations and return the records of all that ended."""
-        raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have nothing to end
         """End threads, if there are any."""
 
     def note(self, trip: Trip) -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_comm.python_group import PythonProcessGroup
 from ds_comm.rehearsal.fabric import Fabric
 from ds_comm.rehearsal.message_book import MessageBook
 from ds_comm.rehearsal.pacing import Pacer, Trip
@@ -49,7 +50,7 @@ class UnitLabel(threading.local):
 LABEL = UnitLabel()
 
 
-class RehearsalGroup(dist.ProcessGroup):
+class RehearsalGroup(PythonProcessGroup):
     """One rank of a group.
 
     Args:
@@ -58,41 +59,14 @@ class RehearsalGroup(dist.ProcessGroup):
         book: What ranks that were rehearsed before sent.
     """
 
+    backend = "rehearsal"
+
     def __init__(self, rank: int, size: int, fabric: Fabric, pacers: Callable[[str], Pacer], book: MessageBook) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
-        self._rank, self._size, self._book = rank, size, book
+        super().__init__(rank, size)
+        self._book = book
         self._fabric, self._pacers = fabric, pacers
-        self._names = {"name": "rehearsal", "desc": "rehearsal"}
         self._members: tuple[int, ...] = ()
         self._pending: list[dist.Work] | None = None
-
-    # ---- what torch asks of a group
-
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return "rehearsal"
-
-    def name(self) -> str:
-        return "rehearsal"
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def group_name(self) -> str:
-        return self._names["name"]
-
-    def _set_group_name(self, name: str) -> None:
-        self._names["name"] = name
-
-    @property
-    def group_desc(self) -> str:
-        return self._names["desc"]
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._names["desc"] = desc
 
     def shutdown(self) -> None:
         """Nothing is held."""
