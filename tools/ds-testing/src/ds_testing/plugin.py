@@ -6,7 +6,7 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -22,6 +22,7 @@ __all__ = [
     "pytest_collection_modifyitems",
     "pytest_configure",
     "pytest_pyfunc_call",
+    "pytest_runtest_teardown",
     "pytest_unconfigure",
 ]
 
@@ -163,3 +164,17 @@ def _conftests(path: Path, root: Path) -> list[Source]:
     wanted = {str(folder / "conftest.py") for folder in path.parents if folder.is_relative_to(root)}
     files = ((name, getattr(module, "__file__", None)) for name, module in list(sys.modules.items()))
     return [Source(name, file) for name, file in files if file in wanted]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+    """Fail the last test of a file that leaves torch's default group in pytest's own process: other files would run in it."""
+    yield
+    if nextitem is not None and nextitem.path == item.path:
+        return
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return
+    name = distributed.group.WORLD.group_name
+    distributed.destroy_process_group()
+    pytest.fail(f"{item.path.name} leaves a default process group behind (torch's name {name!r})", pytrace=False)

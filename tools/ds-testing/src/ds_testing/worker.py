@@ -130,6 +130,10 @@ class _Rank:
             if name in before.environment:
                 os.environ[name] = before.environment[name]
         found = () if failed else self._state.leaks(before)
+        if found:  # what a cycle still held when the groups were destroyed was frozen with everything else
+            gc.unfreeze()
+            gc.collect()
+            found = self._state.leaks(before)
         self._state.restore(before)
         self._connection.send(Finished(found, restored=failed or not (found and self._state.leaks(before))))
 
