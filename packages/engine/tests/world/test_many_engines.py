@@ -109,6 +109,12 @@ def experts(folder: Path) -> Any:
     return start(Experts(), zero_optimization={"stage": 2})
 
 
+def experts_in_pieces(folder: Path) -> Any:
+    del folder
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    return start(nn.Sequential(Line(), Experts(), Line()), zero_optimization=zero)
+
+
 def pipeline(folder: Path) -> Any:
     del folder
     layers = [TiedLayerSpec("tied", Line), LayerSpec(Line), LayerSpec(Line), TiedLayerSpec("tied", Line)]
@@ -163,11 +169,16 @@ def in_a_row(backend: str, make: Callable[[Path], Any], ending: str, count: int,
     dist.barrier()
 
 
-KINDS = [stage3, on_disk, saved_behind, tensor, experts, pipeline]
+KINDS = [stage3, on_disk, saved_behind, tensor, experts, experts_in_pieces, pipeline]
 CASES = [
     (kind, backend, ending) for kind in KINDS for backend in ("gloo", "cpu:shm") for ending in ("closed", "dropped")
 ]
-SAMPLE = [(stage3, "gloo", "dropped"), (experts, "gloo", "dropped"), (tensor, "gloo", "closed")]
+SAMPLE = [
+    (stage3, "gloo", "dropped"),
+    (experts, "gloo", "dropped"),
+    (experts_in_pieces, "gloo", "dropped"),
+    (tensor, "gloo", "closed"),
+]
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="descriptors are counted in /proc")

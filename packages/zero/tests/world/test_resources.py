@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_monitor
 import ds_zero
+from ds_config.errors import ShardedAccessError
 from ds_monitor.sinks import MemorySink
 from ds_ops.stream import copy_ranges
 from ds_testing import world
@@ -323,6 +324,52 @@ def test_dropping_everything_without_close_frees_it(stage):
     del net, optimizer
     gc.collect()
     assert [ref() for ref in dead] == [None, None]
+
+
+class Diary(nn.Module):
+    """Keeps what it computed, graph and all, as many models of users do."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.body, self.head, self.where, self.last = even(), nn.Linear(32, 32), where, None
+
+    def forward(self, x):
+        hidden = self.body(x)
+        out = self.head(hidden)
+        self.last = {"hidden": hidden, "output": out, "loss": out.square().mean(), "parts": [{"hidden": hidden}]}[
+            self.where
+        ]
+        return out
+
+
+@pytest.mark.parametrize("backwards", [True, False])
+@pytest.mark.parametrize("where", ["hidden", "output", "loss", "parts"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@world(2)
+def test_a_model_that_keeps_its_graph_is_freed(stage, where, backwards):
+    net = Diary(where)
+    optimizer = ds_zero.shard(net, sgd(net), stage=stage, policy=EVEN)
+    if backwards:
+        train(net, optimizer, 1)
+    net(torch.randn(2, 32))
+    dead = weakref.ref(optimizer.sharding), weakref.ref(optimizer.sharding.units[0]), weakref.ref(net)
+    del net, optimizer
+    gc.collect()
+    assert [ref() for ref in dead] == [None, None, None]
+
+
+@world(2)
+def test_a_parameter_whose_model_is_gone_says_so():
+    net = even()
+    optimizer = ds_zero.shard(net, sgd(net), stage=3, policy=EVEN)
+    train(net, optimizer, 1)
+    weight = net[0].weight
+    del net, optimizer
+    gc.collect()
+    assert "gone" in repr(weight)
+    assert weight.shape == (32, 32)
+    with pytest.raises(ShardedAccessError, match="is gone"):
+        weight.sum()
 
 
 @world(2)

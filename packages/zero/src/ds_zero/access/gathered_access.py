@@ -253,7 +253,7 @@ def _param(place: _Place) -> list[tuple[int, Tensor]]:
 def _grad(place: _Place) -> list[tuple[int, Tensor]] | None:
     place.sharding.runtime.reducing.drain()
     pieces = [(start, place.unit.gradients.view(at, at + numel)) for start, at, numel in place.ranges()]
-    return None if place.unit.gradients.sums is None else [(start, grad) for start, grad in pieces if grad is not None]
+    return None if not place.unit.gradients.has_sums else [(start, grad) for start, grad in pieces if grad is not None]
 
 
 def _state(key: str) -> _Source:
@@ -414,9 +414,10 @@ def safe_update_full_grad_vectorized(
     for unit in dict.fromkeys(p.unit for p in places):
         members = [p for p in places if p.unit is unit]
         _grad(members[0])
-        if unit.gradients.sums is None:
+        sums = unit.gradients.sums
+        if sums is None:
             continue
-        shard = torch.cat(unit.gradients.sums)
+        shard = torch.cat(sums).to(unit.device)
         whole = torch.empty(unit.layout.numel, dtype=shard.dtype, device=shard.device)
         for (start, stop), part in zip(unit.layout.spans, parts_of(shard, unit.layout), strict=True):
             comm.all_gather_single(whole[start:stop], part, unit.groups.shard_group, unit=unit.spec.name)

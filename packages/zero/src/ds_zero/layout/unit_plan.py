@@ -122,6 +122,13 @@ class UnitPlan:
         return self.dtypes.same and len(self.layout.segments) == 1 and not separate
 
     @property
+    def grads_leave(self) -> bool:
+        """Whether its summed gradients go to the host at once, where the model is on a device: the optimizer is not on that."""
+        return (
+            self.spec.trained and self.spec.strategy.shard_optim and isinstance(self.offload_optimizer, OffloadPolicy)
+        )
+
+    @property
     def early(self) -> bool:
         """Whether its update may begin while backward goes on."""
         return (

@@ -67,7 +67,7 @@ class _Shard(GradientShard):
                 code="sharded-gradient-dropped",
                 fix="Keep a copy of it: param.grad.clone() has this rank's elements, param.grad.full_tensor() all of them.",
             )
-        if self.unit.gradients.open or self.unit.gradients.sums is None:
+        if self.unit.gradients.open or not self.unit.gradients.has_sums:
             raise ShardedAccessError(
                 f"the gradient of {self.of} was used while it waits for its sum over the ranks (no_sync, reduction(False))",
                 code="sharded-gradient-waits",
@@ -225,7 +225,11 @@ class GradAttributes:
         if access.agreement is not None:
             units = [unit for unit, _ in self._units]
             self.measured = GradientMeasurements(units, access.agreement, access.remaining)
+        else:
+            self.measured = None
         self._places = {param: (unit, i) for unit, _ in self._units for i, param in enumerate(unit.params)}
+        for unit, _ in self._units:
+            unit.gradients.measure = None if self.measured is None else self.measured.measurement_of(unit)
         for param in self._places:
             if param not in self._first:
                 self._hook(param)
@@ -297,7 +301,7 @@ class GradAttributes:
         accumulate = _accumulates(weakref.ref(self))
         with without_torch_function():
             for unit, absent in self._units:
-                summed = unit.gradients.sums is not None and not unit.gradients.open
+                summed = unit.gradients.has_sums and not unit.gradients.open
                 local = access.agreement is None and unit.gradients.local
                 plain = (summed or local) and self._is_plain(unit)
                 if not plain and access.agreement is None:
@@ -398,7 +402,7 @@ class GradAttributes:
             if unit.gradients.local:
                 self._replace_local(param, unit, member, grad)
         sets = [one for one in sets if not (alone and one[1].gradients.local)]
-        waiting = [param for param, unit, _, _ in sets if unit.gradients.open or unit.gradients.sums is None]
+        waiting = [param for param, unit, _, _ in sets if unit.gradients.open or not unit.gradients.has_sums]
         if waiting:
             raise _set([self._name(tensor) for tensor in waiting], len(self._on[0]))
         for param, unit, member, grad in sets:

@@ -97,7 +97,7 @@ class Gathering(AccessHandler):
         for number in self.released:
             of_module.setdefault(self.units[number].spec.module, []).append(number)
             for param in self.units[number].params:
-                keep(param, self)
+                keep(param, self, weakly=True)
         for name, numbers in of_module.items():
             module = modules[name]
             below = [n for n in self.released if f"{self.units[n].spec.module}.".startswith(name and f"{name}.")]

@@ -17,6 +17,7 @@ parts changes norms once every part of the model has got the same one; until the
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,6 +108,33 @@ class _UnitNorms:
     stale: set[int] = field(default_factory=set)
 
 
+@dataclass(frozen=True, slots=True)
+class PieceNorms:
+    """Of the pieces of parameters that this rank has of one unit, in order: sums of squares (fp64), largest magnitudes (fp64)."""
+
+    squares: Tensor
+    peaks: Tensor
+
+    @staticmethod
+    def of(views: Sequence[Tensor]) -> PieceNorms:
+        """Measure flat tensors, two reads of each; results are where they are, valid on the current stream."""
+        if not views:
+            return PieceNorms(torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64))
+        squares = torch.stack([total_squares([view]) for view in views]).view(-1)
+        return PieceNorms(squares, torch.stack(torch._foreach_norm(views, float("inf"))).to(torch.float64))
+
+
+def _pieces_of(unit: Unit) -> list[Tensor]:
+    """Return the summed gradient of every piece of a parameter that this rank has of a unit, flat and real."""
+    views = []
+    for piece in unit.owned:
+        view = unit.gradients.view(piece.start, piece.stop) if piece.interval.numel else None
+        if view is not None:
+            view = view.detach()[: piece.interval.numel]
+            views.append(torch.view_as_real(view) if view.is_complex() else view)
+    return views
+
+
 class GradientMeasurements:
     """The norms of a model's gradients, as they were measured and as factors have changed them since.
 
@@ -179,34 +207,50 @@ class GradientMeasurements:
                 )
         return present
 
+    def measurement_of(self, unit: Unit) -> Callable[[], PieceNorms]:
+        """Return what measures the pieces of one unit before its sums leave the device."""
+        owner = weakref.ref(unit)
+
+        def measure() -> PieceNorms:
+            alive = owner()
+            return PieceNorms.of([] if alive is None else _pieces_of(alive))
+
+        return measure
+
     def _local(self, squares: Tensor, peaks: Tensor) -> None:
         """Add this rank's share of the squares, and write the magnitudes of its elements."""
-        views: list[Tensor] = []
-        factors: list[float] = []
-        weights: list[float] = []
-        places: list[int] = []
+        norms: list[PieceNorms] = []
+        rows: list[tuple[float, float, int]] = []  # of each piece: weight of its square, factor of its magnitude, place
+        unmeasured: dict[torch.device, tuple[list[Tensor], list[tuple[float, float, int]]]] = {}
         for unit in self._units:
-            if unit.gradients.sums is None:
+            if not unit.gradients.has_sums:
                 continue
-            factor = self._remaining(unit)
+            factor, known = self._remaining(unit), unit.gradients.measured
             members = {info.name: i for i, info in enumerate(unit.spec.params)}
-            for piece in unit.owned:
-                view = unit.gradients.view(piece.start, piece.stop)
-                if view is not None and piece.interval.numel:
-                    view = view.detach()[: piece.interval.numel]
-                    views.append(torch.view_as_real(view) if view.is_complex() else view)
-                    factors.append(abs(factor))
-                    weights.append(factor * factor / unit.groups.counts)
-                    places.append(self.agreement.tensors[unit.number, members[piece.name]])
-        if not views:
+            of_unit = [
+                (factor * factor / unit.groups.counts, abs(factor), self.agreement.tensors[unit.number, members[p.name]])
+                for p in unit.owned
+                if p.interval.numel
+            ]
+            if isinstance(known, PieceNorms):
+                norms.append(known)
+                rows += of_unit
+            else:
+                views = _pieces_of(unit)
+                before = unmeasured.setdefault(views[0].device if views else unit.device, ([], []))
+                before[0].extend(views)
+                before[1].extend(of_unit)
+        for views, of_views in unmeasured.values():
+            norms.append(PieceNorms.of(views))
+            rows += of_views
+        if not rows:
             return
-        index = torch.tensor(places, device=squares.device)
-        sums = torch.stack([total_squares([view]) for view in views]).to(squares.device, torch.float64)
-        squares.index_add_(0, index, sums.view(-1) * torch.tensor(weights, dtype=torch.float64, device=squares.device))
-        largest = torch.stack(torch._foreach_norm(views, float("inf"))).to(squares.device, torch.float64)
-        peaks.scatter_reduce_(
-            0, index, largest * torch.tensor(factors, dtype=torch.float64, device=squares.device), "amax"
-        )
+        weights, factors, places = zip(*rows, strict=True)
+        index, device = torch.tensor(places, device=squares.device), squares.device
+        sums = torch.cat([one.squares.to(device, torch.float64) for one in norms])
+        squares.index_add_(0, index, sums * torch.tensor(weights, dtype=torch.float64, device=device))
+        largest = torch.cat([one.peaks.to(device, torch.float64) for one in norms])
+        peaks.scatter_reduce_(0, index, largest * torch.tensor(factors, dtype=torch.float64, device=device), "amax")
 
     def _check(self, counts: Tensor) -> None:
         *users, writes, squares = counts.tolist()

@@ -27,7 +27,9 @@ import ds_comm as comm
 from ds_comm import Group, Work
 from ds_zero._torch import foreach_add, foreach_copy
 from ds_zero.layout.elements import UnitLayout
+from ds_ops.stream import total_squares
 from ds_zero.layout.unit_plan import UnitPlan
+from ds_zero.offload.host_gradients import HostGradients
 from ds_zero.offload.state_stores import nothing
 from ds_zero.runtime.unit_groups import GroupSet
 
@@ -163,13 +165,18 @@ class Gradients:
         applied: What `sums` were multiplied by since they were summed: they are `applied` times the sum over ranks.
         changing: Called before `sums` change: more is collected, or all of it is forgotten.
         summed: Called when a reduction is over. Both are called by the thread that does it, and do nothing by default.
+        host: Where sums go at once; None: they stay on the device.
+        measure: Called before sums leave the device, while `view` shows them there; the result is `measured` until they change.
     """
 
     def __init__(
         self, plan: UnitPlan, params: Sequence[Parameter], device: torch.device, group_set: GroupSet, way: GradReducer
     ) -> None:
         self.groups, self.way, self.ranges = group_set, way, way.ranges
-        self.sums: list[Tensor] | None = None
+        self.host: HostGradients | None = None
+        self.measure: Callable[[], object] | None = None
+        self._measured: tuple[object, int] | None = None
+        self._sums: list[Tensor] | None = None
         self.arena: Tensor | None = None
         self.open, self.applied = False, 1.0
         self._params, self._device, self._name = params, device, plan.name
@@ -179,7 +186,7 @@ class Gradients:
         self._sums_in_arena = False
         # Where sums come; what these are cut from, if not kept.
         self._reducing: tuple[list[Tensor], Tensor | None] | None = None
-        self._square: tuple[float, int] | None = None
+        self._square: tuple[float | Tensor, int] | None = None
         self.changing: Callable[[], None] = nothing
         self.summed: Callable[[], None] = nothing
         self._spares: list[Tensor | None] = [None] * len(self.ranges)
@@ -234,11 +241,11 @@ class Gradients:
         ):
             arena = self._recast(arena, dtypes.reduce)
         dtype, flat = self.way.begin(arena, self.finish), None
-        if self.sums is None and dtype == self._dtypes.accumulate:
-            outs = [
-                self._take_spare(i) if in_place is None else in_place
-                for i, in_place in enumerate(self.way.in_place_sums())
-            ]
+        in_place = self.way.in_place_sums()
+        if self.host is not None and all(place is not None for place in in_place):
+            outs = [place for place in in_place if place is not None]
+        elif self.host is None and self._sums is None and dtype == self._dtypes.accumulate:
+            outs = [self._take_spare(i) if place is None else place for i, place in enumerate(in_place)]
         else:
             flat = self.groups.pool.take(self._layout.shard_numel, dtype, self._device)
             outs = [flat[start:stop] for start, stop in self.ranges]
@@ -261,35 +268,75 @@ class Gradients:
             for out in outs:
                 comm.all_reduce(out, group=self.groups.replicate_group, unit=self._name)
             square = None
+        if self.host is not None:
+            self._leave(self.host, outs, flat)
+            return True
         if flat is not None:
             self._add(outs)
             self.groups.pool.give(flat)
             square = None
         else:
-            self.sums, self._sums_in_arena, self.applied = outs, self._layout.world == 1, 1.0
+            self._sums, self._sums_in_arena, self.applied = outs, self._layout.world == 1, 1.0
         self._square = None if square is None else (square, self.version)
         if self._layout.world > 1:
             self._give_arena()
         return True
 
+    def _leave(self, host: HostGradients, outs: Sequence[Tensor], flat: Tensor | None) -> None:
+        """Send sums, valid on the current stream, to the host, and give their memory on the device back."""
+        square: Tensor | None = None
+        measured = None
+        if not host.filled:
+            self._sums, self.applied = list(outs), 1.0
+            square = total_squares([torch.view_as_real(out) if out.is_complex() else out for out in outs])
+            measured = None if self.measure is None else self.measure()
+            self._sums = None
+        host.receive(outs, self.applied)
+        self._square = None if square is None else (square, self.version)
+        self._measured = None if measured is None else (measured, self.version)
+        if flat is not None:
+            self.groups.pool.give(flat)
+        self._give_arena()
+
     def _add(self, outs: Sequence[Tensor]) -> None:
-        if self.sums is None:
-            self.sums, self.applied = [self._take_spare(i).copy_(out) for i, out in enumerate(outs)], 1.0
+        if self._sums is None:
+            self._sums, self.applied = [self._take_spare(i).copy_(out) for i, out in enumerate(outs)], 1.0
             return
-        for total, more in zip(self.sums, outs, strict=True):
+        for total, more in zip(self._sums, outs, strict=True):
             total.add_(more, alpha=self.applied)
+
+    @property
+    def sums(self) -> list[Tensor] | None:
+        """This rank's shard of the sum over ranks; see the class. Waits for what is on its way to the host."""
+        return self.host.wide() if self.leaves and self.host is not None else self._sums
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether there are sums. Waits for nothing."""
+        return self._sums is not None or self.leaves
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the sums are on the host, or on their way there."""
+        return self.host is not None and self.host.filled
+
+    @property
+    def measured(self) -> object | None:
+        """What `measure` returned for the sums, if nobody has written them since."""
+        known = self._measured
+        return None if known is None or not self.leaves or self.version != known[1] else known[0]
 
     def scale(self, factor: float) -> None:
         """Multiply `sums` by `factor` in place, and `applied` with them: the gradient that they stand for stays."""
-        if self.sums is not None and factor != 1.0:
-            for total in self.sums:
+        if factor != 1.0 and (sums := self.sums) is not None:
+            for total in sums:
                 total.mul_(factor)
             self.applied *= factor
 
     @property
     def local(self) -> bool:
         """Whether all that was collected lies in the arena and waits for its first sum over the ranks."""
-        return self.open and self.sums is None and self.arena is not None
+        return self.open and not self.has_sums and self.arena is not None
 
     def leave_memory(self) -> None:
         """Move `sums`, or what waits in the arena, to memory of its own, and leave the old memory to whoever holds a view of that."""
@@ -297,37 +344,49 @@ class Gradients:
         if self.local and old is not None:
             self._set_arena(old.dtype).copy_(old)
             return
-        if self.sums is not None:
+        if self._sums is not None:
             self._spares = [None] * len(self.ranges)
-            self.sums = [self._take_spare(i).copy_(total) for i, total in enumerate(self.sums)]
+            self._sums = [self._take_spare(i).copy_(total) for i, total in enumerate(self._sums)]
             if self._sums_in_arena:
                 self.arena, self._views, self._sums_in_arena = None, [], False
 
     def local_grad(self, member: int) -> Tensor | None:
         """Return the collected gradient of a member that is not reduced yet; None if reduced or partly summed already."""
-        if not self.open or self.sums is not None:
+        if not self.open or self.has_sums:
             return None
         return self._params[member].grad if self.arena is None else self._views[member]
 
     def view(self, start: int, stop: int) -> Tensor | None:
         """Return elements [start, stop) of the shard of the sum, which lie in one range; None without a sum."""
-        if self.sums is None:
-            return None
+        sums = self.sums
+        return None if sums is None else self._cut(sums, start, stop)
+
+    def narrow_view(self, start: int, stop: int) -> Tensor:
+        """Return `view` of sums on the host, in the format in which they are there: to be read alone."""
+        if self.host is None:
+            raise RuntimeError(f"the gradients of unit {self._name} stay on the device")
+        return self._cut(self.host.narrow(), start, stop)
+
+    def _cut(self, sums: Sequence[Tensor], start: int, stop: int) -> Tensor:
         number = bisect_right(self.ranges, start, key=itemgetter(0)) - 1
         first, last = self.ranges[number]
         if start == first and stop == last:
-            return self.sums[number]
-        return self.sums[number][start - first : stop - first]
+            return sums[number]
+        return sums[number][start - first : stop - first]
 
     @property
     def version(self) -> int:
         """Another one after every write to `sums`."""
-        return sum(total._version for total in self.sums or ())
+        moved = 0 if self.host is None else self.host.version
+        return moved + sum(total._version for total in self._sums or ())
 
     @property
-    def square(self) -> float | None:
-        """Sum of squares of `sums`, if the pass that made them told, and nobody has written them since."""
-        if self.sums is None or self._square is None or self.version != self._square[1]:
+    def square(self) -> float | Tensor | None:
+        """Sum of squares of `sums`, if the pass that made them told, and nobody has written them since.
+
+        A tensor is fp64 of one element, valid on the stream of the reduction.
+        """
+        if not self.has_sums or self._square is None or self.version != self._square[1]:
             return None
         return self._square[0]
 
@@ -335,7 +394,10 @@ class Gradients:
         """Forget every gradient, reduced or not."""
         self._finish()
         self.changing()
-        self.sums, self.open, self._sums_in_arena, self.applied = None, False, False, 1.0
+        if self.host is not None:
+            self.host.clear()
+        self._sums, self.open, self._sums_in_arena, self.applied = None, False, False, 1.0
+        self._square = self._measured = None
         for param in self._params:
             param.grad = None
         there = self._device.type != "cpu"
@@ -349,7 +411,7 @@ class Gradients:
         """Give back buffers that hold nothing. Returns the bytes that were not the pool's."""
         if not self.open and not self._sums_in_arena:
             self._give_arena()
-        if self.sums is not None:
+        if self._sums is not None:
             return 0
         freed, self._spares = self.shard_bytes, [None] * len(self.ranges)
         return freed - self.shard_bytes
@@ -361,8 +423,8 @@ class Gradients:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What holds gradients now."""
-        return [*(self.sums or ()), *([] if self.arena is None else [self.arena])]
+        """What holds gradients on the device now."""
+        return [*(self._sums or ()), *([] if self.arena is None else [self.arena])]
 
     @property
     def full_bytes(self) -> int:
@@ -375,8 +437,8 @@ class Gradients:
         return self.way.error_bytes + sum(spare.nbytes for spare in self._spares if spare is not None)
 
     def _open(self, dtype: torch.dtype) -> None:
-        if self._sums_in_arena and self.sums is not None:
-            self.sums = [self._take_spare(0).copy_(self.sums[0])]  # the arena is about to be written
+        if self._sums_in_arena and self._sums is not None:
+            self._sums = [self._take_spare(0).copy_(self._sums[0])]  # the arena is about to be written
             self._sums_in_arena = False
         if self.arena is not None and self.arena.dtype != dtype:
             self._give_arena()

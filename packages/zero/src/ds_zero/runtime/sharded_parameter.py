@@ -15,6 +15,7 @@ with the name of the parameter that it stands for.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -69,14 +70,22 @@ class AccessHandler(ABC):
         return None
 
 
-def keep(param: Tensor, keeper: AccessHandler) -> None:
-    """Register the access handler of `param`, once; needed before `release`."""
-    setattr(param, _KEEPER, keeper)
+def keep(param: Tensor, keeper: AccessHandler, weakly: bool = False) -> None:
+    """Register the access handler of `param`, once; needed before `release`.
+
+    Args:
+        param: A parameter, or a tensor that stands for one.
+        keeper: Its handler.
+        weakly: Whether somebody else holds the handler as long as the model lives. A graph holds parameters, and Python's collector does not
+            look into graphs: with a strong reference a model that keeps an output of its own would never be freed.
+    """
+    setattr(param, _KEEPER, weakref.ref(keeper) if weakly else keeper)
 
 
 def keeper_of(param: Tensor) -> Any:
-    """Return the access handler of `param`; None for a parameter without a handler."""
-    return param.__dict__.get(_KEEPER)
+    """Return the access handler of `param`; None for a parameter without a handler, or whose model is gone."""
+    keeper = param.__dict__.get(_KEEPER)
+    return keeper() if isinstance(keeper, weakref.ref) else keeper
 
 
 def unkeep(param: Parameter) -> None:
@@ -98,7 +107,13 @@ def restore(param: Tensor) -> None:
 
 
 def _keeper(param: Tensor) -> AccessHandler:
-    keeper: AccessHandler = param.__dict__[_KEEPER]
+    keeper: AccessHandler | None = keeper_of(param)
+    if keeper is None:
+        raise ShardedAccessError(
+            f"the sharded model of a parameter of shape {tuple(param.shape)} is gone, and nobody can gather its weights any more",
+            code="sharded-access",
+            fix="Keep the model, or what shard returned, as long as its parameters are used.",
+        )
     return keeper
 
 
@@ -181,9 +196,9 @@ class ShardedParameter(Parameter):
                 _keeper(param).used(param)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return (
-            f"Parameter(name={_keeper(self).name_of(self)!r}, shape={tuple(self.shape)}, dtype={self.dtype}, released)"
-        )
+        keeper = keeper_of(self)
+        name = "of a model that is gone" if keeper is None else keeper.name_of(self)
+        return f"Parameter(name={name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, released)"
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)

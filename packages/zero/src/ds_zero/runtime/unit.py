@@ -24,11 +24,14 @@ from torch.nn.parameter import Parameter
 from torch.utils import swap_tensors
 
 import ds_comm as comm
+from ds_accel import streams
 from ds_config.errors import ShardedAccessError
 from ds_zero.layout.dtypes_plan import Dtypes
 from ds_zero.layout.elements import ParamPiece, UnitLayout
+from ds_zero.layout.shard_options import OffloadPolicy
 from ds_zero.layout.unit_plan import ParamStorage, UnitPlan
 from ds_zero.layout.units import UnitSpec
+from ds_zero.offload.host_gradients import GradientCopies, HostGradients
 from ds_zero.offload.state_stores import OptimizerSlice, make_state_store
 from ds_zero.runtime.gradients import Gradients
 from ds_zero.runtime.init_shards import whole
@@ -69,6 +72,8 @@ class Unit:
         self.parts: list[OptimizerSlice] = []
         self.state_store = make_state_store(plan.offload_optimizer, self)
         self.gradients = Gradients(plan, self.params, self.device, group_set, make_reducer(plan, group_set))
+        if plan.grads_leave and streams.is_device_memory(torch.empty(0, device=self.device)):
+            self.gradients.host = self._host_gradients()
         self.storage = storage_of(self)
         with torch.no_grad():
             if plan.aliased:
@@ -113,6 +118,12 @@ class Unit:
     def releases(self) -> bool:
         """Whether full has no memory between uses."""
         return self.plan.storage is ParamStorage.RELEASED
+
+    def _host_gradients(self) -> HostGradients:
+        device, policy = self.device, self.plan.offload_optimizer
+        copies = self.groups.pool.shared(("gradient copies", device), lambda: GradientCopies(device))
+        pin = not isinstance(policy, OffloadPolicy) or policy.pin
+        return HostGradients(self.gradients.ranges, self.dtypes.accumulate, device, copies, pin)
 
     # ---- parameters
 

@@ -49,7 +49,7 @@ def apply(due: Due, state: OptimizerState, ahead: Ahead, updater: Updater) -> No
         factor = 1.0
     gone = {unit: absent for unit, absent in zip(due.units, due.unused, strict=True) if unit not in done}
     for unit, absent in gone.items():
-        if absent and len(absent) < len(unit.params) and unit.gradients.sums is not None:
+        if absent and len(absent) < len(unit.params) and unit.gradients.has_sums:
             state.split(unit)
     updater.begin(due.units)
     publish(early)

@@ -35,19 +35,20 @@ def weight_of(unit: Unit, divisor: int) -> float:
 def square_of(units: Sequence[Unit], divisor: int) -> float:
     """This rank's share of the sum of squares of the reduced gradients, times `divisor` squared: that of the dense family.
 
-    Summed in fp64, with an error below 1e-9 at any length. Reads each gradient once, unless the pass that summed it over the ranks told its
-    square; waits once for each device.
+    Summed in fp64, with an error below 1e-9 at any length. Reads each gradient once, unless its square was taken when it was summed over the
+    ranks, or when it left the device; waits once for each device.
     """
     total, asked = 0.0, dict[torch.device, list[Tensor]]()
     for unit in units:
         gradients = unit.gradients
-        if gradients.sums is None:
+        if not gradients.has_sums:
             continue
         weight = (weight_of(unit, divisor) / gradients.applied) ** 2 / unit.groups.counts
         measured = gradients.square
         if measured is None:
-            square = total_squares([_real(grad) for grad in gradients.sums])
-            asked.setdefault(square.device, []).append(square * weight)
+            measured = total_squares([_real(grad) for grad in gradients.sums or ()])
+        if isinstance(measured, Tensor):
+            asked.setdefault(measured.device, []).append(measured * weight)
         else:
             total += measured * weight
     return total + sum(float(torch.stack(squares).sum()) for squares in asked.values())
