@@ -83,11 +83,13 @@ def surface() -> str:
         "|---|---|---|",
         *(f"| `{name}` | {_cell(why)} | {_cell(instead)} |" for name, why, instead in missing),
         "",
-        "## Modules of which nothing is here",
+        "## Names without a decision",
         "",
-        "| why | use | modules |",
+        "What else DeepSpeed 0.19.8 defines, by the part it is in. A module without names is refused whole.",
+        "",
+        "| why | use | modules, names |",
         "|---|---|---|",
-        *(f"| {_cell(why)} | {_cell(instead)} | {names} |" for (why, instead), names in _absent_modules().items()),
+        *(f"| {_cell(why)} | {_cell(instead)} | {names} |" for (why, instead), names in _undecided_names().items()),
     ]
     return "\n".join(lines) + "\n"
 
@@ -96,12 +98,17 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _absent_modules() -> dict[tuple[str, str], str]:
+def _undecided_names() -> dict[tuple[str, str], str]:
     found: dict[tuple[str, str], list[str]] = {}
-    there = importlib.import_module("deepspeed._surface").SURFACE
-    for module, row in importlib.import_module("deepspeed._surface.absent").ABSENT.items():
-        if module not in there:
-            found.setdefault((row.why, row.instead), []).append(f"`{module.removeprefix('deepspeed.')}`")
+    rows = importlib.import_module("deepspeed._surface").SURFACE
+    upstream = importlib.import_module("deepspeed._surface.upstream_names")
+    for module, names in upstream.upstream_modules().items():
+        undecided = [
+            name for name in names.split() if name not in rows.get(module, {}) and f"{module}.{name}" not in rows
+        ]
+        for path in [f"{module}.{name}" for name in undecided] if module in rows else [module]:
+            reason = upstream.reason_of(path)
+            found.setdefault((reason.why, reason.instead), []).append(f"`{path.removeprefix('deepspeed.')}`")
     return {key: ", ".join(names) for key, names in found.items()}
 
 

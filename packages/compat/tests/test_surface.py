@@ -21,7 +21,7 @@ import torch
 from deepspeed._errors import UnsupportedImportError, UnsupportedNameError
 from deepspeed._stubs import stub, write
 from deepspeed._surface import MISSING_ATTRIBUTES, SURFACE, ConstantRow, Missing
-from deepspeed._surface.absent import ABSENT
+from deepspeed._surface.upstream_names import reason_of, refused_name, upstream_modules
 
 from ds_config.errors import UnsupportedError
 from ds_testing.effects import import_effects
@@ -100,9 +100,18 @@ def test_a_module_of_which_nothing_is_here_cannot_be_imported(module):
     assert caught.value.fix.startswith("Use ")
 
 
+UNDECIDED = [
+    (module, name)
+    for module, names in upstream_modules().items()
+    if module in SURFACE
+    for name in names.split()
+    if name not in SURFACE[module] and f"{module}.{name}" not in SURFACE
+]
+
+
 def test_every_module_of_upstream_is_here_or_says_what_to_use():
-    assert len(ABSENT) > 200
-    for module in ABSENT:
+    assert len(upstream_modules()) > 700
+    for module in upstream_modules():
         if module in SURFACE:
             continue
         with pytest.raises(UnsupportedImportError) as caught:
@@ -112,6 +121,33 @@ def test_every_module_of_upstream_is_here_or_says_what_to_use():
         assert f"{module}.".startswith(f"{named}.")  # itself, or the first folder on the way that is not here
     with pytest.raises(ModuleNotFoundError, match="No module named"):
         importlib.import_module("deepspeed.runtime.no_such_module")
+
+
+def test_every_name_of_upstream_is_here_or_says_what_to_use():
+    assert len(UNDECIDED) > 500
+    for module, name in UNDECIDED:
+        if module in ALL_MISSING:
+            continue
+        found = importlib.import_module(module)
+        assert not hasattr(found, name)
+        with pytest.raises(UnsupportedNameError) as caught:
+            getattr(found, name)
+        assert caught.value.code == "compat-missing"
+        with pytest.raises(UnsupportedImportError, match="is not here"):
+            importlib.import_module(f"{module}.{name}")  # what `from module import name` comes to
+
+
+@pytest.mark.parametrize(
+    ("path", "use"),
+    [
+        ("deepspeed.DualPipeVModule", "PipelineModule"),
+        ("deepspeed.runtime.pipe.dualpipev", "PipelineModule"),
+        ("deepspeed.sequence.vocab_parallel_ops", "ds_parallel.sequence"),
+        ("deepspeed.runtime.constants.BFLOAT16_FORMAT", "the text of the key"),
+    ],
+)
+def test_the_reason_is_that_of_the_nearest_part(path, use):
+    assert use in reason_of(path).instead
 
 
 def test_a_missing_name_answers_hasattr_getattr_and_import():
@@ -138,10 +174,11 @@ def test_each_missing_name_says_what_to_use(module, name):
 INSTEADS = sorted(
     {
         row.instead
-        for rows in (*SURFACE.values(), MISSING_ATTRIBUTES, ABSENT)
+        for rows in (*SURFACE.values(), MISSING_ATTRIBUTES)
         for row in rows.values()
         if isinstance(row, Missing)
     }
+    | {reason_of(module).instead for module in upstream_modules()}
 )
 
 
@@ -167,8 +204,9 @@ def test_every_name_that_clients_use_has_a_row():
     for path in (line for line in lines if not line.startswith("#")):
         parts = path.split(".")
         # The longest prefix that is a module; what follows the next name is an attribute of a class.
-        length = next(n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in SURFACE)
-        if length < len(parts) and parts[length] not in SURFACE[".".join(parts[:length])]:
+        length = next(n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in {*SURFACE, *upstream_modules()})
+        home, rest = ".".join(parts[:length]), parts[length:]
+        if home in SURFACE and rest and rest[0] not in SURFACE[home] and refused_name(home, rest[0]) is None:
             unknown.append(path)
     assert len(lines) > 200
     assert unknown == []
@@ -186,6 +224,12 @@ def test_importing_it_does_nothing_else(monkeypatch):
         "deepspeed._surface.core", "deepspeed._surface.feature_rows", "deepspeed._surface.group_rows", "deepspeed._surface.refusals",
         "deepspeed._surface.surface_rows", "ds_config", "ds_config.errors",
     }  # fmt: skip
+
+
+def test_a_name_without_a_decision_needs_no_row_of_its_own():
+    assert "EngineTimers" not in SURFACE["deepspeed.runtime.engine"]
+    assert refused_name("deepspeed.runtime.engine", "EngineTimers") is not None
+    assert refused_name("deepspeed.runtime.engine", "flux_capacitor") is None
 
 
 def test_an_unknown_name_is_a_plain_attribute_error():

@@ -55,12 +55,20 @@ def resolve(module: str, name: str) -> object:
         if not live:
             setattr(sys.modules[module], name, value)
         return value
-    if path not in SURFACE:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name, obj=sys.modules.get(module))
-    refused = _refused(path)
+    refused = _refused(path) if path in SURFACE else _undecided(module, name)
     if refused is not None:
         raise missing(UnsupportedNameError, path, refused)
+    if path not in SURFACE:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name, obj=sys.modules.get(module))
     return importlib.import_module(path)  # which makes it an attribute, too
+
+
+def _undecided(module: str, name: str) -> Missing | None:
+    """Return the reason why a name without a row is refused; None for a private name, or one that upstream does not have."""
+    if name.startswith("_"):
+        return None
+    refused: Missing | None = importlib.import_module("deepspeed._surface.upstream_names").refused_name(module, name)
+    return refused
 
 
 def _at(row: str) -> object:
@@ -96,10 +104,9 @@ class TableFinder:
             raise missing(UnsupportedImportError, fullname, refused)
         if fullname in SURFACE or (name == "__main__" and "main" in SURFACE.get(home, {})):
             return ModuleSpec(fullname, TableLoader(), is_package=name != "__main__")  # type: ignore[arg-type]  # importlib.abc takes 13 ms
-        if home in SURFACE and not name.startswith("_"):
-            absent = importlib.import_module("deepspeed._surface.absent").ABSENT.get(fullname)
-            if absent is not None:
-                raise missing(UnsupportedImportError, fullname, absent)
+        undecided = _undecided(home, name) if home in SURFACE else None
+        if undecided is not None:
+            raise missing(UnsupportedImportError, fullname, undecided)
         return None
 
 

@@ -1,9 +1,9 @@
-"""The surface: every public name of DeepSpeed 0.19.8 that clients use or its documentation names, and what it is here.
+"""The surface: what each public name of DeepSpeed 0.19.8 is here.
 
 A row is `"module:attribute"` (`"module:"` for the module itself), `ConstantRow`, or `Missing` with the reason and what to use.
 The modules of this package are made from this table (`deepspeed._finder`); docs/reference/deepspeed-surface.md is made
-from it; a name that is in neither place does not exist. `ConstantRow` is plain data:
-names of configuration keys and of checkpoint entries, and their defaults.
+from it. A name of DeepSpeed without a row is refused for the reason of the part it is in (`upstream_names`). `ConstantRow` is plain
+data: names of configuration keys and of checkpoint entries, and their defaults.
 """
 
 from __future__ import annotations

@@ -10,11 +10,9 @@ from deepspeed._surface.constants import CONFIG as CONFIG_NAMES
 from deepspeed._surface.constants import SCHEDULES as SCHEDULE_NAMES
 from deepspeed._surface.refusals import (
     INFERENCE,
-    INTERNAL,
     MICS,
     MOE,
-    TIERS,
-    TRANSFORMER,
+    SPARSE,
 )
 from deepspeed._surface.surface_rows import Missing, Rows, from_, not_, values
 
@@ -45,8 +43,7 @@ CORE: Mapping[str, Rows] = {
         **from_("ds_inference", "InferenceEngine", "init_inference", DeepSpeedInferenceConfig="InferenceConfig"),
         **from_("deepspeed._ours.initialize", "default_inference_config"),
         **from_("deepspeed._ours.pipeline", "PipelineEngine", "PipelineModule"),
-        **not_(TRANSFORMER, "DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"),
-        **not_(INFERENCE, "replace_transformer_layer", "revert_transformer_layer"),
+        **not_(INFERENCE, "revert_transformer_layer"),
         **from_(g.LAYERS, "set_autotp_mode"),
         **not_(Missing("Muon's parameters are chosen when its optimizer is made", "the optimizer section"), "set_optimizer_flags"),
     },
@@ -80,7 +77,6 @@ CORE: Mapping[str, Rows] = {
     },
     "deepspeed.runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": g.ZERO_OPTIMIZER, **g.ESTIMATORS[2]},
     "deepspeed.runtime.zero.stage3": {"DeepSpeedZeroOptimizer_Stage3": g.ZERO_OPTIMIZER, **g.ESTIMATORS[3]},
-    "deepspeed.runtime.zero.parameter_offload": {**not_(INTERNAL, "DeepSpeedZeRoOffload")},
     "deepspeed.runtime.zero.linear": from_(
         g.TENSORS, "LinearFunctionForZeroStage3", "LinearModuleForZeroStage3", "zero3_linear_wrap",
     ),
@@ -105,7 +101,6 @@ CORE: Mapping[str, Rows] = {
     "deepspeed.runtime.base_optimizer": {
         "DeepSpeedOptimizer": g.ZERO_OPTIMIZER,
         "ZeROOptimizer": g.ZERO_OPTIMIZER,
-        **not_(INTERNAL, "BackwardHookStateManager"),
     },
     "deepspeed.runtime.bf16_optimizer": {"BF16_Optimizer": g.ZERO_OPTIMIZER},
     "deepspeed.runtime.fp16": {},
@@ -163,7 +158,6 @@ CORE: Mapping[str, Rows] = {
             "get_global_norm", "get_grad_norm", "is_model_parallel_parameter",
         ),
         **from_(g.TORCH, "required_torch_version"),
-        **not_(INTERNAL, "CheckOverflow", "get_grad_zeros", "get_weight_norm"),
     },
     "deepspeed.runtime.constants": values(RUNTIME),
     "deepspeed.runtime.data_pipeline.constants": values(DATA_PIPELINE),
@@ -183,13 +177,8 @@ CORE: Mapping[str, Rows] = {
     "deepspeed.runtime.checkpoint_engine": from_("deepspeed._ours.checkpoint_api", "TorchCheckpointEngine"),
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": from_("deepspeed._ours.checkpoint_api", "TorchCheckpointEngine"),
     # -- optimizers and operations
-    "deepspeed.ops": {
-        **from_(g.BUILDERS, __compatible_ops__="COMPATIBLE"),
-        **not_(TRANSFORMER, "DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"),
-    },
-    "deepspeed.ops.adam": {
-        **g.ADAM, **not_(TIERS, "ZenFlowCPUAdam", "ZenFlowSelectiveAdamW", "ZenFlowSelectiveAdamW_stage3"),
-    },
+    "deepspeed.ops": from_(g.BUILDERS, __compatible_ops__="COMPATIBLE"),
+    "deepspeed.ops.adam": g.ADAM,
     "deepspeed.ops.adam.cpu_adam": from_(g.OPTIMIZERS, "DeepSpeedCPUAdam"),
     "deepspeed.ops.adam.fused_adam": from_(g.OPTIMIZERS, "FusedAdam"),
     "deepspeed.ops.adagrad": from_(g.OPTIMIZERS, "DeepSpeedCPUAdagrad"),
@@ -200,10 +189,9 @@ CORE: Mapping[str, Rows] = {
     **{f"deepspeed.ops.op_builder.{module}": from_(g.BUILDERS, f"{name}Builder") for module, name in g.BUILDER_FILES.items()},
     "deepspeed.ops.op_builder.all_ops": from_(g.BUILDERS, "ALL_OPS"),
     "deepspeed.ops.op_builder.builder": from_(g.BUILDERS, "CUDAOpBuilder", "OpBuilder"),
-    "deepspeed.ops.transformer": {**not_(TRANSFORMER, "DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer")},
     "deepspeed.ops.sparse_attention": {
         **not_(
-            Missing("its classes are gone in 0.19.8 too", "ds_ops.sparse_attention, which has the same patterns"),
+            SPARSE,
             "BSLongformerSparsityConfig", "BigBirdSparsityConfig", "FixedSparsityConfig", "SparseSelfAttention",
             "SparsityConfig", "VariableSparsityConfig", "LocalSlidingWindowSparsityConfig", "sparsity_config",
         ),
@@ -233,7 +221,7 @@ CORE: Mapping[str, Rows] = {
     ),
     # -- utilities
     "deepspeed.utils": {
-        **g.ACCESS, **g.LEAVES, **g.LOGGING, **g.GROUP_GETTERS, **g.FRAGMENTS, **not_(MOE, "initialize"),
+        **g.ACCESS, **g.LEAVES, **g.LOGGING, **g.GROUP_GETTERS, **not_(MOE, "initialize"),
         **from_(g.TOOLS, "OnDevice", "RepeatingLoader", "instrument_w_nvtx"),
         **from_("deepspeed._ours.accelerator_api", "get_accelerator"),
         "dist": "deepspeed.comm:",
@@ -249,7 +237,7 @@ CORE: Mapping[str, Rows] = {
         "deepspeed._ours.core_binding", "get_numa_cores", "get_numactl_cmd", "parse_range_list",
     ) | from_("ds_launcher.cpu_binding", "parse_range"),
     "deepspeed.utils.nvtx": from_(g.TOOLS, "instrument_w_nvtx"),
-    "deepspeed.utils.tensor_fragment": {**g.ACCESS, **g.FRAGMENTS, **not_(INTERNAL, "tensor_fragment")},
+    "deepspeed.utils.tensor_fragment": g.ACCESS,
     "deepspeed.utils.timer": {
         **from_(
             "deepspeed._ours.wall_clock_timers", "BACKWARD_GLOBAL_TIMER", "BACKWARD_INNER_GLOBAL_TIMER", "BACKWARD_INNER_MICRO_TIMER",

@@ -6,14 +6,10 @@ from collections.abc import Mapping
 
 import deepspeed._surface.group_rows as g
 from deepspeed._surface.refusals import (
-    COMPILE,
     COMPRESS,
     ELASTIC,
     GATES,
     INFERENCE,
-    IO,
-    PRESETS,
-    SEQUENCE,
     SERIAL,
     TENSOR,
 )
@@ -45,7 +41,7 @@ FEATURES: Mapping[str, Rows] = {
         "split_params_into_shared_and_expert_params",
     ),
     "deepspeed.moe.sharded_moe": {
-        **from_("ds_moe", "top1gating", "top2gating", "topkgating"), **not_(GATES, "MOELayer", "TopKGate"),
+        **from_("ds_moe", "top1gating", "top2gating", "topkgating"),
         **from_("deepspeed._ours.moe_gates", _route_slots="route_slots", _sparse_decode="sparse_decode", _sparse_encode="sparse_encode"),
     },
     "deepspeed.moe.mappings": from_("deepspeed._ours.moe_gates", "drop_tokens", "gather_tokens"),
@@ -53,8 +49,6 @@ FEATURES: Mapping[str, Rows] = {
         "tp_shard": f"{g.TP_SHARDS}:",
         **g.TP_LAYERS,
         **from_(g.AUTOTP, "AutoTPConfig", "PartitionType", "TPLayerSpec", "merge_autotp_configs"),
-        **not_(INFERENCE, "replace_transformer_layer", "revert_transformer_layer", "generic_injection", "quantize_transformer_layer"),
-        **not_(PRESETS, "AutoTPPresets"),
     },
     "deepspeed.module_inject.tp_shard": from_(
         g.TP_SHARDS, "get_n_embd", "get_num_attention_heads", "get_num_kv_heads", "get_shard_size", "get_shard_size_list", "set_n_embd",
@@ -64,15 +58,11 @@ FEATURES: Mapping[str, Rows] = {
         **g.TP_LAYERS,
         **from_(g.LAYERS, "ColumnParallel", "GatherReplacedLayerParams", "RowParallel", "collect_autotp_universal_checkpoint_info"),
         **not_(INFERENCE, "EmbeddingLayer", "Normalize", "OPTEmbedding", "RMSNormalize"),
-        **not_(TENSOR, "Yuan_LinearAllreduce", "Yuan_LinearLayer", "TensorParallelConv2d", "TensorParallelIcShardConv2d", "TensorParallelOcShardConv2d"),
     },
-    "deepspeed.module_inject.auto_tp": {
-        **from_(g.AUTOTP, "AutoTP", "AutoTPConfig", "PartitionType", "TPLayerSpec"),
-        **not_(TENSOR, "Loading", "ReplaceWithTensorSlicing"),
-    },
-    "deepspeed.module_inject.autotp_config": {
-        **from_(g.AUTOTP, "AutoTPConfig", "PartitionType", "TPLayerSpec", "merge_autotp_configs"), **not_(PRESETS, "AutoTPPresets"),
-    },
+    "deepspeed.module_inject.auto_tp": from_(g.AUTOTP, "AutoTP", "AutoTPConfig", "PartitionType", "TPLayerSpec"),
+    "deepspeed.module_inject.autotp_config": from_(
+        g.AUTOTP, "AutoTPConfig", "PartitionType", "TPLayerSpec", "merge_autotp_configs",
+    ),
     "deepspeed.module_inject.tp_plan_converter": from_(g.AUTOTP, "SUPPORTED_STYLES", "TPPlanConverter"),
     "deepspeed.module_inject.auto_tp_model_utils": from_(
         g.AUTOTP, "build_bloom_alibi_tensor", "build_mpt_alibi_tensor", "get_alibi_mask",
@@ -82,7 +72,7 @@ FEATURES: Mapping[str, Rows] = {
     "deepspeed.runtime.tensor_parallel.config": from_(
         g.AUTOTP, "TPConfig", "TPTrainingConfig", "_get_hf_tp_plan", "get_tensor_parallel_config",
     ),
-    "deepspeed.sequence": {**not_(SEQUENCE, "cross_entropy", "auto_sp")},
+    "deepspeed.sequence": {},
     "deepspeed.sequence.layer": {
         **from_("ds_parallel.sequence", "DistributedAttention"),
         **from_("ds_parallel.sequence.ulysses", apply_rotary_pos_emb="rotated", _rotate_half="rotate_half"),
@@ -180,7 +170,6 @@ FEATURES: Mapping[str, Rows] = {
         "sharded_intermediate_dim", "sharded_unembed_dim",
     ),
     "deepspeed.inference.v2.scheduling_utils": {**from_("ds_inference", "SchedulingError", "SchedulingResult")},
-    "deepspeed.model_implementations": {**not_(INFERENCE, "DeepSpeedTransformerInference")},
     "deepspeed.autotuning": {**from_("ds_tune.autotuner", "Autotuner")},
     "deepspeed.autotuning.autotuner": {**from_("ds_tune.autotuner", "Autotuner", "ResourceManager")},
     "deepspeed.autotuning.scheduler": {**from_("ds_tune.autotuner", "ResourceManager")},
@@ -220,7 +209,7 @@ FEATURES: Mapping[str, Rows] = {
     "deepspeed.elasticity.elasticity": from_(
         g.ELASTICITY, "compute_elastic_config", "elasticity_enabled",
     ),
-    "deepspeed.compile": {**not_(COMPILE, "util")},
+    "deepspeed.compile": {},
     "deepspeed.compile.passes": {
         name: f"deepspeed.compile.passes.{name}:"
         for name in (
@@ -259,8 +248,6 @@ FEATURES: Mapping[str, Rows] = {
     "deepspeed.linear.context_manager": from_(g.LINEAR, "Init", "init_lora"),
     "deepspeed.linear.optimized_linear": from_(g.LINEAR, "LoRAOptimizedLinear", "OptimizedLinear"),
     "deepspeed.linear.quantization": from_(g.LINEAR, "QuantizedLinear", "QuantizedParameter"),
-    "deepspeed.io": {**not_(IO, "FastFileWriter", "FastFileWriterConfig", "MockFileWriter", "PyFileWriter")},
-    "deepspeed.nvme": {**not_(IO, "ds_io_main", "generate_main", "sweep_main")},
     "deepspeed.monitor": {},
     "deepspeed.monitor.comet": from_(g.MONITORS, "CometMonitor"),
     "deepspeed.monitor.config": from_(
@@ -283,6 +270,5 @@ FEATURES: Mapping[str, Rows] = {
     "deepspeed.runtime.rollout.hybrid_engine_rollout": from_(g.HYBRID, "HybridEngineRollout", "HybridEngineRolloutConfig"),
     "deepspeed.runtime.rollout.opsd": g.DIVERGENCE,
     "deepspeed.runtime.hybrid_engine": from_(g.HYBRID, "DeepSpeedHybridEngine"),
-    "deepspeed.runtime.domino": {**not_(TENSOR, "transformer")},
     "deepspeed.domino": {**not_(TENSOR, "DominoTransformerLayer")},
 }  # fmt: skip

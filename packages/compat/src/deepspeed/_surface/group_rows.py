@@ -46,10 +46,6 @@ ACCESS = from_(
       for verb in ("get", "set") for reach in ("full", "local") for what in ("fp32_param", "grad", "optimizer_state")),
     "safe_update_full_grad_vectorized",
 )  # fmt: skip
-FRAGMENTS = not_(
-    INTERNAL, "fragment_address", "get_full_hp_grad", "get_full_hp_param", "get_hp_fragment_mapping", "link_hp_params",
-    "lazy_init_hp_params_optimizer_state", "map_to_flat_opt_states", "set_full_hp_grad", "set_full_hp_param",
-)  # fmt: skip
 LEAVES = from_(
     TOOLS, "get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name",
     "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module", "z3_leaf_parameter",
@@ -92,7 +88,7 @@ ZERO_ROWS: dict[str, Row] = {
     **from_("deepspeed._ours.zero_optimizer", "unwrap_model_for_generation"),
     **from_(PARAMS, "ZeroParamStatus", "ZeroParamType"),
     **from_(ZERO, TiledLinearReturnBias="TiledLinear"),
-    **not_(INTERNAL, "DeepSpeedTensorOverride", "DeepSpeedZeRoOffload"),
+    **not_(INTERNAL, "DeepSpeedTensorOverride", "DeepSpeedZeRoOffload"),  # `deepspeed.zero` is no module upstream
 }
 ZERO_OPTIMIZER = "deepspeed._ours.zero_optimizer:DeepSpeedZeroOptimizer"
 CHECKPOINTING: dict[str, Row] = {

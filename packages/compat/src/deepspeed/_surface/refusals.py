@@ -72,6 +72,10 @@ OFFLOAD = Missing(
 )
 AUTOCAST = Missing("no parameter carries a format of its own", "the `torch_autocast` section; communication_data_type")
 MUON = Missing("Muon is one class here", "ds_ops.optim.Muon, or the optimizer section")
+DUALPIPE = Missing(
+    "a schedule is chosen by name, not by a class of modules", "PipelineModule with `pipeline.schedule` = dualpipe-v"
+)
+PROFILER = Missing("work is counted where torch runs it", "get_model_profile, or the `flops_profiler` section")
 PINNED = Missing("pinned memory belongs to the accelerator", "get_accelerator().pin_memory, or ds_accel.PinnedPool")
 
 TIMERS = Missing("the engine keeps no timers", "wall_clock_breakdown of the configuration, or ds_monitor.span")
