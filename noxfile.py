@@ -236,9 +236,16 @@ def native(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """The tests that need one accelerator."""
+    """The tests of devices: one card, ranks with NCCL on one or several, the device that stands for one; with `-- --all` the long ones too.
+
+    Prints what ran on how many ranks with which backend, and writes it to docs/benchmarks/data/devices.json where there is a card. Other
+    arguments go to pytest.
+    """
     python = developing(session)
-    session.run(python, "-m", "pytest", "-m", "gpu", "-rs", *session.posargs, external=True)
+    arguments = [argument for argument in session.posargs if argument != "--all"]
+    chosen = "gpu or device_world" if "--all" in session.posargs else "(gpu or device_world) and not slow"
+    record = f"--devices-record={ROOT / 'docs' / 'benchmarks' / 'data' / 'devices.json'}"
+    session.run(python, "-m", "pytest", "-m", chosen, record, "-rs", *arguments, external=True)
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

@@ -27,19 +27,27 @@ def from_conftest():
 SETTINGS = "[pytest]\naddopts = --import-mode=importlib -p no:cacheprovider\ntimeout = 1\n"
 
 
+class Outcomes(dict[str, tuple[str, str]]):
+    """By the name of a test: its outcome, and the text of its failure."""
+
+    printed = ""
+
+
 @pytest.fixture(scope="session")
-def run_pytest() -> Callable[..., dict[str, tuple[str, str]]]:
+def run_pytest() -> Callable[..., Outcomes]:
     """`run_pytest(folder, text, *words)`: the outcome and the failure text of each test of a file with that text."""
 
-    def run(folder: Path, text: str, *words: str) -> dict[str, tuple[str, str]]:
+    def run(folder: Path, text: str, *words: str, settings: str = "") -> Outcomes:
         (folder / "test_written.py").write_text(text)
         (folder / "conftest.py").write_text(CONFTEST)
-        (folder / "pytest.ini").write_text(SETTINGS)
+        (folder / "pytest.ini").write_text(SETTINGS + settings)
         command = [sys.executable, "-m", "pytest", "-q", "--junitxml=report.xml", *words, "test_written.py"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
         if not (folder / "report.xml").is_file():
             raise RuntimeError(done.stdout + done.stderr)
-        return dict(map(_outcome, ElementTree.parse(folder / "report.xml").iter("testcase")))
+        outcomes = Outcomes(map(_outcome, ElementTree.parse(folder / "report.xml").iter("testcase")))
+        outcomes.printed = done.stdout
+        return outcomes
 
     return run
 

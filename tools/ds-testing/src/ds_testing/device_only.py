@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ds_comm.call import CollectiveCall
 from ds_config.errors import CommError
 
-__all__ = ["DEVICE", "device_only", "device_world"]
+__all__ = ["DEVICE", "device_only"]
 
 DEVICE = torch.device("cpu", 0)
 """The device; the host is torch.device("cpu"). torch computes on both alike."""
@@ -32,9 +31,6 @@ _MAKERS = {
     "tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "rand", "randn", "randint", "randperm", "eye", "linspace",
     "from_numpy", "frombuffer", "empty_strided", "scalar_tensor",
 }  # fmt: skip
-
-device_world = pytest.mark.device_world
-"""Marks tests that run on a device: in the fake one here, on a card in `nox -s gpu`."""
 
 
 class _Places(TorchFunctionMode):

@@ -7,11 +7,14 @@ import pickle
 import random
 import sys
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from ds_testing.cards import NO_CARD, CardBook
+from ds_testing.device_report import DeviceReport, note_run
 from ds_testing.pool import Pool, Task
 from ds_testing.protocol import Outcome, Source
 from ds_testing.report import render, verdict
@@ -22,6 +25,7 @@ __all__ = [
     "pytest_collection_modifyitems",
     "pytest_configure",
     "pytest_pyfunc_call",
+    "pytest_runtest_setup",
     "pytest_runtest_teardown",
     "pytest_unconfigure",
 ]
@@ -33,6 +37,7 @@ _START_S = 60.0
 """Seconds that the start of a world's processes may take, beside its own deadline."""
 
 _POOL = pytest.StashKey[Pool]()
+_CARDS = pytest.StashKey[CardBook]()
 
 
 _LARGE, _DRAWN = 8, 6
@@ -46,11 +51,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="all",
         help=f"sample: of a function with more than {_LARGE} cases run {_DRAWN} drawn ones (DS_CASES_SEED draws others)",
     )
+    parser.addoption(
+        "--devices-record",
+        type=Path,
+        help="print the table of the tests on devices, and write it to this file of records where there is a card",
+    )
     parser.addini("every_case", "folders and files of which --cases=sample leaves nothing out", "args", default=[])
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_POOL] = Pool(capture=config.getoption("capture") != "no")
+    book = config.stash[_CARDS] = CardBook()
+    config.pluginmanager.register(DeviceReport(book, config.getoption("devices_record")), "ds_testing_devices")
     _set_up_hypothesis()
 
 
@@ -103,7 +115,12 @@ def _left_out(items: Sequence[pytest.Item], root: Path, every_case: Sequence[str
     kept_whole = [root / name for name in every_case]
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and not any(item.path.is_relative_to(place) for place in kept_whole):
+        on_card = item.get_closest_marker("gpu") is not None  # what a draw has of these is skipped without a card
+        if (
+            isinstance(item, pytest.Function)
+            and not on_card
+            and not any(item.path.is_relative_to(place) for place in kept_whole)
+        ):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out: set[int] = set()
     for name, group in cases.items():
@@ -119,6 +136,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     spec = getattr(pyfuncitem.obj, ATTRIBUTE, None)
     if not isinstance(spec, World):
         return None
+    spec = _on_cards(pyfuncitem, spec)
     run = pyfuncitem.config.stash[_POOL].run(_task(pyfuncitem), spec)
     outcome, reason = verdict(run.results)
     if outcome is Outcome.SKIPPED:
@@ -128,6 +146,30 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if outcome is Outcome.FAILED:
         pytest.fail(render(run.results, deadline_s=run.deadline_s), pytrace=False)
     return True
+
+
+def _on_cards(item: pytest.Function, spec: World) -> World:
+    """The world of this case: on cards where it or its parameter `device` says so. Skips it where there are none."""
+    named = item.funcargs.get("device", spec.device)
+    if item.get_closest_marker("device_world") is not None or spec.device == "cuda":
+        note_run(item, str(named), spec.size, spec.backend)
+    if named != "cuda":
+        return spec
+    book = item.config.stash[_CARDS]
+    if not book.cards:
+        pytest.skip(NO_CARD)
+    backend = None if spec.backend is None else book.answer(spec.size).backend
+    note_run(item, "cuda", spec.size, backend)
+    return replace(spec, device="cuda", cards=book.cards, backend=backend)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Note where tests of one card run, for the table: those marked `gpu` that are no world."""
+    if item.get_closest_marker("gpu") is not None and not isinstance(
+        getattr(getattr(item, "obj", None), ATTRIBUTE, None), World
+    ):
+        note_run(item, "cuda", 1, "none")
 
 
 def _task(item: pytest.Function) -> Task:

@@ -21,6 +21,7 @@ from multiprocessing.context import ForkServerContext
 from typing import IO, cast
 from unittest import mock
 
+from ds_testing.cards import card_variables
 from ds_testing.protocol import Finish, Finished, Job, Ready, Report, Source
 from ds_testing.report import RankResult
 from ds_testing.spec import World
@@ -111,6 +112,7 @@ class Pool:
             timeout=spec.timeout,
             store_port=self._workers[0].store_port,
             master_port=self._master_port(spec, rank),
+            variables=card_variables(rank, spec.size, spec.cards),
         )
 
     def _master_port(self, spec: World, rank: int) -> int:

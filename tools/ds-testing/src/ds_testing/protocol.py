@@ -6,7 +6,8 @@ The second exchange is why no rank takes its process group down while another st
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 __all__ = ["Finish", "Finished", "Job", "Outcome", "Ready", "Report", "Source"]
@@ -47,6 +48,7 @@ class Job:
         arguments: A pickled dict of keyword arguments.
         store_port: The store of rank 0's worker, on the loopback interface.
         master_port: A free port for a body that makes its own process group.
+        variables: More of the environment, for ranks on cards; their card is LOCAL_RANK.
     """
 
     key: str
@@ -59,6 +61,7 @@ class Job:
     timeout: float
     store_port: int
     master_port: int
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,6 +151,10 @@ class _Rank:
         return Report(Outcome.PASSED, "", time.monotonic())
 
     def _join(self, job: Job) -> None:
+        if job.variables:
+            import torch
+
+            torch.cuda.set_device(int(job.variables["LOCAL_RANK"]))
         if job.backend is None:
             return
         if job.store_port not in self._stores:
@@ -179,7 +183,7 @@ def _launcher_variables(job: Job) -> dict[str, str]:
     }
     if job.backend is None:
         found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job.master_port)}
-    return found
+    return found | dict(job.variables)
 
 
 @contextmanager
