@@ -121,3 +121,82 @@ def test_a_run_goes_on(kind, layout, client, stages, tmp_path):
         torch.testing.assert_close(found[name], value, rtol=2e-5, atol=2e-6, msg=lambda said, n=name: f"{n}: {said}")
     engine.destroy()
     deepspeed.comm.destroy_process_group()
+
+
+class Sparse(nn.Module):
+    """Two of four experts never get a token."""
+
+    def __init__(self, split):
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Linear(6, 6)
+        self.moe = MoE(6, nn.Linear(6, 6), 4, ep_size=2 if split else 1, k=1, drop_tokens=False, use_rts=False)
+        self.last = nn.Linear(6, 6)
+        with torch.no_grad():
+            gate = self.moe.deepspeed_moe.gate.wg.weight
+            gate[1], gate[2:] = -gate[0], 0.0
+        gate.requires_grad_(False)
+
+    def forward(self, x):
+        return self.last(self.moe(torch.tanh(self.first(x)))[0]).square().mean()
+
+
+def start_sparse(split, stage, client, layout):
+    import deepspeed
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as groups_of
+
+    model = Sparse(split)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "checkpoint": {"layout": "deepspeed"} if layout == "deepspeed" else {},
+    }
+    groups = groups_of({"params": [p for p in model.parameters() if p.requires_grad], "name": "all"})
+    if client:
+        optimizer = torch.optim.AdamW(groups, lr=0.05, weight_decay=0.0)
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.0}}
+    return deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
+
+
+SPARSE_CELLS = [
+    (split, layout, client, stages)
+    for split in (False, True)
+    for layout in ("ours", "deepspeed")
+    for client in (False, True)
+    for stages in ((0, 2), (1, 1), (2, 1), (2, 2), (3, 2), (1, 3))
+    if layout == "ours" or stages[0]  # upstream's layout has no stage 0
+]
+SPARSE_DRAWN = [SPARSE_CELLS[i] for i in (2, 9, 16, 24, 33, 40)]
+
+
+@pytest.mark.parametrize(
+    ("split", "layout", "client", "stages"),
+    [*SPARSE_DRAWN, *(pytest.param(*c, marks=pytest.mark.slow) for c in SPARSE_CELLS if c not in SPARSE_DRAWN)],
+)
+@world(2, backend=None)
+def test_a_run_with_idle_experts_goes_on(split, layout, client, stages, tmp_path):
+    import deepspeed
+
+    folder = str(tmp_path)
+    engine = start_sparse(split, stages[0], client, layout)
+    train(engine, 0)
+    engine.save_checkpoint(folder, "three")
+    train(engine, 3)
+    wanted = {name: value.clone() for name, value in engine.full_state_dict().items()}
+    engine.destroy()
+    engine = start_sparse(split, stages[1], client, layout)
+    path, _ = engine.load_checkpoint(folder, "three")
+    assert path is not None
+    assert engine.global_steps == 3
+    train(engine, 3)
+    found = engine.full_state_dict()
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=2e-5, atol=2e-6, msg=lambda said, n=name: f"{n}: {said}")
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()
