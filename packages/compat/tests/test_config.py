@@ -10,9 +10,12 @@ import deepspeed
 import pytest
 from deepspeed._ours.accepted_keys import accepted
 from deepspeed._ours.config import raw_config
+from deepspeed._surface.upstream_names import configuration_fields
 from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
-from ds_config.errors import ConfigError
+from ds_config import keys
+from ds_config.errors import ConfigError, UnsupportedError
+from ds_engine import Config
 
 
 @pytest.fixture
@@ -134,3 +137,63 @@ def test_arguments_of_scripts():
     tuned = deepspeed.add_tuning_arguments(argparse.ArgumentParser()).parse_args(["--lr_schedule", "WarmupLR"])
     assert tuned.lr_schedule == "WarmupLR"
     assert tuned.warmup_num_steps is None
+
+
+SECTIONS = {
+    "deepspeed.comm.config.CommsLoggerConfig": "comms_logger",
+    "deepspeed.compile.config.CompileConfig": "compile",
+    "deepspeed.monitor.config.CSVConfig": "csv_monitor",
+    "deepspeed.monitor.config.CometConfig": "comet",
+    "deepspeed.monitor.config.DeepSpeedMonitorConfig": "",
+    "deepspeed.monitor.config.TensorBoardConfig": "tensorboard",
+    "deepspeed.monitor.config.WandbConfig": "wandb",
+    "deepspeed.runtime.config.HybridEngineConfig": "hybrid_engine",
+    "deepspeed.runtime.precision_config.DeepSpeedBF16Config": "bf16",
+    "deepspeed.runtime.precision_config.DeepSpeedFP16Config": "fp16",
+    "deepspeed.runtime.tensor_parallel.config.TPConfig": "tensor_parallel.tp",
+    "deepspeed.runtime.tensor_parallel.config.TPTrainingConfig": "tensor_parallel",
+    "deepspeed.runtime.zenflow.zenflow_config.ZenFlowConfig": "zero_optimization.zenflow",
+    "deepspeed.runtime.zero.config.DeepSpeedZeroConfig": "zero_optimization",
+    "deepspeed.runtime.zero.leaf_module_config.DeepSpeedZeroLeafModuleConfig": "zero_optimization.leaf_module",
+    "deepspeed.runtime.zero.offload_config.DeepSpeedZeroOffloadOptimizerConfig": "zero_optimization.offload_optimizer",
+    "deepspeed.runtime.zero.offload_config.DeepSpeedZeroOffloadParamConfig": "zero_optimization.offload_param",
+}
+"""Classes of upstream that read a section of training's configuration."""
+
+
+@pytest.mark.parametrize("reader", SECTIONS)
+def test_every_key_of_upstream_is_known(reader):
+    section = tuple(filter(None, SECTIONS[reader].split(".")))
+    known = {
+        key.path[len(section)] for key in keys(Config) if key.path[: len(section)] == section and key.path != section
+    }
+    wanted = configuration_fields()[reader].split()
+    assert wanted
+    assert [key for key in wanted if key not in known] == []
+
+
+def test_every_class_of_upstream_that_reads_a_training_section_is_looked_at():
+    others = [name for name in configuration_fields() if name not in SECTIONS and ".inference." not in name]
+    assert others == [
+        "deepspeed.utils.config.DeepSpeedThroughputTimerConfig"
+    ]  # the section `timers`, which nothing reads
+
+
+def test_keys_of_the_newest_release():
+    known = {
+        "zero_optimization": {"stage": 2, "compute_grad_norm": False, "parameter_alignment": True},
+        "tensor_parallel": {"vocab_parallel_lm_head": False, "vocab_parallel_ce_backend": "torch"},
+        "compile": {"autoep_non_moe": False},
+        "data_types": {"keep_in_fp32_modules": ["bias"]},
+        "disable_python_gc": True,
+    }
+    model = deepspeed.DeepSpeedConfig(known | {"train_batch_size": 1}).model
+    assert (model.disable_python_gc, model.data_types.keep_in_fp32_modules) == (True, ("bias",))
+    for section, key in (
+        ("tensor_parallel", {"vocab_parallel_ce_backend": "liger"}),
+        ("compile", {"autoep_non_moe": True}),
+    ):
+        with pytest.raises(UnsupportedError):
+            deepspeed.DeepSpeedConfig({"train_batch_size": 1, section: key})
+    with pytest.raises(ConfigError):
+        deepspeed.DeepSpeedConfig({"train_batch_size": 1, "data_types": {"keep_in_fp32_modules": "bias"}})

@@ -445,6 +445,12 @@ def test_scales_halve_and_double():
         assert scaler.cur_scale == scale
     with pytest.raises(RuntimeError, match="minimum"):
         scaler.update_scale(True)
+    scaler = DynamicLossScaler(init_scale=64, scale_window=1, scale_factor=4.0)
+    scaler.update_scale(True)
+    assert scaler.cur_scale == 16
+    for _ in range(2):
+        scaler.update_scale(False)
+    assert scaler.cur_scale == 64
     assert isinstance(CreateLossScaler(torch.float, 8.0, True, None), LossScaler)
     x = torch.ones(1, requires_grad=True)
     LossScaler(8.0).backward(x.sum())

@@ -1,6 +1,7 @@
 """On one process the engine is the plain loop, whichever way it is called."""
 
 import copy
+import gc
 import json
 from collections.abc import Callable, Iterator
 from itertools import cycle
@@ -451,6 +452,61 @@ def test_inputs_are_cast_and_operations_under_autocast(make_model: Make, config:
         wanted = torch.bfloat16 if "data_types" in changes else torch.float32
         assert buffers == {"table": wanted, "index": torch.int64}
         engine.close()
+
+
+class Routed(nn.Module):
+    """A router's bias beside another buffer, with the lists of a transformers model."""
+
+    def __init__(self, strict: tuple[str, ...] = (), plain: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self._keep_in_fp32_modules_strict, self._keep_in_fp32_modules = strict, plain
+        self.layer = nn.Linear(2, 2)
+        self.layer.register_buffer("score_bias", torch.ones(2, dtype=torch.bfloat16))
+        self.layer.register_buffer("table", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).float().square().mean()
+
+
+@pytest.mark.parametrize(
+    ("low", "lists", "keep", "wide"),
+    [
+        ("bf16", (("score_bias",), ("table",)), "auto", {"score_bias"}),
+        ("fp16", (("score_bias",), ("table",)), "auto", {"score_bias", "table"}),
+        ("bf16", (("score_bias",), ()), [], set()),
+        ("bf16", ((), ()), ["layer.*bias"], {"score_bias"}),
+        ("bf16", ((), ()), ["score_bias", "tab"], {"score_bias", "table"}),
+    ],
+)
+def test_buffers_that_stay_fp32(
+    config: Settings, low: str, lists: tuple[tuple[str, ...], ...], keep: Any, wide: set[str]
+) -> None:
+    narrow = torch.bfloat16 if low == "bf16" else torch.float16
+    types = {"keep_in_fp32_modules": keep, "buffer_dtype": low}
+    engine = start(Routed(*lists), config(data_types=types, **{low: {"enabled": True}}))
+    found = {name: buffer.dtype for name, buffer in engine.module.layer.named_buffers()}
+    assert found == {name: torch.float32 if name in wide else narrow for name in ("score_bias", "table")}
+    engine.close()
+
+
+def test_the_collector_of_python_is_off_while_an_engine_wants_it(make_model: Make, config: Settings) -> None:
+    assert gc.isenabled()
+    engines = [start(make_model(), config(disable_python_gc=True)) for _ in range(2)]
+    assert not gc.isenabled()
+    engines[0].close()
+    engines[0].close()
+    assert not gc.isenabled()
+    engines[1].close()
+    assert gc.isenabled()
+    engine = start(make_model(), config())
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        start(make_model(), config(disable_python_gc=True)).close()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    engine.close()
 
 
 def test_low_precision_masters_and_states(make_model: Make, config: Settings, rows: Any) -> None:

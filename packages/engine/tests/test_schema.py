@@ -247,6 +247,8 @@ BASES: dict[str, Mapping[str, Any]] = {
     "curriculum_learning": {"curriculum_learning": {"enabled": True, "min_difficulty": 8, "max_difficulty": 64, "schedule_config": GROWTH}},
     "expert_parallel": {"expert_parallel": {"enabled": True, "num_expert_groups": 4, "num_limited_groups": 2}},
     "use_data_before_expert_parallelism": {"expert_parallel": {"enabled": True}},
+    "tensor_parallel.vocab_parallel_lm_head": {"tensor_parallel": {"autotp_size": 2, "partition_config": {"lm_head_patterns": ["score"]}}},
+    "data_types.keep_in_fp32_modules": {"bf16": {"enabled": True}},
     "tensor_parallel": {"tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": [
         {"patterns": [r".*up_proj"], "shape": [[20, 26], -1]}]}}},
     "compression_training": {"compression_training": {

@@ -88,6 +88,28 @@ def test_buffers_made_inside_init_have_the_parameters_format(stage: int) -> None
     engine.destroy()
 
 
+@pytest.mark.parametrize("keep", ["auto", ["mean", "conv.tab*"], []])
+@world(2)
+def test_buffers_that_stay_fp32_inside_init(keep: object) -> None:
+    import deepspeed
+
+    class Listed(nn.Module):
+        _keep_in_fp32_modules_strict = ("running_mean",)
+        _keep_in_fp32_modules = ("table",)  # for fp16 only
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Buffered()
+
+    config = settings(3, bf16={"enabled": True}, data_types={"keep_in_fp32_modules": keep})
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = Listed()
+    wide = {"inner.norm.running_mean"} if keep else set()
+    narrow = {"inner.norm.running_mean", "inner.norm.running_var", "inner.table"} - wide
+    formats = {name: buffer.dtype for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    assert formats == {name: torch.bfloat16 if name in narrow else torch.float32 for name in formats}
+
+
 class Sinusoid(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -144,7 +144,7 @@ def assemble(plan: Plan, model: nn.Module, parts: InitArgs) -> Components:
     watch = watch_of(plan, model, TrialSetup(mesh, accelerator, shapes_of(model))) if is_trial(plan) else None
     loader, sinks, comms = all_or_nothing(mesh["world"], lambda: _beside(plan, mesh, parts))
     with (
-        placed(model, device, plan.casting.buffers),
+        placed(model, device, plan.casting),
         apply_all(TRANSFORMS, site := BuildContext(model, plan, mesh, device, parts)) as applied,
     ):
         checkpointer = make_engine(plan.config.checkpoint, mesh["world"])

@@ -153,6 +153,9 @@ class Config(MonitorConfig):
         ge=1,
         description="Log step, learning rate, momentum, loss and speed every so many steps, on rank 0; null is silent.",
     )
+    disable_python_gc: bool = Field(
+        default=False, description="Keep Python's cyclic garbage collector off from the engine's start to its close()."
+    )
     dump_state: bool = Field(default=False, description="Log the configuration and the plan at the start.")
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = Field(
         default=None, description="Level of the library's loggers."

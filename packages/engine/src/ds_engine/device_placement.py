@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_accel import streams
+from ds_engine.mixed_precision import Casting
 from ds_zero.runtime.init_shards import is_scattered
 from ds_zero.runtime.sharded_parameter import keeper_of
 
@@ -17,19 +18,18 @@ __all__ = ["placed", "to_device"]
 
 
 @contextmanager
-def placed(model: nn.Module, device: torch.device, buffers: torch.dtype | None) -> Iterator[None]:
-    """Move `model` to `device`, and back if the body raises.
-
-    Args:
-        buffers: Format of its floating-point buffers; None leaves them as they are.
-    """
+def placed(model: nn.Module, device: torch.device, casting: Casting) -> Iterator[None]:
+    """Move `model` to `device`, and back if the body raises; its floating-point buffers get the formats of `casting`."""
     params = [(p, p.device) for p in model.parameters()]
     before = [(m, name, buffer) for m in model.modules() for name, buffer in m.named_buffers(recurse=False)]
     try:
         _place(model, device)
-        for module, name, buffer in before if buffers is not None else ():
-            if buffer.is_floating_point():
-                module._buffers[name] = buffer.to(device, buffers)
+        stays = casting.keeps_fp32(model)
+        for path, module in model.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                dtype = torch.float32 if stays(f"{path}.{name}" if path else name) else casting.buffers
+                if dtype is not None and buffer.is_floating_point():
+                    module._buffers[name] = buffer.to(device, dtype)
         yield
     except BaseException:
         for param, old in params:

@@ -217,6 +217,7 @@ class Engine(EngineState):
         ds_monitor.detach(self._sinks)
         self._sinks = ()
         self._feed.close()
+        self._resume_gc()
 
     # ---- inside
 

@@ -24,6 +24,7 @@ from ds_engine.compiling.schedule_passes import Contract
 from ds_engine.components import Components, RunCounters
 from ds_engine.deepspeed_checkpoints import load, save
 from ds_engine.full_state import full_state, load_whole, save_whole
+from ds_engine.garbage_collection import pause_collector
 from ds_engine.loss_total import LossAccumulator
 from ds_engine.lr_schedules import momentum_of, set_momentum, set_rates
 from ds_engine.plan import Plan
@@ -85,6 +86,7 @@ class EngineState(nn.Module):
         cut = self.plan.residency.shard_params or self.mesh["tensor"].size > 1
         self._known = KnownState()
         self._saves = SavesWhole.all_in(self) if cut else []
+        self._resume_gc = pause_collector(self, plan.pause_gc)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,11 +34,28 @@ class Casting:
         inputs: Floating-point inputs of the model.
         buffers: Floating-point buffers of the model, once.
         autocast: Operations, under torch.autocast.
+        fp32_names: Parts of the names of buffers that are fp32 all the same; `*` stands for anything.
+        fp32_lists: Attributes of modules with more such names (transformers' own lists).
     """
 
     inputs: torch.dtype | None = None
     buffers: torch.dtype | None = None
     autocast: torch.dtype | None = None
+    fp32_names: tuple[str, ...] = ()
+    fp32_lists: tuple[str, ...] = ()
+
+    def keeps_fp32(self, model: nn.Module) -> Callable[[str], bool]:
+        """Return whether a buffer of `model`, by its full name, is one of those that stay fp32."""
+        starts = [("", name) for name in self.fp32_names]
+        for path, module in model.named_modules() if self.fp32_lists else ():
+            listed = [name for attribute in self.fp32_lists for name in getattr(module, attribute, None) or ()]
+            starts += [(f"{path}." if path else "", name) for name in listed]
+        patterns = [re.compile(f"{re.escape(start)}.*{_glob(name)}") for start, name in starts]
+        return lambda name: any(pattern.match(name) for pattern in patterns)
+
+
+def _glob(name: str) -> str:
+    return ".*".join(map(re.escape, name.split("*")))
 
 
 def precision_of(config: Config) -> Precision:
@@ -61,10 +79,14 @@ def casting_of(config: Config) -> Casting:
     """Return the dtypes of the forward: of inputs, buffers and autocast."""
     autocast = config.torch_autocast
     fallback = torch.get_autocast_dtype("cpu") if autocast.dtype is None else None
+    keep, low = config.data_types.keep_in_fp32_modules, config.fp16.enabled or config.bf16.enabled
+    lists = ("_keep_in_fp32_modules_strict", *(("_keep_in_fp32_modules",) if config.fp16.enabled else ()))
     return Casting(
         inputs=torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None,
         buffers=_dtype(config.data_types.buffer_dtype),
         autocast=(_dtype(autocast.dtype) or fallback) if autocast.enabled else None,
+        fp32_names=keep if low and keep != "auto" else (),
+        fp32_lists=lists if low and keep == "auto" else (),
     )
 
 
@@ -82,6 +104,8 @@ def precision_text(precision: Precision, casting: Casting) -> str:
         text += f", loss scale {static:g}" if static else f", loss scale from {precision.scale.initial:g}"
     if travel is not None and travel.itemsize < 4 and casting.buffers is None:
         text += ", buffers as the model (data_types.buffer_dtype)"
+    if casting.fp32_names:
+        text += f", fp32 buffers {' '.join(casting.fp32_names)}"
     named = {"autocast": casting.autocast, "inputs": casting.inputs, "buffers": casting.buffers}
     return text + "".join(f", {what} {_name(dtype, '')}" for what, dtype in named.items() if dtype is not None)
 

@@ -200,6 +200,7 @@ class Plan:
         answer_tokens: Most tokens of a prompt and its answer, of an engine that generates; None: it does not.
         compiling: Passes over the graphs of the model, once it is compiled; None: graphs have no actions in them.
         tuning: What is measured before the process ends, and how a tuner looks for more; None: this is a run.
+        pause_gc: Whether Python's garbage collector is off while the engine lives.
     """
 
     config: Config
@@ -227,6 +228,7 @@ class Plan:
     answer_tokens: int | None = None
     compiling: Compiling | None = None
     tuning: AutotuningConfig | None = None
+    pause_gc: bool = False
 
     @property
     def units(self) -> tuple[UnitPlan, ...]:

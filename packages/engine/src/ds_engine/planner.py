@@ -111,6 +111,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         staging=shapes.staging,
         foreign=config.checkpoint.layout == "deepspeed",
         tuning=tuning if (tuning := config.autotuning) is not None and tuning.enabled else None,
+        pause_gc=config.disable_python_gc,
         compiling=compiling_of(config.compile, config.zero_optimization, mesh),
         answer_tokens=hybrid.max_out_tokens if (hybrid := config.hybrid_engine).enabled else None,
     )

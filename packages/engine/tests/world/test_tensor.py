@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ds_engine
-from ds_config.errors import set_place
+from ds_config.errors import UnsupportedError, set_place
 from ds_testing import world
 
 
@@ -150,3 +150,61 @@ def test_saved_at_one_degree_and_loaded_at_another(tmp_path: Path) -> None:
         engine.close()
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     set_place("")
+
+
+class Headed(Decoder):
+    """A head of its own and a loss function that can be replaced, as transformers' models have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head = nn.Linear(16, 33, bias=False)
+        self.loss_function = whole_loss
+        self.widths: list[int] = []
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed_tokens(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.lm_head(x)
+        self.widths.append(logits.shape[-1])
+        loss: Tensor = self.loss_function(logits, ids, vocab_size=33)
+        return loss
+
+
+def whole_loss(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@pytest.mark.parametrize(
+    "stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
+)
+@world(2)
+def test_a_head_that_stays_cut_by_vocabulary(stage: int) -> None:
+    losses = []
+    for asked in (False, True):
+        model = Headed()
+        section = {"autotp_size": 2, "vocab_parallel_lm_head": asked}
+        engine, *_ = ds_engine.initialize(model=model, config=configuration(stage, 2, tensor_parallel=section))
+        losses.append(train(engine, batches(4)))
+        assert set(model.widths) == ({17, 16} & {engine.module.widths[0]} if asked else {33})
+        engine.close()
+        assert model.loss_function is whole_loss
+    torch.testing.assert_close(losses[1], losses[0], atol=1e-5, rtol=1e-5)
+
+
+@world(2)
+def test_a_loss_that_nobody_can_replace_is_said_before_anything_changed() -> None:
+    model = Decoder()
+    names = list(model.state_dict())
+    section = {"autotp_size": 2, "vocab_parallel_lm_head": True}
+    with pytest.raises(UnsupportedError, match="vocab_parallel_lm_head: the loss of Decoder") as caught:
+        ds_engine.initialize(model=model, config=configuration(0, 2, tensor_parallel=section))
+    assert caught.value.code == "tensor-vocabulary"
+    assert list(model.state_dict()) == names
+    assert model.lm_head.weight.shape == (33, 16)
+    with pytest.raises(UnsupportedError, match="liger"):
+        more = {"autotp_size": 2, "vocab_parallel_ce_backend": "liger"}
+        ds_engine.initialize(model=Decoder(), config=configuration(0, 2, tensor_parallel=more))

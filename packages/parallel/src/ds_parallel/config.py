@@ -127,6 +127,13 @@ class TensorParallelConfig(StrictModel):
     tp_overlap_comm: Annotated[
         bool, Unsupported("leave it out: the layers that read one input sum its gradient in one all-reduce")
     ] = False
+    vocab_parallel_lm_head: bool | None = Field(
+        default=None,
+        description="True leaves logits cut by vocabulary and computes a transformers model's loss from the parts; null and false put them together.",
+    )
+    vocab_parallel_ce_backend: Annotated[
+        Literal["torch", "liger"], Unsupported("torch; the loss of cut logits is one pass without a kernel of its own")
+    ] = "torch"
     tp: Annotated[TensorParallelDegreeConfig, Alias("tensor_parallel")] = TensorParallelDegreeConfig()
     injection_policy_tuple: Annotated[tuple[str, ...] | None, Unsupported("partition_config.layer_specs")] = None
     megatron_layers: bool = Field(
@@ -172,4 +179,5 @@ class TensorParallelConfig(StrictModel):
             grain=self.tp.tp_grain_size,
             strict=part.strict_mode,
             embeddings=ShardKind.FEATURES if by_features else ShardKind.VOCABULARY,
+            gather_logits=not self.vocab_parallel_lm_head,
         )

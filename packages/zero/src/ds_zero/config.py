@@ -270,6 +270,8 @@ class ZeroConfig(StrictModel):
     allgather_sequential: Annotated[
         bool, Alias("stage3_allgather_sequential"), NoEffect("a unit is one gather without a copy")
     ] = False
+    parameter_alignment: Annotated[bool, NoEffect("every parameter begins at a multiple of 64 bytes")] = False
+    compute_grad_norm: Annotated[bool, NoEffect("the norm is summed beside what else a step must agree on")] = True
     round_robin_gradients: Annotated[bool, NoEffect("every rank owns the same share of every unit")] = False
     memory_efficient_linear: Annotated[bool, NoEffect("released parameters are gathered again in backward")] = True
     override_module_apply: Annotated[bool, NoEffect("nothing in torch is patched")] = True
@@ -362,4 +364,8 @@ class DataTypesConfig(StrictModel):
     param_dtype: DType | None = Field(default=None, description="Must be the format of the active mode, if given.")
     buffer_dtype: DType | None = Field(
         default=None, description="Cast floating-point buffers to it; null leaves them as they are."
+    )
+    keep_in_fp32_modules: Literal["auto"] | tuple[str, ...] = Field(
+        default="auto",
+        description="Buffers that are fp32 in bf16 and fp16 training: parts of names, `*` stands for anything; auto is what a transformers model says.",
     )

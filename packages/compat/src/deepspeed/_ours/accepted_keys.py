@@ -41,7 +41,7 @@ def accepted(raw: Raw) -> dict[str, Any]:
         if value is not None and vain(document):
             document = _without(document, path)
             if value not in (False, {}):
-                _log.warning("%s does nothing here and was left out, as upstream does: %s", ".".join(path), reason)
+                _log.warning("%s does nothing here and was left out: %s", ".".join(path), reason)
     _check_tag_validation(section_of(document, "checkpoint"))
     for report in classify(Config, document):
         if report.kind == "no effect" and all(isinstance(part, str) for part in report.path):
@@ -158,7 +158,11 @@ def _known_of(section: Raw, name: str) -> dict[str, Any]:
             close = nearest(key.rpartition(".")[2], known)
             hint = f" (nearest known key: {close[0]!r})" if close else ""
             there = f"{name}.{key}" if name else key
-            _log.warning("configuration key %r is unknown%s and was left out, as upstream does", there, hint)
+            _log.warning(
+                "configuration key %r is unknown%s and was left out: DeepSpeed 0.19.8 does not read it, either",
+                there,
+                hint,
+            )
     return {key: value for key, value in section.items() if key in known}
 
 

@@ -2,7 +2,8 @@
 
 Upstream replaces `torch.zeros` and its like while the context lasts, so that what they make has the format of the parameters. Here nothing is
 replaced: a mode notes what these functions make and what is computed from nothing else, and such a tensor is cast when it becomes a buffer. It
-is computed in its own format, and has the same format in the end. Parameters are cast by `Init` itself.
+is computed in its own format, and has the same format in the end. Parameters are cast by `Init` itself. A buffer that the configuration or the
+model says is fp32 (`data_types.keep_in_fp32_modules`) is fp32 again as soon as its module belongs to who says so.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed._ours._torch import tree_leaves
+from ds_engine.mixed_precision import Casting
 
 __all__ = ["BufferFormat"]
 
@@ -30,18 +35,22 @@ class BufferFormat(TorchFunctionMode):
 
     Args:
         dtype: Of the parameters.
+        casting: Which buffers are fp32 all the same.
     Attributes:
         active: False lets buffers keep their format for a while.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, casting: Casting) -> None:
         super().__init__()
-        self.dtype, self.active = dtype, True
+        self.dtype, self.casting, self.active = dtype, casting, True
         self._noted: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
-        self._handle: Any = None
+        self._handles: tuple[Any, ...] = ()
 
     def __enter__(self) -> BufferFormat:
-        self._handle = register_module_buffer_registration_hook(self._register)
+        self._handles = (
+            register_module_buffer_registration_hook(self._register),
+            register_module_module_registration_hook(self._widen),
+        )
         super().__enter__()
         return self
 
@@ -49,7 +58,8 @@ class BufferFormat(TorchFunctionMode):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -78,3 +88,13 @@ class BufferFormat(TorchFunctionMode):
         del module, name
         if self.active and buffer is not None and buffer in self._noted and buffer.dtype != self.dtype:
             buffer.data = buffer.data.to(self.dtype)  # the same object: the model may keep it elsewhere, too
+
+    def _widen(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        """Make those buffers of a new child fp32 again that the configuration, or the parent's lists, say are fp32."""
+        listed = any(getattr(parent, attribute, None) for attribute in self.casting.fp32_lists)
+        if child is None or not self.active or not (listed or self.casting.fp32_names):
+            return
+        stays = self.casting.keeps_fp32(parent)
+        for path, buffer in child.named_buffers():
+            if buffer.is_floating_point() and stays(f"{name}.{path}"):
+                buffer.data = buffer.data.float()

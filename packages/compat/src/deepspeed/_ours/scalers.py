@@ -59,12 +59,12 @@ class LossScaler(LossScalerBase):
 
 
 class DynamicLossScaler(LossScalerBase):
-    """A scale that halves after overflows and doubles after `scale_window` steps without one.
+    """A scale that is divided by `scale_factor` after overflows, and multiplied by it after `scale_window` steps without one.
 
     Attributes:
         cur_iter: Steps so far.
         last_overflow_iter: The step that overflowed last; -1 for none.
-        cur_hysteresis: Overflows left before the scale halves.
+        cur_hysteresis: Overflows left before the scale falls.
     """
 
     dynamic = True
@@ -75,7 +75,9 @@ class DynamicLossScaler(LossScalerBase):
         scale_factor: float = 2.0,
     ) -> None:  # fmt: skip
         super().__init__(init_scale)
-        self._rule = LossScale(None, init_scale, scale_window, min_scale, delayed_shift, consecutive_hysteresis)
+        self._rule = LossScale(
+            None, init_scale, scale_window, min_scale, delayed_shift, consecutive_hysteresis, scale_factor
+        )
         self._state = self._rule.start()
         self.scale_window, self.min_scale, self.delayed_shift = scale_window, min_scale, delayed_shift
         self.consecutive_hysteresis, self.dtype = consecutive_hysteresis, dtype
@@ -105,13 +107,7 @@ class DynamicLossScaler(LossScalerBase):
 
 
 class EngineLossScaler:
-    """The loss scale of a sharded optimizer as programs look at it: `optimizer.loss_scaler`, `optimizer.loss_scale_config`.
-
-    Attributes:
-        scale_factor: What the scale is multiplied or divided by when it changes.
-    """
-
-    scale_factor = 2.0
+    """The loss scale of a sharded optimizer as programs look at it: `optimizer.loss_scaler`, `optimizer.loss_scale_config`."""
 
     def __init__(self, rule: LossScale | None, state: Callable[[], ScaleState | None]) -> None:
         self._rule, self._state = rule or LossScale(static=1.0), state
@@ -139,7 +135,8 @@ class EngineLossScaler:
         """The first scale."""
         return self._rule.start().scale
 
-    scale_window = reads("_rule.window", "Clean steps before the scale doubles.")
+    scale_factor = reads("_rule.factor", "What the scale is multiplied or divided by when it changes.")
+    scale_window = reads("_rule.window", "Clean steps before the scale grows.")
     min_scale = reads("_rule.minimum", "The scale never falls below it.")
     min_loss_scale = min_scale
 

@@ -22,6 +22,8 @@ from deepspeed._ours.raising import also, raising
 from ds_comm import as_group
 from ds_config import read
 from ds_config.errors import ConfigError, PlanError, ShardedAccessError
+from ds_engine import load_config
+from ds_engine.mixed_precision import Casting, casting_of
 
 __all__ = [
     "GatheredParameters", "Init", "MiCS_Init", "TiledLinear", "register_external_parameter",
@@ -109,7 +111,9 @@ class Init(ds_zero.Init):
             group=self._ranks, enabled=enabled, dtype=_format(source) if dtype is None and enabled else dtype
         )
         narrow = self.enabled and self.dtype in (torch.bfloat16, torch.float16)
-        self._buffers = BufferFormat(self.dtype) if narrow and self.dtype is not None else None
+        self._buffers = (
+            BufferFormat(self.dtype, _fp32_buffers(source, self.dtype)) if narrow and self.dtype is not None else None
+        )
         if module is not None and enabled:
             self.cut(module)
 
@@ -175,6 +179,15 @@ def _format(source: Any) -> torch.dtype | None:
         if any(isinstance(document.get(name), Mapping) and document[name].get("enabled") is True for name in names):
             return dtype
     return torch.float32
+
+
+def _fp32_buffers(source: Any, dtype: torch.dtype) -> Casting:
+    """Return which buffers of a narrow model are fp32, from the configuration or from what a model says of itself."""
+    section = read(source).data.get("data_types") if source is not None else None
+    names = section.get("keep_in_fp32_modules", "auto") if isinstance(section, Mapping) else "auto"
+    low = {"fp16" if dtype is torch.float16 else "bf16": {"enabled": True}}
+    config: Mapping[str, Any] = {**low, "data_types": {"keep_in_fp32_modules": names}, "train_batch_size": 1}
+    return casting_of(load_config(dict(config)))
 
 
 class TiledLinear(ds_zero.TiledLinear):

@@ -39,6 +39,9 @@ class CompileConfig(StrictModel):
     symmetric_memory: Annotated[
         bool, Unsupported("nothing; gathers between ranks of a host go through shared memory where they can")
     ] = False
+    autoep_non_moe: Annotated[
+        bool, Unsupported("engine.compile(), or torch.compile of the modules that are no experts")
+    ] = False
     debug_log: bool = Field(default=False, description="Log every action that is put into a graph.")
     sync_before_reduce: bool = Field(default=False, description="Wait for the device before a reduction begins.")
     sync_after_reduce: bool = Field(default=False, description="Wait for each reduction where it begins.")

@@ -64,6 +64,13 @@ class Tensor(Transform[TensorPlan, TensorParallelModel]):
 
     def apply(self, what: TensorPlan, site: BuildContext) -> TensorParallelModel:
         parallel_model = parallelize_model(site.model, what, site.mesh["tensor"])
+        section = site.plan.config.tensor_parallel
+        if section is not None and section.vocab_parallel_lm_head:
+            try:
+                parallel_model.use_cut_logits()
+            except UnsupportedError:
+                parallel_model.undo()
+                raise
         gradient = site.mesh["gradient"]
         parallel_model.assign(gradient, gradient.size)
         _follow(parallel_model, site)

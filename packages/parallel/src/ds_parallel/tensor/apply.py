@@ -22,11 +22,12 @@ from ds_comm.ddp import mark_unlike
 from ds_comm.differentiable import gather
 from ds_comm.fsdp import watch_fsdp
 from ds_comm.part_gradients import guard_gradients
-from ds_config.errors import PlanError
+from ds_config.errors import PlanError, UnsupportedError
 from ds_parallel.tensor.dim_shards import DimShards
 from ds_parallel.tensor.head_updates import InputCheck, follow_heads, sum_over
 from ds_parallel.tensor.layer_rules import ShardKind
 from ds_parallel.tensor.parallel_layers import CopyToTensorRegion, LayerShard, cut_class, part_names
+from ds_parallel.tensor.parallel_losses import causal_loss
 from ds_parallel.tensor.partial_gradients import PartialGradients, ReplicaGradientCheck
 from ds_parallel.tensor.tp_plan import Decision, TensorPlan
 
@@ -86,6 +87,7 @@ class TensorParallelModel:
         self._handles: list[RemovableHandle] = []
         self._part_handles: list[RemovableHandle] = []  # on parameters and their gradients
         self._inputs: InputCheck | None = None
+        self._loss: Any = None
         self._partials, self._replicas = PartialGradients(group), ReplicaGradientCheck(group)
 
     def check_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -99,6 +101,26 @@ class TensorParallelModel:
         inputs, self._inputs = self._inputs, None
         if inputs is not None:
             inputs(self.model, args, dict(kwargs))
+
+    def use_cut_logits(self) -> None:
+        """Let the model compute its loss from logits cut by vocabulary, for a plan with `gather_logits=False`.
+
+        Raises:
+            UnsupportedError: the model has no `loss_function`, or its last layer is not cut by vocabulary ("tensor-vocabulary").
+        """
+        head = getattr(self.model, "get_output_embeddings", lambda: None)()
+        name = next((name for name, module in self.model.named_modules() if module is head), None)
+        decision = next((d for d in self.plan.decisions if d.name == name and d.kind is ShardKind.COLUMN), None)
+        if decision is None or decision.gather_output or not hasattr(self.model, "loss_function"):
+            found = "it has no loss_function" if decision else f"its last layer ({name}) is whole on every rank"
+            raise UnsupportedError(
+                f"vocab_parallel_lm_head: the loss of {type(self.model).__name__} cannot be computed from cut logits: {found}",
+                code="tensor-vocabulary",
+                fix="Leave the key out; logits are then put together on every rank.",
+            )
+        self._loss = self.model.loss_function
+        widths = [decision.cuts["weight"].width(rank) for rank in range(self.group.size)]
+        self.model.loss_function = causal_loss(self.group, widths)  # type: ignore[assignment]  # transformers' setter
 
     def assign(self, data: Group | None = None, divisor: int = 1) -> None:
         """Tell ds-zero and checkpoints what every parameter of the model is.
@@ -199,6 +221,8 @@ class TensorParallelModel:
     def undo(self) -> None:
         """Give the model whole weights and its own layers back. Collective: every rank of the group calls it."""
         self.close()
+        if self._loss is not None:
+            self.model.loss_function = self._loss
         whole: dict[int, Tensor] = {}
         for shard in self.shards.values():
             key = id(self._origin(shard))

@@ -25,10 +25,11 @@ class LossScale:
     Attributes:
         static: A constant scale; None for dynamic.
         initial: The first dynamic scale.
-        window: Clean steps before the scale doubles.
+        window: Clean steps before the scale grows.
         minimum: The scale never falls below it.
         hysteresis: Overflows to tolerate before the scale halves.
-        consecutive: Refill the hysteresis on every clean step, not only when the scale doubles.
+        consecutive: Refill the hysteresis on every clean step, not only when the scale grows.
+        factor: What the scale is divided by after overflows, and multiplied by after a clean window.
     """
 
     static: float | None = None
@@ -37,6 +38,7 @@ class LossScale:
     minimum: float = 1.0
     hysteresis: int = 2
     consecutive: bool = False
+    factor: float = 2.0
 
     def start(self) -> ScaleState:
         """Return the loss scale state before the first step."""
@@ -68,12 +70,12 @@ def next_scale(rule: LossScale, state: ScaleState, overflow: bool) -> ScaleState
     if overflow:
         if state.tolerance > 1:
             return replace(state, tolerance=state.tolerance - 1, step=step, last_overflow=state.step)
-        return replace(state, scale=max(state.scale / 2, rule.minimum), step=step, last_overflow=state.step)
+        return replace(state, scale=max(state.scale / rule.factor, rule.minimum), step=step, last_overflow=state.step)
     tolerance = rule.hysteresis if rule.consecutive else state.tolerance
     scale = state.scale
     clean = state.step - state.last_overflow - 1
     if clean > 0 and clean % rule.window == 0:
-        tolerance, scale = rule.hysteresis, scale * 2
+        tolerance, scale = rule.hysteresis, scale * rule.factor
     return ScaleState(scale, tolerance, step, state.last_overflow)
 
 
