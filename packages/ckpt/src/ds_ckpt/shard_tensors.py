@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ds_accel import streams
+from ds_accel import get_accelerator, streams
 from ds_ckpt.crc import copy_crc32, crc32
 from ds_ckpt.dtypes import ITEMSIZE
 from ds_ckpt.jsontext import Json
@@ -99,7 +99,7 @@ def copier(locals_: Sequence[Local]) -> Callable[[memoryview, Item, int], int]:
         if index not in flat:
             flat[index] = _flat_bytes(locals_[index].data)
         source = flat[index][first : first + target.nbytes]
-        if source.device.type == "cpu":
+        if not streams.is_device_memory(source):
             # One thread, without the GIL. torch would share 4 MiB among its threads, which costs more than it gains where
             # the other cores are busy writing (5x slower saves were seen).
             return copy_crc32(target, source.numpy().data)
@@ -111,7 +111,7 @@ def copier(locals_: Sequence[Local]) -> Callable[[memoryview, Item, int], int]:
 
 def _in_place(local: Local, stored_dtype: str) -> bool:
     data = local.data
-    return data.device.type == "cpu" and data.is_contiguous() and local.shard.dtype == stored_dtype
+    return not streams.is_device_memory(data) and data.is_contiguous() and local.shard.dtype == stored_dtype
 
 
 def staged_groups(locals_: Sequence[Local], stored_dtypes: Sequence[str], limit_bytes: int) -> list[set[int]]:
@@ -142,7 +142,8 @@ def staging(local: Local, stored_dtype: str) -> tuple[Tensor, bool]:
     if _in_place(local, stored_dtype):
         return data.reshape(-1), False
     size, dtype = (local.shard.numel,), torch_dtype(stored_dtype)
-    return streams.page_locked(size, dtype) if data.device.type == "cuda" else torch.empty(size, dtype=dtype), True
+    pinned = streams.is_device_memory(data) and get_accelerator().facts.pinned
+    return streams.page_locked(size, dtype) if pinned else torch.empty(size, dtype=dtype), True
 
 
 class _Whole:

@@ -169,7 +169,11 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 def test_cells_hold_every_byte_once() -> None:
     signature = MessageSignature(
-        ((torch.float32, torch.Size((7, 9))), (torch.int8, torch.Size((130,))), (torch.half, torch.Size(())))
+        (
+            (torch.float32, torch.Size((7, 9)), False),
+            (torch.int8, torch.Size((130,)), True),
+            (torch.half, torch.Size(()), False),
+        )
     )
     for cell_bytes in (64, 100, 4096):
         seen = [bytearray(size) for size in signature.sizes]
@@ -183,7 +187,8 @@ def test_cells_hold_every_byte_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"{", b"[[1]]", b'[["system",[1]]]', b'[["float32",[-1]]]', b'[["float32","x"]]']
+    "text",
+    [b"", b"{", b"[[1]]", b'[["float32",[1]]]', b'[["system",[1],0]]', b'[["float32",[-1],0]]', b'[["float32","x",0]]'],
 )
 def test_a_signature_that_is_none_is_refused(text: bytes) -> None:
     with pytest.raises(CommError, match="signature that is none"):

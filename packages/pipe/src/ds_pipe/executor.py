@@ -96,7 +96,6 @@ class PipelineExecutor:
 
     Args:
         model: The stages of this rank.
-        device: Of the model.
         splits: Whether programs may split backwards.
         depth: Messages that may be under way on a link. No more than the activations a rank holds ever are.
     """
@@ -108,7 +107,7 @@ class PipelineExecutor:
             if hasattr(part, "backwards"):  # it can compute activations again, and needs to know for what
                 setattr(part, "backwards", self.stages[s].backwards)  # noqa: B010
         group = model.places.pipe
-        self._channels = Channels(group, depth=depth) if group.size > 1 else None
+        self._channels = Channels(group, depth=depth, device=_device_of(model)) if group.size > 1 else None
         self._links: dict[int, StageLink] = {}
         self.timeline: list[Span] | None = None
         self._reset()
@@ -302,3 +301,9 @@ class PipelineExecutor:
             stage.close()
         if self._channels is not None:
             self._channels.close()
+
+
+def _device_of(model: StagedModel) -> torch.device | None:
+    """Return where this rank computes: None where its stages have no parameters yet, or none at all."""
+    found = next((param.device for param in model.module.parameters()), None)
+    return None if found is None or found.type == "meta" else found

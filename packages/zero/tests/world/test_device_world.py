@@ -37,10 +37,7 @@ class Net(nn.Module):
     def forward(self, x):
         x = self.first(x)
         for layer in self.middle:
-            # torch's own check compares devices in hooks, where the device that stands for a card is not seen
-            x = checkpoint(
-                lambda t, layer=layer: torch.tanh(layer(t)), x, use_reentrant=False, determinism_check="none"
-            )
+            x = checkpoint(lambda t, layer=layer: torch.tanh(layer(t)), x, use_reentrant=False)
         return nn.functional.linear(x * self.scale, self.first.weight.T)
 
 

@@ -8,16 +8,19 @@ is not checked here.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+import ds_comm.groups
+from ds_accel.streams import StreamsBackend, use_backend
 from ds_comm.call import CollectiveCall
 from ds_config.errors import CommError
 
@@ -83,6 +86,26 @@ class _Places(TorchFunctionMode):
         return out
 
 
+class _OnlyStreams(StreamsBackend):
+    """Says what is memory of the device; copies and kernels are done at once."""
+
+    def is_device_memory(self, tensor: Tensor) -> bool:
+        return tensor.device == DEVICE
+
+    def record_use(self, tensor: Tensor, stream: Any) -> None:
+        pass
+
+    def page_locked(self, size: Sequence[int], dtype: torch.dtype, zero: bool) -> Tensor:
+        return (torch.zeros if zero else torch.empty)(size, dtype=dtype)
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+
+def _like(tensor: Tensor) -> dict[str, Any]:
+    return {"shape": tensor.shape, "dtype": tensor.dtype}
+
+
 def _device(value: torch.device | str) -> torch.device:
     return value if isinstance(value, torch.device) else torch.device(value)  # a device of a device has no index
 
@@ -95,13 +118,24 @@ def _on_device(group: Any) -> torch.device:
 def device_only() -> Iterator[None]:
     """Let groups take tensors of `DEVICE` alone, while inside."""
     places, start, run_backward = _Places(), CollectiveCall.start, torch.autograd._engine_run_backward
+    of_host: list[
+        Any
+    ] = []  # groups that were asked for with gloo by name, which are the host's on a device's machine, too
+    named_group = ds_comm.groups.named_group
+
+    def make_group(ranks: Any, name: str, purpose: str, backend: str | None = None, timeout: Any = None) -> Any:
+        made = named_group(ranks, name, purpose, backend, timeout)
+        if backend == "gloo":
+            of_host.append(made)
+        return made
 
     def backward(*args: Any, **kwargs: Any) -> Any:
         with places:  # torch calls a backward without modes, and hooks ask where tensors are
             return run_backward(*args, **kwargs)
 
     def checked(call: CollectiveCall, tensor: Tensor | None, *args: Any, **kwargs: Any) -> Any:
-        if tensor is not None and call.group.link is not None and places.is_host(tensor):
+        link = call.group.link
+        if tensor is not None and link is not None and not any(link is pg for pg in of_host) and places.is_host(tensor):
             raise CommError(
                 f"{call}: a tensor of the host, {tuple(tensor.shape)}, in a group of devices",
                 code="comm-device",
@@ -119,6 +153,7 @@ def device_only() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper)))
         stack.enter_context(mock.patch.object(CollectiveCall, "start", checked))
+        stack.enter_context(mock.patch.object(ds_comm.groups, "named_group", make_group))
         stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", backward))
         for module in list(sys.modules.values()):
             if getattr(module, "__name__", "").startswith("ds_") and "metadata_device" in vars(module):
@@ -126,5 +161,9 @@ def device_only() -> Iterator[None]:
         for module in list(sys.modules.values()):  # a way of gloo alone: from the host's memory
             if getattr(module, "__name__", "").startswith("ds_zero") and "sends_from_anywhere" in vars(module):
                 stack.enter_context(mock.patch.object(module, "sends_from_anywhere", return_value=False))
+        # torch compares where tensors are in hooks, in which modes are off
+        checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
+        stack.enter_context(mock.patch.dict(checks, {torch.utils.checkpoint._DEFAULT_DETERMINISM_MODE: _like}))
+        stack.enter_context(use_backend(_OnlyStreams()))
         stack.enter_context(places)
         yield

@@ -14,8 +14,9 @@ follows is tensors and nothing else.
 No order of sends and receives on different channels can block: a send returns at once, and who waits goes on with what the
 process has still to send. Messages of one channel arrive in order. Every wait is an operation of the recorder.
 
-Ranks of one host use memory that both see, whatever the backend of the group; others use its messages. What 64 KiB cost
-either way is in docs/benchmarks/comm.md.
+Ranks of one host use memory that both see, whatever the backend of the group; others use messages of gloo, over a group of their own where
+the given one carries tensors of devices alone. Tensors of a device travel through host memory: the sender waits for its current stream and copies
+them out, the receiver copies them to its own device. What 64 KiB cost either way is in docs/benchmarks/comm.md.
 """
 
 from __future__ import annotations
@@ -25,14 +26,20 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from ds_accel import get_accelerator
+from ds_comm._torch import is_alive
 from ds_comm.channels.messages import MessageReceiver, MessageSender
 from ds_comm.channels.rings import Rings
-from ds_comm.groups import GroupLike, as_group
+from ds_comm.channels.signature import MessageSignature
+from ds_comm.groups import GroupLike, as_group, destroy_group, duplicate_group
+from ds_comm.metadata import metadata_device
 from ds_comm.node_topology import neighbours
 from ds_comm.work import Work
 from ds_config.errors import CommError
+from ds_config.rehearsing import is_rehearsal
 
 __all__ = ["Channels", "Coming", "Receiver", "Sender"]
 
@@ -44,7 +51,8 @@ class Sender(Protocol):
         """Start sending `tensors`, which must not change before the returned Work has been waited for.
 
         Args:
-            tensors: Of any number, shapes, strides and dtypes, on the CPU. What requires a gradient is sent without its graph.
+            tensors: Of any number, shapes, strides and dtypes, on the CPU or valid on the current stream of a device, which is waited for. What
+                requires a gradient is sent without its graph.
         Returns:
             A Work; wait for every one. Complete at once where memory is shared and not full.
         Cost: shared memory: one copy in; `depth` messages of the first kind fit.
@@ -52,15 +60,19 @@ class Sender(Protocol):
 
 
 class Receiver:
-    """The end that receives."""
+    """The end that receives.
 
-    def __init__(self, source: Any) -> None:
+    Attributes:
+        device: Where tensors go that were on a device of the sender; None: the accelerator's current one.
+    """
+
+    def __init__(self, source: Any, device: torch.device | None = None) -> None:
         """Wrap `source`, whose `post`, `ready` and `take` prepare for, poll for and receive the next message."""
-        self._source = source
+        self._source, self.device = source, device
         self._coming: deque[Coming] = deque()
 
     def recv(self) -> tuple[Tensor, ...]:
-        """Receive the next message into new tensors."""
+        """Receive the next message into new tensors: on the CPU, or valid on the current stream of the device, as they were sent."""
         return self.post().wait()
 
     def post(self) -> Coming:
@@ -71,7 +83,14 @@ class Receiver:
 
     def _take(self) -> None:
         first = self._coming.popleft()
-        first._tensors = self._source.take()
+        tensors: tuple[Tensor, ...] = self._source.take()
+        signature: MessageSignature | None = self._source.signature
+        if signature is not None and signature.on_device:
+            if self.device is None:
+                accelerator = get_accelerator()
+                self.device = accelerator.device(accelerator.current_index())
+            tensors = signature.placed(tensors, self.device)
+        first._tensors = tensors
         if self._coming:
             self._source.post()
 
@@ -113,13 +132,25 @@ class Channels:
         depth: Messages under way on each channel before a send has to wait for the receiver, where memory is shared.
         shared: False: use the group's messages also where ranks could share memory.
         timeout_s: How long an end waits for the other where no watchdog does.
+        device: Where this rank receives what was on a device of the sender; None: the accelerator's current one.
     """
 
     def __init__(
-        self, group: GroupLike = None, *, depth: int = 2, shared: bool = True, timeout_s: float = 600.0
+        self,
+        group: GroupLike = None,
+        *,
+        depth: int = 2,
+        shared: bool = True,
+        timeout_s: float = 600.0,
+        device: torch.device | None = None,
     ) -> None:
-        self.group = as_group(group)
+        self.group, self._device = as_group(group), device
         self._neighbours = neighbours(self.group, unit="channels")
+        first = self._neighbours[0]
+        apart = not shared or not all(first.shares(other) for other in self._neighbours)
+        # Heads and signatures are numbers of the host, and what a device sends is copied there: not for a backend of devices.
+        beside = apart and metadata_device(self.group) != torch.device("cpu") and not is_rehearsal()
+        self._messages = duplicate_group(self.group, "channels") if beside else self.group
         self._rings = Rings(self.group, self._neighbours, depth, timeout_s)
         self._shared = shared
         self._senders: dict[tuple[int, int, str], Sender] = {}
@@ -131,7 +162,7 @@ class Channels:
         if key not in self._senders:
             memory = self._in_memory(to)
             self._senders[key] = (
-                self._rings.sender(to, tag, unit) if memory else MessageSender(self.group, to, tag, unit)
+                self._rings.sender(to, tag, unit) if memory else MessageSender(self._messages, to, tag, unit)
             )
         return self._senders[key]
 
@@ -140,8 +171,8 @@ class Channels:
         key = self._peer(source), tag, unit
         if key not in self._receivers:
             memory = self._in_memory(source)
-            end = self._rings.receiver(source, tag, unit) if memory else MessageReceiver(self.group, source, tag, unit)
-            self._receivers[key] = Receiver(end)
+            ring = self._rings.receiver(source, tag, unit) if memory else None
+            self._receivers[key] = Receiver(ring or MessageReceiver(self._messages, source, tag, unit), self._device)
         return self._receivers[key]
 
     def close(self) -> None:
@@ -149,6 +180,8 @@ class Channels:
         self._senders.clear()
         self._receivers.clear()
         self._rings.close()
+        if self._messages is not self.group and self._messages.link is not None and is_alive(self._messages.link):
+            destroy_group(self._messages)
 
     def _in_memory(self, peer: int) -> bool:
         return self._shared and self._neighbours[self.group.rank].shares(self._neighbours[peer])

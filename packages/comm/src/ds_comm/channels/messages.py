@@ -55,7 +55,7 @@ class MessageSender:
         head = torch.tensor([self._numbers[key], len(text)], dtype=torch.int64)
         parts = [] if self._last in (None, signature) else self._last.empties()
         parts += [torch.frombuffer(bytearray(text), dtype=torch.uint8)] if text else []
-        parts += [tensor.detach().contiguous() for tensor in tensors]
+        parts += [tensor.detach().contiguous().cpu() for tensor in tensors]
         sent = [(head, self._head_tag), *((part, self._tag) for part in parts)]
         self._last = signature
 
@@ -63,7 +63,7 @@ class MessageSender:
             works = [to.send(_some(part), self._peer, tag).works for part, tag in sent]
             return Started([work for one in works for work in one])
 
-        work = self._call.start(tensors[0] if tensors else head, True, launch, peer=self._peer)
+        work = self._call.start(parts[-1] if tensors else head, True, launch, peer=self._peer)
         self._under_way.append((work, parts))
         return work
 
@@ -95,7 +95,7 @@ class MessageReceiver:
         return self._made_ready()[0].is_completed()
 
     def take(self) -> tuple[Tensor, ...]:
-        """Wait for the next message and return its tensors."""
+        """Wait for the next message and return its tensors in host memory; sets `signature` to its signature."""
         (work, head, outs), self._posted = self._made_ready(), None
         work.wait()
         number, text_bytes = head.tolist()
@@ -108,6 +108,11 @@ class MessageReceiver:
             outs = self._last[1].empties()
             self._receive([(out, self._tag) for out in outs]).wait()
         return tuple(outs)
+
+    @property
+    def signature(self) -> MessageSignature | None:
+        """The signature of the last message that was taken."""
+        return None if self._last is None else self._last[1]
 
     def _receive(self, parts: Sequence[tuple[Tensor, int]]) -> Work:
         def launch(to: Transport) -> Started:

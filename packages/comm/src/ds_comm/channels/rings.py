@@ -112,8 +112,13 @@ class _LateReceiver:
         return (self._open is not None or self._rings.store.check([self._note])) and self._opened().ready()
 
     def take(self) -> tuple[Tensor, ...]:
-        """Wait for the next message and return its tensors, opening the ring first if needed."""
+        """Wait for the next message and return its tensors in host memory, opening the ring first if needed."""
         return (self._open or self._opened()).take()
+
+    @property
+    def signature(self) -> MessageSignature | None:
+        """The signature of the last message that was taken."""
+        return None if self._open is None else self._open.signature
 
     @property
     def _note(self) -> str:

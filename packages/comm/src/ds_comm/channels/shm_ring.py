@@ -156,7 +156,7 @@ class _RingEnd:
             at = self.plan.cells_at + self._cell * self.plan.cell_bytes
             views = [
                 self._segment.tensor(shape.numel(), dtype, at + start).view(shape)
-                for (dtype, shape), start in zip(layout.signature.leaves, layout.signature.starts, strict=True)
+                for (dtype, shape, _), start in zip(layout.signature.leaves, layout.signature.starts, strict=True)
             ]
             self._views[self._cell][layout.number] = views
         return views
@@ -267,6 +267,7 @@ class RingReceiver:
     def __init__(self, segment: SharedSegment, plan: RingLayout, pids: Sequence[int], end: End) -> None:
         """Open the receiving end of a ring; `pids` are those of the sender and the receiver."""
         self._ring, self._end = _RingEnd(segment, plan, 1, pids), end
+        self.signature: MessageSignature | None = None
         self._known: dict[int, _Layout] = {}
         self._last: _Layout | None = None
 
@@ -275,7 +276,7 @@ class RingReceiver:
         return self._ring.ready()
 
     def take(self) -> tuple[Tensor, ...]:
-        """Wait for the next message and return copies of its tensors."""
+        """Wait for the next message and return copies of its tensors in host memory; sets `signature` to its signature."""
         ring, layout = self._ring, self._last
         outs = None if layout is None else layout.signature.empties()  # while it is on its way
         slot = self._end.begin(outs[0] if outs else None)
@@ -292,6 +293,7 @@ class RingReceiver:
         else:
             self._collect(outs, layout, slot)
         current().ended(slot)
+        self.signature = layout.signature
         return tuple(outs)
 
     def _collect(self, outs: list[Tensor], layout: _Layout, slot: int) -> None:

@@ -1,4 +1,4 @@
-"""The signature of a message: dtypes and shapes, sent once, and where each byte of it goes."""
+"""The signature of a message: dtypes, shapes and places, sent once, and where each byte of it goes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ds_accel.streams import copy_to
 from ds_config.errors import CommError
 
 __all__ = ["CellPiece", "Leaf", "MessageSignature"]
 
-Leaf = tuple[torch.dtype, torch.Size]
+Leaf = tuple[torch.dtype, torch.Size, bool]
 _ALIGNED = 64
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +32,19 @@ class CellPiece:
 
 @dataclass(frozen=True)
 class MessageSignature:
-    """dtype and shape of each tensor of a message. The leaves lie one after the other, aligned to 64 bytes."""
+    """dtype and shape of each tensor of a message, and whether it is on a device. The leaves lie one after the other, aligned to 64 bytes."""
 
     leaves: tuple[Leaf, ...]
 
     @staticmethod
     def key(tensors: Sequence[Tensor]) -> tuple[Leaf, ...]:
-        """Return the dtype and shape of each tensor, equal for messages of one signature."""
-        return tuple([(tensor.dtype, tensor.shape) for tensor in tensors])
+        """Return dtype, shape and whether it is on a device of each tensor, equal for messages of one signature."""
+        return tuple([(tensor.dtype, tensor.shape, tensor.device != _HOST) for tensor in tensors])
 
     @cached_property
     def sizes(self) -> list[int]:
         """Bytes of each leaf."""
-        return [shape.numel() * dtype.itemsize for dtype, shape in self.leaves]
+        return [shape.numel() * dtype.itemsize for dtype, shape, _ in self.leaves]
 
     @cached_property
     def starts(self) -> list[int]:
@@ -58,9 +60,20 @@ class MessageSignature:
         """Bytes of the whole."""
         return self.starts[-1] + self.sizes[-1] if self.leaves else 0
 
-    def empties(self, device: torch.device | None = None) -> list[Tensor]:
-        """Allocate uninitialized tensors of this signature on `device`."""
-        return [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in self.leaves]
+    @cached_property
+    def on_device(self) -> bool:
+        """Whether any tensor is on a device."""
+        return any(there for _, _, there in self.leaves)
+
+    def empties(self) -> list[Tensor]:
+        """Allocate uninitialized tensors of this signature in host memory."""
+        return [torch.empty(shape, dtype=dtype) for dtype, shape, _ in self.leaves]
+
+    def placed(self, tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+        """Return the tensors, of which those that were on a device of the sender are copied to `device`, valid on its current stream."""
+        return tuple(
+            copy_to(tensor, device) if leaf[2] else tensor for tensor, leaf in zip(tensors, self.leaves, strict=True)
+        )
 
     def cells(self, cell_bytes: int) -> list[list[CellPiece]]:
         """List the pieces in each cell of a message split into cells; at least one cell."""
@@ -74,7 +87,7 @@ class MessageSignature:
 
     def text(self) -> bytes:
         """Encode this signature as JSON for the other rank."""
-        leaves = [[str(dtype).removeprefix("torch."), list(shape)] for dtype, shape in self.leaves]
+        leaves = [[str(dtype).removeprefix("torch."), list(shape), there] for dtype, shape, there in self.leaves]
         return json.dumps(leaves, separators=(",", ":")).encode()
 
     @staticmethod
@@ -85,8 +98,8 @@ class MessageSignature:
             CommError: `text` is not a signature ("comm-metadata").
         """
         try:
-            leaves = [(getattr(torch, name), torch.Size(shape)) for name, shape in json.loads(text)]
-            if not all(isinstance(dtype, torch.dtype) and min(shape, default=0) >= 0 for dtype, shape in leaves):
+            leaves = [(getattr(torch, name), torch.Size(shape), bool(there)) for name, shape, there in json.loads(text)]
+            if not all(isinstance(dtype, torch.dtype) and min(shape, default=0) >= 0 for dtype, shape, _ in leaves):
                 raise TypeError("no dtype, or a negative size")
         except (ValueError, TypeError, AttributeError) as error:
             raise CommError(
