@@ -110,18 +110,20 @@ def padded(batch: BatchIndices, spare: int) -> BatchIndices:
         spare: The null slot, where rows of padding write their keys and values. They read block 0, and their output is
         not used.
     """
-    rows = _power(batch.single)
-    columns = max(_LEAST_BLOCKS, _power(batch.tables.shape[1]))
-    more = (0, rows - batch.single)
+    rows = _power(batch.num_decodes)
+    columns = max(_LEAST_BLOCKS, _power(batch.block_table.shape[1]))
+    more = (0, rows - batch.num_decodes)
+    numbers = torch.arange(rows + 1, dtype=torch.int32, device=batch.tokens.device)
     return replace(
         batch,
         tokens=F.pad(batch.tokens, more),
         positions=F.pad(batch.positions, more),
         slots=F.pad(batch.slots, more, value=spare),
-        outputs=torch.arange(rows, device=batch.tokens.device),
-        single=rows,
-        tables=F.pad(batch.tables, (0, columns - batch.tables.shape[1], *more)),
-        lengths=F.pad(batch.lengths, more, value=1),
+        outputs=numbers[:rows],
+        cu_seqlens_q=numbers,
+        seqlens_k=F.pad(batch.seqlens_k, more, value=1),
+        block_table=F.pad(batch.block_table, (0, columns - batch.block_table.shape[1], *more)),
+        num_decodes=rows,
         chunks=(),
     )
 

@@ -51,7 +51,7 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 # What of a batch of one-token chunks is tensors.
-_SINGLES = ("tokens", "positions", "slots", "outputs", "tables", "lengths")
+_SINGLES = ("tokens", "positions", "slots", "outputs", "cu_seqlens_q", "seqlens_k", "block_table")
 
 
 def replay_obstacle(spec: DecoderSpec, cut: bool) -> str:
@@ -170,7 +170,7 @@ class Decoder:
 
         Returns: fp32 [R, vocab], a row for each of `batch.outputs`.
         """
-        if self._record is None or not batch.single or batch.spans or batch.worn:
+        if self._record is None or not batch.num_decodes or batch.max_seqlen_q > 1 or batch.worn:
             return self._forward(batch, cache)
         if self._replayed is None or self._replayed[0] is not cache:
             self._replayed = cache, CudaGraphRunner(partial(self._singles, cache), self._record)
@@ -179,11 +179,7 @@ class Decoder:
         return logits[batch.outputs]
 
     def _singles(self, cache: Cache, *tensors: Tensor) -> Tensor:
-        tokens, positions, slots, outputs, tables, lengths = tensors
-        batch = BatchIndices(
-            tokens, positions, slots, outputs, single=len(tokens), tables=tables, lengths=lengths, spans=()
-        )
-        return self._forward(batch, cache)
+        return self._forward(BatchIndices(*tensors, num_decodes=len(tensors[0]), max_seqlen_q=1), cache)
 
     def _forward(self, batch: BatchIndices, cache: Cache) -> Tensor:
         spec = self.spec

@@ -86,7 +86,7 @@ class HFModelRunner:
         ]
         most = count - min((i for _, i, _ in wanted), default=count - 1)
         past, mask = self._past([(start, blocks) for _, start, blocks in pieces], count, cache)
-        logits, states = self._run(batch.tokens[at], batch.positions[at], past, mask, most)
+        logits, states = self._run(batch.tokens[at].long(), batch.positions[at].long(), past, mask, most)
         self._keep(past, batch.slots[at].flatten(), count, cache)
         cache.states.write([blocks[0] for _, _, blocks in pieces], states)
         for g, i, target in wanted:

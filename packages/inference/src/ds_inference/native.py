@@ -161,7 +161,7 @@ class NativeDecoder:
         if cache is not self._cache:
             self._cache, self._kept_layers = cache, [KeptLayer(*tensors) for tensors in cache]
         chunks = [TokenRun(*c) for c in batch.chunks]
-        return self._program.step(x.float().contiguous(), chunks, batch.outputs, self._kept_layers, turns)
+        return self._program.step(x.float().contiguous(), chunks, batch.outputs.long(), self._kept_layers, turns)
 
     # ---- packing
 

@@ -1,7 +1,9 @@
 """Attention over a paged cache: a ragged batch of chunks, each reads the blocks of its own sequence.
 
-The chunks that bring one token are computed together, over a table of blocks padded to the longest of them; the others one by
-one. Reference for the tests and for devices: plain torch. Scores are softmaxed in fp32.
+One call computes prompts, chunks, decode rows and drafts. On a GPU it is a Triton kernel that reads the blocks where they are
+(`ds_ops.triton_kernels`); the reference, for the CPU, for tests and for devices without Triton, gathers them in plain torch: the
+chunks that bring one token together, over a table of blocks padded to the longest of them; the others one by one. Which one runs is a
+`Backend` of `ATTENTION`, whose obstacle says why it cannot. Scores are softmaxed in fp32.
 """
 
 from __future__ import annotations
@@ -14,25 +16,35 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ds_accel import streams
 from ds_inference.scheduler import ScheduledChunk
 from ds_inference.spec import AttentionSpec
+from ds_ops.registry import Backend, Op, choose, reference_backend
+from ds_ops.triton_kernels.triton_support import triton_obstacle
 
-__all__ = ["BatchIndices", "alibi_slopes", "attend", "keep", "make_batch"]
+__all__ = ["ATTENTION", "BatchIndices", "alibi_slopes", "attend", "index_chunks", "keep", "make_batch", "to_batch"]
+
+Extra = tuple[Tensor | None, Tensor | None]
+_CODES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""Formats of a cache of 8 bits, which has a scale for each token and head, and their largest value."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchIndices:
-    """A step's chunks as indices. T tokens in all, of which the first D are one-token chunks, in that order.
+    """A step's chunks as indices. T tokens of B sequences, of which the first `num_decodes` bring one token each.
+
+    All tensors are int32, parts of one buffer that is copied to the device at once.
 
     Attributes:
-        tokens, positions: int64 [T].
-        slots: int64 [T]: where each token's keys and values go, block * size + offset.
-        outputs: int64 [R]: tokens whose distribution is wanted, in order of the chunks.
-        single: How many one-token chunks there are (D).
-        tables: int64 [D, M]: their blocks, padded with block 0.
-        lengths: int64 [D]: tokens of their sequences, the new one included.
-        spans: Of the other chunks: (first token, tokens, position of the first, blocks int64 [.]).
-        chunks: All of them as numbers: (first token, tokens, position of the first, blocks).
+        tokens, positions: [T].
+        slots: [T]: where each token's keys and values go, block * size + offset.
+        outputs: [R]: tokens whose distribution is wanted, in order of the sequences.
+        cu_seqlens_q: [B + 1]: the first token of each sequence, and T.
+        seqlens_k: [B]: tokens of each sequence in the cache, those of the batch included.
+        block_table: [B, M]: the sequences' blocks, padded with block 0.
+        max_seqlen_q: No sequence brings more tokens.
+        chunks: The sequences as numbers of the host: (first token, tokens, position of the first, blocks). Empty while a CUDA graph
+            is captured, which serves other numbers as well.
         worn: Adapters, and int64 [.] which tokens wear each.
     """
 
@@ -40,28 +52,40 @@ class BatchIndices:
     positions: Tensor
     slots: Tensor
     outputs: Tensor
-    single: int
-    tables: Tensor
-    lengths: Tensor
-    spans: tuple[tuple[int, int, int, Tensor], ...]
+    cu_seqlens_q: Tensor
+    seqlens_k: Tensor
+    block_table: Tensor
+    num_decodes: int
+    max_seqlen_q: int
     chunks: tuple[tuple[int, int, int, tuple[int, ...]], ...] = ()
     worn: tuple[tuple[str, Tensor], ...] = ()
 
 
-def make_batch(
-    chunks: Sequence[ScheduledChunk], size: int, device: torch.device
-) -> tuple[BatchIndices, list[ScheduledChunk]]:
-    """Build the batch, and return its chunks in the order to which `outputs` belong.
+@dataclass(frozen=True, slots=True)
+class ChunkIndices:
+    """The integers of a batch on the host: what `BatchIndices` holds as tensors, by the same names."""
 
-    size: tokens of a block. All index tensors are built on the host and copied to the device at once.
+    tokens: list[int]
+    positions: list[int]
+    slots: list[int]
+    outputs: list[int]
+    cu_seqlens_q: list[int]
+    seqlens_k: list[int]
+    chunks: tuple[tuple[int, int, int, tuple[int, ...]], ...]
+    num_decodes: int
+
+
+def index_chunks(chunks: Sequence[ScheduledChunk], size: int) -> tuple[ChunkIndices, list[ScheduledChunk]]:
+    """Compute the indices of a batch, and return its chunks in the order to which `outputs` belong: decode rows first.
+
+    size: tokens of a block.
     """
     order = [c for c in chunks if len(c.tokens) == 1] + [c for c in chunks if len(c.tokens) != 1]
-    single = sum(len(c.tokens) == 1 for c in chunks)
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     outputs: list[int] = []
-    spans, numbers = [], []
+    starts, numbers = [0], []
     for chunk in order:
         first, count = len(tokens), len(chunk.tokens)
         tokens += chunk.tokens
@@ -69,36 +93,54 @@ def make_batch(
         slots += [chunk.blocks[at // size] * size + at % size for at in range(chunk.start, chunk.start + count)]
         outputs += range(first + count - chunk.outputs, first + count)
         numbers.append((first, count, chunk.start, tuple(chunk.blocks)))
-        if count > 1:
-            spans.append((first, count, chunk.start, torch.tensor(chunk.blocks, device=device)))
-    longest = max((len(c.blocks) for c in order[:single]), default=0)
-    tables = [[*c.blocks, *([0] * (longest - len(c.blocks)))] for c in order[:single]]
-    batch = BatchIndices(
-        torch.tensor(tokens, device=device),
-        torch.tensor(positions, device=device),
-        torch.tensor(slots, device=device),
-        torch.tensor(outputs, dtype=torch.int64, device=device),
-        single,
-        torch.tensor(tables, dtype=torch.int64, device=device).view(single, longest),
-        torch.tensor([c.start + 1 for c in order[:single]], dtype=torch.int64, device=device),
-        tuple(spans),
-        tuple(numbers),
+        starts.append(first + count)
+    lengths = [start + count for _, count, start, _ in numbers]
+    single = sum(len(c.tokens) == 1 for c in order)
+    return ChunkIndices(tokens, positions, slots, outputs, starts, lengths, tuple(numbers), single), order
+
+
+def to_batch(found: ChunkIndices, device: torch.device) -> BatchIndices:
+    """Copy the indices to the device, all at once; the tensors are valid on the current stream."""
+    longest = max((len(blocks) for *_, blocks in found.chunks), default=0)
+    tables = [t for *_, blocks in found.chunks for t in (*blocks, *([0] * (longest - len(blocks))))]
+    rows = [found.tokens, found.positions, found.slots, found.outputs, found.cu_seqlens_q, found.seqlens_k, tables]
+    buffer = torch.tensor([n for row in rows for n in row], dtype=torch.int32)
+    if device.type != "cpu":
+        buffer = streams.copy_to(streams.pin(buffer), device)
+    parts = buffer.split([len(row) for row in rows])
+    return BatchIndices(
+        *parts[:6],
+        parts[6].view(len(found.chunks), longest),
+        found.num_decodes,
+        max((count for _, count, _, _ in found.chunks), default=0),
+        found.chunks,
     )
-    return batch, order
+
+
+def make_batch(
+    chunks: Sequence[ScheduledChunk], size: int, device: torch.device
+) -> tuple[BatchIndices, list[ScheduledChunk]]:
+    """Build the batch, and return its chunks in the order to which `outputs` belong (`index_chunks`, `to_batch`)."""
+    found, order = index_chunks(chunks, size)
+    return to_batch(found, device), order
 
 
 def keep(new: Tensor, slots: Tensor, blocks: Tensor, scales: Tensor | None) -> None:
     """Write keys or values [T, heads, width] into the KV cache's blocks [blocks, size, heads, width].
 
-    Blocks of int8 have a scale for each token and head.
+    Blocks of int8 and of fp8 (e4m3) have a scale for each token and head.
     """
     if scales is None:
         blocks.flatten(0, 1)[slots] = new.to(blocks.dtype)
         return
-    most = new.float().abs().amax(-1)
-    scale = torch.where(most > 0, most / 127.0, 1.0)
+    most, largest = new.float().abs().amax(-1), _CODES[blocks.dtype]
+    scale = torch.where(most > 0, most / largest, 1.0)
     scales.flatten(0, 1)[slots] = scale
-    blocks.flatten(0, 1)[slots] = (new.float() / scale[..., None]).round().to(torch.int8)
+    codes = (new.float() / scale[..., None]).clamp(-largest, largest)
+    if blocks.dtype == torch.int8:
+        blocks.flatten(0, 1)[slots] = codes.round().to(torch.int8)
+    else:  # torch indexes bytes everywhere, floats of 8 bits not
+        blocks.view(torch.uint8).flatten(0, 1)[slots] = codes.to(blocks.dtype).view(torch.uint8)
 
 
 def alibi_slopes(heads: int, rounded: bool = False) -> Tensor:
@@ -115,41 +157,79 @@ def alibi_slopes(heads: int, rounded: bool = False) -> Tensor:
 
 
 def attend(
-    q: Tensor,
-    cache: tuple[Tensor, ...],
-    batch: BatchIndices,
-    spec: AttentionSpec,
-    extra: tuple[Tensor | None, Tensor | None] = (None, None),
+    q: Tensor, cache: tuple[Tensor, ...], batch: BatchIndices, spec: AttentionSpec, extra: Extra = (None, None)
 ) -> Tensor:
     """Compute the attention of each token over its sequence in the KV cache.
 
     Args:
         q: [T, heads, width].
-        cache: Keys [blocks, size, kv heads, width] and values [blocks, size, kv heads, value width]; the batch's own
-        are there. Of
-            int8, scales fp32 [blocks, size, kv heads] of both follow.
+        cache: Keys [blocks, size, kv heads, width] and values [blocks, size, kv heads, value width]; the batch's own are there. Of
+            int8 and fp8, scales fp32 [blocks, size, kv heads] of both follow.
         extra: ALiBi slopes [heads] and sinks [heads], or None.
-    Returns: [T, heads, value width].
-    Cost: reads each sequence's keys and values once, and copies those of one-token chunks.
+    Returns: [T, heads, value width], valid on the current stream.
+    Cost: reads each sequence's keys and values once; the reference also copies those of decode rows.
     """
+    out: Tensor = choose(ATTENTION, q.device.type, q.dtype).backend.run(q, cache, batch, spec, extra)
+    return out
+
+
+def _attend_triton(
+    q: Tensor, cache: tuple[Tensor, ...], batch: BatchIndices, spec: AttentionSpec, extra: Extra
+) -> Tensor:
+    """Read the blocks where they are: decode rows in one call, chunks of several tokens in another."""
+    from ds_ops.triton_kernels.triton_attention import AttentionTraits, PagedMetadata, paged_attention
+
+    alibi, (slopes, sinks) = spec.alibi, extra
+    traits = AttentionTraits(
+        spec.scale,
+        spec.window or 0,
+        spec.softcap or 0.0,
+        slopes if alibi is not None else None,
+        1.0 if alibi is None else alibi.scale,
+        alibi is not None and alibi.rounded,
+        sinks,
+    )
+    q = q.contiguous()
+    out = q.new_empty(q.shape[0], spec.heads, spec.value_width)
+    single, sequences, tokens = batch.num_decodes, len(batch.seqlens_k), q.shape[0]
+    for rows, longest, count in (
+        (slice(0, single), 1, single),
+        (slice(single, sequences), batch.max_seqlen_q, tokens - single),
+    ):
+        if rows.start < rows.stop:
+            starts = batch.cu_seqlens_q[rows.start : rows.stop + 1]
+            metadata = PagedMetadata(starts, batch.seqlens_k[rows], batch.block_table[rows], longest, count)
+            paged_attention(q, cache, metadata, traits, out)
+    return out
+
+
+def _attend_by_gather(
+    q: Tensor, cache: tuple[Tensor, ...], batch: BatchIndices, spec: AttentionSpec, extra: Extra
+) -> Tensor:
+    """Copy the blocks of each sequence to one piece and attend in plain torch."""
     out = q.new_empty(q.shape[0], spec.heads, spec.value_width)
     keys, values, *scales = cache
+    single = batch.num_decodes
 
     def read(blocks: Tensor) -> tuple[Tensor, Tensor]:
         if not scales:
             return keys[blocks], values[blocks]
-        dequantized = (t[blocks] * s[blocks][..., None] for t, s in zip((keys, values), scales, strict=True))
-        k, v = (t.to(q.dtype) for t in dequantized)
+        codes = (
+            t[blocks] if t.dtype == torch.int8 else t.view(torch.uint8)[blocks].view(t.dtype).float()
+            for t in (keys, values)
+        )
+        k, v = ((t * s[blocks][..., None]).to(q.dtype) for t, s in zip(codes, scales, strict=True))
         return k, v
 
-    if batch.single:
-        rows = batch.tables.shape[1] * keys.shape[1]
-        k, v = (t.view(batch.single, rows, *t.shape[-2:]) for t in read(batch.tables))
+    if single:
+        most = max((len(blocks) for *_, blocks in batch.chunks[:single]), default=batch.block_table.shape[1])
+        rows = most * keys.shape[1]
+        k, v = (t.view(single, rows, *t.shape[-2:]) for t in read(batch.block_table[:single, :most]))
         at = torch.arange(rows, device=q.device)
-        queries = (batch.lengths - 1)[:, None]
-        out[: batch.single] = _core(q[: batch.single, None], k, v, (queries, at), spec, extra)[:, 0]
-    for first, count, start, blocks in batch.spans:
-        length = start + count
+        queries = (batch.seqlens_k[:single] - 1)[:, None]
+        out[:single] = _core(q[:single, None], k, v, (queries, at), spec, extra)[:, 0]
+    for i, (first, count, start, numbers) in enumerate(batch.chunks[single:], single):
+        length, blocks = start + count, batch.block_table[i, : len(numbers)]
         k, v = (t.view(1, -1, *t.shape[-2:])[:, :length] for t in read(blocks))
         if start == 0 and q.device.type != "cpu" and _plain(spec, extra, length):
             queries, ks, vs = (t.transpose(1, 2) for t in (q[None, first : first + count], k, v))
@@ -164,7 +244,14 @@ def attend(
     return out
 
 
-def _plain(spec: AttentionSpec, extra: tuple[Tensor | None, Tensor | None], length: int) -> bool:
+ATTENTION = Op(
+    "paged_attention",
+    "attention of a ragged batch over a paged cache",
+    (Backend("triton", _attend_triton, triton_obstacle), reference_backend(_attend_by_gather)),
+)
+
+
+def _plain(spec: AttentionSpec, extra: Extra, length: int) -> bool:
     """Whether each token sees all before it and nothing else changes scores: a device has one kernel for that, without a mask."""
     return all(t is None for t in extra) and spec.softcap is None and (spec.window is None or length <= spec.window)
 
@@ -175,7 +262,7 @@ def _core(
     v: Tensor,
     positions: tuple[Tensor, Tensor],
     spec: AttentionSpec,
-    extra: tuple[Tensor | None, Tensor | None],
+    extra: Extra,
 ) -> Tensor:
     """Compute causal attention of q [B, n, heads, width] over k and v [B, L, kv heads, .].
 
