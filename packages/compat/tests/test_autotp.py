@@ -24,7 +24,13 @@ def test_a_plan_becomes_rules():
     ]  # fmt: skip
     assert re.match(rules[0].patterns[0], "model.layers.11.q_proj.weight")
     assert not re.match(rules[0].patterns[0], "model.layers.11.k_proj.weight")
+    whole = TPPlanConverter.convert({"norm": "replicated_with_grad_allreduce", "gate": "replicated"})
+    assert [(rule.partition_type, rule.grad_allreduce) for rule in whole] == [
+        (PartitionType.SKIP, True), (PartitionType.SKIP, False),
+    ]  # fmt: skip
     assert TPPlanConverter.convert({}) is None
+    with pytest.raises(ValueError, match="rowwise_split_input"):  # no rule can say it
+        TPPlanConverter.convert({"layers.*.o_proj": "rowwise_split_input"})
     with pytest.raises(ValueError, match=r"unsupported partition style.*local_colwise"):
         TPPlanConverter.convert({"layers.*.q_proj": "local_colwise"})
 

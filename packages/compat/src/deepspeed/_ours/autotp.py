@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed._ours import group_getters
-from deepspeed._ours.tp_layers import LinearAllreduce, LinearLayer, SubParamLinearAllreduce, SubParamLinearLayer, dress
+from deepspeed._ours.tp_layers import dress
 from deepspeed._ours.tp_shards import get_shard_size, get_shard_size_list
 from ds_comm import as_group, world_group
 from ds_config.errors import PlanError
 from ds_parallel.config import TensorParallelConfig as TPTrainingConfig
 from ds_parallel.config import TensorParallelDegreeConfig as TPConfig
 from ds_parallel.tensor import ShardKind, TensorOptions, facts_of, make_tensor_plan, parallelize_model
+from ds_parallel.tensor.layer_rules import PLAN_STYLES
 
 __all__ = [
     "SUPPORTED_STYLES", "AutoTP", "AutoTPConfig", "PartitionType", "TPConfig", "TPLayerSpec", "TPPlanConverter",
@@ -33,7 +34,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-class PartitionType(Enum):
+class PartitionType(StrEnum):
     """What becomes of a layer."""
 
     COLUMN = "column"
@@ -125,7 +126,12 @@ def merge_autotp_configs(base: AutoTPConfig, override: AutoTPConfig) -> AutoTPCo
 # ---- a model's own plan
 
 
-SUPPORTED_STYLES = frozenset({"colwise", "rowwise", "colwise_rep", "colwise_gather_output"})
+SUPPORTED_STYLES = frozenset(
+    style
+    for style, (kind, flags) in PLAN_STYLES.items()
+    if kind.value in set(PartitionType) and "split_input" not in flags
+)
+"""Of ds-parallel's styles those that a rule of `partition_config` can say."""
 
 
 class TPPlanConverter:
@@ -145,14 +151,13 @@ class TPPlanConverter:
                 code="tensor-style",
                 fix="Say what becomes of these layers in tensor_parallel.partition_config.",
             )
-        return [
-            TPLayerSpec(
-                [TPPlanConverter._wildcard_to_regex(name.removesuffix(".weight")) + r"\.weight$"],
-                PartitionType.ROW if style.lower() == "rowwise" else PartitionType.COLUMN,
-                gather_output=style.lower() in ("colwise_rep", "colwise_gather_output"),
-            )
-            for name, style in hf_tp_plan.items()
-        ] or None
+        rules = []
+        for name, style in hf_tp_plan.items():
+            kind, flags = PLAN_STYLES[style.lower()]
+            pattern = TPPlanConverter._wildcard_to_regex(name.removesuffix(".weight")) + r"\.weight$"
+            options = {"gather_output": "gather_output" in flags, "grad_allreduce": "sum_gradient" in flags}
+            rules.append(TPLayerSpec([pattern], PartitionType(kind.value), **options))
+        return rules or None
 
     @staticmethod
     def _wildcard_to_regex(pattern: str) -> str:
@@ -222,46 +227,17 @@ class AutoTP:
                 names.append(name)
         return list(row_layers.items())
 
-    def _get_model_type(self) -> str | None:
-        kind = getattr(getattr(self.module, "config", None), "model_type", None)
-        return kind.lower() if isinstance(kind, str) else None
-
     def _replace_module(self, r_module: nn.Module, prev_name: str = "", prev_class_name: str = "") -> nn.Module:
         """Cut the layers below `r_module`, in place; it is returned."""
-        del prev_name
-        if self.partition_config is None:
-            group = as_group(self.mp_group) if self.mp_group is not None else world_group()
-            parallelize_model(r_module, make_tensor_plan(facts_of(r_module), TensorOptions(degree=group.size)), group)
-            dress(r_module)
-            return r_module
-        for name, child in list(r_module.named_children()):
-            full = f"{prev_class_name}.{name}" if prev_class_name else name
-            replacement = self._replace_with_config(child, full) if getattr(child, "weight", None) is not None else None
-            if replacement is not None:
-                setattr(r_module, name, replacement)
-            else:
-                self._replace_module(child, name, full)
+        del prev_name, prev_class_name
+        group = as_group(self.mp_group) if self.mp_group is not None else world_group()
+        rules, options = self.partition_config, TensorOptions(degree=group.size)
+        if rules is not None:
+            specs = tuple(rules.layer_specs)
+            options = replace(options, specs=specs, defaults=False, strict=rules.strict_mode)  # type: ignore[arg-type]  # a list of patterns
+        parallelize_model(r_module, make_tensor_plan(facts_of(r_module), options), group)
+        dress(r_module)
         return r_module
-
-    def _replace_with_config(self, child: nn.Module, full_name: str) -> nn.Module | None:
-        """Build the tensor-parallel replacement of a layer; None leaves the layer unchanged."""
-        if self.partition_config is None or isinstance(child, LinearLayer | LinearAllreduce):
-            return None
-        spec = self.partition_config.find_matching_spec(f"{full_name}.weight", self._get_model_type())
-        if spec is None or spec.partition_type is PartitionType.SKIP or self._tied(child):
-            return None
-        options: dict[str, Any] = {"name": full_name}
-        row = spec.partition_type is PartitionType.ROW
-        if spec.shape is not None:
-            options |= {"shape": spec.shape, "partition_dim": spec.get_partition_dim()}
-            return (SubParamLinearAllreduce if row else SubParamLinearLayer)(child, self.mp_group, **options)
-        if row:
-            return LinearAllreduce(child, self.mp_group, **options)
-        return LinearLayer(child, self.mp_group, gather_output=spec.gather_output, **options)
-
-    def _tied(self, child: nn.Module) -> bool:
-        holders = [m for m in self.module.modules() if m._parameters.get("weight") is child._parameters["weight"]]
-        return len(holders) > 1
 
     def update_mp_params(self, child: nn.Module, name: str | None = None) -> None:
         """Let the numbers of heads and sizes that a module keeps be this rank's."""

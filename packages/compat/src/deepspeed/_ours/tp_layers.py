@@ -7,7 +7,7 @@ layer themselves get one of these: this rank's part of the weight, computed with
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate, pairwise
@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from deepspeed._ours.raising import also
 from deepspeed._ours.tp_shards import get_shard_size_list
 from deepspeed._surface.constants import CHECKPOINT
 from ds_comm import Group, as_group
-from ds_comm.differentiable import copy, gather, reduce, split
+from ds_comm.differentiable import copy, reduce
 from ds_comm.groups import self_group
 from ds_config.errors import PlanError, UnsupportedError
-from ds_parallel.tensor import ShardKind, TensorParallelModel, kind_of, tensor_parallel_of, unsharded_params
+from ds_parallel.tensor import DimShards, ShardKind, TensorParallelModel, kind_of, tensor_parallel_of, unsharded_params
+from ds_parallel.tensor.sharded_linear import ShardedLinear
 
 __all__ = [
     "ColumnParallel", "GateUpPack_LinearLayer", "GatherReplacedLayerParams",
@@ -80,7 +80,7 @@ class _AlsoCut(type):
         return cls.several is None or cls.several is (parts > 1)
 
 
-class TensorParallel_Layer(nn.Module, metaclass=_AlsoCut):  # noqa: N801  upstream's name
+class TensorParallel_Layer(ShardedLinear, metaclass=_AlsoCut):  # noqa: N801  upstream's name
     """A linear layer of which this rank holds a part.
 
     Args:
@@ -94,120 +94,77 @@ class TensorParallel_Layer(nn.Module, metaclass=_AlsoCut):  # noqa: N801  upstre
     kinds: tuple[ShardKind, ...] = (ShardKind.COLUMN, ShardKind.ROW)
     partition_dim = 0
     transposed = False
+    name: str | None
 
     def __init__(self, module: nn.Module, mp_group: Any = None, skip_partition: bool = False, **options: Any) -> None:
-        super().__init__()
-        self.mp_group = mp_group
-        self.group: Group = self_group("tensor") if mp_group is None else as_group(mp_group)
-        self.tp_world_size, self.tp_index = self.group.size, self.group.rank
-        self.name: str | None = options.get("name")
-        self.gather_output = bool(options.get("gather_output", False))
-        self.partition_dim = options.get("partition_dim", type(self).partition_dim)
-        self.weight: nn.Parameter = module.weight  # type: ignore[assignment]
-        self.bias: nn.Parameter | None = getattr(module, "bias", None)
+        group: Group = self_group("tensor") if mp_group is None else as_group(mp_group)
+        weight: nn.Parameter = module.weight  # type: ignore[assignment]
         if self.transposed:
-            self.weight.data = self.weight.data.t().contiguous()
-        self._orig_weight_shape = tuple(self.weight.shape)
-        whole = self.weight.shape[self.partition_dim] * (self.tp_world_size if skip_partition else 1)
-        self._subparam_sizes: tuple[int, ...] | None = self._parts(whole, options)
-        self._freeze_partition_sizes(whole)
-        if not skip_partition:
-            self._tp_partition([self.weight, self.bias])
+            weight.data = weight.data.t().contiguous()
+        name, dim = options.get("name"), options.get("partition_dim", type(self).partition_dim)
+        size = weight.shape[dim] * (group.size if skip_partition else 1)
+        parts = self._part_sizes(size, options)
+        cut = _cut_of(dim, parts or (size,), group.size, name)
+        self.__dict__.update(_subparam_sizes=parts, name=name)
+        super().__init__(weight, getattr(module, "bias", None), cut, group, local=skip_partition)
+        self.mp_group, self.tp_world_size, self.tp_index = mp_group, group.size, group.rank
+        self.gather_output = bool(options.get("gather_output", False))
+        self.partition_dim = dim
         for param in (self.weight, self.bias):
             if param is not None:
                 self.config_tp_params(param)
 
-    def _parts(self, size: int, options: dict[str, Any]) -> tuple[int, ...] | None:
+    def _part_sizes(self, size: int, options: dict[str, Any]) -> tuple[int, ...] | None:
+        """Return the sizes of the parts of the dim; None: it is laid out in another way."""
         del options
         return (size,)
 
-    def _freeze_partition_sizes(self, size: int) -> None:
-        """Settle what each rank holds of every part: later changes of `tp_shard`'s settings do not matter."""
-        parts = (size,) if self._subparam_sizes is None else self._subparam_sizes
-        self._subparam_shard_widths = [get_shard_size_list(part, self.tp_world_size, self.name) for part in parts]
-        if (
-            self._subparam_sizes is not None
-            and len(parts) > 1
-            and any(0 in widths for widths in self._subparam_shard_widths)
-        ):
-            raise also(PlanError, RuntimeError)(
-                f"{self.name}: {self.tp_world_size} ranks leave one with an empty query/key/value shard",
-                code="tensor-parts",
-                fix="Use fewer tensor-parallel ranks.",
-            )
-
     def config_tp_params(self, param: nn.Parameter) -> None:
         """Give a parameter the functions that programs call on it."""
-        param.tensor_model_parallel = param is self.weight or self._column  # type: ignore[attr-defined]
+        param.tensor_model_parallel = self.sharded_dim(param) is not None  # type: ignore[attr-defined]
         param.gather_params, param._tp_partition = self.gather_params, self._tp_partition  # type: ignore[attr-defined]
 
-    @property
-    def _column(self) -> bool:
-        return self.partition_dim == 0
+    def gather_params(self, params: Iterable[nn.Parameter | None]) -> None:
+        """Let parameters be whole. Collective over the group."""
+        self._check_parts()
+        super().gather_params(params)
 
-    def _dim(self, param: Tensor) -> int | None:
-        """Return the dim along which a parameter is sharded; None where the parameter is replicated."""
-        return self.partition_dim if param.dim() > 1 else 0 if self._column else None
+    def shard_params(self, params: Iterable[nn.Parameter | None]) -> None:
+        """Keep this rank's part of whole parameters."""
+        self._check_parts()
+        super().shard_params(params)
 
-    def _cuttable(self) -> None:
-        if self._subparam_sizes is None:
+    def _check_parts(self) -> None:
+        if self.__dict__["_subparam_sizes"] is None:
             raise UnsupportedError(
                 f"{self.name}: a fused weight that interleaves or replicates blocks cannot be put together by parts",
                 code="tensor-parts",
                 fix="Let the engine cut the model: `tensor_parallel` of the configuration knows such layers.",
             )
 
-    @torch.no_grad()
-    def gather_params(self, params: Iterable[nn.Parameter | None]) -> None:
-        """Let parameters be whole. Collective over the group."""
-        self._cuttable()
-        widths = [sum(of_rank) for of_rank in zip(*self._subparam_shard_widths, strict=True)]
-        for param in params:
-            dim = None if param is None else self._dim(param)
-            if param is None or dim is None or param.shape[dim] == sum(widths):
-                continue
-            by_rank = gather(param.data, self.group, dim, widths).split(widths, dim)
-            parts = [
-                piece.split([part[rank] for part in self._subparam_shard_widths], dim)
-                for rank, piece in enumerate(by_rank)
-            ]
-            param.data = torch.cat([torch.cat(part, dim) for part in zip(*parts, strict=True)], dim)
-
-    @torch.no_grad()
     def _tp_partition(self, params: Iterable[nn.Parameter | None]) -> None:
         """Keep this rank's part of whole parameters."""
-        self._cuttable()
-        for param in params:
-            dim = None if param is None else self._dim(param)
-            if param is None or dim is None:
-                continue
-            shards, start = [], 0
-            for widths in self._subparam_shard_widths:
-                begin, end = list(pairwise(accumulate(widths, initial=start)))[self.tp_index]
-                shards.append(param.data.narrow(dim, begin, end - begin))
-                start += sum(widths)
-            param.data = torch.cat(shards, dim).contiguous()
+        self.shard_params(params)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [..., in] to [..., out]: this rank's columns, or all columns where outputs are all-reduced or gathered."""
-        if self._column:
-            out = functional.linear(copy(x, self.group), self.weight, self.bias)
-            return self._together(out) if self.gather_output else out
-        out = reduce(functional.linear(x, self.weight), self.group)
-        return out if self.bias is None else out + self.bias
 
-    def _together(self, out: Tensor) -> Tensor:
-        sizes = [widths[self.tp_index] for widths in self._subparam_shard_widths]
-        pieces = out.split(sizes, -1)
-        gathered = [
-            gather(piece, self.group, -1, widths)
-            for piece, widths in zip(pieces, self._subparam_shard_widths, strict=True)
-        ]
-        return torch.cat(gathered, -1)
+def _cut_of(dim: int, sizes: Sequence[int], ranks: int, name: str | None) -> DimShards:
+    """Cut each part of a dim as `tp_shard`'s settings say now; later changes of them do not matter.
 
-    def extra_repr(self) -> str:
-        shape = tuple(self.weight.shape)
-        return f"weight={shape}, bias={self.bias is not None}, rank {self.tp_index} of {self.tp_world_size}"
+    Raises:
+        PlanError: a rank would have none of one of several parts ("tensor-parts"); a RuntimeError, too.
+    """
+    parts, start = [], 0
+    for size in sizes:
+        widths = get_shard_size_list(size, ranks, name)
+        if len(sizes) > 1 and 0 in widths:
+            raise also(PlanError, RuntimeError)(
+                f"{name}: {ranks} ranks leave one with an empty query/key/value shard",
+                code="tensor-parts",
+                fix="Use fewer tensor-parallel ranks.",
+            )
+        parts.append(tuple(pairwise(accumulate(widths, initial=start))))
+        start += size
+    return DimShards(dim, start, tuple(parts))
 
 
 class LinearLayer(TensorParallel_Layer):
@@ -227,9 +184,7 @@ class LmHeadLinearAllreduce(LinearAllreduce):
     """The same for an input that every rank has whole: each takes its part of it."""
 
     kinds = ()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(split(x, self.group, -1, self._subparam_shard_widths[0]))
+    split_input = True
 
 
 class SubParamLinearLayer(LinearLayer):
@@ -238,8 +193,8 @@ class SubParamLinearLayer(LinearLayer):
     kinds: tuple[ShardKind, ...] = (ShardKind.COLUMN,)
     several = True
 
-    def _parts(self, size: int, options: dict[str, Any]) -> tuple[int, ...] | None:
-        return _part_sizes(options.get("shape"), size, self.partition_dim)
+    def _part_sizes(self, size: int, options: dict[str, Any]) -> tuple[int, ...] | None:
+        return _sizes_of(options.get("shape"), size, options.get("partition_dim", self.partition_dim))
 
 
 class SubParamLinearAllreduce(LinearAllreduce):
@@ -248,8 +203,8 @@ class SubParamLinearAllreduce(LinearAllreduce):
     kinds: tuple[ShardKind, ...] = (ShardKind.ROW,)
     several = True
 
-    def _parts(self, size: int, options: dict[str, Any]) -> tuple[int, ...] | None:
-        return _part_sizes(options.get("shape"), size, self.partition_dim)
+    def _part_sizes(self, size: int, options: dict[str, Any]) -> tuple[int, ...] | None:
+        return _sizes_of(options.get("shape"), size, options.get("partition_dim", self.partition_dim))
 
 
 class GateUpPack_LinearLayer(LinearLayer):  # noqa: N801  upstream's name
@@ -257,7 +212,7 @@ class GateUpPack_LinearLayer(LinearLayer):  # noqa: N801  upstream's name
 
     kinds = ()
 
-    def _parts(self, size: int, options: dict[str, Any]) -> tuple[int, ...] | None:
+    def _part_sizes(self, size: int, options: dict[str, Any]) -> tuple[int, ...] | None:
         return (size // 2, size // 2)
 
 
@@ -275,22 +230,19 @@ class fused_LinearLayer(LinearLayer):  # noqa: N801  upstream's name
         self.__dict__["_fused"] = options.pop("fused_module", None)
         super().__init__(module, mp_group, skip_partition, **options)
 
-    def _parts(self, size: int, options: dict[str, Any]) -> tuple[int, ...] | None:
+    def _part_sizes(self, size: int, options: dict[str, Any]) -> tuple[int, ...] | None:
         owner = self.__dict__["_fused"]
         owner = getattr(owner, "module", owner)
         known = owner is None or type(owner).__name__.lstrip("_") in self._THIRDS
         return (size // 3,) * 3 if known and size % 3 == 0 else None
 
-    def _freeze_partition_sizes(self, size: int) -> None:
-        if self._subparam_sizes is not None:
-            self._subparam_sizes = (size // 3,) * 3
-        super()._freeze_partition_sizes(size)
-
-    def _tp_partition(self, params: Iterable[nn.Parameter | None]) -> None:
-        super()._tp_partition(params)
+    def shard_params(self, params: Iterable[nn.Parameter | None]) -> None:
+        """Keep this rank's part, and tell the attention module, which unpacks the output by its `split_size`."""
+        super().shard_params(params)
         attention = getattr(self.__dict__["_fused"], "attn", None)
-        if attention is not None and hasattr(attention, "split_size"):  # it unpacks the output by this
-            attention.split_size = self._subparam_shard_widths[0][self.tp_index]
+        if attention is not None and hasattr(attention, "split_size"):
+            start, stop = self.cut.stretches(self.group.rank)[0]
+            attention.split_size = stop - start
 
 
 class conv_LinearLayer(LinearLayer):  # noqa: N801  upstream's name
@@ -300,7 +252,7 @@ class conv_LinearLayer(LinearLayer):  # noqa: N801  upstream's name
     transposed = True
 
 
-def _part_sizes(shape: Sizes | None, size: int, dim: int) -> tuple[int, ...]:
+def _sizes_of(shape: Sizes | None, size: int, dim: int) -> tuple[int, ...]:
     extent = None if shape is None or dim >= len(shape) else shape[dim]
     if isinstance(extent, Sequence):
         known = sum(part for part in extent if part != -1)
@@ -428,8 +380,8 @@ def collect_autotp_universal_checkpoint_info(model: nn.Module) -> dict[str, Any]
 
 def _cut_dim(module: nn.Module, param: nn.Parameter, full: str, shards: dict[str, Any]) -> int | None:
     if type.__instancecheck__(TensorParallel_Layer, module):
-        find: Callable[[Tensor], int | None] = module._dim  # type: ignore[assignment]
-        return find(param)
+        layer: TensorParallel_Layer = module  # type: ignore[assignment]
+        return layer.sharded_dim(param)
     if full in shards:
         return int(shards[full].cut.dim)
     return None

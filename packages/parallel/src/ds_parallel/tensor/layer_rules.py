@@ -15,7 +15,15 @@ from typing import Protocol
 from ds_config.errors import PlanError
 from ds_parallel.tensor.dim_shards import ShardPart
 
-__all__ = ["ConfiguredLayerRule", "LayerRule", "ShardKind", "first_match", "rules_of_specs", "rules_of_tp_plan"]
+__all__ = [
+    "PLAN_STYLES",
+    "ConfiguredLayerRule",
+    "LayerRule",
+    "ShardKind",
+    "first_match",
+    "rules_of_specs",
+    "rules_of_tp_plan",
+]
 
 
 class ShardKind(Enum):
@@ -147,7 +155,7 @@ def _parts_of_shape(spec: ConfiguredLayerRule, kind: ShardKind) -> tuple[ShardPa
 
 
 _FLAGS = ("gather_output", "split_input", "sum_gradient")
-_STYLES: Mapping[str, tuple[ShardKind, tuple[str, ...]]] = {
+PLAN_STYLES: Mapping[str, tuple[ShardKind, tuple[str, ...]]] = {
     "colwise": (ShardKind.COLUMN, ()),
     "colwise_rep": (ShardKind.COLUMN, ("gather_output",)),
     "colwise_gather_output": (ShardKind.COLUMN, ("gather_output",)),
@@ -158,6 +166,7 @@ _STYLES: Mapping[str, tuple[ShardKind, tuple[str, ...]]] = {
     "moe_tp_experts": (ShardKind.EXPERTS, ()),
     "replicated": (ShardKind.SKIP, ()),
 }
+"""Styles of a transformers model's tp_plan: what becomes of a layer, and the flags of its rule."""
 
 
 def rules_of_tp_plan(plan: Mapping[str, str], prefixes: Sequence[str] = ("",)) -> list[LayerRule]:
@@ -170,10 +179,10 @@ def rules_of_tp_plan(plan: Mapping[str, str], prefixes: Sequence[str] = ("",)) -
     """
     experts = [name for name, style in plan.items() if style == "moe_tp_experts"]
     inside = {name for name in plan if any(name.startswith(f"{owner}.") for owner in experts)}
-    unknown = {style for name, style in plan.items() if style not in _STYLES and name not in inside}
+    unknown = {style for name, style in plan.items() if style not in PLAN_STYLES and name not in inside}
     if unknown:
         raise PlanError(
-            f"the model's tp_plan has the styles {sorted(unknown)}; known are {sorted(_STYLES)}",
+            f"the model's tp_plan has the styles {sorted(unknown)}; known are {sorted(PLAN_STYLES)}",
             code="tensor-style",
             fix="Say what becomes of these layers in tensor_parallel.partition_config.",
         )
@@ -182,7 +191,7 @@ def rules_of_tp_plan(plan: Mapping[str, str], prefixes: Sequence[str] = ("",)) -
     for name, style in plan.items():
         if name in inside:
             continue
-        kind, style_flags = _STYLES[style]
+        kind, style_flags = PLAN_STYLES[style]
         stem = re.escape(name).replace(r"\*", r"[^.]+")
         if name.startswith("*."):  # at any depth
             stem = ".+" + stem.removeprefix("[^.]+")
