@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["compilers", "flatten", "transformed", "tree_leaves", "unflatten"]
+__all__ = ["compilers", "flatten", "transformed", "tree_leaves", "tree_map", "unflatten"]
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

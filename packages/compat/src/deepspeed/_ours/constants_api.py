@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from deepspeed._ours.deepspeed_engine import DeepSpeedEngine
 from deepspeed._ours.offload_enums import OffloadStateTypeEnum
 from ds_comm import as_group, reduce_scatter_single
+from ds_engine.feature_table import LayerDropConfig
 from ds_zero import safe_get_local_fp32_param, safe_get_local_grad, safe_get_local_optimizer_state
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class ProgressiveLayerDrop:
-    """How likely a layer is kept: theta(t) = (1 - theta) exp(-gamma t) + theta (Zhang and He, arXiv:2010.13369, section 4)."""
+    """How likely a layer is kept, by the engine's rule (`progressive_layer_drop`)."""
 
     def __init__(self, theta: float = 0.5, gamma: float = 0.001) -> None:
         self.theta, self.gamma, self.current_theta = theta, gamma, 1.0
@@ -40,7 +40,7 @@ class ProgressiveLayerDrop:
 
     def update_state(self, global_step: int) -> None:
         """Go to a step."""
-        self.current_theta = (1.0 - self.theta) * math.exp(-self.gamma * global_step) + self.theta
+        self.current_theta = LayerDropConfig(enabled=True, theta=self.theta, gamma=self.gamma).keep(global_step)
 
 
 def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> list[Tensor]:

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from deepspeed._ours.raising import raising
 from ds_config.errors import ConfigError, UnsupportedError
 from ds_data import DistributedDataAnalyzer, RankSlice, Router, RouterConfig, TokenFile, TokenWriter
+from ds_data.codes import smallest_int_dtype
 from ds_data.config import DataEfficiencyConfig
 from ds_data.curriculum import Curriculum, make_metrics
 from ds_data.difficulty_schedules import Schedule, make_schedule
@@ -318,8 +319,7 @@ def make_builder(out_file: str, impl: str, vocab_size: int | None = None) -> MMa
 
 def find_fit_int_dtype(min_value: int, max_value: int) -> Any:
     """Find the smallest integer dtype for a range, unsigned where the range has no negative values."""
-    kinds = (np.uint8, np.uint16, np.uint32, np.uint64) if min_value >= 0 else (np.int8, np.int16, np.int32, np.int64)
-    return next(kind for kind in kinds if np.iinfo(kind).min <= min_value and max_value <= np.iinfo(kind).max)
+    return smallest_int_dtype(min_value, max_value).type
 
 
 def split_index(start_idx: int, end_idx: int, num_partitions: int) -> list[tuple[int, int]]:

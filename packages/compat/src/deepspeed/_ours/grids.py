@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from deepspeed._surface.constants import CHECKPOINT
+from ds_comm import MeshSpec
 from ds_config.errors import CheckpointError, PlanError
 from ds_config.regular_file import leads_out, replacing
+from ds_moe.expert_groups import place_ranks
 from ds_moe.module_list_block import ListedBlock
 from ds_moe.packed_experts import PackedExperts
 
@@ -31,25 +33,14 @@ def expert_parallel_ranks(
 ) -> tuple[list[list[int]], list[list[int]]]:  # fmt: skip
     """List the expert-parallel groups, and the expert-data-parallel groups that replicate the same experts.
 
-    Ranks of a stage are consecutive; inside, tensor-parallel ranks are neighbours. The remaining dimension is data
-    parallelism,
-    over which experts are sharded: `expert_parallel_size_` neighbouring data ranks share all experts.
-
     Args:
         use_data_before_expert_parallel_: Replicas of the same experts are neighbours instead.
     """
-    stage = world_size // pipeline_parallel_size_
-    shared, same = [], []
-    for first, inner in product(range(0, world_size, stage), range(tensor_parallel_size_)):
-        data = list(range(first + inner, first + stage, tensor_parallel_size_))
-        copies = len(data) // expert_parallel_size_
-        if use_data_before_expert_parallel_:
-            shared += [data[at::copies] for at in range(copies)]
-            same += [data[at : at + copies] for at in range(0, len(data), copies)]
-        else:
-            shared += [data[at : at + expert_parallel_size_] for at in range(0, len(data), expert_parallel_size_)]
-            same += [data[at::expert_parallel_size_] for at in range(expert_parallel_size_)]
-    return shared, same
+    degrees = {"tensor": tensor_parallel_size_, "pipe": pipeline_parallel_size_}
+    ranks = place_ranks(
+        MeshSpec.fit(world_size, **degrees), expert_parallel_size_, data_first=use_data_before_expert_parallel_
+    )
+    return [list(group) for group in ranks.expert], [list(group) for group in ranks.data]
 
 
 # ---- files of a checkpoint: stage x tensor rank x data rank -> the files that hold it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import ds_monitor
+from deepspeed._ours._torch import tree_map
 from deepspeed._ours.runtime_utils import total_norm
 from ds_accel import get_accelerator
 from ds_comm import world_group
 from ds_config.errors import ConfigError
+from ds_pipe.partition import balanced, uniform
 
 __all__ = [
     "LoggerFactory", "OnDevice", "RepeatingLoader", "call_to_str", "clip_grad_norm_", "empty_cache",
@@ -200,14 +201,9 @@ def move_to_device(item: Any, device: torch.device | str, criterion_func: Callab
 
     Other values, and tensors that `criterion_func` refuses, are returned unchanged.
     """
-    if isinstance(item, Tensor):
-        return item.to(device) if criterion_func is None or criterion_func(item) else item
-    if isinstance(item, list | tuple):
-        moved = [move_to_device(value, device, criterion_func) for value in item]
-        return type(item)(*moved) if hasattr(item, "_fields") else type(item)(moved)
-    if isinstance(item, dict):
-        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
-    return item
+    return tree_map(
+        lambda v: v.to(device) if isinstance(v, Tensor) and (not criterion_func or criterion_func(v)) else v, item
+    )
 
 
 def set_random_seed(seed: int) -> None:
@@ -246,28 +242,12 @@ def noop_decorator(func: F) -> F:
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
     """Return the bounds of `num_parts` parts that differ by at most one item, the larger parts first."""
-    size, more = divmod(num_items, num_parts)
-    return [0, *itertools.accumulate(size + (part < more) for part in range(num_parts))]
+    return list(uniform(num_items, num_parts))
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     """Return the bounds of `num_parts` parts of consecutive items whose heaviest is as light as possible."""
-    sums = [0.0, *itertools.accumulate(weights)]
-
-    @functools.cache
-    def best(end: int, parts: int) -> tuple[float, int]:
-        if parts == 1:
-            return sums[end], 0
-        options = (
-            (max(best(cut, parts - 1)[0], sums[end] - sums[cut]), cut) for cut in range(min(parts - 1, end), end + 1)
-        )
-        return min(options)
-
-    bounds, end = [len(weights)], len(weights)
-    for parts in range(num_parts, 1, -1):
-        end = best(end, parts)[1]
-        bounds.append(end)
-    return [0, *reversed(bounds)]
+    return list(balanced(weights, num_parts))
 
 
 # ---- leaf modules

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_comm
+from deepspeed._ours._torch import tree_map
 
 __all__ = [
     "GATED_ACTIVATION_TYPES", "ActivationFuncType",
@@ -104,13 +105,7 @@ def is_model_parallel_parameter(p: Tensor) -> bool:
 
 def copy_to_device(item: Any, device: Any, criterion_func: Any) -> Any:
     """Copies of nested tensors on `device`, of those that `criterion_func` takes; others as they are."""
-    if isinstance(item, Tensor):
-        return item.clone().to(device) if criterion_func(item) else item
-    if isinstance(item, list | tuple):
-        return type(item)(copy_to_device(value, device, criterion_func) for value in item)
-    if isinstance(item, dict):
-        return {key: copy_to_device(value, device, criterion_func) for key, value in item.items()}
-    return item
+    return tree_map(lambda v: v.clone().to(device) if isinstance(v, Tensor) and criterion_func(v) else v, item)
 
 
 def ensure_directory_exists(filename: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from ds_accel import get_accelerator
 from ds_comm import world_group
 from ds_monitor.stats import trimmed_mean
+from ds_monitor.timers import Timers
 
 __all__ = ["NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer", "trim_mean"]
 
@@ -30,29 +31,31 @@ def trim_mean(data: Sequence[float], trim_percent: float) -> float:
 
 
 class _Timer:
-    """One named timer. Times are milliseconds; starting and stopping waits for the device."""
+    """One named timer of ds-monitor's. Times are milliseconds; starting and stopping waits for the device."""
 
     def __init__(self, name: str) -> None:
         self.name_, self.started_ = name, False
-        self._begun = self._total = 0.0
+        self._total = 0.0
         self._records: list[float] = []
+        self._timers = Timers(synchronize=get_accelerator().synchronize)
 
     def start(self) -> None:
         """Begin."""
-        get_accelerator().synchronize()
-        self._begun, self.started_ = time.perf_counter(), True
+        self._timers.start(self.name_)
+        self.started_ = True
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
         """End, and add to what was; `reset` replaces it, `record` keeps the value for `mean`."""
-        get_accelerator().synchronize()
-        passed = 1000 * (time.perf_counter() - self._begun)
+        self._timers.stop(self.name_)
+        passed = 1000 * self._timers.read()[self.name_].total_s
         self._total, self.started_ = (passed if reset else self._total + passed), False
-        if record:
-            self._records.append(passed)
+        self._records += [passed] if record else []
 
     def reset(self) -> None:
-        """Forget what was."""
-        self._total, self.started_ = 0.0, False
+        """Forget what was, and a lap that runs."""
+        if self.started_:
+            self.stop()
+        self._total = 0.0
 
     def elapsed(self, reset: bool = True) -> float:
         """Return the milliseconds so far; a running timer continues."""
