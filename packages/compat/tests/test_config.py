@@ -8,8 +8,8 @@ import logging
 
 import deepspeed
 import pytest
-from deepspeed._ours.accepted_keys import accepted
-from deepspeed._ours.config import raw_config
+from deepspeed._ours.config.accepted_keys import accepted
+from deepspeed._ours.config.config import raw_config
 from deepspeed._surface.upstream_names import configuration_fields
 from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 

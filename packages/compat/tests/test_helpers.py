@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import deepspeed
 import pytest
 import torch
-from deepspeed._ours import command_line
-from deepspeed._ours.raising import also, raising
+from deepspeed._ours.base.raising import also, raising
+from deepspeed._ours.launcher import command_line
 from deepspeed.elasticity import compute_elastic_config
 from deepspeed.launcher import runner
 from deepspeed.launcher.multinode_runner import MultiNodeRunner

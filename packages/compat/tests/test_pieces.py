@@ -11,8 +11,8 @@ from pathlib import Path
 import deepspeed
 import pytest
 import torch
-from deepspeed._ours import activation_checkpointing_api
-from deepspeed._ours.checkpoint_api import decode, encode, leave_signs, name_of_tag
+from deepspeed._ours.checkpoint.checkpoint_api import decode, encode, leave_signs, name_of_tag
+from deepspeed._ours.engine import activation_checkpointing_api
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
@@ -483,7 +483,7 @@ def test_signs_of_a_checkpoint(tmp_path):
 
 def test_status_looks_like_its_enum():
     param = nn.Parameter(torch.zeros(1))
-    from deepspeed._ours.params import Status
+    from deepspeed._ours.zero.params import Status
 
     status = Status(param)
     assert status == ZeroParamStatus.AVAILABLE

@@ -20,15 +20,15 @@ __all__ = ["CORE"]
 
 CORE: Mapping[str, Rows] = {
     "deepspeed": {
-        **from_("deepspeed._ours.initialize", "add_config_arguments", "initialize", "tp_model_init"),
+        **from_("deepspeed._ours.engine.initialize", "add_config_arguments", "initialize", "tp_model_init"),
         **from_(g.COMM, "init_distributed"),
         **g.ENGINE,
-        **from_("deepspeed._ours.zero_optimizer", DeepSpeedOptimizer="DeepSpeedZeroOptimizer"),
-        **from_("deepspeed._ours.initialize", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"),
-        **from_("deepspeed._ours.config", "DeepSpeedConfig", "DeepSpeedConfigError"),
-        **from_("deepspeed._ours.engine_data", "DeepSpeedDataLoader"),
-        **from_("deepspeed._ours.accelerator_api", "get_accelerator"),
-        **from_(g.TOOLS, "OnDevice", "log_dist", "logger"),
+        **from_("deepspeed._ours.zero.zero_optimizer", DeepSpeedOptimizer="DeepSpeedZeroOptimizer"),
+        **from_("deepspeed._ours.engine.initialize", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"),
+        **from_("deepspeed._ours.config.config", "DeepSpeedConfig", "DeepSpeedConfigError"),
+        **from_("deepspeed._ours.engine.engine_data", "DeepSpeedDataLoader"),
+        **from_("deepspeed._ours.ops.accelerator_api", "get_accelerator"),
+        **from_(g.UTILS, "OnDevice"), **from_(g.LOGS, "log_dist", "logger"),
         **from_(g.SCHEDULES, "add_tuning_arguments"),
         **from_(
             g.VERSION, "__git_branch__", "__git_hash__", "__version__", "__version_major__", "__version_minor__",
@@ -41,8 +41,8 @@ CORE: Mapping[str, Rows] = {
         "dist": "deepspeed.comm:",
         **from_(g.HYBRID, "DeepSpeedHybridEngine"),
         **from_("ds_inference", "InferenceEngine", "init_inference", DeepSpeedInferenceConfig="InferenceConfig"),
-        **from_("deepspeed._ours.initialize", "default_inference_config"),
-        **from_("deepspeed._ours.pipeline", "PipelineEngine", "PipelineModule"),
+        **from_("deepspeed._ours.engine.initialize", "default_inference_config"),
+        **from_("deepspeed._ours.engine.pipeline", "PipelineEngine", "PipelineModule"),
         **not_(INFERENCE, "revert_transformer_layer"),
         **from_(g.LAYERS, "set_autotp_mode"),
         **not_(Missing("Muon's parameters are chosen when its optimizer is made", "the optimizer section"), "set_optimizer_flags"),
@@ -53,7 +53,7 @@ CORE: Mapping[str, Rows] = {
     "deepspeed.runtime.zero": g.ZERO_ROWS,
     "deepspeed.runtime.zero.config": {
         **from_(g.SECTIONS, "DeepSpeedZeroConfig", "DeepSpeedZeroLeafModuleConfig", "get_zero_config"),
-        **from_("deepspeed._ours.offload_enums", "OffloadDeviceEnum", "ZeroStageEnum"),
+        **from_("deepspeed._ours.config.offload_enums", "OffloadDeviceEnum", "ZeroStageEnum"),
         **g.OFFLOAD,
         **not_(Missing("sections are read together", "DeepSpeedConfig"), "read_zero_config_deprecated"),
         **from_("ds_zero.config", "ZenFlowConfig"),
@@ -67,8 +67,8 @@ CORE: Mapping[str, Rows] = {
             InsertPostInitMethodToModuleSubClasses="Init", _contradicting_single_rank_pg_error="single_rank_error",
         ),
         **values({"partitioned_param_data_shape": [0]}),
-        **from_("deepspeed._ours.accelerator_api", "get_accelerator"),
-        **from_(g.TOOLS, "see_memory_usage"),
+        **from_("deepspeed._ours.ops.accelerator_api", "get_accelerator"),
+        **from_(g.LOGS, "see_memory_usage"),
         **from_(g.TENSORS, "AllGatherHandle", "MultipleAllGatherHandles", "NoGatherHandle"),
         **not_(
             Missing("parameters of a unit are gathered and released together", "zero.GatheredParameters, which does both"),
@@ -84,19 +84,18 @@ CORE: Mapping[str, Rows] = {
     "deepspeed.runtime.zero.tiling": from_(g.ZERO, "TiledLinear", TiledLinearReturnBias="TiledLinear"),
     "deepspeed.runtime.zero.utils": {
         **from_(g.PARAMS, "is_zero_param"),
-        **from_(g.TOOLS),
-        **from_("deepspeed._ours.config", ZeRORuntimeException="DeepSpeedConfigError"),
+        **from_("deepspeed._ours.config.config", ZeRORuntimeException="DeepSpeedConfigError"),
     },
     "deepspeed.runtime.zero.mics": {**from_(g.ZERO, "MiCS_Init"), **not_(MICS, "MiCS_Optimizer", "MiCS_Offload", "MiCS_AllGatherCoalescedHandle")},
-    "deepspeed.runtime.zero.muon.original_muon": from_("deepspeed._ours.optimizer_classes", "muon_update"),
+    "deepspeed.runtime.zero.muon.original_muon": from_("deepspeed._ours.optim.optimizer_classes", "muon_update"),
     "deepspeed.runtime.zero.muon": {**not_(Missing("Muon is one class here", "ds_ops.optim.Muon"), "MuonWithAuxAdam")},
     # -- engine
     "deepspeed.runtime.engine": {
         **g.ENGINE,
         **from_(g.GRIDS, _checkpoint_parallel_metadata="parallel_metadata"),
-        **from_("deepspeed._ours.checkpoint_api", "clone_tensors_for_torch_save"),
+        **from_("deepspeed._ours.checkpoint.checkpoint_api", "clone_tensors_for_torch_save"),
         **from_(g.OPTIMIZERS, "ADAM_OPTIMIZER", "LAMB_OPTIMIZER", "MUON_OPTIMIZER"),
-        **from_("deepspeed._ours.initialize", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"),
+        **from_("deepspeed._ours.engine.initialize", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"),
     },
     "deepspeed.runtime.base_optimizer": {
         "DeepSpeedOptimizer": g.ZERO_OPTIMIZER,
@@ -107,7 +106,7 @@ CORE: Mapping[str, Rows] = {
     "deepspeed.runtime.fp16.fused_optimizer": {"FP16_Optimizer": g.ZERO_OPTIMIZER},
     "deepspeed.runtime.fp16.unfused_optimizer": {"FP16_UnfusedOptimizer": g.ZERO_OPTIMIZER},
     "deepspeed.runtime.fp16.loss_scaler": {
-        **from_("deepspeed._ours.scalers", "CreateLossScaler", "DynamicLossScaler", "LossScaler", "LossScalerBase"),
+        **from_("deepspeed._ours.zero.scalers", "CreateLossScaler", "DynamicLossScaler", "LossScaler", "LossScalerBase"),
         **values({
             "CONSECUTIVE_HYSTERESIS": "consecutive_hysteresis", "DELAYED_SHIFT": "delayed_shift", "INITIAL_LOSS_SCALE": "init_scale",
             "MIN_LOSS_SCALE": "min_scale", "SCALE_WINDOW": "scale_window",
@@ -121,12 +120,12 @@ CORE: Mapping[str, Rows] = {
         **values(CONFIG_NAMES),
         **values(RUNTIME),
         **from_(g.CONFIG, "DeepSpeedConfig", "DeepSpeedConfigError", "get_gradient_clipping", "get_log_level"),
-        **from_("deepspeed._ours.accepted_keys", "get_gradient_allreduce_op"),
+        **from_("deepspeed._ours.config.accepted_keys", "get_gradient_allreduce_op"),
     },
     "deepspeed.runtime.config_utils": {
         **from_(g.CONFIG, "dict_raise_error_on_duplicate_keys"),
         **from_(g.SECTIONS, "DeepSpeedConfigModel"),
-        **from_(g.SMALL, get_dict_param="get_value", get_list_param="get_value", get_scalar_param="get_value"),
+        **from_(g.UTILS, get_dict_param="get_value", get_list_param="get_value", get_scalar_param="get_value"),
     },
     "deepspeed.runtime.precision_config": from_(
         g.SECTIONS, "DeepSpeedBF16Config", "DeepSpeedFP16Config", "get_bfloat16_config", "get_float16_config",
@@ -136,8 +135,8 @@ CORE: Mapping[str, Rows] = {
         "DeepSpeedZeroLeafModuleConfig",
     ),
     "deepspeed.runtime.dataloader": {
-        **from_("deepspeed._ours.engine_data", "DeepSpeedDataLoader"),
-        **from_(g.TOOLS, "RepeatingLoader"),
+        **from_("deepspeed._ours.engine.engine_data", "DeepSpeedDataLoader"),
+        **from_(g.UTILS, "RepeatingLoader"),
     },
     "deepspeed.runtime.lr_schedules": {
         **values(SCHEDULE_NAMES),
@@ -148,12 +147,13 @@ CORE: Mapping[str, Rows] = {
     },
     "deepspeed.runtime.utils": {
         **from_(
-            g.TOOLS, "call_to_str", "clip_grad_norm_", "empty_cache", "move_to_device", "noop_decorator",
-            "partition_balanced", "partition_uniform", "see_memory_usage", "set_random_seed",
+            g.UTILS, "call_to_str", "clip_grad_norm_", "empty_cache", "move_to_device", "noop_decorator",
+            "partition_balanced", "partition_uniform", "set_random_seed",
         ),
+        **from_(g.LOGS, "see_memory_usage"),
         **from_(g.TENSORS, "PartitionedTensor", "prefix_sum_inc"),
         **from_(
-            g.SMALL, "DummyOptim", "bwc_pipeline_parallel_group", "bwc_pipeline_parallel_world_size", "bwc_tensor_model_parallel_group",
+            g.UTILS, "DummyOptim", "bwc_pipeline_parallel_group", "bwc_pipeline_parallel_world_size", "bwc_tensor_model_parallel_group",
             "bwc_tensor_model_parallel_rank", "bwc_tensor_model_parallel_world_size", "copy_to_device", "ensure_directory_exists",
             "get_global_norm", "get_grad_norm", "is_model_parallel_parameter",
         ),
@@ -165,8 +165,8 @@ CORE: Mapping[str, Rows] = {
     "deepspeed.elasticity.constants": values(ELASTICITY),
     "deepspeed.launcher.constants": values(LAUNCHER),
     "deepspeed.runtime.activation_checkpointing": {},
-    "deepspeed.runtime.activation_checkpointing.config": from_(g.SMALL),
-    "deepspeed.runtime.swap_tensor.aio_config": from_(g.SMALL, get_aio_config="aio_config"),
+    "deepspeed.runtime.activation_checkpointing.config": {},
+    "deepspeed.runtime.swap_tensor.aio_config": from_(g.UTILS, get_aio_config="aio_config"),
     "deepspeed.runtime.swap_tensor": values({"MIN_SWAPPABLE_BYTES": 1048576}),
     "deepspeed.runtime.activation_checkpointing.checkpointing": g.CHECKPOINTING,
     "deepspeed.runtime.activation_checkpointing.offload_activations": from_(
@@ -174,8 +174,8 @@ CORE: Mapping[str, Rows] = {
         get_checkpoint_hidden_states_offloading_ctx_manager="CheckpointHiddenStatesOffload",
     ),
     "deepspeed.checkpointing": g.CHECKPOINTING,
-    "deepspeed.runtime.checkpoint_engine": from_("deepspeed._ours.checkpoint_api", "TorchCheckpointEngine"),
-    "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": from_("deepspeed._ours.checkpoint_api", "TorchCheckpointEngine"),
+    "deepspeed.runtime.checkpoint_engine": from_("deepspeed._ours.checkpoint.checkpoint_api", "TorchCheckpointEngine"),
+    "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": from_("deepspeed._ours.checkpoint.checkpoint_api", "TorchCheckpointEngine"),
     # -- optimizers and operations
     "deepspeed.ops": from_(g.BUILDERS, __compatible_ops__="COMPATIBLE"),
     "deepspeed.ops.adam": g.ADAM,
@@ -222,46 +222,46 @@ CORE: Mapping[str, Rows] = {
     # -- utilities
     "deepspeed.utils": {
         **g.ACCESS, **g.LEAVES, **g.LOGGING, **g.GROUP_GETTERS, **not_(MOE, "initialize"),
-        **from_(g.TOOLS, "OnDevice", "RepeatingLoader", "instrument_w_nvtx"),
-        **from_("deepspeed._ours.accelerator_api", "get_accelerator"),
+        **from_(g.UTILS, "OnDevice", "RepeatingLoader"), **from_(g.LOGS, "instrument_w_nvtx"),
+        **from_("deepspeed._ours.ops.accelerator_api", "get_accelerator"),
         "dist": "deepspeed.comm:",
-        **from_("deepspeed._ours.core_binding", "get_numactl_cmd"),
+        **from_("deepspeed._ours.launcher.core_binding", "get_numactl_cmd"),
     },
     "deepspeed.utils.groups": {**from_(g.GRIDS, _get_expert_parallel_ranks="expert_parallel_ranks"), **g.GROUP_GETTERS, **g.PRIVATE_GROUP_GETTERS, **g.EXPERT_GROUPS, **from_(g.GROUPS, "mpu")},
-    "deepspeed.utils.init_on_device": from_(g.TOOLS, "OnDevice"),
-    "deepspeed.utils.logging": {**g.LOGGING, **from_(g.TOOLS, "LoggerFactory", "warning_once", "log_levels")},
+    "deepspeed.utils.init_on_device": from_(g.UTILS, "OnDevice"),
+    "deepspeed.utils.logging": {**g.LOGGING, **from_(g.LOGS, "LoggerFactory", "warning_once", "log_levels")},
     "deepspeed.utils.comms_logging": from_(
-        "deepspeed._ours.comms_log", "CommsLogger", "calc_bw_log", "convert_size", "print_rank_0",
+        "deepspeed._ours.comm.comms_log", "CommsLogger", "calc_bw_log", "convert_size", "print_rank_0",
     ),
     "deepspeed.utils.numa": from_(
-        "deepspeed._ours.core_binding", "get_numa_cores", "get_numactl_cmd", "parse_range_list",
+        "deepspeed._ours.launcher.core_binding", "get_numa_cores", "get_numactl_cmd", "parse_range_list",
     ) | from_("ds_launcher.cpu_binding", "parse_range"),
-    "deepspeed.utils.nvtx": from_(g.TOOLS, "instrument_w_nvtx"),
+    "deepspeed.utils.nvtx": from_(g.LOGS, "instrument_w_nvtx"),
     "deepspeed.utils.tensor_fragment": g.ACCESS,
     "deepspeed.utils.timer": {
         **from_(
-            "deepspeed._ours.wall_clock_timers", "BACKWARD_GLOBAL_TIMER", "BACKWARD_INNER_GLOBAL_TIMER", "BACKWARD_INNER_MICRO_TIMER",
+            "deepspeed._ours.monitor.wall_clock_timers", "BACKWARD_GLOBAL_TIMER", "BACKWARD_INNER_GLOBAL_TIMER", "BACKWARD_INNER_MICRO_TIMER",
             "BACKWARD_MICRO_TIMER", "BACKWARD_REDUCE_GLOBAL_TIMER", "BACKWARD_REDUCE_MICRO_TIMER", "FORWARD_GLOBAL_TIMER",
             "FORWARD_MICRO_TIMER", "NoopTimer", "STEP_GLOBAL_TIMER", "STEP_MICRO_TIMER", "SynchronizedWallClockTimer",
             "ThroughputTimer", "trim_mean",
         ),
     },
     "deepspeed.utils.bwc": from_(
-        g.SMALL, "bwc_pipeline_parallel_group", "bwc_pipeline_parallel_world_size", "bwc_tensor_model_parallel_group",
+        g.UTILS, "bwc_pipeline_parallel_group", "bwc_pipeline_parallel_world_size", "bwc_tensor_model_parallel_group",
         "bwc_tensor_model_parallel_rank", "bwc_tensor_model_parallel_world_size",
     ),
-    "deepspeed.utils.exceptions": from_(g.SMALL),
-    "deepspeed.utils.types": from_(g.SMALL, "ActivationFuncType", "GATED_ACTIVATION_TYPES"),
+    "deepspeed.utils.exceptions": {},
+    "deepspeed.utils.types": from_(g.UTILS, "ActivationFuncType", "GATED_ACTIVATION_TYPES"),
     "deepspeed.utils.z3_leaf_module": g.LEAVES,
     "deepspeed.utils.zero_to_fp32": g.FP32,
     "deepspeed.checkpoint": {
         **values(CHECKPOINT),
-        **from_("deepspeed._ours.checkpoint_api", "clone_tensors_for_torch_save"),
+        **from_("deepspeed._ours.checkpoint.checkpoint_api", "clone_tensors_for_torch_save"),
         **from_(g.GRIDS, "DeepSpeedCheckpoint", "ZeROCheckpoint", "get_model_3d_descriptor", "model_2d_descriptor", "model_3d_desc"),
     },
     "deepspeed.checkpoint.deepspeed_checkpoint": from_(g.GRIDS, "DeepSpeedCheckpoint"),
     "deepspeed.checkpoint.ds_to_universal": {
-        **from_("deepspeed._ours.command_line", main="to_universal", parse_arguments="universal_arguments"),
+        **from_("deepspeed._ours.launcher.command_line", main="to_universal", parse_arguments="universal_arguments"),
         **from_(g.GRIDS, _aggregate_autoep_zero12_metadata="expert_layers"),
     },
     "deepspeed.checkpoint.autoep_universal": from_(
@@ -271,21 +271,21 @@ CORE: Mapping[str, Rows] = {
     "deepspeed.checkpoint.reshape_meg_2d": from_(g.GRIDS, meg_2d_parallel_map="model_2d_descriptor"),
     "deepspeed.checkpoint.zero_checkpoint": from_(g.GRIDS, "ZeROCheckpoint"),
     "deepspeed.checkpoint.utils": from_(
-        "deepspeed._ours.checkpoint_api", "clone_tensors_for_torch_save", "get_layer_ckpt_name_for_rank", "get_model_ckpt_name_for_rank",
+        "deepspeed._ours.checkpoint.checkpoint_api", "clone_tensors_for_torch_save", "get_layer_ckpt_name_for_rank", "get_model_ckpt_name_for_rank",
         "get_zero_ckpt_name_for_rank",
     ),
     "deepspeed.git_version_info": from_(g.VERSION, "accelerator_name", "git_branch", "git_hash", "installed_ops", "torch_info", "version"),
     "deepspeed.constants": from_(g.COMM, "TORCH_DISTRIBUTED_DEFAULT_PORT", "default_pg_timeout"),
-    "deepspeed.env_report": from_("deepspeed._ours.command_line", "cli_main", main="report"),
+    "deepspeed.env_report": from_("deepspeed._ours.launcher.command_line", "cli_main", main="report"),
     "deepspeed.launcher": {},
     "deepspeed.launcher.runner": {
-        **from_("deepspeed._ours.command_line", "DEEPSPEED_ENVIRONMENT_NAME", "DLTS_HOSTFILE", "EXPORT_ENVS", "main"),
+        **from_("deepspeed._ours.launcher.command_line", "DEEPSPEED_ENVIRONMENT_NAME", "DLTS_HOSTFILE", "EXPORT_ENVS", "main"),
         **from_(
             g.LAUNCHING, "decode_world_info", "encode_world_info", "fetch_hostfile", "parse_args", "parse_inclusion_exclusion",
             "parse_resource_filter", _parse_hostfile="hosts_of",
         ),
     },
-    "deepspeed.launcher.launch": from_("deepspeed._ours.command_line", main="launch"),
+    "deepspeed.launcher.launch": from_("deepspeed._ours.launcher.command_line", main="launch"),
     "deepspeed.launcher.multinode_runner": {
         **from_(
             g.LAUNCHING, "MultiNodeRunner", "OpenMPIRunner", "PDSHRunner", "SlurmRunner", "IMPIRunner", "MPICHRunner",

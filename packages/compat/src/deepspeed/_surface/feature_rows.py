@@ -21,16 +21,16 @@ FEATURES: Mapping[str, Rows] = {
     "deepspeed.pipe": g.PIPE,
     "deepspeed.runtime.pipe": g.PIPE | from_("ds_pipe", "ProcessTopology"),
     "deepspeed.runtime.pipe.module": g.PIPE,
-    "deepspeed.runtime.pipe.engine": {**g.ENGINE, **from_("deepspeed._ours.pipeline", "PipelineEngine")},
+    "deepspeed.runtime.pipe.engine": {**g.ENGINE, **from_("deepspeed._ours.engine.pipeline", "PipelineEngine")},
     "deepspeed.runtime.pipe.schedule": from_(
-        "deepspeed._ours.pipe_schedules", "BackwardPass", "BufferOpInstruction", "ForwardPass",
+        "deepspeed._ours.engine.pipe_schedules", "BackwardPass", "BufferOpInstruction", "ForwardPass",
         "InferenceSchedule", "LoadMicroBatch", "OptimizerStep", "PipeInstruction", "PipeSchedule", "RecvActivation", "RecvGrad",
         "ReduceGrads", "ReduceTiedGrads", "SendActivation", "SendGrad", "TrainSchedule",
     ),
     "deepspeed.runtime.pipe.topology": {
         **from_("ds_pipe", "PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology"),
-        **from_("deepspeed._ours.pipeline", "PipelineParallelGrid"),
-        **from_(g.SMALL, _prime_factors="prime_factors"),
+        **from_("deepspeed._ours.engine.pipeline", "PipelineParallelGrid"),
+        **from_(g.UTILS, _prime_factors="prime_factors"),
     },
     "deepspeed.moe": {},
     "deepspeed.moe.layer": {**from_("ds_moe", "MoE", "Experts"), **not_(GATES, "MOELayer", "TopKGate")},
@@ -42,9 +42,9 @@ FEATURES: Mapping[str, Rows] = {
     ),
     "deepspeed.moe.sharded_moe": {
         **from_("ds_moe", "top1gating", "top2gating", "topkgating"),
-        **from_("deepspeed._ours.moe_gates", _route_slots="route_slots", _sparse_decode="sparse_decode", _sparse_encode="sparse_encode"),
+        **from_("deepspeed._ours.parallel.moe_gates", _route_slots="route_slots", _sparse_decode="sparse_decode", _sparse_encode="sparse_encode"),
     },
-    "deepspeed.moe.mappings": from_("deepspeed._ours.moe_gates", "drop_tokens", "gather_tokens"),
+    "deepspeed.moe.mappings": from_("deepspeed._ours.parallel.moe_gates", "drop_tokens", "gather_tokens"),
     "deepspeed.module_inject": {
         "tp_shard": f"{g.TP_SHARDS}:",
         **g.TP_LAYERS,
@@ -85,7 +85,7 @@ FEATURES: Mapping[str, Rows] = {
     ),
     "deepspeed.runtime.sequence_parallel": {},
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": {
-        **from_("deepspeed._ours.ulysses", "initialize_sequence_parallel"),
+        **from_("deepspeed._ours.parallel.ulysses", "initialize_sequence_parallel"),
         **from_(
             g.GROUPS, get_sequence_parallel_group="_get_sequence_parallel_group",
             get_sequence_parallel_rank="_get_sequence_parallel_rank",
@@ -101,7 +101,7 @@ FEATURES: Mapping[str, Rows] = {
     },
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
         **from_(
-            "deepspeed._ours.ulysses", "SequenceTiledCompute", "TiledFusedLogitsLoss", "TiledMLP", "UlyssesSPAttentionHF",
+            "deepspeed._ours.parallel.ulysses", "SequenceTiledCompute", "TiledFusedLogitsLoss", "TiledMLP", "UlyssesSPAttentionHF",
             "UlyssesSPDataLoaderAdapter",
         ),
         **from_("ds_parallel.tiling", "sequence_tiled_compute"),
@@ -109,18 +109,18 @@ FEATURES: Mapping[str, Rows] = {
     "deepspeed.runtime.zenflow": {},
     "deepspeed.runtime.zenflow.zenflow_config": {**from_("ds_zero.config", "ZenFlowConfig")},
     "deepspeed.runtime.data_pipeline": {},
-    "deepspeed.runtime.data_pipeline.curriculum_scheduler": {**from_("deepspeed._ours.data_pipeline", "CurriculumScheduler")},
+    "deepspeed.runtime.data_pipeline.curriculum_scheduler": {**from_("deepspeed._ours.data.data_pipeline", "CurriculumScheduler")},
     "deepspeed.runtime.data_pipeline.data_routing": {},
     "deepspeed.runtime.data_pipeline.data_routing.basic_layer": {**from_("ds_data.token_dropping", "RandomLayerTokenDrop")},
     "deepspeed.runtime.data_pipeline.data_routing.helper": {
         **from_("ds_data.token_dropping", "convert_to_random_ltd", "remove_random_ltd_state_dict", "save_without_random_ltd"),
     },
-    "deepspeed.runtime.data_pipeline.data_routing.scheduler": {**from_("deepspeed._ours.data_pipeline", "RandomLTDScheduler")},
+    "deepspeed.runtime.data_pipeline.data_routing.scheduler": {**from_("deepspeed._ours.data.data_pipeline", "RandomLTDScheduler")},
     "deepspeed.runtime.data_pipeline.data_sampling": {},
-    "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": {**from_("deepspeed._ours.data_pipeline", "DeepSpeedDataSampler")},
+    "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": {**from_("deepspeed._ours.data.data_pipeline", "DeepSpeedDataSampler")},
     "deepspeed.runtime.data_pipeline.data_sampling.utils": {
         **from_(
-            "deepspeed._ours.data_pipeline", "find_fit_int_dtype", "split_index",
+            "deepspeed._ours.data.data_pipeline", "find_fit_int_dtype", "split_index",
         ),
     },
     "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": {
@@ -129,14 +129,14 @@ FEATURES: Mapping[str, Rows] = {
             "ds_data.variable", "VariableBatchSizeLR", "dataloader_for_variable_batch_size", "lr_scheduler_for_variable_batch_size",
             "get_dataloader_and_lr_scheduler_for_variable_batch_size",
         ),
-        **from_("deepspeed._ours.data_pipeline", "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed"),
+        **from_("deepspeed._ours.data.data_pipeline", "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed"),
     },
     "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": {
         **from_("ds_data.analyzing", "DataAnalyzer", "DistributedDataAnalyzer"),
     },
     "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": {
         **from_(
-            "deepspeed._ours.data_pipeline", "MMapIndexedDataset", "MMapIndexedDatasetBuilder", "data_file_path",
+            "deepspeed._ours.data.data_pipeline", "MMapIndexedDataset", "MMapIndexedDatasetBuilder", "data_file_path",
             "index_file_path", "make_builder", "make_dataset",
         ),
     },
@@ -175,26 +175,26 @@ FEATURES: Mapping[str, Rows] = {
     "deepspeed.autotuning.scheduler": {**from_("ds_tune.autotuner", "ResourceManager")},
     "deepspeed.autotuning.utils": {**from_("ds_tune.autotuner", "get_val_by_key", "set_val_by_key")},
     "deepspeed.utils.debug": from_(
-        g.ODDS, "debug_clear_module_and_param_names", "debug_extract_module_and_param_names", "debug_module2name",
+        g.DEBUG, "debug_clear_module_and_param_names", "debug_extract_module_and_param_names", "debug_module2name",
         "debug_module2name_class", "debug_param2name", "debug_param2name_id",
         "debug_param2name_id_shape", "print_rank", "print_rank0",
     ),
     "deepspeed.runtime.compiler": {
-        **from_("torch.compiler", "disable", "is_compiling"), "compile": "torch:compile", **from_(g.TOOLS),
+        **from_("torch.compiler", "disable", "is_compiling"), "compile": "torch:compile",
     },
-    "deepspeed.runtime.progressive_layer_drop": from_(g.ODDS, "ProgressiveLayerDrop"),
+    "deepspeed.runtime.progressive_layer_drop": from_(g.UTILS, "ProgressiveLayerDrop"),
     "deepspeed.runtime.comm": {},
     "deepspeed.runtime.comm.coalesced_collectives": {
-        **from_(g.ODDS, "all_to_all_loco_quant_reduce", "all_to_all_quant_reduce", "reduce_scatter_coalesced"),
+        **from_("deepspeed._ours.comm.coalesced", "all_to_all_loco_quant_reduce", "all_to_all_quant_reduce", "reduce_scatter_coalesced"),
     },
     "deepspeed.runtime.zero.offload_states": {
-        **from_(g.ODDS, "get_state_devices"),
+        **from_("deepspeed._ours.engine.state_devices", "get_state_devices"),
         **not_(
             Missing("states are moved together", "optimizer.offload_states(include=...), optimizer.reload_states()"),
             "offload_adam_states", "offload_optimizer_states", "reload_adam_states", "reload_optimizer_states",
         ),
     },
-    "deepspeed.elasticity.utils": from_(g.ODDS),
+    "deepspeed.elasticity.utils": {},
     "deepspeed.utils.torch": from_(
         g.TORCH, "required_torch_version",
     ),
@@ -260,9 +260,9 @@ FEATURES: Mapping[str, Rows] = {
     "deepspeed.monitor.tensorboard": from_(g.MONITORS, "TensorBoardMonitor"),
     "deepspeed.monitor.wandb": from_(g.MONITORS, "WandbMonitor"),
     "deepspeed.profiling": {},
-    "deepspeed.profiling.config": from_(g.SMALL, "DeepSpeedFlopsProfilerConfig"),
-    "deepspeed.profiling.flops_profiler.profiler": from_("deepspeed._ours.flops", "FlopsProfiler", "get_model_profile"),
-    "deepspeed.profiling.flops_profiler": from_("deepspeed._ours.flops", "FlopsProfiler", "get_model_profile"),
+    "deepspeed.profiling.config": from_(g.UTILS, "DeepSpeedFlopsProfilerConfig"),
+    "deepspeed.profiling.flops_profiler.profiler": from_("deepspeed._ours.monitor.flops", "FlopsProfiler", "get_model_profile"),
+    "deepspeed.profiling.flops_profiler": from_("deepspeed._ours.monitor.flops", "FlopsProfiler", "get_model_profile"),
     "deepspeed.runtime.rollout": {
         **g.ROLLOUT,
     },

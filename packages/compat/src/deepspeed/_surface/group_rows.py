@@ -9,33 +9,34 @@ from deepspeed._surface.refusals import (
 )
 from deepspeed._surface.surface_rows import Missing, Row, Rows, from_, not_
 
-ZERO = "deepspeed._ours.zero_api"
-PARAMS = "deepspeed._ours.params"
-TOOLS = "deepspeed._ours.offline_tools"
-COMM = "deepspeed._ours.comm"
-GROUPS = "deepspeed._ours.group_getters"
-VERSION = "deepspeed._ours.version"
-SCHEDULES = "deepspeed._ours.lr_scheduler_classes"
-OPTIMIZERS = "deepspeed._ours.optimizer_classes"
-ACTIVATIONS = "deepspeed._ours.activation_checkpointing_api"
-CONFIG = "deepspeed._ours.config"
-SECTIONS = "deepspeed._ours.section_models"
-BUILDERS = "deepspeed._ours.builders"
-LAUNCHING = "deepspeed._ours.launching"
-GRIDS = "deepspeed._ours.grids"
-ELASTICITY = "deepspeed._ours.elasticity"
-ACCELERATOR = "deepspeed._ours.accelerator_api"
-SMALL = "deepspeed._ours.runtime_utils"
-TP_SHARDS = "deepspeed._ours.tp_shards"
-LAYERS = "deepspeed._ours.tp_layers"
-ODDS = "deepspeed._ours.constants_api"
-AUTOTP = "deepspeed._ours.autotp"
-MONITORS = "deepspeed._ours.monitors"
-TENSORS = "deepspeed._ours.tensor_fragment"
-LINEAR = "deepspeed._ours.linear"
-TORCH = "deepspeed._ours.torch_versions"
-HYBRID = "deepspeed._ours.hybrid"
-PASSES = "deepspeed._ours.compile_passes"
+ZERO = "deepspeed._ours.zero.zero_api"
+PARAMS = "deepspeed._ours.zero.params"
+LOGS = "deepspeed._ours.monitor.upstream_logging"
+LEAF = "deepspeed._ours.zero.leaf_modules"
+COMM = "deepspeed._ours.comm.comm"
+GROUPS = "deepspeed._ours.comm.group_getters"
+VERSION = "deepspeed._ours.base.version"
+SCHEDULES = "deepspeed._ours.optim.lr_scheduler_classes"
+OPTIMIZERS = "deepspeed._ours.optim.optimizer_classes"
+ACTIVATIONS = "deepspeed._ours.engine.activation_checkpointing_api"
+CONFIG = "deepspeed._ours.config.config"
+SECTIONS = "deepspeed._ours.config.section_models"
+BUILDERS = "deepspeed._ours.ops.builders"
+LAUNCHING = "deepspeed._ours.launcher.launching"
+GRIDS = "deepspeed._ours.checkpoint.grids"
+ELASTICITY = "deepspeed._ours.launcher.elasticity"
+ACCELERATOR = "deepspeed._ours.ops.accelerator_api"
+UTILS = "deepspeed._ours.base.runtime_utils"
+TP_SHARDS = "deepspeed._ours.parallel.tp_shards"
+LAYERS = "deepspeed._ours.parallel.tp_layers"
+DEBUG = "deepspeed._ours.monitor.debug_names"
+AUTOTP = "deepspeed._ours.parallel.autotp"
+MONITORS = "deepspeed._ours.monitor.monitors"
+TENSORS = "deepspeed._ours.zero.tensor_fragment"
+LINEAR = "deepspeed._ours.ops.linear"
+TORCH = "deepspeed._ours.base.torch_versions"
+HYBRID = "deepspeed._ours.engine.hybrid"
+PASSES = "deepspeed._ours.engine.compile_passes"
 ROLLOUT_BASE = from_(HYBRID, "RolloutBatch", "RolloutConfig", "RolloutEngine", "RolloutRequest", "SamplingConfig")
 DIVERGENCE = from_(HYBRID, "JSDLossOutput", "ResponseTokenBatch", "generalized_jsd_loss")
 ROLLOUT = {**ROLLOUT_BASE, **DIVERGENCE, **from_(HYBRID, "HybridEngineRollout", "build_rollout")}
@@ -47,10 +48,10 @@ ACCESS = from_(
     "safe_update_full_grad_vectorized",
 )  # fmt: skip
 LEAVES = from_(
-    TOOLS, "get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name",
+    LEAF, "get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name",
     "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module", "z3_leaf_parameter",
 )  # fmt: skip
-LOGGING = from_(TOOLS, "log_dist", "logger", "set_log_level_from_string")
+LOGGING = from_(LOGS, "log_dist", "logger", "set_log_level_from_string")
 COMPRESSION = from_(
     "ds_compress",
     "compression_scheduler",
@@ -85,12 +86,12 @@ ZERO_ROWS: dict[str, Row] = {
         "register_external_parameter",
         "unregister_external_parameter",
     ),
-    **from_("deepspeed._ours.zero_optimizer", "unwrap_model_for_generation"),
+    **from_("deepspeed._ours.zero.zero_optimizer", "unwrap_model_for_generation"),
     **from_(PARAMS, "ZeroParamStatus", "ZeroParamType"),
     **from_(ZERO, TiledLinearReturnBias="TiledLinear"),
     **not_(INTERNAL, "DeepSpeedTensorOverride", "DeepSpeedZeRoOffload"),  # `deepspeed.zero` is no module upstream
 }
-ZERO_OPTIMIZER = "deepspeed._ours.zero_optimizer:DeepSpeedZeroOptimizer"
+ZERO_OPTIMIZER = "deepspeed._ours.zero.zero_optimizer:DeepSpeedZeroOptimizer"
 CHECKPOINTING: dict[str, Row] = {
     **from_(
         ACTIVATIONS, "CheckpointFunction", "CudaRNGStatesTracker", "_CUDA_RNG_STATE_TRACKER",
@@ -117,7 +118,7 @@ COMM_ROWS: dict[str, Row] = {
         "reduce_scatter_tensor", "reset_log", "scatter", "send", "default_pg_timeout", "get_comm_operation_count",
         "get_logged_comm_ops", "get_total_comm_operations", "has_comm_data", "start_profiling_comms", "stop_profiling_comms",
     ),
-    **from_("deepspeed._ours.accelerator_api", "get_accelerator"),
+    **from_("deepspeed._ours.ops.accelerator_api", "get_accelerator"),
     **not_(
         Missing("communication goes through torch.distributed; there is no object between", "init_distributed"),
         "init_deepspeed_backend", "set_backend", "TorchBackend", "CCLBackend", "cdb",
@@ -126,7 +127,7 @@ COMM_ROWS: dict[str, Row] = {
         Missing("device meshes are made from the configuration", "the keys of the configuration"),
         "initialize_mesh_device", "enable_symm_mem_for_group",
     ),
-    **from_("deepspeed._ours.comms_log", "CommsLogger"),
+    **from_("deepspeed._ours.comm.comms_log", "CommsLogger"),
 }  # fmt: skip
 BUILDER_ROWS = from_(
     BUILDERS,
@@ -146,21 +147,21 @@ BUILDER_FILES = {
     "stochastic_transformer": "StochasticTransformer", "transformer": "Transformer", "transformer_inference": "Inference",
     "utils": "Utils",
 }  # fmt: skip
-ENGINE = from_("deepspeed._ours.deepspeed_engine", "DeepSpeedEngine")
+ENGINE = from_("deepspeed._ours.engine.deepspeed_engine", "DeepSpeedEngine")
 ADAM = from_(OPTIMIZERS, "DeepSpeedCPUAdam", "FusedAdam")
 FP32 = from_(
-    "deepspeed._ours.weight_quantizer", "convert_zero_checkpoint_to_fp32_state_dict", "get_fp32_state_dict_from_zero_checkpoint",
+    "deepspeed._ours.checkpoint.zero_to_fp32", "convert_zero_checkpoint_to_fp32_state_dict", "get_fp32_state_dict_from_zero_checkpoint",
     "get_model_state_file", "get_optim_files", "load_state_dict_from_zero_checkpoint", "main",
 )  # fmt: skip
 ESTIMATORS = {
     stage: from_(
-        "deepspeed._ours.estimates",
+        "deepspeed._ours.zero.estimates",
         f"estimate_zero{stage}_model_states_mem_needs_all_cold",
         f"estimate_zero{stage}_model_states_mem_needs_all_live",
     )
     for stage in (2, 3)
 }
-OFFLOAD = from_("deepspeed._ours.offload_enums", "OffloadDeviceEnum", "OffloadStateTypeEnum") | from_(
+OFFLOAD = from_("deepspeed._ours.config.offload_enums", "OffloadDeviceEnum", "OffloadStateTypeEnum") | from_(
     SECTIONS, "DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig"
 )
 
@@ -177,4 +178,4 @@ TP_LAYERS = from_(
     "SubParamLinearAllreduce", "SubParamLinearLayer", "TensorParallel_Layer", "conv_LinearLayer", "fused_LinearLayer",
     "is_autotp_training_mode", "set_autotp_mode",
 )  # fmt: skip
-PIPE = from_("ds_pipe", "LayerSpec", "TiedLayerSpec") | from_("deepspeed._ours.pipeline", "PipelineModule")
+PIPE = from_("ds_pipe", "LayerSpec", "TiedLayerSpec") | from_("deepspeed._ours.engine.pipeline", "PipelineModule")

@@ -1,0 +1,1 @@
+"""What all other folders of the facade use: errors, versions, attribute readers, helpers of `deepspeed.runtime.utils`."""

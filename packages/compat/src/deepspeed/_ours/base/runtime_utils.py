@@ -1,0 +1,313 @@
+"""`deepspeed.runtime.utils` and its like: types, values of dicts, other libraries' groups, tensors, loaders, parts of lists."""
+
+from __future__ import annotations
+
+import enum
+import math
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+import ds_comm
+from deepspeed._ours.base._torch import tree_map
+from ds_accel import get_accelerator
+from ds_engine.feature_table import LayerDropConfig
+from ds_pipe.partition import balanced, uniform
+
+__all__ = [
+    "GATED_ACTIVATION_TYPES",
+    "ActivationFuncType",
+    "DeepSpeedFlopsProfilerConfig",
+    "DummyOptim",
+    "OnDevice",
+    "ProgressiveLayerDrop",
+    "RepeatingLoader",
+    "aio_config",
+    "bwc_pipeline_parallel_group",
+    "bwc_pipeline_parallel_world_size",
+    "bwc_tensor_model_parallel_group",
+    "bwc_tensor_model_parallel_rank",
+    "bwc_tensor_model_parallel_world_size",
+    "call_to_str",
+    "clip_grad_norm_",
+    "copy_to_device",
+    "empty_cache",
+    "ensure_directory_exists",
+    "get_global_norm",
+    "get_grad_norm",
+    "get_value",
+    "is_model_parallel_parameter",
+    "move_to_device",
+    "noop_decorator",
+    "partition_balanced",
+    "partition_uniform",
+    "prime_factors",
+    "set_random_seed",
+    "total_norm",
+]  # fmt: skip
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class ActivationFuncType(enum.IntEnum):
+    """Kinds of activation."""
+
+    UNKNOWN = 0
+    GELU = 1
+    ReLU = 2
+    GATED_GELU = 3
+    GATED_SILU = 4
+
+
+GATED_ACTIVATION_TYPES = [ActivationFuncType.GATED_GELU, ActivationFuncType.GATED_SILU]
+
+
+# ---- values of configurations
+
+
+def get_value(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+    """Return the value of a key, or the default."""
+    return param_dict.get(param_name, param_default_value)
+
+
+class _Section(SimpleNamespace):
+    """Values of a section as attributes."""
+
+
+class DeepSpeedFlopsProfilerConfig(_Section):
+    """The section `flops_profiler` of a configuration."""
+
+    def __init__(self, param_dict: Mapping[str, Any]) -> None:
+        defaults = {
+            "enabled": False, "recompute_fwd_factor": 0.0, "profile_step": 1, "module_depth": -1, "top_modules": 1,
+            "detailed": True, "output_file": None,
+        }  # fmt: skip
+        super().__init__(**defaults | dict(param_dict.get("flops_profiler") or {}))
+
+
+def aio_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section `aio` of a configuration, with defaults."""
+    defaults = {
+        "block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False, "overlap_events": True,
+        "use_gds": False,
+    }  # fmt: skip
+    return defaults | dict(param_dict.get("aio") or {})
+
+
+# ---- groups of another library
+
+
+def _of_mpu(default: Any, meaning: str, *names: str) -> Callable[..., Any]:
+    """Build a function that calls the first existing method of `names` on Megatron's mpu; `default` without any."""
+
+    def ask(mpu: Any = None) -> Any:
+        return next((getattr(mpu, name)() for name in names if hasattr(mpu, name)), default)
+
+    ask.__doc__ = meaning
+    return ask
+
+
+_TENSOR, _STAGE = (
+    ("tensor_model_parallel", "slice_parallel", "model_parallel"),
+    ("pipeline_model_parallel", "pipe_parallel"),
+)
+bwc_tensor_model_parallel_rank = _of_mpu(0, "The tensor-parallel rank.", *(f"get_{name}_rank" for name in _TENSOR))
+bwc_tensor_model_parallel_world_size = _of_mpu(1, "Their number.", *(f"get_{name}_world_size" for name in _TENSOR))
+bwc_tensor_model_parallel_group = _of_mpu(None, "Their group.", *(f"get_{name}_group" for name in _TENSOR))
+bwc_pipeline_parallel_world_size = _of_mpu(1, "The number of stages.", *(f"get_{name}_world_size" for name in _STAGE))
+bwc_pipeline_parallel_group = _of_mpu(None, "Their group.", *(f"get_{name}_group" for name in _STAGE))
+
+
+def is_model_parallel_parameter(p: Tensor) -> bool:
+    """Whether another library, or ds-parallel, has cut a parameter over ranks."""
+    marked = getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False)
+    return bool(marked) or ds_comm.param_sharding(p).box is not None
+
+
+# ---- tensors, memory, folders
+
+
+def copy_to_device(item: Any, device: Any, criterion_func: Any) -> Any:
+    """Copies of nested tensors on `device`, of those that `criterion_func` takes; others as they are."""
+    return tree_map(lambda v: v.clone().to(device) if isinstance(v, Tensor) and criterion_func(v) else v, item)
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Make the folder that a file is to lie in."""
+    os.makedirs(os.path.dirname(os.path.abspath(filename)), exist_ok=True)
+
+
+def get_global_norm(norm_list: Iterable[float]) -> float:
+    """Combine the norms of parts into the norm of the whole."""
+    return math.sqrt(sum(float(norm) ** 2 for norm in norm_list))
+
+
+def get_grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2, mpu: Any = None) -> float:
+    """Compute the norm of the gradients of unsharded parameters on this rank.
+
+    `engine.get_global_grad_norm` is the norm of the run.
+    """
+    del mpu
+    listed = [parameters] if isinstance(parameters, Tensor) else parameters
+    grads = [param.grad for param in listed if param.grad is not None]
+    return float(total_norm(grads, norm_type))
+
+
+def total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of all elements of all tensors, fp64, where the first is. Torch's own sums squares in fp32, and is off by 8e-3 at 50 M."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
+    norms = [torch.linalg.vector_norm(t.detach(), norm_type, dtype=torch.float64) for t in tensors]
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+
+
+class DummyOptim:
+    """Stands for an optimizer that changes nothing.
+
+    Attributes:
+        param_groups: One group of all parameters.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": params}]
+
+
+def prime_factors(number: int) -> list[int]:
+    """Compute the prime factors of a positive number, ascending; [] of 1.
+
+    Raises:
+        ValueError: below 1.
+    """
+    if number < 1:
+        raise ValueError(f"{number} has no prime factors: it is not positive")
+    factors, factor = [], 2
+    while factor * factor <= number:
+        while number % factor == 0:
+            factors.append(factor)
+            number //= factor
+        factor += 1
+    return [*factors, number] if number > 1 else factors
+
+
+# ---- data, devices
+
+
+class RepeatingLoader:
+    """Begins its loader again whenever it ends; an iterator without end."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)
+
+
+class OnDevice:
+    """Modules made inside are on `device`, with floating-point parameters of `dtype`. Torch's own settings do it.
+
+    Args:
+        device: Also `"meta"`, which allocates nothing.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
+        self.dtype, self.device, self.enabled = dtype, torch.device(device), enabled
+
+    def __enter__(self) -> None:
+        if self.enabled:
+            self._before = torch.get_default_dtype()
+            torch.set_default_dtype(self.dtype)
+            self.device.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        if self.enabled:
+            self.device.__exit__(*raised)
+            torch.set_default_dtype(self._before)
+
+
+def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """Move tensors of nested lists, tuples and dicts to `device`.
+
+    Other values, and tensors that `criterion_func` refuses, are returned unchanged.
+    """
+    return tree_map(
+        lambda v: v.to(device) if isinstance(v, Tensor) and (not criterion_func or criterion_func(v)) else v, item
+    )
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python and torch. NumPy is the caller's."""
+    random.seed(seed)
+    get_accelerator().manual_seed(seed)
+
+
+def empty_cache() -> None:
+    """Give unused device memory back."""
+    get_accelerator().empty_cache()
+
+
+def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> Tensor:
+    """torch's, over whole gradients, with squares summed in fp64; the engine clips by `gradient_clipping` itself."""
+    del mpu
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    norm = total_norm([param.grad for param in params if param.grad is not None], norm_type)
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    return norm.float()
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """Format a call as the text `base(args, key=value)`."""
+    parts = [repr(arg) for arg in args] + [f"{key}={value!r}" for key, value in kwargs.items()]
+    return f"{base}({', '.join(parts)})"
+
+
+def noop_decorator(func: F) -> F:
+    """Return the decorated function itself, unchanged."""
+    return func
+
+
+# ---- cutting lists
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Return the bounds of `num_parts` parts that differ by at most one item, the larger parts first."""
+    return list(uniform(num_items, num_parts))
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Return the bounds of `num_parts` parts of consecutive items whose heaviest is as light as possible."""
+    return list(balanced(weights, num_parts))
+
+
+class ProgressiveLayerDrop:
+    """How likely a layer is kept, by the engine's rule (`progressive_layer_drop`)."""
+
+    def __init__(self, theta: float = 0.5, gamma: float = 0.001) -> None:
+        self.theta, self.gamma, self.current_theta = theta, gamma, 1.0
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the keyword arguments for a model's forward."""
+        return {"progressive_layer_drop": True, "pld_theta": self.get_theta()}
+
+    def get_theta(self) -> float:
+        """Return theta of the last updated step."""
+        return self.current_theta
+
+    def update_state(self, global_step: int) -> None:
+        """Go to a step."""
+        self.current_theta = LayerDropConfig(enabled=True, theta=self.theta, gamma=self.gamma).keep(global_step)

@@ -1,0 +1,1 @@
+"""`deepspeed.comm` and groups."""

@@ -1,0 +1,285 @@
+"""`deepspeed.comm`: torch.distributed's functions under upstream's names and arguments, through ds-comm.
+
+Every collective takes upstream's three trailing arguments (`prof`, `log_name`, `debug`); `log_name` becomes the unit that a
+hang report names, the other two ask for what the sinks of ds-monitor show for every collective.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import wraps
+from typing import Any
+
+import torch.distributed as dist
+
+import ds_comm
+from deepspeed._ours.base.raising import also
+from deepspeed._ours.comm.comms_log import collected, collector, print_collected, switch
+from ds_accel import get_accelerator
+from ds_comm import P2POp, ReduceOp, batch_isend_irecv, broadcast_object_list
+from ds_comm.config import CommsLoggerConfig
+from ds_comm.process_group import DEFAULT_TIMEOUT
+from ds_config.errors import CommError
+
+__all__ = [
+    "TORCH_DISTRIBUTED_DEFAULT_PORT", "P2POp", "ProcessGroup", "ReduceOp", "all_gather", "all_gather_coalesced",
+    "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_reduce_coalesced", "all_to_all",
+    "all_to_all_single", "allgather_fn", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list",
+    "configure", "default_pg_timeout", "destroy_process_group", "gather", "get_all_ranks_from_group",
+    "get_comm_operation_count", "get_global_rank", "get_local_rank", "get_logged_comm_ops", "get_rank",
+    "get_total_comm_operations", "get_world_group", "get_world_size", "has_all_gather_into_tensor",
+    "has_all_reduce_coalesced", "has_coalescing_manager", "has_comm_data", "has_reduce_scatter_tensor", "in_aml",
+    "in_aws_sm", "inference_all_reduce", "init_distributed", "irecv", "is_available", "is_initialized",
+    "isend", "log_summary", "monitored_barrier", "mpi_discovery", "new_group", "recv", "reduce", "reduce_scatter",
+    "reduce_scatter_fn", "reduce_scatter_tensor", "reset_log", "scatter", "send", "start_profiling_comms",
+    "stop_profiling_comms",
+]  # fmt: skip
+
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+default_pg_timeout = DEFAULT_TIMEOUT
+ProcessGroup = dist.ProcessGroup
+_log = logging.getLogger("DeepSpeed")
+
+
+# ---- start and end
+
+
+def init_distributed(
+    dist_backend: str | None = None, auto_mpi_discovery: bool = True, distributed_port: int =
+    TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True, timeout: timedelta | None = None, init_method: str | None =
+    None, dist_init_required: bool | None = None, config: Any = None, rank: int = -1, world_size: int = -1,
+) -> None:  # fmt: skip
+    """Make torch's default process group, once; a group that exists is used.
+
+    Where no launcher said anything, a group of this one process is made, so that what reads the world size works.
+
+    Args:
+        dist_backend: torch's name; by default ds-comm's choice for the device.
+        auto_mpi_discovery, verbose: MPI's variables are always read; what is chosen is logged.
+        distributed_port: Of the rendezvous, where no launcher gave one.
+        timeout: Of the rendezvous and of torch's collectives; default ten minutes, or DEEPSPEED_TIMEOUT minutes.
+        init_method, rank, world_size: As for torch.distributed.init_process_group, where given.
+        dist_init_required: False says that a group exists.
+        config: Not read.
+    Raises:
+        CommError: `dist_init_required=False` and there is no group ("comm-world"); an AssertionError, too.
+    """
+    del auto_mpi_discovery, verbose, config
+    if dist_init_required is False and not dist.is_initialized():
+        raise also(CommError, AssertionError)(
+            "dist_init_required=False, and torch.distributed has no process group",
+            code="comm-world",
+            fix="Call torch.distributed.init_process_group first, or leave dist_init_required out.",
+        )
+    minutes = os.environ.get("DEEPSPEED_TIMEOUT")
+    limit = timeout or (timedelta(minutes=float(minutes)) if minutes else DEFAULT_TIMEOUT)
+    if not dist.is_initialized() and init_method is not None:
+        chosen = dist_backend or get_accelerator().comm_backend
+        dist.init_process_group(chosen, init_method=init_method, rank=rank, world_size=world_size, timeout=limit)
+    if distributed_port != TORCH_DISTRIBUTED_DEFAULT_PORT:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    ds_comm.init_distributed(dist_backend, timeout=limit)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            dist_backend or get_accelerator().comm_backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit
+        )
+
+
+def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True) -> None:
+    """Initialize the process group from MPI's variables, which `init_distributed` reads."""
+    init_distributed(distributed_port=distributed_port, verbose=verbose)
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """End one of torch's groups; all of them by default, with what was made beside them."""
+    if group is None:
+        ds_comm.destroy_process_group()
+    else:
+        dist.destroy_process_group(group)
+
+
+def is_initialized() -> bool:
+    """Whether torch has a default process group."""
+    return dist.is_initialized()
+
+
+def is_available() -> bool:
+    """Whether torch was built with torch.distributed."""
+    return dist.is_available()
+
+
+# ---- who is there
+
+
+def get_rank(group: Any = None) -> int:
+    """Return this process's rank in the group; 0 before a process group exists."""
+    return ds_comm.as_group(group).rank
+
+
+def get_world_size(group: Any = None) -> int:
+    """Ranks of the group; 1 before there is one."""
+    return ds_comm.as_group(group).size
+
+
+def get_local_rank() -> int:
+    """Index of this process among those of its host."""
+    return ds_comm.local_rank()
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    """Return the world rank of a rank of the group."""
+    return ds_comm.as_group(group).ranks[group_rank]
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    """Ranks in the world of all members."""
+    return list(ds_comm.as_group(group).ranks)
+
+
+def get_world_group() -> Any:
+    """Return torch's process group of all ranks."""
+    return dist.group.WORLD
+
+
+def new_group(ranks: Sequence[int]) -> Any:
+    """Create torch's process group of these ranks. Collective over the world."""
+    return dist.new_group(list(ranks))
+
+
+def in_aml() -> bool:
+    """Whether this job runs on Azure Machine Learning."""
+    return "AZUREML_EXPERIMENT_ID" in os.environ
+
+
+def in_aws_sm() -> bool:
+    """Whether this job runs on SageMaker."""
+    return "SM_TRAINING_ENV" in os.environ
+
+
+# ---- collectives
+
+
+def _adapted(function: Callable[..., Any], keywords: Mapping[str, str] | None = None) -> Callable[..., Any]:
+    """Wrap `function` so that it accepts upstream's trailing arguments and keyword names.
+
+    `keywords` maps upstream's names to ours.
+    """
+    names = keywords or {}
+
+    @wraps(function)
+    def call(*args: Any, prof: bool = False, log_name: str = "", debug: Any = None, **options: Any) -> Any:
+        del prof, debug
+        if log_name:
+            options.setdefault("unit", log_name)
+        return function(*args, **{names.get(name, name): value for name, value in options.items()})
+
+    return call
+
+
+_SCATTER = {"output_tensor": "output", "tensor": "input"}
+all_reduce = _adapted(ds_comm.all_reduce)
+all_reduce_coalesced = _adapted(ds_comm.all_reduce_coalesced)
+inference_all_reduce = _adapted(ds_comm.all_reduce)
+all_gather = _adapted(ds_comm.all_gather)
+all_gather_coalesced = _adapted(ds_comm.all_gather_coalesced)
+all_gather_into_tensor = _adapted(ds_comm.all_gather_into_tensor, {"tensor": "input_tensor"})
+allgather_fn = _adapted(ds_comm.all_gather_into_tensor)
+all_gather_object = _adapted(ds_comm.all_gather_object)
+all_to_all = _adapted(ds_comm.all_to_all)
+all_to_all_single = _adapted(ds_comm.all_to_all_single, {"tensor": "input"})
+barrier = _adapted(ds_comm.barrier)
+broadcast = _adapted(ds_comm.broadcast)
+gather = _adapted(ds_comm.gather)
+monitored_barrier = _adapted(ds_comm.monitored_barrier)
+reduce = _adapted(ds_comm.reduce)
+reduce_scatter = _adapted(ds_comm.reduce_scatter)
+reduce_scatter_tensor = _adapted(ds_comm.reduce_scatter_tensor, _SCATTER)
+reduce_scatter_fn = _adapted(ds_comm.reduce_scatter_tensor, _SCATTER)
+scatter = _adapted(ds_comm.scatter)
+send = _adapted(ds_comm.send)
+recv = _adapted(ds_comm.recv)
+isend = _adapted(ds_comm.isend)
+irecv = _adapted(ds_comm.irecv)
+
+
+def has_all_gather_into_tensor() -> bool:
+    """Return True: all-gather into a tensor is always available."""
+    return True
+
+
+has_reduce_scatter_tensor = has_all_reduce_coalesced = has_coalescing_manager = has_all_gather_into_tensor
+
+
+# ---- logging
+
+
+def configure(
+    deepspeed_config: Any = None, enabled: bool | None = None, prof_all: bool | None = None, prof_ops: Sequence[str] |
+    None = None, verbose: bool | None = None, debug: bool | None = None,
+) -> None:  # fmt: skip
+    """Switch the comms logger of this process on or off. What is not given is as in the configuration, or its default.
+
+    Args:
+        deepspeed_config: An object with `comms_logger`, a mapping with that key, or None.
+    """
+    section = deepspeed_config.get("comms_logger") if isinstance(deepspeed_config, Mapping) else None
+    section = section or getattr(deepspeed_config, "comms_logger", None) or {}
+    base = dict(section) if isinstance(section, Mapping) else section.model_dump()
+    arguments = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
+    chosen = {name: value for name, value in arguments.items() if value is not None}
+    switch(CommsLoggerConfig(**{**base, **chosen}))
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Print what the comms logger collected, on rank 0; or an engine's, where `comms_logger` of its configuration is on.
+
+    Args:
+        show_straggler: Compare with the fastest rank of each operation. Collective then, as upstream is always.
+        return_dict: Give the numbers of this rank, too.
+    """
+    if collector() is None:
+        _log.warning("no comms logger listens: call deepspeed.comm.configure(enabled=True), or enable comms_logger")
+    report = collected(collector(), show_straggler)
+    print_collected(report)
+    return report if return_dict else None
+
+
+def has_comm_data() -> bool:
+    """Whether the comms logger collected anything."""
+    logger = collector()
+    return logger is not None and logger.has_data()
+
+
+def get_logged_comm_ops() -> list[str]:
+    """Names of the operations that it collected."""
+    return list(collected(collector())["summary"])
+
+
+def get_comm_operation_count(operation_name: str | None = None) -> int:
+    """Return the number of operations that the comms logger collected, of a given name or of all names."""
+    summary = collected(collector())["summary"]
+    names = summary if operation_name is None else [name for name in summary if name == operation_name]
+    return sum(row["count"] for name in names for row in summary[name].values())
+
+
+get_total_comm_operations = get_comm_operation_count
+
+
+def reset_log() -> None:
+    """Forget what the comms logger collected."""
+    logger = collector()
+    if logger is not None:
+        logger.reset()
+
+
+def start_profiling_comms() -> None:
+    """Collect every operation from now on."""
+    switch(CommsLoggerConfig(enabled=True, prof_all=True))
+
+
+def stop_profiling_comms() -> None:
+    """Collect no more."""
+    switch(CommsLoggerConfig(enabled=False))

@@ -1,0 +1,1 @@
+"""The engine and how it starts."""

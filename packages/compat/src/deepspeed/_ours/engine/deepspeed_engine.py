@@ -1,0 +1,374 @@
+"""`DeepSpeedEngine`: the engine of ds-engine under upstream's names.
+
+It decides nothing. The one thing that upstream's callers may decide, where a step ends
+(`set_gradient_accumulation_boundary`), answers the two questions that the engine asks about it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+
+from deepspeed._errors import UnsupportedNameError
+from deepspeed._ours.base._torch import transformed, tree_leaves
+from deepspeed._ours.base.raising import also, out_of_order
+from deepspeed._ours.comm import group_getters
+from deepspeed._ours.config.config import DeepSpeedConfig
+from deepspeed._ours.engine.accessors import add_accessors
+from deepspeed._ours.engine.compile_passes import (
+    BUILTIN,
+    as_ours,
+    check_passes,
+    functions_of,
+    register_pass_contract,
+    translated_schedule,
+)
+from deepspeed._ours.engine.engine_data import ReadsData
+from deepspeed._ours.engine.engine_files import SavesAndLoads
+from deepspeed._ours.monitor.flops import FlopsProfiler
+from deepspeed._ours.monitor.monitors import MonitorMaster
+from deepspeed._ours.monitor.upstream_logging import logger
+from deepspeed._ours.monitor.wall_clock_timers import ThroughputTimer
+from deepspeed._ours.parallel.tp_layers import undress
+from deepspeed._ours.zero.params import mark, unmark
+from deepspeed._ours.zero.zero_optimizer import OffloadsStates
+from deepspeed._surface import MISSING_ATTRIBUTES
+from ds_config.errors import PlanError, UnsupportedError
+from ds_engine import Engine, Plan, StepResult
+from ds_engine.compiling import Contract
+from ds_engine.components import Components
+from ds_moe.utils import has_moe_layers
+from ds_pipe import Action
+from ds_zero import ShardedModel, ShardedOptimizer
+from ds_zero.layout.dtypes_plan import ScaleState
+
+__all__ = ["DeepSpeedEngine"]
+
+_log = logging.getLogger("DeepSpeed")
+
+
+class _BatchesDifferError(PlanError, AssertionError):
+    """Tensor-parallel ranks were given different batches. Programs compare the text."""
+
+    def __init__(self, error: PlanError) -> None:
+        super().__init__(error.message, code=error.code, fix=error.fix)
+
+    def __str__(self) -> str:
+        return (
+            "Data inconsistency within the TP group. Please check the Dataloader implementation to ensure consistency."
+        )
+
+
+class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type: ignore[misc]  # upstream asks for states in other words
+    """`ds_engine.Engine` under upstream's names; made by `deepspeed.initialize`. Unknown attributes are the model's.
+
+    Attributes:
+        config: The configuration as it was given, the same object.
+        mpu: Groups of another library; kept, not read.
+        tput_timer: Samples per second of the loop, from a forward in training to the `step` after it.
+    """
+
+    def __init__(self, plan: Plan, components: Components, config: dict[str, Any] | None = None) -> None:
+        super().__init__(plan, components)
+        self._config = DeepSpeedConfig({} if config is None else config, plan=plan)
+        self._boundary: bool | None = None
+        self._open: str | None = None
+        self._scaled = False
+        self._monitor: MonitorMaster | None = None
+        self.mpu: Any = None
+        timers = SimpleNamespace(enabled=True, synchronized=False)  # a loop's rate needs no wait for the device
+        self.tput_timer = ThroughputTimer(timers, plan.batch.train, steps_per_output=None)
+        mark(self.sharding)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            row = MISSING_ATTRIBUTES.get(name)
+            if row is None:
+                raise
+            raise UnsupportedNameError(
+                f"DeepSpeedEngine.{name} is not here: {row.why}", code="compat-missing", fix=f"Use {row.instead}."
+            ) from error
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration as it was given."""
+        return self._config.raw
+
+    @property
+    def flops_profiler(self) -> FlopsProfiler | None:
+        """What `flops_profiler` of the configuration counted; None where it is not enabled. Counts are rank 0's."""
+        section = self.plan.telling.flops
+        if section is None:
+            return None
+        return FlopsProfiler(self.module, self, section.recompute_fwd_factor, counter=self._telemetry.counter)
+
+    @property
+    def monitor(self) -> MonitorMaster:
+        """Writers of the sections' monitors, for events of the program's own. Made when they are first asked for."""
+        if self._monitor is None:
+            self._monitor = MonitorMaster(self._config.monitor_config)
+        return self._monitor
+
+    def get_summary_writer(self) -> Any:
+        """Return TensorBoard's writer; None where TensorBoard is off, and on other ranks."""
+        tensorboard = self.monitor.tb_monitor
+        return None if tensorboard is None else tensorboard.summary_writer
+
+    @property
+    def has_moe_layers(self) -> bool:
+        """Whether the model has `deepspeed.moe.layer.MoE` layers."""
+        return has_moe_layers(self.module)[0]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the last update's averaged gradient before clipping; also between updates.
+
+        The norm of a skipped step is inf, also where the gradients have a nan.
+        """
+        last = None if self.optimizer is None else self.optimizer.last
+        return None if last is None else math.inf if last.skipped else last.norm
+
+    # ---- where a step ends
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients of the backwards inside the context without reducing, at ZeRO stages 0 and 1.
+
+        The limit to these stages is upstream's; see `coalesce_grad_reduction`.
+
+        Raises:
+            PlanError: at stage 2 or 3, or inside another such context; an AssertionError, too ("compat-call-order").
+        """
+        stage = self.plan.config.zero_optimization.stage
+        if stage > 1:
+            raise out_of_order(
+                f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage {stage}",
+                "Use coalesce_grad_reduction, which has no such limit.",
+            )
+        return self._without_reducing("no_sync")
+
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """Defer gradient reduction of several backwards inside the context to the next step, at every ZeRO stage.
+
+        A rank holds unsharded gradients meanwhile.
+
+        Raises:
+            PlanError: where the training loop decides when a step ends; an AssertionError, too ("compat-call-order").
+        """
+        if not self.plan.managed:
+            raise out_of_order(
+                "coalesce_grad_reduction() without managed_gradient_accumulation", "Nothing reduces before step()."
+            )
+        return self._without_reducing("coalesce_grad_reduction")
+
+    @contextmanager
+    def _without_reducing(self, name: str) -> Iterator[None]:
+        if self._open is not None:
+            raise out_of_order(
+                f"{name} context manager reentry is unsupported: nested in {self._open}", "Leave that first."
+            )
+        self._open = name
+        try:
+            with super().no_sync():
+                yield
+        finally:
+            self._open = None
+
+    # ---- what may be differentiated at stage 0, where no hook sees a plain backward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model. At stage 0 a loss must go through `backward` or `scale`, as upstream has it."""
+        if self.module.training:
+            self.tput_timer.start()
+        try:
+            output = super().forward(*args, **kwargs)
+        except PlanError as error:
+            if error.code != "tensor-inputs":
+                raise
+            raise _BatchesDifferError(error) from error
+        if self.optimizer is not None and self.plan.config.zero_optimization.stage == 0 and not transformed():
+            self._scaled = False
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+                    leaf.register_hook(self._must_be_scaled)
+        return output
+
+    def _must_be_scaled(self, grad: Tensor) -> None:
+        del grad
+        if not self._scaled:
+            raise also(PlanError, RuntimeError)(
+                "Direct calls to tensor.backward() are not supported at ZeRO stage 0: nothing would divide it by the microbatches",
+                code="compat-call-order",
+                fix="Call engine.backward(loss), or engine.scale(loss).backward().",
+            )
+
+    def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Accumulate the gradients of one microbatch's loss. See `ds_engine.Engine.backward`."""
+        self._scaled = True
+        return super().backward(loss, retain_graph, scale_wrt_gas)
+
+    def _backward_epilogue(self) -> None:
+        """Do nothing: gradients of a plain `loss.backward()` are processed on arrival.
+
+        For losses that several engines share.
+        """
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Set whether the next backward and the following step end a gradient accumulation, until the next call."""
+        if not self.plan.managed:
+            raise out_of_order(
+                "set_gradient_accumulation_boundary() without managed_gradient_accumulation", "Call step() instead."
+            )
+        self._boundary = bool(is_boundary)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current microbatch ends a step."""
+        return super().is_gradient_accumulation_boundary() if self._boundary is None else self._boundary
+
+    def next_backward(self) -> Action:
+        """Return the action of the next backward: the program's, or the caller's decision on the boundary.
+
+        Sharded gradients are reduced in every backward, unsharded gradients in the last.
+        """
+        if self._boundary is None:
+            return super().next_backward()
+        return replace(self._backwards[-1], reduce=self._boundary or self.plan.residency.shard_grads)
+
+    def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
+        """Do nothing: the last backward of a step reduces, and `step` finishes pending reductions."""
+        del bucket_size
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Scale `loss` for a plain `.backward()`: divide by the microbatches, multiply by the loss scale."""
+        if loss.numel() != 1:
+            raise out_of_order(
+                f"scale() wants a scalar tensor, got one of shape {tuple(loss.shape)}", "Reduce the loss first."
+            )
+        self._scaled = True
+        return self._trains("scale").scale(loss / self.plan.batch.accumulation)
+
+    # ---- checkpoints
+
+    def _holder(self) -> ShardedOptimizer | ShardedModel:
+        return self.optimizer or self.sharding
+
+    def empty_partition_cache(self) -> None:
+        """Do nothing: no partitions are cached, a unit is released when its graph no longer needs its parameters."""
+
+    def compile(  # type: ignore[override]
+        self,
+        backend: str = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the model's forward; a second call does nothing, as upstream.
+
+        Args:
+            schedule: (step, passes): upstream's names or functions, ours, or the caller's.
+        Raises:
+            UnsupportedError: compiled autograd ("compat-argument").
+            PassContractError: passes that do not go together ("compile-contract").
+        """
+        if compiled_autograd_enabled:
+            raise UnsupportedError(
+                "compile(compiled_autograd_enabled=True)", code="compat-argument", fix="Leave it out."
+            )
+        if self.is_compiled:
+            return
+        if schedule is not None:
+            functions = functions_of(self.compiled.passes)
+            if self.compiled.plan is not None:
+                check_passes(schedule, functions)
+            schedule = translated_schedule(schedule, functions)
+        super().compile(backend, compile_kwargs, schedule)
+
+    def register_compile_pass(self, name: str, fn: Callable[..., Any], contract: Any = None) -> None:
+        """Name a pass for `compile(schedule=...)`, which checks its contract against the schedule as it was given.
+
+        Args:
+            fn: In upstream's form, of eight arguments, or in ds_engine's, of seven. What it is told of graphs is what ds_engine knows.
+            contract: Upstream's, in upstream's words.
+        Raises:
+            PlanError: the name is one of upstream's passes, or of ours ("compile-register").
+        """
+        if name in BUILTIN:
+            raise PlanError(
+                f"a pass {name!r} was registered, which is built in",
+                code="compile-register",
+                fix="Give it another name.",
+            )
+        # Of its contract ds_engine, which is given the schedule in its own words, gets what can speak of those.
+        conflicts = frozenset() if contract is None else contract.conflicts_with
+        super().register_compile_pass(name, as_ours(fn), Contract(conflicts=conflicts))
+        register_pass_contract(name, contract)
+
+    def close(self) -> None:
+        """Give the model back whole and free the rest. Collective."""
+        module: nn.Module = self.module
+        super().close()
+        group_getters.forget_layers(self.mesh)
+        undress(module)
+
+    def destroy(self) -> None:
+        """Give the model back whole and free the rest. Collective."""
+        module: nn.Module = self.module
+        self.close()
+        unmark(module)
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Train batch size, microbatch size, microbatches a step."""
+        batch = self.plan.batch
+        return batch.train, batch.micro, batch.accumulation
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepResult:
+        """End a microbatch; at the boundary, update. Collective there."""
+        if self._open is not None:
+            raise out_of_order(
+                "It is illegal to call Engine.step() inside no_sync context manager"
+                + (f": {self._open} is one" if self._open != "no_sync" else ""),
+                "Leave the context first.",
+            )
+        scale_before = None if self.optimizer is None else self.optimizer._scale
+        result = super().step(lr_kwargs)
+        self.tput_timer.stop(global_step=result.applied or result.skipped)
+        if result.skipped and scale_before is not None:
+            self._tell_overflow(scale_before)
+        return result
+
+    def train_batch(self, data_iter: Iterator[Any] | Iterable[Any] | None = None) -> StepResult:
+        """Run the microbatches of one step, then the update. See `ds_engine.Engine.train_batch`."""
+        self.tput_timer.start()
+        began = self.tput_timer.start_time
+        result = super().train_batch(data_iter)
+        self.tput_timer.start_time = began  # forwards inside have started the clock anew
+        self.tput_timer.stop(global_step=True)
+        return result
+
+    def _no_backward(self) -> None:
+        logger.warning(
+            "step() was called and no backward has begun since the last step(); upstream goes on, so this does"
+        )
+
+    def _tell_overflow(self, before: ScaleState) -> None:
+        """Log upstream's line about a skipped step, which programs parse."""
+        now = self._trains("step")._scale
+        if self.global_rank or now is None or (now.scale, now.tolerance) == (before.scale, before.tolerance):
+            return
+        message = (
+            f"[deepspeed] OVERFLOW! Rank {self.global_rank} Skipping step. Attempted loss scale: {int(before.scale)}, "
+        )
+        if now.scale < before.scale:
+            logger.info("%sreducing to %d", message, now.scale)
+        else:
+            logger.info("%sbut hysteresis is %d. Reducing hysteresis to %d", message, before.tolerance, now.tolerance)
+
+
+add_accessors(DeepSpeedEngine)

@@ -1,0 +1,239 @@
+"""What an engine saves and loads under upstream's names: checkpoints, whole state dicts, one file of weights."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from deepspeed._ours.base.raising import out_of_order
+from deepspeed._ours.base.version import version
+from deepspeed._ours.checkpoint.checkpoint_api import (
+    decode,
+    encode,
+    get_model_ckpt_name_for_rank,
+    get_zero_ckpt_name_for_rank,
+    leave_files,
+    leave_signs,
+    name_of_tag,
+    same_everywhere,
+)
+from deepspeed._ours.checkpoint.grids import check_layers, cut_layers
+from deepspeed._ours.monitor.upstream_logging import logger
+from ds_comm import all_gather_object, barrier
+from ds_config.errors import ConfigError, UnsupportedError
+from ds_engine import Engine
+from ds_engine.deepspeed_checkpoints import translated
+
+__all__ = ["SavesAndLoads"]
+
+_log = logging.getLogger("DeepSpeed")
+
+
+class SavesAndLoads(Engine):
+    """The engine's part that meets files."""
+
+    def save_checkpoint(  # type: ignore[override]
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save a run into `save_dir/tag`, with `latest` and `zero_to_fp32.py` beside it. Collective.
+
+        Args:
+            client_state: Data and tensors of the caller's own; rank 0's is stored.
+        """
+        if not save_dir:
+            raise ConfigError(
+                f"save_checkpoint(save_dir={save_dir!r})", code="compat-argument", fix="Give a directory."
+            )
+        world = self.mesh["world"]
+        name = self._one_tag(str(tag or f"global_step{self.global_steps}"))
+        state = same_everywhere(encode(client_state or {}), world)
+        super().save_checkpoint(save_dir, name, state, exclude_frozen_parameters)
+        if save_latest:
+            self.checkpointer.wait()
+        whole = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters) if self._one_file() else {}
+        if world.rank == 0:
+            sharded = self.plan.config.zero_optimization.stage > 0
+            leave_signs(os.fspath(save_dir), name, latest=save_latest, sharded=sharded)
+            if self.plan.config.checkpoint.layout == "ds":
+                folder, optim = (
+                    f"{os.fspath(save_dir)}/{name}",
+                    self._get_optimizer_ckpt_name(os.fspath(save_dir), name, 0),
+                )
+                leave_files(folder, whole, self._facts(client_state or {}), optim)
+        barrier(world)
+        return True
+
+    def _one_tag(self, tag: str) -> str:
+        """Return rank 0's tag on every rank, after checking the tags by `checkpoint.tag_validation`. Collective."""
+        tags = self.mesh["world"].size * [None]
+        all_gather_object(tags, tag, group=self.mesh["world"])
+        if len(set(tags)) > 1:
+            message = f"ranks save under different tags: {sorted(set(map(str, tags)))[:5]}"
+            mode = str((self.config.get("checkpoint") or {}).get("tag_validation", "Warn")).upper()
+            if mode == "FAIL":
+                raise out_of_order(message, "Give every rank the same tag.")
+            if mode == "WARN":
+                _log.warning("%s; the one of rank 0 is used", message)
+        return str(tags[0])
+
+    def _one_file(self) -> bool:
+        # Where every rank has the whole model, which upstream then stores in one file.
+        return not self.plan.residency.shard_params and self.plan.config.checkpoint.layout == "ds"
+
+    def _facts(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
+        """Collect the values that upstream stores beside the weights.
+
+        Client state that only pickle could hold was refused before.
+        """
+        counters = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+        return {
+            **client_state,
+            **{name: getattr(self, name) for name in counters},
+            "ds_version": version,
+            "dp_world_size": self.dp_world_size,
+            "mp_world_size": 1,
+            "partition_count": self.dp_world_size,
+            "zero_stage": self.plan.config.zero_optimization.stage,
+            "ds_autoep_layers": cut_layers(self.module) or None,
+        }
+
+    @staticmethod
+    def load_moe_state_dict(
+        checkpoint_path: str, tag: str, state_dict: dict[str, Any], old_moe_load: bool = False, model: Any = None,
+        autoep_layers: Any = None, **options: Any,
+    ) -> None:  # fmt: skip
+        """Check what a checkpoint says of its experts. They are read with the rest: `load_checkpoint`.
+
+        Raises:
+            CheckpointError: it is no list of layers with their fields ("compat-files"); a RuntimeError, too.
+            UnsupportedError: files of experts are to be read by themselves ("compat-argument").
+        """
+        check_layers(autoep_layers or [])
+        raise UnsupportedError(
+            f"load_moe_state_dict({checkpoint_path!r}, {tag!r})",
+            code="compat-argument",
+            fix="Call engine.load_checkpoint, which reads experts for any number of ranks.",
+        )
+
+    def _get_ckpt_name(
+        self, checkpoints_path: str, tag: str, mp_placeholder: str | None = None, pp_placeholder: str | None = None
+    ) -> str:
+        """Return the path of the file with this rank's shard of the model's states, in upstream's layout."""
+        tensor = mp_placeholder or f"{self.checkpoint_mp_rank:02d}"
+        if not self.plan.residency.shard_params:
+            return get_model_ckpt_name_for_rank(os.path.join(checkpoints_path, str(tag)), tensor)
+        data = pp_placeholder or self.mesh["data"].rank
+        return os.path.join(checkpoints_path, str(tag), f"zero_pp_rank_{data}_mp_rank_{tensor}_model_states.pt")
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int) -> str:
+        """Return the path of the file with a rank's optimizer state, in upstream's layout."""
+        name = os.path.basename(get_zero_ckpt_name_for_rank("", expp_rank, 0))
+        return f"{checkpoints_path}/{tag}/{'bf16_' if self.bfloat16_enabled() else ''}{name}"
+
+    def _change_recovery_script_permissions(self, dst: str) -> None:
+        """Make `zero_to_fp32.py` a program. Some file systems have no such permission, which is no reason to stop."""
+        try:
+            Path(dst).chmod(0o755)
+        except OSError as error:
+            logger.info("%s cannot be made a program: %s", dst, error)
+
+    def load_checkpoint(  # type: ignore[override]
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint of ours or of upstream's, saved on any number of ranks. Collective.
+
+        Returns:
+            Path of this rank's model states in upstream's layout (whose folder is the tag's), and client state; (None, None) where
+            there is none.
+        Raises:
+            UnsupportedError: `custom_load_fn` ("compat-argument").
+        """
+        if custom_load_fn is not None:
+            raise UnsupportedError(
+                "load_checkpoint(custom_load_fn=...)",
+                code="compat-argument",
+                fix="Read tensors with ds_ckpt.load and set them with deepspeed.utils.safe_set_full_fp32_param.",
+            )
+        root, world = os.fspath(load_dir), self.mesh["world"]
+        name = name_of_tag(root, tag, world)
+        if name is None and not Path(root).is_dir():
+            _log.warning("there is no checkpoint directory %s", root)
+            return None, None
+        with translated(root, name, world) as copy:
+            path, client = super().load_checkpoint(
+                root,
+                copy or name,
+                load_optimizer_states=load_optimizer_states,
+                load_lr_scheduler_states=load_lr_scheduler_states,
+                load_module_only=load_module_only,
+                load_data_state=not load_module_only,
+                strict="model" if load_module_strict else False,
+            )
+        if path is None:
+            return None, None
+        return self._get_ckpt_name(root, name or os.path.basename(path)), decode(client or {})
+
+    def module_state_dict(
+        self, destination: Any = None, prefix: str = "", keep_vars: bool = False, exclude_frozen_parameters: bool =
+        False,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """Return the full state dict: on rank 0 where parameters are sharded, else on every rank.
+
+        Collective where parameters are sharded.
+        """
+        del destination, keep_vars
+        if self.plan.residency.shard_params or self.mp_world_size > 1:
+            full_state = self.full_state_dict(exclude_frozen=exclude_frozen_parameters)
+            return {prefix + name: value for name, value in full_state.items()}
+        frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
+        state = self.module.state_dict()
+        return {prefix + k: v for k, v in state.items() if not (exclude_frozen_parameters and k in frozen)}
+
+    def load_module_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., Any] | None = None
+    ) -> None:
+        """Load a whole state dict, or the `module` of a checkpoint dict; the same on every rank. Collective."""
+        state = checkpoint.get("module", checkpoint)
+        if custom_load_fn is not None:
+            custom_load_fn(src=state, dst=self.module)
+            self.sharding.refresh()
+        else:
+            self.load_full_state_dict(state, strict)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """Return the full state dict in the compute dtype on rank 0; None on other ranks. Collective."""
+        return self.full_state_dict(exclude_frozen=exclude_frozen_parameters) or None
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def save_16bit_model(  # type: ignore[override]
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the whole model into one file. At stage 3 only if the configuration asks for gathering, as upstream."""
+        if self.plan.residency.shard_params and not self.zero_gather_16bit_weights_on_model_save():
+            _log.warning(
+                "the model was not saved: zero_optimization.stage3_gather_16bit_weights_on_model_save is false"
+            )
+            return False
+        return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+
+    save_fp16_model = save_16bit_model
+
+    # ---- state that moves, the end

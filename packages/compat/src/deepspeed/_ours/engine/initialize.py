@@ -1,0 +1,319 @@
+"""`deepspeed.initialize` and the other functions at the top of the package."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed._ours.base.raising import raising
+from deepspeed._ours.base.version import version
+from deepspeed._ours.comm import group_getters
+from deepspeed._ours.comm.comm import TORCH_DISTRIBUTED_DEFAULT_PORT, init_distributed
+from deepspeed._ours.config.accepted_keys import accepted, section_of
+from deepspeed._ours.config.config import get_log_level, raw_config
+from deepspeed._ours.config.section_models import get_zero_config
+from deepspeed._ours.engine.deepspeed_engine import DeepSpeedEngine
+from deepspeed._ours.engine.hybrid import DeepSpeedHybridEngine
+from deepspeed._ours.engine.pipeline import PipelineEngine
+from deepspeed._ours.monitor.upstream_logging import logger, set_log_level_from_string, tell_steps
+from deepspeed._ours.optim.optimizer_classes import dress_optimizer
+from deepspeed._ours.parallel.tp_layers import collect_autotp_universal_checkpoint_info, dress, set_autotp_mode
+from deepspeed._ours.zero.leaf_modules import mark_leaf_modules
+from deepspeed._ours.zero.zero_api import restore_init_context, shutdown_init_context
+from deepspeed._ours.zero.zero_optimizer import DeepSpeedZeroOptimizer
+from deepspeed._surface.constants import CHECKPOINT
+from ds_comm import as_group, world_group
+from ds_config.config_file import Source
+from ds_config.errors import ConfigError, PlanError, UnsupportedError
+from ds_engine import add_config_arguments, load_config, make_plan
+from ds_engine.builder import InitArgs, assemble, shapes_of
+from ds_engine.config import Config
+from ds_engine.loader import ResumableLoader
+from ds_engine.parallel_degrees import degrees_of, with_degrees
+from ds_engine.rank_config import check_configuration
+from ds_inference import InferenceConfig
+from ds_parallel.config import TensorParallelConfig
+from ds_parallel.tensor import facts_of
+from ds_zero.runtime.sharded_model import sharding_of
+
+__all__ = [
+    "DeepSpeedOptimizerCallable",
+    "DeepSpeedSchedulerCallable",
+    "add_config_arguments",
+    "default_inference_config",
+    "initialize",
+    "tp_model_init",
+]
+
+_ASKED = "_ds_tensor_parallel"
+
+DeepSpeedOptimizerCallable = Callable[[Iterable[Any]], torch.optim.Optimizer]
+DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]
+
+
+@raising(AssertionError)
+def initialize(
+    args: argparse.Namespace | Mapping[str, Any] | None = None, model: nn.Module | None = None, optimizer:
+    torch.optim.Optimizer | DeepSpeedOptimizerCallable | None = None, model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None, lr_scheduler: Any = None, distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, mpu:
+    Any = None, dist_init_required: bool | None = None, collate_fn: Callable[[list[Any]], Any] | None = None, config:
+    Source | None = None, mesh_param: tuple[int, int] | None = None, config_params: Source | None = None,
+) -> tuple[DeepSpeedEngine, DeepSpeedZeroOptimizer | None, ResumableLoader | None, Any]:  # fmt: skip
+    """Make an engine from a model and a configuration. Collective. See `ds_engine.initialize`.
+
+    A model that another engine still holds is given back by that engine first.
+
+    Raises:
+        PlanError, ConfigError, UnsupportedError: before anything is changed. They are AssertionErrors, too, as upstream's are.
+    """
+    if model is None:
+        raise PlanError("initialize() was called without a model", code="engine-no-model", fix="Pass model=.")
+    raw = raw_config(config, config_params, args)
+    level = get_log_level(raw)
+    if level is not None:
+        set_log_level_from_string(level)
+    request: _TpInitRequest | None = vars(model).get(_ASKED)
+    resolved = _with_asked(load_config(accepted(raw)), request, mpu)
+    _choose_device(args)
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    shared = mpu.get_sequence_parallel_world_size() if hasattr(mpu, "get_sequence_parallel_world_size") else 1
+    if shared > 1 and mesh_param is None and "sequence_parallel_size" not in resolved.model_fields_set:
+        mesh_param = (world_group().size // shared, shared)
+    resolved = with_degrees(resolved, mesh_param, None if _is_of_sequences(mpu, shared) else mpu)
+    if resolved.sequence_parallel_size > 1:
+        _let_share(model)
+    _check_buckets(raw)
+    _check_host_optimizer(raw, resolved, optimizer)
+    _check_untested_optimizer(raw, resolved, optimizer)
+    tell_steps()
+    _give_back(model)
+    if resolved.zero_optimization.stage == 3:
+        mark_leaf_modules(model, get_zero_config(raw).leaf_module)
+    resolved, counted = _with_own_batch(resolved, world_group().size)
+    check_configuration(resolved, world_group())
+    shapes = shapes_of(model, structure=degrees_of(resolved)["tensor"] > 1)
+    plan = make_plan(resolved, shapes, world_group().size)
+    if counted is not None and world_group().rank == 0:
+        logger.warning(
+            "train_batch_size = %d: tensor-parallel ranks share their samples, so a step is %s here; DeepSpeed counts every rank "
+            "as if it had samples of its own, and updates more often",
+            counted,
+            plan.batch,
+        )
+    chosen = plan.reading.curriculum is not None or plan.reading.batching is not None
+    data = training_data if chosen else None
+    parts = InitArgs(optimizer, model_parameters, lr_scheduler, data, collate_fn, DeepSpeedZeroOptimizer)
+    shutdown_init_context()
+    try:
+        plain = DeepSpeedEngine if plan.answer_tokens is None else DeepSpeedHybridEngine
+        engine_class = PipelineEngine if plan.staging is not None else plain
+        engine = engine_class(plan, assemble(plan, model, parts), raw)
+    finally:
+        restore_init_context()
+    if training_data is not None and not chosen:
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    _note_layers(engine, model, request)
+    offload = resolved.zero_optimization.offload_optimizer
+    if optimizer is None and engine.optimizer is not None:
+        dress_optimizer(engine.optimizer.inner, offload is not None and offload.device != "none")
+    if world_group().rank == 0 and logger.isEnabledFor(logging.INFO):
+        logger.info("DeepSpeed info: version=%s, git-hash=ds, git-branch=ds; plan:\n%s", version, plan)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler  # type: ignore[return-value]
+
+
+def _check_buckets(raw: Mapping[str, Any]) -> None:
+    """Raise ConfigError if `allgather_bucket_size` is odd at stage 1 or 2, as upstream does.
+
+    Nothing here reads the size.
+    """
+    zero = section_of(raw, "zero_optimization")
+    size = zero.get("allgather_bucket_size", 2)
+    if zero.get("stage") in (1, 2) and isinstance(size, int) and size % 2:
+        raise ConfigError(
+            "allgather_bucket_size must be a multiple of nccl_start_alignment_factor, 2",
+            code="compat-argument",
+            fix=f"Use {size - 1}, or leave the key out.",
+        )
+
+
+def _check_host_optimizer(raw: Mapping[str, Any], config: Config, optimizer: Any) -> None:
+    """Raise ConfigError if the state of a foreign optimizer is offloaded although the configuration forbids that.
+
+    Every optimizer works with offloaded state; only `zero_force_ds_cpu_optimizer = true` refuses.
+    """
+    offload = config.zero_optimization.offload_optimizer
+    if raw.get("zero_force_ds_cpu_optimizer") is not True or offload is None or offload.device == "none":
+        return
+    if isinstance(optimizer, torch.optim.Optimizer) and not type(optimizer).__module__.startswith("ds_ops"):
+        raise ConfigError(
+            f"zero_force_ds_cpu_optimizer is true, optimizer state is offloaded, and the optimizer is a {type(optimizer).__name__} "
+            "of another library",
+            code="compat-host-optimizer",
+            fix="Use deepspeed.ops.adam.DeepSpeedCPUAdam, or set zero_force_ds_cpu_optimizer = false: it works all the same.",
+        )
+
+
+def _check_untested_optimizer(raw: Mapping[str, Any], config: Config, optimizer: Any) -> None:
+    """Raise ConfigError if a foreign optimizer is used with ZeRO although the configuration forbids that.
+
+    Any optimizer works that has no state across parameters; only `zero_allow_untested_optimizer = false` refuses.
+    """
+    if raw.get("zero_allow_untested_optimizer") is not False or config.zero_optimization.stage == 0:
+        return
+    home = type(optimizer).__module__.partition(".")[0]
+    if isinstance(optimizer, torch.optim.Optimizer) and home not in ("torch", "ds_ops", "deepspeed"):
+        raise ConfigError(
+            f"zero_allow_untested_optimizer is false, ZeRO stage {config.zero_optimization.stage} is asked for, and the optimizer "
+            f"is a {type(optimizer).__name__} of {type(optimizer).__module__}",
+            code="compat-untested-optimizer",
+            fix="Leave the key out, or set it to true: an optimizer that cannot be sharded is refused by name.",
+        )
+
+
+def _is_of_sequences(mpu: Any, shared: int) -> bool:
+    """Whether what `mpu` calls model parallelism is sequences (deepspeed.runtime.sequence_parallel.parallel_state_sp)."""
+    of_models = getattr(mpu, "get_model_parallel_world_size", None)
+    return (
+        shared > 1
+        and of_models is not None
+        and not hasattr(mpu, "get_tensor_model_parallel_world_size")
+        and of_models() == shared
+    )
+
+
+def _let_share(model: nn.Module) -> None:
+    """Mark a model of no known attention as sequence-parallel, with a warning, as upstream assumes for every model."""
+    facts = facts_of(model, structure=False)
+    if facts is not None and not facts.shares_sequences and not facts.attention:
+        logger.warning(
+            "ranks share sequences, and nothing in %s says that it exchanges over them: it is taken to do so by itself, or to need none",
+            type(model).__name__,
+        )
+        model.shares_sequences = True  # type: ignore[assignment]
+
+
+def _choose_device(args: argparse.Namespace | Mapping[str, Any] | None) -> None:
+    values = args if isinstance(args, Mapping) else vars(args) if args is not None else {}
+    rank = values.get("device_rank")
+    if rank is not None and int(rank) >= 0:
+        os.environ.setdefault("LOCAL_RANK", str(int(rank)))
+
+
+def _give_back(model: nn.Module) -> None:
+    """End the sharding of a model whose engine was dropped, so that it can be sharded again. Collective."""
+    for param in model.parameters():
+        sharding = sharding_of(param)
+        if sharding is not None:
+            sharding.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _TpInitRequest:
+    """What `tp_model_init` was told of a model."""
+
+    size: int
+    dtype: torch.dtype
+    group: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _TpInitRequest, (self.size, self.dtype)  # a copy of the model is cut over the same number of ranks
+
+
+def tp_model_init(
+    model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, *, tp_group: Any = None, **options: Any,
+) -> nn.Module:  # fmt: skip
+    """Note that `model` is to be cut over `tp_size` ranks, in `dtype`; `initialize` cuts it.
+
+    Args:
+        config: Its `tensor_parallel` section is the one of `initialize`; nothing is read from it here.
+        tp_group: torch's group that the ranks are expected to be: neighbours, `tp_size` of them.
+    Raises:
+        UnsupportedError: an option that is not known ("compat-missing").
+    """
+    del config
+    unknown = sorted(key for key, value in options.items() if value is not None)
+    if unknown:
+        raise UnsupportedError(
+            f"tp_model_init({', '.join(unknown)}=...)",
+            code="compat-missing",
+            fix="Leave it out: the engine makes the groups from the number of ranks.",
+        )
+    model.__dict__[_ASKED] = _TpInitRequest(tp_size, dtype, tp_group)
+    set_autotp_mode(training=True)
+    return model.to(dtype)
+
+
+def _with_asked(config: Config, request: _TpInitRequest | None, mpu: Any) -> Config:
+    """Return the configuration with the tensor-parallel degree that `tp_model_init` noted."""
+    if request is None:
+        return config
+    section = config.tensor_parallel
+    if request.group is not None and mpu is not None:
+        raise _conflict("tp_model_init provided tp_group, and initialize was given an mpu", "Leave one of them out.")
+    if section is not None and section.degree not in (1, request.size):
+        raise _conflict(
+            f"tp_model_init(tp_size={request.size}), and the configuration says tensor_parallel.autotp_size = {section.degree}",
+            "Give the number of tensor-parallel ranks in one place.",
+        )
+    formats = {torch.float16: config.fp16.enabled, torch.bfloat16: config.bf16.enabled}
+    config_dtype = next((dtype for dtype, on in formats.items() if on), None)
+    if config_dtype is not None and config_dtype != request.dtype:
+        raise _conflict(
+            f"Conflicting dtype: tp_model_init(dtype={request.dtype}), and the configuration says {config_dtype}",
+            "Give the same format in both places.",
+        )
+    updated = (section or TensorParallelConfig()).model_copy(update={"autotp_size": request.size})
+    return config.model_copy(update={"tensor_parallel": updated})
+
+
+def _with_own_batch(config: Config, world: int) -> tuple[Config, int | None]:
+    """Return the configuration without a train batch size that counts tensor-parallel ranks; and that size, if any.
+
+    Upstream's arithmetic, train = micro x accumulation x all ranks, holds for a program that gives all three: a step
+    has as many
+    microbatches as the program requested.
+    """
+    degrees = degrees_of(config)
+    train, micro, steps = (
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        config.gradient_accumulation_steps,
+    )
+    if degrees["tensor"] == 1 or not isinstance(train, int):
+        return config, None
+    apart = world // (degrees["pipe"] * degrees["sequence"])
+    if isinstance(micro, int) and isinstance(steps, int) and train == micro * steps * apart:
+        return config.model_copy(update={"train_batch_size": None}), train
+    return config, train
+
+
+def _conflict(message: str, fix: str) -> PlanError:
+    return PlanError(message, code="tensor-sizes", fix=fix)
+
+
+def _note_layers(engine: DeepSpeedEngine, model: nn.Module, request: _TpInitRequest | None) -> None:
+    """Let `groups` and the classes of layers say what became of the model."""
+    group_getters.share_layers(engine.mesh)
+    if engine.mesh["tensor"].size == 1:
+        return
+    set_autotp_mode(training=True)
+    dress(model)
+    model.__dict__[str(CHECKPOINT["UNIVERSAL_CHECKPOINT_INFO"])] = collect_autotp_universal_checkpoint_info(model)
+    ours = engine.mesh["tensor"].ranks
+    if request is not None and request.group is not None and as_group(request.group).ranks != ours:
+        raise _conflict(
+            f"tp_model_init(tp_group=ranks {list(as_group(request.group).ranks)}), and layers are cut over {list(ours)}",
+            "Leave tp_group out: tensor-parallel ranks are neighbours.",
+        )
+
+
+def default_inference_config() -> dict[str, Any]:
+    """Return every key of `init_inference` with its default."""
+    return InferenceConfig().model_dump()

@@ -1,0 +1,160 @@
+"""Upstream's programs: each is a command of `ds` with upstream's arguments."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from deepspeed._ours.base.version import version
+from deepspeed._ours.launcher.elasticity import compute_elastic_config
+from deepspeed._ours.launcher.launching import decode_world_info, parse_args
+from ds_ckpt.convert.deepspeed_layout import write_universal
+from ds_ckpt.convert.fp32 import open_training
+from ds_config import read
+from ds_launcher.cli import main as ds
+
+__all__ = [
+    "DEEPSPEED_ENVIRONMENT_NAME", "DLTS_HOSTFILE", "EXPORT_ENVS", "bench", "cli_main", "elastic", "io", "launch",
+    "main", "report", "ssh", "to_universal", "tune", "universal_arguments",
+]  # fmt: skip
+
+DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
+DLTS_HOSTFILE = "/job/hostfile"
+EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run `ds run` as upstream does: the script gets `--local_rank=N` unless `--no_local_rank` is given.
+
+    Raises:
+        ConfigError: `args` contradict each other ("launch-options"). The program prints the error and exits with 2.
+    """
+    if args is not None:
+        parse_args(args)
+    return ds(["run", "--local-rank-arg", *(sys.argv[1:] if args is None else args)])
+
+
+def launch(args: Sequence[str] | None = None) -> int:
+    """Start the ranks of this host, as `deepspeed.launcher.launch` does.
+
+    Reads upstream's `--world_info`, `--node_rank` and addresses.
+    """
+    parser = argparse.ArgumentParser(prog="deepspeed.launcher.launch")
+    parser.add_argument("--node_rank", type=int, default=0)
+    parser.add_argument("--master_addr", default="127.0.0.1")
+    parser.add_argument("--master_port", type=int, default=29500)
+    parser.add_argument("--world_info", default="")
+    for flag in ("--module", "--no_python", "--no_local_rank"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("training_script")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
+    options = parser.parse_args(args)
+    world = decode_world_info(options.world_info) if options.world_info else {}
+    counts = [slots if isinstance(slots, int) else len(slots) for slots in world.values()]
+    flags = [flag for flag, on in (("--module", options.module), ("--no-python", options.no_python)) if on]
+    many = ["--nnodes", str(len(counts)), "--node-rank", str(options.node_rank), "--master-addr", options.master_addr]
+    return ds([
+        "run", *flags, *([] if options.no_local_rank else ["--local-rank-arg"]),
+        *(["--nproc", str(counts[options.node_rank])] if counts else []),
+        *([*many, "--master-port", str(options.master_port)] if len(counts) > 1 else []),
+        options.training_script, *options.training_script_args,
+    ])  # fmt: skip
+
+
+def report(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> int:
+    """Run `ds env` and return its exit status."""
+    del hide_operator_status, hide_errors_and_warnings
+    return ds(["env"])
+
+
+def cli_main() -> int:
+    """Run the program `ds_report` and return its exit status."""
+    return report()
+
+
+def ssh(args: Sequence[str] | None = None) -> int:
+    """Run the program `ds_ssh [-f HOSTFILE] COMMAND...` by `ds ssh`."""
+    parser = argparse.ArgumentParser(prog="ds_ssh", description="Run a command on all hosts.")
+    parser.add_argument("-f", "--hostfile", default=DLTS_HOSTFILE)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args(args)
+    return ds(["ssh", "--hostfile", options.hostfile, *options.command])
+
+
+def bench(args: Sequence[str] | None = None) -> int:
+    """Run the program `ds_bench` by `ds comm bench`, with the options of the latter."""
+    return ds(["comm", "bench", *(sys.argv[1:] if args is None else args)])
+
+
+def io(args: Sequence[str] | None = None) -> int:
+    """Run the program `ds_io --folder DIR [--read] [--io_size SIZE] ...` by `ds io bench`."""
+    parser = argparse.ArgumentParser(prog="ds_io", description="Measure file I/O.")
+    parser.add_argument("--folder", required=True)
+    parser.add_argument("--read", action="store_true", help="reads only; writes only without it")
+    parser.add_argument("--io_size", default="256M")
+    parser.add_argument("--block_size")
+    parser.add_argument("--queue_depth")
+    parser.add_argument("--io_parallel", help="workers")
+    parser.add_argument("--loops", default="3")
+    parsed = parser.parse_args(args)
+    options = {
+        "--block-size": parsed.block_size, "--queue-depth": parsed.queue_depth, "--workers": parsed.io_parallel,
+    }  # fmt: skip
+    chosen = [word for name, value in options.items() if value is not None for word in (name, value)]
+    only = "--no-write" if parsed.read else "--no-read"
+    return ds(["io", "bench", parsed.folder, "--size", parsed.io_size, only, "--loops", parsed.loops, *chosen])
+
+
+def tune(args: Sequence[str] | None = None) -> int:
+    """Run the program `ds_nvme_tune --nvme_dir DIR...` by `ds io tune`."""
+    parser = argparse.ArgumentParser(prog="ds_nvme_tune", description="Find the best settings for file I/O.")
+    parser.add_argument("--nvme_dir", nargs="+", required=True)
+    parser.add_argument("--io_size", default="400M")
+    parser.add_argument("--no_read", action="store_true")
+    parser.add_argument("--no_write", action="store_true")
+    parser.add_argument("--loops", default="1")
+    options = parser.parse_args(args)
+    flags = [flag for flag, on in (("--no-read", options.no_read), ("--no-write", options.no_write)) if on]
+    return ds(["io", "tune", *options.nvme_dir, "--size", options.io_size, "--loops", options.loops, *flags])
+
+
+def elastic(args: Sequence[str] | None = None) -> int:
+    """Run the program `ds_elastic -c CONFIG [-w RANKS]`: print the batch sizes of the `elasticity` section."""
+    parser = argparse.ArgumentParser(prog="ds_elastic", description="Show what elasticity comes to.")
+    parser.add_argument("-c", "--config", required=True)
+    parser.add_argument("-w", "--world-size", type=int, default=0)
+    options = parser.parse_args(args)
+    results = compute_elastic_config(read(options.config).data, version, options.world_size)
+    names = ("train batch size", "numbers of ranks", "microbatch size")
+    for name, value in zip(names, results, strict=False):
+        print(f"{name}: {', '.join(map(str, value)) if isinstance(value, tuple | list) else value}")
+    return 0
+
+
+def universal_arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line of `ds_to_universal.py` and ignore unknown options."""
+    parser = argparse.ArgumentParser(
+        prog="ds_to_universal.py", description="Convert a checkpoint to the universal layout."
+    )
+    parser.add_argument("--input_folder", required=True)
+    parser.add_argument("--output_folder", required=True)
+    known, _ = parser.parse_known_args(args)  # upstream's other options speak of workers and of what is kept meanwhile
+    return known
+
+
+def to_universal(args: argparse.Namespace | Sequence[str] | None = None) -> int:
+    """Convert a checkpoint, upstream's or ours, to upstream's universal layout.
+
+    The program is `ds_to_universal.py --input_folder TAG --output_folder OUT`.
+
+    Args:
+        args: The command line; or, as upstream's `main` has it, an object with `input_folder` and `output_folder`.
+    """
+    options: Any = args if hasattr(args, "input_folder") else universal_arguments(args)
+    out = Path(options.output_folder)
+    source = open_training(options.input_folder, allow_pickle=True)
+    write_universal(source, out.parent, out.name, allow_pickle=True)
+    return 0

@@ -1,0 +1,136 @@
+"""`deepspeed.utils.logging` and its like: the logger that programs write to, memory in a line, spans of functions."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import ds_monitor
+from ds_accel import get_accelerator
+from ds_comm import world_group
+from ds_config.errors import ConfigError
+
+__all__ = [
+    "LoggerFactory", "instrument_w_nvtx", "log_dist", "log_levels", "logger", "see_memory_usage", "set_log_level_from_string",
+    "tell_steps", "warning_once",
+]  # fmt: skip
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+log_levels = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
+
+
+class _Stdout(logging.Handler):
+    """Writes to what is standard output at that moment: programs and tests replace it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), flush=True)
+        except ValueError:  # it is closed: the process ends
+            self.handleError(record)
+
+
+class _Steps(logging.Handler):
+    """Lets lines that the configuration asks for (`steps_per_print`, `wall_clock_breakdown`) come out where upstream's do."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.addFilter(lambda record: record.getMessage().startswith("[Rank "))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        already = logging.getLogger().handlers
+        for handler in logger.handlers:
+            if handler not in already:
+                handler.handle(record)
+
+
+def tell_steps() -> None:
+    """Route log lines about steps to this module's logger, whatever its level. Does nothing when called again."""
+    ours = logging.getLogger("ds_engine")
+    if not any(isinstance(handler, _Steps) for handler in ours.handlers):
+        ours.addHandler(_Steps())
+        ours.setLevel(min(ours.level or logging.INFO, logging.INFO))
+
+
+class LoggerFactory:
+    """Makes loggers as upstream's does: level WARNING, one handler to stdout, no propagation."""
+
+    @staticmethod
+    def create_logger(name: str | None = None, level: int = logging.WARNING) -> logging.Logger:
+        """Return the logger `name`, with a handler added if the logger has none.
+
+        Raises:
+            ValueError: no name.
+        """
+        if name is None:
+            raise ConfigError("create_logger() was called without a name", code="compat-argument", fix="Pass name=.")
+        log = logging.getLogger(name)
+        if not log.handlers:
+            handler = _Stdout()
+            handler.setFormatter(
+                logging.Formatter("[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(message)s")
+            )
+            log.addHandler(handler)
+            log.setLevel(level)
+            log.propagate = False
+        return log
+
+
+logger = LoggerFactory.create_logger("DeepSpeed")
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on these ranks; -1, or an empty list, is all of them."""
+    rank = world_group().rank
+    if not ranks or rank in ranks or -1 in ranks:
+        logger.log(level, "[Rank %d] %s", rank, message)
+
+
+@functools.cache
+def warning_once(message: str) -> None:
+    """Warn, once per message."""
+    logger.warning(message)
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Set the level of a logger by its name; of this package's by default.
+
+    Raises:
+        ValueError: it is none.
+    """
+    level = log_levels.get(log_level_str.lower())
+    if level is None:
+        raise ConfigError(
+            f"{log_level_str!r} is not a log level", code="compat-argument", fix=f"Use one of {', '.join(log_levels)}."
+        )
+    (custom_logger or logger).setLevel(level)
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log what device and host hold, on rank 0; only with `force`, as upstream."""
+    if force and world_group().rank == 0:
+        stats, gib = get_accelerator().memory(), 2**30
+        logger.info(
+            "%s: %.2f GiB allocated (peak %.2f), %.2f reserved (peak %.2f), %.2f free of %.2f",
+            message, stats.allocated / gib, stats.peak / gib, stats.reserved / gib, stats.peak_reserved / gib,
+            stats.free / gib, stats.total / gib,
+        )  # fmt: skip
+
+
+def instrument_w_nvtx(func: F) -> F:
+    """Report a function's calls as spans of ds-monitor, which its sinks show."""
+
+    @functools.wraps(func)
+    def call(*args: Any, **options: Any) -> Any:
+        with ds_monitor.span(func.__qualname__):
+            return func(*args, **options)
+
+    return call  # type: ignore[return-value]

@@ -1,0 +1,1 @@
+"""Builders, files, devices, layers with codes."""

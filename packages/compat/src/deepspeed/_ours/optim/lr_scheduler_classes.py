@@ -1,0 +1,196 @@
+"""Upstream's scheduler classes: a schedule of ds-engine, attached to an optimizer."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, get_args
+
+import torch
+
+from deepspeed._ours.monitor.upstream_logging import logger
+from ds_engine import lr_schedules
+from ds_engine.lr_schedules import SCHEDULES, LRScheduler
+
+__all__ = [
+    "VALID_LR_SCHEDULES", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR",
+    "add_tuning_arguments", "get_config_from_args", "get_lr_from_config", "override_params", "parse_arguments",
+]  # fmt: skip
+
+VALID_LR_SCHEDULES = list(SCHEDULES)
+WARMUP_LOG_RATE = "log"
+
+
+class _ByKind(type):
+    """A scheduler that follows a schedule of the kind is an instance, whoever made it: `initialize` makes plain ones."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        kind = getattr(cls, "kind", None)
+        return super().__instancecheck__(instance) or (
+            isinstance(instance, LRScheduler) and kind is not None and type(instance.schedule) is kind
+        )
+
+
+class _Attached(LRScheduler, metaclass=_ByKind):
+    """A schedule by its parameters, writing into the groups of `optimizer`.
+
+    Args:
+        optimizer: Any torch optimizer.
+        last_batch_iteration: The t to begin after.
+        params: The schedule's own, as in the configuration; they are attributes, too. An unknown `warmup_type` is "log".
+    """
+
+    kind: type[lr_schedules.Schedule]
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, last_batch_iteration: int = -1, **params: Any) -> None:
+        if (shape := params.get("warmup_type", WARMUP_LOG_RATE)) not in ("log", "linear"):
+            logger.warning("warmup_type %r is unknown (log, linear): the rate rises as with log", shape)
+            params["warmup_type"] = WARMUP_LOG_RATE
+        super().__init__(self.kind(**params), optimizer.param_groups)
+        self.optimizer = optimizer
+        if last_batch_iteration >= 0:
+            self.step(last_batch_iteration)
+
+    def __getattr__(self, name: str) -> Any:
+        schedule = self.__dict__.get("schedule")
+        if schedule is None or name not in type(schedule).model_fields:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(schedule, name)
+
+    def step(self, last_batch_iteration: int | None = None, batch_iteration: int | None = None) -> None:
+        """Go to the next t, or to the one given, by either of upstream's names."""
+        super().step(batch_iteration if last_batch_iteration is None else last_batch_iteration)
+
+    def _each(self, value: float | tuple[float, ...]) -> list[float]:
+        return list(value) if isinstance(value, tuple) else [value] * len(self.optimizer.param_groups)
+
+
+class LRRangeTest(_Attached):
+    """`ds_engine.lr_schedules.LRRangeTest` on an optimizer."""
+
+    kind = lr_schedules.LRRangeTest
+
+
+class OneCycle(_Attached):
+    """`ds_engine.lr_schedules.OneCycle` on an optimizer."""
+
+    kind = lr_schedules.OneCycle
+
+    @property
+    def min_lrs(self) -> list[float]:
+        """Lowest rate of each parameter group."""
+        return self._each(self.cycle_min_lr)
+
+    @property
+    def max_lrs(self) -> list[float]:
+        """Highest rate of each parameter group."""
+        return self._each(self.cycle_max_lr)
+
+    @property
+    def total_size(self) -> float:
+        """Steps of a cycle."""
+        first, second = self.cycle_first_step_size, self.cycle_second_step_size
+        return float(first + (first if second is None else second))
+
+    @property
+    def step_ratio(self) -> float:
+        """Share of the cycle in which the rate rises."""
+        return float(self.cycle_first_step_size / self.total_size)
+
+
+class WarmupLR(_Attached):
+    """`ds_engine.lr_schedules.WarmupLR` on an optimizer."""
+
+    kind: type[lr_schedules.Schedule] = lr_schedules.WarmupLR
+
+    @property
+    def min_lrs(self) -> list[float]:
+        """Rate of each parameter group at the start."""
+        return self._each(self.warmup_min_lr)
+
+    @property
+    def max_lrs(self) -> list[float]:
+        """Rate of each parameter group after the warmup."""
+        high = self.warmup_max_lr
+        return [group["initial_lr"] for group in self.optimizer.param_groups] if high is None else self._each(high)
+
+    @property
+    def delta_lrs(self) -> list[float]:
+        """How much the rate of each parameter group rises."""
+        return [high - low for high, low in zip(self.max_lrs, self.min_lrs, strict=True)]
+
+
+class WarmupDecayLR(WarmupLR):
+    """`ds_engine.lr_schedules.WarmupDecayLR` on an optimizer."""
+
+    kind = lr_schedules.WarmupDecayLR
+
+
+class WarmupCosineLR(_Attached):
+    """`ds_engine.lr_schedules.WarmupCosineLR` on an optimizer."""
+
+    kind = lr_schedules.WarmupCosineLR
+
+    def get_lr_ratio(self) -> float:
+        """Share of the optimizer's own rate at the current step."""
+        return float(self.schedule.ratio(self.last_batch_iteration))  # type: ignore[attr-defined]
+
+
+def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--lr_schedule` and one argument for each parameter of a schedule, all None unless given; returns the parser."""
+    group = parser.add_argument_group("Convergence Tuning", "Convergence tuning configurations")
+    group.add_argument("--lr_schedule", type=str, default=None, help="LR schedule for training.")
+    known: set[str] = set()
+    for schedule in SCHEDULES.values():
+        for name, field in schedule.model_fields.items():
+            if name not in known:
+                known.add(name)
+                group.add_argument(f"--{name}", type=_reader(field.annotation), default=None, help=field.description)
+    return parser
+
+
+def _reader(annotation: Any) -> Callable[[str], Any]:
+    """Return the converter from an argument's text to a value of the parameter's type."""
+    kinds = get_args(annotation) or (annotation,)
+    if bool in kinds:
+        return lambda text: text.lower() in ("1", "true", "yes")
+    return int if int in kinds and float not in kinds else float if float in kinds else str
+
+
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+    """Parse the arguments of `add_tuning_arguments` from this program's; also return the remaining arguments."""
+    return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
+
+
+def override_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
+    """Put the parameters that were given as arguments into `params`."""
+    for schedule in SCHEDULES.values():
+        _override(schedule.model_fields, args, params)
+
+
+def _override(names: Iterable[str], args: argparse.Namespace, params: dict[str, Any]) -> None:
+    params.update({name: getattr(args, name) for name in names if getattr(args, name, None) is not None})
+
+
+def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
+    """Build the `scheduler` section from arguments, or return None and the reason for its absence."""
+    name = getattr(args, "lr_schedule", None)
+    if name is None:
+        return None, "--lr_schedule not specified on command line"
+    if name not in SCHEDULES:
+        return None, f"{name} is not supported LR schedule"
+    params: dict[str, Any] = {}
+    _override(SCHEDULES[name].model_fields, args, params)
+    return {"type": name, "params": params}, None
+
+
+def get_lr_from_config(config: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return the first learning rate of a `scheduler` section, or None and the reason for its absence."""
+    for key in ("type", "params"):
+        if key not in config:
+            return None, f"LR schedule {key} not defined in config"
+    name, params = config["type"], config["params"]
+    if name not in SCHEDULES:
+        return None, f"{name} is not a valid LR schedule"
+    keys = {"LRRangeTest": "lr_range_test_min_lr", "OneCycle": "cycle_max_lr"}
+    return params[keys.get(name, "warmup_max_lr")], ""

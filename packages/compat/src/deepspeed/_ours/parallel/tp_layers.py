@@ -1,0 +1,387 @@
+"""`deepspeed.module_inject.layers`: layers that are cut over tensor-parallel ranks, by upstream's classes.
+
+ds-parallel cuts a model in place, and `isinstance` says of its layers what upstream's classes would be. Programs that wrap a
+layer themselves get one of these: this rank's part of the weight, computed with the same collectives.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed._ours.base.raising import also
+from deepspeed._ours.parallel.tp_shards import get_shard_size_list
+from deepspeed._surface.constants import CHECKPOINT
+from ds_comm import Group, as_group
+from ds_comm.differentiable import copy, reduce
+from ds_comm.groups import self_group
+from ds_config.errors import PlanError, UnsupportedError
+from ds_parallel.tensor import DimShards, ShardKind, TensorParallelModel, kind_of, tensor_parallel_of, unsharded_params
+from ds_parallel.tensor.sharded_linear import ShardedLinear
+
+__all__ = [
+    "ColumnParallel", "GateUpPack_LinearLayer", "GatherReplacedLayerParams",
+    "LinearAllreduce", "LinearLayer", "LmHeadLinearAllreduce", "RowParallel", "SubParamLinearAllreduce",
+    "SubParamLinearLayer", "TensorParallel_Layer", "collect_autotp_universal_checkpoint_info", "conv_LinearLayer",
+    "dress", "fused_LinearLayer", "is_autotp_training_mode", "set_autotp_mode", "undress",
+]  # fmt: skip
+
+Sizes = Sequence[int | Sequence[int]]
+_training: list[bool] = [False]
+
+
+def set_autotp_mode(training: bool = False) -> None:
+    """Note whether layers are cut for training: what `is_autotp_training_mode` answers. `initialize` says so itself."""
+    _training[0] = bool(training)
+
+
+def is_autotp_training_mode() -> bool:
+    """Whether layers are cut for training."""
+    return _training[0]
+
+
+class ColumnParallel:
+    """`ColumnParallel.apply(group, x)`: `x` as it is; its gradients are summed over the group."""
+
+    @staticmethod
+    def apply(group: Any, x: Tensor) -> Tensor:
+        return x if group is None else copy(x, group)
+
+
+class RowParallel:
+    """`RowParallel.apply(group, x, is_inference_mode)`: the sum of every rank's `x`."""
+
+    @staticmethod
+    def apply(group: Any, x: Tensor, is_inference_mode: bool = False) -> Tensor:
+        del is_inference_mode  # a sum costs the same
+        return x if group is None else reduce(x, group)
+
+
+class _AlsoCut(type):
+    """Layers that ds-parallel has cut are instances of the class that says the same of them."""
+
+    kinds: tuple[ShardKind, ...] = ()
+    several: bool | None = None
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        if type.__instancecheck__(cls, instance):
+            return True
+        kind = kind_of(instance) if cls.kinds and isinstance(instance, nn.Module) else None
+        if kind not in cls.kinds:
+            return False
+        parts = len(vars(instance)["_ds_part"].cut.parts)
+        return cls.several is None or cls.several is (parts > 1)
+
+
+class TensorParallel_Layer(ShardedLinear, metaclass=_AlsoCut):  # noqa: N801  upstream's name
+    """A linear layer of which this rank holds a part.
+
+    Args:
+        module: The whole layer; its parameters become this one's, and are cut.
+        mp_group: torch's group of the ranks that share it; None: this rank alone.
+        skip_partition: Its parameters are this rank's part already.
+        options: `name`, which `get_shard_size_list` asks about; `gather_output` of column layers; `shape` and
+            `partition_dim` of those that are cut in parts.
+    """
+
+    kinds: tuple[ShardKind, ...] = (ShardKind.COLUMN, ShardKind.ROW)
+    partition_dim = 0
+    transposed = False
+    name: str | None
+
+    def __init__(self, module: nn.Module, mp_group: Any = None, skip_partition: bool = False, **options: Any) -> None:
+        group: Group = self_group("tensor") if mp_group is None else as_group(mp_group)
+        weight: nn.Parameter = module.weight  # type: ignore[assignment]
+        if self.transposed:
+            weight.data = weight.data.t().contiguous()
+        name, dim = options.get("name"), options.get("partition_dim", type(self).partition_dim)
+        size = weight.shape[dim] * (group.size if skip_partition else 1)
+        parts = self._part_sizes(size, options)
+        cut = _cut_of(dim, parts or (size,), group.size, name)
+        self.__dict__.update(_subparam_sizes=parts, name=name)
+        super().__init__(weight, getattr(module, "bias", None), cut, group, local=skip_partition)
+        self.mp_group, self.tp_world_size, self.tp_index = mp_group, group.size, group.rank
+        self.gather_output = bool(options.get("gather_output", False))
+        self.partition_dim = dim
+        for param in (self.weight, self.bias):
+            if param is not None:
+                self.config_tp_params(param)
+
+    def _part_sizes(self, size: int, options: dict[str, Any]) -> tuple[int, ...] | None:
+        """Return the sizes of the parts of the dim; None: it is laid out in another way."""
+        del options
+        return (size,)
+
+    def config_tp_params(self, param: nn.Parameter) -> None:
+        """Give a parameter the functions that programs call on it."""
+        param.tensor_model_parallel = self.sharded_dim(param) is not None  # type: ignore[attr-defined]
+        param.gather_params, param._tp_partition = self.gather_params, self._tp_partition  # type: ignore[attr-defined]
+
+    def gather_params(self, params: Iterable[nn.Parameter | None]) -> None:
+        """Let parameters be whole. Collective over the group."""
+        self._check_parts()
+        super().gather_params(params)
+
+    def shard_params(self, params: Iterable[nn.Parameter | None]) -> None:
+        """Keep this rank's part of whole parameters."""
+        self._check_parts()
+        super().shard_params(params)
+
+    def _check_parts(self) -> None:
+        if self.__dict__["_subparam_sizes"] is None:
+            raise UnsupportedError(
+                f"{self.name}: a fused weight that interleaves or replicates blocks cannot be put together by parts",
+                code="tensor-parts",
+                fix="Let the engine cut the model: `tensor_parallel` of the configuration knows such layers.",
+            )
+
+    def _tp_partition(self, params: Iterable[nn.Parameter | None]) -> None:
+        """Keep this rank's part of whole parameters."""
+        self.shard_params(params)
+
+
+def _cut_of(dim: int, sizes: Sequence[int], ranks: int, name: str | None) -> DimShards:
+    """Cut each part of a dim as `tp_shard`'s settings say now; later changes of them do not matter.
+
+    Raises:
+        PlanError: a rank would have none of one of several parts ("tensor-parts"); a RuntimeError, too.
+    """
+    parts, start = [], 0
+    for size in sizes:
+        widths = get_shard_size_list(size, ranks, name)
+        if len(sizes) > 1 and 0 in widths:
+            raise also(PlanError, RuntimeError)(
+                f"{name}: {ranks} ranks leave one with an empty query/key/value shard",
+                code="tensor-parts",
+                fix="Use fewer tensor-parallel ranks.",
+            )
+        parts.append(tuple(pairwise(accumulate(widths, initial=start))))
+        start += size
+    return DimShards(dim, start, tuple(parts))
+
+
+class LinearLayer(TensorParallel_Layer):
+    """Output features are cut; the input is whole."""
+
+    kinds: tuple[ShardKind, ...] = (ShardKind.COLUMN,)
+
+
+class LinearAllreduce(TensorParallel_Layer):
+    """Input features are cut; results are summed."""
+
+    kinds: tuple[ShardKind, ...] = (ShardKind.ROW,)
+    partition_dim = 1
+
+
+class LmHeadLinearAllreduce(LinearAllreduce):
+    """The same for an input that every rank has whole: each takes its part of it."""
+
+    kinds = ()
+    split_input = True
+
+
+class SubParamLinearLayer(LinearLayer):
+    """A fused weight: each of its parts is cut. `shape=(3, -1)`: three equal ones; `((q, k, v), -1)`: of these sizes."""
+
+    kinds: tuple[ShardKind, ...] = (ShardKind.COLUMN,)
+    several = True
+
+    def _part_sizes(self, size: int, options: dict[str, Any]) -> tuple[int, ...] | None:
+        return _sizes_of(options.get("shape"), size, options.get("partition_dim", self.partition_dim))
+
+
+class SubParamLinearAllreduce(LinearAllreduce):
+    """The same for input features."""
+
+    kinds: tuple[ShardKind, ...] = (ShardKind.ROW,)
+    several = True
+
+    def _part_sizes(self, size: int, options: dict[str, Any]) -> tuple[int, ...] | None:
+        return _sizes_of(options.get("shape"), size, options.get("partition_dim", self.partition_dim))
+
+
+class GateUpPack_LinearLayer(LinearLayer):  # noqa: N801  upstream's name
+    """Gate and up projection in one weight, behind each other."""
+
+    kinds = ()
+
+    def _part_sizes(self, size: int, options: dict[str, Any]) -> tuple[int, ...] | None:
+        return (size // 2, size // 2)
+
+
+class fused_LinearLayer(LinearLayer):  # noqa: N801  upstream's name
+    """Query, key and value in one weight, behind each other and of one size.
+
+    Args:
+        fused_module: What the layer is part of; its class says how its weight is laid out.
+    """
+
+    kinds = ()
+    _THIRDS = ("QWenBlock", "MPTBlock", "MptBlock", "BaichuanLayer", "DecoderLayer", "GPT2Block", "OPTDecoderLayer")
+
+    def __init__(self, module: nn.Module, mp_group: Any = None, skip_partition: bool = False, **options: Any) -> None:
+        self.__dict__["_fused"] = options.pop("fused_module", None)
+        super().__init__(module, mp_group, skip_partition, **options)
+
+    def _part_sizes(self, size: int, options: dict[str, Any]) -> tuple[int, ...] | None:
+        owner = self.__dict__["_fused"]
+        owner = getattr(owner, "module", owner)
+        known = owner is None or type(owner).__name__.lstrip("_") in self._THIRDS
+        return (size // 3,) * 3 if known and size % 3 == 0 else None
+
+    def shard_params(self, params: Iterable[nn.Parameter | None]) -> None:
+        """Keep this rank's part, and tell the attention module, which unpacks the output by its `split_size`."""
+        super().shard_params(params)
+        attention = getattr(self.__dict__["_fused"], "attn", None)
+        if attention is not None and hasattr(attention, "split_size"):
+            start, stop = self.cut.stretches(self.group.rank)[0]
+            attention.split_size = stop - start
+
+
+class conv_LinearLayer(LinearLayer):  # noqa: N801  upstream's name
+    """A `Conv1D` of transformers, whose weight is [in, out]."""
+
+    kinds = ()
+    transposed = True
+
+
+def _sizes_of(shape: Sizes | None, size: int, dim: int) -> tuple[int, ...]:
+    extent = None if shape is None or dim >= len(shape) else shape[dim]
+    if isinstance(extent, Sequence):
+        known = sum(part for part in extent if part != -1)
+        return tuple(size - known if part == -1 else part for part in extent)
+    equal = shape[0] if shape is not None and dim == 0 and isinstance(extent, int) and len(shape) > 1 else 1
+    if not isinstance(equal, int) or equal < 1 or size % equal:
+        raise PlanError(
+            f"a dim of {size} in the parts of shape {shape}", code="tensor-parts", fix="Give sizes that add up."
+        )
+    return (size // equal,) * equal
+
+
+# ---- layers that ds-parallel has cut
+
+
+_TOLD = ("name", "gather_output", "mp_group", "tp_world_size", "tp_index")
+_GIVEN = ("tensor_model_parallel", "gather_params", "_tp_partition")
+
+
+def dress(model: nn.Module) -> None:
+    """Give the layers of a cut model, and their parameters, the attributes that upstream's have."""
+    cut = tensor_parallel_of(model)
+    if cut is None:
+        return
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for decision in cut.plan.cut:
+        attributes, group = modules[decision.name].__dict__, cut.group
+        layer_values = (decision.name, decision.gather_output, group.pg, group.size, group.rank)
+        attributes.update({key: value for key, value in zip(_TOLD, layer_values, strict=True) if key not in attributes})
+        attributes["_dressed"] = True
+    for name, shard in cut.shards.items():
+        saved: list[Tensor] = []
+        values = (True, partial(_make_whole, cut, name, saved), partial(_cut_again, cut, name, saved))
+        vars(shard.param).update(zip(_GIVEN, values, strict=True))
+
+
+def undress(model: nn.Module) -> None:
+    """Take the attributes back."""
+    for module in model.modules():
+        attributes = vars(module)
+        for key in _TOLD if attributes.pop("_dressed", False) else ():
+            attributes.pop(key, None)
+        for param in module.parameters(recurse=False):
+            if isinstance(vars(param).get("gather_params"), partial):
+                for key in _GIVEN:
+                    vars(param).pop(key, None)
+
+
+@torch.no_grad()
+def _make_whole(cut: TensorParallelModel, name: str, saved: list[Tensor], params: Iterable[nn.Parameter]) -> None:
+    if not saved:
+        for param in params:
+            saved.append(param.data)
+            param.data = cut.whole(name)
+
+
+@torch.no_grad()
+def _cut_again(cut: TensorParallelModel, name: str, saved: list[Tensor], params: Iterable[nn.Parameter]) -> None:
+    shard = cut.shards[name]
+    for param in params:
+        start, stop = shard.cut.parts[shard.part][cut.group.rank]
+        local = param.data.narrow(shard.cut.dim, start, stop - start)
+        if saved:
+            param.data = saved.pop().copy_(local)
+        else:
+            param.data = local.contiguous()
+
+
+def GatherReplacedLayerParams(  # noqa: N802  upstream's name
+    params: nn.Parameter | Iterable[nn.Parameter], module: nn.Module, enabled: bool = True
+) -> AbstractContextManager[Any]:
+    """Gather `params` of a tensor-parallel model inside the context, as full tensors. Collective over its ranks."""
+    selected = [params] if isinstance(params, nn.Parameter) else list(params)
+    if not enabled:
+        return nullcontext()
+    layers = [layer for layer in module.modules() if type.__instancecheck__(TensorParallel_Layer, layer)]
+    return _Gathered(selected, layers) if layers else unsharded_params(selected, tensor_parallel_of(module))  # type: ignore[arg-type]
+
+
+class _Gathered(AbstractContextManager[None]):
+    def __init__(self, params: list[nn.Parameter], layers: list[TensorParallel_Layer]) -> None:
+        self._owners: list[tuple[TensorParallel_Layer, nn.Parameter]] = [
+            (layer, param)
+            for layer in layers
+            for param in layer.parameters(recurse=False)
+            if any(param is p for p in params)
+        ]
+
+    def __enter__(self) -> None:
+        for layer, param in self._owners:
+            layer.gather_params([param])
+
+    def __exit__(self, *error: object) -> None:
+        for layer, param in self._owners:
+            layer._tp_partition([param])
+
+
+def collect_autotp_universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
+    """Collect the metadata of universal checkpoints: the parameters sharded by rows, and the replicated parameters."""
+    rows: list[str] = []
+    whole: list[str] = []
+    vocabulary: dict[str, int] = {}  # with its tokens
+    cut = tensor_parallel_of(model)
+    shards: dict[str, Any] = {} if cut is None else dict(cut.shards)
+    for path, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            full = f"{path}.{name}" if path else name
+            dim = _cut_dim(module, param, full, shards)
+            pattern = rf"^{re.escape(full)}$"
+            if dim is None:
+                whole.append(pattern)
+            elif dim == 1:
+                rows.append(pattern)
+            elif isinstance(module, nn.Embedding) or (name == "weight" and getattr(module, "gather_output", False)):
+                vocabulary[pattern] = shards[full].shape[0] if full in shards else len(param)
+    sizes = {str(CHECKPOINT["ORIGINAL_VOCAB_SIZE"]): max(vocabulary.values())} if vocabulary else {}
+    return {
+        str(CHECKPOINT["UNIVERSAL_CHECKPOINT_VERSION_KEY"]): CHECKPOINT["UNIVERSAL_CHECKPOINT_VERSION_VALUE"],
+        str(CHECKPOINT["PARAMETER_WITH_ROW_PARALLELISM_PATTERNS"]): rows,
+        str(CHECKPOINT["TP_REPLICATED_PARAMETER_PATTERNS"]): whole,
+        str(CHECKPOINT["VOCABULARY_PARAMETER_PATTERNS"]): list(vocabulary),
+        **sizes,
+    }
+
+
+def _cut_dim(module: nn.Module, param: nn.Parameter, full: str, shards: dict[str, Any]) -> int | None:
+    if type.__instancecheck__(TensorParallel_Layer, module):
+        layer: TensorParallel_Layer = module  # type: ignore[assignment]
+        return layer.sharded_dim(param)
+    if full in shards:
+        return int(shards[full].cut.dim)
+    return None

@@ -1,0 +1,1 @@
+"""`deepspeed.zero`, loss scales, optimizers of sharded models."""

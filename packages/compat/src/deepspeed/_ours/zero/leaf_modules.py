@@ -1,0 +1,120 @@
+"""Modules whose whole subtree is one unit at stage 3: `deepspeed.utils.set_z3_leaf_modules` and its like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from ds_config.errors import ConfigError
+
+__all__ = [
+    "get_z3_leaf_modules", "mark_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module", "z3_leaf_parameter",
+]  # fmt: skip
+
+_LEAF = "_z3_leaf"
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Set whether a module's whole subtree is a single unit at stage 3. A hint: results do not depend on the flag."""
+    setattr(model, _LEAF, flag)
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether it was said."""
+    return bool(getattr(model, _LEAF, False))
+
+
+def z3_leaf_parameter(model: nn.Parameter) -> bool:
+    """Whether a parameter belongs to a leaf module; upstream marks parameters, here modules are."""
+    return bool(getattr(model, "ds_z3_leaf_module", False))
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """List all leaf modules of a model."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Make all modules of these classes (or class names) leaves.
+
+    Raises:
+        ValueError: there is none ("compat-leaf").
+    """
+    wanted = list(leaf_module_classes)
+
+    def fits(name: str, module: nn.Module) -> bool:
+        del name
+        kind = type(module)
+        names = {kind.__name__, kind.__qualname__, f"{kind.__module__}.{kind.__qualname__}"}
+        return any(isinstance(module, cls) if isinstance(cls, type) else cls in names for cls in wanted)
+
+    return _flag(model, fits, f"classes {wanted}", raise_if_not_found, True)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[type], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Clear the leaf mark of modules of these classes, and return the modules."""
+    wanted = tuple(leaf_module_classes)
+    return _flag(model, lambda name, module: isinstance(module, wanted), f"classes {wanted}", raise_if_not_found, False)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Make the modules of these qualified names leaves; those, and the names that no module has."""
+    names = list(module_names)
+    return _flag_by_text(model, names, "names", raise_if_not_found, str.__eq__)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Make the modules whose qualified name ends so leaves; those, and the ends that no name has."""
+    ends = list(module_name_suffixes)
+    return _flag_by_text(model, ends, "suffixes", raise_if_not_found, str.endswith)
+
+
+def _flag_by_text(
+    model: nn.Module, texts: list[str], what: str, required: bool, fits: Callable[[str, str], bool]
+) -> tuple[list[nn.Module], list[str]]:
+    names = [name for name, _ in model.named_modules()]
+    missing = [text for text in texts if not any(fits(name, text) for name in names)]
+    flagged = _flag(
+        model,
+        lambda name, module: any(fits(name, text) for text in texts),
+        f"{what} {texts}",
+        required and bool(texts),
+        True,
+    )
+    return flagged, missing
+
+
+def mark_leaf_modules(model: nn.Module, section: Any) -> None:
+    """Mark the leaf modules of `zero_optimization.leaf_module`.
+
+    A name that matches nothing is no error, since the defaults name many models.
+    """
+    set_z3_leaf_modules(model, section.classes, raise_if_not_found=False)
+    set_z3_leaf_modules_by_name(model, section.names, raise_if_not_found=False)
+    set_z3_leaf_modules_by_suffix(model, section.name_suffixes, raise_if_not_found=False)
+
+
+def _flag(
+    model: nn.Module, fits: Callable[[str, nn.Module], bool], what: str, required: bool, flag: bool
+) -> list[nn.Module]:
+    matches = [module for name, module in model.named_modules() if fits(name, module)]
+    if required and not matches:
+        raise ConfigError(
+            f"{type(model).__name__} has no modules of {what}",
+            code="compat-leaf",
+            fix="Check with model.named_modules().",
+        )
+    for module in matches:
+        set_z3_leaf_module(module, flag)
+    return matches

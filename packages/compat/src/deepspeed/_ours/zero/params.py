@@ -1,0 +1,133 @@
+"""The attributes that clients read on the parameters of a stage 3 model: ds_id, ds_shape, ds_numel, ds_status, ds_tensor.
+
+A parameter of ours has its true shape at all times and changes its class when it is released, so `ds_status` is a small
+object that looks at the parameter when it is compared. It equals the member of `ZeroParamStatus` that it stands for.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+
+from deepspeed._ours.base.config_translation import reads
+from ds_zero import ShardedModel, ShardedParameter, safe_get_local_fp32_param
+from ds_zero.runtime.init_shards import chunk_of
+
+__all__ = [
+    "Status", "ZeroParamStatus", "ZeroParamType", "get_allgather_dtype", "is_zero_param", "mark", "mark_scattered", "unmark",
+]  # fmt: skip
+
+_NAMES = (
+    "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist", "ds_active_sub_modules", "partition_numel",
+)  # fmt: skip
+_ids = itertools.count()
+
+
+class ZeroParamStatus(enum.Enum):
+    """Whether this rank holds a parameter whole."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+ZeroParamType = enum.Enum("ZeroParamType", "NORMAL PARTITIONED REMOTE")
+
+
+class Status:
+    """The status of one parameter, read when it is asked for. Equal to a `ZeroParamStatus`; pickles as one."""
+
+    __slots__ = ("_param",)
+
+    def __init__(self, param: Parameter) -> None:
+        self._param = weakref.ref(param)
+
+    @property
+    def now(self) -> ZeroParamStatus:
+        """What it is at this moment."""
+        return ZeroParamStatus.NOT_AVAILABLE if type(self._param()) is ShardedParameter else ZeroParamStatus.AVAILABLE
+
+    name = reads("now.name", "As an enum member has it.")
+    value = reads("now.value", "As an enum member has it.")
+
+    def __eq__(self, other: object) -> bool:
+        return self.now is (other.now if isinstance(other, Status) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.now)
+
+    def __repr__(self) -> str:
+        return repr(self.now)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Status:
+        param: Any = self._param()
+        return Status(memo.get(id(param), param))
+
+    def __reduce__(self) -> tuple[Callable[[int], ZeroParamStatus], tuple[int]]:
+        return ZeroParamStatus, (self.value,)
+
+
+def mark(sharding: ShardedModel) -> None:
+    """Give every parameter of a stage 3 model its attributes. Other stages have none, as upstream."""
+    if not sharding.options.residency.shard_params:
+        return
+    for unit in sharding.units:
+        for param in unit.params:
+            _set(param, safe_get_local_fp32_param(param), sharding.group.size, persists=not unit.releases)
+
+
+def mark_scattered(param: Parameter, ranks: int) -> None:
+    """Set upstream's attributes on a parameter that `zero.Init` has sharded over `ranks`.
+
+    Does nothing for a parameter that has the attributes.
+    """
+    if not is_zero_param(param):
+        _set(param, chunk_of(param), ranks, persists=False)
+
+
+def _set(param: Parameter, local: Tensor | None, ranks: int, *, persists: bool) -> None:
+    if local is not None:
+        local.ds_numel, local.status = local.numel(), ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+    values: dict[str, Any] = {
+        "ds_id": param.__dict__.get("ds_id", next(_ids)),
+        "ds_shape": param.shape,
+        "ds_numel": param.numel(),
+        "ds_status": Status(param),
+        "ds_tensor": local,
+        "ds_persist": persists,
+        "ds_active_sub_modules": set(),
+        "partition_numel": partial(_share, param.numel(), ranks),
+    }
+    for name, value in values.items():
+        setattr(param, name, value)
+
+
+def unmark(model: nn.Module) -> None:
+    """Take the attributes of `mark` away."""
+    for param in model.parameters():
+        for name in _NAMES:
+            param.__dict__.pop(name, None)
+
+
+def is_zero_param(parameter: object) -> bool:
+    """Whether a parameter is one of a stage 3 model."""
+    return hasattr(parameter, "ds_id")
+
+
+def get_allgather_dtype(param: Parameter, param_ds_tensor: Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's all-gather: its compute dtype, whatever its master's dtype is."""
+    del param_ds_tensor
+    return param.dtype
+
+
+def _share(numel: int, ranks: int) -> int:
+    """Return the elements of a rank's shard of an even split, as upstream counts elements."""
+    return -(-numel // ranks)

@@ -1,0 +1,243 @@
+"""`deepspeed.zero`: gathered access and `Init` under upstream's signatures."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import Parameter
+
+import ds_zero
+from deepspeed._ours.base.raising import also, raising
+from deepspeed._ours.comm.comm import init_distributed
+from deepspeed._ours.zero.init_buffers import BufferFormat
+from deepspeed._ours.zero.params import mark_scattered
+from ds_comm import as_group
+from ds_config import read
+from ds_config.errors import ConfigError, PlanError, ShardedAccessError
+from ds_engine import load_config
+from ds_engine.mixed_precision import Casting, casting_of
+
+__all__ = [
+    "GatheredParameters", "Init", "MiCS_Init", "TiledLinear", "register_external_parameter",
+    "restore_init_context", "shutdown_init_context", "single_rank_error", "unregister_external_parameter",
+    "zero_wrapper_for_fp_tensor_constructor",
+]  # fmt: skip
+
+_log = logging.getLogger("DeepSpeed")
+_orig_torch_arange = torch.arange
+register_external_parameter = ds_zero.register_external_parameter
+unregister_external_parameter = ds_zero.unregister_external_parameter
+
+
+@contextmanager
+def GatheredParameters(  # noqa: N802  upstream's name
+    params: Iterable[Parameter] | Parameter | nn.Module,
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """Gather `params` inside the context, as full tensors. Collective. See `ds_zero.GatheredParameters`.
+
+    A change without `modifier_rank` is dropped with a warning, where ds-zero raises. Contexts may be nested.
+    """
+    try:
+        with ds_zero.GatheredParameters(params, modifier_rank, fwd_module, enabled):
+            yield
+    except ShardedAccessError as error:
+        if error.code != "sharded-write":
+            raise
+        _log.warning("%s", error)
+
+
+def single_rank_error(
+    dp_world_size: int, explicit_process_group: Any, env: Mapping[str, str] | None = None
+) -> str | None:
+    """Return an error text if a launcher started several ranks but the world size is 1; else None.
+
+    Such a rank would hold a model unsharded.
+    """
+    world_size = str((os.environ if env is None else env).get("WORLD_SIZE"))
+    if dp_world_size != 1 or explicit_process_group is not None or not world_size.isdecimal() or int(world_size) <= 1:
+        return None
+    return f"zero.Init before init_distributed(): WORLD_SIZE={world_size}, and the process group has one rank"
+
+
+class Init(ds_zero.Init):
+    """Inside, models are cut over the ranks while they are built: no process ever holds one whole. Collective.
+
+    `GatheredParameters` makes parameters whole again, `deepspeed.initialize` takes them over. Nothing in torch is replaced and no
+    random number is drawn. Makes the process group if there is none.
+
+    Args:
+        module: A model that is there already: cut at once.
+        data_parallel_group, sequence_data_parallel_group: Ranks to cut over; all by default.
+        config_dict_or_path, config: Says the format of floating-point parameters: fp32, or what bf16 or fp16 enable. Without it
+            they keep the format they are made in. Nothing else of it is read, so it may hold "auto". Buffers that torch's constructors make
+            have the format, too, see `BufferFormat`.
+        enabled: False does nothing.
+        dtype: The format, whatever the configuration says.
+        others: Where upstream puts the parts; here they stay on the device that the model is made on.
+    """
+
+    def __init__(
+        self, module: nn.Module | None = None, data_parallel_group: Any = None, mem_efficient_linear: bool = True,
+        remote_device: str | None = None, pin_memory: bool = False, config_dict_or_path: Any = None, config: Any = None,
+        enabled: bool = True, dtype: torch.dtype | None = None, mpu: Any = None, sequence_data_parallel_group: Any =
+        None, **others: Any,
+    ) -> None:  # fmt: skip
+        del mem_efficient_linear, remote_device, pin_memory, mpu, others
+        if enabled:
+            init_distributed()
+        self._ranks = as_group(data_parallel_group or sequence_data_parallel_group)
+        wrong = (
+            single_rank_error(self._ranks.size, data_parallel_group or sequence_data_parallel_group)
+            if enabled
+            else None
+        )
+        if wrong is not None:
+            raise also(PlanError, RuntimeError)(
+                wrong, code="compat-call-order", fix="Call deepspeed.init_distributed() first."
+            )
+        source = config if config_dict_or_path is None else config_dict_or_path
+        super().__init__(
+            group=self._ranks, enabled=enabled, dtype=_format(source) if dtype is None and enabled else dtype
+        )
+        narrow = self.enabled and self.dtype in (torch.bfloat16, torch.float16)
+        self._buffers = (
+            BufferFormat(self.dtype, _fp32_buffers(source, self.dtype)) if narrow and self.dtype is not None else None
+        )
+        if module is not None and enabled:
+            self.cut(module)
+
+    def __enter__(self) -> Init:
+        _entered.append(self)
+        super().__enter__()
+        if self._buffers is not None:
+            self._buffers.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        if self._buffers is not None:
+            self._buffers.__exit__(*raised)
+        _entered.remove(self)
+        super().__exit__(*raised)
+
+    def pause(self) -> None:
+        """Stop sharding new modules, and casting their buffers, until `go_on` is called."""
+        super().pause()
+        if self._buffers is not None:
+            self._buffers.active = False
+
+    def go_on(self) -> None:
+        """Cut what is made from here on."""
+        super().go_on()
+        if self._buffers is not None:
+            self._buffers.active = True
+
+    def on_sharded(self, param: Parameter) -> None:
+        """Give it the attributes that clients read."""
+        mark_scattered(param, self._ranks.size)
+
+
+_entered: list[Init] = []
+"""The contexts that this process is in, for those who make something apart inside of them."""
+
+
+class MiCS_Init(Init):  # noqa: N801  upstream's name
+    """`Init` for a model that is then sharded over `mics_shard_size` ranks. Until then all ranks share one copy.
+
+    Raises:
+        ConfigError: the configuration has no `mics_shard_size` ("compat-argument").
+    """
+
+    def __init__(self, module: nn.Module | None = None, *args: Any, **options: Any) -> None:
+        super().__init__(module, *args, **options)
+        bound = inspect.signature(Init).bind(module, *args, **options).arguments
+        source = bound.get("config_dict_or_path", bound.get("config"))
+        section = {} if source is None else read(source).data.get("zero_optimization", {})
+        if self.enabled and int(section.get("mics_shard_size", -1)) < 1:
+            raise ConfigError(
+                f"MiCS_Init with zero_optimization.mics_shard_size = {section.get('mics_shard_size')}",
+                code="compat-argument",
+                fix="Set it in the configuration that MiCS_Init and initialize get, or use zero.Init.",
+            )
+
+
+def _format(source: Any) -> torch.dtype | None:
+    if source is None:
+        return None
+    document = read(source).data
+    for names, dtype in ((("bf16", "bfloat16"), torch.bfloat16), (("fp16",), torch.float16)):
+        if any(isinstance(document.get(name), Mapping) and document[name].get("enabled") is True for name in names):
+            return dtype
+    return torch.float32
+
+
+def _fp32_buffers(source: Any, dtype: torch.dtype) -> Casting:
+    """Return which buffers of a narrow model are fp32, from the configuration or from what a model says of itself."""
+    section = read(source).data.get("data_types") if source is not None else None
+    names = section.get("keep_in_fp32_modules", "auto") if isinstance(section, Mapping) else "auto"
+    low = {"fp16" if dtype is torch.float16 else "bf16": {"enabled": True}}
+    config: Mapping[str, Any] = {**low, "data_types": {"keep_in_fp32_modules": names}, "train_batch_size": 1}
+    return casting_of(load_config(dict(config)))
+
+
+class TiledLinear(ds_zero.TiledLinear):
+    """`ds_zero.TiledLinear` with upstream's arguments.
+
+    Args:
+        input_is_already_split: The input is a list of `in_splits` tensors.
+        combine_out_splits: The output is one tensor, not a list of `out_splits`.
+        linear_cls: Class of a tile; called with `linear_kwargs`.
+        init_linear: A whole layer to take the values of.
+    Raises:
+        PlanError: more tiles than features ("tiled-splits"); a RuntimeError, too.
+    """
+
+    @raising(RuntimeError)
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, in_splits: int = 1, out_splits: int = 1,
+        input_is_already_split: bool = False, combine_out_splits: bool = True, linear_cls: type[nn.Module] = nn.Linear,
+        init_linear: nn.Linear | None = None, **linear_kwargs: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            in_features,
+            out_features,
+            bias,
+            in_splits,
+            out_splits,
+            layer=partial(linear_cls, **linear_kwargs),
+            split_input=input_is_already_split,
+            join_output=combine_out_splits,
+        )
+        if init_linear is not None:
+            self.copy_params_from(init_linear)
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], target_fp_dtype: torch.dtype) -> Callable[..., Any]:
+    """Return the constructor itself: `Init` replaces nothing in torch.
+
+    Clients assign this name and read its value again.
+    """
+    del target_fp_dtype
+    return fn
+
+
+def shutdown_init_context() -> None:
+    """Pause all entered `Init` contexts: parameters created until `restore_init_context` are not sharded."""
+    for context in _entered:
+        context.pause()
+
+
+def restore_init_context() -> None:
+    """Resume the `Init` contexts that `shutdown_init_context` paused."""
+    for context in _entered:
+        context.go_on()

@@ -1,0 +1,245 @@
+"""The sharded optimizer with the names that clients look for on upstream's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ds_zero
+from deepspeed._ours.base.config_translation import reads
+from deepspeed._ours.zero.scalers import EngineLossScaler
+from ds_config.errors import ConfigError
+from ds_zero import ShardedModel, ShardedOptimizer, ShardOptions, safe_get_local_grad
+
+__all__ = ["DeepSpeedZeroOptimizer", "OffloadsStates", "ParameterOffload", "kinds_of", "unwrap_model_for_generation"]
+
+_KINDS = {
+    "optim_states": "optimizer",
+    "hp_params": "masters",
+    "lp_params": "parameters",
+    "lp_grads": "gradients",
+    "contiguous_grad_buffer": "gradients",
+}
+
+
+def kinds_of(include: Collection[Any] | None, device: Any) -> frozenset[str]:
+    """Return ds-zero's names of the states that `offload_states` is to move.
+
+    Args:
+        include: Of `OffloadStateTypeEnum`, or their values; None is all.
+        device: The host; files are not supported.
+    Raises:
+        ConfigError: another device ("compat-offload").
+    """
+    target = str(getattr(device, "value", device))
+    if target != "cpu":
+        raise ConfigError(f"offload_states(device={target!r})", code="compat-offload", fix='Use "cpu".')
+    selected = _KINDS if include is None else {str(getattr(kind, "value", kind)) for kind in include}
+    return frozenset(_KINDS[kind] for kind in selected)
+
+
+class OffloadsStates:
+    """`offload_states` and `reload_states` with upstream's arguments, for the engine and for its optimizer."""
+
+    def _holder(self) -> ShardedOptimizer | ShardedModel:
+        """Return the owner of the state: the optimizer, or the sharded model where there is none."""
+        raise TypeError(f"{type(self).__name__} does not say what holds its state")
+
+    def offload_states(
+        self, include: Collection[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool =
+        False,
+    ) -> None:  # fmt: skip
+        """Move state to the host until `reload_states`. See `kinds_of`."""
+        del non_blocking
+        holder = self._holder()
+        away = holder.away if isinstance(holder, ShardedModel) else holder.sharding.away
+        holder.suspend(kinds_of(include, device) - {gone.kind for gone in away}, pin_memory=pin_memory)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` moved."""
+        del non_blocking
+        self._holder().resume()
+
+
+class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
+    """`ds_zero.ShardedOptimizer` under upstream's names: one class for every stage and format.
+
+    Attributes:
+        parameter_offload: At stage 3, what clients take the forward hooks away with; there is none at other stages.
+        loss_scaler, loss_scale_config: The loss scale, and the rule by which it changes.
+    """
+
+    def __init__(self, model: nn.Module, inner: torch.optim.Optimizer, options: ShardOptions) -> None:
+        super().__init__(model, inner, options)
+        if options.residency.shard_params:
+            self.parameter_offload = ParameterOffload(self)
+        self.loss_scaler = EngineLossScaler(self.sharding.precision.scale, lambda: self._scale)
+        self.loss_scale_config = self.loss_scaler
+
+    def _holder(self) -> ShardedOptimizer:
+        return self
+
+    optimizer = reads("inner", "The optimizer that was wrapped.")
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because a gradient was not finite."""
+        return self.last is not None and self.last.skipped
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by; 1 without fp16."""
+        return 1.0 if self._scale is None else self._scale.scale
+
+    cur_scale = reads("loss_scale", "`loss_scale`.")
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale changes by itself."""
+        return self.sharding.precision.scale is not None and self.sharding.precision.scale.static is None
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        return None if self.last is None else self.last.norm
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[Tensor]:
+        """This rank's shard of every unit, in master format: the tensors that training writes to."""
+        trained = [unit for unit in self.sharding.units if unit.spec.trained]
+        for unit in trained:
+            unit.state_store.fetch()
+        return [unit.shard for unit in trained]
+
+    @property
+    def accumulated_grads_in_cpu(self) -> dict[int, Tensor]:
+        """This rank's elements of the gradients so far, by number of the parameter, where state is offloaded; copies.
+
+        Raises:
+            AttributeError: it is not, as upstream has it.
+        """
+        trained = [unit for unit in self.sharding.units if unit.spec.trained]
+        if all(unit.plan.offload_optimizer == "device" for unit in trained):
+            raise AttributeError("accumulated_grads_in_cpu: optimizer state is not offloaded")
+        numbered = enumerate(safe_get_local_grad(param) for unit in trained for param in unit.params)
+        return {number: grad for number, grad in numbered if grad is not None}
+
+    single_partition_of_fp32_groups = reads(
+        "fp32_partitioned_groups_flat", "`fp32_partitioned_groups_flat`, under its name at stages 1 and 2."
+    )
+
+    @property
+    def fp16_groups(self) -> list[list[nn.Parameter]]:
+        """The model's trained parameters, unit by unit."""
+        return [list(unit.params) for unit in self.sharding.units if unit.spec.trained]
+
+    bit16_groups = fp16_groups
+
+    def _set_fp32_optimizer_param_groups(self) -> None:
+        """Do nothing: the state of `optimizer` can always be read.
+
+        Programs that read that state at stage 3 call this before.
+        """
+
+    def _clear_fp32_optimizer_param_groups(self) -> None:
+        """Do nothing: `_set_fp32_optimizer_param_groups` set nothing to clear."""
+
+    def needs_scaler(self) -> bool:
+        """Whether a loss must go through `engine.scale` before a plain `backward()`."""
+        return self.sharding.precision.scale is not None
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        return [float(group["lr"]) for group in self.param_groups]
+
+    def set_lr(self, lr: float) -> None:
+        """Give every parameter group this learning rate."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """`scale(loss).backward()`."""
+        self.scale(loss).backward(retain_graph=retain_graph)
+
+
+class ParameterOffload:
+    """How clients run a stage 3 model without hooks: they remove `forward_hooks` and later register the module again.
+
+    It is done while every parameter is gathered (`GatheredParameters` around it), so nothing is lost by it.
+    """
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self._runtime = optimizer.sharding.runtime
+        self.module = ModuleView(optimizer.sharding.model)
+        self.backward_hooks: list[Any] = []
+        self._register_deepspeed_module(self.module)
+
+    def _register_deepspeed_module(self, module: object) -> None:
+        """Put back the hooks that `remove` took away."""
+        del module
+        for hook in getattr(self, "_given", ()):
+            hook.back()
+        self.forward_hooks: list[Any] = [_Hooks(self._runtime.paused)]
+        self._original_hooks = tuple(self.forward_hooks)  # clients reassign the list after removing
+
+
+@contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """Unwrap a model with `ds_zero.unwrap_model_for_generation`.
+
+    Inside the context an engine's optimizer shows no forward hooks.
+    """
+    shown = getattr(getattr(model, "optimizer", None), "parameter_offload", None)
+    hooks: list[Any] = [] if shown is None else shown.forward_hooks
+    with ds_zero.unwrap_model_for_generation(model) as plain:
+        if shown is not None:
+            shown.forward_hooks = []
+        try:
+            yield plain
+        finally:
+            if shown is not None:
+                shown.forward_hooks = hooks
+
+
+class ModuleView:
+    """The model as upstream's coordinator shows it: its parameters, and no external ones beside them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:
+        """Iterate over the model's parameters with their names, as a module does."""
+        return self._model.named_parameters(prefix, recurse)
+
+    def ds_external_parameters(self) -> Any:
+        """Return an empty iterator: a parameter used outside its module is gathered on access."""
+        return iter(())
+
+    def parameters(self, recurse: bool = True) -> Any:
+        """Iterate over the model's parameters, as a module does."""
+        return (param for _, param in chain(self.named_parameters(recurse=recurse), self.ds_external_parameters()))
+
+
+class _Hooks:
+    """All hooks of a model as one handle."""
+
+    def __init__(self, paused: Any) -> None:
+        self._paused = paused
+        self._stack: ExitStack | None = None
+
+    def remove(self) -> None:
+        """Take them away, until `back`."""
+        if self._stack is None:
+            self._stack = ExitStack()
+            context: AbstractContextManager[Any] = self._paused()
+            self._stack.enter_context(context)
+
+    def back(self) -> None:
+        """Put them back."""
+        if self._stack is not None:
+            self._stack.close()
+            self._stack = None
