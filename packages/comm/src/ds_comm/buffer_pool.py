@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_accel import streams
+
 __all__ = ["BufferPool"]
 
 
@@ -41,7 +43,7 @@ class BufferPool:
 
     def give(self, buffer: Tensor) -> None:
         """Return a buffer that `take` handed out."""
-        if buffer.device.type != "cpu":
+        if buffer.device.type != "cpu" or streams.is_device_memory(buffer):
             self.bytes -= buffer.nbytes
             return
         self._idle.setdefault((buffer.numel(), buffer.dtype, buffer.device), []).append(buffer)

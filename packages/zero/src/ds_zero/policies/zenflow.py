@@ -249,6 +249,14 @@ class ZenFlowUpdater(Updater):
         asks = self._calendar.chooses() or self.options.interval == 0
         return self._calendar.step < self.options.warm_up or not asks
 
+    def reads_host_gradients(self, unit: Unit) -> bool:
+        """Return False: gradients are multiplied and cut up, in the format in which they add up."""
+        return False
+
+    def writes_copies(self) -> bool:
+        """Return False: what the optimizer writes is restored in part."""
+        return False
+
     def early(self, unit: Unit, grads: Mapping[Tensor, Tensor], factor: float) -> None:
         calendar, inner = replace(self._calendar), self.inner
         plan = calendar.next()

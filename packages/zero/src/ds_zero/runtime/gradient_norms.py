@@ -228,7 +228,11 @@ class GradientMeasurements:
             factor, known = self._remaining(unit), unit.gradients.measured
             members = {info.name: i for i, info in enumerate(unit.spec.params)}
             of_unit = [
-                (factor * factor / unit.groups.counts, abs(factor), self.agreement.tensors[unit.number, members[p.name]])
+                (
+                    factor * factor / unit.groups.counts,
+                    abs(factor),
+                    self.agreement.tensors[unit.number, members[p.name]],
+                )
                 for p in unit.owned
                 if p.interval.numel
             ]

@@ -23,13 +23,15 @@ from torch.nn.parameter import Parameter
 
 import ds_comm as comm
 from ds_accel import streams
+from ds_accel.streams import DeviceEvent
 from ds_comm.hierarchical import HierarchicalGather
 from ds_config.errors import PlanError
 from ds_zero._torch import storage_uses
 from ds_zero.layout.elements import ParamPiece, ParamSlot, UnitLayout, gaps_between
-from ds_zero.layout.shard_options import PLAIN, CommFormat
+from ds_zero.layout.shard_options import PLAIN, CommFormat, OffloadPolicy
 from ds_zero.layout.unit_plan import ParamStorage, UnitPlan
 from ds_zero.offload.state_stores import OptimizerStateStore, ParamStore, make_param_store
+from ds_zero.offload.weight_copies import WeightCopies, crosses_link
 from ds_zero.runtime.init_shards import is_scattered
 from ds_zero.runtime.sharded_parameter import release, restore
 from ds_zero.runtime.unit_groups import GroupSet, Secondary
@@ -82,6 +84,7 @@ class PrivateStorage:
         self._unit, self._layout = unit, unit.plan.layout
         self._works: list[comm.Work] = []
         self.sent: Tensor | None = None
+        self._arrived: DeviceEvent | None = None  # new values, which a stream of their own brings
         self.coarse = False
         self.full = self._allocate()
 
@@ -127,8 +130,15 @@ class PrivateStorage:
             exact: Send no codes.
         """
         del exact
+        self.await_weights()
         if self._layout.world > 1:
             self._gather(channel, PLAIN)
+
+    def await_weights(self) -> None:
+        """Let the current stream wait for new values that are on their way from the host."""
+        arrived, self._arrived = self._arrived, None
+        if arrived is not None:
+            arrived.wait(streams.current_stream(self._unit.device))
 
     def _gather(self, channel: comm.Group | None, wire: CommFormat) -> None:
         group_set = self._unit.groups
@@ -196,17 +206,54 @@ class PrivateStorage:
 
     # ---- updates and edits
 
-    def publish(self) -> None:
-        """Copy the shard's values, cast to the full buffer's dtype, to where all-gathers read."""
+    def publish_target(self) -> Tensor | None:
+        """Return memory [shard_numel] in full's format, to which an update may write the shard's new values while it makes them.
+
+        It is valid until `publish`, which is given it. None: `publish` makes the values out of the shard.
+        """
+        plan = self._unit.plan
+        places = [] if plan.aliased or plan.sends_shard else self._places()
+        if not places or not streams.is_device_memory(places[0]):
+            return None
+        if crosses_link(self._unit.shard, places[0]):
+            return self._copies.take(self._layout.shard_numel, places[0].dtype)
+        return places[0] if len(places) == 1 else None
+
+    def publish(self, written: Tensor | None = None) -> None:
+        """Copy the shard's values, cast to the full buffer's dtype, to where all-gathers read.
+
+        Args:
+            written: What `publish_target` returned, with all values.
+        """
         plan = self._unit.plan
         if not plan.aliased and not plan.sends_shard:
-            self._publish_to(self.chunks())
+            self._publish_to(self._places(), written)
 
-    def _publish_to(self, places: Sequence[Tensor]) -> None:
-        with torch.no_grad():
-            for there, shard in zip(places, parts_of(self._unit.shard, self._layout), strict=True):
-                for out, part in zip(there.split(_AT_A_TIME_THERE), shard.split(_AT_A_TIME_THERE), strict=True):
-                    out.copy_(part if out.device.type == "cpu" else part.to(out.device))  # the format changes there
+    def _places(self) -> list[Tensor]:
+        """Return where all-gathers read this rank's values, one tensor a segment."""
+        return self.chunks()
+
+    @property
+    def _copies(self) -> WeightCopies:
+        device, policy = self._unit.device, self._unit.plan.offload_optimizer
+        pin = not isinstance(policy, OffloadPolicy) or policy.pin
+        copies: WeightCopies = self._unit.groups.pool.shared(
+            ("weight copies", device), lambda: WeightCopies(device, pin)
+        )
+        return copies
+
+    @torch.no_grad()
+    def _publish_to(self, places: Sequence[Tensor], written: Tensor | None) -> None:
+        shard = self._unit.shard
+        self.await_weights()
+        if places and crosses_link(shard, places[0]):
+            if written is None:  # cast here: half the bytes on the link
+                written = self._copies.take(shard.numel(), places[0].dtype).copy_(shard)
+            self._arrived = self._copies.send(written, places)
+        elif written is None:
+            for there, part in zip(places, parts_of(shard, self._layout), strict=True):
+                for out, some in zip(there.split(_AT_A_TIME_THERE), part.split(_AT_A_TIME_THERE), strict=True):
+                    out.copy_(some)
 
     def take_back(self) -> None:
         """Copy parameters whose memory `param.data = other` replaced into the full buffer, and restore the views.
@@ -292,6 +339,7 @@ class ReleasedStorage(PrivateStorage):
             self.sent = self.param_store.memory(plan.layout.shard_numel, plan.dtypes.param, unit.device)
             clear_gaps(self.sent, unit.owned)
         self._loaded: Tensor | None = None
+        self._on_device = streams.is_device_memory(self.full)
         near = nodes is not None and nodes.secondary_partition
         self._near = Secondary(route, plan.layout, plan.name) if route is not None and near else None
 
@@ -313,6 +361,7 @@ class ReleasedStorage(PrivateStorage):
             self.param_store.store()
 
     def start(self, channel: comm.Group | None, *, exact: bool) -> None:
+        self.await_weights()
         if self._is_out:
             self.full.untyped_storage().resize_(self._nbytes)
         wire = PLAIN if exact else self._unit.plan.wire
@@ -380,11 +429,18 @@ class ReleasedStorage(PrivateStorage):
         if self._near is not None:
             self._near.valid = False
 
-    def publish(self) -> None:
+    def publish_target(self) -> Tensor | None:
+        if self.sent is None or not self._on_device:
+            return None
+        self.param_store.fetch()
+        crosses = crosses_link(self._unit.shard, self.sent)
+        return self._copies.take(self.sent.numel(), self.sent.dtype) if crosses else self.sent
+
+    def publish(self, written: Tensor | None = None) -> None:
         self._loaded = None
         if self.sent is not None:
             self.param_store.fetch()
-            self._publish_to(parts_of(self.sent, self._layout))
+            self._publish_to(parts_of(self.sent, self._layout), written)
             self.param_store.store()
 
     @property
@@ -437,6 +493,10 @@ class SharedStorage(PrivateStorage):
         self._host.barrier(f"gather of {self._unit.plan.name}")
         self._host.forget(self._unit.number)
         return False
+
+    def publish_target(self) -> Tensor | None:
+        """Return None: peers read the shared memory while an update runs."""
+        return None
 
     def adopt_edits(self, written: Collection[int]) -> None:
         """Do nothing: `adopt_overlay` handles edits of shared memory."""

@@ -206,13 +206,16 @@ class Unit:
         self.storage.release(spare_aliases=spare_aliases)
         self.state = Full.RELEASED
 
-    def mark_updated(self) -> None:
+    def mark_updated(self, written: Tensor | None = None) -> None:
         """Mark the shard as written and refresh its copies.
 
         A graph recorded before must not be used again: autograd refuses the graph by version.
+
+        Args:
+            written: `storage.publish_target()`, if the update has written all new values there.
         """
         self.storage.forget()
-        self.storage.publish()
+        self.storage.publish(written)
         increment_version(self.params)
         self._versions = [param._version for param in self.params]
         self.note_published()

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ds_accel import get_accelerator
+from ds_accel import get_accelerator, streams
 from ds_config.errors import KernelError
 from ds_ops.stream import copy_ranges
 from ds_ops.threads import at_most
@@ -35,7 +35,7 @@ from ds_zero.update.overlap_plan import Outlook, OverlapLedger, OverlapState, Te
 from ds_zero.update.step_reduction import weight_of
 from ds_zero.update.wrapped_optimizer import Updater, check_early, settings_of
 
-__all__ = ["Ahead", "PendingStep"]
+__all__ = ["Ahead", "PendingStep", "scales_before_cast"]
 
 
 class PendingStep(Protocol):
@@ -76,7 +76,7 @@ class Ahead:
         self._first = any(
             unit.dtypes.accumulate != unit.dtypes.master or unit.device.type != unit.shard.device.type
             for unit in sharding.units
-            if unit.spec.trained
+            if unit.spec.trained and unit.gradients.host is None
         )
         for unit in self._units.values():
             unit.gradients.changing = partial(self._changing, unit)
@@ -100,10 +100,9 @@ class Ahead:
         if not self._open:
             self._step.before_update()
             self._open = True
-        summed = None
-        if unit.device.type != "cpu":
-            summed = get_accelerator().new_event()
-            summed.record()
+        # Where gradients are on the host, or come there, whoever reads them waits for that.
+        leaves = unit.gradients.leaves
+        summed = None if leaves or unit.device.type == "cpu" else streams.record_event(unit.device)
         with self._changed:
             self.ledger.line_up(unit.number)
         if self._thread is None:
@@ -135,8 +134,12 @@ class Ahead:
             self._retained[unit.number].copy(unit, self._sharding.state_of)
             factor = self._step.average(self.outlook.divisor)
             terms = self._terms(unit, factor, self._first)
-            grads = self._gradients(unit, terms, summed)
-            self._step.updater.early(unit, grads, 1.0 if terms.first else factor)
+            if self._step.updater.reads_host_gradients(unit):
+                views = {p.tensor: unit.gradients.narrow_view(p.start, p.stop).view(p.tensor.shape) for p in unit.parts}
+                self._step.updater.early(unit, views, factor * self._weight(unit))
+            else:
+                grads = self._gradients(unit, terms, summed)
+                self._step.updater.early(unit, grads, 1.0 if terms.first else factor)
             after = self._terms(unit, factor, self._first)
         # A rate that changed meanwhile: nobody can say which one was used.
         return terms if terms == after else replace(terms, version=-1)
@@ -148,7 +151,7 @@ class Ahead:
         """
         if summed is not None:
             summed.synchronize()
-        weight = weight_of(unit, self._sharding.families[DENSE].divisor)
+        weight = self._weight(unit)
         grads: dict[Tensor, Tensor] = {}
         with nullcontext() if summed is None else self._stream(unit.device):
             for part in unit.parts:
@@ -160,6 +163,9 @@ class Ahead:
                 grads[part.tensor] = unit.state_store.gradient(grad, part.tensor)
         return grads
 
+    def _weight(self, unit: Unit) -> float:
+        return weight_of(unit, self._sharding.families[DENSE].divisor)
+
     def _stream(self, device: torch.device) -> AbstractContextManager[Any]:
         """Work of the thread on the device; on the usual stream it would wait for all of backward that was launched before."""
         accelerator = get_accelerator()
@@ -170,6 +176,8 @@ class Ahead:
         return accelerator.on_stream(self._side)
 
     def _terms(self, unit: Unit, factor: float, first: bool) -> Terms:
+        if unit.gradients.leaves:
+            first = scales_before_cast(unit) and not self._step.updater.reads_host_gradients(unit)
         return Terms(factor, first, settings_of(self._step.updater.inner, unit), unit.gradients.version)
 
     # ---- in the step, and for whoever wants the state before
@@ -241,6 +249,11 @@ class Ahead:
             self._jobs.put(None)
             self._thread.join()
             self._thread = None
+
+
+def scales_before_cast(unit: Unit) -> bool:
+    """Whether gradients on the host are multiplied in their own format, because that of the master holds less."""
+    return unit.dtypes.accumulate != unit.dtypes.master
 
 
 def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:

@@ -245,6 +245,21 @@ class Updater:
         """Step the parts of units that have a gradient, which is multiplied by `factor`. Gradients may be changed."""
         step_with(self.inner, [grad for u in units for grad in u.gradients.sums or ()], factor)
 
+    def reads_host_gradients(self, unit: Unit) -> bool:
+        """Whether the unit's gradients are on the host, and are read there in the format in which they came: by ds-ops' optimizers."""
+        return self.writes_copies() and unit.gradients.leaves
+
+    def writes_copies(self) -> bool:
+        """Whether an update writes the new values in another format, too, in the same pass."""
+        kind = type(self.inner)
+        plain = issubclass(kind, OpsOptimizer) and plain_step(kind) is plain_step(OpsOptimizer)
+        return plain and kind.elementwise and kind.step_bucket is OpsOptimizer.step_bucket
+
+    def update_fused(self, fusion: FusedOps) -> None:
+        """Step the parameters that `fusion` has gradients of."""
+        if isinstance(self.inner, OpsOptimizer):
+            self.inner.step(fusion=fusion)
+
     def finish(self) -> None:
         """Finish the update after all units were stepped."""
 
