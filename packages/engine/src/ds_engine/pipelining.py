@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import ds_comm
+from ds_comm.metadata import metadata_device
 from ds_config.errors import UnsupportedError
 from ds_engine.engine import Engine
 from ds_engine.loss_total import LossAccumulator
@@ -110,6 +111,7 @@ class StagedMethods(Engine):
         loss = torch.zeros(1) if totals is None else totals.loss.detach().reshape(1).cpu()
         if share_loss:
             group = self.staged.places.pipe
+            loss = loss.to(metadata_device(group))
             ds_comm.broadcast(loss, group=group, group_src=self.staged.rank_of[-1], unit="pipe.loss")
         return (loss[0] if share_loss or outputs else None), logits
 

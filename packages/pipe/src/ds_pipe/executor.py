@@ -15,6 +15,7 @@ from torch import Tensor
 import ds_comm
 import ds_monitor
 from ds_comm.channels import Channels
+from ds_comm.metadata import metadata_device
 from ds_config.errors import PlanError
 from ds_pipe._torch import tree_leaves
 from ds_pipe.actions import Action, ActionKind
@@ -290,8 +291,9 @@ class PipelineExecutor:
     # ---- the loss, everywhere
 
     def share(self, numbers: Tensor) -> Tensor:
-        """Broadcast `numbers` from the rank of the last stage to all ranks of the pipeline. Collective."""
+        """Broadcast `numbers` from the rank of the last stage to all ranks of the pipeline; return them on the group's device. Collective."""
         group = self.model.places.pipe
+        numbers = numbers.to(metadata_device(group)) if numbers.device.type == "cpu" else numbers
         ds_comm.broadcast(numbers, group=group, group_src=self.model.rank_of[-1], unit="pipe.loss")
         return numbers
 

@@ -24,7 +24,7 @@ from torch.nn.parameter import Parameter
 from torch.utils import swap_tensors
 
 import ds_comm as comm
-from ds_accel import streams
+from ds_accel import get_accelerator, streams
 from ds_config.errors import ShardedAccessError
 from ds_zero.layout.dtypes_plan import Dtypes
 from ds_zero.layout.elements import ParamPiece, UnitLayout
@@ -105,9 +105,15 @@ class Unit:
 
     @property
     def device(self) -> torch.device:
-        """Of its parameters, also while they are on meta."""
+        """Of its parameters; while these are on meta torch's default device, or the accelerator's where nobody set one."""
         param = self.params[0]
-        return torch.get_default_device() if param.is_meta else param.device
+        if not param.is_meta:
+            return param.device
+        default = torch.get_default_device()
+        if default.type not in ("cpu", "meta"):
+            return default
+        accelerator = get_accelerator()
+        return accelerator.device(accelerator.current_index())
 
     @property
     def full(self) -> Tensor:
