@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, cast
@@ -17,8 +17,10 @@ from ds_config.errors import UnsupportedError
 from ds_inference.adapters import Adapter
 from ds_inference.cache import Cache
 from ds_inference.cuda_graphs import CudaGraphRunner, Record, padded
+from ds_inference.expert_routing import route
+from ds_inference.fused_ops import ACTIVATIONS, Heads, gate, norm_weights, normed, residual_norm, write_heads
 from ds_inference.native import NativeDecoder, TensorParallelShard, native_obstacle
-from ds_inference.paged_attention import BatchIndices, alibi_slopes, attend, keep
+from ds_inference.paged_attention import BatchIndices, alibi_slopes, attend
 from ds_inference.quantize import Weight, grouped_linear, linear
 from ds_inference.rope import Rotation
 from ds_inference.spec import (
@@ -34,21 +36,9 @@ from ds_inference.spec import (
 from ds_inference.tensor_parallel import RankShard
 from ds_ops.host_arena import trim
 from ds_ops.moe_routing import permute, sort_slots, unpermute
+from ds_ops.triton_kernels.kernel_arguments import NormWeights
 
 __all__ = ["Cache", "Decoder", "Runner", "replay_obstacle"]
-
-_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "swish": F.silu,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_fast": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu2": lambda x: F.relu(x).square(),
-}
-
 
 # What of a batch of one-token chunks is tensors.
 _SINGLES = ("tokens", "positions", "slots", "outputs", "cu_seqlens_q", "seqlens_k", "block_table")
@@ -87,6 +77,27 @@ class _Step:
     batch: BatchIndices
     cache: tuple[Tensor, ...]
     turns: Mapping[RopeSpec, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stream:
+    """The residual stream [T, hidden] between layers: a sum that the next norm's kernel computes along."""
+
+    x: Tensor
+    delta: Tensor | None = None
+    post: NormWeights | None = None
+
+    def normed(self, norm: NormWeights) -> tuple[Tensor, Tensor]:
+        """Return the sum and its norm."""
+        return residual_norm(self.x, self.delta, self.post, norm)
+
+    def total(self) -> Tensor:
+        """Return the sum."""
+        return residual_norm(self.x, self.delta, self.post, None)[0]
+
+    def rows(self, at: Tensor) -> _Stream:
+        """Return the stream of some tokens."""
+        return _Stream(self.x[at], None if self.delta is None else self.delta[at], self.post)
 
 
 class Decoder:
@@ -130,12 +141,12 @@ class Decoder:
         # The same table, for the roles that are never quantised: who changes weights changes one table.
         self._floats = cast("dict[str, Tensor]", self.weights)
         self.device, self.dtype = self._floats["embed.weight"].device, self._floats["embed.weight"].dtype
-        unknown = {f.activation for f in (y.feed for y in spec.layers)} - set(_ACTIVATIONS)
+        unknown = {f.activation for f in (y.feed for y in spec.layers)} - set(ACTIVATIONS)
         if unknown:
             raise UnsupportedError(
                 f"a {spec.family} model with activation {', '.join(sorted(unknown))}",
                 code="inference-family",
-                fix=f"Known are {', '.join(sorted(_ACTIVATIONS))}; load the model with transformers and pass the module.",
+                fix=f"Known are {', '.join(sorted(ACTIVATIONS))}; load the model with transformers and pass the module.",
             )
         self._rotations = {
             y.attention.rope: Rotation(y.attention.rope, length or spec.max_seq_len, self.device)
@@ -200,9 +211,10 @@ class Decoder:
             return self._scaled(logits if self.cut is None else self._whole(logits))
         self._worn = tuple((self.adapters[name], rows) for name, rows in batch.worn)
         turns = {rope: kind.tables(batch.positions, x.dtype) for rope, kind in self._rotations.items()}
+        stream = _Stream(x)
         for i, layer in enumerate(spec.layers):
-            x = self._layer(f"layers.{i}", layer, x, _Step(batch, cache.layers[i], turns))
-        return self.head(x[batch.outputs])
+            stream = self._layer(f"layers.{i}", layer, stream, _Step(batch, cache.layers[i], turns))
+        return self.head(stream.rows(batch.outputs).total())
 
     def head(self, x: Tensor) -> Tensor:
         """Compute logits, fp32 [R, vocab], from hidden states [R, hidden]."""
@@ -241,58 +253,44 @@ class Decoder:
 
     # ---- a layer
 
-    def _layer(self, at: str, layer: DecoderLayerSpec, x: Tensor, step: _Step) -> Tensor:
-        def a(y: Tensor) -> Tensor:
+    def _layer(self, at: str, layer: DecoderLayerSpec, stream: _Stream, step: _Step) -> _Stream:
+        def attention(y: Tensor) -> Tensor:
             out = self._summed(self._attention(f"{at}.attention", layer.attention, y, step))
             return out if layer.residual == 1.0 else out * layer.residual
 
-        def m(y: Tensor) -> Tensor:
+        def feed(y: Tensor) -> Tensor:
             out = self._summed(self._feed(f"{at}.feed", layer.feed, y))
             return out if layer.residual == 1.0 else out * layer.residual
 
-        def n(number: int, y: Tensor) -> Tensor:
-            return self._norm(f"{at}.norm{number}", y)
+        def norm(number: int) -> NormWeights:
+            return self._norm_weights(f"{at}.norm{number}")
 
         if layer.order == "pre":
-            x = x + a(n(1, x))
-            return x + m(n(2, x))
+            x, y = stream.normed(norm(1))
+            x, y = residual_norm(x, attention(y), None, norm(2))
+            return _Stream(x, feed(y))
         if layer.order == "parallel":
-            y = n(1, x)
-            return x + a(y) + m(y)
+            x, y = stream.normed(norm(1))
+            return _Stream(x + attention(y), feed(y))
         if layer.order == "parallel_norms":
-            return x + a(n(1, x)) + m(n(2, x))
+            x, y = stream.normed(norm(1))
+            return _Stream(x + attention(y), feed(normed(x, norm(2))))
         if layer.order == "sandwich":
-            x = x + n(2, a(n(1, x)))
-            return x + n(4, m(n(3, x)))
+            x, y = stream.normed(norm(1))
+            x, y = residual_norm(x, attention(y), norm(2), norm(3))
+            return _Stream(x, feed(y), norm(4))
+        x = stream.total()
         if layer.order == "post":
-            x = x + n(1, a(x))
-            return x + n(2, m(x))
-        x = n(1, x + a(x))
-        return n(2, x + m(x))
+            x, _ = residual_norm(x, attention(x), norm(1), None)
+            return _Stream(x, feed(x), norm(2))
+        _, x = residual_norm(x, attention(x), None, norm(1))
+        return _Stream(residual_norm(x, feed(x), None, norm(2))[1])
 
     def _attention(self, at: str, spec: AttentionSpec, x: Tensor, step: _Step) -> Tensor:
         if spec.latent is not None:
             out = self._latent(at, spec, spec.latent, x, step)
         else:
-            widths = [spec.heads * spec.width, spec.kv_heads * spec.width, spec.kv_heads * spec.value_width]
-            qkv = self._linear(f"{at}.qkv", x)
-            if spec.clip is not None:
-                qkv = qkv.clamp(-spec.clip, spec.clip)
-            q, k, v = qkv.split(widths, dim=-1)
-            if spec.whole_norm is not None:
-                heads, kv_heads = spec.total_heads or (spec.heads, spec.kv_heads)
-                q = self._whole_normed(f"{at}.q_norm", q, spec.whole_norm, heads * spec.width)
-                k = self._whole_normed(f"{at}.k_norm", k, spec.whole_norm, kv_heads * spec.width)
-            q, k, v = (t.unflatten(-1, (-1, w)) for t, w in ((q, spec.width), (k, spec.width), (v, spec.value_width)))
-            if not spec.head_norm_late:
-                q, k = self._head_normed(f"{at}.q_norm", q, spec), self._head_normed(f"{at}.k_norm", k, spec)
-            if spec.rope is not None:
-                q, k = self._turned(spec.rope, q, k, step.turns[spec.rope])
-            if spec.head_norm_late:
-                q, k = self._head_normed(f"{at}.q_norm", q, spec), self._head_normed(f"{at}.k_norm", k, spec)
-            keys, values, *scales = step.cache
-            keep(k, step.batch.slots, keys, scales[0] if scales else None)
-            keep(v, step.batch.slots, values, scales[1] if scales else None)
+            q = write_heads(self._linear(f"{at}.qkv", x), self._heads(at, spec, step), step.batch.slots, step.cache)
             slopes = None
             if spec.alibi:
                 slopes = self._slopes[_all_heads(spec), spec.alibi.rounded][
@@ -302,12 +300,19 @@ class Decoder:
             out = attend(q, step.cache, step.batch, spec, extra)
         return self._linear(f"{at}.out", out.flatten(1))
 
-    def _turned(self, rope: RopeSpec, q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        turn = self._rotations[rope].turn
-        if q.device.type == "cpu":
-            return turn(q, tables), turn(k, tables)
-        # Half the launches, for one copy.
-        return cast("tuple[Tensor, Tensor]", turn(torch.cat([q, k], 1), tables).split([q.shape[1], k.shape[1]], 1))
+    def _heads(self, at: str, spec: AttentionSpec, step: _Step) -> Heads:
+        names, whole = (f"{at}.q_norm", f"{at}.k_norm"), None
+        if spec.whole_norm is not None:
+            counts = spec.total_heads or (spec.heads, spec.kv_heads)
+            each = zip(names, counts, strict=True)
+            q, k = (partial(self._whole_normed, n, spec.whole_norm, count * spec.width) for n, count in each)
+            whole = q, k
+        norms = None
+        if spec.head_norm is not None:
+            norms = self._head_norm(names[0], spec, spec.head_norm), self._head_norm(names[1], spec, spec.head_norm)
+        if spec.rope is None:
+            return Heads(spec, None, None, norms, whole)
+        return Heads(spec, self._rotations[spec.rope], step.turns[spec.rope], norms, whole)
 
     def _latent(self, at: str, spec: AttentionSpec, latent: LatentAttentionSpec, x: Tensor, step: _Step) -> Tensor:
         # Keys are latent @ up_k; instead of making them, queries go to the latent's space: q @ up_k^T (DeepSeek-V2, 2.1.2), so
@@ -315,14 +320,13 @@ class Decoder:
         if latent.q_lora_rank is None:
             q = self._linear(f"{at}.q", x)
         else:
-            small = _normed(
-                self._linear(f"{at}.q_down", x), self._floats[f"{at}.q_down_norm.weight"], None, latent.norm
-            )
+            norm = norm_weights(self._floats[f"{at}.q_down_norm.weight"], None, latent.norm)
+            _, small = residual_norm(self._linear(f"{at}.q_down", x), None, None, norm)
             q = self._linear(f"{at}.q_up", small)
         q = q.unflatten(-1, (spec.heads, spec.width))
         plain, turned = q.split([latent.qk_nope_head_dim, latent.qk_rope_head_dim], dim=-1)
         kv, k_turned = self._linear(f"{at}.kv_down", x).split([latent.kv_lora_rank, latent.qk_rope_head_dim], dim=-1)
-        kv = _normed(kv, self._floats[f"{at}.kv_down_norm.weight"], None, latent.norm)
+        kv = normed(kv, norm_weights(self._floats[f"{at}.kv_down_norm.weight"], None, latent.norm))
         k_turned = k_turned[:, None]
         if spec.rope is not None:
             turn, tables = self._rotations[spec.rope].turn, step.turns[spec.rope]
@@ -346,27 +350,22 @@ class Decoder:
         return torch.einsum("thr,hvr->thv", mixed, up_v)
 
     def _feed(self, at: str, spec: Mlp | ExpertsSpec, x: Tensor) -> Tensor:
-        act = _ACTIVATIONS[spec.activation]
         if isinstance(spec, Mlp):
-            return self._mlp(at, act, spec.gated, x)
-        out = self._experts(at, spec, act, x)
+            return self._mlp(at, spec.activation, spec.gated, x)
+        out = self._experts(at, spec, x)
         if spec.shared:
-            more = self._mlp(f"{at}.shared", act, True, x)
+            more = self._mlp(f"{at}.shared", spec.activation, True, x)
             if spec.shared_gate:
                 more = more * torch.sigmoid(self._linear(f"{at}.shared_gate", x))
             out = out + more
         return out
 
-    def _mlp(self, at: str, act: Callable[[Tensor], Tensor], gated: bool, x: Tensor) -> Tensor:
+    def _mlp(self, at: str, activation: str, gated: bool, x: Tensor) -> Tensor:
         y = self._linear(f"{at}.up", x)
-        if gated:
-            gate, up = y.chunk(2, dim=-1)
-            y = act(gate) * up
-        else:
-            y = act(y)
+        y = gate(y, activation) if gated else ACTIVATIONS[activation](y)
         return self._linear(f"{at}.down", y)
 
-    def _experts(self, at: str, spec: ExpertsSpec, act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def _experts(self, at: str, spec: ExpertsSpec, x: Tensor) -> Tensor:
         router = self._floats[f"{at}.router.weight"]
         wide = spec.score == "sigmoid" or spec.groups > 1
         bias = self._floats.get(f"{at}.router.bias")
@@ -380,12 +379,12 @@ class Decoder:
             rows = sort_slots((chosen - first).clamp(0, last - first - 1), last - first, keep=local_choices)
         sorted_x = permute(x, rows)
         y = self._of_experts(f"{at}.experts.up", sorted_x, rows.ends)
-        gate, value = y.chunk(2, dim=-1)
         if spec.clamp is None:
-            y = act(gate) * value
+            y = gate(y, spec.activation)
         else:
-            gate, value = gate.clamp(max=spec.clamp), value.clamp(-spec.clamp, spec.clamp)
-            y = (value + 1) * gate * torch.sigmoid(spec.alpha * gate)
+            left, value = y.chunk(2, dim=-1)
+            left, value = left.clamp(max=spec.clamp), value.clamp(-spec.clamp, spec.clamp)
+            y = (value + 1) * left * torch.sigmoid(spec.alpha * left)
         return unpermute(self._of_experts(f"{at}.experts.down", y, rows.ends), rows, share)
 
     def _of_experts(self, role: str, x: Tensor, ends: Tensor) -> Tensor:
@@ -393,9 +392,11 @@ class Decoder:
         bias = self._floats.get(f"{role}_bias")
         if bias is None:
             return y
-        counts = ends.diff(prepend=ends.new_zeros(1))
-        y[: int(ends[-1])] += bias.repeat_interleave(counts, 0)
-        return y
+        # By the number of each row's expert, which the host is not told; rows past the last end belong to none.
+        rows = torch.arange(len(y), dtype=ends.dtype, device=y.device)
+        expert = torch.searchsorted(ends, rows, right=True)
+        there = expert < len(ends)
+        return y + torch.where(there[:, None], bias[expert.clamp(max=len(ends) - 1)], 0.0)
 
     # ---- leaves
 
@@ -405,59 +406,26 @@ class Decoder:
             adapter.add(role, y, x, rows)
         return y
 
-    def _whole_normed(self, role: str, x: Tensor, norm: Norm, features: int) -> Tensor:
+    def _whole_normed(self, role: str, norm: Norm, features: int, x: Tensor) -> Tensor:
         """Apply RMS norm over features that are sharded over the ranks."""
         weight = self._floats[f"{role}.weight"]
         if self.group.size == 1:
-            return _normed(x, weight, None, norm)
+            return normed(x, norm_weights(weight, None, norm))
         wide = x.float()
         mean = self._summed(wide.square().sum(-1, keepdim=True)) / features
         return weight * (wide * torch.rsqrt(mean + norm.eps)).to(x.dtype)
 
-    def _head_normed(self, role: str, x: Tensor, spec: AttentionSpec) -> Tensor:
-        """Normalize every head of x [T, heads, width] separately."""
-        if spec.head_norm is None:
-            return x
+    def _head_norm(self, role: str, spec: AttentionSpec, norm: Norm) -> NormWeights:
+        """Return the norm of every head, with weights of its own where heads have them."""
         weight, bias = self._floats[f"{role}.weight"], self._floats.get(f"{role}.bias")
-        return _normed(x, weight.view(-1, x.shape[-1]) if spec.head_norm_each else weight, bias, spec.head_norm)
+        return norm_weights(weight.view(-1, spec.width) if spec.head_norm_each else weight, bias, norm)
+
+    def _norm_weights(self, role: str) -> NormWeights:
+        return norm_weights(self._floats[f"{role}.weight"], self._floats.get(f"{role}.bias"), self.spec.norm)
 
     def _norm(self, role: str, x: Tensor) -> Tensor:
-        return _normed(x, self._floats[f"{role}.weight"], self._floats.get(f"{role}.bias"), self.spec.norm)
+        return residual_norm(x, None, None, self._norm_weights(role))[1]
 
 
 def _all_heads(attention: AttentionSpec) -> int:
     return attention.heads if attention.total_heads is None else attention.total_heads[0]
-
-
-def _normed(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
-    if norm.kind == "layer" and weight.dim() == 1:
-        return F.layer_norm(x, (x.shape[-1],), weight + norm.offset if norm.offset else weight, bias, norm.eps)
-    if norm.kind == "layer":
-        return F.layer_norm(x, (x.shape[-1],), None, None, norm.eps) * weight
-    if x.device.type != "cpu" and not norm.offset:  # rounded before the weight, as below, by one launch
-        return weight * F.rms_norm(x, (x.shape[-1],), None, norm.eps)
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
-    if norm.offset:
-        return (wide * (norm.offset + weight.float())).to(x.dtype)
-    return weight * wide.to(x.dtype)
-
-
-def route(logits: Tensor, spec: ExpertsSpec, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Select experts from router logits [T, count]: (weights, experts), each [T, chosen], fp32 and int64."""
-    if spec.score == "softmax_chosen":
-        best, chosen = logits.float().topk(spec.top_k, dim=-1)
-        return torch.softmax(best, -1), chosen
-    scores = torch.sigmoid(logits.float()) if spec.score == "sigmoid" else torch.softmax(logits.float(), -1)
-    by = scores if correction is None else scores + correction
-    if spec.groups > 1:
-        grouped = by.view(-1, spec.groups, spec.count // spec.groups)
-        value = grouped.topk(2, -1)[0].sum(-1) if spec.group_score == "pair" else grouped.amax(-1)
-        allowed = torch.zeros_like(value, dtype=torch.bool).scatter_(1, value.topk(spec.top_k_groups, -1)[1], True)
-        hidden = -torch.inf if spec.group_score == "pair" else 0.0
-        by = grouped.masked_fill(~allowed[..., None], hidden).flatten(1)
-    chosen = by.topk(spec.top_k, -1)[1]
-    share = scores.gather(1, chosen)
-    if spec.normalized:
-        share = share / (share.sum(-1, keepdim=True) + (1e-20 if spec.score == "sigmoid" else 0.0))
-    return share * spec.scale, chosen

@@ -20,6 +20,7 @@ from ds_accel import streams
 from ds_inference.scheduler import ScheduledChunk
 from ds_inference.spec import AttentionSpec
 from ds_ops.registry import Backend, Op, choose, reference_backend
+from ds_ops.triton_kernels.kernel_arguments import AttentionTraits, PagedMetadata
 from ds_ops.triton_kernels.triton_support import triton_obstacle
 
 __all__ = ["ATTENTION", "BatchIndices", "alibi_slopes", "attend", "index_chunks", "keep", "make_batch", "to_batch"]
@@ -177,7 +178,7 @@ def _attend_triton(
     q: Tensor, cache: tuple[Tensor, ...], batch: BatchIndices, spec: AttentionSpec, extra: Extra
 ) -> Tensor:
     """Read the blocks where they are: decode rows in one call, chunks of several tokens in another."""
-    from ds_ops.triton_kernels.triton_attention import AttentionTraits, PagedMetadata, paged_attention
+    from ds_ops.triton_kernels.triton_attention import paged_attention
 
     alibi, (slopes, sinks) = spec.alibi, extra
     traits = AttentionTraits(

@@ -30,7 +30,7 @@ class Rotation:
         longest = int(rope.parameters.get("max_position_embeddings", 0) or 0)
         frequencies = rotary_frequencies(Scaled(rope.dim, rope.theta, scaling, longest), min(length, longest))
         self._angles, self._magnitude = frequencies.angles.float().to(device), frequencies.magnitude
-        self._rope = rope
+        self.rope = rope
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Compute (cos, sin) [T, 1, dim / 2] of positions [T]; the same for all layers of a step."""
@@ -41,8 +41,8 @@ class Rotation:
     def turn(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         """Apply the rotary embedding to x [T, heads, width]."""
         cos, sin = tables
-        turned, rest = x[..., : self._rope.dim], x[..., self._rope.dim :]
-        if self._rope.interleaved:
+        turned, rest = x[..., : self.rope.dim], x[..., self.rope.dim :]
+        if self.rope.interleaved:
             a, b = turned[..., 0::2], turned[..., 1::2]
         else:
             a, b = turned.chunk(2, dim=-1)

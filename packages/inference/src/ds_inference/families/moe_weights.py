@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from ds_inference.families.family_spec import (
@@ -24,6 +25,7 @@ from ds_inference.families.family_spec import (
 )
 from ds_inference.families.variants import multiplied
 from ds_inference.spec import AttentionSpec, DecoderSpec, ExpertsSpec, LatentAttentionSpec, Mlp, Norm, WeightSource
+from ds_moe.moe_families import FAMILIES, MoEFamily
 
 __all__ = ["SPARSE"]
 
@@ -52,9 +54,32 @@ def _expert_rows(
     }
 
 
+def _routed(config: Config, width: int, family: MoEFamily | None = None, **more: Any) -> ExpertsSpec:
+    """Describe the experts of a layer: the router as ds-moe's table of families has it, for training and for inference alike.
+
+    Args:
+        width: Of an expert.
+        family: Of models that the table has no row for.
+    """
+    family = FAMILIES[config["model_type"]] if family is None else family
+    how = family.selection(SimpleNamespace(**{family.k_attr: config[family.k_attr], **config}))
+    return ExpertsSpec(
+        first_of(config, *family.count_attrs),
+        how.k,
+        width,
+        score="softmax_chosen" if how.score == "softmax_of_chosen" else how.score,
+        normalized=how.normalize,
+        scale=how.scale,
+        groups=how.groups,
+        top_k_groups=how.limited_groups,
+        group_score="pair" if how.group_score == "top2" else "best",
+        **more,
+    )
+
+
 def _mixtral(config: Config) -> DecoderSpec:
     count = config["num_hidden_layers"]
-    feed = ExpertsSpec(config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"])
+    feed = _routed(config, config["intermediate_size"])
     attention = grouped_attention(config)
     return llama_like(config, [replace(attention, window=w) for w in windows_of(config, count)], [feed] * count)
 
@@ -77,14 +102,8 @@ def _sparse(config: Config, feed: ExpertsSpec) -> list[Mlp | ExpertsSpec]:
 
 
 def _qwen2_moe(config: Config) -> DecoderSpec:
-    feed = ExpertsSpec(
-        first_of(config, "num_experts", "num_local_experts"),
-        config["num_experts_per_tok"],
-        config["moe_intermediate_size"],
-        normalized=config.get("norm_topk_prob", False),
-        shared=config["shared_expert_intermediate_size"],
-        shared_gate=True,
-    )
+    shared = config["shared_expert_intermediate_size"]
+    feed = _routed(config, config["moe_intermediate_size"], shared=shared, shared_gate=True)
     count = config["num_hidden_layers"]
     attention = grouped_attention(config)
     windows = windows_of(config, count)
@@ -92,12 +111,7 @@ def _qwen2_moe(config: Config) -> DecoderSpec:
 
 
 def _qwen3_moe(config: Config) -> DecoderSpec:
-    feed = ExpertsSpec(
-        first_of(config, "num_experts", "num_local_experts"),
-        config["num_experts_per_tok"],
-        config["moe_intermediate_size"],
-        normalized=config.get("norm_topk_prob", False),
-    )
+    feed = _routed(config, config["moe_intermediate_size"])
     norm = Norm("rms", config.get("rms_norm_eps", 1e-6))
     attention = grouped_attention(config, head_norm=norm)
     windows = windows_of(config, config["num_hidden_layers"])
@@ -117,26 +131,15 @@ _QWEN_MOE = {
 
 def _olmoe(config: Config) -> DecoderSpec:
     count = config["num_hidden_layers"]
-    feed = ExpertsSpec(
-        first_of(config, "num_experts", "num_local_experts"),
-        config["num_experts_per_tok"],
-        config["intermediate_size"],
-        normalized=config.get("norm_topk_prob", False),
-    )
+    feed = _routed(config, config["intermediate_size"])
     norm = Norm("rms", config.get("rms_norm_eps", 1e-5))
     return llama_like(config, [grouped_attention(config, whole_norm=norm)] * count, [feed] * count, norm=norm)
 
 
 def _gpt_oss(config: Config) -> DecoderSpec:
     count = config["num_hidden_layers"]
-    feed = ExpertsSpec(
-        config["num_local_experts"],
-        config["num_experts_per_tok"],
-        config["intermediate_size"],
-        score="softmax_chosen",
-        clamp=float(config.get("swiglu_limit", 7.0)),
-        alpha=float(config.get("swiglu_alpha", 1.702)),
-    )
+    clamp, alpha = float(config.get("swiglu_limit", 7.0)), float(config.get("swiglu_alpha", 1.702))
+    feed = _routed(config, config["intermediate_size"], clamp=clamp, alpha=alpha)
     kinds = config.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(count)]
     base = grouped_attention(config, sinks=True)
     windows = [config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
@@ -173,19 +176,8 @@ def _deepseek(config: Config) -> DecoderSpec:
         grown = 1.0 if factor <= 1 else 0.1 * parameters["mscale_all_dim"] * math.log(factor) + 1.0
         scale *= grown * grown
     attention = AttentionSpec(heads, heads, plain + rotated, config["v_head_dim"], scale, rope, latent=latent)
-    feed = ExpertsSpec(
-        first_of(config, "n_routed_experts", "num_local_experts"),
-        config["num_experts_per_tok"],
-        config["moe_intermediate_size"],
-        score="sigmoid" if third else "softmax",
-        normalized=bool(config.get("norm_topk_prob", False)) and third,
-        scale=config.get("routed_scaling_factor", 1.0),
-        groups=config.get("n_group") or 1 if third or config.get("topk_method") == "group_limited_greedy" else 1,
-        top_k_groups=config.get("topk_group") or 1,
-        group_score="pair" if third else "best",
-        score_bias=third,
-        shared=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
-    )
+    shared = config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0)
+    feed = _routed(config, config["moe_intermediate_size"], score_bias=third, shared=shared)
     dense = config.get("first_k_dense_replace", 0)
     kinds = config.get("mlp_layer_types")
     count = config["num_hidden_layers"]
@@ -218,19 +210,9 @@ _DEEPSEEK = {
 
 def _corrected(config: Config) -> list[Mlp | ExpertsSpec]:
     """Return the feed-forward of each layer: after the dense layers, experts selected by sigmoid and score bias."""
-    feed = ExpertsSpec(
-        first_of(config, "n_routed_experts", "num_local_experts"),
-        config["num_experts_per_tok"],
-        config["moe_intermediate_size"],
-        score="sigmoid",
-        normalized=bool(config.get("norm_topk_prob", True)),
-        scale=config.get("routed_scaling_factor", 1.0),
-        groups=config.get("n_group") or 1,
-        top_k_groups=config.get("topk_group") or 1,
-        group_score="pair",
-        score_bias=True,
-        shared=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
-    )
+    width, shared = config["moe_intermediate_size"], config.get("n_shared_experts") or 0
+    family = FAMILIES.get(config["model_type"], FAMILIES["deepseek_v3"])
+    feed = _routed({"norm_topk_prob": True, **config}, width, family, score_bias=True, shared=width * shared)
     count, dense = config["num_hidden_layers"], config.get("first_k_dense_replace") or 0
     return [feed if i >= dense else gated_mlp(config) for i in range(count)]
 
@@ -258,13 +240,8 @@ _CORRECTED = {**LLAMA, **{role: source for role, source in _DEEPSEEK.items() if 
 def _minimax_m2(config: Config) -> DecoderSpec:
     count, (_, _, width) = config["num_hidden_layers"], heads_of(config)
     turned = {"partial_rotary_factor": config["rotary_dim"] / width, **config} if config.get("rotary_dim") else config
-    feed = ExpertsSpec(
-        first_of(config, "num_local_experts", "num_experts"),
-        config["num_experts_per_tok"],
-        config["intermediate_size"],
-        score="sigmoid",
-        score_bias=True,
-    )
+    family = MoEFamily("minimax_m2", "sigmoid", epsilon=1e-20, count_attrs=("num_local_experts", "num_experts"))
+    feed = _routed(config, config["intermediate_size"], family, score_bias=True)
     attention = grouped_attention(turned, whole_norm=Norm("rms", config.get("rms_norm_eps", 1e-6)))
     return llama_like(config, [attention] * count, [feed] * count)
 
@@ -282,14 +259,9 @@ _MINIMAX_M2 = {
 
 
 def _granite_moe(config: Config) -> DecoderSpec:
-    feed = ExpertsSpec(
-        config["num_local_experts"],
-        config["num_experts_per_tok"],
-        config["intermediate_size"],
-        config.get("hidden_act", "silu"),
-        score="softmax_chosen",
-        shared=config.get("shared_intermediate_size") or 0,
-    )
+    family = MoEFamily("granitemoe", "softmax_of_chosen", normalize=False)
+    shared, activation = config.get("shared_intermediate_size") or 0, config.get("hidden_act", "silu")
+    feed = _routed(config, config["intermediate_size"], family, shared=shared, activation=activation)
     count = config["num_hidden_layers"]
     return multiplied(config, llama_like(config, [grouped_attention(config)] * count, [feed] * count))
 

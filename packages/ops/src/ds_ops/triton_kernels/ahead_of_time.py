@@ -26,9 +26,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ds_ops.triton_kernels import triton_attention, triton_gate, triton_norm, triton_rotary
+from ds_ops.triton_kernels import kernel_arguments, triton_attention, triton_gate, triton_norm, triton_rotary
 
-__all__ = ["CALLS", "ARCHITECTURES", "KernelResources", "compile_call", "main"]
+__all__ = ["ARCHITECTURES", "CALLS", "KernelResources", "compile_call", "main"]
 
 ARCHITECTURES: Final = (80, 90, 100)
 _TYPES = {
@@ -141,7 +141,7 @@ def _attention(
             values = keys[..., :value_width]
         scales = [_meta(512, 16, heads[1], dtype=torch.float32) for _ in range(2)] if codes else []
         i32 = [_meta(n, dtype=torch.int32) for n in (sequences + 1, sequences)]
-        metadata = triton_attention.PagedMetadata(*i32, _meta(sequences, 64, dtype=torch.int32), longest, count)
+        metadata = kernel_arguments.PagedMetadata(*i32, _meta(sequences, 64, dtype=torch.int32), longest, count)
         made = {
             name: _meta(heads[0], dtype=torch.float32) if name in ("slopes", "sinks") else v
             for name, v in traits.items()
@@ -150,7 +150,7 @@ def _attention(
             _meta(count, heads[0], width),
             (keys, values, *scales),
             metadata,
-            triton_attention.AttentionTraits(0.1, **made),
+            kernel_arguments.AttentionTraits(0.1, **made),
         )
 
     return call
@@ -158,7 +158,7 @@ def _attention(
 
 def _norms(n: int, post: bool) -> Callable[[], object]:
     def call() -> object:
-        norm = triton_norm.NormWeights(_meta(n), None, 1e-5)
+        norm = kernel_arguments.NormWeights(_meta(n), None, 1e-5)
         return triton_norm.residual_norm(_meta(8, n), _meta(8, n), norm if post else None, norm)
 
     return call
@@ -169,7 +169,7 @@ def _rotary(codes: torch.dtype | None, normed: bool) -> Callable[[], object]:
         norm = _meta(128) if normed else None
         keys, values = (_meta(64, 16, 8, 128, dtype=codes or torch.bfloat16) for _ in range(2))
         scales = [_meta(64, 16, 8, dtype=torch.float32) for _ in range(2)] if codes else []
-        traits = triton_rotary.HeadTraits(32, 8, 128, q_norm=norm, k_norm=norm)
+        traits = kernel_arguments.HeadTraits(32, 8, 128, q_norm=norm, k_norm=norm)
         tables = (_meta(8, 64), _meta(8, 64))
         return triton_rotary.rotary_write(
             _meta(8, 48 * 128), tables, _meta(8, dtype=torch.int32), (keys, values, *scales), traits

@@ -11,57 +11,18 @@ a key joins its score, that of a value joins its probability.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ds_ops.triton_kernels.kernel_arguments import AttentionTraits, PagedMetadata
 from ds_ops.triton_kernels.triton_support import launch, multiprocessors, next_power
 
-__all__ = ["AttentionTraits", "AttentionTuning", "PagedMetadata", "paged_attention", "plan_attention"]
+__all__ = ["AttentionTuning", "paged_attention", "plan_attention"]
 
 _MOST_SPLITS = 32
-
-
-class PagedMetadata(NamedTuple):
-    """Where the sequences of a batch are, all int32 on the device.
-
-    Attributes:
-        cu_seqlens_q: [B + 1], first token of each sequence among those of q, and the end of the last one.
-        seqlens_k: [B], tokens of each sequence in the cache, those of the batch included.
-        block_table: [B, M], blocks of each sequence.
-        max_seqlen_q: No sequence has more tokens in q.
-        num_tokens: The sequences have no more tokens together.
-    """
-
-    cu_seqlens_q: Tensor
-    seqlens_k: Tensor
-    block_table: Tensor
-    max_seqlen_q: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionTraits:
-    """What scores are besides q . k * scale.
-
-    Attributes:
-        window: Only so many last positions are seen; 0: all.
-        softcap: Scores become cap * tanh(score / cap); 0: no.
-        slopes: [heads], fp32 or bf16: a bias slope * key position * `alibi_scale`; None: no.
-        alibi_rounded: Slope times position is rounded to bf16.
-        sinks: [heads]: one more score of each head, without a value; None: no.
-    """
-
-    scale: float
-    window: int = 0
-    softcap: float = 0.0
-    slopes: Tensor | None = None
-    alibi_scale: float = 1.0
-    alibi_rounded: bool = False
-    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +48,20 @@ class AttentionTuning:
 
 
 def plan_attention(
-    rows: tuple[int, int, int], heads: tuple[int, int], sizes: tuple[int, int, int], room: int
+    rows: tuple[int, int, int], heads: tuple[int, int], sizes: tuple[int, int, int, int], room: int
 ) -> AttentionTuning:
     """Choose the layout.
 
     Args:
         rows: Tokens of q, sequences, and tokens of the longest of them in q.
         heads: Of queries and of keys.
-        sizes: Features of a key, of a value, and bytes of one.
+        sizes: Features of a key and of a value, and bytes of one of q and of one in the cache.
         room: Programs that the device runs side by side.
     """
     (tokens, sequences, longest), group = rows, heads[0] // heads[1]
     wide, middle = max(sizes[:2]) > 256, max(sizes[:2]) > 128 or sizes[2] == 4
-    most = 16 if wide else 64 if middle else 128
+    heavy = middle or sizes[3] < sizes[2]  # registers: a thread's part of the sums, and of what codes become
+    most = 16 if wide else 64 if heavy else 128
     block = max(16, min(most, next_power(min(group, most) * longest)))
     per_program = min(group, block)
     query_tokens = block // per_program
@@ -107,7 +69,13 @@ def plan_attention(
     programs = blocks * heads[1] * -(-group // per_program)
     splits = next_power(max(1, min(_MOST_SPLITS, 2 * room // max(1, programs))))
     return AttentionTuning(
-        block, per_program, query_tokens, 32 if wide or middle else 64, splits, 8 if wide or block > 64 else 4, 2
+        block,
+        per_program,
+        query_tokens,
+        32 if wide or middle else 64,
+        splits,
+        8 if wide or block > 64 or (block == 64 and heavy) else 4,
+        2,
     )
 
 
@@ -133,7 +101,9 @@ def paged_attention(
         return out
     group, one = heads // kv_heads, metadata.max_seqlen_q == 1
     rows = (metadata.num_tokens, sequences, metadata.max_seqlen_q)
-    plan = plan_attention(rows, (heads, kv_heads), (width, value_width, q.element_size()), multiprocessors(q.device))
+    plan = plan_attention(
+        rows, (heads, kv_heads), (width, value_width, q.element_size(), keys.element_size()), multiprocessors(q.device)
+    )
     blocks_q = sequences if one else metadata.num_tokens // plan.tokens + sequences
     chunks = -(-group // plan.heads)
     first, rest = _parts(width)

@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ds_ops.triton_kernels.kernel_arguments import GATES
 from ds_ops.triton_kernels.triton_support import launch
 
-__all__ = ["GATES", "gated_product"]
+__all__ = ["gated_product"]
 
-GATES = {"silu": 0, "swish": 0, "gelu": 1, "gelu_new": 2, "gelu_fast": 2, "gelu_pytorch_tanh": 2, "relu": 3}
 _BLOCK = 1024
 
 

@@ -9,35 +9,15 @@ dtype of x before the weight, but where the weight counts as `offset + weight`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ds_ops.triton_kernels.kernel_arguments import NormWeights
 from ds_ops.triton_kernels.triton_support import launch, next_power
 
-__all__ = ["NormWeights", "residual_norm"]
-
-WIDEST = 16384
-"""Features of a row that a program holds in registers."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NormWeights:
-    """A norm over the last dim of [T, n].
-
-    Attributes:
-        weight, bias: [n]; no bias: None.
-        layer: Layer norm, else RMS.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
-    offset: float = 0.0
-    layer: bool = False
+__all__ = ["residual_norm"]
 
 
 def residual_norm(

@@ -6,37 +6,15 @@ tensor of their own, keys and values to their slot of the paged cache, as codes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ds_ops.triton_kernels.kernel_arguments import HeadTraits
 from ds_ops.triton_kernels.triton_support import launch, next_power
 
-__all__ = ["HeadTraits", "rotary_write"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HeadTraits:
-    """How heads are made.
-
-    Attributes:
-        heads, kv_heads: Of queries; of keys and values.
-        rotary: Features that are rotated, the first ones of a head; 0: none.
-        interleaved: Pairs are neighbours, else halves.
-        q_norm, k_norm: Weights [width] of an RMS norm of each head before the rotation, or None; they count as `offset + weight`.
-    """
-
-    heads: int
-    kv_heads: int
-    rotary: int = 0
-    interleaved: bool = False
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    eps: float = 1e-6
-    offset: float = 0.0
+__all__ = ["rotary_write"]
 
 
 def rotary_write(
@@ -86,10 +64,12 @@ def _rotary_write(
     FEATURES: tl.constexpr = (HEADS + KV_HEADS) * WIDTH + KV_HEADS * VALUE_WIDTH
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    is_query = head < HEADS
-    is_value = head >= HEADS + KV_HEADS
-    kv_head = (head - HEADS) % KV_HEADS
     i = tl.arange(0, BLOCK)
+    heads = head + tl.zeros([BLOCK], tl.int32)  # predicates are blocks, so that they join masks of blocks
+    is_query = heads < HEADS
+    is_value = heads >= HEADS + KV_HEADS
+    is_key = (heads >= HEADS) & (heads < HEADS + KV_HEADS)
+    kv_head = (head - HEADS + HEADS * KV_HEADS) % KV_HEADS
     start = tl.where(is_value, (HEADS + KV_HEADS) * WIDTH + kv_head * VALUE_WIDTH, head * WIDTH)
     row = qkv_ptr + token * FEATURES + start
     there = i < tl.where(is_value, VALUE_WIDTH, WIDTH)
@@ -98,7 +78,7 @@ def _rotary_write(
     if NORM > 0:
         factor = 1.0 / tl.sqrt(tl.sum(x * x, 0) / WIDTH + eps)
         q_weight = tl.load(q_norm_ptr + i, mask=there & is_query, other=0.0).to(tl.float32)
-        k_weight = tl.load(k_norm_ptr + i, mask=there & (not is_query), other=0.0).to(tl.float32)
+        k_weight = tl.load(k_norm_ptr + i, mask=there & is_key, other=0.0).to(tl.float32)
         normal = x * factor
         if NORM == 1:
             normal = normal.to(stored.dtype).to(tl.float32) * (q_weight + k_weight)
@@ -115,11 +95,11 @@ def _rotary_write(
             second = i >= HALF
             other = tl.where(second, i - HALF, i + HALF)
             pair = tl.where(second, i - HALF, i)
-        turns = (i < ROTARY) & (head < HEADS + KV_HEADS)
+        turns = (i < ROTARY) & (heads < HEADS + KV_HEADS)
         y = tl.load(row + other, mask=turns, other=0.0).to(tl.float32)
         if NORM > 0:
             q_weight2 = tl.load(q_norm_ptr + other, mask=turns & is_query, other=0.0).to(tl.float32)
-            k_weight2 = tl.load(k_norm_ptr + other, mask=turns & (not is_query), other=0.0).to(tl.float32)
+            k_weight2 = tl.load(k_norm_ptr + other, mask=turns & is_key, other=0.0).to(tl.float32)
             y = y * factor
             if NORM == 1:
                 y = y.to(stored.dtype).to(tl.float32) * (q_weight2 + k_weight2)
@@ -131,7 +111,6 @@ def _rotary_write(
         x = tl.where(turns, x * cos + tl.where(second, y, -y) * sin, x)
     out = x.to(stored.dtype)
     tl.store(q_ptr + (token * HEADS + head) * WIDTH + i, out, mask=there & is_query)
-    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
     place = tl.load(slots_ptr + token).to(tl.int64) * KV_HEADS + kv_head
     if CODES > 0:
         LARGEST: tl.constexpr = 127.0 if CODES == 1 else 448.0
@@ -150,9 +129,9 @@ def _rotary_write(
             whole = tl.where(size < 0.015625, small, large)
             code8 = (whole | tl.where(code < 0.0, 0x80, 0)).to(tl.uint8)
         tl.store(key_ptr + place * WIDTH + i, code8, mask=there & is_key)
-        tl.store(key_scale_ptr + place, step, mask=is_key)
+        tl.store(key_scale_ptr + place + 0 * i, step + 0.0 * x, mask=is_key & (i == 0))
         tl.store(value_ptr + place * VALUE_WIDTH + i, code8, mask=there & is_value)
-        tl.store(value_scale_ptr + place, step, mask=is_value)
+        tl.store(value_scale_ptr + place + 0 * i, step + 0.0 * x, mask=is_value & (i == 0))
     else:
         tl.store(key_ptr + place * WIDTH + i, out, mask=there & is_key)
         tl.store(value_ptr + place * VALUE_WIDTH + i, out, mask=there & is_value)
