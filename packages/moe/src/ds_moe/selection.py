@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_moe.router_output import RouterOutput, bad_routing, probabilities, wide
 
-__all__ = ["GroupScore", "RouterOptions", "Score", "select_experts", "weigh"]
+__all__ = ["GroupScore", "RouterOptions", "Score", "choose_experts", "select_experts", "weigh"]
 
 Score = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 GroupScore = Literal["max", "top2"]
@@ -78,18 +78,29 @@ def select_experts(
         PlanError: `how` does not fit E, or logits are not a matrix ("moe-routing").
     Cost: the scores and a sort of [T, E]; no device is read.
     """
-    if logits.dim() != 2:
-        raise bad_routing(f"logits of shape {tuple(logits.shape)}", "Give logits [tokens, experts].")
-    how.check(logits.shape[1])
-    raw = wide(logits)
-    scores = raw.sigmoid() if how.score == "sigmoid" else probabilities(raw)
-    ranked = raw if how.score == "softmax_of_chosen" else scores
-    if experts is None:
-        experts = _choose(ranked.detach(), how, bias)
+    ranked, experts = choose_experts(logits, how, bias, experts=experts)
+    scores = probabilities(ranked) if how.score == "softmax_of_chosen" else ranked
     counts = torch.zeros(logits.shape[1], dtype=torch.int64, device=logits.device)
     counts.scatter_add_(0, experts.reshape(-1), torch.ones_like(experts.reshape(-1)))
     zero = scores.new_zeros(())
     return RouterOutput(experts, weigh(ranked, experts, how), counts, zero, scores.detach())
+
+
+def choose_experts(
+    logits: Tensor, how: RouterOptions, bias: Tensor | None = None, *, experts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return what experts are ranked by, [T, E] in at least fp32 for `weigh`, and the chosen experts, int64 [T, k], best first.
+
+    Arguments, errors and cost are those of `select_experts`, which adds what training needs.
+    """
+    if logits.dim() != 2:
+        raise bad_routing(f"logits of shape {tuple(logits.shape)}", "Give logits [tokens, experts].")
+    how.check(logits.shape[1])
+    raw = wide(logits)
+    ranked = (
+        raw if how.score == "softmax_of_chosen" else raw.sigmoid() if how.score == "sigmoid" else probabilities(raw)
+    )
+    return ranked, _choose(ranked.detach(), how, bias) if experts is None else experts
 
 
 def weigh(scores: Tensor, experts: Tensor, how: RouterOptions) -> Tensor:

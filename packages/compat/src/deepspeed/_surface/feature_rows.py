@@ -164,7 +164,7 @@ FEATURES: Mapping[str, Rows] = {
     },
     "deepspeed.inference.v2.model_implementations": {},
     "deepspeed.inference.v2.model_implementations.sharding": from_(
-        "ds_inference.head_sharding", "DEFAULT_SHARD_GRANULARITY", "ShardingType", "attn_out_in_features", "get_local_heads",
+        "deepspeed._ours.parallel.head_sharding", "DEFAULT_SHARD_GRANULARITY", "ShardingType", "attn_out_in_features", "get_local_heads",
         "get_shard_endpoints", "qkv_out_features", "shard_attn_out_param", "shard_embedding_param", "shard_mlp_1_param",
         "shard_mlp_2_param", "shard_param", "shard_qkv_param", "shard_unembed_param", "sharded_embedding_dim",
         "sharded_intermediate_dim", "sharded_unembed_dim",

@@ -68,9 +68,9 @@ _REASONS: Mapping[Missing, str] = {
 
 @cache
 def _names() -> Mapping[str, Mapping[str, str]]:
-    names = json.loads((files(__package__) / "upstream.json").read_text(encoding="utf-8"))
+    names: dict[str, dict[str, str]] = json.loads((files(__package__) / "upstream.json").read_text(encoding="utf-8"))
     names["modules"] |= dict.fromkeys((f"deepspeed.{module}" for module in _EARLIER.split()), "")
-    return names  # type: ignore[no-any-return]
+    return names
 
 
 @cache

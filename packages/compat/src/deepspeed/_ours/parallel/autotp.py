@@ -155,8 +155,9 @@ class TPPlanConverter:
         for name, style in hf_tp_plan.items():
             kind, flags = PLAN_STYLES[style.lower()]
             pattern = TPPlanConverter._wildcard_to_regex(name.removesuffix(".weight")) + r"\.weight$"
-            options = {"gather_output": "gather_output" in flags, "grad_allreduce": "sum_gradient" in flags}
-            rules.append(TPLayerSpec([pattern], PartitionType(kind.value), **options))
+            rule = TPLayerSpec([pattern], PartitionType(kind.value))
+            rule.gather_output, rule.grad_allreduce = "gather_output" in flags, "sum_gradient" in flags
+            rules.append(rule)
         return rules or None
 
     @staticmethod

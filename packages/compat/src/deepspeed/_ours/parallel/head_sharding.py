@@ -36,7 +36,7 @@ class ShardingError(PlanError, ValueError):
 
 def _refuse(message: str) -> ShardingError:
     return ShardingError(
-        message, code="inference-shards", fix="Give the model's own numbers of heads, and ranks that they allow."
+        message, code="compat-shards", fix="Give the model's own numbers of heads, and ranks that they allow."
     )
 
 
@@ -57,7 +57,7 @@ def heads_of(
     """Query heads and key-value heads of a rank; where there are fewer of the latter than ranks, several ranks have the same one.
 
     Raises:
-        PlanError: heads do not fit together, or to the ranks ("inference-shards"); a ValueError, too.
+        PlanError: heads do not fit together, or to the ranks ("compat-shards"); a ValueError, too.
     """
     kv = n_heads_q if n_heads_kv is None else n_heads_kv
     if n_heads_q < num_shards or n_heads_q % kv:

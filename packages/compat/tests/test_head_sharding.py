@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from deepspeed._ours.parallel import head_sharding as s
 from hypothesis import assume, given
 from hypothesis import strategies as st
-
-from ds_inference import head_sharding as s
 
 SIZE = 4
 
