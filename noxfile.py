@@ -216,22 +216,24 @@ def conformance(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def native(session: nox.Session) -> None:
-    """Compile native/ with warnings as errors, and run the C++ tests, also under the sanitizers; CUDA where nvcc is, NEON
-    where a cross compiler and qemu-user are (Debian: g++-aarch64-linux-gnu, qemu-user)."""
-    python = developing(session)
-    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    """Compile native/ with warnings as errors, and run the C++ tests, also under the sanitizers; NEON where a cross compiler
+    and qemu-user are (Debian: g++-aarch64-linux-gnu, qemu-user). Then every CUDA kernel: by NVRTC for five architectures, and
+    against its ratchet of registers and instructions."""
+    python = developing(session, "nvrtc")
     arm = shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64")
-    found_here = [*(["aarch64"] if arm else []), *(["cuda"] if nvcc else [])]
+    found_here = ["aarch64"] if arm else []
     for preset in session.posargs or ("dev", "asan", *found_here):
         found = [f"-DPython_EXECUTABLE={python}"]
-        if preset in ("release", "cuda"):
+        if preset == "release":
             folder = session.run(python, "-m", "pybind11", "--cmakedir", silent=True, external=True)
             found.append(f"-Dpybind11_DIR={str(folder).strip()}")
         with session.chdir("native"):
             session.run("cmake", "--preset", preset, *found, external=True)
             session.run("cmake", "--build", "--preset", preset, external=True)
-            if preset != "cuda":  # its kernels run under test_cuda of the others; a device is wanted by `nox -s gpu`
-                session.run("ctest", "--preset", preset, external=True)
+            session.run("ctest", "--preset", preset, external=True)
+    if not session.posargs:
+        kernels = "packages/ops/tests/test_cuda_compiled.py"
+        session.run(python, "-m", "pytest", "-m", "slow or not slow", "-rs", kernels, external=True)
 
 
 @nox.session(venv_backend="none")

@@ -1,277 +1,320 @@
-// RMS norm and its gradient. Rows whose elements move four at a time stay in registers between the two passes: a team of 32 to
-// 256 threads takes a row, so that a thread has at most `held` quads of it. Any other row: one block, two reads.
-// Gradients: a block takes a run of rows, so that a column's weight gradient has one writer.
-#include <initializer_list>
-
-#include "cuda.h"
+// RMS norm and layer norm over rows, also of a sum with a residual, and their gradients. A team of 32 to 512 threads takes a row and keeps
+// it in registers as it lies in memory, 16 bytes at a time, between the passes. Rows that do not move so: `any`, one block and two reads.
+// Statistics are fp32: a thread adds up at most 64 elements, then the team in pairs.
+#include "device.h"
 
 namespace ds::cuda {
-namespace {
 
-constexpr int held = 8;                                      // quads of a row that one thread keeps
-constexpr std::int64_t longest = 4 * held * block_threads;  // elements of a row that is kept
+// x, residual, sum, y [rows, cols]; weight, bias [cols]; mean, rstd fp32 [rows]. Null where absent (mean: RMS norm).
+struct NormCall {
+  const void *x, *residual, *weight, *bias;
+  void *sum, *y;
+  float *mean, *rstd;
+  std::int64_t rows, cols;
+  float eps, inverse;  // inverse: 1 / cols
+  std::int32_t dtype, weight_dtype;
+};
+// h: what was normalized; dsum: the gradient that reached it by another way. dweight, dbias: fp32 [blocks, cols], a block's rows each.
+struct NormGradCall {
+  const void *h, *dy, *dsum, *weight;
+  const float *mean, *rstd;
+  void *dx;
+  float *dweight, *dbias;
+  std::int64_t rows, cols, rows_per_block;
+  float inverse;
+  std::int32_t dtype, weight_dtype;
+};
 
-// Elements [i, i + 4), which lie as `D` at an address that is a multiple of all four.
-template <Dtype D>
-DS_FN Quad whole_quad(const void *p, std::int64_t i) {
-  Quad q;
-  if (D == Dtype::f32) {
-    const Words w = *reinterpret_cast<const Words *>(static_cast<const float *>(p) + i);
-    for (int k = 0; k < 4; k++) q.v[k] = w.v[k];
-  } else {
-    const Halves h = *reinterpret_cast<const Halves *>(static_cast<const std::uint16_t *>(p) + i);
-    for (int k = 0; k < 4; k++) q.v[k] = D == Dtype::bf16 ? bf16_to_f32(h.v[k]) : f16_to_f32(h.v[k]);
-  }
-  return q;
-}
-template <Dtype D>
-DS_FN void store_whole(void *p, std::int64_t i, const Quad &q) {
-  if (D == Dtype::f32) {
-    *reinterpret_cast<Words *>(static_cast<float *>(p) + i) = {{q.v[0], q.v[1], q.v[2], q.v[3]}};
-  } else {
-    Halves h;
-    for (int k = 0; k < 4; k++) h.v[k] = D == Dtype::bf16 ? f32_to_bf16(q.v[k]) : f32_to_f16(q.v[k]);
-    *reinterpret_cast<Halves *>(static_cast<std::uint16_t *>(p) + i) = h;
-  }
-}
-
-// The sum over the `T` threads that share a row, in each of them. All threads of the block come here.
-template <int T>
-DS_FN double team_sum(double x, double *shared) {
-  x = warp_sum(x);
-  if (T == warp_threads) return x;
-  const int warp = static_cast<int>(threadIdx.x) / warp_threads, team_warps = T / warp_threads;
-  if (static_cast<int>(threadIdx.x) % warp_threads == 0) shared[warp] = x;
-  __syncthreads();
-  x = 0.0;
-  for (int w = 0; w < team_warps; w++) x += shared[warp / team_warps * team_warps + w];
-  __syncthreads();
-  return x;
+struct Pair {
+  float a, b;
+};
+DS_FN Pair operator+(const Pair &x, const Pair &y) { return {x.a + y.a, x.b + y.b}; }
+DS_FN Pair &operator+=(Pair &x, const Pair &y) { return x = x + y; }
+DS_FN Pair exchange(unsigned others, const Pair &x, int k) {
+  return {exchange(others, x.a, k), exchange(others, x.b, k)};
 }
 
-template <Dtype D, int T>
-DS_KERNEL void held_norm_kernel(Norm n) {
-  DS_SHARED double shared[block_warps];
-  const int mine = static_cast<int>(threadIdx.x) % T, cols = static_cast<int>(n.cols);
-  const std::int64_t row = blockIdx.x * static_cast<std::int64_t>(block_threads / T) + static_cast<int>(threadIdx.x) / T;
-  const bool there = row < n.rows;  // whoever has no row still comes to the barriers
-  const std::int64_t first = row * n.cols;
-  Quad x[held];
-  double sum = 0.0;
-  DS_UNROLL
-  for (int j = 0; j < held; j++) {
-    const int i = 4 * (mine + j * T);
-    if (there && i < cols) x[j] = whole_quad<D>(n.x, first + i);
-  }
-  if (n.residual) {
+// Weights of the elements [i, i + count) of a row, where the weight's type is W.
+template <Dtype D, Dtype W>
+DS_FN void load_weights(const void *p, int vector, float *out) {
+  constexpr int count = Lanes<D>::count, parts = count / Lanes<W>::count;
+  if constexpr (parts >= 1) {
     DS_UNROLL
-    for (int j = 0; j < held; j++) {
-      const int i = 4 * (mine + j * T);
-      if (!there || i >= cols) continue;
-      const Quad r = whole_quad<D>(n.residual, first + i);
-      for (int k = 0; k < 4; k++) x[j].v[k] = rounded(x[j].v[k] + r.v[k], D);
-      store_whole<D>(n.sum, first + i, x[j]);
+    for (int j = 0; j < parts; j++) {
+      const Words w = load_words(p, vector * parts + j);
+      DS_UNROLL
+      for (int k = 0; k < Lanes<W>::count; k++) out[j * Lanes<W>::count + k] = element<W>(w, k);
+    }
+  } else {  // fp32 elements, weights of 16 bits
+    const HalfWords h = static_cast<const HalfWords *>(p)[vector];
+    DS_UNROLL
+    for (int k = 0; k < count; k++) out[k] = k % 2 ? high_of<W>(h.w[k / 2]) : low_of<W>(h.w[k / 2]);
+  }
+}
+
+// y = (x - mean) * rstd * weight + bias. Team: threads a row; Held: 16-byte pieces of it a thread; Centre: layer norm.
+template <Dtype D, Dtype W, int Team, int Held, bool Centre, bool Residual>
+DS_FN void norm(const NormCall &a) {
+  constexpr int count = Lanes<D>::count, block = Team < 256 ? 256 : Team;
+  DS_SHARED float shared[block / warp_threads];
+  const int mine = thread_index() % Team, vectors = static_cast<int>(a.cols) / count;
+  const std::int64_t row = block_index() * (block / Team) + thread_index() / Team;
+  const bool there = row < a.rows;  // whoever has no row still comes to the barriers
+  const std::int64_t first = row * vectors;
+  Words x[Held];
+  DS_UNROLL
+  for (int j = 0; j < Held; j++)
+    if (there && mine + j * Team < vectors) x[j] = load_words(a.x, first + mine + j * Team);
+  if (Residual) {
+    Words r[Held];
+    DS_UNROLL
+    for (int j = 0; j < Held; j++)
+      if (there && mine + j * Team < vectors) r[j] = load_words(a.residual, first + mine + j * Team);
+    DS_UNROLL
+    for (int j = 0; j < Held; j++) {
+      if (!there || mine + j * Team >= vectors) continue;
+      float sum[count];
+      DS_UNROLL
+      for (int k = 0; k < count; k++) sum[k] = element<D>(x[j], k) + element<D>(r[j], k);
+      x[j] = words_of<D>(sum);
+      store_words(a.sum, first + mine + j * Team, x[j]);
     }
   }
-  DS_UNROLL
-  for (int j = 0; j < held; j++) {
-    if (!there || 4 * (mine + j * T) >= cols) continue;
-    float squares = 0.0f;
-    for (int k = 0; k < 4; k++) squares += x[j].v[k] * x[j].v[k];
-    sum += squares;
+  float mean = 0.0f;
+  if (Centre) {
+    float sum = 0.0f;
+    DS_UNROLL
+    for (int j = 0; j < Held; j++) {
+      if (!there || mine + j * Team >= vectors) continue;
+      DS_UNROLL
+      for (int k = 0; k < count; k++) sum += element<D>(x[j], k);
+    }
+    mean = team_sum<Team>(sum, shared) * a.inverse;
   }
-  sum = team_sum<T>(sum, shared);
-  const float rstd = static_cast<float>(1.0 / sqrt(sum / static_cast<double>(n.cols) + n.eps));
+  float squares = 0.0f;
+  DS_UNROLL
+  for (int j = 0; j < Held; j++) {
+    if (!there || mine + j * Team >= vectors) continue;
+    DS_UNROLL
+    for (int k = 0; k < count; k++) {
+      const float d = Centre ? element<D>(x[j], k) - mean : element<D>(x[j], k);
+      squares = fmaf(d, d, squares);
+    }
+  }
+  squares = team_sum<Team>(squares, shared);
   if (!there) return;
-  if (mine == 0) n.rstd[row] = rstd;
+  const float rstd = 1.0f / sqrtf(squares * a.inverse + a.eps);
+  if (mine == 0) {
+    a.rstd[row] = rstd;
+    if (Centre) a.mean[row] = mean;
+  }
   DS_UNROLL
-  for (int j = 0; j < held; j++) {
-    const int i = 4 * (mine + j * T);
-    if (i >= cols) continue;
-    Quad w = {{1.0f, 1.0f, 1.0f, 1.0f}};
-    if (n.weight) w = whole_quad<Dtype::f32>(n.weight, i);
-    for (int k = 0; k < 4; k++) x[j].v[k] = x[j].v[k] * rstd * w.v[k];
-    store_whole<D>(n.y, first + i, x[j]);
+  for (int j = 0; j < Held; j++) {
+    if (mine + j * Team >= vectors) continue;
+    float y[count], w[count];
+    DS_UNROLL
+    for (int k = 0; k < count; k++) y[k] = (Centre ? element<D>(x[j], k) - mean : element<D>(x[j], k)) * rstd;
+    if (a.weight) {
+      load_weights<D, W>(a.weight, mine + j * Team, w);
+      DS_UNROLL
+      for (int k = 0; k < count; k++) y[k] *= w[k];
+    }
+    if (Centre && a.bias) {
+      load_weights<D, W>(a.bias, mine + j * Team, w);
+      DS_UNROLL
+      for (int k = 0; k < count; k++) y[k] += w[k];
+    }
+    store_words(a.y, first + mine + j * Team, words_of<D>(y));
   }
 }
 
-// A block's teams take its rows in turn. Each keeps the weight gradient of its columns in registers; at the end teams add up theirs.
-template <Dtype D, int T>
-DS_KERNEL void held_norm_grad_kernel(NormGrad n, std::int64_t rows_per_block) {
-  constexpr int teams = block_threads / T;
-  DS_SHARED double shared[block_warps];
-  DS_SHARED float added[teams > 1 ? 4 * held * T : 1];
-  const int mine = static_cast<int>(threadIdx.x) % T, team = static_cast<int>(threadIdx.x) / T;
-  const int cols = static_cast<int>(n.cols);
-  const std::int64_t begin = blockIdx.x * rows_per_block;
-  const std::int64_t end = n.rows - begin < rows_per_block ? n.rows : begin + rows_per_block;
-  Quad dweight[held];
+// dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dsum with g = dy * weight; without mean(g) for RMS norm. A block's teams take its
+// rows in turn, the next row on its way while one is summed; each thread keeps the weights' gradients of its columns.
+template <Dtype D, Dtype W, int Team, int Held, bool Centre, bool Sum>
+DS_FN void norm_grad(const NormGradCall &a) {
+  constexpr int count = Lanes<D>::count, block = Team < 256 ? 256 : Team, teams = block / Team;
+  DS_SHARED Pair shared[block / warp_threads];
+  DS_SHARED float added[teams > 1 ? count * Held * Team : 1];
+  const int mine = thread_index() % Team, team = thread_index() / Team, vectors = static_cast<int>(a.cols) / count;
+  const std::int64_t begin = block_index() * a.rows_per_block;
+  const std::int64_t end = a.rows - begin < a.rows_per_block ? a.rows : begin + a.rows_per_block;
+  float dweight[Held][count], dbias[Centre ? Held : 1][count];
   DS_UNROLL
-  for (int j = 0; j < held; j++) dweight[j] = Quad{{0.0f, 0.0f, 0.0f, 0.0f}};
-  for (std::int64_t row = begin + team; row - team < end; row += teams) {
+  for (int j = 0; j < Held; j++) {
+    DS_UNROLL
+    for (int k = 0; k < count; k++) dweight[j][k] = 0.0f, dbias[Centre ? j : 0][k] = 0.0f;
+  }
+  Words g[Held], h[Held];
+  std::int64_t row = begin + team;
+  DS_UNROLL
+  for (int j = 0; j < Held; j++) {
+    if (row >= end || mine + j * Team >= vectors) continue;
+    g[j] = load_words(a.dy, row * vectors + mine + j * Team);
+    h[j] = load_words(a.h, row * vectors + mine + j * Team);
+  }
+  for (; row - team < end; row += teams) {
     const bool there = row < end;
-    const std::int64_t first = row * n.cols;
-    const float rstd = there ? n.rstd[row] : 0.0f;
-    Quad g[held], xhat[held];
-    double dot = 0.0;
+    const std::int64_t first = row * vectors;
+    const float rstd = there ? a.rstd[row] : 0.0f, mean = Centre && there ? a.mean[row] : 0.0f;
+    Pair dot = {0.0f, 0.0f};
     DS_UNROLL
-    for (int j = 0; j < held; j++) {
-      const int i = 4 * (mine + j * T);
-      if (!there || i >= cols) continue;
-      g[j] = whole_quad<D>(n.dy, first + i);
-      xhat[j] = whole_quad<D>(n.h, first + i);
-    }
-    DS_UNROLL
-    for (int j = 0; j < held; j++) {
-      const int i = 4 * (mine + j * T);
-      if (!there || i >= cols) continue;
-      Quad w = {{1.0f, 1.0f, 1.0f, 1.0f}};
-      if (n.weight) w = whole_quad<Dtype::f32>(n.weight, i);
-      float part = 0.0f;
-      for (int k = 0; k < 4; k++) {
-        xhat[j].v[k] = xhat[j].v[k] * rstd;
-        dweight[j].v[k] += g[j].v[k] * xhat[j].v[k];
-        g[j].v[k] = g[j].v[k] * w.v[k];
-        part += g[j].v[k] * xhat[j].v[k];
+    for (int j = 0; j < Held; j++) {
+      if (!there || mine + j * Team >= vectors) continue;
+      float w[count];
+      if (a.weight) load_weights<D, W>(a.weight, mine + j * Team, w);
+      DS_UNROLL
+      for (int k = 0; k < count; k++) {
+        const float dy = element<D>(g[j], k), xhat = (Centre ? element<D>(h[j], k) - mean : element<D>(h[j], k)) * rstd;
+        dweight[j][k] = fmaf(dy, xhat, dweight[j][k]);
+        if (Centre) dbias[Centre ? j : 0][k] += dy;
+        const float scaled = a.weight ? dy * w[k] : dy;
+        dot.a = fmaf(scaled, xhat, dot.a);
+        if (Centre) dot.b += scaled;
       }
-      dot += part;
     }
-    const float along = static_cast<float>(team_sum<T>(dot, shared) / static_cast<double>(n.cols));
+    Words next_g[Held], next_h[Held], other[Held];
     DS_UNROLL
-    for (int j = 0; j < held; j++) {
-      const int i = 4 * (mine + j * T);
-      if (!there || i >= cols) continue;
-      for (int k = 0; k < 4; k++) g[j].v[k] = (g[j].v[k] - xhat[j].v[k] * along) * rstd;
-      if (n.dsum) {
-        const Quad other = whole_quad<D>(n.dsum, first + i);
-        for (int k = 0; k < 4; k++) g[j].v[k] += other.v[k];
+    for (int j = 0; j < Held; j++) {
+      if (mine + j * Team >= vectors) continue;
+      if (Sum && there) other[j] = load_words(a.dsum, first + mine + j * Team);
+      if (row + teams >= end) continue;
+      next_g[j] = load_words(a.dy, (row + teams) * vectors + mine + j * Team);
+      next_h[j] = load_words(a.h, (row + teams) * vectors + mine + j * Team);
+    }
+    if (Centre)
+      dot = team_sum<Team>(dot, shared);
+    else
+      dot.a = team_sum<Team>(dot.a, &shared[0].a);
+    const float along = dot.a * a.inverse, level = Centre ? dot.b * a.inverse : 0.0f;
+    DS_UNROLL
+    for (int j = 0; j < Held; j++) {
+      if (there && mine + j * Team < vectors) {
+        float w[count], dx[count];
+        if (a.weight) load_weights<D, W>(a.weight, mine + j * Team, w);
+        DS_UNROLL
+        for (int k = 0; k < count; k++) {
+          const float xhat = (Centre ? element<D>(h[j], k) - mean : element<D>(h[j], k)) * rstd;
+          float scaled = a.weight ? element<D>(g[j], k) * w[k] : element<D>(g[j], k);
+          if (Centre) scaled -= level;
+          dx[k] = fmaf(-xhat, along, scaled) * rstd;
+          if (Sum) dx[k] += element<D>(other[j], k);
+        }
+        store_words(a.dx, first + mine + j * Team, words_of<D>(dx));
       }
-      store_whole<D>(n.dx, first + i, g[j]);
+      g[j] = next_g[j], h[j] = next_h[j];
     }
   }
-  if (!n.dweight) return;
-  float *out = n.dweight + blockIdx.x * n.cols;
-  for (int from = 0; from < teams; from++) {
-    if (from > 0) __syncthreads();
-    if (team != from) continue;
-    DS_UNROLL
-    for (int j = 0; j < held; j++) {
-      const int i = 4 * (mine + j * T);
-      if (i >= cols) continue;
-      for (int k = 0; k < 4; k++) {
-        const float sum = from == 0 ? dweight[j].v[k] : added[i + k] + dweight[j].v[k];
-        if (from == teams - 1)
-          out[i + k] = sum;
-        else
-          added[i + k] = sum;
+  DS_UNROLL
+  for (int which = 0; which < (Centre ? 2 : 1); which++) {
+    float *out = which ? a.dbias : a.dweight;
+    if (!out) continue;
+    out += block_index() * a.cols;
+    for (int from = 0; from < teams; from++) {  // teams add up theirs in turn
+      if (teams > 1) __syncthreads();
+      if (team != from) continue;
+      DS_UNROLL
+      for (int j = 0; j < Held; j++) {
+        const int i = (mine + j * Team) * count;
+        if (i >= a.cols) continue;
+        DS_UNROLL
+        for (int k = 0; k < count; k++) {
+          const float one = which ? dbias[Centre ? j : 0][k] : dweight[j][k];
+          const float sum = from == 0 ? one : added[teams > 1 ? i + k : 0] + one;
+          if (from == teams - 1)
+            out[i + k] = sum;
+          else
+            added[teams > 1 ? i + k : 0] = sum;
+        }
       }
     }
   }
 }
 
-DS_KERNEL void norm_kernel(Norm n) {
-  DS_SHARED double shared[block_warps + 1];
-  const std::int64_t first = blockIdx.x * n.cols;
-  const void *h = n.residual ? n.sum : n.x;
-  double sum = 0.0;
-  for (std::int64_t i = 4 * static_cast<std::int64_t>(threadIdx.x); i < n.cols; i += 4 * block_threads) {
-    const int m = quad_size(i, n.cols);
-    Quad x = load_quad(n.x, n.dtype, first + i, m);
-    if (n.residual) {
-      const Quad r = load_quad(n.residual, n.dtype, first + i, m);
-      for (int k = 0; k < 4; k++) x.v[k] = rounded(x.v[k] + r.v[k], n.dtype);
-      store_quad(n.sum, n.dtype, first + i, m, x);
+// ---- rows of any length, at any address ------------------------------------------------------------------------------
+
+constexpr int any_threads = 256;
+
+DS_FN float weight_at(const void *p, std::int32_t dtype, std::int64_t i, float otherwise) {
+  return p ? load(p, static_cast<Dtype>(dtype), i) : otherwise;
+}
+
+DS_FN void any_norm(const NormCall &a) {
+  DS_SHARED float shared[any_threads / warp_threads];
+  const Dtype dtype = static_cast<Dtype>(a.dtype);
+  const std::int64_t first = block_index() * a.cols;
+  const void *h = a.residual ? a.sum : a.x;
+  float total = 0.0f, squares = 0.0f, mean = 0.0f;
+  for (std::int64_t i = 4 * thread_index(); i < a.cols; i += 4 * any_threads) {
+    const int m = quad_size(i, a.cols);
+    Quad x = load_quad(a.x, dtype, first + i, m);
+    if (a.residual) {
+      const Quad r = load_quad(a.residual, dtype, first + i, m);
+      DS_UNROLL
+      for (int k = 0; k < 4; k++) x.v[k] = rounded(x.v[k] + r.v[k], dtype);
+      store_quad(a.sum, dtype, first + i, m, x);
     }
-    float squares = 0.0f;
-    for (int k = 0; k < 4; k++) squares += x.v[k] * x.v[k];
-    sum += squares;
+    DS_UNROLL
+    for (int k = 0; k < 4; k++) total += x.v[k], squares = fmaf(x.v[k], x.v[k], squares);
   }
-  sum = block_sum(sum, shared);
-  const float rstd = static_cast<float>(1.0 / sqrt(sum / static_cast<double>(n.cols) + n.eps));
-  if (threadIdx.x == 0) n.rstd[blockIdx.x] = rstd;
-  for (std::int64_t i = 4 * static_cast<std::int64_t>(threadIdx.x); i < n.cols; i += 4 * block_threads) {
-    const int m = quad_size(i, n.cols);
-    Quad x = load_quad(h, n.dtype, first + i, m);  // what this very thread stored, if there is a residual
-    for (int k = 0; k < m; k++) x.v[k] = x.v[k] * rstd * (n.weight ? n.weight[i + k] : 1.0f);
-    store_quad(n.y, n.dtype, first + i, m, x);
+  if (a.mean) {
+    mean = team_sum<any_threads>(total, shared) * a.inverse;
+    squares = 0.0f;
+    for (std::int64_t i = 4 * thread_index(); i < a.cols; i += 4 * any_threads) {
+      const int m = quad_size(i, a.cols);
+      const Quad x = load_quad(h, dtype, first + i, m);  // what this very thread stored, if there is a residual
+      DS_UNROLL
+      for (int k = 0; k < 4; k++)
+        if (k < m) squares = fmaf(x.v[k] - mean, x.v[k] - mean, squares);
+    }
+  }
+  squares = team_sum<any_threads>(squares, shared);
+  const float rstd = 1.0f / sqrtf(squares * a.inverse + a.eps);
+  if (thread_index() == 0) {
+    a.rstd[block_index()] = rstd;
+    if (a.mean) a.mean[block_index()] = mean;
+  }
+  for (std::int64_t i = 4 * thread_index(); i < a.cols; i += 4 * any_threads) {
+    const int m = quad_size(i, a.cols);
+    Quad x = load_quad(h, dtype, first + i, m);
+    DS_UNROLL
+    for (int k = 0; k < 4; k++)
+      if (k < m) {
+        x.v[k] = (x.v[k] - mean) * rstd * weight_at(a.weight, a.weight_dtype, i + k, 1.0f);
+        if (a.bias) x.v[k] += weight_at(a.bias, a.weight_dtype, i + k, 0.0f);
+      }
+    store_quad(a.y, dtype, first + i, m, x);
   }
 }
 
-DS_KERNEL void norm_grad_kernel(NormGrad n, std::int64_t rows_per_block) {
-  DS_SHARED double shared[block_warps + 1];
-  const std::int64_t begin = blockIdx.x * rows_per_block;
-  const std::int64_t end = n.rows - begin < rows_per_block ? n.rows : begin + rows_per_block;
-  float *dweight = n.dweight ? n.dweight + blockIdx.x * n.cols : nullptr;
+// dweight and dbias: zeroed by the caller.
+DS_FN void any_norm_grad(const NormGradCall &a) {
+  DS_SHARED Pair shared[any_threads / warp_threads];
+  const Dtype dtype = static_cast<Dtype>(a.dtype);
+  const std::int64_t begin = block_index() * a.rows_per_block;
+  const std::int64_t end = a.rows - begin < a.rows_per_block ? a.rows : begin + a.rows_per_block;
+  float *dweight = a.dweight ? a.dweight + block_index() * a.cols : nullptr;
+  float *dbias = a.dbias ? a.dbias + block_index() * a.cols : nullptr;
   for (std::int64_t row = begin; row < end; row++) {
-    const std::int64_t first = row * n.cols;
-    const float rstd = n.rstd[row];
-    double dot = 0.0;
-    for (std::int64_t i = threadIdx.x; i < n.cols; i += block_threads) {
-      const float dy = load(n.dy, n.dtype, first + i), xhat = load(n.h, n.dtype, first + i) * rstd;
-      dot += static_cast<double>(dy * (n.weight ? n.weight[i] : 1.0f) * xhat);
-      if (dweight) dweight[i] += dy * xhat;
+    const std::int64_t first = row * a.cols;
+    const float rstd = a.rstd[row], mean = a.mean ? a.mean[row] : 0.0f;
+    Pair dot = {0.0f, 0.0f};
+    for (std::int64_t i = thread_index(); i < a.cols; i += any_threads) {
+      const float dy = load(a.dy, dtype, first + i), xhat = (load(a.h, dtype, first + i) - mean) * rstd;
+      const float g = dy * weight_at(a.weight, a.weight_dtype, i, 1.0f);
+      dot.a = fmaf(g, xhat, dot.a), dot.b += g;
+      if (dweight) dweight[i] = fmaf(dy, xhat, dweight[i]);
+      if (dbias) dbias[i] += dy;
     }
-    const float along = static_cast<float>(block_sum(dot, shared) / static_cast<double>(n.cols));
-    for (std::int64_t i = threadIdx.x; i < n.cols; i += block_threads) {
-      const float g = load(n.dy, n.dtype, first + i) * (n.weight ? n.weight[i] : 1.0f);
-      const float xhat = load(n.h, n.dtype, first + i) * rstd;
-      float dx = (g - xhat * along) * rstd;
-      if (n.dsum) dx += load(n.dsum, n.dtype, first + i);
-      store(n.dx, n.dtype, first + i, dx);
+    dot = team_sum<any_threads>(dot, shared);
+    const float along = dot.a * a.inverse, level = a.mean ? dot.b * a.inverse : 0.0f;
+    for (std::int64_t i = thread_index(); i < a.cols; i += any_threads) {
+      const float g = load(a.dy, dtype, first + i) * weight_at(a.weight, a.weight_dtype, i, 1.0f);
+      const float xhat = (load(a.h, dtype, first + i) - mean) * rstd;
+      float dx = fmaf(-xhat, along, g - level) * rstd;
+      if (a.dsum) dx += load(a.dsum, dtype, first + i);
+      store(a.dx, dtype, first + i, dx);
     }
   }
-}
-
-bool whole(std::int64_t cols, Dtype dtype, std::initializer_list<const void *> elements, const void *weight) {
-  if (cols % 4 != 0 || cols > longest) return false;
-  const std::uintptr_t bytes = dtype == Dtype::f32 ? 16 : 8;
-  for (const void *p : elements)
-    if (reinterpret_cast<std::uintptr_t>(p) % bytes != 0) return false;
-  return reinterpret_cast<std::uintptr_t>(weight) % 16 == 0;
-}
-
-template <Dtype D, int T>
-Status held_norm(const Norm &n, Stream stream) {
-  if (T < block_threads && n.cols > 4 * held * T) return held_norm<D, T < block_threads ? 2 * T : T>(n, stream);
-  constexpr std::int64_t teams = block_threads / T;
-  return launch(held_norm_kernel<D, T>, (n.rows + teams - 1) / teams, stream, n);
-}
-
-template <Dtype D, int T>
-Status held_norm_grad(const NormGrad &n, std::int64_t per_block, Stream stream) {
-  if (T < block_threads && n.cols > 4 * held * T)
-    return held_norm_grad<D, T < block_threads ? 2 * T : T>(n, per_block, stream);
-  return launch(held_norm_grad_kernel<D, T>, (n.rows + per_block - 1) / per_block, stream, n, per_block);
-}
-
-}  // namespace
-
-Status norm(const Norm &n, Stream stream) {
-  if (n.rows < 0 || n.cols < 0) return Status::bad_argument;
-  if (n.rows == 0 || n.cols == 0) return Status::ok;
-  if (!n.x || !n.y || !n.rstd || (n.residual && !n.sum)) return Status::bad_argument;
-  if (!whole(n.cols, n.dtype, {n.x, n.residual, n.sum, n.y}, n.weight)) return launch(norm_kernel, n.rows, stream, n);
-  switch (n.dtype) {
-    case Dtype::f32: return held_norm<Dtype::f32, warp_threads>(n, stream);
-    case Dtype::bf16: return held_norm<Dtype::bf16, warp_threads>(n, stream);
-    case Dtype::f16: return held_norm<Dtype::f16, warp_threads>(n, stream);
-  }
-  return Status::bad_argument;
-}
-
-Status norm_grad(const NormGrad &n, Stream stream) {
-  if (n.rows < 0 || n.cols < 0) return Status::bad_argument;
-  if (n.rows == 0 || n.cols == 0) return Status::ok;
-  if (!n.h || !n.dy || !n.dx || !n.rstd) return Status::bad_argument;
-  const std::int64_t per_block = (n.rows + norm_grad_blocks - 1) / norm_grad_blocks;
-  if (!whole(n.cols, n.dtype, {n.h, n.dy, n.dsum, n.dx}, n.weight))
-    return launch(norm_grad_kernel, (n.rows + per_block - 1) / per_block, stream, n, per_block);
-  switch (n.dtype) {
-    case Dtype::f32: return held_norm_grad<Dtype::f32, warp_threads>(n, per_block, stream);
-    case Dtype::bf16: return held_norm_grad<Dtype::bf16, warp_threads>(n, per_block, stream);
-    case Dtype::f16: return held_norm_grad<Dtype::f16, warp_threads>(n, per_block, stream);
-  }
-  return Status::bad_argument;
 }
 
 }  // namespace ds::cuda

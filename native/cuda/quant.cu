@@ -1,16 +1,58 @@
-// Eight lanes make one group, a warp if it is long: what is done once a group (its place, its scale) takes as long as a dozen elements.
-// A lane takes four neighbours at a time, which are whole bytes at every code width.
-#include "cuda.h"
+// Numbers to codes in groups, and back; the formats are those of ds_ops/formats.py, the bits those of cpu/kernels/quant.cpp.
+//
+// `quantize` and `dense` take whole pieces at aligned addresses, for a format that is known when they are compiled: a lane's 16 codes are
+// one piece of a group whose numbers stay in registers, 8 codes (16 of 6 bits) are one piece of dense output. `any_quantize` and
+// `any_dense` take the rest: odd groups, tails, unaligned rows.
+#include "device.h"
 
 namespace ds::cuda {
-namespace {
 
+constexpr int quant_threads = 256;
 constexpr float smallest_scale = 1.17549435e-38f;  // so that its inverse is finite
-
-// ---- codes of one element; the same arithmetic as cpu/kernels/quant.cpp ---------------------------------------------
+constexpr float whole = 12582912.0f;               // x + whole has the nearest integer to x, halves to even, in its lowest bits
 
 // What a format is made of, known when a kernel is compiled: asking at every element took longer than the element.
-enum class Kind { symmetric, asymmetric, floating };
+enum class Kind { symmetric = 0, asymmetric = 1, floating = 2 };
+
+// Rows of codes: row r begins at base + r * row_bytes, its parameters (fp32, one or two a group) at params_at.
+struct Rows {
+  unsigned char *base;
+  std::int64_t rows, cols, params_at, row_bytes, group;
+};
+struct Code {  // of a format that is known at run time
+  std::int32_t bits, mantissa, bias, max_code;
+  float maximum;
+  std::int32_t draws;
+  std::uint32_t key[2];
+  std::int64_t offset;
+};
+
+// out [rows, cols] = factor * the sum over `sources` of row k * rows + index[r] (null: r).
+struct DenseCall {
+  Rows from;
+  const std::int64_t *index;
+  void *out;
+  std::int64_t rows, sources, pieces;  // pieces: of all rows
+  float factor;
+  std::int32_t dtype, group_shift;
+  Divisor per_row;  // pieces a row
+  Code code;
+};
+struct QuantizeCall {
+  Rows to;
+  const std::int64_t *order;
+  const void *x;    // dense, or the sum that `from` describes
+  std::int64_t groups;  // of all rows
+  std::int32_t dtype;
+  Divisor per_row;  // groups a row
+  Code code;
+  Rows from;
+  Code from_code;
+  std::int64_t sources;
+  float factor;
+};
+
+// ---- one code ---------------------------------------------------------------------------------------------------------
 
 struct Mapping {  // codes = f(x * inverse) of one group
   float inverse;
@@ -18,25 +60,24 @@ struct Mapping {  // codes = f(x * inverse) of one group
   bool finite;
 };
 
-DS_FN float draw(const QuantSpec &s, std::int64_t index) {
+DS_FN float draw(const Code &c, std::int64_t index) {
   const std::uint32_t hi = static_cast<std::uint32_t>(static_cast<std::uint64_t>(index) >> 32);
-  std::uint32_t x = static_cast<std::uint32_t>(index) ^ s.key[0];
-  x = (x ^ (x >> 16)) * 0x7feb352du + s.key[1] + hi * 0x9e3779b9u;
+  std::uint32_t x = static_cast<std::uint32_t>(index) ^ c.key[0];
+  x = (x ^ (x >> 16)) * 0x7feb352du + c.key[1] + hi * 0x9e3779b9u;
   x = (x ^ (x >> 15)) * 0x846ca68bu;
   return (static_cast<float>(static_cast<std::int32_t>(x ^ (x >> 16)) >> 8) + 0.5f) * 5.9604644775390625e-8f;
 }
-DS_FN int round_to_int(const QuantSpec &s, float y, std::int64_t index) {
-  return static_cast<int>(rintf(s.stochastic ? y + draw(s, index) : y));
+DS_FN int round_to_int(const Code &c, float y, std::int64_t index) {
+  return static_cast<int>(rintf(c.draws ? y + draw(c, index) : y));
 }
 
 template <Kind K>
-DS_FN std::uint32_t encode(const QuantSpec &s, const Mapping &m, float x, std::int64_t index) {
-  const QuantFormat &f = s.format;
+DS_FN std::uint32_t encode(const Code &f, const Mapping &m, float x, std::int64_t index) {
   if (!m.finite) return 0;
   const float y = x * m.inverse;
   if (K != Kind::floating) {
     const int top = K == Kind::symmetric ? f.max_code : (1 << f.bits) - 1, low = K == Kind::symmetric ? -top : 0;
-    int q = round_to_int(s, y, index) + m.zero;
+    int q = round_to_int(f, y, index) + m.zero;
     q = q > top ? top : q < low ? low : q;
     return static_cast<std::uint32_t>(q) & ((1u << f.bits) - 1u);
   }
@@ -44,13 +85,12 @@ DS_FN std::uint32_t encode(const QuantSpec &s, const Mapping &m, float x, std::i
   const int exponent = (magnitude >> 23) > lowest ? magnitude >> 23 : lowest;
   const float units = from_bits(static_cast<std::uint32_t>(magnitude)) *
                       from_bits(static_cast<std::uint32_t>(254 + f.mantissa - exponent) << 23);
-  const int code = round_to_int(s, units, index) + ((exponent - lowest) << f.mantissa);
+  const int code = round_to_int(f, units, index) + ((exponent - lowest) << f.mantissa);
   return static_cast<std::uint32_t>(code > f.max_code ? f.max_code : code) | (to_bits(y) >> 31) << (f.bits - 1);
 }
 
 template <Kind K>
-DS_FN float decode(const QuantSpec &s, std::uint32_t code, float zero) {
-  const QuantFormat &f = s.format;
+DS_FN float decode(const Code &f, std::uint32_t code, float zero) {
   const int c = static_cast<int>(code);
   if (K != Kind::floating) {
     if (K == Kind::asymmetric) return static_cast<float>(c) - zero;
@@ -63,259 +103,420 @@ DS_FN float decode(const QuantSpec &s, std::uint32_t code, float zero) {
   return from_bits(to_bits(value) | static_cast<std::uint32_t>(c >> (f.bits - 1)) << 31);
 }
 
-// ---- four codes in memory -------------------------------------------------------------------------------------------
-
-DS_FN int bytes_of(int codes, int width) { return (codes * width + 7) / 8; }
-
-DS_FN void store_codes(unsigned char *p, std::uint32_t packed, int bytes) {
-  if (bytes == 4 && reinterpret_cast<std::uintptr_t>(p) % 4 == 0) {
-    *reinterpret_cast<std::uint32_t *>(p) = packed;
-    return;
-  }
-  if (bytes == 2 && reinterpret_cast<std::uintptr_t>(p) % 2 == 0) {
-    *reinterpret_cast<std::uint16_t *>(p) = static_cast<std::uint16_t>(packed);
-    return;
-  }
-  for (int b = 0; b < 4; b++)
-    if (b < bytes) p[b] = static_cast<unsigned char>(packed >> (8 * b));
-}
-DS_FN std::uint32_t load_codes(const unsigned char *p, int bytes) {
-  if (bytes == 4 && reinterpret_cast<std::uintptr_t>(p) % 4 == 0) return *reinterpret_cast<const std::uint32_t *>(p);
-  if (bytes == 2 && reinterpret_cast<std::uintptr_t>(p) % 2 == 0) return *reinterpret_cast<const std::uint16_t *>(p);
-  std::uint32_t packed = 0;
-  for (int b = 0; b < 4; b++)
-    if (b < bytes) packed |= static_cast<std::uint32_t>(p[b]) << (8 * b);
-  return packed;
-}
-
-// ---- where numbers come from: dense rows, or the sum of quantized ones ----------------------------------------------
-
-struct Dense {
-  const void *x;
-  Dtype dtype;
-  std::int64_t cols;
-};
-DS_FN Quad quad_at(const Dense &d, std::int64_t row, std::int64_t i, int m) {
-  return load_quad(d.x, d.dtype, row * d.cols + i, m);
-}
-
-struct Sum {  // factor * the sum over `sources` of row k * rows + r
-  QuantSpec spec;
-  QuantRows q;
-  std::int64_t sources, rows;
-  float factor;
-};
+// Scale, zero point and inverse of a group, from the bits of its largest magnitude (infinities and NaN compare above every number), the
+// largest -x and the largest x. Lane 0 of the group stores them.
 template <Kind K>
-struct SumOf : Sum {};
-template <Kind K>
-DS_FN Quad quad_at(const SumOf<K> &s, std::int64_t row, std::int64_t i, int m) {
-  const int width = s.spec.format.bits;
-  constexpr int params = K == Kind::asymmetric ? 2 : 1;
-  const std::int64_t byte = i * width / 8;
-  // Neighbours may lie in two groups; not where a group is a whole number of quads.
-  const bool one = s.spec.group % 4 == 0;
-  const std::int64_t first = quotient(i, s.spec.group);
-  Quad sum = {{0.0f, 0.0f, 0.0f, 0.0f}};
-  for (std::int64_t k = 0; k < s.sources; k++) {
-    const unsigned char *base = s.q.base + (k * s.rows + row) * s.q.row_bytes;
-    const float *p = reinterpret_cast<const float *>(base + s.q.params_at);
-    const std::uint32_t packed = load_codes(base + byte, bytes_of(m, width));
-    for (int j = 0; j < 4; j++) {
-      if (j >= m) continue;
-      const std::int64_t group = one ? first : quotient(i + j, s.spec.group);
-      const std::uint32_t code = packed >> (width * j) & ((1u << width) - 1u);
-      const float value = decode<K>(s.spec, code, params == 2 ? p[2 * group + 1] : 0.0f) * p[params * group];
-      sum.v[j] = k == 0 ? value : sum.v[j] + value;
-    }
-  }
-  if (s.factor != 1.0f)
-    for (int j = 0; j < 4; j++) sum.v[j] *= s.factor;
-  return sum;
-}
-
-// ---- kernels --------------------------------------------------------------------------------------------------------
-
-template <int Lanes>
-DS_FN int lane() {
-  return static_cast<int>(threadIdx.x) % Lanes;
-}
-template <int Lanes>
-DS_FN std::int64_t team() {
-  return blockIdx.x * static_cast<std::int64_t>(block_threads / Lanes) + static_cast<int>(threadIdx.x) / Lanes;
-}
-template <int Lanes, class T>
-DS_FN T team_max(T x) {
-  const int first = static_cast<int>(threadIdx.x) % warp_threads / Lanes * Lanes;
-  const unsigned others = Lanes == warp_threads ? 0xffffffffu : ((1u << (Lanes % warp_threads)) - 1u) << first;
-  for (int k = Lanes / 2; k > 0; k /= 2) {
-    const T other = __shfl_xor_sync(others, x, k);
-    x = other > x ? other : x;
-  }
-  return x;
-}
-
-template <Kind K, int Lanes, class Source>
-DS_FN Mapping map_group(const QuantSpec &s, const Source &from, std::int64_t row, std::int64_t first, std::int64_t end,
-                        float *params) {
-  int magnitude = 0;  // bits of the largest |x|: infinities and NaN compare above every number
-  float minus_lo = 0.0f, hi = 0.0f;
-  for (std::int64_t i = first + 4 * lane<Lanes>(); i < end; i += 4 * Lanes) {
-    const Quad x = quad_at(from, row, i, quad_size(i, end));
-    for (int k = 0; k < 4; k++) {
-      const int bits = static_cast<int>(to_bits(x.v[k]) & 0x7fffffffu);
-      magnitude = bits > magnitude ? bits : magnitude;
-      if (K != Kind::asymmetric) continue;
-      minus_lo = -x.v[k] > minus_lo ? -x.v[k] : minus_lo;
-      hi = x.v[k] > hi ? x.v[k] : hi;
-    }
-  }
-  magnitude = team_max<Lanes>(magnitude);
-  if (K == Kind::asymmetric) {
-    minus_lo = team_max<Lanes>(minus_lo);
-    hi = team_max<Lanes>(hi);
-  }
+DS_FN Mapping map_group(float maximum, int bits, int magnitude, float minus_lo, float hi, float *params, bool first) {
   float scale = from_bits(0x7fc00000u), zero = 0.0f, inverse = 0.0f;
   const bool ok = magnitude < 0x7f800000;
   if (ok) {
-    const float levels = static_cast<float>((1 << s.format.bits) - 1);
-    scale = K == Kind::asymmetric ? hi / levels + minus_lo / levels
-                                  : from_bits(static_cast<std::uint32_t>(magnitude)) / s.format.maximum;
+    const float levels = static_cast<float>((1 << bits) - 1);
+    scale = K == Kind::asymmetric ? hi / levels + minus_lo / levels : from_bits(static_cast<std::uint32_t>(magnitude)) / maximum;
     scale = scale < smallest_scale ? smallest_scale : scale;
     inverse = 1.0f / scale;
     if (K == Kind::asymmetric) zero = rintf(minus_lo * inverse);
   }
-  if (lane<Lanes>() == 0) {
+  if (first) {
     params[0] = scale;
     if (K == Kind::asymmetric) params[1] = zero;
   }
   return {inverse, static_cast<int>(zero), ok};
 }
 
-template <Kind K, int Lanes, class Source>
-DS_KERNEL void quantize_kernel(QuantSpec s, QuantRows q, Source from, const std::int64_t *order, std::int64_t groups) {
-  const std::int64_t unit = team<Lanes>();
-  if (unit >= q.rows * groups) return;  // whole teams leave; nothing below waits for others
-  const std::int64_t row = quotient(unit, groups), group = unit - row * groups, first = group * s.group;
-  const std::int64_t end = q.cols - first < s.group ? q.cols : first + s.group;
-  unsigned char *base = q.base + (order ? order[row] : row) * q.row_bytes;
-  float *params = reinterpret_cast<float *>(base + q.params_at) + group * (K == Kind::asymmetric ? 2 : 1);
-  const Mapping m = map_group<K, Lanes>(s, from, row, first, end, params);
-  const int width = s.format.bits;
-  unsigned char *codes = base + first * width / 8;
-  for (std::int64_t i = 4 * lane<Lanes>(); i < end - first; i += 4 * Lanes) {
-    const int n = quad_size(first + i, end);
-    const Quad x = quad_at(from, row, first + i, n);
-    std::uint32_t packed = 0;
-    for (int k = 0; k < n; k++)
-      packed |= encode<K>(s, m, x.v[k], s.offset + row * q.cols + first + i + k) << (width * k);
-    store_codes(codes + i * width / 8, packed, bytes_of(n, width));
+// ---- sixteen codes at aligned addresses ---------------------------------------------------------------------------------
+
+// `Count` words of codes, from the address of a multiple of `Align` bytes.
+template <int Count, int Align>
+DS_FN void load_codes(const unsigned char *p, std::uint32_t *w) {
+  if constexpr (Align >= 16 && Count % 4 == 0) {
+    DS_UNROLL
+    for (int k = 0; k < Count / 4; k++) {
+      const Words x = load_words(p, k);
+      DS_UNROLL
+      for (int j = 0; j < 4; j++) w[4 * k + j] = x.w[j];
+    }
+  } else if constexpr (Align >= 8 && Count % 2 == 0) {
+    DS_UNROLL
+    for (int k = 0; k < Count / 2; k++) {
+      const HalfWords x = reinterpret_cast<const HalfWords *>(p)[k];
+      w[2 * k] = x.w[0], w[2 * k + 1] = x.w[1];
+    }
+  } else {
+    DS_UNROLL
+    for (int k = 0; k < Count; k++) w[k] = reinterpret_cast<const std::uint32_t *>(p)[k];
   }
-  if (group == groups - 1 && lane<Lanes>() == 0)  // padding is sent too, so it is not left to chance
-    for (std::int64_t b = (q.cols * width + 7) / 8; b < q.params_at; b++) base[b] = 0;
+}
+template <int Count, int Align>
+DS_FN void store_codes(unsigned char *p, const std::uint32_t *w) {
+  if constexpr (Align >= 16 && Count % 4 == 0) {
+    DS_UNROLL
+    for (int k = 0; k < Count / 4; k++) store_words(p, k, Words{{w[4 * k], w[4 * k + 1], w[4 * k + 2], w[4 * k + 3]}});
+  } else if constexpr (Align >= 8 && Count % 2 == 0) {
+    DS_UNROLL
+    for (int k = 0; k < Count / 2; k++) reinterpret_cast<HalfWords *>(p)[k] = HalfWords{{w[2 * k], w[2 * k + 1]}};
+  } else {
+    DS_UNROLL
+    for (int k = 0; k < Count; k++) reinterpret_cast<std::uint32_t *>(p)[k] = w[k];
+  }
 }
 
-constexpr int dense_quads = 4;                                         // that one thread writes
-constexpr std::int64_t dense_chunk = 4 * dense_quads * block_threads;  // elements of a row that one block writes
+// The integer codes of bytes 0 to 3 of `bytes`, each below 256, as floats plus 2^23: one instruction each.
+DS_FN float above_2_23(std::uint32_t bytes, int k) {
+  return from_bits(__byte_perm(bytes, 0x4b000000u, 0x7440u | static_cast<std::uint32_t>(k)));
+}
 
-template <Kind K>
-DS_KERNEL void dense_kernel(SumOf<K> from, const std::int64_t *index, std::int64_t chunks, void *out, Dtype dtype) {
-  const std::int64_t block = blockIdx.x, row = quotient(block, chunks), begin = (block - row * chunks) * dense_chunk;
-  const std::int64_t source = index ? index[row] : row;
-  // Asking on the host whether a row exists would wait for the device: one that does not exist is NaN.
-  const float nan = from_bits(0x7fc00000u);
-  const bool there = !index || (source >= 0 && source < from.q.rows);
+// The values at scale 1 of `Count` codes, packed from the lowest bits of w[0] on.
+template <int Bits, int Mantissa, int Bias, bool Zero, int Count>
+DS_FN void decode_codes(const std::uint32_t *w, float zero, float *v) {
+  if constexpr (Mantissa < 0) {
+    // Flipping the highest bit adds half the range to a signed code.
+    constexpr std::uint32_t flip = Zero ? 0u : Bits == 8 ? 0x80808080u : 0x88888888u;
+    constexpr float base = 8388608.0f + (Zero ? 0 : 1 << (Bits - 1));
+    constexpr int halves = 8 / Bits;  // of a byte
+    DS_UNROLL
+    for (int k = 0; k < Count * Bits / 32; k++) {
+      DS_UNROLL
+      for (int half = 0; half < halves; half++) {
+        const std::uint32_t bytes = Bits == 8 ? w[k] ^ flip : (w[k] ^ flip) >> 4 * half & 0x0f0f0f0fu;
+        DS_UNROLL
+        for (int j = 0; j < 4; j++) {
+          float &out = v[(4 * k + j) * halves + half];
+          out = above_2_23(bytes, j) - base;
+          if constexpr (Zero) out -= zero;
+        }
+      }
+    }
+  } else {
+    // The code's magnitude, put where fp32 has its lowest exponent bits and its highest of the mantissa, is the value times
+    // 2^(bias - 127), of subnormal codes too: fp32 has them at the same place. The sign goes to the sign.
+    constexpr int down = 9 - Bits + Mantissa;
+    constexpr std::uint32_t mask = 0x80000000u | ((1u << (Bits - 1)) - 1u) << (23 - Mantissa);
+    DS_UNROLL
+    for (int k = 0; k < Count; k++) {
+      const int at = k * Bits, word = at / 32, bit = at % 32;
+      const bool across = bit + Bits > 32;
+      const std::uint32_t top = across ? __funnelshift_l(w[word], w[across ? word + 1 : word], across ? 64 - Bits - bit : 0)
+                                       : w[word] << (across ? 0 : 32 - Bits - bit);
+      v[k] = from_bits(static_cast<std::uint32_t>(static_cast<std::int32_t>(top) >> down) & mask) *
+             from_bits(static_cast<std::uint32_t>(254 - Bias) << 23);
+    }
+  }
+}
+
+// The code of y; of signed integers that are not drawn, plus 0x4b400000 and half the range, which `encode_codes` takes off a sum at once.
+template <int Bits, int Mantissa, int Bias, int MaxCode, bool Zero, bool Draws>
+DS_FN std::uint32_t encode_one(const Code &c, float y, int zero, std::int64_t index) {
+  if constexpr (Mantissa < 0 && !Draws && !Zero) {
+    return to_bits(y + (whole + static_cast<float>(1 << (Bits - 1))));  // no clamp: the largest magnitude maps to MaxCode within an ulp
+  } else if constexpr (Mantissa < 0) {
+    int q = static_cast<int>(to_bits((Draws ? y + draw(c, index) : y) + whole)) - 0x4b400000 + zero;
+    const int top = Zero ? (1 << Bits) - 1 : MaxCode, low = Zero ? 0 : -MaxCode;
+    q = q > top ? top : q < low ? low : q;
+    return static_cast<std::uint32_t>(q) + (Zero ? 0u : 1u << (Bits - 1));
+  } else {
+    constexpr std::uint32_t lowest = 128 - Bias;
+    const std::uint32_t bits = to_bits(y);
+    std::uint32_t exponent = bits & 0x7f800000u;  // in place
+    exponent = exponent > lowest << 23 ? exponent : lowest << 23;
+    std::uint32_t code;
+    if constexpr (Draws) {
+      const float units = from_bits(bits & 0x7fffffffu) * from_bits((static_cast<std::uint32_t>(254 + Mantissa) << 23) - exponent);
+      code = to_bits(units + draw(c, index) + whole) - 0x4b400000u;
+    } else {
+      // What is added has the code's last place as its own, so the sum is rounded there.
+      const std::uint32_t unit = exponent + (static_cast<std::uint32_t>(23 - Mantissa) << 23);
+      code = to_bits(from_bits(bits & 0x7fffffffu) + from_bits(unit)) - unit;
+    }
+    code += (exponent >> (23 - Mantissa)) - (lowest << Mantissa);
+    if constexpr (Draws) code = static_cast<std::int32_t>(code) > MaxCode ? static_cast<std::uint32_t>(MaxCode) : code;
+    return code | (bits >> 31) << (Bits - 1);
+  }
+}
+
+// `Count` codes of y * inverse into words.
+template <int Bits, int Mantissa, int Bias, int MaxCode, bool Zero, bool Draws, int Count>
+DS_FN void encode_codes(const Code &c, const Mapping &m, const float *x, std::int64_t index, std::uint32_t *w) {
+  constexpr int run = Bits == 6 ? 4 : 32 / Bits;  // codes of one sum
+  constexpr bool shifted = Mantissa < 0 && !Zero;   // codes plus half the range, which flipping the highest bit takes back
+  constexpr std::uint32_t flip = !shifted ? 0u : Bits == 8 ? 0x80808080u : 0x88888888u;
+  constexpr std::uint32_t ones = Bits == 8 ? 0x01010101u : 0x11111111u;
+  constexpr std::uint32_t offset = shifted && !Draws ? 0x4b400000u * ones : 0u;
+#if defined(__CUDACC__) && __CUDA_ARCH__ >= 890
+  constexpr bool e4m3 = Mantissa == 3 && Bias == 7, e5m2 = Mantissa == 2 && Bias == 15;
+  if constexpr (Bits == 8 && !Draws && (e4m3 || e5m2)) {  // the same bits: values above the largest code do not occur
+    DS_UNROLL
+    for (int k = 0; k < Count / 4; k++) {
+      std::uint16_t half[2];
+      DS_UNROLL
+      for (int j = 0; j < 2; j++) {
+        const float low = x[4 * k + 2 * j] * m.inverse, high = x[4 * k + 2 * j + 1] * m.inverse;
+        if constexpr (e4m3)
+          asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(half[j]) : "f"(high), "f"(low));
+        else
+          asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(half[j]) : "f"(high), "f"(low));
+      }
+      w[k] = m.finite ? half[0] | static_cast<std::uint32_t>(half[1]) << 16 : 0u;
+    }
+    return;
+  } else
+#endif
+  {
+    std::uint32_t runs[Count / run];
+    DS_UNROLL
+    for (int r = 0; r < Count / run; r++) {
+      std::uint32_t acc = 0;
+      DS_UNROLL
+      for (int k = run - 1; k >= 0; k--)
+        acc = (acc << Bits) + encode_one<Bits, Mantissa, Bias, MaxCode, Zero, Draws>(c, x[r * run + k] * m.inverse, m.zero, index + r * run + k);
+      runs[r] = m.finite ? (acc - offset) ^ flip : 0u;
+    }
+    if constexpr (Bits == 6) {
+      DS_UNROLL
+      for (int q = 0; q < Count / 16; q++) {  // four times 24 bits are three words
+        const std::uint32_t *b = runs + 4 * q;
+        w[3 * q] = b[0] | b[1] << 24;
+        w[3 * q + 1] = b[1] >> 8 | b[2] << 16;
+        w[3 * q + 2] = b[2] >> 16 | b[3] << 8;
+      }
+    } else {
+      DS_UNROLL
+      for (int r = 0; r < Count / run; r++) w[r] = runs[r];
+    }
+  }
+}
+
+// ---- kernels ------------------------------------------------------------------------------------------------------------
+
+// Pieces of 8 codes (16 of 6 bits) to 16-byte stores. Align: of rows of codes, in bytes; Many: more sources than one.
+template <int Bits, int Mantissa, int Bias, bool Zero, Dtype D, int Align, bool Many>
+DS_FN void dense(const DenseCall &a) {
+  constexpr int count = Bits == 6 ? 16 : 8, words = count * Bits / 32, pieces = Many || Bits == 6 ? 2 : 4;
+  constexpr int params = Zero ? 2 : 1, stores = count / Lanes<D>::count;
+  const std::uint32_t begin = static_cast<std::uint32_t>(block_index()) * (pieces * quant_threads) + thread_index();
+  const std::uint32_t all = static_cast<std::uint32_t>(a.pieces), columns = static_cast<std::uint32_t>(a.from.cols) / count;
+  const unsigned char *at[pieces], *group[pieces];
+  bool there[pieces];
+  std::uint32_t w[pieces][words];
+  float scale[pieces], zero[pieces], sum[pieces][count];
   DS_UNROLL
-  for (int j = 0; j < dense_quads; j++) {
-    const std::int64_t i = begin + 4 * (static_cast<std::int64_t>(threadIdx.x) + j * block_threads);
-    if (i >= from.q.cols) return;
-    const int m = quad_size(i, from.q.cols);
-    store_quad(out, dtype, row * from.q.cols + i, m, there ? quad_at(from, source, i, m) : Quad{{nan, nan, nan, nan}});
+  for (int j = 0; j < pieces; j++) {
+    const std::uint32_t piece = begin + j * quant_threads;
+    there[j] = false;
+    if (piece >= all) continue;
+    const std::uint32_t row = divide(piece, a.per_row), column = piece - row * columns;
+    // Asking on the host whether a row exists would wait for the device: one that does not exist is NaN.
+    const std::int64_t source = a.index ? a.index[row] : static_cast<std::int64_t>(row);
+    there[j] = !a.index || (source >= 0 && source < a.from.rows);
+    const unsigned char *base = a.from.base + source * a.from.row_bytes;
+    at[j] = base + column * (count * Bits / 8);
+    group[j] = base + a.from.params_at + (column * count >> a.group_shift) * (4 * params);
+  }
+  for (std::int64_t k = 0; k < (Many ? a.sources : 1); k++) {
+    const std::int64_t ahead = k * a.rows * a.from.row_bytes;
+    DS_UNROLL
+    for (int j = 0; j < pieces; j++) {
+      if (!there[j]) continue;
+      load_codes<words, Align>(at[j] + (Many ? ahead : 0), w[j]);
+      const float *p = reinterpret_cast<const float *>(group[j] + (Many ? ahead : 0));
+      scale[j] = p[0];
+      zero[j] = Zero ? p[params - 1] : 0.0f;
+    }
+    DS_UNROLL
+    for (int j = 0; j < pieces; j++) {
+      float v[count];
+      decode_codes<Bits, Mantissa, Bias, Zero, count>(w[j], zero[j], v);
+      DS_UNROLL
+      for (int i = 0; i < count; i++) {
+        const float value = v[i] * scale[j];
+        sum[j][i] = !Many || k == 0 ? value : sum[j][i] + value;
+      }
+    }
+  }
+  DS_UNROLL
+  for (int j = 0; j < pieces; j++) {
+    const std::uint32_t piece = begin + j * quant_threads;
+    if (piece >= all) continue;
+    DS_UNROLL
+    for (int s = 0; s < stores; s++) {
+      float v[Lanes<D>::count];
+      DS_UNROLL
+      for (int i = 0; i < Lanes<D>::count; i++) {
+        const float value = Many ? sum[j][s * Lanes<D>::count + i] * a.factor : sum[j][s * Lanes<D>::count + i];
+        v[i] = Many || there[j] ? value : from_bits(0x7fc00000u);
+      }
+      store_words(a.out, static_cast<std::int64_t>(piece) * stores + s, words_of<D>(v));
+    }
   }
 }
 
-bool usable(const QuantSpec &s, const QuantRows &q) {
-  const QuantFormat &f = s.format;
-  if (f.bits != 4 && f.bits != 6 && f.bits != 8) return false;
-  // Lanes take four neighbours from a group's start on, so a byte of 4-bit codes never has two writers.
-  if (s.group < 1 || s.group * f.bits % 8 != 0 || (!s.symmetric && f.mantissa >= 0)) return false;
-  if (q.rows < 0 || q.cols < 0 || q.params_at % 4 != 0 || q.row_bytes % 4 != 0) return false;
-  if (q.params_at < (q.cols * f.bits + 7) / 8) return false;
-  if (q.row_bytes < q.params_at + quant_groups(s, q.cols) * quant_params(s) * 4) return false;
-  return q.base || q.rows * q.cols == 0;
+// A group of Team lanes, each with Held pieces of 16 numbers (8 of fp32, but for 6-bit codes). Two groups a team are on their way at once.
+template <int Bits, int Mantissa, int Bias, int MaxCode, bool Zero, bool Draws, Dtype D, int Team, int Held, int Align>
+DS_FN void quantize(const QuantizeCall &a) {
+  constexpr int count = D == Dtype::f32 && Bits != 6 ? 8 : 16, loads = count / Lanes<D>::count, words = count * Bits / 32;
+  constexpr int together = Held == 1 ? 2 : 1, teams = quant_threads / Team, group_size = Team * Held * count;
+  constexpr Kind kind = Mantissa >= 0 ? Kind::floating : Zero ? Kind::asymmetric : Kind::symmetric;
+  const int lane = thread_index() % Team;
+  const std::uint32_t first = static_cast<std::uint32_t>(block_index()) * (teams * together) + thread_index() / Team;
+  const std::uint32_t all = static_cast<std::uint32_t>(a.groups);
+  const std::uint32_t per_row = static_cast<std::uint32_t>((a.to.cols + group_size - 1) / group_size);
+  Words x[together][Held * loads];
+  DS_UNROLL
+  for (int t = 0; t < together; t++) {
+    const std::uint32_t unit = first + t * teams, row = divide(unit, a.per_row), group = unit - row * per_row;
+    DS_UNROLL
+    for (int j = 0; j < Held * loads; j++) {
+      const std::int64_t i = group * group_size + (j / loads * Team + lane) * count;
+      x[t][j] = Words{{0u, 0u, 0u, 0u}};
+      if (unit < all && i < a.to.cols) x[t][j] = load_words(a.x, (row * a.to.cols + i) / Lanes<D>::count + j % loads);
+    }
+  }
+  DS_UNROLL
+  for (int t = 0; t < together; t++) {
+    const std::uint32_t unit = first + t * teams, row = divide(unit, a.per_row), group = unit - row * per_row;
+    if (unit >= all) return;  // whole teams leave; nothing below waits for others
+    int magnitude = 0;
+    float minus_lo = 0.0f, hi = 0.0f;
+    DS_UNROLL
+    for (int j = 0; j < Held * loads; j++) {
+      DS_UNROLL
+      for (int k = 0; k < Lanes<D>::count; k++) {
+        const float value = element<D>(x[t][j], k);
+        const int bits = static_cast<int>(to_bits(value) & 0x7fffffffu);
+        magnitude = bits > magnitude ? bits : magnitude;
+        if (!Zero) continue;
+        minus_lo = fmaxf(minus_lo, -value), hi = fmaxf(hi, value);
+      }
+    }
+    magnitude = shuffle_max<Team>(magnitude);
+    if (Zero) minus_lo = shuffle_max<Team>(minus_lo), hi = shuffle_max<Team>(hi);
+    unsigned char *base = a.to.base + (a.order ? a.order[row] : static_cast<std::int64_t>(row)) * a.to.row_bytes;
+    float *params = reinterpret_cast<float *>(base + a.to.params_at) + group * (Zero ? 2 : 1);
+    const Mapping m = map_group<kind>(a.code.maximum, Bits, magnitude, minus_lo, hi, params, lane == 0);
+    DS_UNROLL
+    for (int j = 0; j < Held; j++) {
+      const std::int64_t i = group * group_size + (j * Team + lane) * count;
+      if (i >= a.to.cols) continue;
+      float v[count];
+      DS_UNROLL
+      for (int k = 0; k < count; k++) v[k] = element<D>(x[t][j * loads + k / Lanes<D>::count], k % Lanes<D>::count);
+      std::uint32_t w[words];
+      encode_codes<Bits, Mantissa, Bias, MaxCode, Zero, Draws, count>(a.code, m, v, a.code.offset + row * a.to.cols + i, w);
+      store_codes<words, Align>(base + i * Bits / 8, w);
+    }
+  }
 }
 
-Kind kind_of(const QuantSpec &s) {
-  return s.format.mantissa >= 0 ? Kind::floating : s.symmetric ? Kind::symmetric : Kind::asymmetric;
+// ---- rows of any length and group, at any address ---------------------------------------------------------------------
+
+DS_FN int bytes_of(int codes, int width) { return (codes * width + 7) / 8; }
+
+// Where numbers come from: dense rows, or the sum of quantized ones. Four neighbours are whole bytes at every code width.
+struct DenseSource {
+  const QuantizeCall &call;
+};
+DS_FN Quad quad_at(const DenseSource &d, std::int64_t row, std::int64_t i, int m) {
+  return load_quad(d.call.x, static_cast<Dtype>(d.call.dtype), row * d.call.to.cols + i, m);
 }
+template <Kind K>
+DS_FN Quad sum_at(const Rows &q, const Code &code, std::int64_t sources, std::int64_t rows, float factor, std::int64_t row, std::int64_t i, int m) {
+  const int width = code.bits;
+  constexpr int params = K == Kind::asymmetric ? 2 : 1;
+  const bool one = q.group % 4 == 0;  // neighbours may lie in two groups; not where a group is a whole number of quads
+  const std::int64_t first = quotient(i, q.group);
+  Quad sum = {{0.0f, 0.0f, 0.0f, 0.0f}};
+  for (std::int64_t k = 0; k < sources; k++) {
+    const unsigned char *base = q.base + (k * rows + row) * q.row_bytes;
+    const float *p = reinterpret_cast<const float *>(base + q.params_at);
+    std::uint32_t packed = 0;
+    for (int b = 0; b < bytes_of(m, width); b++) packed |= static_cast<std::uint32_t>(base[i * width / 8 + b]) << (8 * b);
+    DS_UNROLL
+    for (int j = 0; j < 4; j++) {
+      if (j >= m) continue;
+      const std::int64_t group = one ? first : quotient(i + j, q.group);
+      const std::uint32_t bits = packed >> (width * j) & ((1u << width) - 1u);
+      const float value = decode<K>(code, bits, params == 2 ? p[2 * group + 1] : 0.0f) * p[params * group];
+      sum.v[j] = k == 0 ? value : sum.v[j] + value;
+    }
+  }
+  if (factor != 1.0f) {
+    DS_UNROLL
+    for (int j = 0; j < 4; j++) sum.v[j] *= factor;
+  }
+  return sum;
+}
+template <Kind K>
+struct SumSource {
+  const QuantizeCall &call;
+};
+template <Kind K>
+DS_FN Quad quad_at(const SumSource<K> &s, std::int64_t row, std::int64_t i, int m) {
+  return sum_at<K>(s.call.from, s.call.from_code, s.call.sources, s.call.to.rows, s.call.factor, row, i, m);
+}
+
+constexpr int dense_quads = 4;  // that one thread of `any_dense` writes
 
 template <Kind K>
-Status dense_as(const Sum &from, const std::int64_t *index, std::int64_t rows, void *out, Dtype dtype, Stream stream) {
-  const std::int64_t chunks = (from.q.cols + dense_chunk - 1) / dense_chunk;
-  return launch(dense_kernel<K>, rows * chunks, stream, SumOf<K>{from}, index, chunks, out, dtype);
-}
-
-Status dense(const Sum &from, const std::int64_t *index, std::int64_t rows, void *out, Dtype dtype, Stream stream) {
-  if (!out && rows * from.q.cols > 0) return Status::bad_argument;
-  switch (kind_of(from.spec)) {
-    case Kind::symmetric: return dense_as<Kind::symmetric>(from, index, rows, out, dtype, stream);
-    case Kind::asymmetric: return dense_as<Kind::asymmetric>(from, index, rows, out, dtype, stream);
-    case Kind::floating: return dense_as<Kind::floating>(from, index, rows, out, dtype, stream);
+DS_FN void any_dense(const DenseCall &a) {
+  const std::int64_t quads = (a.from.cols + 3) / 4, begin = block_index() * (dense_quads * quant_threads) + thread_index();
+  const float nan = from_bits(0x7fc00000u);
+  for (int j = 0; j < dense_quads; j++) {
+    const std::int64_t piece = begin + j * quant_threads, row = quotient(piece, quads), i = 4 * (piece - row * quads);
+    if (row >= a.rows) return;
+    const std::int64_t source = a.index ? a.index[row] : row;
+    const bool there = !a.index || (source >= 0 && source < a.from.rows);
+    const int m = quad_size(i, a.from.cols);
+    const Quad x = there ? sum_at<K>(a.from, a.code, a.sources, a.rows, a.factor, source, i, m) : Quad{{nan, nan, nan, nan}};
+    store_quad(a.out, static_cast<Dtype>(a.dtype), row * a.from.cols + i, m, x);
   }
-  return Status::bad_argument;
-}
-
-template <Kind K, int Lanes, class Source>
-Status quantize_by(const QuantSpec &s, const QuantRows &q, const Source &from, const std::int64_t *order, Stream stream) {
-  const std::int64_t groups = quant_groups(s, q.cols), teams = block_threads / Lanes;
-  return launch(quantize_kernel<K, Lanes, Source>, (q.rows * groups + teams - 1) / teams, stream, s, q, from, order, groups);
 }
 
 template <Kind K, class Source>
-Status quantize_as(const QuantSpec &s, const QuantRows &q, const Source &from, const std::int64_t *order, Stream stream) {
-  return s.group <= 512 ? quantize_by<K, 8>(s, q, from, order, stream) : quantize_by<K, warp_threads>(s, q, from, order, stream);
-}
-
-template <class Source>
-Status quantize_from(const QuantSpec &s, const QuantRows &q, const Source &from, const std::int64_t *order, Stream stream) {
-  switch (kind_of(s)) {
-    case Kind::symmetric: return quantize_as<Kind::symmetric>(s, q, from, order, stream);
-    case Kind::asymmetric: return quantize_as<Kind::asymmetric>(s, q, from, order, stream);
-    case Kind::floating: return quantize_as<Kind::floating>(s, q, from, order, stream);
+DS_FN void any_quantize_from(const QuantizeCall &a, const Source &from) {
+  const std::int64_t unit = block_index() * (quant_threads / warp_threads) + thread_index() / warp_threads;
+  if (unit >= a.groups) return;
+  const int lane = thread_index() % warp_threads, width = a.code.bits;
+  const std::int64_t groups = (a.to.cols + a.to.group - 1) / a.to.group;
+  const std::int64_t row = quotient(unit, groups), group = unit - row * groups, first = group * a.to.group;
+  const std::int64_t end = a.to.cols - first < a.to.group ? a.to.cols : first + a.to.group;
+  unsigned char *base = a.to.base + (a.order ? a.order[row] : row) * a.to.row_bytes;
+  int magnitude = 0;
+  float minus_lo = 0.0f, hi = 0.0f;
+  for (std::int64_t i = first + 4 * lane; i < end; i += 4 * warp_threads) {
+    const Quad x = quad_at(from, row, i, quad_size(i, end));
+    DS_UNROLL
+    for (int k = 0; k < 4; k++) {
+      const int bits = static_cast<int>(to_bits(x.v[k]) & 0x7fffffffu);
+      magnitude = bits > magnitude ? bits : magnitude;
+      minus_lo = -x.v[k] > minus_lo ? -x.v[k] : minus_lo;
+      hi = x.v[k] > hi ? x.v[k] : hi;
+    }
   }
-  return Status::bad_argument;
-}
-
-}  // namespace
-
-Status quantize(const QuantSpec &s, const QuantRows &q, const std::int64_t *order, const void *x, Dtype dtype,
-                Stream stream) {
-  if (!usable(s, q) || (!x && q.rows * q.cols > 0)) return Status::bad_argument;
-  return quantize_from(s, q, Dense{x, dtype, q.cols}, order, stream);
-}
-
-Status dequantize(const QuantSpec &s, const QuantRows &q, const std::int64_t *index, std::int64_t count, void *out,
-                  Dtype dtype, Stream stream) {
-  if (!usable(s, q) || count < 0 || (!index && count > q.rows)) return Status::bad_argument;
-  return dense(Sum{s, q, 1, q.rows, 1.0f}, index, count, out, dtype, stream);
-}
-
-Status reduce(const QuantSpec &s, const QuantRows &q, std::int64_t sources, float factor, void *out, Dtype dtype,
-              Stream stream) {
-  if (!usable(s, q) || sources < 1 || q.rows % sources != 0) return Status::bad_argument;
-  return dense(Sum{s, q, sources, q.rows / sources, factor}, nullptr, q.rows / sources, out, dtype, stream);
-}
-
-Status reduce_quantized(const QuantSpec &s, const QuantRows &q, std::int64_t sources, float factor, const QuantSpec &so,
-                        const QuantRows &out, Stream stream) {
-  if (!usable(s, q) || !usable(so, out) || sources < 1 || q.rows % sources != 0) return Status::bad_argument;
-  if (so.group % s.group != 0 || out.cols != q.cols || out.rows != q.rows / sources) return Status::bad_argument;
-  const Sum sum{s, q, sources, out.rows, factor};
-  switch (kind_of(s)) {
-    case Kind::symmetric: return quantize_from(so, out, SumOf<Kind::symmetric>{sum}, nullptr, stream);
-    case Kind::asymmetric: return quantize_from(so, out, SumOf<Kind::asymmetric>{sum}, nullptr, stream);
-    case Kind::floating: return quantize_from(so, out, SumOf<Kind::floating>{sum}, nullptr, stream);
+  magnitude = shuffle_max<warp_threads>(magnitude);
+  minus_lo = shuffle_max<warp_threads>(minus_lo);
+  hi = shuffle_max<warp_threads>(hi);
+  float *params = reinterpret_cast<float *>(base + a.to.params_at) + group * (K == Kind::asymmetric ? 2 : 1);
+  const Mapping m = map_group<K>(a.code.maximum, width, magnitude, minus_lo, hi, params, lane == 0);
+  unsigned char *codes = base + first * width / 8;
+  for (std::int64_t i = 4 * lane; i < end - first; i += 4 * warp_threads) {
+    const int n = quad_size(first + i, end);
+    const Quad x = quad_at(from, row, first + i, n);
+    std::uint32_t packed = 0;
+    DS_UNROLL
+    for (int k = 0; k < 4; k++)
+      if (k < n) packed |= encode<K>(a.code, m, x.v[k], a.code.offset + row * a.to.cols + first + i + k) << (width * k);
+    for (int b = 0; b < bytes_of(n, width); b++) codes[i * width / 8 + b] = static_cast<unsigned char>(packed >> (8 * b));
   }
-  return Status::bad_argument;
+  if (group == groups - 1 && lane == 0)  // padding is sent too, so it is not left to chance
+    for (std::int64_t b = (a.to.cols * width + 7) / 8; b < a.to.params_at; b++) base[b] = 0;
+}
+
+template <Kind K>
+DS_FN void any_quantize(const QuantizeCall &a) {
+  any_quantize_from<K>(a, DenseSource{a});
+}
+template <Kind K, Kind From>
+DS_FN void requantize(const QuantizeCall &a) {
+  any_quantize_from<K>(a, SumSource<From>{a});
 }
 
 }  // namespace ds::cuda

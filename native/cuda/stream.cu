@@ -1,56 +1,49 @@
 // Passes over one flat range: sum of squares, conversion, fill.
-#include "cuda.h"
+#include "device.h"
 
 namespace ds::cuda {
-namespace {
 
-// Elements that one block converts or fills.
-constexpr std::int64_t chunk = 8192;
+constexpr int stream_threads = 256;
+constexpr std::int64_t stream_chunk = 8192;  // elements that one block converts or fills
 
-DS_KERNEL void sum_squares_kernel(const void *x, Dtype dtype, std::int64_t n, double *partials) {
-  DS_SHARED double shared[block_warps + 1];
+struct SumSquaresCall {
+  const void *x;
+  double *partials;  // one a block
+  std::int64_t n, stride;
+  std::int32_t dtype;
+};
+DS_FN void sum_squares(const SumSquaresCall &a) {
+  DS_SHARED double shared[stream_threads / warp_threads];
+  const Dtype dtype = static_cast<Dtype>(a.dtype);
   double sum = 0.0;
-  const std::int64_t stride = 4 * block_threads * sum_blocks;  // more than n where fewer blocks run
-  for (std::int64_t i = 4 * (blockIdx.x * static_cast<std::int64_t>(block_threads) + threadIdx.x); i < n; i += stride) {
-    const Quad q = load_quad(x, dtype, i, quad_size(i, n));
+  for (std::int64_t i = 4 * (block_index() * stream_threads + thread_index()); i < a.n; i += a.stride) {
+    const Quad q = load_quad(a.x, dtype, i, quad_size(i, a.n));
+    DS_UNROLL
     for (int k = 0; k < 4; k++) sum += static_cast<double>(q.v[k]) * static_cast<double>(q.v[k]);
   }
-  sum = block_sum(sum, shared);
-  if (threadIdx.x == 0) partials[blockIdx.x] = sum;
+  sum = team_sum<stream_threads>(sum, shared);
+  if (thread_index() == 0) a.partials[block_index()] = sum;
 }
 
-DS_KERNEL void convert_kernel(void *dst, Dtype dd, const void *src, Dtype sd, std::int64_t n, float scale) {
-  const std::int64_t begin = blockIdx.x * chunk, end = n - begin < chunk ? n : begin + chunk;
-  for (std::int64_t i = begin + 4 * static_cast<std::int64_t>(threadIdx.x); i < end; i += 4 * block_threads) {
-    Quad q = load_quad(src, sd, i, quad_size(i, end));
-    for (int k = 0; k < 4; k++) q.v[k] *= scale;
-    store_quad(dst, dd, i, quad_size(i, end), q);
+struct ConvertCall {
+  void *out;
+  const void *x;  // null: fill
+  std::int64_t n;
+  std::int32_t out_dtype, dtype;
+  float scale;  // or what is filled with
+};
+template <bool Fill>
+DS_FN void convert(const ConvertCall &a) {
+  const std::int64_t begin = block_index() * stream_chunk, end = a.n - begin < stream_chunk ? a.n : begin + stream_chunk;
+  for (std::int64_t i = begin + 4 * thread_index(); i < end; i += 4 * stream_threads) {
+    Quad q = {{a.scale, a.scale, a.scale, a.scale}};
+    if (!Fill) {
+      q = load_quad(a.x, static_cast<Dtype>(a.dtype), i, quad_size(i, end));
+      DS_UNROLL
+      for (int k = 0; k < 4; k++) q.v[k] *= a.scale;
+    }
+    store_quad(a.out, static_cast<Dtype>(a.out_dtype), i, quad_size(i, end), q);
   }
-}
-
-DS_KERNEL void fill_kernel(void *dst, Dtype dtype, std::int64_t n, float value) {
-  const std::int64_t begin = blockIdx.x * chunk, end = n - begin < chunk ? n : begin + chunk;
-  for (std::int64_t i = begin + 4 * static_cast<std::int64_t>(threadIdx.x); i < end; i += 4 * block_threads)
-    store_quad(dst, dtype, i, quad_size(i, end), Quad{{value, value, value, value}});
-}
-
-}  // namespace
-
-Status sum_squares(const void *x, Dtype dtype, std::int64_t n, double *partials, Stream stream) {
-  if (n < 0 || !partials || (n > 0 && !x)) return Status::bad_argument;
-  const std::int64_t useful = (n + 4 * block_threads - 1) / (4 * block_threads);
-  return launch(sum_squares_kernel, useful < sum_blocks ? useful : sum_blocks, stream, x, dtype, n, partials);
-}
-
-Status convert(void *dst, Dtype dd, const void *src, Dtype sd, std::int64_t n, float scale, Stream stream) {
-  if (n < 0 || (n > 0 && (!dst || !src))) return Status::bad_argument;
-  if (n > 0 && dst == src && size_of(dd) != size_of(sd)) return Status::bad_argument;
-  return launch(convert_kernel, (n + chunk - 1) / chunk, stream, dst, dd, src, sd, n, scale);
-}
-
-Status fill(void *dst, Dtype dtype, std::int64_t n, float value, Stream stream) {
-  if (n < 0 || (n > 0 && !dst)) return Status::bad_argument;
-  return launch(fill_kernel, (n + chunk - 1) / chunk, stream, dst, dtype, n, value);
 }
 
 }  // namespace ds::cuda

@@ -76,7 +76,7 @@ def pure(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, s
 
 @pytest.fixture(scope="module")
 def native(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    wheel, said = make_wheel(sdist, tmp_path_factory.mktemp("native"), SKBUILD_CMAKE_DEFINE="DS_WITH_CUDA=OFF")
+    wheel, said = make_wheel(sdist, tmp_path_factory.mktemp("native"))
     assert "WITHOUT native kernels" not in said, [line for line in said.splitlines() if "rror" in line][:5]
     return wheel
 

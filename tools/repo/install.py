@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -258,10 +257,6 @@ def install_packages(names: Sequence[str], python: str) -> None:
         _say(
             f"{', '.join(compiled)} compiles C++, 1 to 3 minutes on two cores; without a compiler torch does that work"
         )
-        if shutil.which("nvcc") and "DS_WITH_CUDA" not in os.environ.get("SKBUILD_CMAKE_DEFINE", ""):
-            _say(
-                "  and CUDA, since nvcc is here: many minutes on two cores (SKBUILD_CMAKE_DEFINE=DS_WITH_CUDA=OFF leaves it out)"
-            )
     _step(", ".join(chosen), _pip(python), python, *(str(projects[name].folder) for name in needed))
 
 

@@ -1,6 +1,18 @@
 // Vocabulary of every kernel: element types, status codes.
 #pragma once
+#if defined(__CUDACC_RTC__)  // NVRTC brings no header of the C++ library
+namespace std {
+using int32_t = int;
+using int64_t = long long;
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned;
+using uint64_t = unsigned long long;
+using uintptr_t = unsigned long long;
+}  // namespace std
+#else
 #include <cstdint>
+#endif
 
 namespace ds {
 

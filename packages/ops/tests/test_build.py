@@ -29,7 +29,7 @@ install(PROGRAMS $<TARGET_FILE:one> DESTINATION "${{DS_INSTALL_DIR}}" RENAME "{n
 @pytest.fixture
 def tools() -> dict[str, Tool]:
     found = find_tools(os.environ)
-    if missing := missing_tools("cpu", found):
+    if missing := missing_tools(found):
         pytest.skip("; ".join(missing))
     return found
 
@@ -68,43 +68,6 @@ def test_a_build_of_other_sources_is_never_loaded(
     assert module_cache.built_modules("_cpu") == []
     monkeypatch.setattr(module_cache, "source_dir", lambda: None)  # nothing says what it should be of
     assert module_cache.built_modules("_cpu") == [made]
-
-
-_NVCC = {
-    "it does not start": "exit 1",
-    "it says nothing": "exit 0",
-    "it is too old": "echo 'Cuda compilation tools, release 10.2, V10.2.89'",
-    "it compiles nothing": 'case "$1" in --version) echo "Cuda compilation tools, release 12.4, V12.4.1";; *) exit 1;; esac',
-}
-
-
-@pytest.mark.parametrize("how", list(_NVCC))
-def test_an_nvcc_that_does_not_work_costs_no_cpu_kernel(how: str, tmp_path: Path, tools: dict[str, Tool]) -> None:
-    sources = module_cache.source_dir()
-    if sources is None:
-        pytest.skip("this installation carries no native sources")
-    nvcc = tmp_path / "bin" / "nvcc"
-    nvcc.parent.mkdir()
-    nvcc.write_text(f"#!/bin/sh\n{_NVCC[how]}\n")
-    nvcc.chmod(0o755)
-    command = [tools["cmake"].path, "-S", str(sources), "-DDS_WITH_PYTHON=OFF"]
-    if tools["ninja"].works:
-        command += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tools['ninja'].path}"]
-    env = {k: v for k, v in os.environ.items() if k not in ("CUDACXX", "CUDA_HOME", "CUDA_PATH")}
-    env["PATH"] = f"{nvcc.parent}:{env['PATH']}"
-
-    def configure(folder: str, **options: str) -> subprocess.CompletedProcess[str]:
-        given = [f"-D{name}={value}" for name, value in options.items()]
-        return subprocess.run(
-            [*command, "-B", str(tmp_path / folder), *given], env=env, capture_output=True, text=True, check=False
-        )
-
-    done = configure("auto", DS_WITH_CUDA="AUTO")
-    assert done.returncode == 0, done.stderr
-    assert f"module _cuda is skipped: {nvcc}" in done.stdout
-    asked = configure("on", DS_WITH_CUDA="ON")
-    assert asked.returncode != 0
-    assert "DS_WITH_CUDA=ON, but" in asked.stderr
 
 
 def test_the_key_follows_sources_and_compiler(small: BuildPlan, tmp_path: Path, tools: dict[str, Tool]) -> None:

@@ -34,7 +34,7 @@ from ds_ops.grouped import grouped_matmul, grouped_outer
 from ds_ops.module_cache import source_dir
 from ds_ops.moe_routing import Pulls, RowPermutation, permute, pulls_of, sort_slots, top_k_gating, unpermute
 from ds_ops.native_decoder import ProductInputs, pack
-from ds_ops.norms import add_rms_norm, layer_norm, rms_norm
+from ds_ops.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from ds_ops.packed_linear import packed_linear
 from ds_ops.partial_attention import View, partial_attention, partial_attention_grad
 from ds_ops.quant import dequantize, quantize, reduce, reduce_quantized
@@ -195,6 +195,12 @@ def sparse(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
 
 
 CASES: dict[str, list[Case]] = {
+    "add_layer_norm": [
+        Case(
+            lambda d: (d.tensor(d.rows, d.n), d.tensor(d.rows, d.n, seed=2), d.tensor(d.n), d.tensor(d.n, seed=1)),
+            lambda x, r, w, b: add_layer_norm(x, r, w, b),
+        )
+    ],
     "add_rms_norm": [Case(lambda d: (*same_shape(2)(d), d.tensor(d.n)), lambda x, r, w: add_rms_norm(x, r, w))],
     "bias_gelu": [Case(lambda d: (d.tensor(d.rows, d.n), d.tensor(d.n)), lambda x, b: (bias_gelu(x, b),))],
     "block_sparse_attention": [Case(lambda d: tuple(d.tensor(d.rows, 2, d.n, 4, seed=i) for i in range(3)), sparse)],
@@ -392,6 +398,7 @@ CASES: dict[str, list[Case]] = {
     ],
 }
 LEAST_N = {
+    "add_layer_norm": 8,  # as layer_norm
     "layer_norm": 8,  # of two numbers that are nearly equal, the variance is rounding
     "masked_softmax": 3,
     "packed_linear": 1,
@@ -515,7 +522,9 @@ def public_functions() -> dict[str, str]:
     """The docstring of the public function of each op, by the op's name."""
     documented: dict[str, str] = {}
     for found in pkgutil.iter_modules(ds_ops.__path__):
-        module = None if found.name.startswith(("_", "cli")) else importlib.import_module(f"ds_ops.{found.name}")
+        module = (
+            None if found.name.startswith(("_", "cli", "cuda_")) else importlib.import_module(f"ds_ops.{found.name}")
+        )
         for name in getattr(module, "__all__", ()):
             if inspect.isfunction(getattr(module, name)):
                 documented.setdefault(name, inspect.getdoc(getattr(module, name)) or "")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_config.errors import KernelError, UnsupportedError
-from ds_ops import _native, registry
+from ds_ops import _native, cuda_launch, registry
 from ds_ops.all_ops import every_op
 from ds_ops.registry import Backend, Op
 
@@ -61,17 +61,39 @@ def test_native_runs_where_it_was_built(monkeypatch: pytest.MonkeyPatch) -> None
     assert registry.choose(update, "meta", torch.float32).backend.name == "torch"
 
 
-@pytest.mark.parametrize(
-    ("devices", "expected"), [((0, "driver too old"), "finds no device: driver too old"), ((1, ""), "")]
-)
-def test_the_cuda_module_must_see_a_device(
-    devices: tuple[int, str], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its runtime is its own, so it may want a newer driver than torch's does."""
-    module = types.SimpleNamespace(devices=lambda: devices)
-    monkeypatch.setattr(_native, "load", lambda _name: _native.Loaded(module, ""))  # type: ignore[arg-type]
-    monkeypatch.setattr(registry, "_no_device", registry._no_device.__wrapped__)
+@pytest.mark.parametrize("obstacle", ["", "the driver finds no device"])
+def test_what_stands_in_the_way_of_cuda_kernels_is_said(obstacle: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "load", lambda _name: _native.Loaded(types.ModuleType("_cuda"), ""))
+    monkeypatch.setattr(cuda_launch, "obstacle", lambda: obstacle)
     backend = registry.cuda_backend(lambda: None)
-    assert expected in backend.obstacle("cuda", torch.float32)
-    assert bool(backend.obstacle("cuda", torch.float32)) == bool(expected)
+    assert backend.obstacle("cuda", torch.float32) == obstacle
     assert "runs on cuda" in backend.obstacle("cpu", torch.float32)
+
+
+def test_an_op_whose_kernel_cannot_be_compiled_runs_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call that finds it out, and every later one; the reason stays with the choice."""
+    monkeypatch.setattr(_native, "load", lambda _name: _native.Loaded(types.ModuleType("_cuda"), ""))
+    monkeypatch.setattr(cuda_launch, "obstacle", lambda: "")
+    monkeypatch.setattr(registry, "_ops", {})
+
+    def fails(_x: int) -> int:
+        raise KernelError("nvrtc: no", code="kernel-compile", fix="none")
+
+    op = registry.register(
+        registry.Op("late", "", (registry.cuda_backend(fails), registry.reference_backend(lambda x: x + 1)))
+    )
+    first = registry.choose(op, "cuda", torch.float32)
+    assert first.backend.name == "cuda"
+    assert first.backend.run(1) == 2
+    later = registry.choose(op, "cuda", torch.float32)
+    assert later.backend.name == "reference"
+    assert later.rejected == (("cuda", "nvrtc: no"),)
+
+    def breaks(_x: int) -> int:
+        raise KernelError("refused", code="kernel-launch", fix="none")
+
+    other = registry.register(
+        registry.Op("broken", "", (registry.cuda_backend(breaks), registry.reference_backend(lambda x: x)))
+    )
+    with pytest.raises(KernelError, match="refused"):  # what may have run is never run again
+        registry.choose(other, "cuda", torch.float32).backend.run(1)

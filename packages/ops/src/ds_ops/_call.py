@@ -20,7 +20,6 @@ from torch import Tensor
 import ds_ops._native as _native
 from ds_accel import streams
 from ds_config.errors import KernelError
-from ds_ops.threads import kernel_threads
 
 __all__ = [
     "DTYPES",
@@ -35,7 +34,6 @@ __all__ = [
     "refuse",
     "require",
     "require_disjoint",
-    "target",
 ]
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -59,17 +57,6 @@ def native(name: str = "_cpu") -> ModuleType:
             fix="Run `ds doctor`; `ds ops build` builds what is missing.",
         )
     return loaded.module
-
-
-def target(device: torch.device) -> tuple[ModuleType, tuple[int, ...]]:
-    """Return the native module for tensors on `device`, and the last arguments of its functions.
-
-    `_cpu` takes a number of threads there, `_cuda` the device and the current stream; all other arguments are the same.
-    """
-    if device.type == "cuda":
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        return native("_cuda"), (index, streams.stream_handle(device))
-    return native(), (kernel_threads(),)
 
 
 def finish(op: str, status: int) -> None:

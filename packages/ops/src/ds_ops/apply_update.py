@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import ds_ops._call as _call
+import ds_ops.cuda_update as cuda_update
 import ds_ops.foreach as foreach
 from ds_config.errors import KernelError, UnsupportedError
 from ds_ops.reference import update as reference
@@ -24,29 +25,44 @@ __all__ = ["Prepared", "lamb_apply", "lamb_moments", "prepare", "update", "updat
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A checked update that may be repeated without checking everything again. Holds no tensor alive."""
+    """A checked update that may be repeated without checking everything again. Holds no tensor alive.
+
+    device: a list of CUDA tensors, whose table of addresses is on the device by now.
+    """
 
     columns: _call.Columns
+    device: bool = False
 
     def run(self, spec: UpdateSpec, tensors: UpdateTensors) -> bool:
         """`update(spec, tensors)` if `tensors` are still where the prepared ones were; else do nothing, return False.
 
-        Cost: about half a microsecond a tensor, a quarter of checking afresh.
+        Cost: about half a microsecond a tensor, a quarter of checking afresh; on a device one launch, on the current stream.
         """
         if not self.columns.same_memory((tensors.params, tensors.grads, *tensors.states)):
             return False
-        _native_columns(spec, replace(self.columns, keep=(tensors.params, tensors.grads, *tensors.states)))
+        table = replace(self.columns, keep=(tensors.params, tensors.grads, *tensors.states))
+        if self.device:
+            _cuda_launch(spec, table, None, sums=False)
+        else:
+            _native_columns(spec, table)
         return True
 
 
 def prepare(tensors: UpdateTensors) -> Prepared | None:
-    """Check `tensors` once for many updates; None where the native CPU backend does not run them, or with copies."""
+    """Check `tensors` once for many updates; None where no native backend runs them, or with copies."""
     if not tensors.params or tensors.copies:
         return None
     choice = choose(_UPDATE, tensors.params[0].device.type, _widest(tensors))
+    if choice.backend.name == "cuda":
+        return prepare_cuda(tensors)
     if choice.backend.name != "cpu":
         return None
-    return Prepared(_call.columns(tensors.params, tensors.grads, tensors.states, ()).forgetting())
+    return Prepared(_table(tensors).forgetting())
+
+
+def prepare_cuda(tensors: UpdateTensors) -> Prepared:
+    """Check `tensors` once for many updates by the CUDA kernel."""
+    return Prepared(_table(tensors).forgetting(), device=True)
 
 
 def update(spec: UpdateSpec, tensors: UpdateTensors) -> None:
@@ -214,41 +230,29 @@ def _cuda_launch(spec: UpdateSpec, table: _call.Columns, ratio: Tensor | None, s
     """Launch the update on the current stream; with `sums` return the partial sums of each tensor, fp64 [chunks, 2]."""
     if table.count == 0:
         return []
-    module, tail = _call.target(table.keep[0][0].device)
-    rows, chunks = _call.device_table(table, module.update_chunk)
-    partials = torch.zeros(sum(chunks) if sums else 0, 2, dtype=torch.float64, device=rows.device)
-    status = module.update(
-        int(spec.rule),
-        _numbers(spec),
-        1.0 if isinstance(spec.grad_scale, Tensor) else spec.grad_scale,
-        spec.zero_grad,
-        _call.address(rows),
-        table.count,
-        sum(chunks),
-        table.dtypes,
-        _call.address(spec.grad_scale) if isinstance(spec.grad_scale, Tensor) else 0,
-        _call.address(ratio) if ratio is not None else 0,
-        _call.address(partials),
-        *tail,
-    )
-    _call.finish("update", status)
+    rows, chunks = _call.device_table(table, cuda_update.CHUNK)
+    partials = cuda_update.partial_sums(sum(chunks), rows.device) if sums else None
+    cuda_update.launch_update(spec, table, rows, sum(chunks), (ratio, partials))
     _call.mark_written(*table.keep[:1], *table.keep[2:], *(table.keep[1:2] if spec.zero_grad else ()))
-    return list(partials.split(chunks)) if sums else []
+    return [] if partials is None else list(partials.split(chunks))
 
 
 def _table(tensors: UpdateTensors) -> _call.Columns:
     return _call.columns(tensors.params, tensors.grads, tensors.states, tensors.copies)
 
 
-def _cuda_update(spec: UpdateSpec, tensors: UpdateTensors) -> None:
+def cuda_step(spec: UpdateSpec, tensors: UpdateTensors) -> None:
+    """Run `update` by the CUDA kernel, on the current stream."""
     _cuda_launch(spec, _table(tensors), None, sums=False)
 
 
-def _cuda_lamb_moments(spec: UpdateSpec, tensors: UpdateTensors) -> Tensor:
+def cuda_lamb_moments(spec: UpdateSpec, tensors: UpdateTensors) -> Tensor:
+    """Run `lamb_moments` by the CUDA kernel; the sums are valid on the current stream."""
     return torch.stack([part.sum(0) for part in _cuda_launch(spec, _table(tensors), None, sums=True)])
 
 
-def _cuda_lamb_apply(spec: UpdateSpec, tensors: UpdateTensors, ratios: Tensor) -> None:
+def cuda_lamb_apply(spec: UpdateSpec, tensors: UpdateTensors, ratios: Tensor) -> None:
+    """Run `lamb_apply` by the CUDA kernel, on the current stream."""
     _call.require("ratios", ratios, dtypes=(torch.float32,))
     _cuda_launch(spec, _table(tensors), ratios.to(tensors.params[0].device), sums=False)
 
@@ -258,7 +262,7 @@ _UPDATE = register(
         "update",
         "elementwise optimizer steps (adam, lion, adagrad, sgd), one pass",
         (
-            cuda_backend(_cuda_update),
+            cuda_backend(cuda_step),
             cpu_backend(_native_call),
             torch_backend(foreach.update),
             reference_backend(reference.update),
@@ -270,7 +274,7 @@ _LAMB_MOMENTS = register(
         "lamb_moments",
         "LAMB: moments and norms",
         (
-            cuda_backend(_cuda_lamb_moments),
+            cuda_backend(cuda_lamb_moments),
             cpu_backend(_cpu_lamb_moments),
             torch_backend(foreach.lamb_moments),
             reference_backend(reference.lamb_moments),
@@ -282,7 +286,7 @@ _LAMB_APPLY = register(
         "lamb_apply",
         "LAMB: parameters",
         (
-            cuda_backend(_cuda_lamb_apply),
+            cuda_backend(cuda_lamb_apply),
             cpu_backend(_cpu_lamb_apply),
             torch_backend(foreach.lamb_apply),
             reference_backend(reference.lamb_apply),

@@ -31,7 +31,7 @@ from ds_ops.toolchain import Tool
 
 __all__ = ["BuildPlan", "Built", "Kind", "build", "first_error", "locked", "missing_tools", "plan"]
 
-Kind = Literal["cpu", "cuda"]
+Kind = Literal["cpu"]
 Say = Callable[[str], None]
 _ERROR = re.compile(r"(\berror\b ?[:#(A-Z]|^CMake Error|undefined reference|: command not found|No space left)", re.I)
 _CONTEXT = 8  # lines of the first error that are shown
@@ -71,12 +71,9 @@ def plan(kind: Kind, sources: Path, tools: Mapping[str, Tool], *, jobs: int = 0)
     options = {
         "CMAKE_BUILD_TYPE": "Release",
         "DS_INSTALL_DIR": "lib",
-        "DS_WITH_CUDA": "ON" if kind == "cuda" else "OFF",
         "Python_EXECUTABLE": sys.executable,
         "pybind11_DIR": tools["pybind11"].path,
     }
-    if kind == "cuda" and tools["nvcc"].path:
-        options["CMAKE_CUDA_COMPILER"] = tools["nvcc"].path
     cmake = tools["cmake"].path
     configure = [cmake, "-S", str(sources), "-B", "{work}/build", "-DCMAKE_INSTALL_PREFIX={work}/install"]
     configure += [f"-D{name}={value}" for name, value in options.items()]
@@ -97,14 +94,14 @@ def plan(kind: Kind, sources: Path, tools: Mapping[str, Tool], *, jobs: int = 0)
 
 
 def _key(kind: Kind, sources: Path, tools: Mapping[str, Tool]) -> str:
-    compilers = [tools["c++ compiler"], *([tools["nvcc"]] if kind == "cuda" else [])]
-    about = (kind, sysconfig.get_config_var("EXT_SUFFIX"), *((t.path, t.version) for t in compilers))
+    compiler = tools["c++ compiler"]
+    about = (kind, sysconfig.get_config_var("EXT_SUFFIX"), compiler.path, compiler.version)
     return f"{sources_key(sources)}-{hashlib.sha256(repr(about).encode()).hexdigest()[:12]}"
 
 
-def missing_tools(kind: Kind, tools: Mapping[str, Tool]) -> tuple[str, ...]:
-    """List the tools that must be installed before `kind` can be built, one line each."""
-    needed = ["c compiler", "c++ compiler", "cmake", "pybind11", *(["nvcc"] if kind == "cuda" else [])]
+def missing_tools(tools: Mapping[str, Tool]) -> tuple[str, ...]:
+    """List the tools that must be installed before the module can be built, one line each."""
+    needed = ["c compiler", "c++ compiler", "cmake", "pybind11"]
     return tuple(
         f"{name}: {tools[name].path} {tools[name].problem}".strip() if tools[name].path else f"{name}: not found"
         for name in needed

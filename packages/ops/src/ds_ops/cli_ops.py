@@ -1,11 +1,13 @@
-"""`ds ops build`: build native modules on this machine, once, on request."""
+"""`ds ops build`: build native modules and kernels on this machine, on request. `ds ops kernels`: where CUDA kernels come from."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
+from typing import Any
 
 from ds_config.errors import DsError, KernelError
 from ds_ops.build_native import Built, Kind, build, missing_tools, plan
@@ -14,23 +16,38 @@ from ds_ops.toolchain import find_tools
 
 __all__ = ["HELP", "main", "register"]
 
-HELP = "build native modules on this machine (`ds ops build`)"
+HELP = "build native modules and kernels on this machine (`ds ops build`), list CUDA kernels (`ds ops kernels`)"
 
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    make = actions.add_parser("build", help="compile modules into DS_OPS_CACHE, where ds_ops finds them")
-    make.add_argument("kind", nargs="?", choices=["cpu", "cuda"], default="cpu", help="which module (default: cpu)")
-    make.add_argument("--force", action="store_true", help="compile even if the module is there")
-    make.add_argument("--jobs", type=int, default=0, help="compilers at a time (default: one per core)")
-    make.add_argument("--json", action="store_true", help="print JSON")
+    make = actions.add_parser("build", help="compile into DS_OPS_CACHE, where ds_ops finds it")
+    make.add_argument(
+        "kind",
+        nargs="?",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="the CPU's module, or all CUDA kernels (default: cpu)",
+    )
+    make.add_argument("--force", action="store_true", help="compile even if it is there")
+    make.add_argument(
+        "--jobs", type=int, default=0, help="compilers of the CPU's module at a time (default: one per core)"
+    )
+    listing = actions.add_parser("kernels", help="where each CUDA kernel comes from")
+    for action in (make, listing):
+        action.add_argument(
+            "--arch", action="append", metavar="9.0", help="a compute capability (default: this machine's)"
+        )
+        action.add_argument("--json", action="store_true", help="print JSON")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Build; exit status 1 with the first compiler error if that fails."""
+    """Build or list; exit status 1 with the first compiler error if that fails."""
     try:
-        done = _build(args.kind, args.jobs, args.force)
+        if args.action == "kernels" or args.kind == "cuda":
+            return _kernels(args)
+        done = _build("cpu", args.jobs, args.force)
     except DsError as error:
         print(error, file=sys.stderr)
         return 1
@@ -41,6 +58,45 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
+def _kernels(args: argparse.Namespace) -> int:
+    kernels: Any = importlib.import_module("ds_ops.build_kernels")  # imports torch
+    compiler = kernels.any_compiler()
+    chosen = [_capability(text) for text in args.arch or ()] or kernels.present_capabilities()
+    if not chosen:
+        raise KernelError(
+            "this machine has no CUDA device to compile for.",
+            code="ops-build-arch",
+            fix="Name one: `--arch 9.0` (8.0: A100, 8.9: L4 and L40S, 9.0: H100 and H200, 10.0: B200, 7.5: T4).",
+        )
+    rows = kernels.kernel_rows(compiler, chosen, kernels.kernel_table())
+    if args.action == "build":
+        rows = kernels.build_kernels(compiler, rows, force=args.force, say=_say)
+    if args.json:
+        each = [
+            {"kernel": r.kernel.instance, "architecture": r.architecture, "image": r.path, "seconds": r.seconds}
+            for r in rows
+        ]
+        print(json.dumps({"compiler": compiler.name, "kernels": each}))
+        return 0
+    for row in rows:
+        print(
+            f"{row.architecture}  {row.kernel.instance:<72}  {row.path or 'not compiled yet: NVRTC does when it is first used'}"
+        )
+    print(f"{sum(bool(r.path) for r in rows)} of {len(rows)} kernels are compiled; compiler: {compiler.name}")
+    return 0
+
+
+def _capability(text: str) -> tuple[int, int]:
+    major, _, minor = text.removeprefix("sm_").partition(".")
+    if not minor and major.isdigit() and len(major) > 1:
+        major, minor = major[:-1], major[-1]
+    if not (major.isdigit() and minor.isdigit()):
+        raise KernelError(
+            f"--arch {text}: expected a compute capability.", code="ops-build-arch", fix="Write it as 9.0, or as sm_90."
+        )
+    return int(major), int(minor)
+
+
 def _build(kind: Kind, jobs: int, force: bool) -> Built:
     tools, sources = find_tools(os.environ), source_dir()
     if sources is None:
@@ -49,7 +105,7 @@ def _build(kind: Kind, jobs: int, force: bool) -> Built:
             code="ops-build-sources",
             fix="Install ds-ops from its wheel or sdist again: `pip install --force-reinstall --no-deps ds-ops`.",
         )
-    if missing := missing_tools(kind, tools):
+    if missing := missing_tools(tools):
         raise KernelError(
             "the native module cannot be built here:\n" + "\n".join(f"  {line}" for line in missing),
             code="ops-build-tools",

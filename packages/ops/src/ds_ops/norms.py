@@ -1,8 +1,8 @@
 """Layer norm and RMS norm over the last dim, also of a sum with a residual, with gradients.
 
 Formulas: `ds_ops/reference/norms.py`. Statistics and products are fp32 or wider, results are rounded once to the dtype of
-x. RMS norm has native kernels that read every input and write every output once (torch composes it of five passes);
-layer norm is torch's own, which does that already. Under torch.compile the reference runs: the compiler fuses it with
+x. Native kernels read every input and write every output once (torch composes RMS norm of five passes); on the CPU layer norm is
+torch's own, which does that already. Under torch.compile the reference runs: the compiler fuses it with
 its neighbours.
 """
 
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 import ds_ops._call as _call
+import ds_ops.cuda_norms as cuda_norms
 from ds_ops.reference import norms as reference
 from ds_ops.registry import Op, choose, cpu_backend, cuda_backend, reference_backend, register, torch_backend
+from ds_ops.threads import kernel_threads
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -74,10 +76,16 @@ def add_rms_norm(
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """Compute (layer_norm(s), s) with s = x + residual, in two passes."""
+    """Compute (layer_norm(s), s) with s = x + residual, rounded to x's dtype (Ba et al. 2016; Xiong et al. 2020).
+
+    x: floats [..., n]. residual: like x. weight, bias: as in `layer_norm`. Cost: two reads, two writes on a CUDA device; elsewhere
+    two passes.
+    """
+    _require_vectors(x, weight, bias)
     _require_like(x, residual)
-    total = x + residual
-    return layer_norm(total, weight, bias, eps=eps), total
+    backend = choose(_ADD_LAYER_NORM, x.device.type, x.dtype).backend
+    out: tuple[Tensor, Tensor] = backend.run(x, residual, weight, bias, eps)
+    return out
 
 
 def _require_like(x: Tensor, residual: Tensor) -> None:
@@ -104,6 +112,20 @@ def _torch_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps
     if odd or mixed:  # torch takes parameters of x's dtype, or both fp32
         return reference.layer_norm(x, weight, bias, eps)
     return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def _torch_add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return _torch_layer_norm(total, weight, bias, eps), total
+
+
+def _reference_add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return reference.layer_norm(total, weight, bias, eps), total
 
 
 def _torch_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -133,21 +155,16 @@ def _at(t: Tensor | None) -> int:
     return 0 if t is None else _call.address(t)
 
 
-def _scratch(device: torch.device, rows: int, cols: int) -> tuple[Tensor, ...]:
-    """Allocate the workspace of the CPU kernels; empty for the CUDA kernels."""
-    return (torch.empty(rows, cols),) if device.type == "cpu" else ()
-
-
 def _forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, _NormState]:
     cols = x.shape[-1]
     rows = x.numel() // cols if cols else 0
-    module, tail = _call.target(x.device)
+    threads = kernel_threads()
     total = torch.empty_like(x) if residual is not None else None
-    y, rstd = torch.empty_like(x), torch.empty(rows, device=x.device)
-    scratch = _scratch(x.device, tail[0], cols)
+    y, rstd = torch.empty_like(x), torch.empty(rows)
+    scratch = torch.empty(threads, cols)
     wide = None if weight is None else weight.detach().float().contiguous()
     addresses = tuple(map(_at, (x, residual, wide, total, y, rstd)))
-    status = module.norm(eps, rows, cols, _call.DTYPES[x.dtype], addresses, *map(_at, scratch), *tail)
+    status = _call.native().norm(eps, rows, cols, _call.DTYPES[x.dtype], addresses, _at(scratch), threads)
     _call.finish("rms_norm", status)
     return y, _NormState(x if total is None else total, wide, rstd)
 
@@ -160,24 +177,24 @@ def _backward(
     `dsum` is the gradient that reached the input by another path.
     """
     h, cols = saved.h, saved.h.shape[-1]
-    module, tail = _call.target(h.device)
-    dx, scratch = torch.empty_like(h), _scratch(h.device, 2 * tail[0], cols)
-    partials = None if wanted is None else torch.zeros(module.norm_grad_blocks, cols, device=h.device)
+    native, threads = _call.native(), kernel_threads()
+    dx, scratch = torch.empty_like(h), torch.empty(2 * threads, cols)
+    partials = None if wanted is None else torch.zeros(native.norm_grad_blocks, cols)
     addresses = tuple(map(_at, (h, dy, dsum, saved.weight, saved.rstd, dx, partials)))
     rows = h.numel() // cols if cols else 0
-    status = module.norm_grad(rows, cols, _call.DTYPES[h.dtype], addresses, *map(_at, scratch), *tail)
+    status = native.norm_grad(rows, cols, _call.DTYPES[h.dtype], addresses, _at(scratch), threads)
     _call.finish("rms_norm backward", status)
     return dx, None if partials is None else partials.sum(0).to(wanted)
 
 
-def _native_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def _cpu_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if not _differentiated(x, weight):
         return _forward(x.contiguous(), None, weight, eps)[0]
     out: Tensor = _RmsNorm.apply(x, weight, eps)
     return out
 
 
-def _native_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def _cpu_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     if not _differentiated(x, residual, weight):
         y, saved = _forward(x.contiguous(), residual.contiguous(), weight, eps)
         return y, saved.h
@@ -229,8 +246,8 @@ _RMS_NORM = register(
         "rms_norm",
         "RMS norm and its gradient",
         (
-            cuda_backend(_native_rms_norm),
-            cpu_backend(_native_rms_norm),
+            cuda_backend(cuda_norms.rms_norm),
+            cpu_backend(_cpu_rms_norm),
             torch_backend(_torch_rms_norm),
             reference_backend(reference.rms_norm),
         ),
@@ -241,13 +258,32 @@ _ADD_RMS_NORM = register(
         "add_rms_norm",
         "RMS norm of a sum with a residual, and its gradient",
         (
-            cuda_backend(_native_add_rms_norm),
-            cpu_backend(_native_add_rms_norm),
+            cuda_backend(cuda_norms.add_rms_norm),
+            cpu_backend(_cpu_add_rms_norm),
             torch_backend(_torch_add_rms_norm),
             reference_backend(_reference_add_rms_norm),
         ),
     )
 )
 _LAYER_NORM = register(
-    Op("layer_norm", "layer norm", (torch_backend(_torch_layer_norm), reference_backend(reference.layer_norm)))
+    Op(
+        "layer_norm",
+        "layer norm and its gradient",
+        (
+            cuda_backend(cuda_norms.layer_norm),
+            torch_backend(_torch_layer_norm),
+            reference_backend(reference.layer_norm),
+        ),
+    )
+)
+_ADD_LAYER_NORM = register(
+    Op(
+        "add_layer_norm",
+        "layer norm of a sum with a residual, and its gradient",
+        (
+            cuda_backend(cuda_norms.add_layer_norm),
+            torch_backend(_torch_add_layer_norm),
+            reference_backend(_reference_add_layer_norm),
+        ),
+    )
 )

@@ -6,13 +6,13 @@ Tensors stay where they are; nothing here communicates.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 import ds_ops._call as _call
+import ds_ops.cuda_quant as cuda_quant
 from ds_config.errors import KernelError
 from ds_ops.formats import (
     FP4_E2M1,
@@ -31,6 +31,7 @@ from ds_ops.formats import (
 )
 from ds_ops.reference import quant as reference
 from ds_ops.registry import Op, choose, cpu_backend, cuda_backend, reference_backend, register
+from ds_ops.threads import kernel_threads
 
 __all__ = [
     "FP4_E2M1",
@@ -234,78 +235,109 @@ def native_rows(q: QuantTensor) -> tuple[int, ...]:
     return (_call.address(q.wire), q.rows, q.cols, q.layout.params_at, q.layout.row_bytes)
 
 
-def _native_quantize(q: QuantTensor, x: Tensor, order: list[int] | None, draw: Draw) -> None:
+def _cpu_quantize(q: QuantTensor, x: Tensor, order: list[int] | None, draw: Draw) -> None:
     places = reference.places(tuple(order or ()), x.device)
-    module, tail = _call.target(q.wire.device)
-    status = module.quantize(
+    status = _call.native().quantize(
         native_spec(q.spec, draw),
         native_rows(q),
         _call.address(places) if order else 0,
         _call.address(x),
         _call.DTYPES[x.dtype],
-        *tail,
+        kernel_threads(),
     )
     _call.finish("quantize", status)
 
 
-def _native_dequantize(q: QuantTensor, rows: Tensor | None, out: Tensor) -> None:
-    module, tail = _call.target(q.wire.device)
-    status = module.dequantize(
+def _cpu_dequantize(q: QuantTensor, rows: Tensor | None, out: Tensor) -> None:
+    status = _call.native().dequantize(
         native_spec(q.spec),
         native_rows(q),
         _call.address(rows) if rows is not None else 0,
         out.shape[0],
         _call.address(out),
         _call.DTYPES[out.dtype],
-        *tail,
+        kernel_threads(),
     )
     _call.finish("dequantize", status)
     _call.mark_written([out])
 
 
-def _native_reduce(q: QuantTensor, sources: int, factor: float, out: Tensor) -> None:
-    module, tail = _call.target(q.wire.device)
-    status = module.reduce(
+def _cpu_reduce(q: QuantTensor, sources: int, factor: float, out: Tensor) -> None:
+    status = _call.native().reduce(
         native_spec(q.spec),
         native_rows(q),
         sources,
         factor,
         _call.address(out),
         _call.DTYPES[out.dtype],
-        *tail,
+        kernel_threads(),
     )
     _call.finish("reduce", status)
     _call.mark_written([out])
 
 
-def _native_reduce_quantized(q: QuantTensor, sources: int, factor: float, out: QuantTensor, draw: Draw) -> None:
-    module, tail = _call.target(q.wire.device)
-    scratch: tuple[Tensor, ...] = ()
-    if q.wire.device.type == "cpu":  # a CUDA warp adds up twice instead
-        scratch = (torch.empty(tail[0], out.spec.group),)
-    status = module.reduce_quantized(
+def _cpu_reduce_quantized(q: QuantTensor, sources: int, factor: float, out: QuantTensor, draw: Draw) -> None:
+    threads = kernel_threads()
+    scratch = torch.empty(threads, out.spec.group)
+    status = _call.native().reduce_quantized(
         native_spec(q.spec),
         native_rows(q),
         sources,
         factor,
         native_spec(out.spec, draw),
         native_rows(out),
-        *map(_call.address, scratch),
-        *tail,
+        _call.address(scratch),
+        threads,
     )
     _call.finish("reduce_quantized", status)
 
 
-def _op(name: str, summary: str, native: Callable[..., None], plain: Callable[..., None]) -> Op:
-    return register(Op(name, summary, (cuda_backend(native), cpu_backend(native), reference_backend(plain))))
+# ---- CUDA: on the current stream ---------------------------------------------------------------------------------------
 
 
-_QUANTIZE = _op("quantize", "groups to codes", _native_quantize, reference.quantize)
-_DEQUANTIZE = _op("dequantize", "codes to numbers", _native_dequantize, reference.dequantize)
-_REDUCE = _op("reduce", "sum of quantized sources", _native_reduce, reference.reduce)
-_REDUCE_QUANTIZED = _op(
-    "reduce_quantized",
-    "sum of quantized sources, quantized again",
-    _native_reduce_quantized,
-    reference.reduce_quantized,
+def _cuda_quantize(q: QuantTensor, x: Tensor, order: list[int] | None, draw: Draw) -> None:
+    cuda_quant.quantize(q, x, reference.places(tuple(order), x.device) if order else None, draw)
+
+
+def _cuda_dequantize(q: QuantTensor, rows: Tensor | None, out: Tensor) -> None:
+    cuda_quant.dense(q, rows, 1, 1.0, out)
+    _call.mark_written([out])
+
+
+def _cuda_reduce(q: QuantTensor, sources: int, factor: float, out: Tensor) -> None:
+    cuda_quant.dense(q, None, sources, factor, out)
+    _call.mark_written([out])
+
+
+_QUANTIZE = register(
+    Op(
+        "quantize",
+        "groups to codes",
+        (cuda_backend(_cuda_quantize), cpu_backend(_cpu_quantize), reference_backend(reference.quantize)),
+    )
+)
+_DEQUANTIZE = register(
+    Op(
+        "dequantize",
+        "codes to numbers",
+        (cuda_backend(_cuda_dequantize), cpu_backend(_cpu_dequantize), reference_backend(reference.dequantize)),
+    )
+)
+_REDUCE = register(
+    Op(
+        "reduce",
+        "sum of quantized sources",
+        (cuda_backend(_cuda_reduce), cpu_backend(_cpu_reduce), reference_backend(reference.reduce)),
+    )
+)
+_REDUCE_QUANTIZED = register(
+    Op(
+        "reduce_quantized",
+        "sum of quantized sources, quantized again",
+        (
+            cuda_backend(cuda_quant.requantize),
+            cpu_backend(_cpu_reduce_quantized),
+            reference_backend(reference.reduce_quantized),
+        ),
+    )
 )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import ds_ops._native as _native
+import ds_ops.cuda_launch as cuda_launch
 from ds_config.errors import KernelError, UnsupportedError
 from ds_ops._call import DTYPES
 
@@ -90,6 +91,9 @@ def register(op: Op) -> Op:
     if op.name in _ops:
         raise KernelError(f"op {op.name!r} is registered twice.", code="op-duplicate", fix="Give it another name.")
     _ops[op.name] = op
+    for backend in op.backends:
+        if isinstance(backend.run, _CompiledLate):
+            backend.run.op = op
     return op
 
 
@@ -143,8 +147,32 @@ def cpu_backend(run: Callable[..., Any], dtypes: tuple[torch.dtype, ...] = tuple
 
 
 def cuda_backend(run: Callable[..., Any], dtypes: tuple[torch.dtype, ...] = tuple(DTYPES)) -> Backend:
-    """Build a backend of the native CUDA module."""
-    return Backend("cuda", run, functools.partial(_native_obstacle, "_cuda", "cuda", dtypes))
+    """Build a backend of CUDA kernels, which are compiled when they are first used.
+
+    A call whose kernel cannot be compiled runs by the op's torch backend, and so do all calls of that op from then on;
+    `choose` and `ds doctor` say why.
+    """
+    guard = _CompiledLate(run)
+    return Backend("cuda", guard, functools.partial(_cuda_obstacle, guard, dtypes))
+
+
+class _CompiledLate:
+    """Runs a CUDA kernel, or torch once it turned out that it cannot be compiled. op: set when the op is registered."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self.run = run
+        self.op: Op | None = None
+        self.failure = ""
+
+    def __call__(self, *arguments: Any) -> Any:
+        try:
+            return self.run(*arguments)
+        except KernelError as error:
+            if error.code != "kernel-compile" or self.op is None:
+                raise
+            self.failure = error.message
+            _choose.cache_clear()
+            return _traced(self.op).backend.run(*arguments)
 
 
 def reference_backend(run: Callable[..., Any], *, moves: bool = False) -> Backend:
@@ -187,16 +215,11 @@ def _native_obstacle(
     if dtype not in dtypes:
         return Unavailable(f"does not take {dtype}", fix=f"convert to {dtypes[0]}")
     loaded = _native.load(module)
-    if loaded.reason:
-        return Unavailable(loaded.reason, fix=f"ds ops build {kind}")
-    return _no_device(loaded.module) if kind == "cuda" else ""
+    return Unavailable(loaded.reason, fix=f"ds ops build {kind}") if loaded.reason else ""
 
 
-@functools.cache
-def _no_device(module: Any) -> str:
-    """Return why the native module's CUDA runtime finds no device, where torch's own may; else an empty string.
-
-    The native runtime can require a newer driver.
-    """
-    count, why = module.devices()
-    return "" if count else Unavailable(f"its CUDA runtime finds no device: {why}", fix="ds ops build cuda")
+def _cuda_obstacle(guard: _CompiledLate, dtypes: tuple[torch.dtype, ...], device_type: str, dtype: torch.dtype) -> str:
+    if reason := _native_obstacle("_cuda", "cuda", dtypes, device_type, dtype):
+        return reason
+    reason = cuda_launch.obstacle() or guard.failure
+    return Unavailable(reason, fix="ds report   (names the driver and the compiler)") if reason else ""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import ds_ops._call as _call
+import ds_ops.cuda_stream as cuda_stream
 from ds_config.errors import KernelError
 from ds_ops.registry import Op, choose, cpu_backend, cuda_backend, reference_backend, register, torch_backend
 from ds_ops.threads import kernel_threads
@@ -113,31 +114,32 @@ def _cpu_sum_squares(x: Tensor) -> Tensor:
     return torch.tensor(total, dtype=torch.float64)
 
 
-def _cuda_sum_squares(x: Tensor) -> Tensor:
-    _call.require("x", x)
-    module, tail = _call.target(x.device)
-    partials = torch.zeros(module.sum_blocks, dtype=torch.float64, device=x.device)
-    status = module.sum_squares(_call.address(x), _call.DTYPES[x.dtype], x.numel(), _call.address(partials), *tail)
-    _call.finish("sum_squares", status)
-    return partials.sum()
-
-
-def _native_convert(out: Tensor, x: Tensor, scale: float) -> Tensor:
+def _check_convert(out: Tensor, x: Tensor) -> None:
     _call.require("out", out)
     _call.require("x", x, device=out.device)
     if _call.address(out) != _call.address(x) or out.dtype != x.dtype:
         _call.require_disjoint(out=out, x=x)
-    module, tail = _call.target(out.device)
-    status = module.convert(
+
+
+def _cpu_convert(out: Tensor, x: Tensor, scale: float) -> Tensor:
+    _check_convert(out, x)
+    status = _call.native().convert(
         _call.address(out),
         _call.DTYPES[out.dtype],
         _call.address(x),
         _call.DTYPES[x.dtype],
         x.numel(),
         scale,
-        *tail,
+        kernel_threads(),
     )
     _call.finish("convert", status)
+    _call.mark_written([out])
+    return out
+
+
+def _cuda_convert(out: Tensor, x: Tensor, scale: float) -> Tensor:
+    _check_convert(out, x)
+    cuda_stream.convert(out, x, scale)
     _call.mark_written([out])
     return out
 
@@ -176,11 +178,17 @@ def _reference_copy_ranges(out: Tensor, ranges: Sequence[tuple[int, Tensor, int,
     return out
 
 
-def _native_fill(out: Tensor, value: float) -> Tensor:
+def _cpu_fill(out: Tensor, value: float) -> Tensor:
     _call.require("out", out)
-    module, tail = _call.target(out.device)
-    status = module.fill(_call.address(out), _call.DTYPES[out.dtype], out.numel(), value, *tail)
+    status = _call.native().fill(_call.address(out), _call.DTYPES[out.dtype], out.numel(), value, kernel_threads())
     _call.finish("fill", status)
+    _call.mark_written([out])
+    return out
+
+
+def _cuda_fill(out: Tensor, value: float) -> Tensor:
+    _call.require("out", out)
+    cuda_stream.fill(out, value)
     _call.mark_written([out])
     return out
 
@@ -219,7 +227,7 @@ _SUM_SQUARES = register(
         "sum_squares",
         "deterministic sum of squares",
         (
-            cuda_backend(_cuda_sum_squares),
+            cuda_backend(cuda_stream.sum_squares),
             cpu_backend(_cpu_sum_squares),
             torch_backend(_torch_sum_squares),
             reference_backend(_reference_sum_squares),
@@ -230,7 +238,7 @@ _CONVERT = register(
     Op(
         "convert",
         "scaled dtype conversion",
-        (cuda_backend(_native_convert), cpu_backend(_native_convert), reference_backend(_reference_convert)),
+        (cuda_backend(_cuda_convert), cpu_backend(_cpu_convert), reference_backend(_reference_convert)),
     )
 )
 _COPY_RANGES = register(
@@ -247,6 +255,6 @@ _FILL = register(
     Op(
         "fill",
         "set to one value",
-        (cuda_backend(_native_fill), cpu_backend(_native_fill), reference_backend(_reference_fill)),
+        (cuda_backend(_cuda_fill), cpu_backend(_cpu_fill), reference_backend(_reference_fill)),
     )
 )

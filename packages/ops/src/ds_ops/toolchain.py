@@ -48,7 +48,7 @@ def find_tools(environ: Mapping[str, str]) -> dict[str, Tool]:
 def find_nvcc(environ: Mapping[str, str]) -> str:
     """Find nvcc by CUDACXX, PATH, CUDA_HOME, CUDA_PATH, then /usr/local/cuda; empty if there is none.
 
-    This is the order of the CMake project.
+    What `ds ops build cuda` compiles kernels with where there is no NVRTC.
     """
     if compiler := environ.get("CUDACXX"):
         return shutil.which(compiler, path=environ.get("PATH")) or compiler
