@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from repo import ROOT
 from repo.imports import imports, modules
 from repo.projects import Project
 
-__all__ = ["Layers", "circle", "contracts", "read"]
+__all__ = ["Layers", "circle", "contracts", "folder_circles", "named_upward", "read"]
 
 Rows = tuple[tuple[str, ...], ...]
 
@@ -82,3 +84,41 @@ def circle(project: Project) -> list[str]:
         if name != project.module and (around := walk(name, [])):
             return around
     return []
+
+
+def folder_circles(project: Project) -> list[str]:
+    """Folders of a package (and the modules beside them) that import each other in a circle: "a <-> b", one line a pair."""
+    found = {module.name: module for module in modules(project)}
+
+    def folder(name: str) -> str:
+        return name.removeprefix(f"{project.module}.").partition(".")[0]
+
+    needs: dict[str, set[str]] = {}
+    for name, module in found.items():
+        targets = {one.target for one in imports(module)} & found.keys() - {project.module}
+        needs.setdefault(folder(name), set()).update(folder(target) for target in targets)
+    return sorted(f"{a} <-> {b}" for a in needs for b in needs[a] if a < b and a in needs.get(b, ()))
+
+
+_MODULE_NAME = re.compile(r"ds_\w+(\.\w+)+")
+
+
+def named_upward(layers: Layers, projects: Mapping[str, Project]) -> list[str]:
+    """Strings that name a module of a package that the file may not import: circles that `import_module` would hide."""
+    level = {name: number for number, row in enumerate(layers.packages) for name in row}
+    owner = {module.name: p for p in projects.values() for module in modules(p)}
+    found = []
+    for project in projects.values():
+        for module in modules(project):
+            strings = [
+                n
+                for n in ast.walk(ast.parse(module.path.read_text()))
+                if isinstance(n, ast.Constant) and isinstance(n.value, str)
+            ]
+            for node in strings:
+                target = owner.get(node.value) if _MODULE_NAME.fullmatch(node.value) else None
+                if target is None or target is project:
+                    continue
+                if level[target.folder.name] >= level[project.folder.name]:
+                    found.append(f"{module.name}:{node.lineno} names {node.value}")
+    return found

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from repo.layers import Layers, circle, contracts, read
+from repo.layers import Layers, circle, contracts, folder_circles, named_upward, read
 from repo.projects import read_project
 
 LAYERS = read()
@@ -37,6 +37,18 @@ def test_every_package_has_a_row(projects):
 def test_no_circle_inside(project):
     around = circle(project)
     assert around == [], " -> ".join([*around, around[0]])
+
+
+# The plan of units asks the tiers of offloading what they hold: `layout.unit_plan` belongs above both.
+KNOWN_CIRCLES = {"ds-zero": ["layout <-> offload"]}
+
+
+def test_no_circle_of_folders(project):
+    assert folder_circles(project) == KNOWN_CIRCLES.get(project.name, [])
+
+
+def test_no_string_names_a_module_above(projects):
+    assert named_upward(LAYERS, projects) == []
 
 
 # ---- the machinery, on packages written for it -----------------------------------------------------------------------
@@ -90,3 +102,22 @@ def test_a_circle_is_named(two_packages):
     assert circle(low) == []
     (low.source / "a.py").write_text("def f():\n    from ds_low import b\n")
     assert circle(low) == ["ds_low.a", "ds_low.b"]
+
+
+def test_a_circle_of_folders_is_named(two_packages):
+    low = two_packages["ds-low"]
+    for folder, text in (("one", "from ds_low.two import b\n"), ("two", "")):
+        (low.source / folder).mkdir()
+        (low.source / folder / "__init__.py").write_text("")
+        (low.source / folder / ("a.py" if text else "b.py")).write_text(text)
+    assert folder_circles(low) == []
+    (low.source / "two" / "c.py").write_text("import ds_low.one.a\n")
+    assert folder_circles(low) == ["one <-> two"]
+    assert circle(low) == []
+
+
+def test_a_module_above_that_a_string_names_is_found(two_packages):
+    assert named_upward(LAYERS_OF_TWO, two_packages) == []
+    (two_packages["ds-low"].source / "a.py").write_text('def f():\n    return __import__("ds_high.c")\n')
+    (two_packages["ds-high"].source / "d.py").write_text('NAME = "ds_low.a"\n')
+    assert named_upward(LAYERS_OF_TWO, two_packages) == ["ds_low.a:2 names ds_high.c"]

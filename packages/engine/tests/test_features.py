@@ -16,7 +16,7 @@ import ds_engine
 import ds_monitor
 from ds_config.errors import ConfigError, PlanError, UnsupportedError
 from ds_engine import Engine, SumLoss
-from ds_zero.offload.suspend import KINDS
+from ds_zero.runtime.suspend import KINDS
 
 Make = Callable[[], nn.Module]
 Settings = Callable[..., dict[str, Any]]

@@ -33,7 +33,7 @@ from ds_engine.result import StepResult
 from ds_engine.whole_values import KnownState
 from ds_pipe import Action
 from ds_zero import ShardedModel, ShardedOptimizer
-from ds_zero.offload.suspend import KINDS
+from ds_zero.runtime.suspend import KINDS
 
 __all__ = ["EngineState"]
 

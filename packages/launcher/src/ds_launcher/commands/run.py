@@ -16,7 +16,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 
 from ds_config.did_you_mean import nearest
@@ -37,6 +37,9 @@ from ds_launcher.supervise import supervise
 __all__ = ["HELP", "main", "prepare", "register"]
 
 HELP = "start a training script on several ranks, here or on many hosts"
+
+TUNERS = "ds.autotuning"
+"""Entry points that `--autotuning` calls: functions of (mode, options of the launch, script, its arguments), which return a status."""
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -145,17 +148,17 @@ def _pid_file(options: RunOptions) -> Iterator[None]:
 
 
 def _tune(args: argparse.Namespace, options: RunOptions) -> int:
-    """Run `--autotuning`: pass this command line without that option to ds-tune, which starts the jobs."""
-    if importlib.util.find_spec("ds_tune") is None:
+    """Run `--autotuning`: pass this command line without that option to the installed tuner, which starts the jobs."""
+    tuners = sorted(entry_points(group=TUNERS), key=lambda point: point.name)
+    if not tuners:
         raise LaunchError(
-            "--autotuning is done by ds-tune, which is not installed",
+            f"--autotuning is done by ds-tune, which is not installed (no entry point in the group {TUNERS})",
             code="launch-tuner",
             fix="Install it: pip install ds-tune.",
         )
     words = json.loads(args.words)
     launch = without_option(words[: len(words) - len(options.script_args) - 1], "--autotuning")
-    upstream = importlib.import_module("ds_tune.upstream")
-    status: int = upstream.autotune(args.autotuning, launch, options.script, options.script_args)
+    status: int = tuners[0].load()(args.autotuning, launch, options.script, options.script_args)
     return status
 
 

@@ -23,7 +23,6 @@ from ds_comm.part_gradients import refuse_dtensors
 from ds_comm.reduction_group import Logical, ReductionGroup, param_sharding
 from ds_config.errors import PlanError
 from ds_zero.layout.units import DENSE, UnitSpec
-from ds_zero.runtime.init_shards import scatter_of
 
 __all__ = ["Replicas", "check_same", "cut", "family_name", "find_reduction_groups"]
 
@@ -87,13 +86,6 @@ def find_reduction_groups(model: nn.Module, group: Group) -> dict[str, Reduction
                 f"{'parameters without a family' if family.name == DENSE else f'{known.group} with divisor {known.divisor}'}",
                 code="zero-reduction-group",
                 fix="Give each set of ranks, divisor and copies a name of its own, and make its groups on their members.",
-            )
-        scatter = scatter_of(tensor)
-        if scatter is not None and scatter.group.ranks != family.group.ranks:
-            raise PlanError(
-                f"{name} is of family {family.name!r} over {family.group}, and Init made it equal on {scatter.group}",
-                code="zero-reduction-group",
-                fix="Build parameters that differ between ranks outside Init, or give Init the family's group.",
             )
     return {DENSE: ReductionGroup(DENSE, group, group.size)} | {name: declared[name] for name in sorted(declared)}
 

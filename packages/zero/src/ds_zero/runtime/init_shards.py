@@ -15,12 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 import ds_comm as comm
+from ds_comm import param_sharding
 from ds_comm.placement import Interval
-from ds_config.errors import ShardedAccessError
+from ds_config.errors import PlanError, ShardedAccessError
 from ds_zero._torch import storage_uses, without_torch_function
 from ds_zero.runtime.sharded_parameter import (
     AccessHandler,
@@ -33,7 +34,7 @@ from ds_zero.runtime.sharded_parameter import (
     unkeep,
 )
 
-__all__ = ["Copier", "Scatter", "chunk_of", "is_scattered", "number_of", "scatter_of", "whole"]
+__all__ = ["Copier", "Scatter", "check_scattered", "chunk_of", "is_scattered", "number_of", "scatter_of", "whole"]
 
 _RECORD = "_ds_zero_scatter"
 _numbers = itertools.count()
@@ -288,6 +289,22 @@ def scatter_of(param: Tensor) -> Scatter | None:
     """Return the Scatter of a sharded parameter; None for any other tensor."""
     keeper = keeper_of(param)
     return keeper if isinstance(keeper, Scatter) else None
+
+
+def check_scattered(model: nn.Module) -> None:
+    """Check that `Init` sharded each parameter over the ranks of its reduction group.
+
+    Raises:
+        PlanError: it made a parameter equal on other ranks ("zero-reduction-group").
+    """
+    for name, param in model.named_parameters():
+        family, scatter = param_sharding(param).family, scatter_of(param)
+        if family is not None and scatter is not None and scatter.group.ranks != family.group.ranks:
+            raise PlanError(
+                f"{name} is of family {family.name!r} over {family.group}, and Init made it equal on {scatter.group}",
+                code="zero-reduction-group",
+                fix="Build parameters that differ between ranks outside Init, or give Init the family's group.",
+            )
 
 
 def number_of(param: Tensor) -> int:

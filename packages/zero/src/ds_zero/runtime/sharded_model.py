@@ -41,13 +41,13 @@ from ds_zero.layout.reduction_groups import check_same, family_name, find_reduct
 from ds_zero.layout.shard_options import OptimizerTraits, ShardOptions, describe, dtype_name
 from ds_zero.layout.unit_plan import ZeroPlan, plan_all
 from ds_zero.layout.units import DENSE, plan_units
-from ds_zero.offload.suspend import KINDS, Away, bring_back, take_away
 from ds_zero.runtime.autograd import Backward
 from ds_zero.runtime.gather_order import merge_orders
 from ds_zero.runtime.gathering import Gathering
-from ds_zero.runtime.init_shards import is_scattered, whole
+from ds_zero.runtime.init_shards import check_scattered, is_scattered, whole
 from ds_zero.runtime.reduce_runtime import GradientReductions
 from ds_zero.runtime.reduce_strategies import tables
+from ds_zero.runtime.suspend import KINDS, Away, bring_back, take_away
 from ds_zero.runtime.unit import OptimizerSlice, Unit
 from ds_zero.runtime.unit_groups import GroupTable
 
@@ -223,6 +223,7 @@ class ShardedModel:
             )
         options.quantized_comm.check(residency)
         self.families = find_reduction_groups(model, self.group)
+        check_scattered(model)
         self.everyone = self.group if options.norm is None else comm.as_group(options.norm)
         _check_everyone(self.everyone, self.families, options)
         params, modules = describe(model, groups, habits or OptimizerTraits(options.layout or "flat"), self.precision)

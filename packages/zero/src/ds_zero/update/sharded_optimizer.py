@@ -34,11 +34,11 @@ from ds_zero.layout.dtypes_plan import Precision, ScaleState, next_scale
 from ds_zero.layout.elements import Kind
 from ds_zero.layout.shard_options import CommFormat, NodeTopology, OffloadPolicy, OptimizerTraits, ShardOptions
 from ds_zero.layout.units import DENSE, ShardingStrategy, UnitSizePolicy, UnitSpec
-from ds_zero.offload.suspend import KINDS
 from ds_zero.runtime.attributes import GradientAccess
 from ds_zero.runtime.gradient_norms import GradientAgreement
 from ds_zero.runtime.reduce_runtime import ZeroGrad
 from ds_zero.runtime.sharded_model import ShardedModel, group_for
+from ds_zero.runtime.suspend import KINDS
 from ds_zero.runtime.unit import Unit
 from ds_zero.update.apply_step import Due, apply
 from ds_zero.update.optimizer_state import OptimizerState, PartStates
