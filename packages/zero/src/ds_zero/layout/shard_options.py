@@ -74,6 +74,7 @@ class OffloadPolicy:
         io: How transfers are cut and queued.
         early: Of optimizer state in host memory: share of a rank's threads, at least one, that update units while backward goes on
             (`update/early.py`); 0: all updates begin after it. What such an update overwrites is kept until the step: the same bytes again.
+        accumulates: Of optimizer state: several backwards add up before a step, so that the plan has room for their sums on the host.
     Raises:
         PlanError: a file without a folder, a number out of range, or early updates of files ("offload-placement").
     """
@@ -88,6 +89,7 @@ class OffloadPolicy:
     write_behind: bool = True
     io: IOSettings = field(default_factory=IOSettings)
     overlap_ratio: float = 0.0
+    accumulates: bool = False
 
     def __post_init__(self) -> None:
         wrong = []

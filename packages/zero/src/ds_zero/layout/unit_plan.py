@@ -30,6 +30,7 @@ from ds_zero.layout.shard_options import (
 )
 from ds_zero.layout.units import ModuleInfo, ParamInfo, ShardingStrategy, UnitBytes, UnitSpec, plan_units
 from ds_zero.offload.state_stores import store_kind
+from ds_zero.offload.weight_copies import SLOTS
 
 __all__ = [
     "ParamStorage",
@@ -211,6 +212,7 @@ class ZeroPlan:
         for role in ("offload_optimizer", "offload_params"):
             for place in {p for u in self.units if isinstance(p := getattr(u, role), OffloadPolicy)}:
                 staged += place.staging([u.bytes for u in self.units if getattr(u, role) == place])
+        staged += SLOTS * max((unit.bytes.staged for unit in self.units), default=0)
         return sum(unit.bytes.host for unit in self.units) + staged
 
     @property
@@ -270,13 +272,14 @@ def passing_bytes(units: Iterable[UnitBytes], residency: ShardingStrategy) -> in
 
     Of the buckets there are up to two, one that is reduced and one that is filled, and a third where parameters are
     sharded; as many
-    as units where gradients are reduced after the last microbatch only.
+    as units where gradients are reduced after the last microbatch only. Where gradients go to the host, two units are lent to copies.
     """
     usages = list(units)
     gathered = sorted((b.gathered for b in usages), reverse=True)[:2]
     arenas = [b.arena for b in usages]
     several = (3 if residency.shard_params else 2) * max(arenas, default=0)
-    return sum(gathered) + (min(several, sum(arenas)) if residency.shard_grads else sum(arenas))
+    lent = max((b.lent for b in usages), default=0)
+    return sum(gathered) + lent + (min(several, sum(arenas)) if residency.shard_grads else sum(arenas))
 
 
 def plan_unit(
@@ -343,9 +346,29 @@ def _bytes(unit: UnitPlan) -> UnitBytes:
     apart = shard_numel * dtypes.accumulate.itemsize if shards > 1 or wide else 0
     arena, apart = arena + reduce, apart + errors
     optim = unit.spec.params[0].states * shard_numel * (dtypes.state or dtypes.master).itemsize
+    if unit.grads_leave:
+        return _leaving(unit, replace(usage, optim=optim, grads=errors, arena=arena))
     if shards == 1:
         return replace(usage, optim=optim, grads=apart + arena)
     return replace(usage, optim=optim, grads=apart, arena=arena)
+
+
+def _leaving(unit: UnitPlan, usage: UnitBytes) -> UnitBytes:
+    """Count gradients that go to the host, and weights that come back. Pure.
+
+    Args:
+        usage: Of the unit on its device; its arena holds all of the unit's gradients.
+    """
+    dtypes, numel, policy = unit.dtypes, unit.layout.shard_numel, unit.offload_optimizer
+    landing = numel * dtypes.reduce.itemsize
+    accumulates = isinstance(policy, OffloadPolicy) and policy.accumulates
+    host = landing + (numel * dtypes.accumulate.itemsize if accumulates else 0)
+    if unit.layout.world > 1:  # shards of sums: two in reductions, two lent to copies
+        lent = 4 * landing
+    else:  # the arena is the sum: one is filled, two are lent
+        lent = 0 if unit.spec.strategy.shard_params else usage.arena
+    staged = numel * dtypes.param.itemsize if unit.offload_params == "device" else 0
+    return replace(usage, lent=lent, staged=staged, host=usage.host + host)
 
 
 def plan(

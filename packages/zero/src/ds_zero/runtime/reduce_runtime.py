@@ -22,6 +22,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from ds_accel import streams
 from ds_zero._torch import graph_task_id, without_torch_function
 from ds_zero.runtime.attributes import GradAttributes
 from ds_zero.runtime.autograd import Backward
@@ -56,7 +57,7 @@ class Helper:
     def waiting(self) -> Iterator[None]:
         """Mark the block as possibly waiting for other ranks, so that the helper thread may help."""
         if self._thread is None:
-            args = (weakref.ref(self), self._stop)
+            args = (weakref.ref(self), self._stop, streams.current_device())
             self._thread = threading.Thread(target=_watch, args=args, name="ds-zero-helper", daemon=True)
             self._thread.start()
         with self._lock:
@@ -83,13 +84,14 @@ class Helper:
             self._thread = None
 
 
-def _watch(owner: weakref.ref[Helper], stop: threading.Event) -> None:
-    while not stop.wait(_PATIENCE_S):
-        helper = owner()
-        if helper is None:
-            return
-        helper.poll()
-        del helper
+def _watch(owner: weakref.ref[Helper], stop: threading.Event, device: torch.device) -> None:
+    with streams.on_device(device):  # gathers that it starts are work of the rank's device
+        while not stop.wait(_PATIENCE_S):
+            helper = owner()
+            if helper is None:
+                return
+            helper.poll()
+            del helper
 
 
 _NAME = "zero_grad"
@@ -310,7 +312,10 @@ class GradientReductions:
         bucket = None if alone else self._bucket_of.get(number)
         if bucket is None:
             gradients.reduce()
-            self._inflight.append(number)
+            if gradients.host is not None and gradients.groups.size == 1:
+                gradients.finish()  # nothing travels between ranks: its copy to the host begins at once
+            else:
+                self._inflight.append(number)
         else:
             waiting = self._waiting.setdefault(bucket, [])
             waiting.append(number)
