@@ -143,3 +143,34 @@ def test_tiles_without_gradients() -> None:
     with torch.no_grad():
         x = torch.randn(5, 3)
         assert torch.equal(tiled(torch.sin, x, 2), x.sin())
+
+
+def _head(dtype):
+    torch.manual_seed(0)
+    hidden = torch.randn(1024, 32).to(dtype).requires_grad_()
+    weight = (torch.randn(50, 32) * 0.2).requires_grad_()
+    return hidden, weight, torch.randint(0, 50, (1024,))
+
+
+def test_the_weight_gradient_of_many_tiles_adds_up_in_fp32():
+    hidden, weight, labels = _head(torch.bfloat16)
+    weight = weight.detach().bfloat16().requires_grad_()
+    exact = weight.detach().double().requires_grad_()
+    torch.nn.functional.cross_entropy(hidden.detach().double() @ exact.T, labels).backward()
+    errors = []
+    for tiles in (1, 512):
+        weight.grad = None
+        tiled_cross_entropy(hidden, weight, labels, tiles=tiles).backward()
+        errors.append(float((weight.grad.double() - exact.grad).norm() / exact.grad.norm()))
+    assert errors[1] < 0.005  # it was 0.03: each of 512 sums was rounded to 8 bits
+
+
+def test_tiles_work_under_autocast_and_on_no_tokens():
+    hidden, weight, labels = _head(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = tiled_cross_entropy(hidden, weight, labels)
+        expected = torch.nn.functional.cross_entropy(torch.nn.functional.linear(hidden, weight).float(), labels)
+    loss.backward()
+    assert (loss.dtype, weight.grad.dtype) == (torch.float32, torch.float32)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-3)
+    assert float(tiled_cross_entropy(hidden[:0], weight, labels[:0], reduction="sum").detach()) == 0.0

@@ -77,8 +77,9 @@ def tiled_cross_entropy(
         A scalar, in fp32 at least.
     Raises:
         PlanError: hidden states and labels are of different shapes ("tiled-shapes").
+    Under autocast hidden states and weight are multiplied in its format, as `linear` does.
     Cost: three matrix products, as without tiles; saves the gradients of hidden, weight and bias from forward to
-    backward.
+    backward. Those of weight and bias add up in fp32, which is 4 bytes an element of them.
     """
     if hidden.shape[:-1] != labels.shape:
         raise PlanError(
@@ -86,9 +87,14 @@ def tiled_cross_entropy(
             code="tiled-shapes",
             fix="Give one label for every hidden state.",
         )
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
     flat, wanted = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     count = (wanted != ignore_index).sum() if reduction == "mean" else None
-    total: Tensor = _TiledCrossEntropy.apply(flat, weight, bias, wanted, tiles, ignore_index)
+    with torch.autocast(hidden.device.type, enabled=False):
+        total: Tensor = _TiledCrossEntropy.apply(flat, weight, bias, wanted, tiles, ignore_index)
     return total if count is None else total / count
 
 
@@ -99,14 +105,15 @@ class _TiledCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, tiles: int, ignore_index: int
     ) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)  # products of many tiles add up in it
         needs = [tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)]
         grads = [
-            torch.zeros_like(t) if need and t is not None else None
+            torch.zeros_like(t, dtype=wide) if need and t is not None else None
             for t, need in zip((hidden, weight, bias), needs, strict=True)
         ]
         grads[0] = torch.empty_like(hidden) if needs[0] else None
-        total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        rows = -(-hidden.shape[0] // tiles)
+        total = hidden.new_zeros((), dtype=wide)
+        rows = max(1, -(-hidden.shape[0] // tiles))
         for start in range(0, hidden.shape[0], rows):
             part, wanted = hidden[start : start + rows], labels[start : start + rows]
             logits = functional.linear(part, weight, bias).to(total.dtype)
@@ -122,9 +129,12 @@ class _TiledCrossEntropy(torch.autograd.Function):
             if grads[0] is not None:
                 torch.mm(slope, weight, out=grads[0][start : start + rows])
             if grads[1] is not None:
-                grads[1].addmm_(slope.t(), part)
+                _add_product(grads[1], slope.t(), part)
             if grads[2] is not None:
-                grads[2] += slope.sum(0)
+                grads[2] += slope.sum(0, dtype=wide)
+        grads = [
+            g if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, (hidden, weight, bias), strict=True)
+        ]
         ctx.has = [grad is not None for grad in grads]
         ctx.save_for_backward(*(grad for grad in grads if grad is not None))
         return total
@@ -134,6 +144,14 @@ class _TiledCrossEntropy(torch.autograd.Function):
         saved = iter(ctx.saved_tensors)
         grads = [_scaled(next(saved), incoming[0]) if has else None for has in ctx.has]
         return (*grads, None, None, None)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add `left @ right` to `total`, which may be in a wider format; each product is rounded once."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(torch.mm(left, right))
 
 
 def tiled_loss(
