@@ -400,3 +400,20 @@ def test_a_peer_that_could_not_be_opened_is_tried_again(tmp_path: Path, monkeypa
     with job(2, tmp_path, deadline_s=300) as ranks:
         assert all(set(rank.watchdog._peers) == {0, 1} for rank in ranks)
         assert all(rank.watchdog._peers[1 - i] is not None for i, rank in enumerate(ranks))
+
+
+def test_an_operation_that_a_capture_forbids_to_ask_about_is_asked_again(tmp_path: Path) -> None:
+    """It was called over, and a hang after it was not seen."""
+    with job(2, tmp_path, deadline_s=300) as ranks:
+        handle = Handle("CUDA error: operation not permitted when stream is capturing")
+        slot = ranks[0].stamp(1, wait=True)
+        ranks[0].watchdog.follow(slot, "0", handle)
+        time.sleep(0.5)
+        stamp = ranks[0].ring.stamp(slot)
+        assert stamp is not None
+        assert stamp.waits
+        handle.error, handle.done = "", True
+        until = time.monotonic() + 20
+        while (stamp := ranks[0].ring.stamp(slot)) is not None and stamp.waits and time.monotonic() < until:
+            time.sleep(0.05)
+        assert stamp is None or not stamp.waits

@@ -10,6 +10,7 @@ Every function here says on which stream its result is valid and what it waits f
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ __all__ = [
     "copy_into",
     "copy_to",
     "copy_to_device",
+    "current_device",
     "current_stream",
     "host_memory",
     "is_capturing",
@@ -36,6 +38,7 @@ __all__ = [
     "pin",
     "record_event",
     "record_use",
+    "relax_capture",
     "stream_handle",
     "synchronize_stream",
     "use_backend",
@@ -255,6 +258,34 @@ def stream_handle(device: torch.device) -> int:
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream of `device` records a graph, so that nobody may ask how far the device is."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def relax_capture(library: Any = None) -> bool:
+    """Let this thread ask events while another one captures a CUDA graph, which would fail else; whether it may now.
+
+    A capture in the global mode, torch's default, forbids every thread to ask how far the device is, unless the thread has said that its calls
+    have nothing to do with the capture. Call it once on a thread that only asks. Nothing where there is no CUDA.
+
+    Args:
+        library: The driver's, with `cuThreadExchangeStreamCaptureMode`; by default the one of this process.
+    """
+    try:
+        exchange = (library or ctypes.CDLL("libcuda.so.1")).cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):  # no CUDA, or ROCm
+        return False
+    mode = ctypes.c_int(_RELAXED)
+    return int(exchange(ctypes.byref(mode))) == 0
+
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+def current_device() -> torch.device:
+    """Return the device of this thread's work, for a thread that it starts: a new one begins with device 0. Starts no device."""
+    accelerator = torch.accelerator.current_accelerator()
+    module = torch.cpu if accelerator is None else torch.get_device_module(accelerator)
+    started = getattr(module, "is_initialized", lambda: False)()
+    return torch.device(accelerator.type, module.current_device()) if accelerator and started else torch.device("cpu")
 
 
 @contextmanager

@@ -196,21 +196,18 @@ def common_group(ranks: Sequence[int], name: str) -> Group | None:
     """Return the group `name` of `ranks` that this process created before; create it like `new_group` the first time.
 
     For groups that follow from the layout of a job and that every model of the job may use one after the other, so that the hundredth model
-    has no hundredth connection. Nobody destroys such a group; it ends with the world. Collective over the world, as `new_group` is.
+    has no hundredth connection. Nobody destroys such a group; it ends with the world. Collective over `ranks`: others return None at once, so
+    that a rank makes the groups that it is in, not those of thousands of ranks.
     """
     world = world_group()
-    if world.link is None:
-        return new_group(ranks, name)
+    members = tuple(sorted(ranks))
+    if world.link is None or members == world.ranks or world.global_rank not in members:
+        return new_group(ranks, name) if world.link is None or members == world.ranks else None
     common = _common.setdefault(world.link, {})
-    key = (tuple(sorted(ranks)), name, _timeout[0])
-    if key not in common:
-        group = new_group(ranks, name)
-        if group is not None and group.ranks == world.ranks:
-            return group  # it has the world's link, which would keep the world alive here
-        common[key] = group
-    group = common[key]
-    if group is not None and group.link is not None and not is_alive(group.link):
-        group = common[key] = new_local_group(key[0], name)  # somebody destroyed it, which those outside do not know
+    key = (members, name, _timeout[0])
+    group = common.get(key)
+    if group is None or (group.link is not None and not is_alive(group.link)):
+        group = common[key] = new_local_group(members, name)
     return group
 
 
@@ -312,8 +309,8 @@ def _number(world: dist.ProcessGroup, members: tuple[int, ...]) -> int:
 # Of each world, this rank's group of one.
 _singles: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
-# Of each world, the groups of `common_group` by ranks, name and timeout; None for groups of other ranks.
-_common: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], str, timedelta | None], Group | None]] = (
+# Of each world, the groups of `common_group` by ranks, name and timeout.
+_common: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], str, timedelta | None], Group]] = (
     WeakKeyDictionary()
 )
 

@@ -190,7 +190,8 @@ class Mesh(Mapping[str, Group]):
         """Make all groups, and the world's if a launcher started several processes. Collective over the world. Names the rank's place in
         later error messages.
 
-        Groups with the same ranks share one process group; none is made for groups of one.
+        Groups with the same ranks share one process group; none is made for groups of one. Cost: a rank makes the groups that it is in, one a
+        name of `GROUPS` at most, whatever the size of the world.
         Raises:
             PlanError: the degrees do not fit the world size ("mesh-size").
         """
@@ -200,11 +201,11 @@ class Mesh(Mapping[str, Group]):
         created: dict[tuple[int, ...], Group | None] = {}
         groups: dict[str, Group] = {}
         for name in GROUPS:
-            for ranks in spec.groups(name):
-                if ranks not in created:
-                    created[ranks] = common_group(ranks, name)
-                if (group := created[ranks]) is not None:
-                    groups[name] = Group(name, group.ranks, group.rank, group.link)
+            ranks = spec.group_of(name, world.global_rank)
+            if ranks not in created:
+                created[ranks] = common_group(ranks, name)
+            if (group := created[ranks]) is not None:
+                groups[name] = Group(name, group.ranks, group.rank, group.link)
         return cls(spec, world.global_rank, groups)
 
     @classmethod
@@ -230,12 +231,10 @@ class Mesh(Mapping[str, Group]):
         torch_groups = {spec.group_of(name, world.global_rank): device_mesh.get_group(name) for name in names}
         created: dict[tuple[int, ...], Group | None] = {}
         groups: dict[str, Group] = {}
-        along = {ranks for name in names for ranks in spec.groups(name)}  # torch made these, whoever is in them
         for name in GROUPS:
-            for ranks in spec.groups(name):
-                if ranks not in along and ranks not in created:
-                    created[ranks] = common_group(ranks, name)
             members = spec.group_of(name, world.global_rank)
+            if members not in torch_groups and members not in created:
+                created[members] = common_group(members, name)
             pg = torch_groups[members] if members in torch_groups else getattr(created.get(members), "link", None)
             groups[name] = Group(name, members, members.index(world.global_rank), pg)
         return cls(spec, world.global_rank, groups)

@@ -298,6 +298,4 @@ def test_a_model_on_meta_lies_on_the_device(stage: int, device: torch.device) ->
         model = Decoder()
     engine, *_ = ds_engine.initialize(model=model, config=settings(stage))
     assert {unit.device for unit in engine.optimizer.sharding.units} == {device}
-    run(engine, device, 0, 1)
     engine.close()
-    assert {param.device for param in model.parameters()} == {device}

@@ -136,7 +136,7 @@ def make_places(ep_size: int, mesh: Mesh | None = None, *, data_first: bool = Fa
 
     def group_of(name: str, groups: Iterable[tuple[int, ...]]) -> Group:
         own_ranks = next(group for group in groups if world.global_rank in group)
-        for group in groups:  # every rank makes every group, in one order
+        for group in groups:  # in one order on every rank, which makes those that it is in
             if group not in created and group not in shared:
                 created[group] = common_group(group, name)
         match = known.get(own_ranks) or created.get(own_ranks)

@@ -7,9 +7,12 @@ is not checked here.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -114,6 +117,19 @@ def _on_device(group: Any) -> torch.device:
     return DEVICE if group.size > 1 else _HOST
 
 
+_PATCHED = ("metadata_device", "sends_from_anywhere")
+
+
+@functools.cache
+def _import_users(package: str) -> None:
+    """Import the modules of a package that name what is replaced here: one that is imported inside would keep the replacement."""
+    where = getattr(sys.modules[package], "__file__", None)
+    for file in sorted(Path(where).parent.rglob("*.py")) if where else ():
+        if any(name in file.read_text() for name in _PATCHED):
+            parts = file.relative_to(Path(str(where)).parent.parent).with_suffix("").parts
+            importlib.import_module(".".join(parts).removesuffix(".__init__"))
+
+
 @contextmanager
 def device_only() -> Iterator[None]:
     """Let groups take tensors of `DEVICE` alone, while inside."""
@@ -150,6 +166,10 @@ def device_only() -> Iterator[None]:
             kwargs["device"] = _HOST
         return wrapper(*args, **kwargs)
 
+    for package in [
+        name for name in sys.modules if name.startswith("ds_") and "." not in name and name != "ds_testing"
+    ]:
+        _import_users(package)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper)))
         stack.enter_context(mock.patch.object(CollectiveCall, "start", checked))

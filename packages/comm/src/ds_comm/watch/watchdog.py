@@ -33,6 +33,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ds_accel import streams
 from ds_comm.watch.call_sites import user_frame
 from ds_comm.watch.dumps import dump_name, new_job
 from ds_comm.watch.side_channel import Peer, open_peer
@@ -107,6 +108,8 @@ class Watchdog:
         self._digests: dict[str, dict[int, int]] = {}
         # By group: operations whose end only the device knows, in the order of its stream.
         self._on_device: dict[str, deque[tuple[int, Callable[[], bool]]]] = {}
+        self._relaxed = False
+        self._device = streams.current_device()
         self._wait_until_s = 0.0  # as `_pause_until_s`, for the waits of this rank itself
         self._pause_until_s = 0.0  # on the clock of time.time(), which hosts share well enough
         self._next_tick_s = 0.0
@@ -193,6 +196,10 @@ class Watchdog:
     # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        with streams.on_device(self._device):  # events that it drops last would make a context on device 0
+            self._watch_all()
+
+    def _watch_all(self) -> None:
         while not self._stop.wait(self._settings.poll_s):
             if self._world_is_over():
                 self._goodbye("destroyed its process groups")
@@ -219,6 +226,9 @@ class Watchdog:
         return self._world is not None and (self._world() is None or self._world() is not dist.group.WORLD)
 
     def _follow_device(self) -> None:
+        if self._on_device and not self._relaxed:
+            self._relaxed = True
+            streams.relax_capture()
         # The stream of a group runs them in order, so only the first can be the one that does not move, since it became the
         # first. Streams of different groups run in any order.
         for queue in list(self._on_device.values()):
@@ -452,9 +462,12 @@ def _merged(stamps: list[Stamp], torchs: list[Stamp]) -> list[Stamp]:
 
 
 def _is_over(done: Callable[[], bool]) -> bool:
-    """Whether an operation on a device is over. One that cannot be asked (a device error, a captured event) is not waited for."""
+    """Whether an operation on a device is over. While another thread captures a graph that is not known: it is asked again.
+
+    One that can never be asked (a device error, a captured event) is not waited for.
+    """
     try:
         return done()
     except RuntimeError as error:
         _log.debug("an operation of the device cannot be asked: %s", error)
-        return True
+        return "stream is capturing" not in str(error)
