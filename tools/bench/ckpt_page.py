@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
-FOLDER = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
-BEGIN, END = "<!-- ckpt_page.py: begin -->\n", "<!-- ckpt_page.py: end -->\n"
+from bench_page import PAGES, filled, markdown_table, record_of
 
 
 def fill() -> None:
     """Write what the records say between the page's marks."""
-    page = FOLDER / "ckpt.md"
-    before, _, rest = page.read_text().partition(BEGIN)
-    page.write_text(before + BEGIN + scale() + store() + control() + END + rest.partition(END)[2])
-
-
-def record(name: str) -> dict[str, Any]:
-    path = FOLDER / "data" / f"{name}.json"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return found
+    page = PAGES / "ckpt.md"
+    text = scale() + store() + control()
+    page.write_text(filled(page.read_text(), "ckpt_page.py: begin", "ckpt_page.py: end", text))
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n"
+    return markdown_table(head, rows, numbers=False) + "\n"
 
 
 def scale() -> str:
-    found = record("ckpt_scale")
+    found = record_of("ckpt_scale")
     if not found:
         return ""
     head = [
@@ -55,7 +43,7 @@ def scale() -> str:
 
 
 def store() -> str:
-    found = record("ckpt_s3")
+    found = record_of("ckpt_s3")
     if not found:
         return ""
     rate, ratio = found["mb_s"], found["ratios"]
@@ -68,7 +56,7 @@ def store() -> str:
 
 
 def control() -> str:
-    found = record("control_plane")
+    found = record_of("control_plane")
     if not found:
         return ""
     names = [name for name in found["rows"][0] if name != "world"]

@@ -5,15 +5,13 @@ nox -s bench -- inference_page        (needs matplotlib)
 
 from __future__ import annotations
 
-import json
 import statistics
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "benchmarks" / "inference.md"
+from bench_page import PAGES, filled, record_of
+
+PAGE = PAGES / "inference.md"
 PICTURE = PAGE.with_suffix(".svg")
-BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
 REQUESTS = 32 * 64
 NAMES = {
     "ours-bf16": "ours bf16",
@@ -70,24 +68,6 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def products() -> str:
-    """One matrix of 4096 x 1024 on one thread: what `products` wrote, if it was run."""
-    file = PAGE.parent / "data" / "products.json"
-    if not file.exists():
-        return ""
-    record = json.loads(file.read_text())
-    rows = [
-        "",
-        "| one matrix in the cache, one thread | one row reads, GB/s | 12 rows, GFLOP/s | 96 rows, GFLOP/s |",
-        "|---|---|---|---|",
-    ]
-    for name, found in record["kinds"].items():
-        rows.append(f"| {name} | {found['read_gb_per_s']:.0f} | {found['gflops_12']:.0f} | {found['gflops_96']:.0f} |")
-    return "\n".join(
-        [*rows, "", f"`nox -s bench -- products`, the best of many calls below a millisecond, {record['when']}.", ""]
-    )
-
-
 def draw(record: dict[str, Any]) -> None:
     import matplotlib
 
@@ -117,12 +97,10 @@ def draw(record: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    record = json.loads((PAGE.parent / "data" / "inference.json").read_text())
+    record = record_of("inference")
     draw(record)
-    before, rest = PAGE.read_text().split(BEGIN)
-    after = rest.split(END)[1]
-    shown = f"![Bars of the table below]({PICTURE.name})\n\n{table(record)}\n{products()}"
-    PAGE.write_text(f"{before}{BEGIN}\n{shown}{END}{after}")
+    shown = f"![Bars of the table below]({PICTURE.name})\n\n{table(record)}\n"
+    PAGE.write_text(filled(PAGE.read_text(), "figures", "end of figures", shown))
 
 
 if __name__ == "__main__":

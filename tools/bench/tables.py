@@ -9,17 +9,17 @@ their records are.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from bench_page import PAGES, fenced
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from repo import pictures
 
-PAGES = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
-TABLE = re.compile(r"(<!-- table -->\n).*?(<!-- end -->)", re.DOTALL)
+TABLE = fenced("table", "end")
 _MOE = {"zipf": "64 experts, Zipf(1.0) routing", "balanced": "8 experts, even routing"}
 _ENGINES = {
     "ours": "ds-moe over gloo",

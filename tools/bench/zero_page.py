@@ -13,13 +13,14 @@ import re
 import sys
 from pathlib import Path
 
-from zero import DATA, beside, floor_mb, quotient, rows_of
+from bench_page import fenced, markdown_table
+from zero_record import DATA, beside, floor_mb, quotient, rows_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from repo import pictures
 
 PAGES = (DATA.parent.parent / "zero.md", DATA.parents[2] / "decisions" / "measured" / "zero.md")
-TABLE = re.compile(r"(<!-- table (\w+) (\d) (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+TABLE = fenced(r"table (\w+) (\d) (\w+)", "end")
 
 _NAMES = {
     "fwdbwd": "forward + backward alone",
@@ -55,8 +56,8 @@ def chosen(engine: str, transport: str) -> bool:
 def table(entry: dict, world: int, transport: str) -> str:
     rows = rows_of(entry)
     digits = 0 if rows["fwdbwd"]["step_ms"] > 20 else 2
-    lines = ["| engine | step ms | over f+b | CPU ms | setup ms | node MB | of floor | of shared floor | turns |"]
-    lines.append("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
+    head = ["engine", "step ms", "over f+b", "CPU ms", "setup ms", "node MB", "of floor", "of shared floor", "turns"]
+    lines = []
     for engine, row in rows.items():
         if not chosen(engine, transport):
             continue
@@ -70,9 +71,9 @@ def table(entry: dict, world: int, transport: str) -> str:
         ]
         cells += [f"{row['init_ms']:.0f}", f"{row['node_mb']:.0f}"]
         cells += [f"{row['node_mb'] / f:.2f}" if f else "" for f in (floor, shared)]
-        lines.append("| " + " | ".join([*cells, str(row["turns"])]) + " |")
+        lines.append([*cells, str(row["turns"])])
     others = f"; background load {100 * entry['others']:.1f} %" if "others" in entry else ""
-    return "\n".join([*lines, "", f"Measured on {entry['date']}{others}."]) + "\n"
+    return markdown_table(head, lines) + f"\nMeasured on {entry['date']}{others}.\n"
 
 
 def filled(page: str, results: dict) -> str:

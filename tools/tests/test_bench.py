@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 from pathlib import Path
 
 import pytest
+
+from repo import ROOT
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "bench"))
 
 
 @pytest.mark.parametrize("name", ["zero", "comm"])
@@ -39,3 +47,39 @@ def test_a_table_is_filled_from_its_record_alone(monkeypatch, tmp_path):
     assert "background load 3.1 %: a machine." in text
     assert text.endswith("<!-- end -->\nafter\n")
     assert "old" not in text
+
+
+def test_a_page_shows_rows_between_its_marks_and_keeps_its_own_text(bench):
+    page = importlib.import_module("bench_page")
+    text = page.markdown_table(["engine", "ms"], [["ours", "1.2"], ["peer", "3.4"]])
+    assert text == "| engine | ms |\n|---|---:|\n| ours | 1.2 |\n| peer | 3.4 |\n"
+    before = "# Page\n<!-- rows -->\nold\n<!-- end of rows -->\nafter\n"
+    assert (
+        page.filled(before, "rows", "end of rows", text)
+        == f"# Page\n<!-- rows -->\n{text}<!-- end of rows -->\nafter\n"
+    )
+    assert page.filled("# Page\n", "rows", "end of rows", text) == "# Page\n"
+
+
+def test_no_benchmark_imports_another_in_a_circle(bench):
+    folder = ROOT / "tools" / "bench"
+    needs = {
+        file.stem: {
+            name
+            for node in ast.walk(ast.parse(file.read_text()))
+            for name in (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
+            if name and (folder / f"{name}.py").is_file()
+        }
+        for file in folder.glob("*.py")
+    }
+    left = dict(needs)
+    while free := [name for name, others in left.items() if not others & left.keys()]:
+        for name in free:
+            del left[name]
+    assert left == {}
