@@ -171,3 +171,24 @@ def test_weighted_sums_and_their_gradients(tokens: int, k: int, width: int, dtyp
     torch.testing.assert_close(found[0], of_y, **near)
     torch.testing.assert_close(found[1], of_weights, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(gather_sum(y.detach(), p.rows), y.detach().double()[p.rows].sum(1).to(dtype), **near)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_the_reference_of_sums_makes_no_tensor_of_all_choices(weighted, monkeypatch):
+    monkeypatch.setenv("DS_OPS", "reference")
+    largest = [0]
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            largest[0] = max(largest[0], out.numel() * out.element_size() if isinstance(out, torch.Tensor) else 0)
+            return out
+
+    rows, index = torch.randn(40, 16, dtype=torch.bfloat16), torch.randint(0, 40, (64, 8))
+    weights = torch.rand(64, 8) if weighted else None
+    with Sizes():
+        out = gather_sum(rows, index, weights)
+    factors = torch.ones(64, 8) if weights is None else weights
+    expected = (rows.double()[index] * factors.double()[..., None]).sum(1)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-2)
+    assert largest[0] <= 64 * 16 * 4  # it was 8 times that

@@ -47,8 +47,8 @@ def gather_sum(rows: Tensor, index: Tensor, weights: Tensor | None = None) -> Te
 
     Raises:
         KernelError: "kernel-argument" for other shapes and dtypes, and on the CPU for a row that does not exist.
-    Cost: on the CPU one read of each selected row and one write of the sums; elsewhere they are gathered, multiplied
-    and summed.
+    Cost: on the CPU one read of each selected row and one write of the sums; elsewhere one read and write of
+    each choice's rows, with temporaries of [T, n].
     Source: the combine of Gale et al. 2022.
     """
     fits = weights is None or (weights.shape == index.shape and weights.device == rows.device)
@@ -115,11 +115,17 @@ def _reference_gather(x: Tensor, index: Tensor, per: int) -> Tensor:
 
 
 def _reference_sum(rows: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
+    # Choice by choice: all at once would be [T, k, n] in fp32, four times what goes in and out.
     wide = torch.promote_types(rows.dtype, torch.float32)
-    picked = rows[index].to(wide)
-    if weights is not None:
-        picked = picked * weights.to(wide)[..., None]
-    return picked.sum(1).to(rows.dtype)
+    total = rows.new_zeros(index.shape[0], rows.shape[1], dtype=wide)
+    factors = None if weights is None else weights.to(wide)
+    for choice in range(index.shape[1]):
+        picked = rows.index_select(0, index[:, choice])
+        if factors is None:
+            total.add_(picked)
+        else:
+            total.addcmul_(picked.to(wide), factors[:, choice, None])
+    return total.to(rows.dtype)
 
 
 _GATHER = register(
