@@ -38,7 +38,7 @@ MODULES: Mapping[str, str] = {
     "ds_config.sizes": "config/tests/test_sizes.py",
     "ds_zero.layout.elements": "zero/tests/test_layout.py zero/tests/test_exchange.py zero/tests/test_posting.py",
     "ds_zero.runtime.gather_order": "zero/tests/test_order.py",
-    "ds_zero.layout.unit_plan": "zero/tests/test_plan.py",
+    "ds_zero.planning.unit_plan": "zero/tests/test_plan.py",
     "ds_zero.layout.dtypes_plan": "zero/tests/test_precision.py",
     "ds_zero.layout.units": "zero/tests/test_units.py",
     "ds_comm.grid": "comm/tests/test_grid.py",

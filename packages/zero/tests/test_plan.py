@@ -10,8 +10,8 @@ from torch import nn
 
 import ds_zero
 from ds_zero.layout.dtypes_plan import Precision
-from ds_zero.layout.unit_plan import ParamStorage, ReduceStrategy, ShardGroupInfo, passing_bytes, plan_unit
 from ds_zero.layout.units import STAGES, ModuleInfo, ParamInfo, UnitBytes, plan_units
+from ds_zero.planning.unit_plan import ParamStorage, ReduceStrategy, ShardGroupInfo, passing_bytes, plan_unit
 
 
 def net():

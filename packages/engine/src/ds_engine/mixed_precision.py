@@ -11,7 +11,7 @@ from torch import nn
 
 from ds_engine.config import Config
 from ds_zero import LossScale, Precision
-from ds_zero.layout.unit_plan import gradient_text
+from ds_zero.planning.unit_plan import gradient_text
 
 __all__ = ["Casting", "buffer_note", "casting_of", "precision_of", "precision_text"]
 

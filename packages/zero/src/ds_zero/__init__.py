@@ -24,7 +24,8 @@ from ds_zero.access.sharded_init import Init, MiCS_Init, load_pretrained
 from ds_zero.layout.dtypes_plan import LossScale, Precision, PrecisionRule
 from ds_zero.layout.elements import UnitLayout, plan_layout
 from ds_zero.layout.shard_options import NodeTopology, OffloadPolicy, OptimizerTraits, ShardOptions
-from ds_zero.layout.unit_plan import (
+from ds_zero.layout.units import STAGES, ShardingStrategy, UnitSizePolicy, UnitSpec, plan_units
+from ds_zero.planning.unit_plan import (
     ParamStorage,
     ReduceStrategy,
     ShardGroupInfo,
@@ -34,7 +35,6 @@ from ds_zero.layout.unit_plan import (
     plan,
     plan_unit,
 )
-from ds_zero.layout.units import STAGES, ShardingStrategy, UnitSizePolicy, UnitSpec, plan_units
 from ds_zero.policies.quantized_comm import QGZ, QWZ, ErrorFeedbackOptions, QuantizedComm
 from ds_zero.policies.tiled_layers import TiledLinear
 from ds_zero.runtime.attributes import ShardedGradient

@@ -15,7 +15,7 @@ import ds_monitor
 import ds_zero
 from ds_comm.reduction_group import ParamSharding, ReductionGroup, set_param_sharding
 from ds_testing import world
-from ds_zero.layout.unit_plan import ParamStorage, ReduceStrategy
+from ds_zero.planning.unit_plan import ParamStorage, ReduceStrategy
 
 
 def draw(seed):

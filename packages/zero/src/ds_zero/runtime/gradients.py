@@ -28,9 +28,9 @@ from ds_comm import Group, Work
 from ds_ops.stream import total_squares
 from ds_zero._torch import foreach_add, foreach_copy
 from ds_zero.layout.elements import UnitLayout
-from ds_zero.layout.unit_plan import UnitPlan
 from ds_zero.offload.host_gradients import HostGradients
 from ds_zero.offload.state_stores import nothing
+from ds_zero.planning.unit_plan import UnitPlan
 from ds_zero.runtime.unit_groups import GroupSet
 
 __all__ = ["BucketMessage", "GradReducer", "Gradients", "Pieces"]

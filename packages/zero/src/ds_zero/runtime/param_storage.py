@@ -29,9 +29,9 @@ from ds_config.errors import PlanError
 from ds_zero._torch import storage_uses
 from ds_zero.layout.elements import ParamPiece, ParamSlot, UnitLayout, gaps_between
 from ds_zero.layout.shard_options import PLAIN, CommFormat, OffloadPolicy
-from ds_zero.layout.unit_plan import ParamStorage, UnitPlan
 from ds_zero.offload.state_stores import OptimizerStateStore, ParamStore, make_param_store
 from ds_zero.offload.weight_copies import WeightCopies, crosses_link
+from ds_zero.planning.unit_plan import ParamStorage, UnitPlan
 from ds_zero.runtime.init_shards import is_scattered
 from ds_zero.runtime.sharded_parameter import release, restore
 from ds_zero.runtime.unit_groups import GroupSet, Secondary

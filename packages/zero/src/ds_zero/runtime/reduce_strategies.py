@@ -37,7 +37,7 @@ from ds_ops.reduce import sum_ranges, sum_sources
 from ds_ops.stream import copy_ranges
 from ds_zero._torch import foreach_copy, storage_uses
 from ds_zero.layout.elements import ReduceRange, gaps_between, pack, plan_copies, plan_sums
-from ds_zero.layout.unit_plan import ReduceStrategy, UnitPlan
+from ds_zero.planning.unit_plan import ReduceStrategy, UnitPlan
 from ds_zero.runtime.gradients import GradReducer
 from ds_zero.runtime.unit_groups import GroupSet
 

@@ -39,8 +39,8 @@ from ds_zero.layout.elements import ParamPiece
 from ds_zero.layout.model_checks import check_model
 from ds_zero.layout.reduction_groups import check_same, family_name, find_reduction_groups
 from ds_zero.layout.shard_options import OptimizerTraits, ShardOptions, describe, dtype_name
-from ds_zero.layout.unit_plan import ZeroPlan, plan_all
 from ds_zero.layout.units import DENSE, plan_units
+from ds_zero.planning.unit_plan import ZeroPlan, plan_all
 from ds_zero.runtime.autograd import Backward
 from ds_zero.runtime.gather_order import merge_orders
 from ds_zero.runtime.gathering import Gathering

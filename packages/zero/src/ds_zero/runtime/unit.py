@@ -29,10 +29,10 @@ from ds_config.errors import ShardedAccessError
 from ds_zero.layout.dtypes_plan import Dtypes
 from ds_zero.layout.elements import ParamPiece, UnitLayout
 from ds_zero.layout.shard_options import OffloadPolicy
-from ds_zero.layout.unit_plan import ParamStorage, UnitPlan
 from ds_zero.layout.units import UnitSpec
 from ds_zero.offload.host_gradients import GradientCopies, HostGradients
 from ds_zero.offload.state_stores import OptimizerSlice, make_state_store
+from ds_zero.planning.unit_plan import ParamStorage, UnitPlan
 from ds_zero.runtime.gradients import Gradients
 from ds_zero.runtime.init_shards import whole
 from ds_zero.runtime.param_storage import clear_gaps, storage_of

@@ -29,8 +29,8 @@ from ds_config.errors import PlanError, UnsupportedError
 from ds_zero.layout.elements import UnitLayout
 from ds_zero.layout.reduction_groups import cut
 from ds_zero.layout.shard_options import NodeTopology, ShardOptions
-from ds_zero.layout.unit_plan import ShardGroupInfo, UnitPlan
 from ds_zero.layout.units import DENSE
+from ds_zero.planning.unit_plan import ShardGroupInfo, UnitPlan
 
 __all__ = ["GroupSet", "GroupTable", "Secondary", "node_groups", "sends_from_anywhere"]
 
