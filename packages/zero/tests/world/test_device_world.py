@@ -11,7 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_zero
-from ds_testing.device_worlds import device_world
+from ds_testing import world
+from ds_testing.device_only import host_reads
+from ds_testing.device_worlds import device_world, on_place
 from ds_zero import OffloadPolicy
 
 STEPS, MICRO = 3, 2
@@ -157,3 +159,21 @@ def test_a_step_waits_and_comes_back(stage, device):
     optimizer.close()
     for a, b in zip(net.parameters(), wanted(device), strict=True):
         torch.testing.assert_close(a.detach(), b, **CLOSE)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("place", ["device-and-host", "device-only"])
+@world(2)
+def test_how_often_the_host_reads_the_device(place, stage):
+    """Once a step, for the norm. Where groups take tensors of a device alone, also what ranks agree on: once a backward, a step, and a forward of stage 3."""
+    with on_place(place) as device:
+        net, optimizer = shard(device, stage, clip=0.05)
+        train(net, optimizer, device, 2)
+        with host_reads() as reads:
+            for micro in range(MICRO):
+                net(batch(2, micro, dist.get_rank(), device)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+    agreed = 0 if place == "device-and-host" else 1 + MICRO * (2 if stage == 3 else 1)
+    assert len(reads) <= 1 + agreed, "; ".join(reads)

@@ -175,3 +175,44 @@ def test_weights_go_back_while_the_next_unit_is_updated(monkeypatch):
             assert events == [("land", torch.bfloat16)] * 6 + [("update", torch.bfloat16), ("send", torch.bfloat16)] * 6
             events.clear()
         optimizer.close()
+
+
+class Bytes(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the bytes that operators read and write."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [t for t in (*args, *(kwargs or {}).values(), out) if isinstance(t, torch.Tensor)]
+        views = any(result.alias_info and not result.alias_info.is_write for result in func._schema.returns)
+        self.count += 0 if views else sum(t.nbytes for t in tensors)
+        return out
+
+
+def edited(edit):
+    model, optimizer = build(stage=2, offload_optimizer="device", clip=None)
+    count = Bytes()
+    for step in range(3):
+        model(torch.ones(2, 8).bfloat16()).float().square().mean().backward()
+        if step == 1:
+            edit(model[2].weight)
+            with count:
+                optimizer.sharding.adopt_edits()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    return count.count / sum(p.numel() for p in model.parameters()), [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("edit", "most"), [(lambda p: p.data.mul_(0.5), 20), (lambda p: None, 13)], ids=["data", "none"]
+)
+def test_edits_are_found_with_12_bytes_an_element(edit, most):
+    _, expected = edited(edit)
+    with late_device(2):
+        nbytes, weights = edited(edit)
+    assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
+    assert 10 < nbytes < most  # 30 in every step, before

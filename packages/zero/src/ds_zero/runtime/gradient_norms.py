@@ -121,7 +121,7 @@ class PieceNorms:
         if not views:
             return PieceNorms(torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64))
         squares = torch.stack([total_squares([view]) for view in views]).view(-1)
-        return PieceNorms(squares, torch.stack(torch._foreach_norm(views, float("inf"))).to(torch.float64))
+        return PieceNorms(squares, torch.stack(torch._foreach_norm(list(views), float("inf"))).to(torch.float64))
 
 
 def _pieces_of(unit: Unit) -> list[Tensor]:
@@ -190,12 +190,13 @@ class GradientMeasurements:
                 comm.all_reduce(squares, group=group, unit="gradients") if norms else None
             if norms:
                 comm.all_reduce(peaks, dist.ReduceOp.MAX, group=group, unit="gradients")
-        self._check(counts)
+        numbers: list[float] = counts.tolist()
+        self._check(numbers)
         self.writes = 0
         self._scaled_parts.clear()
         each, largest = squares.unbind(), peaks.unbind()
         self._norms.clear()
-        users = counts.tolist()
+        users = numbers
         present: dict[int, set[int]] = {}
         for unit in self._units:
             places = [(unit.number, member) for member in range(len(unit.params))]
@@ -256,8 +257,8 @@ class GradientMeasurements:
         largest = torch.cat([one.peaks.to(device, torch.float64) for one in norms])
         peaks.scatter_reduce_(0, index, largest * torch.tensor(factors, dtype=torch.float64, device=device), "amax")
 
-    def _check(self, counts: Tensor) -> None:
-        *users, writes, squares = counts.tolist()
+    def _check(self, numbers: list[float]) -> None:
+        *users, writes, squares = numbers
         names = {place: key for key, place in self.agreement.parts.items()}
         partly = [names.get(i) for i, n in enumerate(users) if 0 < n // REPLACED < self.agreement.owners[i]]
         unequal = self.agreement.group.size * squares != writes * writes

@@ -13,7 +13,7 @@ A buffer that a collective is using belongs to that collective's handle; `finish
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -277,32 +277,50 @@ class PrivateStorage:
                 param.data = view
 
     @torch.no_grad()
-    def adopt_edits(self, written: Collection[int]) -> None:
+    def adopt_edits(self, written: Collection[int]) -> Tensor | None:
         """Copy edits of the full buffer that every rank made alike into the shard, if stored separately.
 
         A write through `param.data` leaves no trace but the values: the full buffer is compared with the shard in its
         dtype, one pass over
         both. Where the shard is offloaded, which may round it, only parameters whose version changed count: `written`
         are their numbers.
+
+        Returns:
+            On a device, which is not waited for here: whether there are edits, bool of one element, valid on the current stream. Who has
+            read it calls `copy_edits`. Cost: 12 bytes an element with a 16-bit buffer beside an fp32 shard.
         """
         if self._unit.plan.aliased:
-            return
+            return None
         if not self._unit.state_store.resident:
             names = {self._unit.plan.spec.params[i].name for i in written}
             flat = torch.cat(self.chunks()) if names else None
             for piece in [piece for piece in self._unit.owned if piece.name in names]:
                 self._unit.state_store.fetch()
                 self._unit.shard[piece.start : piece.stop].copy_(flat[piece.start : piece.stop])  # type: ignore[index]
-            return
+            return None
+        if streams.is_device_memory(self.full):
+            return torch.stack([(full != shard.to(full.dtype)).any() for full, shard in self._compared()]).any()
+        for full, shard in self._compared():
+            if not torch.equal(full, rounded := shard.to(full.dtype)):
+                self._copy_edits(full, shard, rounded)
+        return None
+
+    @torch.no_grad()
+    def copy_edits(self) -> None:
+        """Copy edits of the full buffer into the shard where both differ. Valid on the current stream."""
+        for full, shard in self._compared():
+            self._copy_edits(full, shard, shard.to(full.dtype))
+
+    def _compared(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (range of full, the same of the shard), a part at a time."""
         for there, here in zip(self.chunks(), parts_of(self._unit.shard, self._layout), strict=True):
-            at_a_time = _AT_A_TIME if there.device.type == "cpu" else _AT_A_TIME_THERE
-            for full, shard in zip(there.split(at_a_time), here.split(at_a_time), strict=True):
-                rounded = shard.to(full.dtype)
-                if full.device.type != "cpu" or not torch.equal(
-                    full, rounded
-                ):  # a device is not asked: that would wait
-                    wide = torch.promote_types(full.dtype, shard.dtype) is shard.dtype
-                    torch.where(full != rounded, full if wide else full.to(shard.dtype), shard, out=shard)
+            at_a_time = _AT_A_TIME_THERE if streams.is_device_memory(there) else _AT_A_TIME
+            yield from zip(there.split(at_a_time), here.split(at_a_time), strict=True)
+
+    @staticmethod
+    def _copy_edits(full: Tensor, shard: Tensor, rounded: Tensor) -> None:
+        wide = torch.promote_types(full.dtype, shard.dtype) is shard.dtype
+        torch.where(full != rounded, full if wide else full.to(shard.dtype), shard, out=shard)
 
     def adopt_overlay(self) -> None:
         """Publish this rank's private edits to its peers. Does nothing where the full buffer is not shared."""
@@ -499,7 +517,7 @@ class SharedStorage(PrivateStorage):
         return None
 
     def adopt_edits(self, written: Collection[int]) -> None:
-        """Do nothing: `adopt_overlay` handles edits of shared memory."""
+        """Return None and do nothing: `adopt_overlay` handles edits of shared memory."""
 
     def adopt_overlay(self) -> None:
         """Copy this rank's edits of its chunk into shared memory and the shard; drop edits of other chunks.

@@ -337,10 +337,17 @@ class ShardedModel:
     def adopt_edits(self) -> None:
         """Copy parameters that every rank edited alike since the last update into the shards.
 
-        Call before an update, on all ranks.
+        Call before an update, on all ranks. Waits once for each device.
         """
+        asked: dict[torch.device, list[tuple[Unit, Tensor]]] = {}
         for unit in self.units:
-            unit.adopt_edits()
+            edited = unit.adopt_edits()
+            if edited is not None:
+                asked.setdefault(edited.device, []).append((unit, edited))
+        for flags in asked.values():
+            answers = torch.stack([edited for _, edited in flags]).tolist()
+            for unit in (unit for (unit, _), answer in zip(flags, answers, strict=True) if answer):
+                unit.storage.copy_edits()
         for host in self.seating.hosts:
             for number in host.edited():
                 self.units[number].storage.adopt_overlay()

@@ -243,18 +243,19 @@ class Unit:
         known = self._published
         return any(part.tensor._version != known.get(part.tensor, part.tensor._version) for part in self.parts)
 
-    def adopt_edits(self) -> None:
+    def adopt_edits(self) -> Tensor | None:
         """Copy parameters written since the last update into the shards, if stored separately.
 
-        Every rank is expected to have made the same change.
+        Every rank is expected to have made the same change. Returns what `storage.adopt_edits` does.
         """
         whole = self.state is Full.CURRENT and not self.releases  # what is released is whole during a use only
         if whole:
             self.storage.take_back()
         versions, before = [param._version for param in self.params], self._versions
         self._versions = versions
-        if whole:
-            self.storage.adopt_edits({i for i, (a, b) in enumerate(zip(versions, before, strict=True)) if a != b})
+        if not whole:
+            return None
+        return self.storage.adopt_edits({i for i, (a, b) in enumerate(zip(versions, before, strict=True)) if a != b})
 
     @property
     def bytes(self) -> dict[str, int]:

@@ -88,7 +88,9 @@ def _update(units: Mapping[Unit, set[int]], factor: float, updater: Updater) -> 
                 part.tensor.grad = unit.state_store.gradient(grad, part.tensor)
     written, copies = _targets(units, updater)
     if copies:
-        grads = {part.tensor: part.tensor.grad for unit in units for part in unit.parts if part.tensor.grad is not None}
+        grads: dict[Tensor, Tensor] = {
+            part.tensor: part.tensor.grad for unit in units for part in unit.parts if part.tensor.grad is not None
+        }
         updater.update_fused(FusedOps(grad_scale=factor, grads=grads, copies=copies))
     else:
         updater.update(units, factor)
@@ -101,7 +103,9 @@ def _update(units: Mapping[Unit, set[int]], factor: float, updater: Updater) -> 
 def _update_direct(unit: Unit, absent: set[int], factor: float, updater: Updater) -> None:
     """Update a unit with gradients that are on the host, in the format in which they came."""
     parts = _used_parts(unit, absent) if unit.gradients.has_sums else []
-    grads = {p.tensor: unit.gradients.narrow_view(p.start, p.stop).view(p.tensor.shape) for p in parts}
+    grads: dict[Tensor, Tensor] = {
+        p.tensor: unit.gradients.narrow_view(p.start, p.stop).view(p.tensor.shape) for p in parts
+    }
     written, copies = _targets({unit: absent}, updater)
     updater.update_fused(FusedOps(grad_scale=factor, grads=grads, copies=copies))
     publish(written)

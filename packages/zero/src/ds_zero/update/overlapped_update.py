@@ -135,7 +135,9 @@ class Ahead:
             factor = self._step.average(self.outlook.divisor)
             terms = self._terms(unit, factor, self._first)
             if self._step.updater.reads_host_gradients(unit):
-                views = {p.tensor: unit.gradients.narrow_view(p.start, p.stop).view(p.tensor.shape) for p in unit.parts}
+                views: dict[Tensor, Tensor] = {
+                    p.tensor: unit.gradients.narrow_view(p.start, p.stop).view(p.tensor.shape) for p in unit.parts
+                }
                 self._step.updater.early(unit, views, factor * self._weight(unit))
             else:
                 grads = self._gradients(unit, terms, summed)

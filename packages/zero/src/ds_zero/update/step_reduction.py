@@ -150,8 +150,11 @@ def _count(
     if family.group.size > 1 and len(counts):
         counts = counts.to(metadata_device(family.group))
         comm.all_reduce(counts, group=family.group, unit="step")
-    parts = counts.split([*sizes, len(extra)])
-    return [part.tolist() for part in parts[:-1]], tuple(parts[-1].tolist())
+    rows, found = counts.tolist(), []  # one read of the device where the group is one of devices
+    for size in sizes:
+        found.append(rows[:size])
+        rows = rows[size:]
+    return found, tuple(rows)
 
 
 def _diverged(names: Sequence[str], size: int) -> PlanError:

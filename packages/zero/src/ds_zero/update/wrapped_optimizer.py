@@ -251,9 +251,10 @@ class Updater:
 
     def writes_copies(self) -> bool:
         """Whether an update writes the new values in another format, too, in the same pass."""
-        kind = type(self.inner)
-        plain = issubclass(kind, OpsOptimizer) and plain_step(kind) is plain_step(OpsOptimizer)
-        return plain and kind.elementwise and kind.step_bucket is OpsOptimizer.step_bucket
+        inner = self.inner
+        if not isinstance(inner, OpsOptimizer) or plain_step(type(inner)) is not plain_step(OpsOptimizer):
+            return False
+        return inner.elementwise and type(inner).step_bucket is OpsOptimizer.step_bucket
 
     def update_fused(self, fusion: FusedOps) -> None:
         """Step the parameters that `fusion` has gradients of."""
