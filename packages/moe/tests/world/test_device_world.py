@@ -10,7 +10,9 @@ from torch.utils.checkpoint import checkpoint
 import ds_comm
 import ds_zero
 from ds_moe import expert_load, place_experts
-from ds_testing.device_worlds import device_world
+from ds_testing import world
+from ds_testing.device_only import host_reads
+from ds_testing.device_worlds import device_world, on_place
 
 
 def wanted(bench, size, device, **how):
@@ -99,3 +101,19 @@ def test_training_at_every_stage(stage, bench, device):
     expected = {name: param.detach() for name, param in whole.named_parameters()}
     bench.close(bench.logical(named, rank, 2), expected, 1e-6)
     placed.close()
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@world(2)
+def test_the_host_reads_the_device_once_a_layer(k, bench, monkeypatch):
+    """How many rows go to each rank; the backward pass knows it."""
+    monkeypatch.setattr("ds_moe.shm_dispatch.Windows.ask", lambda *_: False)  # memory that processes of the host share
+    with on_place("device-and-host") as device:
+        net = bench.model(2, dist.get_rank(), k=k).to(device)
+        placed = place_experts(net)
+        x = bench.batch(dist.get_rank()).to(device)
+        net(x).backward()
+        with host_reads() as reads:
+            net(x).backward()
+        placed.close()
+    assert len(reads) == 1, "; ".join(reads)

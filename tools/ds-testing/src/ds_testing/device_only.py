@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,7 +28,7 @@ from ds_accel.streams import StreamsBackend, use_backend
 from ds_comm.call import CollectiveCall
 from ds_config.errors import CommError
 
-__all__ = ["DEVICE", "device_only"]
+__all__ = ["DEVICE", "device_only", "host_reads"]
 
 DEVICE = torch.device("cpu", 0)
 """The device; the host is torch.device("cpu"). torch computes on both alike."""
@@ -44,6 +45,7 @@ class _Places(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.reads: list[str] = []
         self._host: dict[int, Tensor] = {}  # the storages, held so that no number is used again
 
     def is_host(self, tensor: Tensor) -> bool:
@@ -58,6 +60,19 @@ class _Places(TorchFunctionMode):
             else:
                 self._host.pop(number, None)
 
+    def _note_read(self, name: str, args: Any, kwargs: Any) -> None:
+        """Note what makes the host wait for the device: numbers that it asks for, and copies that it reads at once."""
+        to_host = name == "cpu" or (
+            name == "to"
+            and any(
+                leaf in (_HOST, "cpu")
+                for leaf in (*args[1:], *kwargs.values())
+                if isinstance(leaf, (str, torch.device))
+            )
+        )
+        if (name in _READS or to_host) and isinstance(args[0], Tensor) and not self.is_host(args[0]):
+            self.reads.append(f"{name} {tuple(args[0].shape)} at {_caller()}")
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
@@ -69,6 +84,7 @@ class _Places(TorchFunctionMode):
         on_cpu = tree_map(
             lambda leaf: _HOST if isinstance(leaf, torch.device) and leaf == DEVICE else leaf, (args, kwargs)
         )
+        self._note_read(name, args, kwargs)
         out = func(*on_cpu[0], **on_cpu[1])
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -117,6 +133,43 @@ def _on_device(group: Any) -> torch.device:
     return DEVICE if group.size > 1 else _HOST
 
 
+_READS = {
+    "item",
+    "tolist",
+    "numpy",
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__index__",
+    "nonzero",
+    "is_nonzero",
+    "allclose",
+    "equal",
+}
+_current: list[_Places] = []
+
+
+@contextmanager
+def host_reads() -> Iterator[list[str]]:
+    """Note where the host waits for the device inside `device_only()`: one entry a read, with the function and the shape."""
+    places = _current[-1]
+    before, places.reads = places.reads, []
+    try:
+        yield places.reads
+    finally:
+        places.reads = before
+
+
+def _caller() -> str:
+    """Return the file and line of the innermost frame that is neither torch's nor here."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and (
+        frame.f_code.co_filename == __file__ or f"{os.sep}torch{os.sep}" in frame.f_code.co_filename
+    ):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
 _PATCHED = ("metadata_device", "sends_from_anywhere")
 
 
@@ -131,8 +184,8 @@ def _import_users(package: str) -> None:
 
 
 @contextmanager
-def device_only() -> Iterator[None]:
-    """Let groups take tensors of `DEVICE` alone, while inside."""
+def device_only(*, host_too: bool = False) -> Iterator[None]:
+    """Let groups take tensors of `DEVICE` alone, while inside; `host_too`: and those of the host, as a world of NCCL beside gloo does."""
     places, start, run_backward = _Places(), CollectiveCall.start, torch.autograd._engine_run_backward
     of_host: list[
         Any
@@ -151,6 +204,8 @@ def device_only() -> Iterator[None]:
 
     def checked(call: CollectiveCall, tensor: Tensor | None, *args: Any, **kwargs: Any) -> Any:
         link = call.group.link
+        if host_too:
+            return start(call, tensor, *args, **kwargs)
         if tensor is not None and link is not None and not any(link is pg for pg in of_host) and places.is_host(tensor):
             raise CommError(
                 f"{call}: a tensor of the host, {tuple(tensor.shape)}, in a group of devices",
@@ -176,7 +231,7 @@ def device_only() -> Iterator[None]:
         stack.enter_context(mock.patch.object(ds_comm.groups, "named_group", make_group))
         stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", backward))
         for module in list(sys.modules.values()):
-            if getattr(module, "__name__", "").startswith("ds_") and "metadata_device" in vars(module):
+            if getattr(module, "__name__", "").startswith("ds_") and "metadata_device" in vars(module) and not host_too:
                 stack.enter_context(mock.patch.object(module, "metadata_device", _on_device))
         for module in list(sys.modules.values()):  # a way of gloo alone: from the host's memory
             if getattr(module, "__name__", "").startswith("ds_zero") and "sends_from_anywhere" in vars(module):
@@ -186,4 +241,6 @@ def device_only() -> Iterator[None]:
         stack.enter_context(mock.patch.dict(checks, {torch.utils.checkpoint._DEFAULT_DETERMINISM_MODE: _like}))
         stack.enter_context(use_backend(_OnlyStreams()))
         stack.enter_context(places)
+        _current.append(places)
+        stack.callback(_current.pop)
         yield

@@ -48,9 +48,9 @@ def device_world(
 
 @contextmanager
 def on_place(name: str) -> Iterator[torch.device]:
-    """Make `device-only`, `cpu` or `cuda` the device of this process, while inside; yield the device."""
-    if name == "device-only":
-        with device_only(), _accelerator(_OnlyAccelerator()):
+    """Make `device-only`, `device-and-host` (groups take both), `cpu` or `cuda` the device of this process, while inside; yield the device."""
+    if name.startswith("device-"):
+        with device_only(host_too=name == "device-and-host"), _accelerator(_OnlyAccelerator()):
             yield DEVICE
         return
     with _accelerator(detect({"DS_ACCELERATOR": name}).accelerator):
