@@ -26,10 +26,11 @@ def block_hashes(tokens: Sequence[int], size: int, salt: bytes = b"") -> list[by
     Args:
         salt: What else the values depend on: an adapter, a version of the weights.
     """
-    hashes, before = [], salt
+    # A key of the hash has at most 64 bytes: a longer salt counts by its own hash, not by its beginning.
+    hashes, before = [], salt if len(salt) <= 64 else hashlib.blake2b(salt, digest_size=64).digest()
     for start in range(0, len(tokens) - size + 1, size):
         before = hashlib.blake2b(
-            array("q", tokens[start : start + size]).tobytes(), key=before[:64], digest_size=16
+            array("q", tokens[start : start + size]).tobytes(), key=before, digest_size=16
         ).digest()
         hashes.append(before)
     return hashes

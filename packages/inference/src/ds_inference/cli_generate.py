@@ -34,6 +34,18 @@ def register_model(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, help="of what is drawn (default: another one every time)")
     parser.add_argument(
+        "--device",
+        metavar="DEVICE",
+        help="of weights and cache: cpu, cuda, cuda:1, ... (default: the accelerator, if there is one)",
+    )
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        metavar="PART",
+        help="of an accelerator's memory, for weights, steps and cache together, where no size of the cache is given",
+    )
+    parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and cache (default: theirs)"
     )
     parser.add_argument(
@@ -53,7 +65,13 @@ def read_engine(args: argparse.Namespace) -> tuple[Any, Any]:
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     cache_dtype = None if args.cache_dtype is None else torch.int8
     engine = load(
-        args.folder, dtype=dtype, tokenizer=read_tokenizer(args.folder), quantize=args.quantize, cache_dtype=cache_dtype
+        args.folder,
+        dtype=dtype,
+        device=args.device,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        tokenizer=read_tokenizer(args.folder),
+        quantize=args.quantize,
+        cache_dtype=cache_dtype,
     )
     return engine, SamplingParams(args.max_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed)
 

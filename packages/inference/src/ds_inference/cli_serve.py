@@ -8,6 +8,7 @@ import signal
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from ds_config.errors import PlanError
 
@@ -33,6 +34,11 @@ def register(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("the model")
     model.add_argument("--name", help="the model's name in requests (default: the folder's)")
     model.add_argument(
+        "--device",
+        metavar="DEVICE",
+        help="of weights and cache: cpu, cuda, cuda:1, ... (default: the accelerator, if there is one)",
+    )
+    model.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and cache (default: theirs)"
     )
     model.add_argument(
@@ -53,9 +59,15 @@ def register(parser: argparse.ArgumentParser) -> None:
     limits.add_argument(
         "--kv-cache-tokens",
         type=int,
-        default=65536,
         metavar="N",
-        help="size of the cache of keys and values, in tokens",
+        help="size of the cache of keys and values, in tokens (default: 65536 on a CPU, else what is free of the device)",
+    )
+    limits.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        metavar="PART",
+        help="of an accelerator's memory, for weights, steps and cache together, where no size of the cache is given",
     )
     limits.add_argument(
         "--max-num-seqs", type=int, default=256, metavar="N", help="under way at a time; further ones get 429"
@@ -78,6 +90,7 @@ def main(args: argparse.Namespace) -> int:
     import uvicorn
 
     import ds_comm
+    from ds_inference.cache_size import default_device
     from ds_inference.embedding import load_embedder
     from ds_inference.model_loader import load
     from ds_inference.rank_worker import follow, leading
@@ -89,10 +102,13 @@ def main(args: argparse.Namespace) -> int:
 
     group = ds_comm.init_distributed()
     tokenizer = read_tokenizer(args.folder)
+    place = default_device() if args.device is None else torch.device(args.device)
     engine = load(
         args.folder,
         dtype=None if args.dtype is None else getattr(torch, args.dtype),
-        cache_tokens=args.kv_cache_tokens,
+        device=args.device,
+        cache_tokens=args.kv_cache_tokens or (65536 if place.type == "cpu" else None),
+        gpu_memory_utilization=args.gpu_memory_utilization,
         budget=SchedulerConfig(
             args.max_num_batched_tokens,
             min(args.max_num_batched_tokens, args.max_num_seqs),
@@ -135,7 +151,7 @@ def main(args: argparse.Namespace) -> int:
             timeout_keep_alive=75,
         )
         server = GracefulServer(config)
-        sys.stderr.write(_banner(args, name, worker.max_model_len, _resident_mb()))
+        sys.stderr.write(_banner(args, name, engine, _resident_mb()))
         server.run()
         if worker.failure is not None:
             raise worker.failure
@@ -153,13 +169,15 @@ def _hosts(address: str, names: list[str]) -> tuple[str, ...]:
     return tuple(name.lower() for name in (*names, *((address, *_LOOPBACK) if loopback else ())))
 
 
-def _banner(args: argparse.Namespace, name: str, longest: int, resident_mb: int) -> str:
+def _banner(args: argparse.Namespace, name: str, engine: Any, resident_mb: int) -> str:
     """Return what the server says before it begins: where it listens, what it serves, and where to read on."""
+    longest, pool = engine.scheduler.budget.max_model_len, engine.scheduler.pool
     host = f"[{args.host}]" if ":" in args.host else args.host
     url = f"http://{host}:{args.port}"
     return (
         f"ds serve: {url}/v1 answers as model {name!r}\n"
-        f"  {longest} tokens for a prompt and its answer, a cache for {args.kv_cache_tokens}, {resident_mb} MB of memory in use\n"
+        f"  on {engine.decoder.device}: {longest} tokens for a prompt and its answer, a cache for {pool.count * pool.size},"
+        f" {resident_mb} MB of memory in use\n"
         f"  API: {url}/docs   how-to: docs/how-to/serve-a-model.md\n"
     )
 

@@ -146,15 +146,30 @@ class InferenceEngine(nn.Module):
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Run the module's forward without gradients.
 
-        With enable_cuda_graph the call replays a CUDA graph, captured at the first call of its shapes.
+        With enable_cuda_graph the call replays a CUDA graph, captured at the first call of its shapes, where it neither reads nor returns
+        a KV cache (`use_cache=False`); calls with a cache run the module.
         """
         begin = time.perf_counter()
         with torch.inference_mode():
-            out = (self._recorded or self.module)(*inputs, **keywords)
+            call = self._recorded if self._recorded is not None and self._replayable(inputs, keywords) else self.module
+            out = call(*inputs, **keywords)
         if self._times is not None:
             self._wait()
             self._times.append((time.perf_counter() - begin) * 1e3)
         return out
+
+    def _replayable(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
+        """Whether a call neither reads nor returns a KV cache.
+
+        A capture runs the forward several times, each of which would add to the cache, and a cache that a graph returns is overwritten by
+        the next replay.
+        """
+        values = [*inputs, *keywords.values()]
+        if not all(value is None or isinstance(value, Tensor | bool | int | float | str) for value in values):
+            return False
+        config = getattr(self.module, "config", None)
+        use_cache = keywords.get("use_cache")
+        return not (getattr(config, "use_cache", False) if use_cache is None else use_cache)
 
     def generate(self, *inputs: Any, **keywords: Any) -> Any:
         """As the module's `generate`, for one beam; prompts may have at most `max_out_tokens` tokens.

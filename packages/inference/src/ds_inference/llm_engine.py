@@ -9,7 +9,7 @@ for event in engine.step(): ...
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -334,11 +334,12 @@ class LLMEngine:
         hows = [how or SamplingParams()] * len(prompts) if how is None or isinstance(how, SamplingParams) else list(how)
         hows = self._seeded(hows)
         answers: dict[int, RequestOutput] = {}
+        others: list[TokenOutput] = []  # of requests that were submitted before: they come with the next step
         try:
             for prompt, one, adapter in zip(prompts, hows, adapters or [None] * len(prompts), strict=True):
                 for identity in self.submit(prompt, one, adapter=adapter):
                     answers[identity] = RequestOutput(tuple(self._tokens(prompt)))
-            for event in self.stream():
+            for event in self._stream_of(answers, others):
                 answer = answers[event.request]
                 answer.tokens.append(event.token)
                 answer.versions.append(event.version)
@@ -351,6 +352,8 @@ class LLMEngine:
                 self.cancel(identity)
             self._late = [event for event in self._late if event.request not in answers]
             raise
+        finally:
+            self._late = [*others, *self._late]
         if self.tokenizer is not None:
             stops = [one.stop for one in hows for _ in range(one.n)]
             for answer, stop in zip(answers.values(), stops, strict=True):
@@ -361,6 +364,15 @@ class LLMEngine:
         """Yield token outputs until all requests are finished."""
         while not self.idle:
             yield from self.step()
+
+    def _stream_of(self, answers: Mapping[int, object], others: list[TokenOutput]) -> Iterator[TokenOutput]:
+        """Yield token outputs of `answers` until none of these is under way; collect those of other requests in `others`."""
+        while self._late or any(i in self._asks or any(i in a.copies for a in self._asks.values()) for i in answers):
+            for event in self.step():
+                if event.request in answers:
+                    yield event
+                else:
+                    others.append(event)
 
     def weights_changed(self, version: int) -> None:
         """Drop all cached results of the old weights; running requests recompute their tokens."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ds_comm import GroupLike, as_group
 from ds_config.errors import UnsupportedError
 from ds_inference.adapters import read_adapter
+from ds_inference.cache_size import cache_blocks, default_device
 from ds_inference.cuda_graphs import cuda_graph
 from ds_inference.decoder_model import Decoder, replay_obstacle
 from ds_inference.decoder_weights import Folder, read_config, read_weights, typed_folder_errors
@@ -19,7 +20,7 @@ from ds_inference.families import family_of
 from ds_inference.hf_runner import HFModelRunner, read_module
 from ds_inference.llm_engine import LLMEngine, Tokenizer
 from ds_inference.packed_checkpoints import PackedCheckpoint, unpacked
-from ds_inference.quantize import QuantizationOptions, Weight, as_quantize, as_read, dequantised, quantised
+from ds_inference.quantize import QuantizationOptions, Weight, as_quantize, as_read, dequantised, moved, quantised
 from ds_inference.scheduler import SchedulerConfig
 from ds_inference.spec import DecoderSpec
 from ds_inference.tensor_parallel import RankShard
@@ -35,7 +36,8 @@ def load(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    cache_tokens: int = 8192,
+    cache_tokens: int | None = None,
+    gpu_memory_utilization: float = 0.9,
     block_size: int = 16,
     budget: SchedulerConfig | None = None,
     enable_prefix_caching: bool | None = None,
@@ -61,7 +63,11 @@ def load(
         device agree.
         dtype: Of weights, and of the KV cache unless `cache_dtype` says otherwise (int8: half of bf16); None:
         unchanged.
-        cache_tokens: The KV cache has room for the keys and values of so many tokens, over all requests.
+        device: Of weights and cache; None: of a folder the accelerator where there is one, of a module where it is.
+        cache_tokens: The KV cache has room for the keys and values of so many tokens, over all requests. None: 8,192 on a CPU; on an
+            accelerator what is free of it after a trial step.
+        gpu_memory_utilization: The part of the accelerator's memory that weights, steps and cache may take together, where
+            `cache_tokens` is None.
         block_size: Tokens of a block.
         budget, enable_prefix_caching, num_speculative_tokens, tokenizer: See `LLMEngine`.
         weights: Source of the tensors, by the names of a checkpoint; None: from `source`.
@@ -111,7 +117,7 @@ def load(
         trim()  # what reading and quantising took is free only now
     return LLMEngine(
         decoder,
-        blocks=-(-cache_tokens // block_size),
+        blocks=cache_blocks(decoder, block_size, cache_dtype, cache_tokens, gpu_memory_utilization),
         size=block_size,
         budget=budget,
         enable_prefix_caching=enable_prefix_caching,
@@ -144,6 +150,8 @@ def read_decoder(
     else:
         config = read_config(source)
         checkpoint = unpacked(Folder(source), config) if weights is None else weights
+    if device is None and not isinstance(source, nn.Module):
+        device = default_device()
     how = as_quantize(quantize)
     wanted = {"quantize": how, "native": native, "adapters": adapters, "group": group, "graphs": graphs}
     more = [name for name, value in wanted.items() if value]
@@ -181,7 +189,7 @@ def read_decoder(
                 return None
             weight = part
         elif how is None and isinstance(weight := as_read(role, weight), QuantTensor):
-            return weight
+            return moved(weight, device)
         tensor = dequantised(weight)
         wanted = tensor.dtype if dtype is None or role.endswith("correction") else dtype
         whole = tensor.detach().to(device=device, dtype=wanted)

@@ -18,6 +18,8 @@ from ds_ops.formats import FP6_E3M2, FP8_E4M3, INT4, INT8, QuantTensor
 from ds_ops.grouped import grouped_matmul
 from ds_ops.quant import dequantize
 from ds_ops.quant_linear import quantize_weight, quantized_grouped_matmul, quantized_linear
+from ds_ops.registry import Backend, Op, choose, reference_backend
+from ds_ops.triton_kernels.triton_support import triton_obstacle
 
 __all__ = [
     "QuantizationOptions",
@@ -27,6 +29,7 @@ __all__ = [
     "dequantised",
     "grouped_linear",
     "linear",
+    "moved",
     "quantised",
 ]
 
@@ -98,11 +101,37 @@ def as_read(role: str, weight: Weight) -> Weight:
     return dequantised(weight)
 
 
+def moved(weight: Weight, device: torch.device | str | None) -> Weight:
+    """Copy a weight to `device`, codes as codes; None: where it is."""
+    if device is None:
+        return weight
+    if isinstance(weight, Tensor):
+        return weight.to(device)
+    return QuantTensor(weight.wire.to(device), weight.spec, weight.cols, weight.shape, weight.dtype)
+
+
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """Compute x @ weight^T + bias, [.., K] to [.., N]."""
     if isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
-    return quantized_linear(x, weight, bias)
+    y: Tensor = choose(_PRODUCT, x.device.type, x.dtype).backend.run(x, weight, bias)
+    return y
+
+
+def _product_triton(x: Tensor, weight: QuantTensor, bias: Tensor | None) -> Tensor:
+    from ds_ops.triton_kernels import triton_products
+
+    if not triton_products.fits(weight, x.shape[:-1].numel()):  # many rows: numbers once, then a product of numbers
+        return quantized_linear(x, weight, bias)
+    y = triton_products.coded_product(x, weight)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+_PRODUCT = Op(
+    "coded_product",
+    "x @ codes^T, codes read as they are",
+    (Backend("triton", _product_triton, triton_obstacle), reference_backend(quantized_linear)),
+)
 
 
 def grouped_linear(x: Tensor, weights: Weight, ends: Tensor) -> Tensor:

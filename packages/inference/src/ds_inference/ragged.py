@@ -99,8 +99,15 @@ class RaggedEngine:
         Returns: fp32 [sequences, vocab], logits of each sequence's last token.
         Raises:
             SchedulingError: the batch does not fit; nothing was changed.
+            PlanError: a sequence occurs twice, or has no tokens ("inference-batch"); nothing was changed.
         """
         uids, tokens = list(batch_uids), [t.flatten().tolist() for t in batch_tokens]
+        if len(set(uids)) != len(uids) or not all(tokens):
+            raise PlanError(
+                f"sequences {uids} with {[len(t) for t in tokens]} tokens: each is put once, with at least one token",
+                code="inference-batch",
+                fix="Put the tokens of a sequence together, and leave sequences without new tokens out.",
+            )
         status = self.can_schedule(uids, [len(t) for t in tokens]) if do_checks else SchedulingResult.Success
         if status is not SchedulingResult.Success:
             raise SchedulingError(status)
@@ -168,9 +175,12 @@ def build_hf_engine(
     engine_config: RaggedConfig | None = None,
     *,
     dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
 ) -> RaggedEngine:
     """Build the ragged engine of a Hugging Face folder or module.
 
+    Args:
+        device: Of weights and cache; None: of a folder the accelerator where there is one, of a module where it is.
     Raises:
         UnsupportedError: the model cannot be run ("inference-family", "inference-foreign").
         PlanError: `tp_size` is neither 1 nor the number of ranks ("inference-ranks"). All ranks make the same calls of
@@ -180,7 +190,7 @@ def build_hf_engine(
     group = ranks_of(config.tensor_parallel.tp_size)
     mode = config.quantization.quantization_mode
     how = QuantizationOptions("fp6", group=0) if mode == "wf6af16" else mode
-    return RaggedEngine(read_decoder(path, dtype=dtype, quantize=how, group=group), config)
+    return RaggedEngine(read_decoder(path, dtype=dtype, device=device, quantize=how, group=group), config)
 
 
 def _blocks(decoder: Runner, config: RaggedConfig) -> int:

@@ -1,0 +1,78 @@
+"""Where a model goes that nobody placed, and how large its KV cache is where nobody says.
+
+On an accelerator the cache takes what is free: after the weights are there, a trial step shows what a step needs beside them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ds_config.errors import PlanError
+from ds_inference.cache import Cache
+from ds_inference.decoder_model import Runner
+from ds_inference.paged_attention import make_batch
+from ds_inference.requests import ScheduledChunk
+
+__all__ = ["cache_blocks", "default_device"]
+
+_CPU_TOKENS = 8192
+_TRIAL = 512
+
+
+def default_device() -> torch.device:
+    """Return the current accelerator of this process, or the CPU where torch finds none."""
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    kind = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def cache_blocks(decoder: Runner, size: int, dtype: torch.dtype | None, tokens: int | None, utilization: float) -> int:
+    """Return how many blocks of `size` tokens the cache has.
+
+    Args:
+        tokens: What was asked for; None: 8,192 on a CPU, else as many as fit into `utilization` of the device's memory.
+    Raises:
+        PlanError: not one block fits, or `utilization` is no part of the memory ("inference-cache").
+    """
+    if not 0.0 < utilization <= 1.0:
+        raise PlanError(
+            f"gpu_memory_utilization={utilization}",
+            code="inference-cache",
+            fix="Give a part of the memory: more than 0, at most 1.",
+        )
+    if tokens is not None or decoder.device.type == "cpu" or not decoder.spec.layers:
+        return -(-(_CPU_TOKENS if tokens is None else tokens) // size)
+    free, total = torch.accelerator.get_memory_info(decoder.device)
+    reserve = total - free + _step_bytes(decoder, size)
+    each = Cache.bytes_of(decoder.spec, size, dtype or decoder.dtype)
+    return fit_blocks(int(total * utilization) - reserve, each, decoder.spec.max_seq_len, size)
+
+
+def fit_blocks(room: int, each: int, longest: int, size: int) -> int:
+    """Return how many blocks of `each` bytes fit into `room` bytes, at most those of 1,024 sequences of `longest` tokens.
+
+    Raises:
+        PlanError: not one fits ("inference-cache").
+    """
+    count = min(room // each - 1, 1024 * -(-longest // size))  # one more is for rows of padding
+    if count < 1:
+        raise PlanError(
+            f"{room} bytes are left for the cache beside weights and a step; a block of {size} tokens takes {each}",
+            code="inference-cache",
+            fix="Raise gpu_memory_utilization, quantize the weights, or give cache_tokens.",
+        )
+    return count
+
+
+def _step_bytes(decoder: Runner, size: int) -> int:
+    """Return the bytes that a step of some prompt tokens takes at its peak, beside weights and cache."""
+    count = min(_TRIAL, decoder.spec.max_seq_len)
+    blocks = -(-count // size)
+    cache = Cache(decoder.spec, blocks, size, decoder.dtype, decoder.device)
+    batch, _ = make_batch([ScheduledChunk(-1, (0,) * count, 0, tuple(range(blocks)), 1)], size, decoder.device)
+    torch.accelerator.reset_peak_memory_stats(decoder.device)
+    before = torch.accelerator.memory_allocated(decoder.device)
+    decoder.forward(batch, cache)
+    torch.accelerator.synchronize(decoder.device)
+    return int(torch.accelerator.max_memory_allocated(decoder.device) - before)
