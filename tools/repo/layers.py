@@ -110,15 +110,11 @@ def named_upward(layers: Layers, projects: Mapping[str, Project]) -> list[str]:
     found = []
     for project in projects.values():
         for module in modules(project):
-            strings = [
-                n
-                for n in ast.walk(ast.parse(module.path.read_text()))
-                if isinstance(n, ast.Constant) and isinstance(n.value, str)
-            ]
-            for node in strings:
-                target = owner.get(node.value) if _MODULE_NAME.fullmatch(node.value) else None
-                if target is None or target is project:
+            for node in ast.walk(ast.parse(module.path.read_text())):
+                text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+                target = owner.get(text) if _MODULE_NAME.fullmatch(text) else None
+                if target is None or target is project or not isinstance(node, ast.Constant):
                     continue
                 if level[target.folder.name] >= level[project.folder.name]:
-                    found.append(f"{module.name}:{node.lineno} names {node.value}")
+                    found.append(f"{module.name}:{node.lineno} names {text}")
     return found

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from process_memory import status_bytes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -117,11 +118,6 @@ ENGINES: dict[str, Callable[[], tuple[Step, Callable[[], dict]]]] = {
 }
 
 
-def status(name: str) -> int:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
-
-
 def passing(step: Step, tokens: Tensor) -> int:
     """Bytes that a step has beyond what is there before and after it: the least of three, since memory that was freed may stay."""
     found = []
@@ -129,9 +125,9 @@ def passing(step: Step, tokens: Tensor) -> int:
         gc.collect()
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        before = status("VmRSS")
+        before = status_bytes("VmRSS")
         step(tokens)
-        found.append(status("VmHWM") - before)
+        found.append(status_bytes("VmHWM") - before)
     return min(found)
 
 

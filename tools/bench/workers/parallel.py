@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from process_memory import status_bytes
 from torch import Tensor, nn
 
 WIDTH, INNER, HEADS, KV_HEADS, TOKENS = 1024, 2816, 16, 8, 256  # of the block that is cut
@@ -208,14 +209,9 @@ def peak_mb(step: Step) -> float:
     """What a step takes beyond what is kept between steps, in memory that this process has touched."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
-    before = _status_mb("VmRSS")
+    before = status_bytes("VmRSS") / 2**20
     step()
-    return _status_mb("VmHWM") - before
-
-
-def _status_mb(name: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name + ":")) / 1024
+    return (status_bytes("VmHWM") / 2**20) - before
 
 
 def main(engine: str, config: str) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from process_memory import pss_bytes
 from torch import Tensor, nn
 
 WIDTH, LAYERS, HEADS, VOCAB, CLIP = 384, 6, 6, 8192, 1.0
@@ -226,11 +227,6 @@ ENGINES: dict[str, Callable[[Config, nn.Module], Step]] = {
 
 
 _PACKAGE = {"deep": "deepspeed", "ours": "ds_zero"}
-
-
-def pss_bytes() -> int:
-    with open("/proc/self/smaps_rollup") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:"))
 
 
 @contextlib.contextmanager
