@@ -67,6 +67,10 @@ def _copied(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
+_VISIBLE = "user_visible_output_idxs"
+"""What torch writes down of an output: the numbers of the results whose strides the caller sees."""
+
+
 class _Editor:
     def __init__(self, graph: fx.Graph, output: fx.Node, key: int) -> None:
         self.graph, self.output, self.key = graph, output, key
@@ -100,6 +104,9 @@ class _Editor:
         results = self.output.args[0]
         remaining = [None if isinstance(r, fx.Node) and r in gone else r for r in results]  # type: ignore[union-attr]
         self.output.args = (tuple(remaining) if isinstance(results, tuple) else remaining,)
+        if _VISIBLE in self.output.meta:  # inductor's layout for devices looks at each of these as at a node
+            shown = self.output.meta[_VISIBLE]
+            self.output.meta[_VISIBLE] = [i for i in shown if isinstance(remaining[i], fx.Node)]
 
     def _copy(self, node: fx.Node) -> fx.Node:
         clone = self.graph.call_function(
