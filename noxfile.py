@@ -232,8 +232,8 @@ def native(session: nox.Session) -> None:
             session.run("cmake", "--build", "--preset", preset, external=True)
             session.run("ctest", "--preset", preset, external=True)
     if not session.posargs:
-        kernels = "packages/ops/tests/test_cuda_compiled.py"
-        session.run(python, "-m", "pytest", "-m", "slow or not slow", "-rs", kernels, external=True)
+        kernels = ("packages/ops/tests/test_cuda_compiled.py", "tools/tests/test_kernel_counts.py")
+        session.run(python, "-m", "pytest", "-m", "slow or not slow", "-rs", *kernels, external=True)
 
 
 @nox.session(venv_backend="none")

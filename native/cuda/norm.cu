@@ -133,6 +133,7 @@ DS_FN void norm(const NormCall &a) {
 template <Dtype D, Dtype W, int Team, int Held, bool Centre, bool Sum>
 DS_FN void norm_grad(const NormGradCall &a) {
   constexpr int count = Lanes<D>::count, block = Team < 256 ? 256 : Team, teams = block / Team;
+  constexpr bool ahead = Held <= 2;  // more pieces of two rows at once than a thread has registers for
   DS_SHARED Pair shared[block / warp_threads];
   DS_SHARED float added[teams > 1 ? count * Held * Team : 1];
   const int mine = thread_index() % Team, team = thread_index() / Team, vectors = static_cast<int>(a.cols) / count;
@@ -148,7 +149,7 @@ DS_FN void norm_grad(const NormGradCall &a) {
   std::int64_t row = begin + team;
   DS_UNROLL
   for (int j = 0; j < Held; j++) {
-    if (row >= end || mine + j * Team >= vectors) continue;
+    if (!ahead || row >= end || mine + j * Team >= vectors) continue;
     g[j] = load_words(a.dy, row * vectors + mine + j * Team);
     h[j] = load_words(a.h, row * vectors + mine + j * Team);
   }
@@ -157,6 +158,14 @@ DS_FN void norm_grad(const NormGradCall &a) {
     const std::int64_t first = row * vectors;
     const float rstd = there ? a.rstd[row] : 0.0f, mean = Centre && there ? a.mean[row] : 0.0f;
     Pair dot = {0.0f, 0.0f};
+    if constexpr (!ahead) {
+      DS_UNROLL
+      for (int j = 0; j < Held; j++) {
+        if (!there || mine + j * Team >= vectors) continue;
+        g[j] = load_words(a.dy, first + mine + j * Team);
+        h[j] = load_words(a.h, first + mine + j * Team);
+      }
+    }
     DS_UNROLL
     for (int j = 0; j < Held; j++) {
       if (!there || mine + j * Team >= vectors) continue;
@@ -172,9 +181,9 @@ DS_FN void norm_grad(const NormGradCall &a) {
         if (Centre) dot.b += scaled;
       }
     }
-    Words next_g[Held], next_h[Held], other[Held];
+    Words next_g[ahead ? Held : 1], next_h[ahead ? Held : 1], other[ahead ? Held : 1];
     DS_UNROLL
-    for (int j = 0; j < Held; j++) {
+    for (int j = 0; j < (ahead ? Held : 0); j++) {
       if (mine + j * Team >= vectors) continue;
       if (Sum && there) other[j] = load_words(a.dsum, first + mine + j * Team);
       if (row + teams >= end) continue;
@@ -190,6 +199,7 @@ DS_FN void norm_grad(const NormGradCall &a) {
     for (int j = 0; j < Held; j++) {
       if (there && mine + j * Team < vectors) {
         float w[count], dx[count];
+        if (Sum && !ahead) other[0] = load_words(a.dsum, first + mine + j * Team);
         if (a.weight) load_weights<D, W>(a.weight, mine + j * Team, w);
         DS_UNROLL
         for (int k = 0; k < count; k++) {
@@ -197,11 +207,11 @@ DS_FN void norm_grad(const NormGradCall &a) {
           float scaled = a.weight ? element<D>(g[j], k) * w[k] : element<D>(g[j], k);
           if (Centre) scaled -= level;
           dx[k] = fmaf(-xhat, along, scaled) * rstd;
-          if (Sum) dx[k] += element<D>(other[j], k);
+          if (Sum) dx[k] += element<D>(other[ahead ? j : 0], k);
         }
         store_words(a.dx, first + mine + j * Team, words_of<D>(dx));
       }
-      g[j] = next_g[j], h[j] = next_h[j];
+      if constexpr (ahead) g[j] = next_g[j], h[j] = next_h[j];
     }
   }
   DS_UNROLL

@@ -103,6 +103,67 @@ DS_FN float decode(const Code &f, std::uint32_t code, float zero) {
   return from_bits(to_bits(value) | static_cast<std::uint32_t>(c >> (f.bits - 1)) << 31);
 }
 
+// What a lane knows of its numbers: the bits of the largest magnitude (infinities and NaN compare above every number), and where there
+// are zero points the largest -x and the largest x, at least 0.
+struct Extent {
+  int magnitude;
+  float minus_lo, hi;
+};
+template <Dtype D, bool Zero, int Count>
+DS_FN Extent extent_of(const Words *x) {
+  Extent e = {0, 0.0f, 0.0f};
+#if defined(__CUDACC__)
+#if __CUDA_ARCH__ >= 900
+  if constexpr (D != Dtype::f32 && !Zero) {  // magnitudes of 16 bits compare as integers, two at a time
+    std::uint32_t most = 0;
+    DS_UNROLL
+    for (int j = 0; j < Count; j++) {
+      DS_UNROLL
+      for (int k = 0; k < 4; k++) asm("max.u16x2 %0, %1, %2;" : "=r"(most) : "r"(most), "r"(x[j].w[k] & 0x7fff7fffu));
+    }
+    const int low = static_cast<int>(to_bits(low_of<D>(most))), high = static_cast<int>(to_bits(high_of<D>(most)));
+    e.magnitude = low > high ? low : high;
+    return e;
+  }
+#endif
+#if __CUDA_ARCH__ >= 800
+  if constexpr (D != Dtype::f32 && Zero) {  // a NaN stays one, and has the magnitude of one
+    std::uint32_t least = 0, most = 0;
+    DS_UNROLL
+    for (int j = 0; j < Count; j++) {
+      DS_UNROLL
+      for (int k = 0; k < 4; k++) {
+        if constexpr (D == Dtype::bf16) {
+          asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(most), "r"(x[j].w[k]));
+          asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(least) : "r"(least), "r"(x[j].w[k]));
+        } else {
+          asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(most) : "r"(most), "r"(x[j].w[k]));
+          asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(least) : "r"(least), "r"(x[j].w[k]));
+        }
+      }
+    }
+    e.hi = fmaxf(low_of<D>(most), high_of<D>(most));
+    e.minus_lo = 0.0f - fminf(low_of<D>(least), high_of<D>(least));
+    const std::uint32_t a = most & 0x7fffu, b = most >> 16 & 0x7fffu, c = least & 0x7fffu, d = least >> 16 & 0x7fffu;
+    const std::uint32_t ab = a > b ? a : b, cd = c > d ? c : d;
+    e.magnitude = static_cast<int>(to_bits(low_of<D>(ab > cd ? ab : cd)));
+    return e;
+  }
+#endif
+#endif
+  DS_UNROLL
+  for (int j = 0; j < Count; j++) {
+    DS_UNROLL
+    for (int k = 0; k < Lanes<D>::count; k++) {
+      const float value = element<D>(x[j], k);
+      const int bits = static_cast<int>(to_bits(value) & 0x7fffffffu);
+      e.magnitude = bits > e.magnitude ? bits : e.magnitude;
+      if constexpr (Zero) e.minus_lo = fmaxf(e.minus_lo, -value), e.hi = fmaxf(e.hi, value);
+    }
+  }
+  return e;
+}
+
 // Scale, zero point and inverse of a group, from the bits of its largest magnitude (infinities and NaN compare above every number), the
 // largest -x and the largest x. Lane 0 of the group stores them.
 template <Kind K>
@@ -114,7 +175,7 @@ DS_FN Mapping map_group(float maximum, int bits, int magnitude, float minus_lo, 
     scale = K == Kind::asymmetric ? hi / levels + minus_lo / levels : from_bits(static_cast<std::uint32_t>(magnitude)) / maximum;
     scale = scale < smallest_scale ? smallest_scale : scale;
     inverse = 1.0f / scale;
-    if (K == Kind::asymmetric) zero = rintf(minus_lo * inverse);
+    if (K == Kind::asymmetric) zero = rintf(minus_lo * inverse) + 0.0f;  // no negative zero
   }
   if (first) {
     params[0] = scale;
@@ -203,33 +264,33 @@ DS_FN void decode_codes(const std::uint32_t *w, float zero, float *v) {
   }
 }
 
-// The code of y; of signed integers that are not drawn, plus 0x4b400000 and half the range, which `encode_codes` takes off a sum at once.
+// The code of y. Of integers: plus 0x4b400000, less the zero point, and of signed ones that are not drawn plus half the range; `encode_codes`
+// mends that for a whole word at once.
 template <int Bits, int Mantissa, int Bias, int MaxCode, bool Zero, bool Draws>
-DS_FN std::uint32_t encode_one(const Code &c, float y, int zero, std::int64_t index) {
+DS_FN std::uint32_t encode_one(const Code &c, float y, float zero, std::int64_t index) {
   if constexpr (Mantissa < 0 && !Draws && !Zero) {
     return to_bits(y + (whole + static_cast<float>(1 << (Bits - 1))));  // no clamp: the largest magnitude maps to MaxCode within an ulp
   } else if constexpr (Mantissa < 0) {
-    int q = static_cast<int>(to_bits((Draws ? y + draw(c, index) : y) + whole)) - 0x4b400000 + zero;
-    const int top = Zero ? (1 << Bits) - 1 : MaxCode, low = Zero ? 0 : -MaxCode;
-    q = q > top ? top : q < low ? low : q;
-    return static_cast<std::uint32_t>(q) + (Zero ? 0u : 1u << (Bits - 1));
+    // The limits are whole numbers, so that it is the same to round before or after them.
+    const float x = Draws ? y + draw(c, index) : y, low = Zero ? -zero : static_cast<float>(-MaxCode);
+    const float top = Zero ? static_cast<float>((1 << Bits) - 1) - zero : static_cast<float>(MaxCode);
+    return to_bits(fmaxf(fminf(x, top), low) + whole);
   } else {
-    constexpr std::uint32_t lowest = 128 - Bias;
-    const std::uint32_t bits = to_bits(y);
-    std::uint32_t exponent = bits & 0x7f800000u;  // in place
-    exponent = exponent > lowest << 23 ? exponent : lowest << 23;
-    std::uint32_t code;
+    constexpr std::uint32_t lowest = 128 - Bias, places = static_cast<std::uint32_t>(23 - Mantissa) << 23;
+    const std::uint32_t bits = to_bits(y), sign = bits >> (32 - Bits) & 1u << (Bits - 1);
+    std::uint32_t exponent = bits & 0x7f800000u, code;  // in place
     if constexpr (Draws) {
-      const float units = from_bits(bits & 0x7fffffffu) * from_bits((static_cast<std::uint32_t>(254 + Mantissa) << 23) - exponent);
-      code = to_bits(units + draw(c, index) + whole) - 0x4b400000u;
+      exponent = exponent > lowest << 23 ? exponent : lowest << 23;
+      const float units = fabsf(y) * from_bits((static_cast<std::uint32_t>(254 + Mantissa) << 23) - exponent);
+      code = to_bits(units + draw(c, index) + whole) - 0x4b400000u + (exponent >> (23 - Mantissa)) - (lowest << Mantissa);
+      code = static_cast<std::int32_t>(code) > MaxCode ? static_cast<std::uint32_t>(MaxCode) : code;
     } else {
       // What is added has the code's last place as its own, so the sum is rounded there.
-      const std::uint32_t unit = exponent + (static_cast<std::uint32_t>(23 - Mantissa) << 23);
-      code = to_bits(from_bits(bits & 0x7fffffffu) + from_bits(unit)) - unit;
+      std::uint32_t unit = exponent + places;
+      unit = unit > (lowest << 23) + places ? unit : (lowest << 23) + places;
+      code = to_bits(fabsf(y) + from_bits(unit)) - unit - ((lowest << Mantissa) + (places >> (23 - Mantissa))) + (unit >> (23 - Mantissa));
     }
-    code += (exponent >> (23 - Mantissa)) - (lowest << Mantissa);
-    if constexpr (Draws) code = static_cast<std::int32_t>(code) > MaxCode ? static_cast<std::uint32_t>(MaxCode) : code;
-    return code | (bits >> 31) << (Bits - 1);
+    return code | sign;
   }
 }
 
@@ -237,10 +298,10 @@ DS_FN std::uint32_t encode_one(const Code &c, float y, int zero, std::int64_t in
 template <int Bits, int Mantissa, int Bias, int MaxCode, bool Zero, bool Draws, int Count>
 DS_FN void encode_codes(const Code &c, const Mapping &m, const float *x, std::int64_t index, std::uint32_t *w) {
   constexpr int run = Bits == 6 ? 4 : 32 / Bits;  // codes of one sum
-  constexpr bool shifted = Mantissa < 0 && !Zero;   // codes plus half the range, which flipping the highest bit takes back
+  constexpr bool shifted = Mantissa < 0 && !Zero;  // codes plus half the range, which flipping the highest bit takes back
   constexpr std::uint32_t flip = !shifted ? 0u : Bits == 8 ? 0x80808080u : 0x88888888u;
   constexpr std::uint32_t ones = Bits == 8 ? 0x01010101u : 0x11111111u;
-  constexpr std::uint32_t offset = shifted && !Draws ? 0x4b400000u * ones : 0u;
+  const std::uint32_t less = Mantissa >= 0 ? 0u : Zero ? 0x4b400000u - static_cast<std::uint32_t>(m.zero) : Draws ? 0x4b400000u - (1u << (Bits - 1)) : 0x4b400000u;
 #if defined(__CUDACC__) && __CUDA_ARCH__ >= 890
   constexpr bool e4m3 = Mantissa == 3 && Bias == 7, e5m2 = Mantissa == 2 && Bias == 15;
   if constexpr (Bits == 8 && !Draws && (e4m3 || e5m2)) {  // the same bits: values above the largest code do not occur
@@ -267,8 +328,8 @@ DS_FN void encode_codes(const Code &c, const Mapping &m, const float *x, std::in
       std::uint32_t acc = 0;
       DS_UNROLL
       for (int k = run - 1; k >= 0; k--)
-        acc = (acc << Bits) + encode_one<Bits, Mantissa, Bias, MaxCode, Zero, Draws>(c, x[r * run + k] * m.inverse, m.zero, index + r * run + k);
-      runs[r] = m.finite ? (acc - offset) ^ flip : 0u;
+        acc = (acc << Bits) + encode_one<Bits, Mantissa, Bias, MaxCode, Zero, Draws>(c, x[r * run + k] * m.inverse, static_cast<float>(m.zero), index + r * run + k);
+      runs[r] = m.finite ? (acc - less * ones) ^ flip : 0u;
     }
     if constexpr (Bits == 6) {
       DS_UNROLL
@@ -355,53 +416,49 @@ DS_FN void quantize(const QuantizeCall &a) {
   constexpr int count = D == Dtype::f32 && Bits != 6 ? 8 : 16, loads = count / Lanes<D>::count, words = count * Bits / 32;
   constexpr int together = Held == 1 ? 2 : 1, teams = quant_threads / Team, group_size = Team * Held * count;
   constexpr Kind kind = Mantissa >= 0 ? Kind::floating : Zero ? Kind::asymmetric : Kind::symmetric;
+  constexpr std::uint32_t size = 16 / Lanes<D>::count;
+  const std::int64_t stride = a.to.cols * size;
   const int lane = thread_index() % Team;
   const std::uint32_t first = static_cast<std::uint32_t>(block_index()) * (teams * together) + thread_index() / Team;
   const std::uint32_t all = static_cast<std::uint32_t>(a.groups);
-  const std::uint32_t per_row = static_cast<std::uint32_t>((a.to.cols + group_size - 1) / group_size);
+  const std::uint32_t cols = static_cast<std::uint32_t>(a.to.cols), per_row = (cols + group_size - 1u) / group_size;
   Words x[together][Held * loads];
   DS_UNROLL
   for (int t = 0; t < together; t++) {
     const std::uint32_t unit = first + t * teams, row = divide(unit, a.per_row), group = unit - row * per_row;
     DS_UNROLL
     for (int j = 0; j < Held * loads; j++) {
-      const std::int64_t i = group * group_size + (j / loads * Team + lane) * count;
+      const std::uint32_t i = group * group_size + (j / loads * Team + lane) * count;
       x[t][j] = Words{{0u, 0u, 0u, 0u}};
-      if (unit < all && i < a.to.cols) x[t][j] = load_words(a.x, (row * a.to.cols + i) / Lanes<D>::count + j % loads);
+      if (unit < all && i < cols) x[t][j] = load_words(static_cast<const char *>(a.x) + row * stride + i * size, j % loads);
     }
   }
   DS_UNROLL
   for (int t = 0; t < together; t++) {
     const std::uint32_t unit = first + t * teams, row = divide(unit, a.per_row), group = unit - row * per_row;
     if (unit >= all) return;  // whole teams leave; nothing below waits for others
-    int magnitude = 0;
-    float minus_lo = 0.0f, hi = 0.0f;
-    DS_UNROLL
-    for (int j = 0; j < Held * loads; j++) {
-      DS_UNROLL
-      for (int k = 0; k < Lanes<D>::count; k++) {
-        const float value = element<D>(x[t][j], k);
-        const int bits = static_cast<int>(to_bits(value) & 0x7fffffffu);
-        magnitude = bits > magnitude ? bits : magnitude;
-        if (!Zero) continue;
-        minus_lo = fmaxf(minus_lo, -value), hi = fmaxf(hi, value);
-      }
+    Extent e = extent_of<D, Zero, Held * loads>(x[t]);
+    if constexpr (Zero) {  // infinities are seen in the extremes, a NaN is made one
+      e.hi = shuffle_max<Team>(e.magnitude < 0x7f800000 ? e.hi : from_bits(0x7f800000u));
+      e.minus_lo = shuffle_max<Team>(e.minus_lo);
+      const float most = fmaxf(e.hi, e.minus_lo);
+      e.magnitude = static_cast<int>(to_bits(most) & 0x7fffffffu);
+    } else {
+      e.magnitude = shuffle_max<Team>(e.magnitude);
     }
-    magnitude = shuffle_max<Team>(magnitude);
-    if (Zero) minus_lo = shuffle_max<Team>(minus_lo), hi = shuffle_max<Team>(hi);
     unsigned char *base = a.to.base + (a.order ? a.order[row] : static_cast<std::int64_t>(row)) * a.to.row_bytes;
     float *params = reinterpret_cast<float *>(base + a.to.params_at) + group * (Zero ? 2 : 1);
-    const Mapping m = map_group<kind>(a.code.maximum, Bits, magnitude, minus_lo, hi, params, lane == 0);
+    const Mapping m = map_group<kind>(a.code.maximum, Bits, e.magnitude, e.minus_lo, e.hi, params, lane == 0);
     DS_UNROLL
     for (int j = 0; j < Held; j++) {
-      const std::int64_t i = group * group_size + (j * Team + lane) * count;
-      if (i >= a.to.cols) continue;
+      const std::uint32_t i = group * group_size + (j * Team + lane) * count;
+      if (i >= cols) continue;
       float v[count];
       DS_UNROLL
       for (int k = 0; k < count; k++) v[k] = element<D>(x[t][j * loads + k / Lanes<D>::count], k % Lanes<D>::count);
       std::uint32_t w[words];
       encode_codes<Bits, Mantissa, Bias, MaxCode, Zero, Draws, count>(a.code, m, v, a.code.offset + row * a.to.cols + i, w);
-      store_codes<words, Align>(base + i * Bits / 8, w);
+      store_codes<words, Align>(base + i / count * (count * Bits / 8), w);
     }
   }
 }

@@ -136,7 +136,7 @@ def test_images_are_compiled_loaded_kept_and_launched(recording: tuple[_Recorded
     rows = [line.split() for line in driver.fake_launches().decode().splitlines()]
     assert [(name, int(blocks)) for _d, name, blocks, _t, _s in rows] == [
         ("ds_convert_true", 3),
-        ("ds_quantize_8_m1_0_127_false_false_bf16_16_1_16", 1),
+        ("ds_quantize_8_m1_0_127_false_false_bf16_8_2_16", 1),
         ("ds_norm_f32_f32_256_4_false_false", 3),
     ]
     assert all("NVRTC" in origin.place and not origin.unkept for origin in here.origins)
@@ -207,9 +207,9 @@ def test_a_device_that_the_compiler_does_not_know_runs_torch(
 ) -> None:
     """A V100 beside NVRTC of CUDA 13: an obstacle with its reason, no error in a step."""
     here, _ = recording
-    old = cuda_launch.Device("old", (6, 0), 56)
+    old = cuda_launch.Device("old", (3, 5), 13)
     with cuda_launch.use_runtime(_Recorded(here.module, (*here.devices, old), here.compiler, here.images)):
-        assert "does not know devices of compute capability 6.0" in cuda_launch.obstacle()
+        assert "does not know devices of compute capability 3.5" in cuda_launch.obstacle()
 
 
 def test_no_driver_is_an_obstacle(module: ModuleType) -> None:

@@ -74,7 +74,10 @@ def quantize_kernel(spec: QuantSpec, dtype: int, alignment: int) -> _Plan | None
     lanes = spec.group // count
     if spec.group % count or lanes & (lanes - 1) or not 1 <= lanes <= 128:
         return None
-    team, held = min(lanes, 32), max(lanes // 32, 1)
+    # What is done once a group takes as long as a dozen elements, so a lane has more than one piece of it; codes of few floats have most.
+    wanted = 4 if f.is_float and f.bits < 8 else 2
+    held = max(lanes // 32, min(wanted, lanes))
+    team = lanes // held
     size = count * f.bits // 8
     align = next(a for a in (16, 8, 4) if size % a == 0 and alignment % a == 0) if f.bits != 6 else 4
     draws = spec.rounding is Rounding.STOCHASTIC
@@ -148,7 +151,7 @@ def quantize(q: QuantTensor, x: Tensor, order: Tensor | None, draw: Draw) -> Non
     lane = 8 if dtype == 0 and q.spec.format.bits != 6 else 16
     plan = None
     padded = layout.params_at * 8 != q.cols * q.spec.format.bits
-    if source % 16 == 0 and q.cols % lane == 0 and not padded and q.rows * layout.groups < _MOST:
+    if source % 16 == 0 and q.cols % lane == 0 and not padded and max(q.rows * layout.groups, q.cols) < _MOST:
         plan = quantize_kernel(q.spec, dtype, _alignment(wire, layout.row_bytes))
     if plan is None:
         plan = _Plan(_any("any_quantize", _kind(q.spec)), q.spec.group, 256 // 32)
