@@ -248,3 +248,16 @@ def test_what_is_wrong_is_broken_with_its_cure() -> None:
     assert (broken.section, broken.name, broken.fix) == ("native", "_cpu", "ds ops build --force cpu")
     assert "[GLIBC_2.99]" in broken.result
     assert not [check for check in report_of(diagnose(GOOD)).checks if check.verdict is ReportLevel.BROKEN]
+
+
+@pytest.mark.parametrize(
+    ("stage", "level", "words"),
+    [
+        (ProbeStage({"compiler": "NVRTC 13.0 (/x)", "folder": "/c", "compiled": 3, "all": 9, "unkept": ""}), ReportLevel.FINE, "3 of 9"),
+        (ProbeStage({"compiler": "NVRTC 13.0 (/x)", "folder": "/c", "compiled": 0, "all": 9, "unkept": "read-only"}), ReportLevel.SLOWER, "read-only"),
+        (ProbeStage({"obstacle": "NVRTC was not found"}), ReportLevel.SLOWER, "NVRTC was not found; their ops run in plain torch"),
+    ],
+)  # fmt: skip
+def test_where_cuda_kernels_come_from_is_said(stage: ProbeStage, level: ReportLevel, words: str) -> None:
+    found = checks(replace(GOOD, stages=stages(kernels=stage)), level)["CUDA kernels"]
+    assert words in found.result

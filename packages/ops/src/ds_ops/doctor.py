@@ -190,16 +190,17 @@ def _native(m: Machine) -> Iterator[Check]:
         yield Check("native", "_cpu", ReportLevel.BROKEN, stage.error, "ds ops build --force cpu")
         return
     reasons, build = stage.results.get("reasons", {}), stage.results.get("build", {})
-    for name, kind, wanted in (("_cpu", "cpu", True), ("_cuda", "cuda", bool(m.device_files))):
+    for name, wanted in (("_cpu", True), ("_cuda", bool(m.device_files))):
         reason = reasons.get(name, "not asked")
-        fix = f"ds ops build {kind}"
+        fix = "ds ops build cpu" if name == "_cpu" else "pip install --force-reinstall --no-deps ds-ops"
         if not reason:
             yield Check("native", name, ReportLevel.FINE, stage.results.get("files", {}).get(name, ""))
         elif "does not load" in reason:
-            yield Check("native", name, ReportLevel.BROKEN, reason, f"ds ops build --force {kind}")
+            yield Check("native", name, ReportLevel.BROKEN, reason, fix.replace("build", "build --force"))
         else:
             verdict = ReportLevel.SLOWER if wanted else ReportLevel.INFO
             yield Check("native", name, verdict, f"{reason}; its ops run in plain torch", fix if wanted else "")
+    yield from _cuda_kernels(m.stages.get("kernels", ProbeStage()))
     if stage.results.get("isa"):
         yield _info("native", "instruction set", f"{stage.results['isa']} of {stage.results['isa_supported']}")
     if build:
@@ -207,6 +208,22 @@ def _native(m: Machine) -> Iterator[Check]:
         one = (ReportLevel.SLOWER, "build with a compiler that has OpenMP: ds ops build --force cpu")
         yield _check("native", "threads", f"OpenMP {build.get('openmp')}", build.get("openmp") == "ON", one)
     yield from _trial(m.stages.get("trial", ProbeStage(error="not asked")))
+
+
+def _cuda_kernels(stage: ProbeStage) -> Iterator[Check]:
+    """Say where CUDA kernels come from, on a machine with a device."""
+    name, found = "CUDA kernels", stage.results
+    if why := stage.error or found.get("obstacle", ""):
+        fix = "pip install nvidia-cuda-nvrtc, or a torch whose CUDA fits the driver and the device"
+        yield Check("native", name, ReportLevel.SLOWER, f"{why}; their ops run in plain torch", fix)
+    elif found.get("unkept"):
+        finding = f"{found['compiler']}; compiled anew in every process: {found['unkept']}"
+        yield Check(
+            "native", name, ReportLevel.SLOWER, finding, "set DS_OPS_CACHE to a folder of yours on a local disk"
+        )
+    elif found:
+        finding = f"{found['compiler']}; {found['compiled']} of {found['all']} are compiled, in {found['folder']}"
+        yield Check("native", name, ReportLevel.FINE, finding)
 
 
 def _trial(stage: ProbeStage) -> Iterator[Check]:

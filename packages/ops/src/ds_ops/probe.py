@@ -64,6 +64,29 @@ def _native() -> dict[str, Any]:
     }
 
 
+def _kernels() -> dict[str, Any]:
+    """Say what compiles CUDA kernels here, and how many of the table are compiled for this machine's devices."""
+    import torch
+
+    import ds_ops.cuda_launch as cuda_launch
+
+    if not torch.cuda.is_available():
+        return {}
+    if reason := cuda_launch.obstacle():
+        return {"obstacle": reason}
+    from ds_ops.build_kernels import kernel_rows, kernel_table, present_capabilities
+
+    here = cuda_launch.runtime()
+    rows = kernel_rows(here.compiler, present_capabilities(), kernel_table())
+    return {
+        "compiler": here.compiler.name,
+        "folder": str(here.images.folder),
+        "compiled": sum(bool(row.path) for row in rows),
+        "all": len(rows),
+        "unkept": next((origin.unkept for origin in here.origins if origin.unkept), ""),
+    }
+
+
 def _trial() -> dict[str, Any]:
     """Run a small step with native kernels and with the reference: the largest difference must be rounding."""
     import torch
@@ -131,6 +154,7 @@ STAGES: Mapping[str, Callable[[], dict[str, Any]]] = {
     "io": _io,
     "cuda": _cuda,
     "triton": _triton,
+    "kernels": _kernels,
     "ops": _ops,
 }
 
