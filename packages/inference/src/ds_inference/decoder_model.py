@@ -190,7 +190,9 @@ class Decoder:
         return logits[batch.outputs]
 
     def _singles(self, cache: Cache, *tensors: Tensor) -> Tensor:
-        return self._forward(BatchIndices(*tensors, num_decodes=len(tensors[0]), max_seqlen_q=1), cache)
+        tokens, positions, slots, outputs, starts, lengths, table = tensors
+        batch = BatchIndices(tokens, positions, slots, outputs, starts, lengths, table, len(tokens), 1)
+        return self._forward(batch, cache)
 
     def _forward(self, batch: BatchIndices, cache: Cache) -> Tensor:
         spec = self.spec

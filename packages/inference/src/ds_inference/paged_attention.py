@@ -109,9 +109,15 @@ def to_batch(found: ChunkIndices, device: torch.device) -> BatchIndices:
     if device.type != "cpu":
         buffer = streams.copy_to(streams.pin(buffer), device)
     parts = buffer.split([len(row) for row in rows])
+    tokens, positions, slots, outputs, starts, lengths, table = parts
     return BatchIndices(
-        *parts[:6],
-        parts[6].view(len(found.chunks), longest),
+        tokens,
+        positions,
+        slots,
+        outputs,
+        starts,
+        lengths,
+        table.view(len(found.chunks), longest),
         found.num_decodes,
         max((count for _, count, _, _ in found.chunks), default=0),
         found.chunks,

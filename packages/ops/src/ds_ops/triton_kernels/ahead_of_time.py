@@ -69,14 +69,14 @@ def _recording() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
     for module in _MODULES:
         module.launch = note  # type: ignore[attr-defined]
         if hasattr(module, "multiprocessors"):
-            module.multiprocessors = lambda _: 132
+            setattr(module, "multiprocessors", lambda _: 132)  # noqa: B010  # most modules have none
     try:
         yield launches
     finally:
         for module, launch, room in before:
             module.launch = launch  # type: ignore[attr-defined]
             if room is not None:
-                module.multiprocessors = room  # type: ignore[attr-defined]
+                setattr(module, "multiprocessors", room)  # noqa: B010
 
 
 def compile_call(call: Callable[[], object], architecture: int) -> dict[str, KernelResources]:
@@ -149,9 +149,11 @@ def _attention(
         if width != value_width:  # latent attention reads values in its keys
             values = keys[..., :value_width]
         scales = [_meta(512, 16, heads[1], dtype=torch.float32) for _ in range(2)] if codes else []
-        i32 = [_meta(n, dtype=torch.int32) for n in (sequences + 1, sequences)]
-        metadata = kernel_arguments.PagedMetadata(*i32, _meta(sequences, 64, dtype=torch.int32), longest, count)
-        made = {
+        starts, lengths = (_meta(n, dtype=torch.int32) for n in (sequences + 1, sequences))
+        metadata = kernel_arguments.PagedMetadata(
+            starts, lengths, _meta(sequences, 64, dtype=torch.int32), longest, count
+        )
+        made: dict[str, Any] = {
             name: _meta(heads[0], dtype=torch.float32) if name in ("slopes", "sinks") else v
             for name, v in traits.items()
         }

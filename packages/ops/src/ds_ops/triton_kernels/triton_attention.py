@@ -156,7 +156,7 @@ def _parts(width: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _attend(
+def _attend(  # type: ignore[no-untyped-def]  # Triton reads tl.constexpr only
     q_ptr, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
     out_ptr, partial_ptr, sums_ptr,
     cu_ptr, lengths_ptr, table_ptr,
@@ -308,7 +308,7 @@ def _attend(
 
 
 @triton.jit
-def _combine(
+def _combine(  # type: ignore[no-untyped-def]  # Triton reads tl.constexpr only
     partial_ptr, sums_ptr, out_ptr, cu_ptr, sinks_ptr, sequences,
     HEADS: tl.constexpr, VALUE_WIDTH: tl.constexpr, DV: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip

@@ -31,7 +31,7 @@ def gated_product(both: Tensor, activation: str) -> Tensor:
 
 
 @triton.jit
-def _gated(both_ptr, out_ptr, n, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def _gated(both_ptr, out_ptr, n, KIND: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton reads tl.constexpr only
     """Compute a piece of one row. Kinds: 0 SiLU, 1 GELU, 2 GELU by tanh, 3 ReLU."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

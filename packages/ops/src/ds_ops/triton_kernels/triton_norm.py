@@ -58,7 +58,7 @@ def _kind(norm: NormWeights | None) -> int:
 
 
 @triton.jit
-def _residual_norm(
+def _residual_norm(  # type: ignore[no-untyped-def]  # Triton reads tl.constexpr only
     x_ptr, delta_ptr, total_ptr, y_ptr,
     post_ptr, post_bias_ptr, pre_ptr, pre_bias_ptr,
     n, post_eps, pre_eps, post_offset, pre_offset,

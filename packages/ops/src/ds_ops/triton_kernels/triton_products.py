@@ -16,7 +16,7 @@ from ds_ops.triton_kernels.triton_support import launch
 __all__ = ["coded_product", "fits"]
 
 _ROWS = 64
-_BLOCK_N, _BLOCK_K = 32, 128
+_BLOCK_N, _BLOCK_K = 32, 64
 
 
 def fits(weight: QuantTensor, rows: int) -> bool:
@@ -47,13 +47,13 @@ def coded_product(x: Tensor, weight: QuantTensor) -> Tensor:
             flat, weight.wire, weight.wire.view(torch.float32), out,
             rows, weight.rows, cols, layout.row_bytes, layout.params_at // 4, spec.group,
             KIND=kinds[spec.format], ZEROS=not spec.symmetric, BLOCK_M=block_m, BLOCK_N=_BLOCK_N, BLOCK_K=_BLOCK_K,
-            PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=8 if block_m > 16 else 4, num_stages=3,
         )  # fmt: skip
     return out.view(*x.shape[:-1], weight.rows)
 
 
 @triton.jit
-def _coded(
+def _coded(  # type: ignore[no-untyped-def]  # Triton reads tl.constexpr only
     x_ptr, wire_ptr, params_ptr, out_ptr, rows, outputs, cols, row_bytes, params_at, group,
     KIND: tl.constexpr, ZEROS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,

@@ -54,7 +54,7 @@ def rotary_write(
 
 
 @triton.jit
-def _rotary_write(
+def _rotary_write(  # type: ignore[no-untyped-def]  # Triton reads tl.constexpr only
     qkv_ptr, cos_ptr, sin_ptr, slots_ptr, q_ptr, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
     q_norm_ptr, k_norm_ptr, eps, offset,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
