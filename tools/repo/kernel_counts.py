@@ -64,6 +64,8 @@ def measured_kernels() -> list[KernelCount]:
     for spec in specs:
         code = spec.format.bits / 8 + 4 * spec.num_params / spec.group
         quantizer, dense = quantize_kernel(spec, 1, 16), dense_kernel(spec, 1, 16, False)
+        if quantizer is None or dense is None:
+            raise ValueError(f"{spec} has no kernel of its own")
         numbers = quantizer.per_block * spec.group // quantizer.kernel.threads
         counts.append(KernelCount(quantizer.kernel, numbers, 2, code, 2 * numbers))
         codes = dense.per_block * dense.piece // 256

@@ -213,7 +213,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def divisor(d: int) -> tuple[int, int]:
-    """Return (factor, shift) with a // d == a * factor >> shift for 0 <= a < 2^31: `Divisor` of native/cuda/device.h.
+    """Return (factor, shift) with a // d == a * factor >> shift for 0 <= a < 2^31, as native/cuda/device.h takes it.
 
     Source: Granlund and Montgomery 1994, theorem 4.2.
     """
