@@ -35,9 +35,10 @@ def test_upstreams_formulas_agree_where_they_are_right(numel: int, ranks: int, l
     upstream = 4 * layer + 18 * numel / ranks
     # Two gathered layers as upstream has it, and gradients of up to three on their way.
     assert upstream * 0.98 <= rows[3, "device"][0] <= (upstream + 3 * 4 * layer) * 1.02
-    # Offloaded: masters and state of 12 bytes a parameter, and 2 more of the parameters. Upstream adds 4 of gradients there.
-    assert rows[2, OPTIMIZER][1] == pytest.approx(12 * numel, rel=0.01)
-    assert rows[3, BOTH][1] >= 14 * numel * 0.99
+    # Offloaded: masters and state of 12 bytes a parameter, gradients of 2, where upstream has 4, and three units of new weights; 2 more
+    # of the parameters.
+    assert 14 * numel * 0.99 <= rows[2, OPTIMIZER][1] <= (14 * numel + 3 * 2 * numel / min(layers, 8)) * 1.02
+    assert rows[3, BOTH][1] >= 16 * numel * 0.99
     assert rows[3, BOTH][1] <= 18 * numel * 1.5
 
 

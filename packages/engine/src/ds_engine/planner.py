@@ -60,7 +60,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         config.sparse_gradients,
         max(1, config.zero_optimization.zero_hpz_partition_size),
         config.zero_optimization.mics_hierarchical_params_gather,
-        *_places(config),
+        *_places(config, accumulates=batch.accumulation > 1),
         wire=_wire(config.zero_optimization),
         split=config.zero_optimization.zenflow,
     )
@@ -117,12 +117,18 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
     )
 
 
-def _places(config: Config) -> tuple[str | OffloadPolicy, str | OffloadPolicy]:
-    """Return the offload targets of optimizer state and parameters between uses."""
+def _places(config: Config, *, accumulates: bool) -> tuple[str | OffloadPolicy, str | OffloadPolicy]:
+    """Return the offload targets of optimizer state and parameters between uses.
+
+    Args:
+        accumulates: Several backwards add up before a step.
+    """
     zero, io = config.zero_optimization, config.aio.settings()
     tier = "device" if zero.offload_optimizer is None else zero.offload_optimizer.placement(io)
     if isinstance(tier, OffloadPolicy) and zero.zenflow is not None and zero.zenflow.overlaps:
         tier = replace(tier, overlap_ratio=tier.overlap_ratio or 1.0 - zero.zenflow.pt_reserved_cores_perc)
+    if isinstance(tier, OffloadPolicy):
+        tier = replace(tier, accumulates=accumulates)
     param_tier = "device" if zero.offload_param is None else zero.offload_param.placement(io)
     compiled = config.compile
     if param_tier == "device" and compiled is not None and compiled.deepcompile and compiled.offload_parameters:

@@ -362,7 +362,11 @@ def _leaving(unit: UnitPlan, usage: UnitBytes) -> UnitBytes:
     dtypes, numel, policy = unit.dtypes, unit.layout.shard_numel, unit.offload_optimizer
     landing = numel * dtypes.reduce.itemsize
     accumulates = isinstance(policy, OffloadPolicy) and policy.accumulates
-    host = landing + (numel * dtypes.accumulate.itemsize if accumulates else 0)
+    host = landing
+    if accumulates and unit.spec.strategy.shard_grads:  # every backward's sum lands, and is added
+        host += numel * dtypes.accumulate.itemsize
+    elif accumulates:  # they add up on the device, and land once
+        host = numel * max(dtypes.accumulate.itemsize, dtypes.reduce.itemsize)
     if unit.layout.world > 1:  # shards of sums: two in reductions, two lent to copies
         lent = 4 * landing
     else:  # the arena is the sum: one is filled, two are lent
