@@ -24,6 +24,9 @@ pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MANY = 200
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROUNDED = (
+    DTYPES if DEVICE.type == "cuda" else (torch.float32, torch.float16)
+)  # the interpreter cuts bf16 where a device rounds
 
 
 def near(found: Tensor, wanted: Tensor) -> bool:
@@ -61,7 +64,7 @@ def gates_of(seed: int) -> None:
 
 def heads_of(seed: int) -> None:
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    dtype, heads, kv_heads = draw.choice(DTYPES), draw.choice([1, 4, 7]), draw.choice([1, 2, 3])
+    dtype, heads, kv_heads = draw.choice(ROUNDED), draw.choice([1, 4, 7]), draw.choice([1, 2, 3])
     width, value_width = draw.choice([8, 64, 80]), draw.choice([8, 64, 80])
     dim = draw.choice([0, width, width // 2])
     interleaved, codes = draw.random() < 0.3, draw.choice([None, torch.int8, torch.float8_e4m3fn])
@@ -93,8 +96,11 @@ def heads_of(seed: int) -> None:
     if interleaved and dim:  # the kernel leaves pairs where they are; scores do not see it
         back = torch.cat([torch.arange(0, dim, 2), torch.arange(1, dim, 2), torch.arange(dim, width)]).to(DEVICE)
         found = found[0][..., back], found[1][..., back], found[2]
-    for mine, reference, limit in zip(found, wanted, (0.0, 0.06, 0.06), strict=True):
-        if codes and limit:  # a code may fall to the other side of a tie
+    step = (
+        0.13 if codes == torch.float8_e4m3fn else 0.04
+    )  # of codes: an eighth of an e4m3 value, a 127th of the largest
+    for mine, reference, limit in zip(found, wanted, (0.0, step, step), strict=True):
+        if codes and limit:  # a code may fall to the other side of a tie, and be its neighbour
             assert torch.allclose(mine, reference, atol=limit, rtol=limit)
         else:
             assert near(mine, reference)

@@ -259,11 +259,15 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads tl.constexpr only
                 scores = softcap * (2.0 / (1.0 + tl.exp2(-2.0 * LOG2E * scores / softcap)) - 1.0)
             if ALIBI == 1:
                 scores += (slope[:, None].to(tl.float32) * n[None, :].to(tl.float32)) * alibi_scale
-            if ALIBI == 2:
-                biased = (slope[:, None].to(tl.float32) * n[None, :].to(tl.float32).to(tl.bfloat16).to(tl.float32)).to(
-                    tl.bfloat16
-                )
-                scores += biased.to(tl.float32) * alibi_scale
+            if (
+                ALIBI == 2
+            ):  # position and product are rounded to bf16, in integers: to the nearest everywhere, halves to even
+                number = n.to(tl.float32).to(tl.int32, bitcast=True)
+                number = (number + 0x7FFF + ((number >> 16) & 1)) & -65536
+                product = slope[:, None].to(tl.float32) * number.to(tl.float32, bitcast=True)[None, :]
+                bits = product.to(tl.int32, bitcast=True)
+                bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+                scores += bits.to(tl.float32, bitcast=True) * alibi_scale
             visible = there[None, :] & (n[None, :] <= position[:, None])
             if WINDOW > 0:
                 visible = visible & (position[:, None] - n[None, :] < WINDOW)
