@@ -26,7 +26,7 @@ _RULES = {
     UpdateRule.LAMB_MOMENTS: "lamb_moments",
     UpdateRule.LAMB_APPLY: "update<LambApply>",
 }
-_KERNELS = {rule: CudaKernel("update.cu", instance, "UpdateCall", _LAYOUT) for rule, instance in _RULES.items()}
+_KERNELS = {rule: CudaKernel("update.cu", instance, "UpdateCall", _LAYOUT, 256, 3) for rule, instance in _RULES.items()}
 KERNELS = tuple(_KERNELS.values())
 _SECOND = {UpdateRule.ADAM: 1, UpdateRule.LAMB_MOMENTS: 1, UpdateRule.ADAGRAD: 0}  # the state that is dithered
 
