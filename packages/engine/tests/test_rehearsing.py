@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import textwrap
 
+from torch import nn
+
 import ds_engine
+from ds_engine import load_config, make_plan, shapes_of
+from ds_engine.plan_messages import messages_of
 
 SCRIPT = """
     import torch
@@ -36,3 +40,18 @@ def test_stages_send_what_their_plans_say(tmp_path):
     assert 2 * parameters <= sent[1] < 3 * parameters
     assert sent[3] > sent[1]
     assert not (tmp_path / "saved").exists()
+
+
+def test_bytes_are_those_that_the_plan_counts(tmp_path):
+    """Beside the messages of weights and gradients a step has those of the norm and of what ranks agree on: a few words a rank."""
+    file = tmp_path / "train.py"
+    file.write_text(textwrap.dedent(SCRIPT))
+    shapes = shapes_of(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)))
+    for stage in (1, 2, 3):
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}
+        plan = make_plan(load_config(config), shapes, 64)
+        counted = sum(message.count * message.nbytes for message in messages_of(plan))
+        changes = {"zero_optimization.stage": stage}
+        result = ds_engine.rehearse(file, world_size=64, links="free", steps=20, warm_up=1, changes=changes)
+        assert counted <= result.wire_bytes < counted + 64 * 128
