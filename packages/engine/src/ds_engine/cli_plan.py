@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
     from ds_engine.config import load_config
     from ds_engine.memory_fit import cluster_of, fit_table, fits_of, numel_of, shapes_of_numbers
     from ds_engine.models import shapes_from
-    from ds_engine.plan import Shapes, text_of
+    from ds_engine.plan import Shapes
     from ds_engine.planner import make_plan
 
     try:
@@ -77,7 +77,11 @@ def main(args: argparse.Namespace) -> int:
     except DsError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(rows, indent=2) if args.json else text_of(rows))
+    print(
+        json.dumps(rows, indent=2)
+        if args.json
+        else "\n".join(f"{name:<{max(map(len, rows))}}  {text}" for name, text in rows.items())
+    )
     if not args.model:
         print("no model was given, so nothing above counts parameters or memory: add --model MODEL", file=sys.stderr)
     return 0

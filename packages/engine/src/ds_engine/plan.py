@@ -29,7 +29,7 @@ from ds_zero.config import ZenFlowConfig
 from ds_zero.layout.units import ModuleInfo, ParamInfo
 from ds_zero.policies.quantized_comm import EXACT, QuantizedComm, certificates
 
-__all__ = ["LoggingPlan", "MemoryEstimate", "Plan", "Shapes", "ShardPlan", "text_of"]
+__all__ = ["LoggingPlan", "MemoryEstimate", "Plan", "Shapes", "ShardPlan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,13 +254,9 @@ class Plan:
         return _rows(self)
 
     def __str__(self) -> str:
-        return text_of(self.rows())
-
-
-def text_of(rows: Mapping[str, str]) -> str:
-    """Return rows as lines, their topics in a column."""
-    width = max(len(name) for name in rows)
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
+        rows = self.rows()
+        width = max(len(name) for name in rows)
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
 
 
 def _reading_text(reading: DataLoaderPlan) -> str:

@@ -205,6 +205,6 @@ def test_a_loss_that_nobody_can_replace_is_said_before_anything_changed() -> Non
     assert caught.value.code == "tensor-vocabulary"
     assert list(model.state_dict()) == names
     assert model.lm_head.weight.shape == (33, 16)
+    more = {"autotp_size": 2, "vocab_parallel_ce_backend": "liger"}
     with pytest.raises(UnsupportedError, match="liger"):
-        more = {"autotp_size": 2, "vocab_parallel_ce_backend": "liger"}
         ds_engine.initialize(model=Decoder(), config=configuration(0, 2, tensor_parallel=more))

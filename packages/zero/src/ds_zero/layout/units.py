@@ -72,7 +72,7 @@ class UnitBytes:
         optim: Kept bytes of the optimizer's per-element state.
         gathered: Passing bytes while the unit is in use.
         arena: Passing bytes while its gradients travel.
-        lent: Passing bytes of gradients that are being copied to the host, of all units together.
+        copied: Passing bytes of gradients that are being copied to the host, of all units together.
         staged: Bytes of its new weights while they are copied from the host.
         host, file: Bytes of the above that are kept there instead of on the device.
     """
@@ -83,7 +83,7 @@ class UnitBytes:
     optim: int = 0
     gathered: int = 0
     arena: int = 0
-    lent: int = 0
+    copied: int = 0
     staged: int = 0
     host: int = 0
     file: int = 0

@@ -1,7 +1,7 @@
 """Summed gradients on their way to memory of the host, and there: what frees the device where the optimizer is not on it.
 
 A unit's reduced gradient is copied to page-locked memory on a stream of its own when its reduction ends (`GradientCopies.send`). The memory
-that it leaves is lent to the copy until a later one is queued, and is the device's again after that: of the gradients of a model, at most
+that it leaves is in use by the copy until a later one is queued, and is the device's again after that: of the gradients of a model, at most
 three units are on the device at a time.
 
 Words: *landing* is where copies end, in the format that gradients are reduced in; *wide* is the sum of several backwards, in the accumulate
@@ -30,7 +30,7 @@ _MOST_LENT = 2
 class GradientCopies:
     """The stream of the copies, what they read, and the thread that adds up what they brought. Of all units on one device.
 
-    Note "lent memory". A tensor under copy must not be written before the copy has ended. Its allocator gives it away in the order of the
+    Note "memory in use". A tensor under copy must not be written before the copy has ended. Its allocator gives it away in the order of the
     stream on which it was made; so that stream waits for the copy before the tensor is dropped, and the host never does.
     """
 
@@ -41,7 +41,7 @@ class GradientCopies:
 
     @property
     def lent_bytes(self) -> int:
-        """Device bytes that are lent to copies."""
+        """Device bytes that are in use by copies."""
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for ts, _, _ in self._lent for t in ts}
         return sum(storage.nbytes() for storage in storages.values())
 
@@ -68,7 +68,7 @@ class GradientCopies:
         tensors.clear()
 
     def take_back_all(self) -> None:
-        """Give lent memory back, in the order of the stream on which it was made."""
+        """Give memory in use back, in the order of the stream on which it was made."""
         while self._lent:
             self._take_back()
 

@@ -272,14 +272,14 @@ def passing_bytes(units: Iterable[UnitBytes], residency: ShardingStrategy) -> in
 
     Of the buckets there are up to two, one that is reduced and one that is filled, and a third where parameters are
     sharded; as many
-    as units where gradients are reduced after the last microbatch only. Where gradients go to the host, two units are lent to copies.
+    as units where gradients are reduced after the last microbatch only. Where gradients go to the host, two units are in use by copies.
     """
     usages = list(units)
     gathered = sorted((b.gathered for b in usages), reverse=True)[:2]
     arenas = [b.arena for b in usages]
     several = (3 if residency.shard_params else 2) * max(arenas, default=0)
-    lent = max((b.lent for b in usages), default=0)
-    return sum(gathered) + lent + (min(several, sum(arenas)) if residency.shard_grads else sum(arenas))
+    copied = max((b.copied for b in usages), default=0)
+    return sum(gathered) + copied + (min(several, sum(arenas)) if residency.shard_grads else sum(arenas))
 
 
 def plan_unit(
@@ -367,12 +367,12 @@ def _leaving(unit: UnitPlan, usage: UnitBytes) -> UnitBytes:
         host += numel * dtypes.accumulate.itemsize
     elif accumulates:  # they add up on the device, and land once
         host = numel * max(dtypes.accumulate.itemsize, dtypes.reduce.itemsize)
-    if unit.layout.world > 1:  # shards of sums: two in reductions, two lent to copies
-        lent = 4 * landing
-    else:  # the arena is the sum: one is filled, two are lent
-        lent = 0 if unit.spec.strategy.shard_params else usage.arena
+    if unit.layout.world > 1:  # shards of sums: two in reductions, two in use by copies
+        copied = 4 * landing
+    else:  # the arena is the sum: one is filled, two are copied from
+        copied = 0 if unit.spec.strategy.shard_params else usage.arena
     staged = numel * dtypes.param.itemsize if unit.offload_params == "device" else 0
-    return replace(usage, lent=lent, staged=staged, host=usage.host + host)
+    return replace(usage, copied=copied, staged=staged, host=usage.host + host)
 
 
 def plan(
