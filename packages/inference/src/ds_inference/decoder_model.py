@@ -80,7 +80,7 @@ class _Step:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Stream:
+class _ResidualStream:
     """The residual stream [T, hidden] between layers: a sum that the next norm's kernel computes along."""
 
     x: Tensor
@@ -95,9 +95,9 @@ class _Stream:
         """Return the sum."""
         return residual_norm(self.x, self.delta, self.post, None)[0]
 
-    def rows(self, at: Tensor) -> _Stream:
+    def rows(self, at: Tensor) -> _ResidualStream:
         """Return the stream of some tokens."""
-        return _Stream(self.x[at], None if self.delta is None else self.delta[at], self.post)
+        return _ResidualStream(self.x[at], None if self.delta is None else self.delta[at], self.post)
 
 
 class Decoder:
@@ -213,7 +213,7 @@ class Decoder:
             return self._scaled(logits if self.cut is None else self._whole(logits))
         self._worn = tuple((self.adapters[name], rows) for name, rows in batch.worn)
         turns = {rope: kind.tables(batch.positions, x.dtype) for rope, kind in self._rotations.items()}
-        stream = _Stream(x)
+        stream = _ResidualStream(x)
         for i, layer in enumerate(spec.layers):
             stream = self._layer(f"layers.{i}", layer, stream, _Step(batch, cache.layers[i], turns))
         return self.head(stream.rows(batch.outputs).total())
@@ -255,7 +255,7 @@ class Decoder:
 
     # ---- a layer
 
-    def _layer(self, at: str, layer: DecoderLayerSpec, stream: _Stream, step: _Step) -> _Stream:
+    def _layer(self, at: str, layer: DecoderLayerSpec, stream: _ResidualStream, step: _Step) -> _ResidualStream:
         def attention(y: Tensor) -> Tensor:
             out = self._summed(self._attention(f"{at}.attention", layer.attention, y, step))
             return out if layer.residual == 1.0 else out * layer.residual
@@ -270,23 +270,23 @@ class Decoder:
         if layer.order == "pre":
             x, y = stream.normed(norm(1))
             x, y = residual_norm(x, attention(y), None, norm(2))
-            return _Stream(x, feed(y))
+            return _ResidualStream(x, feed(y))
         if layer.order == "parallel":
             x, y = stream.normed(norm(1))
-            return _Stream(x + attention(y), feed(y))
+            return _ResidualStream(x + attention(y), feed(y))
         if layer.order == "parallel_norms":
             x, y = stream.normed(norm(1))
-            return _Stream(x + attention(y), feed(normed(x, norm(2))))
+            return _ResidualStream(x + attention(y), feed(normed(x, norm(2))))
         if layer.order == "sandwich":
             x, y = stream.normed(norm(1))
             x, y = residual_norm(x, attention(y), norm(2), norm(3))
-            return _Stream(x, feed(y), norm(4))
+            return _ResidualStream(x, feed(y), norm(4))
         x = stream.total()
         if layer.order == "post":
             x, _ = residual_norm(x, attention(x), norm(1), None)
-            return _Stream(x, feed(x), norm(2))
+            return _ResidualStream(x, feed(x), norm(2))
         _, x = residual_norm(x, attention(x), None, norm(1))
-        return _Stream(residual_norm(x, feed(x), None, norm(2))[1])
+        return _ResidualStream(residual_norm(x, feed(x), None, norm(2))[1])
 
     def _attention(self, at: str, spec: AttentionSpec, x: Tensor, step: _Step) -> Tensor:
         if spec.latent is not None:

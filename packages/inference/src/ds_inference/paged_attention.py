@@ -100,11 +100,19 @@ def index_chunks(chunks: Sequence[ScheduledChunk], size: int) -> tuple[ChunkIndi
     return ChunkIndices(tokens, positions, slots, outputs, starts, lengths, tuple(numbers), single), order
 
 
-def to_batch(found: ChunkIndices, device: torch.device) -> BatchIndices:
+def to_batch(indices: ChunkIndices, device: torch.device) -> BatchIndices:
     """Copy the indices to the device, all at once; the tensors are valid on the current stream."""
-    longest = max((len(blocks) for *_, blocks in found.chunks), default=0)
-    tables = [t for *_, blocks in found.chunks for t in (*blocks, *([0] * (longest - len(blocks))))]
-    rows = [found.tokens, found.positions, found.slots, found.outputs, found.cu_seqlens_q, found.seqlens_k, tables]
+    longest = max((len(blocks) for *_, blocks in indices.chunks), default=0)
+    tables = [t for *_, blocks in indices.chunks for t in (*blocks, *([0] * (longest - len(blocks))))]
+    rows = [
+        indices.tokens,
+        indices.positions,
+        indices.slots,
+        indices.outputs,
+        indices.cu_seqlens_q,
+        indices.seqlens_k,
+        tables,
+    ]
     buffer = torch.tensor([n for row in rows for n in row], dtype=torch.int32)
     if device.type != "cpu":
         buffer = streams.copy_to(streams.pin(buffer), device)
@@ -117,10 +125,10 @@ def to_batch(found: ChunkIndices, device: torch.device) -> BatchIndices:
         outputs,
         starts,
         lengths,
-        table.view(len(found.chunks), longest),
-        found.num_decodes,
-        max((count for _, count, _, _ in found.chunks), default=0),
-        found.chunks,
+        table.view(len(indices.chunks), longest),
+        indices.num_decodes,
+        max((count for _, count, _, _ in indices.chunks), default=0),
+        indices.chunks,
     )
 
 
@@ -128,8 +136,8 @@ def make_batch(
     chunks: Sequence[ScheduledChunk], size: int, device: torch.device
 ) -> tuple[BatchIndices, list[ScheduledChunk]]:
     """Build the batch, and return its chunks in the order to which `outputs` belong (`index_chunks`, `to_batch`)."""
-    found, order = index_chunks(chunks, size)
-    return to_batch(found, device), order
+    indices, order = index_chunks(chunks, size)
+    return to_batch(indices, device), order
 
 
 def keep(new: Tensor, slots: Tensor, blocks: Tensor, scales: Tensor | None) -> None:

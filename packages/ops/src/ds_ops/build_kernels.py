@@ -72,7 +72,7 @@ def present_capabilities() -> tuple[Capability, ...]:
 def kernel_rows(
     compiler: KernelCompiler, capabilities: Sequence[Capability], kernels: Sequence[CudaKernel]
 ) -> list[KernelRow]:
-    """Say of every kernel and capability whether its image is in the user's cache."""
+    """Report of every kernel and capability whether its image is in the user's cache."""
     images = KernelImages.of(compiler.identity)
     rows = []
     for capability in capabilities:

@@ -27,7 +27,7 @@ from ds_ops.kernel_source import CudaKernel
 __all__ = [
     "CudaRuntime",
     "Device",
-    "Origin",
+    "KernelOrigin",
     "divisor",
     "launch",
     "multiprocessors",
@@ -51,7 +51,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class KernelOrigin:
     """Where a loaded kernel came from: the path of its image, or the compiler that made it in `seconds`.
 
     unkept: why the image could not be kept; empty if it was.
@@ -72,7 +72,7 @@ class CudaRuntime:
     devices: tuple[Device, ...]
     compiler: KernelCompiler
     images: KernelImages
-    origins: list[Origin] = field(default_factory=list)
+    origins: list[KernelOrigin] = field(default_factory=list)
     _functions: dict[tuple[str, int], tuple[int, struct.Struct]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -91,7 +91,7 @@ class CudaRuntime:
         if image is not None:
             handle, why = self.module.load(device, image, kernel.entry)
             if not why:
-                self.origins.append(Origin(kernel, device, str(self.images.path(kernel, architecture))))
+                self.origins.append(KernelOrigin(kernel, device, str(self.images.path(kernel, architecture))))
                 return int(handle)
         start = time.monotonic()
         image = self.compiler.compile(kernel, architecture)
@@ -104,7 +104,7 @@ class CudaRuntime:
                 fix="Use a torch whose CUDA the driver knows, or a newer driver; until then torch's own kernels run.",
             )
         unkept = self.images.write(kernel, architecture, image)
-        self.origins.append(Origin(kernel, device, self.compiler.name, seconds, unkept))
+        self.origins.append(KernelOrigin(kernel, device, self.compiler.name, seconds, unkept))
         return int(handle)
 
     def place(self, device: torch.device) -> tuple[int, int]:

@@ -211,7 +211,7 @@ def _native(m: Machine) -> Iterator[Check]:
 
 
 def _cuda_kernels(stage: ProbeStage) -> Iterator[Check]:
-    """Say where CUDA kernels come from, on a machine with a device."""
+    """Report where CUDA kernels come from, on a machine with a device."""
     name, found = "CUDA kernels", stage.results
     if why := stage.error or found.get("obstacle", ""):
         fix = "pip install nvidia-cuda-nvrtc, or a torch whose CUDA fits the driver and the device"

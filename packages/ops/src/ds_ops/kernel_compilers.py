@@ -103,11 +103,11 @@ class Nvrtc:
         return f"nvrtc {self.native.version} {' '.join(_OPTIONS)}"
 
     def target(self, capability: tuple[int, int]) -> str:
-        """As `KernelCompiler.target`."""
+        """Return the name of a capability, as `KernelCompiler.target`."""
         return _target(capability, self.native.architectures, self.name)
 
     def compile(self, kernel: CudaKernel, architecture: str) -> bytes:
-        """As `KernelCompiler.compile`. The interpreter's lock is released."""
+        """Return the image of a kernel, as `KernelCompiler.compile`. The interpreter's lock is released."""
         options = [f"--gpu-architecture={architecture}", *_OPTIONS, "-default-device", *_sources()]
         image, log = self.native.compile(kernel.text, f"{kernel.entry}.cu", options, architecture.startswith("compute"))
         if not image:
@@ -131,11 +131,11 @@ class Nvcc:
         return f"nvcc {self.version} {' '.join(_OPTIONS)}"
 
     def target(self, capability: tuple[int, int]) -> str:
-        """As `KernelCompiler.target`; nvcc itself says what it does not know."""
+        """Return the name of a capability, as `KernelCompiler.target`; nvcc itself says what it does not know."""
         return f"sm_{capability[0]}{capability[1]}"
 
     def compile(self, kernel: CudaKernel, architecture: str) -> bytes:
-        """As `KernelCompiler.compile`."""
+        """Return the image of a kernel, as `KernelCompiler.compile`."""
         with tempfile.TemporaryDirectory() as folder:
             source, image = Path(folder) / f"{kernel.entry[:100]}.cu", Path(folder) / "image"
             source.write_text(kernel.text)

@@ -65,7 +65,7 @@ def _native() -> dict[str, Any]:
 
 
 def _kernels() -> dict[str, Any]:
-    """Say what compiles CUDA kernels here, and how many of the table are compiled for this machine's devices."""
+    """Report what compiles CUDA kernels here, and how many of the table are compiled for this machine's devices."""
     import torch
 
     import ds_ops.cuda_launch as cuda_launch

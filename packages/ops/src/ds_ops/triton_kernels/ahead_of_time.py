@@ -235,24 +235,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--architecture", type=int, choices=ARCHITECTURES, help="one instead of all")
     options = parser.parse_args(arguments)
     architectures = ARCHITECTURES if options.architecture is None else (options.architecture,)
-    found: dict[str, dict[str, int]] = {}
+    compiled: dict[str, dict[str, int]] = {}
     for name, call in CALLS.items():
         if options.only in name:
             for architecture in architectures:
                 for kernel, resources in compile_call(call, architecture).items():
-                    found[f"sm_{architecture}, {name}, {kernel}"] = asdict(resources)
+                    compiled[f"sm_{architecture}, {name}, {kernel}"] = asdict(resources)
     recorded = json.loads(options.file.read_text()) if options.file.exists() else {}
     if options.update:
-        options.file.write_text(json.dumps(dict(sorted({**recorded, **found}.items())), indent=1) + "\n")
-        recorded = found
+        options.file.write_text(json.dumps(dict(sorted({**recorded, **compiled}.items())), indent=1) + "\n")
+        recorded = compiled
     wrong = [
         f"{name}: {resources}, recorded {recorded.get(name)}"
-        for name, resources in found.items()
+        for name, resources in compiled.items()
         if resources["spills"] > _MOST_SPILLED
         or name not in recorded
         or any(resources[k] > recorded[name][k] for k in resources)
     ]
-    sys.stdout.write("".join(f"{line}\n" for line in wrong) + f"{len(found)} kernels compiled\n")
+    sys.stdout.write("".join(f"{line}\n" for line in wrong) + f"{len(compiled)} kernels compiled\n")
     return 1 if wrong else 0
 
 
