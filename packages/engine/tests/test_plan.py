@@ -297,3 +297,23 @@ def test_a_configuration_that_expects_another_cut_is_refused(section: dict[str, 
     with pytest.raises(PlanError, match=said) as refused:
         make_plan(load_config({"train_batch_size": 4, "pipeline": section}), cut, 2)
     assert refused.value.code == "engine-stages"
+
+
+@pytest.mark.parametrize(("stage", "microbatches", "moved"), [(1, 1, 2), (2, 1, 2), (1, 3, 4), (2, 3, 6), (3, 3, 6)])
+def test_gradients_that_go_to_the_host_are_counted_as_they_travel(stage: int, microbatches: int, moved: int) -> None:
+    """In bf16 after every backward, or once in fp32 where they add up on the device."""
+    zero = {
+        "stage": stage,
+        "offload_optimizer": {"device": "cpu"},
+        "stage3_param_persistence_threshold": 0,
+    }
+    content = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": microbatches,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": zero,
+    }
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    row = make_plan(load_config(content), shapes_of(model), 2).rows()["offload"]
+    assert f"a step moves {moved * 8} KiB of gradients there and 16 KiB of parameters back" in row

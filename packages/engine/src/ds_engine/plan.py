@@ -293,7 +293,7 @@ def _rows(plan: Plan) -> dict[str, str]:
         "health": str(plan.health),
         "compared": _compared_text(plan),
         **({"importance": _split_text(plan.sharding.split)} if plan.sharding.split is not None else {}),
-        **({"offload": text} if (text := _offload_text(plan.zero)) else {}),
+        **({"offload": text} if (text := _offload_text(plan.zero, plan.batch.accumulation)) else {}),
         **(
             {"generation": f"prompts and answers up to {plan.answer_tokens} tokens, with whole weights"}
             if plan.answer_tokens
@@ -328,8 +328,8 @@ def _split_text(split: ZenFlowConfig) -> str:
     return f"{split.topk_ratio:.0%} of the columns are updated in every step, the others {interval} (ZenFlow){why}"
 
 
-def _offload_text(zero: ZeroPlan) -> str:
-    """Describe which state is offloaded where, and the bytes that a step moves over each link."""
+def _offload_text(zero: ZeroPlan, accumulation: int) -> str:
+    """Describe which state is offloaded where, and the bytes that a step of `accumulation` microbatches moves over each link."""
     tiers, rests = (
         {str(p) for u in zero.units if isinstance(p := getattr(u, role), OffloadPolicy) and _counts(u, role)}
         for role in ("offload_optimizer", "offload_params")
@@ -337,7 +337,7 @@ def _offload_text(zero: ZeroPlan) -> str:
     if not tiers | rests:
         return ""
     trained = [u for u in zero.units if u.spec.trained and isinstance(u.offload_optimizer, OffloadPolicy)]
-    grads = sum(u.layout.shard_numel * u.dtypes.accumulate.itemsize for u in trained)
+    grads = sum(u.layout.shard_numel * _landing_bytes(u, accumulation) for u in trained)
     params = sum(u.layout.shard_numel * u.dtypes.param.itemsize for u in trained)
     filed = sum(u.bytes.file for u in trained)
     sentences = [f"optimizer state in {' and '.join(sorted(tiers))}"] if tiers else []
@@ -354,6 +354,15 @@ def _offload_text(zero: ZeroPlan) -> str:
             f"updates of {zero.early} units begin during backward; {bytes_text(zero.undo)} keep what they overwrite until the step is known"
         )
     return "; ".join(filter(None, sentences))
+
+
+def _landing_bytes(unit: UnitPlan, accumulation: int) -> int:
+    """Return the bytes of gradients that go to the host in a step for each element of a shard: a sum after each backward, or one after all."""
+    if accumulation == 1:
+        return unit.dtypes.reduce.itemsize
+    if unit.spec.strategy.shard_grads:
+        return accumulation * unit.dtypes.reduce.itemsize
+    return unit.dtypes.accumulate.itemsize
 
 
 def _counts(unit: UnitPlan, role: str) -> bool:
