@@ -102,7 +102,7 @@ def _value(draw: random.Random, value: Any) -> Any:
 def _run(trial: Try, request: pytest.FixtureRequest) -> None:
     """Repeat a trial until the time is over. Every input is drawn from a seed that a find names."""
     until = time.monotonic() + (
-        SECONDS if "DS_FUZZ_S" in os.environ or "slow" in request.config.option.markexpr else 1.0
+        SECONDS if "DS_FUZZ_S" in os.environ or request.config.option.markexpr != "not slow" else 1.0
     )
     number = SEED
     while time.monotonic() < until:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault(
-        "TRITON_INTERPRET", "1"
-    )  # read when triton is first imported; kernels still run where DS_OPS=triton only
 
 SMALL = {
     "hidden_size": 32,

@@ -60,6 +60,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not Path("/dev/nvidiactl").exists():
+        # Triton reads it once, at its import, which any test may cause: without a device its kernels run in the interpreter in all of them.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     config.stash[_POOL] = Pool(capture=config.getoption("capture") != "no")
     book = config.stash[_CARDS] = CardBook()
     config.pluginmanager.register(DeviceReport(book, config.getoption("devices_record")), "ds_testing_devices")

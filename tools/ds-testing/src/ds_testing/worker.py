@@ -168,6 +168,9 @@ class _Rank:
         )
 
     def _take_down(self) -> None:
+        compiler = sys.modules.get("torch._dynamo")
+        if compiler is not None:  # breaks of graphs that it remembers for code would be other tests' too
+            compiler.reset()
         gc.collect()
         if self._dist.is_initialized():
             self._dist.destroy_process_group()
