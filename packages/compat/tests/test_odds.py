@@ -72,7 +72,7 @@ def test_each_rank_gets_its_part_of_averages() -> None:
 @world(2)
 def test_where_state_lies() -> None:
     import deepspeed
-    from deepspeed._ours.comm.group_getters import share_layers
+    from deepspeed._ours.communication.group_getters import share_layers
     from deepspeed.moe.mappings import drop_tokens, gather_tokens
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
     from deepspeed.runtime.zero.offload_states import get_state_devices

@@ -8,7 +8,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from deepspeed._ours.comm.group_getters import share_layers
+from deepspeed._ours.communication.group_getters import share_layers
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -225,7 +225,7 @@ def test_sequences_over_ranks() -> None:
         with pytest.raises(PlanError, match="sp_rank = 7"):
             UlyssesSPDataLoaderAdapter([], 7, group, 2, "cpu")
     finally:
-        from deepspeed._ours.comm.group_getters import share_sequences
+        from deepspeed._ours.communication.group_getters import share_sequences
 
         share_sequences(None)
     set_place("")

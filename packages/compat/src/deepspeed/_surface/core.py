@@ -20,14 +20,14 @@ __all__ = ["CORE"]
 
 CORE: Mapping[str, Rows] = {
     "deepspeed": {
-        **from_("deepspeed._ours.engine.initialize", "add_config_arguments", "initialize", "tp_model_init"),
+        **from_("deepspeed._ours.engines.initialize", "add_config_arguments", "initialize", "tp_model_init"),
         **from_(g.COMM, "init_distributed"),
         **g.ENGINE,
         **from_("deepspeed._ours.zero.zero_optimizer", DeepSpeedOptimizer="DeepSpeedZeroOptimizer"),
-        **from_("deepspeed._ours.engine.initialize", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"),
+        **from_("deepspeed._ours.engines.initialize", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"),
         **from_("deepspeed._ours.config.config", "DeepSpeedConfig", "DeepSpeedConfigError"),
-        **from_("deepspeed._ours.engine.engine_data", "DeepSpeedDataLoader"),
-        **from_("deepspeed._ours.ops.accelerator_api", "get_accelerator"),
+        **from_("deepspeed._ours.engines.engine_data", "DeepSpeedDataLoader"),
+        **from_("deepspeed._ours.native_ops.accelerator_api", "get_accelerator"),
         **from_(g.UTILS, "OnDevice"), **from_(g.LOGS, "log_dist", "logger"),
         **from_(g.SCHEDULES, "add_tuning_arguments"),
         **from_(
@@ -41,8 +41,8 @@ CORE: Mapping[str, Rows] = {
         "dist": "deepspeed.comm:",
         **from_(g.HYBRID, "DeepSpeedHybridEngine"),
         **from_("ds_inference", "InferenceEngine", "init_inference", DeepSpeedInferenceConfig="InferenceConfig"),
-        **from_("deepspeed._ours.engine.initialize", "default_inference_config"),
-        **from_("deepspeed._ours.engine.pipeline", "PipelineEngine", "PipelineModule"),
+        **from_("deepspeed._ours.engines.initialize", "default_inference_config"),
+        **from_("deepspeed._ours.engines.pipeline", "PipelineEngine", "PipelineModule"),
         **not_(INFERENCE, "revert_transformer_layer"),
         **from_(g.LAYERS, "set_autotp_mode"),
         **not_(Missing("Muon's parameters are chosen when its optimizer is made", "the optimizer section"), "set_optimizer_flags"),
@@ -67,7 +67,7 @@ CORE: Mapping[str, Rows] = {
             InsertPostInitMethodToModuleSubClasses="Init", _contradicting_single_rank_pg_error="single_rank_error",
         ),
         **values({"partitioned_param_data_shape": [0]}),
-        **from_("deepspeed._ours.ops.accelerator_api", "get_accelerator"),
+        **from_("deepspeed._ours.native_ops.accelerator_api", "get_accelerator"),
         **from_(g.LOGS, "see_memory_usage"),
         **from_(g.TENSORS, "AllGatherHandle", "MultipleAllGatherHandles", "NoGatherHandle"),
         **not_(
@@ -87,7 +87,7 @@ CORE: Mapping[str, Rows] = {
         **from_("deepspeed._ours.config.config", ZeRORuntimeException="DeepSpeedConfigError"),
     },
     "deepspeed.runtime.zero.mics": {**from_(g.ZERO, "MiCS_Init"), **not_(MICS, "MiCS_Optimizer", "MiCS_Offload", "MiCS_AllGatherCoalescedHandle")},
-    "deepspeed.runtime.zero.muon.original_muon": from_("deepspeed._ours.optim.optimizer_classes", "muon_update"),
+    "deepspeed.runtime.zero.muon.original_muon": from_("deepspeed._ours.optimizers.optimizer_classes", "muon_update"),
     "deepspeed.runtime.zero.muon": {**not_(Missing("Muon is one class here", "ds_ops.optim.Muon"), "MuonWithAuxAdam")},
     # -- engine
     "deepspeed.runtime.engine": {
@@ -95,7 +95,7 @@ CORE: Mapping[str, Rows] = {
         **from_(g.GRIDS, _checkpoint_parallel_metadata="parallel_metadata"),
         **from_("deepspeed._ours.checkpoint.checkpoint_api", "clone_tensors_for_torch_save"),
         **from_(g.OPTIMIZERS, "ADAM_OPTIMIZER", "LAMB_OPTIMIZER", "MUON_OPTIMIZER"),
-        **from_("deepspeed._ours.engine.initialize", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"),
+        **from_("deepspeed._ours.engines.initialize", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"),
     },
     "deepspeed.runtime.base_optimizer": {
         "DeepSpeedOptimizer": g.ZERO_OPTIMIZER,
@@ -135,7 +135,7 @@ CORE: Mapping[str, Rows] = {
         "DeepSpeedZeroLeafModuleConfig",
     ),
     "deepspeed.runtime.dataloader": {
-        **from_("deepspeed._ours.engine.engine_data", "DeepSpeedDataLoader"),
+        **from_("deepspeed._ours.engines.engine_data", "DeepSpeedDataLoader"),
         **from_(g.UTILS, "RepeatingLoader"),
     },
     "deepspeed.runtime.lr_schedules": {
@@ -223,7 +223,7 @@ CORE: Mapping[str, Rows] = {
     "deepspeed.utils": {
         **g.ACCESS, **g.LEAVES, **g.LOGGING, **g.GROUP_GETTERS, **not_(MOE, "initialize"),
         **from_(g.UTILS, "OnDevice", "RepeatingLoader"), **from_(g.LOGS, "instrument_w_nvtx"),
-        **from_("deepspeed._ours.ops.accelerator_api", "get_accelerator"),
+        **from_("deepspeed._ours.native_ops.accelerator_api", "get_accelerator"),
         "dist": "deepspeed.comm:",
         **from_("deepspeed._ours.launcher.core_binding", "get_numactl_cmd"),
     },
@@ -231,7 +231,7 @@ CORE: Mapping[str, Rows] = {
     "deepspeed.utils.init_on_device": from_(g.UTILS, "OnDevice"),
     "deepspeed.utils.logging": {**g.LOGGING, **from_(g.LOGS, "LoggerFactory", "warning_once", "log_levels")},
     "deepspeed.utils.comms_logging": from_(
-        "deepspeed._ours.comm.comms_log", "CommsLogger", "calc_bw_log", "convert_size", "print_rank_0",
+        "deepspeed._ours.communication.comms_log", "CommsLogger", "calc_bw_log", "convert_size", "print_rank_0",
     ),
     "deepspeed.utils.numa": from_(
         "deepspeed._ours.launcher.core_binding", "get_numa_cores", "get_numactl_cmd", "parse_range_list",

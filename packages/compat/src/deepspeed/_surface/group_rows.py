@@ -13,19 +13,19 @@ ZERO = "deepspeed._ours.zero.zero_api"
 PARAMS = "deepspeed._ours.zero.params"
 LOGS = "deepspeed._ours.monitor.upstream_logging"
 LEAF = "deepspeed._ours.zero.leaf_modules"
-COMM = "deepspeed._ours.comm.comm"
-GROUPS = "deepspeed._ours.comm.group_getters"
+COMM = "deepspeed._ours.communication.comm"
+GROUPS = "deepspeed._ours.communication.group_getters"
 VERSION = "deepspeed._ours.base.version"
-SCHEDULES = "deepspeed._ours.optim.lr_scheduler_classes"
-OPTIMIZERS = "deepspeed._ours.optim.optimizer_classes"
-ACTIVATIONS = "deepspeed._ours.engine.activation_checkpointing_api"
+SCHEDULES = "deepspeed._ours.optimizers.lr_scheduler_classes"
+OPTIMIZERS = "deepspeed._ours.optimizers.optimizer_classes"
+ACTIVATIONS = "deepspeed._ours.engines.activation_checkpointing_api"
 CONFIG = "deepspeed._ours.config.config"
 SECTIONS = "deepspeed._ours.config.section_models"
-BUILDERS = "deepspeed._ours.ops.builders"
+BUILDERS = "deepspeed._ours.native_ops.builders"
 LAUNCHING = "deepspeed._ours.launcher.launching"
 GRIDS = "deepspeed._ours.checkpoint.grids"
 ELASTICITY = "deepspeed._ours.launcher.elasticity"
-ACCELERATOR = "deepspeed._ours.ops.accelerator_api"
+ACCELERATOR = "deepspeed._ours.native_ops.accelerator_api"
 UTILS = "deepspeed._ours.base.runtime_utils"
 TP_SHARDS = "deepspeed._ours.parallel.tp_shards"
 LAYERS = "deepspeed._ours.parallel.tp_layers"
@@ -33,10 +33,10 @@ DEBUG = "deepspeed._ours.monitor.debug_names"
 AUTOTP = "deepspeed._ours.parallel.autotp"
 MONITORS = "deepspeed._ours.monitor.monitors"
 TENSORS = "deepspeed._ours.zero.tensor_fragment"
-LINEAR = "deepspeed._ours.ops.linear"
+LINEAR = "deepspeed._ours.native_ops.linear"
 TORCH = "deepspeed._ours.base.torch_versions"
-HYBRID = "deepspeed._ours.engine.hybrid"
-PASSES = "deepspeed._ours.engine.compile_passes"
+HYBRID = "deepspeed._ours.engines.hybrid"
+PASSES = "deepspeed._ours.engines.compile_passes"
 ROLLOUT_BASE = from_(HYBRID, "RolloutBatch", "RolloutConfig", "RolloutEngine", "RolloutRequest", "SamplingConfig")
 DIVERGENCE = from_(HYBRID, "JSDLossOutput", "ResponseTokenBatch", "generalized_jsd_loss")
 ROLLOUT = {**ROLLOUT_BASE, **DIVERGENCE, **from_(HYBRID, "HybridEngineRollout", "build_rollout")}
@@ -118,7 +118,7 @@ COMM_ROWS: dict[str, Row] = {
         "reduce_scatter_tensor", "reset_log", "scatter", "send", "default_pg_timeout", "get_comm_operation_count",
         "get_logged_comm_ops", "get_total_comm_operations", "has_comm_data", "start_profiling_comms", "stop_profiling_comms",
     ),
-    **from_("deepspeed._ours.ops.accelerator_api", "get_accelerator"),
+    **from_("deepspeed._ours.native_ops.accelerator_api", "get_accelerator"),
     **not_(
         Missing("communication goes through torch.distributed; there is no object between", "init_distributed"),
         "init_deepspeed_backend", "set_backend", "TorchBackend", "CCLBackend", "cdb",
@@ -127,7 +127,7 @@ COMM_ROWS: dict[str, Row] = {
         Missing("device meshes are made from the configuration", "the keys of the configuration"),
         "initialize_mesh_device", "enable_symm_mem_for_group",
     ),
-    **from_("deepspeed._ours.comm.comms_log", "CommsLogger"),
+    **from_("deepspeed._ours.communication.comms_log", "CommsLogger"),
 }  # fmt: skip
 BUILDER_ROWS = from_(
     BUILDERS,
@@ -147,7 +147,7 @@ BUILDER_FILES = {
     "stochastic_transformer": "StochasticTransformer", "transformer": "Transformer", "transformer_inference": "Inference",
     "utils": "Utils",
 }  # fmt: skip
-ENGINE = from_("deepspeed._ours.engine.deepspeed_engine", "DeepSpeedEngine")
+ENGINE = from_("deepspeed._ours.engines.deepspeed_engine", "DeepSpeedEngine")
 ADAM = from_(OPTIMIZERS, "DeepSpeedCPUAdam", "FusedAdam")
 FP32 = from_(
     "deepspeed._ours.checkpoint.zero_to_fp32", "convert_zero_checkpoint_to_fp32_state_dict", "get_fp32_state_dict_from_zero_checkpoint",
@@ -178,4 +178,4 @@ TP_LAYERS = from_(
     "SubParamLinearAllreduce", "SubParamLinearLayer", "TensorParallel_Layer", "conv_LinearLayer", "fused_LinearLayer",
     "is_autotp_training_mode", "set_autotp_mode",
 )  # fmt: skip
-PIPE = from_("ds_pipe", "LayerSpec", "TiedLayerSpec") | from_("deepspeed._ours.engine.pipeline", "PipelineModule")
+PIPE = from_("ds_pipe", "LayerSpec", "TiedLayerSpec") | from_("deepspeed._ours.engines.pipeline", "PipelineModule")

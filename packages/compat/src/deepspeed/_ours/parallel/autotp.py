@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed._ours.comm import group_getters
+from deepspeed._ours.communication import group_getters
 from deepspeed._ours.parallel.tp_layers import dress
 from deepspeed._ours.parallel.tp_shards import get_shard_size, get_shard_size_list
 from ds_comm import as_group, world_group

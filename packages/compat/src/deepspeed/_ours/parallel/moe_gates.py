@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepspeed._ours.comm import group_getters
+from deepspeed._ours.communication import group_getters
 from ds_comm.differentiable import all_gather, split
 
 __all__ = ["drop_tokens", "gather_tokens", "route_slots", "sparse_decode", "sparse_encode"]

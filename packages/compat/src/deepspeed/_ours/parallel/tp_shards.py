@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed._ours.comm import comm as dist
+from deepspeed._ours.communication import comm as dist
 from ds_config.errors import PlanError
 
 __all__ = [

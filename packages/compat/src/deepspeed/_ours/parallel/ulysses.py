@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed._ours.comm import group_getters
+from deepspeed._ours.communication import group_getters
 from ds_config.errors import PlanError
 from ds_parallel.sequence import SequenceDataLoader
 from ds_parallel.sequence.hf_attention import SequenceRanks, register_with_transformers

@@ -16,7 +16,7 @@ from torch.nn.parameter import Parameter
 
 import ds_zero
 from deepspeed._ours.base.raising import also, raising
-from deepspeed._ours.comm.comm import init_distributed
+from deepspeed._ours.communication.comm import init_distributed
 from deepspeed._ours.zero.init_buffers import BufferFormat
 from deepspeed._ours.zero.params import mark_scattered
 from ds_comm import as_group

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from deepspeed._errors import UnsupportedNameError
 from deepspeed._ours.base._torch import transformed, tree_leaves
 from deepspeed._ours.base.raising import also, out_of_order
-from deepspeed._ours.comm import group_getters
+from deepspeed._ours.communication import group_getters
 from deepspeed._ours.config.config import DeepSpeedConfig
-from deepspeed._ours.engine.accessors import add_accessors
-from deepspeed._ours.engine.compile_passes import (
+from deepspeed._ours.engines.accessors import add_accessors
+from deepspeed._ours.engines.compile_passes import (
     BUILTIN,
     as_ours,
     check_passes,
@@ -30,8 +30,8 @@ from deepspeed._ours.engine.compile_passes import (
     register_pass_contract,
     translated_schedule,
 )
-from deepspeed._ours.engine.engine_data import ReadsData
-from deepspeed._ours.engine.engine_files import SavesAndLoads
+from deepspeed._ours.engines.engine_data import ReadsData
+from deepspeed._ours.engines.engine_files import SavesAndLoads
 from deepspeed._ours.monitor.flops import FlopsProfiler
 from deepspeed._ours.monitor.monitors import MonitorMaster
 from deepspeed._ours.monitor.upstream_logging import logger

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deepspeed._ours.base._torch import flatten, unflatten
-from deepspeed._ours.ops.aio_handles import functions as file_functions
+from deepspeed._ours.native_ops.aio_handles import functions as file_functions
 from ds_config.errors import UnsupportedError
 from ds_ops.apply_update import update
 from ds_ops.update_rules import (

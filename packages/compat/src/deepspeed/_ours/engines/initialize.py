@@ -14,16 +14,16 @@ from torch import nn
 
 from deepspeed._ours.base.raising import raising
 from deepspeed._ours.base.version import version
-from deepspeed._ours.comm import group_getters
-from deepspeed._ours.comm.comm import TORCH_DISTRIBUTED_DEFAULT_PORT, init_distributed
+from deepspeed._ours.communication import group_getters
+from deepspeed._ours.communication.comm import TORCH_DISTRIBUTED_DEFAULT_PORT, init_distributed
 from deepspeed._ours.config.accepted_keys import accepted, section_of
 from deepspeed._ours.config.config import get_log_level, raw_config
 from deepspeed._ours.config.section_models import get_zero_config
-from deepspeed._ours.engine.deepspeed_engine import DeepSpeedEngine
-from deepspeed._ours.engine.hybrid import DeepSpeedHybridEngine
-from deepspeed._ours.engine.pipeline import PipelineEngine
+from deepspeed._ours.engines.deepspeed_engine import DeepSpeedEngine
+from deepspeed._ours.engines.hybrid import DeepSpeedHybridEngine
+from deepspeed._ours.engines.pipeline import PipelineEngine
 from deepspeed._ours.monitor.upstream_logging import logger, set_log_level_from_string, tell_steps
-from deepspeed._ours.optim.optimizer_classes import dress_optimizer
+from deepspeed._ours.optimizers.optimizer_classes import dress_optimizer
 from deepspeed._ours.parallel.tp_layers import collect_autotp_universal_checkpoint_info, dress, set_autotp_mode
 from deepspeed._ours.zero.leaf_modules import mark_leaf_modules
 from deepspeed._ours.zero.zero_api import restore_init_context, shutdown_init_context

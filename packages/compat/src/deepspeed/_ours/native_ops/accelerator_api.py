@@ -12,7 +12,7 @@ import torch
 
 import ds_accel
 from deepspeed._ours.base._torch import compilers
-from deepspeed._ours.ops.builders import BUILDERS
+from deepspeed._ours.native_ops.builders import BUILDERS
 from ds_accel import Accelerator
 from ds_accel.detection import facts_of
 

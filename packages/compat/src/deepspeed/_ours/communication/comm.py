@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import ds_comm
 from deepspeed._ours.base.raising import also
-from deepspeed._ours.comm.comms_log import collected, collector, print_collected, switch
+from deepspeed._ours.communication.comms_log import collected, collector, print_collected, switch
 from ds_accel import get_accelerator
 from ds_comm import P2POp, ReduceOp, batch_isend_irecv, broadcast_object_list
 from ds_comm.config import CommsLoggerConfig
