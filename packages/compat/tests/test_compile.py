@@ -26,7 +26,7 @@ def test_contracts_are_checked_by_step_and_both_ways() -> None:
 
 
 def test_schedules_of_upstream_name_our_passes() -> None:
-    from deepspeed._ours.engines.compile_passes import translated_schedule
+    from deepspeed._ours.training_engine.compile_passes import translated_schedule
     from deepspeed.compile.passes import (
         offload_adam_states,
         offload_parameters,
@@ -57,7 +57,7 @@ def test_schedules_of_upstream_name_our_passes() -> None:
 
 
 def test_what_a_schedule_breaks_is_told_in_upstreams_words() -> None:
-    from deepspeed._ours.engines.compile_passes import check_passes
+    from deepspeed._ours.training_engine.compile_passes import check_passes
     from deepspeed.compile.passes import contract, offload_adam_states, prefetch, zero3_compile, zero_1_and_2_compile
 
     from ds_engine.compiling import BUILTIN

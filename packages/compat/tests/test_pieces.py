@@ -12,7 +12,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed._ours.checkpoint.checkpoint_api import decode, encode, leave_signs, name_of_tag
-from deepspeed._ours.engines import activation_checkpointing_api
+from deepspeed._ours.training_engine import activation_checkpointing_api
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb

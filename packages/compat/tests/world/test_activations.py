@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed._ours.engines import activation_checkpointing_api
+from deepspeed._ours.training_engine import activation_checkpointing_api
 
 from ds_testing import world
 

@@ -157,7 +157,7 @@ def test_the_throughput_timer_counts_steps(accumulation: int) -> None:
 
 def test_values_of_activation_checkpointing_follow_configure() -> None:
     import deepspeed
-    from deepspeed._ours.engines import activation_checkpointing_api as api
+    from deepspeed._ours.training_engine import activation_checkpointing_api as api
 
     names = (
         "PARTITION_ACTIVATIONS",

@@ -20,13 +20,13 @@ __all__ = ["CORE"]
 
 CORE: Mapping[str, Rows] = {
     "deepspeed": {
-        **from_("deepspeed._ours.engines.initialize", "add_config_arguments", "initialize", "tp_model_init"),
+        **from_("deepspeed._ours.training_engine.initialize", "add_config_arguments", "initialize", "tp_model_init"),
         **from_(g.COMM, "init_distributed"),
         **g.ENGINE,
         **from_("deepspeed._ours.zero.zero_optimizer", DeepSpeedOptimizer="DeepSpeedZeroOptimizer"),
-        **from_("deepspeed._ours.engines.initialize", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"),
+        **from_("deepspeed._ours.training_engine.initialize", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"),
         **from_("deepspeed._ours.config.config", "DeepSpeedConfig", "DeepSpeedConfigError"),
-        **from_("deepspeed._ours.engines.engine_data", "DeepSpeedDataLoader"),
+        **from_("deepspeed._ours.training_engine.engine_data", "DeepSpeedDataLoader"),
         **from_("deepspeed._ours.native_ops.accelerator_api", "get_accelerator"),
         **from_(g.UTILS, "OnDevice"), **from_(g.LOGS, "log_dist", "logger"),
         **from_(g.SCHEDULES, "add_tuning_arguments"),
@@ -41,8 +41,8 @@ CORE: Mapping[str, Rows] = {
         "dist": "deepspeed.comm:",
         **from_(g.HYBRID, "DeepSpeedHybridEngine"),
         **from_("ds_inference", "InferenceEngine", "init_inference", DeepSpeedInferenceConfig="InferenceConfig"),
-        **from_("deepspeed._ours.engines.initialize", "default_inference_config"),
-        **from_("deepspeed._ours.engines.pipeline", "PipelineEngine", "PipelineModule"),
+        **from_("deepspeed._ours.training_engine.initialize", "default_inference_config"),
+        **from_("deepspeed._ours.training_engine.pipeline", "PipelineEngine", "PipelineModule"),
         **not_(INFERENCE, "revert_transformer_layer"),
         **from_(g.LAYERS, "set_autotp_mode"),
         **not_(Missing("Muon's parameters are chosen when its optimizer is made", "the optimizer section"), "set_optimizer_flags"),
@@ -95,7 +95,7 @@ CORE: Mapping[str, Rows] = {
         **from_(g.GRIDS, _checkpoint_parallel_metadata="parallel_metadata"),
         **from_("deepspeed._ours.checkpoint.checkpoint_api", "clone_tensors_for_torch_save"),
         **from_(g.OPTIMIZERS, "ADAM_OPTIMIZER", "LAMB_OPTIMIZER", "MUON_OPTIMIZER"),
-        **from_("deepspeed._ours.engines.initialize", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"),
+        **from_("deepspeed._ours.training_engine.initialize", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"),
     },
     "deepspeed.runtime.base_optimizer": {
         "DeepSpeedOptimizer": g.ZERO_OPTIMIZER,
@@ -135,7 +135,7 @@ CORE: Mapping[str, Rows] = {
         "DeepSpeedZeroLeafModuleConfig",
     ),
     "deepspeed.runtime.dataloader": {
-        **from_("deepspeed._ours.engines.engine_data", "DeepSpeedDataLoader"),
+        **from_("deepspeed._ours.training_engine.engine_data", "DeepSpeedDataLoader"),
         **from_(g.UTILS, "RepeatingLoader"),
     },
     "deepspeed.runtime.lr_schedules": {

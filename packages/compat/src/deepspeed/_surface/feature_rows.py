@@ -21,15 +21,15 @@ FEATURES: Mapping[str, Rows] = {
     "deepspeed.pipe": g.PIPE,
     "deepspeed.runtime.pipe": g.PIPE | from_("ds_pipe", "ProcessTopology"),
     "deepspeed.runtime.pipe.module": g.PIPE,
-    "deepspeed.runtime.pipe.engine": {**g.ENGINE, **from_("deepspeed._ours.engines.pipeline", "PipelineEngine")},
+    "deepspeed.runtime.pipe.engine": {**g.ENGINE, **from_("deepspeed._ours.training_engine.pipeline", "PipelineEngine")},
     "deepspeed.runtime.pipe.schedule": from_(
-        "deepspeed._ours.engines.pipe_schedules", "BackwardPass", "BufferOpInstruction", "ForwardPass",
+        "deepspeed._ours.training_engine.pipe_schedules", "BackwardPass", "BufferOpInstruction", "ForwardPass",
         "InferenceSchedule", "LoadMicroBatch", "OptimizerStep", "PipeInstruction", "PipeSchedule", "RecvActivation", "RecvGrad",
         "ReduceGrads", "ReduceTiedGrads", "SendActivation", "SendGrad", "TrainSchedule",
     ),
     "deepspeed.runtime.pipe.topology": {
         **from_("ds_pipe", "PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology"),
-        **from_("deepspeed._ours.engines.pipeline", "PipelineParallelGrid"),
+        **from_("deepspeed._ours.training_engine.pipeline", "PipelineParallelGrid"),
         **from_(g.UTILS, _prime_factors="prime_factors"),
     },
     "deepspeed.moe": {},
@@ -188,7 +188,7 @@ FEATURES: Mapping[str, Rows] = {
         **from_("deepspeed._ours.communication.coalesced", "all_to_all_loco_quant_reduce", "all_to_all_quant_reduce", "reduce_scatter_coalesced"),
     },
     "deepspeed.runtime.zero.offload_states": {
-        **from_("deepspeed._ours.engines.state_devices", "get_state_devices"),
+        **from_("deepspeed._ours.training_engine.state_devices", "get_state_devices"),
         **not_(
             Missing("states are moved together", "optimizer.offload_states(include=...), optimizer.reload_states()"),
             "offload_adam_states", "offload_optimizer_states", "reload_adam_states", "reload_optimizer_states",

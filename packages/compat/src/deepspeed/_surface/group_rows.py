@@ -18,7 +18,7 @@ GROUPS = "deepspeed._ours.communication.group_getters"
 VERSION = "deepspeed._ours.base.version"
 SCHEDULES = "deepspeed._ours.optimizers.lr_scheduler_classes"
 OPTIMIZERS = "deepspeed._ours.optimizers.optimizer_classes"
-ACTIVATIONS = "deepspeed._ours.engines.activation_checkpointing_api"
+ACTIVATIONS = "deepspeed._ours.training_engine.activation_checkpointing_api"
 CONFIG = "deepspeed._ours.config.config"
 SECTIONS = "deepspeed._ours.config.section_models"
 BUILDERS = "deepspeed._ours.native_ops.builders"
@@ -35,8 +35,8 @@ MONITORS = "deepspeed._ours.monitor.monitors"
 TENSORS = "deepspeed._ours.zero.tensor_fragment"
 LINEAR = "deepspeed._ours.native_ops.linear"
 TORCH = "deepspeed._ours.base.torch_versions"
-HYBRID = "deepspeed._ours.engines.hybrid"
-PASSES = "deepspeed._ours.engines.compile_passes"
+HYBRID = "deepspeed._ours.training_engine.hybrid"
+PASSES = "deepspeed._ours.training_engine.compile_passes"
 ROLLOUT_BASE = from_(HYBRID, "RolloutBatch", "RolloutConfig", "RolloutEngine", "RolloutRequest", "SamplingConfig")
 DIVERGENCE = from_(HYBRID, "JSDLossOutput", "ResponseTokenBatch", "generalized_jsd_loss")
 ROLLOUT = {**ROLLOUT_BASE, **DIVERGENCE, **from_(HYBRID, "HybridEngineRollout", "build_rollout")}
@@ -147,7 +147,7 @@ BUILDER_FILES = {
     "stochastic_transformer": "StochasticTransformer", "transformer": "Transformer", "transformer_inference": "Inference",
     "utils": "Utils",
 }  # fmt: skip
-ENGINE = from_("deepspeed._ours.engines.deepspeed_engine", "DeepSpeedEngine")
+ENGINE = from_("deepspeed._ours.training_engine.deepspeed_engine", "DeepSpeedEngine")
 ADAM = from_(OPTIMIZERS, "DeepSpeedCPUAdam", "FusedAdam")
 FP32 = from_(
     "deepspeed._ours.checkpoint.zero_to_fp32", "convert_zero_checkpoint_to_fp32_state_dict", "get_fp32_state_dict_from_zero_checkpoint",
@@ -178,4 +178,6 @@ TP_LAYERS = from_(
     "SubParamLinearAllreduce", "SubParamLinearLayer", "TensorParallel_Layer", "conv_LinearLayer", "fused_LinearLayer",
     "is_autotp_training_mode", "set_autotp_mode",
 )  # fmt: skip
-PIPE = from_("ds_pipe", "LayerSpec", "TiedLayerSpec") | from_("deepspeed._ours.engines.pipeline", "PipelineModule")
+PIPE = from_("ds_pipe", "LayerSpec", "TiedLayerSpec") | from_(
+    "deepspeed._ours.training_engine.pipeline", "PipelineModule"
+)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed._ours.engines.deepspeed_engine import DeepSpeedEngine
+from deepspeed._ours.training_engine.deepspeed_engine import DeepSpeedEngine
 from ds_compress import generalized_divergence
 from ds_config.errors import UnsupportedError
 from ds_engine.generating import GeneratingMethods

@@ -21,8 +21,13 @@ from deepspeed._ours.base._torch import transformed, tree_leaves
 from deepspeed._ours.base.raising import also, out_of_order
 from deepspeed._ours.communication import group_getters
 from deepspeed._ours.config.config import DeepSpeedConfig
-from deepspeed._ours.engines.accessors import add_accessors
-from deepspeed._ours.engines.compile_passes import (
+from deepspeed._ours.monitor.flops import FlopsProfiler
+from deepspeed._ours.monitor.monitors import MonitorMaster
+from deepspeed._ours.monitor.upstream_logging import logger
+from deepspeed._ours.monitor.wall_clock_timers import ThroughputTimer
+from deepspeed._ours.parallel.tp_layers import undress
+from deepspeed._ours.training_engine.accessors import add_accessors
+from deepspeed._ours.training_engine.compile_passes import (
     BUILTIN,
     as_ours,
     check_passes,
@@ -30,13 +35,8 @@ from deepspeed._ours.engines.compile_passes import (
     register_pass_contract,
     translated_schedule,
 )
-from deepspeed._ours.engines.engine_data import ReadsData
-from deepspeed._ours.engines.engine_files import SavesAndLoads
-from deepspeed._ours.monitor.flops import FlopsProfiler
-from deepspeed._ours.monitor.monitors import MonitorMaster
-from deepspeed._ours.monitor.upstream_logging import logger
-from deepspeed._ours.monitor.wall_clock_timers import ThroughputTimer
-from deepspeed._ours.parallel.tp_layers import undress
+from deepspeed._ours.training_engine.engine_data import ReadsData
+from deepspeed._ours.training_engine.engine_files import SavesAndLoads
 from deepspeed._ours.zero.params import mark, unmark
 from deepspeed._ours.zero.zero_optimizer import OffloadsStates
 from deepspeed._surface import MISSING_ATTRIBUTES

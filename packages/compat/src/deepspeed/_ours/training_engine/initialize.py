@@ -19,12 +19,12 @@ from deepspeed._ours.communication.comm import TORCH_DISTRIBUTED_DEFAULT_PORT, i
 from deepspeed._ours.config.accepted_keys import accepted, section_of
 from deepspeed._ours.config.config import get_log_level, raw_config
 from deepspeed._ours.config.section_models import get_zero_config
-from deepspeed._ours.engines.deepspeed_engine import DeepSpeedEngine
-from deepspeed._ours.engines.hybrid import DeepSpeedHybridEngine
-from deepspeed._ours.engines.pipeline import PipelineEngine
 from deepspeed._ours.monitor.upstream_logging import logger, set_log_level_from_string, tell_steps
 from deepspeed._ours.optimizers.optimizer_classes import dress_optimizer
 from deepspeed._ours.parallel.tp_layers import collect_autotp_universal_checkpoint_info, dress, set_autotp_mode
+from deepspeed._ours.training_engine.deepspeed_engine import DeepSpeedEngine
+from deepspeed._ours.training_engine.hybrid import DeepSpeedHybridEngine
+from deepspeed._ours.training_engine.pipeline import PipelineEngine
 from deepspeed._ours.zero.leaf_modules import mark_leaf_modules
 from deepspeed._ours.zero.zero_api import restore_init_context, shutdown_init_context
 from deepspeed._ours.zero.zero_optimizer import DeepSpeedZeroOptimizer

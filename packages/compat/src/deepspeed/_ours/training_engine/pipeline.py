@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import ds_pipe
 from deepspeed._ours.base.runtime_utils import prime_factors
-from deepspeed._ours.engines.deepspeed_engine import DeepSpeedEngine
+from deepspeed._ours.training_engine.deepspeed_engine import DeepSpeedEngine
 from ds_comm import as_group, world_group
 from ds_config.errors import UnsupportedError
 from ds_engine.pipelining import StagedMethods
