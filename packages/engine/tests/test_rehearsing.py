@@ -26,33 +26,19 @@ SCRIPT = """
 """
 
 
-def test_stages_send_what_their_plans_say(tmp_path):
-    file = tmp_path / "train.py"
-    file.write_text(textwrap.dedent(SCRIPT))
-    sent = {}
-    for stage in (1, 3):
-        result = ds_engine.rehearse(
-            file, world_size=64, links="free", steps=20, warm_up=1, changes={"zero_optimization.stage": stage}
-        )
-        assert result.steps == 3  # of the five before the save one is not whole and one warms up
-        sent[stage] = result.wire_bytes
-    parameters = 4 * (2 * 32 * 64 + 96)
-    assert 2 * parameters <= sent[1] < 3 * parameters
-    assert sent[3] > sent[1]
-    assert not (tmp_path / "saved").exists()
-
-
-def test_bytes_are_those_that_the_plan_counts(tmp_path):
+def test_stages_send_what_their_plans_count(tmp_path):
     """Beside the messages of weights and gradients a step has those of the norm and of what ranks agree on: some words a rank."""
     file = tmp_path / "train.py"
     file.write_text(textwrap.dedent(SCRIPT))
     shapes = shapes_of(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)))
-    for stage in (1, 2, 3):
+    for stage in (1, 3):
         zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
         config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}
         plan = make_plan(load_config(config), shapes, 64)
         counted = sum(message.count * message.nbytes for message in messages_of(plan))
         changes = {"zero_optimization.stage": stage}
         result = ds_engine.rehearse(file, world_size=64, links="free", steps=20, warm_up=1, changes=changes)
+        assert result.steps == 3  # of the five before the save one is not whole and one warms up
         # Three steps: a message that ends after its step counts in the next one, or not at all.
         assert 0.75 * counted < result.wire_bytes < 1.34 * counted + 64 * 256
+    assert not (tmp_path / "saved").exists()
