@@ -148,6 +148,67 @@ def test_images_are_compiled_loaded_kept_and_launched(recording: tuple[_Recorded
     assert [Path(o.place).parent for o in again.origins] == [tmp_path / "kernels"]
 
 
+class _Slow:
+    """A compiler that waits to be let go, and counts."""
+
+    name, identity = "slow", "slow"
+
+    def __init__(self) -> None:
+        self.begun, self.release = threading.Event(), threading.Event()
+        self.compiled: list[str] = []
+
+    def target(self, capability: tuple[int, int]) -> str:
+        return "sm_90"
+
+    def compile(self, kernel: CudaKernel, architecture: str) -> bytes:
+        self.compiled.append(kernel.instance)
+        self.begun.set()
+        if kernel.instance == "refused":
+            raise KernelError("no", code="kernel-compile", fix="none")
+        if kernel.instance.startswith("slow"):
+            assert self.release.wait(60)
+        return kernel.instance.encode()
+
+
+class _Loads:
+    def load(self, device: int, image: bytes, entry: str) -> tuple[int, str]:
+        return len(image), ""
+
+
+def test_kernels_are_compiled_beside_the_start(tmp_path: Path) -> None:
+    """Another kernel does not wait for the one that is being compiled; that one is compiled once; ranks share by the disk."""
+    compiler, images = _Slow(), KernelImages(tmp_path, "slow")
+    devices = (cuda_launch.Device("card", (9, 0), 132),)
+    one, refused, slow, last = (CudaKernel("a.cu", name, "Call", "P") for name in ("one", "refused", "slow", "last"))
+    here = cuda_launch.CudaRuntime(_Loads(), devices, compiler, images)  # type: ignore[arg-type]
+    thread = here.compile_ahead((one, refused, slow, last), 0, first=1)
+    assert compiler.begun.wait(60)
+    while "slow" not in compiler.compiled:
+        compiler.begun.wait(0.01)
+    assert here.function(one, 0)[0] == 3  # not the thread's turn yet
+    handles: list[int] = []
+    waiting = threading.Thread(target=lambda: handles.append(here.function(slow, 0)[0]))
+    waiting.start()
+    compiler.release.set()
+    waiting.join(60)
+    thread.join(60)
+    assert (handles, thread.is_alive()) == ([4], False)
+    assert sorted(compiler.compiled) == ["last", "one", "refused", "slow"]
+    assert {o.kernel.instance for o in here.origins} == {"one", "slow"}
+    with pytest.raises(KernelError, match="no"):
+        here.function(refused, 0)
+
+    other = cuda_launch.CudaRuntime(_Loads(), devices, compiler, images)  # type: ignore[arg-type]
+    other.compile_ahead((one, slow, last), 0, first=2).join(60)
+    assert sorted(compiler.compiled) == ["last", "one", "refused", "refused", "slow"]
+    homeless = cuda_launch.CudaRuntime(_Loads(), devices, compiler, KernelImages(tmp_path / "one" / "no", "x"))  # type: ignore[arg-type]
+    (tmp_path / "one").write_text("")
+    homeless.compile_ahead((last,), 0).join(60)
+    assert homeless.function(last, 0)[0] == 4
+    assert compiler.compiled.count("last") == 2  # the image is handed over in memory
+    assert homeless.origins[0].unkept
+
+
 def test_damaged_images_and_a_home_that_cannot_be_written(
     recording: tuple[_Recorded, ctypes.CDLL], tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 import ds_monitor
+import ds_ops
 from ds_accel import get_accelerator
 from ds_ckpt.config import make_engine, make_near
 from ds_comm import Mesh, init_distributed, world_group
@@ -141,6 +142,8 @@ def assemble(plan: Plan, model: nn.Module, parts: InitArgs) -> Components:
     index = device_index(int(os.environ.get("LOCAL_RANK", "0")), accelerator.device_count())
     accelerator.set_device(index)
     device = accelerator.device(index)
+    if device.type == "cuda":
+        ds_ops.compile_ahead(index, first=int(os.environ.get("LOCAL_RANK", "0")))
     watch = watch_of(plan, model, TrialSetup(mesh, accelerator, shapes_of(model))) if is_trial(plan) else None
     loader, sinks, comms = all_or_nothing(mesh["world"], lambda: _beside(plan, mesh, parts))
     with (

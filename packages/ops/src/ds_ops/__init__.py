@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ds_ops import optim, reference, registry
     from ds_ops.apply_update import lamb_apply, lamb_moments, update
+    from ds_ops.build_kernels import compile_ahead
     from ds_ops.grouped import grouped_matmul, grouped_outer
     from ds_ops.stream import convert, fill, grad_norm, sum_squares
     from ds_ops.update_rules import UpdateRule, UpdateSpec, UpdateTensors
@@ -20,6 +21,7 @@ __all__ = [
     "UpdateRule",
     "UpdateSpec",
     "UpdateTensors",
+    "compile_ahead",
     "convert",
     "fill",
     "grad_norm",
@@ -36,6 +38,7 @@ __all__ = [
 
 _MODULES = ("optim", "reference", "registry")
 _HOMES = {
+    "build_kernels": ("compile_ahead",),
     "grouped": ("grouped_matmul", "grouped_outer"),
     "update_rules": ("UpdateRule", "UpdateSpec", "UpdateTensors"),
     "stream": ("convert", "fill", "grad_norm", "sum_squares"),

@@ -1,16 +1,19 @@
 """Makes images of CUDA kernels ahead of time, and says which are there: what `ds ops build cuda` and `ds ops kernels` do.
 
-Nothing needs it: a kernel is compiled when it is first used. It is for images made before a job starts, and for machines without a device.
+Nothing needs it: a kernel is compiled when it is first used. It is for images made before a job starts, and for machines without a
+device. `compile_ahead` does it beside the start of a training, so that the first step does not wait for each kernel in turn.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
+import ds_ops.cuda_launch as cuda_launch
 import ds_ops.cuda_norms as cuda_norms
 import ds_ops.cuda_quant as cuda_quant
 import ds_ops.cuda_stream as cuda_stream
@@ -21,7 +24,15 @@ from ds_ops.kernel_compilers import KernelCompiler, find_nvcc, open_compiler
 from ds_ops.kernel_images import KernelImages
 from ds_ops.kernel_source import CudaKernel
 
-__all__ = ["KernelRow", "any_compiler", "build_kernels", "kernel_rows", "kernel_table", "present_capabilities"]
+__all__ = [
+    "KernelRow",
+    "any_compiler",
+    "build_kernels",
+    "compile_ahead",
+    "kernel_rows",
+    "kernel_table",
+    "present_capabilities",
+]
 
 _LIBRARY = "libcuda.so.1"
 Capability = tuple[int, int]
@@ -40,6 +51,21 @@ class KernelRow:
 def kernel_table() -> tuple[CudaKernel, ...]:
     """List every kernel that is worth making ahead of time. Others are made when a shape or a format asks for them."""
     return cuda_stream.KERNELS + cuda_update.KERNELS + cuda_norms.KERNELS + cuda_quant.KERNELS
+
+
+def compile_ahead(device: int, *, first: int = 0) -> threading.Thread | None:
+    """Compile in the background what every training on CUDA device `device` runs: sums of squares, conversions, optimizers' updates.
+
+    The first call in a process waits for one small kernel, which shows that kernels can be made and loaded at all.
+
+    Args:
+        first: Which kernel to begin at: the local rank, so that the ranks of a machine share the work.
+    Returns:
+        The thread that compiles; None where no CUDA kernel can run.
+    """
+    if cuda_launch.obstacle():
+        return None
+    return cuda_launch.runtime().compile_ahead(cuda_stream.KERNELS + cuda_update.KERNELS, device, first=first)
 
 
 def any_compiler() -> KernelCompiler:

@@ -2,15 +2,19 @@
 
 The choosers (`ds_ops.cuda_norms` and its siblings) say which kernel; this finds its image (in this process, on disk, from NVRTC), loads
 it and queues it on the current stream. Where anything on this way is missing, `obstacle` says what, and the registry takes torch.
+
+What is known to be needed is compiled ahead, on a thread beside the start of a job (`CudaRuntime.compile_ahead`); the ranks of a machine
+begin at different kernels and look on disk before each, so they share the work.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -37,6 +41,7 @@ __all__ = [
     "use_runtime",
 ]
 
+_log = logging.getLogger(__name__)
 _LIBRARY = "libcuda.so.1"
 _PROBE = CudaKernel("stream.cu", "convert<true>", "ConvertCall", "PPqiif0q")
 
@@ -64,6 +69,15 @@ class KernelOrigin:
     unkept: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """An image that was made in this process and is not loaded yet; `unkept` as in `KernelOrigin`."""
+
+    image: bytes
+    seconds: float
+    unkept: str
+
+
 @dataclass(slots=True)
 class CudaRuntime:
     """The driver, a compiler and what was loaded so far. One a process; a test puts an emulator in its place."""
@@ -74,37 +88,79 @@ class CudaRuntime:
     images: KernelImages
     origins: list[KernelOrigin] = field(default_factory=list)
     _functions: dict[tuple[str, int], tuple[int, struct.Struct]] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _compiled: dict[tuple[str, str], _Compiled] = field(default_factory=dict)
+    _locks: dict[str, threading.Lock] = field(default_factory=dict)
 
     def function(self, kernel: CudaKernel, device: int) -> tuple[int, struct.Struct]:
-        """Return the loaded kernel's handle on `device`, and the form of its argument; compile it first, if need be."""
+        """Return the loaded kernel's handle on `device`, and the form of its argument; compile it first, if need be.
+
+        Waits for the thread of `compile_ahead` only while that compiles this very kernel.
+        """
         key = (kernel.instance, device)
         if (loaded := self._functions.get(key)) is None:
-            with self._lock:
+            with self._lock(kernel):
                 if (loaded := self._functions.get(key)) is None:
                     loaded = self._functions[key] = self._load(kernel, device), struct.Struct(kernel.layout)
         return loaded
 
+    def compile_ahead(self, kernels: Sequence[CudaKernel], device: int, *, first: int = 0) -> threading.Thread:
+        """Compile the images of `kernels` that are not on disk, one after another on a thread of its own. Returns the thread, started.
+
+        The driver is not touched. A kernel that does not compile says so where it is first used. A process that ends waits for the
+        kernel that is being compiled, and for no other.
+
+        Args:
+            first: The kernel to begin at, modulo their number: ranks of one machine give their own.
+        """
+        turn = first % max(1, len(kernels))
+        ordered = (*kernels[turn:], *kernels[:turn])
+        thread = threading.Thread(target=self._compile_all, args=(ordered, device), name="ds-ops-compile")
+        thread.start()
+        return thread
+
+    def _compile_all(self, kernels: Sequence[CudaKernel], device: int) -> None:
+        for kernel in kernels:
+            if not threading.main_thread().is_alive():
+                return
+            with self._lock(kernel):
+                try:
+                    architecture = self.compiler.target(self.devices[device].capability)
+                    if (kernel.instance, device) not in self._functions and self.images.read(
+                        kernel, architecture
+                    ) is None:
+                        self._compile(kernel, architecture)
+                except KernelError as error:
+                    _log.debug("%s is not compiled ahead: %s", kernel.instance, error.message)
+
+    def _lock(self, kernel: CudaKernel) -> threading.Lock:
+        return self._locks.setdefault(kernel.instance, threading.Lock())
+
+    def _compile(self, kernel: CudaKernel, architecture: str) -> _Compiled:
+        start = time.monotonic()
+        image = self.compiler.compile(kernel, architecture)
+        seconds = time.monotonic() - start
+        compiled = _Compiled(image, seconds, self.images.write(kernel, architecture, image))
+        self._compiled[kernel.instance, architecture] = compiled
+        return compiled
+
     def _load(self, kernel: CudaKernel, device: int) -> int:
         architecture = self.compiler.target(self.devices[device].capability)
-        image = self.images.read(kernel, architecture)
-        if image is not None:
+        compiled = self._compiled.pop((kernel.instance, architecture), None)
+        if compiled is None and (image := self.images.read(kernel, architecture)) is not None:
             handle, why = self.module.load(device, image, kernel.entry)
             if not why:
                 self.origins.append(KernelOrigin(kernel, device, str(self.images.path(kernel, architecture))))
                 return int(handle)
-        start = time.monotonic()
-        image = self.compiler.compile(kernel, architecture)
-        seconds = time.monotonic() - start
-        handle, why = self.module.load(device, image, kernel.entry)
+        compiled = compiled or self._compile(kernel, architecture)
+        self._compiled.pop((kernel.instance, architecture), None)
+        handle, why = self.module.load(device, compiled.image, kernel.entry)
         if why:
             raise KernelError(
                 f"the driver does not load {kernel.instance} for {architecture}, made by {self.compiler.name}: {why}.",
                 code="kernel-compile",
                 fix="Use a torch whose CUDA the driver knows, or a newer driver; until then torch's own kernels run.",
             )
-        unkept = self.images.write(kernel, architecture, image)
-        self.origins.append(KernelOrigin(kernel, device, self.compiler.name, seconds, unkept))
+        self.origins.append(KernelOrigin(kernel, device, self.compiler.name, compiled.seconds, compiled.unkept))
         return int(handle)
 
     def place(self, device: torch.device) -> tuple[int, int]:
