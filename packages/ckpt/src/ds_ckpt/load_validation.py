@@ -37,7 +37,7 @@ def check_load(
 
     Args:
         shards: This rank's.
-        asked: Names that any rank asked for.
+        requested: Names that any rank asked for.
 
     A tensor without elements may be missing or unexpected.
 

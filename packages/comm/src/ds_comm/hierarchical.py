@@ -38,11 +38,11 @@ class HierarchicalGather:
         self._line: deque[_Trip] = deque()
 
     def gather(self, out: Tensor, inp: Tensor, unit: str) -> Work:
-        """Start `all_gather_single(out, mine)` in two steps.
+        """Start `all_gather_single(out, inp)` in two steps.
 
         Args:
             out: [ranks * n].
-            mine: [n], of the same dtype.
+            inp: [n], of the same dtype.
         Cost: (nodes-1) n elements over the links between nodes, (size-1) nodes n inside; a buffer of nodes n meanwhile.
         """
         self.push()

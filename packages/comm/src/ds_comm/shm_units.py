@@ -47,8 +47,8 @@ class ReductionBuffers:
 
     Attributes:
         number: In the order of reductions; 1 for the first.
-        mine: What this rank fills. [numel]
-        all: Those of all ranks, mine included.
+        local: What this rank fills. [numel]
+        all: Those of all ranks, `local` included.
     """
 
     number: int

@@ -29,7 +29,7 @@ class ShmWindow:
     Attributes:
         rows: Capacity of each rank.
         width: Elements of a row.
-        mine: [rows, width], where this rank writes what it publishes next; another buffer after `publish` and `grow`. Zeros at first.
+        local: [rows, width], where this rank writes what it publishes next; another buffer after `publish` and `grow`. Zeros at first.
         everyone: [size * rows, width]: what all ranks published last, one rank after the other, in their own memory: to be read, not kept.
 
     Raises:

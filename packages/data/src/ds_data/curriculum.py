@@ -223,7 +223,7 @@ class Curriculum:
         seed: Of all choices.
         total: Samples to take before it ends; None goes on for ever.
         folder: Where each cluster is left as a token file, for other programs; None: nowhere. Give it to one rank only.
-        taken: Samples drawn so far, over all ranks.
+        consumed: Samples drawn so far, over all ranks.
         step: Batches drawn so far.
         difficulties: Of the last batch, by metric.
         clusters: What was admitted so far.

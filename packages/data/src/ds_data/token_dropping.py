@@ -155,7 +155,7 @@ class Router:
 
     Attributes:
         config: How.
-        kept: Tokens a routed layer sees now.
+        num_kept: Tokens a routed layer sees now.
         step: Of the last `update`; -1 before the first.
         consumed: Tokens times layers that were computed, as DeepSpeed counts them.
     """

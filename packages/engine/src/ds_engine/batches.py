@@ -20,8 +20,7 @@ class BatchSource:
     """The training data of one engine.
 
     Attributes:
-        own: The loader that the engine made, or None.
-        taken: Samples taken from it by the steps that are complete.
+        consumed: Samples taken from it by the steps that are complete.
     """
 
     def __init__(self, loader: ResumableLoader | None) -> None:

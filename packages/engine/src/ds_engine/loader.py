@@ -218,7 +218,7 @@ class PackedLoader(ResumableLoader):
 
     Args:
         packing: What goes together.
-        collate_fn: For the samples of a microbatch.
+        options: Of `ResumableLoader`; `collate_fn` joins the samples of a microbatch.
     Attributes:
         packing: What goes together.
     """

@@ -16,7 +16,7 @@ def divisor(plan: Plan, requested: float, count: float | None, *, ranks: int, sc
     """Return the divisor that averaged gradients still need.
 
     Args:
-        given: Divisor for the caller's own averaging; 1.0 is none. Not used where losses are sums.
+        requested: Divisor for the caller's own averaging; 1.0 is none. Not used where losses are sums.
         count: Total count of sum losses over all ranks; None for mean losses.
         ranks: Number of ranks over which gradients were averaged.
         scaled: Whether losses went through the engine, which divides them by `plan.predivide`.

@@ -60,7 +60,7 @@ class LLMEngine:
         decoder: Runs batches.
         blocks: Of the cache; `size` tokens each.
         budget: Of a step.
-        share: Whether equal beginnings are computed once; None: where the decoder has no states.
+        enable_prefix_caching: Whether equal beginnings are computed once; None: where the decoder has no states.
         speculate: Tokens that are guessed from earlier occurrences of the last ones in the same sequence; the answer is the same.
         cache_dtype: Of keys and values; int8 has a scale for each token and head. None: that of the weights.
     Raises:

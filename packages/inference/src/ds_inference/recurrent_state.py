@@ -59,7 +59,7 @@ class RecurrentState:
 
     Attributes:
         argument: Of the module's forward, that takes the past.
-        kept: Numbers of the layers, in the past, that keep keys and values.
+        saved_lengths: Numbers of the layers, in the past, that keep keys and values.
         continues: Whether several tokens may follow others in one forward.
         alone: A forward takes one sequence.
     """

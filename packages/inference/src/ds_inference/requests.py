@@ -25,10 +25,10 @@ class SchedulerConfig:
     """What a step may hold at most.
 
     Attributes:
-        tokens: Computed in one step.
-        requests: Running at a time; at most `max_num_batched_tokens`, so that each can generate in every step.
-        chunk: Of one prompt in one step; None: as much as `max_num_batched_tokens`.
-        length: Tokens of one request, prompt and answer.
+        max_num_batched_tokens: Computed in one step.
+        max_num_seqs: Running at a time; at most `max_num_batched_tokens`, so that each can generate in every step.
+        max_prefill_chunk: Of one prompt in one step; None: as much as `max_num_batched_tokens`.
+        max_model_len: Tokens of one request, prompt and answer.
     """
 
     max_num_batched_tokens: int = 512
@@ -56,19 +56,19 @@ class Request:
     """One sequence on its way.
 
     Attributes:
-        identity: Chosen by the caller; unique among requests that are not over.
+        request_id: Chosen by the caller; unique among requests that are not over.
         tokens: Known: the prompt, then what was sampled.
-        prompt: How many of them are the prompt.
+        num_prompt_tokens: How many of them are the prompt.
         limit: Most tokens that are sampled.
         priority: Lower is more urgent.
         salt: What its keys and values depend on besides tokens (an adapter); blocks are shared only within one salt.
         arrival: Number in the order of arrival.
-        computed: Tokens in the cache.
-        cached: Of the prompt's tokens, those that were found in the cache when it last began.
+        num_computed_tokens: Tokens in the cache.
+        num_cached_tokens: Of the prompt's tokens, those that were found in the cache when it last began.
         blocks: For the computed tokens, in order.
-        preempted: How often it lost its blocks.
-        prints: Of its full blocks, as far as they were asked for.
-        printed: Blocks whose content the pool knows.
+        num_preemptions: How often it lost its blocks.
+        block_hashes: Of its full blocks, as far as they were asked for.
+        num_hashed_blocks: Blocks whose content the pool knows.
     """
 
     request_id: int
@@ -131,7 +131,7 @@ class SchedulerOutput:
     Attributes:
         chunks: At most one a request; those that generate first.
         copies: (from, to): blocks to copy before anything is computed.
-        gone: First blocks of sequences that gave theirs back since the last step: their states are not needed after the copies.
+        finished: First blocks of sequences that gave theirs back since the last step: their states are not needed after the copies.
     """
 
     chunks: tuple[ScheduledChunk, ...]
@@ -149,7 +149,7 @@ class StepOutcome:
 
     Attributes:
         tokens: That are known now: the accepted drafts and one more. Never empty.
-        over: Whether the request ends with them, whatever its limit.
+        finished: Whether the request ends with them, whatever its limit.
     """
 
     tokens: tuple[int, ...]

@@ -65,9 +65,9 @@ class LatentAttentionSpec:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434 section 2.1): keys and values are made from `kv_lora_rank` numbers a token.
 
     Attributes:
-        rank: Of keys and values together; the cache holds `rank + rotated` numbers a token.
-        query_rank: Of queries; None: made at once.
-        plain, rotated: Features of a query and key head without and with positions.
+        kv_lora_rank: Of keys and values together; the cache holds `kv_lora_rank + qk_rope_head_dim` numbers a token.
+        q_lora_rank: Of queries; None: made at once.
+        qk_nope_head_dim, qk_rope_head_dim: Features of a query and key head without and with positions.
     """
 
     kv_lora_rank: int
@@ -145,16 +145,16 @@ class ExpertsSpec:
     """A router and experts, each a gated Mlp of `width`.
 
     Attributes:
-        count, chosen: Experts, and how many a token goes to.
+        count, top_k: Experts, and how many a token goes to.
         score: Of the router's logits.
         normalized: Weights of the chosen ones add up to 1.
         scale: What weights are multiplied by in the end.
-        groups, chosen_groups: Only experts of the best groups are chosen from; a group's score is the sum of its best two
+        groups, top_k_groups: Only experts of the best groups are chosen from; a group's score is the sum of its best two
             (`"pair"`) or its best (`"best"`).
-        corrected: A bias is added to the scores for choosing, not for weighing.
+        score_bias: A bias is added to the scores for choosing, not for weighing.
         shared: Width of an expert that every token goes to; 0: none.
         shared_gate: That one's output is weighed by a sigmoid of its own.
-        held: Experts of this rank, from and to, where they are given to ranks; None: all.
+        local_range: Experts of this rank, from and to, where they are given to ranks; None: all.
         clamp, alpha: With a clamp (GPT-OSS): (up + 1) * gate * sigmoid(alpha * gate), both cut at the clamp before.
     """
 
@@ -203,8 +203,8 @@ class DecoderSpec:
         tied: The head is the embedding table.
         logit_scale: What logits are multiplied by.
         logit_softcap: Logits become cap * tanh(logit / cap).
-        longest: Positions the model knows.
-        ends: Tokens that end an answer.
+        max_seq_len: Positions the model knows.
+        eos_ids: Tokens that end an answer.
     """
 
     family: str
@@ -230,7 +230,7 @@ class WeightSource:
 
     Attributes:
         names: Tensors, with `{i}` for the layer and `{e}` for every expert in order.
-        form: How: `"rows"`: one under the other. `"columns"`: transposed, then rows (GPT-2 keeps matrices [in, out]).
+        layout: How: `"rows"`: one under the other. `"columns"`: transposed, then rows (GPT-2 keeps matrices [in, out]).
             `"heads"`: rows are [head, (q, k, v), feature]. `"groups"`: rows are [kv head, (queries..., k, v), feature].
             `"stack"`: experts one behind the other; with two names, each pair is put together by rows. `"swapped"`: a packed
             [expert, in, out] tensor. `"flat"`: one row of numbers. `"shards"`: rows are [4 shards, (q, v, k), features] (CodeGen).

@@ -28,7 +28,7 @@ class Ending:
         code: exit code; negative: the signal that ended it.
         ended_s: when it ended.
         traceback_s: when the first line of its last traceback was read; None: it wrote none.
-        asked: whether we had asked it to stop before it ended.
+        stop_requested: whether we had asked it to stop before it ended.
     """
 
     index: int

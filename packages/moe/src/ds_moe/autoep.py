@@ -35,7 +35,7 @@ class ExpertParallelModel:
 
     Attributes:
         layers: What runs in place of the model's own modules, by their names.
-        found: What was recognised.
+        blocks: What was recognised.
     """
 
     model: nn.Module

@@ -26,7 +26,7 @@ class RouterOutput:
     Attributes:
         experts: int64 [T, k], best choice first; also of those that were dropped.
         weights: [T, k] fp32 with gradient; 0 where dropped.
-        kept: bool [T, k]: what was not dropped; None: everything.
+        kept_mask: bool [T, k]: what was not dropped; None: everything.
         counts: int64 [E]: choices of each expert before any was dropped. No gradient, not read by the host.
         loss: Scalar with gradient: what keeps experts evenly loaded; 0 if the router has no such term.
         scores: [T, E] fp32: the probabilities that the weights were taken from, for metrics. Detached.

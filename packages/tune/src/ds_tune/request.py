@@ -37,7 +37,7 @@ class TuningRequest:
     Attributes:
         config: Without lists and "auto" in what is looked for.
         values: Values of the keys that were given lists.
-        kept: Keys that stay as they are.
+        fixed: Keys that stay as they are.
     """
 
     config: Mapping[str, Any]

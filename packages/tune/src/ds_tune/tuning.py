@@ -44,7 +44,7 @@ class Tuning:
     """One question, asked of one job.
 
     Args:
-        told: Called before each trial with it, and after it with its result.
+        on_trial: Called before each trial with it, and after it with its result.
         shapes: Of the model, if they are known before the first trial.
     """
 

@@ -69,7 +69,7 @@ class OnebitAdam(OneBit):
 
     After the freeze: m = mean over ranks of signs(b1 m + (1 - b1) g); p -= lr (m / c1 / (sqrt(v / c2) + eps) + wd p).
 
-    Args:
+    Settings:
         freeze_step: Steps with exact gradients. Until the variance is stable: the paper finds some 15 to 20 % of a run; of
             some hundred steps half were needed (docs/benchmarks/comm.md).
         eps_inside_sqrt: sqrt(v / c2 + eps) as the denominator.
@@ -251,7 +251,7 @@ class OnebitLamb(OneBit):
     factor, where factor = max over elements of frozen / second denominator, within [factor_min, factor_max] and within
     `factor_threshold` of its last value.
 
-    Args:
+    Settings:
         coeff_beta: Averaging of layer rates during the warm-up.
         max_coeff, min_coeff: Bounds of a layer's rate |p| / |update|; 0 for no bound.
 

@@ -54,7 +54,7 @@ class Compiling:
         least: Smallest saved result that is freed or offloaded, bytes.
         pin: Offloaded results are page-locked.
         double: Gradients are collected while others are summed.
-        told: Log every action.
+        warned: Log every action.
         bucket: Elements of the gradients that the pass `bucket` sums by one message.
         cuts: Passes that cut layers or sequences and have ranks to cut them over.
     """

@@ -68,10 +68,10 @@ class SavedResult:
     Attributes:
         name: Of the node in both graphs.
         nbytes: Of it.
-        made: Position of the node that makes it in the forward graph; -1 in a backward graph.
+        position: Position of the node that makes it in the forward graph; -1 in a backward graph.
         last: Last position that uses it in this graph.
         first: First position that uses it in this graph.
-        own: Whether nothing else shares its memory.
+        owned: Whether nothing else shares its memory.
     """
 
     name: str
@@ -195,7 +195,7 @@ class PassInputs:
         floor: Bytes that are always used: shards, optimizer state, inputs.
         least: Smallest saved result that is worth an action.
         both: Units that the forward and the backward graphs gather.
-        kept: Units that stay gathered between them.
+        saved: Units that stay gathered between them.
         peak: Most bytes that any graph was seen to use at once, floor and gathered units left out.
         states: Bytes of the optimizer's state of each unit that has it on the device; part of the floor.
         resting: Bytes that a rank sends for a gather of each unit that rests on the host.

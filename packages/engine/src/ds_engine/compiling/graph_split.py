@@ -136,7 +136,7 @@ def wrap_attention(gm: fx.GraphModule, group_name: str, length: int, is_batch: S
     Args:
         group_name: Of the ranks that share sequences.
         length: Of this rank's part.
-        given: Of each input whether it is the caller's, and not the model's.
+        is_batch: Of each input whether it is the caller's, and not the model's.
     Returns:
         How many attentions there were.
     Raises:

@@ -99,7 +99,7 @@ class StagedExecutor:
     """The executor of a rank with stages.
 
     Args:
-        made: The stages at work.
+        stage_pipeline: The stages at work.
         every_backward: Gradients are reduced after each microbatch.
     Attributes:
         batch_fn: Makes inputs and labels of what the data yield.

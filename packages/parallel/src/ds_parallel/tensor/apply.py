@@ -74,7 +74,7 @@ class TensorParallelModel:
         model: The model, cut in place.
         plan: How.
         group: The tensor-parallel ranks.
-        held: Its parameters that are parts, by their names in the model. One that is one part is the parameter it was.
+        shards: Its parameters that are parts, by their names in the model. One that is one part is the parameter it was.
         replaced: Parameters in several parts, and what took their place: for optimizers that were made before.
     """
 

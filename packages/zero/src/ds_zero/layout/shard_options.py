@@ -49,8 +49,8 @@ class NodeTopology:
 
     Attributes:
         size: Neighbouring ranks of a node.
-        two_steps: Gather across nodes first, then inside.
-        secondary: Keep what was gathered inside the node until the next update: 1/size of the parameters on each rank.
+        hierarchical: Gather across nodes first, then inside.
+        secondary_partition: Keep what was gathered inside the node until the next update: 1/size of the parameters on each rank.
     """
 
     size: int
@@ -63,16 +63,16 @@ class OffloadPolicy:
     """A place for state, usable as `offload_optimizer=` and `offload_params=` of `shard`.
 
     Attributes:
-        where: `"host"` or `"file"`.
+        device: `"host"` or `"file"`.
         folder: Of the scratch files; made if it is not there. Nothing is left in it, however the process ends.
         pin: Page-lock host memory where the device gains from it; a refusal falls back to plain memory with one warning.
-        share: Which part of the elements is placed there, counted from the model's end; the rest stays on the device.
-        buffers: Units of which the bytes of a file may be in memory at a time, at least 2.
-        near: Of parameters: so many elements of a rank stay in host memory before files are used.
+        ratio: Which part of the elements is placed there, counted from the model's end; the rest stays on the device.
+        buffer_count: Units of which the bytes of a file may be in memory at a time, at least 2.
+        max_in_cpu: Of parameters: so many elements of a rank stay in host memory before files are used.
         read_ahead: Read the next unit while one is used.
         write_behind: Write a unit while the next one is used.
         io: How transfers are cut and queued.
-        early: Of optimizer state in host memory: share of a rank's threads, at least one, that update units while backward goes on
+        overlap_ratio: Of optimizer state in host memory: share of a rank's threads, at least one, that update units while backward goes on
             (`update/early.py`); 0: all updates begin after it. What such an update overwrites is kept until the step: the same bytes again.
         accumulates: Of optimizer state: several backwards add up before a step, so that the plan has room for their sums on the host.
     Raises:

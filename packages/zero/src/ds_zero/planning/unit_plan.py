@@ -91,8 +91,8 @@ class UnitPlan:
         dtypes: In which formats; of parameters that are not trained all are that of the parameter.
         storage, reduction: Which strategy runs it.
         nodes: How it is gathered between nodes; None: flat.
-        tier: Where its master shard and the optimizer's state are between updates, see `tiers.py`.
-        param_tier: Where its parameters are between uses.
+        offload_optimizer: Where its master shard and the optimizer's state are between updates, see `tiers.py`.
+        offload_params: Where its parameters are between uses.
         bytes: On every rank (ranks hold equal shares).
         wire: What of it travels as codes.
     """

@@ -197,11 +197,11 @@ def certificates() -> Certificates:
 
 
 def decoded(out: Tensor, shard: Tensor, spec: QuantSpec, gather: Callable[[Tensor, Tensor], comm.Work]) -> comm.Work:
-    """Start `gather(out, mine)` of codes of them. Every rank gets the same bits, also of its own part; `mine` is only read.
+    """Start `gather(out, shard)` of codes of them. Every rank gets the same bits, also of its own part; `shard` is only read.
 
     Args:
         out: [ranks * n], of the format of parameters.
-        mine: [n], of the same or a wider format.
+        shard: [n], of the same or a wider format.
         gather: Starts a gather of bytes.
     """
     n = shard.numel()

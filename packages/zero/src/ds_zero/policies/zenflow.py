@@ -95,7 +95,7 @@ class Calendar:
     """Counts steps. Pure.
 
     Attributes:
-        told: The rules.
+        options: The rules.
         step: Steps made.
         since: Of them, those since the others were stepped last.
         fast: Of them, those since columns were chosen.
@@ -192,7 +192,7 @@ class ZenFlowUpdater(Updater):
     """Splits the updates of a sharded optimizer.
 
     Args:
-        told: How.
+        options: How.
         sharding: The units.
         inner: An optimizer of ds_ops that treats elements apart.
     Raises:

@@ -346,7 +346,7 @@ class ReleasedStorage(PrivateStorage):
     """Full has memory while it is used only. It is never written at start: the model need not fit whole.
 
     Attributes:
-        param_tier: Keeps `sent`.
+        param_store: Keeps `sent`.
     """
 
     def __init__(self, unit: StorageUnit) -> None:

@@ -91,11 +91,11 @@ class GroupSet:
     """What the units of one family share.
 
     Attributes:
-        family: Over which ranks their gradients are summed, and how that sum counts.
-        apart: Some of those ranks do not run this backward; see `families.py`.
-        shards: The ranks that hold the shards of a unit; a group of one holds it whole.
-        gathers: The same ranks, over channels of their own, so that gathers and reductions cannot get in each other's order.
-        replicas: The ranks that hold the same shard; gradients are summed over `shard_group` and then over `replicate_group`.
+        reduction_group: Over which ranks their gradients are summed, and how that sum counts.
+        external: Some of those ranks do not run this backward; see `families.py`.
+        shard_group: The ranks that hold the shards of a unit; a group of one holds it whole.
+        gather_group: The same ranks, over channels of their own, so that gathers and reductions cannot get in each other's order.
+        replicate_group: The ranks that hold the same shard; gradients are summed over `shard_group` and then over `replicate_group`.
         pool: Where gradient buffers come from.
         shared: The ranks of `shard_group` keep one copy of the parameters between them ...
         host: ... in this memory.

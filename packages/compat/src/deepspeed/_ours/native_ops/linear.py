@@ -139,7 +139,7 @@ class WeightCodes:
     """How the codes of one weight are read.
 
     Attributes:
-        made: What was quantized: format, shape and dtype; None before.
+        quantized_from: What was quantized: format, shape and dtype; None before.
     """
 
     def __init__(self, config: QuantizationConfig) -> None:

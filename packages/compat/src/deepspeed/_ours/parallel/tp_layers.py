@@ -220,7 +220,7 @@ class fused_LinearLayer(LinearLayer):  # noqa: N801  upstream's name
     """Query, key and value in one weight, behind each other and of one size.
 
     Args:
-        fused_module: What the layer is part of; its class says how its weight is laid out.
+        options: `fused_module` is what the layer is part of; its class says how its weight is laid out.
     """
 
     kinds = ()
