@@ -16,7 +16,7 @@ from pathlib import Path
 from repo.imports import modules
 from repo.projects import load
 
-__all__ = ["FORBIDDEN", "begins_with_verb", "forbidden_names", "unresolved", "wording"]
+__all__ = ["FORBIDDEN", "begins_with_verb", "forbidden_names", "stale_entries", "unresolved", "wording"]
 
 FORBIDDEN = frozenset(
     [
@@ -41,6 +41,8 @@ FORBIDDEN = frozenset(
 _VERBS = Path(__file__).parents[1] / "ratchets" / "verbs.txt"
 _ANYWHERE = {"__init__", "_torch", "config", "cli", "errors", "__main__"}  # every package may have one
 _LONGEST = 10  # lines that a forbidden local may live
+_SECTION = re.compile(r"^(?:Args|Attributes):\n((?:    .*\n?|\n)+)", re.MULTILINE)
+_ENTRY = re.compile(r"^    ([a-z_*][\w, *`]*):(?: |$)", re.MULTILINE)
 _SPAN = re.compile(r"(?<!`)`([A-Za-z_][\w.]*)(?:\(\))?`(?!`)")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -152,3 +154,27 @@ def unresolved() -> list[str]:
         for match in _SPAN.finditer(text)
         if re.match(r"_?[A-Z][a-z]|ds_\w+\.", match[1]) and not all(part in defined for part in match[1].split("."))
     ]
+
+
+def stale_entries(node: ast.ClassDef | Function) -> list[str]:
+    """List what the sections Args and Attributes of a docstring explain and the function or class does not have."""
+    entries = {
+        name.strip(" *`")
+        for section in _SECTION.finditer(ast.get_docstring(node) or "")
+        for entry in _ENTRY.finditer(section[1])
+        for name in entry[1].split(",")
+    }
+    if not entries:
+        return []
+    inside = ast.walk(node) if isinstance(node, ast.ClassDef) else ast.walk(node.args)
+    names: set[str] = set()
+    for inner in inside:
+        if isinstance(inner, ast.arg):
+            names.add(inner.arg)
+        elif isinstance(inner, Function):
+            names.add(inner.name)
+        elif isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+            names.add(inner.id)
+        elif isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
+            names.add(inner.attr)
+    return sorted(entries - names)

@@ -11,7 +11,7 @@ import pytest
 from repo import ROOT
 from repo.imports import modules
 from repo.projects import load
-from repo.wording import begins_with_verb, forbidden_names, unresolved, wording
+from repo.wording import begins_with_verb, forbidden_names, stale_entries, unresolved, wording
 
 PAGE = ROOT / "docs" / "developing" / "where-is-it.md"
 RENAMES = ROOT / "tools" / "repo" / "renames.csv"
@@ -41,6 +41,28 @@ def test_what_the_words_have_reached() -> None:
     assert numbers["module names of several modules"] <= 30
     assert numbers["docstrings without a verb, percent"] <= 20
     assert unresolved() == []
+
+
+def test_sections_of_docstrings_explain_what_is_there() -> None:
+    text = '''def f(a, *rest, **options):
+        """Do it.
+
+        Args:
+            a, rest: Numbers.
+            options: More.
+            gone: Was one.
+        """'''
+    (function,) = ast.parse(text).body
+    assert isinstance(function, ast.FunctionDef)
+    assert stale_entries(function) == ["gone"]
+    stale = [
+        f"{module.name}.{node.name}: {', '.join(names)}"
+        for project in load().values()
+        for module in modules(project)
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (names := stale_entries(node))
+    ]
+    assert stale == []
 
 
 def _rows() -> list[tuple[str, str, str]]:

@@ -53,7 +53,7 @@ class Level:
 
 
 def migrate(model: Model, section: Mapping[str, Any]) -> Level:
-    """Rewrite the keys of `given` into those that `model` uses today. `given` is not changed."""
+    """Rewrite the keys of `section` into those that `model` uses today. `section` is not changed."""
     level = Level(dict(section))
     for name, info in model.model_fields.items():
         for old in aliases(info):

@@ -43,7 +43,7 @@ class ResumableLoader:
         order: Of the samples.
         options: Passed to torch's DataLoader (`collate_fn`, `num_workers`, `pin_memory`, ...).
     Attributes:
-        taken: Samples returned so far, over all ranks and epochs.
+        consumed: Samples returned so far, over all ranks and epochs.
         samples: Dataset indices of the microbatch that this rank was given last.
         waited_s: Seconds that the caller has waited for data.
         post_process: Called with each microbatch and where the order stands ("consumed_samples" and, in a curriculum,

@@ -1,6 +1,6 @@
 """A Hugging Face decoder of no declared family runs through its own forward, with our cache, batches and sampling.
 
-What its layers keep is learnt from one token at the start (`recurrent`). A step's chunks are put together by their length; each group
+What its layers keep is learnt from one token at the start (`RecurrentState`). A step's chunks are put together by their length; each group
 is one forward of the module, whose past is what our blocks hold, put at the right end and masked on the left, and the sequences' states.
 The new keys and values go into the blocks, the states into the sequences' rows. So everything that the scheduler does (chunks,
 preemption, samples; without states also prefixes that are shared, and drafts) holds for it too.

@@ -1,7 +1,7 @@
 """What a decoder model is made of, as data: the runner executes it and knows no family by name.
 
 A family (`families/`) is a function from a Hugging Face configuration to a `DecoderSpec`, and a table that says from which tensors of a
-checkpoint each *role* is made. Roles are the weights that the runner asks for by name, see `roles_of`.
+checkpoint each *role* is made. Roles are the weights that the runner asks for by name.
 """
 
 from __future__ import annotations

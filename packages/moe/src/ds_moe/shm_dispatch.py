@@ -207,7 +207,7 @@ def make_reducer(
 
 
 def check_alike(headers: Sequence[Sequence[int]], expected: Sequence[int], group: Group) -> None:
-    """Raise if a rank's rows are others than `mine`: (elements, bytes of one).
+    """Raise if a rank's rows are others than `expected`: (elements, bytes of one).
 
     Raises:
         CommError: they are ("moe-ranks-differ").

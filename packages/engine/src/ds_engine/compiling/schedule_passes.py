@@ -66,7 +66,7 @@ class Pass:
         what: What it does, in a line.
         contract: See above.
         decide: Its deciding part; None for a pass that only edits the graph.
-        edit: Edits the torch.fx graph itself, after all deciding parts; for passes of users. What our own do to a graph is in `cutting.py`.
+        edit: Edits the torch.fx graph itself, after all deciding parts; for passes of users. What our own do to a graph is in `graph_split.py`.
         measured: Whether it needs times and bytes of a step.
     """
 

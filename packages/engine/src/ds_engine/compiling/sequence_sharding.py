@@ -4,7 +4,7 @@
     whole    the loss of a part -> the loss of the batch, the same on every rank of a sequence
 
 Attention is exchanged by the model (a transformers model whose attention function is wrapped, a model with `DistributedAttention`), or where it
-does not by the pass `autosp` (`cutting.py`).
+does not by the pass `autosp` (`graph_split.py`).
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ class CommFormat:
         return 0, 0, 0
 
     def gather(self, out: Tensor, shard: Tensor, start: Callable[[Tensor, Tensor], Work]) -> Work:
-        """Start to fill `out` [ranks * n] from every rank's `mine` [n] by `start(out, mine)`, which gathers tensors of one format."""
+        """Start to fill `out` [ranks * n] from every rank's `shard` [n] by `start(out, shard)`, which gathers tensors of one format."""
         return start(out, shard)
 
     def levels(self, shards: Group) -> Hierarchy | None:

@@ -421,5 +421,5 @@ class GradientReductions:
         return self._order.recorded
 
     def adopt(self, sequence: Sequence[int]) -> None:
-        """Follow `seen` from now on. The same on every rank."""
+        """Follow `sequence` from now on. The same on every rank."""
         self._order.adopt(sequence)

@@ -87,7 +87,7 @@ class OverlapLedger:
     Args:
         units: Numbers of those that may be early.
     Attributes:
-        held: Early updates that held, so far.
+        retained: Early updates that held, so far.
         undone: Those that were taken back after they were written, at least in part.
     """
 
