@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ds_comm import shm_group
+from ds_comm.shm import shm_group
 from ds_ops import optim
 from ds_testing import world
 

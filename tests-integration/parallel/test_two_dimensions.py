@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_comm import shm_group
+from ds_comm.shm import shm_group
 from ds_moe import MoE, MoEOptions
 from ds_testing import world
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from ds_comm import shm_group
+from ds_comm.shm import shm_group
 
 HERE = Path(__file__).parent
 

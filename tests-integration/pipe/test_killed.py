@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ds_comm import shm_group
+from ds_comm.shm import shm_group
 
 HERE = Path(__file__).parent
 DEADLINE_S, GRACE_S = 3.0, 5.0

@@ -24,7 +24,7 @@ from ds_ckpt.save_planner import described, num_planners
 from ds_comm.launch import LaunchedProcess
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_comm.store_rendezvous import _ALL, _roll_call
-from ds_comm.watch.sidechannel import SideChannel
+from ds_comm.watch.alarms import SideChannel
 
 DATA = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "data" / "control_plane.json"
 WORLDS = [2, 16, 128, 1024, 4096, 10000]

@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_comm
-from ds_comm.lossy.ddp_hooks import compress_ddp
+from ds_comm.codecs.ddp_hooks import compress_ddp
 
 DATA = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "data" / "ddp_hooks.json"
 BYTES = {

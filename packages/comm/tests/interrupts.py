@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import ds_comm
 from ds_comm.channels import Channels
-from ds_comm.symmetric_arena import Arena
+from ds_comm.shm.symmetric_arena import Arena
 
 WAITS_S = 0.7
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_comm import shm_group
-from ds_comm.symmetric_arena import _slot_bytes
+from ds_comm.shm import shm_group
+from ds_comm.shm.symmetric_arena import _slot_bytes
 from ds_ops import _native
 from ds_ops.shm_collectives import Channel, ChannelSettings, SharedSegment, ShmCollective
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_comm.watch.side_channel import open_peer
+from ds_comm.watch.peer_rings import open_peer
 from ds_comm.watch.stamp_ring import OPS, RingReader, StampRing
 
 

@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_comm.watch import side_channel
-from ds_comm.watch.side_channel import open_peer
-from ds_comm.watch.sidechannel import SideChannel
+from ds_comm.watch import peer_rings
+from ds_comm.watch.alarms import SideChannel
+from ds_comm.watch.peer_rings import open_peer
 from ds_comm.watch.stamp_ring import StampRing
 from ds_comm.watch.watchdog import EXIT_CODE, Watchdog, WatchSettings
 
@@ -389,14 +389,14 @@ def test_a_process_that_is_gone_is_dead(monkeypatch: pytest.MonkeyPatch, error: 
 
 
 def test_a_peer_that_could_not_be_opened_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened, failures = side_channel.RingReader, iter([errno.EMFILE] * 3)
+    opened, failures = peer_rings.RingReader, iter([errno.EMFILE] * 3)
 
     def reader(pid: int, fd: int) -> Any:
         if (number := next(failures, None)) is not None:
             raise OSError(number, os.strerror(number))
         return opened(pid, fd)
 
-    monkeypatch.setattr(side_channel, "RingReader", reader)
+    monkeypatch.setattr(peer_rings, "RingReader", reader)
     with job(2, tmp_path, deadline_s=300) as ranks:
         assert all(set(rank.watchdog._peers) == {0, 1} for rank in ranks)
         assert all(rank.watchdog._peers[1 - i] is not None for i, rank in enumerate(ranks))

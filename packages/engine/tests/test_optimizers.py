@@ -12,7 +12,7 @@ from torch import nn
 
 import ds_engine
 import ds_ops
-from ds_comm.lossy.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
+from ds_comm.optim.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 from ds_config.errors import DsError, PlanError
 from ds_engine import Shapes, load_config, make_plan
 from ds_engine.optimizer_table import FROM_MUP, check_optimizer, make_optimizer, make_torch_scheduler

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_comm.shm_units import ReductionBuffers
+from ds_comm.shm.shm_units import ReductionBuffers
 from ds_zero.layout.elements import plan_layout, plan_sums
 from ds_zero.layout.shard_options import PLAIN
 from ds_zero.runtime.reduce_strategies import ShmReduceScatter

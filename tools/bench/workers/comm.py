@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_comm
-from ds_comm.lossy.onebit import OnebitAdam
-from ds_comm.lossy.signs import SignErrors
-from ds_comm.symmetric_arena import Arena, TensorRequest
+from ds_comm.codecs.signs import SignErrors
+from ds_comm.optim.onebit import OnebitAdam
+from ds_comm.shm.symmetric_arena import Arena, TensorRequest
 from ds_comm.watch.recorder import start_recorder, stop_recorder
 from ds_comm.watch.watchdog import WatchSettings
 from ds_ops.host_arena import zeros_huge

@@ -264,7 +264,7 @@ class Sampler(threading.Thread):
 
 def connect(engine: str, backend: str, world: int) -> None:
     if backend == "shm":
-        importlib.import_module("ds_comm.shm_group")
+        importlib.import_module("ds_comm.shm.shm_group")
     if world > 1 or engine.startswith("deepspeed"):
         dist.init_process_group(backend)
 

@@ -21,7 +21,7 @@ from ds_comm.backend_options import BackendOptions, group_options, use_backend_o
 from ds_comm.groups import DEFAULT_TIMEOUT, Group, use_timeout, world_group
 from ds_comm.launch import LaunchedProcess, read_launch
 from ds_comm.rehearsal.staging import is_rehearsal
-from ds_comm.shm_group import available
+from ds_comm.shm.shm_group import available
 from ds_comm.store_rendezvous import rendezvous
 from ds_comm.watch.recorder import deadline_from, start_recorder, stop_recorder
 from ds_comm.watch.watchdog import WatchSettings
@@ -56,7 +56,7 @@ def init_distributed(
 
     Args:
         backend: torch's name (`"nccl"`, `"gloo"`, `"cpu:gloo,cuda:nccl"`). By default what DS_COMM_BACKEND says, else the
-            device's own; for the CPU `"shm"` where all ranks are on one host and can share memory (`ds_comm.shm_group`), and
+            device's own; for the CPU `"shm"` where all ranks are on one host and can share memory (`ds_comm.shm.shm_group`), and
             `"gloo"` where they cannot (rank 0 logs why).
         timeout: How long ranks wait for each other to come here, and for a collective where nobody watches (`deadline_s=0`). Who
             has not come is logged every 30 s.

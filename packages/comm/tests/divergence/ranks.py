@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ds_comm
 from ds_comm.channels import Channels
 from ds_comm.node_topology import neighbours
-from ds_comm.shm_sequence import ShmSequence
-from ds_comm.symmetric_arena import Arena
+from ds_comm.shm.shm_sequence import ShmSequence
+from ds_comm.shm.symmetric_arena import Arena
 from ds_ops.shm_collectives import SharedSegment
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ds_comm import shm_group
+from ds_comm.shm import shm_group
 from ds_comm.watch.dumps import read_dumps, render
 from ds_comm.watch.watchdog import EXIT_CODE
 

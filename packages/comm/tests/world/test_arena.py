@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ds_comm import self_group, world_group
-from ds_comm.symmetric_arena import Arena, TensorRequest, arena_refusal
+from ds_comm.shm.symmetric_arena import Arena, TensorRequest, arena_refusal
 from ds_testing import world
 
 

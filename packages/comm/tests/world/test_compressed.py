@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import ds_comm
 from ds_comm import ReduceOp, shm_group
-from ds_comm.lossy.compressed import ErrorFeedback, Quantized
-from ds_comm.lossy.hierarchy import Hierarchy
+from ds_comm.codecs.compressed import ErrorFeedback, Quantized
+from ds_comm.codecs.hierarchy import Hierarchy
 from ds_config.errors import CommError
 from ds_ops.formats import FP8_E4M3, INT4, INT8, QuantSpec
 from ds_testing import world

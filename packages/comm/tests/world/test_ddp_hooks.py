@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 import ds_comm
 from ds_comm import ReduceOp
 from ds_comm.backend_options import group_options, use_backend_options
-from ds_comm.lossy.compressed import ErrorFeedback, Quantized
-from ds_comm.lossy.ddp_hooks import compress_ddp
-from ds_comm.lossy.hierarchy import Hierarchy
+from ds_comm.codecs.compressed import ErrorFeedback, Quantized
+from ds_comm.codecs.ddp_hooks import compress_ddp
+from ds_comm.codecs.hierarchy import Hierarchy
 from ds_config.errors import CommError
 from ds_ops.formats import FP8_E4M3, INT4, INT8, QuantSpec
 from ds_testing import world

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import ds_comm as comm
-from ds_comm.shm_units import ShmUnitMemory
+from ds_comm.shm.shm_units import ShmUnitMemory
 from ds_ops.reduce import sum_sources
 from ds_testing import world
 

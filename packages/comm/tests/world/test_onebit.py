@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_comm
-from ds_comm.lossy.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
+from ds_comm.optim.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 from ds_config.errors import ConfigError, UnsupportedError
 from ds_testing import world
 

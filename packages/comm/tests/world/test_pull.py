@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ds_comm import all_to_all_counts, differentiable, self_group, world_group
 from ds_comm.groups import Group
-from ds_comm.shm_window import ShmWindow
+from ds_comm.shm.shm_window import ShmWindow
 from ds_config.errors import CommError
 from ds_testing import world
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_comm
-from ds_comm import shm_group
+from ds_comm.shm import shm_group
 from ds_config.errors import CommError, UnsupportedError
 from ds_testing import world
 

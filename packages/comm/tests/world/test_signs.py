@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ds_comm
-from ds_comm.lossy.signs import BLOCK, SignErrors, mean_of_signs, pack_signs, unpack_signs
+from ds_comm.codecs.signs import BLOCK, SignErrors, mean_of_signs, pack_signs, unpack_signs
 from ds_config.errors import CommError
 from ds_testing import world
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import ds_comm
 from ds_comm.groups import Group
 from ds_comm.node_topology import neighbours
-from ds_comm.shm_sequence import ShmSequence
+from ds_comm.shm.shm_sequence import ShmSequence
 from ds_config.errors import CommError
 from ds_ops.shm_collectives import SharedSegment
 from ds_testing import world

@@ -13,7 +13,7 @@ from torch import nn
 
 import ds_ops
 from ds_comm import Group
-from ds_comm.lossy import onebit
+from ds_comm.optim import onebit
 from ds_config import nearest
 from ds_config.errors import ConfigError, UnsupportedError
 from ds_engine.config_sections import (

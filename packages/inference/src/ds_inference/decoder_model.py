@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import ds_comm
-from ds_comm.symmetric_arena import Arena, arena_refusal
+from ds_comm.shm.symmetric_arena import Arena, arena_refusal
 from ds_config.errors import UnsupportedError
 from ds_inference.adapters import Adapter
 from ds_inference.cache import Cache

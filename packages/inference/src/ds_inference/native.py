@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ds_comm.symmetric_arena import Arena
+from ds_comm.shm.symmetric_arena import Arena
 from ds_inference.paged_attention import BatchIndices, alibi_slopes
 from ds_inference.quantize import Weight, dequantised
 from ds_inference.rope import Rotation

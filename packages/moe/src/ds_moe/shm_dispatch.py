@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ds_comm import Group
-from ds_comm.shm_window import ShmWindow
-from ds_comm.symmetric_arena import arena_refusal
+from ds_comm.shm.shm_window import ShmWindow
+from ds_comm.shm.symmetric_arena import arena_refusal
 from ds_config.errors import CommError
 from ds_ops.moe_routing import Pulls, RowPermutation, pulls_of
 from ds_ops.row_ops import gather_rows, gather_sum, row_products, weighed

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ds_comm import shm_group
+from ds_comm.shm import shm_group
 from ds_config.errors import PlanError
 from ds_moe import clip_grad_norm_, place_experts
 from ds_testing import world

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ds_comm.call import CollectiveCall
 from ds_comm.channels.signature import CellPiece, Leaf, MessageSignature
-from ds_comm.shm_wait import SLICE_S, wait_until
+from ds_comm.shm.shm_wait import SLICE_S, wait_until
 from ds_comm.watch.recorder import current
 from ds_comm.work import DONE, Work
 from ds_config.errors import CommError

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ds_comm._torch import second_connection
 from ds_comm.groups import OpSequence
+from ds_comm.watch.alarms import SideChannel
 from ds_comm.watch.call_sites import error_place
 from ds_comm.watch.secret import job_secret
-from ds_comm.watch.sidechannel import SideChannel
 from ds_comm.watch.stamp_ring import StampRing
 from ds_comm.watch.torch_calls import TorchCalls
 from ds_comm.watch.verdict import Finding

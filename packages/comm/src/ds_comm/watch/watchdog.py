@@ -34,10 +34,10 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_accel import streams
+from ds_comm.watch.alarms import SideChannel
 from ds_comm.watch.call_sites import user_frame
 from ds_comm.watch.dumps import dump_name, new_job
-from ds_comm.watch.side_channel import Peer, open_peer
-from ds_comm.watch.sidechannel import SideChannel
+from ds_comm.watch.peer_rings import Peer, open_peer
 from ds_comm.watch.stamp_ring import Stamp, StampRing
 from ds_comm.watch.torch_calls import TorchCalls
 from ds_comm.watch.verdict import Finding, RankReport, differs, judge, judge_wait

@@ -43,7 +43,7 @@ ELASTIC = Missing("the launcher starts ranks again by itself", "`ds run --nnodes
 
 LOSSY = Missing(
     "compressed sums are chosen by the configuration",
-    "zero_optimization.zero_quantized_gradients, a 1-bit optimizer, or ds_comm.lossy",
+    "zero_optimization.zero_quantized_gradients, a 1-bit optimizer, or ds_comm.codecs",
 )
 RAGGED = Missing(
     "the ragged engine is made of other parts", "deepspeed.inference.v2 (InferenceEngineV2, build_hf_engine)"

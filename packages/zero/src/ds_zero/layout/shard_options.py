@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ds_comm import Group, Work
-from ds_comm.lossy.compressed import ErrorFeedback, Quantized
-from ds_comm.lossy.hierarchy import Hierarchy
+from ds_comm.codecs.compressed import ErrorFeedback, Quantized
+from ds_comm.codecs.hierarchy import Hierarchy
 from ds_config.errors import PlanError
 from ds_ops.io import IOSettings
 from ds_zero.layout.dtypes_plan import Dtypes, Precision

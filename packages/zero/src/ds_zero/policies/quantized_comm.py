@@ -24,8 +24,8 @@ from torch import Tensor
 
 import ds_comm as comm
 from ds_comm import Group
-from ds_comm.lossy.compressed import ErrorFeedback, Quantized
-from ds_comm.lossy.hierarchy import Hierarchy
+from ds_comm.codecs.compressed import ErrorFeedback, Quantized
+from ds_comm.codecs.hierarchy import Hierarchy
 from ds_comm.work import Chained
 from ds_config.errors import PlanError, UnsupportedError
 from ds_ops.formats import INT4, INT8, QuantSpec, QuantTensor

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import ds_comm as comm
 from ds_comm import Group, Work
-from ds_comm.shm_units import ReductionBuffers, ShmUnitMemory
+from ds_comm.shm.shm_units import ReductionBuffers, ShmUnitMemory
 from ds_comm.sparse_rows import EmbeddingTable, sum_rows
 from ds_ops.reduce import sum_ranges, sum_sources
 from ds_ops.stream import copy_ranges

@@ -21,10 +21,10 @@ from torch import Tensor
 import ds_comm as comm
 from ds_comm import Group, destroy_group, destroy_when_dropped, duplicate_group, groups
 from ds_comm.buffer_pool import BufferPool
+from ds_comm.codecs.hierarchy import Hierarchy
 from ds_comm.hierarchical import HierarchicalGather
-from ds_comm.lossy.hierarchy import Hierarchy
 from ds_comm.reduction_group import ReductionGroup
-from ds_comm.shm_units import ShmUnitMemory, host_refusal
+from ds_comm.shm.shm_units import ShmUnitMemory, host_refusal
 from ds_config.errors import PlanError, UnsupportedError
 from ds_zero.layout.elements import UnitLayout
 from ds_zero.layout.reduction_groups import cut

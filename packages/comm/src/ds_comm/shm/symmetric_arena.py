@@ -27,7 +27,7 @@ from torch import Tensor
 from ds_comm.groups import Group
 from ds_comm.metadata import broadcast_json
 from ds_comm.node_topology import Neighbour, neighbours
-from ds_comm.shm_wait import LIMIT_S, own_order, patient_s
+from ds_comm.shm.shm_wait import LIMIT_S, own_order, patient_s
 from ds_comm.watch.recorder import current
 from ds_comm.work import failed
 from ds_config.errors import CommError

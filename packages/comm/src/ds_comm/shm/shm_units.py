@@ -26,8 +26,8 @@ from torch import Tensor
 from ds_comm.groups import Group
 from ds_comm.metadata import all_gather_json, broadcast_json
 from ds_comm.node_topology import neighbours
-from ds_comm.shm_sequence import ShmSequence
-from ds_comm.symmetric_arena import arena_refusal
+from ds_comm.shm.shm_sequence import ShmSequence
+from ds_comm.shm.symmetric_arena import arena_refusal
 from ds_ops.shm_collectives import SharedSegment
 
 __all__ = ["ReductionBuffers", "ShmUnitMemory", "host_refusal"]

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from ds_comm.groups import Group
-from ds_comm.shm_wait import LIMIT_S, SLICE_S, own_order, wait_until
+from ds_comm.shm.shm_wait import LIMIT_S, SLICE_S, own_order, wait_until
 from ds_comm.watch.recorder import current
 from ds_comm.work import failed
 from ds_config.errors import CommError

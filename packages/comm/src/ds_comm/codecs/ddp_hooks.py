@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ds_comm.codecs.compressed import ErrorFeedback, Quantized
 from ds_comm.collectives import ReduceOp
 from ds_comm.groups import Group, as_group
-from ds_comm.lossy.compressed import ErrorFeedback, Quantized
 from ds_comm.work import Work
 from ds_config.errors import CommError
 from ds_ops.formats import FP8_E4M3, INT4, INT8, QuantSpec
@@ -50,7 +50,7 @@ def compress_ddp(model: DistributedDataParallel, method: Compression | Quantized
         raise CommError(
             f"gradients compressed by {method!r}",
             code="comm-ddp-method",
-            fix=f"Use fp16, bf16, {', '.join(_SPECS)}, a ds_comm.lossy.compressed.Quantized, or torch's PowerSGDState.",
+            fix=f"Use fp16, bf16, {', '.join(_SPECS)}, a ds_comm.codecs.compressed.Quantized, or torch's PowerSGDState.",
         )
 
 

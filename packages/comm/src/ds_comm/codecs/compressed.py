@@ -22,9 +22,9 @@ from torch import Tensor
 
 import ds_comm.collectives as collectives
 from ds_comm.call import CollectiveCall
+from ds_comm.codecs.hierarchy import Hierarchy
 from ds_comm.collectives import ReduceOp
 from ds_comm.groups import Group, GroupLike, as_group
-from ds_comm.lossy.hierarchy import Hierarchy
 from ds_comm.work import DONE, Chained, Work
 from ds_config.errors import CommError
 from ds_ops.formats import QuantSpec, QuantTensor, Swizzle

@@ -9,7 +9,7 @@ ones of 0/1 Adam. Absent gradients count as zeros, so that ranks which took diff
 
 Phases. Adaptive optimizers cannot use one-bit gradients: the variance would see the error squared. So variance is learnt
 with exact means first, then frozen, and what travels from then on is linear in the gradient and corrected by error feedback
-(`ds_comm.lossy.signs`). All masters and states are fp32 of the parameters' shape. Errors belong to a rank and a number of
+(`ds_comm.codecs.signs`). All masters and states are fp32 of the parameters' shape. Errors belong to a rank and a number of
 ranks: `error_tensors` hands them out to be saved, `expect_errors` allocates them; after any other load they start at zero, as
 in the papers' own code.
 
@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ds_comm.lossy.onebit_base import OneBit, OneBitSettings, _denominator, _value_error, count, fraction, limited
+from ds_comm.optim.onebit_base import OneBit, OneBitSettings, _denominator, _value_error, count, fraction, limited
 
 __all__ = ["OnebitAdam", "OnebitLamb", "ZeroOneAdam"]
 

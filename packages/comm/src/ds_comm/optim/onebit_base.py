@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ds_comm.codecs.signs import SignErrors, mean_of_signs
 from ds_comm.collectives import all_reduce
 from ds_comm.groups import GroupLike, as_group
-from ds_comm.lossy.signs import SignErrors, mean_of_signs
 from ds_config.errors import ConfigError, UnsupportedError
 
 __all__ = ["OneBit", "OneBitSettings", "Params", "count", "fraction", "limited"]

@@ -2,7 +2,7 @@
 # mypy: disable-error-code="override,assignment"
 """`shm`: a torch process group for CPU ranks of one host, over one shared segment.
 
-    import ds_comm.shm_group                                   # registers the backend
+    import ds_comm.shm.shm_group                                   # registers the backend
     dist.init_process_group("shm", ...)                  # DDP, FSDP2 and torch.distributed run on it unchanged
 
 A blocking call runs in the caller's thread without the GIL; `async_op=True` queues it on a native thread. Calls of one

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ds_comm.groups import GroupLike, as_group
-from ds_comm.symmetric_arena import Arena, TensorRequest
+from ds_comm.shm.symmetric_arena import Arena, TensorRequest
 from ds_config.errors import CommError
 
 __all__ = ["ShmWindow"]
@@ -33,7 +33,7 @@ class ShmWindow:
         everyone: [size * rows, width]: what all ranks published last, one rank after the other, in their own memory: to be read, not kept.
 
     Raises:
-        CommError: the ranks cannot share memory ("comm-arena"); ask `ds_comm.symmetric_arena.arena_refusal` first.
+        CommError: the ranks cannot share memory ("comm-arena"); ask `ds_comm.shm.symmetric_arena.arena_refusal` first.
     """
 
     def __init__(self, group: GroupLike, rows: int, width: int, dtype: torch.dtype) -> None:
