@@ -28,6 +28,7 @@ from ds_comm import (
     as_group,
     batch_isend_irecv,
     destroy_group,
+    destroy_when_dropped,
     duplicate_group,
     ensure_world,
     extend_timeout,
@@ -55,6 +56,7 @@ class Coordinator:
     def __init__(self, group: GroupLike = None) -> None:
         self._group = ensure_world() if group is None else as_group(group)
         self.rank, self.size = self._group.rank, self._group.size
+        self._duplicates: list[Group] = []  # what `close` destroys
 
     @property
     def group(self) -> Group:
@@ -74,13 +76,17 @@ class Coordinator:
     def twin(self) -> Coordinator:
         """Duplicate this coordinator over a new CPU process group of the same ranks, for another thread.
 
-        Collective. Call `close` on the result.
+        Collective. Call `close` on the result; a twin that is dropped destroys its group when it is collected as garbage.
         """
-        return Coordinator(duplicate_group(self._group, "ckpt"))
+        twin = Coordinator(duplicate_group(self._group, "ckpt"))
+        twin._duplicates.append(twin.group)
+        destroy_when_dropped(twin, twin._duplicates)
+        return twin
 
     def close(self) -> None:
         """Destroy the group of a `twin`."""
-        destroy_group(self._group)
+        while self._duplicates:
+            destroy_group(self._duplicates.pop())
 
     def settle(self, action: Callable[[], Json], *, patience_s: float = 0.0) -> Json:
         """Run `action` on every rank and return this rank's result when all went well. Collective.

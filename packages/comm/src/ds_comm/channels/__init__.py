@@ -34,7 +34,7 @@ from ds_comm._torch import is_alive
 from ds_comm.channels.messages import MessageReceiver, MessageSender
 from ds_comm.channels.rings import Rings
 from ds_comm.channels.signature import MessageSignature
-from ds_comm.groups import GroupLike, as_group, destroy_group, duplicate_group
+from ds_comm.groups import GroupLike, as_group, destroy_group, destroy_when_dropped, duplicate_group
 from ds_comm.metadata import metadata_device
 from ds_comm.node_topology import neighbours
 from ds_comm.work import Work
@@ -151,6 +151,8 @@ class Channels:
         # Heads and signatures are numbers of the host, and what a device sends is copied there: not for a backend of devices.
         beside = apart and metadata_device(self.group) != torch.device("cpu") and not is_rehearsal()
         self._messages = duplicate_group(self.group, "channels") if beside else self.group
+        self._duplicates = [self._messages] if beside else []
+        destroy_when_dropped(self, self._duplicates)
         self._rings = Rings(self.group, self._neighbours, depth, timeout_s)
         self._shared = shared
         self._senders: dict[tuple[int, int, str], Sender] = {}
@@ -180,8 +182,10 @@ class Channels:
         self._senders.clear()
         self._receivers.clear()
         self._rings.close()
-        if self._messages is not self.group and self._messages.link is not None and is_alive(self._messages.link):
-            destroy_group(self._messages)
+        while self._duplicates:
+            messages = self._duplicates.pop()
+            if messages.link is not None and is_alive(messages.link):
+                destroy_group(messages)
 
     def _in_memory(self, peer: int) -> bool:
         return self._shared and self._neighbours[self.group.rank].shares(self._neighbours[peer])
