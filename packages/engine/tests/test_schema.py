@@ -28,6 +28,7 @@ from ds_pipe import PipelineSpec
 
 REFERENCE = Path(__file__).parent / "data" / "reference_keys.txt"
 OURS = {
+    "kernels",
     "loss_spike_threshold",
     "on_nonfinite",
     "tensor_parallel.megatron_layers",

@@ -103,6 +103,7 @@ def test_the_list_has_the_order_of_the_contract() -> None:
         "sparse attention",
         "quantized weights",
         "compression",
+        "kernels",
         "random-LTD",
         "activation checkpointing",
         "ZeRO",

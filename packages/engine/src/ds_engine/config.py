@@ -42,6 +42,7 @@ from ds_engine.compiling.config import CompileConfig
 from ds_engine.config_sections import OptimizerSection, SchedulerSection
 from ds_engine.feature_table import ElasticityConfig, FlopsProfilerConfig, HybridEngineConfig, LayerDropConfig
 from ds_engine.model_sections import (
+    FusedKind,
     NebulaConfig,
     PipelineConfig,
     SparseAttentionConfig,
@@ -179,6 +180,10 @@ class Config(MonitorConfig):
     hybrid_engine: HybridEngineConfig = HybridEngineConfig()
     sparse_attention: SparseAttentionConfig | None = Field(
         default=None, description="Let a transformers model's attention see some blocks of keys only."
+    )
+    kernels: Literal["off", "auto"] | tuple[FusedKind, ...] = Field(
+        default="off",
+        description="Compute these layers of a transformers model by fused kernels; auto: all that have a known formula.",
     )
     compile: CompileConfig = Field(
         default=CompileConfig(),

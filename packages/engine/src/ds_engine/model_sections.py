@@ -8,10 +8,12 @@ from pydantic import Field, model_validator
 
 from ds_config import NoEffect, StrictModel, Unsupported
 
-__all__ = ["NebulaConfig", "PipelineConfig", "SparseAttentionConfig", "WeightQuantizationConfig"]
+__all__ = ["FusedKind", "NebulaConfig", "PipelineConfig", "SparseAttentionConfig", "WeightQuantizationConfig"]
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(gt=0)]
+FusedKind = Literal["norms", "rotary", "gated_mlp", "head"]
+"""Layers of transformers models that fused kernels can compute: `kernels`."""
 
 
 class PipelineConfig(StrictModel):

@@ -10,6 +10,7 @@ from ds_engine.transforms.activation_checkpointing import Activations
 from ds_engine.transforms.compression import CompressionTransform
 from ds_engine.transforms.expert_parallel import ExpertTransform
 from ds_engine.transforms.megatron_layers import OwnTensor
+from ds_engine.transforms.model_kernels import Kernels
 from ds_engine.transforms.quantized_weights import QuantizedWeights
 from ds_engine.transforms.sequence_parallel import Sequence
 from ds_engine.transforms.sparse import SparseAttention
@@ -30,6 +31,7 @@ TRANSFORMS: tuple[Transform[Any, Any], ...] = (
     SparseAttention(),
     QuantizedWeights(),
     CompressionTransform(),
+    Kernels(),
     Routing(),
     Activations(),
     Zero(),
