@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from ds_inference import SamplingParams, SchedulerConfig, init_inference, load
-from ds_inference.sampling import apply_penalties, sample_token
+from ds_inference.batched_sampling import SequencePlace, _sample_torch, _tables, sample_rows, sampling_row
 
 transformers = pytest.importorskip("transformers")
 
@@ -125,7 +124,8 @@ def test_streams_of_a_call_never_meet(model):
 def test_the_smallest_temperatures_take_the_likeliest(temperature):
     logits = torch.tensor([1.0, -3.0, 9.0, 8.9, 2.0])
     how = SamplingParams(temperature=temperature)
-    assert {sample_token(logits, replace(how, seed=seed), 0) for seed in range(50)} == {2}
+    rows = [sampling_row(0, replace(how, seed=seed), SequencePlace([1], 1), 5) for seed in range(50)]
+    assert {token.token for token in sample_rows(logits[None], rows).read()} == {2}
 
 
 @pytest.mark.parametrize(
@@ -137,6 +137,9 @@ def test_the_smallest_temperatures_take_the_likeliest(temperature):
     ],
 )
 def test_the_largest_values_leave_numbers(how):
-    logits = apply_penalties(torch.tensor([30.0, -30.0, 0.0]), how, [0, 1], [1, 1, 2])
-    assert logits.isfinite().all()
-    assert math.isfinite(sample_token(logits, replace(how, seed=1), 0))
+    row = sampling_row(0, replace(how, seed=1), SequencePlace([0, 1, 1, 1, 2], 2), 3)
+    tables = _tables([row], elsewhere=False)
+    work = torch.tensor([[30.0, -30.0, 0.0]])
+    (token,) = _sample_torch(work, tables).tolist()
+    assert 0 <= token < 3
+    assert work.isfinite().all()

@@ -55,6 +55,11 @@ def register(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--enable-expert-parallel", action="store_true", help="on several ranks: experts are given to ranks whole"
     )
+    model.add_argument(
+        "--no-lookahead",
+        action="store_true",
+        help="launch a step only when the tokens of the last one are known (default on a CPU; the answers are the same)",
+    )
     limits = parser.add_argument_group("limits")
     limits.add_argument(
         "--kv-cache-tokens",
@@ -120,6 +125,7 @@ def main(args: argparse.Namespace) -> int:
         adapters=_adapters(args.adapter),
         group=group if group.size > 1 else None,
         enable_expert_parallel=args.enable_expert_parallel,
+        lookahead=False if args.no_lookahead else None,
     )
     if group.rank:
         for number in (

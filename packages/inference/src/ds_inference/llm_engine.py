@@ -19,11 +19,13 @@ from torch import Tensor
 import ds_comm
 from ds_config.errors import PlanError, UnsupportedError
 from ds_inference.answers import RequestOutput, Tokenizer, TokenOutput, ends_with_stop
+from ds_inference.batched_sampling import SampledToken
 from ds_inference.blocks import BlockPool
 from ds_inference.decoder_model import Cache, Runner
+from ds_inference.flights import ComputedPart, Flight, PendingTokens, RowGroup, feed_tokens, point_to_rows
 from ds_inference.paged_attention import make_batch
 from ds_inference.recovery import compute_apart
-from ds_inference.sampling import SamplingParams, apply_penalties, derive_seed, draw_seed, sample_token, separate
+from ds_inference.sampling import SamplingParams, derive_seed, draw_seed, separate
 from ds_inference.scheduler import Request, ScheduledChunk, Scheduler, SchedulerConfig, SchedulerOutput, StepOutcome
 
 __all__ = ["LLMEngine", "RequestOutput", "TokenOutput", "Tokenizer"]
@@ -40,15 +42,6 @@ class _Ask:
     )  # further samples, which begin when the prompt is computed
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Rows:
-    """What a forward gave: logits [R, vocab] of the outputs of its chunks in order, and the likeliest token of each row."""
-
-    order: list[ScheduledChunk]
-    logits: Tensor
-    likeliest: list[int]
-
-
 class LLMEngine:
     """Generates. Made by `load`.
 
@@ -63,6 +56,8 @@ class LLMEngine:
         enable_prefix_caching: Whether equal beginnings are computed once; None: where the decoder has no states.
         speculate: Tokens that are guessed from earlier occurrences of the last ones in the same sequence; the answer is the same.
         cache_dtype: Of keys and values; int8 has a scale for each token and head. None: that of the weights.
+        lookahead: Whether a step is launched before the tokens of the last one are known to the host, where it does not depend on them:
+            not with drafts, penalties or structured answers, nor on several ranks. The answers are the same. None: on a device.
     Raises:
         UnsupportedError: beginnings or drafts of a decoder with states, or a dtype of keys that it does not keep ("inference-states").
     """
@@ -78,8 +73,10 @@ class LLMEngine:
         num_speculative_tokens: int = 0,
         tokenizer: Tokenizer | None = None,
         cache_dtype: torch.dtype | None = None,
+        lookahead: bool | None = None,
     ) -> None:
         self.decoder: Any = decoder
+        self.lookahead = (decoder.device.type != "cpu" if lookahead is None else lookahead) and not decoder.stateful
         self.tokenizer, self.speculate = tokenizer, num_speculative_tokens
         budget = budget or SchedulerConfig()
         if decoder.stateful:
@@ -95,6 +92,7 @@ class LLMEngine:
         self.version = 0
         self._asks: dict[int, _Ask] = {}
         self._late: list[TokenOutput] = []  # of a step that raised what one request did
+        self._flight: Flight | None = None  # the next step, which was launched before the tokens of the last were known
         self._next = 0
 
     # ---- step by step
@@ -189,11 +187,14 @@ class LLMEngine:
             Exception: that of one request, if nobody listens to `on_failure`. The request is over; events of the others come with the
                 next step. Any other error: nothing could be computed.
         """
-        plan = self.scheduler.schedule(self._drafts() if self.speculate else None)
         try:
-            events, failures = self._computed(plan)
+            flight = self._under_way() or self._launch(
+                self.scheduler.schedule(self._drafts() if self.speculate else None)
+            )
+            self._flight = self._launch_ahead(flight)
+            events, failures = self._commit(flight)
         except BaseException:
-            self.cache.states.forget(plan.finished)
+            self._flight = None
             self.scheduler.abandon()
             raise
         events, self._late = [*self._late, *events], []
@@ -205,67 +206,119 @@ class LLMEngine:
                 self.on_failure(identity, error)
         return events
 
-    def _computed(self, plan: SchedulerOutput) -> tuple[list[TokenOutput], dict[int, Exception]]:
-        """The events of a planned step, which is committed; and the requests that failed, which are over."""
+    def _under_way(self) -> Flight | None:
+        """Return the step that was launched ahead, unless nobody waits for it any more."""
+        flight, self._flight = self._flight, None
+        if flight is None or any(c.request in self.scheduler.requests for c in flight.plan.chunks):
+            return flight
+        self.scheduler.discard()
+        return None
+
+    def _launch(self, plan: SchedulerOutput) -> Flight:
+        """Compute a planned step, as far as that is possible."""
+        self.cache.states.forget(plan.finished)
         if not plan.chunks:
-            self.cache.states.forget(plan.finished)
-            self.scheduler.update({})
-            return [], {}
+            return Flight(plan, [], [], {})
         if self.before_step is not None:
             self.before_step(plan)
         self.cache.copy(plan.copies)
-        self.cache.states.forget(plan.finished)
         if self._together:
             parts, lost = [self._forward(plan.chunks, False)], dict[int, Exception]()
         else:
             parts, lost = compute_apart(plan.chunks, self._forward, self._probe)
         failures = {each: e for i, e in lost.items() if (a := self._asks.get(i)) for each in (i, *a.copies)}
-        events, outcomes, children = (
-            list[TokenOutput](),
-            dict[int, StepOutcome](),
-            list[tuple[_Ask, _Ask, TokenOutput | Exception]](),
-        )
-        for part in parts:
-            row = 0
-            for chunk in part.order:
-                rows = slice(row, row := row + chunk.outputs)
-                ask = self._asks.get(chunk.request)
-                if ask is None or not chunk.outputs:
-                    continue
+        return Flight(plan, parts, [self._sample(part) for part in parts], failures)
+
+    def _launch_ahead(self, flight: Flight) -> Flight | None:
+        """Launch the step after `flight`, whose tokens are not known yet; None where it depends on them."""
+        asks = [ask for c in flight.plan.chunks if c.outputs and (ask := self._asks.get(c.request))]
+        if not self._looks_ahead(flight, asks) or not self.scheduler.assume():
+            return None
+        plan = self.scheduler.schedule()
+        (pending,) = flight.pending
+        try:
+            self.cache.states.forget(plan.finished)
+            self.cache.copy(plan.copies)
+            part = self._forward(point_to_rows(plan.chunks, pending.row_of()), False, pending.tokens)
+            return Flight(plan, [part], [self._sample(part)], {})
+        except Exception:  # it is computed again when its tokens are known, where each request's fault is its own
+            self.scheduler.discard()
+            return None
+
+    def _looks_ahead(self, flight: Flight, asks: Sequence[_Ask]) -> bool:
+        alone = not self._together and self.before_step is None and not self.speculate
+        whole = len(flight.parts) == 1 and not flight.failures and not flight.pending[0].failures
+        return self.lookahead and alone and whole and all(not a.copies and a.how.forgets_answer for a in asks)
+
+    def _sample(self, part: ComputedPart) -> PendingTokens:
+        """Choose the tokens of a part's rows: of its requests, and of samples that begin with them."""
+        groups: list[RowGroup] = []
+        row = 0
+        for chunk in part.order:
+            first, row = row, row + chunk.outputs
+            ask = self._asks.get(chunk.request)
+            if ask is not None and chunk.outputs:
                 drafts = chunk.tokens[len(chunk.tokens) - chunk.outputs + 1 :]
-                try:
-                    found = self._choose(ask, part.logits[rows], drafts, part.likeliest[rows])
-                except Exception as error:
-                    failures[chunk.request] = error
-                else:
-                    outcomes[chunk.request] = StepOutcome(tuple(e.token for e in found), found[-1].reason is not None)
-                    events += found
-                for child, result in self._fork(ask, part.logits[rows]):
-                    children.append((ask, child, result))
-                    if isinstance(result, Exception):
-                        failures[child.request.request_id] = result
-                    else:
-                        events.append(result)
+                groups.append(RowGroup(ask.request, ask.how, first, drafts))
+                copies = ((_renamed(ask.request, identity), how) for identity, how in ask.copies.items())
+                groups += [RowGroup(request, how, first) for request, how in copies]
+        return PendingTokens(part.logits, groups)
+
+    def _commit(self, flight: Flight) -> tuple[list[TokenOutput], dict[int, Exception]]:
+        """Wait for the tokens of a step; return its events, and the requests that failed, which are over."""
+        chosen: dict[int, list[TokenOutput]] = {}
+        children: dict[int, _Ask] = {}
+        asks = [ask for c in flight.plan.chunks if c.outputs and (ask := self._asks.get(c.request))]
+        parents = {identity: ask for ask in asks for identity in ask.copies}
+
+        def accept(group: RowGroup, token: SampledToken) -> bool:
+            identity = group.request.request_id
+            ask = self._asks.get(identity)
+            if identity not in parents and (ask is None or ask.request is not group.request):
+                return False  # was cancelled during the step
+            before = chosen.setdefault(identity, [])
+            answer = [*group.request.sampled_known, *(e.token for e in before), token.token]
+            event = self._event(group, token, answer)
+            before.append(event)
+            if identity in parents:
+                children[identity] = _Ask(group.request, group.how)
+            return event.reason is None
+
+        failures = dict(flight.failures)
+        for pending in flight.pending:
+            pending.read(accept)
+            failures |= pending.failures
         for identity in failures:
             self._asks.pop(identity, None)
             self.scheduler.cancel(identity)
+            chosen.pop(identity, None)
+        outcomes = {
+            i: StepOutcome(tuple(e.token for e in group), group[-1].reason is not None)
+            for i, group in chosen.items()
+            if i not in parents
+        }
         for request in self.scheduler.update(outcomes):
             self._asks.pop(request.request_id, None)
-        self._begin(children)
-        return events, failures
+        for identity, parent in parents.items():
+            parent.copies = {}
+            if identity in chosen:
+                self._begin(parent, children[identity], chosen[identity][0])
+        return [event for group in chosen.values() for event in group], failures
 
-    def _forward(self, chunks: Sequence[ScheduledChunk], again: bool) -> _Rows:
+    def _forward(self, chunks: Sequence[ScheduledChunk], again: bool, before: Tensor | None = None) -> ComputedPart:
         """Compute some of a step's chunks.
 
         again: some were tried before. States may have gone on then, so that those of sequences are computed from their beginning.
+        before: tokens of the step before, which the chunks point to.
         """
         if again and self.decoder.stateful:
             chunks = [self._from_beginning(chunk) for chunk in chunks]
         batch, order = make_batch(chunks, self.cache.size, self.decoder.device)
         if self.decoder.adapters:
             batch = replace(batch, worn=self._worn(order))
-        logits = self.decoder.forward(batch, self.cache)
-        return _Rows(order, logits, logits.argmax(-1).tolist() if len(logits) else [])  # of all rows at once
+        if before is not None:
+            batch = feed_tokens(batch, before)
+        return ComputedPart(order, self.decoder.forward(batch, self.cache))
 
     def _from_beginning(self, chunk: ScheduledChunk) -> ScheduledChunk:
         before = self.scheduler.requests[chunk.request].tokens[: chunk.start]
@@ -376,6 +429,9 @@ class LLMEngine:
 
     def weights_changed(self, version: int) -> None:
         """Drop all cached results of the old weights; running requests recompute their tokens."""
+        if self._flight is not None:
+            self._flight = None
+            self.scheduler.discard()
         self.version = version
         self.scheduler.clear_prefix_cache()
 
@@ -392,67 +448,28 @@ class LLMEngine:
             )
         return list(self.tokenizer.encode(prompt))
 
-    def _choose(
-        self, ask: _Ask, logits: Tensor, drafts: Sequence[int], likeliest: Sequence[int] = ()
-    ) -> list[TokenOutput]:
-        """Choose the tokens of a request's rows: the drafts as far as sampling agrees, and another token.
-
-        likeliest: of each row's unchanged logits, where that is known already.
-        """
-        request, how, token_outputs = ask.request, ask.how, []
-        answer = list(request.sampled)
-        for i in range(len(logits)):
-            if likeliest and how.greedy and how.plain:
-                token = likeliest[i]
-            else:
-                row = apply_penalties(logits[i], how, request.tokens[: request.num_prompt_tokens], answer)
-                token = sample_token(row, how, request.num_prompt_tokens + len(answer))
-            answer.append(token)
-            token_outputs.append(self._event(ask, token, logits[i], answer))
-            if token_outputs[-1].reason or i == len(drafts) or token != drafts[i]:
-                break
-        return token_outputs
-
-    def _event(self, ask: _Ask, token: int, logits: Tensor, answer: list[int]) -> TokenOutput:
-        how, identity = ask.how, ask.request.request_id
+    def _event(self, group: RowGroup, sampled: SampledToken, answer: list[int]) -> TokenOutput:
+        how, identity, token = group.how, group.request.request_id, sampled.token
         ends = how.stop_token_ids if how.ignore_eos else (*self.decoder.spec.eos_ids, *how.stop_token_ids)
         reason: Literal["stop", "length"] | None = None
         if token in ends or (how.stop and self._says_stop(answer, how.stop)):
             reason = "stop"
         elif len(answer) >= how.max_new_tokens:
             reason = "length"
-        if how.logprobs is None:
-            return TokenOutput(identity, token, reason=reason, version=self.version)
-        logs = torch.log_softmax(logits, -1)
-        values, at = logs.topk(how.logprobs)
-        top = dict(zip(at.tolist(), values.tolist(), strict=True))
-        return TokenOutput(identity, token, float(logs[token]), top, reason, self.version)
+        return TokenOutput(identity, token, sampled.logprob, sampled.top, reason, self.version)
 
     def _says_stop(self, answer: Sequence[int], stops: tuple[str, ...]) -> bool:
         if self.tokenizer is None:  # such a request is refused: see `check`
             return False
         return ends_with_stop(self.tokenizer, answer, stops)
 
-    def _fork(self, ask: _Ask, logits: Tensor) -> Iterator[tuple[_Ask, TokenOutput | Exception]]:
-        """Further samples of a prompt whose last row this is, each with its first token, or why there is none."""
-        for identity, how in ask.copies.items():
-            child = _Ask(_renamed(ask.request, identity), how)
-            result: TokenOutput | Exception
-            try:
-                (result,) = self._choose(child, logits, ())
-            except Exception as error:
-                result = error
-            yield child, result
-
-    def _begin(self, children: list[tuple[_Ask, _Ask, TokenOutput | Exception]]) -> None:
-        """Samples that go on by themselves, after their first token."""
-        for parent, child, first in children:
-            parent.copies = {}
-            if isinstance(first, TokenOutput) and first.reason is None:
-                identity, prompt = child.request.request_id, parent.request.num_prompt_tokens
-                child.request = self.scheduler.fork(parent.request, identity)
-                child.request.tokens[prompt:] = [first.token]
-                self._asks[identity] = child
+    def _begin(self, parent: _Ask, child: _Ask, first: TokenOutput) -> None:
+        """Let a sample go on by itself, after its first token."""
+        if first.reason is None:
+            identity, prompt = child.request.request_id, parent.request.num_prompt_tokens
+            child.request = self.scheduler.fork(parent.request, identity)
+            child.request.tokens[prompt:] = [first.token]
+            self._asks[identity] = child
 
     def _seeded(self, hows: Sequence[SamplingParams]) -> list[SamplingParams]:
         """Every request of a call with a seed of its own, which is the same on ranks that draw for the same requests."""

@@ -52,6 +52,7 @@ def load(
     enable_expert_parallel: bool = False,
     use_module_forward: bool = False,
     cuda_graphs: bool | None = None,
+    lookahead: bool | None = None,
 ) -> LLMEngine:
     """Load an LLM engine from a folder of safetensors or a Hugging Face module.
 
@@ -69,7 +70,7 @@ def load(
         gpu_memory_utilization: The part of the accelerator's memory that weights, steps and cache may take together, where
             `cache_tokens` is None.
         block_size: Tokens of a block.
-        budget, enable_prefix_caching, num_speculative_tokens, tokenizer: See `LLMEngine`.
+        budget, enable_prefix_caching, num_speculative_tokens, tokenizer, lookahead: See `LLMEngine`.
         weights: Source of the tensors, by the names of a checkpoint; None: from `source`.
         quantize: Weights of few bits: a `QuantizationOptions`, or the name of a format; None: unchanged. Each weight is
         quantized when
@@ -124,6 +125,7 @@ def load(
         num_speculative_tokens=num_speculative_tokens,
         tokenizer=tokenizer,
         cache_dtype=cache_dtype,
+        lookahead=lookahead,
     )
 
 

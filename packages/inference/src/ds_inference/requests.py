@@ -69,6 +69,7 @@ class Request:
         num_preemptions: How often it lost its blocks.
         block_hashes: Of its full blocks, as far as they were asked for.
         num_hashed_blocks: Blocks whose content the pool knows.
+        num_pending: Newest tokens whose values only the device knows.
     """
 
     request_id: int
@@ -85,6 +86,7 @@ class Request:
     num_preemptions: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
     num_hashed_blocks: int = 0
+    num_pending: int = 0
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.tokens)
@@ -98,6 +100,16 @@ class Request:
     def sampled(self) -> Sequence[int]:
         """What was generated."""
         return self.tokens[self.num_prompt_tokens :]
+
+    @property
+    def sampled_known(self) -> Sequence[int]:
+        """Return what was generated as far as the host knows it."""
+        return self.tokens[self.num_prompt_tokens : len(self.tokens) - self.num_pending]
+
+    @property
+    def complete(self) -> bool:
+        """Whether it has as many tokens as it may have; the values of the newest may be unknown."""
+        return len(self.tokens) - self.num_prompt_tokens >= self.limit
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""From logits to tokens. What a request draws depends on its own seed and position, never on what else is in the batch."""
+"""How a request's tokens are chosen, and the seeds of its draws. `batched_sampling` does it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
-import torch
 from torch import Tensor
 
 from ds_config.errors import PlanError
 
-__all__ = ["SamplingParams", "apply_penalties", "derive_seed", "draw_seed", "sample_token", "separate"]
+__all__ = ["LARGEST_BIAS", "SamplingParams", "derive_seed", "draw_seed", "separate"]
 
-_FLOATS = 1e30
+LARGEST_BIAS: Final = 1e30
 """Biases and penalties reach no further, so that fp32 has room for their sums."""
 
 
@@ -68,11 +68,11 @@ class SamplingParams:
             "top_k >= 0": self.top_k >= 0,
             "0 < top_p <= 1": 0 < self.top_p <= 1,
             "0 <= min_p <= 1": 0 <= self.min_p <= 1,
-            "repetition_penalty > 0": 1 / _FLOATS <= self.repetition_penalty <= _FLOATS,
-            "a finite presence_penalty": abs(self.presence_penalty) <= _FLOATS,
-            "a finite frequency_penalty": abs(self.frequency_penalty) <= _FLOATS,
+            "repetition_penalty > 0": 1 / LARGEST_BIAS <= self.repetition_penalty <= LARGEST_BIAS,
+            "a finite presence_penalty": abs(self.presence_penalty) <= LARGEST_BIAS,
+            "a finite frequency_penalty": abs(self.frequency_penalty) <= LARGEST_BIAS,
             "tokens >= 0 and finite values in logit_bias": all(
-                isinstance(token, int) and token >= 0 and abs(bias) <= _FLOATS
+                isinstance(token, int) and token >= 0 and abs(bias) <= LARGEST_BIAS
                 for token, bias in self.logit_bias.items()
             ),
             "a seed of 64 bits": self.seed is None or -(1 << 63) <= self.seed < 1 << 64,
@@ -101,63 +101,10 @@ class SamplingParams:
         same = self.repetition_penalty == 1 and self.presence_penalty == 0 and self.frequency_penalty == 0
         return same and not self.logit_bias and self.allowed_tokens is None
 
-
-def apply_penalties(logits: Tensor, how: SamplingParams, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
-    """Apply penalties, biases and the token mask to logits [vocab], fp32; returns a new tensor if there are any."""
-    if how.plain:
-        return logits
-    logits = logits.clone()
-    if how.repetition_penalty != 1 and (tokens := sorted({*prompt, *answer})):
-        at = torch.tensor(tokens, device=logits.device)
-        value = logits[at]
-        logits[at] = torch.where(value > 0, value / how.repetition_penalty, value * how.repetition_penalty)
-    if (how.presence_penalty or how.frequency_penalty) and answer:
-        at, times = torch.tensor(list(answer), device=logits.device).unique(return_counts=True)
-        logits[at] -= how.presence_penalty + how.frequency_penalty * times
-    if how.logit_bias:
-        at = torch.tensor(list(how.logit_bias), device=logits.device)
-        logits[at] += torch.tensor(list(how.logit_bias.values()), dtype=logits.dtype, device=logits.device)
-    logits.clamp_(-_FLOATS, _FLOATS)  # a sum or a quotient that left fp32 would be NaN in the softmax
-    mask = None if how.allowed_tokens is None else how.allowed_tokens(answer)
-    return logits if mask is None else _masked(logits, mask)
-
-
-def _masked(logits: Tensor, mask: Tensor) -> Tensor:
-    if mask.shape != logits.shape or mask.dtype != torch.bool or not mask.any():
-        raise PlanError(
-            f"the mask of a structured answer is {list(mask.shape)} {mask.dtype} with {int(mask.sum())} tokens allowed; the model"
-            f" has {logits.shape[0]}",
-            code="inference-mask",
-            fix="Return bool [vocab] that allows at least one token (an end token where the answer is complete), or None.",
-        )
-    return logits.masked_fill(~mask.to(logits.device), -torch.inf)
-
-
-def sample_token(logits: Tensor, how: SamplingParams, position: int) -> int:
-    """Sample a token from logits [vocab] after penalties. `position`: of the token in its sequence."""
-    if how.greedy:
-        return int(logits.argmax())
-    # From the largest on: at the smallest temperatures the others then go to -inf, and no quotient overflows.
-    filtered = _restrict_to_top((logits - logits.max()) / max(how.temperature, 1 / _FLOATS), how)
-    # The largest of log p + Gumbel noise is a draw from p (Gumbel 1954); the noise of each token is the same whatever is kept.
-    seed = draw_seed() if how.seed is None else how.seed
-    generator = torch.Generator(logits.device).manual_seed(_mix(seed, position))
-    noise = torch.empty_like(filtered).exponential_(generator=generator)
-    return int((filtered - noise.log()).argmax())
-
-
-def _restrict_to_top(logits: Tensor, how: SamplingParams) -> Tensor:
-    if how.top_k and how.top_k < len(logits):
-        logits = logits.masked_fill(logits < logits.topk(how.top_k)[0][-1], -torch.inf)
-    if how.top_p < 1 or how.min_p > 0:
-        shares = torch.softmax(logits, -1)
-        if how.min_p > 0:
-            logits = logits.masked_fill(shares < how.min_p * shares.max(), -torch.inf)
-        if how.top_p < 1:
-            ordered, at = shares.sort(descending=True)
-            beyond = ordered.cumsum(-1) - ordered >= how.top_p
-            logits = logits.index_fill(0, at[beyond], -torch.inf)
-    return logits
+    @property
+    def forgets_answer(self) -> bool:
+        """Whether the next token may be chosen before the values of the answer's tokens are known."""
+        return self.plain or replace(self, logit_bias={}).plain
 
 
 def separate(hows: Sequence[SamplingParams], seeds: Sequence[int] | None = None) -> list[SamplingParams]:
@@ -184,11 +131,6 @@ def draw_seed() -> int:
 def derive_seed(seed: int, kind: str, number: int) -> int:
     """Return the seed of the `number`-th stream of one kind below `seed`; number 0 is `seed` itself."""
     return seed if number == 0 else _hash(f"{seed},{kind},{number}")
-
-
-def _mix(seed: int, position: int) -> int:
-    """Hash two numbers into a 63-bit seed, so that neighbouring seeds and positions have nothing in common."""
-    return _hash(f"{seed},{position}")
 
 
 def _hash(text: str) -> int:

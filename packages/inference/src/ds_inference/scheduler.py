@@ -22,12 +22,14 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from ds_config.errors import PlanError
 from ds_inference.blocks import BlockPool, block_hashes
 from ds_inference.requests import Request, RequestState, ScheduledChunk, SchedulerConfig, SchedulerOutput, StepOutcome
 
 __all__ = [
+    "PENDING",
     "Request",
     "RequestState",
     "ScheduledChunk",
@@ -36,6 +38,9 @@ __all__ = [
     "SchedulerOutput",
     "StepOutcome",
 ]
+
+PENDING: Final = -1
+"""In the place of a token whose value only the device knows."""
 
 
 class Scheduler:
@@ -55,6 +60,7 @@ class Scheduler:
         self._copies: list[tuple[int, int]] = []
         self._gone: list[int] = []
         self._planned: tuple[ScheduledChunk, ...] | None = None
+        self._assumed: tuple[ScheduledChunk, ...] | None = None
         self._arrivals = 0
 
     # ---- requests
@@ -154,7 +160,7 @@ class Scheduler:
             )
         left, chunks = self.budget.max_num_batched_tokens, list[ScheduledChunk]()
         settled: set[int] = set()  # have their chunk, so they keep their blocks in this step
-        generating = [r for r in self._running if r.generates]
+        generating = [r for r in self._running if r.generates and not r.complete]
         waiting_turns = len(generating)
         for request in generating:
             waiting_turns -= 1
@@ -202,7 +208,7 @@ class Scheduler:
         Raises:
             PlanError: no step is in progress, or an outcome is missing ("inference-call-order").
         """
-        planned = self._planned
+        planned = self._planned if self._assumed is None else self._assumed
         missing = [
             c.request for c in planned or () if c.outputs and c.request in self.requests and c.request not in outcomes
         ]
@@ -212,24 +218,63 @@ class Scheduler:
                 code="inference-call-order",
                 fix="Call plan(), compute the step, then commit() with an Outcome for every chunk that has outputs.",
             )
-        self._planned = None
+        if self._assumed is None:
+            self._planned = None
+        self._assumed = None
         over = []
         for chunk in planned:
             request = self.requests.get(chunk.request)
             if request is None or request.state is not RequestState.RUNNING:  # was cancelled during the step
                 continue
             tokens = outcomes[chunk.request].tokens if chunk.outputs else ()
-            request.num_computed_tokens += len(chunk.tokens) - max(0, chunk.outputs - 1) + max(0, len(tokens) - 1)
+            if request.num_pending:  # the chunk is counted already
+                self._forget_pending(request)
+            else:
+                request.num_computed_tokens += len(chunk.tokens) - max(0, chunk.outputs - 1) + max(0, len(tokens) - 1)
             request.tokens += tokens[: request.limit - len(request.sampled)]
             self._cache_full_blocks(request)
-            if chunk.outputs and (outcomes[chunk.request].finished or len(request.sampled) >= request.limit):
+            if chunk.outputs and (outcomes[chunk.request].finished or request.complete):
                 self._end(request, RequestState.FINISHED)
                 over.append(request)
         return over
 
-    def abandon(self) -> None:
-        """Take the planned step back, of which nobody knows what was computed: running requests compute their tokens again."""
+    def assume(self) -> bool:
+        """Take the planned step as computed, with one token for each chunk whose value is not known; then the next may be planned.
+
+        The outcome of the assumed step comes with the next `update`, that of the next step with the one after it.
+
+        Returns: False, and nothing has changed, where the next step may need more than one token of each running request: one is
+            within its prompt, has drafts, or would have to be preempted, or all have as many tokens as they may have.
+        """
+        chunks = {c.request: c for c in self._planned or ()}
+        if self._assumed is not None or not chunks or self._copies:
+            return False
+        needed = 0
+        going = False
+        for request in self._running:
+            chunk = chunks.get(request.request_id)
+            if chunk is None or chunk.outputs != 1:
+                return False
+            after = request.num_computed_tokens + len(chunk.tokens) + 1
+            if len(request.tokens) + 1 - request.num_prompt_tokens < request.limit:
+                needed += max(0, self.pool.num_blocks_for(after) - len(request.blocks))
+                going = True
+        if not going or needed > self.pool.num_free:
+            return False
+        for request in self._running:
+            request.num_computed_tokens += len(chunks[request.request_id].tokens)
+            request.tokens.append(PENDING)
+            request.num_pending = 1
+        self._assumed, self._planned = self._planned, None
+        return True
+
+    def discard(self) -> None:
+        """Take the planned step back where nothing that it computes is used: it is planned again. An assumed one stays."""
         self._planned = None
+
+    def abandon(self) -> None:
+        """Take the planned steps back, of which nobody knows what was computed: running requests compute their tokens again."""
+        self._planned = self._assumed = None
         for request in list(self._running):  # also those without a chunk: a copy of a block may not have been made
             self._preempt(request)
 
@@ -304,10 +349,16 @@ class Scheduler:
         bisect.insort(self._running, request, key=lambda r: r.rank)
 
     def _preempt(self, request: Request) -> None:
+        self._forget_pending(request)
         self._release(request)
         request.num_preemptions += 1
         request.state, request.num_computed_tokens, request.num_hashed_blocks = RequestState.WAITING, 0, 0
         bisect.insort(self._waiting, request, key=lambda r: r.rank)
+
+    @staticmethod
+    def _forget_pending(request: Request) -> None:
+        del request.tokens[len(request.tokens) - request.num_pending :]
+        request.num_pending = 0
 
     def _release(self, request: Request) -> None:
         if request.state is RequestState.RUNNING:

@@ -34,6 +34,7 @@ from ds_ops.triton_kernels import (
     triton_norm,
     triton_products,
     triton_rotary,
+    triton_sampling,
 )
 
 __all__ = ["ARCHITECTURES", "CALLS", "KernelResources", "compile_call", "main"]
@@ -44,7 +45,7 @@ _TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8", torch.uint8: "u8",
     torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
-_MODULES = (triton_attention, triton_gate, triton_norm, triton_products, triton_rotary)
+_MODULES = (triton_attention, triton_gate, triton_norm, triton_products, triton_rotary, triton_sampling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +198,15 @@ def _product(kind: Format, group: int, symmetric: bool) -> Callable[[], object]:
     return call
 
 
+def _tokens(rows: int, vocab: int) -> Callable[[], object]:
+    def call() -> object:
+        logits = _meta(rows, vocab, dtype=torch.float32)
+        triton_sampling.adjust_logits(logits, _meta(300, 5, dtype=torch.int32), 1e30)
+        return triton_sampling.draw_tokens(logits, _meta(rows, kernel_arguments.SAMPLING_FIELDS, dtype=torch.int32))
+
+    return call
+
+
 CALLS: Final[dict[str, Callable[[], object]]] = {
     "decode, 32/8 heads of 128": _attention((8, 1), (32, 8), (128, 128)),
     "decode, 32/4 heads of 64": _attention((1, 1), (32, 4), (64, 64)),
@@ -222,6 +232,7 @@ CALLS: Final[dict[str, Callable[[], object]]] = {
     "product of int8": _product(INT8, 128, symmetric=True),
     "product of int4 with zeros": _product(INT4, 128, symmetric=False),
     "product of fp8": _product(FP8_E4M3, 128, symmetric=True),
+    "sampling of 8 rows": _tokens(8, 128256),
     "gate": lambda: triton_gate.gated_product(_meta(8, 2 * 14336), "silu"),
 }
 

@@ -7,13 +7,28 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["GATES", "WIDEST_NORM", "AttentionTraits", "HeadTraits", "NormWeights", "PagedMetadata"]
+__all__ = [
+    "GATES",
+    "PHILOX_ROUNDS",
+    "SAMPLING_FIELDS",
+    "WIDEST_NORM",
+    "AttentionTraits",
+    "HeadTraits",
+    "NormWeights",
+    "PagedMetadata",
+]
 
 GATES: Final = {"silu": 0, "swish": 0, "gelu": 1, "gelu_new": 2, "gelu_fast": 2, "gelu_pytorch_tanh": 2, "relu": 3}
 """Activations of gated feed-forward parts that one kernel computes."""
 
 WIDEST_NORM: Final = 16384
 """Features of a row that a program holds in registers."""
+
+SAMPLING_FIELDS: Final = 8
+"""Integers that say how a row is sampled, see `triton_sampling.draw_tokens`."""
+
+PHILOX_ROUNDS: Final = 7
+"""Of Philox 4x32: the fewest that pass all tests of BigCrush (Salmon et al. 2011, table 2)."""
 
 
 class PagedMetadata(NamedTuple):
