@@ -38,15 +38,28 @@ def check_model(model: nn.Module, precision: Precision, ranks: int) -> None:
     """Raise if the model cannot be sharded over so many ranks, or cannot run in the formats asked for.
 
     Raises:
-        UnsupportedError: a module is scripted ("zero-scripted"), a parameter of several ranks is complex ("zero-complex"), an embedding
-            of several ranks writes to its weight in forward ("zero-max-norm").
+        UnsupportedError: a module is scripted ("zero-scripted"), a weight converts itself for FSDP2's all-gather ("zero-fsdp-gather"), a
+            parameter of several ranks is complex ("zero-complex"), an embedding of several ranks writes to its weight in forward
+            ("zero-max-norm").
         PlanError: a norm's buffers have another format than its weights will have ("zero-buffer-format").
     """
     check_scripted(model)
+    _check_gather_hooks(model)
     if ranks > 1:
         _check_complex(model)
         _check_max_norm(model)
     _check_norms(model, precision)
+
+
+def _check_gather_hooks(model: nn.Module) -> None:
+    # torchao's weights for `enable_fsdp_float8_all_gather`: FSDP2 calls them around its all-gather, no other library does.
+    names = [name for name, param in model.named_parameters() if hasattr(param, "fsdp_pre_all_gather")]
+    if names:
+        raise UnsupportedError(
+            f"{', '.join(names[:5])}: weights that convert themselves for FSDP2's all-gather (enable_fsdp_float8_all_gather)",
+            code="zero-fsdp-gather",
+            fix="Convert the model without enable_fsdp_float8_all_gather; zero_quantized_weights (quantized_comm of shard) sends weights as 8 bits.",
+        )
 
 
 def _check_complex(model: nn.Module) -> None:
