@@ -358,11 +358,12 @@ def gumbel_noise(params: Tensor, vocab: int) -> Tensor:
     second, third, fourth = position, torch.zeros_like(position), torch.zeros_like(position)
     for _ in range(PHILOX_ROUNDS):
         one, two = first * 0xD2511F53, third * 0xCD9E8D57
-        first, third = (two >> 32).bitwise_and_(_MASK) ^ second ^ low, (one >> 32).bitwise_and_(_MASK) ^ fourth ^ high
+        first = ((two >> 32).bitwise_and_(_MASK) ^ second).bitwise_xor_(low)
+        third = ((one >> 32).bitwise_and_(_MASK) ^ fourth).bitwise_xor_(high)
         second, fourth = two.bitwise_and_(_MASK), one.bitwise_and_(_MASK)
         low, high = (low + 0x9E3779B9) & _MASK, (high + 0xBB67AE85) & _MASK
-    parts = [t.expand_as(first) for t in (first, second, third, fourth)]
-    uniform = torch.stack(parts, -1).flatten(1)[:, :vocab].float()
+    uniform = torch.stack([word.float().expand_as(first) for word in (first, second, third, fourth)], -1)
+    uniform = uniform.flatten(1)[:, :vocab]
     uniform = uniform.add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
