@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,9 +12,15 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from ds_config.errors import UnsupportedError
-from ds_inference import SamplingParams, init_inference, load
-from ds_inference.cuda_graphs import CudaGraphRunner, cuda_graph
+from ds_inference import SamplingParams, SchedulerConfig, decoder_model, init_inference, load
+from ds_inference.cuda_graphs import CudaGraphRunner, DecodeGraphs, capture_sizes, cuda_graph
 from ds_inference.decoder_model import replay_obstacle
+from ds_inference.paged_attention import BatchIndices, make_batch
+from ds_inference.requests import ScheduledChunk
+from ds_ops.quant_linear import quantize_weight
+from ds_ops.registry import Backend, Choice
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 PROMPTS = [[5, 9, 2], [7] * 40, [1], [3, 4], [8] * 17]
 HOWS = [
@@ -45,21 +52,152 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+class Recorder:
+    """Records on the CPU: a replay computes again, from inputs and into outputs that stay at their places."""
+
+    def __init__(self) -> None:
+        self.captures: list[int] = []
+        self.replays: list[int] = []
+
+    def __call__(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        replay, out = rerun(call)
+        rows = len(out)
+        self.captures.append(rows)
+
+        def play() -> None:
+            self.replays.append(rows)
+            replay()
+
+        return play, out
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "bloom", "mixtral"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_replays_give_the_same_tokens(name: str, in_place: bool, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each number of rows a graph, captured at load; where blocks are gathered, with each power of two of blocks, too."""
+    monkeypatch.setattr(decoder_model, "choose", lambda *_: choice(in_place))
+    model = tiny(name).to(DEVICE)
+    expected = [a.tokens for a in load(model, cuda_graphs=False, native=False).generate(PROMPTS, HOWS)]
+    engine = load(model, cuda_graphs=False, native=False, budget=SchedulerConfig(64, 20))
+    engine.decoder._record = recorder = Recorder()
+    engine.decoder.capture(engine.cache, 20, 128)
+    assert recorder.captures == ([24, 16, 8, 4, 2, 1] if in_place else [])
+    assert [a.tokens for a in engine.generate(PROMPTS, HOWS)] == expected
+    assert len(recorder.captures) <= (6 if in_place else 8)
+    assert set(recorder.replays) == {1, 2, 4, 8}
+    _, graphs = engine.decoder._graphs
+    assert len(graphs) == len(recorder.captures)
+
+
+def choice(in_place: bool) -> Choice:
+    return Choice(Backend("triton" if in_place else "reference", lambda: None, lambda *_: ""), ())
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "bloom", "mistral windowed", "qwen3"])
-def test_replays_give_the_same_tokens(name: str, device: str, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny(name).to(device)
+def test_graphs_of_a_device_give_the_same_tokens(name: str, tiny: Any) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no CUDA device")
+    model = tiny(name).cuda()
     expected = [a.tokens for a in load(model, cuda_graphs=False).generate(PROMPTS, HOWS)]
     engine = load(model)
-    if device == "cpu":
-        engine.decoder._record = rerun
+    assert len(engine.decoder._graphs[1]) >= 4
     assert [a.tokens for a in engine.generate(PROMPTS, HOWS)] == expected
-    _, recorded = engine.decoder._replayed
-    assert 2 <= len(recorded) <= 12  # not one for each number of requests and blocks
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [(1, [1]), (2, [1, 2]), (3, [1, 2, 4]), (9, [1, 2, 4, 8, 16]), (64, [1, 2, 4, 8, *range(16, 65, 8)])],
+)
+def test_numbers_of_rows_that_get_a_graph(most: int, sizes: list[int]) -> None:
+    assert capture_sizes(most) == sizes
+    assert capture_sizes(100)[-4:] == [64, 80, 96, 112]
+
+
+def test_rows_of_padding_write_nowhere_and_results_are_copies() -> None:
+    """After a step of many rows comes one of few: the slots of the others are the null slot again."""
+    seen = []
+
+    def forward(batch: BatchIndices) -> Tensor:
+        seen.append((batch.slots.tolist(), batch.seqlens_k.tolist(), batch.block_table.tolist()))
+        return batch.tokens[:, None].float() * torch.ones(5)
+
+    graphs = DecodeGraphs(forward, rerun, (4, 3, 5), 99, torch.device("cpu"), reads_in_place=True)
+    graphs.capture()
+
+    def step(rows: list[int]) -> Tensor:
+        batch, _ = make_batch([ScheduledChunk(n, (n,), 5, (n, n), 1) for n in rows], 4, torch.device("cpu"))
+        logits = graphs.replay(batch)
+        assert logits is not None
+        return logits[:, 0]
+
+    first = step([7, 8, 9, 10])
+    assert step([3, 2, 1]).tolist() == [3, 2, 1]
+    assert first.tolist() == [7, 8, 9, 10]
+    slots, lengths, tables = seen[-1]
+    assert slots == [3 * 4 + 1, 2 * 4 + 1, 1 * 4 + 1, 99]
+    assert lengths == [6, 6, 6, 1]
+    assert [table[:2] for table in tables[:3]] == [[3, 3], [2, 2], [1, 1]]
+    for chunks in ([ScheduledChunk(0, (1, 2), 0, (0,), 1)], [ScheduledChunk(i, (1,), 0, (i,), 1) for i in range(5)]):
+        assert graphs.replay(make_batch(chunks, 4, torch.device("cpu"))[0]) is None
+
+
+def test_captures_are_on_one_stream_of_their_own_under_the_device_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cuda_graph` without a device: what it asks torch for, in order. Captures of a model on cuda:1 were on cuda:0."""
+    log: list[str] = []
+
+    class Stream:
+        count = 0
+
+        def __init__(self) -> None:
+            Stream.count += 1
+            self.name = f"side {Stream.count}"
+
+        def wait_stream(self, other: Any) -> None:
+            log.append(f"{self.name} waits for {other.name}")
+
+    class Graph:
+        def replay(self) -> None:
+            log.append("replay")
+
+    @contextmanager
+    def entered(text: str) -> Iterator[None]:
+        log.append(text)
+        yield
+        log.append(f"end of {text}")
+
+    current = Stream()
+    current.name = "current"
+    fake = {
+        "graph_pool_handle": lambda: "pool",
+        "Stream": Stream,
+        "current_stream": lambda device=None: current,
+        "stream": lambda stream: entered(f"on {stream.name}"),
+        "device": lambda device: entered(f"on {device}"),
+        "CUDAGraph": Graph,
+        "graph": lambda graph, pool, stream, capture_error_mode: entered(
+            f"capture {pool} {stream.name} {capture_error_mode}"
+        ),
+    }
+    for name, value in fake.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    record = cuda_graph(torch.device("cuda", 1))
+    log.clear()
+    for _ in range(2):
+        replay, out = record(lambda: log.append("call") or "logits")
+    replay()
+    assert out == "logits"
+    one = [
+        "on cuda:1", "side 2 waits for current", "on side 2", "call", "call", "end of on side 2", "current waits for side 2",
+        "capture pool side 2 thread_local", "call", "end of capture pool side 2 thread_local", "end of on cuda:1",
+    ]  # fmt: skip
+    assert log == [*one, *one, "replay"]
 
 
 def test_a_recording_is_for_shapes_and_its_results_are_copies(device: str) -> None:
     recorded = CudaGraphRunner(
-        lambda x, scale=1.0: {"twice": x * 2 * scale, "what": "it"}, rerun if device == "cpu" else cuda_graph()
+        lambda x, scale=1.0: {"twice": x * 2 * scale, "what": "it"},
+        rerun if device == "cpu" else cuda_graph(torch.device(device)),
     )
     first = recorded(torch.ones(3, device=device))
     second = recorded(torch.full((3,), 2.0, device=device))
@@ -73,9 +211,12 @@ def test_what_cannot_be_recorded_is_said(tiny: Any) -> None:
     with pytest.raises(UnsupportedError, match="not on a CUDA device") as error:
         load(tiny("llama"), cuda_graphs=True)
     assert error.value.code == "inference-cuda-graph"
-    engine = load(tiny("mixtral"))
-    assert replay_obstacle(engine.decoder.spec, cut=False) == "the host is told which experts were chosen"
-    assert replay_obstacle(load(tiny("llama")).decoder.spec, cut=True)
+    spec, weights = load(tiny("mixtral")).decoder.spec, {"layers.0.feed.experts.up": torch.zeros(4, 96, 32)}
+    weights["layers.1.feed.experts.up"] = weights["layers.0.feed.experts.up"]
+    assert "the host is told which experts were chosen" in replay_obstacle(spec, False, weights)
+    assert not replay_obstacle(spec, False, {role: w.bfloat16() for role, w in weights.items()})
+    assert replay_obstacle(spec, False, {role: quantize_weight(w) for role, w in weights.items()}).endswith("int8")
+    assert replay_obstacle(load(tiny("llama")).decoder.spec, True, {})
 
 
 @pytest.mark.gpu

@@ -16,11 +16,11 @@ from ds_comm.shm.symmetric_arena import Arena, arena_refusal
 from ds_config.errors import UnsupportedError
 from ds_inference.adapters import Adapter
 from ds_inference.cache import Cache
-from ds_inference.cuda_graphs import CudaGraphRunner, Record, padded
+from ds_inference.cuda_graphs import DecodeGraphs, Record
 from ds_inference.expert_routing import route
 from ds_inference.fused_ops import ACTIVATIONS, Heads, gate, norm_weights, normed, residual_norm, write_heads
 from ds_inference.native import NativeDecoder, TensorParallelShard, native_obstacle
-from ds_inference.paged_attention import BatchIndices, alibi_slopes, attend
+from ds_inference.paged_attention import ATTENTION, BatchIndices, alibi_slopes, attend
 from ds_inference.quantize import Weight, grouped_linear, linear
 from ds_inference.rope import Rotation
 from ds_inference.spec import (
@@ -36,20 +36,27 @@ from ds_inference.spec import (
 from ds_inference.tensor_parallel import RankShard
 from ds_ops.host_arena import trim
 from ds_ops.moe_routing import permute, sort_slots, unpermute
+from ds_ops.registry import choose
 from ds_ops.triton_kernels.kernel_arguments import NormWeights
 
 __all__ = ["Cache", "Decoder", "Runner", "replay_obstacle"]
 
-# What of a batch of one-token chunks is tensors.
-_SINGLES = ("tokens", "positions", "slots", "outputs", "cu_seqlens_q", "seqlens_k", "block_table")
+_MOST_CAPTURED = 256
+"""Rows of a step that is captured: of more, launches are a small part."""
 
 
-def replay_obstacle(spec: DecoderSpec, cut: bool) -> str:
+def replay_obstacle(spec: DecoderSpec, cut: bool, weights: Mapping[str, Weight]) -> str:
     """Return why steps of this spec cannot be captured as CUDA graphs; an empty string if capture is possible."""
     if cut:
         return "ranks that hold it together meet in every layer"
-    if any(isinstance(layer.feed, ExpertsSpec) for layer in spec.layers):
-        return "the host is told which experts were chosen"
+    experts = [
+        weights[f"layers.{i}.feed.experts.up"] for i, y in enumerate(spec.layers) if isinstance(y.feed, ExpertsSpec)
+    ]
+    for weight in experts:
+        # torch's product of groups reads where they end on the device, but takes bf16 in rows of 16 bytes only.
+        if not isinstance(weight, Tensor) or weight.dtype != torch.bfloat16 or any(n % 8 for n in weight.shape[1:]):
+            kind = weight.dtype if isinstance(weight, Tensor) else weight.spec.format.name
+            return f"the host is told which experts were chosen, where they are {kind}"
     return ""
 
 
@@ -111,7 +118,7 @@ class Decoder:
         rounded: The native loop multiplies codes with inputs rounded to 8 bits.
         cut: Weights are this rank's part of each layer, the spec is this rank's; None: of one rank.
         group: The ranks that hold the other parts.
-        record: How steps of one-token chunks are recorded, to be replayed (`replay`); None: they are not. Not with the native loop.
+        record: How `capture` records steps of one-token chunks; None: they are not. Not with the native loop.
     Attributes:
         adapters: By name; those that a batch wears are added. Not with the native loop.
         obstacle: Why the native loop does not run; empty: it runs.
@@ -133,7 +140,7 @@ class Decoder:
     ) -> None:
         self.spec, self.weights = spec, dict(weights)
         self._record: Record | None = None
-        self._replayed: tuple[Cache, CudaGraphRunner] | None = None
+        self._graphs: tuple[Cache, DecodeGraphs] | None = None
         self.cut = cut
         self.group = ds_comm.self_group() if cut is None else ds_comm.as_group(group)
         self.adapters: dict[str, Adapter] = {}
@@ -156,7 +163,7 @@ class Decoder:
         kinds = {(_all_heads(y.attention), y.attention.alibi.rounded) for y in spec.layers if y.attention.alibi}
         self._slopes = {kind: alibi_slopes(*kind).to(self.device) for kind in kinds}
         if record is not None:
-            if obstacle := replay_obstacle(spec, cut is not None):
+            if obstacle := replay_obstacle(spec, cut is not None, self.weights):
                 raise UnsupportedError(
                     f"CUDA graphs for a {spec.family} model: {obstacle}",
                     code="inference-cuda-graph",
@@ -181,18 +188,27 @@ class Decoder:
 
         Returns: fp32 [R, vocab], a row for each of `batch.outputs`.
         """
-        if self._record is None or not batch.num_decodes or batch.max_seqlen_q > 1 or batch.worn:
-            return self._forward(batch, cache)
-        if self._replayed is None or self._replayed[0] is not cache:
-            self._replayed = cache, CudaGraphRunner(partial(self._singles, cache), self._record)
-        whole = padded(batch, cache.spare)
-        logits: Tensor = self._replayed[1](*(getattr(whole, name) for name in _SINGLES))
-        return logits[batch.outputs]
-
-    def _singles(self, cache: Cache, *tensors: Tensor) -> Tensor:
-        tokens, positions, slots, outputs, starts, lengths, table = tensors
-        batch = BatchIndices(tokens, positions, slots, outputs, starts, lengths, table, len(tokens), 1)
+        if self._graphs is not None and self._graphs[0] is cache:
+            logits = self._graphs[1].replay(batch)
+            if logits is not None:
+                return logits
         return self._forward(batch, cache)
+
+    def capture(self, cache: Cache, rows: int, longest: int) -> None:
+        """Capture steps of one-token chunks over `cache` as graphs, up to `rows` of them, with `longest` tokens in a sequence.
+
+        Nothing where none are recorded (`record`). Costs the memory of the largest step.
+        """
+        if self._record is None:
+            return
+        in_place = choose(ATTENTION, self.device.type, self.dtype).backend.name == "triton"
+        columns = min(-(-longest // cache.size), cache.spare // cache.size)
+        shape = min(rows, _MOST_CAPTURED), columns, self.spec.vocab
+        graphs = DecodeGraphs(
+            partial(self._forward, cache=cache), self._record, shape, cache.spare, self.device, reads_in_place=in_place
+        )
+        self._graphs = cache, graphs
+        graphs.capture()
 
     def _forward(self, batch: BatchIndices, cache: Cache) -> Tensor:
         spec = self.spec

@@ -21,7 +21,7 @@ from ds_config.errors import PlanError, UnsupportedError
 from ds_inference.answers import RequestOutput, Tokenizer, TokenOutput, ends_with_stop
 from ds_inference.batched_sampling import SampledToken
 from ds_inference.blocks import BlockPool
-from ds_inference.decoder_model import Cache, Runner
+from ds_inference.decoder_model import Cache, Decoder, Runner
 from ds_inference.flights import ComputedPart, Flight, PendingTokens, RowGroup, feed_tokens, point_to_rows
 from ds_inference.paged_attention import make_batch
 from ds_inference.recovery import compute_apart
@@ -87,6 +87,9 @@ class LLMEngine:
             enable_prefix_caching=not decoder.stateful if enable_prefix_caching is None else enable_prefix_caching,
         )
         self.cache = Cache(decoder.spec, blocks, size, cache_dtype or decoder.dtype, decoder.device)
+        if isinstance(decoder, Decoder):
+            limits = self.scheduler.budget
+            decoder.capture(self.cache, limits.max_num_seqs, limits.max_model_len)
         self.before_step: Callable[[SchedulerOutput], None] | None = None
         self.on_failure: Callable[[int, Exception], None] | None = None
         self.version = 0

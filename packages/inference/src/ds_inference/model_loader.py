@@ -86,11 +86,10 @@ def load(
         for a module
             whose parameters are gathered and released (ZeRO-Inference: `ds_zero.shard(model, stage=3,
             offload_params=...)` before).
-        cuda_graphs: Capture steps that only decode as CUDA graphs, one for each power of two of requests and of blocks,
-        and replay
-            the graphs. Costs the memory of a step for each; weights may then change their values, but not their
-            addresses. None: on a
-            CUDA device, where the model can: not experts, not on several ranks, not through its own forward.
+        cuda_graphs: Capture steps that only decode as CUDA graphs, here, one for each of some numbers of requests (1, 2, 4, 8, then by 8
+            or 16), and replay them. Costs the memory of the largest; weights may then change their values, but not their addresses.
+            None: on a CUDA device, where the model can: not experts of other dtypes than bf16, not on several ranks, not through its
+            own forward.
     Raises:
         UnsupportedError: CUDA graphs where there is no CUDA device, or of such a model ("inference-cuda-graph");
             this family of models is not declared, and it does not run through its own forward either
@@ -209,7 +208,7 @@ def read_decoder(
             fix="Leave graphs (enable_cuda_graph) out, or load the model onto a CUDA device.",
         )
     recorded = there if graphs is None else graphs
-    if graphs is None and replay_obstacle(spec, cut is not None):
+    if graphs is None and replay_obstacle(spec, cut is not None, read):
         recorded = False
     decoder = Decoder(
         spec if cut is None else cut.spec(),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ds_config.errors import PlanError
 from ds_inference.blocks import BlockPool
 from ds_inference.config import RaggedConfig
-from ds_inference.decoder_model import Cache, Runner
+from ds_inference.decoder_model import Cache, Decoder, Runner
 from ds_inference.model_loader import read_decoder
 from ds_inference.paged_attention import make_batch
 from ds_inference.quantize import QuantizationOptions
@@ -78,6 +78,8 @@ class RaggedEngine:
         self._cache = Cache(decoder.spec, count, _BLOCK, decoder.dtype, decoder.device)
         self._known: dict[int, _Sequence] = {}
         self._longest = min(config.state_manager.max_context, decoder.spec.max_seq_len)
+        if isinstance(decoder, Decoder):
+            decoder.capture(self._cache, config.state_manager.max_ragged_sequence_count, self._longest)
 
     @property
     def free_blocks(self) -> Tensor:
