@@ -10,7 +10,7 @@ import pytest
 
 from repo import ROOT
 from repo.imports import modules
-from repo.projects import load
+from repo.projects import Project, load
 from repo.wording import begins_with_verb, forbidden_names, stale_entries, unresolved, wording
 
 PAGE = ROOT / "docs" / "developing" / "where-is-it.md"
@@ -98,3 +98,15 @@ def test_the_table_of_renames_leads_to_modules_that_exist() -> None:
     assert len(rows) > 400
     assert {row["new"].split(":")[0] for row in rows} <= known
     assert all(row["old"] != row["new"] for row in rows)
+
+
+_TABLE = re.compile(r"^\| module \|.*\n\|[-| ]+\|\n((?:\|.*\n)+)", re.MULTILINE)
+
+
+def test_the_modules_that_a_readme_explains_exist(project: Project) -> None:
+    text = (project.folder / "README.md").read_text()
+    rows = [row for table in _TABLE.finditer(text) for row in table[1].splitlines()]
+    named = [name for row in rows for name in re.findall(r"`([\w.]+)`", row.split("|")[1])]
+    there = {module.name for module in modules(project)}
+    # ds-zero's table names files, and has a test of its own
+    assert [name for name in named if not name.endswith(".py") and f"{project.module}.{name}" not in there] == []

@@ -13,7 +13,7 @@ from torch import nn
 
 from ds_config.errors import ConfigError, LaunchError
 from ds_engine import load_config, shapes_of
-from ds_engine.trial_results import TrialResult, write_json
+from ds_engine.trial_results import TrialResult, read_measured, write_json
 from ds_launcher.cli import main as ds
 from ds_tune.autotuner import ResourceManager, get_val_by_key, set_val_by_key
 from ds_tune.cli import HELP
@@ -242,3 +242,59 @@ def test_a_key_is_read_and_set_wherever_it_is():
     assert get_val_by_key(config, "absent") is None
     set_val_by_key(config, "stage", 3)
     assert config == {"a": {"b": {"stage": 3}}, "stage_of": {"stage": 3}}
+
+
+# ---- trials in a world that is not there
+
+SLOW, FAST = "inside=0.02,200;between=0.02,200", "inside=400,2;between=400,2"
+
+
+@pytest.mark.parametrize(("links", "least_s"), [(FAST, 0.0), (SLOW, 0.006)])
+def test_trials_are_rehearsals_of_a_world_that_is_not_there(folder: Path, links: str, least_s: float) -> None:
+    """One process measures what a step of four ranks takes: 50 KiB of gradients at 20 MB/s are several milliseconds."""
+    (folder / "train.py").write_text(REAL)
+    words = [
+        "--config",
+        "ds.json",
+        "--links",
+        links,
+        "--world-size",
+        "4",
+        "--micro",
+        "2:2",
+        "--trials",
+        "1",
+        "--steps",
+        "2",
+    ]
+    assert ds(["tune", *words, "--search", "zero_optimization.stage=1,2", "train.py"]) == 0
+    text = Path("autotuning_results/ds_config_best.json").read_text()
+    assert "4 cpu ranks, as rehearsed by one of them" in text
+    (path,) = Path("autotuning_results").glob("*/measured.json")
+    measured = read_measured(path)
+    assert (measured.world, measured.rehearsed) == (4, True)
+    assert measured.step_s > least_s
+    assert "ds_tune.rehearsed_trial" in path.with_name("cmd.txt").read_text()
+
+
+def test_a_rehearsed_trial_that_fails_says_why(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "train.py").write_text("raise SystemExit('no data here')\n")
+    words = ["--config", "ds.json", "--links", FAST, "--world-size", "4", "--trials", "1", "train.py"]
+    assert ds(["tune", *words]) == 1
+    assert "no data here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--links", FAST], "world of 0 ranks"),
+        (["--links", FAST, "--world-size", "6", "--nodes", "4"], "6 ranks on 4 nodes"),
+        (["--links", "nothing-like-it", "--world-size", "4"], "nothing-like-it"),
+        (["--links", FAST, "--world-size", "4", "--nproc", "2"], "one process"),
+    ],
+)
+def test_wrong_worlds_are_told(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], complaint: str
+) -> None:
+    assert ds(["tune", "--config", "ds.json", *words, "train.py"]) == 1
+    assert complaint in capsys.readouterr().err

@@ -26,6 +26,7 @@ from ds_accel.device_memory import MemoryStats
 from ds_comm import Group, Mesh, all_gather_object
 from ds_comm.sweep import BenchCase, measure
 from ds_config.errors import ConfigError
+from ds_config.rehearsing import is_rehearsal
 from ds_engine.autotuning import AutotuningConfig
 from ds_engine.plan import Plan, Shapes
 from ds_engine.trial_results import LayerFacts, LinkCost, TrialResult, write_json
@@ -284,6 +285,7 @@ class TrialWatch:
             links=links,
             shapes=self._place.shapes if order.detail else None,
             flops=self._saved.flops.total,
+            rehearsed=is_rehearsal(),
         )
         if world.rank == 0:
             self._write(measured)

@@ -63,6 +63,7 @@ class TrialResult:
         saved_bytes: What one forward keeps for backward.
         layers, links, shapes: With `Order.detail`.
         flops: Of one forward; 0 where they were not counted.
+        rehearsed: The other ranks were not there: times of messages are those of described links.
     """
 
     world: int
@@ -82,6 +83,7 @@ class TrialResult:
     links: Mapping[str, LinkCost] = field(default_factory=dict)
     shapes: Shapes | None = None
     flops: int = 0
+    rehearsed: bool = False
 
     @property
     def step_s(self) -> float:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ds_tune.rehearsed_trial import RehearsedWorld
     from ds_tune.request import TuningRequest
     from ds_tune.search import NextTrial, Result
     from ds_tune.trial_runner import TrialRunner
@@ -44,6 +45,13 @@ def register(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="ranks in all, where --launch starts several hosts",
     )
+    add(
+        "--links",
+        default="",
+        metavar="LINKS",
+        help="rehearse the trials over these links, in a world of --world-size ranks that is not there",
+    )
+    add("--nodes", type=int, default=0, metavar="N", help="nodes of that world (default: by the links' node size)")
     add("--model", metavar="MODEL", help="the model as `ds plan` takes it; otherwise the first trial tells")
     add(
         "--search",
@@ -98,6 +106,8 @@ def main(args: argparse.Namespace) -> int:
     )
     launch = (*(["--nproc", str(args.nproc)] if args.nproc else []), *shlex.split(args.launch))
     job = _job(args, (request.config, words, launch))
+    if args.links:
+        job = replace(job, rehearsed=_rehearsed(args, launch))
     world = args.world or args.nproc or devices_here()
     tuning = Tuning(request, job, world, on_trial=teller(), shapes=shapes_from(args.model) if args.model else None)
     if args.explain:
@@ -122,6 +132,19 @@ def _tune(tuning: Tuning, request: TuningRequest, how: tuple[bool, bool]) -> int
     files = tuning.write(outcome)
     show(outcome, files, request, as_json)
     return 0
+
+
+def _rehearsed(args: argparse.Namespace, launch: tuple[str, ...]) -> RehearsedWorld:
+    from ds_config.errors import ConfigError
+    from ds_tune.rehearsed_trial import RehearsedWorld
+
+    if launch:
+        raise ConfigError(
+            f"--links {args.links} with {' '.join(launch)}: a rehearsed trial is one process, which `ds run` does not start",
+            code="tune-options",
+            fix="Give --links and --world-size, or --nproc and --launch.",
+        )
+    return RehearsedWorld.of(args.links, args.world, args.nodes)
 
 
 def _job(args: argparse.Namespace, what: tuple[Any, tuple[str, ...], tuple[str, ...]]) -> TrialRunner:

@@ -30,9 +30,10 @@ def best_text(config: Mapping[str, Any], candidate: Candidate, measured: TrialRe
     """
     tuned_config = tuned(config, candidate)
     counts = {outcome: sum(r.outcome == outcome for r in tried) for outcome in dict.fromkeys(r.outcome for r in tried)}
+    rehearsed = ", as rehearsed by one of them" if measured.rehearsed else ""
     lines = [
         "// Written by ds tune. A step of "
-        f"{candidate.plan.batch.train} samples took {measured.step_s * 1e3:.4g} ms on {measured.world} {measured.device} ranks",
+        f"{candidate.plan.batch.train} samples took {measured.step_s * 1e3:.4g} ms on {measured.world} {measured.device} ranks{rehearsed}",
         f"// ({candidate.plan.batch.train / measured.step_s:.4g} samples a second) and at most {bytes_text(measured.peak_bytes)} of memory on one rank.",
         f"// Trials: {', '.join(f'{count} {outcome}' for outcome, count in counts.items())}.",
     ]

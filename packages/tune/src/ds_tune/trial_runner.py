@@ -1,6 +1,6 @@
 """One trial: the user's script as a fresh job of `ds run`, with a time limit; what became of it is kept on disk.
 
-    RESULTS/NAME/  order.json  ds_config.json  exp.json  cmd.txt  stdout.log  stderr.log  measured.json  metrics.json  outcome.json
+    RESULTS/NAME/  order.json  rehearsal.json (with --links)  ds_config.json  exp.json  cmd.txt  stdout.log  stderr.log  measured.json  metrics.json  outcome.json
     EXPS/NAME.json
 
 The names are DeepSpeed's; `order.json`, `measured.json` and `outcome.json` are ours.
@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from ds_config.errors import LaunchError
 from ds_config.regular_file import replace_text
 from ds_engine.trial_results import read_measured, write_json
 from ds_engine.trial_spec import DS_TRIAL, TrialSpec
+from ds_tune.rehearsed_trial import RehearsedWorld
 from ds_tune.results_writer import tuned
 from ds_tune.search import NextTrial, Outcome, Result
 
@@ -41,6 +42,7 @@ _MEMORY = (
     "signal 9",
 )
 _GRACE_S = 20.0
+_ORDER = "rehearsal.json"
 _TOLD = 12
 
 
@@ -54,6 +56,7 @@ class TrialRunner:
         script, arguments: What every rank runs.
         mappings: Options of the script by key of the configuration that they get the value of.
         warmup: Steps before those that are measured.
+        rehearsed: The world that trials are rehearsed in; None: they run on the ranks of `launch`.
     """
 
     config: Mapping[str, Any]
@@ -67,11 +70,13 @@ class TrialRunner:
     mappings: Mapping[str, str] = field(default_factory=dict)
     memory_bytes: int = 0
     warmup: int = 2
+    rehearsed: RehearsedWorld | None = None
 
     @property
     def sign(self) -> str:
         """Results of other signs are of another question."""
         inputs = [self.config, self.launch, self.script, self.arguments, self.mappings, self.memory_bytes, self.warmup]
+        inputs += [] if self.rehearsed is None else [asdict(self.rehearsed)]
         return hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -95,7 +100,11 @@ def script_words(job: TrialRunner, config_file: str, values: Mapping[str, Any]) 
 
 
 def command_of(job: TrialRunner, config_file: str, values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Build the whole command of a run with a configuration."""
+    """Build the whole command of a run with a configuration: that of a job, or of a rehearsal whose order lies beside the configuration."""
+    words = script_words(job, config_file, values)
+    if job.rehearsed is not None:
+        order = str(Path(config_file).with_name(_ORDER))
+        return (sys.executable, "-m", "ds_tune.rehearsed_trial", order, job.script, *words)
     return (
         sys.executable,
         "-m",
@@ -103,7 +112,7 @@ def command_of(job: TrialRunner, config_file: str, values: Mapping[str, Any]) ->
         "run",
         *job.launch,
         job.script,
-        *script_words(job, config_file, values),
+        *words,
     )
 
 
@@ -173,6 +182,8 @@ def _prepare(job: TrialRunner, step: NextTrial, folder: Path) -> tuple[tuple[str
         metric_path=str((folder / "metrics.json").resolve()), detail=step.detail, memory_bytes=job.memory_bytes,
     )  # fmt: skip
     write_json(folder / "order.json", order)
+    if job.rehearsed is not None:
+        write_json(folder / _ORDER, job.rehearsed.order())
     command = command_of(job, str((folder / "ds_config.json").resolve()), candidate.settings)
     replace_text(folder / "cmd.txt", shlex.join(command) + "\n")
     experiment = {"name": candidate.name, "ds_config": config, "why": step.why, "rung": step.rung}

@@ -19,7 +19,7 @@ from ds_config.errors import CommError, ConfigError
 if TYPE_CHECKING:
     from ds_comm.rehearsal.rehearsal_report import RehearsalResult
 
-__all__ = ["HELP", "main", "register", "rehearse"]
+__all__ = ["HELP", "main", "register", "rehearse", "run_rank"]
 
 HELP = "run a training script as one rank of a world that is not there: step, waits, memory"
 _MOST_POINTS = 64
@@ -119,7 +119,7 @@ def rehearse(
     order = {"world_size": world_size, "steps": steps, "warm_up": warm_up, "label": label}
     order |= {"fabric": as_json(fabric), "python": python}
     with tempfile.TemporaryDirectory(prefix="ds-rehearse-") as folder:
-        seen = _run_rank((script, arguments), rank, order, dict(changes or {}), Path(folder))
+        seen = run_rank((script, arguments), rank, order, dict(changes or {}), Path(folder))
     result = result_from(seen)
     if result is None:
         raise CommError(
@@ -132,14 +132,23 @@ def rehearse(
     return result
 
 
-def _run_rank(
+def run_rank(
     command: tuple[str | Path, Sequence[str]],
     rank: int,
     order: Mapping[str, Any],
     changes: Mapping[str, Any],
     folder: Path,
 ) -> dict[str, Any]:
-    """Run the script as one rank, after the ranks whose messages it needs; return what was seen."""
+    """Run the script as one rank, after the ranks whose messages it needs; return what was seen.
+
+    Args:
+        command: The script and its arguments.
+        order: What `rehearsed_script` reads, but for the rank and the paths.
+        changes: Values by dotted key, laid over the configuration that the script gives to ds-engine.
+        folder: For messages and results; the caller's.
+    Raises:
+        CommError: the script failed ("rehearsal-script").
+    """
     waiting = [rank]
     while True:
         seen = _run_once(command, waiting[-1], order, changes, folder)
@@ -171,7 +180,8 @@ def _run_once(
     words = [order["python"], "-m", "ds_comm.rehearsal.rehearsed_script", str(paper), str(script), *arguments]
     done = subprocess.run(words, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if not out.exists():
-        raise _failed(script, rank, done.stderr)
+        ending = f"\nended by signal {-done.returncode}" if done.returncode < 0 else ""
+        raise _failed(script, rank, done.stderr + ending)
     seen: dict[str, Any] = json.loads(out.read_text())
     return seen
 

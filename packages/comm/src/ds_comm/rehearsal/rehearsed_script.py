@@ -58,6 +58,8 @@ def main(argv: list[str]) -> int:
         pass
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if status:
+            error = f"exit status {status}" if isinstance(end.code, int) else str(end.code)
     except MissingRankError as problem:
         status, error, missing = 1, traceback.format_exc(), problem.rank
     except DsError as problem:
