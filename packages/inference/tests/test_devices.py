@@ -24,7 +24,7 @@ def product_of(seed: int) -> None:
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     kind, cols = draw.choice([INT8, INT4, FP8_E4M3]), draw.choice([16, 64, 200, 384])
     symmetric, group = kind is FP8_E4M3 or draw.random() < 0.5, draw.choice([16, 32, 64, 128, 512])
-    rows, outputs = draw.choice([1, 3, 16, 17, 40]), draw.choice([1, 32, 50])
+    rows, outputs = draw.choice([1, 3, 16, 17, 40, 65, 200]), draw.choice([1, 32, 50, 70])
     weight = torch.randn(outputs, cols, generator=generator).to(DEVICE)
     codes = quantize_weight(weight, kind, group=group, symmetric=symmetric)
     x = torch.randn(rows, cols, generator=generator).to(DEVICE)

@@ -190,10 +190,10 @@ def _rotary(codes: torch.dtype | None, normed: bool) -> Callable[[], object]:
     return call
 
 
-def _product(kind: Format, group: int, symmetric: bool) -> Callable[[], object]:
+def _product(kind: Format, group: int, symmetric: bool, rows: int = 8) -> Callable[[], object]:
     def call() -> object:
         weight = QuantTensor.empty(QuantSpec(kind, group, symmetric), 4096, 4096, like=_meta(1))
-        return triton_products.coded_product(_meta(8, 4096), weight)
+        return triton_products.coded_product(_meta(rows, 4096), weight)
 
     return call
 
@@ -232,6 +232,9 @@ CALLS: Final[dict[str, Callable[[], object]]] = {
     "product of int8": _product(INT8, 128, symmetric=True),
     "product of int4 with zeros": _product(INT4, 128, symmetric=False),
     "product of fp8": _product(FP8_E4M3, 128, symmetric=True),
+    "product of int8, 512 rows": _product(INT8, 128, symmetric=True, rows=512),
+    "product of int4 with zeros, 512 rows": _product(INT4, 128, symmetric=False, rows=512),
+    "product of fp8, 512 rows": _product(FP8_E4M3, 128, symmetric=True, rows=512),
     "sampling of 8 rows": _tokens(8, 128256),
     "gate": lambda: triton_gate.gated_product(_meta(8, 2 * 14336), "silu"),
 }

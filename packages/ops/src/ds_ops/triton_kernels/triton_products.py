@@ -1,6 +1,7 @@
-"""Products of few rows with codes: weights of 8 and 4 bits are read once, and become numbers in registers.
+"""Products with codes: weights of 8 and 4 bits are read as they are, and become numbers in registers.
 
 A step of decoding is bound by reading weights: a product that first writes the numbers to memory moves more bytes than bf16 weights would.
+Writing and reading them takes as long as a product of about a thousand rows; beyond that it is the smaller part.
 """
 
 from __future__ import annotations
@@ -15,8 +16,15 @@ from ds_ops.triton_kernels.triton_support import launch
 
 __all__ = ["coded_product", "fits"]
 
-_ROWS = 64
-_BLOCK_N, _BLOCK_K = 32, 64
+_ROWS = 1024
+_BLOCK_K = 64
+
+
+def _tile(rows: int) -> tuple[int, int, int]:
+    """Return rows and outputs of a program, and its warps."""
+    if rows > 64:
+        return 128, 64, 8
+    return (64, 32, 8) if rows > 32 else (32, 32, 8) if rows > 16 else (16, 32, 4)
 
 
 def fits(weight: QuantTensor, rows: int) -> bool:
@@ -32,22 +40,22 @@ def coded_product(x: Tensor, weight: QuantTensor) -> Tensor:
     Args:
         x: [.., K], bf16, fp16 or fp32. weight: int8, int4 or e4m3 codes [N, K], see `fits`.
     Returns: [.., N] of x's dtype.
-    Cost: one launch; reads the codes and their scales once for every 64 rows.
+    Cost: one launch; reads the codes and their scales once for every 64 rows, of more rows for every 128.
     """
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     rows, cols = flat.shape
     out = torch.empty(rows, weight.rows, dtype=x.dtype, device=x.device)
     kinds = {INT8: 1, INT4: 2, FP8_E4M3: 3}
     spec, layout = weight.spec, weight.layout
-    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    block_m, block_n, warps = _tile(rows)
     if rows:
         launch(
             _coded,
-            (-(-weight.rows // _BLOCK_N), -(-rows // block_m)),
+            (-(-weight.rows // block_n), -(-rows // block_m)),
             flat, weight.wire, weight.wire.view(torch.float32), out,
             rows, weight.rows, cols, layout.row_bytes, layout.params_at // 4, spec.group,
-            KIND=kinds[spec.format], ZEROS=not spec.symmetric, BLOCK_M=block_m, BLOCK_N=_BLOCK_N, BLOCK_K=_BLOCK_K,
-            PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=8 if block_m > 16 else 4, num_stages=3,
+            KIND=kinds[spec.format], ZEROS=not spec.symmetric, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=_BLOCK_K,
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=3,
         )  # fmt: skip
     return out.view(*x.shape[:-1], weight.rows)
 
