@@ -43,6 +43,9 @@ class SharedPool(SlabPool):
         super().__init__(limit_bytes)
         self.fd = os.memfd_create("ds-ckpt", os.MFD_CLOEXEC)
 
+    def lock_pages(self, allocate: Callable[[int], memoryview]) -> None:
+        """Do nothing: the writer process could not map other memory. A device copies to these slabs through the driver's own memory."""
+
     def close(self) -> None:
         """Give the memory back, with the last slab that is in use."""
         self.fd, fd = -1, self.fd

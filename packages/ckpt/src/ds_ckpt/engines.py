@@ -27,7 +27,7 @@ from ds_ckpt.decoupled import SharedPool, WriterProcess
 from ds_ckpt.jsontext import Json
 from ds_ckpt.local_storage import CheckpointRef
 from ds_ckpt.save_job import Gathered, PlanCache, SaveJob, SaveResult, prepare, publish
-from ds_ckpt.shard_tensors import Local, copier
+from ds_ckpt.shard_tensors import Local, copier, lock_slabs
 from ds_ckpt.writer import Copy, FileStream, SlabPool
 from ds_config.errors import CheckpointError, UnsupportedError
 
@@ -101,6 +101,7 @@ class SyncCheckpointer:
         with ds_monitor.span("ckpt.save", checkpoint=str(path)):
             gathered = Gathered(shards)
             job = prepare(self._ranks, path, gathered, (meta, aliases or {}), self._cache, self._packing)
+            lock_slabs(self._pool, gathered.local)
             stream = job.stream(self._pool)
             saved = publish(self._ranks, job, lambda: job.write(stream, copier(gathered.local)))
             _retain(self._ranks, job, self._keep)
@@ -193,6 +194,7 @@ class AsyncCheckpointer:
             future = self._writer.submit(self._publish, job, stream)
             pending = SaveHandle(stream.filled, future)
             self._saves.append(pending)
+            lock_slabs(self._pool, gathered.local)
             copy = copier(gathered.local)
             if behind:
                 self._copier.submit(stream.fill, copy)

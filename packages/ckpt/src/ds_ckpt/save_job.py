@@ -48,7 +48,7 @@ from ds_ckpt.protocols import Draft, PartialDraft, put
 from ds_ckpt.records import PartRecord, PieceRecord, TensorRecord
 from ds_ckpt.save_plan import Item
 from ds_ckpt.save_planner import described, entries_of, num_planners, planned
-from ds_ckpt.shard_tensors import Local, byte_view, check_local, copier
+from ds_ckpt.shard_tensors import Local, byte_view, check_local, copier, lock_slabs
 from ds_ckpt.writer import Copy, FileStream, SlabPool, Written
 from ds_comm.placement import Box, TensorShard
 from ds_config.errors import CheckpointError
@@ -213,7 +213,8 @@ def save(
         gathered = Gathered(shards)
         packing = None if recipe is None else BlockPacker(recipe)
         job = prepare(ranks, path, gathered, (meta, aliases or {}), PlanCache(), packing)
-        stream = job.stream(SlabPool())
+        lock_slabs(pool := SlabPool(), gathered.local)
+        stream = job.stream(pool)
         return publish(ranks, job, lambda: job.write(stream, copier(gathered.local)))
 
 

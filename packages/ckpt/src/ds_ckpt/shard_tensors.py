@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import mmap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +15,7 @@ from ds_ckpt.crc import copy_crc32, crc32
 from ds_ckpt.dtypes import ITEMSIZE
 from ds_ckpt.jsontext import Json
 from ds_ckpt.save_plan import Item
+from ds_ckpt.writer import Copy, SlabPool, Transfer
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_config.errors import CheckpointError
 
@@ -25,6 +28,7 @@ __all__ = [
     "fill_state",
     "full_meta",
     "full_shards",
+    "lock_slabs",
     "staged_groups",
     "staging",
     "torch_dtype",
@@ -87,26 +91,83 @@ def _flat_bytes(data: Tensor) -> Tensor:
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
-def copier(locals_: Sequence[Local]) -> Callable[[memoryview, Item, int], int]:
-    """Return a function that copies bytes of an entry of this rank's file to host memory, and returns their CRC32.
+def copier(locals_: Sequence[Local]) -> Copy:
+    """Return a function that copies bytes of an entry of this rank's file to host memory; their CRC32, or the `Transfer` of a device's bytes.
 
-    The source may be on any device.
+    Values of a device are those of work that was queued on the current streams before this call. They are copied on a stream of their own, which
+    waits for nothing else; call this on the thread that queued the work, the function on any.
     """
+    sides = {
+        local.data.device: _SideStream(local.data.device) for local in locals_ if streams.is_device_memory(local.data)
+    }
     flat: dict[int, Tensor] = {}  # made one after another: the device waits for the first
 
-    def copy(target: memoryview, item: Item, start: int) -> int:
+    def copy(target: memoryview, item: Item, start: int) -> int | Transfer:
         index, first = item.piece.shard, item.piece.start * ITEMSIZE[item.dtype] + start
+        side = sides.get(locals_[index].data.device)
         if index not in flat:
-            flat[index] = _flat_bytes(locals_[index].data)
+            with nullcontext() if side is None else side.current():
+                flat[index] = _flat_bytes(locals_[index].data)
         source = flat[index][first : first + target.nbytes]
-        if not streams.is_device_memory(source):
+        if side is None or not streams.is_device_memory(source):
             # One thread, without the GIL. torch would share 4 MiB among its threads, which costs more than it gains where
             # the other cores are busy writing (5x slower saves were seen).
             return copy_crc32(target, source.numpy().data)
-        torch.frombuffer(target, dtype=torch.uint8).copy_(source)
-        return crc32(target)
+        return side.send(target, source)
 
     return copy
+
+
+class _SideStream:
+    """A stream beside the current one of a device, for copies to the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, streams.new_stream(device)
+        streams.wait_stream(self.stream, streams.current_stream(device))
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Queue this thread's work on the side stream, while inside."""
+        with streams.on_device(self.device), streams.on_stream(self.stream, self.device):
+            yield
+
+    def send(self, target: memoryview, source: Tensor) -> _SideTransfer:
+        """Queue the copy of `source`; the host goes on where `target` is page-locked."""
+        with self.current():
+            streams.copy_into(streams.host_memory(torch.frombuffer(target, dtype=torch.uint8)), source)
+            return _SideTransfer(target, streams.record_event(self.device))
+
+
+class _SideTransfer:
+    """Bytes that a side stream copies."""
+
+    def __init__(self, target: memoryview, event: streams.DeviceEvent) -> None:
+        self._target, self._event = target, event
+
+    def wait(self) -> None:
+        """Block until the copy is done."""
+        self._event.synchronize()
+
+    def checksum(self) -> int:
+        """Wait, and return the CRC32 of the bytes."""
+        self.wait()
+        return crc32(self._target)
+
+
+def lock_slabs(pool: SlabPool, locals_: Sequence[Local]) -> None:
+    """Let a pool have page-locked slabs if a shard is on a device that copies to such memory by itself."""
+    if get_accelerator().facts.pinned and any(streams.is_device_memory(local.data) for local in locals_):
+        pool.lock_pages(_page_locked)
+
+
+def _page_locked(nbytes: int) -> memoryview:
+    """Allocate page-locked memory that begins on a page, as files are written from."""
+    memory = streams.page_locked((nbytes,), torch.uint8)
+    if memory.data_ptr() % mmap.PAGESIZE:
+        memory = streams.page_locked((nbytes + mmap.PAGESIZE,), torch.uint8)
+        memory = memory[-memory.data_ptr() % mmap.PAGESIZE :][:nbytes]
+    array: Any = memory.numpy()  # numpy's types name no buffer before Python 3.12
+    return memoryview(array)
 
 
 def _in_place(local: Local, stored_dtype: str) -> bool:

@@ -9,6 +9,9 @@ The owner of the tensors calls `fill`: copies segments into free slabs and check
 all that is between the two: with a pool as large as the state, `fill` is a snapshot and never waits; with a small one it
 proceeds at the speed of the disk, in bounded memory. `through` does both on one thread, where no training goes on meanwhile: each
 slab's writing begins when it is copied, and handing slabs from thread to thread would cost a tenth of the disk's speed.
+
+Bytes of a device are on their way when a copy returns (`Transfer`): `fill` queues all of them and waits once, at its end, and the writer makes
+the checksum of each slab when it has arrived. A slab that bytes are on their way to is never given back.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from ds_ckpt.crc import crc32, shifted
 from ds_ckpt.dtypes import CODE, ITEMSIZE
@@ -32,16 +35,28 @@ from ds_ckpt.records import FileRecord
 from ds_ckpt.save_plan import Item
 from ds_config.errors import CheckpointError
 
-__all__ = ["SLAB_BYTES", "Copy", "FileStream", "SlabPool", "Written", "safetensors_header"]
+__all__ = ["SLAB_BYTES", "Copy", "FileStream", "Slab", "SlabPool", "Transfer", "Written", "safetensors_header"]
 
 SLAB_BYTES: Final = 4 * 2**20
 _POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _PAGE: Final = 4096  # the header ends on a page: entries can be mapped, and slabs written past the page cache
-_UnderWay = deque[tuple[Callable[[], None], mmap.mmap]]  # writes that have begun, oldest first, with their memory
+_MOST_AHEAD: Final = 3  # slabs that `through` lets a device fill while it makes the checksum of one
+Slab = mmap.mmap | memoryview  # `SLAB_BYTES` of memory that begins on a page
+_UnderWay = deque[tuple[Callable[[], None], Slab]]  # writes that have begun, oldest first, with their memory
 
-Copy = Callable[
-    [memoryview, Item, int], int
-]  # fill the view with the entry's bytes from the given byte on; their checksum
+
+class Transfer(Protocol):
+    """Bytes on their way from a device to a slab."""
+
+    def wait(self) -> None:
+        """Block until they have arrived."""
+
+    def checksum(self) -> int:
+        """Wait, and return their CRC32."""
+
+
+# Fill the view with the entry's bytes from the given byte on; return their checksum, or who knows it when they have arrived.
+Copy = Callable[[memoryview, Item, int], int | Transfer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +84,17 @@ class _Range:
     segments: tuple[_FileSegment, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _FilledSlab:
+    """A range of the file in its slab, some of it perhaps on its way."""
+
+    part: _Range
+    slab: Slab
+    transfers: tuple[tuple[_FileSegment, Transfer], ...] = ()
+
+
 # The next slab to write, None after the last: it may end writes that are under way, and has ended all at the end.
-_Source = Callable[[_UnderWay], tuple[_Range, mmap.mmap] | None]
+_Source = Callable[[_UnderWay], _FilledSlab | None]
 
 
 def safetensors_header(entries: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
@@ -99,7 +123,8 @@ class SlabPool:
     def __init__(self, limit_bytes: int = 8 * SLAB_BYTES) -> None:
         self._limit = max(1, -(-limit_bytes // SLAB_BYTES))
         self._allocated = 0
-        self._free: list[mmap.mmap] = []
+        self._free: list[Slab] = []
+        self._page_locked: Callable[[int], memoryview] | None = None
         self._changed = threading.Condition()
 
     @property
@@ -118,7 +143,18 @@ class SlabPool:
             self._limit = max(self._limit, -(-nbytes // SLAB_BYTES))
             self._changed.notify_all()
 
-    def acquire(self, stop: Callable[[], bool]) -> mmap.mmap | None:
+    def lock_pages(self, allocate: Callable[[int], memoryview]) -> None:
+        """Make slabs by `allocate` from now on: page-locked memory of so many bytes, which a device copies to by itself.
+
+        Free slabs of other memory are dropped. A second call does nothing.
+        """
+        with self._changed:
+            if self._page_locked is None:
+                self._page_locked = allocate
+                self._allocated -= len(self._free)
+                self._free.clear()
+
+    def acquire(self, stop: Callable[[], bool]) -> Slab | None:
         """Wait for a free slab and return the slab; None when `stop()` says that the writer has ended."""
         with self._changed:
             while not stop():
@@ -127,29 +163,33 @@ class SlabPool:
                 self._changed.wait(0.05)
         return None
 
-    def acquire_now(self) -> mmap.mmap | None:
+    def acquire_now(self) -> Slab | None:
         """Take a free slab without waiting; None when all slabs are in use."""
         with self._changed:
             return self._take()
 
-    def wait(self) -> mmap.mmap:
+    def wait(self) -> Slab:
         """Wait for a free slab without limit; for callers that know that a slab will be released."""
         with self._changed:
             while (slab := self._take()) is None:
                 self._changed.wait()
         return slab
 
-    def release(self, slab: mmap.mmap) -> None:
+    def release(self, slab: Slab) -> None:
         with self._changed:
             self._free.append(slab)
             self._changed.notify()
 
-    def _take(self) -> mmap.mmap | None:
+    def _take(self) -> Slab | None:
         if self._free:
             return self._free.pop()
         return self._new() if self._allocated < self._limit else None
 
-    def _new(self) -> mmap.mmap:
+    def _new(self) -> Slab:
+        if self._page_locked is not None:
+            locked = self._page_locked(SLAB_BYTES)
+            self._allocated += 1
+            return locked
         slab = self._map(self._allocated)
         self._allocated += 1
         for advice in (getattr(mmap, "MADV_HUGEPAGE", None), _POPULATE_WRITE):
@@ -170,7 +210,7 @@ class FileStream:
         self._items, self._pool, self._block_bytes = items, pool, block_bytes
         self._head = safetensors_header([(item.key, item.dtype, item.shape) for item in items])
         self.nbytes = len(self._head) + sum(item.nbytes for item in items)
-        self._queue: queue.SimpleQueue[tuple[_Range, mmap.mmap] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_FilledSlab | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self.filled = threading.Event()
         self._error: BaseException | None = None
@@ -181,13 +221,17 @@ class FileStream:
 
         An error of the copying is raised here and by `drain`.
         """
+        transfers: list[Transfer] = []
         try:
             for part in self._ranges() if self._items else ():
                 slab = self._pool.acquire(self._stopped.is_set)
                 if slab is None:
                     return
-                self._copy(part, slab, copy)
-                self._queue.put((part, slab))
+                filled = self._copy(part, slab, copy)
+                transfers += [transfer for _, transfer in filled.transfers]
+                self._queue.put(filled)
+            for transfer in transfers:
+                transfer.wait()
         except BaseException as error:
             self._error = error
             self._stopped.set()
@@ -200,25 +244,28 @@ class FileStream:
 
     def through(self, copy: Copy, draft: Draft, rank: int) -> Written:
         """Copy and write, here; returns when the file is durable. Raises what `copy` and the storage say."""
-        ranges = self._ranges() if self._items else iter(())
+        ranges = deque(self._ranges() if self._items else ())
+        ahead: deque[_FilledSlab] = deque()
 
-        def copied(under_way: _UnderWay) -> tuple[_Range, mmap.mmap] | None:
-            part = next(ranges, None)
-            if part is None:
+        def copied(under_way: _UnderWay) -> _FilledSlab | None:
+            while ranges and (not ahead or (ahead[-1].transfers and len(ahead) < _MOST_AHEAD)):
+                while (slab := self._pool.acquire_now()) is None and under_way and not ahead:
+                    self._end(under_way, 1)
+                if slab is None and not ahead:  # other streams have them
+                    slab = self._pool.acquire(self._stopped.is_set)
+                if slab is None:
+                    break
+                ahead.append(self._copy(ranges.popleft(), slab, copy))
+            if not ahead:
                 self._end(under_way, len(under_way))
                 return None
-            while (slab := self._pool.acquire_now()) is None and under_way:
-                self._end(under_way, 1)
-            if slab is None and (slab := self._pool.acquire(self._stopped.is_set)) is None:  # other streams have them
-                return None
-            try:
-                self._copy(part, slab, copy)
-            except BaseException:
-                self._pool.release(slab)
-                raise
-            return part, slab
+            return self._summed(ahead.popleft())
 
-        return self._write(draft, rank, copied)
+        try:
+            return self._write(draft, rank, copied)
+        finally:
+            for filled in ahead:
+                self._give_back(filled)
 
     def drain(self, draft: Draft, rank: int) -> Written:
         """Write what `fill` delivers and return when it is durable.
@@ -258,16 +305,47 @@ class FileStream:
             except queue.Empty:
                 break
             if entry is not None:
-                self._pool.release(entry[1])
+                self._give_back(entry)
         self._queue.put(None)  # a wait for a slab ends: none comes
 
-    def _copy(self, part: _Range, slab: mmap.mmap, copy: Copy) -> None:
-        view = memoryview(slab)
-        head = self._head[part.at : part.at + SLAB_BYTES]
-        view[: len(head)] = head
-        for s in part.segments:
-            crc = copy(view[s.at : s.at + s.nbytes], self._items[s.entry], s.start)
-            self._sums[s.entry][s.block] ^= shifted(crc, s.after)
+    def _copy(self, part: _Range, slab: Slab, copy: Copy) -> _FilledSlab:
+        """Fill a slab, or begin to; if that raises, the slab is given back."""
+        view, transfers = memoryview(slab), []
+        try:
+            head = self._head[part.at : part.at + SLAB_BYTES]
+            view[: len(head)] = head
+            for s in part.segments:
+                crc = copy(view[s.at : s.at + s.nbytes], self._items[s.entry], s.start)
+                if isinstance(crc, int):
+                    self._add_sum(s, crc)
+                else:
+                    transfers.append((s, crc))
+        except BaseException:
+            self._give_back(_FilledSlab(part, slab, tuple(transfers)))
+            raise
+        return _FilledSlab(part, slab, tuple(transfers))
+
+    def _summed(self, filled: _FilledSlab) -> _FilledSlab:
+        """Wait until a slab is full, and add the checksums of what arrived."""
+        try:
+            for segment, transfer in filled.transfers:
+                self._add_sum(segment, transfer.checksum())
+        except BaseException:
+            self._give_back(filled)
+            raise
+        return filled
+
+    def _add_sum(self, segment: _FileSegment, crc: int) -> None:
+        self._sums[segment.entry][segment.block] ^= shifted(crc, segment.after)
+
+    def _give_back(self, filled: _FilledSlab) -> None:
+        """Give a slab back that is not written, when nothing is on its way to it any more."""
+        try:
+            for _, transfer in filled.transfers:
+                transfer.wait()
+        except Exception:  # the device failed: what it still writes nobody knows, so nobody gets this memory
+            return
+        self._pool.release(filled.slab)
 
     def _write_all(self, file: WriteFile, source: _Source) -> int:
         # Writes end in the order in which they began, nearly: the oldest is waited for when nothing new is there.
@@ -275,7 +353,7 @@ class FileStream:
         under_way: _UnderWay = deque()
         try:
             while (entry := source(under_way)) is not None:
-                part, slab = entry
+                part, slab = entry.part, entry.slab
                 try:
                     ended = file.write(part.at, memoryview(slab)[: part.nbytes])
                 except BaseException:
@@ -291,8 +369,12 @@ class FileStream:
             self._end(under_way, len(under_way))
         return total
 
-    def _next(self, under_way: _UnderWay) -> tuple[_Range, mmap.mmap] | None:
-        """Return the next range that `fill` delivered; None at the end, after all writes have ended."""
+    def _next(self, under_way: _UnderWay) -> _FilledSlab | None:
+        """Return the next slab that `fill` delivered, full; None at the end, after all writes have ended."""
+        entry = self._delivered(under_way)
+        return None if entry is None else self._summed(entry)
+
+    def _delivered(self, under_way: _UnderWay) -> _FilledSlab | None:
         while under_way:
             try:
                 entry = self._queue.get_nowait()
