@@ -13,9 +13,9 @@ from ds_inference import SamplingParams, build_hf_engine, init_inference, load
 from ds_inference.blocks import block_hashes
 from ds_inference.cache_size import cache_blocks, default_device, fit_blocks
 from ds_inference.cuda_graphs import CudaGraphRunner
-from ds_inference.quantize import _product_triton, moved
-from ds_ops.formats import FP8_E4M3, INT4, INT8, QuantTensor
-from ds_ops.quant_linear import quantize_weight, quantized_linear
+from ds_inference.quantize import _grouped_product_triton, _product_triton, moved
+from ds_ops.formats import FP4_E2M1, FP8_E4M3, INT4, INT8, QuantTensor
+from ds_ops.quant_linear import quantize_weight, quantized_grouped_matmul, quantized_linear
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -31,6 +31,34 @@ def product_of(seed: int) -> None:
     bias = draw.choice([None, torch.randn(outputs, generator=generator).to(DEVICE)])
     found, wanted = _product_triton(x, codes, bias), quantized_linear(x, codes, bias)
     assert torch.allclose(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def grouped_product_of(seed: int) -> None:
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    kind, cols = draw.choice([INT8, INT4, FP8_E4M3, FP4_E2M1]), draw.choice([16, 64, 200, 384])
+    symmetric, group = kind.is_float or draw.random() < 0.5, draw.choice([16, 32, 128, 512])
+    experts, outputs = draw.choice([1, 3, 8]), draw.choice([1, 32, 50])
+    codes = quantize_weight(
+        torch.randn(experts, outputs, cols, generator=generator).to(DEVICE), kind, group=group, symmetric=symmetric
+    )
+    counts = torch.tensor([draw.choice([0, 0, 1, 5, 17, 40]) for _ in range(experts)])
+    rows, ends = int(counts.sum()) + draw.choice([0, 3]), counts.cumsum(0).to(DEVICE)
+    x = torch.randn(rows, cols, generator=generator).to(DEVICE)
+    found, wanted = _grouped_product_triton(x, codes, ends), quantized_grouped_matmul(x, codes, ends)
+    assert torch.allclose(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_grouped_products_of_drawn_shapes(seed: int) -> None:
+    pytest.importorskip("triton")
+    grouped_product_of(seed)
+
+
+@pytest.mark.slow
+def test_grouped_products_of_two_hundred_drawn_shapes() -> None:
+    pytest.importorskip("triton")
+    for seed in range(5, 200):
+        grouped_product_of(seed)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -11,11 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ds_config.errors import UnsupportedError
-from ds_inference import SamplingParams, load
+from ds_inference import SamplingParams, load, model_loader
 from ds_inference.model_loader import read_decoder
 from ds_inference.packed_checkpoints import PackedCheckpoint
-from ds_ops.formats import QuantTensor
+from ds_inference.quantize import dequantised
+from ds_ops.formats import FP4_E2M1, QuantTensor
 from ds_ops.quant import dequantize
+from ds_ops.quant_linear import quantize_weight
 
 transformers = pytest.importorskip("transformers")
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -122,19 +124,73 @@ def test_blocks_of_fp8_and_of_mxfp4() -> None:
     found = PackedCheckpoint({"a.weight": weight, "a.weight_scale_inv": scales}, {"quant_method": "fp8"})
     large = scales.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :300]
     assert list(found) == ["a.weight"]
-    assert torch.equal(found["a.weight"], (weight.float() * large).bfloat16())
+    assert isinstance(found["a.weight"], QuantTensor)
+    assert torch.equal(dequantised(found["a.weight"]), (weight.float() * large).bfloat16())
     blocks, exponents = (
         torch.randint(0, 256, (2, 6, 3, 16), dtype=torch.uint8),
         torch.randint(120, 130, (2, 6, 3)).byte(),
     )
     table = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-    values = PackedCheckpoint({"e_blocks": blocks, "e_scales": exponents}, {"quant_method": "mxfp4"})["e"]
-    assert values.shape == (2, 96, 6)
+    codes = PackedCheckpoint({"e_blocks": blocks, "e_scales": exponents}, {"quant_method": "mxfp4"})["e"]
+    assert isinstance(codes, QuantTensor)
+    values = dequantised(codes)
+    assert (values.shape, values.dtype) == ((2, 6, 96), torch.bfloat16)
     for expert, row, at in ((0, 0, 0), (1, 5, 95), (0, 3, 34), (1, 2, 65)):
         byte = int(blocks[expert, row, at // 32, at % 32 // 2])
         code = byte >> 4 if at % 2 else byte & 15
         worth = table[code & 7] * (-1 if code & 8 else 1) * 2.0 ** (int(exponents[expert, row, at // 32]) - 127)
-        assert float(values[expert, at, row]) == worth
+        assert float(values[expert, row, at]) == worth
+
+
+def mxfp4(weight: Tensor) -> dict[str, Tensor]:
+    """Experts [E, in, out] as GPT-OSS's folders have them."""
+    codes = quantize_weight(weight.transpose(1, 2).contiguous(), FP4_E2M1, group=32)
+    powers = codes.params[..., 0].log2().ceil().int() + 127
+    experts, inputs, outputs = weight.shape
+    return {
+        "_blocks": codes.codes.reshape(experts, outputs, inputs // 32, 16).clone(),
+        "_scales": powers.to(torch.uint8).view(experts, outputs, -1),
+    }
+
+
+def blocks_of_fp8(weight: Tensor) -> dict[str, Tensor]:
+    scale = torch.full([-(-n // 32) for n in weight.shape], 0.01)
+    return {".weight": (weight * 100).clamp(-448, 448).to(torch.float8_e4m3fn), ".weight_scale_inv": scale}
+
+
+@pytest.mark.parametrize(("family", "method"), [("gpt-oss", "mxfp4"), ("deepseek-v3", "fp8")])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_codes_of_experts_stay_codes_on_a_device(
+    family: str, method: str, backend: str, tiny: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They became bf16 numbers, four times as large; here the CPU stands for the device."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    model, prompts, how = tiny(family), [[5, 9, 2]], SamplingParams(2)
+    model.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    wanted = [n for n in state if (n.endswith(("gate_up_proj", "down_proj")) if method == "mxfp4" else ".mlp." in n)]
+    wanted = [n for n in wanted if state[n].dim() > 1 and not n.endswith("gate.weight") and state[n].shape[1] % 8 == 0]
+    if method == "mxfp4":
+        wanted = [n for n in wanted if state[n].shape[1] % 32 == 0]
+    for name in wanted:
+        weight = state.pop(name)
+        parts = mxfp4(weight) if method == "mxfp4" else blocks_of_fp8(weight)
+        state |= {name.removesuffix(".weight") + tail: part.contiguous() for tail, part in parts.items()}
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
+    numbers = load(tmp_path, native=False, device="cpu")
+    assert not any(isinstance(w, QuantTensor) for w in numbers.decoder.weights.values())
+    expected = [a.tokens for a in numbers.generate(prompts, how)]
+    monkeypatch.setattr(model_loader, "keeps_codes", lambda weight, device: True)
+    monkeypatch.setenv("DS_OPS", backend)
+    engine = load(tmp_path, native=False, device="cpu")
+    role = "layers.1.feed.experts.up"
+    codes = engine.decoder.weights[role]
+    assert isinstance(codes, QuantTensor)
+    assert torch.equal(dequantised(codes).float(), numbers.decoder.weights[role].float())
+    assert [a.tokens for a in engine.generate(prompts, how)] == expected
 
 
 def test_another_packing_is_told() -> None:

@@ -215,7 +215,9 @@ def test_what_cannot_be_recorded_is_said(tiny: Any) -> None:
     weights["layers.1.feed.experts.up"] = weights["layers.0.feed.experts.up"]
     assert "the host is told which experts were chosen" in replay_obstacle(spec, False, weights)
     assert not replay_obstacle(spec, False, {role: w.bfloat16() for role, w in weights.items()})
-    assert replay_obstacle(spec, False, {role: quantize_weight(w) for role, w in weights.items()}).endswith("int8")
+    assert replay_obstacle(spec, False, {role: quantize_weight(w) for role, w in weights.items()}).endswith(
+        "(experts of int8)"
+    )
     assert replay_obstacle(load(tiny("llama")).decoder.spec, True, {})
 
 

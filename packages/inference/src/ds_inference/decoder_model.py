@@ -21,7 +21,7 @@ from ds_inference.expert_routing import route
 from ds_inference.fused_ops import ACTIVATIONS, Heads, gate, norm_weights, normed, residual_norm, write_heads
 from ds_inference.native import NativeDecoder, TensorParallelShard, native_obstacle
 from ds_inference.paged_attention import ATTENTION, BatchIndices, alibi_slopes, attend
-from ds_inference.quantize import Weight, grouped_linear, linear
+from ds_inference.quantize import Weight, experts_ask_host, grouped_linear, linear
 from ds_inference.rope import Rotation
 from ds_inference.spec import (
     AttentionSpec,
@@ -49,14 +49,12 @@ def replay_obstacle(spec: DecoderSpec, cut: bool, weights: Mapping[str, Weight])
     """Return why steps of this spec cannot be captured as CUDA graphs; an empty string if capture is possible."""
     if cut:
         return "ranks that hold it together meet in every layer"
-    experts = [
-        weights[f"layers.{i}.feed.experts.up"] for i, y in enumerate(spec.layers) if isinstance(y.feed, ExpertsSpec)
-    ]
-    for weight in experts:
-        # torch's product of groups reads where they end on the device, but takes bf16 in rows of 16 bytes only.
-        if not isinstance(weight, Tensor) or weight.dtype != torch.bfloat16 or any(n % 8 for n in weight.shape[1:]):
-            kind = weight.dtype if isinstance(weight, Tensor) else weight.spec.format.name
-            return f"the host is told which experts were chosen, where they are {kind}"
+    embedded = cast("Tensor", weights.get("embed.weight", torch.empty(0)))
+    for i, layer in enumerate(spec.layers):
+        if isinstance(layer.feed, ExpertsSpec):
+            reason = experts_ask_host(weights[f"layers.{i}.feed.experts.up"], embedded.device, embedded.dtype)
+            if reason:
+                return f"the host is told which experts were chosen ({reason})"
     return ""
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -206,16 +207,34 @@ def _choose(choices: tuple[WeightSource, ...], i: int, checkpoint: Mapping[str, 
 def _make(source: WeightSource, i: int, checkpoint: Mapping[str, Weight], spec: DecoderSpec, feed: Any) -> Weight:
     names = [name.replace("{i}", str(i)) for name in source.names]
     if source.layout == "stack" and isinstance(feed, ExpertsSpec):
-        each = [[dequantised(checkpoint[name.replace("{e}", str(e))]) for name in names] for e in range(feed.count)]
-        return torch.stack([torch.cat(parts) if len(parts) > 1 else parts[0] for parts in each])
+        each = [[checkpoint[name.replace("{e}", str(e))] for name in names] for e in range(feed.count)]
+        codes = _stacked_codes([part for parts in each for part in parts])
+        if codes is not None:
+            return replace(codes, shape=(feed.count, codes.rows // feed.count, codes.cols))
+        numbers = [[dequantised(part) for part in parts] for parts in each]
+        return torch.stack([torch.cat(parts) if len(parts) > 1 else parts[0] for parts in numbers])
     tensors = [checkpoint[name] for name in names]
-    codes = [part for part in tensors if isinstance(part, QuantTensor)]
-    if source.layout == "rows" and len(codes) == len(tensors) and len({(c.spec, c.cols) for c in codes}) == 1:
-        rows = sum(c.rows for c in codes)
-        return QuantTensor(
-            torch.cat([c.wire for c in codes]), codes[0].spec, codes[0].cols, (rows, codes[0].cols), codes[0].dtype
-        )
+    (first, *others) = tensors
+    if isinstance(first, QuantTensor) and not others and source.layout in ("swapped", "paired"):
+        return _paired_codes(first) if source.layout == "paired" else first  # codes are [E, out, in] already
+    if source.layout == "rows" and (codes := _stacked_codes(tensors)) is not None:
+        return codes
     return arranged(source, [dequantised(part) for part in tensors], i, spec)
+
+
+def _stacked_codes(tensors: Sequence[Weight]) -> QuantTensor | None:
+    """Put codes of matrices under each other; None where some are no codes, or of another kind."""
+    codes = [part for part in tensors if isinstance(part, QuantTensor)]
+    if len(codes) != len(tensors) or len({(c.spec, c.cols) for c in codes}) != 1:
+        return None
+    rows, first = sum(c.rows for c in codes), codes[0]
+    return QuantTensor(torch.cat([c.wire for c in codes]), first.spec, first.cols, (rows, first.cols), first.dtype)
+
+
+def _paired_codes(codes: QuantTensor) -> QuantTensor:
+    """Put the rows of gates, which alternate with those of values, before them."""
+    rows = codes.wire.view(codes.shape[0], codes.shape[1], -1)
+    return replace(codes, wire=torch.cat([rows[:, 0::2], rows[:, 1::2]], dim=1).flatten(0, 1))
 
 
 def _check_shape(spec: DecoderSpec, role: str, i: int, shape: tuple[int, ...]) -> None:

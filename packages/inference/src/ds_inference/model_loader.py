@@ -20,7 +20,16 @@ from ds_inference.families import family_of
 from ds_inference.hf_runner import HFModelRunner, read_module
 from ds_inference.llm_engine import LLMEngine, Tokenizer
 from ds_inference.packed_checkpoints import PackedCheckpoint, unpacked
-from ds_inference.quantize import QuantizationOptions, Weight, as_quantize, as_read, dequantised, moved, quantised
+from ds_inference.quantize import (
+    QuantizationOptions,
+    Weight,
+    as_quantize,
+    as_read,
+    dequantised,
+    keeps_codes,
+    moved,
+    quantised,
+)
 from ds_inference.scheduler import SchedulerConfig
 from ds_inference.spec import DecoderSpec
 from ds_inference.tensor_parallel import RankShard
@@ -189,7 +198,7 @@ def read_decoder(
             if part is None:
                 return None
             weight = part
-        elif how is None and isinstance(weight := as_read(role, weight), QuantTensor):
+        elif how is None and isinstance(weight := as_read(role, weight), QuantTensor) and keeps_codes(weight, device):
             return moved(weight, device)
         tensor = dequantised(weight)
         wanted = tensor.dtype if dtype is None or role.endswith("correction") else dtype

@@ -6,8 +6,8 @@
 | `awq` (4 bits, GEMM) | `m.qweight` int32 [in, out / 8] in the order 0 2 4 6 1 3 5 7, `m.qzeros`, `m.scales` | codes |
 | `compressed-tensors` (4, 8 bits) | `m.weight_packed` int32 [out, in * bits / 32], `m.weight_scale`, `m.weight_zero_point` | codes |
 | `compressed-tensors` (naive) | `m.weight` int8 or fp8, `m.weight_scale` | numbers |
-| `fp8` (DeepSeek-V3) | `m.weight` e4m3, `m.weight_scale_inv` for blocks | numbers |
-| `mxfp4` (GPT-OSS) | `m_blocks` uint8 [.., in / 32, 16], `m_scales` | numbers |
+| `fp8` (DeepSeek-V3) | `m.weight` e4m3, `m.weight_scale_inv` for blocks | codes; a scale of a block is that of each of its rows |
+| `mxfp4` (GPT-OSS) | `m_blocks` uint8 [.., out, in / 32, 16], `m_scales` | codes [.., out, in] |
 
 Codes stay as they are, bit for bit (`QuantTensor` with zero points), so that a product reads as few bits as the folder has. Inputs of
 layers are never rounded, also where a folder says that they were when it was made: the result is nearer to the original.
@@ -24,12 +24,11 @@ from torch import Tensor
 
 from ds_config.errors import UnsupportedError
 from ds_inference.quantize import Weight
-from ds_ops.formats import INT4, INT8, QuantSpec, QuantTensor
+from ds_ops.formats import FP4_E2M1, FP8_E4M3, INT4, INT8, QuantSpec, QuantTensor
 
 __all__ = ["PackedCheckpoint", "unpacked"]
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _AWAY = ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point",
          "weight_scale_inv", "weight_g_idx", "_blocks", "_scales")  # fmt: skip
 
@@ -146,15 +145,17 @@ class PackedCheckpoint(Mapping[str, Weight]):
         )
 
     def _blocked(self, base: str) -> Weight:
-        codes, scales = self._inner[base + "weight"], self._inner[base + "weight_scale_inv"]
-        return (codes.float() * _stretched(scales.float(), codes.shape)).to(torch.bfloat16)
+        codes, scales = self._inner[base + "weight"], self._inner[base + "weight_scale_inv"].float()
+        if codes.dtype != torch.float8_e4m3fn or scales.dim() != 2 or (group := _block(scales, codes.shape, 1)) % 8:
+            return (codes.float() * _stretched(scales, codes.shape)).to(torch.bfloat16)
+        rows = scales.repeat_interleave(_block(scales, codes.shape, 0), 0)[: codes.shape[0]]
+        return _floats(codes.view(torch.uint8), rows, QuantSpec(FP8_E4M3, group))
 
     def _mxfp4(self, base: str) -> Weight:
         blocks, scales = self._inner[base + "_blocks"], self._inner[base + "_scales"]
-        table = torch.tensor(_FP4)
-        values = torch.stack([table[(blocks & 15).long()], table[(blocks >> 4).long()]], -1).flatten(-2)
-        numbers = torch.ldexp(values, scales.int()[..., None] - 127)
-        return numbers.flatten(-2).transpose(-1, -2).to(torch.bfloat16)  # as the module has it: [experts, in, out]
+        shape = (*blocks.shape[:-2], 32 * blocks.shape[-2])
+        powers = torch.ldexp(torch.ones(scales.shape), scales.int() - 127).flatten(0, -2)
+        return _floats(blocks.flatten(-2).flatten(0, -2), powers, QuantSpec(FP4_E2M1, 32), shape)
 
 
 _COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
@@ -170,9 +171,24 @@ def _stretched(scales: Tensor, shape: torch.Size) -> Tensor:
     """Scales of blocks, each block of one size, as large as the matrix."""
     scales = scales.float().reshape(scales.shape if scales.dim() == 2 else (-1, 1))
     for dim in (0, 1):
-        block = next(b for b in (1, 32, 64, 128, 256, shape[dim]) if -(-shape[dim] // b) == scales.shape[dim])
+        block = _block(scales, shape, dim)
         scales = scales.repeat_interleave(block, dim)[: shape[0]] if dim == 0 else scales.repeat_interleave(block, dim)
     return scales[:, : shape[1]]
+
+
+def _block(scales: Tensor, shape: torch.Size, dim: int) -> int:
+    """Return how many rows, or columns, of a matrix share a scale."""
+    return next(b for b in (1, 32, 64, 128, 256, shape[dim]) if -(-shape[dim] // b) == scales.shape[dim])
+
+
+def _floats(codes: Tensor, scales: Tensor, spec: QuantSpec, shape: tuple[int, ...] | None = None) -> QuantTensor:
+    """Build a QuantTensor, worth bf16, from bytes of floating codes [N, .] and scales [N, groups]."""
+    rows, inputs = codes.shape[0], codes.shape[1] * 8 // spec.format.bits
+    quantized = QuantTensor.empty(spec, rows, inputs, like=torch.empty(0, dtype=torch.bfloat16), shape=shape)
+    quantized.wire.zero_()
+    quantized.codes.copy_(codes)
+    quantized.params.copy_(scales[..., None])
+    return quantized
 
 
 def _coded(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int) -> Weight:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ds_config.errors import PlanError
-from ds_ops.formats import FP6_E3M2, FP8_E4M3, INT4, INT8, QuantTensor
+from ds_ops.formats import FP4_E2M1, FP6_E3M2, FP8_E4M3, INT4, INT8, QuantTensor
 from ds_ops.grouped import grouped_matmul
 from ds_ops.quant import dequantize
 from ds_ops.quant_linear import quantize_weight, quantized_grouped_matmul, quantized_linear
@@ -27,7 +27,9 @@ __all__ = [
     "as_quantize",
     "as_read",
     "dequantised",
+    "experts_ask_host",
     "grouped_linear",
+    "keeps_codes",
     "linear",
     "moved",
     "quantised",
@@ -101,6 +103,12 @@ def as_read(role: str, weight: Weight) -> Weight:
     return dequantised(weight)
 
 
+def keeps_codes(weight: QuantTensor, device: torch.device | str | None) -> bool:
+    """Whether a folder's codes stay codes: on a device all of them, on the CPU those that its products are made for."""
+    on_cpu = (weight.wire.device if device is None else torch.device(device)).type == "cpu"
+    return not on_cpu or (not weight.spec.format.is_float and len(weight.shape) == 2)
+
+
 def moved(weight: Weight, device: torch.device | str | None) -> Weight:
     """Copy a weight to `device`, codes as codes; None: where it is."""
     if device is None:
@@ -138,7 +146,34 @@ def grouped_linear(x: Tensor, weights: Weight, ends: Tensor) -> Tensor:
     """Multiply rows sorted by expert [T, K], each group by its own matrix of [E, N, K]; `ends` int64 [E]."""
     if isinstance(weights, Tensor):
         return grouped_matmul(x, weights, ends, transpose=True)
-    return quantized_grouped_matmul(x, weights, ends)
+    y: Tensor = choose(_GROUPED_PRODUCT, x.device.type, x.dtype).backend.run(x, weights, ends)
+    return y
+
+
+def _grouped_product_triton(x: Tensor, weights: QuantTensor, ends: Tensor) -> Tensor:
+    from ds_ops.triton_kernels import triton_products
+
+    if not triton_products.fits_grouped(weights):
+        return quantized_grouped_matmul(x, weights, ends)
+    return triton_products.coded_grouped_product(x, weights, ends)
+
+
+_GROUPED_PRODUCT = Op(
+    "coded_grouped_product",
+    "x @ codes^T of each group of rows, codes read as they are",
+    (Backend("triton", _grouped_product_triton, triton_obstacle), reference_backend(quantized_grouped_matmul)),
+)
+
+
+def experts_ask_host(weights: Weight, device: torch.device, dtype: torch.dtype) -> str:
+    """Return why the host is told how many rows each expert has, before `grouped_linear` of [E, N, K]; empty where it is not."""
+    if isinstance(weights, Tensor):  # torch's product of groups takes bf16 in rows of 16 bytes
+        free = weights.dtype == torch.bfloat16 and not any(n % 8 for n in weights.shape[1:])
+        return "" if free else f"experts of {weights.dtype}, {list(weights.shape[1:])}"
+    group = weights.spec.group
+    whole = weights.spec.format in (*_FORMATS.values(), FP4_E2M1) and (group % 16 == 0 or group >= weights.cols)
+    free = whole and choose(_GROUPED_PRODUCT, device.type, dtype).backend.name == "triton"
+    return "" if free and weights.spec.format is not FP6_E3M2 else f"experts of {weights.spec.format.name}"
 
 
 def dequantised(weight: Weight) -> Tensor:

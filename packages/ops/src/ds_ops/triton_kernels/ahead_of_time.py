@@ -26,7 +26,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ds_ops.formats import FP8_E4M3, INT4, INT8, Format, QuantSpec, QuantTensor
+from ds_ops.formats import FP4_E2M1, FP8_E4M3, INT4, INT8, Format, QuantSpec, QuantTensor
 from ds_ops.triton_kernels import (
     kernel_arguments,
     triton_attention,
@@ -198,6 +198,15 @@ def _product(kind: Format, group: int, symmetric: bool, rows: int = 8) -> Callab
     return call
 
 
+def _experts(kind: Format, group: int, rows: int) -> Callable[[], object]:
+    def call() -> object:
+        spec = QuantSpec(kind, group, symmetric=True)
+        weights = QuantTensor.empty(spec, 32 * 2880, 2880, like=_meta(1), shape=(32, 2880, 2880))
+        return triton_products.coded_grouped_product(_meta(rows, 2880), weights, _meta(32, dtype=torch.int64))
+
+    return call
+
+
 def _tokens(rows: int, vocab: int) -> Callable[[], object]:
     def call() -> object:
         logits = _meta(rows, vocab, dtype=torch.float32)
@@ -235,6 +244,9 @@ CALLS: Final[dict[str, Callable[[], object]]] = {
     "product of int8, 512 rows": _product(INT8, 128, symmetric=True, rows=512),
     "product of int4 with zeros, 512 rows": _product(INT4, 128, symmetric=False, rows=512),
     "product of fp8, 512 rows": _product(FP8_E4M3, 128, symmetric=True, rows=512),
+    "experts of MXFP4": _experts(FP4_E2M1, 32, 64),
+    "experts of MXFP4, 8192 rows": _experts(FP4_E2M1, 32, 8192),
+    "experts of fp8": _experts(FP8_E4M3, 128, 64),
     "sampling of 8 rows": _tokens(8, 128256),
     "gate": lambda: triton_gate.gated_product(_meta(8, 2 * 14336), "silu"),
 }
