@@ -101,7 +101,7 @@ def place_experts(model: nn.Module, mesh: Mesh | None = None, *, data_first: boo
         spread.values(), "Call ds_moe.reduce_gradients(model, mesh) and ds_moe.clip_grad_norm_(model, max_norm)."
     )
     if spread:
-        handles.append(watch_fsdp(model))
+        handles += watch_fsdp(model)
     return ExpertPlacement(dict(layers), tuple(groups_by_size.values()), handles)
 
 

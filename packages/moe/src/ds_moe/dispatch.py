@@ -12,7 +12,7 @@ only time that the host waits for a device. A rank without tokens takes part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from ds_moe.router_output import RouterOutput
 from ds_moe.shm_dispatch import check_alike, make_reducer, pull_home, pull_rows, pull_tokens
 from ds_ops.moe_routing import RowPermutation, permute, sort_slots, unpermute
 
-__all__ = ["Compute", "DispatchRows", "TokenExchange", "exchange_of", "through_experts"]
+__all__ = ["Compute", "DispatchRows", "TokenExchange", "WithShared", "exchange_of", "through_experts"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +51,29 @@ class Compute(Protocol):
 
     def __call__(self, x: Tensor, rows: DispatchRows) -> Tensor:
         """Compute y[r] = expert of row r (x[r]). Rows past the last end may become anything finite."""
+
+
+class WithShared:
+    """The experts of this rank, beside shared experts that see all tokens: these are computed while tokens travel to other ranks.
+
+    Args:
+        compute: The experts of this rank.
+        shared: Computes the shared experts' output; called once.
+    """
+
+    def __init__(self, compute: Compute, shared: Callable[[], Tensor]) -> None:
+        self._compute, self._shared = compute, shared
+        self._output: Tensor | None = None
+
+    def __call__(self, x: Tensor, rows: DispatchRows) -> Tensor:
+        """Compute this rank's experts."""
+        return self._compute(x, rows)
+
+    def shared_output(self) -> Tensor:
+        """Return the shared experts' output, computed in the first call."""
+        if self._output is None:
+            self._output = self._shared()
+        return self._output
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +125,7 @@ def through_experts(
 
     Args:
         x: [T, n]; T may differ between ranks, and be 0.
-        compute: This rank's experts.
+        compute: This rank's experts; `WithShared` beside others.
         weigh_first: Weights are put on the inputs of experts, not on their outputs.
     Returns: [T, m] in the dtype of the experts' output.
 
@@ -153,7 +176,12 @@ def _elsewhere(rows: Tensor, ends: Tensor, compute: Compute, group: Group) -> Te
     plan = exchange_of([n for row in both[0] for n in row[:local]], [row[:local] for row in both[1]])
     sent = sum(plan.send)
     sent_rows = rows if sent == rows.shape[0] else rows[:sent]
-    arrived = differentiable.all_to_all_rows(sent_rows, group, plan.send, plan.receive, unit="moe dispatch")
+    coming = differentiable.all_to_all_rows(
+        sent_rows, group, plan.send, plan.receive, async_op=True, unit="moe dispatch"
+    )
+    if isinstance(compute, WithShared):
+        compute.shared_output()  # in backward, too: its gradients are computed while those of tokens travel back
+    arrived = coming.wait()
     in_order = reorder(arrived, plan.chunks, plan.order)
     bounds = streams.copy_to(torch.tensor(plan.bounds, dtype=torch.int64), rows.device)
     out = compute(in_order, DispatchRows(bounds, plan.bounds))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ds_comm import ParamSharding, set_param_sharding
 from ds_config.errors import PlanError
-from ds_moe.dispatch import DispatchRows
+from ds_moe.dispatch import DispatchRows, WithShared
 from ds_moe.expert_groups import ExpertGroups, alone
 from ds_moe.experts import each
 from ds_moe.load import ExpertLoad
@@ -104,14 +104,20 @@ class ListedBlock(nn.Module):
         if self.track is not None:
             self.track.took(routed.experts)
         self.load.note(routed)
-        out = route_through(x, routed, self._compute, self.places, self.how).to(x.dtype)
-        if self.parts.shared is not None:
-            shared = self.get_submodule(self.parts.shared)(x)
-            if self.parts.shared_gate is not None:
-                shared = torch.sigmoid(self.get_submodule(self.parts.shared_gate)(x)) * shared
-            out = out + shared
+        if self.parts.shared is None:
+            out = route_through(x, routed, self._compute, self.places, self.how).to(x.dtype)
+        else:
+            compute = WithShared(self._compute, lambda: self._shared(x))
+            out = route_through(x, routed, compute, self.places, self.how).to(x.dtype) + compute.shared_output()
         out = out.reshape(hidden_states.shape)
         return (out, logits.to(x.dtype)) if self.returns_logits else out
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """Compute the experts for all tokens, weighed by their gate."""
+        out: Tensor = self.get_submodule(cast(str, self.parts.shared))(x)
+        if self.parts.shared_gate is None:
+            return out
+        return torch.sigmoid(self.get_submodule(self.parts.shared_gate)(x)) * out
 
     def _compute(self, x: Tensor, rows: DispatchRows) -> Tensor:
         return each(self.get_submodule(self.parts.experts).children(), x, rows)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ds_comm import all_gather_single, differentiable
 from ds_config.errors import CommError, PlanError
 from ds_moe._torch import in_backward
-from ds_moe.dispatch import Compute, through_experts
+from ds_moe.dispatch import Compute, WithShared, through_experts
 from ds_moe.expert_groups import ExpertGroups, alone
 from ds_moe.experts import Experts, draw_seed
 from ds_moe.gates import GateRule, Noise, gate
@@ -170,8 +170,14 @@ class MOELayer(nn.Module):
         """Return the state without the graph of the last loss: a model is copied between its steps, for an average of its weights."""
         return {**self.__dict__, "l_aux": None if self.l_aux is None else self.l_aux.detach()}
 
-    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> Tensor:
-        """Route tokens to their experts, [..., n] to [..., m], and set `l_aux` and `exp_counts`."""
+    def forward(
+        self, hidden_states: Tensor, used_token: Tensor | None = None, compute: WithShared | None = None
+    ) -> Tensor:
+        """Route tokens to their experts, [..., n] to [..., m], and set `l_aux` and `exp_counts`.
+
+        Args:
+            compute: The layer's experts beside others, which are computed while tokens travel; None: the experts alone.
+        """
         if self.places is None:
             raise PlanError(
                 f"{self.num_experts} experts are to be on {self.ep_size} ranks, and nobody said on which",
@@ -183,7 +189,7 @@ class MOELayer(nn.Module):
         routed = self.gate(x, used)
         self.load.note(routed)
         self.l_aux, self.exp_counts = routed.loss, routed.counts
-        out = route_through(x, routed, self.experts, self.places, self.how)
+        out = route_through(x, routed, compute or self.experts, self.places, self.how)
         return out.reshape(*hidden_states.shape[:-1], out.shape[-1])
 
 
@@ -267,9 +273,15 @@ class MoE(nn.Module):
         The loss is a scalar with gradient.
         """
         layer = self.deepspeed_moe
-        out = layer(hidden_states, used_token)
-        if self.use_residual:
-            other = self.mlp(hidden_states)
+        if not self.use_residual:
+            out = layer(hidden_states, used_token)
+        else:
+            compute = WithShared(layer.experts, lambda: _first(self.mlp(hidden_states)))
+            out = layer(hidden_states, used_token, compute)
             mix = torch.softmax(self.coefficient(hidden_states), -1)
-            out = out * mix[..., 0:1] + (other[0] if isinstance(other, tuple) else other) * mix[..., 1:]
+            out = out * mix[..., 0:1] + compute.shared_output() * mix[..., 1:]
         return out, cast(Tensor, layer.l_aux), cast(Tensor, layer.exp_counts)
+
+
+def _first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output

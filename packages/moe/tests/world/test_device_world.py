@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_comm
-from ds_moe import expert_load, place_experts
+from ds_moe import MoE, MoEOptions, expert_load, place_experts
+from ds_moe.dispatch import through_experts
+from ds_moe.expert_groups import alone
 from ds_testing import world
 from ds_testing.device_only import host_reads
 from ds_testing.device_worlds import device_world, on_place
@@ -117,3 +120,17 @@ def test_the_host_reads_the_device_once_a_layer(k, bench, monkeypatch):
             net(x).backward()
         placed.close()
     assert len(reads) == 1, "; ".join(reads)
+
+
+@world(1)
+def test_on_one_rank_the_host_reads_no_counts():
+    """Grouped products find the ends of their rows on the device."""
+    torch.manual_seed(0)
+    expert = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    with on_place("device-and-host") as device:
+        net = MoE(8, expert, num_experts=4, k=2, drop_tokens=False, options=MoEOptions(grouped=True)).to(device)
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)).to(device)
+        with host_reads() as reads:
+            routed = net.deepspeed_moe.gate(x)
+            through_experts(x, routed, lambda rows, ends: rows * ends.ends.numel(), alone()).sum().backward()
+    assert reads == []

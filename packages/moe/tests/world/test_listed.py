@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_comm
+from ds_comm import differentiable
 from ds_config.errors import PlanError, UnsupportedConfigError
-from ds_moe import RouterOptions, apply_expert_parallel, attach_lora, full_state, select_experts
+from ds_moe import MoE, RouterOptions, apply_expert_parallel, attach_lora, full_state, place_experts, select_experts
 from ds_moe.config import ExpertParallelConfig
 from ds_testing import world
 
@@ -217,3 +218,39 @@ def test_low_rank_updates_are_attached_without_communication():
     cut.undo()
     with pytest.raises(PlanError, match="no packed experts"):
         attach_lora(nn.Linear(2, 2), 2)
+
+
+@pytest.mark.parametrize("kind", ["listed", "residual"])
+@world(2)
+def test_shared_experts_are_computed_while_tokens_travel(kind, monkeypatch):
+    """In both directions: their output between start and end of the dispatch, their gradient between those of its gradient."""
+    monkeypatch.setattr(
+        "ds_moe.shm_dispatch.Windows.ask", lambda *_: False
+    )  # rows are taken out of memory there, nothing travels
+    log = []
+    depart, arrive = differentiable._Journey.depart, differentiable._Journey.arrive
+
+    def note(word, journey):
+        if journey.move.call.unit.startswith("moe dispatch"):
+            log.append(word)
+
+    monkeypatch.setattr(differentiable._Journey, "depart", lambda self, x: (note("start", self), depart(self, x))[1])
+    monkeypatch.setattr(differentiable._Journey, "arrive", lambda self: (note("end", self), arrive(self))[1])
+    if kind == "listed":
+        model = Model()
+        cut = apply_expert_parallel(model, ExpertParallelConfig(**EP2))
+        shared, out = [layer.shared_expert for layer in model.layers], model
+    else:
+        model = nn.ModuleList(MoE(8, Mlp(), 4, ep_size=2, use_residual=True, drop_tokens=False) for _ in range(2))
+        cut, shared = place_experts(model), [layer.mlp for layer in model]
+
+        def out(x):
+            return model[1](model[0](x)[0])[0]
+
+    for one in shared:
+        one.register_forward_hook(lambda *_: log.append("shared"))
+        one.register_full_backward_hook(lambda *_: log.append("shared gradient"))
+    out(torch.randn(3, 5, 8, requires_grad=True)).sum().backward()
+    cut.undo() if kind == "listed" else cut.close()
+    assert log[:6] == ["start", "shared", "end"] * 2
+    assert log[6:] == ["start", "shared gradient", "end"] * 2
