@@ -1,16 +1,19 @@
-"""torch's FSDP2 around a model of which ranks hold different parts.
+"""torch's FSDP around a model of which ranks hold different parts.
 
 `fully_shard` takes rows of every rank's parameter and puts them together as one tensor: right for what its ranks hold alike, and a mixture
-of different experts or parts otherwise, of which nobody would notice. `watch_fsdp` compares the ranks of its meshes with those of the parts in the
-model's first forward.
+of different experts, parts or stages otherwise, of which nobody would notice. `watch_fsdp` compares the ranks of its meshes with those of the
+parts, in the first forward in which FSDP holds them: of the model or of the module with the part, whatever module FSDP was put around, and when.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed import _composable_state
 from torch.utils.hooks import RemovableHandle
 
 from ds_comm.ddp import others_of
@@ -19,52 +22,97 @@ from ds_config.errors import PlanError
 
 __all__ = ["watch_fsdp"]
 
+Unlike = Mapping[str, frozenset[int]]
+"""Of a module's own parameters, the ranks of the world that hold other values."""
+
 _SHOWN = 3  # names in a message
 
 
-def watch_fsdp(model: nn.Module) -> RemovableHandle:
-    """Refuse in the first forward of `model` that FSDP2 shards a parameter over ranks with other parts. Call when the parts are marked."""
+def watch_fsdp(model: nn.Module) -> list[RemovableHandle]:
+    """Refuse in a forward that FSDP shards a parameter of `model` over ranks with other parts. Call when the parts are marked.
+
+    Not every user calls `model` itself, so each module with such a parameter is watched besides. Nothing is sent.
+    """
     ranks = world_group().ranks
-    unlike = {
-        (id(module), name): set(others_of(param, ranks))
-        for module in model.modules()
-        for name, param in module._parameters.items()
-        if param is not None
-    }
+    unlike: dict[str, Unlike] = {}
+    for name, module in model.named_modules():
+        params = ((key, param) for key, param in module._parameters.items() if param is not None)
+        others = {key: frozenset(others_of(param, ranks)) for key, param in params}
+        if any(others.values()):
+            unlike[name] = others
+    if not unlike:
+        return []
+    inner = [
+        model.get_submodule(name).register_forward_pre_hook(_Check({"": of})) for name, of in unlike.items() if name
+    ]
+    return [model.register_forward_pre_hook(_Check(unlike)), *inner]
 
-    def check(*_: Any) -> None:
-        handle.remove()
-        names = {id(module): name for name, module in model.named_modules()}
-        touched = {
-            f"{names[id(module)]}.{name}".lstrip("."): others & mesh
-            for module, name, mesh in _sharded(model)
-            if id(module) in names and (others := unlike.get((id(module), name), set())) & mesh
-        }
+
+@dataclass(slots=True)
+class _Check:
+    """A hook that is copied and saved with its module: it has names, and no module of its own."""
+
+    unlike: Mapping[str, Unlike]
+    done: bool = False
+
+    def __call__(self, model: nn.Module, _: Any) -> None:
+        if self.done or torch.compiler.is_compiling():
+            return
+        watched = {name: model.get_submodule(name) for name in self.unlike}
+        managed = {name: module for name, module in watched.items() if hasattr(module, "_is_fsdp_managed_module")}
+        if not managed:
+            return
+        names = {id(module): name for name, module in managed.items()}
+        touched: dict[str, frozenset[int]] = {}
+        sharded = set()
+        for module, key, mesh in _sharded():
+            name = names.get(id(module))
+            if name is None:
+                continue
+            sharded.add(name)
+            if others := self.unlike[name].get(key, frozenset()) & mesh:
+                touched[f"{name}.{key}".lstrip(".")] = others
         if touched:
-            raise _refusal(touched)
+            raise _refusal("fully_shard", touched)
+        for name in (
+            managed.keys() - sharded
+        ):  # FSDP1 marks its modules alike; fully_shard leaves those of `ignored_params` as they are
+            held = managed[name]._parameters
+            parts = {
+                f"{name}.{key}".lstrip("."): others
+                for key, others in self.unlike[name].items()
+                if others and ((param := held.get(key)) is None or not others_of(param, others))
+            }
+            if parts:
+                raise _refusal("FullyShardedDataParallel", parts)
+        self.done = len(managed) == len(watched)  # a module is sharded once
 
-    handle = model.register_forward_pre_hook(check)
-    return handle
 
+def _sharded() -> Iterator[tuple[nn.Module, str, frozenset[int]]]:
+    """Yield (module, parameter name, ranks) of all that `fully_shard` has sharded in this process.
 
-def _sharded(model: nn.Module) -> Iterator[tuple[nn.Module, str, set[int]]]:
-    """Yield (module, parameter name, ranks) of what FSDP2 shards within `model`."""
-    sharded_module: Any
-    for sharded_module in model.modules():
-        state = sharded_module._get_fsdp_state() if hasattr(sharded_module, "_get_fsdp_state") else None
+    Which module FSDP was put around is not to be seen from within it, so all its states are asked.
+    """
+    for reference in list(_composable_state._module_state_mapping.values()):
+        state: Any = reference()
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         for group in groups:
             for sharded in getattr(group, "fsdp_params", ()):
                 owner = sharded._module_info
-                mesh = sharded.sharded_param.device_mesh.mesh
-                yield owner.module, owner.param_name, set(mesh.flatten().tolist())
+                places = [
+                    (owner.module, owner.param_name),
+                    *zip(owner.shared_modules, owner.shared_param_names, strict=True),
+                ]
+                mesh = frozenset(sharded.sharded_param.device_mesh.mesh.flatten().tolist())
+                for module, key in places:
+                    yield module, key, mesh
 
 
-def _refusal(touched: dict[str, set[int]]) -> PlanError:
+def _refusal(function: str, touched: Mapping[str, frozenset[int]]) -> PlanError:
     listing = [f"{name} (other values on ranks {sorted(others)})" for name, others in list(touched.items())[:_SHOWN]]
     more = f", and {len(touched) - _SHOWN} more" if len(touched) > _SHOWN else ""
     return PlanError(
-        f"fully_shard would put {len(touched)} tensors together from ranks that hold different parts: {', '.join(listing)}{more}",
+        f"{function} would put {len(touched)} tensors together from ranks that hold different parts: {', '.join(listing)}{more}",
         code="comm-fsdp",
         fix="Shard these modules over the ranks that hold the same parts (fully_shard(experts, mesh=...)) before the module around them, or use "
         "ds_parallel.tensor.dtensor_params.parallelize_module, or let ds_zero.shard reduce and shard.",

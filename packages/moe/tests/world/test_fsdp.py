@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from ds_comm.shm import shm_group
 from ds_config.errors import PlanError
@@ -84,3 +85,53 @@ def test_fsdp2_over_ranks_with_other_experts_is_refused(bench, tmp_path):
         with pytest.raises(PlanError, match=r"different parts: moe.*other values on ranks") as error:
             net(bench.batch(dist.get_rank()))
         assert error.value.code == "comm-fsdp"
+
+
+def around(net, mesh):
+    """The module around the model is sharded: what FSDP knows is out of the model's sight."""
+    return fully_shard(nn.Sequential(net), mesh=mesh)
+
+
+def later(net, mesh):
+    """A model that was evaluated before."""
+    net(torch.zeros(2, 8, dtype=torch.float64))
+    return fully_shard(net, mesh=mesh)
+
+
+def within(net, mesh):
+    """A layer is called, and never the model."""
+    fully_shard(net.moe, mesh=mesh)
+    return lambda x: net.moe(net.first(x))
+
+
+def first_kind(net, _):
+    return FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def first_kind_flat(net, _):
+    return FullyShardedDataParallel(nn.Sequential(net), device_id=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("wrap", [around, later, within, first_kind, first_kind_flat])
+@world(2, backend=None)
+def test_fsdp_is_refused_whatever_it_is_put_around_and_when(bench, tmp_path, wrap):
+    with shared_memory(tmp_path):
+        net = bench.model(2, dist.get_rank(), k=2)
+        place_experts(net)
+        model = wrap(net, init_device_mesh("cpu", (2,)))
+        with pytest.raises(PlanError, match=r"different parts: .*other values on ranks") as error:
+            model(bench.batch(dist.get_rank()))
+        assert error.value.code == "comm-fsdp"
+
+
+@world(2, backend=None)
+def test_experts_that_fsdp2_leaves_alone_are_not_refused(bench, tmp_path):
+    with shared_memory(tmp_path):
+        net = bench.model(2, dist.get_rank(), k=2)
+        place_experts(net)
+        x = bench.batch(dist.get_rank())
+        wanted = net(x).detach()
+        apart = set(net.moe.deepspeed_moe.experts.parameters())
+        model = fully_shard(nn.Sequential(net), mesh=init_device_mesh("cpu", (2,)), ignored_params=apart)
+        for _ in range(2):
+            torch.testing.assert_close(model(x), wanted)

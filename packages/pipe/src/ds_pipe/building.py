@@ -9,6 +9,7 @@ from torch import nn
 import ds_comm
 from ds_comm import Group, ParamSharding, ReductionGroup
 from ds_comm.ddp import mark_unlike
+from ds_comm.fsdp import watch_fsdp
 from ds_comm.metadata import metadata_device
 from ds_pipe.staged import StagedModel, Tie
 from ds_pipe.topology import GRADIENT_AXES, PipelineGroups
@@ -85,3 +86,4 @@ def annotate_params(model: StagedModel) -> None:
     if elsewhere:  # the same name is another layer there, which DDP over all ranks would not notice
         mine = [*model.module.parameters(), *model.module.buffers()]
         mark_unlike((t for t in mine if id(t) not in tied), elsewhere)
+        watch_fsdp(model.module)

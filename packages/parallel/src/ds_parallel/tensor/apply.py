@@ -316,7 +316,7 @@ def parallelize_model(model: nn.Module, plan: TensorPlan, group: Group) -> Tenso
     if group.size > 1:
         parts = {id(held.param): held.param for held in result.shards.values()}
         result._part_handles += guard_gradients(parts.values(), _ADVICE, whole=False)
-        result._part_handles.append(watch_fsdp(model))
+        result._part_handles += watch_fsdp(model)
         result._inputs = InputCheck(group)
         result._handles.append(result._inputs.watch(model))
         result._part_handles.append(
