@@ -131,7 +131,7 @@ def test_log_probabilities_come_with_the_tokens() -> None:
     assert (second.logprob, second.top, third.top) == (None, None, {})
 
 
-class Reads(streams.StreamsBackend):
+class WaitCounter(streams.StreamsBackend):
     """Counts what the host waits for."""
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ def test_a_step_reads_once_whatever_its_rows_ask_for(tiny: Any) -> None:
         SamplingParams(9, presence_penalty=0.5, logit_bias={3: 1.0}),
     ):
         engine.submit([5, 9, 2], how)
-    with streams.use_backend(reads := Reads()):
+    with streams.use_backend(reads := WaitCounter()):
         steps = 0
         while not engine.idle:
             assert len(engine.step()) == 6

@@ -52,7 +52,7 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-class Recorder:
+class CpuRecorder:
     """Records on the CPU: a replay computes again, from inputs and into outputs that stay at their places."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ def test_replays_give_the_same_tokens(name: str, in_place: bool, tiny: Any, monk
     model = tiny(name).to(DEVICE)
     expected = [a.tokens for a in load(model, cuda_graphs=False, native=False).generate(PROMPTS, HOWS)]
     engine = load(model, cuda_graphs=False, native=False, budget=SchedulerConfig(64, 20))
-    engine.decoder._record = recorder = Recorder()
+    engine.decoder._record = recorder = CpuRecorder()
     engine.decoder.capture(engine.cache, 20, 128)
     assert recorder.captures == ([24, 16, 8, 4, 2, 1] if in_place else [])
     assert [a.tokens for a in engine.generate(PROMPTS, HOWS)] == expected

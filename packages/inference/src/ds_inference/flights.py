@@ -24,7 +24,7 @@ from ds_inference.paged_attention import BatchIndices
 from ds_inference.requests import Request, ScheduledChunk, SchedulerOutput
 from ds_inference.sampling import SamplingParams
 
-__all__ = ["ComputedPart", "Flight", "PendingTokens", "RowGroup", "feed_tokens", "point_to_rows"]
+__all__ = ["ComputedPart", "PendingTokens", "RowGroup", "StepFlight", "feed_tokens", "point_to_rows"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,7 +124,7 @@ class ComputedPart:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Flight:
+class StepFlight:
     """A step that was launched.
 
     Attributes:

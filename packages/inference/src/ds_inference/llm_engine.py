@@ -22,7 +22,7 @@ from ds_inference.answers import RequestOutput, Tokenizer, TokenOutput, ends_wit
 from ds_inference.batched_sampling import SampledToken
 from ds_inference.blocks import BlockPool
 from ds_inference.decoder_model import Cache, Decoder, Runner
-from ds_inference.flights import ComputedPart, Flight, PendingTokens, RowGroup, feed_tokens, point_to_rows
+from ds_inference.flights import ComputedPart, PendingTokens, RowGroup, StepFlight, feed_tokens, point_to_rows
 from ds_inference.paged_attention import make_batch
 from ds_inference.recovery import compute_apart
 from ds_inference.sampling import SamplingParams, derive_seed, draw_seed, separate
@@ -95,7 +95,9 @@ class LLMEngine:
         self.version = 0
         self._asks: dict[int, _Ask] = {}
         self._late: list[TokenOutput] = []  # of a step that raised what one request did
-        self._flight: Flight | None = None  # the next step, which was launched before the tokens of the last were known
+        self._flight: StepFlight | None = (
+            None  # the next step, which was launched before the tokens of the last were known
+        )
         self._next = 0
 
     # ---- step by step
@@ -209,7 +211,7 @@ class LLMEngine:
                 self.on_failure(identity, error)
         return events
 
-    def _under_way(self) -> Flight | None:
+    def _under_way(self) -> StepFlight | None:
         """Return the step that was launched ahead, unless nobody waits for it any more."""
         flight, self._flight = self._flight, None
         if flight is None or any(c.request in self.scheduler.requests for c in flight.plan.chunks):
@@ -217,11 +219,11 @@ class LLMEngine:
         self.scheduler.discard()
         return None
 
-    def _launch(self, plan: SchedulerOutput) -> Flight:
+    def _launch(self, plan: SchedulerOutput) -> StepFlight:
         """Compute a planned step, as far as that is possible."""
         self.cache.states.forget(plan.finished)
         if not plan.chunks:
-            return Flight(plan, [], [], {})
+            return StepFlight(plan, [], [], {})
         if self.before_step is not None:
             self.before_step(plan)
         self.cache.copy(plan.copies)
@@ -230,9 +232,9 @@ class LLMEngine:
         else:
             parts, lost = compute_apart(plan.chunks, self._forward, self._probe)
         failures = {each: e for i, e in lost.items() if (a := self._asks.get(i)) for each in (i, *a.copies)}
-        return Flight(plan, parts, [self._sample(part) for part in parts], failures)
+        return StepFlight(plan, parts, [self._sample(part) for part in parts], failures)
 
-    def _launch_ahead(self, flight: Flight) -> Flight | None:
+    def _launch_ahead(self, flight: StepFlight) -> StepFlight | None:
         """Launch the step after `flight`, whose tokens are not known yet; None where it depends on them."""
         asks = [ask for c in flight.plan.chunks if c.outputs and (ask := self._asks.get(c.request))]
         if not self._looks_ahead(flight, asks) or not self.scheduler.assume():
@@ -243,12 +245,12 @@ class LLMEngine:
             self.cache.states.forget(plan.finished)
             self.cache.copy(plan.copies)
             part = self._forward(point_to_rows(plan.chunks, pending.row_of()), False, pending.tokens)
-            return Flight(plan, [part], [self._sample(part)], {})
+            return StepFlight(plan, [part], [self._sample(part)], {})
         except Exception:  # it is computed again when its tokens are known, where each request's fault is its own
             self.scheduler.discard()
             return None
 
-    def _looks_ahead(self, flight: Flight, asks: Sequence[_Ask]) -> bool:
+    def _looks_ahead(self, flight: StepFlight, asks: Sequence[_Ask]) -> bool:
         alone = not self._together and self.before_step is None and not self.speculate
         whole = len(flight.parts) == 1 and not flight.failures and not flight.pending[0].failures
         return self.lookahead and alone and whole and all(not a.copies and a.how.forgets_answer for a in asks)
@@ -267,7 +269,7 @@ class LLMEngine:
                 groups += [RowGroup(request, how, first) for request, how in copies]
         return PendingTokens(part.logits, groups)
 
-    def _commit(self, flight: Flight) -> tuple[list[TokenOutput], dict[int, Exception]]:
+    def _commit(self, flight: StepFlight) -> tuple[list[TokenOutput], dict[int, Exception]]:
         """Wait for the tokens of a step; return its events, and the requests that failed, which are over."""
         chosen: dict[int, list[TokenOutput]] = {}
         children: dict[int, _Ask] = {}

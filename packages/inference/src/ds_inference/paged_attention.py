@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from ds_accel import streams
 from ds_inference.scheduler import ScheduledChunk
 from ds_inference.spec import AttentionSpec
+from ds_inference.varlen_attention import varlen_attend, varlen_obstacle, varlen_reads
 from ds_ops.registry import Backend, Op, choose, reference_backend
 from ds_ops.triton_kernels.kernel_arguments import AttentionTraits, PagedMetadata
 from ds_ops.triton_kernels.triton_support import triton_obstacle
@@ -259,10 +260,23 @@ def _attend_by_gather(
     return out
 
 
+def _attend_varlen(
+    q: Tensor, cache: tuple[Tensor, ...], batch: BatchIndices, spec: AttentionSpec, extra: Extra
+) -> Tensor:
+    if not varlen_reads(spec, cache, extra):
+        return _attend_by_gather(q, cache, batch, spec, extra)
+    metadata = batch.cu_seqlens_q, batch.seqlens_k, batch.block_table, batch.max_seqlen_q
+    return varlen_attend(q.contiguous(), cache, metadata, spec)
+
+
 ATTENTION = Op(
     "paged_attention",
     "attention of a ragged batch over a paged cache",
-    (Backend("triton", _attend_triton, triton_obstacle), reference_backend(_attend_by_gather)),
+    (
+        Backend("triton", _attend_triton, triton_obstacle),
+        Backend("varlen", _attend_varlen, varlen_obstacle),
+        reference_backend(_attend_by_gather),
+    ),
 )
 
 
