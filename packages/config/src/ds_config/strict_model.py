@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pydantic import (
     BaseModel,
@@ -52,6 +52,23 @@ class StrictModel(BaseModel):
         arbitrary_types_allowed=True,
         protected_namespaces=(),
     )
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy in which the values of `update` are checked as those of a new model are; pydantic's takes any name and value.
+
+        Args:
+            update: By name of a field, or another spelling of it.
+            deep: Copy the values as well.
+
+        Raises:
+            pydantic.ValidationError: a name is unknown, or a value is not one of its field.
+        """
+        if not update:
+            return super().model_copy(deep=deep)
+        named = {name: getattr(self, name) for name in self.model_fields_set - _retired_names(type(self))}
+        checked = type(self).model_validate({**named, **update})
+        changed = {name for name in checked.model_fields_set if name in update or name not in named}
+        return super().model_copy(update={name: getattr(checked, name) for name in changed}, deep=deep)
 
     @model_validator(mode="before")
     @classmethod
