@@ -154,3 +154,21 @@ def test_in_torchs_own_sharder(tmp_path):
             optimizer.zero_grad()
     assert largest(net.parameters(), whole.parameters()) < TOLERANCE
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.Lion, optim.SGD, optim.Adagrad])
+def test_a_convolution_in_channels_last(kind):
+    """Every convnet's layout today; a KernelError ended the first step."""
+    found = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 4, 3).to(memory_format=layout)
+        optimizer = kind(model.parameters(), lr=0.1)
+        for step in range(3):
+            x = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(step)).to(memory_format=layout)
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(model.weight)
+    assert found[1].is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(*found)
