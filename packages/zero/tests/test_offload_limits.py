@@ -129,16 +129,17 @@ def test_steady_memory_is_the_formula(tmp_path: Path, tier: str) -> None:
 def test_a_small_memlock_limit_costs_one_warning(tmp_path: Path) -> None:
     """Page-locking is refused beyond RLIMIT_MEMLOCK, as a driver would; the run goes on in plain memory."""
     done = run(f"""
+        import contextlib, math
         from unittest import mock
         from ds_ops import scratch
-        from ds_zero.offload import tiers
+        from ds_zero.offload import host_gradients, state_stores, weight_copies
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 16))
         locked, zeros, given = [0], torch.zeros, scratch.host_bytes
 
         def lock(*size, pin_memory=False, **rest):
             if not pin_memory:
                 return zeros(*size, **rest)
-            locked[0] += size[0]
+            locked[0] += math.prod(torch.Size(*size) if isinstance(size[0], tuple) else size)
             if locked[0] > resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]:
                 raise RuntimeError("page-locking failed: Cannot allocate memory")
             return zeros(*size, **rest)
@@ -150,8 +151,10 @@ def test_a_small_memlock_limit_costs_one_warning(tmp_path: Path) -> None:
             return given(nbytes, Device(), pin=pin)
 
         logging.basicConfig(level=logging.WARNING)
-        with mock.patch.object(torch, "zeros", lock), mock.patch.object(tiers, "host_bytes", of_device), \\
-                mock.patch.object(scratch, "host_bytes", of_device):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(torch, "zeros", lock))
+            for module in (host_gradients, scratch, state_stores, weight_copies):
+                stack.enter_context(mock.patch.object(module, "host_bytes", of_device))
             for place in (OffloadPolicy("host"), OffloadPolicy("file", {str(tmp_path)!r}, buffer_count=2)):
                 net = model(4, 128)
                 optimizer = ds_zero.shard(net, ds_ops.optim.AdamW(net.parameters()), stage=1, offload_optimizer=place,
