@@ -89,6 +89,22 @@ def test_replays_give_the_same_tokens(name: str, in_place: bool, tiny: Any, monk
     assert len(graphs) == len(recorder.captures)
 
 
+def test_another_decoder_is_captured_with_the_weights_that_it_brings(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a step of training: the generator keeps its cache, and takes the decoder of new weights."""
+    monkeypatch.setattr(decoder_model, "choose", lambda *_: choice(True))
+    engine, other = (load(tiny(name), native=False, cuda_graphs=False) for name in ("llama", "llama tied"))
+    wanted = other.generate(PROMPTS, HOWS)
+    other.decoder._record = recorder = CpuRecorder()
+    engine.decoder = other.decoder
+    for version in (1, 2):
+        engine.weights_changed(version)
+    assert len(recorder.captures) == 11  # up to 64 rows, once
+    assert [a.tokens for a in engine.generate(PROMPTS, HOWS)] == [a.tokens for a in wanted]
+    assert recorder.replays
+
+
 def choice(in_place: bool) -> Choice:
     return Choice(Backend("triton" if in_place else "reference", lambda: None, lambda *_: ""), ())
 

@@ -195,9 +195,9 @@ class Decoder:
     def capture(self, cache: Cache, rows: int, longest: int) -> None:
         """Capture steps of one-token chunks over `cache` as graphs, up to `rows` of them, with `longest` tokens in a sequence.
 
-        Nothing where none are recorded (`record`). Costs the memory of the largest step.
+        Nothing where none are recorded (`record`), or those of this cache are. Costs the memory of the largest step.
         """
-        if self._record is None:
+        if self._record is None or (self._graphs is not None and self._graphs[0] is cache):
             return
         in_place = choose(ATTENTION, self.device.type, self.dtype).backend.name == "triton"
         columns = min(-(-longest // cache.size), cache.spare // cache.size)

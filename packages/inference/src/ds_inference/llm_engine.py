@@ -87,9 +87,7 @@ class LLMEngine:
             enable_prefix_caching=not decoder.stateful if enable_prefix_caching is None else enable_prefix_caching,
         )
         self.cache = Cache(decoder.spec, blocks, size, cache_dtype or decoder.dtype, decoder.device)
-        if isinstance(decoder, Decoder):
-            limits = self.scheduler.budget
-            decoder.capture(self.cache, limits.max_num_seqs, limits.max_model_len)
+        self._capture()
         self.before_step: Callable[[SchedulerOutput], None] | None = None
         self.on_failure: Callable[[int, Exception], None] | None = None
         self.version = 0
@@ -439,8 +437,15 @@ class LLMEngine:
             self.scheduler.discard()
         self.version = version
         self.scheduler.clear_prefix_cache()
+        self._capture()
 
     # ---- how
+
+    def _capture(self) -> None:
+        """Let the decoder capture its steps over this cache, unless it has; a change of weights may have brought another decoder."""
+        if isinstance(self.decoder, Decoder):
+            limits = self.scheduler.budget
+            self.decoder.capture(self.cache, limits.max_num_seqs, limits.max_model_len)
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):

@@ -35,10 +35,10 @@ def varlen_obstacle(device_type: str, dtype: torch.dtype) -> str:
 @functools.cache
 def _no_block_table() -> str:
     try:
-        known = inspect.signature(_function()).parameters
+        known = set(inspect.signature(_function()).parameters)
     except ImportError:
-        known = {}
-    if not {"block_table", "seqused_k", "num_splits"} <= set(known):
+        known = set()
+    if not {"block_table", "seqused_k", "num_splits"} <= known:
         return Unavailable(
             f"torch {torch.__version__} has no varlen_attn with a block table", fix="install torch 2.12 or newer"
         )
