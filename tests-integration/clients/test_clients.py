@@ -88,7 +88,9 @@ def test_several_plugins(client):
     assert ours["stages"] == upstream["stages"] == [2, 3]
 
 
-@pytest.mark.parametrize(("stage", "mode"), [(0, ""), (1, ""), (2, ""), (3, ""), (2, "lora"), (3, "lora")])
+@pytest.mark.parametrize(
+    ("stage", "mode"), [(0, ""), (1, ""), (2, ""), (3, ""), (2, "lora"), (3, "lora"), (2, "compiled"), (3, "compiled")]
+)
 def test_trainer(client, stage, mode):
     options = {"mode": mode} if mode else {}
     ours, upstream = client.both("trainer", stage=stage, **options)

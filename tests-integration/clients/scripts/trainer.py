@@ -1,5 +1,5 @@
 """Transformers' Trainer: auto values, accumulation, clipping, saving, resuming, also (mode `late`) another
-run's checkpoint; with PEFT's LoRA in mode `lora`."""
+run's checkpoint; with PEFT's LoRA in mode `lora`; compiled in mode `compiled`."""
 
 import os
 
@@ -56,6 +56,8 @@ def settings(steps: int, **changes) -> TrainingArguments:
         seed=common.SEED,
         accelerator_config={"use_configured_state": True},
         disable_tqdm=True,
+        torch_compile=args.mode == "compiled",
+        torch_compile_backend="aot_eager" if args.mode == "compiled" else None,
         **changes,
     )
 

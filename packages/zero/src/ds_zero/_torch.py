@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy, set_eval_frame
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
@@ -78,6 +78,8 @@ def uncaptured(function: Callable[..., Any]) -> Callable[..., Any]:
             set_eval_frame(capturing)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    # Called from a graph's break, the frame itself would be captured, and the compiler warns of the builtin in it. What it calls decides for itself.
+    set_code_exec_strategy(call.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
     return call
 
 

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 import ds_zero
 from ds_testing import world
 
 
+class Block(nn.Module):
+    """Its forward stands here: dynamo begins no graph in a file of torch's, so of nn.Sequential alone it compiles nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return torch.tanh(self.inner(x))
+
+
 def train(how):
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2)))
+    model = nn.Sequential(*(Block() for _ in range(2)))
     policy = ds_zero.UnitSizePolicy(max_numel=256, persist_numel=0)
     optimizer = ds_zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, policy=policy)
     call = torch.compile(model, backend="eager") if how == "torch.compile" else model
@@ -29,5 +44,29 @@ def train(how):
 @pytest.mark.parametrize("how", ["torch.compile", "module.compile"])
 @world(2, timeout=120)
 def test_it_trains_as_without_a_compiler(how):
+    counters.clear()
     for a, b in zip(train(how), train("eager"), strict=True):
         torch.testing.assert_close(a, b)
+    assert counters["stats"]["unique_graphs"] > 0
+
+
+def test_a_hook_between_graphs_is_not_captured_and_nobody_is_warned():
+    # The compiler warned of `set_eval_frame`, once in a process.
+    program = """
+import sys, warnings
+warnings.simplefilter("error")
+import torch
+from ds_zero._torch import uncaptured
+assert "torch._dynamo" not in sys.modules
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return x.sin()
+model, calls = Model(), []
+model.register_forward_pre_hook(uncaptured(lambda module, args: calls.append(torch.compiler.is_compiling())))
+model.compile(backend="eager")
+assert torch.equal(model(torch.ones(2)), torch.ones(2).sin())
+assert calls == [False]
+from torch._dynamo.utils import counters
+assert counters["stats"]["unique_graphs"] == 1
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
