@@ -79,7 +79,7 @@ def uncaptured(function: Callable[..., Any]) -> Callable[..., Any]:
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     # Called from a graph's break, the frame itself would be captured, and the compiler warns of the builtin in it. What it calls decides for itself.
-    set_code_exec_strategy(call.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+    set_code_exec_strategy(call.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))  # type: ignore[attr-defined]
     return call
 
 
