@@ -15,7 +15,7 @@ from ds_ckpt.crc import copy_crc32, crc32
 from ds_ckpt.dtypes import ITEMSIZE
 from ds_ckpt.jsontext import Json
 from ds_ckpt.save_plan import Item
-from ds_ckpt.writer import Copy, SlabPool, Transfer
+from ds_ckpt.writer import Copy, PendingBytes, SlabPool
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_config.errors import CheckpointError
 
@@ -92,7 +92,7 @@ def _flat_bytes(data: Tensor) -> Tensor:
 
 
 def copier(locals_: Sequence[Local]) -> Copy:
-    """Return a function that copies bytes of an entry of this rank's file to host memory; their CRC32, or the `Transfer` of a device's bytes.
+    """Return a function that copies bytes of an entry of this rank's file to host memory; their CRC32, or the `PendingBytes` of a device's bytes.
 
     Values of a device are those of work that was queued on the current streams before this call. They are copied on a stream of their own, which
     waits for nothing else; call this on the thread that queued the work, the function on any.
@@ -102,7 +102,7 @@ def copier(locals_: Sequence[Local]) -> Copy:
     }
     flat: dict[int, Tensor] = {}  # made one after another: the device waits for the first
 
-    def copy(target: memoryview, item: Item, start: int) -> int | Transfer:
+    def copy(target: memoryview, item: Item, start: int) -> int | PendingBytes:
         index, first = item.piece.shard, item.piece.start * ITEMSIZE[item.dtype] + start
         side = sides.get(locals_[index].data.device)
         if index not in flat:

@@ -10,7 +10,7 @@ all that is between the two: with a pool as large as the state, `fill` is a snap
 proceeds at the speed of the disk, in bounded memory. `through` does both on one thread, where no training goes on meanwhile: each
 slab's writing begins when it is copied, and handing slabs from thread to thread would cost a tenth of the disk's speed.
 
-Bytes of a device are on their way when a copy returns (`Transfer`): `fill` queues all of them and waits once, at its end, and the writer makes
+Bytes of a device are on their way when a copy returns (`PendingBytes`): `fill` queues all of them and waits once, at its end, and the writer makes
 the checksum of each slab when it has arrived. A slab that bytes are on their way to is never given back.
 """
 
@@ -35,7 +35,7 @@ from ds_ckpt.records import FileRecord
 from ds_ckpt.save_plan import Item
 from ds_config.errors import CheckpointError
 
-__all__ = ["SLAB_BYTES", "Copy", "FileStream", "Slab", "SlabPool", "Transfer", "Written", "safetensors_header"]
+__all__ = ["SLAB_BYTES", "Copy", "FileStream", "PendingBytes", "Slab", "SlabPool", "Written", "safetensors_header"]
 
 SLAB_BYTES: Final = 4 * 2**20
 _POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE, Linux 5.14
@@ -45,7 +45,7 @@ Slab = mmap.mmap | memoryview  # `SLAB_BYTES` of memory that begins on a page
 _UnderWay = deque[tuple[Callable[[], None], Slab]]  # writes that have begun, oldest first, with their memory
 
 
-class Transfer(Protocol):
+class PendingBytes(Protocol):
     """Bytes on their way from a device to a slab."""
 
     def wait(self) -> None:
@@ -56,7 +56,7 @@ class Transfer(Protocol):
 
 
 # Fill the view with the entry's bytes from the given byte on; return their checksum, or who knows it when they have arrived.
-Copy = Callable[[memoryview, Item, int], int | Transfer]
+Copy = Callable[[memoryview, Item, int], int | PendingBytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class _FilledSlab:
 
     part: _Range
     slab: Slab
-    transfers: tuple[tuple[_FileSegment, Transfer], ...] = ()
+    transfers: tuple[tuple[_FileSegment, PendingBytes], ...] = ()
 
 
 # The next slab to write, None after the last: it may end writes that are under way, and has ended all at the end.
@@ -221,7 +221,7 @@ class FileStream:
 
         An error of the copying is raised here and by `drain`.
         """
-        transfers: list[Transfer] = []
+        transfers: list[PendingBytes] = []
         try:
             for part in self._ranges() if self._items else ():
                 slab = self._pool.acquire(self._stopped.is_set)
