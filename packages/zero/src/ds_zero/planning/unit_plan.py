@@ -73,12 +73,14 @@ class ShardGroupInfo:
         shared: They are on one host, and keep one copy of the parameters.
         anywhere: Messages between them leave from any memory at no cost.
         nodes: Which of them are close to each other; None: gathers are flat.
+        on_host: The model is in memory of the host, which gradients need not leave for.
     """
 
     shards: int = 1
     shared: bool = False
     anywhere: bool = False
     nodes: NodeTopology | None = None
+    on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class UnitPlan:
         offload_params: Where its parameters are between uses.
         bytes: On every rank (ranks hold equal shares).
         wire: What of it travels as codes.
+        on_host: The model is in memory of the host.
     """
 
     spec: UnitSpec
@@ -107,6 +110,7 @@ class UnitPlan:
     offload_params: str | OffloadPolicy
     bytes: UnitBytes
     wire: CommFormat = PLAIN
+    on_host: bool = False
 
     @property
     def name(self) -> str:
@@ -124,10 +128,9 @@ class UnitPlan:
 
     @property
     def grads_leave(self) -> bool:
-        """Whether its summed gradients go to the host at once, where the model is on a device: the optimizer is not on that."""
-        return (
-            self.spec.trained and self.spec.strategy.shard_optim and isinstance(self.offload_optimizer, OffloadPolicy)
-        )
+        """Whether its summed gradients go to the host at once: the model is on a device, and the optimizer is not."""
+        offloaded = self.spec.strategy.shard_optim and isinstance(self.offload_optimizer, OffloadPolicy)
+        return self.spec.trained and offloaded and not self.on_host
 
     @property
     def early(self) -> bool:
@@ -314,7 +317,7 @@ def plan_unit(
         reduction = ReduceStrategy.QUANTIZED if form.codes_sums else reduction
     if not spec.trained:  # what it is sent from is all there is of it
         tier = param_tier
-    unit = UnitPlan(spec, layout, dtypes, storage, reduction, nodes, tier, param_tier, UnitBytes(), form)
+    unit = UnitPlan(spec, layout, dtypes, storage, reduction, nodes, tier, param_tier, UnitBytes(), form, ranks.on_host)
     usage = _bytes(unit)
     if spec.trained and isinstance(param_tier, OffloadPolicy):
         usage = param_tier.planned_params(usage)

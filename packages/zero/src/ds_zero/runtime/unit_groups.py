@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_comm as comm
+from ds_accel import streams
 from ds_comm import Group, destroy_group, destroy_when_dropped, duplicate_group, groups
 from ds_comm.buffer_pool import BufferPool
 from ds_comm.codecs.hierarchy import Hierarchy
@@ -252,12 +253,14 @@ class GroupTable:
     def ranks(self) -> dict[str, ShardGroupInfo]:
         """What planning is to know of each family."""
         device = torch.device("cpu" if self._host else "meta")
+        on_host = self._host and not streams.is_device_memory(torch.empty(0))
         return {
             name: ShardGroupInfo(
                 group_set.shard_group.size,
                 group_set.shared,
                 sends_from_anywhere(group_set.shard_group, device),
                 group_set.nodes,
+                on_host,
             )
             for name, group_set in self.group_sets.items()
         }
