@@ -90,11 +90,11 @@ def _norms(module: nn.Module, family: str, kernels: FusedKernels) -> Built:
     eps = getattr(module, "eps" if family in _OFFSET else "variance_epsilon", None)
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float):
         return []
-    offset, own = (1.0 if family in _OFFSET else 0.0), type(module).forward
+    offset, class_forward = (1.0 if family in _OFFSET else 0.0), type(module).forward
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return own(self, hidden_states)
+            return class_forward(self, hidden_states)
         # A weight in a wider format makes the result of Llama's norm as wide.
         wide = hidden_states if offset else hidden_states.to(_promoted(hidden_states, self.weight))
         return kernels.norm(wide, self.weight, eps, offset)
@@ -111,7 +111,7 @@ def _rotary(module: nn.Module, family: str, kernels: FusedKernels) -> Built:
     code = _rotary_caller(type(module))
     if code is None:
         return []
-    own, plain = type(module).forward, code.__globals__[_ROTARY]
+    class_forward, plain = type(module).forward, code.__globals__[_ROTARY]
 
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         whole = cos.dim() == 3 and q.shape[-1] == k.shape[-1] == cos.shape[-1]
@@ -126,17 +126,19 @@ def _rotary(module: nn.Module, family: str, kernels: FusedKernels) -> Built:
     fused.__kwdefaults__ = code.__kwdefaults__
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return own(self, *args, **kwargs) if torch.compiler.is_compiling() else fused(self, *args, **kwargs)
+        return class_forward(self, *args, **kwargs) if torch.compiler.is_compiling() else fused(self, *args, **kwargs)
 
     return [(module, forward)]
 
 
 def _rotary_caller(kind: type[nn.Module]) -> FunctionType | None:
     """Return the forward of an attention that rotates its queries and keys, without decorators."""
-    own = inspect.unwrap(kind.forward)
-    if not kind.__name__.endswith("Attention") or not isinstance(own, FunctionType):
+    class_forward = inspect.unwrap(kind.forward)
+    if not kind.__name__.endswith("Attention") or not isinstance(class_forward, FunctionType):
         return None
-    return own if _ROTARY in own.__code__.co_names and _ROTARY in own.__globals__ else None
+    return (
+        class_forward if _ROTARY in class_forward.__code__.co_names and _ROTARY in class_forward.__globals__ else None
+    )
 
 
 def _gated_mlp(module: nn.Module, family: str, kernels: FusedKernels) -> Built:
@@ -149,11 +151,11 @@ def _gated_mlp(module: nn.Module, family: str, kernels: FusedKernels) -> Built:
         return []
     if type(module.act_fn) is not type(_activation_module(str(word))):
         return []
-    own = type(module).forward
+    class_forward = type(module).forward
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return own(self, x)
+            return class_forward(self, x)
         return self.down_proj(kernels.gated(self.gate_proj(x), self.up_proj(x), activation))
 
     return [(module, forward)]
@@ -194,8 +196,8 @@ def _head_forward(kernels: FusedKernels) -> Forward:
 
 def _causal_forward(kind: type[nn.Module]) -> Forward:
     """Build the forward of a causal model, which in training gives the labels to the head."""
-    own = kind.forward
-    names = list(inspect.signature(inspect.unwrap(own)).parameters)[1:]
+    class_forward = kind.forward
+    names = list(inspect.signature(inspect.unwrap(class_forward)).parameters)[1:]
     scope = vars(sys.modules[kind.__module__])
     result: Any = scope.get("MoeCausalLMOutputWithPast") or scope["CausalLMOutputWithPast"]
     balancing: Any = scope.get("load_balancing_loss_func")
@@ -213,7 +215,7 @@ def _causal_forward(kind: type[nn.Module]) -> Forward:
             or self.loss_function is not loss_function
         )
         if plain:
-            return own(self, *args, **kwargs)
+            return class_forward(self, *args, **kwargs)
         labels, _ = named.pop("labels"), named.pop("logits_to_keep", None)
         routers = balancing is not None and (
             self.config.output_router_logits
