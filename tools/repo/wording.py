@@ -39,7 +39,7 @@ FORBIDDEN = frozenset(
 """Names that say how a value came, not what it holds."""
 
 _VERBS = Path(__file__).parents[1] / "ratchets" / "verbs.txt"
-_ANYWHERE = {"__init__", "_torch", "config", "cli", "errors", "__main__"}  # every package may have one
+_ANYWHERE = {"__init__", "_torch", "config", "cli", "errors", "optim", "__main__"}  # every package may have one
 _LONGEST = 10  # lines that a forbidden local may live
 _SECTION = re.compile(r"^(?:Args|Attributes):\n((?:    .*\n?|\n)+)", re.MULTILINE)
 _ENTRY = re.compile(r"^    ([a-z_*][\w, *`]*):(?: |$)", re.MULTILINE)

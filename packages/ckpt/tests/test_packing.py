@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ds_ckpt
-from ds_ckpt import codecs
+from ds_ckpt import block_codecs
 from ds_ckpt.block_packing import SaveOptions
 from ds_ckpt.checkpoint_list import collect, shared_files
 from ds_ckpt.local_storage import locate
@@ -191,7 +191,7 @@ floats = st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), mi
 @given(floats)
 def test_bf16_is_torchs_rounding(values):
     data = np.array(values, np.float32)
-    stored, back = codecs.encode("bf16", memoryview(data).cast("B"))
+    stored, back = block_codecs.encode("bf16", memoryview(data).cast("B"))
     expected = torch.from_numpy(data).to(torch.bfloat16)
     assert bytes(stored) == expected.view(torch.uint8).numpy().tobytes()
     assert bytes(back) == expected.float().numpy().tobytes()
@@ -201,11 +201,11 @@ def test_bf16_is_torchs_rounding(values):
 @given(floats)
 def test_int8_stays_within_its_bound_and_never_makes_a_zero(values):
     data = np.array(values, np.float32)
-    stored, back = codecs.encode("int8", memoryview(data).cast("B"))
+    stored, back = block_codecs.encode("int8", memoryview(data).cast("B"))
     got = np.frombuffer(back, np.float32)
-    assert len(stored) == data.size + 4 * -(-data.size // codecs.GROUP)
-    for low in range(0, data.size, codecs.GROUP):
-        group, found = data[low : low + codecs.GROUP], got[low : low + codecs.GROUP]
+    assert len(stored) == data.size + 4 * -(-data.size // block_codecs.GROUP)
+    for low in range(0, data.size, block_codecs.GROUP):
+        group, found = data[low : low + block_codecs.GROUP], got[low : low + block_codecs.GROUP]
         bound = max(float(np.abs(group).max()) / 127, float(np.finfo(np.float32).tiny)) * 1.001
         assert np.all(np.abs(group.astype(np.float64) - found) <= bound)
         assert np.all((group == 0) | (found != 0))
@@ -214,11 +214,11 @@ def test_int8_stays_within_its_bound_and_never_makes_a_zero(values):
 
 def test_nan_stays_one_in_bf16_and_is_refused_by_int8():
     data = np.array([float("nan"), float("inf"), -float("inf")], np.float32)
-    _, back = codecs.encode("bf16", memoryview(data).cast("B"))
+    _, back = block_codecs.encode("bf16", memoryview(data).cast("B"))
     assert np.isnan(np.frombuffer(back, np.float32)[0])
     assert np.frombuffer(back, np.float32)[1:].tolist() == [float("inf"), -float("inf")]
     with pytest.raises(CheckpointError) as caught:
-        codecs.encode("int8", memoryview(data).cast("B"))
+        block_codecs.encode("int8", memoryview(data).cast("B"))
     assert caught.value.code == "ckpt-codec"
 
 
@@ -295,16 +295,16 @@ def train(codec, steps=500, every=50):
         if step % every == 0:
             for state in optimizer.state.values():
                 for moment in (state["exp_avg"], state["exp_avg_sq"]):
-                    _, back = codecs.encode(codec, memoryview(moment.numpy().reshape(-1)).cast("B"))
+                    _, back = block_codecs.encode(codec, memoryview(moment.numpy().reshape(-1)).cast("B"))
                     moment.copy_(torch.frombuffer(bytearray(back), dtype=torch.float32).reshape(moment.shape))
     return sum(losses[-50:]) / 50
 
 
-@pytest.mark.parametrize("codec", codecs.LOSSY)
+@pytest.mark.parametrize("codec", block_codecs.LOSSY)
 def test_the_certificate_is_what_a_run_gives(codec):
     """500 steps, the moments through the codec ten times: the loss within 1 % of the exact run's, and as recorded."""
     exact, found = train(""), train(codec)
-    recorded = codecs.certificates()[codec]
+    recorded = block_codecs.certificates()[codec]
     assert abs(found / exact - 1) <= 0.01
     assert recorded["steps"] == 500
     assert recorded["loss"] == pytest.approx(found, rel=2e-2)
@@ -315,7 +315,7 @@ if __name__ == "__main__":  # makes the certificates
     exact = train("")
     print(
         json.dumps(
-            {codec: {"steps": 500, "every": 50, "exact": exact, "loss": train(codec)} for codec in codecs.LOSSY},
+            {codec: {"steps": 500, "every": 50, "exact": exact, "loss": train(codec)} for codec in block_codecs.LOSSY},
             indent=1,
         )
     )

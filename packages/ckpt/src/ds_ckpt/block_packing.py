@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import ds_monitor
+from ds_ckpt.block_codecs import CODECS, LOSSY, encode, require
 from ds_ckpt.checkpoint_index import Kind, Leaf
 from ds_ckpt.checkpoint_list import newest_tag, read_for
-from ds_ckpt.codecs import CODECS, LOSSY, encode, require
 from ds_ckpt.coordinator import Coordinator
 from ds_ckpt.crc import crc32
 from ds_ckpt.local_storage import CheckpointRef

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ds_ckpt.codecs import CODECS
+from ds_ckpt.block_codecs import CODECS
 from ds_ckpt.crc import crc32
 from ds_ckpt.dtypes import ITEMSIZE
 from ds_ckpt.format import (

@@ -61,7 +61,7 @@ class SavingConfig(StrictModel):
         keep: How many checkpoints stay in the directory, newest first; None: all. Removed after a save has succeeded.
         incremental: Blocks that a checkpoint of the same directory holds are referred to, not written again.
         codecs: How blocks are stored, by the start of a tensor's name: "zstd", and for what starts with "optim/" also "bf16" and
-            "int8", which lose something (`ds_ckpt.codecs` says how much, with its certificates).
+            "int8", which lose something (`ds_ckpt.block_codecs` says how much, with its certificates).
     """
 
     asynchronous: bool = False

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from ds_ckpt.codecs import decode
+from ds_ckpt.block_codecs import decode
 from ds_ckpt.crc import copy_crc32, crc32, shifted
 from ds_ckpt.file_reads import DIRECT_BYTES, Files
 from ds_ckpt.save_plan import BlockRead, CopyRun
