@@ -76,7 +76,7 @@ class Coordinator:
     def twin(self) -> Coordinator:
         """Duplicate this coordinator over a new CPU process group of the same ranks, for another thread.
 
-        Collective. Call `close` on the result; a twin that is dropped destroys its group when it is collected as garbage.
+        Collective. Call `close` on the result; one that is dropped destroys its group when it is collected as garbage.
         """
         twin = Coordinator(duplicate_group(self._group, "ckpt"))
         twin._duplicates.append(twin.group)
