@@ -20,7 +20,7 @@ from ds_comm.ddp import others_of
 from ds_comm.groups import world_group
 from ds_config.errors import PlanError
 
-__all__ = ["watch_fsdp"]
+__all__ = ["unwatch_fsdp", "watch_fsdp"]
 
 Unlike = Mapping[str, frozenset[int]]
 """Of a module's own parameters, the ranks of the world that hold other values."""
@@ -46,6 +46,14 @@ def watch_fsdp(model: nn.Module) -> list[RemovableHandle]:
         model.get_submodule(name).register_forward_pre_hook(_Check({"": of})) for name, of in unlike.items() if name
     ]
     return [model.register_forward_pre_hook(_Check(unlike)), *inner]
+
+
+def unwatch_fsdp(model: nn.Module) -> None:
+    """Remove the hooks of `watch_fsdp` from `model` and the modules within: for a model that is sharded otherwise and captured by a compiler."""
+    for module in model.modules():
+        for number, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, _Check):
+                del module._forward_pre_hooks[number]
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 
 import ds_comm as comm
 from ds_comm import Group
+from ds_comm.fsdp import unwatch_fsdp
 from ds_config.errors import DsError, PlanError, UnsupportedError
 from ds_engine.compiling import _torch
 from ds_engine.compiling.backends import BACKENDS, Compiling
@@ -139,6 +140,7 @@ class Session:
         """Compile the model's forward in place. Nothing is captured before it is called. `shared`: cuts what the model is given."""
         self._shared = shared
         _torch.keep_out("ds_zero.runtime", "ds_comm", "ds_monitor")
+        unwatch_fsdp(self.model)  # ds-zero has sharded it, and a hook that is kept out ends a graph
         substitute_moves()
         self.graphs.hook_with(self.model, _torch.quiet)
         self.graphs.hide_gradients()
