@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import ds_ckpt
 import ds_moe
 import ds_zero
-from ds_comm import as_group, shm_group
+from ds_comm import as_group
+from ds_comm.shm import shm_group
 from ds_config.errors import PlanError, UnsupportedError
 from ds_ops import optim
 from ds_parallel.tensor import TensorOptions, clip_grad_norm_, facts_of, make_tensor_plan, parallelize_model

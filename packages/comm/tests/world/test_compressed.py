@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 import ds_comm
-from ds_comm import ReduceOp, shm_group
+from ds_comm import ReduceOp
 from ds_comm.codecs.compressed import ErrorFeedback, Quantized
 from ds_comm.codecs.hierarchy import Hierarchy
+from ds_comm.shm import shm_group
 from ds_config.errors import CommError
 from ds_ops.formats import FP8_E4M3, INT4, INT8, QuantSpec
 from ds_testing import world

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_comm
-from ds_comm import ReduceOp, shm_group
+from ds_comm import ReduceOp
+from ds_comm.shm import shm_group
 from ds_ops.shm_collectives import ChannelSettings
 from ds_testing import world
 

@@ -13,7 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_comm
-from ds_comm import Mesh, MeshSpec, shm_group
+from ds_comm import Mesh, MeshSpec
+from ds_comm.shm import shm_group
 from ds_testing import world
 
 

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 import ds_comm
-from ds_comm import process_group, shm_group
+from ds_comm import process_group
+from ds_comm.shm import shm_group
 from ds_comm.watch.recorder import current
 from ds_testing import world
 

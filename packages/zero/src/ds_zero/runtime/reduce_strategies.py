@@ -1,4 +1,4 @@
-"""How the gradients of a unit are summed over the ranks where it is not by the collective of a flat buffer, one `Way` for each case.
+"""How the gradients of a unit are summed over the ranks where it is not by the collective of a flat buffer, one `GradReducer` for each case.
 
     posting    in memory that the ranks share: each *publishes* the elements of its gradients that others own, by copying them into its
                slot, and sums what it owns
