@@ -142,6 +142,7 @@ class NativeDecoder:
         self._program = DecoderProgram(
             spec.hidden, layers, last, head, None if shared is None else shared.arena.channel
         )
+        self._arena = None if shared is None else shared.arena
         del self._weights
 
     @staticmethod
@@ -161,7 +162,13 @@ class NativeDecoder:
         if cache is not self._cache:
             self._cache, self._kept_layers = cache, [KeptLayer(*tensors) for tensors in cache]
         chunks = [TokenRun(*c) for c in batch.chunks]
-        return self._program.step(x.float().contiguous(), chunks, batch.outputs.long(), self._kept_layers, turns)
+        rows, outputs, cached = x.float().contiguous(), batch.outputs.long(), self._kept_layers
+        if self._arena is None:
+            return self._program.step(rows, chunks, outputs, cached, turns)
+        # Sums over ranks wait inside the native loop, where nothing but the watchdog ends a wait for a rank that is stuck.
+        return self._arena.observe(
+            "all_reduce", "layers", lambda: self._program.step(rows, chunks, outputs, cached, turns)
+        )
 
     # ---- packing
 

@@ -20,6 +20,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ from ds_config.errors import CommError
 from ds_ops.shm_collectives import Channel, ChannelSettings, SharedSegment, ShmReduceOp
 
 __all__ = ["Arena", "TensorRequest", "arena_refusal"]
+
+T = TypeVar("T")
 
 _PAGE = 4096
 _LINE = 64
@@ -125,8 +128,19 @@ class Arena:
 
     @property
     def channel(self) -> Channel:
-        """For native loops that make their own collectives; one at a time, in the same order on every rank."""
+        """For native loops that make their own collectives; one at a time, in the same order on every rank.
+
+        Its waits have no end of their own where a watchdog runs: call such a loop by `observe`.
+        """
         return self._channel
+
+    def observe(self, op: str, unit: str, call: Callable[[], T]) -> T:
+        """Run a native loop over `channel` as one operation that the watchdog sees. The same on every rank.
+
+        Raises:
+            CommError: a rank ended, came with something else, or did not come.
+        """
+        return self._run(op, unit, None, call)
 
     def barrier(self, unit: str = "") -> None:
         """Return when every rank came: what they wrote before is visible after. About 3 us when all are ready."""
@@ -160,7 +174,7 @@ class Arena:
         """End the channel. Tensors stay valid as long as they are referenced."""
         self._channel.close()
 
-    def _run(self, op: str, unit: str, tensor: Tensor | None, call: Callable[[], None]) -> None:
+    def _run(self, op: str, unit: str, tensor: Tensor | None, call: Callable[[], T]) -> T:
         """Run a native call as an operation of the recorder.
 
         Raises:
@@ -174,12 +188,11 @@ class Arena:
         slot = recorder.begin(order, order.mark, (op, unit, -1), tensor)
         recorder.waiting(slot)
         try:
-            call()
+            return call()
         except CommError as error:
             raise failed(f"{op}[{unit}] in the arena of group {order.name!r}", recorder.explain(slot), error) from None
         finally:
             recorder.ended(slot)
-        return None
 
     def _segment(self, nbytes: int) -> SharedSegment:
         owned = SharedSegment(nbytes) if self.rank == 0 else None
