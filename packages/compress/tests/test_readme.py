@@ -1,16 +1,17 @@
-"""The README's snippet runs, and says what it claims."""
+"""The README's snippets run, and say what they claim."""
 
-import re
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest
 
+from ds_testing import run_snippets
 
-def test_readme_snippet_runs(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_snippets_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    text = (Path(__file__).parents[1] / "README.md").read_text()
-    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        exec(compile(block, "README.md", "exec"), {})
+    run_snippets(README)
     assert "Linear(in_features=64, out_features=64, bias=True)" in capsys.readouterr().out

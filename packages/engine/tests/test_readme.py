@@ -1,16 +1,18 @@
-"""The README's snippet runs."""
+"""The README's snippets run, and say what they claim."""
 
-import re
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest
 
+from ds_testing import run_snippets
 
-def test_readme_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).parents[1] / "README.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 1
-    exec(compile(blocks[0], "README.md", "exec"), {"__name__": "readme"})
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_snippets_run(capsys: pytest.CaptureFixture[str]) -> None:
+    run_snippets(README)
     printed = capsys.readouterr().out
     assert "32 = 16 per rank x 2 microbatches x 1 data-parallel ranks" in printed
     assert "step 9: loss" in printed

@@ -1,14 +1,16 @@
 """The README's snippet runs; it compares itself with transformers."""
 
-import re
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest
 
+from ds_testing import run_snippets
 
-def test_readme_snippet_runs() -> None:
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_snippets_run() -> None:
     pytest.importorskip("transformers")
-    text = (Path(__file__).parents[1] / "README.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 1
-    exec(compile(blocks[0], "README.md", "exec"), {})
+    run_snippets(README)

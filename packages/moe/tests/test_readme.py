@@ -1,13 +1,16 @@
-"""The README's snippet runs, and says what it claims."""
+"""The README's snippets run, and say what they claim."""
 
-import re
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest
 
+from ds_testing import run_snippets
 
-def test_readme_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).parents[1] / "README.md").read_text()
-    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        exec(compile(block, "README.md", "exec"), {})
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_snippets_run(capsys: pytest.CaptureFixture[str]) -> None:
+    run_snippets(README)
     assert "torch.Size([16, 2])" in capsys.readouterr().out

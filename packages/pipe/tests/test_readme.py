@@ -1,15 +1,20 @@
-"""The README's snippet runs, and says what it claims."""
+"""The README's snippets run, and say what they claim."""
+
+from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
 
-def test_readme_snippet_runs(capsys: object) -> None:
-    text = (Path(__file__).parents[1] / "README.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
-    printed = capsys.readouterr().out  # type: ignore[attr-defined]
-    for said in re.findall(r"#\s+(0F0.*)$", blocks[0], re.MULTILINE):
-        assert said in printed
+from ds_testing import run_snippets
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_snippets_run(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = run_snippets(README)
+    printed = capsys.readouterr().out
+    claims = re.findall(r"#\s+(0F0.*)$", "\n".join(blocks), re.MULTILINE)
+    assert claims
+    assert all(claim in printed for claim in claims)

@@ -6,6 +6,7 @@ for the whole pytest run; a *job* is one world test on one rank.
 
 from __future__ import annotations
 
+from ds_testing.snippets import run_snippets
 from ds_testing.spec import MAX_RANKS, World, world
 
-__all__ = ["MAX_RANKS", "World", "world"]
+__all__ = ["MAX_RANKS", "World", "run_snippets", "world"]
