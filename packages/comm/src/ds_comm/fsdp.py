@@ -58,18 +58,26 @@ def unwatch_fsdp(model: nn.Module) -> None:
 
 @dataclass(slots=True)
 class _Check:
-    """A hook that is copied and saved with its module: it has names, and no module of its own."""
+    """A hook that is copied and saved with its module: it has names, and no module of its own.
+
+    It runs before every forward, so it looks at its modules only when FSDP has come to `model` or anywhere in the process since it last did;
+    where FSDP came to a module within alone, that module's own hook sees it.
+    """
 
     unlike: Mapping[str, Unlike]
-    done: bool = False
+    last_seen: tuple[int, bool] = (0, False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.unlike,)  # what was looked at is another process's, or another module's
 
     def __call__(self, model: nn.Module, _: Any) -> None:
-        if self.done or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return
+        now = len(_composable_state._module_state_mapping), hasattr(model, "_is_fsdp_managed_module")
+        if now == self.last_seen:
             return
         watched = {name: model.get_submodule(name) for name in self.unlike}
         managed = {name: module for name, module in watched.items() if hasattr(module, "_is_fsdp_managed_module")}
-        if not managed:
-            return
         names = {id(module): name for name, module in managed.items()}
         touched: dict[str, frozenset[int]] = {}
         sharded = set()
@@ -82,9 +90,8 @@ class _Check:
                 touched[f"{name}.{key}".lstrip(".")] = others
         if touched:
             raise _refusal("fully_shard", touched)
-        for name in (
-            managed.keys() - sharded
-        ):  # FSDP1 marks its modules alike; fully_shard leaves those of `ignored_params` as they are
+        # FSDP1 marks its modules alike; fully_shard leaves those of `ignored_params` as they are.
+        for name in managed.keys() - sharded:
             held = managed[name]._parameters
             parts = {
                 f"{name}.{key}".lstrip("."): others
@@ -93,7 +100,7 @@ class _Check:
             }
             if parts:
                 raise _refusal("FullyShardedDataParallel", parts)
-        self.done = len(managed) == len(watched)  # a module is sharded once
+        self.last_seen = now
 
 
 def _sharded() -> Iterator[tuple[nn.Module, str, frozenset[int]]]:
