@@ -42,7 +42,7 @@ def usage(project: Project, projects: Mapping[str, Project]) -> Usage:
         for found in imports(module):
             if found.top != project.module and found.top not in sys.stdlib_module_names:
                 imported.setdefault(_distribution(found.top, ours), found)
-        strings = (n.value for n in ast.walk(module.tree) if isinstance(n, ast.Constant))
+        strings = (n.value for n in module.nodes if isinstance(n, ast.Constant))
         words = {text for text in strings if isinstance(text, str) and re.fullmatch(r"[\w.-]+", text)}
         named |= {
             requirement_name(".".join(parts[: i + 1]))

@@ -104,7 +104,7 @@ def codes(projects: Iterable[Project]) -> Codes:
     strings: set[str] = set()
     for project in projects:
         for module in modules(project):
-            for node in ast.walk(module.tree):
+            for node in module.nodes:
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     strings.add(node.value)
                 if not isinstance(node, ast.Call):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from repo.projects import Project
@@ -14,11 +15,12 @@ __all__ = ["Import", "Module", "imports", "modules", "test_modules"]
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """One source file: its dotted name, its path, its syntax tree."""
+    """One source file: its dotted name, its path, its syntax tree, and all nodes of that."""
 
     name: str
     path: Path
     tree: ast.Module
+    nodes: tuple[ast.AST, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +52,26 @@ def modules(project: Project) -> list[Module]:
     for path in sorted(project.source.rglob("*.py")):
         parts = path.relative_to(project.source.parent).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found.append(Module(name, path, ast.parse(path.read_text(), str(path))))
+        found.append(_module(name, path))
     return found
 
 
 def test_modules(project: Project) -> list[Module]:
     """All Python files under a package's tests, under their own stems."""
     files = sorted((project.folder / "tests").rglob("*.py"))
-    return [Module(path.stem, path, ast.parse(path.read_text(), str(path))) for path in files]
+    return [_module(path.stem, path) for path in files]
+
+
+def _module(name: str, path: Path) -> Module:
+    facts = path.stat()
+    return Module(name, path, *_parsed(path, facts.st_mtime_ns, facts.st_size))
+
+
+@cache
+def _parsed(path: Path, mtime_ns: int, size: int) -> tuple[ast.Module, tuple[ast.AST, ...]]:
+    """Parse a file once in a process, as long as it stays what it is: 800 files take seconds, and every check reads them."""
+    tree = ast.parse(path.read_text(), str(path))
+    return tree, tuple(ast.walk(tree))
 
 
 def imports(module: Module) -> list[Import]:

@@ -110,7 +110,7 @@ def named_upward(layers: Layers, projects: Mapping[str, Project]) -> list[str]:
     found = []
     for project in projects.values():
         for module in modules(project):
-            for node in ast.walk(module.tree):
+            for node in module.nodes:
                 text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
                 target = owner.get(text) if _MODULE_NAME.fullmatch(text) else None
                 if target is None or target is project or not isinstance(node, ast.Constant):

@@ -87,7 +87,7 @@ def wording() -> dict[str, float]:
     for project in load().values():
         for module in modules(project):
             stems[module.name.rsplit(".", 1)[-1]] += 1
-            for node in ast.walk(module.tree):
+            for node in module.nodes:
                 if isinstance(node, ast.ClassDef):
                     classes[node.name] += 1
                     forbidden += sum(name in FORBIDDEN for name in _fields(node))
@@ -123,7 +123,8 @@ def _fields(node: ast.ClassDef) -> set[str]:
     return annotated | stored
 
 
-def unresolved() -> list[str]:
+@cache
+def unresolved() -> tuple[str, ...]:
     """List `Name` and `module.Name` of docstrings whose first part looks like ours and which nothing defines."""
     defined: set[str] = set(dir(builtins))
     own: dict[str, set[str]] = defaultdict(set)
@@ -131,7 +132,7 @@ def unresolved() -> list[str]:
     for project in load().values():
         for module in modules(project):
             names = {module.name.rsplit(".", 1)[-1]}
-            for node in ast.walk(module.tree):
+            for node in module.nodes:
                 if isinstance(node, ast.ClassDef | Function):
                     names.add(node.name)
                     if text := ast.get_docstring(node):
@@ -148,12 +149,12 @@ def unresolved() -> list[str]:
                     names.update(re.findall(r"\w+", node.value) if len(node.value) < 80 else ())
             own[module.name] |= names
             defined |= names
-    return [
+    return tuple(
         f"{place}: `{match[1]}`"
         for place, text in texts
         for match in _SPAN.finditer(text)
         if re.match(r"_?[A-Z][a-z]|ds_\w+\.", match[1]) and not all(part in defined for part in match[1].split("."))
-    ]
+    )
 
 
 def stale_entries(node: ast.ClassDef | Function) -> list[str]:
