@@ -62,6 +62,7 @@ def test_a_pair_that_was_always_refused_is_refused_by_the_rules(monkeypatch: pyt
     assert support.never_run(("data", "tensor", "fp32")) == (("data", "tensor"), ("data", "fp32"))
 
 
+@pytest.mark.slow
 @world(4, timeout=200)
 def test_some() -> None:
     check(DRAWN[:4])

@@ -75,6 +75,7 @@ def ask(url: str, count: int = 9) -> Any:
     return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
 
 
+@pytest.mark.slow
 def test_two_ranks_answer_as_one(served: Any, folder: Path) -> None:
     from ds_inference import SamplingParams, load
     from ds_inference.text import read_tokenizer

@@ -118,6 +118,7 @@ sys.exit(cli_ops.main(parser.parse_args(["build"])))
 """
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_install_is_pure_python_and_says_so(pure: tuple[Path, str], tmp_path: Path) -> None:
     wheel, said = pure
     assert wheel.name.endswith("py3-none-any.whl")

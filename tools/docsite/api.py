@@ -15,6 +15,7 @@ import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from docsite.examples import Use, find_uses, first_block, relative
@@ -50,13 +51,18 @@ class _Group:
 
 def public_modules(project: Project) -> list[Module]:
     """The package itself, then every module of it that a page of docs/ or a README tells to import."""
-    texts = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "packages").glob("*/README.md")]
-    imported = {a or b for file in texts for a, b in _IMPORT.findall(file.read_text())}
-    names = sorted(name for name in imported if name.startswith(f"{project.module}."))
+    names = sorted(name for name in _imported() if name.startswith(f"{project.module}."))
     found = [_module(name) for name in [project.module, *names]]
     return [module for module in found if module.homes]
 
 
+@cache
+def _imported() -> frozenset[str]:
+    texts = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "packages").glob("*/README.md")]
+    return frozenset(a or b for file in texts for a, b in _IMPORT.findall(file.read_text()))
+
+
+@cache
 def api_pages(source: str = "") -> dict[str, str]:
     """One page a package; a symbol is shown once, in the first module that offers it.
 

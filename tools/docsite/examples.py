@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 from repo import ROOT
@@ -33,6 +34,7 @@ class Use:
     statement: str
 
 
+@cache
 def find_uses() -> Mapping[str, list[Use]]:
     """Return the uses of every public name, `module.name`: one for each page, those with the shortest statement first."""
     found: dict[str, dict[PurePosixPath, Use]] = {}

@@ -99,6 +99,7 @@ def test_it_writes_directories_only(engine):
     assert caught.value.code == "ckpt-decoupled"
 
 
+@pytest.mark.slow
 def test_a_training_process_that_is_killed_leaves_no_checkpoint_and_no_writer(tmp_path, crash):
     answer, _ = crash.trial(tmp_path, decoupled=True)
     assert answer["killed"], answer

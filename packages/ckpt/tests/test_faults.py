@@ -45,7 +45,7 @@ def _lose_what_was_not_synced(root, synced):
             path.write_bytes(b"\0" * (path.stat().st_size // 2))
 
 
-@pytest.mark.parametrize("tag", ["new", "same"])
+@pytest.mark.parametrize("tag", [pytest.param("new", marks=pytest.mark.slow), "same"])
 def test_kill_9_at_every_write_point(room, crash, tag):
     """At each system call of a save: the newest complete checkpoint is found, loads, and the next save cleans up."""
     trials = 0

@@ -99,6 +99,7 @@ def sparse(root):
     return folder
 
 
+@pytest.mark.slow
 def test_sixty_gigabytes_are_planned_and_partly_read_in_one_of_memory(tmp_path):
     folder = sparse(tmp_path)
     answer = run(

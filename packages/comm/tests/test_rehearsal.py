@@ -73,6 +73,7 @@ def test_what_only_another_rank_knows_is_an_error_by_name(staged):
     assert output.count("rehearsal-foreign") == 2
 
 
+@pytest.mark.slow
 def test_data_parallel_wrappers_of_torch_train(staged):
     staged("""
         import warnings; warnings.simplefilter("ignore")
@@ -149,6 +150,7 @@ def test_a_script_is_rehearsed_unchanged(script, tmp_path):
     assert {"step 0", "forward", "backward", "update"} <= {event["name"] for event in events["traceEvents"]}
 
 
+@pytest.mark.slow
 def test_the_command_repeats_for_arguments(script, tmp_path, capsys):
     out, picture = tmp_path / "out.json", tmp_path / "out.svg"
     words = ["--world", "2", "--links", "free", "--compare=--width=16,32", "--steps", "1", "--warm-up", "1"]
@@ -287,6 +289,7 @@ def test_a_rank_finds_what_one_that_was_rehearsed_before_sent(staged, tmp_path):
         staged(f"RANK = {rank}\n" + textwrap.dedent(body))
 
 
+@pytest.mark.slow
 def test_ranks_that_are_needed_are_rehearsed_before(tmp_path):
     script = tmp_path / "chain.py"
     script.write_text(

@@ -259,6 +259,7 @@ def test_hellos_are_read_until_the_ranks_of_the_host_have_met(tmp_path: Path, mo
         assert len(reads) == met
 
 
+@pytest.mark.slow
 def test_a_goodbye_is_read_once_by_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with job(4, tmp_path, deadline_s=2) as ranks:
         asked: list[str] = []

@@ -266,6 +266,7 @@ def test_programs_are_commands_of_ds(monkeypatch, tmp_path, capsys):
     assert "train batch size: 9792" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_deepspeed_starts_ranks_as_a_module_and_passes_arguments(tmp_path):
     script = tmp_path / "t.py"
     script.write_text(

@@ -187,6 +187,7 @@ def test_what_is_no_integer_of_rows_is_refused():
         to_torchao(net, codes)
 
 
+@pytest.mark.slow
 def test_torchao_is_loaded_without_a_word_about_other_devices() -> None:
     """Its import says which kernels it did not load: nobody who quantises on this machine can act on that."""
     pytest.importorskip("torchao")

@@ -11,6 +11,7 @@ from ds_config import Alias, StrictModel, keys, load
 from ds_config.errors import ConfigError
 
 
+@pytest.mark.slow
 def test_a_thousand_typos_of_the_sample_schema(train: type[StrictModel]) -> None:
     report = check_typos(train, samples=1000, seed=1)
     assert report.total == report.rejected == 1000

@@ -113,6 +113,7 @@ def test_without_a_wish_nothing_is_said() -> None:
     assert text == "READY\n"
 
 
+@pytest.mark.slow
 def test_a_script_that_configures_logging_reads_it_there_and_once() -> None:
     before = "import logging; logging.basicConfig(level=logging.INFO, format='MINE %(name)s %(message)s')"
     (text,) = said({"steps_per_print": 1, "disable_allgather": True}, 1, before=before)
@@ -120,7 +121,7 @@ def test_a_script_that_configures_logging_reads_it_there_and_once() -> None:
     assert len(lines(text, "MINE ds_config")) == len(lines(text, "has no effect")) == 1
 
 
-@pytest.mark.parametrize("level", ["info", "error"])
+@pytest.mark.parametrize("level", ["info", pytest.param("error", marks=pytest.mark.slow)])
 def test_log_level_is_that_of_the_lines(level: str) -> None:
     (text,) = said({"log_level": level, "steps_per_print": 1}, 1)
     assert len(lines(text, "[Rank 0] step=1")) == 1

@@ -20,6 +20,7 @@ def compiled(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
 
 
+@pytest.mark.slow
 def test_a_kernel_takes_what_is_recorded() -> None:
     done = compiled("--only", "gate", "--architecture", "90")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -69,7 +69,7 @@ class Process:
         return thread
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_lets_requests_finish_and_the_end_is_a_normal_one(folder: Path, ranks: int, number: int) -> None:
     server, answers = Process(folder, ranks), list[Any]()

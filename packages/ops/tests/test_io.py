@@ -263,6 +263,7 @@ with AsyncIO(IOSettings(block_bytes=8192)) as io:
 """
 
 
+@pytest.mark.slow
 def test_two_processes_on_one_file(tmp_path: Path) -> None:
     """Neighbouring ranges all arrive; of the same range, every byte is from one or the other, and the length is right."""
     shared, same = tmp_path / "shared", tmp_path / "same"

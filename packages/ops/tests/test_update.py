@@ -209,6 +209,7 @@ print(h.hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_the_lowest_level_gives_the_same_bits() -> None:
     """Another process with the lowest level and another thread count; the C++ tests compare all levels."""
     module = _native.load("_cpu").module

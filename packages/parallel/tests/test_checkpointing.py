@@ -82,6 +82,7 @@ def test_loss_and_gradients_are_those_without_it(
     assert (elsewhere.synchronized > 0) == keeping.synchronize
 
 
+@pytest.mark.slow
 def test_a_checkpointed_model_keeps_fewer_bytes(stack: Any, live: Any) -> None:
     model, x = stack(width=32), torch.ones(64, 32)
 

@@ -16,7 +16,8 @@ DEADLINE_S = 4.0
 SCRIPT = Path(__file__).with_name("ranks_of_killed.py")
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_the_other_stages_name_the_one_that_was_killed(tmp_path: Path, backend: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

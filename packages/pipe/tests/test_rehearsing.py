@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import textwrap
 
+import pytest
+
 from ds_comm.rehearsal.rehearse_cli import rehearse
 
 SCRIPT = """
@@ -23,6 +25,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_a_stage_sends_and_receives_what_its_place_asks_for(tmp_path):
     file = tmp_path / "stages.py"
     file.write_text(textwrap.dedent(SCRIPT))

@@ -249,7 +249,7 @@ def test_a_key_is_read_and_set_wherever_it_is():
 SLOW, FAST = "inside=0.02,200;between=0.02,200", "inside=400,2;between=400,2"
 
 
-@pytest.mark.parametrize(("links", "least_s"), [(FAST, 0.0), (SLOW, 0.006)])
+@pytest.mark.parametrize(("links", "least_s"), [(FAST, 0.0), pytest.param(SLOW, 0.006, marks=pytest.mark.slow)])
 def test_trials_are_rehearsals_of_a_world_that_is_not_there(folder: Path, links: str, least_s: float) -> None:
     """One process measures what a step of four ranks takes: 50 KiB of gradients at 20 MB/s are several milliseconds."""
     (folder / "train.py").write_text(REAL)
@@ -277,6 +277,7 @@ def test_trials_are_rehearsals_of_a_world_that_is_not_there(folder: Path, links:
     assert "ds_tune.rehearsed_trial" in path.with_name("cmd.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_rehearsed_trial_that_fails_says_why(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "train.py").write_text("raise SystemExit('no data here')\n")
     words = ["--config", "ds.json", "--links", FAST, "--world-size", "4", "--trials", "1", "train.py"]

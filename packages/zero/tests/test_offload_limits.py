@@ -50,6 +50,7 @@ def run(code: str, *, wait: bool = True) -> subprocess.Popen[str]:
     return done
 
 
+@pytest.mark.slow
 def test_states_of_four_times_the_memory_train_through_files(tmp_path: Path) -> None:
     """14 bytes a parameter in files, a memory limit (RLIMIT_DATA) of a quarter of it above what an imported torch has."""
     done = run(f"""

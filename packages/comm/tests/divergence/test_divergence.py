@@ -269,7 +269,7 @@ TORCH = {
     ("backend", "names"),
     [
         ("gloo", ["torch sleeps", "torch ddp sleeps", "torch works"]),
-        ("shm", ["torch ddp sleeps"]),
+        pytest.param("shm", ["torch ddp sleeps"], marks=pytest.mark.slow),
         pytest.param("gloo", [*TORCH, "torch asks", "torch works"], marks=pytest.mark.slow),
         pytest.param("shm", ["torch sleeps", "torch ddp sleeps", "torch asks", "torch works"], marks=pytest.mark.slow),
     ],

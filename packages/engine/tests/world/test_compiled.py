@@ -156,6 +156,7 @@ def test_a_graph_that_ends_early_leaves_the_rest_to_hooks() -> None:
     assert any("graph_break" in reason for reason in compiled[2].breaks)
 
 
+@pytest.mark.slow
 @world(2, timeout=60)
 def test_reductions_stand_in_graphs_where_nothing_is_gathered() -> None:
     config = configured(1)
@@ -166,6 +167,7 @@ def test_reductions_stand_in_graphs_where_nothing_is_gathered() -> None:
     assert compiled[2].passes == ("reduce",)
 
 
+@pytest.mark.slow
 @world(2, timeout=60)
 def test_two_engines_of_one_class_are_compiled_apart_and_given_back_whole() -> None:
     first, second = Model(), Model()
@@ -186,6 +188,7 @@ def test_two_engines_of_one_class_are_compiled_apart_and_given_back_whole() -> N
     assert torch.isfinite(first(*tokens))
 
 
+@pytest.mark.slow
 @world(2, timeout=60)
 def test_a_pass_of_the_user_edits_the_graphs_of_its_steps() -> None:
     model, seen = Model(), []
@@ -217,6 +220,7 @@ class Recomputed(Model):
         return nn.functional.cross_entropy((x @ self.table.weight.t()).flatten(0, 1), targets.flatten())
 
 
+@pytest.mark.slow
 @world(2, timeout=60)
 def test_recomputation_is_left_to_the_partitioner_and_holds_less() -> None:
     config = configured(3, gradient_accumulation_steps=1)
@@ -233,6 +237,7 @@ def test_recomputation_is_left_to_the_partitioner_and_holds_less() -> None:
     assert 0 < saved[1] < 0.5 * saved[0]
 
 
+@pytest.mark.slow
 @world(2, timeout=60)
 def test_batches_of_many_lengths_are_one_piece_where_sizes_are_symbols() -> None:
     config, lengths = configured(3), iter(list(range(3, 11)) * 2)
@@ -429,6 +434,7 @@ class Straight(nn.Module):
         return (self.blocks(self.table(tokens)) - self.table(targets)).square().mean()
 
 
+@pytest.mark.slow
 @world(2, timeout=200)
 def test_a_gradient_before_the_use_of_its_weight_leaves_what_was_gathered_early() -> None:
     # inductor puts the gradient of a weight before the use of the weight; the order of gathers had it on its way by then.

@@ -170,7 +170,9 @@ def in_a_row(backend: str, make: Callable[[Path], Any], ending: str, count: int,
         if ending == "closed":
             engine.close()
         del engine
-    assert in_use() - before == collections.Counter()
+    # one engine's leak comes `count` times; a pool that grew once, or a thread that has not ended yet, does not
+    leaked = {name: grown for name, grown in (in_use() - before).items() if grown > min(count // 2, 5)}
+    assert not leaked, leaked
     assert resident() - memory < 32 << 10
     dist.barrier()
 
@@ -192,7 +194,7 @@ SAMPLE = [
 @pytest.mark.parametrize(("kind", "backend", "ending"), SAMPLE)
 @world(4, backend=None)
 def test_a_few_give_back_what_they_had(kind: Any, backend: str, ending: str, tmp_path: Path) -> None:
-    in_a_row(backend, kind, ending, 2, tmp_path)
+    in_a_row(backend, kind, ending, 3, tmp_path)
 
 
 @pytest.mark.slow
