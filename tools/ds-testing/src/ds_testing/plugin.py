@@ -40,7 +40,7 @@ _POOL = pytest.StashKey[Pool]()
 _CARDS = pytest.StashKey[CardBook]()
 
 
-_LARGE, _DRAWN = 5, 5
+_LARGE, _DRAWN = 4, 4
 """A test function with more cases than the first is run with so many of them, where `--cases=sample`."""
 
 
