@@ -34,7 +34,5 @@ def test_every_kernel_takes_what_is_recorded() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_no_kernel_spills_in_its_loop() -> None:
-    spills = {name: one["spills"] for name, one in json.loads(RECORDED.read_text()).items() if one["spills"]}
-    assert set(spills) <= {"sm_100, decode, sinks, _attend"}, "one register, saved before the loop"
-    assert max(spills.values(), default=0) <= 8
+def test_no_kernel_spills() -> None:
+    assert [name for name, one in json.loads(RECORDED.read_text()).items() if one["spills"]] == []

@@ -203,7 +203,12 @@ def _attend(  # type: ignore[no-untyped-def]  # Triton reads tl.constexpr only
         in_group = chunk * BLOCK_H + m % BLOCK_H
         head = kv_head * GROUP + in_group
         valid = (m < BLOCK_Q * BLOCK_H) & (token < q_count) & (in_group < GROUP)
-        position = context + token
+        if (
+            ONE and SINKS
+        ):  # the same in all rows, so that no vector is kept through the loop; other kernels get no smaller by it
+            position = tl.zeros([BLOCK_M], tl.int32) + (length - 1)
+        else:
+            position = context + token
         d1 = tl.arange(0, D1)
         q_row = q_ptr + ((q_begin + token).to(tl.int64) * HEADS + head) * WIDTH
         q1 = tl.load(q_row[:, None] + d1[None, :], mask=valid[:, None] & (d1 < WIDTH)[None, :], other=0.0)
