@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import types
+from contextlib import contextmanager
 
 import torch
 
@@ -32,3 +33,20 @@ def test_the_device_of_a_thread_is_that_of_who_starts_it(monkeypatch):
     assert streams.current_device() == torch.device("cpu")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
     assert streams.current_device() == torch.device("cpu")
+
+
+def test_a_stream_is_of_the_device_it_is_made_for(monkeypatch):
+    """It was one of the device that was current: work of the other was ordered by nothing."""
+    current = [0]
+
+    @contextmanager
+    def device(index):
+        before, current[0] = current[0], torch.device(index).index
+        yield
+        current[0] = before
+
+    module = types.SimpleNamespace(device=device, Stream=lambda: f"stream of device {current[0]}")
+    monkeypatch.setattr(streams, "_module", lambda device: module)
+    assert streams.new_stream(torch.device("cuda", 1)) == "stream of device 1"
+    assert streams.new_stream(torch.device("cuda")) == "stream of device 0"
+    assert current == [0]

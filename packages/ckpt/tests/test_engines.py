@@ -201,3 +201,67 @@ def test_many_saves_keep_memory_threads_and_descriptors(tmp_path):
     engine.close()
     assert after[0] - before[0] < 8 * 2**20
     assert after[1] <= before[1]
+
+
+def _in_thread(call):
+    over = threading.Event()
+
+    def run():
+        call()
+        over.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    return over
+
+
+def test_ctrl_c_in_a_wait_forgets_no_save(tmp_path, monkeypatch):
+    """The next update changed what the save was copying."""
+    disk = Gate()
+    engine = ds_ckpt.AsyncCheckpointer(buffer_bytes=SLAB_BYTES)
+    at = ds_ckpt.CheckpointRef(ds_ckpt.LocalStorage(tmp_path, disk), "a")
+    pending = engine.save(at, ds_ckpt.full_shards(_state(1)), {}, behind=True)
+
+    def interrupted(handle):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ds_ckpt.engines.SaveHandle, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.wait()
+    assert not pending.copied.is_set()
+    over = _in_thread(engine.before_update)
+    assert not over.wait(0.3)
+    disk.open.set()
+    assert over.wait(30)
+    engine.close()
+    assert _value(tmp_path / "a") == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no stream"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
+def test_a_copy_that_never_began_ends_its_save(tmp_path, monkeypatch, error):
+    """The thread that writes waited for ever, `before_update` and `close` with it."""
+    engine = ds_ckpt.AsyncCheckpointer()
+
+    def broken(local):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ds_ckpt.engines, "copier", broken)
+        if isinstance(error, KeyboardInterrupt):
+            with pytest.raises(KeyboardInterrupt):
+                engine.save(tmp_path / "a", ds_ckpt.full_shards(_state(1)), {})
+        else:
+            engine.save(tmp_path / "a", ds_ckpt.full_shards(_state(1)), {})
+    assert _in_thread(engine.before_update).wait(10)
+    raised = []
+
+    def wait():
+        with pytest.raises(CheckpointError, match=type(error).__name__) as caught:
+            engine.wait()
+        raised.append(caught.value.code)
+
+    assert _in_thread(wait).wait(10)
+    assert raised == ["ckpt-failed"]
+    engine.save(tmp_path / "b", ds_ckpt.full_shards(_state(2)), {})
+    engine.close()
+    assert ds_ckpt.list_tags(tmp_path) == ["b"]

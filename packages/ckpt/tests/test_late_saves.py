@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,11 @@ import torch
 from torch import Tensor
 
 import ds_ckpt
+from ds_accel import streams
 from ds_ckpt import shard_tensors
 from ds_ckpt.engines import AsyncCheckpointer, SyncCheckpointer
 from ds_ckpt.writer import SLAB_BYTES, SlabPool
-from ds_testing.late_device import drawn_orders, late_device
+from ds_testing.late_device import LateEvent, drawn_orders, late_device
 
 COUNT = 1_300_000  # 5.2 MB in fp32 and 2.6 in bf16: two slabs, with their bound inside of an entry
 
@@ -92,3 +95,34 @@ def test_copies_are_queued_before_one_is_waited_for(tmp_path: Path, monkeypatch:
         save_behind(tmp_path / "c", state())
     assert log.count("copy") == 4
     assert log == sorted(log)
+
+
+def test_the_thread_that_writes_waits_on_the_device_of_the_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new thread begins with device 0, and an event that is waited for there makes a context on that one."""
+    place, waits = threading.local(), list[tuple[str, bool]]()
+
+    @contextmanager
+    def on_device(device: torch.device) -> Iterator[None]:
+        before, place.inside = getattr(place, "inside", False), True
+        try:
+            yield
+        finally:
+            place.inside = before
+
+    plain = LateEvent.synchronize
+
+    def synchronize(event: LateEvent) -> None:
+        waits.append((threading.current_thread().name, getattr(place, "inside", False)))
+        plain(event)
+
+    monkeypatch.setattr(streams, "on_device", on_device)
+    monkeypatch.setattr(LateEvent, "synchronize", synchronize)
+    with late_device(0):
+        engine = AsyncCheckpointer(buffer_bytes=2 * SLAB_BYTES)
+        engine.save(tmp_path / "c", ds_ckpt.full_shards(state()), {})
+        engine.close()
+    behind = [inside for thread, inside in waits if thread.startswith("ds-ckpt-behind")]
+    assert behind
+    assert all(behind)

@@ -5,15 +5,18 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 import ds_ckpt
+from ds_ckpt import peer_reads
 from ds_ckpt.local_checkpoints import DrainOptions, LocalCheckpointer
 from ds_config.errors import CheckpointError
 
@@ -167,3 +170,25 @@ def test_what_went_wrong_in_the_store_is_told(tmp_path, model, monkeypatch):
     copies.close()
     with pytest.raises(CheckpointError):
         LocalCheckpointer(tmp_path / "other", tmp_path / "far", draining=DrainOptions(every=0))
+
+
+def test_ctrl_c_in_a_wait_leaves_the_snapshot_under_way(tmp_path, monkeypatch):
+    """What came next used the group beside the thread that still used it."""
+    going = threading.Event()
+    plain = peer_reads.save
+
+    def slow(*args, **kwargs):
+        assert going.wait(30)
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(peer_reads, "save", slow)
+    snapshots = ds_ckpt.PeerSnapshots(tmp_path)
+    snapshots.offer(1, ds_ckpt.full_shards({"w": torch.ones(4)}), {"step": 1})
+    threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        snapshots.wait()
+    threading.Timer(0.2, going.set).start()
+    back = ds_ckpt.full_shards({"w": torch.zeros(4)})
+    assert snapshots.restore(back) == (1, {"step": 1})
+    assert going.is_set()
+    snapshots.close()

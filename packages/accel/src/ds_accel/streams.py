@@ -211,8 +211,12 @@ def record_event(device: torch.device) -> DeviceEvent:
 
 
 def new_stream(device: torch.device) -> Any:
-    """Create a stream beside the current one, without any order between both; None where `device` has none."""
-    return backend().new_stream(_module(device))
+    """Create a stream of `device` beside its current one, without any order between both; None where it has none.
+
+    Whatever device is current: a stream of another one would order nothing of this one's work.
+    """
+    with on_device(device):
+        return backend().new_stream(_module(device))
 
 
 def current_stream(device: torch.device) -> Any:

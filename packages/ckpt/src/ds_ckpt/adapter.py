@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ds_ckpt.checkpoint_list import inspect
 from ds_ckpt.checkpoint_loader import load
+from ds_ckpt.coordinator import Coordinator
 from ds_ckpt.jsontext import Json
 from ds_ckpt.local_storage import CheckpointRef
 from ds_ckpt.save_job import SaveResult, save
@@ -53,14 +54,19 @@ def load_adapter(
     """Fill the adapter's tensors in place and return the meta.
 
     Raises:
-        CheckpointError: "ckpt-base-differs": the adapter was trained on another base.
+        CheckpointError: "ckpt-base-differs": the adapter was trained on another base than that of a rank; on every rank.
     """
-    saved, digest = inspect(path).meta.get(_KEY), base_hash(base)
-    if saved != digest:
-        raise CheckpointError(
-            f"the adapter in {path} belongs to a base with SHA-256 {saved}, this base has {digest}",
-            code="ckpt-base-differs",
-            fix="Load the base it was trained on, in the same dtype.",
-        )
-    meta = load(path, full_shards(dict(adapter)))
+
+    def compare() -> None:
+        saved, digest = inspect(path).meta.get(_KEY), base_hash(base)
+        if saved != digest:
+            raise CheckpointError(
+                f"the adapter in {path} belongs to a base with SHA-256 {saved}, this base has {digest}",
+                code="ckpt-base-differs",
+                fix="Load the base it was trained on, in the same dtype.",
+            )
+
+    ranks = Coordinator()
+    ranks.settle(compare)
+    meta = load(path, full_shards(dict(adapter)), group=ranks)
     return {key: value for key, value in meta.items() if key != _KEY}

@@ -28,7 +28,7 @@ from ds_ckpt.jsontext import Json
 from ds_ckpt.local_storage import CheckpointRef
 from ds_ckpt.save_job import Gathered, PlanCache, SaveJob, SaveResult, prepare, publish
 from ds_ckpt.shard_tensors import Local, copier, lock_slabs
-from ds_ckpt.writer import Copy, FileStream, SlabPool
+from ds_ckpt.writer import FileStream, SlabPool
 from ds_config.errors import CheckpointError, UnsupportedError
 
 __all__ = ["AsyncCheckpointer", "Checkpointer", "SaveHandle", "SyncCheckpointer"]
@@ -156,11 +156,9 @@ class AsyncCheckpointer:
             )
         self._packing = None if recipe is None else BlockPacker(recipe)
         self._ranks = Coordinator.of(group)
-        self._background = self._ranks.twin()
         self._rooms = 0 if buffer_bytes is not None else 1 + double
-        self._place: _InProcess | _InWriter = (
-            _InWriter(buffer_bytes or 0) if decoupled else _InProcess(buffer_bytes or 0)
-        )
+        self._place = _placed(self._ranks, _InWriter if decoupled else _InProcess, buffer_bytes or 0)
+        self._background = self._ranks.twin()
         self._pool = self._place.pool
         self._keep, self._cache = keep, PlanCache()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="ds-ckpt-behind")
@@ -194,12 +192,7 @@ class AsyncCheckpointer:
             future = self._writer.submit(self._publish, job, stream)
             pending = SaveHandle(stream.filled, future)
             self._saves.append(pending)
-            lock_slabs(self._pool, gathered.local)
-            copy = copier(gathered.local)
-            if behind:
-                self._copier.submit(stream.fill, copy)
-            else:
-                self._fill(stream, copy)
+            self._copy(stream, gathered.local, behind)
         return pending
 
     def before_update(self) -> None:
@@ -207,8 +200,9 @@ class AsyncCheckpointer:
             pending.copied.wait()
 
     def wait(self) -> None:
-        saves, self._saves = self._saves, []
-        errors = [error for pending in saves if (error := _error(pending)) is not None]
+        # Ctrl-C ends the waiting and not the saves: they stay known, so that `before_update` still waits for their copies.
+        errors = [error for pending in self._saves if (error := _error(pending)) is not None]
+        self._saves = []
         if errors:
             raise errors[0]
 
@@ -225,11 +219,22 @@ class AsyncCheckpointer:
             self._place.close()
             self._pool = SlabPool(0)
 
-    def _fill(self, stream: FileStream, copy: Copy) -> None:
-        # An error of this copy ends the save on every rank, through the stream; it is raised where all errors of saves are.
+    def _copy(self, stream: FileStream, local: list[Local], behind: bool) -> None:
+        # The save is ordered: an error of its copy ends it on every rank, through the stream, and is raised where all errors of saves are.
+        begun = False
         try:
-            stream.fill(copy)
-        except Exception as error:
+            lock_slabs(self._pool, local)
+            copy = copier(local)
+            begun = True
+            if behind:
+                self._copier.submit(stream.fill, copy)
+            else:
+                stream.fill(copy)
+        except BaseException as error:
+            if not begun:
+                stream.give_up(error)  # else the thread that writes would wait for the bytes for ever
+            if not isinstance(error, Exception):
+                raise
             ds_monitor.event("ckpt.snapshot_failed", why=str(error))
 
     def _publish(self, job: SaveJob, stream: FileStream) -> SaveResult:
@@ -276,6 +281,18 @@ class _InWriter:
     def close(self) -> None:
         self._process.close()
         self.pool.close()
+
+
+def _placed(ranks: Coordinator, kind: type[_InProcess] | type[_InWriter], buffer_bytes: int) -> _InProcess | _InWriter:
+    """Make the place of writing on every rank, or on none. Collective."""
+    places: list[_InProcess | _InWriter] = []
+    try:
+        ranks.settle(lambda: places.append(kind(buffer_bytes)))
+    except BaseException:
+        for place in places:
+            place.close()
+        raise
+    return places[0]
 
 
 def _error(pending: SaveHandle) -> BaseException | None:

@@ -27,7 +27,7 @@ from ds_ckpt.coordinator import TRANSFER_S, Coordinator
 from ds_ckpt.jsontext import Json
 from ds_ckpt.load_validation import LoadOptions
 from ds_ckpt.local_storage import CheckpointRef, open_storage
-from ds_ckpt.peer_reads import PeerSnapshots, shards_of
+from ds_ckpt.peer_reads import PeerSnapshots, shards_of, wait_for
 from ds_ckpt.protocols import CheckpointStorage
 from ds_ckpt.save_job import PlanCache, prepare, publish
 from ds_ckpt.shard_tensors import Local, copier, full_shards
@@ -82,7 +82,7 @@ class LocalCheckpointer:
             )
         self._ranks = Coordinator.of(group)
         self._near, self._every = PeerSnapshots(folder, group, every=every), every
-        self._storage = open_storage(root)
+        self._storage: CheckpointStorage = self._ranks.settle(lambda: open_storage(root))
         self._behind = self._ranks.twin()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ds-ckpt-drain")
         self._under_way: Future[None] | None = None
@@ -186,7 +186,7 @@ class LocalCheckpointer:
 
     def _submit(self) -> None:
         step, self._due = self._latest_step, False
-        at, record = self._near.copy_of(step)
+        at, record = self._ranks.settle(lambda: self._near.copy_of(step))
         over = at.storage.hold(at.tag, TRANSFER_S)
 
         def drain() -> None:
@@ -198,6 +198,7 @@ class LocalCheckpointer:
         self._under_way = self._thread.submit(drain)
 
     def _end_drain(self) -> None:
+        wait_for(self._under_way)
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()

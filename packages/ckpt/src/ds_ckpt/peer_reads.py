@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ from ds_comm import GroupLike, irecv, isend
 from ds_comm.placement import Box, Interval, LocalShard, TensorShard
 from ds_config.errors import CheckpointError
 
-__all__ = ["PeerSnapshots", "shards_of"]
+__all__ = ["PeerSnapshots", "shards_of", "wait_for"]
 
 _ALIGN = 64  # of each shard in a snapshot, so that it can be viewed as its dtype
 _KEEP = 2  # a host may fail while a step is being sent: the one before is still whole
@@ -94,8 +95,9 @@ class PeerSnapshots:
                 code="ckpt-keep",
                 fix="Use 1 or more.",
             )
-        self._folder, self._every = _private(Path(folder)), every
+        self._every = every
         self._ranks = Coordinator.of(group)
+        self._folder: Path = self._ranks.settle(lambda: _private(Path(folder)))
         self._behind = self._ranks.twin()
         near = distance if distance is not None else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._distance = near % self._ranks.size or min(1, self._ranks.size - 1)
@@ -106,18 +108,22 @@ class PeerSnapshots:
         """Take a snapshot if it is time for one; whether it was. The shards may change when this returns.
 
         Raises:
-            CheckpointError: what went wrong with the snapshot before, on every rank.
+            CheckpointError: what went wrong with the snapshot before, on every rank; also that shards of one rank do not fit their data.
         """
         if step % self._every:
             return False
         self.wait()
         with ds_monitor.span("ckpt.peer_snapshot", step=step):
-            snapshot = _taken(step, self._ranks.size, check_local(shards), meta)
+            try:
+                snapshot: _Snapshot | Exception = _taken(step, self._ranks.size, check_local(shards), meta)
+            except Exception as error:  # the others are told behind the step, and raise it where it is raised here
+                snapshot = error
         self._under_way = self._thread.submit(self._spread, step, snapshot)
         return True
 
     def wait(self) -> None:
         """Return when the last snapshot is where it should be."""
+        wait_for(self._under_way)
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()
@@ -156,7 +162,10 @@ class PeerSnapshots:
                 passed.add((step, giver))
             if self._ranks.spread(record is None, lambda mine, theirs: mine or theirs) or record is None:
                 continue
-            local = check_local(shards(record) if callable(shards) else shards)
+            snapshot_record = record
+            local: list[Local] = self._ranks.settle(
+                lambda record=snapshot_record: check_local(shards(record) if callable(shards) else shards)  # type: ignore[misc]
+            )
             same = record["shards"] == _described(local)
             if not self._ranks.spread(same, lambda mine, theirs: mine and theirs):
                 ds_monitor.event("ckpt.peer_skipped", step=step, why="the shards of a rank are others now")
@@ -171,7 +180,13 @@ class PeerSnapshots:
 
     # -- behind the steps
 
-    def _spread(self, step: int, own_snapshot: _Snapshot) -> None:
+    def _spread(self, step: int, taken: _Snapshot | Exception) -> None:
+        def unless_failed() -> _Snapshot:
+            if isinstance(taken, Exception):
+                raise taken
+            return taken
+
+        own_snapshot: _Snapshot = self._behind.settle(unless_failed)
         rank, size = self._ranks.rank, self._ranks.size
         owner, buddy = (rank - self._distance) % size, (rank + self._distance) % size
         snapshots = [(rank, own_snapshot)]
@@ -219,7 +234,8 @@ class PeerSnapshots:
 
     def _givers(self, passed: set[tuple[int, int]]) -> dict[int, set[int]]:
         """Find which ranks' hosts have each step of this rank's shards: step -> ranks. Collective."""
-        messages = {owner: json.dumps(sorted(steps)).encode() for owner, steps in self._find_snapshots().items()}
+        local_copies: dict[int, dict[int, Path]] = self._ranks.settle(self._find_snapshots)
+        messages = {owner: json.dumps(sorted(steps)).encode() for owner, steps in local_copies.items()}
         out: dict[int, set[int]] = {}
         for holder, data in self._ranks.route({o: d for o, d in messages.items() if o < self._ranks.size}).items():
             for step in json.loads(data):
@@ -263,6 +279,15 @@ class PeerSnapshots:
         for work in works:
             work.wait()
         return buffer
+
+
+def wait_for(under_way: Future[None] | None) -> None:
+    """Wait until `under_way` is over, whatever came of it; it stays its owner's while Ctrl-C ends the waiting.
+
+    Who forgot it then would use the group beside the thread that uses it still.
+    """
+    if under_way is not None:
+        futures.wait([under_way])
 
 
 def _both(first: Json, second: Json) -> Json:

@@ -135,18 +135,21 @@ class _SideStream:
         """Queue the copy of `source`; the host goes on where `target` is page-locked."""
         with self.current():
             streams.copy_into(streams.host_memory(torch.frombuffer(target, dtype=torch.uint8)), source)
-            return _SideTransfer(target, streams.record_event(self.device))
+            return _SideTransfer(target, streams.record_event(self.device), self.device)
 
 
 class _SideTransfer:
-    """Bytes that a side stream copies."""
+    """Bytes that a side stream of `device` copies."""
 
-    def __init__(self, target: memoryview, event: streams.DeviceEvent) -> None:
-        self._target, self._event = target, event
+    def __init__(self, target: memoryview, event: streams.DeviceEvent, device: torch.device) -> None:
+        self._target, self._event, self._device = target, event, device
 
     def wait(self) -> None:
         """Block until the copy is done."""
-        self._event.synchronize()
+        with streams.on_device(
+            self._device
+        ):  # the thread that writes begins with device 0, and would make a context there
+            self._event.synchronize()
 
     def checksum(self) -> int:
         """Wait, and return the CRC32 of the bytes."""

@@ -296,6 +296,12 @@ class FileStream:
         record = FileRecord(name, self.nbytes, len(self._head), f"{crc32(self._head):08x}")
         return Written(record, tuple(tuple(f"{c:08x}" for c in sums) for sums in self._sums))
 
+    def give_up(self, error: BaseException) -> None:
+        """End both sides before `fill` was called, because of `error`, which `drain` raises as it would one of the copying."""
+        self._error = error
+        self.stop()
+        self.filled.set()
+
     def stop(self) -> None:
         """End both sides: `fill` returns, `drain` raises, slabs on their way go back to the pool."""
         self._stopped.set()
