@@ -1,4 +1,4 @@
-// Passes over one flat range: sum of squares, conversion, fill.
+// Passes over one flat range: sum of squares, conversion, fill, comparison with a conversion.
 #include "device.h"
 
 namespace ds::cuda {
@@ -44,6 +44,25 @@ DS_FN void convert(const ConvertCall &a) {
     }
     store_quad(a.out, static_cast<Dtype>(a.out_dtype), i, quad_size(i, end), q);
   }
+}
+
+struct CompareCall {
+  const void *out, *x;
+  std::uint8_t *differs;  // one byte, 0 before; nobody writes anything but 1
+  std::int64_t n;
+  std::int32_t out_dtype, dtype;
+};
+DS_FN void compare_cast(const CompareCall &a) {
+  const Dtype dtype = static_cast<Dtype>(a.out_dtype);
+  const std::int64_t begin = block_index() * stream_chunk, end = a.n - begin < stream_chunk ? a.n : begin + stream_chunk;
+  bool differs = false;
+  for (std::int64_t i = begin + 4 * thread_index(); i < end; i += 4 * stream_threads) {
+    const int m = quad_size(i, end);
+    const Quad out = load_quad(a.out, dtype, i, m), x = load_quad(a.x, static_cast<Dtype>(a.dtype), i, m);
+    DS_UNROLL
+    for (int k = 0; k < 4; k++) differs |= out.v[k] != rounded(x.v[k], dtype);
+  }
+  if (differs) *a.differs = 1;
 }
 
 }  // namespace ds::cuda

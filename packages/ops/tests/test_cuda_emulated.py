@@ -246,6 +246,32 @@ def test_passes(emulated: object, dtype: torch.dtype, n: int) -> None:
     assert bool((cuda_stream.fill(x, 2.0) == 2.0).all())
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [0, 1, 4097, 70_001])
+def test_one_element_that_differs_from_its_cast(emulated: object, dtype: torch.dtype, n: int) -> None:
+    x = make(n + 1, dtype=dtype)[1:]
+    for other in DTYPES:
+        out = x.to(other)
+        assert not cuda_stream.differs_from_cast(out, x)
+        for at in {0, n // 2, n - 1} if n else ():
+            changed = out.clone()
+            changed[at] = torch.nextafter(changed[at], torch.tensor(torch.inf, dtype=other))
+            emulated.launches()  # type: ignore[attr-defined]
+            assert cuda_stream.differs_from_cast(changed, x)
+            assert len(emulated.launches()) == 1  # type: ignore[attr-defined]  # one pass over both
+            changed[at] = torch.nan
+            assert cuda_stream.differs_from_cast(changed, x)
+
+
+def test_zeros_equal_whatever_their_sign_and_nan_differs(emulated: object) -> None:
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 1e-45, -1e-40, 6e-8, 65504.0, 65520.0, 3.4e38])
+    for dtype in DTYPES:
+        assert not cuda_stream.differs_from_cast(special.to(dtype), special)
+        assert not cuda_stream.differs_from_cast(-special.to(dtype)[:2], special[:2])
+        nan = torch.full((1,), torch.nan)
+        assert cuda_stream.differs_from_cast(nan.to(dtype), nan)
+
+
 # ---- norms --------------------------------------------------------------------------------------------------------------
 
 COLS = [8, 768, 1000, 2048, 4096, 8192, 16384, 7, 1023]

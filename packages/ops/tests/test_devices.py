@@ -45,6 +45,7 @@ from ds_ops.quant import dequantize, quantize, reduce, reduce_quantized
 from ds_ops.reference import norms as norms_reference
 from ds_ops.reference import quant as quant_reference
 from ds_ops.reference import update as update_reference
+from ds_ops.stream import differs_from_cast
 from ds_ops.update_rules import AdamHyper, adam_coefficients, lamb_coefficients, lion_coefficients, sgd_coefficients
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -130,6 +131,11 @@ def test_passes(device: torch.device, dtype: torch.dtype, n: int) -> None:
     for other in DTYPES:
         out = torch.empty(n, dtype=other, device=device)
         assert torch.equal(convert(out, there, scale=0.5).cpu(), (x.float() * 0.5).to(other))
+        cast = there.to(other)
+        assert not differs_from_cast(cast, there)
+        if n:
+            cast[n // 2] += 1
+            assert differs_from_cast(cast, there)
     assert bool((fill(there, 2.0) == 2.0).all())
 
 

@@ -43,7 +43,7 @@ from ds_ops.reduce import sum_sources
 from ds_ops.rotary import rotary_tables, rotate
 from ds_ops.row_ops import gather_rows, gather_sum
 from ds_ops.sparse_attention import Sparsity, bigbird, block_sparse_attention
-from ds_ops.stream import copy_ranges
+from ds_ops.stream import copy_ranges, differs_from_cast
 from ds_ops.token_drop import gather_tokens, scatter_tokens
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -223,6 +223,14 @@ CASES: dict[str, list[Case]] = {
         )
     ],
     "dequantize": [from_wire(lambda q: (dequantize(q),))],
+    "differs_from_cast": [
+        Case(
+            lambda d: (d.tensor(d.rows, d.n, dtype=torch.bfloat16), d.tensor(d.rows, d.n)),
+            lambda out, x: (differs_from_cast(out, x), differs_from_cast(x.to(out.dtype), x)),
+            grads=False,
+            exact=True,
+        )
+    ],
     "evoformer_attention": [
         Case(
             lambda d: (

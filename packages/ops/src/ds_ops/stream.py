@@ -1,4 +1,4 @@
-"""Passes over flat memory: norms, conversions, copies, fill.
+"""Passes over flat memory: norms, conversions, comparisons, copies, fill.
 
 Each function takes contiguous tensors; costs are bytes moved per element.
 """
@@ -17,7 +17,16 @@ from ds_config.errors import KernelError
 from ds_ops.registry import Op, choose, cpu_backend, cuda_backend, reference_backend, register, torch_backend
 from ds_ops.threads import kernel_threads
 
-__all__ = ["clip_scale", "convert", "copy_ranges", "fill", "grad_norm", "sum_squares", "total_squares"]
+__all__ = [
+    "clip_scale",
+    "convert",
+    "copy_ranges",
+    "differs_from_cast",
+    "fill",
+    "grad_norm",
+    "sum_squares",
+    "total_squares",
+]
 
 _WITHOUT_FP64 = ("mps",)
 _ROW = 4096
@@ -87,6 +96,27 @@ def convert(out: Tensor, x: Tensor, *, scale: float = 1.0) -> Tensor:
     return choose(_CONVERT, x.device.type, odd).backend.run(out, x, scale)
 
 
+def differs_from_cast(out: Tensor, x: Tensor) -> Tensor:
+    """Tell whether some out[i] != cast(x[i]), rounded to nearest even: bool of one element, where they are. Nothing waits for the device.
+
+    NaN differs from everything, zeros of both signs are equal.
+
+    Args:
+        out: as many elements as `x`, on its device; fp32, bf16, fp16, as `x` (others through torch).
+    Cost: one read of both where a kernel is compiled. Elsewhere `x` is cast first: an element of bf16 beside one of fp32 moves 12 bytes
+    instead of 6.
+    """
+    if out.numel() != x.numel() or out.device != x.device:
+        raise KernelError(
+            f"differs_from_cast: expected equal lengths on one device, found {_call.describe(out)} and {_call.describe(x)}.",
+            code="kernel-argument",
+            fix="Pass a tensor and the one that it was cast from.",
+        )
+    odd = out.dtype if out.dtype not in _call.DTYPES else x.dtype
+    result: Tensor = choose(_DIFFERS, x.device.type, odd).backend.run(out, x)
+    return result
+
+
 def copy_ranges(out: Tensor, ranges: Sequence[tuple[int, Tensor, int, int]]) -> Tensor:
     """Copy out[at : at + n] = x[start : start + n] of flattened tensors, for each (at, x, start, n). Returns `out`.
 
@@ -142,6 +172,12 @@ def _cuda_convert(out: Tensor, x: Tensor, scale: float) -> Tensor:
     cuda_stream.convert(out, x, scale)
     _call.mark_written([out])
     return out
+
+
+def _cuda_differs(out: Tensor, x: Tensor) -> Tensor:
+    _call.require("out", out)
+    _call.require("x", x, device=out.device)
+    return cuda_stream.differs_from_cast(out, x)
 
 
 def _cpu_copy_ranges(out: Tensor, ranges: Sequence[tuple[int, Tensor, int, int]]) -> Tensor:
@@ -218,6 +254,10 @@ def _reference_convert(out: Tensor, x: Tensor, scale: float) -> Tensor:
     return out.copy_((wide * scale if scale != 1.0 else wide).view_as(out))
 
 
+def _reference_differs(out: Tensor, x: Tensor) -> Tensor:
+    return (out.detach() != x.detach().view_as(out).to(out.dtype)).any()
+
+
 def _reference_fill(out: Tensor, value: float) -> Tensor:
     return out.fill_(value)
 
@@ -239,6 +279,13 @@ _CONVERT = register(
         "convert",
         "scaled dtype conversion",
         (cuda_backend(_cuda_convert), cpu_backend(_cpu_convert), reference_backend(_reference_convert)),
+    )
+)
+_DIFFERS = register(
+    Op(
+        "differs_from_cast",
+        "comparison with a dtype conversion",
+        (cuda_backend(_cuda_differs), reference_backend(_reference_differs)),
     )
 )
 _COPY_RANGES = register(
