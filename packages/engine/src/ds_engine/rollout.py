@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ds_config.errors import PlanError
 from ds_engine.engine import Engine
 from ds_inference import LLMEngine, RequestOutput, SamplingParams, SchedulerConfig, Tokenizer, load
+from ds_inference.model_loader import refresh_weights
 from ds_inference.sampling import derive_seed
 from ds_zero import GatheredParameters
 
@@ -36,7 +37,8 @@ class Rollout:
     Raises:
         PlanError: the model has no configuration that says what it is ("engine-rollout").
         UnsupportedError: its family is not declared.
-    Memory: between `sync` and `release` a whole model in `dtype` and the cache, beside what training keeps.
+    Memory: between `sync` and `release` one whole model in `dtype` and one cache, beside what training keeps; while weights are brought up to
+        date, the tensors of one role more.
     """
 
     def __init__(
@@ -67,16 +69,18 @@ class Rollout:
     def sync(self) -> int:
         """Bring the weights up to date; the version they have now. Collective; one gather a parameter.
 
-        Nothing that older weights computed is used afterwards.
+        New values go where the old ones are: the cache, and graphs that were captured, stay. Nothing that older weights computed is used
+        afterwards. Where a rank fails in it, weights and cache are given back: they would be of several steps.
         """
         live = _Live(self.engine.module)
-        loaded = load(self.engine.module, dtype=self._dtype, weights=live, **self._options)
-        if self._generator is None:
-            self._generator = loaded
+        generator, self._generator = self._generator, None
+        if generator is None:
+            generator = load(self.engine.module, dtype=self._dtype, weights=live, **self._options)
         else:  # requests that are under way go on with the new weights
-            self._generator.decoder = loaded.decoder
-        self._generator.weights_changed(self.engine.counters.steps)
-        return self._generator.version
+            refresh_weights(generator.decoder, self.engine.module, live)
+        generator.weights_changed(self.engine.counters.steps)
+        self._generator = generator
+        return generator.version
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], how: SamplingParams | Sequence[SamplingParams] | None = None

@@ -15,8 +15,10 @@ import ds_engine
 import ds_zero
 from ds_config.errors import PlanError
 from ds_engine import Rollout
+from ds_engine import rollout as rollout_module
 from ds_engine.generating import HybridEngine
-from ds_inference import SamplingParams
+from ds_inference import SamplingParams, decoder_model
+from ds_ops.registry import Backend, Choice
 from ds_testing import world
 
 transformers = pytest.importorskip("transformers")
@@ -84,6 +86,63 @@ def test_answers_follow_training(stage: int) -> None:
         rollout.release() if steps == 1 else None
         step(engine)
     assert said[0] != said[2], "training changed nothing that can be seen"
+    engine.close()
+
+
+@world(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_sync_writes_into_what_is_there(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There were old weights, new ones and a second cache at once, and graphs were captured anew after every step."""
+    engine = trained(stage)
+    rollout = Rollout(engine, cache_tokens=256)
+    prompts, how = [[3, 4, 5, 6], [9]], SamplingParams(max_new_tokens=6)
+    said = [[a.tokens for a in rollout.generate(prompts, how)]]
+    held = rollout._generator
+    assert held is not None
+    captures, replays = [], []
+
+    def record(call: Any) -> Any:  # as a graph: what was captured is computed again from where its inputs are
+        captures.append(out := call())
+        return (lambda: replays.append(out.copy_(call()))), out
+
+    monkeypatch.setattr(decoder_model, "choose", lambda *_: Choice(Backend("triton", print, lambda *_: ""), ()))
+    held.decoder._record = record
+    held._capture()
+    places = {role: weight.data_ptr() for role, weight in held.decoder.weights.items()}
+    count, decoder, cache = len(captures), held.decoder, held.cache
+    monkeypatch.setattr(rollout_module, "load", None)
+    for _ in range(2):
+        step(engine)
+        said.append([a.tokens for a in rollout.generate(prompts, how)])
+    assert (held.decoder, held.cache, rollout._generator) == (decoder, cache, held)
+    assert places == {role: weight.data_ptr() for role, weight in held.decoder.weights.items()}
+    assert len(captures) == count
+    assert replays
+    monkeypatch.undo()
+    assert [a.tokens for a in Rollout(engine, cache_tokens=256).generate(prompts, how)] == said[-1] != said[0]
+    engine.close()
+
+
+@world(1)
+def test_a_sync_that_fails_leaves_nothing_half_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = trained(0)
+    rollout = Rollout(engine, cache_tokens=256)
+    rollout.generate([[9]])
+    step(engine)
+    read = rollout_module._Live.__getitem__
+
+    def torn(live: Any, name: str) -> torch.Tensor:
+        if "layers.1" in name:
+            raise RuntimeError("the gather failed")
+        return read(live, name)
+
+    monkeypatch.setattr(rollout_module._Live, "__getitem__", torn)
+    with pytest.raises(RuntimeError, match="gather failed"):
+        rollout.generate([[9]])
+    assert rollout.version is None
+    monkeypatch.undo()
+    (answer,) = rollout.generate([[9]], SamplingParams(max_new_tokens=4))
+    assert set(answer.versions) == {1}
     engine.close()
 
 

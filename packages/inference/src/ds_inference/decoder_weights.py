@@ -153,6 +153,7 @@ def read_weights(
             whole = _make(chosen, i, named, spec, feed)
             _check_shape(spec, full, i, tuple(whole.shape))
             weight = keep(full, whole)
+            del whole  # before the next one is read
             if weight is not None:
                 weights[full] = weight
     needed = {"embed.weight"} if spec.tied else {"embed.weight", "head.weight"}

@@ -35,8 +35,9 @@ from ds_inference.spec import DecoderSpec
 from ds_inference.tensor_parallel import RankShard
 from ds_ops.formats import QuantTensor
 from ds_ops.host_arena import trim
+from ds_ops.quant import quantize as quantize_rows
 
-__all__ = ["load", "read_decoder"]
+__all__ = ["load", "read_decoder", "refresh_weights"]
 
 
 @typed_folder_errors
@@ -238,3 +239,44 @@ def read_decoder(
             )
         decoder.adapters[name] = read_adapter(folder, spec, sources, decoder.dtype, decoder.device)
     return decoder
+
+
+@torch.no_grad()
+def refresh_weights(decoder: Decoder | HFModelRunner, source: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy new values into a runner's weights, one role at a time, where they are: caches and captured graphs stay valid.
+
+    Keys and values of the old weights are not dropped here, see `LLMEngine.weights_changed`. The runner's tensors are written, whoever else
+    has them. Valid on the current stream.
+
+    Args:
+        source: A module of the configuration that the runner was read from.
+        weights: By the names of the module's checkpoint, each asked for once; those of a role are in memory at a time.
+    Raises:
+        UnsupportedError: the native loop has packed the weights ("inference-native").
+        CheckpointError: a tensor is missing ("inference-missing").
+    """
+    if isinstance(decoder, HFModelRunner):
+        for name, target in decoder.module.state_dict().items():
+            target.copy_(weights[name])
+        return
+    if not decoder.obstacle:
+        raise UnsupportedError(
+            "new values for weights that the native loop has packed",
+            code="inference-native",
+            fix="Load with native=False, or load again.",
+        )
+    config: dict[str, Any] = source.config.to_dict()  # type: ignore[operator, union-attr]
+    whole = decoder.spec if decoder.cut is None else decoder.cut.whole
+
+    def write(role: str, weight: Weight) -> Weight | None:
+        values = dequantised(weight)
+        part = values if decoder.cut is None else decoder.cut.part(role, values)
+        if part is None:
+            return None
+        target = decoder.weights[role]
+        if isinstance(target, Tensor):
+            return target.copy_(part)
+        fresh = part.to(device=target.wire.device, dtype=target.dtype).contiguous()
+        return quantize_rows(fresh, target.spec, rows=target.rows, out=target)
+
+    read_weights(whole, family_of(config).sources(config), weights, write)
