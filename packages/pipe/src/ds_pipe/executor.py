@@ -16,7 +16,7 @@ import ds_comm
 import ds_monitor
 from ds_comm.channels import Channels
 from ds_comm.metadata import metadata_device
-from ds_config.errors import PlanError
+from ds_config.errors import CommError, PlanError
 from ds_pipe._torch import tree_leaves
 from ds_pipe.actions import Action, ActionKind
 from ds_pipe.schedule_timing import Span
@@ -111,6 +111,7 @@ class PipelineExecutor:
         self._channels = Channels(group, depth=depth, device=_device_of(model)) if group.size > 1 else None
         self._links: dict[int, StageLink] = {}
         self.timeline: list[Span] | None = None
+        self._interrupted = False
         self._reset()
 
     def _reset(self) -> None:
@@ -140,7 +141,12 @@ class PipelineExecutor:
     def run(
         self, actions: Sequence[Action], feed: MicrobatchSource, reduction: GradientReduction, criterion: Criterion
     ) -> None:
-        """Run this rank's row of a training program."""
+        """Run this rank's row of a training program.
+
+        Raises:
+            CommError: a step or an evaluation before this one ended between its messages ("pipe-interrupted").
+        """
+        self._check_links()
         self._lend(feed, reduction, criterion)
         handlers = self._handlers()
         timeline = self.timeline
@@ -154,12 +160,33 @@ class PipelineExecutor:
             self._flush()
             reduction.finish()
         except BaseException:
-            for stage in self.stages.values():
-                stage.forget()
-            self._reset()
+            self._abandon()
             raise
         finally:
             self._lend(None, None, None)
+
+    def _abandon(self) -> None:
+        """Forget a step that failed. What its links still carry nobody knows, and the next step would take it for its own."""
+        for stage in self.stages.values():
+            stage.forget()
+        self._reset()
+        self._interrupted = self._interrupted or any(link.moved for link in self._links.values())
+
+    def _check_links(self) -> None:
+        """Let a step begin, unless messages of another one may still come.
+
+        Raises:
+            CommError: they may ("pipe-interrupted").
+        """
+        if self._interrupted:
+            raise CommError(
+                f"a step of the pipeline over ranks {list(self.model.places.pipe.ranks)} ended by an error or Ctrl-C on this rank while "
+                "its stages had messages under way, which would be taken for those of the next step",
+                code="pipe-interrupted",
+                fix="Start the job again from its last checkpoint.",
+            )
+        for link in self._links.values():
+            link.moved = False
 
     def _lend(
         self, feed: MicrobatchSource | None, reduction: GradientReduction | None, criterion: Criterion | None
@@ -268,25 +295,38 @@ class PipelineExecutor:
     def evaluate(
         self, actions: Sequence[Action], feed: MicrobatchSource, done: Callable[[int, Any, Any], object]
     ) -> None:
-        """Run this rank's row of a program of forwards; `done` gets number, output and labels of every microbatch at the last stage."""
-        last = len(self.model.rank_of) - 1
+        """Run this rank's row of a program of forwards; `done` gets number, output and labels of every microbatch at the last stage.
+
+        Raises:
+            CommError: as `run`.
+        """
+        self._check_links()
         self._lend(feed, None, None)
-        for action in actions:
-            s, m = action.stage, action.microbatch
-            if action.op is ActionKind.SEND_F:
-                self._send_forward(action)
-            elif action.op is ActionKind.RECV_F:
-                self._recv_forward(action)
+        try:
+            for action in actions:
+                self._evaluate(action, feed, done)
+            self._flush()
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self._lend(None, None, None)
+
+    def _evaluate(self, action: Action, feed: MicrobatchSource, done: Callable[[int, Any, Any], object]) -> None:
+        s, m = action.stage, action.microbatch
+        if action.op is ActionKind.SEND_F:
+            self._send_forward(action)
+        elif action.op is ActionKind.RECV_F:
+            self._recv_forward(action)
+        else:
+            value = feed.take(m, 0) if s == 0 else self._values.pop((s, m))
+            out = self.stages[s].forward(m, value)
+            if s + 1 == len(self.model.rank_of):
+                done(m, out, feed.take(m, 1))
+            elif s + 1 in self.stages:
+                self._values[s + 1, m] = out
             else:
-                value = feed.take(m, 0) if s == 0 else self._values.pop((s, m))
-                out = self.stages[s].forward(m, value)
-                if s == last:
-                    done(m, out, feed.take(m, 1))
-                elif s + 1 in self.stages:
-                    self._values[s + 1, m] = out
-                else:
-                    self._sent[s, m] = (out, None)
-        self._flush()
+                self._sent[s, m] = (out, None)
 
     # ---- the loss, everywhere
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import ds_comm
-from ds_comm.metadata import metadata_device
+from ds_comm.metadata import metadata_device, raise_together
 from ds_config.errors import PlanError
 from ds_pipe.actions import Action, ActionKind, Program
 from ds_pipe.costs import Costs
@@ -146,23 +146,45 @@ class Pipeline:
     def _shares(
         self, data: Iterable[Any], count: int, weights: LossWeights | None
     ) -> tuple[Iterable[Any], list[float] | None]:
-        """Return the data, and on the last stage each loss's factor: its weight over the mean of all replicas' sums of weights."""
-        if weights is None or not self.model.last:
+        """Return the data, and on the last stage each loss's factor: its weight over the mean of all replicas' sums of weights.
+
+        Raises:
+            PlanError: the weights do not fit, on every rank of every replica; other stages would wait for a step that does not come.
+        Cost: eight bytes over the replicas of the last stage, and from it to the other stages.
+        """
+        if weights is None:
             return data, None
-        if callable(weights):
-            data = list(itertools.islice(data, count))
-            numbers = check_weights([weights(self.batch_fn(microbatch)[1]) for microbatch in data], count)
-        else:
-            numbers = check_weights(weights, count)
-        total = numbers.sum().reshape(1).to(metadata_device(self.model.places.gradient))
-        ds_comm.all_reduce(total, group=self.model.places.gradient, unit="pipe.weights")
-        if not float(total):
-            raise PlanError(
-                f"all {count} microbatches of all replicas have weight 0",
-                code="pipe-weights",
-                fix="Leave such a step out; it has no token that counts.",
-            )
-        return data, (numbers * (self.model.places.gradient.size / float(total))).tolist()
+        places, error, factors = self.model.places, None, None
+        if self.model.last:
+            numbers = torch.full((1,), torch.nan, dtype=torch.float64)
+            try:
+                data, numbers = self._weighed(data, count, weights)
+            except Exception as failed:
+                error = failed
+            total = numbers.sum().reshape(1).to(metadata_device(places.gradient))
+            ds_comm.all_reduce(total, group=places.gradient, unit="pipe.weights")
+            if error is None and not float(total) > 0:
+                none = not float(total)
+                error = PlanError(
+                    f"all {count} microbatches of all replicas have weight 0"
+                    if none
+                    else "the weights of a replica do not fit",
+                    code="pipe-weights",
+                    fix="Leave such a step out; it has no token that counts."
+                    if none
+                    else "Read the error of that replica's last stage.",
+                )
+            factors = (numbers * (places.gradient.size / float(total))).tolist() if error is None else None
+        if float(self.executor.share(torch.tensor([float(error is not None)], dtype=torch.float64))):
+            raise_together(error, places.pipe, unit="pipe.weights")
+        return data, factors
+
+    def _weighed(self, data: Iterable[Any], count: int, weights: LossWeights) -> tuple[Iterable[Any], Tensor]:
+        """Return the data, and the weights of this rank's microbatches, float64 [count]."""
+        if not callable(weights):
+            return data, check_weights(weights, count)
+        drawn = list(itertools.islice(data, count))
+        return drawn, check_weights([weights(self.batch_fn(microbatch)[1]) for microbatch in drawn], count)
 
     def evaluate(
         self,
@@ -218,7 +240,7 @@ class Pipeline:
         )
         each = [weighted(self.losses[m], share) for m, share in enumerate(shares or ())]
         total = (torch.stack(each) if each else self.losses).sum().reshape(1)
-        total = total.to(metadata_device(self.model.places.pipe))
+        total = total.to(metadata_device(self.model.places.gradient))
         if self.model.last:
             ds_comm.all_reduce(total, group=self.model.places.gradient, unit="pipe.loss")
         return self.executor.share(total)[0] / (count * self.model.places.gradient.size)

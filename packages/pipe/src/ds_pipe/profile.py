@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_comm
-from ds_comm.metadata import metadata_device
+from ds_comm.metadata import metadata_device, raise_together
 from ds_pipe._torch import tree_leaves, tree_map
 from ds_pipe.layer_specs import LayerSpec, TiedLayerSpec
 
@@ -28,16 +28,24 @@ def profile_layers(layers: Sequence[Any], sample: Any, repeats: int = 5) -> list
         layers: As PipelineModule takes them.
         sample: The inputs of a microbatch.
         repeats: Runs of each; the fastest counts, which other processes disturbed least.
+    Raises:
+        Exception: what a layer raised on rank 0; on every rank.
     Collective over the world: rank 0 measures, other ranks wait. The random state is restored.
     """
+    world, error = ds_comm.world_group(), None
     seconds = torch.zeros(len(layers), dtype=torch.float64)
-    if ds_comm.world_group().rank == 0:
+    if world.rank == 0:
         state = torch.get_rng_state()
-        for index, layer in enumerate(layers):
-            seconds[index], sample = _measure(_use(layer), sample, repeats)
-        torch.set_rng_state(state)
-    seconds = seconds.to(metadata_device(ds_comm.world_group()))
-    ds_comm.broadcast(seconds, group=ds_comm.world_group(), group_src=0, unit="profile")
+        try:
+            for index, layer in enumerate(layers):
+                seconds[index], sample = _measure(_use(layer), sample, repeats)
+        except Exception as failed:
+            error = failed
+        finally:
+            torch.set_rng_state(state)
+    raise_together(error, world, unit="profile")
+    seconds = seconds.to(metadata_device(world))
+    ds_comm.broadcast(seconds, group=world, group_src=0, unit="profile")
     return [float(s) for s in seconds]
 
 

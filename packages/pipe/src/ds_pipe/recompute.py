@@ -54,6 +54,32 @@ class Backwards:
             self.mode, self.jobs = before
 
 
+@dataclass(frozen=True, slots=True)
+class _RandomState:
+    """What the next random numbers are, of the host and of `device`; None: the host's alone."""
+
+    host: Tensor
+    device: torch.device | None
+    state: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device | None) -> _RandomState:
+        """Read the generators."""
+        state = None if device is None else torch.get_device_module(device).get_rng_state(device)
+        return cls(torch.get_rng_state(), device, state)
+
+    def restore(self) -> None:
+        """Set the generators to this state."""
+        torch.set_rng_state(self.host)
+        if self.device is not None:
+            torch.get_device_module(self.device).set_rng_state(self.state, self.device)
+
+
+def _device_of(tensors: Sequence[Tensor]) -> torch.device | None:
+    """Return the device that tensors of a segment are on; None where all are on the host."""
+    return next((t.device for t in tensors if t.device.type not in ("cpu", "meta")), None)
+
+
 @dataclass(slots=True)
 class _RecomputedSegment:
     run: Callable[[Any], Any]
@@ -61,13 +87,13 @@ class _RecomputedSegment:
     spec: TreeSpec
     leaves: list[Any]  # None where a tensor was: autograd keeps those
     at: list[int]
-    random: Tensor
+    random: _RandomState
     outputs: TreeSpec | None = None
     constants: list[Any] = field(default_factory=list)
 
 
 def checkpointed(run: Callable[[Any], Any], value: Any, backwards: Backwards) -> Any:
-    """`run(value)`, keeping only `value`. Random numbers of the host are drawn again alike.
+    """`run(value)`, keeping only `value`. Random numbers of the host and of the inputs' device are drawn again alike.
 
     Args:
         run: From any pytree to any pytree, at least one tensor in each.
@@ -75,7 +101,8 @@ def checkpointed(run: Callable[[Any], Any], value: Any, backwards: Backwards) ->
     leaves, spec = tree_flatten(value)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    segment = _RecomputedSegment(run, backwards, spec, constants, at, torch.get_rng_state())
+    random = _RandomState.now(_device_of([leaves[i] for i in at]))
+    segment = _RecomputedSegment(run, backwards, spec, constants, at, random)
     anchor = torch.empty(0, requires_grad=True)  # weights need gradients even where no input does
     backwards.recorder.anchor(anchor)
     versions = [leaves[i]._version for i in at]
@@ -118,13 +145,13 @@ class _Checkpointed(torch.autograd.Function):
         backwards = segment.backwards
         tensors = [_leaf(t, n) for t, n in zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)]
         capture = Capture() if backwards.mode is Mode.INPUT else None
-        now = torch.get_rng_state()
-        torch.set_rng_state(segment.random)
+        now = _RandomState.now(segment.random.device)
+        segment.random.restore()
         try:
             with torch.enable_grad(), backwards.forwards(), backwards.recorder.into(capture):
                 flat, _ = tree_flatten(segment.run(_value(segment, tensors)))
         finally:
-            torch.set_rng_state(now)
+            now.restore()
         outputs = [leaf for leaf in flat if isinstance(leaf, Tensor)]
         pairs = [(t, g) for t, g in zip(outputs, grads, strict=True) if g is not None and t.requires_grad]
         return (None, None, *_gradients(backwards, pairs, tensors, capture))

@@ -122,10 +122,13 @@ class StageLink:
         peer: The other rank in it.
         low: The lower stage.
         below: Whether this rank has the lower stage.
+    Attributes:
+        moved: Whether a message was sent or waited for since somebody set it to False.
     """
 
     def __init__(self, channels: Channels, peer: int, low: int, below: bool) -> None:
         self.name = f"stage {low} -> {low + 1}"
+        self.moved = False
         forward, backward = 2 * low, 2 * low + 1
         self._sender: Sender = channels.sender(peer, forward if below else backward, unit="pipe")
         self._receiver: Receiver = channels.receiver(peer, backward if below else forward, unit="pipe")
@@ -152,6 +155,7 @@ class StageLink:
 
     def receive(self) -> tuple[Any, ValueStructure]:
         """Receive the next value and its signature, on the upper stage."""
+        self.moved = True
         head, *tensors = self._receiver.recv()
         header = head.numpy().tobytes()
         if len(header) > _NUMBER:
@@ -179,6 +183,7 @@ class StageLink:
         """Receive the gradients of a value with this signature, which was sent earlier."""
         if not signature.gradients:
             return []
+        self.moved = True
         # The upper stage is not there in a rehearsal, and is rehearsed after this one; its gradients look like what was sent.
         gradients = self._from_nobody() if is_rehearsal() else self._receiver.recv()
         if len(gradients) != signature.gradients:
@@ -201,6 +206,7 @@ class StageLink:
         )
 
     def _start(self, tensors: list[Tensor]) -> None:
+        self.moved = True
         self._sending.append((self._sender.send(tensors), tensors))
         while len(self._sending) > 16:
             self._sending.popleft()[0].wait()
