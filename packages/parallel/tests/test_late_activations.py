@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -88,3 +91,33 @@ def test_without_its_events_the_values_are_wrong(left_out: str, monkeypatch: pyt
             wrong += not same(checkpointed(ActivationPolicy(host=True)), expected)
     assert wrong > 0
     assert streams.backend() is not None
+
+
+@pytest.mark.parametrize("run", [lambda: checkpointed(POLICIES[0]), lambda: checkpointed(POLICIES[1]), chunked])
+def test_streams_are_of_the_device_that_the_tensors_are_on(
+    run: Callable[[], list[Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were of the device that was current: of a model on another one, copies were ordered by nothing."""
+    place, made = threading.local(), list[torch.device | None]()
+
+    @contextmanager
+    def on_device(device: torch.device) -> Iterator[None]:
+        before, place.device = getattr(place, "device", None), device
+        try:
+            yield
+        finally:
+            place.device = before
+
+    plain = LateDevice.new_stream
+
+    def new_stream(device: LateDevice, module: Any) -> Any:
+        made.append(getattr(place, "device", None))
+        return plain(device, module)
+
+    monkeypatch.setattr(streams, "on_device", on_device)
+    monkeypatch.setattr(LateDevice, "new_stream", new_stream)
+    with late_device(0):
+        run()
+    in_backward = 2 if run is chunked else 0  # autograd's own thread is on its device
+    assert len(made) > in_backward
+    assert made[: len(made) - in_backward] == [torch.device("cpu")] * (len(made) - in_backward)

@@ -182,7 +182,7 @@ class ActivationStore:
         self._known: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Kept]]] = {}
         self._slots: dict[tuple[int, torch.dtype, torch.device], _BufferSlots] = {}
         self._pool: PinnedPool | None = None
-        self._stream: Any = None
+        self._streams: dict[torch.device, Any] = {}
         self._latest: Callable[[], Kept | None] = _nothing
         self._warned: set[str] = set()
         if keeping.slices and self.group.size == 1:
@@ -266,7 +266,8 @@ class ActivationStore:
         place, free = self._place(tensor, position, part, away)
         entry = Kept(tensor, place, sliced)
         if away:
-            self._send(entry, place[: piece.numel()], piece)
+            with streams.on_device(tensor.device):
+                self._send(entry, place[: piece.numel()], piece)
         else:
             place[: piece.numel()].copy_(piece)
         nbytes = part * tensor.element_size()
@@ -275,10 +276,11 @@ class ActivationStore:
         return entry
 
     def _place(self, tensor: Tensor, position: int, part: int, away: bool) -> tuple[Tensor, Callable[[], None] | None]:
+        tensor_device = tensor.device
         if self.keeping.slots is None:
             if away:
                 buffer = self._host(part * tensor.element_size())
-                return buffer.view(tensor.dtype, part), lambda: buffer.release(self._mark())
+                return buffer.view(tensor.dtype, part), lambda: buffer.release(self._mark(tensor_device))
             return torch.empty(part, dtype=tensor.dtype, device=tensor.device), None
         key = (position, tensor.dtype, tensor.device)
         if key not in self._slots:
@@ -293,7 +295,7 @@ class ActivationStore:
             if not away:
                 return torch.empty(numel, dtype=dtype, device=device)
             while buffers:
-                buffers.pop().release(self._mark())
+                buffers.pop().release(self._mark(device))
             buffers.append(self._host(numel * dtype.itemsize))
             return buffers[0].view(dtype, numel)
 
@@ -312,7 +314,7 @@ class ActivationStore:
 
     def _send(self, entry: Kept, place: Tensor, piece: Tensor) -> None:
         """Start the copy to the host on the side stream, after what the current stream has queued; the device goes on meanwhile."""
-        accelerator, stream = self.accelerator, self._side()
+        accelerator, stream = self.accelerator, self._side(entry.device)
         ready = accelerator.new_event()
         ready.record(accelerator.current_stream())
         with accelerator.on_stream(stream):
@@ -326,11 +328,12 @@ class ActivationStore:
     def _fetch(self, entry: Kept) -> Tensor:
         if entry.left is None:
             return entry.piece
-        self._start(entry)
-        ahead = entry.before()
-        if ahead is not None:
-            self._start(ahead)
-        entry.arrived.wait(self.accelerator.current_stream())
+        with streams.on_device(entry.device):
+            self._start(entry)
+            ahead = entry.before()
+            if ahead is not None and ahead.device == entry.device:
+                self._start(ahead)
+            entry.arrived.wait(self.accelerator.current_stream())
         back, entry.back = entry.back, None
         if back is None:
             raise RuntimeError("a piece that was fetched is not there")
@@ -340,7 +343,7 @@ class ActivationStore:
         """Start the copy back on the side stream; it is valid on a stream that waits for `entry.arrived`."""
         if entry.back is not None:
             return
-        accelerator, stream = self.accelerator, self._side()
+        accelerator, stream = self.accelerator, self._side(entry.device)
         entry.back = torch.empty(entry.piece.shape, dtype=entry.piece.dtype, device=entry.device)
         ready = accelerator.new_event()
         ready.record(accelerator.current_stream())
@@ -352,15 +355,16 @@ class ActivationStore:
             entry.arrived.record(stream)
         streams.record_use(entry.back, stream)
 
-    def _side(self) -> Any:
-        if self._stream is None:
-            self._stream = self.accelerator.new_stream()
-        return self._stream
+    def _side(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            with streams.on_device(device):
+                self._streams[device] = self.accelerator.new_stream()
+        return self._streams[device]
 
-    def _mark(self) -> Any:
-        """Record an event on the copy stream, which completes when all copies queued so far are done."""
+    def _mark(self, device: torch.device) -> Any:
+        """Record an event on the copy stream of `device`, which completes when all copies queued so far are done."""
         event = self.accelerator.new_event()
-        event.record(self._side())
+        event.record(self._side(device))
         return event
 
     def _remember(self, tensor: Tensor, entry: Kept) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import ds_comm
 from ds_comm import Mesh, MeshSpec, world_group
-from ds_config.errors import PlanError, UnsupportedError, set_place
+from ds_config.errors import CommError, PlanError, UnsupportedError, set_place
 from ds_parallel.heads import spread
 from ds_parallel.sequence import DistributedAttention, SequenceDataLoader, sequence_part, token_weighted_loss
 from ds_parallel.sequence.hf_attention import SequenceRanks, UlyssesAttention, document_mask, register_with_transformers
@@ -239,3 +239,22 @@ def test_masks_of_documents_and_windows() -> None:
     assert window == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
     packed = document_mask(torch.tensor([[0, 1, 0, 1]]), causal=False)[0, 0].int().tolist()
     assert packed == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("what", ["file", "batch"])
+@world(2, timeout=20.0)
+def test_a_loader_that_fails_on_one_rank(what: str) -> None:
+    """The others waited for its batch."""
+    rank = world_group().rank
+
+    def loader() -> Iterator[dict[str, Tensor]]:
+        yield {"input_ids": torch.arange(8).view(1, 8)}
+        if rank == 1 and what == "file":
+            raise OSError(5, "shard-7 cannot be read")
+        yield [1, 2] if rank == 1 else {"input_ids": torch.arange(8).view(1, 8)}  # type: ignore[misc]
+
+    batches = iter(SequenceDataLoader(loader(), world_group()))  # type: ignore[arg-type]
+    assert [next(batches)["input_ids"].shape for _ in range(2)] == [(1, 4)] * 2
+    own, match = (OSError, "shard-7") if what == "file" else (AttributeError, "items")
+    with pytest.raises(own if rank == 1 else CommError, match=match):
+        next(batches)

@@ -133,6 +133,11 @@ class HostChunks:
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, project: Project, how: Chunking, *params: Tensor) -> Tensor:
+        with streams.on_device(x.device):  # its streams are those of what is computed; in backward autograd sees to it
+            return _Chunked._forward(ctx, x, project, how, *params)
+
+    @staticmethod
+    def _forward(ctx: Any, x: Tensor, project: Project, how: Chunking, *params: Tensor) -> Tensor:
         queries, keys, results = (HostChunks(how.on_host) for _ in range(3))
         outputs = []
         if not how.causal:  # every chunk is seen by the first one

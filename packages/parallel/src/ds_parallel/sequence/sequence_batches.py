@@ -12,6 +12,7 @@ from torch.nn import functional
 import ds_comm
 from ds_comm import GroupLike, as_group
 from ds_comm.differentiable import all_gather
+from ds_comm.metadata import raise_together
 from ds_config.errors import PlanError
 
 __all__ = ["SequenceDataLoader", "sequence_part", "token_weighted_loss"]
@@ -77,15 +78,16 @@ class SequenceDataLoader:
 
         Raises:
             PlanError: see `sequence_part`; loaders that end at different batches ("sequence-loader").
+            Exception: what the loader of a rank raised; on every rank of the group.
         """
         ranks = self.group.size
         batches = iter(self.loader)
         while True:
-            local_batch: Any = next(batches, None)
+            local_batch, error = _next_on_host(batches)
             everyones: list[Any] = [None] * ranks
-            ds_comm.all_gather_object(
-                everyones, None if local_batch is None else _on_host(local_batch), group=self.group
-            )
+            ds_comm.all_gather_object(everyones, _FAILED if error is not None else local_batch, group=self.group)
+            if any(isinstance(batch, str) for batch in everyones):
+                raise_together(error, self.group, unit="sequence loader")
             ended = [rank for rank, batch in enumerate(everyones) if batch is None]
             if len(ended) == ranks:
                 return
@@ -120,5 +122,16 @@ def token_weighted_loss(loss: Tensor, tokens: Tensor | int, group: GroupLike) ->
     return both[:, 0].sum() / both[:, 1].sum()
 
 
-def _on_host(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.detach().cpu() if isinstance(value, Tensor) else value for key, value in batch.items()}
+_FAILED = "failed"  # in the place of a batch
+
+
+def _next_on_host(batches: Iterator[Mapping[str, Any]]) -> tuple[dict[str, Any] | None, Exception | None]:
+    """Draw a batch to the host: it, None at the end; and what that raised."""
+    try:
+        batch = next(batches, None)
+        if batch is None:
+            return None, None
+        host = {key: value.detach().cpu() if isinstance(value, Tensor) else value for key, value in batch.items()}
+    except Exception as error:
+        return None, error
+    return host, None
