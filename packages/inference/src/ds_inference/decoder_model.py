@@ -52,7 +52,7 @@ def replay_obstacle(spec: DecoderSpec, cut: bool, weights: Mapping[str, Weight])
     embedded = cast("Tensor", weights.get("embed.weight", torch.empty(0)))
     for i, layer in enumerate(spec.layers):
         if isinstance(layer.feed, ExpertsSpec):
-            reason = experts_ask_host(weights[f"layers.{i}.feed.experts.up"], embedded.device, embedded.dtype)
+            reason = experts_ask_host(weights[f"layers.{i}.feed.experts.up"], embedded.dtype)
             if reason:
                 return f"the host is told which experts were chosen ({reason})"
     return ""

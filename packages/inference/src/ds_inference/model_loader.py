@@ -20,6 +20,7 @@ from ds_inference.families import family_of
 from ds_inference.hf_runner import HFModelRunner, read_module
 from ds_inference.llm_engine import LLMEngine, Tokenizer
 from ds_inference.packed_checkpoints import PackedCheckpoint, unpacked
+from ds_inference.packed_codes import pack_codes
 from ds_inference.quantize import (
     QuantizationOptions,
     Weight,
@@ -27,6 +28,7 @@ from ds_inference.quantize import (
     as_read,
     dequantised,
     keeps_codes,
+    laid_out,
     moved,
     quantised,
 )
@@ -35,6 +37,7 @@ from ds_inference.spec import DecoderSpec
 from ds_inference.tensor_parallel import RankShard
 from ds_ops.formats import QuantTensor
 from ds_ops.host_arena import trim
+from ds_ops.product_choice import CodeLayout
 from ds_ops.quant import quantize as quantize_rows
 
 __all__ = ["load", "read_decoder", "refresh_weights"]
@@ -193,18 +196,24 @@ def read_decoder(
     if dtype is None and isinstance(checkpoint, PackedCheckpoint):
         dtype = checkpoint.dtype
 
+    rounds = how is not None and how.activations == "fp8"
+
     def keep(role: str, weight: Weight) -> Weight | None:
         if cut is not None:
             part = cut.part(role, dequantised(weight))
             if part is None:
                 return None
             weight = part
-        elif how is None and isinstance(weight := as_read(role, weight), QuantTensor) and keeps_codes(weight, device):
-            return moved(weight, device)
+        elif (
+            isinstance(weight := as_read(role, weight), QuantTensor)
+            and keeps_codes(weight, device)
+            and (how is None or how.spec(weight.cols) == weight.spec)
+        ):
+            return laid_out(moved(weight, device), dtype or weight.dtype, rounded=rounds)
         tensor = dequantised(weight)
         wanted = tensor.dtype if dtype is None or role.endswith("correction") else dtype
         whole = tensor.detach().to(device=device, dtype=wanted)
-        return whole.contiguous() if how is None else quantised(role, whole, how)
+        return whole.contiguous() if how is None else laid_out(quantised(role, whole, how), wanted, rounded=rounds)
 
     sources = family.sources(config)
     usual = how is not None or not isinstance(source, nn.Module)
@@ -252,7 +261,7 @@ def refresh_weights(decoder: Decoder | HFModelRunner, source: nn.Module, weights
         source: A module of the configuration that the runner was read from.
         weights: By the names of the module's checkpoint, each asked for once; those of a role are in memory at a time.
     Raises:
-        UnsupportedError: the native loop has packed the weights ("inference-native").
+        UnsupportedError: the native loop has packed the weights ("inference-native"), or torch's int4 product has ("inference-quantize").
         CheckpointError: a tensor is missing ("inference-missing").
     """
     if isinstance(decoder, HFModelRunner):
@@ -276,7 +285,18 @@ def refresh_weights(decoder: Decoder | HFModelRunner, source: nn.Module, weights
         target = decoder.weights[role]
         if isinstance(target, Tensor):
             return target.copy_(part)
-        fresh = part.to(device=target.wire.device, dtype=target.dtype).contiguous()
-        return quantize_rows(fresh, target.spec, rows=target.rows, out=target)
+        fresh = part.to(device=target.codes.device, dtype=target.dtype).contiguous()
+        if isinstance(target, QuantTensor):
+            return quantize_rows(fresh, target.spec, rows=target.rows, out=target)
+        if target.layout is CodeLayout.TINYGEMM:
+            raise UnsupportedError(
+                f"new values for {role}, whose codes torch's int4 product reads with scales of bf16",
+                code="inference-quantize",
+                fix="Load again, or set DS_OPS=triton or DS_OPS=reference: codes then stay as they are.",
+            )
+        packed = pack_codes(quantize_rows(fresh, target.spec, rows=target.rows), target.layout)
+        target.codes.copy_(packed.codes)
+        target.params.copy_(packed.params)
+        return target
 
     read_weights(whole, family_of(config).sources(config), weights, write)

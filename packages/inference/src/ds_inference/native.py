@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ds_comm.shm.symmetric_arena import Arena
+from ds_inference.packed_codes import PackedCodes
 from ds_inference.paged_attention import BatchIndices, alibi_slopes
 from ds_inference.quantize import Weight, dequantised
 from ds_inference.rope import Rotation
@@ -182,17 +183,17 @@ class NativeDecoder:
 
     def _packed(self, role: str, gated: bool = False, bias: str | None = None) -> PackedWeight:
         keep = role == "embed"
-        weight = self._weights[f"{role}.weight"] if keep else self._weights.pop(f"{role}.weight")
+        weight = _as_rows(self._weights[f"{role}.weight"] if keep else self._weights.pop(f"{role}.weight"))
         return pack(weight, self._float(bias or f"{role}.bias"), gated=gated, inputs=self._inputs(weight))
 
-    def _inputs(self, weight: Weight) -> ProductInputs:
+    def _inputs(self, weight: Tensor | QuantTensor) -> ProductInputs:
         if isinstance(weight, QuantTensor):
             return ProductInputs.INT8 if self._rounded else ProductInputs.F32
         return ProductInputs.BF16 if weight.dtype == torch.bfloat16 else ProductInputs.F32
 
     def _grouped(self, role: str, gated: bool) -> list[PackedWeight]:
         """Pack the matrix of every expert of a role."""
-        weight, bias = self._weights.pop(role), self._float(f"{role}_bias")
+        weight, bias = _as_rows(self._weights.pop(role)), self._float(f"{role}_bias")
         count = weight.shape[0]
         each = (_expert(weight, e) for e in range(count))
         inputs = self._inputs(weight)
@@ -202,7 +203,7 @@ class NativeDecoder:
         """Pack the matrices of latent attention (MLA): the projection of the layer's input, and the rest."""
         small = latent.q_lora_rank is not None
         names = (f"{at}.{'q_down' if small else 'q'}", f"{at}.kv_down")
-        parts = [self._weights.pop(f"{name}.weight") for name in names]
+        parts = [_as_rows(self._weights.pop(f"{name}.weight")) for name in names]
         biases = [self._float(f"{name}.bias") for name in names]
         bias = None
         if any(b is not None for b in biases):
@@ -309,7 +310,11 @@ def _parts(heads: int) -> int:
     return next(parts for parts in range(1, heads + 1) if heads % parts == 0 and heads // parts <= 8)
 
 
-def _stacked(parts: list[Weight]) -> Weight:
+def _as_rows(weight: Weight) -> Tensor | QuantTensor:
+    return weight.unpacked() if isinstance(weight, PackedCodes) else weight
+
+
+def _stacked(parts: list[Tensor | QuantTensor]) -> Tensor | QuantTensor:
     """Concatenate the rows of weights; quantized weights remain codes where their formats agree."""
     codes = [p for p in parts if isinstance(p, QuantTensor)]
     if len(codes) == len(parts) and len({(c.spec, c.cols) for c in codes}) == 1:
@@ -319,7 +324,7 @@ def _stacked(parts: list[Weight]) -> Weight:
     return torch.cat([dequantised(p) for p in parts])
 
 
-def _expert(weight: Weight, e: int) -> Weight:
+def _expert(weight: Tensor | QuantTensor, e: int) -> Tensor | QuantTensor:
     """Return the matrix of expert `e` from [experts, N, K]."""
     if isinstance(weight, Tensor):
         return weight[e]

@@ -1,7 +1,8 @@
 """Products with codes: weights of 8 and 4 bits are read as they are, and become numbers in registers.
 
 A step of decoding is bound by reading weights: a product that first writes the numbers to memory moves more bytes than bf16 weights would.
-Writing and reading them takes as long as a product of about a thousand rows; beyond that it is the smaller part.
+Writing and reading them takes as long as a product of about a thousand rows; beyond that it is the smaller part. `ds_ops.product_choice`
+says where this is the better product.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from torch import Tensor
 from ds_ops.formats import FP4_E2M1, FP8_E4M3, INT4, INT8, QuantTensor
 from ds_ops.triton_kernels.triton_support import launch, next_power
 
-__all__ = ["coded_grouped_product", "coded_product", "fits", "fits_grouped"]
+__all__ = ["coded_grouped_product", "coded_product"]
 
-_ROWS = 1024
 _BLOCK_K = 64
 _KINDS = {INT8: 1, INT4: 2, FP8_E4M3: 3, FP4_E2M1: 4}
 
@@ -28,26 +28,11 @@ def _tile(rows: int) -> tuple[int, int, int]:
     return (64, 32, 8) if rows > 32 else (32, 32, 8) if rows > 16 else (16, 32, 4)
 
 
-def fits(weight: QuantTensor, rows: int) -> bool:
-    """Whether `coded_product` takes the codes, and is the better way for so many rows."""
-    return len(weight.shape) == 2 and rows <= _ROWS and _readable(weight)
-
-
-def fits_grouped(weight: QuantTensor) -> bool:
-    """Whether `coded_grouped_product` takes the codes."""
-    return len(weight.shape) == 3 and _readable(weight)
-
-
-def _readable(weight: QuantTensor) -> bool:
-    group = weight.spec.group
-    return weight.spec.format in _KINDS and (group % 16 == 0 or group >= weight.cols)
-
-
 def coded_product(x: Tensor, weight: QuantTensor) -> Tensor:
     """Compute x @ weight^T, sums in fp32; valid on the current stream.
 
     Args:
-        x: [.., K], bf16, fp16 or fp32. weight: int8, int4, e4m3 or e2m1 codes [N, K], see `fits`.
+        x: [.., K], bf16, fp16 or fp32. weight: int8, int4, e4m3 or e2m1 codes [N, K], in groups of multiples of 16 or whole rows.
     Returns: [.., N] of x's dtype.
     Cost: one launch; reads the codes and their scales once for every 64 rows, of more rows for every 128.
     """
@@ -72,7 +57,7 @@ def coded_grouped_product(x: Tensor, weights: QuantTensor, ends: Tensor) -> Tens
     """Compute x[rows of g] @ weights[g]^T for every group g, sums in fp32; valid on the current stream. The host reads nothing.
 
     Args:
-        x: [T, K], bf16, fp16 or fp32, rows sorted by group. weights: codes [E, N, K], see `fits_grouped`.
+        x: [T, K], bf16, fp16 or fp32, rows sorted by group. weights: codes [E, N, K], as in `coded_product`.
         ends: int32 or int64 [E], where the rows of each group end.
     Returns: [T, N] of x's dtype; zeros past the last end.
     Cost: one launch; reads the codes of groups that have rows, once for every 16 to 128 of these.
