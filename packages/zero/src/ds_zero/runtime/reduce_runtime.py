@@ -356,15 +356,20 @@ class GradientReductions:
         finally:
             self.now = before
 
-    def close(self) -> None:
-        """Reduce what earlier backwards left, and wait for every reduction. Collective if any rank deferred; then all did."""
+    def close(self, *, apart: bool = True) -> None:
+        """Reduce what earlier backwards left, and wait for every reduction. Collective if any rank deferred; then all did.
+
+        Args:
+            apart: False: units that are summed over ranks outside this backward (tied over stages) are left for the next call. Those ranks
+                may need what this one has not sent yet.
+        """
         self.attributes.take()
-        if any(p.grad is not None for n in self.trained for p in self.units[n].params):
-            self._deferred = True
-            for number in self.trained:
-                present = {i for i, p in enumerate(self.units[number].params) if p.grad is not None}
-                self.unused[number] -= present
-        for number in reversed(self.trained if self._deferred else self._apart):
+        for number in self.trained:
+            present = {i for i, p in enumerate(self.units[number].params) if p.grad is not None}
+            self.unused[number] -= present
+            self._deferred |= bool(present) and number not in self._apart
+        due = self.trained if self._deferred else self._apart
+        for number in reversed([n for n in due if apart or n not in self._apart]):
             self._gather_leftovers(number)
             self._reduce(number)
         self._deferred = False

@@ -378,10 +378,10 @@ class ShardedOptimizer(Optimizer):
     def reduce(self) -> None:
         """Reduce what backwards without reduction have left, and wait for it. Collective, between backwards.
 
-        `step` does it, too; a pipeline does it earlier, while other stages still compute.
+        `step` does it, too; a pipeline does it earlier, while other stages still compute. What is tied over stages waits for `step`.
         """
         reducing = self.sharding.runtime.reducing
-        reducing.close()
+        reducing.close(apart=False)
         # Stages of a pipeline reduce one after the other: a measurement over all of them would wait in the middle of a step.
         reducing.attributes.take()
         reducing.attributes.measure_after_backward()
