@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import ds_comm
+from ds_accel import streams
 from ds_comm.shm.symmetric_arena import Arena, arena_refusal
 from ds_config.errors import UnsupportedError
 from ds_inference.adapters import Adapter
@@ -186,11 +187,13 @@ class Decoder:
 
         Returns: fp32 [R, vocab], a row for each of `batch.outputs`.
         """
-        if self._graphs is not None and self._graphs[0] is cache:
-            logits = self._graphs[1].replay(batch)
-            if logits is not None:
-                return logits
-        return self._forward(batch, cache)
+        # Kernels of Triton go to the current device, which is another thread's own affair.
+        with streams.on_device(self.device):
+            if self._graphs is not None and self._graphs[0] is cache:
+                logits = self._graphs[1].replay(batch)
+                if logits is not None:
+                    return logits
+            return self._forward(batch, cache)
 
     def capture(self, cache: Cache, rows: int, longest: int) -> None:
         """Capture steps of one-token chunks over `cache` as graphs, up to `rows` of them, with `longest` tokens in a sequence.

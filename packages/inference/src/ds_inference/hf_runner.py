@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ds_accel import streams
 from ds_config.errors import UnsupportedError
 from ds_inference.adapters import Adapter
 from ds_inference.cache import Cache
@@ -61,6 +62,10 @@ class HFModelRunner:
     @torch.no_grad()  # not inference_mode: hooks of a sharded module keep tensors beyond a call
     def forward(self, batch: BatchIndices, cache: Cache) -> Tensor:
         """Compute the batch's tokens, keep their keys, values and states, and return logits fp32 [R, vocab] of `batch.outputs`."""
+        with streams.on_device(self.device):
+            return self._forward(batch, cache)
+
+    def _forward(self, batch: BatchIndices, cache: Cache) -> Tensor:
         out = torch.empty(len(batch.outputs), self.spec.vocab, device=self.device)
         groups: dict[tuple[int, bool, int], list[_Piece]] = defaultdict(list)
         for first, count, start, blocks in batch.chunks:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import ds_comm
+from ds_accel import streams
 from ds_config.errors import PlanError, UnsupportedError
 from ds_inference.answers import RequestOutput, Tokenizer, TokenOutput, ends_with_stop
 from ds_inference.batched_sampling import SampledToken
@@ -190,6 +191,10 @@ class LLMEngine:
             Exception: that of one request, if nobody listens to `on_failure`. The request is over; events of the others come with the
                 next step. Any other error: nothing could be computed.
         """
+        with streams.on_device(self.decoder.device):  # whichever thread calls: a new one begins with device 0
+            return self._step()
+
+    def _step(self) -> list[TokenOutput]:
         try:
             flight = self._under_way() or self._launch(
                 self.scheduler.schedule(self._drafts() if self.speculate else None)
