@@ -184,9 +184,11 @@ def test_ctrl_c_in_a_wait_leaves_the_snapshot_under_way(tmp_path, monkeypatch):
     monkeypatch.setattr(peer_reads, "save", slow)
     snapshots = ds_ckpt.PeerSnapshots(tmp_path)
     snapshots.offer(1, ds_ckpt.full_shards({"w": torch.ones(4)}), {"step": 1})
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job behind ignores it
     threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         snapshots.wait()
+    signal.signal(signal.SIGINT, before)
     threading.Timer(0.2, going.set).start()
     back = ds_ckpt.full_shards({"w": torch.zeros(4)})
     assert snapshots.restore(back) == (1, {"step": 1})
