@@ -180,11 +180,11 @@ class PeerSnapshots:
 
     # -- behind the steps
 
-    def _spread(self, step: int, taken: _Snapshot | Exception) -> None:
+    def _spread(self, step: int, snapshot_or_error: _Snapshot | Exception) -> None:
         def unless_failed() -> _Snapshot:
-            if isinstance(taken, Exception):
-                raise taken
-            return taken
+            if isinstance(snapshot_or_error, Exception):
+                raise snapshot_or_error
+            return snapshot_or_error
 
         own_snapshot: _Snapshot = self._behind.settle(unless_failed)
         rank, size = self._ranks.rank, self._ranks.size
