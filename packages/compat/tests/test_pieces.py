@@ -234,6 +234,7 @@ def test_cutting_lists():
     assert partition_uniform(10, 3) == [0, 4, 7, 10]
     assert partition_balanced([1, 1, 1, 5, 1, 1], 3) in ([0, 3, 4, 6], [0, 2, 4, 6], [0, 3, 5, 6])
     assert partition_balanced([4, 1, 1], 2) == [0, 1, 3]
+    assert partition_balanced([1, 2, 1], 4) == partition_uniform(3, 4) == [0, 1, 2, 3, 3]
 
 
 def test_repeating_loader():

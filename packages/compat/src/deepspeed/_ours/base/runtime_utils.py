@@ -285,13 +285,22 @@ def noop_decorator(func: F) -> F:
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Return the bounds of `num_parts` parts that differ by at most one item, the larger parts first."""
-    return list(uniform(num_items, num_parts))
+    """Return the bounds of `num_parts` parts that differ by at most one item, the larger parts first; the last are empty where parts are more."""
+    return _one_each(num_items, num_parts) if num_items < num_parts else list(uniform(num_items, num_parts))
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Return the bounds of `num_parts` parts of consecutive items whose heaviest is as light as possible."""
+    """Return the bounds of `num_parts` parts of consecutive items whose heaviest is as light as possible.
+
+    With fewer items than parts the last parts are empty, as upstream's are.
+    """
+    if len(weights) < num_parts:
+        return _one_each(len(weights), num_parts)
     return list(balanced(weights, num_parts))
+
+
+def _one_each(num_items: int, num_parts: int) -> list[int]:
+    return [min(part, num_items) for part in range(num_parts + 1)]
 
 
 class ProgressiveLayerDrop:
