@@ -75,7 +75,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         tput_timer: Samples per second of the loop, from a forward in training to the `step` after it.
     """
 
-    _backwards: ClassVar = 0  # engines whose `backward` runs now
+    _running_backwards: ClassVar = 0  # engines whose `backward` runs now
 
     def __init__(self, plan: Plan, components: Components, config: dict[str, Any] | None = None) -> None:
         super().__init__(plan, components)
@@ -205,7 +205,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
     def _must_be_scaled(self, grad: Tensor) -> None:
         del grad
         if (
-            not self._scaled and not DeepSpeedEngine._backwards
+            not self._scaled and not DeepSpeedEngine._running_backwards
         ):  # another engine's loss, through this one's output, is scaled by that
             raise also(PlanError, RuntimeError)(
                 "Direct calls to tensor.backward() are not supported at ZeRO stage 0: nothing would divide it by the microbatches",
@@ -216,11 +216,11 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Accumulate the gradients of one microbatch's loss. See `ds_engine.Engine.backward`."""
         self._scaled = True
-        DeepSpeedEngine._backwards += 1
+        DeepSpeedEngine._running_backwards += 1
         try:
             return super().backward(loss, retain_graph, scale_wrt_gas)
         finally:
-            DeepSpeedEngine._backwards -= 1
+            DeepSpeedEngine._running_backwards -= 1
 
     def _backward_epilogue(self) -> None:
         """Do nothing: gradients of a plain `loss.backward()` are processed on arrival.
