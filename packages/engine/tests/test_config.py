@@ -75,7 +75,7 @@ def test_a_dict_text_file_and_base64_are_the_same(written: Write) -> None:
 @pytest.mark.parametrize(
     ("section", "on", "off"),
     [
-        ("tensor_parallel", {"autotp_size": 2, "tp_overlap_comm": True}, None),
+        ("tensor_parallel", {"autotp_size": 2, "injection_policy_tuple": ["attn"]}, None),
         ("amp", {"enabled": True}, {"enabled": False}),
     ],
 )

@@ -27,6 +27,7 @@ between `wait` and the call. Costs are bytes sent per rank for N ranks, a result
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Literal, cast
 
 import torch
@@ -53,6 +54,7 @@ __all__ = [
     "all_gather",
     "all_to_all_rows",
     "copy",
+    "copy_with_late_sum",
     "gather",
     "reduce",
     "reduce_scatter",
@@ -175,6 +177,15 @@ def copy(x: Tensor, group: GroupLike, *, unit: str = "") -> Tensor:
     return cast(Tensor, _run(Copy(CollectiveCall("all_reduce", as_group(group), unit)), x, False))
 
 
+def copy_with_late_sum(x: Tensor, group: GroupLike, *, unit: str = "") -> Tensor:
+    """Copy as `copy`, with two nodes in the graph: one starts the sum of the gradient, the one before it waits.
+
+    What backward computes between both overlaps with the sum.
+    """
+    call = CollectiveCall("all_reduce", as_group(group), unit)
+    return cast(InFlight, _run(Copy(call), x, True, moves_nothing=True)).wait()
+
+
 def reduce(x: Tensor, group: GroupLike, *, async_op: bool = False, unit: str = "") -> Any:
     """Sum every rank's `x` into a result that all ranks share, for row shards of a layer; `x` does not change.
 
@@ -249,6 +260,22 @@ class InFlight:
             self._result = _Arrive.apply(self._result, journey)
         return self._result
 
+    def abandon(self, timeout: timedelta) -> None:
+        """Wait at most `timeout` for an operation whose result nobody will use, and let go of its memory.
+
+        An operation that nobody waits for keeps its tensors and their graph.
+
+        Raises:
+            CommError: as `Work.wait`.
+        """
+        journey, self._journey = self._journey, None
+        if journey is None:
+            return
+        try:
+            journey.work.wait(timeout)
+        finally:
+            journey.work, journey.finish, journey.keep = DONE, None, None
+
     def is_completed(self) -> bool:
         """Whether `wait` would return without waiting for another rank."""
         return self._journey is None or self._journey.work.is_completed()
@@ -268,11 +295,11 @@ class InFlight:
 class _Journey:
     """One execution of a move. `back`: its gradient on the way, between the gradients of Arrive and Depart."""
 
-    __slots__ = ("async_op", "back", "finish", "keep", "move", "work")
+    __slots__ = ("async_op", "back", "finish", "is_copy", "keep", "move", "work")
 
-    def __init__(self, move: CollectiveOp, async_op: bool) -> None:
-        self.move = move
-        self.async_op = async_op and not isinstance(move, Copy | SplitForward)
+    def __init__(self, move: CollectiveOp, async_op: bool, moves_nothing: bool = False) -> None:
+        self.move, self.is_copy = move, isinstance(move, Copy)
+        self.async_op = async_op and (moves_nothing or not isinstance(move, Copy | SplitForward))
         self.work, self.finish = DONE, cast(Callable[[], object] | None, None)
         self.keep: Tensor | None = None
         self.back: InFlight | None = None
@@ -313,6 +340,8 @@ class _Arrive(torch.autograd.Function):
     def forward(ctx: Any, started: Tensor, journey: _Journey) -> Tensor:
         ctx.journey = journey
         journey.arrive()
+        if journey.is_copy:  # of which nothing was written: it is its input
+            return started.view_as(started)
         ctx.mark_dirty(started)
         return started
 
@@ -322,10 +351,10 @@ class _Arrive(torch.autograd.Function):
         return grads[0], None
 
 
-def _run(move: CollectiveOp, x: Tensor, async_op: bool) -> Any:
+def _run(move: CollectiveOp, x: Tensor, async_op: bool, *, moves_nothing: bool = False) -> Any:
     if move.call.group.size == 1:
         return InFlight(x, None) if async_op else x
-    journey = _Journey(move, async_op)
+    journey = _Journey(move, async_op, moves_nothing)
     result = _Depart.apply(x, journey)
     if not async_op:
         return result

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import pytest
 import torch
@@ -130,10 +133,9 @@ def cases(size: int) -> list[Case]:
         Case(
             "copy",
             [(3, 2)],
-            lambda x, r, a: d.copy(x, None),
+            lambda x, r, a: d.copy_with_late_sum(x, None) if a else d.copy(x, None),
             lambda xs: [xs[0]] * size,
             own_in=False,
-            asynchronous=False,
         ),
         Case(
             "reduce",
@@ -186,6 +188,33 @@ def check(strided: bool, asynchronous: bool) -> None:
         first, second = second_order(out, x, (weights[theirs], drawn(xs[mine].shape, 300 + mine)))
         torch.testing.assert_close(first, firsts[mine], msg=lambda m, c=case: f"gradient of {c.name}: {m}")
         torch.testing.assert_close(second, seconds[mine], msg=lambda m, c=case: f"second gradient of {c.name}: {m}")
+
+
+@world(2)
+def test_a_copy_waits_for_its_sum_in_a_node_of_its_own() -> None:
+    x = torch.ones(3, requires_grad=True)
+    version = x._version
+    out = d.copy_with_late_sum(x * 1, None)
+    start = out.grad_fn
+    assert start is not None
+    wait = start.next_functions[0][0]
+    assert d.region_edge(start, ds_comm.world_group()) == d.region_edge(wait, ds_comm.world_group()) == "enters"
+    (out * (dist.get_rank() + 1)).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 3.0))
+    assert x._version == version
+
+
+@world(2)
+def test_a_move_that_nobody_needs_keeps_nothing() -> None:
+    x = torch.ones(3, requires_grad=True)
+    coming = d.reduce(x * 2, None, async_op=True)
+    node = weakref.ref(coming._result.grad_fn)
+    coming.abandon(timedelta(seconds=5))
+    coming.abandon(timedelta(seconds=5))
+    assert coming.is_completed()
+    del coming
+    gc.collect()
+    assert node() is None
 
 
 def check_all() -> None:

@@ -155,6 +155,12 @@ RULES: tuple[ConfigRule, ...] = (
         "Give the number of tensor-parallel ranks in one place.",
     ),
     ConfigRule(
+        "tensor-halves",
+        lambda c, mesh: bool(_against_halves(c)),
+        lambda c, mesh: f"tensor_parallel.{_against_halves(c)}",
+        "Leave one of the two out.",
+    ),
+    ConfigRule(
         "tensor-dtype",
         lambda c, mesh: _tensor_dtype(c) not in (None, _mode(c)),
         lambda c, mesh: f"tensor_parallel.dtype = {_tensor_dtype(c)}, the precision sections say {_mode(c)}",
@@ -237,6 +243,27 @@ def _against_early(config: Config) -> list[str]:
 
 def _mode(config: Config) -> str:
     return "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
+
+
+def _against_halves(config: Config) -> str:
+    """Return an overlapping key of the tensor-parallel section with what it cannot go with; empty where there is no conflict."""
+    section = config.tensor_parallel
+    if section is None or not (section.half_batches or section.tp_overlap_comm):
+        return ""
+    key = "half_batches" if section.half_batches else "tp_overlap_comm"
+    conflicts = {
+        "megatron_layers, whose layers are the model's own": section.megatron_layers,
+        "train_micro_batch_size_per_gpu = 1, which has no halves": section.half_batches
+        and config.train_micro_batch_size_per_gpu == 1,
+        "compile.deepcompile, whose passes order what a graph does": section.half_batches
+        and config.compile is not None
+        and config.compile.deepcompile,
+        "expert_parallel, which counts the tokens of a whole batch": section.half_batches
+        and config.expert_parallel is not None
+        and config.expert_parallel.enabled,
+    }
+    found = [what for what, wrong in conflicts.items() if wrong]
+    return f"{key} with {' and with '.join(found)}" if found else ""
 
 
 def _tensor_dtype(config: Config) -> str | None:

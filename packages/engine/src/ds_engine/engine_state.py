@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_monitor
-from ds_config.errors import PlanError
+from ds_config.errors import PlanError, UnsupportedError
 from ds_engine.batches import BatchSource
 from ds_engine.compiling.compiled_run import CompiledRun
 from ds_engine.compiling.schedule_passes import Contract
@@ -31,6 +31,7 @@ from ds_engine.plan import Plan
 from ds_engine.pretrained import SavesWhole
 from ds_engine.result import StepResult
 from ds_engine.whole_values import KnownState
+from ds_parallel.tensor import tensor_parallel_of
 from ds_pipe import Action
 from ds_zero import ShardedModel, ShardedOptimizer
 from ds_zero.runtime.suspend import KINDS
@@ -262,7 +263,16 @@ class EngineState(nn.Module):
             compile_kwargs: Of `torch.compile`, as `options`, too.
             schedule: (step, passes) instead of the plan's: from that step on these names, or functions, and no others.
             budget_bytes: Of device memory, for passes that choose by memory; None: no limit.
+        Raises:
+            UnsupportedError: layers run two half batches in turn, which no graph can say ("tensor-halves").
         """
+        cut = tensor_parallel_of(self.module)
+        if cut is not None and cut.plan.halves:
+            raise UnsupportedError(
+                "compile() with tensor_parallel.half_batches: each layer runs in two threads in turn, which no graph can say",
+                code="tensor-halves",
+                fix="Leave half_batches out; the compiler's own passes move sums.",
+            )
         self._compilation.compile(backend, {**(compile_kwargs or {}), **options}, schedule, budget_bytes)
 
     def register_compile_pass(self, name: str, fn: Callable[..., Any], contract: Contract | None = None) -> None:

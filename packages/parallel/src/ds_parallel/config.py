@@ -124,9 +124,14 @@ class TensorParallelConfig(StrictModel):
     dtype: str = Field(
         default="torch.float16", description="If given, it must be the format that the precision sections say."
     )
-    tp_overlap_comm: Annotated[
-        bool, Unsupported("leave it out: the layers that read one input sum its gradient in one all-reduce")
-    ] = False
+    tp_overlap_comm: bool = Field(
+        default=False,
+        description="In backward the all-reduce of a column layer's input gradient travels while gradients of weights are computed.",
+    )
+    half_batches: bool = Field(
+        default=False,
+        description="Each layer computes two halves of its batch in turn, one while the all-reduces of the other travel; with tp_overlap_comm.",
+    )
     vocab_parallel_lm_head: bool | None = Field(
         default=None,
         description="True leaves logits cut by vocabulary and computes a transformers model's loss from the parts; null and false put them together.",
@@ -180,4 +185,6 @@ class TensorParallelConfig(StrictModel):
             strict=part.strict_mode,
             embeddings=ShardKind.FEATURES if by_features else ShardKind.VOCABULARY,
             gather_logits=not self.vocab_parallel_lm_head,
+            late_gradients=self.tp_overlap_comm,
+            half_batches=self.half_batches,
         )

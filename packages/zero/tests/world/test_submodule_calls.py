@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import ds_comm
 import ds_zero
 from ds_config.errors import PlanError
 from ds_testing import world
+from ds_zero._torch import unpack_hook
 
 NONE_STAYS = ds_zero.UnitSizePolicy(max_numel=300, persist_numel=0)
 
@@ -111,3 +113,75 @@ def test_calls_of_several_sets_of_ranks_are_refused():
     with pytest.raises(PlanError, match="call other modules by themselves: a, head") as error:
         (net.a if dist.get_rank() == 0 else net.head)(torch.ones(2, 16))
     assert error.value.code == "zero-calls-differ"
+
+
+class Pausing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(16, 8) / 4), nn.Parameter(torch.randn(8, 16) / 4)
+
+    def forward(self, x, pause):
+        x = x @ self.up
+        pause()
+        return x @ self.down
+
+
+class InTurn(nn.Module):
+    """Calls its parts from two threads, of which one runs at a time: both are inside of a part at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(Pausing() for _ in range(3))
+
+    def half(self, x, pause):
+        for part in self.parts:
+            x = part(x, pause)
+        return x
+
+    def forward(self, x):
+        turns, results, over = [threading.Semaphore(1), threading.Semaphore(0)], [None, None], [False, False]
+
+        def pause(own):
+            if not over[1 - own]:
+                turns[1 - own].release()
+                turns[own].acquire()
+
+        def run(own):
+            turns[own].acquire()
+            results[own] = self.half(x[own::2], lambda: pause(own))
+            over[own] = True
+            turns[1 - own].release()
+
+        second = threading.Thread(target=run, args=(1,))
+        second.start()
+        run(0)
+        second.join()
+        return torch.cat(results)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@world(2)
+def test_a_module_may_be_called_in_two_threads_in_turn(stage):
+    """A unit was released when one of them left, and stayed gathered until the update from then on."""
+    torch.manual_seed(0)
+    net = InTurn()
+    plain = copy.deepcopy(net)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = ds_zero.shard(net, optimizer, stage=stage, policy=NONE_STAYS, memory="private")
+    for batch in torch.randn(3, 4, 16):
+        reference.zero_grad()
+        plain(batch).square().mean().backward()
+        output = net(batch)
+        assert unpack_hook() is None  # each thread has ended the watch that it began
+        output.square().mean().backward()
+        torch.testing.assert_close(output, plain(batch))
+        reference.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    gathering = optimizer.sharding.runtime.gathering
+    assert gathering.shared == []  # none was released, and touched in its module all the same
+    assert stage == 2 or gathering.observed_orders["forward "] == gathering.released
+    optimizer.close()
+    for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, other)

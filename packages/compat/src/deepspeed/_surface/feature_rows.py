@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import deepspeed._surface.group_rows as g
 from deepspeed._surface.refusals import (
     COMPRESS,
+    DOMINO,
     ELASTIC,
     GATES,
     INFERENCE,
     SERIAL,
-    TENSOR,
 )
 from deepspeed._surface.surface_rows import Missing, Rows, from_, not_, values
 
@@ -270,5 +270,13 @@ FEATURES: Mapping[str, Rows] = {
     "deepspeed.runtime.rollout.hybrid_engine_rollout": from_(g.HYBRID, "HybridEngineRollout", "HybridEngineRolloutConfig"),
     "deepspeed.runtime.rollout.opsd": g.DIVERGENCE,
     "deepspeed.runtime.hybrid_engine": from_(g.HYBRID, "DeepSpeedHybridEngine"),
-    "deepspeed.domino": {**not_(TENSOR, "DominoTransformerLayer")},
+    "deepspeed.runtime.domino": {},
+    "deepspeed.runtime.domino.async_linear": from_(
+        g.DOMINO, "DominoAsyncColumnParallelLinear", "DominoAsyncColumnParallelLinearImpl", "RowParallelLinearNoComm",
+    ),
+    "deepspeed.runtime.domino.transformer": {
+        **from_(g.DOMINO, "DominoModule", "DominoUtil", "NoOper", "_Wait_bwd_comm"),
+        **not_(DOMINO, "CoreAttention", "DominoTransformer", "DominoTransformerLayer", "ShardedAttention", "bias_dropout_add"),
+    },
+    "deepspeed.domino": {**not_(DOMINO, "DominoTransformerLayer")},
 }  # fmt: skip

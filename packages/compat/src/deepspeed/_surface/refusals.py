@@ -18,6 +18,10 @@ GATES = Missing("it is made of other arguments", "deepspeed.moe.layer.MoE, or ds
 TENSOR = Missing(
     "layers are cut by a plan, in place", "the `tensor_parallel` section, or ds_parallel.tensor.parallelize_model"
 )
+DOMINO = Missing(
+    "a model keeps its own layers, which run two half batches in turn",
+    "tensor_parallel.half_batches of the configuration",
+)
 PRESETS = Missing("a family's rules are chosen by its type", "tensor_parallel.preset_model of the configuration")
 SEQUENCE = Missing(
     "what attends shares a sequence; no graph is rewritten for it",

@@ -37,6 +37,7 @@ _REASONS: Mapping[Missing, str] = {
     r.EXPERTS: "module_inject.auto_ep moe.ep_ moe.fused_expert_layout checkpoint.autoep",
     r.GATES: "moe",
     r.HYBRID_GRAPH: "runtime.hybrid_engine runtime.rollout",
+    r.DOMINO: "runtime.domino domino",
     r.INFERENCE: "model_implementations module_inject inference replace_transformer_layer revert_transformer_layer",
     r.INTERNAL: "",
     r.IO: "io nvme",
@@ -56,8 +57,7 @@ _REASONS: Mapping[Missing, str] = {
     r.SEQUENCE: "sequence runtime.sequence_parallel runtime.chunked_cross_entropy",
     r.SPARSE: "ops.sparse_attention",
     r.STAGES: "pipe runtime.pipe",
-    r.TENSOR: "module_inject.auto_tp module_inject.layers module_inject.tp_ module_inject.ReplaceWithTensorSlicing runtime.tensor_parallel "
-    "runtime.domino domino",
+    r.TENSOR: "module_inject.auto_tp module_inject.layers module_inject.tp_ module_inject.ReplaceWithTensorSlicing runtime.tensor_parallel",
     r.TIERS: "ops.adam.zenflow ops.adam.multi_tensor_apply ops.adam.ZenFlow runtime.zenflow",
     r.TRANSFORMER: "ops.transformer DeepSpeedTransformer ops.DeepSpeedTransformer",
     r.TRANSPORT: "comm",

@@ -24,6 +24,7 @@ from ds_comm.fsdp import watch_fsdp
 from ds_comm.part_gradients import guard_gradients
 from ds_config.errors import PlanError, UnsupportedError
 from ds_parallel.tensor.dim_shards import DimShards
+from ds_parallel.tensor.half_batches import HalfBatches, Turns, run_layers_in_halves
 from ds_parallel.tensor.head_updates import InputCheck, follow_heads, sum_over
 from ds_parallel.tensor.layer_rules import ShardKind
 from ds_parallel.tensor.parallel_layers import CopyToTensorRegion, LayerShard, cut_class, part_names
@@ -76,10 +77,12 @@ class TensorParallelModel:
         group: The tensor-parallel ranks.
         shards: Its parameters that are parts, by their names in the model. One that is one part is the parameter it was.
         replaced: Parameters in several parts, and what took their place: for optimizers that were made before.
+        turns: Of the two halves of a layer, where layers run in halves.
     """
 
     def __init__(self, model: nn.Module, plan: TensorPlan, group: Group) -> None:
         self.model, self.plan, self.group = model, plan, group
+        self.turns = Turns()
         self.shards: dict[str, Held] = {}
         self.replaced: dict[nn.Parameter, list[nn.Parameter]] = {}
         self._were: list[_Was] = []
@@ -217,6 +220,7 @@ class TensorParallelModel:
         while self._handles:
             self._handles.pop().remove()
         self._replicas.remove()
+        self.turns.close()
 
     def undo(self) -> None:
         """Give the model whole weights and its own layers back. Collective: every rank of the group calls it."""
@@ -263,6 +267,7 @@ class _Was:
 
     def restore(self) -> None:
         self.module.__dict__.pop("_ds_part", None)
+        self.module.__dict__.pop("_ds_halves", None)
         self.module.__class__ = self.kind
         self.module.__dict__.update(self.attributes)
         self.module._parameters.clear()
@@ -300,14 +305,14 @@ def parallelize_model(model: nn.Module, plan: TensorPlan, group: Group) -> Tenso
             _replace(result, decision, module, name, sliced)
         if first:
             cut = decision.cuts.get("weight") or decision.cuts["gate_up_proj"]
-            fan = fans.setdefault(decision.name.rpartition(".")[0], CopyToTensorRegion(group))
-            partials = result._partials
-            part = LayerShard(
-                group, cut, fan, partials, decision.layer.transposed, decision.gather_output, decision.split_input
-            )
+            part = _layer_shard(result, decision, cut, fans)
             module.__dict__["_ds_part"] = part
             module.__class__ = classes[decision.name]
             _resize(module, decision, cut, group.rank)
+    if plan.halves:
+        layers = {name: modules[name] for name in plan.halves}
+        result._were += [_Was.note(layer) for layer in layers.values()]
+        run_layers_in_halves(layers, HalfBatches(result.turns, plan.head_arguments))
     _note_holders(result)
     _mark_parts(result)
     result._were += [_Was.note(modules[name]) for name in plan.heads]
@@ -324,6 +329,27 @@ def parallelize_model(model: nn.Module, plan: TensorPlan, group: Group) -> Tenso
         )
     model.__dict__[_MARK] = result
     return result
+
+
+def _layer_shard(
+    result: TensorParallelModel, decision: Decision, cut: DimShards, fans: dict[str, CopyToTensorRegion]
+) -> LayerShard:
+    """Return what a layer knows of itself; layers below one module share the copy of their input."""
+    plan, group = result.plan, result.group
+    turns = result.turns if any(decision.name.startswith(f"{layer}.") for layer in plan.halves) else None
+    made = CopyToTensorRegion(group, plan.late_gradients, turns)
+    fan = fans.setdefault(decision.name.rpartition(".")[0], made)
+    fan.has_end = fan.has_end or decision.kind is ShardKind.ROW
+    return LayerShard(
+        group,
+        cut,
+        fan,
+        result._partials,
+        decision.layer.transposed,
+        decision.gather_output,
+        decision.split_input,
+        turns,
+    )
 
 
 def _mark_parts(result: TensorParallelModel) -> None:

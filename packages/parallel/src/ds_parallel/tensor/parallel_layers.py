@@ -21,10 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ds_comm import Group
-from ds_comm.differentiable import copy, gather, reduce, split
+from ds_comm.differentiable import copy, copy_with_late_sum, gather, reduce, split
 from ds_config.errors import UnsupportedError
-from ds_parallel._torch import version_of
+from ds_parallel._torch import order_of, set_order, version_of
 from ds_parallel.tensor.dim_shards import DimShards
+from ds_parallel.tensor.half_batches import Turns
+from ds_parallel.tensor.half_plan import LATE_GRADIENT, wait_number
+from ds_parallel.tensor.late_gradients import late_linear
 from ds_parallel.tensor.layer_rules import ShardKind
 from ds_parallel.tensor.partial_gradients import PartialGradients
 
@@ -34,12 +37,29 @@ __all__ = ["CopyToTensorRegion", "LayerShard", "cut_class", "kind_of", "part_nam
 class CopyToTensorRegion:
     """`f` of an input that several column layers read: one sum of gradients for all of them.
 
-    The layers of one attention or one MLP share it. Whichever reads an input first makes the copy; the others find it.
+    The layers of one attention or one MLP share it. Whichever reads an input first makes the copy; the others find it, until the row layer behind
+    them is called (`end`).
+
+    Args:
+        is_late: The sum travels while backward computes what needs it not.
+        turns: Of the layer's halves; None where it does not run in halves.
+    Attributes:
+        late_number: For `late_linear`: the gradient of a weight is computed when the sum is under way.
+        has_end: A row layer is among the layers that share it; without one nothing is remembered.
     """
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self._last: tuple[weakref.ref[Tensor], weakref.ref[Tensor], int] | None = None
+    def __init__(self, group: Group, is_late: bool = False, turns: Turns | None = None) -> None:
+        self.group, self.is_late, self._turns = group, is_late, turns
+        self.late_number, self.has_end = LATE_GRADIENT, False
+        self._last: tuple[weakref.ref[Tensor], Tensor, int] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _make_region, (
+            self.group,
+            self.is_late,
+            self._turns,
+            self.has_end,
+        )  # nobody has read an input of the copied model
 
     def __call__(self, x: Tensor) -> Tensor:
         if not (torch.is_grad_enabled() and x.requires_grad):
@@ -47,13 +67,38 @@ class CopyToTensorRegion:
         if torch.compiler.is_compiling():  # the compiler's passes see what reads one input
             return copy(x, self.group)
         if self._last is not None:
-            source, copy_ref, version = self._last
-            copied = copy_ref()
-            if source() is x and copied is not None and version == version_of(x):
+            source, copied, version = self._last
+            if source() is x and version == version_of(x):
                 return copied
-        result = copy(x, self.group)
-        self._last = (weakref.ref(x), weakref.ref(result), version_of(x))
+        result = self._late(x) if self.is_late else copy(x, self.group)
+        # The tensor itself: torch may drop its Python object at once, though the graph goes on with it.
+        self._last = (weakref.ref(x), result, version_of(x)) if self.has_end else None
         return result
+
+    def end(self) -> None:
+        """Forget the last copy, which keeps its input and its graph."""
+        self._last = None
+
+    def _late(self, x: Tensor) -> Tensor:
+        """Copy with a sum of its own node, and one that waits for it, which backward takes after all that is ready."""
+        result = copy_with_late_sum(x, self.group)
+        start = result.grad_fn
+        wait = None if start is None else start.next_functions[0][0]
+        lane = None if self._turns is None else self._turns.lane
+        if lane is None:  # in the order start, gradients of weights, wait, before whatever is older
+            self.late_number = order_of(wait)
+            set_order(wait, self.late_number - 1)
+        else:
+            self.late_number = LATE_GRADIENT
+            set_order(wait, wait_number(lane.copies, lane.half))
+            lane.copies += 1
+        return result
+
+
+def _make_region(group: Group, is_late: bool, turns: Turns | None, has_end: bool) -> CopyToTensorRegion:
+    region = CopyToTensorRegion(group, is_late, turns)
+    region.has_end = has_end
+    return region
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +110,7 @@ class LayerShard:
         cut: Of its weight (of `gate_up_proj` for packed experts).
         fan: Shared by the layers that read one input.
         partials: Sums gradients of whole tensors between a column layer and this one; shared by all layers of a model.
+        turns: Of the layer that this one is in, where that runs in halves; shared by all layers of a model.
         transposed: The weight is [in, out].
         gather_output, split_input: See `LayerRule`.
     """
@@ -76,6 +122,7 @@ class LayerShard:
     transposed: bool = False
     gather_output: bool = False
     split_input: bool = False
+    turns: Turns | None = None
 
     def widths(self, part: int) -> list[int]:
         """Return how many elements of a part each rank has."""
@@ -147,7 +194,11 @@ class _Column(_Front):
         for index in range(len(part.cut.parts)):
             end = f"_{index}" if several else ""
             weight, bias = getattr(self, f"weight{end}"), getattr(self, f"bias{end}", None)
-            out = functional.linear(x, weight.t() if part.transposed else weight, bias)
+            weight = weight.t() if part.transposed else weight
+            if part.fan.is_late and not torch.compiler.is_compiling():
+                out = late_linear(x, weight, bias, part.fan.late_number)
+            else:
+                out = functional.linear(x, weight, bias)
             outs.append(gather(out, part.group, -1, part.widths(index)) if part.gather_output else out)
         return torch.cat(outs, -1) if several else outs[0]
 
@@ -158,11 +209,17 @@ class _Row(_Front):
 
     def forward(self, x: Tensor) -> Tensor:
         part = self._ds_part
+        part.fan.end()
         if part.split_input:
             x = split(x, part.group, -1, part.widths(0))
         elif not torch.compiler.is_compiling():
             part.partials.close_region(x)
-        out: Tensor = reduce(functional.linear(x, self.weight.t() if part.transposed else self.weight), part.group)
+        product = functional.linear(x, self.weight.t() if part.transposed else self.weight)
+        turns = part.turns
+        if turns is None or turns.lane is None:
+            out: Tensor = reduce(product, part.group)
+        else:
+            out = turns.give(reduce(product, part.group, async_op=True))
         return out if self.bias is None else out + self.bias
 
 

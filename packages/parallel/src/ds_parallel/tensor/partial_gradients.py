@@ -13,6 +13,7 @@ came of it: parameters that all ranks hold whole have one gradient on all of the
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
@@ -47,7 +48,7 @@ class PartialGradients:
         self.group = group
         self._parts: frozenset[int] = frozenset()
         self._summed: frozenset[int] = frozenset()
-        self._nodes: set[int] = set()
+        self._nodes: set[tuple[int, int]] = set()
 
     def know(self, parts: Iterable[nn.Parameter], summed: Iterable[nn.Parameter]) -> None:
         """Set which parameters are parts, and which have their whole gradient summed by a rule."""
@@ -70,7 +71,7 @@ class PartialGradients:
                 for index, (child, _) in enumerate(node.next_functions)
                 if child is not None and not region.get(child, False) and not self._is_cut(child)
             ]
-            number = node._sequence_nr()
+            number = threading.get_ident(), node._sequence_nr()  # each thread counts for itself
             if edges and number not in self._nodes:  # two row layers may read one region
                 self._nodes.add(number)
                 node.register_hook(partial(self._sum, edges))

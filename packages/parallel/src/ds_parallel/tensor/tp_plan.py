@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ds_config.errors import PlanError, UnsupportedError
 from ds_parallel.tensor.dim_shards import DimShards, HeadUnit, ShardPart, cut_dim
+from ds_parallel.tensor.half_plan import LayerCut, layers_in_halves
 from ds_parallel.tensor.layer_rules import (
     ConfiguredLayerRule,
     LayerRule,
@@ -47,6 +48,8 @@ class TensorOptions:
         experts: Whether packed experts are cut; False where expert parallelism cuts them by number.
         gather_logits: Whether the last layer's output is put together on every rank; without it the loss must be
             `vocab_parallel_cross_entropy`.
+        late_gradients: Sums of gradients of column layers' inputs travel while gradients of weights are computed.
+        half_batches: Layers run two half batches in turn, so that one computes while the other's sums travel; with late gradients.
     """
 
     degree: int
@@ -60,6 +63,8 @@ class TensorOptions:
     embeddings: ShardKind = ShardKind.VOCABULARY
     experts: bool = True
     gather_logits: bool = True
+    late_gradients: bool = False
+    half_batches: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,8 @@ class TensorPlan:
         attributes: For each attention module that is cut, its own whole numbers: by name one value a rank.
         heads: For each of these, (query heads, key-value heads) of a rank as stretches.
         head_arguments: Names of their arguments that hold something for every head.
+        late_gradients: See `TensorOptions`.
+        halves: Names of the layers that run half batches in turn; none where that was not asked for.
     """
 
     degree: int
@@ -116,6 +123,8 @@ class TensorPlan:
     heads: Mapping[str, tuple[tuple[tuple[int, int], tuple[int, int]], ...]] = field(default_factory=dict)
     attributes: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
     head_arguments: tuple[str, ...] = ()
+    late_gradients: bool = False
+    halves: tuple[str, ...] = ()
 
     @property
     def cut(self) -> tuple[Decision, ...]:
@@ -166,6 +175,8 @@ class TensorPlan:
         table = [(f"{row[0]} (x{count})" if count > 1 else row[0], *row[1:]) for row, count in rows.items()]
         widths = [max((len(row[at]) for row in table), default=0) for at in range(3)]
         lines += ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in table]
+        if self.halves:
+            lines.append(f"{len(self.halves)} layers run two half batches in turn: {_starred(self.halves[0])}")
         return "\n".join(line.rstrip() for line in lines)
 
 
@@ -175,7 +186,7 @@ def make_tensor_plan(facts: ModelFacts, options: TensorOptions) -> TensorPlan:
     Raises:
         UnsupportedError: a weight that a rule would cut is computed from others ("tensor-layer").
         PlanError: a layer is in no rule and `strict` is set ("tensor-unmatched"); nothing is cut ("tensor-nothing"); see
-            `cut_dim` and `rules_of_tp_plan`.
+            `cut_dim`, `rules_of_tp_plan` and `layers_in_halves`.
     """
     rules = rules_of_specs(options.specs, facts.model_type)
     head_arguments: tuple[str, ...] = ()
@@ -199,7 +210,10 @@ def make_tensor_plan(facts: ModelFacts, options: TensorOptions) -> TensorPlan:
     cut = [facts.attentions[name] for name in dict.fromkeys(d.attention for d in decisions if d.cuts and d.attention)]
     heads = {attention.name: attention.heads.stretches(options.degree) for attention in cut}
     attributes = {attention.name: _attributes(attention, options.degree) for attention in cut}
-    return TensorPlan(options.degree, decisions, heads, attributes, head_arguments)
+    in_halves = options.half_batches and options.degree > 1
+    halves = layers_in_halves(LayerCut(d.name, d.kind) for d in decisions if d.cuts) if in_halves else ()
+    late = options.degree > 1 and (options.late_gradients or options.half_batches)
+    return TensorPlan(options.degree, decisions, heads, attributes, head_arguments, late, halves)
 
 
 def _with_tied_heads(decisions: tuple[Decision, ...], facts: ModelFacts) -> tuple[Decision, ...]:

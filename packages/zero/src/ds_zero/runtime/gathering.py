@@ -362,6 +362,8 @@ class Gathering(AccessHandler):
 
         The unit stays gathered while another use needs it, or if it was prefetched for a later use.
         """
+        if self.running[number]:
+            return
         order = self._forward if graph_task_id() == -1 else self._backward
         if order is None or not order.is_waiting(number):
             self._release(number)

@@ -7,6 +7,7 @@ call is known by its Python frame: the frame is on the stack of a thread exactly
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
@@ -47,36 +48,40 @@ class OpenCall:
 
 
 class OpenCalls:
-    """The stack of one model's open calls."""
+    """The stacks of one model's open calls, one for each thread: a layer may run its half batches in two."""
 
     def __init__(self) -> None:
-        self._calls: list[OpenCall] = []
+        self._stacks: dict[int, list[OpenCall]] = {}
 
     def begin(self, key: object, numbers: tuple[int, ...]) -> OpenCall:
         """Open a call, in the forward pre-hook of its module."""
         call = OpenCall(key, numbers, _calling_frame(), sys.exc_info()[1])
-        self._calls.append(call)
+        self._stacks.setdefault(threading.get_ident(), []).append(call)
         return call
 
     def end(self, key: object) -> tuple[OpenCall | None, list[OpenCall]]:
-        """Close the innermost call with this pair of hooks.
+        """Close this thread's innermost call with this pair of hooks.
 
         Returns:
             The call, None where its first hook did not run because a hook before that raised; and the calls inside, innermost first,
             that ended without their second hook.
         """
-        place = next((i for i in reversed(range(len(self._calls))) if self._calls[i].key is key), None)
+        calls = self._stacks.get(threading.get_ident(), [])
+        place = next((i for i in reversed(range(len(calls))) if calls[i].key is key), None)
         if place is None:
             return None, []
-        call, inside = self._calls[place], self._calls[place + 1 :]
-        del self._calls[place:]
+        call, inside = calls[place], calls[place + 1 :]
+        del calls[place:]
         return call, inside[::-1]
 
     def take_ended(self) -> list[OpenCall]:
         """Close the calls that do not run any more, innermost first. Cost: a look at the few frames since the last open call."""
         ended = []
-        while self._calls and not _is_running(self._calls[-1].frame):
-            ended.append(self._calls.pop())
+        for thread, calls in list(self._stacks.items()):
+            while calls and not _is_running(calls[-1].frame):
+                ended.append(calls.pop())
+            if not calls:
+                del self._stacks[thread]
         return ended
 
 

@@ -125,11 +125,6 @@ _VAIN: tuple[tuple[tuple[str, ...], Callable[[Raw], bool], str], ...] = (
     (("bf16", "bf16_master_weights_and_grads"), _off("bf16", "bfloat16"), "bf16 is not enabled"),
     (("bfloat16", "bf16_master_weights_and_grads"), _off("bf16", "bfloat16"), "bf16 is not enabled"),
     (("torch_autocast", "dtype"), _off("torch_autocast"), "torch_autocast is not enabled"),
-    (
-        ("tensor_parallel", "tp_overlap_comm"),
-        lambda raw: True,
-        "layers that read one input sum its gradient once",
-    ),
 )
 """Keys that do nothing beside others: where, when, and what would be right."""
 
