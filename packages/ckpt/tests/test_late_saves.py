@@ -14,7 +14,7 @@ from torch import Tensor
 
 import ds_ckpt
 from ds_accel import streams
-from ds_ckpt import shard_tensors
+from ds_ckpt import checkpoint_loader, shard_tensors
 from ds_ckpt.engines import AsyncCheckpointer, SyncCheckpointer
 from ds_ckpt.writer import SLAB_BYTES, SlabPool
 from ds_testing.late_device import LateEvent, drawn_orders, late_device
@@ -126,3 +126,34 @@ def test_the_thread_that_writes_waits_on_the_device_of_the_tensors(
     behind = [inside for thread, inside in waits if thread.startswith("ds-ckpt-behind")]
     assert behind
     assert all(behind)
+
+
+@drawn_orders
+def test_a_load_fills_tensors_of_the_device(order: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through page-locked memory, in several parts; what is queued next sees the loaded values."""
+    expected = state()
+    save_once(tmp_path / "c", expected)
+    monkeypatch.setattr(checkpoint_loader, "_STAGING_BYTES", SLAB_BYTES)
+    with late_device(order):
+        target = {name: torch.zeros_like(value) for name, value in expected.items()}
+        ds_ckpt.load(tmp_path / "c", ds_ckpt.full_shards(target))
+        twice = {name: value * 2 for name, value in target.items()}
+    for name, value in expected.items():
+        assert torch.equal(target[name], value), name
+        assert torch.equal(twice[name], value * 2), name
+
+
+@drawn_orders
+def test_a_snapshot_has_the_values_of_the_moment(order: int, tmp_path: Path) -> None:
+    expected = {name: value[:1000].clone() for name, value in state().items() if name != "odd"}
+    with late_device(order):
+        values = {name: value[:1000] * 1 for name, value in state().items() if name != "odd"}
+        snapshots = ds_ckpt.PeerSnapshots(tmp_path / "memory")
+        snapshots.offer(1, ds_ckpt.full_shards(values), {})
+        for value in values.values():
+            value.fill_(7)
+        back = {name: torch.zeros_like(value) for name, value in values.items()}
+        assert snapshots.restore(ds_ckpt.full_shards(back)) == (1, {})
+        snapshots.close()
+    for name, value in expected.items():
+        assert torch.equal(back[name], value), name

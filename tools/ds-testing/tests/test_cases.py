@@ -55,3 +55,16 @@ def test_how_many():
     for words, expected in (((), 80), (("--cases=sample",), 20)):
         outcomes = run_pytest(tmp_path, body.replace("{expected}", str(expected)), *words)
         assert outcomes["test_how_many"] == ("passed", "")
+
+
+def test_a_sample_is_of_the_cases_that_were_selected(run_pytest, tmp_path):
+    """It was drawn of all of them: of 5 cases by default and 195 in the nightly run the default run had none."""
+    body = """
+import pytest
+
+@pytest.mark.parametrize("order", [*range(5), *(pytest.param(n, marks=pytest.mark.slow) for n in range(5, 200))])
+def test_orders(order):
+    pass
+"""
+    outcomes = run_pytest(tmp_path, body, "--cases=sample", "-m", "not slow", "-W", "ignore")
+    assert sum(kind == "passed" for kind, _ in outcomes.values()) == 4

@@ -18,9 +18,14 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-__all__ = ["ThreadState", "in_backward", "order_of", "saved_hooks", "set_order", "version_of"]
+__all__ = ["ThreadState", "graph_task", "in_backward", "order_of", "saved_hooks", "set_order", "version_of"]
 
 _Hooks = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+def graph_task() -> int:
+    """Return the number of the backward that runs on this thread, which no other one of the process has; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
 
 
 def version_of(tensor: Tensor) -> int:
@@ -41,7 +46,7 @@ def set_order(node: Node | None, number: int) -> None:
 
 def in_backward() -> bool:
     """Whether this thread runs a backward: what is computed here is computed again."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return graph_task() != -1
 
 
 def saved_hooks() -> _Hooks | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -184,6 +186,53 @@ def test_only_the_first_backward_is_compared_and_gradients_that_are_not_finite_w
     assert [counts[1] - later for later in counts[2:]] == [used, used]
     cut.close()
     assert not cut._replicas._handles
+
+
+@world(2)
+def test_a_forward_without_a_backward_leaves_nothing_out_of_the_next_ones_sums() -> None:
+    """Nodes were known by numbers that each thread counts for itself, from 0."""
+    whole, net = net_of(Slope), net_of(Slope)
+    cut_of(net)
+    kept: list[Tensor] = []
+
+    def in_thread(run: Callable[[], object]) -> None:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+
+    whole(batch()).square().mean().backward()
+    in_thread(lambda: kept.append(net(batch(1))))
+    in_thread(lambda: net(batch()).square().mean().backward())
+    for name, param in net.named_parameters():
+        if name.endswith("slope.weight"):
+            torch.testing.assert_close(param.grad, whole.get_parameter(name).grad, atol=1e-6, rtol=1e-5)
+
+
+class Broken(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+
+@world(2)
+def test_a_backward_that_raised_is_not_the_one_that_is_compared() -> None:
+    """Its digests stayed, so that no later gradients were compared."""
+    net = net_of(Random)
+    cut_of(net)
+    with mock.patch.object(ReplicaGradientCheck, "every", False):
+        handle = net[1].register_forward_pre_hook(lambda module, args: (Broken.apply(args[0]),))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            net(batch()).square().mean().backward()
+        handle.remove()
+        net.zero_grad()
+        with pytest.raises(PlanError, match=r"gain \(norms"):
+            net(batch()).square().mean().backward()
 
 
 GLM4 = {

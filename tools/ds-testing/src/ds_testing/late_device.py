@@ -198,7 +198,7 @@ class LateDevice(StreamsBackend):
         task = self._favoured.queue.popleft()
         self.queued_uses.subtract(task.numbers)
         if task.run is not None:
-            with torch.no_grad(), _outside():
+            with torch.inference_mode(), _outside():  # whoever queued it may have been in that mode
                 task.run()
         return True
 

@@ -94,6 +94,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[_POOL].close()
 
 
+@pytest.hookimpl(trylast=True)  # after `-m` and `-k`: a sample is of the cases that they leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Draw cases where a sample was asked for, and let pytest-timeout wait for worlds.
 

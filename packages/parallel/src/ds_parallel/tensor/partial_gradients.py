@@ -13,7 +13,6 @@ came of it: parameters that all ranks hold whole have one gradient on all of the
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
@@ -28,6 +27,7 @@ import ds_comm
 from ds_comm import Group
 from ds_comm.differentiable import reduce, region_edge
 from ds_config.errors import PlanError
+from ds_parallel._torch import graph_task
 
 __all__ = ["PartialGradients", "ReplicaGradientCheck"]
 
@@ -48,7 +48,7 @@ class PartialGradients:
         self.group = group
         self._parts: frozenset[int] = frozenset()
         self._summed: frozenset[int] = frozenset()
-        self._nodes: set[tuple[int, int]] = set()
+        self._mark = f"ds_parallel.partial_gradients.{id(self)}"  # in the metadata of nodes whose gradients are summed
 
     def know(self, parts: Iterable[nn.Parameter], summed: Iterable[nn.Parameter]) -> None:
         """Set which parameters are parts, and which have their whole gradient summed by a rule."""
@@ -71,13 +71,12 @@ class PartialGradients:
                 for index, (child, _) in enumerate(node.next_functions)
                 if child is not None and not region.get(child, False) and not self._is_cut(child)
             ]
-            number = threading.get_ident(), node._sequence_nr()  # each thread counts for itself
-            if edges and number not in self._nodes:  # two row layers may read one region
-                self._nodes.add(number)
+            metadata: Any = node.metadata  # torch's annotation is that of a method
+            if edges and self._mark not in metadata:  # two row layers may read one region
+                metadata[self._mark] = True
                 node.register_hook(partial(self._sum, edges))
 
     def _sum(self, edges: Collection[int], grads: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
-        self._nodes.clear()
         return tuple(
             reduce(grad, self.group, unit="partial gradient") if index in edges and grad is not None else grad
             for index, grad in enumerate(grads)
@@ -126,7 +125,7 @@ class ReplicaGradientCheck:
     def __init__(self, group: Group) -> None:
         self.group = group
         self._handles: dict[str, RemovableHandle] = {}
-        self._digests: dict[str, list[Tensor]] = {}
+        self._digests: dict[int, dict[str, list[Tensor]]] = {}  # of each backward: one that raised is asked no more
         self._tolerance: dict[str, float] = {}
 
     def watch_first(self, model: nn.Module, parts: list[nn.Parameter]) -> RemovableHandle:
@@ -159,24 +158,29 @@ class ReplicaGradientCheck:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+        self._digests.clear()
 
     def _note(self, name: str, grad: Tensor) -> None:
         if torch.compiler.is_compiling() or grad.is_sparse or grad.is_complex() or grad.numel() == 0:
             return
-        if not self._digests:
+        task = graph_task()
+        if task not in self._digests:
+            self._digests[task] = {}
             queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
-            queue(self._compare)
+            queue(partial(self._compare, task))
         values = grad.detach()
         wide = torch.promote_types(values.dtype, torch.float32)
-        self._digests[name] = [
+        self._digests[task][name] = [
             torch.linalg.vector_norm(values, dtype=wide).float(),
             values.sum(dtype=wide).float(),
         ]
         self._tolerance[name] = _TOLERANCE.get(grad.dtype, _EXACT_TOLERANCE)
 
-    def _compare(self) -> None:
-        names, self_digests = list(self._digests), self._digests
-        self._digests = {}
+    def _compare(self, task: int) -> None:
+        self_digests = self._digests.pop(task, {})
+        if not self_digests:  # watched no more
+            return
+        names = list(self_digests)
         local = torch.stack([value for digest in self_digests.values() for value in digest]).tolist()
         rows = {name: [local[2 * i], local[2 * i + 1]] for i, name in enumerate(names)}
         everyones = [_finite(other) for other in ds_comm.all_gather_json(_texts(rows), self.group)]
@@ -187,7 +191,8 @@ class ReplicaGradientCheck:
         ]
         if not self.every:
             for name in common:
-                self._handles.pop(name).remove()
+                if (handle := self._handles.pop(name, None)) is not None:
+                    handle.remove()
         if different:
             shown = different[:_SHOWN]
             norms = "; ".join(
