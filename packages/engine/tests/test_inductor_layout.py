@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
+import pytest
 import torch
 from torch import fx
 from torch._inductor.graph import get_user_visible_output_strides, mark_nodes_dislike_padding
 
 from ds_engine.compiling.rewriting import _Editor
+from ds_engine.compiling.session import CompileSettings
 
 
 def backward_graph() -> tuple[fx.Graph, fx.Node, list[fx.Node]]:
@@ -32,3 +36,13 @@ def test_gradients_that_were_handed_over_are_no_visible_outputs() -> None:
     assert visible == {results[2]: (4, 1)}
     with torch._inductor.config.patch(comprehensive_padding=True):
         mark_nodes_dislike_padding(graph, visible)
+
+
+@pytest.mark.parametrize("asked", [{"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}, {}])
+def test_a_run_that_asks_for_cuda_graphs_is_told_that_none_is_recorded(
+    asked: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "ds_engine"):
+        settings = CompileSettings("inductor", asked)
+    assert "triton.cudagraphs" not in settings.patches
+    assert ("CUDA graphs" in caplog.text) is bool(asked)

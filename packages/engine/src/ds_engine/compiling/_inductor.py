@@ -26,6 +26,10 @@ __all__ = ["backend", "lower", "mode_options"]
 _STAY: dict[str, Any] = {"reorder_for_peak_memory": False, "reorder_for_compute_comm_overlap": False}
 
 
+# A replayed CUDA graph repeats kernels, and nothing of what the verbs do on the host; what a graph hands over, or frees, would be memory of its pool.
+_NEVER: dict[str, Any] = {"triton.cudagraphs": False}
+
+
 _LEFT = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
 """An address that torch hands to each kernel it loads by way of the environment: child processes must not inherit it."""
 
@@ -48,7 +52,7 @@ def backend(
 ) -> Callable[..., Any]:
     """Compile a captured graph; `inner` gets the forward and the backward graph."""
     with captured(), _clean():
-        compiled: Any = compile_fx(gm, inputs, inner_compile=inner, config_patches={**_STAY, **patches})
+        compiled: Any = compile_fx(gm, inputs, inner_compile=inner, config_patches={**_STAY, **patches, **_NEVER})
         run: Callable[..., Any] = compiled
         return run
 
@@ -59,7 +63,7 @@ def lower(
     """Compile a graph that contains actions to code with inductor."""
     _tell_inductor()
     last = {_LAST: _Last(patches.get(_LAST))}
-    with torch._inductor.config.patch({**_STAY, **patches, **last}), V.set_fake_mode(fake), _clean():
+    with torch._inductor.config.patch({**_STAY, **patches, **_NEVER, **last}), V.set_fake_mode(fake), _clean():
         return compile_fx_inner(gm, inputs, **options)
 
 

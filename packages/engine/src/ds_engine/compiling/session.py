@@ -68,6 +68,10 @@ class CompileSettings:
         self.patches: dict[str, Any] = dict(kwargs.get("options") or {})
         if mode := kwargs.get("mode"):
             self.patches = {**_inductor().mode_options(mode), **self.patches}
+        if self.patches.pop("triton.cudagraphs", False):
+            _log.warning(
+                "compile() was asked for CUDA graphs: a replay would leave out what actions in graphs do, so none is recorded"
+            )
 
 
 class Session:
