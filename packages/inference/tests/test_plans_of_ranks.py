@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -31,12 +32,13 @@ def test_plans_come_as_they_were(seed: int) -> None:
             scheduler.cancel(draw.choice(running).request_id)
         plan = scheduler.schedule()
         copies += len(plan.copies)
+        plan = replace(plan, likeliest=draw.random() < 0.5)
         found = decoder.decode(encoder.encode(plan))
         for one, other in zip(plan.chunks, found.chunks, strict=True):
             assert (one.tokens, one.start, one.blocks, one.outputs) == (
                 other.tokens, other.start, other.blocks, other.outputs,
             )  # fmt: skip
-        assert found.copies == plan.copies
+        assert (found.copies, found.likeliest) == (plan.copies, plan.likeliest)
         scheduler.update({c.request: StepOutcome((draw.randrange(1 << 17),)) for c in plan.chunks if c.outputs})
     assert copies
 
@@ -51,5 +53,5 @@ def test_a_request_that_generates_adds_seven_integers() -> None:
         plan = scheduler.schedule()
         lengths.append(len(encoder.encode(plan)))
         scheduler.update({c.request: StepOutcome((7,)) for c in plan.chunks})
-    assert set(lengths[1:9]) == {2 + 32 * 7}
-    assert lengths[9] == 2 + 32 * 8  # each begins a block
+    assert set(lengths[1:9]) == {3 + 32 * 7}
+    assert lengths[9] == 3 + 32 * 8  # each begins a block

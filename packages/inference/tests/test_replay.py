@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from ds_comm import self_group
 from ds_config.errors import UnsupportedError
 from ds_inference import SamplingParams, SchedulerConfig, decoder_model, init_inference, load
 from ds_inference.cuda_graphs import CudaGraphRunner, DecodeGraphs, capture_sizes, cuda_graph
@@ -18,7 +19,6 @@ from ds_inference.decoder_model import replay_obstacle
 from ds_inference.paged_attention import BatchIndices, make_batch
 from ds_inference.requests import ScheduledChunk
 from ds_ops.quant_linear import quantize_weight
-from ds_ops.registry import Backend, Choice
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -75,7 +75,7 @@ class CpuRecorder:
 @pytest.mark.parametrize("in_place", [True, False])
 def test_replays_give_the_same_tokens(name: str, in_place: bool, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With each number of rows a graph, captured at load; where blocks are gathered, with each power of two of blocks, too."""
-    monkeypatch.setattr(decoder_model, "choose", lambda *_: choice(in_place))
+    monkeypatch.setattr(decoder_model, "captures_in_place", lambda *_: in_place)
     model = tiny(name).to(DEVICE)
     expected = [a.tokens for a in load(model, cuda_graphs=False, native=False).generate(PROMPTS, HOWS)]
     engine = load(model, cuda_graphs=False, native=False, budget=SchedulerConfig(64, 20))
@@ -93,7 +93,7 @@ def test_another_decoder_is_captured_with_the_weights_that_it_brings(
     tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a step of training: the generator keeps its cache, and takes the decoder of new weights."""
-    monkeypatch.setattr(decoder_model, "choose", lambda *_: choice(True))
+    monkeypatch.setattr(decoder_model, "captures_in_place", lambda *_: True)
     engine, other = (load(tiny(name), native=False, cuda_graphs=False) for name in ("llama", "llama tied"))
     wanted = other.generate(PROMPTS, HOWS)
     other.decoder._record = recorder = CpuRecorder()
@@ -105,8 +105,26 @@ def test_another_decoder_is_captured_with_the_weights_that_it_brings(
     assert recorder.replays
 
 
-def choice(in_place: bool) -> Choice:
-    return Choice(Backend("triton" if in_place else "reference", lambda: None, lambda *_: ""), ())
+@pytest.mark.parametrize("name", ["llama", "gemma2", "bloom", "mixtral", "gpt-oss"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_steps_with_drafts_are_replayed(name: str, in_place: bool, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many rows for each sequence, whatever drafts it has: the tokens of steps that are run, and of those without drafts."""
+    monkeypatch.setattr(decoder_model, "captures_in_place", lambda *_: in_place)
+    model, prompts = tiny(name).to(DEVICE), [[5, 9, 2] * 3, [7] * 20, [1], [3, 4] * 8]
+    hows = [SamplingParams(max_new_tokens=n, temperature=t, seed=3) for n, t in ((12, 0), (25, 0), (9, 0.8), (1, 0))]
+    options: dict[str, Any] = {"cuda_graphs": False, "native": False, "budget": SchedulerConfig(64, 6)}
+    expected = [a.tokens for a in load(model, **options).generate(prompts, hows)]
+    engine = load(model, num_speculative_tokens=3, **options)
+    engine.decoder._record = recorder = CpuRecorder()
+    engine._capture()
+    assert recorder.captures == ([32, 16, 8, 8, 4, 4, 2, 1] if in_place else [])
+    run = engine.decoder._forward
+    eager: list[int] = []
+    engine.decoder._forward = lambda batch, cache: (eager.append(batch.max_seqlen_q), run(batch, cache))[1]
+    assert [a.tokens for a in engine.generate(prompts, hows)] == expected
+    assert {n for n in recorder.replays if n > 4} >= {16}
+    assert all(longest > 4 for longest in eager), "a step of few tokens was not replayed"
+    assert any(longest > 4 for longest in eager)
 
 
 @pytest.mark.gpu
@@ -147,6 +165,7 @@ def test_rows_of_padding_write_nowhere_and_results_are_copies() -> None:
         assert logits is not None
         return logits[:, 0]
 
+    assert {each: sizes[-1] for each, sizes in graphs.sizes.items()} == {1: 4}
     first = step([7, 8, 9, 10])
     assert step([3, 2, 1]).tolist() == [3, 2, 1]
     assert first.tolist() == [7, 8, 9, 10]
@@ -154,6 +173,20 @@ def test_rows_of_padding_write_nowhere_and_results_are_copies() -> None:
     assert slots == [3 * 4 + 1, 2 * 4 + 1, 1 * 4 + 1, 99]
     assert lengths == [6, 6, 6, 1]
     assert [table[:2] for table in tables[:3]] == [[3, 3], [2, 2], [1, 1]]
+    drafts = DecodeGraphs(forward, rerun, (4, 3, 5), 99, torch.device("cpu"), reads_in_place=True, tokens=3)
+    chunks = [
+        ScheduledChunk(0, (20,), 5, (2, 3), 1),
+        ScheduledChunk(1, (31, 32), 4, (1, 1), 2),
+        ScheduledChunk(2, (41, 42, 43), 0, (4,), 1),
+    ]
+    batch, order = make_batch(chunks, 4, torch.device("cpu"))
+    logits = drafts.replay(batch)
+    assert logits is not None
+    assert [c.request for c in order] == [0, 1, 2]
+    assert logits[:, 0].tolist() == [20, 31, 32, 43]
+    slots, lengths, tables = seen[-1]
+    assert slots == [99, 99, 3 * 4 + 1, 99, 1 * 4, 1 * 4 + 1, 4 * 4, 4 * 4 + 1, 4 * 4 + 2, 99, 99, 99]
+    assert (lengths, [table[:2] for table in tables[:3]]) == ([6, 6, 3, 3], [[2, 3], [1, 1], [4, 0]])
     for chunks in ([ScheduledChunk(0, (1, 2), 0, (0,), 1)], [ScheduledChunk(i, (1,), 0, (i,), 1) for i in range(5)]):
         assert graphs.replay(make_batch(chunks, 4, torch.device("cpu"))[0]) is None
 
@@ -229,12 +262,10 @@ def test_what_cannot_be_recorded_is_said(tiny: Any) -> None:
     assert error.value.code == "inference-cuda-graph"
     spec, weights = load(tiny("mixtral")).decoder.spec, {"layers.0.feed.experts.up": torch.zeros(4, 96, 32)}
     weights["layers.1.feed.experts.up"] = weights["layers.0.feed.experts.up"]
-    assert "the host is told which experts were chosen" in replay_obstacle(spec, False, weights)
-    assert not replay_obstacle(spec, False, {role: w.bfloat16() for role, w in weights.items()})
-    assert replay_obstacle(spec, False, {role: quantize_weight(w) for role, w in weights.items()}).endswith(
-        "(experts of int8)"
-    )
-    assert replay_obstacle(load(tiny("llama")).decoder.spec, True, {})
+    assert "the host is told which experts were chosen" in replay_obstacle(spec, weights, self_group())
+    assert not replay_obstacle(spec, {role: w.bfloat16() for role, w in weights.items()}, self_group())
+    codes = {role: quantize_weight(w) for role, w in weights.items()}
+    assert replay_obstacle(spec, codes, self_group()).endswith("(experts of int8)")
 
 
 @pytest.mark.gpu

@@ -64,7 +64,7 @@ def test_what_it_does_not_do_is_gathered() -> None:
 
 
 def test_why_it_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [b.name for b in ATTENTION.backends] == ["triton", "varlen", "reference"]
+    assert [b.name for b in ATTENTION.backends] == ["triton", "flashinfer", "varlen", "reference"]
     assert "cuda tensors" in varlen_attention.varlen_obstacle("cpu", torch.bfloat16)
     assert "float32" in varlen_attention.varlen_obstacle("cuda", torch.float32)
     varlen_attention._no_block_table.cache_clear()

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from ds_comm._torch import is_alive, named_group
+from ds_comm._torch import backend_names, is_alive, named_group
 from ds_comm.single import SINGLE
 from ds_comm.transports import Transport, transports
 from ds_config.errors import CommError
@@ -124,6 +124,10 @@ class Group:
     def global_rank(self) -> int:
         """This process's rank in the world."""
         return self.ranks[self.rank]
+
+    def backend(self, device_type: str) -> str:
+        """Return the name of the backend that carries tensors of a device type; empty for a group of one, or where none does."""
+        return "" if self.link is None else backend_names(self.link).get(device_type, "")
 
     def index(self, global_rank: int) -> int:
         """Index in this group of a rank of the world."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from ds_accel import streams
 from ds_config.errors import PlanError
 from ds_inference.sampling import LARGEST_BIAS, SamplingParams, draw_seed
+from ds_inference.tensor_parallel import LikeliestTokens
 from ds_ops.registry import Backend, Op, choose, reference_backend
 from ds_ops.triton_kernels.kernel_arguments import PHILOX_ROUNDS, SAMPLING_FIELDS
 from ds_ops.triton_kernels.triton_support import triton_obstacle
@@ -180,13 +181,19 @@ class _LogProbs:
         ]
 
 
-def sample_rows(logits: Tensor, rows: Sequence[SamplingRow]) -> SampledRows:
+def sample_rows(logits: Tensor | LikeliestTokens, rows: Sequence[SamplingRow]) -> SampledRows:
     """Choose a token for each of `rows`; valid on the current stream, read by `SampledRows.read`.
 
     Args:
-        logits: fp32 [R, vocab]; not changed.
+        logits: fp32 [R, vocab]; not changed. Or the likeliest token of each row, where all of `rows` take that one and no more
+            (`SamplingParams.likeliest`).
     Cost: where all rows take the likeliest token, one pass over the logits; else see `draw_tokens`. One copy to the device, one back.
     """
+    if isinstance(logits, LikeliestTokens):
+        numbers, picked = [row.row for row in rows], logits.tokens
+        if numbers != list(range(len(picked))):
+            picked = picked[streams.copy_to(torch.tensor(numbers), picked.device)]
+        return SampledRows(picked, rows, None)
     numbers, device = [row.row for row in rows], logits.device
     same = numbers == list(range(len(logits)))
     tables = None if all(row.how.greedy and row.how.plain for row in rows) else _tables(rows, not same)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from ds_comm import all_gather_json, self_group
+from ds_comm.metadata import raise_together
 from ds_config.errors import PlanError
 from ds_inference.cache import Cache
 from ds_inference.decoder_model import Runner
@@ -28,7 +30,7 @@ def default_device() -> torch.device:
 
 
 def cache_blocks(decoder: Runner, size: int, dtype: torch.dtype | None, tokens: int | None, utilization: float) -> int:
-    """Return how many blocks of `size` tokens the cache has.
+    """Return how many blocks of `size` tokens the cache has, as many on all ranks that hold the model together (collective there).
 
     Args:
         tokens: What was asked for; None: 8,192 on a CPU, else as many as fit into `utilization` of the device's memory.
@@ -46,7 +48,14 @@ def cache_blocks(decoder: Runner, size: int, dtype: torch.dtype | None, tokens: 
     free, total = torch.accelerator.get_memory_info(decoder.device)
     reserve = total - free + _step_bytes(decoder, size)
     each = Cache.bytes_of(decoder.spec, size, dtype or decoder.dtype)
-    return fit_blocks(int(total * utilization) - reserve, each, decoder.spec.max_seq_len, size)
+    group, count, failure = getattr(decoder, "group", self_group()), 0, None
+    try:
+        count = fit_blocks(int(total * utilization) - reserve, each, decoder.spec.max_seq_len, size)
+    except PlanError as error:
+        failure = error
+    # Ranks plan alike, or follow one that plans: none may have blocks that another has not.
+    raise_together(failure, group, unit="cache")
+    return int(min(all_gather_json(count, group, unit="cache")))
 
 
 def fit_blocks(room: int, each: int, longest: int, size: int) -> int:

@@ -22,6 +22,8 @@ __all__ = ["CudaGraphRunner", "DecodeGraphs", "Record", "capture_sizes", "cuda_g
 
 _MOST = 64  # recordings of one function; other shapes run without one
 _LEAST_BLOCKS = 4
+_MOST_ROWS = 256
+"""Of a step that is captured: of more, launches are a small part."""
 
 Record = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
 """Runs a function once to record it; returns what runs it again, and what it returned, whose tensors a replay overwrites."""
@@ -114,15 +116,19 @@ def capture_sizes(most: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Steps of one-token chunks as graphs, one for each number of rows; their inputs stay at one place, as large as the largest needs.
+    """Steps of few tokens for each sequence as graphs, one for each number of sequences; inputs stay at one place, as large as the largest needs.
+
+    There are graphs for one token of each sequence, and, where drafts are tried, for `tokens` of each. A sequence that brings fewer is padded in
+    front: what is padded stands for positions that are in the cache already, sees no more than these, and writes nowhere.
 
     Args:
-        forward: Computes logits [R, vocab] of a batch; what it does depends on the batch and on tensors that stay where they are.
+        forward: Computes logits [R, width] of a batch; what it does depends on the batch and on tensors that stay where they are.
         record: Captures a call.
-        shape: Most rows, most blocks of a sequence, and the vocabulary.
+        shape: Most sequences, most blocks of a sequence, and the width of the logits.
         spare: The null slot, where rows of padding write their keys and values.
         reads_in_place: Attention reads blocks where they are, so that the width of the table costs nothing; else it gathers whole rows of
             the table, and there is a graph for each power of two of blocks, too, captured when it is first used.
+        tokens: Of a sequence with all its drafts; 1: there are none.
     """
 
     def __init__(
@@ -134,17 +140,20 @@ class DecodeGraphs:
         device: torch.device,
         *,
         reads_in_place: bool,
+        tokens: int = 1,
     ) -> None:
-        (most, self._columns, vocab), self._spare = shape, spare
-        self.sizes = capture_sizes(most)
+        (most, self._columns, width), self._spare = shape, spare
+        self.sizes = {each: capture_sizes(max(1, min(most, _MOST_ROWS // each))) for each in {1, tokens}}
         self._forward, self._record, self._whole = forward, record, reads_in_place
-        rows = self.sizes[-1]
-        self._rows = torch.zeros(4, rows, dtype=torch.int32, device=device)
-        self._rows[2], self._rows[3] = spare, 1  # as rows of padding
-        self._table = torch.zeros(rows, self._columns, dtype=torch.int32, device=device)
+        sequences, rows = self.sizes[1][-1], max(each * sizes[-1] for each, sizes in self.sizes.items())
+        self._rows = torch.zeros(3, rows, dtype=torch.int32, device=device)
+        self._rows[2] = spare  # as rows of padding
+        self._lengths = torch.ones(sequences, dtype=torch.int32, device=device)
+        self._table = torch.zeros(sequences, self._columns, dtype=torch.int32, device=device)
         self._numbers = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self._logits = torch.empty(rows, vocab, device=device)  # of all graphs: one of each would be a multiple of it
-        self._graphs: dict[tuple[int, int], Callable[[], None]] = {}
+        self._starts = {each: self._numbers[: sizes[-1] + 1] * each for each, sizes in self.sizes.items()}
+        self._logits = torch.empty(rows, width, device=device)  # of all graphs: one of each would be a multiple of it
+        self._graphs: dict[tuple[int, int, int], Callable[[], None]] = {}
 
     def __len__(self) -> int:
         """Return the number of graphs."""
@@ -153,36 +162,64 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture all graphs, the largest first, whose memory the others share. Nothing where widths differ."""
-        for rows in reversed(self.sizes if self._whole else ()):
-            self._graph(rows, self._columns)
+        pairs = [(each, count) for each, sizes in self.sizes.items() for count in sizes]
+        for each, count in sorted(pairs, key=lambda pair: -pair[0] * pair[1]) if self._whole else ():
+            self._graph(each, count, self._columns)
 
     @torch.inference_mode()
     def replay(self, batch: BatchIndices) -> Tensor | None:
         """Compute logits of the outputs of a batch; None where no graph serves it.
 
-        Cost: four or five small copies beside the graph's launch, whatever the batch is.
+        Cost: four or five small copies beside the graph's launch, whatever the batch is; with drafts some more.
         """
-        count, width = batch.num_decodes, batch.block_table.shape[1]
-        rows = next((n for n in self.sizes if n >= count), None)
-        if not count or batch.max_seqlen_q > 1 or batch.worn or rows is None or width > self._columns:
+        (count, width), longest = batch.block_table.shape, batch.max_seqlen_q
+        each = next((n for n in sorted(self.sizes) if n >= longest), None)
+        if not count or batch.worn or each is None or width > self._columns:
+            return None
+        sequences = next((n for n in self.sizes[each] if n >= count), None)
+        if sequences is None:
             return None
         columns = self._columns if self._whole else min(self._columns, max(_LEAST_BLOCKS, _power(width)))
-        places = [row[:count] for row in self._rows.unbind(0)]
-        torch._foreach_copy_(places, [batch.tokens, batch.positions, batch.slots, batch.seqlens_k])
+        rows, outputs = self._rows[:, : each * sequences], batch.outputs
+        if each == 1:
+            torch._foreach_copy_(list(rows[:, :count].unbind(0)), [batch.tokens, batch.positions, batch.slots])
+            rows[2, count:].fill_(self._spare)
+        else:
+            place = self._places(batch, each)
+            rows[:2].zero_()
+            rows[2].fill_(self._spare)
+            rows[:, place] = torch.stack([batch.tokens, batch.positions, batch.slots])
+            outputs = place[batch.outputs]
+        self._lengths[:count].copy_(batch.seqlens_k)
+        self._lengths[count:sequences].fill_(
+            each
+        )  # what they read is valid: a block that is there, positions that were
         self._table[:count, :width].copy_(batch.block_table)
-        if count < rows:  # what they read stays valid: a block that is there, a position that was
-            self._rows[2, count:rows].fill_(self._spare)
-            self._rows[3, count:rows].fill_(1)
-        self._graph(rows, columns)()
-        return self._logits[:count].clone() if len(batch.outputs) == count else self._logits[batch.outputs]
+        self._graph(each, sequences, columns)()
+        return self._logits[:count].clone() if each == 1 and len(outputs) == count else self._logits[outputs]
 
-    def _graph(self, rows: int, columns: int) -> Callable[[], None]:
-        if (rows, columns) not in self._graphs:
-            tokens, positions, slots, lengths = (row[:rows] for row in self._rows.unbind(0))
-            numbers, table = self._numbers[: rows + 1], self._table[:rows, :columns]
-            batch = BatchIndices(tokens, positions, slots, numbers[:rows], numbers, lengths, table, rows, 1)
-            self._graphs[rows, columns], _ = self._record(lambda: self._logits[:rows].copy_(self._forward(batch)))
-        return self._graphs[rows, columns]
+    def _places(self, batch: BatchIndices, each: int) -> Tensor:
+        """Compute the row of every token, int32 [T]: those of a sequence are the last of its `each` rows."""
+        ends = batch.cu_seqlens_q[1:]
+        token = torch.arange(len(batch.tokens), dtype=torch.int32, device=ends.device)
+        sequence = torch.searchsorted(ends, token, right=True, out_int32=True)
+        return (sequence + 1) * each - ends[sequence] + token
+
+    def _graph(self, each: int, count: int, columns: int) -> Callable[[], None]:
+        key = (each, count, columns)
+        if key not in self._graphs:
+            rows = each * count
+            tokens, positions, slots = (row[:rows] for row in self._rows.unbind(0))
+            starts, lengths, table = (
+                self._starts[each][: count + 1],
+                self._lengths[:count],
+                self._table[:count, :columns],
+            )
+            batch = BatchIndices(
+                tokens, positions, slots, self._numbers[:rows], starts, lengths, table, count if each == 1 else 0, each
+            )
+            self._graphs[key], _ = self._record(lambda: self._logits[:rows].copy_(self._forward(batch)))
+        return self._graphs[key]
 
 
 def _power(n: int) -> int:

@@ -21,7 +21,7 @@ from ds_inference.cuda_graphs import DecodeGraphs, Record
 from ds_inference.expert_routing import route
 from ds_inference.fused_ops import ACTIVATIONS, Heads, gate, norm_weights, normed, residual_norm, write_heads
 from ds_inference.native import NativeDecoder, TensorParallelShard, native_obstacle
-from ds_inference.paged_attention import ATTENTION, BatchIndices, alibi_slopes, attend
+from ds_inference.paged_attention import BatchIndices, alibi_slopes, attend, captures_in_place
 from ds_inference.quantize import Weight, experts_ask_host, grouped_linear, linear
 from ds_inference.rope import Rotation
 from ds_inference.spec import (
@@ -34,23 +34,28 @@ from ds_inference.spec import (
     Norm,
     RopeSpec,
 )
-from ds_inference.tensor_parallel import RankShard
+from ds_inference.tensor_parallel import (
+    LikeliestTokens,
+    RankShard,
+    capture_obstacle,
+    gather_likeliest,
+    gather_logits,
+)
 from ds_ops.host_arena import trim
 from ds_ops.moe_routing import permute, sort_slots, unpermute
-from ds_ops.registry import choose
 from ds_ops.triton_kernels.kernel_arguments import NormWeights
 
 __all__ = ["Cache", "Decoder", "Runner", "replay_obstacle"]
 
-_MOST_CAPTURED = 256
-"""Rows of a step that is captured: of more, launches are a small part."""
 
+def replay_obstacle(spec: DecoderSpec, weights: Mapping[str, Weight], group: ds_comm.Group) -> str:
+    """Return why steps of this spec cannot be captured as CUDA graphs; an empty string if capture is possible.
 
-def replay_obstacle(spec: DecoderSpec, cut: bool, weights: Mapping[str, Weight]) -> str:
-    """Return why steps of this spec cannot be captured as CUDA graphs; an empty string if capture is possible."""
-    if cut:
-        return "ranks that hold it together meet in every layer"
+    group: ranks that hold the layers together.
+    """
     embedded = cast("Tensor", weights.get("embed.weight", torch.empty(0)))
+    if reason := capture_obstacle(group, embedded.device):
+        return reason
     for i, layer in enumerate(spec.layers):
         if isinstance(layer.feed, ExpertsSpec):
             reason = experts_ask_host(weights[f"layers.{i}.feed.experts.up"], embedded.dtype)
@@ -73,7 +78,7 @@ class Runner(Protocol):
     adapters: dict[str, Adapter]
     stateful: bool
 
-    def forward(self, batch: BatchIndices, cache: Cache) -> Tensor: ...
+    def forward(self, batch: BatchIndices, cache: Cache) -> Tensor | LikeliestTokens: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +122,7 @@ class Decoder:
         rounded: The native loop multiplies codes with inputs rounded to 8 bits.
         cut: Weights are this rank's part of each layer, the spec is this rank's; None: of one rank.
         group: The ranks that hold the other parts.
-        record: How `capture` records steps of one-token chunks; None: they are not. Not with the native loop.
+        record: How `capture` records steps of few tokens; None: they are not. Not with the native loop.
     Attributes:
         adapters: By name; those that a batch wears are added. Not with the native loop.
         obstacle: Why the native loop does not run; empty: it runs.
@@ -162,7 +167,7 @@ class Decoder:
         kinds = {(_all_heads(y.attention), y.attention.alibi.rounded) for y in spec.layers if y.attention.alibi}
         self._slopes = {kind: alibi_slopes(*kind).to(self.device) for kind in kinds}
         if record is not None:
-            if obstacle := replay_obstacle(spec, cut is not None, self.weights):
+            if obstacle := replay_obstacle(spec, self.weights, self.group):
                 raise UnsupportedError(
                     f"CUDA graphs for a {spec.family} model: {obstacle}",
                     code="inference-cuda-graph",
@@ -182,36 +187,54 @@ class Decoder:
             trim()
 
     @torch.inference_mode()
-    def forward(self, batch: BatchIndices, cache: Cache) -> Tensor:
+    def forward(self, batch: BatchIndices, cache: Cache) -> Tensor | LikeliestTokens:
         """Compute the batch's tokens, write their keys and values, and return logits.
 
-        Returns: fp32 [R, vocab], a row for each of `batch.outputs`.
+        Returns: fp32 [R, vocab], a row for each of `batch.outputs`; of ranks, the likeliest token of each row where `batch.likeliest`.
         """
         # Kernels of Triton go to the current device, which is another thread's own affair.
         with streams.on_device(self.device):
             if self._graphs is not None and self._graphs[0] is cache:
                 logits = self._graphs[1].replay(batch)
                 if logits is not None:
-                    return logits
-            return self._forward(batch, cache)
+                    return self._of_all_ranks(logits, batch)
+            return self._of_all_ranks(self._forward(batch, cache), batch)
 
-    def capture(self, cache: Cache, rows: int, longest: int) -> None:
-        """Capture steps of one-token chunks over `cache` as graphs, up to `rows` of them, with `longest` tokens in a sequence.
+    def _of_all_ranks(self, logits: Tensor, batch: BatchIndices) -> Tensor | LikeliestTokens:
+        """Combine the logits of all ranks' vocabulary ranges. After a graph, not in it: one collective, whatever is wanted of them."""
+        if self.cut is None:
+            return logits
+        if batch.likeliest:
+            return gather_likeliest(logits, self.cut, self.group)
+        return gather_logits(logits, self.spec.vocab, self.group)
+
+    def capture(self, cache: Cache, rows: int, longest: int, tokens: int = 1) -> None:
+        """Capture steps of few tokens over `cache` as graphs, up to `rows` sequences, with `longest` tokens in a sequence.
+
+        tokens: that a sequence brings with its drafts, at most. On ranks, all of them capture alike: collectives are part of the graphs.
 
         Nothing where none are recorded (`record`), or those of this cache are. Costs the memory of the largest step.
         """
         if self._record is None or (self._graphs is not None and self._graphs[0] is cache):
             return
-        in_place = choose(ATTENTION, self.device.type, self.dtype).backend.name == "triton"
+        in_place = captures_in_place(self.device.type, self.dtype)
         columns = min(-(-longest // cache.size), cache.spare // cache.size)
-        shape = min(rows, _MOST_CAPTURED), columns, self.spec.vocab
+        width = self.spec.vocab if self.cut is None else len(range(*self.cut.words()))
+        shape = rows, columns, width
         graphs = DecodeGraphs(
-            partial(self._forward, cache=cache), self._record, shape, cache.spare, self.device, reads_in_place=in_place
+            partial(self._forward, cache=cache),
+            self._record,
+            shape,
+            cache.spare,
+            self.device,
+            reads_in_place=in_place,
+            tokens=tokens,
         )
         self._graphs = cache, graphs
         graphs.capture()
 
     def _forward(self, batch: BatchIndices, cache: Cache) -> Tensor:
+        """Compute logits of this rank's vocabulary range, fp32 [R, range]; without other ranks [R, vocab]."""
         spec = self.spec
         x = F.embedding(batch.tokens, self._floats["embed.weight"])
         scale = torch.tensor(spec.embed_scale, dtype=x.dtype)  # rounded as the model was trained
@@ -226,8 +249,7 @@ class Decoder:
         if spec.embed_norm:
             x = self._norm("embed_norm", x)
         if self._native is not None:
-            logits = self._native.step(x, batch, cache.layers)
-            return self._scaled(logits if self.cut is None else self._whole(logits))
+            return self._scaled(self._native.step(x, batch, cache.layers))
         self._worn = tuple((self.adapters[name], rows) for name, rows in batch.worn)
         turns = {rope: kind.tables(batch.positions, x.dtype) for rope, kind in self._rotations.items()}
         stream = _ResidualStream(x)
@@ -236,24 +258,16 @@ class Decoder:
         return self.head(stream.rows(batch.outputs).total())
 
     def head(self, x: Tensor) -> Tensor:
-        """Compute logits, fp32 [R, vocab], from hidden states [R, hidden]."""
+        """Compute logits, fp32 [R, vocab], of ranks those of this one's vocabulary range, from hidden states [R, hidden]."""
         spec = self.spec
         if spec.final_norm:
             x = self._norm("norm", x)
         if "embed_out.weight" in self.weights:
             x = self._linear("embed_out", x)
         head = self.weights["embed.weight" if spec.tied else "head.weight"]
-        if self.cut is None:
-            return self._scaled(linear(x, head, self._floats.get("head.bias")).float())
-        part = self._floats["embed.weight"][slice(*self.cut.words())] if spec.tied else head
-        return self._scaled(self._whole(linear(x, part, self._floats.get("head.bias")).float()))
-
-    def _whole(self, part: Tensor) -> Tensor:
-        """Combine the logits of all ranks' vocabulary ranges into full logits, by an all-reduce."""
-        logits = torch.zeros(len(part), self.spec.vocab, device=part.device)
-        if self.cut is not None:
-            logits[:, slice(*self.cut.words())] = part
-        return self._summed(logits)
+        if self.cut is not None and spec.tied:
+            head = self._floats["embed.weight"][slice(*self.cut.words())]
+        return self._scaled(linear(x, head, self._floats.get("head.bias")).float())
 
     def _summed(self, x: Tensor) -> Tensor:
         """Sum `x` over the tensor-parallel ranks in place (all-reduce); the result has the same bits on each rank."""

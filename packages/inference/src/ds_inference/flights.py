@@ -23,6 +23,7 @@ from ds_inference.batched_sampling import (
 from ds_inference.paged_attention import BatchIndices
 from ds_inference.requests import Request, ScheduledChunk, SchedulerOutput
 from ds_inference.sampling import SamplingParams
+from ds_inference.tensor_parallel import LikeliestTokens
 
 __all__ = ["ComputedPart", "PendingTokens", "RowGroup", "StepFlight", "feed_tokens", "point_to_rows"]
 
@@ -47,14 +48,15 @@ class PendingTokens:
     """Tokens of groups of rows, chosen at once; valid on the current stream until they are read.
 
     Args:
-        logits: fp32 [R, vocab].
+        logits: fp32 [R, vocab], or the likeliest token of each row.
     Attributes:
         failures: Groups whose callback raised, by request, and why.
     """
 
-    def __init__(self, logits: Tensor, groups: Sequence[RowGroup]) -> None:
+    def __init__(self, logits: Tensor | LikeliestTokens, groups: Sequence[RowGroup]) -> None:
         self.failures: dict[int, Exception] = {}
         self._logits = logits
+        self._vocab = logits.vocab if isinstance(logits, LikeliestTokens) else logits.shape[1]
         self._groups: list[tuple[RowGroup, int]] = []
         rows = []
         for group in groups:
@@ -107,7 +109,7 @@ class PendingTokens:
 
     def _row(self, group: RowGroup, number: int) -> SamplingRow:
         place = SequencePlace(group.request.tokens, group.request.num_prompt_tokens, group.drafts[:number])
-        return sampling_row(group.first + number, group.how, place, self._logits.shape[1])
+        return sampling_row(group.first + number, group.how, place, self._vocab)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,11 +118,11 @@ class ComputedPart:
 
     Attributes:
         order: The chunks in order of their rows.
-        logits: fp32 [R, vocab].
+        logits: fp32 [R, vocab], or the likeliest token of each row.
     """
 
     order: list[ScheduledChunk]
-    logits: Tensor
+    logits: Tensor | LikeliestTokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)

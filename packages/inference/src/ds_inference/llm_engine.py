@@ -227,15 +227,23 @@ class LLMEngine:
         self.cache.states.forget(plan.finished)
         if not plan.chunks:
             return StepFlight(plan, [], [], {})
+        plan = replace(plan, likeliest=self._wants_likeliest(plan))
         if self.before_step is not None:
             self.before_step(plan)
         self.cache.copy(plan.copies)
         if self._together:
-            parts, lost = [self._forward(plan.chunks, False)], dict[int, Exception]()
+            parts, lost = [self._forward(plan.chunks, False, likeliest=plan.likeliest)], dict[int, Exception]()
         else:
             parts, lost = compute_apart(plan.chunks, self._forward, self._probe)
         failures = {each: e for i, e in lost.items() if (a := self._asks.get(i)) for each in (i, *a.copies)}
         return StepFlight(plan, parts, [self._sample(part) for part in parts], failures)
+
+    def _wants_likeliest(self, plan: SchedulerOutput) -> bool:
+        """Whether ranks that hold parts of the vocabulary need not send logits: every row takes the likeliest token."""
+        if not isinstance(self.decoder, Decoder) or self.decoder.cut is None:
+            return False
+        asks = [ask for c in plan.chunks if c.outputs and (ask := self._asks.get(c.request))]
+        return all(how.likeliest for ask in asks for how in (ask.how, *ask.copies.values()))
 
     def _launch_ahead(self, flight: StepFlight) -> StepFlight | None:
         """Launch the step after `flight`, whose tokens are not known yet; None where it depends on them."""
@@ -313,11 +321,14 @@ class LLMEngine:
                 self._begin(parent, children[identity], chosen[identity][0])
         return [event for group in chosen.values() for event in group], failures
 
-    def _forward(self, chunks: Sequence[ScheduledChunk], again: bool, before: Tensor | None = None) -> ComputedPart:
+    def _forward(
+        self, chunks: Sequence[ScheduledChunk], again: bool, before: Tensor | None = None, *, likeliest: bool = False
+    ) -> ComputedPart:
         """Compute some of a step's chunks.
 
         again: some were tried before. States may have gone on then, so that those of sequences are computed from their beginning.
         before: tokens of the step before, which the chunks point to.
+        likeliest: see `SchedulerOutput`.
         """
         if again and self.decoder.stateful:
             chunks = [self._from_beginning(chunk) for chunk in chunks]
@@ -326,6 +337,8 @@ class LLMEngine:
             batch = replace(batch, worn=self._worn(order))
         if before is not None:
             batch = feed_tokens(batch, before)
+        if likeliest:
+            batch = replace(batch, likeliest=True)
         return ComputedPart(order, self.decoder.forward(batch, self.cache))
 
     def _from_beginning(self, chunk: ScheduledChunk) -> ScheduledChunk:
@@ -450,7 +463,7 @@ class LLMEngine:
         """Let the decoder capture its steps over this cache, unless it has; a change of weights may have brought another decoder."""
         if isinstance(self.decoder, Decoder):
             limits = self.scheduler.budget
-            self.decoder.capture(self.cache, limits.max_num_seqs, limits.max_model_len)
+            self.decoder.capture(self.cache, limits.max_num_seqs, limits.max_model_len, 1 + self.speculate)
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ds_comm import GroupLike, as_group
+from ds_comm import GroupLike, as_group, self_group
 from ds_config.errors import UnsupportedError
 from ds_inference.adapters import read_adapter
 from ds_inference.cache_size import cache_blocks, default_device
@@ -100,9 +100,9 @@ def load(
             whose parameters are gathered and released (ZeRO-Inference: `ds_zero.shard(model, stage=3,
             offload_params=...)` before).
         cuda_graphs: Capture steps that only decode as CUDA graphs, here, one for each of some numbers of requests (1, 2, 4, 8, then by 8
-            or 16), and replay them. Costs the memory of the largest; weights may then change their values, but not their addresses.
-            None: on a CUDA device, where the model can: not experts of other dtypes than bf16, not on several ranks, not through its
-            own forward.
+            or 16), and as many for drafts; and replay them. Costs the memory of the largest; weights may then change their values, but
+            not their addresses. None: on a CUDA device, where the model can: not experts whose product asks the host, not ranks that
+            meet by another backend than NCCL, not through its own forward.
     Raises:
         UnsupportedError: CUDA graphs where there is no CUDA device, or of such a model ("inference-cuda-graph");
             this family of models is not declared, and it does not run through its own forward either
@@ -227,7 +227,7 @@ def read_decoder(
             fix="Leave graphs (enable_cuda_graph) out, or load the model onto a CUDA device.",
         )
     recorded = there if graphs is None else graphs
-    if graphs is None and replay_obstacle(spec, cut is not None, read):
+    if graphs is None and replay_obstacle(spec, read, self_group() if cut is None else as_group(place)):
         recorded = False
     decoder = Decoder(
         spec if cut is None else cut.spec(),

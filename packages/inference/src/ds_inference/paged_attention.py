@@ -17,6 +17,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ds_accel import streams
+from ds_inference.flashinfer_attention import (
+    FlashInferBatch,
+    flashinfer_attend,
+    flashinfer_obstacle,
+    flashinfer_reads,
+)
 from ds_inference.scheduler import ScheduledChunk
 from ds_inference.spec import AttentionSpec
 from ds_inference.varlen_attention import varlen_attend, varlen_obstacle, varlen_reads
@@ -24,7 +30,17 @@ from ds_ops.registry import Backend, Op, choose, reference_backend
 from ds_ops.triton_kernels.kernel_arguments import AttentionTraits, PagedMetadata
 from ds_ops.triton_kernels.triton_support import triton_obstacle
 
-__all__ = ["ATTENTION", "BatchIndices", "alibi_slopes", "attend", "index_chunks", "keep", "make_batch", "to_batch"]
+__all__ = [
+    "ATTENTION",
+    "BatchIndices",
+    "alibi_slopes",
+    "attend",
+    "captures_in_place",
+    "index_chunks",
+    "keep",
+    "make_batch",
+    "to_batch",
+]
 
 Extra = tuple[Tensor | None, Tensor | None]
 _CODES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -48,6 +64,7 @@ class BatchIndices:
         chunks: The sequences as numbers of the host: (first token, tokens, position of the first, blocks). Empty while a CUDA graph
             is captured, which serves other numbers as well.
         worn: Adapters, and int64 [.] which tokens wear each.
+        likeliest: See `SchedulerOutput`.
     """
 
     tokens: Tensor
@@ -61,6 +78,7 @@ class BatchIndices:
     max_seqlen_q: int
     chunks: tuple[tuple[int, int, int, tuple[int, ...]], ...] = ()
     worn: tuple[tuple[str, Tensor], ...] = ()
+    likeliest: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +255,16 @@ def _attend_by_gather(
         k, v = ((t * s[blocks][..., None]).to(q.dtype) for t, s in zip(codes, scales, strict=True))
         return k, v
 
+    if not batch.chunks and single < len(
+        batch.seqlens_k
+    ):  # while a graph is captured: all sequences bring as many tokens
+        count, each, rows = len(batch.seqlens_k), batch.max_seqlen_q, batch.block_table.shape[1] * keys.shape[1]
+        k, v = (t.view(count, rows, *t.shape[-2:]) for t in read(batch.block_table))
+        at = torch.arange(rows, device=q.device)
+        queries = (batch.seqlens_k[:, None] - each + at[:each]).clamp_min(
+            0
+        )  # what is padded in front sees something, too
+        return _core(q.view(count, each, *q.shape[1:]), k, v, (queries, at), spec, extra).flatten(0, 1)
     if single:
         most = max((len(blocks) for *_, blocks in batch.chunks[:single]), default=batch.block_table.shape[1])
         rows = most * keys.shape[1]
@@ -269,15 +297,35 @@ def _attend_varlen(
     return varlen_attend(q.contiguous(), cache, metadata, spec)
 
 
+def _attend_flashinfer(
+    q: Tensor, cache: tuple[Tensor, ...], batch: BatchIndices, spec: AttentionSpec, extra: Extra
+) -> Tensor:
+    if not batch.chunks or not flashinfer_reads(spec, cache, extra):  # a captured step has no numbers on the host
+        other = _attend_by_gather if triton_obstacle(q.device.type, q.dtype) else _attend_triton
+        return other(q, cache, batch, spec, extra)
+    numbers = batch.chunks
+    starts = [first for first, *_ in numbers] + [q.shape[0]]
+    lengths = [start + count for _, count, start, _ in numbers]
+    where = FlashInferBatch(batch, starts, lengths, [blocks for *_, blocks in numbers])
+    return flashinfer_attend(q.contiguous(), cache, where, spec)
+
+
 ATTENTION = Op(
     "paged_attention",
     "attention of a ragged batch over a paged cache",
     (
         Backend("triton", _attend_triton, triton_obstacle),
+        Backend("flashinfer", _attend_flashinfer, flashinfer_obstacle),
         Backend("varlen", _attend_varlen, varlen_obstacle),
         reference_backend(_attend_by_gather),
     ),
 )
+
+
+def captures_in_place(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether attention in a captured step reads blocks where they are, so that a graph serves any number of blocks."""
+    backend = choose(ATTENTION, device_type, dtype).backend.name
+    return backend == "triton" or (backend == "flashinfer" and not triton_obstacle(device_type, dtype))
 
 
 def _plain(spec: AttentionSpec, extra: Extra, length: int) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from os import PathLike
+from typing import cast
 
 import psutil
 import torch
@@ -123,7 +124,7 @@ class RaggedEngine:
             known.blocks += new_blocks
             chunks.append(ScheduledChunk(uid, tuple(new), known.num_seen, tuple(known.blocks), 1))
         batch, order = make_batch(chunks, _BLOCK, self.model.device)
-        logits = self.model.forward(batch, self._cache)
+        logits = cast("Tensor", self.model.forward(batch, self._cache))  # the batch does not ask for likeliest tokens
         for chunk in chunks:
             self._known[chunk.request].num_seen += len(chunk.tokens)
         row = {chunk.request: i for i, chunk in enumerate(order)}

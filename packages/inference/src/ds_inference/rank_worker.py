@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -54,12 +55,12 @@ def follow(engine: LLMEngine) -> None:
         plan = decoder.decode(words)
         batch, _ = make_batch(plan.chunks, engine.cache.size, engine.decoder.device)
         engine.cache.copy(plan.copies)
-        engine.decoder.forward(batch, engine.cache)
+        engine.decoder.forward(replace(batch, likeliest=plan.likeliest), engine.cache)
 
 
 # ---- a plan as integers
 #
-# [chunks, copies], then for each chunk [request, start, outputs, tokens, blocks that are as in the last step, further blocks], then all
+# [chunks, copies, whether only the likeliest tokens are wanted], then for each chunk [request, start, outputs, tokens, blocks that are as in the last step, further blocks], then all
 # tokens, all further blocks, and all copies. A request that generates adds seven integers, and one more where it begins a block.
 
 
@@ -83,6 +84,7 @@ class PlanEncoder:
         return [
             len(plan.chunks),
             len(plan.copies),
+            int(plan.likeliest),
             *heads,
             *tokens,
             *blocks,
@@ -98,9 +100,9 @@ class PlanDecoder:
 
     def decode(self, words: list[int]) -> SchedulerOutput:
         """Return the plan of some integers."""
-        count, copies = words[:2]
-        heads = [words[at : at + _HEAD] for at in range(2, 2 + _HEAD * count, _HEAD)]
-        at = 2 + _HEAD * count
+        count, copies, likeliest = words[:_FIRST]
+        at = _FIRST + _HEAD * count
+        heads = [words[place : place + _HEAD] for place in range(_FIRST, at, _HEAD)]
         further = at + sum(head[3] for head in heads)
         chunks = []
         for request, start, outputs, length, same, more in heads:
@@ -109,9 +111,12 @@ class PlanDecoder:
             at, further = at + length, further + more
         self._blocks = {chunk.request: chunk.blocks for chunk in chunks}
         pairs = words[further : further + 2 * copies]
-        return SchedulerOutput(tuple(chunks), tuple(zip(pairs[::2], pairs[1::2], strict=True)))
+        return SchedulerOutput(
+            tuple(chunks), tuple(zip(pairs[::2], pairs[1::2], strict=True)), likeliest=bool(likeliest)
+        )
 
 
+_FIRST = 3
 _HEAD = 6
 _LARGEST = 0x7FFFFFFF
 _WORDS = 2048

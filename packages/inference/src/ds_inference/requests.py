@@ -144,11 +144,13 @@ class SchedulerOutput:
         chunks: At most one a request; those that generate first.
         copies: (from, to): blocks to copy before anything is computed.
         finished: First blocks of sequences that gave theirs back since the last step: their states are not needed after the copies.
+        likeliest: Of each row only the likeliest token is wanted; ranks that hold parts of the vocabulary then send that, not logits.
     """
 
     chunks: tuple[ScheduledChunk, ...]
     copies: tuple[tuple[int, int], ...] = ()
     finished: tuple[int, ...] = ()
+    likeliest: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -102,6 +102,11 @@ class SamplingParams:
         return same and not self.logit_bias and self.allowed_tokens is None
 
     @property
+    def likeliest(self) -> bool:
+        """Whether nothing but the likeliest token of the logits is wanted."""
+        return self.greedy and self.plain and self.logprobs is None
+
+    @property
     def forgets_answer(self) -> bool:
         """Whether the next token may be chosen before the values of the answer's tokens are known."""
         return self.plain or replace(self, logit_bias={}).plain

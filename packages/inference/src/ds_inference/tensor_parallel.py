@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_comm import Group, as_group, init_distributed
+from ds_comm import Group, all_gather_single, as_group, init_distributed
 from ds_config.errors import PlanError, UnsupportedError
 from ds_inference.spec import AttentionSpec, DecoderLayerSpec, DecoderSpec, ExpertsSpec, Mlp
 from ds_parallel.heads import HeadCounts, Stretch, spread
 
-__all__ = ["RankShard", "ranks_of"]
+__all__ = ["LikeliestTokens", "RankShard", "capture_obstacle", "gather_likeliest", "gather_logits", "ranks_of"]
 
 _SUMMED = (".out.bias", ".down.bias", ".down_bias")
 """Biases of what is summed over ranks: one rank adds them."""
@@ -148,6 +148,58 @@ class RankShard:
         if name.endswith((".down", "down.weight")):
             return weight[..., slice(*units)]
         return weight
+
+
+# ---- logits of all ranks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LikeliestTokens:
+    """The likeliest token of each row in the place of logits.
+
+    Attributes:
+        tokens: int64 [R], on the device.
+        vocab: Tokens that there are.
+    """
+
+    tokens: Tensor
+    vocab: int
+
+
+def gather_logits(part: Tensor, vocab: int, group: Group) -> Tensor:
+    """Gather the logits of all ranks' vocabulary ranges: fp32 [R, range] to [R, vocab], in the order of the ranks.
+
+    Cost: sends this rank's part to each other rank, in one all-gather; copies the whole once.
+    """
+    sizes = [_length(stretch) for stretch in spread(vocab, group.size)]
+    padded = torch.nn.functional.pad(part, (0, max(sizes) - part.shape[1])).contiguous()
+    parts = part.new_empty(group.size, len(part), max(sizes))
+    all_gather_single(parts, padded, group, unit="logits")
+    return torch.cat([one[:, :size] for one, size in zip(parts, sizes, strict=True)], 1)
+
+
+def gather_likeliest(part: Tensor, shard: RankShard, group: Group) -> LikeliestTokens:
+    """Choose the likeliest token of each row from the ranks' ranges [R, range]; of equal ones the first, as argmax does.
+
+    Cost: sends a value and a number for each row to each other rank, in one all-gather.
+    """
+    most, at = part.max(-1)
+    pair = torch.stack([most.view(torch.int32), (at + shard.words()[0]).to(torch.int32)])
+    pairs = pair.new_empty(group.size, *pair.shape)
+    all_gather_single(pairs, pair, group, unit="likeliest")
+    values, tokens = pairs.unbind(1)
+    best = values.contiguous().view(torch.float32).argmax(0, keepdim=True)
+    return LikeliestTokens(tokens.gather(0, best)[0].long(), shard.whole.vocab)
+
+
+def capture_obstacle(group: Group, device: torch.device) -> str:
+    """Return why collectives of the ranks cannot be part of a CUDA graph; an empty string if they can."""
+    backend = group.backend(device.type)
+    if group.size == 1 or backend == "nccl":
+        return ""
+    return (
+        f"the ranks meet in every layer, by {backend or 'no backend'} for {device.type} tensors, which needs the host"
+    )
 
 
 def ranks_of(size: int, group: Any = None) -> Group | None:
