@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ import torch
 from torch import Tensor
 
 import ds_ckpt
-from ds_accel import streams
 from ds_ckpt import checkpoint_loader, shard_tensors
 from ds_ckpt.engines import AsyncCheckpointer, SyncCheckpointer
 from ds_ckpt.writer import SLAB_BYTES, SlabPool
+from ds_testing.current_device import follow_current_device
 from ds_testing.late_device import LateEvent, drawn_orders, late_device
 
 COUNT = 1_300_000  # 5.2 MB in fp32 and 2.6 in bf16: two slabs, with their bound inside of an entry
@@ -101,23 +100,13 @@ def test_the_thread_that_writes_waits_on_the_device_of_the_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new thread begins with device 0, and an event that is waited for there makes a context on that one."""
-    place, waits = threading.local(), list[tuple[str, bool]]()
-
-    @contextmanager
-    def on_device(device: torch.device) -> Iterator[None]:
-        before, place.inside = getattr(place, "inside", False), True
-        try:
-            yield
-        finally:
-            place.inside = before
-
+    current, waits = follow_current_device(monkeypatch), list[tuple[str, bool]]()
     plain = LateEvent.synchronize
 
     def synchronize(event: LateEvent) -> None:
-        waits.append((threading.current_thread().name, getattr(place, "inside", False)))
+        waits.append((threading.current_thread().name, current() is not None))
         plain(event)
 
-    monkeypatch.setattr(streams, "on_device", on_device)
     monkeypatch.setattr(LateEvent, "synchronize", synchronize)
     with late_device(0):
         engine = AsyncCheckpointer(buffer_bytes=2 * SLAB_BYTES)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 
-from ds_accel import streams
 from ds_inference import LLMEngine, SamplingParams, flights, load
 from ds_inference.hf_runner import HFModelRunner
 from ds_inference.paged_attention import make_batch
 from ds_inference.requests import ScheduledChunk
+from ds_testing.current_device import follow_current_device
 
 
 @pytest.mark.parametrize("foreign", [False, True])
@@ -22,16 +19,7 @@ def test_a_step_computes_and_chooses_on_the_device_of_the_weights(
     foreign: bool, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server's thread begins with device 0, and so does a program that asked for another one: kernels of Triton went there."""
-    place, seen = threading.local(), list[tuple[str, bool]]()
-
-    @contextmanager
-    def on_device(device: torch.device) -> Iterator[None]:
-        before, place.device = getattr(place, "device", None), device
-        try:
-            yield
-        finally:
-            place.device = before
-
+    current, seen = follow_current_device(monkeypatch), list[tuple[str, bool]]()
     engine = load(tiny("llama"), native=False)
     if foreign:
         engine = LLMEngine(HFModelRunner(tiny("llama")), blocks=64)
@@ -39,12 +27,11 @@ def test_a_step_computes_and_chooses_on_the_device_of_the_weights(
 
     def watched(what: str, plain: Any) -> Any:
         def call(*args: Any, **keywords: Any) -> Any:
-            seen.append((what, getattr(place, "device", None) == decoder.device))
+            seen.append((what, current() == decoder.device))
             return plain(*args, **keywords)
 
         return call
 
-    monkeypatch.setattr(streams, "on_device", on_device)
     monkeypatch.setattr(flights, "sample_rows", watched("choose", flights.sample_rows))
     if foreign:
         monkeypatch.setattr(decoder, "_run", watched("compute", decoder._run))

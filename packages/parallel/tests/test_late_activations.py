@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from ds_accel import streams
 from ds_parallel import ActivationCheckpointing, ActivationPolicy
 from ds_parallel.sequence import Chunking, chunked_attention
+from ds_testing.current_device import follow_current_device
 from ds_testing.late_device import LateDevice, LateEvent, drawn_orders, late_device
 
 POLICIES = [ActivationPolicy(host=True), ActivationPolicy(host=True, slots=4), ActivationPolicy(slots=4)]
@@ -98,23 +97,13 @@ def test_streams_are_of_the_device_that_the_tensors_are_on(
     run: Callable[[], list[Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They were of the device that was current: of a model on another one, copies were ordered by nothing."""
-    place, made = threading.local(), list[torch.device | None]()
-
-    @contextmanager
-    def on_device(device: torch.device) -> Iterator[None]:
-        before, place.device = getattr(place, "device", None), device
-        try:
-            yield
-        finally:
-            place.device = before
-
+    current, made = follow_current_device(monkeypatch), list[torch.device | None]()
     plain = LateDevice.new_stream
 
     def new_stream(device: LateDevice, module: Any) -> Any:
-        made.append(getattr(place, "device", None))
+        made.append(current())
         return plain(device, module)
 
-    monkeypatch.setattr(streams, "on_device", on_device)
     monkeypatch.setattr(LateDevice, "new_stream", new_stream)
     with late_device(0):
         run()
