@@ -19,6 +19,8 @@ _TAG = re.compile(r"<[^>]+>")
 _WIDE = 7  # columns from which on a tablet shows cards, too
 # Where a long name may go on in the next line. An entity (`&lt;`) or a tag is not cut.
 _SEPARATOR = re.compile(r"(<[^>]+>|&\w+;|&#\d+;)|([._/,=:|(\[-]+)(?=\w)")
+_LONG = re.compile(r"<[^>]+>|[A-Za-z0-9]{18,}")
+_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def label_cells(page: str) -> str:
@@ -27,8 +29,9 @@ def label_cells(page: str) -> str:
 
 
 def with_breaks(code: str) -> str:
-    """Return the HTML of a piece of code that may break after its separators."""
-    return _SEPARATOR.sub(lambda match: match[1] or f"{match[2]}<wbr>", code)
+    """Return the HTML of a piece of code that may break after its separators, and a long name before its capitals."""
+    humps = _LONG.sub(lambda match: match[0] if match[0].startswith("<") else _HUMP.sub("<wbr>", match[0]), code)
+    return _SEPARATOR.sub(lambda match: match[1] or f"{match[2]}<wbr>", humps)
 
 
 def _table(table: str) -> str:
