@@ -226,7 +226,10 @@ def test_a_cell_knows_its_heading_and_code_in_it_may_break():
     assert '<td data-label="key"><code>a.<wbr>b_<wbr>c&lt;d</code></td>' in found
     assert '<td data-label="what &amp; why">x</td>' in found
     assert tables.with_breaks("ops.DeepSpeedTransformerLayer") == "ops.<wbr>Deep<wbr>Speed<wbr>Transformer<wbr>Layer"
-    assert tables.with_breaks('GradScaler <b id="LongNamesInTagsStayWhole">') == 'GradScaler <b id="LongNamesInTagsStayWhole">'
+    assert (
+        tables.with_breaks('GradScaler <b id="LongNamesInTagsStayWhole">')
+        == 'GradScaler <b id="LongNamesInTagsStayWhole">'
+    )
 
 
 def test_the_search_hides_decisions_and_ranks_guides_before_benchmarks():

@@ -59,6 +59,24 @@ def test_messages_of_all_kinds_arrive_in_order(shared: bool) -> None:
     channels.close()
 
 
+@SHARED
+@world(2, timeout=20.0)
+def test_what_was_sent_before_the_receiver_came_is_there(shared: bool) -> None:
+    """The sender was interrupted or left: after the first cell it had waited for the receiver to open the channel."""
+    channels = Channels(None, shared=shared)
+    if dist.get_rank() == 0:
+        works = [channels.sender(1).send(message(7, kind)) for kind in (0, 1)]
+    dist.barrier()
+    if dist.get_rank() == 1:
+        for kind in (0, 1):
+            assert same(channels.receiver(0).recv(), message(7, kind))
+    dist.barrier()  # the sender has not waited for its works until here
+    if dist.get_rank() == 0:
+        for work in works:
+            work.wait()
+    channels.close()
+
+
 @world(2, backend="shm")
 def test_a_group_on_shm_has_channels_too() -> None:
     channels = Channels()

@@ -6,8 +6,8 @@ The sender fills a cell when the receiver has freed it, and counts; the receiver
 message takes as many cells as it needs: large ones are copied in and out at the same time, and the ring bounds what is
 under way. The first message of a kind comes after cells with its signature.
 
-Numbers: the sender's is the cells it filled; the receiver's those it freed, plus C - 1 of C. So "both numbers have reached n" is
-what either waits for: cell n is free, or cell n - 1 is there.
+Numbers: the sender's is the cells it filled; the receiver's those it freed, plus C - 1 of C, which the sender counts for it. So
+"both numbers have reached n" is what either waits for: cell n is free, or cell n - 1 is there.
 """
 
 from __future__ import annotations
@@ -117,8 +117,6 @@ class _RingEnd:
     def __init__(self, segment: SharedSegment, plan: RingLayout, side: int, pids: Sequence[int]) -> None:
         self.plan, self.awaited = plan, side  # what all numbers must reach for this end to go on
         self.counters = HostCounters(segment, 0, side, pids)
-        for _ in range(side * (plan.cells - 1)):
-            self.counters.advance()
         self._segment, self._cell = segment, 0
         self._heads = segment.tensor(plan.cells * _HEAD_WORDS, torch.int64, plan.heads_at).numpy().data
         self._bytes = segment.tensor(plan.cells * plan.cell_bytes, torch.uint8, plan.cells_at).view(plan.cells, -1)
@@ -176,8 +174,11 @@ class RingSender:
     """The end that fills."""
 
     def __init__(self, segment: SharedSegment, plan: RingLayout, pids: Sequence[int], end: End) -> None:
-        """Open the sending end of a ring; `pids` are those of the sender and the receiver."""
+        """Open the sending end of a ring, before the other; `pids` are those of the sender and the receiver."""
         self._ring, self._end = _RingEnd(segment, plan, 0, pids), end
+        free = HostCounters(segment, 0, 1, pids)  # the receiver's: what is sent before it comes needs no driving
+        for _ in range(plan.cells - 1):
+            free.advance()
         self._known: dict[tuple[Leaf, ...], _Layout] = {}
         self._under_way: deque[_Sending] = deque()
 
