@@ -1,10 +1,11 @@
 """Rehearsals beside the real runs of the same, and curves over worlds that are not there: ours, FSDP2, DDP, DeepSpeed.
 
-usage: nox -s bench -- rehearse [--only true|curves] [--engines ENGINE ...]
+usage: nox -s bench -- rehearse [--only true|curves|hosts] [--engines ENGINE ...]
 
 `true`: two ranks, a core each, over links that are measured before; each engine's real step and its rehearsed one, in turns. `curves`: the same
 worker from 2 to 1,024 ranks over links that are scaled so that communication takes as large a share of computing as on H100s with 400 Gb/s
-a rank. The model is that of `nox -s bench -- zero` (17 M parameters, 1 x 32 tokens). Writes docs/benchmarks/data/rehearse.json.
+a rank. `hosts`: two hosts, which are network namespaces with a link of 1 and of 10 Gb/s (root only), in fp32 and bf16, beside what the bytes allow
+by the rehearsal over such a link. The model is that of `nox -s bench -- zero` (17 M parameters, 1 x 32 tokens). Writes docs/benchmarks/data/rehearse.json.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 from peers import ensure
 from quiet import Watch
-from turns import RankFailedError, Ranks
+from turns import RankFailedError, Ranks, meet
 
 from ds_comm.rehearsal.rehearse_cli import rehearse
 from ds_config.errors import DsError
@@ -36,6 +39,12 @@ WORLDS = [2, 8, 32, 128, 512, 1024]
 LINKS = "inside=4.5,20;between=3.6,60"
 """A rank's share: an H100 computes the 3 G model of the issue in 485 ms beside 50 GB/s; this model takes 250 ms here, of which gradients are 68 MB."""
 ROUNDS, STEPS = 5, 10
+PAYLOAD = 1448 / 1538
+"""Of what a link carries: the rest is Ethernet's, IP's and TCP's."""
+HOST_ENGINES = {
+    "comm": ["ddp", "fsdp2", "ours1", "ours2", "ours3", "deepspeed1", "deepspeed2", "deepspeed3"],
+    "comm_bf16": ["fsdp2", "ours1", "ours2", "ours3", "ours3_int8", "ours3_int8_int4", "deepspeed2", "deepspeed3"],
+}
 
 
 def measured_links(backend: str, folder: Path) -> Path:
@@ -58,7 +67,7 @@ def real_ms(engine: str, backend: str) -> tuple[float, float]:
     return max(rank["step_ms"] for rank in found), max(rank["peak_mb"] for rank in found)
 
 
-def rehearsed(engine: str, links: str, world: int) -> dict:
+def rehearsed(engine: str, links: str, world: int, config: str = "comm") -> dict:
     """One rehearsal on one core; sources of ds-comm are lent to an interpreter that does not have them."""
     python = sys.executable
     if engine.startswith("deepspeed"):
@@ -70,7 +79,7 @@ def rehearsed(engine: str, links: str, world: int) -> dict:
     os.sched_setaffinity(0, {min(before)})
     try:
         result = rehearse(
-            WORKER, [engine, "comm", "1000000"], world_size=world, links=links, steps=STEPS, warm_up=3, python=python
+            WORKER, [engine, config, "1000000"], world_size=world, links=links, steps=STEPS, warm_up=3, python=python
         )
     finally:
         os.sched_setaffinity(0, before)
@@ -125,18 +134,94 @@ def curve_lines(engines: list[str]) -> list[dict]:
     return lines
 
 
+class TwoHosts:
+    """Two network namespaces with names and shared memory of their own, and a core each; the link is shaped to `gbits`."""
+
+    address = "10.77.0.1"
+
+    def __init__(self, gbits: int) -> None:
+        self.end()
+        for name in ("bench0", "bench1"):
+            _ip("netns", "add", name)
+        _ip("link", "add", "bench0", "netns", "bench0", "type", "veth", "peer", "name", "bench1", "netns", "bench1")
+        for rank, name in enumerate(("bench0", "bench1")):
+            _ip("-n", name, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", name)
+            for device in (name, "lo"):
+                _ip("-n", name, "link", "set", device, "up")
+            shape = [
+                "tc",
+                "qdisc",
+                "add",
+                "dev",
+                name,
+                "root",
+                "tbf",
+                "rate",
+                f"{gbits}gbit",
+                "burst",
+                "1mb",
+                "latency",
+                "100ms",
+            ]
+            _ip("netns", "exec", name, *shape)
+
+    def command(self, rank: int, command: list[str]) -> list[str]:
+        """What runs `command` on the host of a rank."""
+        name = f"bench{rank}"
+        names = " ".join(f"{key}={name}" for key in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "DS_COMM_INTERFACE"))
+        script = f"hostname {name}; mount -t tmpfs tmpfs /dev/shm; export {names}; exec taskset -c {rank} {shlex.join(command)}"
+        return ["ip", "netns", "exec", name, "unshare", "-u", "-m", "sh", "-c", script]
+
+    @staticmethod
+    def end() -> None:
+        """Take the namespaces away."""
+        for name in ("bench0", "bench1"):
+            subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
+
+
+def _ip(*args: str) -> None:
+    subprocess.run(["ip", *args], check=True)
+
+
+def host_lines() -> list[dict]:
+    lines = []
+    for gbits in (1, 10):
+        link = f"inside={gbits / 8 * PAYLOAD:.4f},60"
+        for config, engines in HOST_ENGINES.items():
+            watch, hosts = Watch(), TwoHosts(gbits)
+
+            def ranks(engine: str, config: str = config, hosts: TwoHosts = hosts) -> Ranks:
+                python = str(ensure("deepspeed")) if engine.startswith("deepspeed") else sys.executable
+                return Ranks([python, str(WORKER), f"{engine}@gloo", config, "0"], 2, interactive=True, hosts=hosts)
+
+            try:
+                seen = meet({engine: partial(ranks, engine) for engine in engines}, 3, 8)
+            finally:
+                hosts.end()
+            others = watch.others()
+            for engine, turns in seen.items():
+                line = {"kind": "hosts", "engine": engine, "config": config, "gbits": gbits, "others": others}
+                line |= {"step_ms": statistics.median(turn["ms"] for turn in turns)}
+                line |= {"least_ms": rehearsed(engine, link, 2, config)["least_ms"]}
+                print(
+                    f"{engine}, {config}, {gbits} Gb/s: {line['step_ms']:.0f} ms, least {line['least_ms']:.0f}",
+                    flush=True,
+                )
+                lines.append(line)
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="nox -s bench -- rehearse", description=__doc__)
-    parser.add_argument("--only", choices=("true", "curves"))
+    parser.add_argument("--only", choices=("true", "curves", "hosts"))
     parser.add_argument("--engines", nargs="+", default=ENGINES)
     args = parser.parse_args()
     kept = json.loads(DATA.read_text())["lines"] if DATA.exists() else []
-    kinds = {"true": "true", "curves": "curve"}
+    kinds = {"true": "true", "curves": "curve", "hosts": "hosts"}
     lines = [line for line in kept if args.only and line["kind"] != kinds[args.only]]
-    if args.only != "curves":
-        lines += true_lines(args.engines)
-    if args.only != "true":
-        lines += curve_lines(args.engines)
+    for kind, measure in {"true": true_lines, "curves": curve_lines}.items():
+        lines += measure(args.engines) if args.only in (None, kind) else []
+    lines += host_lines() if args.only in (None, "hosts") else []
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
     DATA.write_text(
         json.dumps({"date": time.strftime("%Y-%m-%d"), "machine": machine, "lines": lines}, indent=1) + "\n"

@@ -17,7 +17,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Protocol, TypeVar
 
 _T = TypeVar("_T")
 LIMIT_S = 240
@@ -28,22 +28,38 @@ class RankFailedError(Exception):
     """A rank ended; the end of what it wrote is the message."""
 
 
-class Ranks:
-    """The processes of one engine: `command` once per rank, with the variables that torch's rendezvous wants."""
+class Hosts(Protocol):
+    """Hosts of one rank each."""
 
-    def __init__(self, command: list[str], world: int, *, interactive: bool) -> None:
+    address: str
+
+    def command(self, rank: int, command: list[str]) -> list[str]:
+        """What runs `command` on the host of a rank."""
+
+
+class Ranks:
+    """The processes of one engine: `command` once per rank, with the variables that torch's rendezvous wants.
+
+    `hosts`: what goes before the command of each rank, which is then the one rank of a host of its own; the first is where they meet.
+    """
+
+    def __init__(self, command: list[str], world: int, *, interactive: bool, hosts: Hosts | None = None) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port = port = str(probe.getsockname()[1])
         env = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         env |= {"WORLD_SIZE": str(world)}
         env |= {"DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore", "LOCAL_SIZE": str(world)}
+        if hosts is not None:
+            env |= {"MASTER_ADDR": hosts.address, "LOCAL_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         self._errors: list[IO[str]] = []
         for _ in range(world):
             self._errors.append(tempfile.TemporaryFile("w+"))  # noqa: SIM115 (they live as long as the ranks)
         self.processes = [
             subprocess.Popen(
-                command, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)}, text=True, stderr=self._errors[r], stdout=subprocess.PIPE,
+                command if hosts is None else hosts.command(r, command),
+                env=env | {"RANK": str(r), "LOCAL_RANK": str(r if hosts is None else 0)},
+                text=True, stderr=self._errors[r], stdout=subprocess.PIPE,
                 stdin=subprocess.PIPE if interactive else subprocess.DEVNULL,
                 start_new_session=True,  # the kernel shares processors between sessions, see `burst` of the worker
             )

@@ -103,6 +103,7 @@ CONFIGS = {
     "comm": Config(1, 32),
     "small": Config(0, 0, small=True),
     "bf16": Config(2, 128, bf16=True),
+    "comm_bf16": Config(1, 32, bf16=True),
 }
 
 Step = Callable[[Tensor], Tensor]
@@ -129,11 +130,13 @@ def plain(config: Config, model: nn.Module, *, update: bool) -> Step:
     return step
 
 
-def ours(config: Config, model: nn.Module, stage: int) -> Step:
+def ours(config: Config, model: nn.Module, stage: int, codes: str = "") -> Step:
     import ds_zero
 
     precision = "bf16" if config.bf16 else None
-    optimizer = ds_zero.shard(model, adamw(model.parameters()), stage=stage, clip=CLIP, precision=precision)
+    gradients = ds_zero.QGZ if codes == "weights, gradients" else None
+    sent = {"quantized_comm": ds_zero.QuantizedComm(weights=ds_zero.QWZ, gradients=gradients)} if codes else {}
+    optimizer = ds_zero.shard(model, adamw(model.parameters()), stage=stage, clip=CLIP, precision=precision, **sent)
 
     def step(data: Tensor) -> Tensor:
         loss = config.loss(model, data)
@@ -221,6 +224,8 @@ ENGINES: dict[str, Callable[[Config, nn.Module], Step]] = {
     "fsdp2": lambda c, m: fsdp2(c, m, reshard=True),
     "fsdp2_keep": lambda c, m: fsdp2(c, m, reshard=False),
     **{f"ours{s}": lambda c, m, s=s: ours(c, m, s) for s in range(4)},
+    "ours3_int8": lambda c, m: ours(c, m, 3, "weights"),
+    "ours3_int8_int4": lambda c, m: ours(c, m, 3, "weights, gradients"),
     **{f"deepspeed{s}": lambda c, m, s=s: deepspeed(c, m, s, tuned=False) for s in range(1, 4)},
     **{f"deepspeed{s}_tuned": lambda c, m, s=s: deepspeed(c, m, s, tuned=True) for s in range(1, 4)},
 }

@@ -73,11 +73,17 @@ def is_alive(pg: dist.ProcessGroup) -> bool:
 
 
 def named_group(
-    ranks: Sequence[int], name: str, purpose: str, backend: str | None = None, timeout: timedelta | None = None
+    ranks: Sequence[int],
+    name: str,
+    purpose: str,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    *,
+    urgent: bool = False,
 ) -> dist.ProcessGroup:
     """Create a process group of `ranks` under `name`, called by its members only.
 
-    `timeout`: torch's default when None.
+    `timeout`: torch's default when None. `urgent`: on a stream of high priority, where the backend has such.
 
     torch names such a group after its ranks and the number of groups that this process has: two members with different
     numbers of groups wait for each other for ever, and a repeated name finds the addresses of the earlier group.
@@ -86,7 +92,7 @@ def named_group(
     default, store = c10d._world.pg_map[world]
     kind = dist.Backend(backend or default)
     options: Any = {"timeout": timeout or c10d._get_default_timeout(kind), "group_desc": purpose}
-    extra = group_options(str(kind), options["timeout"])
+    extra = group_options(str(kind), options["timeout"], urgent=urgent)
     if extra is not None:
         options["backend_options"] = extra
     members: Any = list(ranks)

@@ -29,7 +29,7 @@ class BackendOptions:
 
     Attributes:
         interfaces: Network interfaces, "eth0,eth1": GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME. An existing variable must be the same.
-        high_priority: NCCL: run collectives on streams of high priority.
+        high_priority: NCCL: run collectives on streams of high priority; None: those that gather parameters.
         blocking: NCCL: whether calls of communicators block.
         cga_cluster_size: NCCL: thread blocks that share memory.
         min_ctas: NCCL: least thread blocks of a kernel.
@@ -102,20 +102,23 @@ def _set_interfaces(interfaces: str, variables: list[str]) -> None:
         os.environ[variable] = interfaces
 
 
-def group_options(backend: str, timeout: timedelta, make: Callable[[], Any] | None = None) -> Any:
+def group_options(
+    backend: str, timeout: timedelta, make: Callable[[], Any] | None = None, *, urgent: bool = False
+) -> Any:
     """Return a fresh options object for a process group, as torch's `pg_options`; None where the options have nothing for it.
 
     Args:
         backend: Of the group.
         make: Builds NCCL's options; by default torch's class, which a build without NCCL does not have.
+        urgent: The group's collectives run on a stream of high priority, where the options do not say.
     """
     requested = _requested[0].requested() if _requested else {}
     requested.pop("interfaces", None)
-    if not requested or "nccl" not in backend.lower():
+    if not (requested or urgent) or "nccl" not in backend.lower():
         return None
     options: Any = (make or dist.ProcessGroupNCCL.Options)()
     options._timeout = timeout
-    options.is_high_priority_stream = bool(requested.pop("high_priority", False))
+    options.is_high_priority_stream = bool(requested.pop("high_priority", urgent))
     for name in _CONFIG:
         if name in requested:
             value = requested[name]

@@ -215,7 +215,7 @@ def common_group(ranks: Sequence[int], name: str) -> Group | None:
     return group
 
 
-def new_local_group(ranks: Sequence[int], name: str, backend: str | None = None) -> Group:
+def new_local_group(ranks: Sequence[int], name: str, backend: str | None = None, *, urgent: bool = False) -> Group:
     """Create a group that only its members create (local synchronization). Collective over `ranks`.
 
     Other ranks may create other groups meanwhile, or none. Every member creates its groups of these ranks in the same
@@ -224,6 +224,7 @@ def new_local_group(ranks: Sequence[int], name: str, backend: str | None = None)
     Args:
         ranks: Of the world, the calling rank among them; the group has them in this order.
         backend: torch's name of another backend than the world's.
+        urgent: NCCL runs the group's collectives on a stream of high priority, unless `BackendOptions.high_priority` says otherwise.
     """
     members = tuple(ranks)
     world = world_group()
@@ -238,22 +239,25 @@ def new_local_group(ranks: Sequence[int], name: str, backend: str | None = None)
         return Group(name, members, place)
     number = _number(world.link, members)
     digest = hashlib.sha1(f"{members} {number}".encode(), usedforsecurity=False).hexdigest()
-    return Group(name, members, place, named_group(members, f"part-{digest}", name, backend, _timeout[0]))
+    return Group(
+        name, members, place, named_group(members, f"part-{digest}", name, backend, _timeout[0], urgent=urgent)
+    )
 
 
-def node_groups(group: Group, size: int, names: tuple[str, str]) -> tuple[Group, Group]:
+def node_groups(group: Group, size: int, names: tuple[str, str], *, urgent: bool = False) -> tuple[Group, Group]:
     """Create the groups of this rank's node (`size` consecutive ranks) and of its peers across nodes. Collective.
 
     Args:
         size: Divides the ranks of the group.
         names: Of the two groups.
+        urgent: As for `new_local_group`.
     """
     number, place = divmod(group.rank, size)
-    inside = new_local_group(group.ranks[number * size : (number + 1) * size], names[0])
-    return inside, new_local_group(group.ranks[place::size], names[1])
+    inside = new_local_group(group.ranks[number * size : (number + 1) * size], names[0], urgent=urgent)
+    return inside, new_local_group(group.ranks[place::size], names[1], urgent=urgent)
 
 
-def duplicate_group(group: GroupLike, name: str, backend: str | None = "gloo") -> Group:
+def duplicate_group(group: GroupLike, name: str, backend: str | None = "gloo", *, urgent: bool = False) -> Group:
     """Duplicate `group`: the same ranks over a separate process group (MPI_Comm_dup). Collective over `group`.
 
     Another thread, or another order of operations, may use the duplicate at any time. A group of one rank is returned
@@ -261,9 +265,10 @@ def duplicate_group(group: GroupLike, name: str, backend: str | None = "gloo") -
 
     Args:
         backend: For host tensors by default; None: that of the world.
+        urgent: As for `new_local_group`.
     """
     group = as_group(group)
-    return group if group.link is None else new_local_group(group.ranks, name, backend)
+    return group if group.link is None else new_local_group(group.ranks, name, backend, urgent=urgent)
 
 
 def destroy_group(group: Group) -> None:

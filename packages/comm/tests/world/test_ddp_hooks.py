@@ -191,6 +191,17 @@ def test_nccl_options_are_those_of_torch(no_options: None) -> None:
     assert group_options("nccl", timedelta(seconds=5), make) is None
 
 
+@pytest.mark.parametrize("wanted", [None, False, True])
+def test_gathers_go_first_unless_options_say_otherwise(wanted: bool | None, no_options: None) -> None:
+    def make() -> Any:
+        return SimpleNamespace(config=SimpleNamespace())
+
+    use_backend_options(ds_comm.BackendOptions(high_priority=wanted), "cpu:gloo,cuda:nccl")
+    built = group_options("cpu:gloo,cuda:nccl", timedelta(seconds=5), make, urgent=True)
+    assert built.is_high_priority_stream is (wanted is not False)
+    assert group_options("gloo", timedelta(seconds=5), make, urgent=True) is None
+
+
 def test_options_without_an_effect_are_refused(no_options: None, monkeypatch: pytest.MonkeyPatch) -> None:
     loopback = next(name for _, name in socket.if_nameindex())
     for options, backend in (

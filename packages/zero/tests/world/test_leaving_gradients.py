@@ -194,12 +194,12 @@ class Bytes(torch.utils._python_dispatch.TorchDispatchMode):
         return out
 
 
-def edited(edit, monkeypatch, kernel):
+def edited(edit, monkeypatch, kernel, stage=2):
     """Returns the bytes an element that the second step's search moves, and the weights.
 
     kernel: Whether the comparison counts as where a kernel is compiled: one read of both.
     """
-    model, optimizer = build(stage=2, offload_optimizer="device", clip=None)
+    model, optimizer = build(stage=stage, offload_optimizer="device", clip=None)
     count = Bytes()
 
     def compared(full, shard):
@@ -247,12 +247,13 @@ def by_name(param):
 WAYS = [lambda p: p.data.mul_(0.5), by_slice, by_numpy, by_other_memory, by_set, by_name]
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("edit", WAYS, ids=["data", "slice", "numpy", "other memory", "set_", "name"])
-def test_edits_are_found_however_they_are_made(edit, monkeypatch):
-    _, untouched = edited(lambda p: None, monkeypatch, False)
-    _, expected = edited(edit, monkeypatch, False)
+def test_edits_are_found_however_they_are_made(edit, stage, monkeypatch):
+    _, untouched = edited(lambda p: None, monkeypatch, False, stage)
+    _, expected = edited(edit, monkeypatch, False, stage)
     with late_device(2):
-        nbytes, weights = edited(edit, monkeypatch, True)
+        nbytes, weights = edited(edit, monkeypatch, True, stage)
     assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
     assert not torch.equal(weights[2], untouched[2])
     assert nbytes < 15

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import ds_comm.groups
 import ds_monitor
 import ds_zero
 from ds_config.errors import PlanError
@@ -55,6 +56,24 @@ def test_equals_it_without_overlap_by_rows_and_in_other_formats(bench, options):
         trained(bench, "plain", WAYS["both"], **options), trained(bench, "plain", None, **options), strict=True
     ):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "urgent"), [(None, {"gather"}), (WAYS["two_steps"], {"gather", "node", "across"})], ids=["flat", "nodes"]
+)
+@world(4)
+def test_gathers_have_groups_of_high_priority(bench, nodes, urgent, monkeypatch):
+    """A layer waits for a gather; a sum may be late."""
+    asked = {}
+
+    def recorded(ranks, name, purpose, *args, urgent=False, **options):
+        asked[purpose] = urgent
+        return plain(ranks, name, purpose, *args, **options)
+
+    plain = ds_comm.groups.named_group
+    monkeypatch.setattr(ds_comm.groups, "named_group", recorded)
+    trained(bench, "plain", nodes)
+    assert {name for name, first in asked.items() if first} == urgent
 
 
 def even():

@@ -1,8 +1,8 @@
 """A channel over the messages of a torch backend (gloo), where ranks share no memory.
 
-Each message is a head (which signature) and its tensors. Both are posted at once: the receiver expects the signature of
-the last message, and the sender keeps to that. Before a message of another signature it sends one of the old one that nobody
-reads, so what is posted always fits what is sent, and a steady stream costs one trip.
+Each message is a head (which signature) and its tensors: one buffer where they are small, else a message of gloo each. All are posted at once: the
+receiver expects the signature of the last message, and the sender keeps to that. Before a message of another signature it sends one of the
+old one that nobody reads, so what is posted always fits what is sent, and a steady stream costs one trip.
 """
 
 from __future__ import annotations
@@ -24,11 +24,39 @@ __all__ = ["MessageReceiver", "MessageSender"]
 _TAGS = 1 << 29  # the channels' own; those of users are small, those of collectives larger
 _UNDER_WAY = 64  # works that nobody waited for; gloo does not tell of those that ended
 _HEAD_WORDS = 2  # number of the signature; bytes of its text where it is new
+_HEAD_BYTES = 64  # of which the words take 16: leaves behind them keep their alignment
+_PACKED_BYTES = 256 << 10  # up to here a copy into one buffer takes less time than a second message of gloo
 
 
 def _tags(tag: int) -> tuple[int, int]:
     """Return the message tags of heads and of tensors for channel `tag`."""
     return _TAGS + 2 * tag, _TAGS + 2 * tag + 1
+
+
+class _Frame:
+    """The buffers of one message: a head, and the tensors of a signature.
+
+    Args:
+        signature: None: a head alone.
+    Attributes:
+        head: Number of the signature, bytes of its text.
+        leaves: The tensors. None where they are messages of their own, which this frame has no memory for.
+    """
+
+    def __init__(self, signature: MessageSignature | None) -> None:
+        packed = signature is not None and signature.nbytes <= _PACKED_BYTES
+        nbytes = _HEAD_BYTES + signature.nbytes if signature is not None and packed else 8 * _HEAD_WORDS
+        self.buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self.head = self.buffer[: 8 * _HEAD_WORDS].view(torch.int64)
+        self.leaves: list[Tensor] | None = None if signature is None or not packed else self._cut(signature)
+
+    def _cut(self, signature: MessageSignature) -> list[Tensor]:
+        # Not views: a tensor that is changed in place must not count as a change of its neighbours, which autograd may have saved.
+        storage = self.buffer.untyped_storage()
+        return [
+            torch.empty(0, dtype=dtype).set_(storage, (_HEAD_BYTES + start) // dtype.itemsize, shape)
+            for (dtype, shape, _), start in zip(signature.leaves, signature.starts, strict=True)
+        ]
 
 
 class MessageSender:
@@ -52,19 +80,26 @@ class MessageSender:
             if key not in self._numbers:
                 self._numbers[key] = len(self._numbers)
                 text = signature.text()
-        head = torch.tensor([self._numbers[key], len(text)], dtype=torch.int64)
-        parts = [] if self._last in (None, signature) else self._last.empties()
-        parts += [torch.frombuffer(bytearray(text), dtype=torch.uint8)] if text else []
-        parts += [tensor.detach().contiguous().cpu() for tensor in tensors]
-        sent = [(head, self._head_tag), *((part, self._tag) for part in parts)]
+        frame = _Frame(self._last)
+        frame.head[0], frame.head[1] = self._numbers[key], len(text)
+        parts = [torch.frombuffer(bytearray(text), dtype=torch.uint8)] if text else []
+        if self._last is not signature:  # what is posted, unread; then this message
+            parts = [*(self._last.empties() if self._last is not None and frame.leaves is None else []), *parts]
+            parts += [tensor.detach().contiguous().cpu() for tensor in tensors]
+        elif frame.leaves is None:
+            parts = [tensor.detach().contiguous().cpu() for tensor in tensors]
+        else:
+            for leaf, tensor in zip(frame.leaves, tensors, strict=True):
+                leaf.copy_(tensor.detach())
+        sent = [(frame.buffer, self._head_tag), *((part, self._tag) for part in parts)]
         self._last = signature
 
         def launch(to: Transport) -> Started:
             works = [to.send(_some(part), self._peer, tag).works for part, tag in sent]
             return Started([work for one in works for work in one])
 
-        work = self._call.start(parts[-1] if tensors else head, True, launch, peer=self._peer)
-        self._under_way.append((work, parts))
+        work = self._call.start(parts[-1] if parts else frame.buffer, True, launch, peer=self._peer)
+        self._under_way.append((work, [frame.buffer, *parts]))
         return work
 
 
@@ -85,9 +120,11 @@ class MessageReceiver:
     def _made_ready(self) -> tuple[Work, Tensor, list[Tensor]]:
         if self._posted is not None:
             return self._posted
-        head = torch.empty(_HEAD_WORDS, dtype=torch.int64)
-        outs = [] if self._last is None else self._last[1].empties()
-        self._posted = self._receive([(head, self._head_tag), *((out, self._tag) for out in outs)]), head, outs
+        last = None if self._last is None else self._last[1]
+        frame = _Frame(last)
+        apart = [] if last is None or frame.leaves is not None else last.empties()
+        work = self._receive([(frame.buffer, self._head_tag), *((out, self._tag) for out in apart)])
+        self._posted = work, frame.head, frame.leaves or apart
         return self._posted
 
     def ready(self) -> bool:

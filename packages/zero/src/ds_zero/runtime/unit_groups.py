@@ -139,7 +139,8 @@ class GroupSet:
         """
         if not self._late:
             apart = self.gather_group is not self.shard_group
-            self._late.append(duplicate_group(self.shard_group, "unforeseen", None) if apart else self.gather_group)
+            late = duplicate_group(self.shard_group, "unforeseen", None, urgent=True) if apart else self.gather_group
+            self._late.append(late)
             self.created.extend(self._late if apart else ())
         return self._late[0]
 
@@ -200,7 +201,7 @@ class GroupTable:
         nodes = self._nodes(shards, shared)
         route = None if nodes is None else self._route(shards, nodes)
         if self.options.residency.shard_params and shards.size > 1 and not shared:
-            gathers = duplicate_group(shards, "gather", None)
+            gathers = duplicate_group(shards, "gather", None, urgent=True)  # a layer waits for them, nobody for a sum
             self._created_groups.append(gathers)
         levels = None if shared else self.options.quantized_comm.levels(shards)
         self._created_groups += () if levels is None else (levels.inside, levels.across)
@@ -245,7 +246,7 @@ class GroupTable:
         return nodes
 
     def _route(self, shards: Group, nodes: NodeTopology) -> HierarchicalGather:
-        inside, across = node_groups(shards, nodes.size, ("node", "across"))
+        inside, across = node_groups(shards, nodes.size, ("node", "across"), urgent=True)
         self._created_groups += inside, across
         return HierarchicalGather(inside, across, self.pool)
 
@@ -319,7 +320,7 @@ def sends_from_anywhere(group: Group, device: torch.device) -> bool:
     return "cpu:gloo" in dist.get_backend_config(group.pg).split(",")
 
 
-def node_groups(shards: Group, size: int, names: tuple[str, str]) -> tuple[Group, Group]:
+def node_groups(shards: Group, size: int, names: tuple[str, str], *, urgent: bool = False) -> tuple[Group, Group]:
     """Build the group of this rank's node, and the group of ranks at its position in every node.
 
     Collective over `shard_group`.
@@ -333,4 +334,4 @@ def node_groups(shards: Group, size: int, names: tuple[str, str]) -> tuple[Group
             code="zero-nodes",
             fix=f"Use a divisor of {shards.size} above 1, or leave it out.",
         )
-    return groups.node_groups(shards, size, names)
+    return groups.node_groups(shards, size, names, urgent=urgent)
