@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from bench_page import filled, markdown_table
 from peers import ensure
 from quiet import Watch
 from turns import RankFailedError, Ranks, meet
@@ -33,6 +34,7 @@ from ds_config.errors import DsError
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "benchmarks" / "data" / "rehearse.json"
+PAGE = ROOT / "docs" / "benchmarks" / "rehearse.md"
 WORKER = Path(__file__).parent / "workers" / "zero.py"
 ENGINES = ["ddp", "fsdp2", "ours1", "ours2", "ours3", "deepspeed1", "deepspeed3"]
 WORLDS = [2, 8, 32, 128, 512, 1024]
@@ -211,6 +213,50 @@ def host_lines() -> list[dict]:
     return lines
 
 
+NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "ours3_int8": "ds-zero, stage 3, weights in int8",
+         "ours3_int8_int4": "ds-zero, stage 3, weights in int8, gradients in int4"}  # fmt: skip
+
+
+def name_of(engine: str) -> str:
+    """How pages call an engine."""
+    peer = engine.removeprefix("deepspeed")
+    return NAMES.get(engine) or (f"DeepSpeed, stage {peer}" if peer != engine else f"ds-zero, stage {engine[-1]}")
+
+
+def tables_of(lines: list[dict]) -> dict[str, str]:
+    """The tables of the page by the comments that they stand between."""
+    tables, by_kind = (
+        {},
+        {kind: [line for line in lines if line["kind"] == kind] for kind in ("true", "curve", "hosts")},
+    )
+    head = ["", "backend", "a real step, ms", "rehearsed", "others took"]
+    rows = [[name_of(line["engine"]), line["backend"], f"{line['real_ms']:.1f}", f"{100 * line['error']:+.1f} %",
+             f"{100 * line['others']:.1f} %"] for line in by_kind["true"]]  # fmt: skip
+    tables["true"] = markdown_table(head, rows)
+    steps = {(line["engine"], line["world"]): line for line in by_kind["curve"]}
+    engines, worlds = dict.fromkeys(line["engine"] for line in by_kind["curve"]), sorted({key[1] for key in steps})
+    rows = [[name_of(engine), *(_beside_least(steps.get((engine, world))) for world in worlds)] for engine in engines]
+    tables["curve"] = markdown_table(["ranks", *map(str, worlds)], rows)
+    for config, title in (("comm", "fp32"), ("comm_bf16", "bf16")):
+        chosen = {(line["engine"], line["gbits"]): line for line in by_kind["hosts"] if line["config"] == config}
+        rows = [[name_of(engine), *(_beside_least(chosen.get((engine, gbits))) for gbits in (1, 10))]
+                for engine in dict.fromkeys(engine for engine, _ in chosen)]  # fmt: skip
+        tables[f"hosts {title}"] = markdown_table([title, "1 Gb/s", "10 Gb/s"], rows)
+    return tables
+
+
+def _beside_least(line: dict | None) -> str:
+    return "" if line is None else f"{line['step_ms']:.0f} ({line['step_ms'] / line['least_ms']:.2f})"
+
+
+def show(lines: list[dict]) -> None:
+    """Write the tables into the page."""
+    text = PAGE.read_text()
+    for name, table in tables_of(lines).items():
+        text = filled(text, f"{name} begin", f"{name} end", table)
+    PAGE.write_text(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="nox -s bench -- rehearse", description=__doc__)
     parser.add_argument("--only", choices=("true", "curves", "hosts"))
@@ -226,6 +272,7 @@ def main() -> None:
     DATA.write_text(
         json.dumps({"date": time.strftime("%Y-%m-%d"), "machine": machine, "lines": lines}, indent=1) + "\n"
     )
+    show(lines)
 
 
 if __name__ == "__main__":

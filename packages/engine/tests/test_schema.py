@@ -32,6 +32,7 @@ OURS = {
     "loss_spike_threshold",
     "on_nonfinite",
     "tensor_parallel.megatron_layers",
+    "tensor_parallel.half_batches",
     "activation_checkpointing.modules",
     "checkpoint.layout",
     "checkpoint.saving",

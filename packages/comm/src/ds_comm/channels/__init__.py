@@ -54,7 +54,7 @@ class Sender(Protocol):
             tensors: Of any number, shapes, strides and dtypes, on the CPU or valid on the current stream of a device, which is waited for. What
                 requires a gradient is sent without its graph.
         Returns:
-            A Work; wait for every one. Complete at once where memory is shared and not full.
+            A Work; wait for every one. Complete at once where memory is shared, not full, and opened by the receiver.
         Cost: shared memory: one copy in; `depth` messages of the first kind fit.
         """
 

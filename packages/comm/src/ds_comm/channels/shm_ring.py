@@ -1,13 +1,14 @@
 """A channel in memory that both ranks see: a ring of cells, and one number each that says how far they are.
 
-    counters | a head of 64 bytes for each cell | cells
+    counters | who opened it | a head of 64 bytes for each cell | cells
 
 The sender fills a cell when the receiver has freed it, and counts; the receiver copies out what is counted and frees it. A
 message takes as many cells as it needs: large ones are copied in and out at the same time, and the ring bounds what is
 under way. The first message of a kind comes after cells with its signature.
 
 Numbers: the sender's is the cells it filled; the receiver's those it freed, plus C - 1 of C, which the sender counts for it. So
-"both numbers have reached n" is what either waits for: cell n is free, or cell n - 1 is there.
+"both numbers have reached n" is what either waits for: cell n is free, or cell n - 1 is there. A message is in the ring before the receiver opens it, but
+not complete: the memory goes with the sender until then.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class RingLayout:
 
     @property
     def heads_at(self) -> int:
-        return HostCounters.nbytes_for(2)
+        return 2 * HostCounters.nbytes_for(2)
 
     @property
     def cells_at(self) -> int:
@@ -117,6 +118,8 @@ class _RingEnd:
     def __init__(self, segment: SharedSegment, plan: RingLayout, side: int, pids: Sequence[int]) -> None:
         self.plan, self.awaited = plan, side  # what all numbers must reach for this end to go on
         self.counters = HostCounters(segment, 0, side, pids)
+        self.opened = HostCounters(segment, HostCounters.nbytes_for(2), side, pids)
+        self.opened.advance()
         self._segment, self._cell = segment, 0
         self._heads = segment.tensor(plan.cells * _HEAD_WORDS, torch.int64, plan.heads_at).numpy().data
         self._bytes = segment.tensor(plan.cells * plan.cell_bytes, torch.uint8, plan.cells_at).view(plan.cells, -1)
@@ -181,17 +184,18 @@ class RingSender:
             free.advance()
         self._known: dict[tuple[Leaf, ...], _Layout] = {}
         self._under_way: deque[_Sending] = deque()
+        self._met = False
 
     def send(self, tensors: Sequence[Tensor]) -> Work:
         """Send the tensors as `Sender.send` does; the work is complete at once where cells are free."""
         ring, layout = self._ring, self._known.get(MessageSignature.key(tensors))
-        if layout is None or len(layout.cells) > 1 or self._under_way or not ring.ready():
+        if layout is None or len(layout.cells) > 1 or self._under_way or not self._met or not ring.ready():
             slot = self._end.begin(tensors[0] if tensors else None)
             self._under_way.append(sending := _Sending(self, self._fill(tensors), slot))
             if len(self._under_way) == 1:
                 self._end.sending.append(self)
             self.drive()
-            return DONE if sending.done else sending
+            return DONE if sending.is_completed() else sending
         for view, tensor in zip(ring.leaves(layout), tensors, strict=True):
             view.copy_(tensor.detach() if tensor.requires_grad else tensor)
         ring.publish(_DATA, layout.number, layout.signature.nbytes)
@@ -207,9 +211,18 @@ class RingSender:
             if not self._under_way:
                 self._end.sending.remove(self)
 
-    def wait(self, slot: int) -> None:
-        """Return when a cell is free."""
-        self._end.wait(self._ring, slot)
+    def met(self) -> bool:
+        """Whether the receiver has opened the ring."""
+        self._met = self._met or self._ring.opened.behind(1) is None
+        return self._met
+
+    def wait(self, slot: int, filled: bool) -> None:
+        """Return when a cell is free or, where all is `filled`, when the receiver has opened the ring."""
+        if filled:
+            opened = self._ring.opened
+            self._end.wait_for(self.met, lambda: opened.wait(1, SLICE_S) is None, slot)
+        else:
+            self._end.wait(self._ring, slot)
 
     def _fill(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Fill the cells of a message one by one; yields where none is free."""
@@ -240,26 +253,28 @@ class _Sending:
 
     def __init__(self, sender: RingSender, filling: Iterator[None], slot: int) -> None:
         self._sender, self._filling, self._slot = sender, filling, slot
-        self.done = False
+        self._filled = self._done = False
 
     def advance(self) -> bool:
         """Fill the free cells; whether that was all."""
         for _ in self._filling:
             return False
-        self.done = True
-        current().ended(self._slot)
+        self._filled = True
         return True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait as `Work.wait` does, without a limit: `timeout` is ignored."""
         while not self.is_completed():
-            self._sender.wait(self._slot)
+            self._sender.wait(self._slot, self._filled)
         return True
 
     def is_completed(self) -> bool:
         """Whether the receiver has, or will find, all of it."""
         self._sender.drive()
-        return self.done
+        if not self._done and self._filled and self._sender.met():
+            self._done = True
+            current().ended(self._slot)
+        return self._done
 
 
 class RingReceiver:
