@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import ds_ops.optim
 import ds_zero
+from ds_comm.call import CollectiveCall
 from ds_config.errors import KernelError, PlanError
 from ds_testing import world
 from ds_zero import OffloadPolicy
@@ -298,6 +299,29 @@ def test_edits_without_a_trace(bench, memory):
                 param.mul_(0.999)
 
     both(bench, edited, stage=1, memory=memory)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@world(2)
+def test_only_the_thread_that_runs_the_model_communicates(bench, stage):
+    """Two communicators are safe on a device because no two threads call collectives in an order that nobody decides (decision 0012)."""
+    seen, threads = set(), set()
+    net, optimizer = make(bench, offload_optimizer=EARLY, stage=stage)
+    plain = CollectiveCall.start
+
+    def start(call, *args, **options):
+        seen.add(threading.current_thread().name)
+        threads.update(thread.name for thread in threading.enumerate())
+        return plain(call, *args, **options)
+
+    with mock.patch.object(CollectiveCall, "start", start):
+        for step in range(2):
+            backward(bench, net, optimizer, step, micros=2)
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.close()
+    assert seen == {threading.current_thread().name}
+    assert any(name.startswith("ds-zero") for name in threads)  # there are others, which could
 
 
 @pytest.mark.parametrize("stage", [1, 3])
