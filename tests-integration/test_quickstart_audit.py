@@ -58,6 +58,7 @@ BETWEEN = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_no_pickle_between_ranks_and_nothing_for_others_to_read(tmp_path: Path) -> None:
     audit, shared, out, data = (tmp_path / name for name in ("audit", "shared", "out", "data"))

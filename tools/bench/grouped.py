@@ -80,6 +80,7 @@ def main() -> None:
             narrow = x.bfloat16()
             calls = {
                 "ours": lambda x=x, q=q: quantized_linear(x, q),
+                "ours of bf16": lambda x=narrow, q=q: quantized_linear(x, q),
                 "fp32": lambda x=x: torch.nn.functional.linear(x, weight),
                 "bf16": lambda x=narrow, h=half: torch.nn.functional.linear(x, h),
             }

@@ -36,11 +36,12 @@ ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "benchmarks" / "data" / "rehearse.json"
 PAGE = ROOT / "docs" / "benchmarks" / "rehearse.md"
 WORKER = Path(__file__).parent / "workers" / "zero.py"
+MODE_WORKER = WORKER.with_name("modes.py")
 ENGINES = ["ddp", "fsdp2", "ours1", "ours2", "ours3", "deepspeed1", "deepspeed3"]
 WORLDS = [2, 8, 32, 128, 512, 1024]
 LINKS = "inside=4.5,20;between=3.6,60"
 """A rank's share: an H100 computes the 3 G model of the issue in 485 ms beside 50 GB/s; this model takes 250 ms here, of which gradients are 68 MB."""
-ROUNDS, STEPS = 5, 10
+ROUNDS, STEPS = 3, 10
 PAYLOAD = 1448 / 1538
 """Of what a link carries: the rest is Ethernet's, IP's and TCP's."""
 HOST_ENGINES = {
@@ -69,6 +70,13 @@ def real_ms(engine: str, backend: str) -> tuple[float, float]:
     return max(rank["step_ms"] for rank in found), max(rank["peak_mb"] for rank in found)
 
 
+MODES = {
+    "tp8": "tensor-parallel by 8, stage 1",
+    "ep8": "experts over 8 ranks, stage 1",
+    "pp4": "four stages, 8 microbatches, stage 1",
+}
+
+
 def rehearsed(engine: str, links: str, world: int, config: str = "comm") -> dict:
     """One rehearsal on one core; sources of ds-comm are lent to an interpreter that does not have them."""
     python = sys.executable
@@ -80,9 +88,8 @@ def rehearsed(engine: str, links: str, world: int, config: str = "comm") -> dict
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
     try:
-        result = rehearse(
-            WORKER, [engine, config, "1000000"], world_size=world, links=links, steps=STEPS, warm_up=3, python=python
-        )
+        script, args = (MODE_WORKER, [engine]) if engine in MODES else (WORKER, [engine, config, "1000000"])
+        result = rehearse(script, args, world_size=world, links=links, steps=STEPS, warm_up=3, python=python)
     finally:
         os.sched_setaffinity(0, before)
         os.environ.pop("PYTHONPATH", None)
@@ -122,7 +129,7 @@ def true_lines(engines: list[str]) -> list[dict]:
 def curve_lines(engines: list[str]) -> list[dict]:
     lines = []
     for world in WORLDS:
-        for engine in engines:
+        for engine in [*engines, *(mode for mode in MODES if world >= 8)]:
             watch = Watch()
             try:
                 seen = rehearsed(engine, LINKS, world)
@@ -220,7 +227,9 @@ NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "ours3_int8": "ds-zero, stage 3, weight
 def name_of(engine: str) -> str:
     """How pages call an engine."""
     peer = engine.removeprefix("deepspeed")
-    return NAMES.get(engine) or (f"DeepSpeed, stage {peer}" if peer != engine else f"ds-zero, stage {engine[-1]}")
+    return (NAMES | MODES).get(engine) or (
+        f"DeepSpeed, stage {peer}" if peer != engine else f"ds-zero, stage {engine[-1]}"
+    )
 
 
 def tables_of(lines: list[dict]) -> dict[str, str]:

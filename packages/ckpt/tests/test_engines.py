@@ -184,6 +184,7 @@ def test_retention_keeps_the_newest_after_success_only(tmp_path):
     assert caught.value.code == "ckpt-keep"
 
 
+@pytest.mark.slow
 def test_many_saves_keep_memory_threads_and_descriptors(tmp_path):
     process = psutil.Process()
     engine = ds_ckpt.AsyncCheckpointer(keep=1)

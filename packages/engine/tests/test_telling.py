@@ -108,6 +108,7 @@ def test_what_the_configuration_asks_for_is_read_once_on_rank_0(tmp_path: Path) 
     assert len(lines(first, "communication so far")) == 1
 
 
+@pytest.mark.slow
 def test_without_a_wish_nothing_is_said() -> None:
     (text,) = said({"steps_per_print": None})
     assert text == "READY\n"
@@ -121,6 +122,7 @@ def test_a_script_that_configures_logging_reads_it_there_and_once() -> None:
     assert len(lines(text, "MINE ds_config")) == len(lines(text, "has no effect")) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["info", pytest.param("error", marks=pytest.mark.slow)])
 def test_log_level_is_that_of_the_lines(level: str) -> None:
     (text,) = said({"log_level": level, "steps_per_print": 1}, 1)

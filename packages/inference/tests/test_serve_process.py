@@ -86,6 +86,7 @@ def test_a_signal_lets_requests_finish_and_the_end_is_a_normal_one(folder: Path,
     assert "/docs" in said
 
 
+@pytest.mark.slow
 def test_a_follower_that_is_stuck_ends_the_job_within_the_deadline(folder: Path) -> None:
     server, answers = Process(folder, 2, DS_COMM_DEADLINE_S="3"), list[Any]()
     server.ask(2, answers).join(30)
@@ -108,6 +109,7 @@ def test_a_follower_that_is_stuck_ends_the_job_within_the_deadline(folder: Path)
     assert "rank 1" in said
 
 
+@pytest.mark.slow
 def test_a_key_from_the_environment(folder: Path) -> None:
     server = Process(folder, 1, DS_SERVE_API_KEY="sesame")
     assert server.http.get("/v1/models").status_code == 401

@@ -62,6 +62,7 @@ def test_ranks_without_a_group_train_one_model(name: str, tmp_path: Path) -> Non
     assert first.startswith("2 ")
 
 
+@pytest.mark.slow
 def test_one_rank_needs_no_group(tmp_path: Path) -> None:
     script = LOOP + "import torch.distributed as dist\nprint(dist.is_initialized())\n"
     assert run(script, 1, tmp_path) == ["False"]

@@ -38,6 +38,12 @@ def test_a_sample_has_some_of_many_and_all_of_few(passed, monkeypatch):
     assert passed("--cases=sample") != first
 
 
+def test_a_sample_has_less_of_long_files(run_pytest, tmp_path):
+    (tmp_path / "few.txt").write_text("# long\n1 test_written.py\n")
+    outcomes = run_pytest(tmp_path, BODY, "--cases=sample", settings="\nfew_cases = few.txt\n")
+    assert sorted(name.partition("[")[0] for name in outcomes) == ["test_few", "test_many"]
+
+
 def test_a_sample_draws_fewer_examples(run_pytest, tmp_path):
     body = """
 from hypothesis import given, settings, strategies as st

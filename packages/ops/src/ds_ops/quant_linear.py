@@ -25,7 +25,7 @@ __all__ = ["quantize_weight", "quantized_grouped_matmul", "quantized_linear"]
 
 FEW_TOKENS = 16
 """Up to here the native kernel is faster than to make numbers of codes for BLAS (docs/benchmarks/ops.md)."""
-_PANEL = 1 << 19  # numbers of a panel: 2 MiB of fp32, about a second-level cache
+_PANEL = 1 << 20  # numbers of a panel: 4 MiB of fp32, so that its product is no small one, and its memory is used again
 
 
 def quantize_weight(weight: Tensor, kind: Format = INT8, *, group: int = 128, symmetric: bool = True) -> QuantTensor:
@@ -190,11 +190,12 @@ def _cpu_linear(x: Tensor, weight: QuantTensor) -> Tensor:
 
 
 def _by_panels(x: Tensor, weight: QuantTensor) -> Tensor:
-    y = x.new_empty(x.shape[0], weight.rows)
+    # Outputs are rows of the product: a panel's rows lie together, and BLAS writes them in place.
+    inputs, y = x.detach().t().contiguous(), x.new_empty(weight.rows, x.shape[0])
     for panel in _panels(weight):
         numbers = dequantize(_part(weight, panel.start, panel.stop - panel.start), dtype=x.dtype)
-        y[:, panel] = x.detach() @ numbers.t()
-    return y
+        torch.mm(numbers, inputs, out=y[panel])
+    return y.t().contiguous()
 
 
 class _QuantizedMatmul(torch.autograd.Function):

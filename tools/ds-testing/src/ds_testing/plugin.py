@@ -6,7 +6,7 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -57,6 +57,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="print the table of the tests on devices, and write it to this file of records where there is a card",
     )
     parser.addini("every_case", "folders and files of which --cases=sample leaves nothing out", "args", default=[])
+    parser.addini(
+        "few_cases", "a file with lines `number path`: how many cases of a function --cases=sample draws in long files"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -101,7 +104,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     A world has a deadline of its own, which names the ranks that wait: pytest-timeout must not come before it.
     """
     if config.getoption("cases") == "sample":
-        left_out = _left_out(items, config.rootpath, config.getini("every_case"))
+        few = _few_cases(config.rootpath, config.getini("few_cases"))
+        left_out = _left_out(items, config.rootpath, config.getini("every_case"), few)
         config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
         items[:] = [item for item in items if id(item) not in left_out]
         for item in items:
@@ -114,7 +118,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(spec.timeout + _START_S))
 
 
-def _left_out(items: Sequence[pytest.Item], root: Path, every_case: Sequence[str]) -> set[int]:
+def _few_cases(root: Path, name: str) -> dict[Path, int]:
+    """How many cases of a function are drawn in the files that the list `name` has; none without a list."""
+    if not name:
+        return {}
+    lines = [line.split() for line in (root / name).read_text().splitlines() if line and not line.startswith("#")]
+    return {root / path: int(number) for number, path in lines}
+
+
+def _left_out(items: Sequence[pytest.Item], root: Path, every_case: Sequence[str], few: Mapping[Path, int]) -> set[int]:
     """The cases that a sample does not have, as ids. What is drawn depends on the function's name and the seed, not on other tests."""
     kept_whole = [root / name for name in every_case]
     cases: dict[str, list[pytest.Item]] = {}
@@ -128,9 +140,10 @@ def _left_out(items: Sequence[pytest.Item], root: Path, every_case: Sequence[str
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out: set[int] = set()
     for name, group in cases.items():
-        if len(group) > _LARGE:
+        number = few.get(group[0].path)
+        if len(group) > (number or _LARGE):
             draw = random.Random(f"{os.environ.get('DS_CASES_SEED', '0')} {name}")
-            drawn = {id(item) for item in draw.sample(group, _DRAWN)}
+            drawn = {id(item) for item in draw.sample(group, number or _DRAWN)}
             left_out |= {id(item) for item in group} - drawn
     return left_out
 
