@@ -335,6 +335,37 @@ def _offload() -> Sequence[Chart]:
     return charts
 
 
+_HOSTS = {
+    "comm": {
+        "ours2": "ds-zero, stage 2",
+        "ours3": "ds-zero, stage 3",
+        "ddp": "DDP",
+        "fsdp2": "FSDP2",
+        "deepspeed2": "DeepSpeed, stage 2",
+        "deepspeed3": "DeepSpeed, stage 3",
+    },
+    "comm_bf16": {
+        "ours3": "ds-zero, stage 3",
+        "ours3_int8": "ds-zero, stage 3, weights in int8",
+        "fsdp2": "FSDP2",
+        "deepspeed3": "DeepSpeed, stage 3",
+    },
+}
+
+
+def _rehearse() -> Sequence[Chart]:
+    """Bytes alone: the least step of stage 3, which FSDP2 and DeepSpeed's stage 3 send as well."""
+    lines = [line for line in _record("rehearse")["lines"] if line["kind"] == "hosts" and line["gbits"] == 1]
+    charts = []
+    for config, names in _HOSTS.items():
+        steps = {line["engine"]: line for line in lines if line["config"] == config}
+        least = Bar("what stage 3's bytes allow", steps["ours3"]["least_ms"], "limit")
+        bars = [least, *_bars({label: steps[engine]["step_ms"] for engine, label in names.items()})]
+        note = f"GPT of 17 million parameters, {'bf16' if config != 'comm' else 'fp32'}, one rank a host; less is better"
+        charts.append(Chart("A step on two hosts, 1 Gb/s between them", note, "ms", bars))
+    return charts
+
+
 def _quant() -> Sequence[Chart]:
     rows = [r for r in _record("quant")["rows"] if r["threads"] == 1 and r.get("share")]
     chosen = [r for r in rows if r["name"].startswith(("quantize ", "dequantize "))][:8]
@@ -377,6 +408,7 @@ PICTURES: Mapping[str, Callable[[], Sequence[Chart]]] = {
     "parallel": _parallel,
     "pipe": _pipe,
     "quant": _quant,
+    "rehearse": _rehearse,
     "start-step": _one(0),
     "start-memory": _one(1),
     "start-checkpoint": _one(2),
