@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -346,3 +347,18 @@ def test_late_gradients_have_gradients() -> None:
 def test_frozen_weights_have_no_node() -> None:
     x, weight = torch.randn(2, 4, requires_grad=True), torch.randn(3, 4)
     assert "Linear" not in type(late_linear(x, weight, None, 40).grad_fn).__name__
+
+
+@pytest.mark.parametrize("shape", [(6,), (3, 6), (2, 3, 6)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_late_gradient_is_that_of_linear(shape: tuple[int, ...], with_bias: bool) -> None:
+    torch.manual_seed(0)
+    found, expected = [], []
+    values = torch.randn(shape), torch.randn(4, 6), torch.randn(4) if with_bias else None
+    for results, linear in ((found, lambda *args: late_linear(*args, 1)), (expected, functional.linear)):
+        x, weight, bias = (value if value is None else value.clone().requires_grad_() for value in values)
+        y = linear(x, weight, bias)
+        y.square().sum().backward()
+        results += [y, x.grad, weight.grad, *([bias.grad] if with_bias else [])]
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)

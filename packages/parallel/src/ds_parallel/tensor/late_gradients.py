@@ -31,7 +31,7 @@ def late_linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> 
         [..., out], as under autocast where that is on.
     Cost: as functional.linear; `x` and the gradient of the result are kept until the weight's gradient is computed.
     """
-    if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
+    if x.dim() < 2 or not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
         return functional.linear(x, weight, bias)
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
