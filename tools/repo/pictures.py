@@ -361,7 +361,9 @@ def _rehearse() -> Sequence[Chart]:
         steps = {line["engine"]: line for line in lines if line["config"] == config}
         least = Bar("what stage 3's bytes allow", steps["ours3"]["least_ms"], "limit")
         bars = [least, *_bars({label: steps[engine]["step_ms"] for engine, label in names.items()})]
-        note = f"GPT of 17 million parameters, {'bf16' if config != 'comm' else 'fp32'}, one rank a host; less is better"
+        note = (
+            f"GPT of 17 million parameters, {'bf16' if config != 'comm' else 'fp32'}, one rank a host; less is better"
+        )
         charts.append(Chart("A step on two hosts, 1 Gb/s between them", note, "ms", bars))
     return charts
 

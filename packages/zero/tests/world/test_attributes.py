@@ -192,7 +192,7 @@ def test_what_is_asked_of_no_values_is_answered(stage):
     twin = copy.deepcopy(model)
     assert grads(twin) == [None] * 6
     if stage < 3:
-        pickle.loads(pickle.dumps(twin))
+        pickle.loads(pickle.dumps(list(twin.children())))  # this file's own class is not one that can be imported
     optimizer.step()
     optimizer.close()
 

@@ -192,8 +192,8 @@ def device_only(*, host_too: bool = False) -> Iterator[None]:
     ] = []  # groups that were asked for with gloo by name, which are the host's on a device's machine, too
     named_group = ds_comm.groups.named_group
 
-    def make_group(ranks: Any, name: str, purpose: str, backend: str | None = None, timeout: Any = None) -> Any:
-        made = named_group(ranks, name, purpose, backend, timeout)
+    def make_group(ranks: Any, name: str, purpose: str, backend: str | None = None, *args: Any, **options: Any) -> Any:
+        made = named_group(ranks, name, purpose, backend, *args, **options)
         if backend == "gloo":
             of_host.append(made)
         return made
