@@ -291,45 +291,95 @@ def training(steps: int, names: list[str], size: dict[str, int], batch: tuple[in
 # ---- generation ------------------------------------------------------------------------------------------------------
 
 
-def generation(rows: int, prompt: int, new: int) -> dict[str, Any]:
-    """A Llama of 1.1 G: seconds of ours and of transformers' generate for the same greedy tokens."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+LLAMAS = {
+    "1.1 G": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
+              "num_key_value_heads": 4, "vocab_size": 32_000},
+    "8 G": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 128_256},
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "vocab_size": 128},
+}  # fmt: skip
+LOADS = [("1.1 G", 1, 512), ("1.1 G", 32, 128), ("1.1 G", 128, 512), ("8 G", 1, 512), ("8 G", 32, 512)]
+Generate = Callable[[int], list[list[int]]]
+"""The next so many tokens of every prompt, likeliest first."""
 
+
+def ours_of(model: nn.Module, prompts: Tensor, new: int, codes: str | None = None) -> Generate:
     from ds_inference import SamplingParams, load
 
-    config = LlamaConfig(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32,
-                         num_key_value_heads=4, vocab_size=32_000, max_position_embeddings=4096,
-                         eos_token_id=None, bos_token_id=None)  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
-    generator = torch.Generator().manual_seed(2)
-    prompts = torch.randint(32_000, (rows, prompt), generator=generator)
+    room = prompts.shape[0] * (prompts.shape[1] + new + 32)
+    engine = load(
+        model, enable_prefix_caching=False, quantize=codes, cache_tokens=room
+    )  # as transformers, each prompt is computed
+    return lambda count: [a.tokens for a in engine.generate(prompts.tolist(), SamplingParams(max_new_tokens=count))]
 
-    def theirs(count: int) -> list[list[int]]:
-        out = model.generate(prompts.cuda(), max_new_tokens=count, do_sample=False, pad_token_id=0)
-        torch.cuda.synchronize()
-        return out[:, prompt:].tolist()
 
-    engine = load(model, enable_prefix_caching=False)  # a prompt that was seen is computed again, as transformers does
+def transformers_of(model: nn.Module, prompts: Tensor, **cache: Any) -> Generate:
+    inputs = {"input_ids": prompts.to(model.device), "attention_mask": torch.ones_like(prompts, device=model.device)}
 
-    def own(count: int) -> list[list[int]]:
-        return [a.tokens for a in engine.generate(prompts.tolist(), SamplingParams(max_new_tokens=count))]
+    def generate(count: int) -> list[list[int]]:
+        with torch.no_grad():
+            out = model.generate(**inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False, **cache)
+        return out[:, prompts.shape[1] :].tolist()
 
-    row: dict[str, Any] = {"rows": rows, "prompt": prompt, "new": new}
-    answers = {}
-    for name, call in (("ours", own), ("transformers", theirs)):
-        call(2)
-        begin = time.perf_counter()
-        call(1)
-        row[f"{name}_first_s"] = time.perf_counter() - begin
-        begin = time.perf_counter()
-        answers[name] = call(new)
-        row[f"{name}_s"] = time.perf_counter() - begin
-    same = [sum(a == b for a, b in zip(x, y, strict=True)) for x, y in zip(*answers.values(), strict=True)]
-    row["same_tokens"] = sum(same) / (rows * new)
-    print(row, flush=True)
-    return row
+    return generate
+
+
+def generation(size: str, rows: int, prompt: int, new: int, device: str = "cuda") -> list[dict[str, Any]]:
+    """Seconds of a first token and of `new` tokens, and the peak of memory: ours in bf16, int8 and int4, transformers plainly and with a static
+    cache whose step it compiles. Each has a call of all tokens before, which compiles and captures.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**LLAMAS[size], max_position_embeddings=4096, eos_token_id=None, bos_token_id=None)
+    prompts = torch.randint(config.vocab_size, (rows, prompt), generator=torch.Generator().manual_seed(2))
+    engines: dict[str, Callable[[nn.Module], Generate]] = {
+        "ours": lambda model: ours_of(model, prompts, new),
+        "transformers": lambda model: transformers_of(model, prompts),
+        "transformers, static cache, compiled": lambda model: transformers_of(
+            model, prompts, cache_implementation="static"
+        ),
+    }
+    if rows == 1:
+        engines |= {
+            f"ours, {codes}": lambda model, codes=codes: ours_of(model, prompts, new, codes)
+            for codes in ("int8", "int4")
+        }
+    found, answers = [], {}
+    for name, start in engines.items():
+        gc.collect()
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        call = start(model)
+        call(new)
+        seconds = []
+        for count in (1, new):
+            begin = time.perf_counter()
+            answers[name] = call(count)
+            seconds.append(time.perf_counter() - begin)
+        row = {
+            "size": size,
+            "rows": rows,
+            "prompt": prompt,
+            "new": new,
+            "engine": name,
+            "first_s": seconds[0],
+            "s": seconds[1],
+        }
+        row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+        row["weights_gib"] = sum(p.nbytes for p in model.parameters()) / 2**30
+        same = [
+            sum(a == b for a, b in zip(x, y, strict=True)) for x, y in zip(answers["ours"], answers[name], strict=True)
+        ]
+        row["same_tokens"] = sum(same) / (rows * new)
+        print(row, flush=True)
+        found.append(row)
+        del call, model
+    return found
 
 
 # ---- page ------------------------------------------------------------------------------------------------------------
@@ -349,13 +399,17 @@ def filled(page: str, found: dict[str, Any]) -> str:
             f"| {name} | {row['ms']:.1f} | {row['ms'] / plain_ms:.2f} | {row['peak_gib']:.1f} | {row['losses'][7]:.2f} |"
         )
     # Rows of before 2026-11-26 took their prompt from the cache; they have no time of a first token, and are not shown.
-    computed = [row for row in found["generation"] if "ours_first_s" in row]
+    computed = [row for row in found["generation"] if "engine" in row]
     if computed:
-        lines += ["", "| generation, bf16 | tokens/s, ours | transformers |", "|---|---|---|"]
+        lines += [
+            "",
+            "| generation | engine | tokens/s | first token, ms | peak memory, GiB |",
+            "|---|---|---|---|---|",
+        ]
     for row in computed:
-        count = row["rows"] * row["new"]
-        cells = [f"{count / row[f'{who}_s']:,.0f}" for who in ("ours", "transformers")]
-        lines.append(f"| {row['rows']} x {row['prompt']} tokens, {row['new']} new | {' | '.join(cells)} |")
+        rate, first = row["rows"] * row["new"] / row["s"], 1e3 * row["first_s"]
+        where = f"{row['size']}, {row['rows']} x {row['prompt']}"
+        lines.append(f"| {where} | {row['engine']} | {rate:,.0f} | {first:.0f} | {row['peak_gib']:.1f} |")
     lines += ["", "| kernel | us | GB/s | of a copy | torch takes |", "|---|---|---|---|---|"]
     for row in found["kernels"]:
         peer = f"{row['peer']:.2f}x" if row["peer"] else ""
@@ -407,7 +461,7 @@ def main() -> None:
         elif part == "training":
             found[part] = training(args.steps, list(TRAINERS), size, (8, 1024))
         else:
-            found[part] = [generation(1, 512, 64), generation(32, 128, 64)]
+            found[part] = [row for load in LOADS for row in generation(*load, new=64)]
         args.out.write_text(json.dumps(found, indent=1) + "\n")
     if args.out == DATA:
         write_page(found)

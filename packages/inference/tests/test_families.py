@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -42,6 +43,31 @@ def test_logits_are_transformers_own(every_family: str, tiny: Any, prompts_of: A
         )
         found = torch.tensor([answer.tops[0][i] for i in range(97)])
         assert (found - wanted).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_logits_of_forced_tokens(
+    every_family: str, dtype: torch.dtype, device: str, tiny: Any, prompts_of: Any
+) -> None:
+    """On the device, too. In bf16 ours are as far from transformers' fp32 as transformers' bf16 are."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("torch finds no CUDA device")
+    model, (tokens,) = copy.deepcopy(tiny(every_family)), prompts_of([19])
+    lengths = [1, 7, 18, 19]
+
+    def theirs() -> torch.Tensor:
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens], device=model.device)).logits[0]
+        return torch.log_softmax(logits.float(), -1).cpu()[[length - 1 for length in lengths]]
+
+    exact = theirs()
+    model.to(device=device, dtype=dtype)
+    narrow = theirs()
+    engine = load(model, cache_tokens=256, budget=SchedulerConfig(max_model_len=500), native=False)
+    answers = engine.generate([tokens[:n] for n in lengths], SamplingParams(max_new_tokens=1, logprobs=97))
+    found = torch.tensor([[answer.tops[0][i] for i in range(97)] for answer in answers])
+    assert (found - exact).abs().mean() <= 1e-4 + 1.5 * (narrow - exact).abs().mean()
 
 
 RENAMED = [
