@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -108,6 +111,57 @@ def test_buffers_that_stay_fp32_inside_init(keep: object) -> None:
     narrow = {"inner.norm.running_mean", "inner.norm.running_var", "inner.table"} - wide
     formats = {name: buffer.dtype for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     assert formats == {name: torch.bfloat16 if name in narrow else torch.float32 for name in formats}
+
+
+REPLACED: dict[str, Callable[[Any], Any]] = {
+    # As transformers wraps the name before it enters Init: `torch.arange` keeps its format.
+    "transformers": lambda wrap: (
+        lambda fn, *args, **options: partial(fn) if fn is torch.arange else wrap(fn, *args, **options)
+    ),
+    "nothing": lambda wrap: lambda fn, *args, **options: fn,
+    "upstream": lambda wrap: wrap,
+}
+
+
+@pytest.mark.parametrize(
+    ("replaced", "narrow"),
+    [
+        ("transformers", {"norm.running_mean", "norm.running_var"}),
+        ("nothing", set()),
+        ("upstream", {"norm.running_mean", "norm.running_var", "table"}),
+    ],
+)
+@world(1)
+def test_a_client_decides_which_constructors_are_narrow(replaced: str, narrow: set[str], monkeypatch: Any) -> None:
+    """Transformers' tables of rotations were bf16 where it had asked for fp32: far positions were wrong, in silence."""
+    import deepspeed
+    from deepspeed.runtime.zero import partition_parameters as pp
+
+    wrap = pp.zero_wrapper_for_fp_tensor_constructor
+    monkeypatch.setattr(pp, "zero_wrapper_for_fp_tensor_constructor", REPLACED[replaced](wrap))
+    with deepspeed.zero.Init(config_dict_or_path=settings(3, bf16={"enabled": True})):
+        model = Buffered()
+    formats = {name: buffer.dtype for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    assert formats == {name: torch.bfloat16 if name in narrow else torch.float32 for name in formats}
+    assert wrap(torch.ones, torch.bfloat16)(3).dtype is torch.bfloat16
+    assert wrap(torch.ones, None, torch.device("meta"))(3).is_meta
+    with deepspeed.zero.Init(config_dict_or_path=settings(3, bf16={"enabled": True}), tensor_overrides=()):
+        model = Buffered()
+    assert {t.dtype for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()} == {torch.float32}
+
+
+@world(1)
+def test_tables_of_rotations_are_fp32_as_transformers_asks() -> None:
+    integration = pytest.importorskip("transformers.integrations.deepspeed")
+    import deepspeed
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    init = deepspeed.zero.Init(config_dict_or_path=settings(3, bf16={"enabled": True}))
+    with integration.prevent_arange_dtype_change(), init:  # as from_pretrained enters them
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **size))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
 
 
 class Sinusoid(nn.Module):

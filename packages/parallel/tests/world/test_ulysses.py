@@ -127,6 +127,7 @@ class Attending(nn.Module):
 def _attend(module: nn.Module, padding: list[int], mask_of: str, **options: object) -> tuple[Tensor, Tensor]:
     """(this rank's part of the shared attention, that of one process), of two rows whose last tokens are padding."""
     group, length = world_group(), 8
+    pytest.importorskip("transformers")
     generator = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(2, 4, length, 4, generator=generator) for _ in range(3))
     tokens = torch.arange(length) < length - torch.tensor(padding)[:, None]
@@ -174,6 +175,7 @@ def test_a_layer_that_says_it_has_no_window_has_none() -> None:
 
 @world(2)
 def test_masks_that_add_numbers_are_refused() -> None:
+    pytest.importorskip("transformers")
     ulysses = UlyssesAttention.register("sdpa", world_group())
     q = torch.randn(1, 4, 4, 4)
     positions = torch.arange(4)[None] + 4 * world_group().rank

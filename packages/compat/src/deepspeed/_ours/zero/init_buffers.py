@@ -24,9 +24,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from deepspeed._ours.base._torch import tree_leaves
 from ds_engine.mixed_precision import Casting
 
-__all__ = ["BufferFormat"]
+__all__ = ["CONSTRUCTORS", "BufferFormat"]
 
-_CONSTRUCTORS = {torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.eye, torch.randn}
+CONSTRUCTORS: frozenset[Callable[..., Any]] = frozenset(
+    (torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.eye, torch.randn)
+)
+"""What upstream replaces."""
 _OTHER_FORMATS = {"float", "double", "half", "bfloat16", "type"}
 
 
@@ -38,11 +41,13 @@ class BufferFormat(TorchFunctionMode):
         casting: Which buffers are fp32 all the same.
     Attributes:
         active: False lets buffers keep their format for a while.
+        narrowing: Of torch's constructors those whose tensors have the parameters' format.
     """
 
     def __init__(self, dtype: torch.dtype, casting: Casting) -> None:
         super().__init__()
         self.dtype, self.casting, self.active = dtype, casting, True
+        self.narrowing: frozenset[Callable[..., Any]] = CONSTRUCTORS
         self._noted: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
         self._handles: tuple[Any, ...] = ()
 
@@ -74,8 +79,8 @@ class BufferFormat(TorchFunctionMode):
         return result
 
     def _notes(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        if func in _CONSTRUCTORS:
-            return True
+        if func in CONSTRUCTORS:
+            return func in self.narrowing
         name = getattr(func, "__name__", "")
         if name in _OTHER_FORMATS or (
             name == "to" and any(isinstance(v, torch.dtype) for v in (*args, *kwargs.values()))

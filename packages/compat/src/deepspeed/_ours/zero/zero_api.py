@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch.nn.parameter import Parameter
 import ds_zero
 from deepspeed._ours.base.raising import also, raising
 from deepspeed._ours.communication.comm import init_distributed
-from deepspeed._ours.zero.init_buffers import BufferFormat
+from deepspeed._ours.zero.init_buffers import CONSTRUCTORS, BufferFormat
 from deepspeed._ours.zero.params import mark_scattered
 from ds_comm import as_group
 from ds_config import read
@@ -84,6 +86,7 @@ class Init(ds_zero.Init):
             have the format, too, see `BufferFormat`.
         enabled: False does nothing.
         dtype: The format, whatever the configuration says.
+        tensor_overrides: Without upstream's "dtype" among them parameters and buffers keep the format they are made in.
         others: Where upstream puts the parts; here they stay on the device that the model is made on.
     """
 
@@ -91,7 +94,7 @@ class Init(ds_zero.Init):
         self, module: nn.Module | None = None, data_parallel_group: Any = None, mem_efficient_linear: bool = True,
         remote_device: str | None = None, pin_memory: bool = False, config_dict_or_path: Any = None, config: Any = None,
         enabled: bool = True, dtype: torch.dtype | None = None, mpu: Any = None, sequence_data_parallel_group: Any =
-        None, **others: Any,
+        None, tensor_overrides: Iterable[Any] | None = None, **others: Any,
     ) -> None:  # fmt: skip
         del mem_efficient_linear, remote_device, pin_memory, mpu, others
         if enabled:
@@ -107,9 +110,9 @@ class Init(ds_zero.Init):
                 wrong, code="compat-call-order", fix="Call deepspeed.init_distributed() first."
             )
         source = config if config_dict_or_path is None else config_dict_or_path
-        super().__init__(
-            group=self._ranks, enabled=enabled, dtype=_format(source) if dtype is None and enabled else dtype
-        )
+        keeps = tensor_overrides is not None and "dtype" not in {getattr(one, "name", one) for one in tensor_overrides}
+        wanted = _format(source) if dtype is None and enabled else dtype
+        super().__init__(group=self._ranks, enabled=enabled, dtype=None if keeps else wanted)
         narrow = self.enabled and self.dtype in (torch.bfloat16, torch.float16)
         self._buffers = (
             BufferFormat(self.dtype, _fp32_buffers(source, self.dtype)) if narrow and self.dtype is not None else None
@@ -121,6 +124,7 @@ class Init(ds_zero.Init):
         _entered.append(self)
         super().__enter__()
         if self._buffers is not None:
+            self._buffers.narrowing = _narrowing_constructors(self._buffers.dtype)
             self._buffers.__enter__()
         return self
 
@@ -222,13 +226,36 @@ class TiledLinear(ds_zero.TiledLinear):
             self.copy_params_from(init_linear)
 
 
-def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], target_fp_dtype: torch.dtype) -> Callable[..., Any]:
-    """Return the constructor itself: `Init` replaces nothing in torch.
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., Any], target_fp_dtype: torch.dtype | None, target_device: torch.device | None = None
+) -> Callable[..., Any]:
+    """Return a constructor as `fn` whose floating-point tensors are of `target_fp_dtype`, on `target_device` where the caller names none.
 
-    Clients assign this name and read its value again.
+    `Init` replaces nothing in torch. It asks this function, or what a client has assigned to its name, which constructors it may take for
+    narrow: transformers keeps `torch.arange` as it is, of which tables of rotations are made.
     """
-    del target_fp_dtype
-    return fn
+
+    @wraps(fn)
+    def narrow(*args: Any, **options: Any) -> Any:
+        if target_device is not None and options.get("device") is None:
+            options["device"] = target_device
+        tensor = fn(*args, **options)
+        if target_fp_dtype is not None and tensor.is_floating_point():
+            tensor.data = tensor.data.to(target_fp_dtype)
+        return tensor
+
+    _narrowing.add(narrow)
+    return narrow
+
+
+_narrowing: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+
+
+def _narrowing_constructors(dtype: torch.dtype) -> frozenset[Callable[..., Any]]:
+    """Return which of torch's constructors make narrow tensors, by who has the name now."""
+    public = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    wrap = getattr(public, "zero_wrapper_for_fp_tensor_constructor", zero_wrapper_for_fp_tensor_constructor)
+    return frozenset(fn for fn in CONSTRUCTORS if wrap(fn, target_fp_dtype=dtype, target_device=None) in _narrowing)
 
 
 def shutdown_init_context() -> None:
