@@ -77,6 +77,26 @@ def test_what_was_sent_before_the_receiver_came_is_there(shared: bool) -> None:
     channels.close()
 
 
+@SHARED
+@world(2)
+def test_tensors_of_one_message_are_changed_apart(shared: bool) -> None:
+    """They may lie in one buffer: a change of one is none of what autograd saved of the other."""
+    channels = Channels(None, shared=shared)
+    if dist.get_rank() == 0:
+        for _ in range(3):  # the first is not packed
+            channels.sender(1).send((torch.ones(3), torch.full((4,), 2.0))).wait()
+    else:
+        for _ in range(3):
+            first, second = channels.receiver(0).recv()
+            out = first.requires_grad_().square().sum()
+            second.mul_(5)
+            out.backward()
+            assert torch.equal(first.grad, torch.full((3,), 2.0))
+            assert torch.equal(second, torch.full((4,), 10.0))
+    dist.barrier()
+    channels.close()
+
+
 @world(2, backend="shm")
 def test_a_group_on_shm_has_channels_too() -> None:
     channels = Channels()

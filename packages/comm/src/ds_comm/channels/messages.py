@@ -51,11 +51,11 @@ class _Frame:
         self.leaves: list[Tensor] | None = None if signature is None or not packed else self._cut(signature)
 
     def _cut(self, signature: MessageSignature) -> list[Tensor]:
-        # Not views: a tensor that is changed in place must not count as a change of its neighbours, which autograd may have saved.
-        storage = self.buffer.untyped_storage()
+        # `.data`: a tensor that is changed in place must not count as a change of its neighbours, which autograd may have saved.
+        places = zip(signature.leaves, signature.starts, signature.sizes, strict=True)
         return [
-            torch.empty(0, dtype=dtype).set_(storage, (_HEAD_BYTES + start) // dtype.itemsize, shape)
-            for (dtype, shape, _), start in zip(signature.leaves, signature.starts, strict=True)
+            self.buffer[_HEAD_BYTES + at :][:size].view(dtype).view(shape).data
+            for (dtype, shape, _), at, size in places
         ]
 
 
