@@ -77,3 +77,9 @@ def test_changed_files_are_committed_uncommitted_and_new(tmp_path):
     assert changed_files("main", tmp_path) == ["committed", "edited", "new"]
     with pytest.raises(ValueError, match="nowhere"):
         changed_files("nowhere", tmp_path)
+
+
+def test_files_of_few_cases_are_there() -> None:
+    lines = [line.split() for line in (ROOT / "tools/repo/few_cases.txt").read_text().splitlines() if line[0] != "#"]
+    assert [path for _, path in lines if not (ROOT / path).is_file()] == []
+    assert {number for number, _ in lines} == {"1", "2"}
