@@ -330,16 +330,16 @@ static void each_query(const Step &s, const Layer &y, const Attend &a, float *sc
 
 constexpr int lane_vectors = 32 / lanes, tile = lanes == 16 ? 8 : 2;
 
-// sums [R][32] += over n steps: x[r][i * step], R numbers that are the same for all lanes, times lane [n][stride].
-template <int R>
-DS_INLINE void outer(vf (&sum)[R][lane_vectors], const float *const *x, Word at, Word step, const float *lane, Word stride, Word n) {
+// sums [R][32] += over n steps: number(r, i), R numbers that are the same for all lanes, times lane [n][stride].
+template <int R, typename Number>
+DS_INLINE void outer(vf (&sum)[R][lane_vectors], const Number &number, const float *lane, Word stride, Word n) {
   for (Word i = 0; i < n; i++) {
     vf of[lane_vectors];
 #pragma GCC unroll 8
     for (int v = 0; v < lane_vectors; v++) of[v] = load<vf>(lane + i * stride + v * lanes);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      const float one = step ? x[0][i * step + at + r] : x[r][at + i];
+      const float one = number(r, i);
 #pragma GCC unroll 8
       for (int v = 0; v < lane_vectors; v++) sum[r][v] = fma(one, of[v], sum[r][v]);
     }
@@ -350,7 +350,7 @@ DS_INLINE void outer(vf (&sum)[R][lane_vectors], const float *const *x, Word at,
 template <int R>
 static void score_keys(const float *const *keys, const float *queries, Word stride, Word width, float *scores) {
   vf sum[R][lane_vectors] = {};
-  outer<R>(sum, keys, 0, 0, queries, stride, width);
+  outer<R>(sum, [keys](int r, Word i) { return keys[r][i]; }, queries, stride, width);
   for (int r = 0; r < R; r++)
     for (int v = 0; v < lane_vectors; v++) store(scores + r * stride + v * lanes, sum[r][v]);
 }
@@ -361,7 +361,7 @@ static void mix_values(const float *values, Word wide, const float *shares, Word
   vf sum[R][lane_vectors];
   for (int r = 0; r < R; r++)
     for (int v = 0; v < lane_vectors; v++) sum[r][v] = load<vf>(acc + r * stride + v * lanes) * load<vf>(kept + v * lanes);
-  outer<R>(sum, &values, 0, wide, shares, stride, keys);
+  outer<R>(sum, [values, wide](int r, Word i) { return values[i * wide + r]; }, shares, stride, keys);
   for (int r = 0; r < R; r++)
     for (int v = 0; v < lane_vectors; v++) store(acc + r * stride + v * lanes, sum[r][v]);
 }
