@@ -245,6 +245,8 @@ WARNED = """
 )
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_signals_of_the_user_reach_the_script(box: Sandbox, number: signal.Signals, options: tuple[str, ...]) -> None:
+    if "--max-restarts" in options:
+        pytest.importorskip("torch")  # its store
     job = box.start("run", "--nproc", "2", *options, box.script(WARNED))
     box.wait(lambda: box.file("pid0").exists() and box.file("pid1").exists())
     job.send_signal(number)
@@ -256,6 +258,7 @@ def test_signals_of_the_user_reach_the_script(box: Sandbox, number: signal.Signa
 
 def test_a_signal_of_the_user_during_the_imports_waits(box: Sandbox) -> None:
     """It comes before there is any rank: the job goes on."""
+    pytest.importorskip("torch")
     script = box.script("import torch, pathlib\npathlib.Path('here').touch()")
     job = box.start("run", "--nproc", "2", script)
     box.wait(lambda: any("ds_launcher.keeper" in command for command in box.alive().values()))
