@@ -60,6 +60,21 @@ def test_collectives_leave_what_equal_ranks_would(staged):
     """)
 
 
+def test_memory_of_an_operation_that_ended_is_free_for_the_next(staged):
+    staged("""
+        import weakref
+        dist.init_process_group("gloo")
+        out, part = torch.empty(16 << 10), torch.ones(1 << 10)
+        memory = [weakref.ref(t.untyped_storage()) for t in (out, part)]
+        work = dist.all_gather_into_tensor(out, part, async_op=True)
+        work.wait()
+        assert work.result()[0] is not None
+        del out, part, work
+        assert [ref() for ref in memory] == [None, None]
+        assert len(stop_rehearsal()) == 1
+    """)
+
+
 def test_what_only_another_rank_knows_is_an_error_by_name(staged):
     output = staged("""
         from ds_config.errors import CommError

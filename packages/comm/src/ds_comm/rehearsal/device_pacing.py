@@ -68,7 +68,9 @@ class DevicePacer(Pacer):
             ended.record(stream)
         waits: list[tuple[Any, Any]] = []
         self._under_way.append((trip, began, ended, waits))
-        return _DeviceWork(trip, ended, waits)
+        work = _DeviceWork(trip, ended, waits)
+        trip.release_memory()  # the allocator knows by `record_stream` how long the stream needs it
+        return work
 
     def seconds(self, event: Any) -> float:
         """Return when the device reached an event that has completed."""
@@ -89,7 +91,7 @@ class _DeviceWork(dist.Work):
 
     def __init__(self, trip: Trip, ended: Any, waits: list[tuple[Any, Any]]) -> None:
         super().__init__()
-        self._trip, self._ended, self._waits = trip, ended, waits
+        self._results, self._ended, self._waits = list(trip.tensors), ended, waits
 
     def is_completed(self) -> bool:
         return bool(self._ended.query())
@@ -110,7 +112,7 @@ class _DeviceWork(dist.Work):
         self.wait()
 
     def result(self) -> list[Tensor]:
-        return list(self._trip.tensors)
+        return list(self._results)
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future(

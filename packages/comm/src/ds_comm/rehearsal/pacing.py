@@ -35,7 +35,7 @@ class Trip:
     Attributes:
         seconds: How long the links carry it.
         move: What it does to this rank's memory.
-        tensors: Its results.
+        tensors: Its results. Records are kept until the end of a rehearsal, memory is not: see `release_memory`.
     """
 
     op: str
@@ -51,6 +51,14 @@ class Trip:
     exposed_s: float = 0.0
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
+
+    def release_memory(self) -> None:
+        """Drop the references to tensors. Afterwards only the work holds the results, as a real backend's does."""
+        self.move, self.tensors = _nothing, ()
+
+
+def _nothing() -> None:
+    """Do nothing: the operation has moved its bytes."""
 
 
 class Pacer(ABC):
@@ -103,9 +111,10 @@ class HostPacer(Pacer):
         if self._thread is None:
             self._thread = threading.Thread(target=self._carry, name="ds-rehearsal", daemon=True)
             self._thread.start()
+        work = PacedWork(trip, self)
         self._queue.put(trip)
         self._waited.append(trip)
-        return PacedWork(trip, self)
+        return work
 
     def settle(self) -> list[LinkTransfer]:
         waited, self._waited = self._waited, []
@@ -130,6 +139,7 @@ class HostPacer(Pacer):
                 self._pass(trip.start_s + trip.seconds)
             except BaseException as error:  # whoever waits for it raises it
                 trip.error = error
+            trip.release_memory()
             trip.end_s = self.now()
             trip.done.set()
 
@@ -148,7 +158,7 @@ class PacedWork(dist.Work):
 
     def __init__(self, trip: Trip, pacer: HostPacer) -> None:
         super().__init__()
-        self._trip, self._pacer = trip, pacer
+        self._trip, self._pacer, self._results = trip, pacer, list(trip.tensors)
 
     def is_completed(self) -> bool:
         return self._trip.done.is_set()
@@ -170,7 +180,7 @@ class PacedWork(dist.Work):
         self.wait()
 
     def result(self) -> list[Tensor]:
-        return list(self._trip.tensors)
+        return list(self._results)
 
     def get_future(self) -> torch.futures.Future[Any]:
         self.wait()  # a future that another thread fulfils would run the callbacks of DDP there
