@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
@@ -18,6 +19,8 @@ __all__ = [
     "foreach_add",
     "foreach_copy",
     "graph_task_id",
+    "has_compiled",
+    "on_compile_start",
     "outside_transforms",
     "plain_step",
     "queue_callback",
@@ -81,6 +84,33 @@ def uncaptured(function: Callable[..., Any]) -> Callable[..., Any]:
     # Called from a graph's break, the frame itself would be captured, and the compiler warns of the builtin in it. What it calls decides for itself.
     set_code_exec_strategy(call.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))  # type: ignore[attr-defined]
     return call
+
+
+_compile_callbacks: list[Callable[[], None]] = []
+_compiled: list[str] = []
+
+
+def on_compile_start(callback: Callable[[], None]) -> Callable[[], None]:
+    """Run `callback` before torch.compile looks at a function, from the next `has_compiled` on. Does not import the compiler."""
+    _compile_callbacks.append(callback)
+    return callback
+
+
+def has_compiled() -> bool:
+    """Whether torch.compile has compiled anything in this process."""
+    utils, callbacks = sys.modules.get("torch._dynamo.utils"), sys.modules.get("torch._dynamo.callback")
+    if utils is None or callbacks is None:
+        return False
+    if _begin_compile not in callbacks.callback_handler.start_callbacks:  # `torch._dynamo.reset` clears them
+        callbacks.callback_handler.register_start_callback(_begin_compile)
+    return bool(_compiled or utils.counters["frames"].get("total"))
+
+
+def _begin_compile(*args: Any) -> None:
+    del args
+    _compiled.append("")
+    for callback in _compile_callbacks:
+        callback()
 
 
 def queue_callback(callback: Callable[[], None]) -> None:

@@ -69,6 +69,8 @@ class _Place:
 def _place(param: Tensor) -> _Place | None:
     sharding = sharding_of(param)
     match = None if sharding is None else sharding.find(param)
+    if sharding is not None:
+        sharding.arrivals.finish()
     return None if sharding is None or match is None else _Place(sharding, *match)
 
 

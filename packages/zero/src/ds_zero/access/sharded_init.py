@@ -224,6 +224,7 @@ def _find(
 
 
 def _read_params(sharding: ShardedModel, matches: Mapping[str, _Entry | None]) -> None:
+    sharding.arrivals.finish()
     sharding.quiet("load_pretrained")
     for unit in sharding.units:
         unit.state_store.fetch()

@@ -37,6 +37,7 @@ __all__ = [
     "UpdatePolicy",
     "describe",
     "dtype_name",
+    "has_forward",
     "placed_numel",
 ]
 
@@ -373,6 +374,11 @@ class OptimizerTraits:
     states: int = 2
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module is called, rather than a container of others (a ModuleList)."""
+    return type(module).forward is not nn.Module.forward
+
+
 def describe(
     model: nn.Module,
     groups: Mapping[int, int],
@@ -387,7 +393,7 @@ def describe(
         precision: Parameters with different precision rules do not share a unit.
     """
     modules = [
-        ModuleInfo(name, type(module).forward is not nn.Module.forward) for name, module in model.named_modules()
+        ModuleInfo(name, has_forward(module)) for name, module in model.named_modules()
     ]
     params = []
     for name, param in model.named_parameters():

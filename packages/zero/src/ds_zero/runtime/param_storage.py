@@ -34,7 +34,7 @@ from ds_zero.offload.state_stores import OptimizerStateStore, ParamStore, make_p
 from ds_zero.offload.weight_copies import WeightCopies, crosses_link
 from ds_zero.planning.unit_plan import ParamStorage, UnitPlan
 from ds_zero.runtime.init_shards import is_scattered
-from ds_zero.runtime.sharded_parameter import release, restore
+from ds_zero.runtime.sharded_parameter import AccessHandler, keep, release, restore, unkeep
 from ds_zero.runtime.unit_groups import GroupSet, Secondary
 
 __all__ = ["PrivateStorage", "ReleasedStorage", "SharedStorage", "clear_gaps", "parts_of", "storage_of"]
@@ -86,7 +86,7 @@ class PrivateStorage:
         self._works: list[comm.Work] = []
         self.sent: Tensor | None = None
         self._arrived: DeviceEvent | None = None  # new values, which a stream of their own brings
-        self.coarse = False
+        self.coarse = self._guarded = False
         self.full = self._allocate()
 
     def _allocate(self) -> Tensor:
@@ -188,7 +188,18 @@ class PrivateStorage:
         for work in self._works:
             work.wait()
         self._works.clear()
+        for param in self._unit.params if self._guarded else ():
+            restore(param)
+            unkeep(param)
+        self._guarded = False
         return gathered
+
+    def guard(self, handler: AccessHandler) -> None:
+        """Make every use of the parameters ask `handler`, until `finish`."""
+        for param in self._unit.params:
+            keep(param, handler, weakly=True)
+            release(param)
+        self._guarded = True
 
     def release(self, *, spare_aliases: bool) -> None:
         """Give full's memory back, if this strategy does."""

@@ -50,6 +50,7 @@ from ds_zero.runtime.reduce_strategies import tables
 from ds_zero.runtime.suspend import KINDS, Away, bring_back, take_away
 from ds_zero.runtime.unit import OptimizerSlice, Unit
 from ds_zero.runtime.unit_groups import GroupTable
+from ds_zero.runtime.weight_arrivals import WeightArrivals
 
 __all__ = ["Runtime", "ShardOptions", "ShardedModel", "group_for", "sharding_of"]
 
@@ -70,6 +71,7 @@ class Runtime(Backward):
     def __init__(self, model: nn.Module, units: Sequence[Unit], ahead_numel: int, inflight_bytes: int) -> None:
         super().__init__()
         self.begun: Callable[[], None] = lambda: None
+        self.arrivals: WeightArrivals | None = None
         self._keys = _keys(units)
         self._model, self._settled = model, False
         self.gathering = Gathering(units, self, ahead_numel)
@@ -94,6 +96,8 @@ class Runtime(Backward):
     # ---- phases of a backward
 
     def begin_backward(self) -> None:
+        if self.arrivals is not None:
+            self.arrivals.finish()
         self.begun()
         self.reducing.begin_backward()
         self.gathering.begin_backward()
@@ -247,6 +251,8 @@ class ShardedModel:
         for host in self.seating.hosts:
             host.barrier("shard")
         self.runtime = Runtime(model, self.units, *self._run_ahead())
+        self.arrivals = WeightArrivals(model, self.units, overlap=options.overlap)
+        self.runtime.arrivals = self.arrivals
         self._where = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
         self.grad_factor: Callable[[Unit], float] = lambda unit: 1.0 / unit.groups.reduction_group.divisor
         self.state_of: Callable[[OptimizerSlice], Mapping[str, Any]] = lambda part: {}
@@ -311,6 +317,7 @@ class ShardedModel:
     def refresh(self) -> None:
         """Refresh every copy of the shards after a write from outside. Collective: an all-gather of all unsharded units."""
         self.unloaded.clear()
+        self.arrivals.finish()
         for unit in self.units:
             unit.state_store.fetch()
             unit.mark_updated()
@@ -323,16 +330,10 @@ class ShardedModel:
             unit.state_store.store()
 
     def gather_kept(self) -> None:
-        """Bring back the full buffers that keep their storage: (N-1)/N of their bytes, all in flight together."""
-        persistent = [u for u in self.units if not u.releases]
+        """Bring the full buffers that keep their storage up to date, see `weight_arrivals.py`."""
         for host in self.seating.hosts:
             host.barrier("update")
-        for unit in persistent:
-            unit.start_renew()
-            if not self.options.overlap:
-                unit.finish_unshard()
-        for unit in persistent:
-            unit.finish_unshard()
+        self.arrivals.start()
 
     def adopt_edits(self) -> None:
         """Copy parameters that every rank edited alike since the last update into the shards.
@@ -373,6 +374,7 @@ class ShardedModel:
             Bytes given back by kind, and `buffers`: idle ones, which hold nothing. Memory that ranks share stays.
         """
         self.runtime.reducing.drain()
+        self.arrivals.finish()
         spare = 0
         for unit in self.units:
             unit.reshard()
@@ -388,7 +390,8 @@ class ShardedModel:
         self.away.clear()
 
     def check_here(self) -> None:
-        """Raise if a step cannot be made, because state is away or has no values yet."""
+        """Raise if a step cannot be made, because state is away or has no values yet. Waits for the weights of the step before."""
+        self.arrivals.finish()
         if self.away:
             raise ShardedAccessError(
                 f"step while state is away from the device: {', '.join(sorted({a.kind for a in self.away}))}",
@@ -408,6 +411,7 @@ class ShardedModel:
         Offloaded shards are fetched, and stay until the next update or `refresh`.
         """
         shards = []
+        self.arrivals.finish()  # who writes a shard, a load, must not write what peers still gather
         for unit in self.units:
             unit.state_store.fetch()
             dtype = dtype_name(unit.shard.dtype)
@@ -427,6 +431,7 @@ class ShardedModel:
     def close(self) -> None:
         """Gather every parameter into memory of its own and take back hooks, buffers and groups. Collective."""
         self.resume()
+        self.arrivals.detach()
         for unit in self.units:
             unit.gradients.finish()
             unit.unshard()

@@ -56,6 +56,11 @@ class AccessHandler(ABC):
     def on_access(self, param: Parameter, what: str) -> bool:
         """Gather `param` before its use by `what` and return True, or return False to have the use refused."""
 
+    def arrive(self, param: Parameter) -> bool:
+        """Wait for values of `param` that are on their way; return whether it is an ordinary parameter then."""
+        del param
+        return False
+
     def used(self, param: Parameter) -> None:  # noqa: B027
         """End the use of `param` that `touched` allowed."""
 
@@ -185,18 +190,20 @@ class ShardedParameter(Parameter):
         shown = args[-1] if name == "data" else None
         if isinstance(shown, Placeholder) and (shown.dtype, shown.device) == (args[0].dtype, args[0].device):
             return True  # model.to(device) of a model that is there already
-        touched = [p for p in tensors_in((args, kwargs)) if type(p) is ShardedParameter]
-        for param in touched:
-            if type(param) is ShardedParameter and not _keeper(param).on_access(param, name):
-                raise _refusal(name, _keeper(param).name_of(param), param.shape)
+        touched = [(p, _keeper(p)) for p in tensors_in((args, kwargs)) if type(p) is ShardedParameter]
+        for param, handler in touched:
+            if type(param) is ShardedParameter and not handler.on_access(param, name):
+                raise _refusal(name, handler.name_of(param), param.shape)
         try:
             return func(*args, **kwargs)
         finally:
-            for param in touched:
-                _keeper(param).used(param)
+            for param, handler in touched:
+                handler.used(param)
 
     def __repr__(self) -> str:  # type: ignore[override]
         keeper = keeper_of(self)
+        if keeper is not None and keeper.arrive(self):
+            return repr(self)
         name = "of a model that is gone" if keeper is None else keeper.name_of(self)
         return f"Parameter(name={name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, released)"
 
@@ -207,6 +214,9 @@ class ShardedParameter(Parameter):
         if id(self) in memo:
             known: Parameter = memo[id(self)]
             return known
+        if _keeper(self).arrive(self):
+            arrived: Parameter = deepcopy(self, memo)
+            return arrived
         duplicate = _keeper(self).placeholder_for(self)
         if duplicate is None:
             duplicate = cast(Parameter, self.clone())
@@ -217,6 +227,8 @@ class ShardedParameter(Parameter):
         return duplicate
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if _keeper(self).arrive(self):
+            return self.__reduce_ex__(protocol)
         return Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
 
 

@@ -26,6 +26,7 @@ from torch.utils import swap_tensors
 import ds_comm as comm
 from ds_accel import get_accelerator, streams
 from ds_config.errors import ShardedAccessError
+from ds_zero._torch import storage_uses
 from ds_zero.layout.dtypes_plan import Dtypes
 from ds_zero.layout.elements import ParamPiece, UnitLayout
 from ds_zero.layout.shard_options import OffloadPolicy
@@ -125,6 +126,13 @@ class Unit:
         """Whether full has no memory between uses."""
         return self.plan.storage is ParamStorage.RELEASED
 
+    @property
+    def has_aliases(self) -> bool:
+        """Whether tensors other than the unit's own share full's memory (`flat = param.data`, kept)."""
+        own = 1 + len(self.storage.views) + len(self.params)
+        own += 1 + len(self.parts) if self.plan.aliased else 0
+        return storage_uses(self.full) > own
+
     def _host_gradients(self) -> HostGradients:
         device, policy = self.device, self.plan.offload_optimizer
         copies = self.groups.pool.shared(("gradient copies", device), lambda: GradientCopies(device))
@@ -220,6 +228,8 @@ class Unit:
         Args:
             written: `storage.publish_target()`, if the update has written all new values there.
         """
+        if not self.releases:
+            self.finish_unshard()  # of the values before, which peers still read
         self.storage.forget()
         self.storage.publish(written)
         increment_version(self.params)

@@ -127,6 +127,7 @@ class ShardedOptimizer(Optimizer):
     def _bring_back(self) -> None:
         """Bring shards and their state to where the optimizer can write to them."""
         self.ahead.take_back_all()
+        self.sharding.arrivals.finish()
         self.sharding.quiet("publish_weights")  # shards that ranks share are written while nobody reads them
         for unit in self.sharding.units:
             unit.state_store.fetch()
