@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import resource
@@ -278,20 +279,26 @@ def connect(engine: str, backend: str, world: int) -> None:
 
 
 def timed(config: Config, step: Step, steps: int, first: int = 0) -> tuple[list[float], list[float], list[float]]:
-    """(seconds, losses, processor seconds) of each step; ranks start each one together."""
-    times, losses, cpu = [], [], []
+    """(seconds, losses, processor seconds) of steps.
+
+    A step lasts from the end of the one before: what an engine sends after a step has returned counts, and ranks meet in the steps
+    only, as in training. The first begins with nothing on its way, so it is left out of the times where there are others.
+    """
     rank = int(os.environ["RANK"])
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+    marks, losses = [_clocks()], []
     for i in range(first, first + steps):
-        data = config.data(i, rank)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.barrier()
-        used, since = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-        loss = step(data)
-        times.append(time.perf_counter() - since)
-        now = resource.getrusage(resource.RUSAGE_SELF)
-        cpu.append(now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime)
-        losses.append(loss.item())
-    return times, losses, cpu
+        losses.append(step(config.data(i, rank)).item())
+        marks.append(_clocks())
+    left_out = min(1, steps - 1)
+    pairs = list(itertools.pairwise(marks))[left_out:]
+    return [b[0] - a[0] for a, b in pairs], losses, [b[1] - a[1] for a, b in pairs]
+
+
+def _clocks() -> tuple[float, float]:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return time.perf_counter(), used.ru_utime + used.ru_stime
 
 
 def turns(config: Config, step: Step) -> None:
@@ -334,7 +341,7 @@ def main(engine: str, name: str, steps: int) -> None:
     for i in range(steps, steps + 3):
         step(config.data(i, rank))
     most = sampler.finish()
-    skip = min(3, steps - 1)
+    skip = min(2, len(times) - 1)
     facts = {"engine": engine, "config": name, "world": world, "rank": rank, "step_ms": statistics.median(times[skip:]) * 1e3,
              "min_ms": min(times[skip:]) * 1e3, "cpu_ms": statistics.median(cpu[skip:]) * 1e3, "init_ms": made * 1e3,
              "pss_mb": (most - base) / 1e6, "peak_mb": (peak - base) / 1e6, "psi_mb": psi / 1e6, "losses": losses,

@@ -168,6 +168,16 @@ def test_what_others_hold_of_the_memory_is_new_when_step_returns():
 
 
 @world(2)
+def test_a_parameter_that_is_a_unit_of_its_own_does_not_hold_the_others_up():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 40, bias=False), nn.Linear(40, 16), nn.Linear(16, 3))
+    optimizer = ds_zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.05), stage=2, policy=SMALL)
+    train(model, optimizer, 1)
+    assert on_the_way(model) == 5
+    optimizer.close()
+
+
+@world(2)
 def test_without_overlap_a_step_waits():
     model, optimizer = sharded(overlap=False)
     train(model, optimizer, 1)
@@ -250,7 +260,13 @@ def test_a_rank_that_ends_after_its_last_step_leaves_the_others_their_weights(tm
         port = free.getsockname()[1]
     ranks = []
     for rank in range(2):
-        env = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        env = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
         command = ["env", *(f"{k}={v}" for k, v in env.items()), sys.executable, str(file)]
         ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     outputs = [rank.communicate(timeout=120)[0] for rank in ranks]

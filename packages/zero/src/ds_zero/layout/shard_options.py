@@ -392,9 +392,7 @@ def describe(
         habits: Traits of the optimizer, for all trained parameters or by number of the group.
         precision: Parameters with different precision rules do not share a unit.
     """
-    modules = [
-        ModuleInfo(name, has_forward(module)) for name, module in model.named_modules()
-    ]
+    modules = [ModuleInfo(name, has_forward(module)) for name, module in model.named_modules()]
     params = []
     for name, param in model.named_parameters():
         owner = name.rpartition(".")[0]

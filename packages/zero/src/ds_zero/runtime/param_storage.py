@@ -574,4 +574,5 @@ def _take_over(unit: StorageUnit) -> Tensor | None:
     ours = storage_uses(param) == 1 and storage.nbytes() == param.nbytes and not param.is_inference()
     if not ours or not param.is_contiguous() or not storage.resizable() or storage.is_shared():
         return None
-    return param.data.view(-1)
+    # A view would keep its base, which `Unit.has_aliases` would take for somebody else's.
+    return torch.empty(0, dtype=param.dtype, device=param.device).set_(storage, 0, (param.numel(),))

@@ -65,7 +65,9 @@ class WeightArrivals(AccessHandler):
         self._under_way.extend(unit for unit in self._kept if unit.state is Full.GATHERING)
         if not self._under_way:
             return
-        if not stays or any(unit.groups.route is not None for unit in self._under_way):  # a route's second half needs a push
+        if not stays or any(
+            unit.groups.route is not None for unit in self._under_way
+        ):  # a route's second half needs a push
             self.finish()
             return
         self._attach()
