@@ -142,7 +142,8 @@ def test_units_are_waited_for_block_by_block_in_forward():
     left: list[int] = []
     hooks = [block.register_forward_hook(lambda *args: left.append(on_the_way(model))) for block in model]
     loss_of(model, 1).backward()
-    assert left == sorted(left, reverse=True) and left[0] > left[-1] == 0
+    assert left == sorted(left, reverse=True)
+    assert left[0] > left[-1] == 0
     for hook in hooks:
         hook.remove()
     optimizer.step()
@@ -214,7 +215,8 @@ def test_a_compiler_that_comes_late_finds_plain_parameters(monkeypatch):
     assert on_the_way(model) > 0
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     train(compiled, optimizer, 2, first=2)
-    assert on_the_way(model) == 0 and torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert on_the_way(model) == 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     for p, b in zip(model.parameters(), plain(4), strict=True):
         torch.testing.assert_close(p.detach(), b)
     optimizer.close()

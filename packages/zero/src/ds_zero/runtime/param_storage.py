@@ -575,4 +575,4 @@ def _take_over(unit: StorageUnit) -> Tensor | None:
     if not ours or not param.is_contiguous() or not storage.resizable() or storage.is_shared():
         return None
     # A view would keep its base, which `Unit.has_aliases` would take for somebody else's.
-    return torch.empty(0, dtype=param.dtype, device=param.device).set_(storage, 0, (param.numel(),))
+    return torch.empty(0, dtype=param.dtype, device=param.device).set_(storage, 0, (param.numel(),), (1,))
