@@ -53,7 +53,19 @@ HOST_ENGINES = {
 def measured_links(backend: str, folder: Path) -> Path:
     """What two ranks over a backend take, as `ds comm bench` measures it."""
     file = folder / f"{backend}.json"
-    command = [sys.executable, "-m", "ds_comm.cli", "bench", "--nproc", "2", "--backends", backend, "--json", str(file)]
+    command = [
+        sys.executable,
+        "-m",
+        "ds_comm.cli",
+        "bench",
+        "--nproc",
+        "2",
+        "--backends",
+        backend,
+        "--torch",
+        "--json",
+        str(file),
+    ]
     sizes = ["--sizes", "4K", "64K", "1M", "4M", "16M", "64M"]
     subprocess.run([*command, *sizes, "--seconds", "2"], check=True, stdout=subprocess.DEVNULL)
     return file

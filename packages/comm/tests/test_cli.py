@@ -204,7 +204,7 @@ def test_bench_alone_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_commands_own_list_of_operations_is_the_sweeps() -> None:
-    assert tuple(sweep.OPERATIONS) == cli.OPERATIONS
+    assert tuple(sweep.OPERATIONS) == cli.OPERATIONS + cli.TORCH_OPERATIONS
 
 
 @pytest.mark.parametrize(("text", "expected"), [("12", 12), ("4K", 4096), ("16m", 16 << 20), ("1G", 1 << 30)])

@@ -77,6 +77,8 @@ def test_measured_times_count_instead_of_links(tmp_path):
         for op in ("all_gather", "all_reduce")
         for size, seconds in ((1000, 1e-4), (1_000_000, 1e-3))
     ]
+    case = {"op": "torch.all_reduce", "backend": "gloo", "dtype": "float32", "nbytes": 1000}
+    rows.append({"case": case, "ranks": 2, "median_s": 5e-4})
     file = tmp_path / "links.json"
     file.write_text(json.dumps(rows))
     fabric = fabric_from(str(file))
@@ -84,6 +86,9 @@ def test_measured_times_count_instead_of_links(tmp_path):
     assert fabric.seconds("all_gather", 1_000_000, range(2)) == pytest.approx(1e-3)
     assert fabric.seconds("all_gather", 1_000_000, range(4)) == pytest.approx(1e-3 * 1.5, rel=0.05)
     assert fabric.message_seconds(0, 0, 1) == pytest.approx(1e-4)
+    assert fabric.seconds("all_reduce", 1000, range(2)) == pytest.approx(1e-4)
+    assert fabric.seconds("all_reduce", 1000, range(2), by_torch=True) == pytest.approx(5e-4)
+    assert fabric.seconds("all_gather", 1000, range(2), by_torch=True) == pytest.approx(1e-4)
 
 
 def test_a_fabric_is_written_and_read(tmp_path):

@@ -17,11 +17,12 @@ from ds_config.sizes import parse_bytes, size_argument
 if TYPE_CHECKING:
     from ds_comm.sweep import BenchTiming
 
-__all__ = ["HELP", "OPERATIONS", "SCREEN", "main", "register"]
+__all__ = ["HELP", "OPERATIONS", "SCREEN", "TORCH_OPERATIONS", "main", "register"]
 
 HELP = "examine a job that was ended by the watchdog; measure collectives"
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
-"""Names of `ds_comm.sweep.OPERATIONS`, which needs torch; `ds comm --help` does not."""
+TORCH_OPERATIONS = ("torch.all_reduce", "torch.all_gather", "torch.reduce_scatter")
+"""Both are the names of `ds_comm.sweep.OPERATIONS`, which needs torch; `ds comm --help` does not."""
 SCREEN = Path("-")
 _SIZES = ("4K", "64K", "1M", "16M", "64M")
 
@@ -47,6 +48,11 @@ def register(parser: argparse.ArgumentParser) -> None:
         choices=OPERATIONS,
         metavar="OP",
         help=f"of {', '.join(OPERATIONS)} (default: all)",
+    )
+    bench.add_argument(
+        "--torch",
+        action="store_true",
+        help=f"also {', '.join(TORCH_OPERATIONS)}: torch's own, which DDP, FSDP2 and DeepSpeed call; for `ds rehearse --links`",
     )
     bench.add_argument("--backends", nargs="+", default=["gloo"], help="names as torch knows them; they alternate")
     bench.add_argument("--dtypes", nargs="+", default=["float32"], help="of the tensors, as torch names them")
@@ -107,7 +113,18 @@ def _start_ranks(args: argparse.Namespace) -> int:
 
 
 def _arguments(args: argparse.Namespace) -> list[object]:
-    listed = ["--ops", *args.ops, "--backends", *args.backends, "--dtypes", *args.dtypes, "--sizes", *args.sizes]
+    torchs = ["--torch"] if args.torch else []
+    listed = [
+        "--ops",
+        *args.ops,
+        *torchs,
+        "--backends",
+        *args.backends,
+        "--dtypes",
+        *args.dtypes,
+        "--sizes",
+        *args.sizes,
+    ]
     return ["bench", "--nproc", 1, *listed, "--seconds", args.seconds, *(["--json", args.json] if args.json else [])]
 
 
@@ -131,11 +148,11 @@ def _bench(args: argparse.Namespace) -> int:
         pg = world.pg if backend == "gloo" else dist.new_group(backend=backend)
         groups[backend] = ds_comm.Group(backend, world.ranks, world.rank, pg)
     dtypes = [getattr(torch, name) for name in args.dtypes]
-    timings = []
+    timings, torchs = [], TORCH_OPERATIONS if args.torch else ()
     shown = world.rank == 0 and args.json != SCREEN
     if shown:
         print(_HEAD)
-    for timing in sweep(groups, cases(args.ops, args.backends, dtypes, args.sizes), args.seconds):
+    for timing in sweep(groups, cases([*args.ops, *torchs], args.backends, dtypes, args.sizes), args.seconds):
         timings.append(timing)
         if shown:
             print(_line(timing), flush=True)

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import ds_comm.collectives as collectives
+from ds_comm._torch import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE
 from ds_comm.bandwidth import bandwidth
 from ds_comm.groups import Group
 
@@ -73,6 +75,20 @@ def _barrier(message: Tensor, group: Group) -> Callable[[], object]:
     return lambda: collectives.barrier(group)
 
 
+def _torch_all_reduce(message: Tensor, group: Group) -> Callable[[], object]:
+    return lambda: dist.all_reduce(message, group=group.pg)
+
+
+def _torch_all_gather(message: Tensor, group: Group) -> Callable[[], object]:
+    part = message[: message.numel() // group.size].clone()
+    return lambda: ALL_GATHER_SINGLE(message, part, group=group.pg)
+
+
+def _torch_reduce_scatter(message: Tensor, group: Group) -> Callable[[], object]:
+    part = message[: message.numel() // group.size].clone()
+    return lambda: REDUCE_SCATTER_SINGLE(part, message, group=group.pg)
+
+
 OPERATIONS: Mapping[str, Operation] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
@@ -80,6 +96,9 @@ OPERATIONS: Mapping[str, Operation] = {
     "all_to_all": _all_to_all,
     "broadcast": _broadcast,
     "barrier": _barrier,
+    "torch.all_reduce": _torch_all_reduce,
+    "torch.all_gather": _torch_all_gather,
+    "torch.reduce_scatter": _torch_reduce_scatter,
 }
 _SPELLED = {
     "all_gather": "all_gather_single",
@@ -153,8 +172,9 @@ def _busy_share(run: Callable[[], object], group: Group) -> float:
 
 def _timing(case: BenchCase, ranks: int, seconds: list[float], share: float) -> BenchTiming:
     median_s = statistics.median(seconds)
-    op = _SPELLED.get(case.op, case.op)
-    passed = case.nbytes // ranks if case.op == "all_gather" else case.nbytes
+    plain = case.op.removeprefix("torch.")
+    op = _SPELLED.get(plain, plain)
+    passed = case.nbytes // ranks if plain == "all_gather" else case.nbytes
     speed = bandwidth(op, passed, ranks, median_s)
     p99_s = sorted(seconds)[min(len(seconds) - 1, int(len(seconds) * 0.99))]
     return BenchTiming(case, ranks, median_s, min(seconds), p99_s, speed.algorithm_gbps, speed.bus_gbps, share)

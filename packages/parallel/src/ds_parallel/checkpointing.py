@@ -1,7 +1,7 @@
 """Activation checkpointing: a call keeps its inputs only, and is computed again in backward.
 
 Chen et al., arXiv:1604.06174. The recomputation itself is torch.utils.checkpoint; what is added here is what becomes of the
-inputs (`keeping.py`), the named random states (`rng.py`), nested arguments and keywords in both forms, times, and which
+inputs (`activation_store.py`), the named random states (`rng_tracker.py`), nested arguments and keywords in both forms, times, and which
 of several policies a model's forward means.
 
 Two forms. The *plain* one notes what autograd saves and stops recomputing when it has it; it takes any arguments, nests,

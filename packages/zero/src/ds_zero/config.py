@@ -205,7 +205,10 @@ class ZeroConfig(StrictModel):
     stage: Literal[0, 1, 2, 3] = Field(
         default=0, description="0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters."
     )
-    overlap_comm: bool | None = Field(default=None, description="Communicate while computing; null is true.")
+    overlap_comm: bool | None = Field(
+        default=None,
+        description="Communicate while computing; null is true. False: each operation is waited for where it starts, new weights in step.",
+    )
     reduce_bucket_size: Count = Field(
         default=500_000_000,
         description="Elements that travel together. Unless given, an eighth of the model, so that there is something to overlap.",

@@ -74,7 +74,8 @@ class Fabric:
         between: From a node to the others, for all of its ranks together.
         multiprocessors: Of the device, that a collective occupies while it runs.
         host_share: Of the time of a collective in which a core of the host is busy with it, from 0 to 1.
-        curves: Measured times by operation, as (bytes of the whole message, seconds); they count instead of the links.
+        curves: Measured times by operation, as (bytes of the whole message, seconds); they count instead of the links. `torch.all_reduce` is
+            torch's own where ds-comm's takes another way (gloo).
         curve_ranks: Of the world that was measured.
     """
 
@@ -94,19 +95,22 @@ class Fabric:
             nodes[rank // self.node_size] = nodes.get(rank // self.node_size, 0) + 1
         return GroupSpan(len(ranks), len(nodes), max(nodes.values(), default=0))
 
-    def seconds(self, op: str, nbytes: int, ranks: Sequence[int] | GroupSpan) -> float:
+    def seconds(self, op: str, nbytes: int, ranks: Sequence[int] | GroupSpan, *, by_torch: bool = False) -> float:
         """Return how long a collective takes once all ranks have come to it.
 
         Args:
             op: `all_reduce`, `all_gather`, `reduce_scatter`, `broadcast`, `reduce`, `gather`, `scatter`, `all_to_all`, `barrier`.
             nbytes: Of the whole message: what all ranks end with (all_gather) or begin with (reduce_scatter).
+            by_torch: Whether torch.distributed was called rather than ds-comm.
         Raises:
             KeyError: there is no such operation.
         """
         where = ranks if isinstance(ranks, GroupSpan) else self.span(ranks)
         if where.ranks < 2:
             return 0.0
-        if (curve := self.curves.get(_LIKE.get(op, op))) is not None:
+        op_measured = _LIKE.get(op, op)
+        curve = self.curves.get(f"torch.{op_measured}") if by_torch else None
+        if curve is not None or (curve := self.curves.get(op_measured)) is not None:
             share = (where.ranks - 1) / where.ranks * self.curve_ranks / (self.curve_ranks - 1)
             return interpolate(curve, int(nbytes * share))
         return min(way[0] for way in self._ways(op, nbytes, where))

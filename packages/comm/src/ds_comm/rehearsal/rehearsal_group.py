@@ -42,9 +42,10 @@ class MissingRankError(CommError):
 
 
 class UnitLabel(threading.local):
-    """What the next operation of this thread communicates, as ds-comm's callers say it."""
+    """What the next operation of this thread communicates, as ds-comm's callers say it, and whether it is ds-comm's."""
 
     unit = ""
+    is_ours = False
 
 
 LABEL = UnitLabel()
@@ -247,8 +248,9 @@ class RehearsalGroup(PythonProcessGroup):
         self, op: str, nbytes: int, move: Callable[[], None], tensors: Sequence[Tensor], seconds: float | None = None
     ) -> dist.Work:
         unit, LABEL.unit = LABEL.unit, ""
+        by_torch, LABEL.is_ours = not LABEL.is_ours, False
         if seconds is None:
-            seconds = self._fabric.seconds(op, nbytes, self.members)
+            seconds = self._fabric.seconds(op, nbytes, self.members, by_torch=by_torch)
         trip = Trip(op, self.group_desc, unit, self._size, nbytes, seconds, move, list(tensors))
         work = self._pacers(tensors[0].device.type if tensors else "cpu").start(trip)
         if self._pending is not None:

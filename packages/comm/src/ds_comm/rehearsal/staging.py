@@ -184,7 +184,7 @@ class RehearsalTransport(Transport):
 
     def __init__(self, pg: dist.ProcessGroup, mark: int, unit: str, asynchronous: bool) -> None:
         super().__init__(pg, mark, unit, asynchronous)
-        LABEL.unit = unit
+        LABEL.unit, LABEL.is_ours = unit, True
 
     def batch(self, messages: Any) -> Any:
         LABEL.unit = ""

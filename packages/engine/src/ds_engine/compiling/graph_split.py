@@ -1,6 +1,6 @@
 """What the passes `autotp` and `autosp` do to graphs: sums of cut layers are joined, attention is wrapped by exchanges.
 
-Layers and batches are cut by ds_parallel before anything is captured; their moves are operations of the graphs (`moves.py`). `autotp` edits a
+Layers and batches are cut by ds_parallel before anything is captured; their moves are operations of the graphs (`graph_moves.py`). `autotp` edits a
 backward graph: several layers that read one input (query, key and value; gate and up) each have a sum of its gradient over the ranks, and a
 sum of sums is the sum of what is added first. `autosp` edits a forward as it was captured, before it has a backward: each attention of a rank
 sees its part of the sequence; between an exchange before and one after it sees the whole, with a part of the heads (Jacobs et al.,

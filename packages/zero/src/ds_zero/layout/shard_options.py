@@ -74,7 +74,7 @@ class OffloadPolicy:
         write_behind: Write a unit while the next one is used.
         io: How transfers are cut and queued.
         overlap_ratio: Of optimizer state in host memory: share of a rank's threads, at least one, that update units while backward goes on
-            (`update/early.py`); 0: all updates begin after it. What such an update overwrites is kept until the step: the same bytes again.
+            (`update/overlap_plan.py`); 0: all updates begin after it. What such an update overwrites is kept until the step: the same bytes again.
         accumulates: Of optimizer state: several backwards add up before a step, so that the plan has room for their sums on the host.
     Raises:
         PlanError: a file without a folder, a number out of range, or early updates of files ("offload-placement").
@@ -258,7 +258,7 @@ class ShardOptions:
         reduce_dtype: Format that gradients travel in between ranks, as in FSDP2's MixedPrecisionPolicy; it is `precision.reduce`. None: that
             of the parameters. Sums are made in fp32 where the transport is ours (shm, gloo), and rounded once; NCCL sums in this format.
         clip: Largest global gradient norm; `math.inf` measures without clipping; None does neither.
-        overlap: Communicate while computing.
+        overlap: Communicate while computing. False: each operation is waited for where it starts, the all-gather of new weights in `step`.
         norm: All ranks that hold a part of the model, where some of it is on none of `group` (tensor or pipeline parallelism): the
             norm, whether a step is skipped, and what is merged into a state dict are of all of them. None: those of `group`.
         policy: Sizes of units and of what stays gathered.

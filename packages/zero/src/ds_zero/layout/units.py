@@ -107,7 +107,7 @@ class ParamInfo:
         dtype: Format name of the element (`"float32"`).
         module: Qualified name of the module that owns it (`""` for the root).
         group: Number of the optimizer group that updates it; None when no optimizer does.
-        family: Name of the set of ranks it lives on and is averaged over, see `families.py`.
+        family: Name of the set of ranks it lives on and is averaged over, see `reduction_groups.py`.
         layout: How its unit is laid out.
         rule: Number of the precision rule that applies to it; None for the general one.
         states: Tensors per element that its optimizer keeps.

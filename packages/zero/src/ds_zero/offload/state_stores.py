@@ -253,7 +253,7 @@ class HostStateStore(HostParamStore, OptimizerStateStore):
     """In memory of the host, where the optimizer updates it.
 
     Attributes:
-        wanted: Called by `fetch`: what was done to the state before its step is taken back, see `update/ahead.py`.
+        wanted: Called by `fetch`: what was done to the state before its step is taken back, see `update/overlapped_update.py`.
     """
 
     resident = False

@@ -93,7 +93,7 @@ class UnitPlan:
         dtypes: In which formats; of parameters that are not trained all are that of the parameter.
         storage, reduction: Which strategy runs it.
         nodes: How it is gathered between nodes; None: flat.
-        offload_optimizer: Where its master shard and the optimizer's state are between updates, see `tiers.py`.
+        offload_optimizer: Where its master shard and the optimizer's state are between updates, see `state_stores.py`.
         offload_params: Where its parameters are between uses.
         bytes: On every rank (ranks hold equal shares).
         wire: What of it travels as codes.

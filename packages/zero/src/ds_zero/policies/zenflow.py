@@ -9,7 +9,7 @@ and their mean is stepped at the end of every *interval*.
     end          after so many steps, or, "auto", when the others' gradients have outgrown the chosen ones'; and before columns are chosen
 
 Which columns, and when an interval ends, follows from sums over the ranks: all decide alike. `Calendar` and `Votes` are the rules,
-pure; `ZenFlowUpdater` follows them. Where a step asks nobody, its updates may begin during backward (`update/early.py`). Reference: Lan et al. 2025, arXiv:2505.12242.
+pure; `ZenFlowUpdater` follows them. Where a step asks nobody, its updates may begin during backward (`update/overlap_plan.py`). Reference: Lan et al. 2025, arXiv:2505.12242.
 """
 
 from __future__ import annotations

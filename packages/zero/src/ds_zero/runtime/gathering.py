@@ -452,7 +452,7 @@ class Gathering(AccessHandler):
                 self.put_back(number)
 
     def run_ahead(self) -> None:
-        """Start the next gather in order, before anyone here needs it; see the note "two orders" in `sharding.py`."""
+        """Start the next gather in order, before anyone here needs it; see the note "two orders" in `sharded_model.py`."""
         number = self._backward.run_ahead()
         if number is not None:
             self.units[number].start_unshard(again=True)

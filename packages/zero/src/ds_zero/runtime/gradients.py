@@ -9,7 +9,7 @@ Others say when gradients have arrived and when they are to be summed:
 
 *arena* is the flat buffer, as long as the unit; it is *open* while it holds gradients that were not reduced. *sums* are the reduced
 gradients (not yet averaged), together as long as the unit's shard, in one tensor for each of *ranges*. The unit's `GradReducer` makes them out
-of the arena; those of `reduction.py` out of the tensors that autograd made; then there are several ranges, else one.
+of the arena; those of `reduce_strategies.py` out of the tensors that autograd made; then there are several ranges, else one.
 """
 
 from __future__ import annotations

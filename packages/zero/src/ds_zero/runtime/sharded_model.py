@@ -1,7 +1,7 @@
 """A model cut into units, and what drives them: made once, owns everything it made, gives all of it back.
 
 `ShardedModel` is what `shard` builds and what the optimizer, checkpoint and access functions work with; a model without an optimizer (a
-frozen reference, inference) needs nothing more. `Runtime` are its hooks. Order between ranks is that of `order.py`: nothing here depends
+frozen reference, inference) needs nothing more. `Runtime` are its hooks. Order between ranks is that of `gather_order.py`: nothing here depends
 on which rank is faster or on which path it takes.
 
 Note "two orders". Gathers and reductions travel on channels of their own, each in its own order, because a rank cannot reduce before it

@@ -6,9 +6,9 @@ It holds sharded parameters and their `gradients`. It knows no ZeRO stage, no ho
     reshard        give the full buffer's memory back, if the plan says so
     mark_updated   the optimizer wrote the shard: the full buffer is old
 
-*full* is the flat buffer that all parameters are views of, in the format forward uses; `storage.py` says where it is between uses.
+*full* is the flat buffer that all parameters are views of, in the format forward uses; `param_storage.py` says where it is between uses.
 *shard* is this rank's part of it in master format, the only thing an optimizer sees: a range of full where formats agree and full keeps
-its memory, else memory of its own, which may be elsewhere between updates (`tiers.py`).
+its memory, else memory of its own, which may be elsewhere between updates (`state_stores.py`).
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class GroupSet:
 
     Attributes:
         reduction_group: Over which ranks their gradients are summed, and how that sum counts.
-        external: Some of those ranks do not run this backward; see `families.py`.
+        external: Some of those ranks do not run this backward; see `reduction_groups.py`.
         shard_group: The ranks that hold the shards of a unit; a group of one holds it whole.
         gather_group: The same ranks, over channels of their own, so that gathers and reductions cannot get in each other's order.
         replicate_group: The ranks that hold the same shard; gradients are summed over `shard_group` and then over `replicate_group`.

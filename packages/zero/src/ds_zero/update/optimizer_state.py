@@ -2,7 +2,7 @@
 
 Words: a *fragment* is what this rank has of one state tensor of one parameter: a range of it, or all of it where the state does
 not have the parameter's elements (the row and column sums of Adafactor). Whole tensors exist one parameter at a time. Names in what is
-saved are those of logical tensors, see `families.py`.
+saved are those of logical tensors, see `reduction_groups.py`.
 """
 
 from __future__ import annotations

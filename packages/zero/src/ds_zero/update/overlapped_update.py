@@ -1,4 +1,4 @@
-"""The thread that updates units while backward goes on, and what takes its work back; which and when is decided in `early.py`.
+"""The thread that updates units while backward goes on, and what takes its work back; which and when is decided in `overlap_plan.py`.
 
 Before it writes, the thread copies the unit's master shard and the optimizer's state of it into host memory that is kept for that.
 Whoever wants the state before the step (`OptimizerStateStore.fetch`: whole access, a checkpoint, an edit) gets it as the last step left it: the update is

@@ -8,7 +8,7 @@ has its own state and step count, exactly as if it had never been joined.
 An inner optimizer with `owns_reduction = True` (1-bit Adam) averages gradients itself: at stage 0 it gets each rank's own.
 
 `step` consumes gradients, or leaves them until `zero_grad` where `param.grad` shows them. The averaged gradient is sum / (divisor of the family x loss scale x divisor); that factor and
-clipping are one factor, see `inner.py`. Names in what is kept are those of logical tensors, see `families.py`.
+clipping are one factor, see `wrapped_optimizer.py`. Names in what is kept are those of logical tensors, see `reduction_groups.py`.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class ShardedOptimizer(Optimizer):
                 unit.state_store.begin_fetch()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Finish every reduction, clip, update the shards, bring full copies up to date. Collective.
+        """Finish every reduction, clip, update the shards, start to gather the new weights (`weight_arrivals.py`). Collective.
 
         Gradients stay until `zero_grad` where `param.grad` shows them (`show_gradients`), as torch's do; else they are consumed. Returns
         the closure's result. Costs one small all-reduce besides the gathers.
