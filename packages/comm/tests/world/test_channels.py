@@ -97,6 +97,56 @@ def test_tensors_of_one_message_are_changed_apart(shared: bool) -> None:
     channels.close()
 
 
+@SHARED
+@world(2)
+def test_what_is_kept_of_a_message_is_not_written_by_later_ones(shared: bool) -> None:
+    """Buffers are used again once nobody has a tensor of them, also none that autograd saved."""
+    channels, numel = Channels(None, shared=shared), 1000
+    if dist.get_rank() == 0:
+        sender = channels.sender(1)
+        works = [sender.send((torch.full((numel,), float(i)), torch.full((2, 3), i).t())) for i in range(40)]
+        for work in works:
+            work.wait()
+        source = torch.zeros(numel)
+        for i in range(40):  # and the sender's own memory is read before `wait` returns, not later
+            source.fill_(float(i))
+            sender.send((source, torch.full((2, 3), i).t())).wait()
+    else:
+        receiver, kept, graphs = channels.receiver(0), [], []
+        weight = torch.ones(numel, requires_grad=True)
+        for i in range(40):
+            first, second = receiver.recv()
+            if i % 3 == 0:
+                kept.append((i, second))
+            if i % 4 == 0:
+                graphs.append((i, (weight * first).sum()))  # holds `first`
+        for i, second in kept:
+            assert second.tolist() == [[i, i]] * 3
+        for i, loss in graphs:
+            (grad,) = torch.autograd.grad(loss, weight)
+            assert grad.eq(float(i)).all()
+        for i in range(40):
+            first, _ = receiver.recv()
+            assert first.eq(float(i)).all()
+    dist.barrier()
+    channels.close()
+
+
+@world(2)
+def test_small_messages_over_gloo_use_their_memory_again() -> None:
+    channels, places = Channels(None, shared=False), set()
+    for i in range(12):
+        if dist.get_rank() == 0:
+            channels.sender(1).send((torch.full((100,), float(i)),)).wait()
+        else:
+            (tensor,) = channels.receiver(0).recv()
+            assert tensor.eq(float(i)).all()
+            places.add(tensor.data_ptr())
+    assert len(places) <= 4
+    dist.barrier()
+    channels.close()
+
+
 @world(2, backend="shm")
 def test_a_group_on_shm_has_channels_too() -> None:
     channels = Channels()

@@ -56,6 +56,11 @@ class MessageSignature:
         return offsets
 
     @cached_property
+    def strides(self) -> list[tuple[int, ...]]:
+        """Strides of each leaf in elements: rows lie one after the other."""
+        return [torch.empty(shape, device="meta").stride() for _, shape, _ in self.leaves]
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the whole."""
         return self.starts[-1] + self.sizes[-1] if self.leaves else 0

@@ -255,8 +255,13 @@ class GradAttributes:
                 self.measured.moved(unit, before)
 
     def multiply(self, unit: Unit, factor: float) -> None:
-        """Multiply the gradients of a unit by `factor`."""
+        """Multiply the gradients of a unit by `factor`: the elements when they are averaged, or now where the factor has no inverse."""
         unit.gradients.changing()
+        if _LEAST < factor < 1.0 / _LEAST:
+            unit.gradients.applied /= factor
+            if self.measured is not None:
+                self.measured.write(unit, range(len(unit.params)), _nothing, factor)
+            return
         views = list(unit.gradients.sums or ())
         if self.measured is not None:
             self.measured.write(unit, range(len(unit.params)), partial(_multiply, views, factor), factor)
@@ -506,6 +511,14 @@ def _is_same(now: Tensor | None, shown: Tensor) -> bool:
         return False
     faces = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (now, shown)]
     return faces[0] == faces[1] and now.numel() > 0
+
+
+_LEAST = 1e-18
+"""Factors below it, or above its inverse, may leave what fp32 can hold between the gradient and what was applied to it."""
+
+
+def _nothing() -> None:
+    """Do nothing: the elements are multiplied with the next factor."""
 
 
 def _multiply(pieces: Sequence[Tensor], factor: float) -> None:

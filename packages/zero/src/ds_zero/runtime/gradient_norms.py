@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_comm as comm
+from ds_accel import streams
 from ds_comm import Group
 from ds_comm.metadata import metadata_device
 from ds_comm.reduction_group import Logical
@@ -121,7 +122,16 @@ class PieceNorms:
         if not views:
             return PieceNorms(torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64))
         squares = torch.stack([total_squares([view]) for view in views]).view(-1)
-        return PieceNorms(squares, torch.stack(torch._foreach_norm(list(views), float("inf"))).to(torch.float64))
+        return PieceNorms(squares, torch.stack(_peaks_of(views)).to(torch.float64))
+
+
+def _peaks_of(views: Sequence[Tensor]) -> list[Tensor]:
+    """Return the largest magnitude of each flat tensor; NaN where there is one."""
+    if streams.is_device_memory(views[0]):
+        return list(torch._foreach_norm(list(views), float("inf")))
+    # One read at the speed of memory; torch's norm of infinite order takes five times as long on a CPU.
+    least_and_most = [torch.aminmax(view) for view in views]
+    return [torch.maximum(most.abs(), least.abs()) for least, most in least_and_most]
 
 
 def _pieces_of(unit: Unit) -> list[Tensor]:
