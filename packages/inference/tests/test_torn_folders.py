@@ -59,7 +59,7 @@ def test_configurations(folder, change):
         load(folder)
     except DsError as error:
         assert str(folder) in str(error) or error.code != "inference-folder"  # noqa: PT017
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 60  # a hang, not a speed
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"[" * 100_000, b"\xff", b"1"])

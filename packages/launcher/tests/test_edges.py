@@ -47,7 +47,7 @@ def test_hostfiles(text: str) -> None:
         parse_hostfile(text)
     assert caught.value.code == "launch-hostfile"
     assert len(str(caught.value)) < 10_000
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 60  # a hang, not a speed
 
 
 def test_a_hostfile_of_another_encoding_or_kind(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_node_lists(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         from_slurm({"SLURM_JOB_NODELIST": text}, 8)
     assert caught.value.code == "launch-hostfile"
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 60  # a hang, not a speed
 
 
 @pytest.mark.parametrize("text", [f"[0-99999]{LONG}", f"n[1{' ' * 5000}-99999]", f"[{LONG},1][0-9999]{LONG}"])
@@ -102,7 +102,7 @@ def test_many_hosts_of_many_slots_and_many_parts_of_a_filter() -> None:
     began = time.process_time()
     assert parse_filter("@".join(f"a:{number}" for number in range(20_000)))["a"] == tuple(range(20_000))
     assert parse_filter("a:1@a@a:2") == {"a": ()}
-    assert time.process_time() - began < 2
+    assert time.process_time() - began < 60  # a hang, not a speed
 
 
 def test_node_lists_of_slurm_are_read_as_before() -> None:
