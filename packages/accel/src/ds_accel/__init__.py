@@ -1,5 +1,6 @@
 """One accelerator interface over torch's device modules, described by a table of facts per device."""
 
+from ds_accel._torch import storage_uses
 from ds_accel.accelerator import Accelerator
 from ds_accel.detection import Detection, detect, get_accelerator, known_devices, set_accelerator
 from ds_accel.determinism import deterministic
@@ -34,4 +35,5 @@ __all__ = [
     "known_devices",
     "preserve_random_streams",
     "set_accelerator",
+    "storage_uses",
 ]

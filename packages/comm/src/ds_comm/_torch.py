@@ -22,19 +22,12 @@ __all__ = [
     "is_alive",
     "named_group",
     "second_connection",
-    "storage_uses",
     "store_of",
 ]
 
 # torch 2.13 renamed both functions; the arguments did not change.
 ALL_GATHER_SINGLE: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER_SINGLE: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def storage_uses(tensor: torch.Tensor) -> int:
-    """Count the tensors that share `tensor`'s memory, including `tensor`."""
-    storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # ours
 
 
 def backend_names(pg: dist.ProcessGroup) -> dict[str, str]:

@@ -117,13 +117,13 @@ def _arguments(args: argparse.Namespace) -> list[object]:
     listed = [
         "--ops",
         *args.ops,
-        *torchs,
         "--backends",
         *args.backends,
         "--dtypes",
         *args.dtypes,
         "--sizes",
         *args.sizes,
+        *torchs,
     ]
     return ["bench", "--nproc", 1, *listed, "--seconds", args.seconds, *(["--json", args.json] if args.json else [])]
 

@@ -24,7 +24,6 @@ __all__ = [
     "outside_transforms",
     "plain_step",
     "queue_callback",
-    "storage_uses",
     "uncaptured",
     "unpack_hook",
     "without_torch_function",
@@ -47,12 +46,6 @@ def unpack_hook() -> Callable[..., Any] | None:
     """
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return None if top is None else top[1]
-
-
-def storage_uses(tensor: Tensor) -> int:
-    """Count the tensors that share `tensor`'s memory, including `tensor`."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) - 1  # ours
 
 
 def outside_transforms() -> AbstractContextManager[Any]:

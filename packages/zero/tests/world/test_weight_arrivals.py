@@ -197,6 +197,7 @@ def test_bf16_and_a_load_between_steps():
         for shard, data in zip(optimizer.shards(), kept, strict=True):
             shard.data.copy_(data)
         optimizer.refresh()
+        assert on_the_way(model) == 0  # a load ends on all ranks together
         train(model, optimizer, 2, first=3)
         results.append([p.detach().clone() for p in model.parameters()])
         optimizer.close()
@@ -221,6 +222,24 @@ def test_a_compiler_that_comes_late_finds_plain_parameters(monkeypatch):
         torch.testing.assert_close(p.detach(), b)
     optimizer.close()
     torch._dynamo.reset()
+
+
+@world(2)
+def test_a_capture_waits_for_nothing_that_began_before(monkeypatch):
+    model, optimizer = sharded()
+    train(model, optimizer, 2)
+    units = optimizer.sharding.units
+    for unit in units:  # as a device that was waited for
+        for work in unit.storage._works:
+            work.wait()
+    monkeypatch.setattr("ds_zero.runtime.weight_arrivals.streams.is_capturing", lambda device: True)
+    monkeypatch.setattr("ds_comm.work.PendingWork.wait", lambda self, timeout=None: pytest.fail("waited in a capture"))
+    optimizer.sharding.arrivals._streams[torch.device("cpu")] = None
+    for p, b in zip(model.parameters(), plain(2), strict=True):
+        torch.testing.assert_close(p.detach(), b)
+    assert on_the_way(model) == 0
+    monkeypatch.undo()
+    optimizer.close()
 
 
 @world(2)

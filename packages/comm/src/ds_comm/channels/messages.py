@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds_comm._torch import storage_uses
+from ds_accel import storage_uses
 from ds_comm.call import CollectiveCall
 from ds_comm.channels.signature import Leaf, MessageSignature
 from ds_comm.groups import Group

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 import ds_comm as comm
+from ds_accel import storage_uses
 from ds_comm import param_sharding
 from ds_comm.placement import Interval
 from ds_config.errors import PlanError, ShardedAccessError
-from ds_zero._torch import storage_uses, without_torch_function
+from ds_zero._torch import without_torch_function
 from ds_zero.runtime.sharded_parameter import (
     AccessHandler,
     ShardedParameter,

@@ -22,12 +22,11 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 import ds_comm as comm
-from ds_accel import streams
+from ds_accel import storage_uses, streams
 from ds_accel.streams import DeviceEvent
 from ds_comm.hierarchical import HierarchicalGather
 from ds_config.errors import PlanError
 from ds_ops.stream import differs_from_cast
-from ds_zero._torch import storage_uses
 from ds_zero.layout.elements import ParamPiece, ParamSlot, UnitLayout, gaps_between
 from ds_zero.layout.shard_options import PLAIN, CommFormat, OffloadPolicy
 from ds_zero.offload.state_stores import OptimizerStateStore, ParamStore, make_param_store
@@ -187,12 +186,16 @@ class PrivateStorage:
         gathered = bool(self._works)
         for work in self._works:
             work.wait()
+        self.arrived()
+        return gathered
+
+    def arrived(self) -> None:
+        """End a gather that is complete, for the host and for the current stream."""
         self._works.clear()
         for param in self._unit.params if self._guarded else ():
             restore(param)
             unkeep(param)
         self._guarded = False
-        return gathered
 
     def guard(self, handler: AccessHandler) -> None:
         """Make every use of the parameters ask `handler`, until `finish`."""

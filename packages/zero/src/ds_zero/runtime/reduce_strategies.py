@@ -30,12 +30,13 @@ import torch
 from torch import Tensor, nn
 
 import ds_comm as comm
+from ds_accel import storage_uses
 from ds_comm import Group, Work
 from ds_comm.shm.shm_units import ReductionBuffers, ShmUnitMemory
 from ds_comm.sparse_rows import EmbeddingTable, sum_rows
 from ds_ops.reduce import sum_ranges, sum_sources
 from ds_ops.stream import copy_ranges
-from ds_zero._torch import foreach_copy, storage_uses
+from ds_zero._torch import foreach_copy
 from ds_zero.layout.elements import ReduceRange, gaps_between, pack, plan_copies, plan_sums
 from ds_zero.planning.unit_plan import ReduceStrategy, UnitPlan
 from ds_zero.runtime.gradients import GradReducer

@@ -323,6 +323,7 @@ class ShardedModel:
             unit.mark_updated()
             unit.state_store.store()
         self.gather_kept()
+        self.arrivals.finish()  # whoever loads may change the files next: no rank leaves before the others have come
 
     def put_away(self) -> None:
         """Store the shards fetched for full access back to their offload target; views become invalid."""

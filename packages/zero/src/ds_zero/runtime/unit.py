@@ -24,9 +24,8 @@ from torch.nn.parameter import Parameter
 from torch.utils import swap_tensors
 
 import ds_comm as comm
-from ds_accel import get_accelerator, streams
+from ds_accel import get_accelerator, storage_uses, streams
 from ds_config.errors import ShardedAccessError
-from ds_zero._torch import storage_uses
 from ds_zero.layout.dtypes_plan import Dtypes
 from ds_zero.layout.elements import ParamPiece, UnitLayout
 from ds_zero.layout.shard_options import OffloadPolicy
@@ -195,10 +194,10 @@ class Unit:
         self.storage.start(channel, exact=exact)
         self.state = Full.GATHERING
 
-    def finish_unshard(self) -> None:
-        """Wait for `start_unshard`."""
+    def finish_unshard(self, *, arrived: bool = False) -> None:
+        """Wait for `start_unshard`; not if it has `arrived`."""
         if self.state is Full.GATHERING:
-            self.storage.finish()
+            self.storage.arrived() if arrived else self.storage.finish()
             self.state = Full.CURRENT
 
     def start_renew(self) -> None:

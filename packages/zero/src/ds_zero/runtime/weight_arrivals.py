@@ -2,7 +2,8 @@
 
 `ShardedModel.gather_kept` starts the all-gathers in canonical order, and `step` returns while they run. They are waited for in that order, up to the
 unit that is needed: by a hook before the forward of the modules that own it, and by any other use of a parameter. Until then its class is
-`ShardedParameter`, which asks its handler before anything reads or writes values. So a program sees new weights only, wherever it looks.
+`ShardedParameter`, which asks its handler before anything reads or writes values. So a program sees new weights only, wherever it looks. Not seen is
+code in C++ that is given a parameter itself between a step and the forward of its module, and asks torch for no pointer: `finish` goes before it.
 
 Note "in step". What cannot be made to wait is waited for before `step` returns: memory that other tensors alias (`flat = p.data.view(-1)`, kept),
 and everything once torch.compile has compiled something, whose guards look at classes and whose graphs a hook would break.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,9 +66,8 @@ class WeightArrivals(AccessHandler):
         self._under_way.extend(unit for unit in self._kept if unit.state is Full.GATHERING)
         if not self._under_way:
             return
-        if not stays or any(
-            unit.groups.route is not None for unit in self._under_way
-        ):  # a route's second half needs a push
+        has_routes = any(unit.groups.route is not None for unit in self._under_way)  # whose second half needs a push
+        if not stays or has_routes:
             self.finish()
             return
         self._attach()
@@ -83,13 +83,15 @@ class WeightArrivals(AccessHandler):
         """
         if not self._under_way or (upto is not None and self._under_way[0].number > upto):
             return
+        # Whoever begins to capture a graph has waited for the device (`torch.cuda.graph` does), and a capture may not wait for what began before.
+        captured = any(streams.is_capturing(device) for device in self._streams)
         with outside_transforms(), torch.no_grad():
             while self._under_way and (upto is None or self._under_way[0].number <= upto):
                 unit = self._under_way[0]
-                unit.finish_unshard()
+                unit.finish_unshard(arrived=captured)
                 if self._under_way and self._under_way[0] is unit:  # a wait may run code that waited for it
                     self._under_way.popleft()
-        for device, started in self._streams.items():
+        for device, started in self._streams.items() if not captured else ():
             current = streams.current_stream(device)
             if current != started:
                 streams.wait_stream(started, current)
@@ -173,18 +175,15 @@ def modules_to_hook(model: nn.Module, number_of: Mapping[int, int]) -> dict[nn.M
 _LIVE: weakref.WeakSet[WeightArrivals] = weakref.WeakSet()
 
 
-def _live() -> Iterator[WeightArrivals]:
-    yield from list(_LIVE)
-
-
 @on_compile_start
 def _detach_all() -> None:
-    for arrivals in _live():
+    """Give what is compiled plain parameters and modules without hooks."""
+    for arrivals in list(_LIVE):
         arrivals.detach()
 
 
 @atexit.register
 def _finish_all() -> None:
     """Wait for what is under way: a process that ends takes the other ranks' gathers with it."""
-    for arrivals in _live():
+    for arrivals in list(_LIVE):
         arrivals.finish()
