@@ -4,19 +4,25 @@
 #include "parallel.h"
 
 namespace ds {
-Status sum_squares(const void *x, Dtype dtype, std::int64_t n, double *partials, double *out, int threads) {
+Norms together(const Norms *partials, std::int64_t n) {
+  Norms all = {0.0, 0.0};
+  for (std::int64_t b = 0; b < (n + norm_block - 1) / norm_block; b++) {
+    all.squares += partials[b].squares;
+    if (all.peak == all.peak && !(partials[b].peak <= all.peak)) all.peak = partials[b].peak;  // NaN, too, which stays
+  }
+  return all;
+}
+
+Status measure(const void *x, Dtype dtype, std::int64_t n, Norms *partials, Norms *out, int threads) {
   if (n < 0 || (n > 0 && (!x || !partials))) return Status::bad_argument;
   const Kernels &k = kernels();
-  const std::int64_t blocks = (n + norm_block - 1) / norm_block;
   split(n, norm_block, threads, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; i += norm_block) {
       const std::int64_t m = end - i < norm_block ? end - i : norm_block;
-      partials[i / norm_block] = k.sum_squares(static_cast<const char *>(x) + i * size_of(dtype), dtype, m);
+      partials[i / norm_block] = k.measure(static_cast<const char *>(x) + i * size_of(dtype), dtype, m);
     }
   });
-  double total = 0.0;
-  for (std::int64_t b = 0; b < blocks; b++) total += partials[b];
-  *out = total;
+  *out = together(partials, n);
   return Status::ok;
 }
 

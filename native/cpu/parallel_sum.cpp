@@ -6,8 +6,8 @@
 
 namespace ds {
 
-Status sum_sources(void *dst, const void *const *src, int count, Dtype dtype, std::int64_t n, double *partials,
-                   double *squares, int threads) {
+Status sum_sources(void *dst, const void *const *src, int count, Dtype dtype, std::int64_t n, Norms *partials,
+                   Norms *norms, int threads) {
   if (n < 0 || count < 1 || (n > 0 && (!dst || !partials))) return Status::bad_argument;
   const std::int64_t nbytes = n * size_of(dtype);
   // Written past the cache a line must not be read again in the same pass, so not where a source is dst.
@@ -21,9 +21,7 @@ Status sum_sources(void *dst, const void *const *src, int count, Dtype dtype, st
     for (std::int64_t i = begin; i < end; i += norm_block)
       partials[i / norm_block] = k.sum_sources(dst, src, count, dtype, i, end - i < norm_block ? end - i : norm_block, streaming);
   });
-  double total = 0.0;
-  for (std::int64_t b = 0; b < (n + norm_block - 1) / norm_block; b++) total += partials[b];
-  *squares = total;
+  *norms = together(partials, n);
   return Status::ok;
 }
 

@@ -61,15 +61,16 @@ void streams() {
   for (std::int64_t n : {std::int64_t{0}, std::int64_t{1}, std::int64_t{33}, std::int64_t{100003}}) {
     const auto k = static_cast<std::size_t>(n);
     std::vector<float> a(k, 3.0f), b(k, 2.0f), c(k, 4.0f);
-    std::vector<double> partials(k / ds::norm_block + 1);
-    double one = -1, two = -1;
-    CHECK(ds::sum_squares(a.data(), Dtype::f32, n, partials.data(), &one, 1) == Status::ok);
-    CHECK(ds::sum_squares(a.data(), Dtype::f32, n, partials.data(), &two, 2) == Status::ok);
-    CHECK(one == two && one == 9.0 * static_cast<double>(n));
+    std::vector<ds::Norms> partials(k / ds::norm_block + 1);
+    ds::Norms one = {-1, -1}, two = one;
+    CHECK(ds::measure(a.data(), Dtype::f32, n, partials.data(), &one, 1) == Status::ok);
+    CHECK(ds::measure(a.data(), Dtype::f32, n, partials.data(), &two, 2) == Status::ok);
+    CHECK(one.squares == two.squares && one.squares == 9.0 * static_cast<double>(n));
+    CHECK(one.peak == two.peak && one.peak == (n ? 3.0 : 0.0));
     std::vector<float> sum(k);
     const void *both[] = {b.data(), c.data()};
     CHECK(ds::sum_sources(sum.data(), both, 2, Dtype::f32, n, partials.data(), &two, 2) == Status::ok);
-    CHECK(two == 36.0 * static_cast<double>(n));
+    CHECK(two.squares == 36.0 * static_cast<double>(n) && two.peak == (n ? 6.0 : 0.0));
     for (float v : sum) CHECK(v == 6.0f);
     std::vector<float> copied(k), part(k / 2);
     const ds::Move moves[] = {{copied.data(), sum.data(), n * 4}, {part.data(), sum.data(), (n / 2) * 4}};
@@ -156,8 +157,8 @@ void bad_arguments() {
   ds::Update u = {};
   u.list.count = 1;
   CHECK(ds::update(u, 1) == Status::bad_argument);
-  double out = 0;
-  CHECK(ds::sum_squares(nullptr, Dtype::f32, 5, nullptr, &out, 1) == Status::bad_argument);
+  ds::Norms out = {};
+  CHECK(ds::measure(nullptr, Dtype::f32, 5, nullptr, &out, 1) == Status::bad_argument);
   CHECK(ds::sum_sources(nullptr, nullptr, 0, Dtype::f32, 5, nullptr, &out, 1) == Status::bad_argument);
   CHECK(ds::fill(nullptr, Dtype::f32, -1, 0, 1) == Status::bad_argument);
   const ds::Move nowhere{nullptr, &out, 8}, less{&out, nullptr, -1};

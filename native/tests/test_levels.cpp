@@ -1,4 +1,5 @@
 // Every instruction-set level gives the same bits: updates, sums, conversions, quantizers, norms.
+#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -108,16 +109,30 @@ void conversions_agree(const ds::Kernels *const *levels, int num_levels) {
   }
 }
 
+bool same(const ds::Norms &a, const ds::Norms &b) { return a.squares == b.squares && a.peak == b.peak; }
+
 void sums_agree(const ds::Kernels *const *levels, int num_levels) {
   Random r{9};
   std::vector<float> x(ds::norm_block);
   for (float &v : x) v = r.unit();
   for (std::int64_t n : {0, 1, 5, 16, 31, 4097, static_cast<int>(ds::norm_block)}) {
-    const double want = levels[0]->sum_squares(x.data(), Dtype::f32, n);
-    double plain = 0.0;
-    for (std::int64_t i = 0; i < n; i++) plain += static_cast<double>(x[static_cast<std::size_t>(i)]) * x[static_cast<std::size_t>(i)];
-    CHECK(want <= plain * (1 + 1e-12) + 1e-300 && want >= plain * (1 - 1e-12));
-    for (int l = 1; l < num_levels; l++) CHECK(levels[l]->sum_squares(x.data(), Dtype::f32, n) == want);
+    const ds::Norms want = levels[0]->measure(x.data(), Dtype::f32, n);
+    double plain = 0.0, peak = 0.0;
+    for (std::int64_t i = 0; i < n; i++) {
+      const double v = x[static_cast<std::size_t>(i)];
+      plain += v * v, peak = std::abs(v) > peak ? std::abs(v) : peak;
+    }
+    CHECK(want.squares <= plain * (1 + 1e-12) + 1e-300 && want.squares >= plain * (1 - 1e-12) && want.peak == peak);
+    for (int l = 1; l < num_levels; l++) CHECK(same(levels[l]->measure(x.data(), Dtype::f32, n), want));
+    if (n == 0) continue;
+    std::vector<float> odd(x);
+    for (float special : {-INFINITY, NAN}) {
+      odd[static_cast<std::size_t>(n - 1)] = special;
+      for (int l = 0; l < num_levels; l++) {
+        const ds::Norms found = levels[l]->measure(odd.data(), Dtype::f32, n);
+        CHECK(special == special ? found.peak == INFINITY && found.squares == INFINITY : found.peak != found.peak && found.squares != found.squares);
+      }
+    }
   }
 }
 
@@ -131,13 +146,13 @@ void sources_agree(const ds::Kernels *const *levels, int num_levels) {
       for (int count : {1, 2, 3}) {
         std::vector<unsigned char> first(a.size() + 64), other(first.size());
         auto *to = first.data() + (-reinterpret_cast<std::intptr_t>(first.data()) & 63);
-        const double want = levels[0]->sum_sources(to, src, count, d, 0, n, false);
+        const ds::Norms want = levels[0]->sum_sources(to, src, count, d, 0, n, false);
         for (int l = 0; l < num_levels; l++) {
           auto *again = other.data() + (-reinterpret_cast<std::intptr_t>(other.data()) & 63);
-          CHECK(levels[l]->sum_sources(again, src, count, d, 0, n, true) == want);
+          CHECK(same(levels[l]->sum_sources(again, src, count, d, 0, n, true), want));
           CHECK(!std::memcmp(to, again, a.size()));
         }
-        CHECK(levels[num_levels - 1]->sum_squares(to, d, n) == want);
+        CHECK(same(levels[num_levels - 1]->measure(to, d, n), want));
       }
     }
 }

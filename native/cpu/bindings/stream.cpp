@@ -12,14 +12,16 @@ T *pointer(std::uintptr_t address) {
 }
 ds::Dtype dtype(int number) { return static_cast<ds::Dtype>(number); }
 
-py::tuple sum_squares(std::uintptr_t x, int x_dtype, std::int64_t n, std::uintptr_t partials, int threads) {
-  double out = 0.0;
-  ds::Status s;
-  {
-    py::gil_scoped_release nogil;
-    s = ds::sum_squares(pointer<void>(x), dtype(x_dtype), n, pointer<double>(partials), &out, threads);
-  }
-  return py::make_tuple(static_cast<int>(s), out);
+// norms: [2 * x.size()], of each array the sum of squares and the largest magnitude; partials are those of the longest.
+int measure_ranges(const std::vector<std::uintptr_t> &x, int x_dtype, const std::vector<std::int64_t> &n,
+                   std::uintptr_t norms, std::uintptr_t partials, int threads) {
+  if (n.size() != x.size()) return static_cast<int>(ds::Status::bad_argument);
+  py::gil_scoped_release nogil;
+  ds::Status s = ds::Status::ok;
+  for (std::size_t i = 0; i < x.size() && s == ds::Status::ok; i++)
+    s = ds::measure(pointer<void>(x[i]), dtype(x_dtype), n[i], pointer<ds::Norms>(partials), pointer<ds::Norms>(norms) + i,
+                    threads);
+  return static_cast<int>(s);
 }
 
 int convert(std::uintptr_t dst, int dst_dtype, std::uintptr_t src, int src_dtype, std::int64_t n, double scale,
@@ -52,8 +54,8 @@ int triad(std::uintptr_t a, std::uintptr_t b, std::uintptr_t c, std::int64_t n, 
 }  // namespace
 
 void bind_stream(py::module_ &m) {
-  m.def("sum_squares", sum_squares, py::arg("x"), py::arg("dtype"), py::arg("n"), py::arg("partials"),
-        py::arg("threads"));
+  m.def("measure_ranges", measure_ranges, py::arg("x"), py::arg("dtype"), py::arg("n"), py::arg("norms"),
+        py::arg("partials"), py::arg("threads"));
   m.def("convert", convert, py::arg("dst"), py::arg("dst_dtype"), py::arg("src"), py::arg("src_dtype"), py::arg("n"),
         py::arg("scale"), py::arg("threads"));
   m.def("fill", fill, py::arg("dst"), py::arg("dtype"), py::arg("n"), py::arg("value"), py::arg("threads"));

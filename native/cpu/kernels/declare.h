@@ -4,8 +4,8 @@
 
 namespace ds::DS_ISA {
 void update(const Update &u, std::int64_t t, std::int64_t begin, std::int64_t end);
-double sum_squares(const void *x, Dtype dtype, std::int64_t n);
-double sum_sources(void *dst, const void *const *src, int count, Dtype dtype, std::int64_t from, std::int64_t n,
+Norms measure(const void *x, Dtype dtype, std::int64_t n);
+Norms sum_sources(void *dst, const void *const *src, int count, Dtype dtype, std::int64_t from, std::int64_t n,
                    bool streaming);
 void convert(void *dst, Dtype dd, const void *src, Dtype sd, std::int64_t n, float scale, bool streaming);
 void fill(void *dst, Dtype dtype, std::int64_t n, float value);

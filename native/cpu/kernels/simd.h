@@ -30,6 +30,7 @@ typedef std::int8_t vb __attribute__((vector_size(DS_LANES)));
 typedef float vf_half __attribute__((vector_size(DS_LANES * 2)));
 typedef std::uint16_t vh_half __attribute__((vector_size(DS_LANES)));
 typedef std::uint32_t vu_half __attribute__((vector_size(DS_LANES * 2)));
+typedef std::int32_t vi_half __attribute__((vector_size(DS_LANES * 2)));
 typedef double vd __attribute__((vector_size(DS_LANES * 4)));  // half as many lanes, one register
 
 template <class V, class T>
@@ -133,13 +134,16 @@ DS_INLINE vf_half bf16_to_f32(vh_half x) {
 }
 
 // Sums of squares in 16 fp64 lanes whatever the vector width, added up in lane order: the same bits on every level. The
-// square of an fp32 is exact in fp64.
+// square of an fp32 is exact in fp64. Where nobody asks for the peak, the compiler leaves it out.
 struct Squares {
   static constexpr int width = 16, half = DS_LANES / 2, parts = width / half;
   vd lane[parts] = {};
+  vi_half peak = {};  // magnitudes are ordered as their bits are, and NaN is above infinity
   // `x` holds the elements of lanes [part * half, (part + 1) * half).
   DS_INLINE void add(Squares &s, int part, vf_half x) {
     const vd d = widen(x);
+    const vi_half magnitude = (vi_half)x & 0x7fffffff;
+    s.peak = magnitude > s.peak ? magnitude : s.peak;
     // The product is exact, so one rounding (FMA) and two give the same bits.
 #if defined(__AVX512F__) && DS_LANES == 16
     s.lane[part] = (vd)_mm512_fmadd_pd((__m512d)d, (__m512d)d, (__m512d)s.lane[part]);
@@ -154,6 +158,13 @@ struct Squares {
     for (int k = 0; k < parts; k++)
       for (int l = 0; l < half; l++) sum += s.lane[k][l];
     return sum;
+  }
+  DS_INLINE ds::Norms norms(const Squares &s) {
+    std::int32_t most = 0;
+    for (int l = 0; l < half; l++) most = s.peak[l] > most ? s.peak[l] : most;
+    float peak;
+    std::memcpy(&peak, &most, sizeof peak);
+    return {total(s), peak};
   }
 };
 

@@ -1,4 +1,4 @@
-// Passes over flat ranges: sum of squares, conversion, fill, triad.
+// Passes over flat ranges: norms, conversion, fill, triad.
 #include "declare.h"
 #include "squares.h"
 
@@ -37,7 +37,7 @@ static void convert_block(void *dst, Dtype dd, const void *src, Dtype sd, std::i
 
 namespace ds::DS_ISA {
 
-double sum_squares(const void *x, Dtype dtype, std::int64_t n) {
+Norms measure(const void *x, Dtype dtype, std::int64_t n) {
   Squares s;
   if (dtype == Dtype::f32) add_squares_f32(s, static_cast<const float *>(x), n);
   if (dtype == Dtype::bf16) add_squares_bf16(s, static_cast<const std::uint16_t *>(x), n);
@@ -49,7 +49,7 @@ double sum_squares(const void *x, Dtype dtype, std::int64_t n) {
       add_squares_f32(s, scratch, m);
     }
   }
-  return Squares::total(s);
+  return Squares::norms(s);
 }
 
 void convert(void *dst, Dtype dd, const void *src, Dtype sd, std::int64_t n, float scale, bool streaming) {

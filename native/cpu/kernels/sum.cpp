@@ -1,4 +1,4 @@
-// The sum of several arrays with the squares of the result. A stage stays in the first-level cache between its steps.
+// The sum of several arrays with the norms of the result. A stage stays in the first-level cache between its steps.
 #include "declare.h"
 #include "squares.h"
 
@@ -41,7 +41,7 @@ static void put(void *dst, Dtype dtype, std::int64_t i, const float *acc, std::i
 
 namespace ds::DS_ISA {
 
-double sum_sources(void *dst, const void *const *src, int count, Dtype dtype, std::int64_t from, std::int64_t n,
+Norms sum_sources(void *dst, const void *const *src, int count, Dtype dtype, std::int64_t from, std::int64_t n,
                    bool streaming) {
   Squares s;
   alignas(64) float acc[stage], next[stage];
@@ -49,7 +49,7 @@ double sum_sources(void *dst, const void *const *src, int count, Dtype dtype, st
     sum_two(s, static_cast<float *>(dst) + from, static_cast<const float *>(src[0]) + from,
             static_cast<const float *>(src[1]) + from, n, streaming);
     if (streaming) stream_fence();
-    return Squares::total(s);
+    return Squares::norms(s);
   }
   for (std::int64_t i = from; i < from + n; i += stage) {
     const std::int64_t m = from + n - i < stage ? from + n - i : stage;
@@ -74,7 +74,7 @@ double sum_sources(void *dst, const void *const *src, int count, Dtype dtype, st
     put(dst, dtype, i, acc, m, streaming);
   }
   if (streaming) stream_fence();
-  return Squares::total(s);
+  return Squares::norms(s);
 }
 
 }  // namespace ds::DS_ISA

@@ -9,7 +9,7 @@
 namespace ds {
 extern const Kernels DS_CAT(kernels_, DS_ISA);
 const Kernels DS_CAT(kernels_, DS_ISA) = {
-    DS_TEXT(DS_ISA), DS_ISA::update, DS_ISA::sum_squares, DS_ISA::sum_sources, DS_ISA::convert, DS_ISA::fill,
+    DS_TEXT(DS_ISA), DS_ISA::update, DS_ISA::measure, DS_ISA::sum_sources, DS_ISA::convert, DS_ISA::fill,
     DS_ISA::triad, DS_ISA::combine, DS_ISA::copy_streaming,
     DS_ISA::quantize_group, DS_ISA::dequantize_groups, DS_ISA::quant_dots, DS_ISA::gather_rows, DS_ISA::sum_rows, DS_ISA::norm_rows,
     DS_ISA::norm_grad_rows,

@@ -21,9 +21,9 @@ struct Kernels {
   const char *name;
   // Elements [begin, end) of tensor `t`. For lamb_moments, `begin` is a multiple of update_block.
   void (*update)(const Update &u, std::int64_t t, std::int64_t begin, std::int64_t end);
-  double (*sum_squares)(const void *x, Dtype dtype, std::int64_t n);  // n <= norm_block
-  // Elements [from, from + n) of all arrays; n <= norm_block, a multiple of 16 but for the last. Returns their squares.
-  double (*sum_sources)(void *dst, const void *const *src, int count, Dtype dtype, std::int64_t from, std::int64_t n,
+  Norms (*measure)(const void *x, Dtype dtype, std::int64_t n);  // n <= norm_block
+  // Elements [from, from + n) of all arrays; n <= norm_block, a multiple of 16 but for the last. Returns what the sum measures.
+  Norms (*sum_sources)(void *dst, const void *const *src, int count, Dtype dtype, std::int64_t from, std::int64_t n,
                         bool streaming);
   void (*convert)(void *dst, Dtype dd, const void *src, Dtype sd, std::int64_t n, float scale, bool streaming);
   void (*fill)(void *dst, Dtype dtype, std::int64_t n, float value);

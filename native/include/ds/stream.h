@@ -1,4 +1,4 @@
-// Passes over one flat range: sum of squares, conversion, fill, and the triad that measures the memory's bandwidth.
+// Passes over one flat range: norms, conversion, fill, and the triad that measures the memory's bandwidth.
 //
 // Every array is contiguous, [n] with n >= 0, at a multiple of its element size; f32, bf16 or f16.
 #pragma once
@@ -9,10 +9,13 @@ namespace ds {
 // Elements whose squares are summed together before partial sums are combined in order.
 constexpr std::int64_t norm_block = 16384;
 
-// out = sum of x[i]^2 in fp64, the same bits on any thread count and instruction set: the square of an fp32 is exact in
-// fp64, 16 fp64 lanes are summed within a block of norm_block elements, blocks in order. `partials`: [ceil(n / norm_block)].
+// out = sum of x[i]^2 in fp64 and max |x[i]|, the same bits on any thread count and instruction set: the square of an fp32 is
+// exact in fp64, 16 fp64 lanes are summed within a block of norm_block elements, blocks in order. `partials`: [ceil(n / norm_block)].
 // Cost: one read (4 or 2 bytes an element). Source: pairwise summation in blocks, Higham 1993.
-Status sum_squares(const void *x, Dtype dtype, std::int64_t n, double *partials, double *out, int threads);
+Status measure(const void *x, Dtype dtype, std::int64_t n, Norms *partials, Norms *out, int threads);
+
+// The norms of an array from those of its blocks.
+Norms together(const Norms *partials, std::int64_t n);
 
 // dst[i] = cast(scale * src[i]), the product in fp32, rounded to nearest even; NaN stays NaN. dst may be src if the element
 // sizes are equal; otherwise they do not overlap. Cost: one read, one write: 8 bytes an element for fp32 to fp32, 6 to 16

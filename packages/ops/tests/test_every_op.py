@@ -43,7 +43,7 @@ from ds_ops.reduce import sum_sources
 from ds_ops.rotary import rotary_tables, rotate
 from ds_ops.row_ops import gather_rows, gather_sum
 from ds_ops.sparse_attention import Sparsity, bigbird, block_sparse_attention
-from ds_ops.stream import copy_ranges, differs_from_cast
+from ds_ops.stream import copy_ranges, differs_from_cast, norms_of
 from ds_ops.token_drop import gather_tokens, scatter_tokens
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -371,6 +371,9 @@ CASES: dict[str, list[Case]] = {
             exact=True,
         ),
     ],
+    "norms_of": [
+        Case(same_shape(2), lambda a, b: (norms_of([a, b]),), grads=False, fine=frozenset({(0, "shape"), (1, "shape")}))
+    ],
     "sum_squares": [
         Case(
             same_shape(1),
@@ -383,7 +386,7 @@ CASES: dict[str, list[Case]] = {
         Case(
             same_shape(3),
             lambda out, a, b: (
-                torch.tensor(sum_sources(out, [a, out, b]), dtype=torch.float64),
+                sum_sources(out, [a, out, b]),
                 out,
             ),
             grads=False,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ds_config.errors import KernelError
 from ds_ops import convert, fill, grad_norm, sum_squares
-from ds_ops.stream import _narrow_sum_squares, copy_ranges, total_squares
+from ds_ops.stream import _narrow_sum_squares, copy_ranges, norms_of, total_squares
 
 pytestmark = pytest.mark.usefixtures("native")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -40,6 +40,27 @@ def test_sum_squares_is_the_same_on_any_number_of_threads() -> None:
         results.add(sum_squares(x))
     torch.set_num_threads(before)
     assert len(results) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(lengths, min_size=1, max_size=4), st.sampled_from(DTYPES), st.integers(0, 3))
+def test_norms_of_tensors_in_one_pass(numels: list[int], dtype: torch.dtype, offset: int) -> None:
+    tensors = [torch.randn(n + offset).to(dtype)[offset:] for n in numels]
+    for (square, peak), x in zip(norms_of(tensors).tolist(), tensors, strict=True):
+        assert square == sum_squares(x)
+        assert peak == max(x.double().abs().tolist(), default=0.0)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_norms_show_what_is_not_finite_and_take_complex_numbers_as_pairs(dtype: torch.dtype, backend: str) -> None:
+    values = [[-2.0, 1.0], [1.0, -math.inf, 3.0], [0.0] * 40 + [math.nan] + [math.inf] * 40, []]
+    found = norms_of([torch.tensor(v, dtype=dtype) for v in values]).tolist()
+    assert found[0] == pytest.approx([5.0, 2.0], rel=1e-14)
+    assert (found[1], found[3]) == ([math.inf, math.inf], [0.0, 0.0])
+    assert all(map(math.isnan, found[2]))
+    assert norms_of([torch.tensor([3 - 4j])]).tolist() == [pytest.approx([25.0, 4.0])]
+    with pytest.raises(KernelError, match="no tensors"):
+        norms_of([])
 
 
 def test_grad_norm_of_a_list(backend: str) -> None:

@@ -1,4 +1,4 @@
-"""The sum of several tensors with its squares: against torch, over shapes, dtypes, numbers of sources and threads."""
+"""The sum of several tensors with its norms: against torch, over shapes, dtypes, numbers of sources and threads."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from ds_ops.reduce import sum_ranges, sum_sources
 from ds_ops.stream import sum_squares
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def peak_of(x: torch.Tensor) -> float:
+    return max(x.double().abs().tolist(), default=0.0)
+
+
 lengths = st.one_of(st.integers(0, 100), st.sampled_from([511, 512, 16384, 16385, 100_003]))
 
 
@@ -20,12 +26,12 @@ lengths = st.one_of(st.integers(0, 100), st.sampled_from([511, 512, 16384, 16385
 def test_it_is_the_sum_in_order_to_the_bit(n: int, dtype: torch.dtype, count: int, offset: int) -> None:
     sources = [torch.randn(n + offset).to(dtype)[offset:] for _ in range(count)]
     out = torch.empty(n, dtype=dtype)
-    squares = sum_sources(out, sources)
+    norms = sum_sources(out, sources)
     total = sources[0].float()
     for source in sources[1:]:
         total = total + source.float()
     assert torch.equal(out, total.to(dtype))
-    assert squares == pytest.approx(float(out.double().square().sum()), rel=1e-12)
+    assert norms.tolist() == pytest.approx([float(out.double().square().sum()), peak_of(out)], rel=1e-12)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -38,7 +44,7 @@ def test_out_may_be_one_of_the_sources(backend: str, place: int) -> None:
 
 def test_squares_are_those_of_sum_squares_within_one_block(native: None) -> None:
     out = torch.empty(16_000)
-    assert sum_sources(out, [torch.randn(16_000), torch.randn(16_000)]) == sum_squares(out)
+    assert sum_sources(out, [torch.randn(16_000), torch.randn(16_000)])[0] == sum_squares(out)
 
 
 def test_it_is_the_same_on_any_number_of_threads(native: None) -> None:
@@ -47,7 +53,7 @@ def test_it_is_the_same_on_any_number_of_threads(native: None) -> None:
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         out = torch.empty(1_000_003)
-        results.append((sum_sources(out, sources), out))
+        results.append((sum_sources(out, sources).tolist(), out))
     torch.set_num_threads(before)
     assert all(r[0] == results[0][0] and torch.equal(r[1], results[0][1]) for r in results)
 
@@ -55,7 +61,8 @@ def test_it_is_the_same_on_any_number_of_threads(native: None) -> None:
 def test_wide_floats_go_through_torch() -> None:
     a, b = torch.randn(2, 1000, dtype=torch.float64).unbind()
     out = torch.empty_like(a)
-    assert sum_sources(out, [a, b]) == pytest.approx(float((a + b).square().sum()), rel=1e-14)
+    expected = [float((a + b).square().sum()), peak_of(a + b)]
+    assert sum_sources(out, [a, b]).tolist() == pytest.approx(expected, rel=1e-14)
     assert torch.equal(out, a + b)
 
 
@@ -97,9 +104,12 @@ def test_ranges_are_summed_from_where_they_start_or_from_what_stands_for_them(da
         torch.empty(n, dtype=dtype) if o is None or data.draw(st.booleans()) else o
         for n, o in zip(numels, instead, strict=True)
     ]
-    squares = sum_ranges(outs, rows, starts, own_row=own, instead=instead)
+    norms = sum_ranges(outs, rows, starts, own_row=own, instead=instead)
     assert all(torch.equal(out, want) for out, want in zip(outs, expected, strict=True))
-    assert squares == pytest.approx(sum(float(want.double().square().sum()) for want in expected), rel=1e-12)
+    assert norms.shape == (count, 2)
+    for (square, peak), want in zip(norms.tolist(), expected, strict=True):
+        assert square == pytest.approx(float(want.double().square().sum()), rel=1e-12)
+        assert peak == peak_of(want)
 
 
 def test_a_range_outside_of_its_row_or_over_another_out_is_refused(backend: str) -> None:

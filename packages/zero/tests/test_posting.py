@@ -97,11 +97,12 @@ def test_shards_are_the_sums_whatever_is_kept_absent_or_odd(shapes, world, kind,
         outs = [out[start:stop] for start, stop in posting.ranges]
         if in_place:
             outs = [o if own is None else own for own, o in zip(posting.in_place_sums(), outs, strict=True)]
-        squares = posting.finish(outs)
+        norms = posting.finish(outs)
         out = torch.cat(outs)
         want = torch.cat([expected[s.start + rank * s.chunk :][: s.chunk] for s in layout.segments])
         torch.testing.assert_close(out, want, rtol=1e-6, atol=1e-6)
-        assert squares == pytest.approx(float(want.double().square().sum()), rel=1e-5)
+        assert float(norms[:, 0].sum()) == pytest.approx(float(want.double().square().sum()), rel=1e-5)
+        assert float(norms[:, 1].max()) == max(want.double().abs().tolist(), default=0.0)
 
 
 @settings(max_examples=60, deadline=None)

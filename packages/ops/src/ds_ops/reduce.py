@@ -1,4 +1,4 @@
-"""Sums of several tensors, with the squares of the results from the same pass: the local half of a reduce-scatter."""
+"""Sums of several tensors, with the norms of the results from the same pass: the local half of a reduce-scatter."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 import ds_ops._call as _call
 from ds_ops.registry import Op, choose, cpu_backend, reference_backend, register
+from ds_ops.stream import norms_and_partials, norms_of
 from ds_ops.threads import kernel_threads
 
 __all__ = ["sum_ranges", "sum_sources"]
@@ -33,10 +34,10 @@ def sum_ranges(
     *,
     own_row: int = 0,
     instead: Sequence[Tensor | None] = (),
-) -> float:
+) -> Tensor:
     """Sum ranges: outs[i] = the sum over k of the elements of rows[k] from starts[i][k] on, in that order.
 
-    Returns the sum of all outs^2 (fp64). Sums are computed in fp32 or wider and rounded once.
+    Returns the norms of each out, as `norms_of`: [n, 2] fp64. Sums are computed in fp32 or wider and rounded once.
 
     Args:
         outs: at least one, contiguous, of one dtype (fp32, bf16, fp16; others through torch) on one device.
@@ -44,18 +45,19 @@ def sum_ranges(
         instead: instead[i], if present and not None, replaces what out i would read of rows[own_row]: as many elements
         as the
             out has, the out itself or disjoint from all outs.
-    Cost: one read of each source, one write of each out; no read for the squares. Thakur et al. 2005, section 4.3. The
+    Cost: one read of each source, one write of each out; no read for the norms. Thakur et al. 2005, section 4.3. The
     call
     takes about 8 us for each of several ranges, where one call a range takes 24.
     """
     if not outs or not rows:
         raise _call.refuse("sum_ranges: no outs, or no rows.", "Pass at least one tensor of each.")
     sums = _Sums(outs, rows, starts, own_row, instead or [None] * len(outs))
-    return choose(_SUM_RANGES, outs[0].device.type, outs[0].dtype).backend.run(sums)
+    norms: Tensor = choose(_SUM_RANGES, outs[0].device.type, outs[0].dtype).backend.run(sums)
+    return norms
 
 
-def sum_sources(out: Tensor, sources: Sequence[Tensor]) -> float:
-    """`sum_ranges` of one range.
+def sum_sources(out: Tensor, sources: Sequence[Tensor]) -> Tensor:
+    """`sum_ranges` of one range; returns the norms of `out`, [2] fp64.
 
     Args:
         out: [n], contiguous; fp32, bf16, fp16 (others through torch).
@@ -63,7 +65,7 @@ def sum_sources(out: Tensor, sources: Sequence[Tensor]) -> float:
     """
     for number, source in enumerate(sources):
         _call.require(f"sources[{number}]", source, dtypes=(out.dtype,), numel=out.numel())
-    return sum_ranges([out], sources, [[0] * len(sources)])
+    return sum_ranges([out], sources, [[0] * len(sources)])[0]
 
 
 def _check(sums: _Sums) -> tuple[list[int], list[int], list[int]]:
@@ -97,22 +99,21 @@ def _check(sums: _Sums) -> tuple[list[int], list[int], list[int]]:
     return to, of, numels
 
 
-def _cpu_sum_ranges(sums: _Sums) -> float:
+def _cpu_sum_ranges(sums: _Sums) -> Tensor:
     native = _call.native()
     to, of, numels = _check(sums)
-    partials = torch.empty(-(-max(numels) // native.norm_block), dtype=torch.float64)
+    norms, partials = norms_and_partials(numels)
     dtype = _call.DTYPES[sums.outs[0].dtype]
-    status, squares = native.sum_ranges(
-        to, of, len(sums.rows), dtype, numels, _call.address(partials), kernel_threads()
+    status = native.sum_ranges(
+        to, of, len(sums.rows), dtype, numels, _call.address(norms), _call.address(partials), kernel_threads()
     )
     _call.finish("sum_ranges", status)
     _call.mark_written(sums.outs)
-    return float(squares)
+    return norms
 
 
-def _reference_sum_ranges(sums: _Sums) -> float:
+def _reference_sum_ranges(sums: _Sums) -> Tensor:
     _check(sums)
-    squares = 0.0
     with torch.no_grad():
         for out, places, other in zip(sums.outs, sums.starts, sums.instead, strict=True):
             terms = [row.view(-1)[place : place + out.numel()] for row, place in zip(sums.rows, places, strict=True)]
@@ -121,15 +122,14 @@ def _reference_sum_ranges(sums: _Sums) -> float:
             total = terms[0].to(torch.promote_types(out.dtype, torch.float32), copy=True)
             for term in terms[1:]:
                 total += term
-            flat = out.copy_(total.view_as(out)).view(-1).double()
-            squares += float(torch.dot(flat, flat))
-    return squares
+            out.copy_(total.view_as(out))
+    return norms_of(sums.outs)
 
 
 _SUM_RANGES = register(
     Op(
         "sum_ranges",
-        "sums of several tensors and their squares",
+        "sums of several tensors and their norms",
         (cpu_backend(_cpu_sum_ranges), reference_backend(_reference_sum_ranges)),
     )
 )

@@ -24,6 +24,7 @@ __all__ = [
     "differs_from_cast",
     "fill",
     "grad_norm",
+    "norms_of",
     "sum_squares",
     "total_squares",
 ]
@@ -55,6 +56,30 @@ def total_squares(tensors: Sequence[Tensor]) -> Tensor:
         )
     sums = [_squares(t) for t in tensors]
     return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
+
+
+def norms_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Measure tensors: [n, 2] fp64, of each the sum of x^2 and the largest |x|, where they are. NaN where an element is.
+
+    Nothing waits for the device, as in `total_squares`. Sums in blocks: Higham 1993.
+
+    tensors: at least one, of one dtype on one device, otherwise as in `sum_squares`; complex ones are taken as pairs. Cost: one read on a CPU, two on a device.
+    """
+    if not tensors:
+        raise KernelError(
+            "norms_of: no tensors.", code="kernel-argument", fix="Pass at least one: it says where norms are."
+        )
+    like = tensors[0]
+    for x in tensors:
+        if x.dtype != like.dtype or x.device != like.device:
+            raise KernelError(
+                f"norms_of: expected tensors of one dtype on one device, found {_call.describe(like)} and {_call.describe(x)}.",
+                code="kernel-argument",
+                fix="Measure them in calls of their own.",
+            )
+    real = [torch.view_as_real(x.detach()) if x.is_complex() else x for x in tensors]
+    result: Tensor = choose(_NORMS, real[0].device.type, real[0].dtype).backend.run(real)
+    return result
 
 
 def clip_scale(squares: Tensor, max_norm: float, *, scale: float = 1.0) -> Tensor:
@@ -134,14 +159,27 @@ def fill(out: Tensor, value: float) -> Tensor:
 
 
 def _cpu_sum_squares(x: Tensor) -> Tensor:
-    native = _call.native()
-    _call.require("x", x)
-    partials = torch.empty(-(-x.numel() // native.norm_block), dtype=torch.float64)
-    status, total = native.sum_squares(
-        _call.address(x), _call.DTYPES[x.dtype], x.numel(), _call.address(partials), kernel_threads()
+    return _cpu_norms([x])[0, 0]
+
+
+def _cpu_norms(tensors: Sequence[Tensor]) -> Tensor:
+    native, dtype = _call.native(), tensors[0].dtype
+    for x in tensors:
+        _call.require("x", x, dtypes=(dtype,))
+    numels = [x.numel() for x in tensors]
+    norms, partials = norms_and_partials(numels)
+    at = [_call.address(x) for x in tensors]
+    status = native.measure_ranges(
+        at, _call.DTYPES[dtype], numels, _call.address(norms), _call.address(partials), kernel_threads()
     )
-    _call.finish("sum_squares", status)
-    return torch.tensor(total, dtype=torch.float64)
+    _call.finish("norms_of", status)
+    return norms
+
+
+def norms_and_partials(numels: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Allocate the norms of tensors of such lengths, [n, 2] fp64, and what a kernel needs for those of the blocks of the longest."""
+    blocks = -(-max(numels) // _call.native().norm_block)
+    return torch.empty(len(numels), 2, dtype=torch.float64), torch.empty(blocks, 2, dtype=torch.float64)
 
 
 def _check_convert(out: Tensor, x: Tensor) -> None:
@@ -229,6 +267,21 @@ def _cuda_fill(out: Tensor, value: float) -> Tensor:
     return out
 
 
+def _device_norms(tensors: Sequence[Tensor]) -> Tensor:
+    squares = torch.stack([_squares(x) for x in tensors]).view(-1)
+    filled = [x.detach() if x.numel() else x.new_zeros(1) for x in tensors]  # of no elements there is no maximum
+    peaks = torch.stack(torch._foreach_norm(filled, math.inf))
+    return torch.stack((squares, peaks.to(squares.device).double()), 1)
+
+
+def _reference_norms(tensors: Sequence[Tensor]) -> Tensor:
+    # torch's norm of infinite order takes five times as long on a CPU.
+    squares = torch.stack([_squares(x) for x in tensors]).view(-1)
+    filled = [x.detach() if x.numel() else x.new_zeros(1) for x in tensors]
+    peaks = [torch.stack(torch.aminmax(x)).abs().amax() for x in filled]
+    return torch.stack((squares, torch.stack(peaks).to(squares.device).double()), 1)
+
+
 def _torch_sum_squares(x: Tensor) -> Tensor:
     if x.device.type in _WITHOUT_FP64:
         return _narrow_sum_squares(x)
@@ -271,6 +324,18 @@ _SUM_SQUARES = register(
             cpu_backend(_cpu_sum_squares),
             torch_backend(_torch_sum_squares),
             reference_backend(_reference_sum_squares),
+        ),
+    )
+)
+_NORMS = register(
+    Op(
+        "norms_of",
+        "sums of squares and largest magnitudes",
+        (
+            cuda_backend(_device_norms),
+            cpu_backend(_cpu_norms),
+            torch_backend(_device_norms),
+            reference_backend(_reference_norms),
         ),
     )
 )

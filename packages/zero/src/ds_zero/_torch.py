@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy, set_eval_frame
 from torch.autograd import Variable
 from torch.optim import Optimizer
+from torch.optim import optimizer as _optimizer
 
 __all__ = [
     "can_watch_saved",
@@ -20,6 +21,7 @@ __all__ = [
     "foreach_copy",
     "graph_task_id",
     "has_compiled",
+    "has_step_hooks",
     "on_compile_start",
     "outside_transforms",
     "plain_step",
@@ -46,6 +48,11 @@ def unpack_hook() -> Callable[..., Any] | None:
     """
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return None if top is None else top[1]
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody looks at the gradients before every step of this optimizer, or of all."""
+    return bool(optimizer._optimizer_step_pre_hooks or _optimizer._global_optimizer_pre_hooks)
 
 
 def outside_transforms() -> AbstractContextManager[Any]:

@@ -303,3 +303,50 @@ def test_a_compiled_model_compiles_again_between_backwards(stage):
         assert isinstance(model.a.weight.grad, ds_zero.ShardedGradient) == (stage > 0)
     optimizer.step()
     optimizer.close()
+
+
+FUSED = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+    "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, fused=True),
+    "maximize": lambda params: torch.optim.Adam(params, lr=1e-2, fused=True, maximize=True),
+    "plain": lambda params: torch.optim.AdamW(params, lr=1e-2),
+}
+
+
+@STAGES
+@pytest.mark.parametrize("hook", [False, True])
+@pytest.mark.parametrize("made", FUSED)
+@world(2)
+def test_after_a_step_gradients_are_what_was_stepped(stage, hook, made):
+    """Averaged and clipped, with their norms, whoever multiplied them: torch's fused optimizers, or a pass before their step."""
+    model, plain = Net(), Net()
+    clip, seen = 1e-2, []
+    optimizer = ds_zero.shard(model, FUSED[made](model.parameters()), stage=stage, policy=CUT, clip=clip)
+    reference = FUSED[made](plain.parameters())
+    if hook:
+        optimizer.inner.register_step_pre_hook(
+            lambda inner, args, kwargs: seen.append(
+                sum(float(p.grad.square().sum()) for g in inner.param_groups for p in g["params"] if p.grad is not None)
+            )
+        )
+    for step in range(3):
+        backward(model, seed=step + 10 * dist.get_rank())
+        losses = [plain(torch.randn(3, 4, generator=torch.Generator().manual_seed(step + 10 * r))) for r in range(2)]
+        (sum(one.square().mean() for one in losses) / 2).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), clip)
+        optimizer.step()
+        reference.step()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            found = ours.grad.full_tensor() if hasattr(ours.grad, "full_tensor") else ours.grad
+            torch.testing.assert_close(found, theirs.grad)
+            torch.testing.assert_close(ours.grad.norm(), theirs.grad.norm())
+            torch.testing.assert_close(ours.grad.norm(float("inf")), theirs.grad.norm(float("inf")))
+        optimizer.zero_grad()
+        reference.zero_grad()
+    if hook:
+        total = torch.tensor(seen)
+        if stage > 0:
+            dist.all_reduce(total)
+        assert len(seen) == 3
+        torch.testing.assert_close(total, torch.full((3,), clip**2), rtol=1e-3, atol=0)
+    optimizer.close()

@@ -66,11 +66,12 @@ def check_sums(layout_kind):
             assert kind != "flat" or own == [None] * len(own)
             empty = [torch.empty(stop - start) for start, stop in exchange.ranges]
             outs = [new if old is None else old for old, new in zip(own, empty, strict=True)]
-            squares = exchange.finish(outs)
+            norms = exchange.finish(outs)
             total = sum(flats[1:], flats[0].clone())
             want = torch.cat([total[s.start + group.rank * s.chunk :][: s.chunk] for s in layout.segments])
             torch.testing.assert_close(torch.cat(outs), want, rtol=1e-6, atol=1e-6)
-            assert squares == pytest.approx(float(want.double().square().sum()), rel=1e-5)
+            assert float(norms[:, 0].sum()) == pytest.approx(float(want.double().square().sum()), rel=1e-5)
+            assert float(norms[:, 1].max()) == max(want.double().abs().tolist(), default=0.0)
             assert exchange.full_bytes == 0
         fresh = pool.fresh
         exchange.take(mine, torch.float32, lambda: None)

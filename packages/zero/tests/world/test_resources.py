@@ -154,7 +154,7 @@ def test_a_steady_step_moves_each_gradient_once_and_nothing_else(stage, memory):
             step()
         found.append(copies.bytes)
     ours = {name: size - found[1].get(name, 0) for name, size in found[0].items()}
-    small = 512  # one number a parameter, for the norm and who used what
+    small = 1024  # a few numbers a parameter: norms, and who used what
     assert ours.pop("copy_ranges" if memory == "shared" else "_foreach_copy_") == psi
     if stage == 3 and memory == "private":
         ours["copy_"] -= 2 * psi // dist.get_world_size()  # a rank's own chunk, in forward and in backward

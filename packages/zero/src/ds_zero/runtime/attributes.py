@@ -254,6 +254,15 @@ class GradAttributes:
             if self.measured is not None:
                 self.measured.moved(unit, before)
 
+    def averaged(self, unit: Unit) -> None:
+        """Note that somebody has made the sums of a unit averages, of whose writes tensors do not know."""
+        before, sums = unit.gradients.version, list(unit.gradients.sums or ())
+        increment_version(sums)
+        if self._access is not None:
+            unit.gradients.applied *= self._access.remaining(unit)
+        if self.measured is not None:
+            self.measured.moved(unit, before)
+
     def multiply(self, unit: Unit, factor: float) -> None:
         """Multiply the gradients of a unit by `factor`: the elements when they are averaged, or now where the factor has no inverse."""
         unit.gradients.changing()

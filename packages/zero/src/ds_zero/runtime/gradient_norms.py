@@ -27,12 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_comm as comm
-from ds_accel import streams
 from ds_comm import Group
 from ds_comm.metadata import metadata_device
 from ds_comm.reduction_group import Logical
 from ds_config.errors import PlanError, ShardedAccessError
-from ds_ops.stream import total_squares
+from ds_ops.stream import norms_of
 from ds_zero.layout.units import DENSE
 from ds_zero.runtime.sharded_gradient import GradientNorms
 from ds_zero.runtime.unit import Unit
@@ -103,46 +102,24 @@ def _slots_of_experts(every: Sequence[Sequence[Sequence[str]]]) -> dict[str, str
 
 @dataclass(slots=True)
 class _UnitNorms:
-    squares: list[Tensor]
-    peaks: list[Tensor]
+    """Of each member of a unit; the tensors, [members], are replaced and never written, for others have views of them."""
+
+    squares: Tensor
+    peaks: Tensor
     version: int
     stale: set[int] = field(default_factory=set)
 
 
-@dataclass(frozen=True, slots=True)
-class PieceNorms:
-    """Of the pieces of parameters that this rank has of one unit, in order: sums of squares (fp64), largest magnitudes (fp64)."""
-
-    squares: Tensor
-    peaks: Tensor
-
-    @staticmethod
-    def of(views: Sequence[Tensor]) -> PieceNorms:
-        """Measure flat tensors, two reads of each; results are where they are, valid on the current stream."""
-        if not views:
-            return PieceNorms(torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64))
-        squares = torch.stack([total_squares([view]) for view in views]).view(-1)
-        return PieceNorms(squares, torch.stack(_peaks_of(views)).to(torch.float64))
+def _pieces_of(unit: Unit) -> list[tuple[int, int]]:
+    """Return (start, stop) in its shard of every piece of a parameter that this rank has of a unit."""
+    return [(piece.start, piece.stop) for piece in unit.owned if piece.interval.numel]
 
 
-def _peaks_of(views: Sequence[Tensor]) -> list[Tensor]:
-    """Return the largest magnitude of each flat tensor; NaN where there is one."""
-    if streams.is_device_memory(views[0]):
-        return list(torch._foreach_norm(list(views), float("inf")))
-    # One read at the speed of memory; torch's norm of infinite order takes five times as long on a CPU.
-    least_and_most = [torch.aminmax(view) for view in views]
-    return [torch.maximum(most.abs(), least.abs()) for least, most in least_and_most]
-
-
-def _pieces_of(unit: Unit) -> list[Tensor]:
-    """Return the summed gradient of every piece of a parameter that this rank has of a unit, flat and real."""
-    views = []
-    for piece in unit.owned:
-        view = unit.gradients.view(piece.start, piece.stop) if piece.interval.numel else None
-        if view is not None:
-            view = view.detach()[: piece.interval.numel]
-            views.append(torch.view_as_real(view) if view.is_complex() else view)
-    return views
+def _view(unit: Unit, piece: tuple[int, int]) -> Tensor:
+    view = unit.gradients.view(*piece)
+    if view is None:
+        raise RuntimeError(f"unit {unit.spec.name} has no sums to measure")
+    return view.detach()
 
 
 class GradientMeasurements:
@@ -179,10 +156,10 @@ class GradientMeasurements:
         Cost: a read of this rank's shards for the squares and one for the magnitudes; 24 bytes a parameter in two all-reduces.
         """
         tensors, counted = self.agreement.sizes
-        counts = torch.zeros(counted + 2, dtype=torch.float64)
+        used = [0.0] * counted
         for (number, member), place in self.agreement.parts.items():
-            counts[place] += float(member not in absent[number]) + REPLACED * (member in replaced.get(number, ()))
-        counts[-2], counts[-1] = self.writes, self.writes**2
+            used[place] += float(member not in absent[number]) + REPLACED * (member in replaced.get(number, ()))
+        counts = torch.tensor([*used, self.writes, self.writes**2], dtype=torch.float64)
         device = self._units[0].device if self._units else torch.device("cpu")
         squares = torch.zeros(tensors if norms else 0, dtype=torch.float64, device=device)
         peaks = torch.zeros_like(squares)
@@ -204,7 +181,6 @@ class GradientMeasurements:
         self._check(numbers)
         self.writes = 0
         self._scaled_parts.clear()
-        each, largest = squares.unbind(), peaks.unbind()
         self._norms.clear()
         users = numbers
         present: dict[int, set[int]] = {}
@@ -212,60 +188,60 @@ class GradientMeasurements:
             places = [(unit.number, member) for member in range(len(unit.params))]
             present[unit.number] = {m for n, m in places if users[self.agreement.parts[n, m]] % REPLACED > 0.0}
             if norms:
-                at = [self.agreement.tensors[place] for place in places]
-                self._norms[unit.number] = _UnitNorms(
-                    [each[i] for i in at], [largest[i] for i in at], unit.gradients.version
-                )
+                at = torch.tensor([self.agreement.tensors[place] for place in places], device=squares.device)
+                self._norms[unit.number] = _UnitNorms(squares[at], peaks[at], unit.gradients.version)
         return present
 
-    def measurement_of(self, unit: Unit) -> Callable[[], PieceNorms]:
+    def measurement_of(self, unit: Unit) -> Callable[[], Tensor]:
         """Return what measures the pieces of one unit before its sums leave the device."""
         owner = weakref.ref(unit)
 
-        def measure() -> PieceNorms:
+        def measure() -> Tensor:
             alive = owner()
-            return PieceNorms.of([] if alive is None else _pieces_of(alive))
+            views = [] if alive is None else [_view(alive, piece) for piece in _pieces_of(alive)]
+            return norms_of(views) if views else torch.zeros(0, 2, dtype=torch.float64)
 
         return measure
 
     def _local(self, squares: Tensor, peaks: Tensor) -> None:
         """Add this rank's share of the squares, and write the magnitudes of its elements."""
-        norms: list[PieceNorms] = []
+        device, norms = squares.device, list[Tensor]()
         rows: list[tuple[float, float, int]] = []  # of each piece: weight of its square, factor of its magnitude, place
-        unmeasured: dict[torch.device, tuple[list[Tensor], list[tuple[float, float, int]]]] = {}
+        unmeasured: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[tuple[float, float, int]]]] = {}
         for unit in self._units:
             if not unit.gradients.has_sums:
                 continue
-            factor, known = self._remaining(unit), unit.gradients.measured
+            factor, measured, summed = self._remaining(unit), unit.gradients.measured, unit.gradients.norms
             members = {info.name: i for i, info in enumerate(unit.spec.params)}
-            of_unit = [
-                (
-                    factor * factor / unit.groups.counts,
-                    abs(factor),
-                    self.agreement.tensors[unit.number, members[p.name]],
-                )
-                for p in unit.owned
-                if p.interval.numel
+            places = [
+                self.agreement.tensors[unit.number, members[piece.name]] for piece in unit.owned if piece.interval.numel
             ]
-            if isinstance(known, PieceNorms):
-                norms.append(known)
+            of_unit = [(factor * factor / unit.groups.counts, abs(factor), place) for place in places]
+            if measured is not None:
+                norms.append(measured.to(device))
                 rows += of_unit
-            else:
-                views = _pieces_of(unit)
-                before = unmeasured.setdefault(views[0].device if views else unit.device, ([], []))
-                before[0].extend(views)
-                before[1].extend(of_unit)
+                continue
+            ranges = {} if summed is None else {at: number for number, at in enumerate(unit.gradients.ranges)}
+            for piece, row in zip(_pieces_of(unit), of_unit, strict=True):
+                if summed is not None and (number := ranges.get(piece)) is not None:
+                    norms.append(summed[number : number + 1].to(device))
+                    rows.append(row)
+                    continue
+                view = _view(unit, piece)
+                before = unmeasured.setdefault((view.device, view.dtype), ([], []))
+                before[0].append(view)
+                before[1].append(row)
         for views, of_views in unmeasured.values():
-            norms.append(PieceNorms.of(views))
+            norms.append(norms_of(views).to(device))
             rows += of_views
         if not rows:
             return
-        weights, factors, places = zip(*rows, strict=True)
-        index, device = torch.tensor(places, device=squares.device), squares.device
-        sums = torch.cat([one.squares.to(device, torch.float64) for one in norms])
-        squares.index_add_(0, index, sums * torch.tensor(weights, dtype=torch.float64, device=device))
-        largest = torch.cat([one.peaks.to(device, torch.float64) for one in norms])
-        peaks.scatter_reduce_(0, index, largest * torch.tensor(factors, dtype=torch.float64, device=device), "amax")
+        of_squares, of_peaks, at = zip(*rows, strict=True)
+        factors = torch.tensor((of_squares, of_peaks), dtype=torch.float64, device=device).t()
+        sums, largest = torch.cat(norms).mul_(factors).unbind(1)
+        index = torch.tensor(at, device=device)
+        squares.index_add_(0, index, sums)
+        peaks.scatter_reduce_(0, index, largest, "amax")
 
     def _check(self, numbers: list[float]) -> None:
         *users, writes, squares = numbers
@@ -347,12 +323,16 @@ class GradientMeasurements:
 
     @staticmethod
     def _follow(norms: _UnitNorms, members: Iterable[int], factor: Any) -> None:
-        for member in members:
-            if factor is None:
-                norms.stale.add(member)
-            elif member not in norms.stale:
-                scaled = GradientNorms(norms.squares[member], norms.peaks[member]).scaled(factor)
-                norms.squares[member], norms.peaks[member] = scaled.square, scaled.peak
+        if factor is None:
+            norms.stale.update(members)
+            return
+        scaled, chosen = GradientNorms(norms.squares, norms.peaks).scaled(factor), list(members)
+        if len(chosen) < len(norms.squares):
+            squares, peaks, at = scaled.square, scaled.peak, torch.tensor(chosen, device=norms.squares.device)
+            scaled = GradientNorms(
+                norms.squares.index_copy(0, at, squares[at]), norms.peaks.index_copy(0, at, peaks[at])
+            )
+        norms.squares, norms.peaks = scaled.square, scaled.peak
 
     def moved(self, unit: Unit, before: int) -> None:
         """Go on with the norms of a unit whose sums were multiplied, and are the same gradient; `before` was their version."""
@@ -366,8 +346,7 @@ class GradientMeasurements:
         for unit in self._units:
             if (norms := self._norms.get(unit.number)) is not None:
                 norms.version, norms.stale = unit.gradients.version, set()
-                norms.squares = [torch.zeros_like(one) for one in norms.squares]
-                norms.peaks = [torch.zeros_like(one) for one in norms.peaks]
+                norms.squares, norms.peaks = torch.zeros_like(norms.squares), torch.zeros_like(norms.peaks)
 
     def drop(self) -> None:
         """Forget all norms."""

@@ -14,6 +14,7 @@ of the arena; those of `reduce_strategies.py` out of the tensors that autograd m
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
@@ -122,8 +123,8 @@ class GradReducer:
         """Start to sum a whole unit in place."""
         return [comm.all_reduce(flat, group=group, async_op=True, unit=self.name)]
 
-    def finish(self, outs: Sequence[Tensor]) -> float | None:
-        """Wait until `outs` are the sums. Returns the sum of their squares where that costs no pass of its own."""
+    def finish(self, outs: Sequence[Tensor]) -> Tensor | None:
+        """Wait until `outs` are the sums. Returns the norms of each (`ds_ops.stream.norms_of`) where they cost no pass of their own."""
         del outs
         for work in self._works:
             work.wait()
@@ -174,8 +175,8 @@ class Gradients:
     ) -> None:
         self.groups, self.way, self.ranges = group_set, way, way.ranges
         self.host: HostGradients | None = None
-        self.measure: Callable[[], object] | None = None
-        self._measured: tuple[object, int] | None = None
+        self.measure: Callable[[], Tensor] | None = None
+        self._measured: tuple[Tensor, int] | None = None
         self._sums: list[Tensor] | None = None
         self.arena: Tensor | None = None
         self.open, self.applied = False, 1.0
@@ -187,6 +188,7 @@ class Gradients:
         # Where sums come; what these are cut from, if not kept.
         self._reducing: tuple[list[Tensor], Tensor | None] | None = None
         self._square: tuple[float | Tensor, int] | None = None
+        self._norms: tuple[Tensor, int] | None = None
         self.changing: Callable[[], None] = nothing
         self.summed: Callable[[], None] = nothing
         self._spares: list[Tensor | None] = [None] * len(self.ranges)
@@ -263,21 +265,22 @@ class Gradients:
         if going is None:
             return False
         outs, flat = going
-        square = self.way.finish(outs)
+        norms = self.way.finish(outs)
         if self._layout.world > 1 and self.groups.replicate_group.size > 1:
             for out in outs:
                 comm.all_reduce(out, group=self.groups.replicate_group, unit=self._name)
-            square = None
+            norms = None
         if self.host is not None:
             self._leave(self.host, outs, flat)
             return True
         if flat is not None:
             self._add(outs)
             self.groups.pool.give(flat)
-            square = None
+            norms = None
         else:
             self._sums, self._sums_in_arena, self.applied = outs, self._layout.world == 1, 1.0
-        self._square = None if square is None else (square, self.version)
+        self._square = None if norms is None else (math.fsum(norms[:, 0].tolist()), self.version)
+        self._norms = None if norms is None else (norms, self.version)
         if self._layout.world > 1:
             self._give_arena()
         return True
@@ -321,7 +324,7 @@ class Gradients:
         return self.host is not None and self.host.filled
 
     @property
-    def measured(self) -> object | None:
+    def measured(self) -> Tensor | None:
         """What `measure` returned for the sums, if nobody has written them since."""
         known = self._measured
         return None if known is None or not self.leaves or self.version != known[1] else known[0]
@@ -381,6 +384,12 @@ class Gradients:
         return moved + sum(total._version for total in self._sums or ())
 
     @property
+    def norms(self) -> Tensor | None:
+        """The norms of `sums`, [ranges, 2] as `ds_ops.stream.norms_of`, if the pass that made them told, and nobody has written them since."""
+        known = self._norms
+        return known[0] if known is not None and self.has_sums and self.version == known[1] else None
+
+    @property
     def square(self) -> float | Tensor | None:
         """Sum of squares of `sums`, if the pass that made them told, and nobody has written them since.
 
@@ -397,7 +406,7 @@ class Gradients:
         if self.host is not None:
             self.host.clear()
         self._sums, self.open, self._sums_in_arena, self.applied = None, False, False, 1.0
-        self._square = self._measured = None
+        self._square = self._measured = self._norms = None
         for param in self._params:
             param.grad = None
         there = self._device.type != "cpu"

@@ -88,12 +88,12 @@ class _Direct(GradReducer, ABC):
     def start(self, outs: Sequence[Tensor], group_set: GroupSet) -> None:
         """Do nothing: peers read, or receive, the gradients that `begin` published."""
 
-    def finish(self, outs: Sequence[Tensor]) -> float | None:
+    def finish(self, outs: Sequence[Tensor]) -> Tensor | None:
         if not self._in_place:
             outs = [outs[0][run.start : run.stop] for run in self._runs]
-        square = self._pull(outs)
+        norms = self._pull(outs)
         self.drop()
-        return square
+        return norms if self._in_place else None
 
     def drop(self) -> None:
         self._flat = None
@@ -129,8 +129,8 @@ class _Direct(GradReducer, ABC):
         """Allow peers to read the published gradients."""
 
     @abstractmethod
-    def _pull(self, outs: Sequence[Tensor]) -> float:
-        """Sum run i over ranks, in rank order, into outs[i], after all ranks posted. Returns the sum of squares."""
+    def _pull(self, outs: Sequence[Tensor]) -> Tensor:
+        """Sum run i over ranks, in rank order, into outs[i], after all ranks posted. Returns the norms of each out."""
 
 
 class ShmReduceScatter(_Direct):
@@ -209,12 +209,12 @@ class ShmReduceScatter(_Direct):
     def _post(self) -> None:
         self.host.post(self.slot, self.name)
 
-    def _pull(self, outs: Sequence[Tensor]) -> float:
+    def _pull(self, outs: Sequence[Tensor]) -> Tensor:
         slot, instead = self.slot, [self._mine(run) for run in self._runs]
         self.host.wait(slot, self.name)
-        squares = sum_ranges(outs, slot.all, self._starts, own_row=self.rank, instead=instead)
+        norms = sum_ranges(outs, slot.all, self._starts, own_row=self.rank, instead=instead)
         self.host.pulled(slot)
-        return squares
+        return norms
 
     def drop(self) -> None:
         """Drop pending gradients, and the slot that no peer will read."""
@@ -306,18 +306,18 @@ class P2PReduceScatter(_Direct):
         messages = [view for i in parcel.large if (view := self._mine(parcel.plan.runs[i])) is not None]
         return messages + ([self._pack[self._packs[rank] : self._packs[rank + 1]]] if parcel.small else [])
 
-    def _pull(self, outs: Sequence[Tensor]) -> float:
+    def _pull(self, outs: Sequence[Tensor]) -> Tensor:
         if self._work is not None:
             self._work.wait()
-        bucket, squares = self._parcels[self.rank], 0.0
+        bucket, norms = self._parcels[self.rank], torch.zeros(len(outs), 2, dtype=torch.float64)
         received = [] if self._received is None else list(self._received.view(self.layout.world - 1, -1))
-        for at, run, out in zip(bucket.places, self._runs, outs, strict=True):
+        for number, (at, run, out) in enumerate(zip(bucket.places, self._runs, outs, strict=True)):
             direct, copied = self._mine(run), self._packs[self.rank] + at - bucket.packed
             terms = [row[at : at + run.numel] for row in received]
             terms.insert(self.rank, self._pack[copied : copied + run.numel] if direct is None else direct)
             if run.numel:
-                squares += sum_sources(out, terms)
-        return squares
+                norms[number] = sum_sources(out, terms)
+        return norms
 
     def drop(self) -> None:
         """Drop pending gradients; wait for messages in flight and return their buffers to the pool."""

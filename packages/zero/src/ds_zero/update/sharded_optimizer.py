@@ -302,12 +302,13 @@ class ShardedOptimizer(Optimizer):
         skipped, clip = not finite and self._skips(culprit), self._clip(norm)
         stay = runtime.reducing.attributes.keeps
         if not skipped:
-            if stay:
-                self._finish_gradients(units, clip)
+            divided = stay and self._finish_gradients(units, clip)
             due = self._due(units, average, 1.0 if stay else clip, facts.unused)
             self._check_published(stepping=True)
             with self._views.stepping():
                 apply(due, self.state_store, self.ahead, self.updater)
+            for unit in units if divided else ():
+                runtime.reducing.attributes.averaged(unit)
         self.ahead.outlook.stepped(self.backwards, self.divisor, altered=skipped or clip != 1.0)
         for unit in units:  # either takes back what was made of them early, where the step was skipped
             unit.gradients.changing() if stay else unit.gradients.clear()
@@ -327,14 +328,22 @@ class ShardedOptimizer(Optimizer):
             runtime.reducing.attributes.put()
         return loss
 
-    def _finish_gradients(self, units: Sequence[Unit], clip: float) -> None:
-        """Make gradients that stay after the step what `param.grad` shows: clipped, and averaged if the optimizer takes no factor."""
+    def _finish_gradients(self, units: Sequence[Unit], clip: float) -> bool:
+        """Make gradients that stay after the step what `param.grad` shows: clipped, and averaged if the optimizer takes no factor.
+
+        Returns whether the optimizer's step will leave averages in their memory.
+        """
         attributes = self.sharding.runtime.reducing.attributes
+        for unit in units if clip != 1.0 else ():
+            attributes.multiply(unit, clip)
+        if isinstance(self.inner, OpsOptimizer):
+            return False
+        remaining = {self._remaining(unit) for unit in units}
+        if len(remaining) == 1 and self.updater.leaves_scaled(units, *remaining):
+            return True
         for unit in units:
-            if clip != 1.0:
-                attributes.multiply(unit, clip)
-            if not isinstance(self.inner, OpsOptimizer):
-                attributes.average(unit)
+            attributes.average(unit)
+        return False
 
     def _due(self, units: Sequence[Unit], average: float, clip: float, unused: Sequence[set[int]]) -> Due:
         """Decide what the sums of each unit are multiplied by, and what all gradients are while they update."""

@@ -5,12 +5,13 @@ tensor* if tensors do not influence each other, though their elements do (Muon, 
 one rank. One that is neither (L-BFGS) cannot be sharded. `probe.py` finds out.
 
 A step has one factor for all gradients: the average over ranks, the loss scale and the clipping coefficient in one. ds-ops' optimizers
-take it as an argument; torch's fused ones divide by the attribute `grad_scale`, as torch.amp.GradScaler uses it. With all others the
-gradients are multiplied first: one read and one write more.
+take it as an argument; torch's fused ones divide by the attribute `grad_scale`, as torch.amp.GradScaler uses it, and write what they
+divided. With all others the gradients are multiplied first: one read and one write more.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from ds_config.errors import PlanError, UnsupportedError
 from ds_ops.optim import FusedOps, OpsOptimizer
-from ds_zero._torch import plain_step
+from ds_zero._torch import has_step_hooks, plain_step
 from ds_zero.layout.dtypes_plan import Precision
 from ds_zero.layout.elements import Kind
 from ds_zero.layout.shard_options import OffloadPolicy, OptimizerTraits, ShardOptions, dtype_name
@@ -219,6 +220,16 @@ def _divides(optimizer: Optimizer, grads: Sequence[Tensor]) -> bool:
     return fused and all(grad.dtype.itemsize <= 4 for grad in grads)
 
 
+@functools.cache
+def _leaves_divided(kind: str, device: str) -> bool:
+    """Whether torch's fused step of this kind leaves divided gradients in their memory: asked of torch, which promises it nowhere."""
+    param = torch.nn.Parameter(torch.ones(1, device=device))
+    param.grad = torch.full((1,), 8.0, device=device)
+    (untyped,) = (made([param], lr=1e-3, fused=True) for made in _FUSED if made.__name__ == kind)
+    _step_divided(untyped, 4.0)
+    return param.grad.item() == 2.0
+
+
 def _step_divided(optimizer: Optimizer, divisor: float) -> None:
     untyped: Any = optimizer  # both attributes exist during a step only
     untyped.grad_scale = torch.tensor(divisor, dtype=torch.float32)
@@ -244,6 +255,24 @@ class Updater:
     def update(self, units: Mapping[Unit, set[int]], factor: float) -> None:
         """Step the parts of units that have a gradient, which is multiplied by `factor`. Gradients may be changed."""
         step_with(self.inner, [grad for u in units for grad in u.gradients.sums or ()], factor)
+
+    def leaves_scaled(self, units: Sequence[Unit], factor: float) -> bool:
+        """Whether `update` of these units with `factor` also multiplies what lies in the memory of their sums."""
+        inner, grads = self.inner, [grad for unit in units for grad in unit.gradients.sums or ()]
+        if type(self).update is not Updater.update or not grads or not _divides(inner, grads):
+            return False
+        if has_step_hooks(inner) or factor == 1.0:
+            return False  # hooks see averages
+        return (
+            1 / _LARGEST < factor < _LARGEST
+            and not any(group.get("maximize") for group in inner.param_groups)
+            and all(
+                not unit.gradients.leaves and (grad.dtype, grad.device) == (unit.shard.dtype, unit.shard.device)
+                for unit in units
+                for grad in unit.gradients.sums or ()
+            )
+            and _leaves_divided(type(inner).__name__, grads[0].device.type)
+        )
 
     def reads_host_gradients(self, unit: Unit) -> bool:
         """Whether the unit's gradients are on the host, and are read there in the format in which they came: by ds-ops' optimizers."""
