@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
+import time
 
 import pytest
 
 from ds_comm.rehearsal import rehearse_cli
+from ds_comm.rehearsal.pacing import HostPacer, Trip
 from ds_comm.rehearsal.rehearsal_report import result_from, table
 from ds_comm.rehearsal.rehearse_cli import rehearse
 from ds_config.errors import CommError, ConfigError
@@ -73,6 +75,18 @@ def test_memory_of_an_operation_that_ended_is_free_for_the_next(staged):
         assert [ref() for ref in memory] == [None, None]
         assert len(stop_rehearsal()) == 1
     """)
+
+
+@pytest.mark.parametrize(("share", "least_s"), [(1.0, 0.08), (0.5, 0.05), (0.0, 0.02)])
+def test_who_computes_on_the_core_of_a_transport_delays_it(share, least_s, monkeypatch):
+    """The thread of an operation gets a quarter of its core here: what it computes takes four times as long, what links carry does not."""
+    own = time.thread_time
+    monkeypatch.setattr("ds_comm.rehearsal.pacing.time.thread_time", lambda: own() / 4)
+    pacer = HostPacer(share)
+    trip = Trip("all_reduce", "world", "", 2, 0, 0.02, lambda: None, ())
+    pacer.start(trip).wait()
+    pacer.close()
+    assert trip.end_s - trip.start_s >= least_s * 0.95
 
 
 def test_what_only_another_rank_knows_is_an_error_by_name(staged):

@@ -132,24 +132,26 @@ class HostPacer(Pacer):
     def _carry(self) -> None:
         torch.set_num_threads(1)
         while (trip := self._queue.get()) is not None:
-            trip.start_s = self.now()
+            trip.start_s, busy_from_s = self.now(), time.thread_time()
             try:
                 with torch.no_grad():
                     trip.move()
-                self._pass(trip.start_s + trip.seconds)
+                self._pass(trip.start_s + trip.seconds, busy_from_s + trip.seconds * self._share)
             except BaseException as error:  # whoever waits for it raises it
                 trip.error = error
             trip.release_memory()
             trip.end_s = self.now()
             trip.done.set()
 
-    def _pass(self, until_s: float) -> None:
-        """Let the time pass until `until_s`, `host_share` of it with a busy core."""
-        left = until_s - self.now()
-        idle_until = until_s - max(0.0, left) * self._share - _SLEEP_MARGIN_S
+    def _pass(self, until_s: float, busy_until_s: float) -> None:
+        """Let the time pass until `until_s`, and until this thread has computed until `busy_until_s` on its own clock.
+
+        Who computes on the same core meanwhile delays the thread, as it delays a transport.
+        """
+        idle_until = until_s - max(0.0, busy_until_s - time.thread_time()) - _SLEEP_MARGIN_S
         while (idle := idle_until - self.now()) > 0:
             time.sleep(idle)
-        while self.now() < until_s:
+        while self.now() < until_s or time.thread_time() < busy_until_s:
             self._scratch[0].copy_(self._scratch[1])  # lets other threads of Python run
 
 
