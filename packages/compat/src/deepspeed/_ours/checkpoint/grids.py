@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed._surface.constants import CHECKPOINT
 from ds_comm import MeshSpec
 from ds_config.errors import CheckpointError, PlanError
 from ds_config.regular_file import leads_out, replacing
@@ -335,9 +334,9 @@ def join_expert_fragments(
                 torch.load(fragment_path(temp_dir, name, state, rank), weights_only=True) for rank in owners.tolist()
             ]
             whole = torch.cat([part.flatten() for part in parts]).view(-1, *slice_shapes[name][1:])
-            facts = {CHECKPOINT["EP_IS_EXPERT_PARAM"]: True, CHECKPOINT["EP_NUM_EXPERTS"]: info["num_experts"]}
+            facts = {"is_expert_param": True, "ep_num_experts": info["num_experts"]}
             with replacing(folder / f"{state}.pt") as draft, draft.open("wb") as file:
-                torch.save({CHECKPOINT["PARAM"]: whole, **facts}, file)
+                torch.save({"param": whole, **facts}, file)
         steps = Path(fragment_path(temp_dir, name, "step", 0))
         if steps.is_file():
             with replacing(folder / "step.pt") as draft, draft.open("wb") as file:

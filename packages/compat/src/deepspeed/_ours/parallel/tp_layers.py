@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from deepspeed._ours.base.raising import also
 from deepspeed._ours.parallel.tp_shards import get_shard_size_list
-from deepspeed._surface.constants import CHECKPOINT
 from ds_comm import Group, as_group
 from ds_comm.differentiable import copy, reduce
 from ds_comm.groups import self_group
@@ -368,12 +367,12 @@ def collect_autotp_universal_checkpoint_info(model: nn.Module) -> dict[str, Any]
                 rows.append(pattern)
             elif isinstance(module, nn.Embedding) or (name == "weight" and getattr(module, "gather_output", False)):
                 vocabulary[pattern] = shards[full].shape[0] if full in shards else len(param)
-    sizes = {str(CHECKPOINT["ORIGINAL_VOCAB_SIZE"]): max(vocabulary.values())} if vocabulary else {}
+    sizes = {"original_vocab_size": max(vocabulary.values())} if vocabulary else {}
     return {
-        str(CHECKPOINT["UNIVERSAL_CHECKPOINT_VERSION_KEY"]): CHECKPOINT["UNIVERSAL_CHECKPOINT_VERSION_VALUE"],
-        str(CHECKPOINT["PARAMETER_WITH_ROW_PARALLELISM_PATTERNS"]): rows,
-        str(CHECKPOINT["TP_REPLICATED_PARAMETER_PATTERNS"]): whole,
-        str(CHECKPOINT["VOCABULARY_PARAMETER_PATTERNS"]): list(vocabulary),
+        "universal_checkpoint_version": 0.4,
+        "parameter_with_row_parallelism_patterns": rows,
+        "tp_replicated_parameter_patterns": whole,
+        "vocabulary_parameter_patterns": list(vocabulary),
         **sizes,
     }
 

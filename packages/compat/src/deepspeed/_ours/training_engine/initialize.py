@@ -28,7 +28,6 @@ from deepspeed._ours.training_engine.pipeline import PipelineEngine
 from deepspeed._ours.zero.leaf_modules import mark_leaf_modules
 from deepspeed._ours.zero.zero_api import restore_init_context, shutdown_init_context
 from deepspeed._ours.zero.zero_optimizer import DeepSpeedZeroOptimizer
-from deepspeed._surface.constants import CHECKPOINT
 from ds_comm import as_group, world_group
 from ds_config.config_file import Source
 from ds_config.errors import ConfigError, PlanError, UnsupportedError
@@ -305,7 +304,7 @@ def _note_layers(engine: DeepSpeedEngine, model: nn.Module, request: _TpInitRequ
         return
     set_autotp_mode(training=True)
     dress(model)
-    model.__dict__[str(CHECKPOINT["UNIVERSAL_CHECKPOINT_INFO"])] = collect_autotp_universal_checkpoint_info(model)
+    model.__dict__["universal_checkpoint_info"] = collect_autotp_universal_checkpoint_info(model)
     ours = engine.mesh["tensor"].ranks
     if request is not None and request.group is not None and as_group(request.group).ranks != ours:
         raise _conflict(
