@@ -23,12 +23,6 @@ from ds_launcher.inventory import Host, Inventory, parse_filter, parse_hostfile,
 from ds_launcher.launch_options import joined, options_of, register
 from ds_launcher.launch_plan import Process
 
-__all__ = [
-    "IMPIRunner", "MPICHRunner", "MVAPICHRunner", "MultiNodeRunner", "OpenMPIRunner", "PDSHRunner", "SlurmRunner",
-    "decode_world_info", "encode_world_info", "fetch_hostfile", "hosts_of", "parse_args",
-    "parse_inclusion_exclusion", "parse_resource_filter",
-]  # fmt: skip
-
 _PLAIN = re.compile(r"[\w@%+=:,./-]*", re.ASCII)
 
 

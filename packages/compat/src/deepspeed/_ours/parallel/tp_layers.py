@@ -25,13 +25,6 @@ from ds_config.errors import PlanError, UnsupportedError
 from ds_parallel.tensor import DimShards, ShardKind, TensorParallelModel, kind_of, tensor_parallel_of, unsharded_params
 from ds_parallel.tensor.sharded_linear import ShardedLinear
 
-__all__ = [
-    "ColumnParallel", "GateUpPack_LinearLayer", "GatherReplacedLayerParams",
-    "LinearAllreduce", "LinearLayer", "LmHeadLinearAllreduce", "RowParallel", "SubParamLinearAllreduce",
-    "SubParamLinearLayer", "TensorParallel_Layer", "collect_autotp_universal_checkpoint_info", "conv_LinearLayer",
-    "dress", "fused_LinearLayer", "is_autotp_training_mode", "set_autotp_mode", "undress",
-]  # fmt: skip
-
 Sizes = Sequence[int | Sequence[int]]
 _training: list[bool] = [False]
 

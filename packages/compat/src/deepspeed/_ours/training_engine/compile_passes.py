@@ -7,22 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ds_config.errors import PlanError, UnsupportedError
+from deepspeed._ours.base.raising import not_supported
+from ds_config.errors import PlanError
 from ds_engine.compiling.schedule_passes import BUILTIN as OURS
 from ds_engine.compiling.schedule_passes import Contract, Pass, PassEntry, check_schedule, named
-
-__all__ = [
-    "BUILTIN",
-    "PassContract",
-    "PassContractError",
-    "as_ours",
-    "check_passes",
-    "functions_of",
-    "get_pass_contract",
-    "register_pass_contract",
-    "translated_schedule",
-    "validate_schedule",
-]
 
 
 @dataclass(frozen=True)
@@ -81,11 +69,7 @@ def _check(
 def _stands_for(upstream: str) -> Callable[..., Any]:
     def refuse_call(*args: Any, **kwargs: Any) -> Any:
         del args, kwargs
-        raise UnsupportedError(
-            f"{upstream} was called with a graph",
-            code="compat-argument",
-            fix="Put it, or its name, into a schedule of compile().",
-        )
+        raise not_supported(f"{upstream} was called with a graph", "Put it, or its name, into a schedule of compile().")
 
     refuse_call.__name__ = upstream
     return refuse_call
@@ -147,10 +131,9 @@ class _Given:
 
 
 def _no_inputs() -> Any:
-    raise UnsupportedError(
+    raise not_supported(
         "a compile pass asked for inputs to run its graph with: graphs are measured while a step runs, and no inputs are kept",
-        code="compat-argument",
-        fix="Read times and bytes of each node from what the pass is given as profiling results.",
+        "Read times and bytes of each node from what the pass is given as profiling results.",
     )
 
 
