@@ -14,13 +14,7 @@ from ds_comm import world_group
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-log_levels = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-    "critical": logging.CRITICAL,
-}
+log_levels = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
 
 
 class _Stdout(logging.Handler):

@@ -108,8 +108,8 @@ class TensorParallel_Layer(ShardedLinear, metaclass=_AlsoCut):  # noqa: N801  up
 
     def _part_sizes(self, size: int, options: dict[str, Any]) -> tuple[int, ...] | None:
         """Return the sizes of the parts of the dim; None: it is laid out in another way."""
-        del options
-        return (size,)
+        shape = options.get("shape") if type(self).several else None
+        return _sizes_of(shape, size, options.get("partition_dim", self.partition_dim))
 
     def config_tp_params(self, param: nn.Parameter) -> None:
         """Give a parameter the functions that programs call on it."""
@@ -182,21 +182,13 @@ class LmHeadLinearAllreduce(LinearAllreduce):
 class SubParamLinearLayer(LinearLayer):
     """A fused weight: each of its parts is cut. `shape=(3, -1)`: three equal ones; `((q, k, v), -1)`: of these sizes."""
 
-    kinds: tuple[ShardKind, ...] = (ShardKind.COLUMN,)
     several = True
-
-    def _part_sizes(self, size: int, options: dict[str, Any]) -> tuple[int, ...] | None:
-        return _sizes_of(options.get("shape"), size, options.get("partition_dim", self.partition_dim))
 
 
 class SubParamLinearAllreduce(LinearAllreduce):
     """The same for input features."""
 
-    kinds: tuple[ShardKind, ...] = (ShardKind.ROW,)
     several = True
-
-    def _part_sizes(self, size: int, options: dict[str, Any]) -> tuple[int, ...] | None:
-        return _sizes_of(options.get("shape"), size, options.get("partition_dim", self.partition_dim))
 
 
 class GateUpPack_LinearLayer(LinearLayer):  # noqa: N801  upstream's name
