@@ -5,8 +5,6 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
-__all__ = ["reads"]
-
 
 def reads(path: str, meaning: str) -> Any:
     """Build a property that returns the attribute at `path` ("state.step")."""

@@ -7,10 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ds_config.errors import DsError, PlanError
-
-__all__ = ["also", "out_of_order", "raising"]
-
+from ds_config.errors import ConfigError, DsError, PlanError, UnsupportedError
 
 _twins: dict[tuple[type, type], type[DsError]] = {}
 
@@ -31,9 +28,19 @@ def also(kind: type[DsError], builtin: type[Exception]) -> type[DsError]:
     return twin
 
 
-def out_of_order(what: str, fix: str) -> DsError:
-    """Build the error for a call at the wrong time or a wrong argument ("compat-call-order"), where upstream asserts."""
-    return also(PlanError, AssertionError)(what, code="compat-call-order", fix=fix)
+def out_of_order(what: str, fix: str, builtin: type[Exception] = AssertionError) -> DsError:
+    """Build the error for a call at the wrong time ("compat-call-order"), where upstream asserts, or raises `builtin`."""
+    return also(PlanError, builtin)(what, code="compat-call-order", fix=fix)
+
+
+def wrong_argument(what: str, fix: str, builtin: type[Exception] = ConfigError) -> DsError:
+    """Build the error for an argument that cannot be meant ("compat-argument"), where upstream raises `builtin`."""
+    return also(ConfigError, builtin)(what, code="compat-argument", fix=fix)
+
+
+def not_supported(what: str, fix: str) -> DsError:
+    """Build the error for an argument that upstream takes and this facade does not ("compat-argument")."""
+    return UnsupportedError(what, code="compat-argument", fix=fix)
 
 
 def _plain(kind: type[DsError], message: str, code: str, fix: str) -> DsError:

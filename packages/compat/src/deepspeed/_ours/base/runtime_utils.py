@@ -19,38 +19,6 @@ from ds_accel import get_accelerator
 from ds_engine.feature_table import LayerDropConfig
 from ds_pipe.partition import balanced, uniform
 
-__all__ = [
-    "GATED_ACTIVATION_TYPES",
-    "ActivationFuncType",
-    "DeepSpeedFlopsProfilerConfig",
-    "DummyOptim",
-    "OnDevice",
-    "ProgressiveLayerDrop",
-    "RepeatingLoader",
-    "aio_config",
-    "bwc_pipeline_parallel_group",
-    "bwc_pipeline_parallel_world_size",
-    "bwc_tensor_model_parallel_group",
-    "bwc_tensor_model_parallel_rank",
-    "bwc_tensor_model_parallel_world_size",
-    "call_to_str",
-    "clip_grad_norm_",
-    "copy_to_device",
-    "empty_cache",
-    "ensure_directory_exists",
-    "get_global_norm",
-    "get_grad_norm",
-    "get_value",
-    "is_model_parallel_parameter",
-    "move_to_device",
-    "noop_decorator",
-    "partition_balanced",
-    "partition_uniform",
-    "prime_factors",
-    "set_random_seed",
-    "total_norm",
-]  # fmt: skip
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -102,13 +70,17 @@ def aio_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
 # ---- groups of another library
 
 
-def _of_mpu(default: Any, meaning: str, *names: str) -> Callable[..., Any]:
-    """Build a function that calls the first existing method of `names` on Megatron's mpu; `default` without any."""
+def asked_of(mpu: Any, axes: Sequence[str], what: str, default: Any) -> Any:
+    """Return what Megatron's mpu says of the first axis of `axes` that it knows; `default` without any."""
+    methods = (f"get_{axis}_{what}" for axis in axes)
+    return next((getattr(mpu, name)() for name in methods if hasattr(mpu, name)), default)
 
+
+def _asks(axes: Sequence[str], what: str, default: Any) -> Callable[..., Any]:
     def ask(mpu: Any = None) -> Any:
-        return next((getattr(mpu, name)() for name in names if hasattr(mpu, name)), default)
+        return asked_of(mpu, axes, what, default)
 
-    ask.__doc__ = meaning
+    ask.__doc__ = f"Return the {what} that another library's mpu says of {axes[0]}; {default} without it."
     return ask
 
 
@@ -116,11 +88,11 @@ _TENSOR, _STAGE = (
     ("tensor_model_parallel", "slice_parallel", "model_parallel"),
     ("pipeline_model_parallel", "pipe_parallel"),
 )
-bwc_tensor_model_parallel_rank = _of_mpu(0, "The tensor-parallel rank.", *(f"get_{name}_rank" for name in _TENSOR))
-bwc_tensor_model_parallel_world_size = _of_mpu(1, "Their number.", *(f"get_{name}_world_size" for name in _TENSOR))
-bwc_tensor_model_parallel_group = _of_mpu(None, "Their group.", *(f"get_{name}_group" for name in _TENSOR))
-bwc_pipeline_parallel_world_size = _of_mpu(1, "The number of stages.", *(f"get_{name}_world_size" for name in _STAGE))
-bwc_pipeline_parallel_group = _of_mpu(None, "Their group.", *(f"get_{name}_group" for name in _STAGE))
+bwc_tensor_model_parallel_rank = _asks(_TENSOR, "rank", 0)
+bwc_tensor_model_parallel_world_size = _asks(_TENSOR, "world_size", 1)
+bwc_tensor_model_parallel_group = _asks(_TENSOR, "group", None)
+bwc_pipeline_parallel_world_size = _asks(_STAGE, "world_size", 1)
+bwc_pipeline_parallel_group = _asks(_STAGE, "group", None)
 
 
 def is_model_parallel_parameter(p: Tensor) -> bool:

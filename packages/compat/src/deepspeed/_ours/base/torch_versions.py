@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = [
-    "required_torch_version",
-]
-
 
 def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
     """Whether torch is at least, and at most, a version written as a number (2.11 is two point eleven)."""

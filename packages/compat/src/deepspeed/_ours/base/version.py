@@ -6,8 +6,6 @@ import torch
 
 from ds_accel import get_accelerator
 
-__all__ = ["HAS_TRITON", "accelerator_name", "git_branch", "git_hash", "installed_ops", "torch_info", "version"]
-
 version = __version__ = "0.19.8+ds.0.1.0"
 __version_major__, __version_minor__, __version_patch__ = 0, 19, 8
 git_hash = __git_hash__ = "ds"

@@ -25,12 +25,6 @@ from ds_config.errors import CheckpointError, UnsupportedError
 from ds_config.regular_file import replace_text
 from ds_engine.deepspeed_checkpoints import latest_tag
 
-__all__ = [
-    "TorchCheckpointEngine", "clone_tensors_for_torch_save", "decode", "encode", "get_layer_ckpt_name_for_rank",
-    "get_model_ckpt_name_for_rank", "get_zero_ckpt_name_for_rank", "leave_files", "leave_signs", "name_of_tag",
-    "same_everywhere",
-]  # fmt: skip
-
 _KIND = "~"
 _SCRIPT = '''#!/usr/bin/env python3
 """Write the whole fp32 weights of the checkpoints beside this file: python zero_to_fp32.py . OUTPUT_DIR"""

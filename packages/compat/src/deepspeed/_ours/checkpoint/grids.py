@@ -13,18 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed._surface.constants import CHECKPOINT
+from deepspeed._ours.base.runtime_utils import asked_of
 from ds_comm import MeshSpec
 from ds_config.errors import CheckpointError, PlanError
 from ds_config.regular_file import leads_out, replacing
 from ds_moe.expert_groups import place_ranks
 from ds_moe.module_list_block import ListedBlock
 from ds_moe.packed_experts import PackedExperts
-
-__all__ = [
-    "DeepSpeedCheckpoint", "ZeROCheckpoint", "check_layers", "cut_layers", "expert_layers", "expert_parallel_ranks", "fragment_path", "get_model_3d_descriptor",
-    "join_expert_fragments", "model_2d_descriptor", "model_3d_desc", "parallel_metadata",
-]  # fmt: skip
 
 
 def expert_parallel_ranks(
@@ -132,19 +127,9 @@ _OPTIM = re.compile(r"(?:\w*_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt
 
 def parallel_metadata(mpu: Any) -> dict[str, dict[str, int]]:
     """Return a checkpoint's record of the parallel degrees of `mpu`."""
-    sizes = {}
-    for key, *methods in (
-        ("pp_degree", "get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size"),
-        (
-            "tp_degree",
-            "get_slice_parallel_world_size",
-            "get_tensor_model_parallel_world_size",
-            "get_model_parallel_world_size",
-        ),
-    ):
-        getter = next((getattr(mpu, name) for name in methods if hasattr(mpu, name)), None)
-        sizes[key] = 1 if getter is None else int(getter())
-    return {"checkpoint_parallel_dimensions": sizes}
+    stages = asked_of(mpu, ("pipe_parallel", "pipeline_model_parallel"), "world_size", 1)
+    tensors = asked_of(mpu, ("slice_parallel", "tensor_model_parallel", "model_parallel"), "world_size", 1)
+    return {"checkpoint_parallel_dimensions": {"pp_degree": int(stages), "tp_degree": int(tensors)}}
 
 
 def get_model_3d_descriptor(dir: str) -> model_3d_desc:  # noqa: A002  upstream's name
@@ -335,9 +320,9 @@ def join_expert_fragments(
                 torch.load(fragment_path(temp_dir, name, state, rank), weights_only=True) for rank in owners.tolist()
             ]
             whole = torch.cat([part.flatten() for part in parts]).view(-1, *slice_shapes[name][1:])
-            facts = {CHECKPOINT["EP_IS_EXPERT_PARAM"]: True, CHECKPOINT["EP_NUM_EXPERTS"]: info["num_experts"]}
+            facts = {"is_expert_param": True, "ep_num_experts": info["num_experts"]}
             with replacing(folder / f"{state}.pt") as draft, draft.open("wb") as file:
-                torch.save({CHECKPOINT["PARAM"]: whole, **facts}, file)
+                torch.save({"param": whole, **facts}, file)
         steps = Path(fragment_path(temp_dir, name, "step", 0))
         if steps.is_file():
             with replacing(folder / "step.pt") as draft, draft.open("wb") as file:

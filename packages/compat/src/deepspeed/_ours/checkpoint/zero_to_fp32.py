@@ -11,20 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed._ours.base.raising import wrong_argument
 from ds_ckpt.convert import fp32
 from ds_ckpt.convert.huggingface import write_hf
 from ds_ckpt.convert.tensor_source import cast
-from ds_config.errors import CheckpointError, ConfigError
+from ds_config.errors import CheckpointError
 from ds_config.regular_file import replacing
-
-__all__ = [
-    "convert_zero_checkpoint_to_fp32_state_dict",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "get_model_state_file",
-    "get_optim_files",
-    "load_state_dict_from_zero_checkpoint",
-    "main",
-]
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -103,7 +95,7 @@ def _by_number(path: str) -> list[Any]:
 def _size(text: str | None) -> int:
     match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)B?\s*", text or "1000TB", re.IGNORECASE)
     if match is None:
-        raise ConfigError(f"max_shard_size = {text!r} is no size", code="compat-argument", fix='Write "5GB".')
+        raise wrong_argument(f"max_shard_size = {text!r} is no size", 'Write "5GB".')
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from ds_comm import as_group, reduce_scatter_single
 
-__all__ = ["all_to_all_loco_quant_reduce", "all_to_all_quant_reduce", "reduce_scatter_coalesced"]
-
 
 def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> list[Tensor]:
     """Reduce-scatter the average of every rank's `tensors`. Collective.

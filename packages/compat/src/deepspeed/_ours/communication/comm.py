@@ -19,28 +19,11 @@ import ds_comm
 from deepspeed._ours.base.raising import also
 from deepspeed._ours.communication.comms_log import collected, collector, print_collected, switch
 from ds_accel import get_accelerator
-from ds_comm import P2POp, ReduceOp, batch_isend_irecv, broadcast_object_list
 from ds_comm.config import CommsLoggerConfig
 from ds_comm.process_group import DEFAULT_TIMEOUT
 from ds_config.errors import CommError
 
-__all__ = [
-    "TORCH_DISTRIBUTED_DEFAULT_PORT", "P2POp", "ProcessGroup", "ReduceOp", "all_gather", "all_gather_coalesced",
-    "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_reduce_coalesced", "all_to_all",
-    "all_to_all_single", "allgather_fn", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list",
-    "configure", "default_pg_timeout", "destroy_process_group", "gather", "get_all_ranks_from_group",
-    "get_comm_operation_count", "get_global_rank", "get_local_rank", "get_logged_comm_ops", "get_rank",
-    "get_total_comm_operations", "get_world_group", "get_world_size", "has_all_gather_into_tensor",
-    "has_all_reduce_coalesced", "has_coalescing_manager", "has_comm_data", "has_reduce_scatter_tensor", "in_aml",
-    "in_aws_sm", "inference_all_reduce", "init_distributed", "irecv", "is_available", "is_initialized",
-    "isend", "log_summary", "monitored_barrier", "mpi_discovery", "new_group", "recv", "reduce", "reduce_scatter",
-    "reduce_scatter_fn", "reduce_scatter_tensor", "reset_log", "scatter", "send", "start_profiling_comms",
-    "stop_profiling_comms",
-]  # fmt: skip
-
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
-default_pg_timeout = DEFAULT_TIMEOUT
-ProcessGroup = dist.ProcessGroup
 _log = logging.getLogger("DeepSpeed")
 
 
@@ -101,16 +84,6 @@ def destroy_process_group(group: Any = None) -> None:
         dist.destroy_process_group(group)
 
 
-def is_initialized() -> bool:
-    """Whether torch has a default process group."""
-    return dist.is_initialized()
-
-
-def is_available() -> bool:
-    """Whether torch was built with torch.distributed."""
-    return dist.is_available()
-
-
 # ---- who is there
 
 
@@ -124,11 +97,6 @@ def get_world_size(group: Any = None) -> int:
     return ds_comm.as_group(group).size
 
 
-def get_local_rank() -> int:
-    """Index of this process among those of its host."""
-    return ds_comm.local_rank()
-
-
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
     """Return the world rank of a rank of the group."""
     return ds_comm.as_group(group).ranks[group_rank]
@@ -137,11 +105,6 @@ def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
     """Ranks in the world of all members."""
     return list(ds_comm.as_group(group).ranks)
-
-
-def get_world_group() -> Any:
-    """Return torch's process group of all ranks."""
-    return dist.group.WORLD
 
 
 def new_group(ranks: Sequence[int]) -> Any:
@@ -179,10 +142,8 @@ def _adapted(function: Callable[..., Any], keywords: Mapping[str, str] | None = 
     return call
 
 
-_SCATTER = {"output_tensor": "output", "tensor": "input"}
 all_reduce = _adapted(ds_comm.all_reduce)
 all_reduce_coalesced = _adapted(ds_comm.all_reduce_coalesced)
-inference_all_reduce = _adapted(ds_comm.all_reduce)
 all_gather = _adapted(ds_comm.all_gather)
 all_gather_coalesced = _adapted(ds_comm.all_gather_coalesced)
 all_gather_into_tensor = _adapted(ds_comm.all_gather_into_tensor, {"tensor": "input_tensor"})
@@ -196,8 +157,7 @@ gather = _adapted(ds_comm.gather)
 monitored_barrier = _adapted(ds_comm.monitored_barrier)
 reduce = _adapted(ds_comm.reduce)
 reduce_scatter = _adapted(ds_comm.reduce_scatter)
-reduce_scatter_tensor = _adapted(ds_comm.reduce_scatter_tensor, _SCATTER)
-reduce_scatter_fn = _adapted(ds_comm.reduce_scatter_tensor, _SCATTER)
+reduce_scatter_tensor = _adapted(ds_comm.reduce_scatter_tensor, {"output_tensor": "output", "tensor": "input"})
 scatter = _adapted(ds_comm.scatter)
 send = _adapted(ds_comm.send)
 recv = _adapted(ds_comm.recv)
@@ -208,9 +168,6 @@ irecv = _adapted(ds_comm.irecv)
 def has_all_gather_into_tensor() -> bool:
     """Return True: all-gather into a tensor is always available."""
     return True
-
-
-has_reduce_scatter_tensor = has_all_reduce_coalesced = has_coalescing_manager = has_all_gather_into_tensor
 
 
 # ---- logging
@@ -263,9 +220,6 @@ def get_comm_operation_count(operation_name: str | None = None) -> int:
     summary = collected(collector())["summary"]
     names = summary if operation_name is None else [name for name in summary if name == operation_name]
     return sum(row["count"] for name in names for row in summary[name].values())
-
-
-get_total_comm_operations = get_comm_operation_count
 
 
 def reset_log() -> None:

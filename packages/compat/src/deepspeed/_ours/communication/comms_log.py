@@ -15,11 +15,6 @@ from ds_comm.config import CommsLoggerConfig
 from ds_comm.logger import CommsLogger as Collector
 from ds_monitor.stats import trimmed_mean
 
-__all__ = [
-    "CommsLogger", "calc_bw_log", "collected", "collector", "convert_size", "print_collected",
-    "print_rank_0", "switch",
-]  # fmt: skip
-
 _TRIMMED = 0.1
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB")
 _OURS = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}

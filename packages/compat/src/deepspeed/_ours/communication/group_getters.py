@@ -11,13 +11,6 @@ from ds_comm import Mesh, MeshSpec, self_group, world_group
 from ds_config.errors import PlanError
 from ds_parallel.sequence.hf_attention import SequenceRanks
 
-__all__ = [
-    "forget_layers", "get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_world_size",
-    "get_model_parallel_group", "get_model_parallel_rank", "get_model_parallel_world_size",
-    "get_tensor_model_parallel_group", "get_tensor_model_parallel_rank", "get_tensor_model_parallel_src_rank",
-    "get_tensor_model_parallel_world_size", "mpu", "share_layers", "share_sequences",
-]  # fmt: skip
-
 mpu = None
 _shared: list[SequenceRanks] = []  # who shares sequences, when somebody has said so
 _cut: list[Mesh] = []  # who shares layers
@@ -53,7 +46,7 @@ def _init_tp_mesh_device(tensor_model_parallel_size: int = 1, data_parallel_size
             fix="Leave data_parallel_size out.",
         )
     share_layers(Mesh.build(MeshSpec.fit(world, tensor=tensor_model_parallel_size)))
-    return get_data_parallel_group(), get_tensor_model_parallel_group()
+    return get_data_parallel_group(), get_model_parallel_group()
 
 
 def _group(name: str) -> Any:
@@ -104,11 +97,3 @@ def get_tensor_model_parallel_src_rank() -> int:
 def _get_world_group() -> Any:
     """Return torch's process group of all ranks."""
     return dist.group.WORLD
-
-
-get_tensor_model_parallel_group = get_model_parallel_group
-get_tensor_model_parallel_rank = get_model_parallel_rank
-get_tensor_model_parallel_world_size = _get_model_parallel_world_size = get_model_parallel_world_size
-_get_data_parallel_group = get_data_parallel_group
-_get_data_parallel_rank = get_data_parallel_rank
-_get_data_parallel_world_size = get_data_parallel_world_size

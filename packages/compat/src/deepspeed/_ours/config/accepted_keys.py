@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+from deepspeed._ours.base.raising import wrong_argument
 from ds_config import classify, dotted, keys, nearest
 from ds_config.errors import ConfigError
 from ds_engine import Config
-
-__all__ = ["LAYOUT", "accepted", "get_gradient_allreduce_op", "section_of"]
 
 _log = logging.getLogger("DeepSpeed")
 Raw = Mapping[str, Any]
@@ -211,11 +210,7 @@ def get_gradient_allreduce_op(param_dict: Raw) -> str:
     reduce_op = str(param_dict.get("gradient_allreduce_op", "mean")).lower()
     clash = next((name for name, there in _NOT_WITH_SUM if reduce_op == "sum" and there(param_dict)), None)
     if reduce_op not in ("mean", "sum"):
-        raise ConfigError(
-            f"Invalid gradient_allreduce_op {reduce_op!r}", code="compat-argument", fix='Write "mean" or "sum".'
-        )
+        raise wrong_argument(f"Invalid gradient_allreduce_op {reduce_op!r}", 'Write "mean" or "sum".')
     if clash is not None:
-        raise ConfigError(
-            f"gradient_allreduce_op = sum is not supported with {clash}", code="compat-argument", fix='Use "mean".'
-        )
+        raise wrong_argument(f"gradient_allreduce_op = sum is not supported with {clash}", 'Use "mean".')
     return reduce_op

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from deepspeed._ours.base.raising import raising
+from deepspeed._ours.base.raising import raising, wrong_argument
 from deepspeed._ours.config.accepted_keys import accepted, section_of
 from deepspeed._ours.config.section_models import (
     get_bfloat16_config,
@@ -23,18 +23,6 @@ from ds_engine import Config, Plan, load_config, resolve_batch
 from ds_engine.batch import BatchRequest, BatchSizes
 from ds_engine.config import source_of
 from ds_engine.config_rules import asked_batch
-
-__all__ = [
-    "DeepSpeedConfig",
-    "DeepSpeedConfigError",
-    "dict_raise_error_on_duplicate_keys",
-    "get_gradient_clipping",
-    "get_log_level",
-    "raw_config",
-]
-
-DeepSpeedConfigError = ConfigError
-"""What a wrong configuration raises."""
 
 
 def raw_config(config: Source | None, config_params: Source | None = None, args: Any = None) -> dict[str, Any]:
@@ -73,9 +61,7 @@ def get_log_level(param_dict: Mapping[str, Any]) -> str | None:
         return None
     level = str(name).upper()
     if level not in logging.getLevelNamesMapping():
-        raise ConfigError(
-            f"log_level {name!r}", code="compat-argument", fix="Use debug, info, warning, error or critical."
-        )
+        raise wrong_argument(f"log_level {name!r}", "Use debug, info, warning, error or critical.")
     return level
 
 

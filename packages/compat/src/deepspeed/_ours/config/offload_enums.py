@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["OffloadDeviceEnum", "OffloadStateTypeEnum", "ZeroStageEnum"]
-
 
 class OffloadDeviceEnum(enum.StrEnum):
     """Where state may rest."""

@@ -20,14 +20,6 @@ from ds_config.schema_fields import Retired
 from ds_monitor.config import CometConfig, CsvMonitorConfig, TensorBoardConfig, WandbConfig
 from ds_zero import config as strict
 
-__all__ = [
-    "DEFAULT_LEAF_MODULE_CLASSES", "DEFAULT_LEAF_MODULE_NAMES", "DEFAULT_LEAF_MODULE_NAME_SUFFIXES", "CSVConfig",
-    "CometConfig", "DeepSpeedBF16Config", "DeepSpeedConfigModel", "DeepSpeedFP16Config", "DeepSpeedMonitorConfig",
-    "DeepSpeedZeroConfig", "DeepSpeedZeroLeafModuleConfig", "DeepSpeedZeroOffloadOptimizerConfig",
-    "DeepSpeedZeroOffloadParamConfig", "TensorBoardConfig", "WandbConfig", "get_bfloat16_config",
-    "get_float16_config", "get_monitor_config", "get_zero_config",
-]  # fmt: skip
-
 
 class DeepSpeedConfigModel(BaseModel):
     """The base of upstream's models: unknown keys are errors, values may be assigned, a field may be called by name or alias.
@@ -216,8 +208,6 @@ def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
 
 
 # ---- monitors
-
-CSVConfig = CsvMonitorConfig
 
 
 class DeepSpeedMonitorConfig(DeepSpeedConfigModel):

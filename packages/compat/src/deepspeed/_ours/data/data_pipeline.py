@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from deepspeed._ours.base.raising import raising
-from ds_config.errors import ConfigError, UnsupportedError
+from deepspeed._ours.base.raising import not_supported, raising, wrong_argument
+from ds_config.errors import ConfigError
 from ds_data import DistributedDataAnalyzer, RankSlice, Router, RouterConfig, TokenFile, TokenWriter
 from ds_data.codes import smallest_int_dtype
 from ds_data.config import DataEfficiencyConfig
@@ -24,10 +24,6 @@ from ds_data.variable import (
     get_dataloader_and_lr_scheduler_for_variable_batch_size,
     seqlens_of,
 )
-
-__all__ = [
-    "CurriculumScheduler", "DeepSpeedDataSampler", "MMapIndexedDataset", "MMapIndexedDatasetBuilder", "RandomLTDScheduler",
-]  # fmt: skip
 
 
 class CurriculumScheduler:
@@ -279,10 +275,8 @@ class MMapIndexedDatasetBuilder:
             ConfigError: `index_file` is not the `.idx` beside the `.bin` ("compat-argument").
         """
         if os.path.abspath(index_file) != os.path.abspath(f"{self._out.prefix}.idx"):
-            raise ConfigError(
-                f"finalize({index_file!r}) of {self._out.prefix}.bin",
-                code="compat-argument",
-                fix="Both files have one name, with .bin and .idx.",
+            raise wrong_argument(
+                f"finalize({index_file!r}) of {self._out.prefix}.bin", "Both files have one name, with .bin and .idx."
             )
         self._out.finish()
 
@@ -309,11 +303,7 @@ def make_builder(out_file: str, impl: str, vocab_size: int | None = None) -> MMa
     Only the layout `mmap` is written.
     """
     if impl != "mmap":
-        raise UnsupportedError(
-            f"make_builder(impl={impl!r}): the older layouts are read, not written",
-            code="compat-argument",
-            fix="Use mmap.",
-        )
+        raise not_supported(f"make_builder(impl={impl!r}): the older layouts are read, not written", "Use mmap.")
     return MMapIndexedDatasetBuilder(out_file, np.uint16 if vocab_size is not None and vocab_size < 65500 else np.int32)
 
 

@@ -16,15 +16,6 @@ from ds_ckpt.convert.fp32 import open_training
 from ds_config import read
 from ds_launcher.cli import main as ds
 
-__all__ = [
-    "DEEPSPEED_ENVIRONMENT_NAME", "DLTS_HOSTFILE", "EXPORT_ENVS", "bench", "cli_main", "elastic", "io", "launch",
-    "main", "report", "ssh", "to_universal", "tune", "universal_arguments",
-]  # fmt: skip
-
-DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
-DLTS_HOSTFILE = "/job/hostfile"
-EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
-
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run `ds run` as upstream does: the script gets `--local_rank=N` unless `--no_local_rank` is given.
@@ -78,7 +69,7 @@ def cli_main() -> int:
 def ssh(args: Sequence[str] | None = None) -> int:
     """Run the program `ds_ssh [-f HOSTFILE] COMMAND...` by `ds ssh`."""
     parser = argparse.ArgumentParser(prog="ds_ssh", description="Run a command on all hosts.")
-    parser.add_argument("-f", "--hostfile", default=DLTS_HOSTFILE)
+    parser.add_argument("-f", "--hostfile", default="/job/hostfile")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(args)
     return ds(["ssh", "--hostfile", options.hostfile, *options.command])

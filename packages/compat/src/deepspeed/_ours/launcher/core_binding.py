@@ -6,11 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepspeed._ours.base.raising import also
-from ds_config.errors import ConfigError
+from deepspeed._ours.base.raising import wrong_argument
 from ds_launcher import cpu_binding
-
-__all__ = ["get_numa_cores", "get_numactl_cmd", "parse_range_list"]
 
 _NODES = Path("/sys/devices/system/node")
 
@@ -40,18 +37,14 @@ def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank
         ValueError: KMP_AFFINITY is set, which would bind threads another way, or there are fewer cores than ranks.
     """
     if "KMP_AFFINITY" in os.environ:
-        raise ConfigError(
-            "KMP_AFFINITY is set and would move threads off the cores of their rank",
-            code="compat-argument",
-            fix="Unset it for this command.",
+        raise wrong_argument(
+            "KMP_AFFINITY is set and would move threads off the cores of their rank", "Unset it for this command."
         )
     usable = sorted(os.sched_getaffinity(0)) if bind_core_list is None else parse_range_list(bind_core_list)
     each = len(usable) // num_local_procs
     if each < 1:
-        raise also(ConfigError, AssertionError)(
-            f"{num_local_procs} ranks share {len(usable)} cores",
-            code="compat-argument",
-            fix="Give a core to each rank.",
+        raise wrong_argument(
+            f"{num_local_procs} ranks share {len(usable)} cores", "Give a core to each rank.", AssertionError
         )
     rank_cores = usable[each * local_rank : each * (local_rank + 1)]
     return each, ["numactl", "-C", _text(rank_cores), *_memory(rank_cores)]

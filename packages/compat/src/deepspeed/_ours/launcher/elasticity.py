@@ -12,11 +12,6 @@ from ds_config.errors import ConfigError, PlanError
 from ds_engine.elastic_batch import elastic_batch, elastic_counts
 from ds_engine.feature_table import ElasticityConfig
 
-__all__ = [
-    "ElasticityConfig", "ElasticityConfigError", "ElasticityError", "ElasticityIncompatibleWorldSize",
-    "compute_elastic_config", "elasticity_enabled",
-]  # fmt: skip
-
 _AGREED = "DEEPSPEED_ELASTICITY_CONFIG"
 _FIRST = (0, 3, 8)
 

@@ -23,12 +23,6 @@ from ds_launcher.inventory import Host, Inventory, parse_filter, parse_hostfile,
 from ds_launcher.launch_options import joined, options_of, register
 from ds_launcher.launch_plan import Process
 
-__all__ = [
-    "IMPIRunner", "MPICHRunner", "MVAPICHRunner", "MultiNodeRunner", "OpenMPIRunner", "PDSHRunner", "SlurmRunner",
-    "decode_world_info", "encode_world_info", "fetch_hostfile", "hosts_of", "parse_args",
-    "parse_inclusion_exclusion", "parse_resource_filter",
-]  # fmt: skip
-
 _PLAIN = re.compile(r"[\w@%+=:,./-]*", re.ASCII)
 
 
@@ -206,25 +200,12 @@ class OpenMPIRunner(_BackendRunner):
         return (*(() if "btl_tcp_if_include" in args else ("--mca", "btl_tcp_if_include", "eth0")), *args)
 
 
-class MPICHRunner(_BackendRunner):
-    """Hosts reached by MPICH's mpirun."""
-
-    BACKEND = "mpich"
-
-
-class IMPIRunner(_BackendRunner):
-    """Hosts reached by Intel MPI's mpirun."""
-
-    BACKEND = "impi"
+def _reached_by(program: str, backend: str, name: str) -> type[_BackendRunner]:
+    there = {"__module__": __name__, "__doc__": f"Hosts reached by {program}.", "BACKEND": backend}
+    return type(name, (_BackendRunner,), there)
 
 
-class MVAPICHRunner(_BackendRunner):
-    """Hosts reached by MVAPICH's mpirun."""
-
-    BACKEND = "mvapich"
-
-
-class SlurmRunner(_BackendRunner):
-    """Hosts reached by srun."""
-
-    BACKEND = "slurm"
+MPICHRunner = _reached_by("MPICH's mpirun", "mpich", "MPICHRunner")
+IMPIRunner = _reached_by("Intel MPI's mpirun", "impi", "IMPIRunner")
+MVAPICHRunner = _reached_by("MVAPICH's mpirun", "mvapich", "MVAPICHRunner")
+SlurmRunner = _reached_by("srun", "slurm", "SlurmRunner")

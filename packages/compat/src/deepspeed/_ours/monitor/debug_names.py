@@ -5,11 +5,6 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = [
-    "debug_clear_module_and_param_names", "debug_extract_module_and_param_names", "debug_module2name", "debug_module2name_class",
-    "debug_param2name", "debug_param2name_id", "debug_param2name_id_shape", "print_rank", "print_rank0",
-]  # fmt: skip
-
 _modules: dict[int, str] = {}
 _params: dict[int, str] = {}
 

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_config.errors import UnsupportedError
+from deepspeed._ours.base.raising import not_supported
 from ds_engine.feature_table import FlopsProfilerConfig
 from ds_engine.flops import ForwardCounter
 from ds_engine.profiling import Profile, profile_text
-
-__all__ = ["FlopsProfiler", "get_model_profile"]
 
 _log = logging.getLogger("DeepSpeed")
 
@@ -130,9 +128,7 @@ def get_model_profile(
         UnsupportedError: another mode ("compat-argument").
     """
     if mode not in ("forward", "generate"):
-        raise UnsupportedError(
-            f"get_model_profile(mode={mode!r})", code="compat-argument", fix='Use "forward" or "generate".'
-        )
+        raise not_supported(f"get_model_profile(mode={mode!r})", 'Use "forward" or "generate".')
     inputs = [torch.ones(tuple(input_shape))] if input_shape is not None else list(args)
     call: Any = model if mode == "forward" else model.generate
     profiler = FlopsProfiler(model)

@@ -14,8 +14,6 @@ from ds_comm import world_group
 from ds_monitor.sinks import CsvSink, WandbSink
 from ds_monitor.sinks.sink import require
 
-__all__ = ["CometMonitor", "Monitor", "MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor"]
-
 Event = tuple[str, Any, int]
 
 

@@ -8,24 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import ds_monitor
+from deepspeed._ours.base.raising import wrong_argument
 from ds_accel import get_accelerator
 from ds_comm import world_group
-from ds_config.errors import ConfigError
-
-__all__ = [
-    "LoggerFactory", "instrument_w_nvtx", "log_dist", "log_levels", "logger", "see_memory_usage", "set_log_level_from_string",
-    "tell_steps", "warning_once",
-]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-log_levels = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-    "critical": logging.CRITICAL,
-}
+log_levels = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
 
 
 class _Stdout(logging.Handler):
@@ -71,7 +60,7 @@ class LoggerFactory:
             ValueError: no name.
         """
         if name is None:
-            raise ConfigError("create_logger() was called without a name", code="compat-argument", fix="Pass name=.")
+            raise wrong_argument("create_logger() was called without a name", "Pass name=.")
         log = logging.getLogger(name)
         if not log.handlers:
             handler = _Stdout()
@@ -108,9 +97,7 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
     """
     level = log_levels.get(log_level_str.lower())
     if level is None:
-        raise ConfigError(
-            f"{log_level_str!r} is not a log level", code="compat-argument", fix=f"Use one of {', '.join(log_levels)}."
-        )
+        raise wrong_argument(f"{log_level_str!r} is not a log level", f"Use one of {', '.join(log_levels)}.")
     (custom_logger or logger).setLevel(level)
 
 

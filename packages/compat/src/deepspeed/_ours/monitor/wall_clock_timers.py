@@ -12,14 +12,6 @@ from ds_comm import world_group
 from ds_monitor.stats import trimmed_mean
 from ds_monitor.timers import Timers
 
-__all__ = ["NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer", "trim_mean"]
-
-FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER = "fwd_microstep", "fwd"
-BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER = "bwd_microstep", "bwd"
-BACKWARD_INNER_MICRO_TIMER, BACKWARD_INNER_GLOBAL_TIMER = "bwd_inner_microstep", "bwd_inner"
-BACKWARD_REDUCE_MICRO_TIMER, BACKWARD_REDUCE_GLOBAL_TIMER = "bwd_allreduce_microstep", "bwd_allreduce"
-STEP_MICRO_TIMER, STEP_GLOBAL_TIMER = "step_microstep", "step"
-
 _log = logging.getLogger("DeepSpeed")
 
 

@@ -16,8 +16,6 @@ from deepspeed._ours.native_ops.builders import BUILDERS
 from ds_accel import Accelerator
 from ds_accel.detection import facts_of
 
-__all__ = ["FacadeAccelerator", "get_accelerator", "is_current_accelerator_supported", "set_accelerator"]
-
 
 def _bytes(name: str, meaning: str) -> Callable[..., int]:
     def ask(self: FacadeAccelerator, device_index: int | None = None) -> int:

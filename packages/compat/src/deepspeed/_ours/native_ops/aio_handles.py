@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ from torch import Tensor
 from ds_accel import get_accelerator
 from ds_ops.io import AsyncIO, IOSettings
 
-__all__ = ["aio_handle", "functions"]
+
+def _given(name: str) -> Callable[[aio_handle], Any]:
+    def ask(self: aio_handle) -> Any:
+        return self._given[name]
+
+    ask.__doc__ = f"Return the `{name}` that the handle was created with."
+    return ask
 
 
 class aio_handle:  # noqa: N801  upstream's spelling
@@ -34,29 +41,18 @@ class aio_handle:  # noqa: N801  upstream's spelling
             block_bytes=max(4096, block_size // 4096 * 4096), queue_depth=queue_depth, workers=intra_op_parallelism,
             single_submit=single_submit, overlap=overlap_events,
         )  # fmt: skip
-        self._arguments = (block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism)
+        self._given = {
+            "block_size": block_size, "queue_depth": queue_depth, "single_submit": single_submit,
+            "overlap_events": overlap_events, "intra_op_parallelism": intra_op_parallelism,
+        }  # fmt: skip
         self._io = AsyncIO(self._settings)
         self._begun = 0
 
-    def get_block_size(self) -> int:
-        """Return the block size that the handle was created with."""
-        return self._arguments[0]
-
-    def get_queue_depth(self) -> int:
-        """Return the queue depth that the handle was created with."""
-        return self._arguments[1]
-
-    def get_single_submit(self) -> bool:
-        """Return the `single_submit` that the handle was created with."""
-        return self._arguments[2]
-
-    def get_overlap_events(self) -> bool:
-        """Return the `overlap_events` that the handle was created with."""
-        return self._arguments[3]
-
-    def get_intra_op_parallelism(self) -> int:
-        """Return the intra-op parallelism that the handle was created with."""
-        return self._arguments[4]
+    get_block_size = _given("block_size")
+    get_queue_depth = _given("queue_depth")
+    get_single_submit = _given("single_submit")
+    get_overlap_events = _given("overlap_events")
+    get_intra_op_parallelism = _given("intra_op_parallelism")
 
     def get_alignment(self) -> int:
         """Return the address alignment in bytes of a buffer that is read or written without a copy."""

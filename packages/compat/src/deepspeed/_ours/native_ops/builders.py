@@ -28,14 +28,6 @@ from ds_ops.update_rules import (
     lion_coefficients,
 )
 
-__all__ = [
-    "ALL_OPS",
-    "BUILDERS",
-    "COMPATIBLE",
-    "CUDAOpBuilder",
-    "OpBuilder",
-]
-
 
 class OpBuilder:
     """One operation: its name, whether it can be used here, and its functions.

@@ -12,18 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deepspeed._ours.base.raising import also
+from deepspeed._ours.base.raising import also, wrong_argument
 from ds_comm import world_group
-from ds_config.errors import ConfigError, PlanError
+from ds_config.errors import PlanError
 from ds_ops.formats import QuantSpec, QuantTensor
 from ds_ops.fp_quant import float_format
 from ds_ops.quant import dequantize, quantize
 from ds_zero.policies.tiled_layers import LoRALinear
-
-__all__ = [
-    "Init", "LoRAConfig", "LoRAOptimizedLinear", "OptimizedLinear", "QuantizationConfig", "QuantizedLinear",
-    "QuantizedParameter", "init_lora",
-]  # fmt: skip
 
 _LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -149,8 +144,8 @@ class WeightCodes:
     def quantize(self, values: Tensor) -> Tensor:
         """Quantize values [..., n] into codes, uint8."""
         if values.dtype is not torch.bfloat16:
-            raise also(ConfigError, AssertionError)(
-                f"a weight of {values.dtype} was to be quantized", code="compat-argument", fix="Use torch.bfloat16."
+            raise wrong_argument(
+                f"a weight of {values.dtype} was to be quantized", "Use torch.bfloat16.", AssertionError
             )
         columns = values.shape[-1]
         spec = QuantSpec(float_format(self.config.q_bits, _mantissa(self.config)), min(self.config.group_size, columns))
@@ -183,10 +178,9 @@ class QuantizedParameter(nn.Parameter):
         None, quantizer: WeightCodes | None = None,
     ) -> QuantizedParameter:  # fmt: skip
         if requires_grad:
-            raise ConfigError(
+            raise wrong_argument(
                 "QuantizedParameter(requires_grad=True): codes have no gradient",
-                code="compat-argument",
-                fix="Train an update beside it: OptimizedLinear with a LoRAConfig.",
+                "Train an update beside it: OptimizedLinear with a LoRAConfig.",
             )
         values = torch.empty(0) if data is None else data.detach().as_subclass(Tensor)
         parameter: QuantizedParameter = torch.Tensor._make_subclass(cls, values, False)
@@ -239,10 +233,8 @@ class OptimizedLinear(nn.Module):
     ) -> nn.Module:
         for option, wanted in ((lora_config, "LoRAConfig"), (quantization_config, "QuantizationConfig")):
             if option is not None and not dataclasses.is_dataclass(option):
-                raise ConfigError(
-                    f"expected a {wanted}, got a {type(option).__name__}",
-                    code="compat-argument",
-                    fix=f"Pass deepspeed.linear.{wanted}(...).",
+                raise wrong_argument(
+                    f"expected a {wanted}, got a {type(option).__name__}", f"Pass deepspeed.linear.{wanted}(...)."
                 )
         if lora_config is not None:
             return LoRAOptimizedLinear(input_dim, output_dim, bias, lora_config, quantization_config, device, dtype)

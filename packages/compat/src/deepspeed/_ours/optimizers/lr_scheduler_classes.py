@@ -12,12 +12,6 @@ from deepspeed._ours.monitor.upstream_logging import logger
 from ds_engine import lr_schedules
 from ds_engine.lr_schedules import SCHEDULES, LRScheduler
 
-__all__ = [
-    "VALID_LR_SCHEDULES", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR",
-    "add_tuning_arguments", "get_config_from_args", "get_lr_from_config", "override_params", "parse_arguments",
-]  # fmt: skip
-
-VALID_LR_SCHEDULES = list(SCHEDULES)
 WARMUP_LOG_RATE = "log"
 
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from deepspeed._ours.base.raising import not_supported
 from ds_config.errors import ConfigError, UnsupportedError
 from ds_ops.apply_update import update
 from ds_ops.optim import Adagrad, Adam, AdamW, Lamb, Lion
@@ -22,13 +23,6 @@ from ds_ops.update_rules import (
     dither_of,
 )
 
-__all__ = [
-    "ADAM_OPTIMIZER", "LAMB_OPTIMIZER", "MUON_OPTIMIZER", "DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam",
-    "DeepSpeedCPULion", "FusedAdam", "FusedLamb", "FusedLion", "dress_optimizer", "muon_update",
-
-]  # fmt: skip
-
-ADAM_OPTIMIZER, LAMB_OPTIMIZER, MUON_OPTIMIZER = "adam", "lamb", "muon"
 _NO_AMSGRAD = "Use torch.optim.AdamW(amsgrad=True)."
 
 
@@ -53,9 +47,7 @@ def _pair(betas: Sequence[float]) -> tuple[float, float]:
 
 def _no_kept_gradients(name: str, set_grad_none: bool) -> None:
     if not set_grad_none:
-        raise UnsupportedError(
-            f"{name}(set_grad_none=False)", code="compat-argument", fix="Call zero_grad(set_to_none=False) instead."
-        )
+        raise not_supported(f"{name}(set_grad_none=False)", "Call zero_grad(set_to_none=False) instead.")
 
 
 class _Adam(Adam):
@@ -254,10 +246,9 @@ class FusedLamb(Lamb):
         max_coeff: float = 10.0, min_coeff: float = 0.01, amsgrad: bool = False,
     ) -> None:  # fmt: skip
         if amsgrad or max_grad_norm:
-            raise UnsupportedError(
+            raise not_supported(
                 "FusedLamb with amsgrad or max_grad_norm",
-                code="compat-argument",
-                fix="Leave them out; gradient_clipping of the configuration clips.",
+                "Leave them out; gradient_clipping of the configuration clips.",
             )
         super().__init__(
             _fixed(params),

@@ -21,17 +21,9 @@ from deepspeed._ours.parallel.tp_layers import dress
 from deepspeed._ours.parallel.tp_shards import get_shard_size, get_shard_size_list
 from ds_comm import as_group, world_group
 from ds_config.errors import PlanError
-from ds_parallel.config import TensorParallelConfig as TPTrainingConfig
-from ds_parallel.config import TensorParallelDegreeConfig as TPConfig
+from ds_parallel.config import TensorParallelConfig
 from ds_parallel.tensor import ShardKind, TensorOptions, facts_of, make_tensor_plan, parallelize_model
 from ds_parallel.tensor.layer_rules import PLAN_STYLES
-
-__all__ = [
-    "SUPPORTED_STYLES", "AutoTP", "AutoTPConfig", "PartitionType", "TPConfig", "TPLayerSpec", "TPPlanConverter",
-    "TPTrainingConfig", "build_bloom_alibi_tensor", "build_mpt_alibi_tensor",
-    "get_alibi_mask", "get_head_shard_sizes", "get_tensor_parallel_config", "install_head_sharded_helper",
-    "merge_autotp_configs",
-]  # fmt: skip
 
 
 class PartitionType(StrEnum):
@@ -179,9 +171,9 @@ def _get_hf_tp_plan(model: Any) -> dict[str, str] | None:
     return merged or None
 
 
-def get_tensor_parallel_config(ds_config: Mapping[str, Any]) -> TPTrainingConfig:
+def get_tensor_parallel_config(ds_config: Mapping[str, Any]) -> TensorParallelConfig:
     """Return the validated section `tensor_parallel` of a configuration."""
-    return TPTrainingConfig.model_validate(ds_config.get("tensor_parallel") or {})
+    return TensorParallelConfig.model_validate(ds_config.get("tensor_parallel") or {})
 
 
 # ---- who applies rules
@@ -263,9 +255,9 @@ def get_head_shard_sizes(num_heads: int, num_kv_heads: int | None = None) -> lis
 
 
 def _ranks() -> tuple[int, int]:
-    size = group_getters.get_tensor_model_parallel_world_size()
+    size = group_getters.get_model_parallel_world_size()
     if size > 1:
-        return group_getters.get_tensor_model_parallel_rank(), size
+        return group_getters.get_model_parallel_rank(), size
     return world_group().rank, world_group().size
 
 

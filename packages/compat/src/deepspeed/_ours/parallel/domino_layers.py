@@ -23,16 +23,6 @@ from ds_accel import get_accelerator
 from ds_comm import Group, as_group
 from ds_comm.groups import self_group
 
-__all__ = [
-    "DominoAsyncColumnParallelLinear",
-    "DominoAsyncColumnParallelLinearImpl",
-    "DominoModule",
-    "DominoUtil",
-    "NoOper",
-    "RowParallelLinearNoComm",
-    "_Wait_bwd_comm",
-]
-
 Handles = MutableMapping[str, Any]
 _layers: weakref.WeakSet[DominoAsyncColumnParallelLinear] = (
     weakref.WeakSet()

@@ -12,15 +12,9 @@ import torch
 from torch import Tensor
 
 from ds_config.errors import PlanError
-
-__all__ = [
-    "DEFAULT_SHARD_GRANULARITY", "ShardingType", "attn_out_in_features", "get_local_heads", "get_shard_endpoints", "heads_of",
-    "qkv_out_features", "shard_attn_out_param", "shard_embedding_param", "shard_mlp_1_param", "shard_mlp_2_param", "shard_param",
-    "shard_qkv_param", "shard_unembed_param", "sharded_embedding_dim", "sharded_intermediate_dim", "sharded_unembed_dim",
-]  # fmt: skip
+from ds_parallel.heads import HeadCounts, Stretch, spread
 
 DEFAULT_SHARD_GRANULARITY = 32
-Stretch = tuple[int, int]
 
 
 class ShardingType(Enum):
@@ -46,9 +40,8 @@ def get_shard_endpoints(
     """Return a rank's shard of a dim: whole multiples of `granularity`, one more on the first ranks if uneven."""
     if dim_size % granularity:
         raise _refuse(f"a dim of {dim_size} in pieces of {granularity}")
-    base, more = divmod(dim_size // granularity, num_shards)
-    start = shard_rank * base + min(shard_rank, more)
-    return start * granularity, (start + base + (shard_rank < more)) * granularity
+    start, stop = spread(dim_size // granularity, num_shards)[shard_rank]
+    return start * granularity, stop * granularity
 
 
 def heads_of(
@@ -60,20 +53,10 @@ def heads_of(
         PlanError: heads do not fit together, or to the ranks ("compat-shards"); a ValueError, too.
     """
     kv = n_heads_q if n_heads_kv is None else n_heads_kv
-    if n_heads_q < num_shards or n_heads_q % kv:
+    uneven = kv != n_heads_q and max(kv, num_shards) % min(kv, num_shards)
+    if n_heads_q < num_shards or n_heads_q % kv or uneven:
         raise _refuse(f"{n_heads_q} query heads and {kv} key-value heads on {num_shards} ranks")
-    if kv == n_heads_q:
-        heads = get_shard_endpoints(n_heads_q, shard_rank, num_shards, 1)
-        return heads, heads
-    if max(kv, num_shards) % min(kv, num_shards):
-        raise _refuse(f"{kv} key-value heads on {num_shards} ranks")
-    ratio = n_heads_q // kv
-    if kv >= num_shards:
-        start, stop = get_shard_endpoints(kv, shard_rank, num_shards, 1)
-        return (start * ratio, stop * ratio), (start, stop)
-    group, place = divmod(shard_rank, num_shards // kv)
-    start, stop = get_shard_endpoints(ratio, place, num_shards // kv, 1)
-    return (group * ratio + start, group * ratio + stop), (group, group + 1)
+    return HeadCounts(n_heads_q, kv).stretches(num_shards)[shard_rank]
 
 
 def get_local_heads(shard_rank: int, num_shards: int, n_heads_q: int, n_heads_kv: int | None = None) -> tuple[int, int]:

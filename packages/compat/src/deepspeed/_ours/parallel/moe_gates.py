@@ -10,8 +10,6 @@ from torch import Tensor
 from deepspeed._ours.communication import group_getters
 from ds_comm.differentiable import all_gather, split
 
-__all__ = ["drop_tokens", "gather_tokens", "route_slots", "sparse_decode", "sparse_encode"]
-
 
 def route_slots(
     indices: Sequence[Tensor], locations: Sequence[Tensor], num_experts: int, capacity: int
@@ -53,14 +51,14 @@ def sparse_decode(expert_output: Tensor, slots: Sequence[Tensor], gates: Sequenc
 
 def drop_tokens(input_: Tensor, dim: int = 0) -> Tensor:
     """Return this tensor-parallel rank's shard along `dim` of replicated tokens."""
-    if group_getters.get_tensor_model_parallel_world_size() == 1:
+    if group_getters.get_model_parallel_world_size() == 1:
         return input_
-    return split(input_, group_getters.get_tensor_model_parallel_group(), dim)
+    return split(input_, group_getters.get_model_parallel_group(), dim)
 
 
 def gather_tokens(input_: Tensor, dim: int = 0) -> Tensor:
     """Gather the tokens of every tensor-parallel rank along `dim` (all-gather)."""
-    if group_getters.get_tensor_model_parallel_world_size() == 1:
+    if group_getters.get_model_parallel_world_size() == 1:
         return input_
-    gathered: Tensor = all_gather(input_, group_getters.get_tensor_model_parallel_group(), dim)
+    gathered: Tensor = all_gather(input_, group_getters.get_model_parallel_group(), dim)
     return gathered

@@ -18,20 +18,12 @@ from torch import Tensor, nn
 
 from deepspeed._ours.base.raising import also
 from deepspeed._ours.parallel.tp_shards import get_shard_size_list
-from deepspeed._surface.constants import CHECKPOINT
 from ds_comm import Group, as_group
 from ds_comm.differentiable import copy, reduce
 from ds_comm.groups import self_group
 from ds_config.errors import PlanError, UnsupportedError
 from ds_parallel.tensor import DimShards, ShardKind, TensorParallelModel, kind_of, tensor_parallel_of, unsharded_params
 from ds_parallel.tensor.sharded_linear import ShardedLinear
-
-__all__ = [
-    "ColumnParallel", "GateUpPack_LinearLayer", "GatherReplacedLayerParams",
-    "LinearAllreduce", "LinearLayer", "LmHeadLinearAllreduce", "RowParallel", "SubParamLinearAllreduce",
-    "SubParamLinearLayer", "TensorParallel_Layer", "collect_autotp_universal_checkpoint_info", "conv_LinearLayer",
-    "dress", "fused_LinearLayer", "is_autotp_training_mode", "set_autotp_mode", "undress",
-]  # fmt: skip
 
 Sizes = Sequence[int | Sequence[int]]
 _training: list[bool] = [False]
@@ -116,8 +108,8 @@ class TensorParallel_Layer(ShardedLinear, metaclass=_AlsoCut):  # noqa: N801  up
 
     def _part_sizes(self, size: int, options: dict[str, Any]) -> tuple[int, ...] | None:
         """Return the sizes of the parts of the dim; None: it is laid out in another way."""
-        del options
-        return (size,)
+        shape = options.get("shape") if type(self).several else None
+        return _sizes_of(shape, size, options.get("partition_dim", self.partition_dim))
 
     def config_tp_params(self, param: nn.Parameter) -> None:
         """Give a parameter the functions that programs call on it."""
@@ -190,21 +182,13 @@ class LmHeadLinearAllreduce(LinearAllreduce):
 class SubParamLinearLayer(LinearLayer):
     """A fused weight: each of its parts is cut. `shape=(3, -1)`: three equal ones; `((q, k, v), -1)`: of these sizes."""
 
-    kinds: tuple[ShardKind, ...] = (ShardKind.COLUMN,)
     several = True
-
-    def _part_sizes(self, size: int, options: dict[str, Any]) -> tuple[int, ...] | None:
-        return _sizes_of(options.get("shape"), size, options.get("partition_dim", self.partition_dim))
 
 
 class SubParamLinearAllreduce(LinearAllreduce):
     """The same for input features."""
 
-    kinds: tuple[ShardKind, ...] = (ShardKind.ROW,)
     several = True
-
-    def _part_sizes(self, size: int, options: dict[str, Any]) -> tuple[int, ...] | None:
-        return _sizes_of(options.get("shape"), size, options.get("partition_dim", self.partition_dim))
 
 
 class GateUpPack_LinearLayer(LinearLayer):  # noqa: N801  upstream's name
@@ -368,12 +352,12 @@ def collect_autotp_universal_checkpoint_info(model: nn.Module) -> dict[str, Any]
                 rows.append(pattern)
             elif isinstance(module, nn.Embedding) or (name == "weight" and getattr(module, "gather_output", False)):
                 vocabulary[pattern] = shards[full].shape[0] if full in shards else len(param)
-    sizes = {str(CHECKPOINT["ORIGINAL_VOCAB_SIZE"]): max(vocabulary.values())} if vocabulary else {}
+    sizes = {"original_vocab_size": max(vocabulary.values())} if vocabulary else {}
     return {
-        str(CHECKPOINT["UNIVERSAL_CHECKPOINT_VERSION_KEY"]): CHECKPOINT["UNIVERSAL_CHECKPOINT_VERSION_VALUE"],
-        str(CHECKPOINT["PARAMETER_WITH_ROW_PARALLELISM_PATTERNS"]): rows,
-        str(CHECKPOINT["TP_REPLICATED_PARAMETER_PATTERNS"]): whole,
-        str(CHECKPOINT["VOCABULARY_PARAMETER_PATTERNS"]): list(vocabulary),
+        "universal_checkpoint_version": 0.4,
+        "parameter_with_row_parallelism_patterns": rows,
+        "tp_replicated_parameter_patterns": whole,
+        "vocabulary_parameter_patterns": list(vocabulary),
         **sizes,
     }
 

@@ -10,11 +10,6 @@ from typing import Any
 from deepspeed._ours.communication import comm as dist
 from ds_config.errors import PlanError
 
-__all__ = [
-    "get_n_embd", "get_num_attention_heads", "get_num_kv_heads", "get_shard_size", "get_shard_size_list",
-    "set_n_embd", "set_num_attention_heads", "set_num_kv_heads", "set_tp_grain_size",
-]  # fmt: skip
-
 num_kv_heads: int | None = None
 num_attention_heads: int | None = None
 n_embd: int | None = None

@@ -14,15 +14,6 @@ from ds_parallel.sequence import SequenceDataLoader
 from ds_parallel.sequence.hf_attention import SequenceRanks, register_with_transformers
 from ds_parallel.tiling import sequence_tiled_compute, tiled, tiled_loss
 
-__all__ = [
-    "SequenceTiledCompute",
-    "TiledFusedLogitsLoss",
-    "TiledMLP",
-    "UlyssesSPAttentionHF",
-    "UlyssesSPDataLoaderAdapter",
-    "initialize_sequence_parallel",
-]
-
 
 class UlyssesSPAttentionHF:
     """Attention of transformers models over ranks that share sequences."""

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
-
-__all__ = ["ACCESSORS", "PROPERTIES", "add_accessors"]
 
 Tells = Callable[[Any], Any]
 
 
-def _of_zero(name: str) -> Tells:
-    return lambda engine: getattr(engine.plan.config.zero_optimization, name)
-
-
-def _of_config(*path: str) -> Tells:
-    def read(engine: Any) -> Any:
-        value: Any = engine._config
-        for name in path:
-            value = getattr(value, name)
-        return value
-
-    return read
+# Keys of `zero_optimization`, told as "zero_" and the key.
+_ZERO = (
+    "reduce_bucket_size", "contiguous_gradients", "reduce_scatter", "allgather_bucket_size", "sub_group_size",
+    "param_persistence_threshold", "model_persistence_threshold", "prefetch_bucket_size", "max_live_parameters",
+    "max_reuse_distance", "ignore_unused_parameters", "offload_optimizer", "offload_param", "elastic_checkpoint",
+    "round_robin_gradients",
+)  # fmt: skip
+# Sections, told as whether they are enabled.
+_SECTIONS = ("fp16", "torch_autocast", "tensorboard", "wandb", "csv_monitor")
+# What `DeepSpeedConfig` has under the same name: keys, and answers of its own.
+_KEYS = (
+    "gradient_clipping", "gradient_predivide_factor", "prescale_gradients", "steps_per_print", "wall_clock_breakdown",
+    "log_level", "memory_breakdown", "dataloader_drop_last",
+    "amp_enabled", "bfloat16_enabled", "elasticity_enabled", "optimizer_name", "optimizer_params", "pld_enabled", "scheduler_name",
+    "scheduler_params", "sparse_gradients_enabled", "zero_optimization_stage",
+)  # fmt: skip
 
 
 def _gathers(section: Any) -> bool:
@@ -33,58 +36,26 @@ def _gathers(section: Any) -> bool:
 
 
 ACCESSORS: Mapping[str, Tells] = {
+    **{f"zero_{key}": attrgetter(f"plan.config.zero_optimization.{key}") for key in _ZERO},
+    **{f"{section}_enabled": attrgetter(f"_config.{section}.enabled") for section in _SECTIONS},
+    **{key: attrgetter(f"_config.{key}") for key in _KEYS},
     "train_batch_size": lambda e: e.plan.batch.train,
     "train_micro_batch_size_per_gpu": lambda e: e.plan.batch.micro,
     "gradient_accumulation_steps": lambda e: e.plan.batch.accumulation,
     "zero_optimization": lambda e: e.plan.config.zero_optimization.stage > 0,
-    "zero_optimization_stage": _of_zero("stage"),
     "zero_optimization_partition_gradients": lambda e: e.plan.residency.shard_grads,
     "zero_optimization_partition_weights": lambda e: e.plan.residency.shard_params,
     "zero_gather_16bit_weights_on_model_save": lambda e: _gathers(e.config.get("zero_optimization", {})),
-    "zero_reduce_bucket_size": _of_zero("reduce_bucket_size"),
     "zero_overlap_comm": lambda e: e.plan.config.zero_optimization.overlap_comm is not False,
-    "zero_contiguous_gradients": _of_zero("contiguous_gradients"),
-    "zero_reduce_scatter": _of_zero("reduce_scatter"),
-    "zero_allgather_bucket_size": _of_zero("allgather_bucket_size"),
-    "zero_sub_group_size": _of_zero("sub_group_size"),
-    "zero_param_persistence_threshold": _of_zero("param_persistence_threshold"),
-    "zero_model_persistence_threshold": _of_zero("model_persistence_threshold"),
-    "zero_prefetch_bucket_size": _of_zero("prefetch_bucket_size"),
-    "zero_max_live_parameters": _of_zero("max_live_parameters"),
-    "zero_max_reuse_distance": _of_zero("max_reuse_distance"),
-    "zero_ignore_unused_parameters": _of_zero("ignore_unused_parameters"),
-    "zero_offload_optimizer": _of_zero("offload_optimizer"),
-    "zero_offload_param": _of_zero("offload_param"),
-    "zero_elastic_checkpoint": _of_zero("elastic_checkpoint"),
-    "zero_round_robin_gradients": _of_zero("round_robin_gradients"),
-    "fp16_enabled": _of_config("fp16", "enabled"),
-    "fp16_auto_cast": _of_config("fp16", "auto_cast"),
-    "bfloat16_enabled": _of_config("bf16", "enabled"),
-    "torch_autocast_enabled": _of_config("torch_autocast", "enabled"),
-    "amp_enabled": lambda e: False,
-    "loss_scale": _of_config("fp16", "loss_scale"),
+    "fp16_auto_cast": attrgetter("_config.fp16.auto_cast"),
+    "loss_scale": attrgetter("_config.fp16.loss_scale"),
     "dynamic_loss_scale": lambda e: e.plan.config.fp16.enabled and e.plan.config.fp16.loss_scale == 0,
     "initial_dynamic_scale": lambda e: 2**e.plan.config.fp16.initial_scale_power,
-    "gradient_clipping": _of_config("gradient_clipping"),
-    "gradient_predivide_factor": _of_config("gradient_predivide_factor"),
-    "prescale_gradients": _of_config("prescale_gradients"),
     "postscale_gradients": lambda e: not e.plan.config.prescale_gradients,
-    "sparse_gradients_enabled": _of_config("sparse_gradients"),
-    "steps_per_print": _of_config("steps_per_print"),
-    "wall_clock_breakdown": _of_config("wall_clock_breakdown"),
-    "log_level": _of_config("log_level"),
-    "memory_breakdown": _of_config("memory_breakdown"),
-    "dataloader_drop_last": _of_config("dataloader_drop_last"),
-    "dump_state_enabled": _of_config("dump_state"),
-    "optimizer_name": lambda e: None if e.plan.config.optimizer is None else e.plan.config.optimizer.type.lower(),
-    "optimizer_params": lambda e: e.config.get("optimizer", {}).get("params"),
-    "scheduler_name": lambda e: None if e.plan.config.scheduler is None else e.plan.config.scheduler.type,
-    "scheduler_params": lambda e: e.config.get("scheduler", {}).get("params"),
+    "dump_state_enabled": attrgetter("_config.dump_state"),
     "load_universal_checkpoint": lambda e: False,
     "managed_gradient_accumulation": lambda e: e.plan.managed,
     "use_node_local_storage": lambda e: False,
-    "elasticity_enabled": lambda e: bool(e.config.get("elasticity", {}).get("enabled", False)),
-    "pld_enabled": lambda e: bool((e.config.get("progressive_layer_drop") or {}).get("enabled", False)),
     "curriculum_enabled_legacy": lambda e: e.plan.curriculum is not None,
     "data_efficiency_enabled": lambda e: bool((e.config.get("data_efficiency") or {}).get("enabled", False)),
     "data_efficiency_config": lambda e: e.plan.config.data_efficiency.model_dump(mode="json"),
@@ -98,9 +69,6 @@ ACCESSORS: Mapping[str, Tells] = {
     "flops_profiler_enabled": lambda e: bool((e.config.get("flops_profiler") or {}).get("enabled", False)),
     "autotuning_enabled": lambda e: e.plan.tuning is not None,
     "autotp_size": lambda e: 0 if e.plan.config.tensor_parallel is None else e.plan.config.tensor_parallel.autotp_size,
-    "tensorboard_enabled": _of_config("tensorboard", "enabled"),
-    "wandb_enabled": _of_config("wandb", "enabled"),
-    "csv_monitor_enabled": _of_config("csv_monitor", "enabled"),
     "get_data_parallel_rank": lambda e: e.mesh["data"].rank,
     "get_data_parallel_world_size": lambda e: e.mesh["data"].size,
     "get_tensor_parallel_rank": lambda e: e.mesh["tensor"].rank,

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointFunction
 
+from deepspeed._ours.base.runtime_utils import asked_of
 from ds_comm import Group, as_group, self_group
 from ds_config import load
 from ds_config.config_file import read_all
@@ -24,14 +24,6 @@ from ds_parallel import (
     tensor_seed,
 )
 from ds_parallel.config import ActivationCheckpointingConfig
-
-__all__ = [
-    "LIVE", "CheckpointFunction", "CudaRNGStatesTracker", "checkpoint", "configure", "get_cuda_rng_tracker",
-    "is_configured", "model_parallel_cuda_manual_seed", "model_parallel_reconfigure_tp_seed",
-    "non_reentrant_checkpoint", "partition_activations_in_checkpoint", "reset", "set_num_layers",
-]  # fmt: skip
-
-_MODEL_PARALLEL_RNG_TRACKER_NAME = TENSOR_PARALLEL
 
 
 class CudaRNGStatesTracker(RngTracker):
@@ -101,9 +93,8 @@ def configure(
 
 
 def _tensor_group(mpu: Any) -> Group:
-    getters = ("get_tensor_model_parallel_group", "get_model_parallel_group")
-    getter = next((getattr(mpu, name) for name in getters if hasattr(mpu, name)), None)
-    return self_group("tensor") if getter is None else as_group(getter())
+    group = asked_of(mpu, ("tensor_model_parallel", "model_parallel"), "group", self_group("tensor"))
+    return as_group(group)
 
 
 _LIVE: Mapping[str, Callable[[], Any]] = {
@@ -189,7 +180,7 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
     """Begin the named state of tensor parallelism anew, at this rank's seed."""
     tracker = get_cuda_rng_tracker()
     tracker.reset()
-    tracker.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, tensor_seed(seed, _process.group.rank))
+    tracker.add(TENSOR_PARALLEL, tensor_seed(seed, _process.group.rank))
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:

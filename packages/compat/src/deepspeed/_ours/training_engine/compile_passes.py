@@ -7,22 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ds_config.errors import PlanError, UnsupportedError
+from deepspeed._ours.base.raising import not_supported
+from ds_config.errors import PlanError
 from ds_engine.compiling.schedule_passes import BUILTIN as OURS
 from ds_engine.compiling.schedule_passes import Contract, Pass, PassEntry, check_schedule, named
-
-__all__ = [
-    "BUILTIN",
-    "PassContract",
-    "PassContractError",
-    "as_ours",
-    "check_passes",
-    "functions_of",
-    "get_pass_contract",
-    "register_pass_contract",
-    "translated_schedule",
-    "validate_schedule",
-]
 
 
 @dataclass(frozen=True)
@@ -81,51 +69,41 @@ def _check(
 def _stands_for(upstream: str) -> Callable[..., Any]:
     def refuse_call(*args: Any, **kwargs: Any) -> Any:
         del args, kwargs
-        raise UnsupportedError(
-            f"{upstream} was called with a graph",
-            code="compat-argument",
-            fix="Put it, or its name, into a schedule of compile().",
-        )
+        raise not_supported(f"{upstream} was called with a graph", "Put it, or its name, into a schedule of compile().")
 
     refuse_call.__name__ = upstream
     return refuse_call
 
 
 _GATHER, _EVICTED = frozenset({"z3_gather_release"}), frozenset({"opt_states_evicted"})
-NAME_Z1, NAME_Z2, NAME_Z3 = "zero1_compile", "zero2_compile", "zero3_compile"
-NAME_PREFETCH, NAME_SELECTIVE = "prefetch", "selective_gather"
-NAME_PARAMS, NAME_STATES = "offload_parameters", "offload_adam_states"
-NAME_SYNC, NAME_FOR_INIT = "offload_adam_states_sync", "offload_adam_states_for_init"
-_APART = frozenset({NAME_PARAMS, NAME_Z1, NAME_Z2})
-
-CONTRACT_Z1 = PassContract(conflicts_with=frozenset({NAME_Z3}))
-CONTRACT_Z2 = PassContract(conflicts_with=frozenset({NAME_Z3, NAME_Z1}))
-CONTRACT_Z3 = PassContract(provides=_GATHER)
-CONTRACT_PREFETCH = PassContract(requires=_GATHER)
-CONTRACT_SELECTIVE = PassContract(requires=_GATHER)
-CONTRACT_PARAMS = PassContract(requires=_GATHER)
-CONTRACT_STATES = PassContract(requires=_EVICTED, conflicts_with=_APART)
-CONTRACT_SYNC = PassContract(conflicts_with=_APART | {NAME_STATES})
-CONTRACT_FOR_INIT = PassContract(provides=_EVICTED, conflicts_with=_APART)
-
-add_z1_reduce, add_z2_reduce = _stands_for("add_z1_reduce"), _stands_for("add_z2_reduce")
-add_z3_gather_release, schedule_prefetch = _stands_for("add_z3_gather_release"), _stands_for("schedule_prefetch")
-selective_gather, offload_parameter_fwd = _stands_for("selective_gather"), _stands_for("offload_parameter_fwd")
-move_opt_states, move_opt_states_sync = _stands_for("move_opt_states"), _stands_for("move_opt_states_sync")
-offload_adam_states_for_init = _stands_for("offload_adam_states_for_init")
-
+_APART = frozenset({"offload_parameters", "zero1_compile", "zero2_compile"})
+_UPSTREAMS: Mapping[str, tuple[str, tuple[str, ...], PassContract]] = {
+    "zero1_compile": ("add_z1_reduce", ("reduce",), PassContract(conflicts_with=frozenset({"zero3_compile"}))),
+    "zero2_compile": (
+        "add_z2_reduce", ("reduce",), PassContract(conflicts_with=frozenset({"zero3_compile", "zero1_compile"})),
+    ),
+    "zero3_compile": ("add_z3_gather_release", ("reduce", "gather"), PassContract(provides=_GATHER)),
+    "prefetch": ("schedule_prefetch", ("prefetch",), PassContract(requires=_GATHER)),
+    "selective_gather": ("selective_gather", ("keep",), PassContract(requires=_GATHER)),
+    "offload_parameters": ("offload_parameter_fwd", ("offload_parameters",), PassContract(requires=_GATHER)),
+    "offload_adam_states": (
+        "move_opt_states", ("offload_opt_states",), PassContract(requires=_EVICTED, conflicts_with=_APART),
+    ),
+    "offload_adam_states_sync": (
+        "move_opt_states_sync", ("offload_opt_states_all",),
+        PassContract(conflicts_with=_APART | {"offload_adam_states"}),
+    ),
+    # State is there after the first step only, so nothing prepares it for leaving.
+    "offload_adam_states_for_init": (
+        "offload_adam_states_for_init", (), PassContract(provides=_EVICTED, conflicts_with=_APART),
+    ),
+}  # fmt: skip
+"""Upstream's passes by name: the function, our passes that replace it, the contract."""
 BUILTIN: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    NAME_Z1: (add_z1_reduce, ("reduce",)),
-    NAME_Z2: (add_z2_reduce, ("reduce",)),
-    NAME_Z3: (add_z3_gather_release, ("reduce", "gather")),
-    NAME_PREFETCH: (schedule_prefetch, ("prefetch",)),
-    NAME_SELECTIVE: (selective_gather, ("keep",)),
-    NAME_PARAMS: (offload_parameter_fwd, ("offload_parameters",)),
-    NAME_STATES: (move_opt_states, ("offload_opt_states",)),
-    NAME_SYNC: (move_opt_states_sync, ("offload_opt_states_all",)),
-    NAME_FOR_INIT: (offload_adam_states_for_init, ()),
+    name: (_stands_for(function), ours) for name, (function, ours, _) in _UPSTREAMS.items()
 }
-"""Upstream's names and functions, and our passes. State is there after the first step only, so nothing prepares it for leaving."""
+globals().update({function.__name__: function for function, _ in BUILTIN.values()})
+globals().update({f"CONTRACT_{name}": contract for name, (*_, contract) in _UPSTREAMS.items()})
 
 
 class _Given:
@@ -147,14 +125,13 @@ class _Given:
 
 
 def _no_inputs() -> Any:
-    raise UnsupportedError(
+    raise not_supported(
         "a compile pass asked for inputs to run its graph with: graphs are measured while a step runs, and no inputs are kept",
-        code="compat-argument",
-        fix="Read times and bytes of each node from what the pass is given as profiling results.",
+        "Read times and bytes of each node from what the pass is given as profiling results.",
     )
 
 
-_UPSTREAMS = 8  # arguments; ds_engine's passes take seven
+_ARGUMENTS = 8  # of upstream's passes; ds_engine's take seven
 
 
 def as_ours(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,7 +140,7 @@ def as_ours(function: Callable[..., Any]) -> Callable[..., Any]:
     Upstream's form is recognised by its eight arguments.
     """
     try:
-        inspect.signature(function).bind(*range(_UPSTREAMS))
+        inspect.signature(function).bind(*range(_ARGUMENTS))
     except (TypeError, ValueError):
         return function
     return _Given(function)
@@ -191,16 +168,12 @@ def translated_schedule(
     return [(step, [name for one in passes for name in ours(one)]) for step, passes in schedule]
 
 
-def _both(upstream: str, contract: PassContract) -> PassContract:
+def _both(replaced_by: Sequence[str], contract: PassContract) -> PassContract:
     """Extend a contract of upstream's pass by what our passes provide, which replace that pass."""
-    ours = [OURS[name].contract.provides for name in BUILTIN[upstream][1]]
-    return PassContract(contract.requires, contract.provides.union(*ours), contract.conflicts_with)
+    provided = [OURS[name].contract.provides for name in replaced_by]
+    return PassContract(contract.requires, contract.provides.union(*provided), contract.conflicts_with)
 
 
-_CONTRACTS = {
-    NAME_Z1: CONTRACT_Z1, NAME_Z2: CONTRACT_Z2, NAME_Z3: CONTRACT_Z3, NAME_PREFETCH: CONTRACT_PREFETCH, NAME_SELECTIVE: CONTRACT_SELECTIVE,
-    NAME_PARAMS: CONTRACT_PARAMS, NAME_STATES: CONTRACT_STATES, NAME_SYNC: CONTRACT_SYNC, NAME_FOR_INIT: CONTRACT_FOR_INIT,
-}  # fmt: skip
 _KNOWN: Mapping[str, PassContract] = {
     # Of ours only what they provide, in both vocabularies: ds_engine checks the rest of them.
     **{
@@ -209,7 +182,7 @@ _KNOWN: Mapping[str, PassContract] = {
         )
         for name, one in OURS.items()
     },
-    **{name: _both(name, contract) for name, contract in _CONTRACTS.items()},
+    **{name: _both(ours, contract) for name, (_, ours, contract) in _UPSTREAMS.items()},
 }
 
 

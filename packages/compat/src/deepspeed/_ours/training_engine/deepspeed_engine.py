@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from deepspeed._errors import UnsupportedNameError
 from deepspeed._ours.base._torch import transformed, tree_leaves
-from deepspeed._ours.base.raising import also, out_of_order
+from deepspeed._ours.base.raising import not_supported, out_of_order
 from deepspeed._ours.communication import group_getters
 from deepspeed._ours.config.config import DeepSpeedConfig
 from deepspeed._ours.monitor.flops import FlopsProfiler
@@ -40,7 +40,7 @@ from deepspeed._ours.training_engine.engine_files import SavesAndLoads
 from deepspeed._ours.zero.params import mark, unmark
 from deepspeed._ours.zero.zero_optimizer import OffloadsStates
 from deepspeed._surface import MISSING_ATTRIBUTES
-from ds_config.errors import PlanError, UnsupportedError
+from ds_config.errors import PlanError
 from ds_engine import Engine, Plan, StepResult
 from ds_engine.compiling import Contract
 from ds_engine.components import Components
@@ -48,8 +48,6 @@ from ds_moe.utils import has_moe_layers
 from ds_pipe import Action
 from ds_zero import ShardedModel, ShardedOptimizer
 from ds_zero.layout.dtypes_plan import ScaleState
-
-__all__ = ["DeepSpeedEngine"]
 
 _log = logging.getLogger("DeepSpeed")
 
@@ -207,10 +205,10 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         if (
             not self._scaled and not DeepSpeedEngine._running_backwards
         ):  # another engine's loss, through this one's output, is scaled by that
-            raise also(PlanError, RuntimeError)(
+            raise out_of_order(
                 "Direct calls to tensor.backward() are not supported at ZeRO stage 0: nothing would divide it by the microbatches",
-                code="compat-call-order",
-                fix="Call engine.backward(loss), or engine.scale(loss).backward().",
+                "Call engine.backward(loss), or engine.scale(loss).backward().",
+                RuntimeError,
             )
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -286,9 +284,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
             PassContractError: passes that do not go together ("compile-contract").
         """
         if compiled_autograd_enabled:
-            raise UnsupportedError(
-                "compile(compiled_autograd_enabled=True)", code="compat-argument", fix="Leave it out."
-            )
+            raise not_supported("compile(compiled_autograd_enabled=True)", "Leave it out.")
         if self.is_compiled:
             return
         if schedule is not None:

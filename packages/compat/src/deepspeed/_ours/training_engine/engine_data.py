@@ -20,8 +20,6 @@ from ds_engine import Engine
 from ds_engine.loader import CurriculumLoader, ResumableLoader
 from ds_engine.transforms.token_routing import RandomLTD
 
-__all__ = ["DeepSpeedDataLoader", "ReadsData"]
-
 
 class DeepSpeedDataLoader:
     """Microbatches of this rank, in the same order every time it is iterated over.

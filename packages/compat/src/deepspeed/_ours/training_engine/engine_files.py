@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from deepspeed._ours.base.raising import out_of_order
+from deepspeed._ours.base.raising import not_supported, out_of_order, wrong_argument
 from deepspeed._ours.base.version import version
 from deepspeed._ours.checkpoint.checkpoint_api import (
     decode,
@@ -25,11 +25,8 @@ from deepspeed._ours.checkpoint.checkpoint_api import (
 from deepspeed._ours.checkpoint.grids import check_layers, cut_layers
 from deepspeed._ours.monitor.upstream_logging import logger
 from ds_comm import all_gather_object, barrier
-from ds_config.errors import ConfigError, UnsupportedError
 from ds_engine import Engine
 from ds_engine.deepspeed_checkpoints import translated
-
-__all__ = ["SavesAndLoads"]
 
 _log = logging.getLogger("DeepSpeed")
 
@@ -51,9 +48,7 @@ class SavesAndLoads(Engine):
             client_state: Data and tensors of the caller's own; rank 0's is stored.
         """
         if not save_dir:
-            raise ConfigError(
-                f"save_checkpoint(save_dir={save_dir!r})", code="compat-argument", fix="Give a directory."
-            )
+            raise wrong_argument(f"save_checkpoint(save_dir={save_dir!r})", "Give a directory.")
         world = self.mesh["world"]
         name = self._one_tag(str(tag or f"global_step{self.global_steps}"))
         state = same_everywhere(encode(client_state or {}), world)
@@ -119,10 +114,9 @@ class SavesAndLoads(Engine):
             UnsupportedError: files of experts are to be read by themselves ("compat-argument").
         """
         check_layers(autoep_layers or [])
-        raise UnsupportedError(
+        raise not_supported(
             f"load_moe_state_dict({checkpoint_path!r}, {tag!r})",
-            code="compat-argument",
-            fix="Call engine.load_checkpoint, which reads experts for any number of ranks.",
+            "Call engine.load_checkpoint, which reads experts for any number of ranks.",
         )
 
     def _get_ckpt_name(
@@ -166,10 +160,9 @@ class SavesAndLoads(Engine):
             UnsupportedError: `custom_load_fn` ("compat-argument").
         """
         if custom_load_fn is not None:
-            raise UnsupportedError(
+            raise not_supported(
                 "load_checkpoint(custom_load_fn=...)",
-                code="compat-argument",
-                fix="Read tensors with ds_ckpt.load and set them with deepspeed.utils.safe_set_full_fp32_param.",
+                "Read tensors with ds_ckpt.load and set them with deepspeed.utils.safe_set_full_fp32_param.",
             )
         root, world = os.fspath(load_dir), self.mesh["world"]
         name = name_of_tag(root, tag, world)

@@ -9,16 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed._ours.base.raising import not_supported
 from deepspeed._ours.training_engine.deepspeed_engine import DeepSpeedEngine
 from ds_compress import generalized_divergence
-from ds_config.errors import UnsupportedError
 from ds_engine.generating import GeneratingMethods
-
-__all__ = [
-    "DeepSpeedHybridEngine", "HybridEngineRollout", "HybridEngineRolloutConfig", "JSDLossOutput",
-    "ResponseTokenBatch", "RolloutBatch", "RolloutConfig", "RolloutEngine", "RolloutRequest", "SamplingConfig",
-    "build_rollout", "generalized_jsd_loss",
-]  # fmt: skip
 
 
 class DeepSpeedHybridEngine(GeneratingMethods, DeepSpeedEngine):  # type: ignore[misc]  # upstream's arguments of offload_states
@@ -144,10 +138,9 @@ class HybridEngineRollout(RolloutEngine):
         if sampling.continuous_batch_size is not None:
             unsupported.append("continuous_batch_size")
         if unsupported:
-            raise UnsupportedError(
+            raise not_supported(
                 f"HybridEngineRollout with {', '.join(unsupported)}: answers are decoded by the model's own generate",
-                code="compat-argument",
-                fix="Leave it out; ds_engine.Rollout(engine) batches continuously and shares prefixes by itself.",
+                "Leave it out; ds_engine.Rollout(engine) batches continuously and shares prefixes by itself.",
             )
 
     @staticmethod

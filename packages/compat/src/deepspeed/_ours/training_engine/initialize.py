@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed._ours.base.raising import raising
+from deepspeed._ours.base.raising import raising, wrong_argument
 from deepspeed._ours.base.version import version
 from deepspeed._ours.communication import group_getters
 from deepspeed._ours.communication.comm import TORCH_DISTRIBUTED_DEFAULT_PORT, init_distributed
@@ -28,11 +28,10 @@ from deepspeed._ours.training_engine.pipeline import PipelineEngine
 from deepspeed._ours.zero.leaf_modules import mark_leaf_modules
 from deepspeed._ours.zero.zero_api import restore_init_context, shutdown_init_context
 from deepspeed._ours.zero.zero_optimizer import DeepSpeedZeroOptimizer
-from deepspeed._surface.constants import CHECKPOINT
 from ds_comm import as_group, world_group
 from ds_config.config_file import Source
 from ds_config.errors import ConfigError, PlanError, UnsupportedError
-from ds_engine import add_config_arguments, load_config, make_plan
+from ds_engine import load_config, make_plan
 from ds_engine.builder import InitArgs, assemble, shapes_of
 from ds_engine.config import Config
 from ds_engine.loader import ResumableLoader
@@ -42,15 +41,6 @@ from ds_inference import InferenceConfig
 from ds_parallel.config import TensorParallelConfig
 from ds_parallel.tensor import facts_of
 from ds_zero.runtime.sharded_model import sharding_of
-
-__all__ = [
-    "DeepSpeedOptimizerCallable",
-    "DeepSpeedSchedulerCallable",
-    "add_config_arguments",
-    "default_inference_config",
-    "initialize",
-    "tp_model_init",
-]
 
 _ASKED = "_ds_tensor_parallel"
 
@@ -136,10 +126,9 @@ def _check_buckets(raw: Mapping[str, Any]) -> None:
     zero = section_of(raw, "zero_optimization")
     size = zero.get("allgather_bucket_size", 2)
     if zero.get("stage") in (1, 2) and isinstance(size, int) and size % 2:
-        raise ConfigError(
+        raise wrong_argument(
             "allgather_bucket_size must be a multiple of nccl_start_alignment_factor, 2",
-            code="compat-argument",
-            fix=f"Use {size - 1}, or leave the key out.",
+            f"Use {size - 1}, or leave the key out.",
         )
 
 
@@ -305,7 +294,7 @@ def _note_layers(engine: DeepSpeedEngine, model: nn.Module, request: _TpInitRequ
         return
     set_autotp_mode(training=True)
     dress(model)
-    model.__dict__[str(CHECKPOINT["UNIVERSAL_CHECKPOINT_INFO"])] = collect_autotp_universal_checkpoint_info(model)
+    model.__dict__["universal_checkpoint_info"] = collect_autotp_universal_checkpoint_info(model)
     ours = engine.mesh["tensor"].ranks
     if request is not None and request.group is not None and as_group(request.group).ranks != ours:
         raise _conflict(

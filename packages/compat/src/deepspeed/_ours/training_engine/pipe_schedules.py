@@ -14,12 +14,6 @@ from typing import Any
 
 from deepspeed._ours.base.config_translation import reads
 
-__all__ = [
-    "BackwardPass", "BufferOpInstruction", "ForwardPass", "InferenceSchedule",
-    "LoadMicroBatch", "OptimizerStep", "PipeInstruction", "PipeSchedule", "RecvActivation", "RecvGrad",
-    "ReduceGrads", "ReduceTiedGrads", "SendActivation", "SendGrad", "TrainSchedule",
-]  # fmt: skip
-
 
 class PipeInstruction:
     """One thing to do; its arguments are attributes."""

@@ -9,14 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 
 import ds_pipe
+from deepspeed._ours.base.raising import not_supported
 from deepspeed._ours.base.runtime_utils import prime_factors
 from deepspeed._ours.training_engine.deepspeed_engine import DeepSpeedEngine
 from ds_comm import as_group, world_group
-from ds_config.errors import UnsupportedError
 from ds_engine.pipelining import StagedMethods
 from ds_pipe.topology import PipelineGroups
-
-__all__ = ["PipelineEngine", "PipelineModule", "PipelineParallelGrid"]
 
 
 class PipelineParallelGrid(ds_pipe.PipelineParallelGrid):
@@ -41,10 +39,9 @@ class PipelineParallelGrid(ds_pipe.PipelineParallelGrid):
         places: PipelineGroups | None = None,
     ) -> None:
         if process_group is not None and as_group(process_group).size != world_group().size:
-            raise UnsupportedError(
+            raise not_supported(
                 "PipelineParallelGrid(process_group=...) of a part of the world",
-                code="compat-argument",
-                fix="Leave it out, and start as many ranks as the topology has.",
+                "Leave it out, and start as many ranks as the topology has.",
             )
         super().__init__(places or PipelineGroups.build(topology or _squarish(world_group().size)))
         self.is_first_stage = self.stage_id == 0
@@ -112,10 +109,9 @@ class PipelineEngine(StagedMethods, DeepSpeedEngine):  # type: ignore[misc]  # u
         Without `compute_loss` the outputs by microbatch, on the last stage's ranks; with `reduce_output=None` the same.
         """
         if reduce_output not in ("avg", None):
-            raise UnsupportedError(
+            raise not_supported(
                 f"eval_batch(reduce_output={reduce_output!r}): the losses of microbatches are averaged or left alone",
-                code="compat-argument",
-                fix='Pass "avg", or None and reduce the outputs.',
+                'Pass "avg", or None and reduce the outputs.',
             )
         loss, logits = self.evaluate(
             data_iter,

@@ -11,8 +11,6 @@ from deepspeed._ours.config.offload_enums import OffloadStateTypeEnum
 from deepspeed._ours.training_engine.deepspeed_engine import DeepSpeedEngine
 from ds_zero import safe_get_local_fp32_param, safe_get_local_grad, safe_get_local_optimizer_state
 
-__all__ = ["get_state_devices"]
-
 
 def get_state_devices(model: DeepSpeedEngine, state: OffloadStateTypeEnum) -> set[torch.device]:
     """Return the devices of a kind of an engine's state; an empty set while the state is moved away."""

@@ -10,13 +10,6 @@ from ds_comm import world_group
 from ds_zero import ShardOptions, plan
 from ds_zero.layout.units import ParamInfo
 
-__all__ = [
-    "estimate_zero2_model_states_mem_needs_all_cold",
-    "estimate_zero2_model_states_mem_needs_all_live",
-    "estimate_zero3_model_states_mem_needs_all_cold",
-    "estimate_zero3_model_states_mem_needs_all_live",
-]
-
 _log = logging.getLogger("DeepSpeed")
 
 

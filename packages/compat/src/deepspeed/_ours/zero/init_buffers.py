@@ -24,8 +24,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from deepspeed._ours.base._torch import tree_leaves
 from ds_engine.mixed_precision import Casting
 
-__all__ = ["CONSTRUCTORS", "BufferFormat"]
-
 CONSTRUCTORS: frozenset[Callable[..., Any]] = frozenset(
     (torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.eye, torch.randn)
 )

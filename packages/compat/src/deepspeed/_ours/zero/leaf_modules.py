@@ -9,11 +9,6 @@ from torch import nn
 
 from ds_config.errors import ConfigError
 
-__all__ = [
-    "get_z3_leaf_modules", "mark_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module", "z3_leaf_parameter",
-]  # fmt: skip
-
 _LEAF = "_z3_leaf"
 
 

@@ -21,10 +21,6 @@ from deepspeed._ours.base.config_translation import reads
 from ds_zero import ShardedModel, ShardedParameter, safe_get_local_fp32_param
 from ds_zero.runtime.init_shards import chunk_of
 
-__all__ = [
-    "Status", "ZeroParamStatus", "ZeroParamType", "get_allgather_dtype", "is_zero_param", "mark", "mark_scattered", "unmark",
-]  # fmt: skip
-
 _NAMES = (
     "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist", "ds_active_sub_modules", "partition_numel",
 )  # fmt: skip

@@ -12,8 +12,6 @@ from torch import Tensor
 from deepspeed._ours.base.config_translation import reads
 from ds_zero.layout.dtypes_plan import LossScale, ScaleState, next_scale
 
-__all__ = ["CreateLossScaler", "DynamicLossScaler", "EngineLossScaler", "LossScaler", "LossScalerBase"]
-
 
 class LossScalerBase:
     """A loss scale.

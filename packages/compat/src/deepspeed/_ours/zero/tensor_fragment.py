@@ -14,11 +14,6 @@ from deepspeed._ours.base.raising import also
 from ds_comm.differentiable import seq_all_to_all
 from ds_config.errors import PlanError
 
-__all__ = [
-    "AllGatherHandle", "LinearFunctionForZeroStage3", "LinearModuleForZeroStage3", "MultipleAllGatherHandles",
-    "NoGatherHandle", "PartitionedTensor", "SeqAllToAll", "SparseTensor", "prefix_sum_inc", "single_all_to_all", "zero3_linear_wrap",
-]  # fmt: skip
-
 
 def prefix_sum_inc(weights: Sequence[int]) -> list[int]:
     """Compute the inclusive prefix sums of `weights`."""

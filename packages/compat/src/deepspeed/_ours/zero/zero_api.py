@@ -17,26 +17,18 @@ from torch import nn
 from torch.nn.parameter import Parameter
 
 import ds_zero
-from deepspeed._ours.base.raising import also, raising
+from deepspeed._ours.base.raising import out_of_order, raising, wrong_argument
 from deepspeed._ours.communication.comm import init_distributed
 from deepspeed._ours.zero.init_buffers import CONSTRUCTORS, BufferFormat
 from deepspeed._ours.zero.params import mark_scattered
 from ds_comm import as_group
 from ds_config import read
-from ds_config.errors import ConfigError, PlanError, ShardedAccessError
+from ds_config.errors import ShardedAccessError
 from ds_engine import load_config
 from ds_engine.mixed_precision import Casting, casting_of
 
-__all__ = [
-    "GatheredParameters", "Init", "MiCS_Init", "TiledLinear", "register_external_parameter",
-    "restore_init_context", "shutdown_init_context", "single_rank_error", "unregister_external_parameter",
-    "zero_wrapper_for_fp_tensor_constructor",
-]  # fmt: skip
-
 _log = logging.getLogger("DeepSpeed")
 _orig_torch_arange = torch.arange
-register_external_parameter = ds_zero.register_external_parameter
-unregister_external_parameter = ds_zero.unregister_external_parameter
 
 
 @contextmanager
@@ -106,9 +98,7 @@ class Init(ds_zero.Init):
             else None
         )
         if wrong is not None:
-            raise also(PlanError, RuntimeError)(
-                wrong, code="compat-call-order", fix="Call deepspeed.init_distributed() first."
-            )
+            raise out_of_order(wrong, "Call deepspeed.init_distributed() first.", RuntimeError)
         source = config if config_dict_or_path is None else config_dict_or_path
         keeps = tensor_overrides is not None and "dtype" not in {getattr(one, "name", one) for one in tensor_overrides}
         wanted = _format(source) if dtype is None and enabled else dtype
@@ -168,10 +158,9 @@ class MiCS_Init(Init):  # noqa: N801  upstream's name
         source = bound.get("config_dict_or_path", bound.get("config"))
         section = {} if source is None else read(source).data.get("zero_optimization", {})
         if self.enabled and int(section.get("mics_shard_size", -1)) < 1:
-            raise ConfigError(
+            raise wrong_argument(
                 f"MiCS_Init with zero_optimization.mics_shard_size = {section.get('mics_shard_size')}",
-                code="compat-argument",
-                fix="Set it in the configuration that MiCS_Init and initialize get, or use zero.Init.",
+                "Set it in the configuration that MiCS_Init and initialize get, or use zero.Init.",
             )
 
 

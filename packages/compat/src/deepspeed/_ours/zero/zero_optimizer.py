@@ -16,8 +16,6 @@ from deepspeed._ours.zero.scalers import EngineLossScaler
 from ds_config.errors import ConfigError
 from ds_zero import ShardedModel, ShardedOptimizer, ShardOptions, safe_get_local_grad
 
-__all__ = ["DeepSpeedZeroOptimizer", "OffloadsStates", "ParameterOffload", "kinds_of", "unwrap_model_for_generation"]
-
 _KINDS = {
     "optim_states": "optimizer",
     "hp_params": "masters",
