@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-PAGES = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
+_RULES = {"l": "---", "r": "---:"}
 
 
-def record_of(name: str) -> dict[str, Any]:
-    """Return what a benchmark wrote last; empty where it was never run."""
-    path = PAGES / "data" / f"{name}.json"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return found
-
-
-def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
-    """Return rows of texts below their heads; all columns but the first stand to the right if they are `numbers`."""
-    rule = ["---", *["---:" if numbers else "---"] * (len(head) - 1)]
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str = "") -> str:
+    """Return rows of texts below their heads. `align`: l or r for each column, or one for all; else all but the first stand to the right."""
+    columns = align * len(head) if len(align) == 1 else align or "l" + "r" * (len(head) - 1)
     lines = [f"| {' | '.join(line)} |" for line in (head, *rows)]
-    return "\n".join([lines[0], f"|{'|'.join(rule)}|", *lines[1:]]) + "\n"
+    return "\n".join([lines[0], f"|{'|'.join(_RULES[column] for column in columns)}|", *lines[1:]]) + "\n"
 
 
 def fenced(begin: str, end: str) -> re.Pattern[str]:

@@ -1,6 +1,6 @@
 """Saving and loading: bandwidth, stall, bytes, memory, against torch.save, DCP, safetensors and DeepSpeed in one run.
 
-usage: nox -s bench -- ckpt [bandwidth] [cold] [stall] [export] [--directory DIRECTORY] [--repeats N]
+usage: nox -s bench -- ckpt [bandwidth] [cold] [stall] [--directory DIRECTORY] [--repeats N]
 
 All "durable" times end with the bytes on the device (fsync). Cases alternate, medians are reported; the first round warms up.
 Loads go into tensors that exist: "bandwidth" loads have their files in the page cache, "cold" ones have not: synced, dropped, and
@@ -8,7 +8,6 @@ looked for with mincore before every load, the order of the programs turning by 
 bytes to or from huge pages with O_DIRECT, by the same io_uring engine as ds-ops' own benchmark, and one fsync. Every save makes
 new files; those of the turn before are removed outside the timing, for all programs. The state is parameters and Adam's
 moments in fp32; DeepSpeed (stage 2, one process, its own environment) adds a second copy of the parameters to its files.
-The export is of a model of 4 GB; what comes out is loaded by transformers in an environment of its own.
 """
 
 from __future__ import annotations
@@ -18,47 +17,32 @@ import gc
 import json
 import mmap
 import os
-import platform
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import peers
 import psutil
+import records
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from in_turn import Answering, Times, ratio
+from meetings import WORKERS
 from safetensors.torch import load_file, save_file
 
 import ds_ckpt
-from ds_ckpt.convert.tensor_source import TensorEntry, TensorSource, write_checkpoint
 from ds_comm.placement import Box, Interval, TensorShard
 from ds_ops.io import AsyncIO, IOSettings
 from ds_ops.mapped import MappedFile
 
-ROOT = Path(__file__).resolve().parents[2]
-DATA = ROOT / "docs" / "benchmarks" / "data" / "ckpt.json"
-WORKERS = ROOT / "tools" / "bench" / "workers"
 TENSORS, NUMEL = 120, 1_025_000
-# A Llama of 2.07e9 parameters in bf16: 4.1 GB, the largest tensor 164 MB.
-HIDDEN, INNER, VOCAB, LAYERS = 2560, 6912, 32000, 24
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": HIDDEN,
-    "intermediate_size": INNER,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 20,
-    "num_key_value_heads": 20,
-    "vocab_size": VOCAB,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
+NBYTES = TENSORS * NUMEL * 4
 
 
 def state(fill: float) -> dict[str, torch.Tensor]:
@@ -112,170 +96,85 @@ def halves(tensors: dict[str, torch.Tensor], rank: int) -> list[Shard]:
 
 
 def timed(action: Callable[[], object]) -> float:
+    """Seconds of an action; what runs in another process says its own."""
     gc.collect()
     start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
+    said = action()
+    return said if isinstance(said, float) else time.perf_counter() - start
 
 
-ALONE = {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29556"}
-
-
-class DeepSpeed:
+def deepspeed(folder: Path) -> Answering:
     """A process in DeepSpeed's environment that saves and loads the same state, and times itself."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir()
-        self._process = subprocess.Popen(
-            [peers.ensure("deepspeed"), WORKERS / "ckpt_deepspeed.py", folder, str(TENSORS // 3), str(NUMEL)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, **ALONE},
-        )
-        self._answer()
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        answer = self._process.stdout.readline().strip()
-        if not answer:
-            raise SystemExit(f"DeepSpeed's process ended with status {self._process.wait()}")
-        return answer
-
-    def run(self, order: str) -> float:
-        """`save` or `load`; seconds."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(order + "\n")
-        self._process.stdin.flush()
-        return float(self._answer())
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
+    folder.mkdir()
+    alone = {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29556"}
+    command = [peers.ensure("deepspeed"), WORKERS / "ckpt_deepspeed.py", folder, TENSORS // 3, NUMEL]
+    return Answering(command, **alone)
 
 
-def llama_shapes() -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
-    shapes["lm_head.weight"] = (VOCAB, HIDDEN)
-    for layer in range(LAYERS):
-        own = f"model.layers.{layer}."
-        shapes |= {f"{own}self_attn.{part}_proj.weight": (HIDDEN, HIDDEN) for part in "qkvo"}
-        shapes |= {f"{own}mlp.{part}_proj.weight": (INNER, HIDDEN) for part in ("gate", "up")}
-        shapes |= {f"{own}mlp.down_proj.weight": (HIDDEN, INNER), f"{own}input_layernorm.weight": (HIDDEN,)}
-        shapes[f"{own}post_attention_layernorm.weight"] = (HIDDEN,)
-    return shapes
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What saves, what loads, or both; and the file or folder that it writes and reads."""
+
+    name: str
+    place: Path
+    save: Callable[[], object] | None = None
+    load: Callable[[], object] | None = None
+
+    def files(self) -> list[Path]:
+        return [file for file in [self.place, *self.place.rglob("*")] if file.is_file()]
+
+    def removed(self) -> None:
+        """Make room for the next turn."""
+        if self.place.is_dir():
+            shutil.rmtree(self.place)
+        else:
+            self.place.unlink(missing_ok=True)
+
+    def warm(self) -> None:
+        """Bring the files into the page cache."""
+        for file in self.files():
+            with file.open("rb", buffering=0) as stream:
+                while stream.read(2**24):
+                    pass
+
+    def drop(self) -> None:
+        """Drop the files from the page cache, and see that they are gone."""
+        for file in self.files():
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())  # pages that are not written yet would stay
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            mapped = MappedFile(file)  # this maps the first page; the others are looked at
+            for at in range(2**23, mapped.nbytes, 2**23):
+                if mapped.cached(at, 1):
+                    raise SystemExit(f"{file} stays in the page cache; --directory names a place on a disk")
 
 
-def export(root: Path) -> dict[str, object]:
-    """Write a checkpoint of 4 GB, export it in a process of its own, load the result with transformers."""
-    shapes = llama_shapes()
-    values = {name: float(i % 200) for i, name in enumerate(shapes)}
+def programs(root: Path, peer: Answering) -> list[Program]:
+    full, target = state(1.0), state(0.0)
+    memory = aligned(NBYTES)
+    pt, st, runs = root / "torch.pt", root / "st.safetensors", root / "runs"
 
-    def filled(name: str) -> torch.Tensor:
-        return torch.full(shapes[name], values[name], dtype=torch.bfloat16)
+    def and_synced(save: Callable[[], object], path: Path) -> Callable[[], object]:
+        return lambda: (save(), synced(path))
 
-    entries = {f"param/{n}": TensorEntry(shape, "bfloat16", lambda n=n: filled(n)) for n, shape in shapes.items()}  # type: ignore[misc]
-    write_checkpoint(TensorSource(entries), root / "llama")
-    out = root / "exported"
-    words = [sys.executable, str(WORKERS / "ckpt_export.py"), str(root / "llama"), str(out)]
-    done = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-    (out / "config.json").write_text(json.dumps(LLAMA))
-    (out / "values.json").write_text(json.dumps(values))
-    words = [str(peers.ensure("transformers")), str(WORKERS / "ckpt_transformers.py"), str(out)]
-    loaded = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-    nbytes = sum(torch.Size(shape).numel() * 2 for shape in shapes.values())
-    largest = max(torch.Size(shape).numel() * 2 for shape in shapes.values())
-    shutil.rmtree(root / "llama")
-    shutil.rmtree(out)
-    return {
-        "nbytes": nbytes,
-        "largest_tensor_bytes": largest,
-        "seconds": done["seconds"],
-        "memory_bytes": done["peak"] - done["before"],
-        "allowed_bytes": 2 * largest + 200_000_000,
-        "transformers": loaded,
-    }
+    def into(load: Callable[[], dict[str, torch.Tensor]]) -> Callable[[], object]:
+        return lambda: [target[name].copy_(tensor) for name, tensor in load().items()]
 
+    def ours(shards: Sequence[Any]) -> Callable[[], object]:
+        return lambda: ds_ckpt.load(runs / "ours", shards)
 
-def saves(root: Path, full: dict[str, torch.Tensor], memory: mmap.mmap) -> dict[str, Callable[[], object]]:
-    def torch_save() -> None:
-        torch.save(full, root / "torch.pt")
-        synced(root / "torch.pt")
-
-    def safetensors_save() -> None:
-        save_file(full, root / "st.safetensors")
-        synced(root / "st.safetensors")
-
-    return {
-        "raw": lambda: raw_write(root / "raw", memory),
-        "ds-ckpt": lambda: ds_ckpt.save(root / "runs" / "ours", ds_ckpt.full_shards(full), {}),
-        "torch.save": torch_save,
-        "safetensors": safetensors_save,
-        "dcp": lambda: dcp.save(full, checkpoint_id=root / "dcp"),  # syncs its files by default
-    }
-
-
-def removed(path: Path) -> None:
-    """Make room for the next turn."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def loads(root: Path, target: dict[str, torch.Tensor]) -> dict[str, Callable[[], object]]:
-    def into(found: dict[str, torch.Tensor]) -> None:
-        for name, tensor in target.items():
-            tensor.copy_(found[name])
-
-    path = root / "runs" / "ours"
-    return {
-        "ds-ckpt": lambda: ds_ckpt.load(path, ds_ckpt.full_shards(target)),
-        "ds-ckpt, as two shards each": lambda: ds_ckpt.load(path, halves(target, 0) + halves(target, 1)),
-        "torch.load": lambda: into(torch.load(root / "torch.pt", weights_only=True)),
-        "torch.load, mapped": lambda: into(torch.load(root / "torch.pt", weights_only=True, mmap=True)),
-        "safetensors": lambda: into(load_file(root / "st.safetensors")),
-        "dcp": lambda: dcp.load(target, checkpoint_id=root / "dcp"),
-    }
-
-
-FILES = {
-    "raw": "raw",
-    "ds-ckpt": "runs",
-    "torch.load": "torch.pt",
-    "safetensors": "st.safetensors",
-    "dcp": "dcp",
-    "deepspeed": "peer",
-}
-WRITTEN = {"raw": "raw", "ds-ckpt": "runs", "torch.save": "torch.pt", "safetensors": "st.safetensors", "dcp": "dcp"}
-
-
-def files(root: Path, name: str) -> list[Path]:
-    """What a load of this name reads."""
-    top = root / FILES[name.split(",")[0]]
-    return [file for file in [top, *top.rglob("*")] if file.is_file()]
-
-
-def warm(root: Path, name: str) -> None:
-    """Bring the files that a case reads into the page cache."""
-    for file in files(root, name):
-        with file.open("rb", buffering=0) as stream:
-            while stream.read(2**24):
-                pass
-
-
-def drop(root: Path, name: str) -> None:
-    """Drop the files that a case reads from the page cache, and see that they are gone."""
-    for file in files(root, name):
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())  # pages that are not written yet would stay
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        mapped = MappedFile(file)  # this maps the first page; the others are looked at
-        for at in range(2**23, mapped.nbytes, 2**23):
-            if mapped.cached(at, 1):
-                raise SystemExit(f"{file} stays in the page cache; --directory names a place on a disk")
+    return [
+        Program("raw", root / "raw", lambda: raw_write(root / "raw", memory), lambda: raw_read(root / "raw", memory)),
+        Program("ds-ckpt", runs, lambda: ds_ckpt.save(runs / "ours", ds_ckpt.full_shards(full), {}), ours(ds_ckpt.full_shards(target))),
+        Program("ds-ckpt, as two shards each", runs, load=ours(halves(target, 0) + halves(target, 1))),
+        Program("torch.save", pt, and_synced(lambda: torch.save(full, pt), pt)),
+        Program("torch.load", pt, load=into(lambda: torch.load(pt, weights_only=True))),
+        Program("torch.load, mapped", pt, load=into(lambda: torch.load(pt, weights_only=True, mmap=True))),
+        Program("safetensors", st, and_synced(lambda: save_file(full, st), st), into(lambda: load_file(st))),
+        # Syncs its files by default.
+        Program("dcp", root / "dcp", lambda: dcp.save(full, checkpoint_id=root / "dcp"), lambda: dcp.load(target, checkpoint_id=root / "dcp")),
+        Program("deepspeed", root / "peer" / "state", lambda: peer.ask("save"), lambda: peer.ask("load")),
+    ]  # fmt: skip
 
 
 def stalls(root: Path, full: dict[str, torch.Tensor], repeats: int) -> dict[str, list[float]]:
@@ -318,101 +217,85 @@ def memory_slope(root: Path) -> float:
     return (sizes[-1] - sizes[10]) / 50
 
 
-Times = dict[str, list[float]]
-
-
 def bandwidth(root: Path, repeats: int) -> dict[str, object]:
     """Durable saves, and loads of files in the page cache, of every program in turn."""
-    full, target = state(1.0), state(0.0)
-    nbytes = sum(t.nbytes for t in full.values())
-    memory_of_raw = aligned(nbytes)
     save_s: Times = {}
     load_s: Times = {}
-    peer = DeepSpeed(root / "peer")
+    peer = deepspeed(root / "peer")
     try:
+        every = programs(root, peer)
         for turn in range(-1, repeats):
-            for name, action in saves(root, full, memory_of_raw).items():
-                removed(root / WRITTEN[name])
-                save_s.setdefault(name, []).append(timed(action))
-            removed(root / "peer" / "state")
-            save_s.setdefault("deepspeed", []).append(peer.run("save"))
-            for name, action in loads(root, target).items():
-                warm(root, name)
-                load_s.setdefault(name, []).append(timed(action))
-            warm(root, "deepspeed")
-            load_s.setdefault("deepspeed", []).append(peer.run("load"))
+            for program in every:
+                if program.save is not None:
+                    program.removed()
+                    save_s.setdefault(program.name, []).append(timed(program.save))
+            for program in every:
+                if program.load is not None and program.name != "raw":
+                    program.warm()
+                    load_s.setdefault(program.name, []).append(timed(program.load))
             if turn < 0:  # the first round warms up
-                for times in (save_s, load_s):
-                    times.clear()
+                save_s.clear()
+                load_s.clear()
     finally:
         peer.close()
-    ours = sum(p.stat().st_size for p in (root / "runs" / "ours").iterdir())
-    theirs = sum(p.stat().st_size for p in (root / "peer" / "state").iterdir())
-    best = max((n for n in load_s if not n.startswith("ds-ckpt")), key=lambda n: -statistics.median(load_s[n]))
-    other = "ds-ckpt, as two shards each"
+    size = {one.name: sum(file.stat().st_size for file in one.files()) / NBYTES for one in every}
+    beside = {
+        f"save over {name}": over(save_s, name) for name in ("raw", "dcp", "torch.save", "safetensors", "deepspeed")
+    }
     return {
-        "save_gb_per_s": rates(save_s, nbytes),
-        "load_gb_per_s": rates(load_s, nbytes),
-        "bytes_over_minimum": ours / nbytes,
-        "deepspeed_bytes_over_minimum": theirs / nbytes,
-        # Of the two times of each round; the medians of these.
-        "ratios": {
-            "save over raw": ratio(save_s, "raw"),
-            **{f"save over {n}": ratio(save_s, n) for n in ("dcp", "torch.save", "safetensors", "deepspeed")},
-            "load over dcp": ratio(load_s, "dcp"),
-            f"load over the best peer ({best})": ratio(load_s, best),
-            "other layout over plain load": 1 / ratio(load_s, other),
-        },
+        "save_gb_per_s": rates(save_s),
+        "load_gb_per_s": rates(load_s),
+        "bytes_over_minimum": size["ds-ckpt"],
+        "deepspeed_bytes_over_minimum": size["deepspeed"],
+        "ratios": beside | loads_beside(load_s),
     }
 
 
 def cold(root: Path, repeats: int) -> dict[str, object]:
     """Loads of files that are on the device alone, and the device's own speed between them."""
-    full, target = state(1.0), state(0.0)
-    nbytes = sum(t.nbytes for t in full.values())
-    memory = aligned(nbytes)
     times: Times = {}
-    peer = DeepSpeed(root / "peer")
+    peer = deepspeed(root / "peer")
     try:
-        for action in saves(root, full, memory).values():
-            action()
-        peer.run("save")
-        actions: dict[str, Callable[[], object]] = {
-            "raw": lambda: raw_read(root / "raw", memory),
-            **loads(root, target),
-        }
-        names = [*actions, "deepspeed"]
+        every = programs(root, peer)
+        for program in every:
+            if program.save is not None:
+                program.save()
+        loading = [program for program in every if program.load is not None]
         for turn in range(-1, repeats):
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                drop(root, name)
-                seconds = peer.run("load") if name == "deepspeed" else timed(actions[name])
+            first = turn % len(loading)
+            for program in loading[first:] + loading[:first]:
+                program.drop()
+                took = timed(program.load)
                 if turn >= 0:
-                    times.setdefault(name, []).append(seconds)
+                    times.setdefault(program.name, []).append(took)
     finally:
         peer.close()
-    peers_ = [name for name in names if not name.startswith(("ds-ckpt", "raw"))]
-    best = min(peers_, key=lambda name: statistics.median(times[name]))
-    other = "ds-ckpt, as two shards each"
+    device = {"load over raw": over(times, "raw"), "raw over dcp": ratio(times, "dcp", "raw")}
     return {
-        "load_gb_per_s": rates(times, nbytes),
-        "slowest_and_fastest_gb_per_s": {n: [nbytes / max(t) / 1e9, nbytes / min(t) / 1e9] for n, t in times.items()},
-        "ratios": {
-            "load over raw": ratio(times, "raw"),
-            "raw over dcp": ratio(times, "dcp", "raw"),
-            "load over dcp": ratio(times, "dcp"),
-            f"load over the best peer ({best})": ratio(times, best),
-            "other layout over plain load": 1 / ratio(times, other),
-        },
+        "load_gb_per_s": rates(times),
+        "slowest_and_fastest_gb_per_s": {n: [NBYTES / max(t) / 1e9, NBYTES / min(t) / 1e9] for n, t in times.items()},
+        "ratios": device | loads_beside(times),
     }
 
 
-def rates(times: Times, nbytes: int) -> dict[str, float]:
-    return {n: nbytes / statistics.median(t) / 1e9 for n, t in times.items()}
+def loads_beside(times: Times) -> dict[str, float]:
+    """Ratios of the two times of each round; the medians of these."""
+    others = [name for name in times if not name.startswith(("ds-ckpt", "raw"))]
+    best = min(others, key=lambda name: statistics.median(times[name]))
+    return {
+        "load over dcp": over(times, "dcp"),
+        f"load over the best peer ({best})": over(times, best),
+        "other layout over plain load": ratio(times, "ds-ckpt", "ds-ckpt, as two shards each"),
+    }
 
 
-def ratio(times: Times, other: str, ours: str = "ds-ckpt") -> float:
+def rates(times: Times) -> dict[str, float]:
+    return {n: NBYTES / statistics.median(t) / 1e9 for n, t in times.items()}
+
+
+def over(times: Times, other: str) -> float:
     """How many times as fast as `other` we are."""
-    return statistics.median(b / a for a, b in zip(times[ours], times[other], strict=True))
+    return ratio(times, other, "ds-ckpt")
 
 
 def behind(memory: Path, repeats: int) -> dict[str, object]:
@@ -426,50 +309,36 @@ def behind(memory: Path, repeats: int) -> dict[str, object]:
     }
 
 
-PARTS = ("bandwidth", "cold", "stall", "export")
+PARTS: dict[str, Callable[[Path, Path, int], dict[str, object]]] = {
+    "bandwidth": lambda root, _, repeats: bandwidth(root, repeats),
+    "cold": lambda root, _, repeats: cold(root, repeats),
+    "stall": lambda _, memory, repeats: behind(memory, repeats),
+}
 
 
-def main(parts: Sequence[str], where: str | None, repeats: int) -> int:
-    unknown = [part for part in parts if part not in PARTS]
-    if unknown:
-        raise SystemExit(f"there is no part {unknown[0]!r}; choose from {', '.join(PARTS)}")
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all without one")
+    parser.add_argument("--directory", help="on the disk to measure")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    if unknown := [part for part in args.parts if part not in PARTS]:
+        parser.error(f"there is no part {unknown[0]!r}; choose from {', '.join(PARTS)}")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29555")
     dist.init_process_group("gloo", rank=0, world_size=1)
-    root = Path(tempfile.mkdtemp(prefix="bench-ckpt-", dir=where))
-    memory = Path(tempfile.mkdtemp(prefix="bench-ckpt-", dir="/dev/shm" if os.path.isdir("/dev/shm") else where))
-    found = json.loads(DATA.read_text()) if DATA.exists() else {}
-    try:
-        for part in parts:
-            body = {"date": time.strftime("%Y-%m-%d %H:%M"), "repeats": repeats}
-            folder = root / part
-            folder.mkdir()
-            if part == "bandwidth":
-                found[part] = {**body, **bandwidth(folder, repeats)}
-            elif part == "cold":
-                found[part] = {**body, **cold(folder, repeats)}
-            elif part == "stall":
-                found[part] = {**body, **behind(memory, repeats)}
-            else:
-                found[part] = {"date": body["date"], **export(folder)}
-            shutil.rmtree(folder)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
-        shutil.rmtree(memory, ignore_errors=True)
-        dist.destroy_process_group()
-    found["machine"] = {"system": platform.platform(), "cpus": os.cpu_count(), "torch": torch.__version__}
-    found["state"] = {"tensors": TENSORS, "nbytes": TENSORS * NUMEL * 4}
-    result = {key: found[key] for key in ("machine", "state", *PARTS) if key in found}
-    DATA.parent.mkdir(parents=True, exist_ok=True)
-    DATA.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
-    return 0
+    fast = "/dev/shm" if os.path.isdir("/dev/shm") else args.directory
+    for part in args.parts or PARTS:
+        with (
+            tempfile.TemporaryDirectory(prefix="bench-ckpt-", dir=args.directory) as root,
+            tempfile.TemporaryDirectory(prefix="bench-ckpt-", dir=fast) as memory,
+        ):
+            found = PARTS[part](Path(root), Path(memory), args.repeats)
+        when = {"date": time.strftime("%Y-%m-%d %H:%M"), "repeats": args.repeats}
+        records.add("ckpt", state={"tensors": TENSORS, "nbytes": NBYTES}, **{part: when | found})
+        print(json.dumps(found, indent=2))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    arguments = argparse.ArgumentParser()
-    arguments.add_argument("parts", nargs="*", default=PARTS, help=f"of {', '.join(PARTS)}; all without one")
-    arguments.add_argument("--directory", help="on the disk to measure")
-    arguments.add_argument("--repeats", type=int, default=5)
-    chosen = arguments.parse_args()
-    sys.exit(main(chosen.parts, chosen.directory, chosen.repeats))
+    main()

@@ -10,23 +10,22 @@ is left out. A save ends when the manifest is there, a load when every block is 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import ckpt_page
+import records
 import s3fs
+import tables
 import torch
+from in_turn import in_turn, ratio, seconds
 
 import ds_ckpt
 
-DATA = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "data" / "ckpt_s3.json"
 SERVER = """
 import sys
 from moto.server import ThreadedMotoServer
@@ -36,12 +35,6 @@ print(server.get_host_and_port()[1], flush=True)
 sys.stdin.read()
 server.stop()
 """
-
-
-def timed(action: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
 
 
 def main() -> None:
@@ -68,42 +61,35 @@ def main() -> None:
     nbytes = 8 * numel * 4
     source, target = Path("/dev/shm/ds-ckpt-bench.bin"), Path("/dev/shm/ds-ckpt-bench.out")
     source.write_bytes(os.urandom(nbytes))
-    times: dict[str, list[float]] = {"put": [], "save": [], "get": [], "load": []}
+    saved, loaded = ds_ckpt.CheckpointRef(storage, "a"), ds_ckpt.full_shards(back)
+
+    def looked_at() -> float:
+        if not all(torch.equal(back[name], t) for name, t in state.items()):
+            raise SystemExit("other bytes came back")
+        for tensor in state.values():
+            tensor.add_(1)
+        return 0.0
+
     try:
-        for _ in range(args.rounds + 1):
-            times["put"].append(timed(lambda: fs.put_file(str(source), "bench/plain")))
-            times["save"].append(
-                timed(lambda: ds_ckpt.save(ds_ckpt.CheckpointRef(storage, "a"), ds_ckpt.full_shards(state), {}))
-            )
-            times["get"].append(timed(lambda: fs.get_file("bench/plain", str(target))))
-            times["load"].append(
-                timed(lambda: ds_ckpt.load(ds_ckpt.CheckpointRef(storage, "a"), ds_ckpt.full_shards(back)))
-            )
-            if not all(torch.equal(back[name], t) for name, t in state.items()):
-                raise SystemExit("other bytes came back")
-            for tensor in state.values():
-                tensor.add_(1)
+        calls: dict[str, Callable[[], object]] = {
+            "put": lambda: fs.put_file(str(source), "bench/plain"),
+            "save": lambda: ds_ckpt.save(saved, ds_ckpt.full_shards(state), {}),
+            "get": lambda: fs.get_file("bench/plain", str(target)),
+            "load": lambda: ds_ckpt.load(saved, loaded),
+        }
+        measures = {name: partial(seconds, call) for name, call in calls.items()}
+        times = in_turn({**measures, "looked at": looked_at}, args.rounds)
     finally:
         source.unlink(missing_ok=True)
         target.unlink(missing_ok=True)
         server.stdin.close()
         server.wait(20)
-    rate = {name: nbytes / statistics.median(found[1:]) / 1e6 for name, found in times.items()}
-    ratios = {
-        "save / put": statistics.median(p / s for p, s in zip(times["put"][1:], times["save"][1:], strict=True)),
-        "load / get": statistics.median(g / n for g, n in zip(times["get"][1:], times["load"][1:], strict=True)),
-    }
-    record = {
-        "date": time.strftime("%Y-%m-%d"),
-        "nbytes": nbytes,
-        "rounds": args.rounds,
-        "mb_s": rate,
-        "ratios": ratios,
-        "seconds": times,
-    }
-    DATA.write_text(json.dumps(record, indent=1) + "\n")
-    ckpt_page.fill()
-    print(json.dumps({"MB/s": rate, **ratios}, indent=1))
+    del times["looked at"]
+    rate = {name: nbytes / statistics.median(found) / 1e6 for name, found in times.items()}
+    ratios = {"save / put": ratio(times, "put", "save"), "load / get": ratio(times, "get", "load")}
+    records.write("ckpt_s3", nbytes=nbytes, rounds=args.rounds, mb_s=rate, ratios=ratios, seconds=times)
+    tables.fill("ckpt")
+    print({"MB/s": rate, **ratios})
 
 
 if __name__ == "__main__":

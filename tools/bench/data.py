@@ -7,30 +7,27 @@ analyzers measure the same samples (rows of that file) with the same function an
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import records
 import torch
+from in_turn import Answering, in_turn, ratio
+from meetings import WORKERS
 from peers import ensure
 from torch.utils.data import DataLoader, Dataset
 
 from ds_data import PackedSequences, RankBatchSampler, RankSlice, SampleStream, TokenFile, TokenLoader, TokenWriter
 
-ROOT = Path(__file__).resolve().parents[2]
-OUT = ROOT / "docs" / "benchmarks" / "data" / "data.json"
 LENGTH, MICRO, TOKENS = 1024, 8, 1 << 26
-WORKER = Path(__file__).parent / "workers" / "data_analyzer.py"
 
 
 class ByHand(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -89,13 +86,12 @@ def first_batch(file: TokenFile) -> float:
     return took
 
 
-def analysis(python: str, which: str, samples: int, folder: Path) -> float:
+def analysis(python: str, which: str, samples: int) -> float:
     """Seconds of map and reduce."""
-    command = [python, str(WORKER), which, str(samples), str(folder)]
-    done = subprocess.run(
-        command, check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    return float(json.loads(done.stdout.splitlines()[-1])["seconds"])
+    with tempfile.TemporaryDirectory() as folder:
+        worker = Answering([python, WORKERS / "data_analyzer.py", which, samples, folder], OMP_NUM_THREADS="1")
+        worker.close()
+    return float(worker.first)
 
 
 def main() -> None:
@@ -108,28 +104,22 @@ def main() -> None:
     lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         file = written(Path(folder) / "corpus")
-        made = loaders(file)
-        found: dict[str, list[float]] = {name: [] for name in made}
-        for _ in range(args.cycles):
-            for name, start in made.items():
-                found[name].append(rate(start(), args.batches))
-        ours = found["TokenLoader"]
+        measures = {name: lambda start=start: rate(start(), args.batches) for name, start in loaders(file).items()}
+        found = in_turn(measures, args.cycles, warm_up=False)
         for name, rates in found.items():
-            ratio = statistics.median(a / b for a, b in zip(ours, rates, strict=True))
-            lines.append({"what": name, "tokens_s": statistics.median(rates), "times": ratio})
-            print(f"{name:36} {statistics.median(rates) / 1e6:8.1f} M tokens/s   TokenLoader: {ratio:.2f}x")
+            faster = ratio(found, "TokenLoader", name)
+            lines.append({"what": name, "tokens_s": statistics.median(rates), "times": faster})
+            print(f"{name:36} {statistics.median(rates) / 1e6:8.1f} M tokens/s   TokenLoader: {faster:.2f}x")
         firsts = [first_batch(TokenFile(Path(folder) / "corpus")) for _ in range(args.cycles)]
         print(f"first batch: {statistics.median(firsts) * 1e3:.2f} ms")
         lines.append({"what": "first batch", "ms": statistics.median(firsts) * 1e3})
-        times: dict[str, list[float]] = {"ours": [], "deepspeed": []}
-        for cycle in range(2):
-            for which, python in (("ours", sys.executable), ("deepspeed", str(ensure("deepspeed")))):
-                times[which].append(analysis(python, which, args.samples, Path(folder) / f"{which}{cycle}"))
-        ratio = statistics.median(b / a for a, b in zip(times["ours"], times["deepspeed"], strict=True))
-        print(f"analyzer, {args.samples:,} samples: {times['ours']} s, DeepSpeed {times['deepspeed']} s: {ratio:.2f}x")
-        lines.append({"what": "analyzer", "samples": args.samples, "seconds": times, "times": ratio})
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-    OUT.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), "machine": machine, "lines": lines}, indent=1) + "\n")
+        pythons = {"ours": sys.executable, "deepspeed": str(ensure("deepspeed"))}
+        analyzers = {which: partial(analysis, python, which, args.samples) for which, python in pythons.items()}
+        times = in_turn(analyzers, 2, warm_up=False)
+        faster = ratio(times, "deepspeed", "ours")
+        print(f"analyzer, {args.samples:,} samples: {times['ours']} s, DeepSpeed {times['deepspeed']} s: {faster:.2f}x")
+        lines.append({"what": "analyzer", "samples": args.samples, "seconds": times, "times": faster})
+    records.write("data", lines=lines)
 
 
 if __name__ == "__main__":

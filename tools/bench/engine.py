@@ -13,48 +13,24 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import resource
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
+import records
+from in_turn import in_turn
+from meetings import answer_of
 from peers import ensure
 
-ROOT = Path(__file__).resolve().parents[2]
-DATA = ROOT / "docs" / "benchmarks" / "data" / "engine.json"
-WORKER = Path(__file__).parent / "workers" / "engine.py"
 DECODER = {
     "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
     "num_key_value_heads": 8, "vocab_size": 128256, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
 }  # fmt: skip
-
-
-def ranks(python: str, *arguments: str, world: int, bytecode: str = "") -> dict:
-    """What rank 0 of a fresh job printed. `bytecode`: folder where modules are compiled to; "" as this process does it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world),
-           "LOCAL_WORLD_SIZE": str(world), "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}  # fmt: skip
-    if bytecode:
-        env |= {"PYTHONPYCACHEPREFIX": bytecode, "PYTHONDONTWRITEBYTECODE": ""}
-    jobs = [
-        subprocess.Popen(
-            [python, str(WORKER), *arguments], env={**env, "RANK": str(r), "LOCAL_RANK": str(r)},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for r in range(world)
-    ]  # fmt: skip
-    outs = [job.communicate(timeout=300) for job in jobs]
-    lines = [line for line in outs[0][0].splitlines() if line.startswith("{")]
-    if not lines:
-        raise SystemExit(f"{arguments} failed: {outs[0][1][-2000:]}")
-    return json.loads(lines[-1])
 
 
 def plan_cost() -> dict[str, float]:
@@ -79,29 +55,28 @@ def plan_cost() -> dict[str, float]:
 
 def start_cost(world: int, turns: int = 5) -> dict[str, dict[str, float]]:
     """Median seconds of import, initialize and first step, ours and DeepSpeed's, and of each turn's ratio."""
-    found: dict[str, list[dict]] = {"ds_engine": [], "deepspeed": []}
-    bytecode = str(
-        ROOT / ".nox" / "bytecode"
-    )  # kept: compiling torch's compiler, which DeepSpeed imports, takes minutes
-    for turn in range(turns + 1):
-        for package, rows in found.items():
-            python = sys.executable if package == "ds_engine" else str(ensure("deepspeed"))
-            row = ranks(python, "init", package, world=world, bytecode=bytecode)
-            if turn:
-                rows.append(row)
-    medians = {
-        name: {key: round(statistics.median(row[key] for row in rows), 3) for key in rows[0]}
-        for name, rows in found.items()
+    pythons = {"ds_engine": sys.executable, "deepspeed": ensure("deepspeed")}
+    # Kept: compiling torch's compiler, which DeepSpeed imports, takes minutes.
+    os.environ |= {"PYTHONPYCACHEPREFIX": str(records.ROOT / ".nox" / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
+    measures = {
+        name: partial(answer_of, "engine", "init", name, ranks=world, python=python) for name, python in pythons.items()
     }
-    pairs = list(zip(found["ds_engine"], found["deepspeed"], strict=True))
-    ratios = {
-        "initialize": statistics.median(a["initialize_s"] / b["initialize_s"] for a, b in pairs),
-        "import_and_initialize": statistics.median(
-            (a["import_s"] + a["initialize_s"]) / (b["import_s"] + b["initialize_s"]) for a, b in pairs
-        ),
-        "processor_until_made": statistics.median(
-            a["processor_until_made_s"] / b["processor_until_made_s"] for a, b in pairs
-        ),
+    rows = in_turn(measures, turns)
+    found = [dict(zip(rows, turn, strict=True)) for turn in zip(*rows.values(), strict=True)]
+    del os.environ["PYTHONPYCACHEPREFIX"]
+    parts = {
+        "initialize": ("initialize_s",), "import_and_initialize": ("import_s", "initialize_s"),
+        "processor_until_made": ("processor_until_made_s",),
+    }  # fmt: skip
+
+    def over(turn: dict[str, dict], keys: tuple[str, ...]) -> float:
+        ours, theirs = (sum(turn[name][key] for key in keys) for name in pythons)
+        return ours / theirs
+
+    ratios = {name: statistics.median(over(turn, keys) for turn in found) for name, keys in parts.items()}
+    medians = {
+        name: {key: round(statistics.median(turn[name][key] for turn in found), 3) for key in found[0][name]}
+        for name in pythons
     }
     return {**medians, "ratios": {name: round(value, 3) for name, value in ratios.items()}}
 
@@ -109,20 +84,9 @@ def start_cost(world: int, turns: int = 5) -> dict[str, dict[str, float]]:
 def main(rounds: int = 24, turns: int = 5) -> int:
     init = {str(world): start_cost(world, turns) for world in (1, 2)}
     plan = {key: round(value, 2) for key, value in plan_cost().items()}
-    steps = ranks(sys.executable, "pair", str(rounds), world=2)
-    for name, ms in steps["step_ms"].items():
-        over, busy = (100 * (steps[key][name] - 1) for key in ("ratios", "processor_ratios"))
-        print(f"{name:<22} {ms:8.1f} ms a step   {over:+.1f} %, {busy:+.1f} % of processor time")
-    print("both loops of the engine give the same parameters" if steps["same"] else "PARAMETERS DIFFER")
-    for world, rows in init.items():
-        for name in ("ds_engine", "deepspeed"):
-            row = rows[name]
-            told = ", ".join(f"{key.removesuffix('_s').replace('_', ' ')} {row[key]:.3f} s" for key in row)
-            print(f"{world} ranks, {name:<12} {told}")
-        print(f"{world} ranks, ours / DeepSpeed: {rows['ratios']}")
-    print(f"ds plan, 70 B on 1024 ranks: {plan['wall_s']} s ({plan['cpu_s']} s of processor), {plan['peak_mb']} MB")
-    machine = {"python": platform.python_version(), "machine": platform.machine(), "date": time.strftime("%Y-%m-%d")}
-    DATA.write_text(json.dumps({**machine, "steps": steps, "initialize": init, "plan": plan}, indent=1) + "\n")
+    steps = answer_of("engine", "pair", rounds)
+    print(json.dumps({"steps": steps, "initialize": init, "plan": plan}, indent=1))
+    records.write("engine", steps=steps, initialize=init, plan=plan)
     return 0
 
 

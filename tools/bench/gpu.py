@@ -1,55 +1,38 @@
 """`nox -s bench -- gpu`: one GPU: kernels as a share of a copy, training steps beside a plain loop and FSDP2, generation beside transformers.
 
 Kernels are timed by events of the device; a share is (bytes that must move / time) / (the copy's rate). Engines train the same GPT from the
-same weights, one after another in one process, and their losses are recorded. `--out FILE` writes the record elsewhere; `--page` only
-writes the page from it.
+same weights, one after another in one process, and their losses are recorded.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
-import re
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
+import records
+import tables
 import torch
 import torch.distributed as dist
+from kernels import Case, norm_cases
 from torch import Tensor, nn
 from torch.nn import functional
 
 import ds_engine
 from ds_ops import convert
 from ds_ops.formats import FP8_E4M3, INT4, INT8, QuantSpec
-from ds_ops.norms import add_rms_norm, rms_norm
 from ds_ops.optim.adam import AdamW
 from ds_ops.quant import dequantize, quantize
 
-ROOT = Path(__file__).resolve().parents[2]
-DATA = ROOT / "docs" / "benchmarks" / "data" / "gpu.json"
-PAGE = ROOT / "docs" / "benchmarks" / "gpu.md"
-TABLES = re.compile(r"(<!-- tables -->\n).*?(<!-- end -->)", re.DOTALL)
 VOCABULARY = 32_000
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One kernel. share: of a copy's rate. peer: torch's time over ours; 0 without one; both on the device."""
-
-    name: str
-    us: float
-    gb_s: float
-    share: float
-    peer: float
 
 
 def microseconds(work: Callable[[], object], rounds: int = 15) -> float:
@@ -68,75 +51,47 @@ def microseconds(work: Callable[[], object], rounds: int = 15) -> float:
     return statistics.median(times)
 
 
-class Table:
-    """Rows, each beside the rate of a copy."""
-
-    def __init__(self) -> None:
-        x = torch.randn(256 * 2**20, device="cuda")
-        y = torch.empty_like(x)
-        took = microseconds(lambda: y.copy_(x))
-        self.copy = 2 * x.nbytes / took
-        self.rows = [Row("copy of 1 GiB", took, self.copy / 1e3, 1.0, 0.0)]
-
-    def add(
-        self, name: str, nbytes: float, ours: Callable[[], object], peer: Callable[[], object] | None = None
-    ) -> None:
-        took = microseconds(ours)
-        other = microseconds(peer) / took if peer else 0.0
-        self.rows.append(Row(name, took, nbytes / took / 1e3, nbytes / took / self.copy, other))
-        print(self.rows[-1], flush=True)
-
-
-def streams(table: Table) -> None:
+def streams() -> list[Case]:
     x = torch.randn(256 * 2**20, device="cuda")
     half = x.bfloat16()
-    table.add("fp32 to bf16", 1.5 * x.nbytes, lambda: convert(half, x), lambda: half.copy_(x))
+    cases = [Case("fp32 to bf16", 1.5 * x.nbytes, lambda: convert(half, x), lambda: half.copy_(x))]
     for f in (INT8, INT4, FP8_E4M3):
         q = quantize(half, QuantSpec(f, 256))
         nbytes = half.nbytes + q.nbytes
-        table.add(f"quantize bf16 to {f.name}", nbytes, lambda q=q: quantize(half, q.spec, out=q))
-        table.add(f"dequantize {f.name} to bf16", nbytes, lambda q=q: dequantize(q, out=half))
+        cases.append(Case(f"quantize bf16 to {f.name}", nbytes, lambda q=q: quantize(half, q.spec, out=q)))
+        cases.append(Case(f"dequantize {f.name} to bf16", nbytes, lambda q=q: dequantize(q, out=half)))
+    return cases
 
 
-def updates(table: Table) -> None:
+def updates() -> list[Case]:
+    cases = []
     for title, count, side in (("268 M fp32 in 16 tensors", 16, 4096), ("2 M fp32 in 500 tensors", 500, 64)):
         params = [torch.randn(side, side, device="cuda", requires_grad=True) for _ in range(count)]
         for p in params:
             p.grad = torch.randn_like(p)
         own, theirs = AdamW(params, lr=1e-3), torch.optim.AdamW(params, lr=1e-3, fused=True)
-        table.add(f"AdamW, {title}", 7.0 * sum(p.nbytes for p in params), own.step, theirs.step)
+        cases.append(Case(f"AdamW, {title}", 7.0 * sum(p.nbytes for p in params), own.step, theirs.step))
+    return cases
 
 
-def torch_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return functional.rms_norm(x, (weight.numel(),), weight, 1e-6)
+def norms(cols: int) -> list[Case]:
+    return norm_cases(torch.randn(2**27 // cols, cols, device="cuda", dtype=torch.bfloat16), f"bf16, rows of {cols}")
 
 
-def norms(table: Table, cols: int) -> None:
-    x = torch.randn(2**27 // cols, cols, device="cuda", dtype=torch.bfloat16)
-    residual, weight = torch.randn_like(x), torch.ones(cols, device="cuda", dtype=torch.bfloat16)
-
-    def torch_sum_norm() -> tuple[Tensor, Tensor]:
-        total = x + residual
-        return torch_norm(total, weight), total
-
-    def backward(norm: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], object]:
-        a, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        made = norm(a, w)
-        return lambda: torch.autograd.grad(made, (a, w), residual, retain_graph=True)
-
-    n, rows = x.nbytes, f"bf16, rows of {cols}"
-    table.add(f"RMS norm {rows}", 2 * n, lambda: rms_norm(x, weight), lambda: torch_norm(x, weight))
-    table.add(f"RMS norm of a sum {rows}", 4 * n, lambda: add_rms_norm(x, residual, weight), torch_sum_norm)
-    table.add(f"RMS norm backward {rows}", 3 * n, backward(rms_norm), backward(torch_norm))
-
-
-def kernels() -> list[Row]:
-    table = Table()
-    streams(table)
-    updates(table)
-    for cols in (1024, 4096, 8192):
-        norms(table, cols)
-    return table.rows
+def kernels() -> list[dict[str, Any]]:
+    """A row for each kernel. share: of a copy's rate. peer: torch's time over ours; 0 without one; both on the device."""
+    x = torch.randn(256 * 2**20, device="cuda")
+    y = torch.empty_like(x)
+    rows: list[dict[str, Any]] = []
+    groups = [lambda: [Case("copy of 1 GiB", 2 * x.nbytes, lambda: y.copy_(x))], streams, updates]
+    for group in [*groups, *(partial(norms, cols) for cols in (1024, 4096, 8192))]:
+        for case in group():
+            took = microseconds(case.ours)
+            gb_s, peer = case.nbytes / took / 1e3, microseconds(case.peer) / took if case.peer else 0.0
+            share = gb_s / (rows[0]["gb_s"] if rows else gb_s)
+            rows.append({"name": case.name, "us": took, "gb_s": gb_s, "share": share, "peer": peer})
+            print(rows[-1], flush=True)
+    return rows
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -382,89 +337,22 @@ def generation(size: str, rows: int, prompt: int, new: int, device: str = "cuda"
     return found
 
 
-# ---- page ------------------------------------------------------------------------------------------------------------
-
-
-def filled(page: str, found: dict[str, Any]) -> str:
-    lines = [
-        "| a step of the GPT | ms | of a plain loop | peak memory, GiB | loss after 8 steps |",
-        "|---|---|---|---|---|",
-    ]
-    plain_ms = found["training"][0]["ms"]
-    for row in found["training"]:
-        name = {"plain": "a plain loop: autocast, fused AdamW", "FSDP2": "FSDP2"}.get(
-            row["name"], f"**ds-zero {row['name']}**"
-        )
-        lines.append(
-            f"| {name} | {row['ms']:.1f} | {row['ms'] / plain_ms:.2f} | {row['peak_gib']:.1f} | {row['losses'][7]:.2f} |"
-        )
-    # Rows of before 2026-11-26 took their prompt from the cache; they have no time of a first token, and are not shown.
-    computed = [row for row in found["generation"] if "engine" in row]
-    if computed:
-        lines += [
-            "",
-            "| generation | engine | tokens/s | first token, ms | peak memory, GiB |",
-            "|---|---|---|---|---|",
-        ]
-    for row in computed:
-        rate, first = row["rows"] * row["new"] / row["s"], 1e3 * row["first_s"]
-        where = f"{row['size']}, {row['rows']} x {row['prompt']}"
-        lines.append(f"| {where} | {row['engine']} | {rate:,.0f} | {first:.0f} | {row['peak_gib']:.1f} |")
-    lines += ["", "| kernel | us | GB/s | of a copy | torch takes |", "|---|---|---|---|---|"]
-    for row in found["kernels"]:
-        peer = f"{row['peer']:.2f}x" if row["peer"] else ""
-        lines.append(f"| {row['name']} | {row['us']:.0f} | {row['gb_s']:.0f} | {row['share']:.0%} | {peer} |")
-    text = "\n".join([*lines, "", f"Measured {found['date']} on one {found['machine']}, alone.", ""])
-    return TABLES.sub(lambda match: f"{match[1]}\n{text}\n{match[2]}", page)
-
-
-def write_page(found: dict[str, Any]) -> None:
-    PAGE.write_text(filled(PAGE.read_text(), found))
-    (PAGE.parent / "gpu.svg").write_text(picture(found))
-
-
-def picture(found: dict[str, Any]) -> str:
-    """Bars: milliseconds of a step, and its peak memory."""
-    rows = found["training"]
-    high = 24 * len(rows) + 44
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 820 {high}" font-family="sans-serif" font-size="12">']
-    out.append('<text x="220" y="20">a step, ms</text><text x="540" y="20">peak memory, GiB</text>')
-    for at, row in enumerate(rows):
-        y = 34 + 24 * at
-        out.append(f'<text x="210" y="{y + 13}" text-anchor="end">{row["name"]}</text>')
-        colour = "#adb5bd" if row["name"] in ("plain", "FSDP2") else "#2a6f97"
-        for x, key in ((220, "ms"), (540, "peak_gib")):
-            wide = 220 * row[key] / max(r[key] for r in rows)
-            out.append(f'<rect x="{x}" y="{y}" width="{wide:.0f}" height="16" fill="{colour}"/>')
-            out.append(f'<text x="{x + wide + 4:.0f}" y="{y + 13}">{row[key]:.1f}</text>')
-    return "\n".join([*out, "</svg>\n"])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", default=["kernels", "training", "generation"])
-    parser.add_argument("--page", action="store_true")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--out", type=Path, default=DATA)
     args = parser.parse_args()
-    if args.page:
-        write_page(json.loads(DATA.read_text()))
-        return
-    found: dict[str, Any] = {
-        "machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__}",
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    on = {"machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__}"}
     size = {"layers": 24, "width": 1024, "heads": 16}
     for part in args.parts:
         if part == "kernels":
-            found[part] = [asdict(row) for row in kernels()]
+            found = kernels()
         elif part == "training":
-            found[part] = training(args.steps, list(TRAINERS), size, (8, 1024))
+            found = training(args.steps, list(TRAINERS), size, (8, 1024))
         else:
-            found[part] = [row for load in LOADS for row in generation(*load, new=64)]
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
-    if args.out == DATA:
-        write_page(found)
+            found = [row for load in LOADS for row in generation(*load, new=64)]
+        records.add("gpu", **on, **{part: found})
+    tables.fill("gpu")
 
 
 if __name__ == "__main__":

@@ -7,21 +7,19 @@ Each time is that of a new process, bytecode compiled before, alternating betwee
 
 from __future__ import annotations
 
-import json
-import platform
 import statistics
 import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-DATA = ROOT / "docs" / "benchmarks" / "data" / "import_time.json"
+import records
+from in_turn import in_turn, seconds
 
 # Timed inside the process: starting Python itself is the same for all.
 _IMPORT = "import time; s = time.perf_counter(); import {}; print((time.perf_counter() - s) * 1e3)"
 _BEYOND = "import torch, time; s = time.perf_counter(); import {}; print((time.perf_counter() - s) * 1e3)"
-_SOURCE = ROOT / "packages" / "compat" / "src"  # not installed where we develop
+_SOURCE = records.ROOT / "packages" / "compat" / "src"  # not installed where we develop
 _FACADE = f"import sys; sys.path.insert(0, {str(_SOURCE)!r}); " + _BEYOND.format("deepspeed{}")
 CASES = {
     "import torch": [sys.executable, "-c", _IMPORT.format("torch")],
@@ -41,27 +39,21 @@ def inside_ms(command: list[str]) -> float:
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
 
 
-def whole_ms(command: list[str]) -> float:
-    start = time.perf_counter()
-    subprocess.run(command, capture_output=True, check=True)
-    return (time.perf_counter() - start) * 1e3
-
-
 def main(repeats: int = 9) -> int:
-    times: dict[str, list[float]] = {name: [] for name in [*CASES, "ds --help, whole process"]}
-    for turn in range(repeats + 1):
-        for name in times:
-            value = inside_ms(CASES[name]) if name in CASES else whole_ms(HELP)
-            if turn:  # the first one compiles bytecode and warms the file cache
-                times[name].append(value)
+    measures = {name: partial(inside_ms, command) for name, command in CASES.items()}
+    help_ms = {
+        "ds --help, whole process": lambda: (
+            1e3 * seconds(partial(subprocess.run, HELP, capture_output=True, check=True))
+        )
+    }
+    # The first round compiles bytecode and warms the file cache.
+    times = in_turn(measures | help_ms, repeats)
     rows = {
         name: {"median_ms": round(statistics.median(v), 1), "min_ms": round(min(v), 1)} for name, v in times.items()
     }
     for name, row in rows.items():
         print(f"{name:<44} {row['median_ms']:8.1f} ms   (min {row['min_ms']:.1f})")
-    machine = {"python": platform.python_version(), "machine": platform.machine(), "date": time.strftime("%Y-%m-%d")}
-    DATA.parent.mkdir(parents=True, exist_ok=True)
-    DATA.write_text(json.dumps({"repeats": repeats, **machine, "rows": rows}, indent=1) + "\n")
+    records.write("import_time", repeats=repeats, rows=rows)
     return 0
 
 

@@ -8,7 +8,6 @@ depth; it moves all blocks through depth x block bytes of memory, we move 512 Mi
 from __future__ import annotations
 
 import json
-import platform
 import shutil
 import statistics
 import subprocess
@@ -17,10 +16,12 @@ import tempfile
 import time
 from pathlib import Path
 
+import records
+from in_turn import ratio
+
 from ds_ops.io import AsyncIO, IOSettings, backends
 from ds_ops.io_bench import aligned_bytes, uncached
 
-ROOT = Path(__file__).resolve().parents[2]
 TOTAL = 512 << 20
 LOOPS = 7
 ENGINE = {"io_uring": "io_uring", "libaio": "libaio", "threads": "psync"}
@@ -62,40 +63,22 @@ def main() -> None:
         for backend in [b for b, why in backends().items() if not why and b in ENGINE]:
             for write in (True, False):
                 for block, depth in ((1 << 20, 8), (1 << 20, 32), (128 << 10, 32)):
-                    mine, theirs = [], []
+                    seen: dict[str, list[float]] = {"ours": [], "fio": []}
                     with AsyncIO(IOSettings(block, depth, 1, backend)) as io:
                         for _ in range(LOOPS):
-                            mine.append(ours_once(path, io, write, data))
+                            seen["ours"].append(ours_once(path, io, write, data))
                             if have_fio:
-                                theirs.append(fio_once(path, backend, write, block, depth))
-                    row = {
-                        "backend": backend, "direction": "write" if write else "read", "block_bytes": block, "depth": depth,
-                        "ours_gb_s": statistics.median(mine) / 1e9,
-                        "fio_gb_s": statistics.median(theirs) / 1e9 if theirs else None,
-                        "share_of_fio": statistics.median(a / b for a, b in zip(mine, theirs, strict=True)) if theirs else None,
-                        "share_of_best_fio": max(mine) / max(theirs) if theirs else None,
-                    }  # fmt: skip
+                                seen["fio"].append(fio_once(path, backend, write, block, depth))
+                    row = {"backend": backend, "direction": "write" if write else "read", "block_bytes": block, "depth": depth,
+                           "ours_gb_s": statistics.median(seen["ours"]) / 1e9,
+                           "fio_gb_s": statistics.median(seen["fio"]) / 1e9 if have_fio else None,
+                           "share_of_fio": ratio(seen, "ours", "fio") if have_fio else None,
+                           "share_of_best_fio": max(seen["ours"]) / max(seen["fio"]) if have_fio else None}  # fmt: skip
                     rows.append(row)
-                    share = (
-                        f"{row['share_of_fio']:6.2f}x median, {row['share_of_best_fio']:.2f}x best" if theirs else ""
-                    )
-                    print(
-                        f"{backend:9} {row['direction']:5} {block >> 10:5} KiB depth {depth:3}: {row['ours_gb_s']:6.2f} GB/s {share}",
-                        flush=True,
-                    )
+                    print(row, flush=True)
     finally:
         path.unlink(missing_ok=True)
-    out = ROOT / "docs" / "benchmarks" / "data" / "io.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    record = {
-        "machine": platform.processor() or platform.machine(),
-        "kernel": platform.release(),
-        "bytes": TOTAL,
-        "loops": LOOPS,
-        "rows": rows,
-    }
-    out.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"written: {out.relative_to(ROOT)}")
+    records.write("io", bytes=TOTAL, loops=LOOPS, rows=rows)
 
 
 if __name__ == "__main__":

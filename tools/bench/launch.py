@@ -1,4 +1,4 @@
-"""What starting two ranks costs: `ds run` beside torchrun and DeepSpeed's launcher; writes docs/benchmarks/launch.md.
+"""What starting two ranks costs: `ds run` beside torchrun and DeepSpeed's launcher; writes the table of docs/benchmarks/launch.md.
 
 usage: nox -s bench -- launch [REPEATS [beside-others]]
 
@@ -9,22 +9,21 @@ shows what sharing one import of torch brings. DeepSpeed is in an environment of
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
+import records
+import tables
+from in_turn import in_turn
 from peers import ensure
 
-ROOT = Path(__file__).resolve().parents[2]
-DATA = ROOT / "docs" / "benchmarks" / "data" / "launch.json"
-PAGE = ROOT / "docs" / "benchmarks" / "launch.md"
 SCRIPTS = {
     "empty": "pass\n",
     "import torch": "import torch\n",
@@ -32,7 +31,6 @@ SCRIPTS = {
         "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\ndist.destroy_process_group()\n"
     ),
 }
-OURS, PEERS = "ds run", ("torchrun", "DeepSpeed")
 
 
 def launchers() -> dict[str, list[str]]:
@@ -40,7 +38,7 @@ def launchers() -> dict[str, list[str]]:
     folder = Path(sys.executable).parent
     peer = Path(os.environ.get("DS_PEER_PYTHON") or ensure("deepspeed")).parent
     return {
-        OURS: [str(folder / "ds"), "run", "--nproc", "2"],
+        "ds run": [str(folder / "ds"), "run", "--nproc", "2"],
         "ds run --start spawn": [str(folder / "ds"), "run", "--nproc", "2", "--start", "spawn"],
         "torchrun": [str(folder / "torchrun"), "--standalone", "--nproc-per-node", "2"],
         "DeepSpeed": [str(peer / "deepspeed"), "--num_gpus", "2", "--no_local_rank", "--master_port", "29617"],
@@ -60,17 +58,12 @@ def seconds(command: list[str]) -> tuple[float, float]:
 def measured(repeats: int) -> dict[str, dict[str, dict[str, float]]]:
     """Script -> launcher -> medians."""
     rows: dict[str, dict[str, dict[str, float]]] = {}
-    commands = launchers()
     with tempfile.TemporaryDirectory() as folder:
         for title, code in SCRIPTS.items():
             path = Path(folder) / "script.py"
             path.write_text(code)
-            taken: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
-            for turn in range(repeats + 1):
-                for name, command in commands.items():
-                    value = seconds([*command, str(path)])
-                    if turn:  # the first warms the file cache
-                        taken[name].append(value)
+            measures = {name: partial(seconds, [*command, str(path)]) for name, command in launchers().items()}
+            taken = in_turn(measures, repeats)  # the first round warms the file cache
             rows[title] = {
                 name: {
                     "wall_s": round(statistics.median(wall for wall, _ in values), 2),
@@ -82,48 +75,10 @@ def measured(repeats: int) -> dict[str, dict[str, dict[str, float]]]:
     return rows
 
 
-def page(data: dict) -> str:
-    """The page, from the record."""
-    lines = [
-        "# Launch time\n",
-        "![Starting two ranks: ds run, torchrun, DeepSpeed](img/launch.svg)\n",
-        "What starting and ending two ranks on one host costs: wall and processor seconds of whole commands.\n",
-        "| script | launcher | wall s | processor s | wall, of DeepSpeed's | processor, of DeepSpeed's |",
-        "|---|---|---|---|---|---|",
-    ]
-    for script, rows in data["rows"].items():
-        peer = rows["DeepSpeed"]
-        for name, row in rows.items():
-            shares = " | ".join(f"{row[key] / peer[key]:.2f}" for key in ("wall_s", "cpu_s"))
-            lines.append(f"| {script} | `{name}` | {row['wall_s']:.2f} | {row['cpu_s']:.2f} | {shares} |")
-    lines.append(
-        "\n## How it was measured\n\n"
-        f"`nox -s bench -- launch`; record `data/launch.json`. Alternating, medians of {data['repeats']}, one OpenMP thread a rank. "
-        f"{data['machine']}, {data['cores']} shared cores, Python {data['python']}, {data['date']}. "
-        f"{'**Other work ran on the machine.** ' if data['beside_others'] else ''}"
-        "\n\n## Limitations\n\n"
-        "`ds run` imports torch once: its keeper imports what the script imports of torch, numpy and this project's packages, and "
-        "forks the ranks before threads and devices exist. `--start spawn` makes each rank a new process, as the others do; a script "
-        "that imports none of these, a module (`-m`), a single rank, bound OpenMP threads or a library that leaves a thread "
-        "behind is started so, too.\n\n"
-        "[Notes of the laboratory](../decisions/measured/launch.md): what was tried, further tables, causes.\n"
-    )
-    return "\n".join(lines)
-
-
 def main(repeats: int = 5, beside_others: str = "") -> int:
     """Measure, write the record and the page, which says so where other work ran on the machine."""
-    data = {
-        "repeats": repeats,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "date": time.strftime("%Y-%m-%d"),
-        "beside_others": beside_others == "beside-others",
-        "rows": measured(repeats),
-    }
-    DATA.write_text(json.dumps(data, indent=1) + "\n")
-    PAGE.write_text(page(data))
+    records.write("launch", repeats=repeats, beside_others=beside_others == "beside-others", rows=measured(repeats))
+    tables.fill("launch")
     return 0
 
 

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import records
 import tables
 import torch
 from quiet import Watch
@@ -31,8 +29,6 @@ from ds_engine.step_telemetry import Telemetry
 from ds_monitor import recording
 from ds_monitor.config import MonitorConfig, make_sinks
 
-ROOT = Path(__file__).resolve().parents[2]
-DATA = ROOT / "docs" / "benchmarks" / "data" / "monitor.json"
 STEP_MS, BUDGET_US = 20, 200  # 1 %
 
 
@@ -129,15 +125,7 @@ def main() -> None:
     engine.close()
     if args.dry:
         return
-    machine = f"{platform.machine()}, {os.cpu_count()} processors, torch {torch.__version__}"
-    record = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": machine,
-        "others": watch.others(),
-        "budget_us": BUDGET_US,
-        "lines": lines,
-    }
-    DATA.write_text(json.dumps(record, indent=1) + "\n")
+    records.write("monitor", others=watch.others(), budget_us=BUDGET_US, lines=lines)
     tables.fill("monitor")
 
 

@@ -13,23 +13,19 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
-import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import peers
+import records
+from in_turn import Answering, ratio
+from meetings import WORKERS
 
-ROOT = Path(__file__).resolve().parents[2]
-WORKER = Path(__file__).with_name("workers") / "ops_worker.py"
 N = 34_000_000
 LIMITS = ("triad", "triad_nt", "read", "write")
-OUT = ROOT / "docs" / "benchmarks" / "data" / "ops.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,33 +52,13 @@ COMPARISONS = (
 )  # fmt: skip
 
 
-class Worker:
+class Worker(Answering):
     """A process that has prepared some cases."""
 
     def __init__(self, python: Path, threads: int, cases: list[str]) -> None:
-        env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PATH": f"{python.parent}:{os.environ['PATH']}"}
-        command = [str(python), str(WORKER), str(threads), *cases]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
-        )
         self.cases = cases
-        if self._line() != "ready":
-            raise SystemExit(f"the worker did not start; run it to see why: {' '.join(command)}")
-
-    def _line(self) -> str:
-        return self.process.stdout.readline().strip() if self.process.stdout else ""
-
-    def seconds(self, case: str) -> float:
-        if self.process.stdin is None:
-            raise SystemExit("no worker")
-        self.process.stdin.write(case + "\n")
-        self.process.stdin.flush()
-        return float(self._line())
-
-    def close(self) -> None:
-        if self.process.stdin:
-            self.process.stdin.close()
-        self.process.wait(timeout=60)
+        path = f"{python.parent}:{os.environ['PATH']}"
+        super().__init__([python, WORKERS / "ops_worker.py", threads, *cases], OMP_NUM_THREADS=str(threads), PATH=path)
 
 
 def measure(
@@ -99,7 +75,7 @@ def measure(
                 for worker in workers:
                     for case in worker.cases:
                         key = case if case not in LIMITS else f"{group.ours}/{case}"
-                        times.setdefault(key, []).append(worker.seconds(case))
+                        times.setdefault(key, []).append(worker.ask(case))
             for worker in workers:
                 worker.close()
     return times
@@ -141,7 +117,7 @@ def rows(threads: int, times: dict[str, list[float]], comparisons: tuple[Compari
         for other in c.others:
             if other in times:
                 name = other.split("_", 1)[1]
-                row[f"x_{name}"] = statistics.median(b / a for a, b in zip(ours, times[other], strict=True))
+                row[f"x_{name}"] = ratio(times, other, c.ours)
                 row[f"x_{name}_best"] = min(times[other]) / min(ours)
         out.append(row)
     return out
@@ -182,15 +158,7 @@ def main() -> None:
             part = rows(threads, measure(threads, args.rounds, args.restarts, peer, (c,)), (c,))
             print(table(part), flush=True)
             done += part
-    record = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, kernel {platform.release()}",
-        "elements": N,
-        "torch": importlib.metadata.version("torch"),
-        "rows": merged(json.loads(OUT.read_text())["rows"] if OUT.exists() else [], done),
-    }
-    OUT.parent.mkdir(parents=True, exist_ok=True)
-    OUT.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"written: {OUT.relative_to(ROOT)}")
+    records.write("ops", elements=N, rows=merged(records.read("ops").get("rows", []), done))
 
 
 def merged(old: list[dict[str, object]], new: list[dict[str, object]]) -> list[dict[str, object]]:

@@ -8,38 +8,24 @@ the first time. Plain torch is the reference implementation of the same op (quan
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import platform
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
+import records
 import torch
+from in_turn import seconds
+from kernels import Case, norm_cases
 from torch import Tensor
 
 from ds_ops import _native, convert
 from ds_ops.formats import FP4_E2M1, FP6_E3M2, FP8_E4M3, INT4, INT8, Draw, Format, QuantSpec, QuantTensor, Rounding
-from ds_ops.norms import add_rms_norm, layer_norm, rms_norm
+from ds_ops.norms import layer_norm
 from ds_ops.quant import dequantize, quantize, reduce, reduce_quantized
 from ds_ops.reference import quant as reference
 
-ROOT = Path(__file__).resolve().parents[2]
-DATA = ROOT / "docs" / "benchmarks" / "data" / "quant.json"
 N = 16_000_000
 GROUP = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One piece of work. nbytes: what it must read and write at least. peer: the same in plain torch, or None."""
-
-    name: str
-    nbytes: float
-    ours: Callable[[], object]
-    peer: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,38 +76,13 @@ def title(spec: QuantSpec) -> str:
     return f.name + kind + (" stochastic" if spec.rounding is Rounding.STOCHASTIC else "")
 
 
-def norm_cases(dtype: torch.dtype) -> list[Case]:
+def norms(dtype: torch.dtype) -> list[Case]:
     """Rows that fit the cache with what is made of them, as activations do: 2 MiB a tensor, nothing newly mapped."""
     name = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
     x = torch.randn(4_000_000 // 2000 // dtype.itemsize, 2000).to(dtype)
-    residual, weight = torch.randn_like(x), torch.ones(2000, dtype=dtype)
-    functional = torch.nn.functional
-
-    def backward(norm: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], object]:
-        a, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        y = norm(a, w)
-        return lambda: torch.autograd.grad(y, (a, w), residual, retain_graph=True)
-
-    def torch_add_norm() -> tuple[Tensor, Tensor]:
-        total = x + residual
-        return functional.rms_norm(total, (2000,), weight, 1e-6), total
-
-    def torch_rms(a: Tensor, w: Tensor) -> Tensor:
-        return functional.rms_norm(a, (2000,), w, 1e-6)
-
-    n = x.nbytes
-    return [
-        Case(f"RMS norm {name}", 2 * n, lambda: rms_norm(x, weight), lambda: torch_rms(x, weight)),
-        Case(f"RMS norm of a sum {name}", 4 * n, lambda: add_rms_norm(x, residual, weight), torch_add_norm),
-        Case(f"RMS norm backward {name}", 3 * n, backward(rms_norm), backward(torch_rms)),
-        Case(f"layer norm {name} (torch's own)", 2 * n, lambda: layer_norm(x, weight)),
-    ]
-
-
-def seconds(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
+    weight = torch.ones_like(x[0])
+    own = Case(f"layer norm {name} (torch's own)", 2 * x.nbytes, lambda: layer_norm(x, weight))
+    return [*norm_cases(x, name), own]
 
 
 def measure(cases: list[Case], copy: Case, threads: int, rounds: int) -> list[Row]:
@@ -158,22 +119,15 @@ def main() -> None:
     rows = []
     with torch.no_grad():
         quant = quant_cases(x)
-    norms = [*norm_cases(torch.float32), *norm_cases(torch.bfloat16)]
+    rows_of_cache = [*norms(torch.float32), *norms(torch.bfloat16)]
     for threads in arguments.threads:
         rows += measure(quant, copy, threads, arguments.rounds)
-        rows += measure(norms, near, threads, 5 * arguments.rounds)
+        rows += measure(rows_of_cache, near, threads, 5 * arguments.rounds)
     for row in rows:
         peer = f"{row.peer_ratio:6.1f}x plain torch" if row.peer_ratio else ""
         print(f"{row.threads} threads  {row.name:34} {row.gb_s:6.1f} GB/s {100 * row.share:5.0f} % of the copy {peer}")
-    record = {
-        "date": datetime.date.today().isoformat(),
-        "machine": platform.platform(),
-        "torch": torch.__version__,
-        "isa": _native.load("_cpu").module.isa_name(),  # type: ignore[union-attr]
-        "rounds": arguments.rounds,
-        "rows": [asdict(row) for row in rows],
-    }
-    DATA.write_text(json.dumps(record, indent=1) + "\n")
+    isa = _native.load("_cpu").module.isa_name()  # type: ignore[union-attr]
+    records.write("quant", isa=isa, rounds=arguments.rounds, rows=[asdict(row) for row in rows])
 
 
 _NO_DRAW = Draw()

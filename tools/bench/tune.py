@@ -1,4 +1,4 @@
-"""How well `ds tune` predicts and chooses: nox -s bench -- tune PART ...; then `page` writes docs/benchmarks/tune.md and its picture.
+"""How well `ds tune` predicts and chooses: nox -s bench -- tune PART ...; then `page` fills docs/benchmarks/tune.md and draws its picture.
 
 grid FORM     one model (quickstart, deep, wide, experts) on 2 ranks: every configuration of a grid in a job of its own, then a tuning
               with a quarter of as many trials; about 7 minutes alone
@@ -13,7 +13,6 @@ import datetime
 import importlib
 import json
 import os
-import platform
 import random
 import resource
 import shutil
@@ -25,11 +24,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-DATA = ROOT / "docs" / "benchmarks" / "data" / "tune.json"
-PAGE = ROOT / "docs" / "benchmarks" / "tune.md"
-PICTURE = ROOT / "docs" / "benchmarks" / "img" / "tune.svg"
-WORKER = Path(__file__).parent / "workers" / "tune.py"
+import records
+import tables
+from meetings import WORKERS
+
+WORKER = WORKERS / "tune.py"
 FORMS = ("quickstart", "deep", "wide", "experts")
 CONFIG = {
     "train_batch_size": 16,
@@ -39,21 +38,15 @@ CONFIG = {
 MICRO, STAGE = "train_micro_batch_size_per_gpu", "zero_optimization.stage"
 SIZES, STAGES = (2, 4, 8), (0, 1, 2, 3)
 JOB_S = 60.0  # torch waits for ever where memory for a thread of a gloo group was missing: such a job has died
-FASTEST, ROUNDS = 3, 3  # so many of the grid's fastest are measured again beside the choice, so many times
+FASTEST, ROUNDS = (
+    3,
+    3,
+)  # as the page says; so many of the grid's fastest are measured again beside the choice, so many times
 
 
 def noted(part: str, found: Any) -> None:
     """Put one part into the record."""
-    record = json.loads(DATA.read_text()) if DATA.exists() else {}
-    machine = {
-        "date": str(datetime.date.today()),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "load": os.getloadavg()[0],
-    }
-    record[part] = {"machine": machine, **found}
-    DATA.parent.mkdir(parents=True, exist_ok=True)
-    DATA.write_text(json.dumps(record, indent=1) + "\n")
+    records.add("tune", **{part: {"date": str(datetime.date.today()), **found}})
 
 
 # ---- the grid
@@ -126,25 +119,8 @@ def _tell(step: Any, result: Any) -> None:
         print(f"  {step.candidate.name:<24} {took} ({result.seconds:.1f} s)", flush=True)
 
 
-def errors(found: dict[str, Any]) -> dict[str, float]:
-    """Medians over what the tuning did not try: of memory whole and beside the bare process, and of time; and how far the choice
-    is from the best."""
-
-    def median(kind: str, base: int = 0) -> float:
-        return statistics.median(
-            abs(r[f"predicted_{kind}"] - r[f"measured_{kind}"]) / max(1, r[f"measured_{kind}"] - base)
-            for r in found["rows"]
-            if not r.get("tried")
-        )
-
-    return {
-        "memory": median("bytes"), "above the process": median("bytes", found["base_bytes"]), "time": median("ms"),
-        "choice": found["chosen_ms"] / found["best_ms"] - 1,
-    }  # fmt: skip
-
-
 def _line(form: str, found: dict[str, Any]) -> str:
-    e = errors(found)
+    e = tables.tune_errors(found)
     return (
         f"{form}: {found['candidates']} configurations; memory {e['memory']:.1%} off (above the bare process {e['above the process']:.1%}), "
         f"time {e['time']:.1%}; {found['trials']} trials chose {found['chosen']}, {e['choice']:.1%} slower than {found['best']}"
@@ -287,77 +263,30 @@ def _rank(rank: int, candidate: Any, sizes: dict[str, int], how: tuple[Path, int
         os._exit(code)
 
 
-# ---- the page
-
-
-def page() -> None:
-    """docs/benchmarks/tune.md and its picture, from the record."""
-    from ds_tune.tuning_plot import draw
-
-    record = json.loads(DATA.read_text())
-    lines = ["# What `ds tune` predicts and chooses", ""]
-    points: list[dict[str, Any]] = []
-    parts = [(form, record[f"grid {form}"]) for form in FORMS if f"grid {form}" in record]
-    for form, found in parts:
-        points += [{**row, "name": f"{form} {row['name']}"} for row in found["rows"]]
-    if points:
-        draw(points, PICTURE)
-        lines += ["![Predicted beside measured, of every configuration of the grids](img/tune.svg)", ""]
-    lines += [
-        "Every configuration of a grid (3 sizes of a microbatch, 4 ZeRO stages, with and without checkpointing of the layers), 16 samples a step on 2 ranks, "
-        "each in a job of its own; then a tuning with at most a quarter of as many jobs, which sees nothing of the grid. Errors are those of "
-        f"configurations that the tuning did not try. The choice and the grid's {FASTEST} fastest are measured again, {ROUNDS} jobs each, in turns: the last column "
-        "compares their medians.",
-        "",
-        "| model | configurations | memory, median error | above the bare process | time of a step | trials | the choice beside the best of the grid |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for form, found in parts:
-        e = errors(found)
-        lines.append(
-            f"| {form} | {found['candidates']} | {e['memory']:.1%} | {e['above the process']:.1%} | {e['time']:.1%} | {found['trials']} | "
-            f"{'the same' if found['chosen'] == found['best'] else format(e['choice'], '.1%') + ' slower'} |"
-        )
-    lines += ["| aim | | 5 % | | 15 % | a quarter | 3 % |", ""]
-    if (found := record.get("limits")) is not None:
-        wrong = [row for row in found["rows"] if row["predicted"] != row["fitted"]]
-        died = sum(row["predicted"] for row in wrong)
-        lines += [
-            f"Under a limit of memory (`RLIMIT_AS` of each rank), {len(found['rows'])} drawn configurations of {len(found['rows']) // 20} drawn models, most limits "
-            f"within 10 % of what was predicted: **{len(wrong)} predicted wrong** ({len(wrong) / len(found['rows']):.1%}; aim 2 %), {died} of them died though predicted to fit.",
-            "",
-        ]
-    lines += ["## How it was measured", ""]
-    alone = record.pop("alone", {})
-    for part, found in record.items():
-        commands = [command for command in alone if command.startswith(f"tune {part}")]
-        line = alone[commands[-1]] if commands else "how alone is not known, so its times say little"
-        lines.append(f"- `nox -s bench -- tune {part}`, {found['machine']['date']}: {line}.")
-    lines += [
-        "",
-        "Record `data/tune.json`; `nox -s bench -- tune page` writes this page. One thread a rank; fp32; AdamW.",
-    ]
-    PAGE.write_text("\n".join(lines) + "\n")
-    print(PAGE)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("grid", "limits", "page"))
     parser.add_argument("what", nargs="?", default="")
     args = parser.parse_args()
-    sys.path.insert(0, str(ROOT / "docs" / "examples" / "train_gpt"))
-    if args.part == "page":
-        page()
-        return
+    sys.path.insert(0, str(records.ROOT / "docs" / "examples" / "train_gpt"))
     if args.part == "limits":
         for name in ("ds_engine.builder", "ds_tune.tuning"):  # before the first fork
             importlib.import_module(name)
         limits(int(args.what or 200))
-    else:
+    if args.part == "grid":
         for form in [args.what] if args.what else FORMS:
             grid(form)
-    page()
+    picture()
+    tables.fill("tune")
+
+
+def picture() -> None:
+    """Draw what was predicted beside what was measured."""
+    from ds_tune.tuning_plot import draw
+
+    parts = {name: part for name, part in records.read("tune").items() if name.startswith("grid ")}
+    points = [{**row, "name": f"{name[5:]} {row['name']}"} for name in parts for row in parts[name]["rows"]]
+    draw(points, records.PAGES / "img" / "tune.svg")
 
 
 if __name__ == "__main__":

@@ -10,19 +10,17 @@ Linear layers of 64 x 64).
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
-import platform
 import sys
 import time
 from pathlib import Path
 
-import zero_page
+import records
+import tables
 from peers import ensure
 from quiet import Watch
 from turns import RankFailedError, Ranks, meet
-from zero_record import DATA, ENGINES, MEETINGS, beside, floor_mb, quotient, rows_of
+from zero_record import ENGINES, MEETINGS, beside, floor_mb, quotient, rows_of
 
 WORKER = Path(__file__).parent / "workers" / "zero.py"
 STEPS = {"compute": 10, "comm": 10, "small": 100, "bf16": 10}
@@ -81,11 +79,17 @@ def show(entry: dict, world: int) -> None:
         over = f"{row['node_mb'] / floor:8.2f}" if floor else " " * 8
         print(f"  {engine:18} {row['step_ms']:9.2f} {row.get('over_ms', math.nan):9.2f} {row['cpu_ms']:8.1f} {row['init_ms']:9.1f} "
               f"{row['node_mb']:8.1f} {over}  {'agree' if agree else 'DIFFER'}")  # fmt: skip
-    for stage, via in ((s, v) for v in ("@shm", "") for s in (1, 2, 3)):
-        mine, peer = f"ours{stage}{via}", f"deepspeed{stage}"
-        if beside(entry, mine, peer):
-            print(f"  stage {stage} on {via[1:] or 'gloo'}: {quotient(entry, mine, peer):.2f}x of DeepSpeed's step, overhead "
-                  f"{rows[peer]['over_ms'] / max(rows[mine]['over_ms'], 1e-3):.1f}x smaller")  # fmt: skip
+    for mine, peer in ((f"ours{s}{via}", f"deepspeed{s}") for via in ("@shm", "") for s in (1, 2, 3)):
+        if not beside(entry, mine, peer):
+            continue
+        said = [f"{quotient(entry, mine, e):.2f}x of {e}" for e in ("ddp", "fsdp2", "local") if beside(entry, mine, e)]
+        over, cpu = (
+            (rows[peer][k] - rows["fwdbwd"][k]) / max(rows[mine][k] - rows["fwdbwd"][k], 1e-3)
+            for k in ("step_ms", "cpu_ms")
+        )
+        print(
+            f"  {mine}: {quotient(entry, mine, peer):.3f}x of DeepSpeed's step, overhead {over:.1f}x, in CPU {cpu:.1f}x less; {', '.join(said)}"
+        )
 
 
 def record(kept: dict, rounds: int, where: tuple[str, int], chosen: list[str], end: float) -> None:
@@ -97,10 +101,8 @@ def record(kept: dict, rounds: int, where: tuple[str, int], chosen: list[str], e
         chosen = [e for e in chosen if not e.startswith(("ddp", "fsdp2", "zero_redundancy")) and "@" not in e]
 
     def keep() -> None:
-        entry["machine"] = {"processor": platform.processor() or platform.machine(), "cpus": os.cpu_count()}
-        entry["date"], entry["others"] = time.strftime("%Y-%m-%d"), watch.others()
-        DATA.parent.mkdir(parents=True, exist_ok=True)
-        DATA.write_text(json.dumps({"results": kept}, indent=1) + "\n")
+        entry.update(machine=records.machine(), date=time.strftime("%Y-%m-%d"), others=watch.others())
+        records.write("zero", results=kept)
 
     for number in range(rounds):
         for engine in chosen:
@@ -142,14 +144,14 @@ def arguments(words: list[str]) -> argparse.Namespace:
 def main(words: list[str]) -> None:
     given = arguments(words)
     end, asked = time.monotonic() + given.within, given.what
-    kept = json.loads(DATA.read_text())["results"] if DATA.exists() else {}
+    kept = records.read("zero").get("results", {})
     rounds = next((int(w) for w in asked if w.isdigit()), 1)
     for config in [c for c in STEPS if c in asked] or list(STEPS):
         for world in (1, 2) if config == "small" else (2,):
             if not given.more:
                 kept.pop(f"{config}-{world}", None)
             record(kept, rounds, (config, world), [e for e in ENGINES if e in asked] or USUAL[config], end)
-    zero_page.main([])
+    tables.fill("zero")
 
 
 if __name__ == "__main__":

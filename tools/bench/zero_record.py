@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
 
-DATA = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "data" / "zero.json"
 # Those of a line are alive at once and take turns; half of the memory of a small machine is what limits a line.
 MEETINGS = [
     ["fwdbwd", "local", "ours1@shm", "ours2@shm", "ours3@shm", "deepspeed1", "deepspeed2", "deepspeed3", "ddp", "ours1", "ours2", "ours3",

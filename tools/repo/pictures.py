@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from repo import ROOT
 from repo.bars import Bar, Chart, boxes, svg
 
-__all__ = ["PICTURES", "file_of", "text_of"]
+__all__ = ["GENERATION", "PICTURES", "file_of", "generation_rates", "text_of"]
 
 FOLDER = ROOT / "docs" / "benchmarks"
 
@@ -79,7 +80,7 @@ def _zero_rows() -> Mapping[str, Mapping[str, float]]:
     folder = str(ROOT / "tools" / "bench")
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    from zero import rows_of  # type: ignore[import-not-found]
+    from zero_record import rows_of  # type: ignore[import-not-found]
 
     rows: Mapping[str, Mapping[str, float]] = rows_of(_record("zero")["results"]["compute-2"])
     return rows
@@ -234,7 +235,7 @@ def _moe() -> Sequence[Chart]:
         row = next(
             r
             for r in _record("moe")["lines"]
-            if (r["config"], r["ranks"], r["ours"], r["theirs"]) == (config, 2, "ours@shm", "deepspeed")
+            if (r["config"], r["ranks"], r["ours"], r["peer"]) == (config, 2, "ours@shm", "deepspeed")
         )
         bars = [Bar("ds-moe", row["ms"][0], "ours"), Bar("DeepSpeed", row["ms"][1])]
         charts.append(
@@ -377,6 +378,81 @@ def _quant() -> Sequence[Chart]:
     ]
 
 
+def _compile() -> Sequence[Chart]:
+    rows = [
+        (f"{via}: {engine}", row)
+        for via, found in _record("compile")["meetings"].items()
+        for engine, row in found.items()
+    ]
+    ours = lambda name: "ours" if "compiled" in name or "kept" in name else "theirs"  # noqa: E731
+    values = {"A step": ("ms", 1.0, "ms"), "Memory that comes and goes within one": ("passing", 2.0**20, "MiB")}
+    return [
+        Chart(
+            title,
+            "two ranks, ZeRO stage 3; less is better",
+            unit,
+            [Bar(name, row[key] / of, ours(name)) for name, row in rows],
+        )
+        for title, (key, of, unit) in values.items()
+    ]
+
+
+def _gpu() -> Sequence[Chart]:
+    rows = _record("gpu")["training"]
+    ours = lambda name: "theirs" if name in ("plain", "FSDP2") else "ours"  # noqa: E731
+    return [
+        Chart(
+            title,
+            "one GPU, GPT of 368 million parameters; less is better",
+            unit,
+            [Bar(r["name"], r[key], ours(r["name"])) for r in rows],
+            1,
+        )
+        for title, key, unit in (("A training step", "ms", "ms"), ("Peak memory", "peak_gib", "GiB"))
+    ]
+
+
+GENERATION = {
+    "ours-bf16": "ours bf16",
+    "openvino-fp16": "OpenVINO GenAI fp16",
+    "llamacpp-bf16": "llama.cpp bf16",
+    "transformers-bf16": "transformers bf16",
+    "ours-int8-rounded": "ours int8, inputs rounded",
+    "ours-int8": "ours int8",
+    "openvino-int8": "OpenVINO GenAI int8",
+    "llamacpp-q8_0": "llama.cpp q8_0",
+    "ours-int4-rounded": "ours int4, inputs rounded",
+    "ours-int4": "ours int4",
+    "ours-bf16-avx2": "ours bf16, AVX2 only",
+    "ours-int8-avx2": "ours int8, AVX2 only",
+}
+"""Engines of the page of generation, by what its table calls them."""
+
+
+def generation_rates(entry: Mapping[str, Any]) -> Mapping[str, float]:
+    """Tokens a second of one request and of 32, seconds of a first token; parts that were measured."""
+    took = {part: statistics.median(times) for part, times in entry["times_s"].items() if times}
+    tokens = {"decode": 1, "batch": 32 * 64}
+    return {part: s if part == "first" else tokens[part] / s for part, s in took.items()}
+
+
+def _inference() -> Sequence[Chart]:
+    found = {
+        title: generation_rates(e)
+        for name, title in GENERATION.items()
+        if (e := _record("inference")["engines"].get(name))
+    }
+    parts = {
+        "decode": ("One request", "more is better", "tokens/s", 0),
+        "first": ("First token of 512", "less is better", "s", 2),
+        "batch": ("32 requests", "more is better", "tokens/s", 0),
+    }
+    return [
+        Chart(title, note, unit, _bars({name: f[part] for name, f in found.items() if part in f}, "ours"), digits)
+        for part, (title, note, unit, digits) in parts.items()
+    ]
+
+
 def _start() -> Sequence[Chart]:
     """The three of the landing page: the same numbers with fewer rows."""
     step, memory, saves = _step_time(), _memory(), _saves()
@@ -398,9 +474,12 @@ PICTURES: Mapping[str, Callable[[], Sequence[Chart]]] = {
     "ckpt": _ckpt,
     "clients": _clients,
     "comm": _comm,
+    "compile": _compile,
     "data": _data,
     "engine": _engine,
+    "gpu": _gpu,
     "import_time": _import_time,
+    "inference": _inference,
     "io": _io,
     "launch": _launch,
     "moe": _moe,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
+from answering import answering, serve
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -39,24 +40,24 @@ def synced(path: Path) -> None:
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what the libraries print is not an answer
-    folder = Path(sys.argv[1])
+    answer, folder = answering(), Path(sys.argv[1])
     model = Model(int(sys.argv[2]), int(sys.argv[3]))
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=CONFIG)
     engine.backward(engine())
     engine.step()
-    answers.write("ready\n")
-    for order in sys.stdin:
+    answer("ready")
+
+    def run(order: str) -> float:
         gc.collect()
         start = time.perf_counter()
-        if order.strip() == "save":
+        if order == "save":
             engine.save_checkpoint(str(folder), tag="state")
             synced(folder)
         else:
             engine.load_checkpoint(str(folder), tag="state")
-        answers.write(f"{time.perf_counter() - start}\n")
-    os._exit(0)  # tearing its CPU communication down aborts now and then
+        return time.perf_counter() - start
+
+    serve(answer, run)
 
 
 main()

@@ -1,13 +1,11 @@
-"""One rank of tools/bench/comm.py: `comm.py MODE [SECONDS]`. Rank 0 prints a JSON object."""
+"""One rank of tools/bench/comm.py: `comm.py MODE`. Rank 0 prints a JSON object."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,8 +17,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_comm
-from ds_comm.codecs.signs import SignErrors
-from ds_comm.optim.onebit import OnebitAdam
 from ds_comm.shm.symmetric_arena import Arena, TensorRequest
 from ds_comm.watch.recorder import start_recorder, stop_recorder
 from ds_comm.watch.watchdog import WatchSettings
@@ -28,7 +24,6 @@ from ds_ops.host_arena import zeros_huge
 from ds_ops.shm_collectives import combine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "docs" / "examples" / "train_gpt"))
-from data import Blocks, read_text
 from model import GPT, GPTConfig
 
 SIZES = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20]
@@ -245,120 +240,6 @@ def recorder() -> dict[str, Any]:
     return found
 
 
-# Three times the quickstart's steps; a variance frozen after a fifth of them is too early (docs/benchmarks/comm.md).
-STEPS, WARM_UP_STEPS, FREEZE_STEP, BATCH = 450, 45, 240, 8  # BATCH is of one rank
-ADAM = {"lr": 2e-3, "betas": (0.9, 0.95), "weight_decay": 0.01}
-
-
-class ExactAdam(torch.optim.AdamW):
-    """What 1-bit Adam is held against: torch's AdamW on exact means of gradients."""
-
-    def step(self, closure: Any = None) -> Any:
-        gradients = [p.grad for group in self.param_groups for p in group["params"]]
-        flat = torch.cat([g.view(-1) for g in gradients])
-        ds_comm.all_reduce(flat, unit="gradients")
-        for g, mean in zip(
-            gradients, flat.div_(dist.get_world_size()).split([g.numel() for g in gradients]), strict=True
-        ):
-            g.copy_(mean.view_as(g))
-        return super().step(closure)
-
-
-class Forgetful(OnebitAdam):
-    """1-bit Adam without error feedback."""
-
-    def step(self, closure: Any = None) -> Any:
-        found = super().step(closure)
-        for errors in self._errors.values():
-            errors.clear()
-        return found
-
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adam": lambda params: ExactAdam(params, **ADAM),
-    "onebit": lambda params: OnebitAdam(params, freeze_step=FREEZE_STEP, **ADAM),
-    "forgetful": lambda params: Forgetful(params, freeze_step=FREEZE_STEP, **ADAM),
-}
-
-
-class Run:
-    """A model in training with one optimizer: the quickstart's model and text, the same start and batches for all."""
-
-    def __init__(self, name: str) -> None:
-        torch.manual_seed(0)
-        self.model = GPT(GPTConfig())
-        self.optimizer = OPTIMIZERS[name](self.model.parameters())
-        self.order = torch.Generator().manual_seed(1)
-        self.step, self.seconds = 0, 0.0
-        self.file = Path(tempfile.gettempdir()) / f"ds-bench-comm-{name}-{STEPS}-{FREEZE_STEP}-{dist.get_rank()}.pt"
-
-    def load(self) -> None:
-        """Go on where the last call ended, if one did. Errors are not in the optimizer's state, and are kept here."""
-        if not self.file.exists():
-            return
-        found = torch.load(self.file)
-        self.model.load_state_dict(found["model"])
-        self.optimizer.load_state_dict(found["optimizer"])
-        self.step, self.seconds = found["step"], found["seconds"]
-        if isinstance(self.optimizer, OnebitAdam):
-            self.optimizer._errors = {unit: SignErrors(*kept) for unit, kept in found["errors"].items()}
-
-    def save(self) -> None:
-        errors = getattr(self.optimizer, "_errors", {})
-        torch.save({
-            "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step,
-            "seconds": self.seconds, "errors": {unit: (e.numel, e.worker, e.server) for unit, e in errors.items()},
-        }, self.file)  # fmt: skip
-
-    def train(self, blocks: Blocks, limit_s: float) -> None:
-        """Steps, until the last one or for about `limit_s` seconds."""
-        began = time.perf_counter()
-        places = torch.randperm(len(blocks), generator=self.order).tolist()
-        rank, size = dist.get_rank(), dist.get_world_size()
-        while self.step < STEPS and agreed_max([time.perf_counter() - began])[0] < limit_s:
-            for group in self.optimizer.param_groups:
-                group["lr"] = ADAM["lr"] * rate(self.step)
-            at = (self.step * size + rank) * BATCH
-            self.optimizer.zero_grad()
-            self.model(torch.stack([blocks[i] for i in places[at : at + BATCH]])).backward()
-            self.optimizer.step()
-            self.step += 1
-        self.seconds += time.perf_counter() - began
-
-    def loss(self, blocks: Blocks) -> float:
-        """Mean in nats a byte of 256 blocks."""
-        rank, size = dist.get_rank(), dist.get_world_size()
-        chosen = torch.randperm(len(blocks), generator=self.order)[:256].tolist()[rank::size]
-        with torch.no_grad():
-            losses = [
-                self.model(torch.stack([blocks[i] for i in chosen[at : at + 8]])) for at in range(0, len(chosen), 8)
-            ]
-        mean = torch.stack(losses).mean()
-        ds_comm.all_reduce(mean)
-        return float(mean) / size
-
-
-def training(name: str) -> dict[str, Any]:
-    """The loss on text never seen, or how far it came in the given time."""
-    run, (train_text, valid_text) = Run(name), read_text()
-    run.load()
-    run.train(Blocks(train_text, 128), float(sys.argv[2]) if len(sys.argv) > 2 else math.inf)
-    told = {"steps": run.step, "of": STEPS, "freeze_step": FREEZE_STEP, "seconds": run.seconds}
-    if run.step < STEPS:
-        run.save()
-        return told
-    run.file.unlink(missing_ok=True)
-    return {**told, "loss": run.loss(Blocks(valid_text, 128))}
-
-
-def rate(step: int) -> float:
-    """Linear warm-up, then a cosine down to a tenth."""
-    if step < WARM_UP_STEPS:
-        return (step + 1) / WARM_UP_STEPS
-    done = (step - WARM_UP_STEPS) / (STEPS - WARM_UP_STEPS)
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
-
-
 def resident_bytes() -> int:
     """Private and shared memory of this process that the recorder's file takes: its pages in the memory map."""
     total = 0
@@ -379,7 +260,6 @@ def main() -> None:
         "arena": arena,
         "ddp": ddp,
         "recorder": recorder,
-        **{name: lambda name=name: training(name) for name in OPTIMIZERS},  # type: ignore[misc]
     }
     found = modes[sys.argv[1]]()
     dist.barrier()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import json
-import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from process_memory import status_bytes
+from answering import answering
+from rank import connect, passing_bytes, take_turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -118,48 +114,20 @@ ENGINES: dict[str, Callable[[], tuple[Step, Callable[[], dict]]]] = {
 }
 
 
-def passing(step: Step, tokens: Tensor) -> int:
-    """Bytes that a step has beyond what is there before and after it: the least of three, since memory that was freed may stay."""
-    found = []
-    for _ in range(3):
-        gc.collect()
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        before = status_bytes("VmRSS")
-        step(tokens)
-        found.append(status_bytes("VmHWM") - before)
-    return min(found)
-
-
-def main() -> None:
-    engine = sys.argv[1]
-    torch.set_num_threads(1)
-    if "@shm" not in engine:
-        dist.init_process_group("gloo")
-    else:
-        import ds_comm
-
-        ds_comm.init_distributed()
-    generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
+def main(name: str) -> None:
+    engine, _, backend = name.partition("@")
+    answer = answering()
+    connect(engine, backend)
+    generator = torch.Generator().manual_seed(dist.get_rank())
     batches = [torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator) for _ in range(8)]
     begun = time.perf_counter()
-    step, told = ENGINES[engine.partition("@")[0]]()
+    step, told = ENGINES[engine]()
     losses = [step(batches[at]) for at in range(4)]
-    started = time.perf_counter() - begun
+    facts = {"start_s": time.perf_counter() - begun, "losses": losses}
     dist.barrier()
-    print(
-        json.dumps({"loss": losses[-1], "start_s": started, "passing": passing(step, batches[0]), **told()}), flush=True
-    )
-    for line in sys.stdin:
-        first, count = map(int, line.split())
-        dist.barrier()
-        took, used = [], []
-        for at in range(first, first + count):
-            wall, cpu = time.perf_counter(), time.process_time()
-            step(batches[at % 8])
-            took.append((time.perf_counter() - wall) * 1e3)
-            used.append((time.process_time() - cpu) * 1e3)
-        print(json.dumps({"ms": took, "cpu_ms": used}), flush=True)
+    facts |= {"passing": passing_bytes(lambda: step(batches[0])), **told()}
+    take_turns(answer, facts, step, lambda i: batches[i % 8], apart=False)
 
 
-main()
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,13 +1,13 @@
 """usage: python data_analyzer.py ours|deepspeed SAMPLES FOLDER: seconds to map and reduce one metric."""
 
-import json
 import logging
 import sys
 import time
 
 import torch
+from answering import answering
 
-which, samples, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+answer, which, samples, folder = answering(), sys.argv[1], int(sys.argv[2]), sys.argv[3]
 
 
 class Rows(torch.utils.data.Dataset):
@@ -41,4 +41,4 @@ analyzer = DataAnalyzer(Rows(), metric_dtypes=[torch.int64], **told)
 begun = time.perf_counter()
 analyzer.run_map()
 analyzer.run_reduce()
-print(json.dumps({"seconds": time.perf_counter() - begun}))
+answer(time.perf_counter() - begun)

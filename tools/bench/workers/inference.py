@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from inference_load import HEADS, HIDDEN, INNER, KV_HEADS, THREADS, VOCAB, serve
+from inference_load import HEADS, HIDDEN, INNER, KV_HEADS, THREADS, VOCAB, run
 
 FORMS = {
     "int8": ("int8", "float"),
@@ -128,8 +128,7 @@ def main() -> None:
             make(folder, int(rest))
         return
     kind, form = rest.split("-", 1)
-    made: Any = Ours(form, folder) if kind == "ours" else Transformers(folder)
-    serve(made)
+    run(lambda: Ours(form, folder) if kind == "ours" else Transformers(folder))
 
 
 if __name__ == "__main__":

@@ -7,13 +7,14 @@ Lines in: `decode N`: N tokens of one request; `first N`: the first token of a p
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import resource
-import sys
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
+
+from answering import answering, serve
 
 THREADS = int(os.environ.get("DS_BENCH_THREADS", "2"))
 HIDDEN, INNER, HEADS, KV_HEADS, VOCAB = 1024, 2816, 16, 8, 32000
@@ -46,23 +47,26 @@ def decode(made: Engine, count: int) -> float:
     return (time.perf_counter() - middle - (middle - begin)) / count
 
 
-def serve(made: Any) -> None:
-    """Answer lines until there are none."""
+def run(make: Callable[[], Any]) -> None:
+    """Make an engine and answer lines until there are none."""
+    answer = answering()
+    made = make()
     made.run([[1, 2, 3]], 2)
-    print(json.dumps({"bytes": made.bytes, "resident": resident()}), flush=True)
-    for line in sys.stdin:
+    answer({"bytes": made.bytes, "resident": resident()})
+
+    def found(line: str) -> float:
         what, *rest = line.split()
         count = int(rest[0]) if rest else 0
         begin = time.perf_counter()
         if what == "decode":
-            found = decode(made, count)
-        elif what == "resident":
-            found = resident()
-        elif what == "peak":
-            found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-        elif what == "read":
-            found = made.read()
-        else:
-            made.run([[7] * count] if what == "first" else prompts(), 1 if what == "first" else count)
-            found = time.perf_counter() - begin
-        print(json.dumps({"found": found}), flush=True)
+            return decode(made, count)
+        if what == "resident":
+            return resident()
+        if what == "peak":
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+        if what == "read":
+            return float(made.read())
+        made.run([[7] * count] if what == "first" else prompts(), 1 if what == "first" else count)
+        return time.perf_counter() - begin
+
+    serve(answer, found)

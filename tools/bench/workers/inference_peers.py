@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from inference_load import HEADS, HIDDEN, INNER, KV_HEADS, THREADS, VOCAB, serve
+from inference_load import HEADS, HIDDEN, INNER, KV_HEADS, THREADS, VOCAB, run
 
 
 def export_openvino(folder: Path, to: Path, form: str) -> None:
@@ -122,7 +122,7 @@ def main() -> None:
         if not to.exists():
             (export_openvino if kind == "openvino" else export_llamacpp)(folder, to, form)
         return
-    serve(OpenVino(to) if kind == "openvino" else LlamaCpp(to))
+    run(lambda: OpenVino(to) if kind == "openvino" else LlamaCpp(to))
 
 
 if __name__ == "__main__":

@@ -5,15 +5,14 @@ A step is the forward and backward of one layer. All engines have the same weigh
 
 from __future__ import annotations
 
-import contextlib
-import json
+import importlib
 import math
-import os
 import sys
-import time
 
 import torch
 import torch.distributed as dist
+from answering import answering
+from rank import connect, take_turns
 from torch import Tensor, nn
 
 # tokens of a rank, width, inner width, experts, choices, skewed
@@ -57,25 +56,19 @@ def batch(config: tuple, rank: int, step: int) -> Tensor:
     return x.requires_grad_()
 
 
-def ours(config: tuple, *, drop: bool) -> nn.Module:
-    from ds_moe import MoE, place_experts
-
+def layer_of(config: tuple, engine: str) -> nn.Module:
+    """Our layer or DeepSpeed's, in its place."""
     _, width, inner, experts, k, _ = config
-    size = dist.get_world_size()
-    layer = MoE(width, Mlp(width, inner), experts, size, k, drop_tokens=drop, top2_2nd_expert_sampling=False)
-    fill(layer, config, dist.get_rank(), size)
-    place_experts(layer)
-    return layer
-
-
-def deepspeed(config: tuple, *, drop: bool) -> nn.Module:
-    from deepspeed.moe.layer import MoE
-
-    _, width, inner, experts, k, _ = config
-    size = dist.get_world_size()
-    layer = MoE(width, Mlp(width, inner), experts, size, k, drop_tokens=drop, top2_2nd_expert_sampling=False)
-    fill(layer, config, dist.get_rank(), size)
-    layer.set_deepspeed_parallelism()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    theirs = engine.startswith("deepspeed")
+    kind = importlib.import_module("deepspeed.moe.layer" if theirs else "ds_moe").MoE
+    drop = engine.endswith("_drop")
+    layer = kind(width, Mlp(width, inner), experts, size, k, drop_tokens=drop, top2_2nd_expert_sampling=False)
+    fill(layer, config, rank, size)
+    if theirs:
+        layer.set_deepspeed_parallelism()
+    else:
+        importlib.import_module("ds_moe").place_experts(layer)
     return layer
 
 
@@ -165,72 +158,35 @@ class Copies(nn.Module):
         return self.back[: x.shape[0]], scores.sum() * 0, scores
 
 
-def make(engine: str, config: tuple) -> nn.Module:
-    if engine == "deepspeed":
-        return deepspeed(config, drop=False)
-    if engine == "deepspeed_drop":
-        return deepspeed(config, drop=True)
-    layer = ours(config, drop=engine == "ours_drop")
-    if engine == "loop":
-        return Loop(layer, config[3])
-    if engine == "moving":
-        return Moving(layer)
-    if engine == "least":
-        return Least(layer)
-    if engine == "copies":
-        return Copies(config)
-    return layer
+def main(name: str, which: str) -> None:
+    engine, _, backend = name.partition("@")
+    answer = answering()
+    connect(engine, backend)
+    config, rank = CONFIGS[which], dist.get_rank()
+    layer = layer_of(config, engine)
+    model = {
+        "loop": lambda: Loop(layer, config[3]), "moving": lambda: Moving(layer), "least": lambda: Least(layer),
+        "copies": lambda: Copies(config),
+    }.get(engine, lambda: layer)()  # fmt: skip
 
-
-def main(engine: str, name: str) -> None:
-    torch.set_num_threads(1)
-    engine, _, backend = engine.partition("@")
-    if backend == "shm":
-        import ds_comm
-
-        ds_comm.init_distributed("shm")
-    elif engine.startswith("deepspeed"):
-        import deepspeed as framework
-
-        with contextlib.redirect_stdout(sys.stderr):
-            framework.init_distributed("gloo")
-    else:
-        dist.init_process_group("gloo")
-    config, rank = CONFIGS[name], dist.get_rank()
-    with contextlib.redirect_stdout(sys.stderr):
-        layer = make(engine, config)
-
-    def step(i: int) -> Tensor:
-        x = batch(config, rank, i % 4)
-        out, balance, _ = layer(x)
+    def step(x: Tensor) -> Tensor:
+        out, balance, _ = model(x)
         loss = out.square().mean() + 0.01 * balance
         if loss.requires_grad:
             loss.backward()
-            layer.zero_grad()
+            model.zero_grad()
         return loss.detach()
 
-    first = step(0)
-    total = first.clone()
-    dist.all_reduce(total)
-    print(json.dumps({"ready": True, "loss": float(total) / dist.get_world_size()}), flush=True)
+    def tokens(i: int) -> Tensor:
+        x = batches[i % 4]
+        x.grad = None
+        return x
+
     batches = [batch(config, rank, i) for i in range(4)]
-    for line in sys.stdin:
-        start, count = map(int, line.split())
-        times = []
-        for i in range(start, start + count):
-            x = batches[i % 4]
-            x.grad = None
-            dist.barrier()
-            began = time.perf_counter()
-            out, balance, _ = layer(x)
-            loss = out.square().mean() + 0.01 * balance
-            if loss.requires_grad:
-                loss.backward()
-            times.append(time.perf_counter() - began)
-            layer.zero_grad()
-        print(json.dumps({"ms": [t * 1e3 for t in times], "cpu_ms": [t * 1e3 for t in times]}), flush=True)
-    os._exit(0)
+    total = step(tokens(0))
+    dist.all_reduce(total)
+    take_turns(answer, {"losses": [float(total) / dist.get_world_size()]}, step, tokens, apart=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])

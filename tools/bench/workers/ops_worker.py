@@ -6,12 +6,12 @@ number of threads and the names of the cases to prepare.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
 
 import torch
+from answering import answering, serve
 
 N = 34_000_000
 REPEAT = 3  # calls timed together: a burst short enough to fit between other users of the machine
@@ -172,21 +172,19 @@ CASES: dict[str, Callable[[], Case]] = {
 def main() -> None:
     threads, names = int(sys.argv[1]), sys.argv[2:]
     torch.set_num_threads(threads)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries that print do not disturb the answers
+    answer = answering()
     cases = {name: CASES[name]() for name in names}
     for call in cases.values():
         call()
-    answers.write("ready\n")
-    answers.flush()
-    for line in sys.stdin:
-        call = cases[line.strip()]
-        start = time.perf_counter()
+    answer("ready")
+
+    def seconds(name: str) -> float:
+        call, start = cases[name], time.perf_counter()
         for _ in range(REPEAT):
             call()
-        seconds = (time.perf_counter() - start) / REPEAT
-        answers.write(f"{seconds!r}\n")
-        answers.flush()
+        return (time.perf_counter() - start) / REPEAT
+
+    serve(answer, seconds)
 
 
 if __name__ == "__main__":

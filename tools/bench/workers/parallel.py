@@ -6,18 +6,13 @@ the first line says the loss of the whole.
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import json
-import os
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from process_memory import status_bytes
+from answering import answering
+from rank import connect, passing_bytes, take_turns
 from torch import Tensor, nn
 
 WIDTH, INNER, HEADS, KV_HEADS, TOKENS = 1024, 2816, 16, 8, 256  # of the block that is cut
@@ -191,53 +186,17 @@ def make(engine: str, config: str) -> Step:
     return loss_of(engine) if config == "loss" else sequence(config, engine)
 
 
-def connect(engine: str, backend: str) -> None:
-    if backend == "shm" or engine in ("ours", "ring", "zigzag"):
-        import ds_comm
-
-        ds_comm.init_distributed(backend)
-    elif engine == "deepspeed":
-        import deepspeed
-
-        with contextlib.redirect_stdout(sys.stderr):
-            deepspeed.init_distributed(backend)
-    else:
-        dist.init_process_group(backend)
-
-
-def peak_mb(step: Step) -> float:
-    """What a step takes beyond what is kept between steps, in memory that this process has touched."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status_bytes("VmRSS") / 2**20
-    step()
-    return (status_bytes("VmHWM") / 2**20) - before
-
-
-def main(engine: str, config: str) -> None:
-    torch.set_num_threads(1)
-    engine, _, backend = engine.partition("@")
-    if int(os.environ["WORLD_SIZE"]) > 1:
-        connect(engine, backend or "gloo")
-    with contextlib.redirect_stdout(sys.stderr):
-        step = make(engine, config)
+def main(name: str, config: str) -> None:
+    engine, _, backend = name.partition("@")
+    answer = answering()
+    connect(engine, backend)
+    step = make(engine, config)
     total = step()
-    if dist.is_initialized() and config != "tensor":
+    if config != "tensor":
         dist.all_reduce(total)
-    print(json.dumps({"ready": True, "loss": float(total), "step_mb": peak_mb(step)}), flush=True)
-    for line in sys.stdin:
-        _, count = map(int, line.split())
-        times, used = [], []
-        for _ in range(count):
-            if dist.is_initialized():
-                dist.barrier()
-            began, busy = time.perf_counter(), time.process_time()
-            step()
-            times.append((time.perf_counter() - began) * 1e3)
-            used.append((time.process_time() - busy) * 1e3)
-        print(json.dumps({"ms": times, "cpu_ms": used}), flush=True)
-    os._exit(0)
+    facts = {"losses": [float(total)], "mb": passing_bytes(step) / 2**20}
+    take_turns(answer, facts, lambda _: step(), lambda i: i, apart=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])

@@ -7,17 +7,16 @@ backward and update by AdamW; all have the same weights and data, and the first 
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import sys
-import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from answering import answering
+from process_memory import pss_bytes
+from rank import connect, take_turns
 from torch import Tensor, nn
-from zero import CONFIGS, WIDTH, Config, Gpt, adamw, pss_bytes
+from zero import CONFIGS, WIDTH, Config, Gpt, adamw
 
 MICROBATCHES = 8
 
@@ -158,39 +157,16 @@ def deepspeed(config: Config, _: str) -> Step:
 
 
 def main(name: str, which: str) -> None:
-    torch.set_num_threads(1)
     engine, _, schedule = name.partition(":")
     engine, _, backend = engine.partition("@")
-    config = CONFIGS["comm" if which == "gpt" else which]
-    with contextlib.redirect_stdout(sys.stderr):
-        if engine == "ours":
-            import ds_comm
-
-            ds_comm.init_distributed(backend or "gloo")
-        elif engine == "deepspeed":
-            import deepspeed as peer
-
-            peer.init_distributed("gloo")
-        else:
-            dist.init_process_group("gloo")
-        base = pss_bytes()
-        step = {"ours": ours, "torch": torchs, "deepspeed": deepspeed, "alone": alone}[engine](config, schedule)
-        losses = [step(data(config, i)) for i in range(2)]
-    print(json.dumps({"ready": True, "losses": losses, "mb": (pss_bytes() - base) / 1e6}), flush=True)
-    for line in sys.stdin:
-        first, count = map(int, line.split())
-        times, used = [], []
-        for i in range(first, first + count):
-            batches = data(config, 2 + i)
-            dist.barrier()
-            began, busy = time.perf_counter(), time.process_time()
-            with contextlib.redirect_stdout(sys.stderr):
-                step(batches)
-            times.append((time.perf_counter() - began) * 1e3)
-            used.append((time.process_time() - busy) * 1e3)
-        print(json.dumps({"ms": times, "cpu_ms": used}), flush=True)
-    os._exit(0)
+    config, answer = CONFIGS["comm" if which == "gpt" else which], answering()
+    connect(engine, backend)
+    base = pss_bytes()
+    step = {"ours": ours, "torch": torchs, "deepspeed": deepspeed, "alone": alone}[engine](config, schedule)
+    losses = [step(data(config, i)) for i in range(2)]
+    facts = {"losses": losses, "mb": (pss_bytes() - base) / 1e6}
+    take_turns(answer, facts, step, lambda i: data(config, 2 + i), apart=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])

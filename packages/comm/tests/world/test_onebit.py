@@ -119,7 +119,7 @@ class Forgetful(OnebitAdam):
 
 @world(2)
 def test_feedback_is_what_keeps_one_bit_close_to_adam() -> None:
-    """A sample of what tools/bench/comm.py shows on the quickstart's model."""
+    """A sample of what docs/decisions/measured/comm.md says of the quickstart's model."""
     _, exact = reference(lr=3e-3, weight_decay=0.0)
     lost = {}
     for kind in (OnebitAdam, Forgetful):
