@@ -59,6 +59,22 @@ def test_what_does_nothing_beside_other_keys_is_left_out_with_a_warning_that_say
     deepspeed.DeepSpeedConfig(raw | {"train_batch_size": 1})
 
 
+def test_what_scripts_of_deepspeed_ask_for_and_nothing_here_depends_on_is_left_out_with_a_warning(said):
+    raw = {
+        "zero_optimization": {"stage": 2, "ignore_unused_parameters": False},
+        "torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linear"]},
+        "seq_parallel_communication_data_type": "bf16",
+    }
+    assert accepted(raw) == {"zero_optimization": {"stage": 2}, "torch_autocast": {"enabled": True}}
+    assert [message.split(" ")[0] for message in said.messages] == [
+        "torch_autocast.lower_precision_safe_modules",
+        "seq_parallel_communication_data_type",
+        "zero_optimization.ignore_unused_parameters",
+    ]
+    deepspeed.DeepSpeedConfig(raw | {"train_batch_size": 1})
+    assert accepted({"zero_optimization": {"ignore_unused_parameters": True}})["zero_optimization"]
+
+
 def test_keys_of_templates_that_do_nothing_are_told_at_info_level(said):
     raw = {"zero_optimization": {"stage": 3, "sub_group_size": 10**9, "reduce_bucket_size": 10**6}}
     with said.at_level(logging.INFO, "DeepSpeed"):

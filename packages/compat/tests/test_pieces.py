@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import enum
 import logging
 import pickle
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import deepspeed
+import numpy as np
 import pytest
 import torch
 from deepspeed._ours.checkpoint.checkpoint_api import decode, encode, leave_signs, name_of_tag
@@ -414,6 +417,10 @@ class Colour(enum.Enum):
         {"a": [1, 2.5, "x", True, None]},
         {"t": (1, 2), "s": {3}, "f": frozenset({4})},
         {1: "one", "~": "tilde"},
+        {
+            "args": argparse.Namespace(lr=0.1, dtype=torch.half, **{"~": (1,)}),
+            "n": SimpleNamespace(a=argparse.Namespace()),
+        },
         {"inf": float("inf"), "p": Path("/a/b"), "d": torch.bfloat16, "b": b"\x00\xff", "v": torch.device("cpu")},
     ],
 )
@@ -432,6 +439,8 @@ def test_tensors_in_client_state():
 def test_objects_are_refused_with_their_place():
     with pytest.raises(UnsupportedError, match=r"client_state\.a\[1\]"):
         encode({"a": [1, object()]})
+    with pytest.raises(UnsupportedError, match=r"client_state\.words is a numpy\.ndarray"):
+        encode({"words": np.array(["a"])})
 
 
 @pytest.mark.parametrize(
@@ -447,6 +456,7 @@ def test_objects_are_refused_with_their_place():
         {"~": "dict", "value": [[[], 1]]},
         {"~": "float", "value": None},
         {"~": "set", "value": 3},
+        {"~": "Namespace", "value": [1]},
     ],
 )
 def test_a_client_state_that_nothing_wrote_is_refused(value):

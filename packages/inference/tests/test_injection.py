@@ -52,6 +52,13 @@ def test_an_end_token_pads_behind_it():
     assert torch.equal(engine.generate(IDS, max_new_tokens=9, eos_token_id=end, pad_token_id=0), wanted)
 
 
+def test_an_injection_policy_has_classes_as_keys():
+    policy = {torch.nn.Linear: ("attn.c_proj",), torch.nn.Conv2d: "mlp.c_proj"}
+    for keys in ({"injection_policy": policy}, {"config": {"injection_dict": policy}}):
+        config = init_inference(small(), dtype="fp32", **keys).config
+        assert list(config.injection_policy.values()) == [("attn.c_proj",), "mlp.c_proj"]
+
+
 def test_half_precision_is_the_default():
     assert next(init_inference(small()).module.parameters()).dtype == torch.float16
 

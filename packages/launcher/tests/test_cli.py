@@ -17,7 +17,7 @@ from ds_config.errors import ConfigError
 from ds_config.explain_command import explanations
 from ds_launcher.cli import main
 from ds_launcher.commands import ssh
-from ds_launcher.shim import wrapped
+from ds_launcher.shim import LOCAL_RANK_WORD, wrapped
 
 if TYPE_CHECKING:
     from conftest import Sandbox
@@ -137,14 +137,14 @@ def test_hosts_shows_slots_and_the_ranks_they_get(box: Sandbox) -> None:
 
 def test_the_shim_adds_our_variables_beside_torchruns() -> None:
     env = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "3", "GROUP_WORLD_SIZE": "4"}
-    command, given = wrapped(["--local-rank-arg", "--", "python", "t.py", "--", "x"], env)
-    assert command == ["python", "t.py", "--", "x", "--local_rank=1"]
+    command, given = wrapped(["python", "t.py", LOCAL_RANK_WORD, "--", "x"], env)
+    assert command == ["python", "t.py", "--local_rank=1", "--", "x"]
     assert {name: given[name] for name in ("LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")} == {
         "LOCAL_SIZE": "2",
         "CROSS_RANK": "3",
         "CROSS_SIZE": "4",
     }
-    assert wrapped(["--", "python"], {})[0] == ["python"]
+    assert wrapped(["python"], {})[0] == ["python"]
 
 
 def test_ssh_runs_a_command_on_every_host(

@@ -16,6 +16,7 @@ from ds_launcher.inventory import Host, decode, encode
 from ds_launcher.job import HostFacts, make_launch, remote_hosts
 from ds_launcher.launch_options import RunOptions, joined, options_of, parse_nnodes, register, without_option
 from ds_launcher.launch_plan import LaunchPlan, Process, describe, from_json, to_json
+from ds_launcher.shim import LOCAL_RANK_WORD
 
 FACTS = HostFacts(
     env={}, hostname="head", cores=8, devices=Devices(), python="/venv/bin/python", cwd="/home/me/my job",
@@ -55,6 +56,8 @@ def test_threads_are_left_alone_where_they_are_chosen_or_the_rank_is_alone() -> 
         ("--module pkg.train", ("/venv/bin/python", "-u", "-m", "pkg.train")),
         ("--no_python ./run.sh a", ("./run.sh", "a")),
         ("--local-rank-arg t.py", ("/venv/bin/python", "-u", "t.py", "--local_rank=0")),
+        ("--local-rank-arg t.py sub -- x", ("/venv/bin/python", "-u", "t.py", "--local_rank=0", "sub", "--", "x")),
+        ("--local-rank-arg --no_python ./run.sh a", ("./run.sh", "--local_rank=0", "a")),
         ("--no_local_rank t.py", ("/venv/bin/python", "-u", "t.py")),
         ("--no_ssh_check t.py", ("/venv/bin/python", "-u", "t.py")),
     ],
@@ -281,8 +284,8 @@ def test_elastic_hands_everything_to_the_agent() -> None:
     spec = json.loads(process.argv[-1])
     assert process.argv[1:4] == ("-P", "-m", "ds_launcher.elastic_launch")
     assert (spec["min_nodes"], spec["max_nodes"], spec["nproc"], spec["max_restarts"]) == (1, 4, 2, 3)
-    assert (spec["endpoint"], spec["run_id"], spec["local_rank_arg"]) == ("h:1", "ds", True)
-    assert spec["command"] == ["/venv/bin/python", "-u", "t.py", "a"]
+    assert (spec["endpoint"], spec["run_id"]) == ("h:1", "ds")
+    assert spec["command"] == ["/venv/bin/python", "-u", "t.py", LOCAL_RANK_WORD, "a"]
     assert process.env["OMP_NUM_THREADS"] == "4"
 
 

@@ -12,7 +12,7 @@ from ds_monitor.config import MonitorConfig
 __all__ = ["check_configuration", "comparable"]
 
 _OF_ONE_RANK = frozenset({*MonitorConfig.model_fields, "steps_per_print", "dump_state", "log_level", "aio"})
-_PLACES = ("path", "_dir", "folder")
+_PLACES = ("path", "_dir", "folder", "output_file")
 
 
 def comparable(config: Config) -> dict[str, str]:

@@ -44,6 +44,7 @@ def test_logs_and_folders_of_one_rank_may_differ(tmp_path):
     rank = dist.get_rank()
     config = configured(steps_per_print=rank + 1, csv_monitor={"enabled": rank == 0, "output_path": str(tmp_path)})
     config["zero_optimization"] |= {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / str(rank))}}
+    config["flops_profiler"] = {"enabled": True, "output_file": None if rank else str(tmp_path / "flops.txt")}
     engine, *_ = ds_engine.initialize(model=nn.Linear(4, 4), config=config)
     engine.close()
 

@@ -67,7 +67,11 @@ def _resolved(config: Any, keys: Mapping[str, Any]) -> InferenceConfig:
             code="inference-config",
             fix="Give each key once.",
         )
-    return load_config(InferenceConfig, {**values, **keys})
+    values.update(keys)
+    for name in ("injection_policy", "injection_dict"):
+        if isinstance(values.get(name), Mapping):  # its keys are classes, which no configuration file has
+            values[name] = {k if isinstance(k, str) else repr(k): names for k, names in values[name].items()}
+    return load_config(InferenceConfig, values)
 
 
 class InferenceEngine(nn.Module):

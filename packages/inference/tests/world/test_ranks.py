@@ -168,6 +168,10 @@ def test_deepspeed_s_calls() -> None:
             replace_with_kernel_inject=inject,
         )
         assert torch.equal(engine.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0), wanted), inject
+    cut = families._tiny("gpt2")
+    policy = {type(cut.transformer.h[0]): ("attn.c_proj", "mlp.c_proj")}
+    engine = init_inference(cut, dtype="fp32", mp_size=2, injection_policy=policy)
+    assert torch.equal(engine.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0), wanted)
     manager = {"memory_config": {"mode": "allocate", "size": 4}}
     ragged = build_hf_engine(model, RaggedConfig(tensor_parallel={"tp_size": 2}, state_manager=manager))
     logits = ragged.put([1], [torch.tensor(prompts[0])])

@@ -70,9 +70,8 @@ def _run(spec: dict[str, Any], folder: Path) -> int:
     )
     for number in USER_SIGNALS:
         signal.signal(number, _pass_on)
-    shim = [sys.executable, "-P", "-m", "ds_launcher.shim", *(["--local-rank-arg"] if spec["local_rank_arg"] else [])]
     try:
-        elastic_launch(config, shim[0])(*shim[1:], "--", *spec["command"])
+        elastic_launch(config, sys.executable)("-P", "-m", "ds_launcher.shim", *spec["command"])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         _say(f"rank {rank} failed first ({explain(failure.exitcode)}); no restart is left")

@@ -16,6 +16,7 @@ from ds_launcher.inventory import Host, Inventory, decode, from_slurm, limit, nu
 from ds_launcher.launch_options import RunOptions, node_options, parse_nnodes
 from ds_launcher.launch_plan import HostWatch, LaunchPlan, Process
 from ds_launcher.rank_env import World, node_rank_from, omp_threads, rank_env
+from ds_launcher.shim import LOCAL_RANK_WORD
 
 __all__ = ["MANY_HOSTS_PORT", "SECRET", "HostFacts", "is_elastic", "make_launch", "remote_hosts", "world_of"]
 
@@ -148,7 +149,7 @@ def _rank(options: RunOptions, facts: HostFacts, world: World, local: tuple[int,
     rank = world.first_rank + local_rank
     return Process(
         f"rank {rank}",
-        (*_command(options, facts.python), *([f"--local_rank={local_rank}"] if options.local_rank_arg else [])),
+        _command(options, facts.python, f"--local_rank={local_rank}"),
         {**shared, **rank_env(world, local_rank), "DS_RUN_ID": world.run_id},
         prefix="" if rank == 0 else f"[rank{rank}] ",
         shown=rank == 0 or not options.log_dir,
@@ -159,10 +160,11 @@ def _rank(options: RunOptions, facts: HostFacts, world: World, local: tuple[int,
     )
 
 
-def _command(options: RunOptions, python: str) -> tuple[str, ...]:
+def _command(options: RunOptions, python: str, local_rank: str) -> tuple[str, ...]:
+    """Return the command of a rank; `local_rank`, where it is asked for, is before the script's own words: these may begin a subcommand."""
     # -u: a line is on the screen when it is printed, and not lost when the rank is killed.
     words = () if options.no_python else (python, "-u", *(["-m"] if options.module else []))
-    command = (*words, options.script, *options.script_args)
+    command = (*words, options.script, *([local_rank] if options.local_rank_arg else []), *options.script_args)
     # The shell becomes the rank, so signals and exit codes are the rank's own.
     sourced = ("bash", "-c", 'source "$0" && exec "$@"', options.venv_script)
     return (*sourced, *command) if options.venv_script else command
@@ -305,8 +307,7 @@ def _elastic(options: RunOptions, facts: HostFacts) -> Process:
         "host_timeout": options.host_timeout,
         "grace": options.grace,
         "log_dir": options.log_dir,
-        "local_rank_arg": options.local_rank_arg,
-        "command": _command(options, facts.python),
+        "command": _command(options, facts.python, LOCAL_RANK_WORD),
     }
     env = {"DS_RUN_ID": facts.run_id, **(_secret(facts) if high <= 1 else {})}
     if nproc > 1 and "OMP_NUM_THREADS" not in facts.env:

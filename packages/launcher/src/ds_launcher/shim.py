@@ -1,4 +1,4 @@
-"""`python -m ds_launcher.shim [--local-rank-arg] -- COMMAND...`: become COMMAND with our variables beside torchrun's."""
+"""`python -m ds_launcher.shim COMMAND...`: become COMMAND with our variables beside torchrun's, and the rank for `LOCAL_RANK_WORD`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-__all__ = ["main", "wrapped"]
+__all__ = ["LOCAL_RANK_WORD", "main", "wrapped"]
+
+LOCAL_RANK_WORD = "--local_rank=$LOCAL_RANK"
+"""Stands in a command for the argument with the rank's own number, which is not known where the command is made."""
 
 _OURS = {"LOCAL_SIZE": "LOCAL_WORLD_SIZE", "CROSS_RANK": "GROUP_RANK", "CROSS_SIZE": "GROUP_WORLD_SIZE"}
 
 
 def wrapped(argv: Sequence[str], env: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     """Return the command and the environment that replace this process."""
-    options, command = argv[: argv.index("--")], list(argv[argv.index("--") + 1 :])
-    if "--local-rank-arg" in options:
-        command.append(f"--local_rank={env['LOCAL_RANK']}")
+    command = [f"--local_rank={env['LOCAL_RANK']}" if word == LOCAL_RANK_WORD else word for word in argv]
     return command, {**env, **{ours: env[source] for ours, source in _OURS.items() if source in env}}
 
 

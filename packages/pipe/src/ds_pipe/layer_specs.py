@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from ds_config.errors import PlanError
 from ds_monitor import log_requested
 
-__all__ = ["LayerSpec", "TiedLayerSpec", "class_name", "parameters_of"]
+__all__ = ["LayerSpec", "TiedLayerSpec", "class_name", "parameters_of", "shared_parameter"]
 
 _log = logging.getLogger("ds_pipe")
 
@@ -51,8 +52,8 @@ class TiedLayerSpec(LayerSpec):
     Args:
         key: What the layers have in common.
         forward_fn: `forward_fn(module, x)` instead of `module(x)`, for another use of the same weights.
-        tied_weight_attr: The parameters that are the same, as attribute paths; others of the layer are its own copy, which is equal
-            at the start and may part.
+        tied_weight_attr: The parameters that are the same, as attribute paths, which may be of properties; others of the layer are
+            its own copy, which is equal at the start and may part.
     """
 
     def __init__(
@@ -77,15 +78,39 @@ def class_name(layer: object) -> str:
 
 
 def parameters_of(layer: object) -> int:
-    """Count the elements of the layer's trained parameters.
-
-    A spec is built on the meta device for the count, which allocates nothing.
-    """
+    """Count the elements of the layer's trained parameters."""
     if isinstance(layer, LayerSpec):
-        state = torch.get_rng_state()
-        with torch.device("meta"):
-            layer = layer.build()
-        torch.set_rng_state(state)
+        layer = _on_meta(layer)
     if not isinstance(layer, nn.Module):
         return 0
     return sum(p.numel() for p in layer.parameters() if p.requires_grad)
+
+
+def shared_parameter(module: nn.Module, path: str, first: LayerSpec) -> tuple[str, str, nn.Parameter] | None:
+    """Find the parameter that an attribute path of a tied layer leads to, through properties, too; None if it leads to none.
+
+    Returns:
+        Its name in `module`; its name in `first`, the first layer with this key, which all ranks call it by; the parameter.
+    """
+    local = _named_by(module, path)
+    if local is None:
+        return None
+    named = local if type(module) is first.typename else _named_by(_on_meta(first), path)
+    return local[0], (named or local)[0], local[1]
+
+
+def _named_by(module: nn.Module, path: str) -> tuple[str, nn.Parameter] | None:
+    try:
+        found = attrgetter(path)(module)
+    except AttributeError:
+        return None
+    return next(((name, param) for name, param in module.named_parameters() if param is found), None)
+
+
+def _on_meta(spec: LayerSpec) -> nn.Module:
+    """Build a layer of which only names and shapes are wanted: it takes no memory and draws no random numbers."""
+    state = torch.get_rng_state()
+    with torch.device("meta"):
+        module = spec.build()
+    torch.set_rng_state(state)
+    return module

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ import ds_comm
 from ds_config.errors import PlanError, UnsupportedError
 from ds_pipe._torch import tree_leaves, tree_map
 from ds_pipe.building import annotate_params, broadcast_ties, tie
-from ds_pipe.layer_specs import LayerSpec, TiedLayerSpec, class_name, parameters_of
+from ds_pipe.layer_specs import LayerSpec, TiedLayerSpec, class_name, parameters_of, shared_parameter
 from ds_pipe.partition import balanced, matching, uniform
 from ds_pipe.profile import profile_layers
 from ds_pipe.programs import PipelineSpec, placement_of
@@ -177,34 +178,55 @@ class PipelineModule(nn.Module):
         stages = [s for s, r in enumerate(self.rank_of) if r == self.places.pipe.rank]
         parts = {s: _StageModule(self, range(self.parts[s], self.parts[s + 1])) for s in stages}
         holders: dict[str, list[int]] = {}
-        names: dict[str, str] = {}
+        firsts: dict[str, TiedLayerSpec] = {}
         for index, layer in enumerate(self.specs):
             if isinstance(layer, TiedLayerSpec):
                 for path in layer.tied_weight_attr:
-                    holders.setdefault(f"tied_modules.{layer.key}.{path}", []).append(
-                        self.rank_of[self.stage_owner(index)]
-                    )
-        local_params = dict(self.named_parameters(remove_duplicate=False))
-        for name in local_params:
-            if name.startswith("tied_modules.") and name not in holders:
+                    name = f"tied_modules.{layer.key}.{path}"
+                    firsts.setdefault(name, layer)
+                    holders.setdefault(name, []).append(self.rank_of[self.stage_owner(index)])
+        shared = self._shared(firsts)
+        names = {local: whole for local, whole, _ in shared.values() if local != whole}
+        tied = {id(param) for _, _, param in shared.values()}
+        for name, param in self.named_parameters(remove_duplicate=False):
+            if name.startswith("tied_modules.") and id(param) not in tied:
                 # Not tied: every rank that holds the layer has its own.
                 key = name.split(".")[1]
-                first = min(i for i, s in enumerate(self.specs) if isinstance(s, TiedLayerSpec) and s.key == key)
-                if first not in self._uses:
+                number = min(i for i, s in enumerate(self.specs) if isinstance(s, TiedLayerSpec) and s.key == key)
+                if number not in self._uses:
                     mine_first = min(i for i in self._uses if getattr(self.specs[i], "key", None) == key)
                     names[name] = f"{mine_first}.{name.split('.', 2)[2]}"
-        missing = [name for name in holders if name.split(".")[1] in self.tied_modules and name not in local_params]
+        asked_ties = tie(self.places, holders, {asked: param for asked, (_, _, param) in shared.items()})
+        ties = tuple(replace(one, name=shared[one.name][1]) for one in asked_ties)
+        broadcast_ties(ties)
+        staged = StagedModel(self, parts, self.rank_of, self.places, self.loss_fn, names, ties)
+        annotate_params(staged)
+        return staged
+
+    def _shared(self, firsts: Mapping[str, TiedLayerSpec]) -> dict[str, tuple[str, str, nn.Parameter]]:
+        """Find the tied parameters of this rank by what was asked: name here, name in the unsplit model, parameter.
+
+        Args:
+            firsts: Of every tied parameter that is asked for, `tied_modules.KEY.PATH`, the first layer.
+        """
+        shared: dict[str, tuple[str, str, nn.Parameter]] = {}
+        missing: list[str] = []
+        for asked, first in firsts.items():
+            _, key, path = asked.split(".", 2)
+            if key not in self.tied_modules:
+                continue
+            found = shared_parameter(self.tied_modules[key], path, first)
+            if found is None:
+                missing.append(asked)
+            else:
+                shared[asked] = f"tied_modules.{key}.{found[0]}", f"tied_modules.{key}.{found[1]}", found[2]
         if missing:
             raise PlanError(
                 f"tied layers have no parameter {', '.join(missing)}",
                 code="pipe-tied",
                 fix="Name the attribute path of the parameter in tied_weight_attr.",
             )
-        ties = tie(self.places, holders, {name: local_params[name] for name in holders if name in local_params})
-        broadcast_ties(ties)
-        staged = StagedModel(self, parts, self.rank_of, self.places, self.loss_fn, names, ties)
-        annotate_params(staged)
-        return staged
+        return shared
 
     @property
     def pipe_staging(self) -> PipelineSpec:

@@ -116,7 +116,22 @@ class Words(nn.Module):
         return F.embedding(tokens, self.weight)
 
 
-def as_head(words: Words, x: Tensor) -> Tensor:
+class Wrapped(nn.Module):
+    """Shares a parameter of its child by a property, as Megatron's embedding does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = Words()
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.words.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.words(tokens)
+
+
+def as_head(words: Words | Wrapped, x: Tensor) -> Tensor:
     return F.linear(x, words.weight)
 
 
@@ -135,6 +150,9 @@ def layers(kind: str) -> list[Any]:
     if kind == "tied":
         first = TiedLayerSpec("words", Words)
         return [first, *blocks, TiedLayerSpec("words", Words, forward_fn=as_head)]
+    if kind in ("tied by property", "tied unlike"):
+        last = Wrapped if kind == "tied by property" else Words
+        return [TiedLayerSpec("words", Wrapped), *blocks, TiedLayerSpec("words", last, forward_fn=as_head)]
     return [LayerSpec(Embed), Carry(), *(LayerSpec(InCarry) for _ in blocks[2:]), Land(), head]
 
 

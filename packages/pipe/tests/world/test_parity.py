@@ -34,6 +34,17 @@ def test_four_ranks(bench, schedule):
     bench.check("tied", 5, schedule=schedule, num_stages=2, steps=1, activation_checkpoint_interval=2)
 
 
+@pytest.mark.parametrize("kind", ["tied by property", "tied unlike"])
+@world(2)
+def test_ties_by_a_property(bench, kind):
+    """Megatron's embedding shares its child's weight so; all ranks call it by its name in the first layer, as one stage does."""
+    name = "tied_modules.words.words.weight"
+    assert [tie.name for tie in bench.cut(kind).staged.ties] == [name]
+    assert name in dict(bench.cut(kind).staged.named_logical())
+    assert name in dict(bench.cut(kind, num_stages=1).staged.named_logical())
+    bench.check(kind, 4)
+
+
 @world(2)
 def test_schedules_of_a_measured_step(bench):
     """A step is traced, and its durations make the schedule of the next ones."""

@@ -6,12 +6,14 @@ word for is written as `{"~": kind, ...}`; what that has no word for is refused,
 
 from __future__ import annotations
 
+import argparse
 import base64
 import io
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -71,11 +73,14 @@ def _encode_other(value: Any, path: str) -> Any:
         return {_KIND: "bytes", "value": base64.b64encode(value).decode()}
     if isinstance(value, os.PathLike):
         return {_KIND: "path", "value": os.fspath(value)}
+    if isinstance(value, argparse.Namespace | SimpleNamespace):  # the options of a program, as Megatron stores them
+        kind = "Namespace" if isinstance(value, argparse.Namespace) else "SimpleNamespace"
+        return {_KIND: kind, "value": encode(vars(value), path)}
     if isinstance(value, torch.dtype | torch.device):
         return {_KIND: type(value).__name__, "value": str(value).removeprefix("torch.")}
     if hasattr(value, "item") and hasattr(value, "dtype") and getattr(value, "ndim", 1) == 0:
         return encode(value.item(), path)  # a NumPy scalar
-    if hasattr(value, "__array__"):
+    if hasattr(value, "__array__") and value.__array__().dtype.kind in "biufc":
         return {_KIND: "array", "value": encode(torch.as_tensor(value.__array__()), path)}
     raise UnsupportedError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint without code cannot hold",
@@ -120,6 +125,8 @@ _DECODE: Mapping[str, Any] = {
     "tensor": lambda text: load_bytes(base64.b64decode(text))["t"],
     "array": lambda tensor: decode(tensor).numpy(),
     "bytes": base64.b64decode,
+    "Namespace": lambda fields: argparse.Namespace(**decode(fields)),
+    "SimpleNamespace": lambda fields: SimpleNamespace(**decode(fields)),
     "path": Path,
     "dtype": _dtype,
     "device": torch.device,

@@ -39,7 +39,7 @@ def accepted(raw: Raw) -> dict[str, Any]:
         value = _at(document, path)
         if value is not None and vain(document):
             document = _without(document, path)
-            if value not in (False, {}):
+            if value not in (False, {}) or path == _UNUSED:
                 _log.warning("%s does nothing here and was left out: %s", ".".join(path), reason)
     _check_tag_validation(section_of(document, "checkpoint"))
     for report in classify(Config, document):
@@ -101,6 +101,8 @@ def _off(*names: str) -> Callable[[Raw], bool]:
 
 
 _Z = "zero_optimization"
+_UNUSED = (_Z, "ignore_unused_parameters")
+_FORMAT = "the gradients of all parameters travel in the format that communication_data_type says"
 _VAIN: tuple[tuple[tuple[str, ...], Callable[[Raw], bool], str], ...] = (
     ((_Z, "offload_param"), _below_3, "parameters are offloaded at stage 3"),
     ((_Z, "zero_hpz_partition_size"), _below_3, "secondary shards are of stage 3"),
@@ -124,6 +126,13 @@ _VAIN: tuple[tuple[tuple[str, ...], Callable[[Raw], bool], str], ...] = (
     (("bf16", "bf16_master_weights_and_grads"), _off("bf16", "bfloat16"), "bf16 is not enabled"),
     (("bfloat16", "bf16_master_weights_and_grads"), _off("bf16", "bfloat16"), "bf16 is not enabled"),
     (("torch_autocast", "dtype"), _off("torch_autocast"), "torch_autocast is not enabled"),
+    (("torch_autocast", "lower_precision_safe_modules"), lambda raw: True, _FORMAT),
+    (("seq_parallel_communication_data_type",), lambda raw: True, _FORMAT),
+    (
+        _UNUSED,
+        lambda raw: _zero(raw, "ignore_unused_parameters") is False,
+        "nobody looks for parameters without a gradient; they are not updated",
+    ),
 )
 """Keys that do nothing beside others: where, when, and what would be right."""
 
