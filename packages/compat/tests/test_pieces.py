@@ -428,6 +428,16 @@ def test_client_state_goes_and_comes_back(value):
     assert decode(encode(value)) == value
 
 
+def test_arrays_and_named_texts_in_client_state():
+    class Phase(str, enum.Enum):  # what programs of older Pythons have  # noqa: UP042
+        WARM = "warm"
+
+    found = decode(encode({"phase": Phase.WARM, "reversed": np.arange(3)[::-1]}))
+    assert type(found["phase"]) is str
+    assert found["phase"] == "warm"
+    assert found["reversed"].tolist() == [2, 1, 0]
+
+
 def test_tensors_in_client_state():
     value = {"x": torch.arange(6, dtype=torch.int32).view(2, 3), "y": torch.tensor(2.0, dtype=torch.bfloat16)}
     found = decode(encode(value))

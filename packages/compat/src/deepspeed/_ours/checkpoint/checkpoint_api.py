@@ -47,8 +47,10 @@ def encode(value: Any, path: str = "client_state") -> Any:
     Raises:
         UnsupportedError: a value that is neither data nor a tensor; the message gives its path ("compat-client-state").
     """
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return str.__str__(value)  # of a subclass (an enum's) the text alone
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
@@ -81,7 +83,7 @@ def _encode_other(value: Any, path: str) -> Any:
     if hasattr(value, "item") and hasattr(value, "dtype") and getattr(value, "ndim", 1) == 0:
         return encode(value.item(), path)  # a NumPy scalar
     if hasattr(value, "__array__") and value.__array__().dtype.kind in "biufc":
-        return {_KIND: "array", "value": encode(torch.as_tensor(value.__array__()), path)}
+        return {_KIND: "array", "value": encode(torch.as_tensor(value.__array__().copy()), path)}
     raise UnsupportedError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint without code cannot hold",
         code="compat-client-state",

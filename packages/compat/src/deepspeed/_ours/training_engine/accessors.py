@@ -96,11 +96,25 @@ PROPERTIES: Mapping[str, Tells] = {
 """Ranks, groups and formats under upstream's names."""
 
 
-def add_accessors(kind: type) -> None:
+OF_STAGES: Mapping[str, Tells] = {
+    "micro_batches": lambda e: e.gradient_accumulation_steps(),
+    "micro_batch_size": lambda e: e.train_micro_batch_size_per_gpu(),
+    "prev_stage": lambda e: e.stage_id - 1,
+    "next_stage": lambda e: e.stage_id + 1,
+    "is_pipe_parallel": lambda e: e.grid.pipe_parallel_size > 1,
+    "is_data_parallel": lambda e: e.grid.data_parallel_size > 1,
+    "is_model_parallel": lambda e: e.grid.model_parallel_size > 1,
+}
+"""What an engine of stages tells besides."""
+
+
+def add_accessors(
+    kind: type, methods: Mapping[str, Tells] = ACCESSORS, properties: Mapping[str, Tells] = PROPERTIES
+) -> None:
     """Give an engine's class the methods and properties of the tables."""
-    for name, tells in ACCESSORS.items():
+    for name, tells in methods.items():
         setattr(kind, name, _method(kind, name, tells))
-    for name, tells in PROPERTIES.items():
+    for name, tells in properties.items():
         setattr(kind, name, property(_method(kind, name, tells)))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import ds_pipe
 from deepspeed._ours.base.raising import not_supported
 from deepspeed._ours.base.runtime_utils import prime_factors
+from deepspeed._ours.training_engine.accessors import OF_STAGES, add_accessors
 from deepspeed._ours.training_engine.deepspeed_engine import DeepSpeedEngine
 from ds_comm import as_group, world_group
 from ds_engine.pipelining import StagedMethods
@@ -125,3 +126,6 @@ class PipelineEngine(StagedMethods, DeepSpeedEngine):  # type: ignore[misc]  # u
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return True: every call of `train_batch` ends a step."""
         return True
+
+
+add_accessors(PipelineEngine, {}, OF_STAGES)
