@@ -7,7 +7,7 @@ import functools
 import importlib.metadata
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ class Usage:
 
     Attributes:
         imported: Distribution name -> one import statement that needs it.
-        named: String constants of the source, as distribution names: a program that is run, or a module that is
+        named: String constants of the source and of its tables (JSON), as distribution names: a program that is run, or a module that is
             imported by its name, is named by one, a module's parents too.
     """
 
@@ -42,15 +42,17 @@ def usage(project: Project, projects: Mapping[str, Project]) -> Usage:
         for found in imports(module):
             if found.top != project.module and found.top not in sys.stdlib_module_names:
                 imported.setdefault(_distribution(found.top, ours), found)
-        strings = (n.value for n in module.nodes if isinstance(n, ast.Constant))
-        words = {text for text in strings if isinstance(text, str) and re.fullmatch(r"[\w.-]+", text)}
-        named |= {
-            requirement_name(".".join(parts[: i + 1]))
-            for text in words
-            for parts in [text.split(".")]
-            for i in range(len(parts))
-        }
+        strings = [n.value for n in module.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        named |= _modules_in(strings)
+    for table in project.source.rglob("*.json"):
+        named |= _modules_in(re.findall(r'"([^"]*)"', table.read_text(encoding="utf-8")))
     return Usage(imported, frozenset(named))
+
+
+def _modules_in(strings: Iterable[str]) -> set[str]:
+    """Return what strings may name, as distribution names: a module's parents, too."""
+    parts = [text.split(".") for text in strings if re.fullmatch(r"[\w.-]+", text)]
+    return {requirement_name(".".join(some[: i + 1])) for some in parts for i in range(len(some))}
 
 
 def problems(project: Project, projects: Mapping[str, Project]) -> list[str]:
