@@ -99,6 +99,39 @@ def test_to_hugging_face_and_back(path, tmp_path, limit):
     assert caught.value.code == "ckpt-target-exists"
 
 
+def test_transformers_loads_an_export_strictly(tmp_path):
+    """Several files, a tied head that is written once, and another dtype than the checkpoint's."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    state = {f"param/{name}": param.detach() for name, param in model.named_parameters()}
+    ds_ckpt.save(
+        tmp_path / "llama",
+        ds_ckpt.full_shards(state),
+        META,
+        aliases={"param/lm_head.weight": "param/model.embed_tokens.weight"},
+    )
+    done = write_hf(
+        cast(weights(open_checkpoint(tmp_path / "llama")), "bfloat16"), tmp_path / "hf", max_shard_bytes=4096
+    )
+    assert len(done.files) > 1
+    config.save_pretrained(tmp_path / "hf")
+    loaded, told = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not any(found for key, found in told.items() if "keys" in key), told
+    expected = {name: param.detach().bfloat16() for name, param in model.named_parameters()}
+    assert {name for name, _ in loaded.named_parameters()} == set(expected)
+    assert all(torch.equal(param, expected[name]) for name, param in loaded.named_parameters())
+
+
 def test_an_export_can_change_the_dtype_and_leave_out_frozen_parameters(path, tmp_path):
     model = weights(open_checkpoint(path), exclude_frozen_parameters=True)
     write_hf(cast(model, "float16"), tmp_path / "hf")

@@ -187,7 +187,7 @@ class Gradients:
         self._sums_in_arena = False
         # Where sums come; what these are cut from, if not kept.
         self._reducing: tuple[list[Tensor], Tensor | None] | None = None
-        self._square: tuple[float | Tensor, int] | None = None
+        self._square: tuple[Tensor, int] | None = None  # of sums that have left
         self._norms: tuple[Tensor, int] | None = None
         self.changing: Callable[[], None] = nothing
         self.summed: Callable[[], None] = nothing
@@ -279,7 +279,6 @@ class Gradients:
             norms = None
         else:
             self._sums, self._sums_in_arena, self.applied = outs, self._layout.world == 1, 1.0
-        self._square = None if norms is None else (math.fsum(norms[:, 0].tolist()), self.version)
         self._norms = None if norms is None else (norms, self.version)
         if self._layout.world > 1:
             self._give_arena()
@@ -395,9 +394,10 @@ class Gradients:
 
         A tensor is fp64 of one element, valid on the stream of the reduction.
         """
-        if not self.has_sums or self._square is None or self.version != self._square[1]:
-            return None
-        return self._square[0]
+        if (norms := self.norms) is not None:
+            return math.fsum(norms[:, 0].tolist())
+        known = self._square
+        return known[0] if known is not None and self.has_sums and self.version == known[1] else None
 
     def clear(self) -> None:
         """Forget every gradient, reduced or not."""

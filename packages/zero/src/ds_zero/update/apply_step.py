@@ -6,19 +6,20 @@ updated; all others by one call of the optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ds_ops.optim import FusedOps
+from ds_ops.optim import FusedOps, OpsOptimizer
+from ds_zero.runtime.attributes import GradAttributes
 from ds_zero.runtime.unit import OptimizerSlice, Unit
 from ds_zero.update.optimizer_state import OptimizerState
 from ds_zero.update.overlapped_update import Ahead, scales_before_cast
 from ds_zero.update.wrapped_optimizer import Updater
 
-__all__ = ["Due", "apply"]
+__all__ = ["Due", "apply", "due_of", "scale_in_place"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,45 @@ class Due:
     factor: float
     weights: Mapping[Unit, float]
     unused: Sequence[set[int]]
+
+
+def due_of(
+    units: Sequence[Unit], factor_of: Callable[[Unit], float], average: float, clip: float, unused: Sequence[set[int]]
+) -> Due:
+    """Decide what the sums of each unit are multiplied by, and what all gradients are while they update.
+
+    Args:
+        factor_of: What the sums of a unit, as they are, are to be multiplied by to be averages.
+        average: The same of sums that nobody has multiplied, in most units.
+    """
+    remaining = {unit: factor_of(unit) for unit in units}
+    applied = any(unit.gradients.applied != 1.0 for unit in units)
+    if applied and len(set(remaining.values())) == 1:  # such as 1: all of them are averages already
+        return Due(units, remaining[units[0]] * clip, dict.fromkeys(units, 1.0), unused)
+    return Due(units, average * clip, {unit: factor / average for unit, factor in remaining.items()}, unused)
+
+
+def scale_in_place(
+    units: Sequence[Unit],
+    clip: float,
+    factor_of: Callable[[Unit], float],
+    attributes: GradAttributes,
+    updater: Updater,
+) -> bool:
+    """Make gradients that stay after the step what `param.grad` shows: clipped, and averaged if the optimizer takes no factor.
+
+    Returns whether the optimizer's step will leave averages in their memory.
+    """
+    for unit in units if clip != 1.0 else ():
+        attributes.multiply(unit, clip)
+    if isinstance(updater.inner, OpsOptimizer):
+        return False
+    remaining = {factor_of(unit) for unit in units}
+    if len(remaining) == 1 and updater.leaves_scaled(units, *remaining):
+        return True
+    for unit in units:
+        attributes.average(unit)
+    return False
 
 
 def apply(due: Due, state: OptimizerState, ahead: Ahead, updater: Updater) -> None:

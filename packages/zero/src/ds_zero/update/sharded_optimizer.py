@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 import ds_comm as comm
 from ds_comm import Group, LocalShard
 from ds_config.errors import CheckpointError, PlanError, UnsupportedError
-from ds_ops.optim import OpsOptimizer
 from ds_zero.layout.dtypes_plan import Precision, ScaleState, next_scale
 from ds_zero.layout.elements import Kind
 from ds_zero.layout.shard_options import CommFormat, NodeTopology, OffloadPolicy, OptimizerTraits, ShardOptions
@@ -40,7 +39,7 @@ from ds_zero.runtime.reduce_runtime import ZeroGrad
 from ds_zero.runtime.sharded_model import ShardedModel, group_for
 from ds_zero.runtime.suspend import KINDS
 from ds_zero.runtime.unit import Unit
-from ds_zero.update.apply_step import Due, apply
+from ds_zero.update.apply_step import apply, due_of, scale_in_place
 from ds_zero.update.optimizer_state import OptimizerState, PartStates
 from ds_zero.update.overlap_plan import Outlook
 from ds_zero.update.overlapped_update import Ahead
@@ -300,15 +299,16 @@ class ShardedOptimizer(Optimizer):
         finite = norm is None or math.isfinite(norm)
         culprit = None if finite else first_nonfinite(self.sharding, units)
         skipped, clip = not finite and self._skips(culprit), self._clip(norm)
-        stay = runtime.reducing.attributes.keeps
+        attributes = runtime.reducing.attributes
+        stay = attributes.keeps
         if not skipped:
-            divided = stay and self._finish_gradients(units, clip)
-            due = self._due(units, average, 1.0 if stay else clip, facts.unused)
+            divided = stay and scale_in_place(units, clip, self._remaining, attributes, self.updater)
+            due = due_of(units, self.sharding.grad_factor, average, 1.0 if stay else clip, facts.unused)
             self._check_published(stepping=True)
             with self._views.stepping():
                 apply(due, self.state_store, self.ahead, self.updater)
             for unit in units if divided else ():
-                runtime.reducing.attributes.averaged(unit)
+                attributes.averaged(unit)
         self.ahead.outlook.stepped(self.backwards, self.divisor, altered=skipped or clip != 1.0)
         for unit in units:  # either takes back what was made of them early, where the step was skipped
             unit.gradients.changing() if stay else unit.gradients.clear()
@@ -325,33 +325,8 @@ class ShardedOptimizer(Optimizer):
         if stay:
             for unit in units:  # the next loss scale is another one, the gradients that stay are the same
                 unit.gradients.applied *= self.average(1.0) / average
-            runtime.reducing.attributes.put()
+            attributes.put()
         return loss
-
-    def _finish_gradients(self, units: Sequence[Unit], clip: float) -> bool:
-        """Make gradients that stay after the step what `param.grad` shows: clipped, and averaged if the optimizer takes no factor.
-
-        Returns whether the optimizer's step will leave averages in their memory.
-        """
-        attributes = self.sharding.runtime.reducing.attributes
-        for unit in units if clip != 1.0 else ():
-            attributes.multiply(unit, clip)
-        if isinstance(self.inner, OpsOptimizer):
-            return False
-        remaining = {self._remaining(unit) for unit in units}
-        if len(remaining) == 1 and self.updater.leaves_scaled(units, *remaining):
-            return True
-        for unit in units:
-            attributes.average(unit)
-        return False
-
-    def _due(self, units: Sequence[Unit], average: float, clip: float, unused: Sequence[set[int]]) -> Due:
-        """Decide what the sums of each unit are multiplied by, and what all gradients are while they update."""
-        remaining = {unit: self.sharding.grad_factor(unit) for unit in units}
-        applied = any(unit.gradients.applied != 1.0 for unit in units)
-        if applied and len(set(remaining.values())) == 1:  # such as 1: all of them are averages already
-            return Due(units, remaining[units[0]] * clip, dict.fromkeys(units, 1.0), unused)
-        return Due(units, average * clip, {unit: factor / average for unit, factor in remaining.items()}, unused)
 
     def _skips(self, culprit: str | None) -> bool:
         """Whether a step whose gradient is not finite leaves its update out."""
@@ -414,8 +389,8 @@ class ShardedOptimizer(Optimizer):
 
         Args:
             sharded: False: gradients of which this rank has a part stay None, nothing is measured, and `step` consumes gradients.
-        Cost, of a backward that reduces: a wait for its reductions; two reads of this rank's gradients, and two all-reduces of 8 to 16
-        bytes a parameter. At stage 0 a write of the gradients, and one all-reduce of 8 bytes a parameter.
+        Cost, of a backward that reduces: a wait for its reductions; two all-reduces of 8 to 16 bytes a parameter; two reads of this rank's
+        gradients on a device, one on a CPU, and none where the sum over the ranks has measured them. At stage 0 a write of the gradients, and one all-reduce of 8 bytes a parameter.
         """
         self._shows = sharded
         sharding, residency = self.sharding, self.sharding.plan.residency

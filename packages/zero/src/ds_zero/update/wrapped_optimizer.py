@@ -263,6 +263,9 @@ class Updater:
             return False
         if has_step_hooks(inner) or factor == 1.0:
             return False  # hooks see averages
+        stepped = {id(param) for group in inner.param_groups for param in group["params"]}
+        if any(id(part.tensor) not in stepped for unit in units for part in unit.parts):
+            return False  # nobody divides what was taken out of the groups
         return (
             1 / _LARGEST < factor < _LARGEST
             and not any(group.get("maximize") for group in inner.param_groups)
