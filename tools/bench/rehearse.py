@@ -11,6 +11,7 @@ by the rehearsal over such a link. The model is that of `nox -s bench -- zero` (
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -20,15 +21,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 from bench_page import filled, markdown_table
 from peers import ensure
 from quiet import Watch
-from turns import RankFailedError, Ranks, meet
+from turns import Ranks, meet
 
+from ds_comm.rehearsal.fabric import as_json, fabric_from
 from ds_comm.rehearsal.rehearse_cli import rehearse
 from ds_config.errors import DsError
 
@@ -41,7 +45,11 @@ ENGINES = ["ddp", "fsdp2", "ours1", "ours2", "ours3", "deepspeed1", "deepspeed3"
 WORLDS = [2, 8, 32, 128, 512, 1024]
 LINKS = "inside=4.5,20;between=3.6,60"
 """A rank's share: an H100 computes the 3 G model of the issue in 485 ms beside 50 GB/s; this model takes 250 ms here, of which gradients are 68 MB."""
-ROUNDS, STEPS = 3, 10
+CYCLES, STEPS = 6, 10
+KEEPS = {"MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+"""glibc gives the end of its heap back and takes it again, up to 40 MB a step, or does not, by where it put things: up to a third of a step of stage 3."""
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
+"""For peaks of memory: what is freed is no longer resident, so that holes of the heap do not count."""
 PAYLOAD = 1448 / 1538
 """Of what a link carries: the rest is Ethernet's, IP's and TCP's."""
 HOST_ENGINES = {
@@ -67,21 +75,49 @@ def measured_links(backend: str, folder: Path) -> Path:
         str(file),
     ]
     sizes = ["--sizes", "4K", "64K", "1M", "4M", "16M", "64M"]
-    subprocess.run([*command, *sizes, "--seconds", "2"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*command, *sizes, "--seconds", "0.3"], check=True, stdout=subprocess.DEVNULL)
     return file
 
 
-def real_ms(engine: str, backend: str) -> tuple[float, float]:
-    """A step of two real ranks, in milliseconds, and the peak of a rank's memory in MB."""
+def real_ranks(engine: str, backend: str, allocator: Mapping[str, str]) -> Ranks:
+    """Two ranks of an engine, a core each, that make steps when they are told to."""
+    with mock.patch.dict(os.environ, allocator, BENCH_MEMORY="private"):
+        return Ranks(_command(engine, backend), 2, interactive=True, hosts=Cores())
+
+
+def rehearsed_rank(engine: str, backend: str, allocator: Mapping[str, str], links: str, folder: Path) -> Ranks:
+    """The rehearsal of one of two ranks of an engine, on one core, that makes steps when it is told to."""
+    order = {"world_size": 2, "rank": 0, "steps": 10**6, "warm_up": 2, "fabric": as_json(fabric_from(links, None))}
+    paper = folder / "order.json"
+    paper.write_text(json.dumps(order | {"out": str(folder / "seen.json"), "messages": str(folder)}))
+    python, *words = _command(engine, backend)
+    with lent_sources(engine), mock.patch.dict(os.environ, allocator, BENCH_MEMORY="private"):
+        script = [python, "-m", "ds_comm.rehearsal.rehearsed_script", str(paper), *words]
+        return Ranks(script, 1, interactive=True, hosts=Cores())
+
+
+class Cores:
+    """Hosts of `turns.Ranks` that are cores of this one."""
+
+    address = "127.0.0.1"
+
+    def command(self, rank: int, command: list[str]) -> list[str]:
+        """What runs `command` on the core of a rank."""
+        return ["taskset", "-c", str(sorted(os.sched_getaffinity(0))[rank]), *command]
+
+
+def _command(engine: str, backend: str) -> list[str]:
     python = str(ensure("deepspeed")) if engine.startswith("deepspeed") else sys.executable
-    os.environ["BENCH_MEMORY"] = "private"
-    ranks = Ranks([python, str(WORKER), f"{engine}@{backend}", "comm", str(STEPS)], 2, interactive=False)
-    try:
-        found = ranks.answers()
-    finally:
-        ranks.end()
-        del os.environ["BENCH_MEMORY"]
-    return max(rank["step_ms"] for rank in found), max(rank["peak_mb"] for rank in found)
+    return [python, str(WORKER), f"{engine}@{backend}", "comm", "0"]
+
+
+@contextlib.contextmanager
+def lent_sources(engine: str) -> Iterator[None]:
+    """Inside, a peer's interpreter finds the sources of ds-comm, which it does not have."""
+    sources = [ROOT / "packages" / name / "src" for name in ("comm", "config", "monitor", "accel", "ops")]
+    lent = {"PYTHONPATH": os.pathsep.join(map(str, sources))} if engine.startswith("deepspeed") else {}
+    with mock.patch.dict(os.environ, lent):
+        yield
 
 
 MODES = {
@@ -92,21 +128,17 @@ MODES = {
 
 
 def rehearsed(engine: str, links: str, world: int, config: str = "comm") -> dict:
-    """One rehearsal on one core; sources of ds-comm are lent to an interpreter that does not have them."""
-    python = sys.executable
-    if engine.startswith("deepspeed"):
-        python = str(ensure("deepspeed"))
-        sources = [ROOT / "packages" / name / "src" for name in ("comm", "config", "monitor", "accel", "ops")]
-        os.environ["PYTHONPATH"] = os.pathsep.join(map(str, sources))
+    """One rehearsal on one core."""
+    python = str(ensure("deepspeed")) if engine.startswith("deepspeed") else sys.executable
     os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
     try:
         script, args = (MODE_WORKER, [engine]) if engine in MODES else (WORKER, [engine, config, "1000000"])
-        result = rehearse(script, args, world_size=world, links=links, steps=STEPS, warm_up=3, python=python)
+        with lent_sources(engine):
+            result = rehearse(script, args, world_size=world, links=links, steps=STEPS, warm_up=3, python=python)
     finally:
         os.sched_setaffinity(0, before)
-        os.environ.pop("PYTHONPATH", None)
     return {
         "step_ms": result.step_s * 1e3,
         "exposed_ms": result.exposed_s * 1e3,
@@ -117,27 +149,43 @@ def rehearsed(engine: str, links: str, world: int, config: str = "comm") -> dict
 
 
 def true_lines(engines: list[str]) -> list[dict]:
+    """Real ranks and a rehearsed one, alive at once, in turns of some steps; links measured right before.
+
+    The host's own speed changes by a third within minutes.
+    """
     lines = []
-    with tempfile.TemporaryDirectory() as folder:
-        for backend in ("gloo", "shm"):
-            links = str(measured_links(backend, Path(folder)))
-            for engine in engines:
-                if backend == "shm" and engine.startswith("deepspeed"):
-                    continue
-                watch, pairs = Watch(), []
-                try:
-                    for _ in range(ROUNDS):
-                        real, peak = real_ms(engine, backend)
-                        pairs.append((real, peak, rehearsed(engine, links, 2)))
-                except (RankFailedError, DsError) as error:
-                    print(f"{engine}@{backend} failed: {error}")
-                    continue
-                error = statistics.median(seen["step_ms"] / real - 1 for real, _, seen in pairs)
-                real = statistics.median(real for real, *_ in pairs)
-                print(f"{engine}@{backend}: real {real:.1f} ms, rehearsed {100 * error:+.1f} %", flush=True)
-                lines.append({"kind": "true", "engine": engine, "backend": backend, "real_ms": real, "error": error,
-                              "others": watch.others()} | pairs[-1][2])  # fmt: skip
+    for backend in ("gloo", "shm"):
+        for engine in engines:
+            if backend == "shm" and engine.startswith("deepspeed"):
+                continue
+            watch = Watch()
+            with tempfile.TemporaryDirectory() as folder:
+                place = str(measured_links(backend, Path(folder))), Path(folder)
+                found = meet(_real_and_rehearsed(engine, backend, KEEPS, *place), CYCLES, STEPS)
+                most = meet(_real_and_rehearsed(engine, backend, GIVES_BACK, *place), 1, 4)
+            if len(found) < 2 or len(most) < 2:
+                continue
+            pairs = list(zip(found["real"], found["rehearsed"], strict=True))
+            line = {"kind": "true", "engine": engine, "backend": backend, "others": watch.others()}
+            line["real_ms"] = statistics.median(turn["ms"] for turn, _ in pairs)
+            line["error"] = statistics.median(b["ms"] / a["ms"] - 1 for a, b in pairs)
+            line["real_mb"], line["rehearsed_mb"] = (most[name][-1]["peak_mb"] for name in ("real", "rehearsed"))
+            lines.append(line)
+            print(
+                f"{engine}@{backend}: real {line['real_ms']:.1f} ms, rehearsed {100 * line['error']:+.1f} %; "
+                f"{line['real_mb']:.0f} and {line['rehearsed_mb']:.0f} MB",
+                flush=True,
+            )
     return lines
+
+
+def _real_and_rehearsed(
+    engine: str, backend: str, allocator: Mapping[str, str], links: str, folder: Path
+) -> dict[str, Callable[[], Ranks]]:
+    return {
+        "real": partial(real_ranks, engine, backend, allocator),
+        "rehearsed": partial(rehearsed_rank, engine, backend, allocator, links, folder),
+    }
 
 
 def curve_lines(engines: list[str]) -> list[dict]:
@@ -252,8 +300,9 @@ def tables_of(lines: list[dict]) -> dict[str, str]:
         {},
         {kind: [line for line in lines if line["kind"] == kind] for kind in ("true", "curve", "hosts")},
     )
-    head = ["", "backend", "a real step, ms", "rehearsed", "others took"]
+    head = ["", "backend", "a real step, ms", "rehearsed", "real memory, MB", "rehearsed", "others took"]
     rows = [[name_of(line["engine"]), line["backend"], f"{line['real_ms']:.1f}", f"{100 * line['error']:+.1f} %",
+             f"{line['real_mb']:.0f}", f"{100 * (line['rehearsed_mb'] / line['real_mb'] - 1):+.1f} %",
              f"{100 * line['others']:.1f} %"] for line in by_kind["true"]]  # fmt: skip
     tables["true"] = markdown_table(head, rows)
     steps = {(line["engine"], line["world"]): line for line in by_kind["curve"]}

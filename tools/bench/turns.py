@@ -106,7 +106,8 @@ class Ranks:
         answers, skip = self.answers(), -(-count // 4)
         steps = zip(*(a["ms"] for a in answers), strict=True)
         used = statistics.mean(statistics.median(a["cpu_ms"][skip:]) for a in answers)
-        return {"ms": statistics.median([max(ranks) for ranks in steps][skip:]), "cpu_ms": used}
+        peak = max(a.get("peak_mb", 0.0) for a in answers)
+        return {"ms": statistics.median([max(ranks) for ranks in steps][skip:]), "cpu_ms": used, "peak_mb": peak}
 
     def end(self) -> None:
         for p in self.processes:

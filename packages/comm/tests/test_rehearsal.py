@@ -62,6 +62,27 @@ def test_collectives_leave_what_equal_ranks_would(staged):
     """)
 
 
+@pytest.mark.parametrize(
+    ("asked", "of_group", "found"),
+    [
+        ("gloo", None, "gloo"),
+        ("SHM", None, "shm"),
+        ("cpu:shm,cuda:nccl", None, "shm"),
+        (None, None, "gloo"),
+        ("shm", "gloo", "gloo"),
+    ],
+)
+def test_what_a_script_asked_for_is_known(staged, asked, of_group, found):
+    staged(f"""
+        import ds_comm.shm
+        from ds_comm.rehearsal.staging import asked_backends
+        dist.init_process_group({asked!r})
+        group = dist.new_group(list(range(16)), backend={of_group!r})
+        assert asked_backends(group)["cpu"] == {found!r}, asked_backends(group)
+        assert dist.get_backend(group) == "rehearsal"
+    """)
+
+
 def test_memory_of_an_operation_that_ended_is_free_for_the_next(staged):
     staged("""
         import weakref

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from process_memory import pss_bytes
+from process_memory import pss_bytes, status_bytes
 from torch import Tensor, nn
 
 WIDTH, LAYERS, HEADS, VOCAB, CLIP = 384, 6, 6, 8192, 1.0
@@ -301,8 +301,8 @@ def _clocks() -> tuple[float, float]:
     return time.perf_counter(), used.ru_utime + used.ru_stime
 
 
-def turns(config: Config, step: Step) -> None:
-    """For each line `FIRST COUNT` read, so many steps beginning with that one's data; answer with what they took.
+def turns(config: Config, step: Step, base: int) -> None:
+    """For each line `FIRST COUNT` read, so many steps beginning with that one's data; answer with what they took, and the peak above `base`.
 
     Between two lines this rank sleeps, so that engines that are alive at once can be timed in turn.
     """
@@ -310,7 +310,10 @@ def turns(config: Config, step: Step) -> None:
     for line in sys.stdin:
         first, count = map(int, line.split())
         times, _, cpu = timed(config, step, count, first)
-        print(json.dumps({"ms": [t * 1e3 for t in times], "cpu_ms": [c * 1e3 for c in cpu]}), flush=True)
+        peak = (status_bytes("VmHWM") - base) / 1e6
+        print(
+            json.dumps({"ms": [t * 1e3 for t in times], "cpu_ms": [c * 1e3 for c in cpu], "peak_mb": peak}), flush=True
+        )
 
 
 def main(engine: str, name: str, steps: int) -> None:
@@ -321,7 +324,7 @@ def main(engine: str, name: str, steps: int) -> None:
     # Imported before the clock and the scales start: every optimizer imports the first of them.
     for module in ("torch._dynamo", "torch.distributed.fsdp", _PACKAGE.get(engine[:4], "json")):
         importlib.import_module(module)
-    base = pss_bytes()
+    base, resident = pss_bytes(), status_bytes("VmRSS")
     model = config.model()
     psi = sum(p.nbytes for p in model.parameters())
     if world > 1:
@@ -332,7 +335,7 @@ def main(engine: str, name: str, steps: int) -> None:
             step = ENGINES[engine](config, model)
         made = time.perf_counter() - began
         if not steps:
-            turns(config, step)
+            turns(config, step, resident)
             os._exit(0)
         times, losses, cpu = timed(config, step, steps)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from ds_comm._torch import backend_names
 from ds_comm.rehearsal.fabric import Fabric
 from ds_comm.rehearsal.lone_store import LoneStore
 from ds_comm.rehearsal.message_book import MessageBook
@@ -26,7 +28,14 @@ from ds_comm.transports import TRANSPORTS, Transport
 from ds_config.errors import CommError
 from ds_config.rehearsing import is_rehearsal, set_rehearsal
 
-__all__ = ["RehearsalOptions", "is_rehearsal", "rehearsal_traffic", "start_rehearsal", "stop_rehearsal"]
+__all__ = [
+    "RehearsalOptions",
+    "asked_backends",
+    "is_rehearsal",
+    "rehearsal_traffic",
+    "start_rehearsal",
+    "stop_rehearsal",
+]
 
 BACKEND: Final = "rehearsal"
 
@@ -77,6 +86,8 @@ class _Staging:
         self.pacers: dict[str, Pacer] = {}
         self.store = LoneStore()
         self.book = MessageBook(options.messages, options.rank)
+        self.asked = ""
+        self.asked_by_group: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
         self._replaced: list[tuple[Any, str, Any]] = []
         self._environment: dict[str, str | None] = {}
 
@@ -177,6 +188,18 @@ def rehearsal_traffic() -> list[LinkTransfer]:
     return [record for stage in _stage for pacer in stage.pacers.values() for record in pacer.settle()]
 
 
+def asked_backends(pg: dist.ProcessGroup) -> dict[str, str]:
+    """Return the backend of each device type that was asked for when `pg` was made: in a rehearsal another one carries the tensors."""
+    names = backend_names(pg)
+    for stage in _stage:
+        asked = stage.asked_by_group.get(pg, "")
+        if ":" in asked:
+            return dict(part.split(":", 1) for part in asked.split(","))
+        default = dist.Backend.default_device_backend_map
+        return {device: asked or default.get(device, name) for device, name in names.items()}
+    return names
+
+
 class RehearsalTransport(Transport):
     """torch.distributed on the backend `rehearsal`; records say what ds-comm's callers communicate."""
 
@@ -208,10 +231,14 @@ def _rehearsed_helper(helper: Callable[..., Any], stage: _Staging) -> Callable[.
         group_name: Any,
         **options: Any,
     ) -> Any:
+        asked = stage.asked if str(backend) == BACKEND else str(backend)
         if str(backend) != SINGLE:
             backend, options["backend_options"] = dist.Backend(BACKEND), None
         options["device_id"] = None
-        return helper(group_size, group_rank, global_ranks_in_group, backend, stage.store, group_name, **options)
+        made = helper(group_size, group_rank, global_ranks_in_group, backend, stage.store, group_name, **options)
+        if isinstance(made[0], dist.ProcessGroup):
+            stage.asked_by_group[made[0]] = asked
+        return made
 
     return make
 
@@ -245,6 +272,7 @@ def _rehearsed_begin(begin: Callable[..., Any], stage: _Staging) -> Callable[...
     ) -> Any:
         kept = {name: options[name] for name in ("group_name",) if name in options}
         place = {"rank": stage.options.rank, "world_size": stage.options.world_size}
+        stage.asked = str(backend or "").lower()
         return begin(BACKEND, timeout=timeout, store=stage.store, **place, **kept)
 
     return init_process_group

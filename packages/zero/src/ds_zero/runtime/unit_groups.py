@@ -25,6 +25,7 @@ from ds_comm.buffer_pool import BufferPool
 from ds_comm.codecs.hierarchy import Hierarchy
 from ds_comm.hierarchical import HierarchicalGather
 from ds_comm.reduction_group import ReductionGroup
+from ds_comm.rehearsal.staging import asked_backends
 from ds_comm.shm.shm_units import ShmUnitMemory, host_refusal
 from ds_config.errors import PlanError, UnsupportedError
 from ds_zero.layout.elements import UnitLayout
@@ -315,9 +316,9 @@ def _near(nodes: NodeTopology, dense: Group, shards: Group) -> NodeTopology | No
 
 def sends_from_anywhere(group: Group, device: torch.device) -> bool:
     """Whether messages between these ranks leave from and arrive in any memory at no cost: gloo's on the CPU."""
-    if group.size == 1 or device.type != "cpu":
+    if group.size == 1 or group.link is None or device.type != "cpu":
         return False
-    return "cpu:gloo" in dist.get_backend_config(group.pg).split(",")
+    return asked_backends(group.link).get("cpu") == "gloo"
 
 
 def node_groups(shards: Group, size: int, names: tuple[str, str], *, urgent: bool = False) -> tuple[Group, Group]:
