@@ -54,6 +54,7 @@ def test_train_and_evaluate():
     assert isinstance(engine, PipelineEngine)
     assert engine.gradient_accumulation_steps() == engine._config.gradient_accumulation_steps == 8
     assert engine.is_first_stage() != engine.is_last_stage()
+    assert engine.mpu is engine.grid
     assert (engine.micro_batches, engine.micro_batch_size) == (8, 2)
     assert (engine.is_pipe_parallel, engine.is_data_parallel, engine.is_model_parallel) == (True, False, False)
     assert (engine.prev_stage, engine.next_stage) == (engine.stage_id - 1, engine.stage_id + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,19 +176,52 @@ class Sinusoid(nn.Module):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_an_error_about_formats_names_buffers_and_the_key(stage: int) -> None:
+def test_buffers_are_cast_with_the_model_unless_the_configuration_says_theirs(stage: int) -> None:
     import deepspeed
 
     config = settings(stage, bf16={"enabled": True})
-    engine, *_ = deepspeed.initialize(model=Sinusoid(), config=config)
-    assert "buffers as the model (data_types.buffer_dtype)" in str(engine.plan)
+    for model in (Sinusoid(), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))):
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        loss = engine(torch.ones(2, 4).bfloat16()).sum()
+        assert loss.dtype is torch.bfloat16
+        engine.backward(loss)
+        engine.step()
+        engine.destroy()
+    engine, *_ = deepspeed.initialize(model=Sinusoid(), config=config | {"data_types": {"buffer_dtype": "fp32"}})
+    assert engine.module.table.dtype is torch.float32
     with pytest.raises(RuntimeError, match="dtype") as error:
         engine(torch.ones(2, 4).bfloat16())
     assert "1 floating-point buffers are wider (table)" in error.value.__notes__[0]
     assert 'data_types.buffer_dtype = "bf16"' in error.value.__notes__[0]
     engine.destroy()
-    engine, *_ = deepspeed.initialize(model=Sinusoid(), config=config | {"data_types": {"buffer_dtype": "bf16"}})
-    assert engine(torch.ones(2, 4).bfloat16()).dtype is torch.bfloat16
+
+
+def test_buffers_of_transformers_models_keep_their_format() -> None:
+    import deepspeed
+
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 8,
+    }
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    engine, *_ = deepspeed.initialize(model=model, config=settings(1, bf16={"enabled": True}))
+    assert model.model.rotary_emb.inv_freq.dtype is torch.float32
+    assert "buffers as the model (data_types.buffer_dtype)" in str(engine.plan)
+    engine.destroy()
+
+
+def test_a_section_for_the_models_author_and_an_mpu_are_taken() -> None:
+    import deepspeed
+
+    mpu = SimpleNamespace(get_model_parallel_world_size=lambda: 1)
+    section = {"sparse_attention": {"mode": "fixed", "block": 16}}
+    engine, *_ = deepspeed.initialize(model=Sinusoid(), config=settings(0, **section), mpu=mpu)
+    assert engine.mpu is mpu
+    assert engine.config["sparse_attention"]["mode"] == "fixed"
     engine.destroy()
 
 

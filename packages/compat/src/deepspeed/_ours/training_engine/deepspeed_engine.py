@@ -69,7 +69,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
 
     Attributes:
         config: The configuration as it was given, the same object.
-        mpu: Groups of another library; kept, not read.
+        mpu: Groups of another library, as they were given, or of the stages; kept, not read.
         tput_timer: Samples per second of the loop, from a forward in training to the `step` after it.
     """
 

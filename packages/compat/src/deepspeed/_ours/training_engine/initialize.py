@@ -79,6 +79,7 @@ def initialize(
     resolved = with_degrees(resolved, mesh_param, None if _is_of_sequences(mpu, shared) else mpu)
     if resolved.sequence_parallel_size > 1:
         _let_share(model)
+    resolved = _as_upstream_takes(resolved, model)
     _check_buckets(raw)
     _check_host_optimizer(raw, resolved, optimizer)
     _check_untested_optimizer(raw, resolved, optimizer)
@@ -109,6 +110,7 @@ def initialize(
         restore_init_context()
     if training_data is not None and not chosen:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    engine.mpu = engine.grid if isinstance(engine, PipelineEngine) else mpu
     _note_layers(engine, model, request)
     offload = resolved.zero_optimization.offload_optimizer
     if optimizer is None and engine.optimizer is not None:
@@ -116,6 +118,26 @@ def initialize(
     if world_group().rank == 0 and logger.isEnabledFor(logging.INFO):
         logger.info("DeepSpeed info: version=%s, git-hash=ds, git-branch=ds; plan:\n%s", version, plan)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler  # type: ignore[return-value]
+
+
+def _as_upstream_takes(config: Config, model: nn.Module) -> Config:
+    """Return the configuration with buffers in the parameters' 16 bits, unless it says theirs: upstream casts a model as a whole.
+
+    Models of transformers work with fp32 buffers and keep them (tables of rotations lose much in 16 bits), but for running statistics,
+    which have the format of their weights. `sparse_attention` is left out where the model's attention is its own: upstream only hands the
+    section to the model's author.
+    """
+    low = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else None
+    of_transformers = any(type(module).__module__.startswith("transformers.") for module in model.modules())
+    running = any(getattr(module, "running_mean", None) is not None for module in model.modules())
+    if low is not None and config.data_types.buffer_dtype is None and (running or not of_transformers):
+        config = config.model_copy(update={"data_types": config.data_types.model_copy(update={"buffer_dtype": low})})
+    if config.sparse_attention is not None and not of_transformers:
+        logger.warning(
+            "sparse_attention does nothing here and was left out: the attention of %s is its own", type(model).__name__
+        )
+        config = config.model_copy(update={"sparse_attention": None})
+    return config
 
 
 def _check_buckets(raw: Mapping[str, Any]) -> None:
