@@ -86,8 +86,8 @@ class _Staging:
         self.pacers: dict[str, Pacer] = {}
         self.store = LoneStore()
         self.book = MessageBook(options.messages, options.rank)
-        self.asked = ""
-        self.asked_by_group: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+        self.script_backend = ""
+        self.backend_by_group: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
         self._replaced: list[tuple[Any, str, Any]] = []
         self._environment: dict[str, str | None] = {}
 
@@ -192,11 +192,11 @@ def asked_backends(pg: dist.ProcessGroup) -> dict[str, str]:
     """Return the backend of each device type that was asked for when `pg` was made: in a rehearsal another one carries the tensors."""
     names = backend_names(pg)
     for stage in _stage:
-        asked = stage.asked_by_group.get(pg, "")
-        if ":" in asked:
-            return dict(part.split(":", 1) for part in asked.split(","))
+        backend_name = stage.backend_by_group.get(pg, "")
+        if ":" in backend_name:
+            return dict(part.split(":", 1) for part in backend_name.split(","))
         default = dist.Backend.default_device_backend_map
-        return {device: asked or default.get(device, name) for device, name in names.items()}
+        return {device: backend_name or default.get(device, name) for device, name in names.items()}
     return names
 
 
@@ -231,14 +231,14 @@ def _rehearsed_helper(helper: Callable[..., Any], stage: _Staging) -> Callable[.
         group_name: Any,
         **options: Any,
     ) -> Any:
-        asked = stage.asked if str(backend) == BACKEND else str(backend)
+        backend_name = stage.script_backend if str(backend) == BACKEND else str(backend)
         if str(backend) != SINGLE:
             backend, options["backend_options"] = dist.Backend(BACKEND), None
         options["device_id"] = None
-        made = helper(group_size, group_rank, global_ranks_in_group, backend, stage.store, group_name, **options)
-        if isinstance(made[0], dist.ProcessGroup):
-            stage.asked_by_group[made[0]] = asked
-        return made
+        created = helper(group_size, group_rank, global_ranks_in_group, backend, stage.store, group_name, **options)
+        if isinstance(created[0], dist.ProcessGroup):
+            stage.backend_by_group[created[0]] = backend_name
+        return created
 
     return make
 
@@ -272,7 +272,7 @@ def _rehearsed_begin(begin: Callable[..., Any], stage: _Staging) -> Callable[...
     ) -> Any:
         kept = {name: options[name] for name in ("group_name",) if name in options}
         place = {"rank": stage.options.rank, "world_size": stage.options.world_size}
-        stage.asked = str(backend or "").lower()
+        stage.script_backend = str(backend or "").lower()
         return begin(BACKEND, timeout=timeout, store=stage.store, **place, **kept)
 
     return init_process_group

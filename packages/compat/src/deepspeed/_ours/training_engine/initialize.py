@@ -127,11 +127,13 @@ def _as_upstream_takes(config: Config, model: nn.Module) -> Config:
     which have the format of their weights. `sparse_attention` is left out where the model's attention is its own: upstream only hands the
     section to the model's author.
     """
-    low = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else None
+    compute_dtype = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else None
     of_transformers = any(type(module).__module__.startswith("transformers.") for module in model.modules())
     running = any(getattr(module, "running_mean", None) is not None for module in model.modules())
-    if low is not None and config.data_types.buffer_dtype is None and (running or not of_transformers):
-        config = config.model_copy(update={"data_types": config.data_types.model_copy(update={"buffer_dtype": low})})
+    if compute_dtype is not None and config.data_types.buffer_dtype is None and (running or not of_transformers):
+        config = config.model_copy(
+            update={"data_types": config.data_types.model_copy(update={"buffer_dtype": compute_dtype})}
+        )
     if config.sparse_attention is not None and not of_transformers:
         logger.warning(
             "sparse_attention does nothing here and was left out: the attention of %s is its own", type(model).__name__
