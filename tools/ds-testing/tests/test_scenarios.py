@@ -57,6 +57,12 @@ def test_ranks_that_disagree_fail(outcomes):
     assert "rank 0 skipped; rank 1 passed" in text
 
 
+def test_a_fixture_that_patches_another_process_is_refused(outcomes):
+    kind, text = outcomes["test_patched_elsewhere"]
+    assert kind == "failure"
+    assert "patches pytest's own process" in text
+
+
 def test_an_argument_that_does_not_pickle_is_named(outcomes):
     kind, text = outcomes["test_unpicklable"]
     assert kind == "failure"

@@ -32,10 +32,12 @@ class Block(nn.Module):
         return x + torch.tanh(self.inner(self.norm(x)))
 
 
-@pytest.fixture(autouse=True)
-def nothing_compiled(monkeypatch):
-    """Other tests of this process may have compiled something, and then a step waits."""
-    monkeypatch.setattr("ds_zero.runtime.weight_arrivals.has_compiled", lambda: False)
+def nothing_compiled() -> None:
+    """Forget what other tests compiled in this rank's process, where a step would wait. Their compiled code is gone: the worker resets the compiler."""
+    import torch._dynamo.utils
+
+    _torch._compiled.clear()
+    torch._dynamo.utils.counters.clear()
 
 
 def build() -> nn.Module:
@@ -59,6 +61,7 @@ def plain(steps: int) -> list[torch.Tensor]:
 
 
 def sharded(stage: int = 2, **options):
+    nothing_compiled()
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     return model, ds_zero.shard(model, optimizer, stage=stage, policy=SMALL, **options)
@@ -205,12 +208,9 @@ def test_bf16_and_a_load_between_steps():
 
 
 @world(2)
-def test_a_compiler_that_comes_late_finds_plain_parameters(monkeypatch):
-    monkeypatch.setattr("ds_zero.runtime.weight_arrivals.has_compiled", _torch.has_compiled)
+def test_a_compiler_that_comes_late_finds_plain_parameters():
     import torch._dynamo
 
-    monkeypatch.setattr(_torch, "_compiled", [])
-    torch._dynamo.utils.counters.clear()
     model, optimizer = sharded()
     train(model, optimizer, 2)
     assert on_the_way(model) > 0

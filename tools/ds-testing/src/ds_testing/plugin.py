@@ -193,6 +193,12 @@ def _task(item: pytest.Function) -> Task:
     module: ModuleType = item.module
     sources = (Source(module.__name__, str(item.path)), *_conftests(item.path, item.config.rootpath))
     names = item._fixtureinfo.argnames
+    if "monkeypatch" in item.fixturenames and "monkeypatch" not in names:
+        pytest.fail(
+            f"{item.nodeid}: a fixture patches pytest's own process, and the ranks are others\n"
+            "Patch in the body: a world test that takes monkeypatch has one in each rank.",
+            pytrace=False,
+        )
     return Task(_qualname(item), sources, _pickled(item, {name: _sent(item.funcargs[name]) for name in names}))
 
 
