@@ -131,21 +131,22 @@ def sweep(groups: Mapping[str, Group], together: Iterable[list[BenchCase]], budg
 def measure(groups: Mapping[str, Group], alternating: Sequence[BenchCase], budget_s: float) -> list[BenchTiming]:
     """Repeat cases alternately, at least three times each, and report each on its slowest rank."""
     runs = [_prepare(case, groups[case.backend]) for case in alternating]
-    first_s = max(_time(run, groups[case.backend]) for case, run in zip(alternating, runs, strict=True))
+    first_s = max(_time(run, groups[case.backend])[0] for case, run in zip(alternating, runs, strict=True))
     longest = torch.tensor([first_s], dtype=torch.float64)
     any_group = groups[alternating[0].backend]
     collectives.all_reduce(longest, collectives.ReduceOp.MAX, any_group)  # all ranks repeat equally often
     repeats = max(3, min(200, int(budget_s / (float(longest) * len(runs) + 1e-9))))
-    seconds = torch.tensor(
+    seconds, busy_s = torch.tensor(
         [
             [_time(run, groups[case.backend]) for case, run in zip(alternating, runs, strict=True)]
             for _ in range(repeats)
         ],
         dtype=torch.float64,
-    )
-    collectives.all_reduce(seconds, collectives.ReduceOp.MAX, any_group)
-    shares = [_busy_share(run, groups[case.backend]) for case, run in zip(alternating, runs, strict=True)]
-    return [_timing(case, any_group.size, seconds[:, i].tolist(), shares[i]) for i, case in enumerate(alternating)]
+    ).unbind(-1)
+    shares = (busy_s.sum(0) / seconds.sum(0)).clamp(max=1.0).tolist()
+    slowest = seconds.contiguous()
+    collectives.all_reduce(slowest, collectives.ReduceOp.MAX, any_group)
+    return [_timing(case, any_group.size, slowest[:, i].tolist(), shares[i]) for i, case in enumerate(alternating)]
 
 
 def _prepare(case: BenchCase, group: Group) -> Callable[[], object]:
@@ -154,20 +155,12 @@ def _prepare(case: BenchCase, group: Group) -> Callable[[], object]:
     return OPERATIONS[case.op](message, group)
 
 
-def _time(run: Callable[[], object], group: Group) -> float:
-    collectives.barrier(group)
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
-
-
-def _busy_share(run: Callable[[], object], group: Group) -> float:
-    """Return which part of three runs' time this process had a core busy."""
+def _time(run: Callable[[], object], group: Group) -> tuple[float, float]:
+    """Return the seconds of a run after all ranks have come, and the seconds of a core that this process used for it."""
     collectives.barrier(group)
     began, used = time.perf_counter(), time.process_time()
-    for _ in range(3):
-        run()
-    return min(1.0, (time.process_time() - used) / max(1e-9, time.perf_counter() - began))
+    run()
+    return time.perf_counter() - began, time.process_time() - used
 
 
 def _timing(case: BenchCase, ranks: int, seconds: list[float], share: float) -> BenchTiming:
