@@ -6,7 +6,8 @@ import importlib
 import json
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,7 +59,9 @@ def _package_row(project: Project) -> str:
 
 def surface() -> str:
     """Every public name of DeepSpeed: what it is in the facade, or why it is not there."""
-    rows, missing = _surface_rows()
+    with _bare_facade():
+        rows, missing = _surface_rows()
+        undecided = _undecided_names()
     lines = [
         "# DeepSpeed names",
         "",
@@ -89,13 +92,29 @@ def surface() -> str:
         "",
         "| why | use | modules, names |",
         "|---|---|---|",
-        *(f"| {_cell(why)} | {_cell(instead)} | {names} |" for (why, instead), names in _undecided_names().items()),
+        *(f"| {_cell(why)} | {_cell(instead)} | {names} |" for (why, instead), names in undecided.items()),
     ]
     return "\n".join(lines) + "\n"
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
+
+
+@contextmanager
+def _bare_facade() -> Iterator[None]:
+    """Inside, `deepspeed` is a package without its `__init__`, which wants the packages installed; afterwards whoever imports it gets it whole."""
+    if "deepspeed" in sys.modules:
+        yield
+        return
+    package = ModuleType("deepspeed")
+    package.__path__ = [str(load()["deepspeed"].source)]
+    sys.modules["deepspeed"] = package
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name == "deepspeed" or name.startswith("deepspeed.")]:
+            del sys.modules[name]
 
 
 def _undecided_names() -> dict[tuple[str, str], str]:
@@ -113,9 +132,6 @@ def _undecided_names() -> dict[tuple[str, str], str]:
 
 
 def _surface_rows() -> tuple[dict[str, dict[str, str]], list[tuple[str, str, str]]]:
-    package = ModuleType("deepspeed")  # its own __init__ wants the packages installed
-    package.__path__ = [str(load()["deepspeed"].source)]
-    sys.modules.setdefault("deepspeed", package)
     module = importlib.import_module("deepspeed._surface")
     here: dict[str, dict[str, str]] = {}
     missing = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import sys
 import tomllib
 
 import pytest
@@ -53,3 +54,10 @@ def test_examples_are_accepted_by_the_models():
             load_config({"train_batch_size": 4, **json.loads("{" + row.example + "}")})
             tried += 1
     assert tried > 10
+
+
+def test_the_table_of_names_leaves_the_facade_as_it_was(monkeypatch):
+    for name in [name for name in sys.modules if name == "deepspeed" or name.startswith("deepspeed.")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert "DeepSpeedEngine" in PAGES["surface"].text()
+    assert not any(name.partition(".")[0] == "deepspeed" for name in sys.modules)
