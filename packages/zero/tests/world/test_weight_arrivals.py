@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import socket
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_zero
+from ds_comm.transports import GlooTransport
 from ds_testing import world
 from ds_zero import _torch
 from ds_zero.runtime.sharded_parameter import ShardedParameter
@@ -247,6 +251,35 @@ def test_process_groups_may_go_before_weights_are_read():
     model, optimizer = sharded(group=dist.new_group([0, 1], backend="gloo"))
     train(model, optimizer, 2)
     del optimizer
+    for p, b in zip(model.parameters(), plain(2), strict=True):
+        torch.testing.assert_close(p.detach(), b)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("stage", [1, 2])
+@world(2)
+def test_a_rank_that_drops_its_model_leaves_the_others_their_weights(stage, elsewhere):
+    """Where a rank is late, the other's messages have not left when that one drops everything, and lives on without another word."""
+    model, optimizer = sharded(stage, memory="private")
+    train(model, optimizer, 1)
+    late = dist.get_rank() == 1
+    with pytest.MonkeyPatch.context() as patch:
+        if late:
+            send = GlooTransport.all_gather
+            patch.setattr(GlooTransport, "all_gather", lambda *args: (time.sleep(0.05), send(*args))[1])
+        train(model, optimizer, 1, first=1)
+    assert late or on_the_way(model) > 0
+    if not late:
+        gc.disable()
+        del model, optimizer
+        collector = threading.Thread(target=gc.collect) if elsewhere else None
+        if collector is None:
+            gc.collect()
+        else:
+            collector.start()
+            collector.join()
+        gc.enable()
+        return
     for p, b in zip(model.parameters(), plain(2), strict=True):
         torch.testing.assert_close(p.detach(), b)
 

@@ -7,11 +7,15 @@ code in C++ that is given a parameter itself between a step and the forward of i
 
 Note "in step". What cannot be made to wait is waited for before `step` returns: memory that other tensors alias (`flat = p.data.view(-1)`, kept),
 and everything once torch.compile has compiled something, whose guards look at classes and whose graphs a hook would break.
+
+A model that is dropped meanwhile, without `close`, waits for its gathers as it goes: what this rank has not sent yet, others still wait for.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +26,7 @@ from torch import nn
 from torch.nn.parameter import Parameter
 
 from ds_accel import streams
+from ds_config.errors import CommError
 from ds_zero._torch import has_compiled, on_compile_start, outside_transforms, uncaptured
 from ds_zero.layout.shard_options import has_forward
 from ds_zero.runtime.sharded_parameter import AccessHandler
@@ -49,6 +54,19 @@ class WeightArrivals(AccessHandler):
         self._under_way: deque[Unit] = deque()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._streams: dict[torch.device, Any] = {}
+        self._thread = threading.get_ident()
+
+    def __del__(self) -> None:
+        if not self._under_way:
+            return
+        if threading.get_ident() == self._thread:
+            self._finish_unread()
+        else:  # perhaps a transport's own thread, which must not wait for itself
+            threading.Thread(target=self._finish_unread, name="ds-zero-arrivals", daemon=True).start()
+
+    def _finish_unread(self) -> None:
+        with contextlib.suppress(CommError):  # a rank that left waits for nothing, and nobody reads these weights here
+            self.finish()
 
     # ---- gathers
 
