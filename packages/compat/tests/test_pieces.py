@@ -1,20 +1,15 @@
-"""Optimizers, schedules, tools, timers, random states, accelerator, client state: each adapter against what it adapts."""
+"""Optimizers, schedules, tools, timers, random states, accelerator, folders: each adapter against what it adapts."""
 
 from __future__ import annotations
 
-import argparse
-import enum
 import logging
 import pickle
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 
 import deepspeed
-import numpy as np
 import pytest
 import torch
-from deepspeed._ours.checkpoint.checkpoint_api import decode, encode, leave_signs, name_of_tag
+from deepspeed._ours.checkpoint.checkpoint_api import leave_signs, name_of_tag
 from deepspeed._ours.training_engine import activation_checkpointing_api
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -403,76 +398,7 @@ def test_accelerator():
     assert not hasattr(found, "no_such_verb")
 
 
-# ---- client state
-
-
-class Colour(enum.Enum):
-    RED = 1
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        {"a": [1, 2.5, "x", True, None]},
-        {"t": (1, 2), "s": {3}, "f": frozenset({4})},
-        {1: "one", "~": "tilde"},
-        {
-            "args": argparse.Namespace(lr=0.1, dtype=torch.half, **{"~": (1,)}),
-            "n": SimpleNamespace(a=argparse.Namespace()),
-        },
-        {"inf": float("inf"), "p": Path("/a/b"), "d": torch.bfloat16, "b": b"\x00\xff", "v": torch.device("cpu")},
-    ],
-)
-def test_client_state_goes_and_comes_back(value):
-    assert decode(encode(value)) == value
-
-
-def test_arrays_and_named_texts_in_client_state():
-    class Phase(str, enum.Enum):  # what programs of older Pythons have  # noqa: UP042
-        WARM = "warm"
-
-    found = decode(encode({"phase": Phase.WARM, "reversed": np.arange(3)[::-1]}))
-    assert type(found["phase"]) is str
-    assert found["phase"] == "warm"
-    assert found["reversed"].tolist() == [2, 1, 0]
-
-
-def test_tensors_in_client_state():
-    value = {"x": torch.arange(6, dtype=torch.int32).view(2, 3), "y": torch.tensor(2.0, dtype=torch.bfloat16)}
-    found = decode(encode(value))
-    assert torch.equal(found["x"], value["x"])
-    assert found["y"] == value["y"]
-    assert found["y"].dtype == torch.bfloat16
-
-
-def test_objects_are_refused_with_their_place():
-    with pytest.raises(UnsupportedError, match=r"client_state\.a\[1\]"):
-        encode({"a": [1, object()]})
-    with pytest.raises(UnsupportedError, match=r"client_state\.words is a numpy\.ndarray"):
-        encode({"words": np.array(["a"])})
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"~": "dtype", "value": "os"},
-        {"~": "dtype", "value": "nn.Linear"},
-        {"~": "device", "value": "toaster"},
-        {"~": "eval", "value": "1"},
-        {"~": "tensor", "value": "AAAA"},
-        {"~": "tensor"},
-        {"~": ["dtype"], "value": 1},
-        {"~": "dict", "value": [[[], 1]]},
-        {"~": "float", "value": None},
-        {"~": "set", "value": 3},
-        {"~": "Namespace", "value": [1]},
-    ],
-)
-def test_a_client_state_that_nothing_wrote_is_refused(value):
-    with pytest.raises(CheckpointError) as caught:
-        decode({"a": [value]})
-    assert caught.value.code == "compat-client-state"
+# ---- folders
 
 
 def test_signs_do_not_follow_links(tmp_path):

@@ -195,3 +195,10 @@ def test_a_flag_that_torchs_adam_would_discard_is_refused(asks: str, flag: str) 
     assert caught.value.code == "optimizer-torch-adam"
     for params in ({asks: True, flag: True}, {flag: False}):
         make_plan(load_config(content | {"optimizer": {"type": "Adam", "params": params}}), Shapes((), ()), 1)
+
+
+def test_fused_is_a_flag_of_torchs_adam() -> None:
+    content = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"fused": True}}}
+    with pytest.raises(PlanError, match="without torch_adam") as caught:
+        make_plan(load_config(content), Shapes((), ()), 1)
+    assert caught.value.code == "optimizer-torch-fused"

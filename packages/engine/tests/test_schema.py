@@ -31,6 +31,7 @@ OURS = {
     "kernels",
     "loss_spike_threshold",
     "on_nonfinite",
+    "optimizer.params.fused",
     "tensor_parallel.megatron_layers",
     "tensor_parallel.half_batches",
     "activation_checkpointing.modules",

@@ -115,11 +115,15 @@ def test_beams_and_long_prompts_are_refused():
         engine.generate(IDS)
 
 
-def test_an_unknown_family_is_refused_only_with_injection():
-    plain = torch.nn.Linear(4, 4)
-    assert init_inference(plain, dtype=torch.float32)(torch.zeros(4)).shape == (4,)
-    with pytest.raises(UnsupportedError, match="Linear"):
-        init_inference(torch.nn.Linear(4, 4), replace_with_kernel_inject=True)
+def test_an_unknown_family_runs_its_own_forward_and_a_warning_says_so():
+    plain, x = torch.nn.Linear(4, 4), torch.ones(4)
+    want = plain(x)
+    assert torch.equal(init_inference(plain, dtype=torch.float32)(x), want)
+    with pytest.warns(UserWarning, match=r"the layers of a Linear \(model_type None\) are not replaced"):
+        engine = init_inference(plain, replace_with_kernel_inject=True, dtype=torch.float32)
+    assert torch.equal(engine(x), want)
+    with pytest.raises(UnsupportedError, match=r"quant\.weight\.num_bits = 8 for a Linear"):
+        init_inference(plain, replace_with_kernel_inject=True, quant={"weight": {"num_bits": 8}})
 
 
 # ---- the ragged engine

@@ -17,7 +17,7 @@ __all__ = ["Json", "dump", "from_json", "parse", "to_json"]
 
 Json = Any  # None, bool, int, float, str, lists and string-keyed dicts of these
 _FLOAT = "$float"
-_MAX_DEPTH = 64
+_MAX_DEPTH = 256
 
 
 def dump(value: Json) -> str:

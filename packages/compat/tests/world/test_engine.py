@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import enum
 import io
 import json
 import logging
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,15 @@ from ds_config.errors import CheckpointError, ConfigError, PlanError, ShardedAcc
 from ds_testing import world
 
 STAGES = [0, 1, 2, 3]
+
+
+class Mode(enum.Enum):
+    MIN = "min"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    mode: Mode
 
 
 def settings(stage, **changes):
@@ -318,7 +330,11 @@ def test_checkpoints(tmp_path, stage):
     for step in range(2):
         engine.backward(loss_of(engine, step, engine.mesh.rank))
         engine.step()
-    state = {"epoch": 3, "best": torch.tensor(0.5), "pair": (1, 2)}
+    state = {"epoch": 3, "best": torch.tensor(0.5), "pair": (1, 2), "at": datetime(2024, 2, 29), 7: print}
+    with pytest.raises(UnsupportedError, match=r"client_state\[7\] is code"):  # on both ranks, and no folder is there
+        engine.save_checkpoint(folder, client_state=state)
+    assert list(Path(folder).iterdir()) == []
+    state[7] = Options(mode=Mode.MIN)
     assert engine.save_checkpoint(folder, client_state=state)
     assert (Path(folder) / "latest").read_text() == "global_step2"
     assert (Path(folder) / "zero_to_fp32.py").is_file()
@@ -327,7 +343,7 @@ def test_checkpoints(tmp_path, stage):
     engine.step()
     path, client = engine.load_checkpoint(folder)
     assert Path(path).parent == Path(folder, "global_step2")
-    assert client["pair"] == (1, 2)
+    assert (client["pair"], client["at"], client[7]) == ((1, 2), datetime(2024, 2, 29), Options(Mode.MIN))
     assert client["best"] == 0.5
     assert engine.global_steps == 2
     same(engine, expected)
@@ -394,7 +410,7 @@ def test_the_layout_of_deepspeed_is_written_and_read(tmp_path, stage, monkeypatc
         engine.backward(loss_of(engine, step, engine.mesh.rank))
         engine.step()
     engine.save_checkpoint(tmp_path, client_state={"epoch": 3})
-    engine.save_checkpoint(tmp_path, client_state={"epoch": 3})  # over an older one
+    engine.save_checkpoint(tmp_path, client_state={"epoch": 3, "pair": (1, {2})})  # over an older one
     names = sorted(path.name for path in (tmp_path / "global_step2").iterdir())
     assert [name for name in names if name.endswith("_optim_states.pt")] == [
         f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)
@@ -405,7 +421,7 @@ def test_the_layout_of_deepspeed_is_written_and_read(tmp_path, stage, monkeypatc
     engine.step()
     path, client = engine.load_checkpoint(tmp_path)
     assert Path(path).parent == tmp_path / "global_step2"
-    assert client["epoch"] == 3
+    assert client == {"epoch": 3, "pair": (1, {2})}
     same(engine, expected)
     engine.destroy()
     deepspeed.comm.destroy_process_group()

@@ -29,6 +29,7 @@ from ds_comm import LocalShard, Mesh
 from ds_comm.placement import TensorShard
 from ds_comm.reduction_group import logical_of, param_sharding
 from ds_config.errors import CheckpointError
+from ds_engine.client_states import FORMATS, decode_client_state, format_of
 from ds_engine.load_differences import compare, refuse_or_name
 from ds_engine.plan import Plan
 from ds_pipe import PipelineModule
@@ -36,7 +37,6 @@ from ds_zero import ShardedModel, ShardedOptimizer
 
 __all__ = ["CheckpointedRun", "Contents", "contents_of", "keep_near", "load_run", "save_run"]
 
-_FORMAT = 1
 _log = logging.getLogger("ds_engine")
 
 
@@ -81,6 +81,7 @@ def contents_of(
     """Collect the contents of a checkpoint of `run`. Collective.
 
     Args:
+        client: As `client_states.encode_client_state` returned it.
         frozen: Whether to include parameters that need no gradient.
         buffers: Save this rank's buffers on every rank, not those of a single rank.
     """
@@ -88,7 +89,7 @@ def contents_of(
         run.optimizer.synchronise()
     counters, loader = run.progress(), run.training_dataloader
     meta = {
-        "format": _FORMAT,
+        "format": format_of(client),
         "world": run.mesh["world"].size,
         "counters": counters,
         "config": run.record(),
@@ -158,10 +159,11 @@ def load_run(
         reached = -1 if manifest is None else int(manifest.meta.get("counters", {}).get("steps", -1))
         restored = near.restore_near(wanted, newer_than=reached)
         if restored is not None:
-            return _taken_up(run, f"the nodes' copy of step {restored[0]}", restored[1], requests[0])
+            return _taken_up(run, f"the nodes' copy of step {restored[0]}", restored[1], requests[0]), {}
     if path is None or manifest is None:
         _log.warning("%s holds no complete checkpoint; nothing was loaded", root)
         return None, None
+    client = decode_client_state(manifest.meta, path, run.mesh["world"])  # it may fail, so before the run changes
     shapes = {name: tensor.shape for name, tensor in manifest.tensors.items()}
     stored = _Stored(manifest.meta, shapes, manifest.aliases)
     want = _wanted(run, path, stored, parts)
@@ -169,7 +171,7 @@ def load_run(
     shards = [shard for shard in want.shards if stored.name_of(shard.shard.name) in shapes]
     options = LoadOptions(prefixes=want.prefixes, strict=False)
     meta = ds_ckpt.load(path, shards, group=run.mesh["world"], options=options)
-    return _taken_up(run, path, meta, want)
+    return _taken_up(run, path, meta, want), client
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,13 +304,11 @@ def _is_further_copy(module: PipelineModule, name: str, stored: _Stored) -> bool
     return source is not None and f"{kind}/{source}{slash}{key}" in stored.shapes
 
 
-def _taken_up(
-    run: CheckpointedRun, path: str, meta: Mapping[str, Any], want: _Wanted
-) -> tuple[str, dict[str, Any] | None]:
-    """Go on with what was read."""
-    if meta.get("format") != _FORMAT:
+def _taken_up(run: CheckpointedRun, path: str, meta: Mapping[str, Any], want: _Wanted) -> str:
+    """Go on with what was read. Returns `path`."""
+    if meta.get("format") not in FORMATS:
         raise CheckpointError(
-            f"{path} was not written by an engine (format {meta.get('format')!r}, expected {_FORMAT})",
+            f"{path} was not written by an engine (format {meta.get('format')!r}, expected one of {FORMATS})",
             code="engine-checkpoint",
             fix="Read it with ds_ckpt.load and the names it holds.",
         )
@@ -317,7 +317,7 @@ def _taken_up(
     if want.resumed:
         _set_random_states(run.device, want.states)
     ds_monitor.event("engine/loaded", path=path)
-    return path, meta["client"]
+    return path
 
 
 def _restore(run: CheckpointedRun, meta: Mapping[str, Any], want: _Wanted) -> None:

@@ -144,6 +144,12 @@ RULES: tuple[ConfigRule, ...] = (
         "Keep one: without torch_adam and amsgrad the flag is obeyed.",
     ),
     ConfigRule(
+        "optimizer-torch-fused",
+        lambda c, mesh: _fuses_nothing(c),
+        lambda c, mesh: "fused = true, which is a flag of torch's Adam, without torch_adam",
+        "Set torch_adam, or leave fused out: ours updates all tensors at once anyway.",
+    ),
+    ConfigRule(
         "tensor-sizes",
         lambda c, mesh: c.tensor_parallel is not None and bool(c.tensor_parallel.other_degrees),
         lambda c, mesh: (
@@ -345,6 +351,11 @@ def _not_of_torch(config: Config) -> list[str]:
         "fp32_optimizer_states = false": not params.fp32_optimizer_states,
     }
     return [text for text, active in flags.items() if active]
+
+
+def _fuses_nothing(config: Config) -> bool:
+    params = None if config.optimizer is None else config.optimizer.params
+    return isinstance(params, AdamParams) and params.fused and not (params.torch_adam or params.amsgrad)
 
 
 def _of_the_reduction(config: Config) -> list[str]:

@@ -94,6 +94,10 @@ class AdamParams(_StateParams):
         default=False, description="Divide by the largest second mean so far; torch's implementation."
     )
     torch_adam: bool = Field(default=False, description="Use torch's implementation.")
+    fused: bool = Field(
+        default=False,
+        description="With torch's implementation: its fused one. Ours updates all tensors at once anyway.",
+    )
     adam_w_mode: bool = Field(
         default=True,
         description="Decoupled weight decay (AdamW). True also for the type Adam; false adds the decay to the gradient.",

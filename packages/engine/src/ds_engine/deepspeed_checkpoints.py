@@ -29,6 +29,7 @@ from ds_ckpt.local import new_token
 from ds_comm import Group, all_gather_json, barrier, broadcast_json
 from ds_config.errors import CheckpointError, UnsupportedError
 from ds_engine.checkpoints import CheckpointedRun, load_run, save_run
+from ds_engine.client_states import encode_client_state
 from ds_pipe import PipelineModule, TiedLayerSpec
 from ds_zero import STAGES, ShardingStrategy
 
@@ -36,9 +37,14 @@ __all__ = ["latest_tag", "layout_of", "load", "save", "translated"]
 
 
 def save(run: CheckpointedRun, root: str, tag: str, client: Mapping[str, Any], *, frozen: bool) -> str:
-    """Write `root/tag` in the plan's layout. Collective. Returns its path. For the rest see `checkpoints.save_run`."""
+    """Write `root/tag` in the plan's layout. Collective. Returns its path. For the rest see `checkpoints.save_run`.
+
+    Args:
+        client: Rank 0's is stored.
+    """
     plan = run.plan
     check_tag(root, tag)
+    client = encode_client_state(client, run.mesh["world"])
     layout = plan.foreign and layout_of(plan.residency, run.mesh["data"], plan.precision.param, run.module)
     if layout:
         _on_one(lambda: check_target(root, tag), run.mesh["world"], f"{root}/{tag} was not written")

@@ -311,9 +311,10 @@ class EngineState(nn.Module):
         Args:
             save_dir: Directory of checkpoints; the new one is complete or not there at all.
             tag: Its name; `global_step<n>` by default.
-            client_state: JSON of the caller's own, the same on every rank.
+            client_state: Values of the caller's own, see `ds_ckpt.client_state`; rank 0's is stored.
             exclude_frozen_parameters: Leave out parameters that need no gradient; a load then leaves them as they are.
         Raises:
+            UnsupportedError: on every rank, before anything is written: the client state has values that cannot be stored.
             CheckpointError: on every rank when it is raised on one; older checkpoints are untouched.
         """
         name = tag or f"global_step{self.counters.steps}"
@@ -343,7 +344,8 @@ class EngineState(nn.Module):
         Returns:
             Path and client state; (None, None) when the directory holds no complete checkpoint.
         Raises:
-            CheckpointError: there is no such directory or tag, it is damaged, or it does not fit this model.
+            CheckpointError: there is no such directory or tag, it is damaged, or it does not fit this model; a class in its client
+                state is not imported here, or has changed ("ckpt-client-class"). The run is as it was.
         """
         parts = {
             "optimizer": load_optimizer_states and not load_module_only,

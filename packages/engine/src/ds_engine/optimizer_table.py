@@ -55,7 +55,8 @@ def _adam(section: AdamSection | AdamWSection, states: dict[str, Any]) -> Made:
     decoupled = p.adam_w_mode or isinstance(section, AdamWSection)
     values = {"lr": p.lr, "betas": p.betas, "eps": p.eps, "weight_decay": p.weight_decay}
     if p.amsgrad or p.torch_adam:
-        return (torch.optim.AdamW if decoupled else torch.optim.Adam), values | {"amsgrad": p.amsgrad}
+        torchs = {"amsgrad": p.amsgrad} | ({"fused": True} if p.fused else {})  # False would forbid foreach, too
+        return (torch.optim.AdamW if decoupled else torch.optim.Adam), values | torchs
     kind = ds_ops.optim.AdamW if decoupled else ds_ops.optim.Adam
     return kind, values | states | {"bias_correction": p.bias_correction}
 

@@ -101,7 +101,8 @@ class InferenceConfig(StrictModel):
     """What `init_inference` takes."""
 
     replace_with_kernel_inject: Annotated[bool, Alias("kernel_inject")] = Field(
-        default=False, description="`generate` runs through the paged engine, if the model's family is declared."
+        default=False,
+        description="`generate` runs through the paged engine. A model of a family that is not declared runs as it is, with a warning.",
     )
     dtype: Dtype = Field(default=torch.float16, description="Format the module is cast to.")
     tensor_parallel: Annotated[InferenceTensorParallelConfig, Alias("tp")] = Field(

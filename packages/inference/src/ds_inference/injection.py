@@ -1,7 +1,8 @@
 """`init_inference`: a live module becomes an engine that is called as the module is.
 
 Without kernel injection the module is cast, loaded and moved, and runs its own forward. With it, `generate` runs through the
-paged engine of this package, whose weights are read from the module; its tokens are those of the module's own `generate`.
+paged engine of this package, whose weights are read from the module; its tokens are those of the module's own `generate`. A module
+whose family is not declared runs its own forward with it, too, and a warning says so.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import json
 import re
 import time
+import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -96,7 +99,7 @@ class InferenceEngine(nn.Module):
             model.to(torch.device("cuda", torch.cuda.current_device()))
         model.eval()
         self._cut: TensorParallelModel | None = None
-        if self._ranks is not None and not config.replace_with_kernel_inject:
+        if self._ranks is not None and not self._injected:
             self._cut = parallelize_model(
                 model, make_tensor_plan(facts_of(model), _options(config, self._ranks.size)), self._ranks
             )
@@ -130,13 +133,21 @@ class InferenceEngine(nn.Module):
                 fix="Set replace_with_kernel_inject, or leave quant out.",
             )
         kind = getattr(getattr(model, "config", None), "model_type", None)
-        if config.replace_with_kernel_inject and kind not in FAMILIES:
+        self._injected = config.replace_with_kernel_inject and kind in FAMILIES
+        if self._injected == config.replace_with_kernel_inject:
+            return
+        if _quantize(config.quant, 8) is not None:
             raise UnsupportedError(
-                f"kernel injection into a {type(model).__name__} (model_type {kind!r}); declared are "
-                f"{', '.join(sorted(FAMILIES))}",
+                f"quant.weight.num_bits = {config.quant.weight.num_bits} for a {type(model).__name__} (model_type {kind!r}); "
+                f"declared are {', '.join(sorted(FAMILIES))}",
                 code="inference-family",
-                fix="Leave replace_with_kernel_inject out: the module then runs its own forward.",
+                fix="Leave quant out: the module then runs its own forward.",
             )
+        warnings.warn(
+            f"replace_with_kernel_inject: {_layers(model)} of a {type(model).__name__} (model_type {kind!r}) are not replaced, because that "
+            "family is not declared in ds_inference.families; the module runs its own forward",
+            stacklevel=4,
+        )
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -195,7 +206,7 @@ class InferenceEngine(nn.Module):
                 code="inference-too-long",
                 fix="Raise max_out_tokens, or shorten the prompt.",
             )
-        if not self.config.replace_with_kernel_inject or not isinstance(ids, Tensor):
+        if not self._injected or not isinstance(ids, Tensor):
             with torch.inference_mode(), self._drawing_alike():
                 return self.module.generate(*inputs, **keywords)  # type: ignore[operator]
         return self._paged(ids, {k: v for k, v in keywords.items() if k != "input_ids"})
@@ -310,6 +321,13 @@ class InferenceEngine(nn.Module):
     def _wait(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+
+
+def _layers(model: nn.Module) -> str:
+    """Count the kinds of layers in a model's lists, outermost first: "2 BertLayer"; without lists it is the model."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    kinds = Counter(type(layer).__name__ for layers in lists for layer in layers)
+    return " and ".join(f"{count} {name}" for name, count in kinds.items()) or "the layers"
 
 
 def _options(config: InferenceConfig, degree: int) -> TensorOptions:

@@ -292,3 +292,20 @@ class ProgressiveLayerDrop:
     def update_state(self, global_step: int) -> None:
         """Go to a step."""
         self.current_theta = LayerDropConfig(enabled=True, theta=self.theta, gamma=self.gamma).keep(global_step)
+
+
+class EngineLayerDrop(ProgressiveLayerDrop):
+    """The rule at an engine's steps: theta is what the forwards of its last step were told.
+
+    Args:
+        steps: Returns how many steps the engine has made.
+    """
+
+    def __init__(self, theta: float, gamma: float, steps: Callable[[], int]) -> None:
+        super().__init__(theta, gamma)
+        self._steps = steps
+
+    def get_theta(self) -> float:
+        """Return theta of the engine's last step; 1 before the first."""
+        self.update_state(max(self._steps() - 1, 0))
+        return self.current_theta

@@ -112,6 +112,33 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         )  # fmt: skip
 
 
+_last_told = {"allocated": 0, "reserved": 0}  # bytes, at the last line of `memory_status`
+
+
+def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
+    """Log what the device holds, and how much more that is than at the last call.
+
+    Args:
+        print_rank: The rank that logs; -1 is every rank.
+        reset_max: Start the peaks anew before they are read.
+    """
+    rank, gib = world_group().rank, 2**30
+    if print_rank not in (-1, rank):
+        return
+    accelerator = get_accelerator()
+    accelerator.synchronize()
+    if reset_max:
+        accelerator.reset_peak_memory()
+    stats = accelerator.memory()
+    more = {"allocated": stats.allocated - _last_told["allocated"], "reserved": stats.reserved - _last_told["reserved"]}
+    _last_told.update(allocated=stats.allocated, reserved=stats.reserved)
+    logger.info(
+        "%s: rank %d, %.4f GiB allocated (%+.4f, peak %.4f), %.4f reserved (%+.4f, peak %.4f)",
+        msg, rank, stats.allocated / gib, more["allocated"] / gib, stats.peak / gib,
+        stats.reserved / gib, more["reserved"] / gib, stats.peak_reserved / gib,
+    )  # fmt: skip
+
+
 def instrument_w_nvtx(func: F) -> F:
     """Report a function's calls as spans of ds-monitor, which its sinks show."""
 

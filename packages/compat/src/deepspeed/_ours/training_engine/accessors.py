@@ -7,6 +7,16 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
+import torch
+
+from deepspeed._ours.base.runtime_utils import EngineLayerDrop
+from deepspeed._ours.communication.expert_getters import (
+    _get_expert_data_parallel_group_dict,
+    _get_expert_parallel_group_dict,
+)
+from deepspeed._ours.native_ops.accelerator_api import get_accelerator
+from ds_moe import MoE, MOELayer, TopKGate
+
 Tells = Callable[[Any], Any]
 
 
@@ -15,8 +25,15 @@ _ZERO = (
     "reduce_bucket_size", "contiguous_gradients", "reduce_scatter", "allgather_bucket_size", "sub_group_size",
     "param_persistence_threshold", "model_persistence_threshold", "prefetch_bucket_size", "max_live_parameters",
     "max_reuse_distance", "ignore_unused_parameters", "offload_optimizer", "offload_param", "elastic_checkpoint",
-    "round_robin_gradients",
+    "round_robin_gradients", "allgather_partitions", "parameter_alignment", "load_from_fp32_weights", "legacy_stage1",
+    "module_granularity_threshold", "save_muon_momentum_buffer_in_memory", "log_trace_cache_warnings", "compute_grad_norm",
 )  # fmt: skip
+# Keys that already begin so.
+_ZERO_PLAIN = (
+    "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients",
+)  # fmt: skip
+# Keys of `flops_profiler`, told as "flops_profiler_" and the key.
+_FLOPS = ("recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed", "output_file")
 # Sections, told as whether they are enabled.
 _SECTIONS = ("fp16", "torch_autocast", "tensorboard", "wandb", "csv_monitor")
 # What `DeepSpeedConfig` has under the same name: keys, and answers of its own.
@@ -24,7 +41,8 @@ _KEYS = (
     "gradient_clipping", "gradient_predivide_factor", "prescale_gradients", "steps_per_print", "wall_clock_breakdown",
     "log_level", "memory_breakdown", "dataloader_drop_last",
     "amp_enabled", "bfloat16_enabled", "elasticity_enabled", "optimizer_name", "optimizer_params", "pld_enabled", "scheduler_name",
-    "scheduler_params", "sparse_gradients_enabled", "zero_optimization_stage",
+    "scheduler_params", "sparse_gradients_enabled", "zero_optimization_stage", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer", "pld_params", "dump_state",
 )  # fmt: skip
 
 
@@ -35,8 +53,36 @@ def _gathers(section: Any) -> bool:
     return isinstance(section, Mapping) and any(section.get(name) is True for name in (*names, older))
 
 
+def _layer_drop(engine: Any) -> EngineLayerDrop | None:
+    rule = engine.plan.layer_drop
+    return None if rule is None else EngineLayerDrop(rule.theta, rule.gamma, lambda: engine.global_steps)
+
+
+def _offload_device(engine: Any) -> str:
+    section = engine.plan.config.zero_optimization.offload_optimizer
+    return "none" if section is None else str(section.device)
+
+
+def _tag_validation(engine: Any) -> str:
+    # As with gathering: the key has no effect, and clients ask what the user wrote.
+    return str((engine.config.get("checkpoint") or {}).get("tag_validation", "Warn")).lower()
+
+
+def _data_types(plan: Any) -> tuple[torch.dtype, torch.dtype]:
+    """The parameters' format, and that of gradients while they are summed over microbatches: as the configuration says them."""
+    config = plan.config
+    params = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else torch.float32
+    return params, config.data_types.grad_accum_dtype or params
+
+
+def _modules(engine: Any, kind: type) -> list[Any]:
+    return [module for module in engine.module.modules() if isinstance(module, kind)]
+
+
 ACCESSORS: Mapping[str, Tells] = {
     **{f"zero_{key}": attrgetter(f"plan.config.zero_optimization.{key}") for key in _ZERO},
+    **{key: attrgetter(f"plan.config.zero_optimization.{key}") for key in _ZERO_PLAIN},
+    **{f"flops_profiler_{key}": attrgetter(f"_config.flops_profiler.{key}") for key in _FLOPS},
     **{f"{section}_enabled": attrgetter(f"_config.{section}.enabled") for section in _SECTIONS},
     **{key: attrgetter(f"_config.{key}") for key in _KEYS},
     "train_batch_size": lambda e: e.plan.batch.train,
@@ -52,6 +98,24 @@ ACCESSORS: Mapping[str, Tells] = {
     "dynamic_loss_scale": lambda e: e.plan.config.fp16.enabled and e.plan.config.fp16.loss_scale == 0,
     "initial_dynamic_scale": lambda e: 2**e.plan.config.fp16.initial_scale_power,
     "postscale_gradients": lambda e: not e.plan.config.prescale_gradients,
+    "pld_theta": lambda e: getattr(e.plan.layer_drop, "theta", None),
+    "pld_gamma": lambda e: getattr(e.plan.layer_drop, "gamma", None),
+    "get_pld_theta": lambda e: None if (drop := _layer_drop(e)) is None else drop.get_theta(),
+    "zero_cpu_offload": lambda e: _offload_device(e) == "cpu",
+    "zero_nvme_offload_optimizer": lambda e: _offload_device(e) == "nvme",
+    "zero_use_cpu_optimizer": lambda e: _offload_device(e) in ("cpu", "nvme"),
+    "zero_multi_rank_bucket_allreduce": attrgetter("plan.config.zero_optimization.use_multi_rank_bucket_allreduce"),
+    "zenflow_config": attrgetter("plan.config.zero_optimization.zenflow"),
+    "tensor_parallel_config": attrgetter("plan.config.tensor_parallel"),
+    "is_sanity_checks_enabled": attrgetter("plan.config.zero_optimization.enable_sanity_checks"),
+    "is_first_weights_partition_group": attrgetter("plan.residency.shard_params"),
+    "fp16_master_weights_and_gradients": attrgetter("_config.float16_config.fp16_master_weights_and_grads"),
+    "bf16_master_weights_and_gradients": attrgetter("_config.bfloat16_config.bf16_master_weights_and_grads"),
+    "bf16_optimizer_states": attrgetter("_config.bfloat16_config.bf16_optimizer_states"),
+    "checkpoint_serialization_enabled": attrgetter("_config.checkpoint_config.checkpoint_serialization"),
+    "checkpoint_tag_validation_enabled": lambda e: _tag_validation(e) != "ignore",
+    "checkpoint_tag_validation_fail": lambda e: _tag_validation(e) == "fail",
+    "get_data_types": lambda e: _data_types(e.plan),
     "dump_state_enabled": attrgetter("_config.dump_state"),
     "load_universal_checkpoint": lambda e: False,
     "managed_gradient_accumulation": lambda e: e.plan.managed,
@@ -92,8 +156,23 @@ PROPERTIES: Mapping[str, Tells] = {
     "mp_world_size": lambda e: e.mesh["tensor"].size,
     "checkpoint_mp_rank": lambda e: e.mesh["tensor"].rank,
     "communication_data_type": lambda e: e.plan.precision.reduce,
+    "seq_dp_world_size": lambda e: e.mesh["gradient"].size,
+    "seq_data_parallel_group": lambda e: e.mesh["gradient"].pg,
+    "sequence_parallel_size": lambda e: e.mesh["sequence"].size,
+    "expert_parallel_group": lambda e: _get_expert_parallel_group_dict(),
+    "expert_data_parallel_group": lambda e: _get_expert_data_parallel_group_dict(),
+    "num_experts": lambda e: [layer.num_experts for layer in _modules(e, MoE)],
+    "gate_modules": lambda e: _modules(e, TopKGate),
+    "moe_layers": lambda e: _modules(e, MOELayer),
+    "param_names": lambda e: {param: name for name, param in e.module.named_parameters()},
+    "pipeline_parallelism": lambda e: e.plan.staging is not None,
+    "progressive_layer_drop": _layer_drop,
+    "losses": lambda e: None,  # upstream's is never written either
+    "inside_no_sync_ctxt": lambda e: e._open is not None,
+    "gradient_average": lambda e: e.plan.config.gradient_allreduce_op == "mean",
+    "dist_backend": lambda e: get_accelerator().communication_backend_name(),
 }
-"""Ranks, groups and formats under upstream's names."""
+"""Ranks, groups, formats and layers under upstream's names."""
 
 
 OF_STAGES: Mapping[str, Tells] = {

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from deepspeed._errors import UnsupportedNameError
 from deepspeed._ours.base._torch import transformed, tree_leaves
 from deepspeed._ours.base.raising import not_supported, out_of_order
-from deepspeed._ours.communication import group_getters
+from deepspeed._ours.communication import expert_getters, group_getters
 from deepspeed._ours.config.config import DeepSpeedConfig
 from deepspeed._ours.monitor.flops import FlopsProfiler
 from deepspeed._ours.monitor.monitors import MonitorMaster
@@ -86,6 +86,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         timers = SimpleNamespace(enabled=True, synchronized=False)  # a loop's rate needs no wait for the device
         self.tput_timer = ThroughputTimer(timers, plan.batch.train, steps_per_output=None)
         mark(self.sharding)
+        expert_getters.share_experts(self)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -319,6 +320,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         module: nn.Module = self.module
         super().close()
         group_getters.forget_layers(self.mesh)
+        expert_getters.forget_experts(self)
         undress(module)
 
     def destroy(self) -> None:

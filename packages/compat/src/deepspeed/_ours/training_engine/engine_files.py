@@ -13,14 +13,11 @@ from torch import Tensor
 from deepspeed._ours.base.raising import not_supported, out_of_order, wrong_argument
 from deepspeed._ours.base.version import version
 from deepspeed._ours.checkpoint.checkpoint_api import (
-    decode,
-    encode,
     get_model_ckpt_name_for_rank,
     get_zero_ckpt_name_for_rank,
     leave_files,
     leave_signs,
     name_of_tag,
-    same_everywhere,
 )
 from deepspeed._ours.checkpoint.grids import check_layers, cut_layers
 from deepspeed._ours.monitor.upstream_logging import logger
@@ -45,14 +42,13 @@ class SavesAndLoads(Engine):
         """Save a run into `save_dir/tag`, with `latest` and `zero_to_fp32.py` beside it. Collective.
 
         Args:
-            client_state: Data and tensors of the caller's own; rank 0's is stored.
+            client_state: Values of the caller's own, see `ds_ckpt.client_state`; rank 0's is stored.
         """
         if not save_dir:
             raise wrong_argument(f"save_checkpoint(save_dir={save_dir!r})", "Give a directory.")
         world = self.mesh["world"]
         name = self._one_tag(str(tag or f"global_step{self.global_steps}"))
-        state = same_everywhere(encode(client_state or {}), world)
-        super().save_checkpoint(save_dir, name, state, exclude_frozen_parameters)
+        super().save_checkpoint(save_dir, name, client_state, exclude_frozen_parameters)
         if save_latest:
             self.checkpointer.wait()
         whole = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters) if self._one_file() else {}
@@ -181,7 +177,7 @@ class SavesAndLoads(Engine):
             )
         if path is None:
             return None, None
-        return self._get_ckpt_name(root, name or os.path.basename(path)), decode(client or {})
+        return self._get_ckpt_name(root, name or os.path.basename(path)), client or {}
 
     def module_state_dict(
         self, destination: Any = None, prefix: str = "", keep_vars: bool = False, exclude_frozen_parameters: bool =

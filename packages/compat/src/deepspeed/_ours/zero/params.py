@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from deepspeed._ours.base.config_translation import reads
+from deepspeed._ours.zero.external_params import list_external, unlist_external
 from ds_zero import ShardedModel, ShardedParameter, safe_get_local_fp32_param
 from ds_zero.runtime.init_shards import chunk_of
 
 _NAMES = (
-    "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist", "ds_active_sub_modules", "partition_numel",
+    "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist", "ds_active_sub_modules", "is_external_param",
+    "partition_numel",
 )  # fmt: skip
 _ids = itertools.count()
 
@@ -72,9 +74,11 @@ class Status:
 
 
 def mark(sharding: ShardedModel) -> None:
-    """Give every parameter of a stage 3 model its attributes. Other stages have none, as upstream."""
+    """Give every parameter of a stage 3 model its attributes, and its modules their lists. Other stages have none, as upstream."""
     if not sharding.options.residency.shard_params:
         return
+    for module in sharding.model.modules():
+        list_external(module)
     for unit in sharding.units:
         for param in unit.params:
             _set(param, safe_get_local_fp32_param(param), sharding.group.size, persists=not unit.releases)
@@ -100,6 +104,7 @@ def _set(param: Parameter, local: Tensor | None, ranks: int, *, persists: bool) 
         "ds_tensor": local,
         "ds_persist": persists,
         "ds_active_sub_modules": set(),
+        "is_external_param": False,
         "partition_numel": partial(_share, param.numel(), ranks),
     }
     for name, value in values.items():
@@ -108,6 +113,7 @@ def _set(param: Parameter, local: Tensor | None, ranks: int, *, persists: bool) 
 
 def unmark(model: nn.Module) -> None:
     """Take the attributes of `mark` away."""
+    unlist_external(model)
     for param in model.parameters():
         for name in _NAMES:
             param.__dict__.pop(name, None)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import ds_zero
 from deepspeed._ours.base.config_translation import reads
+from deepspeed._ours.zero.external_params import external_of
 from deepspeed._ours.zero.scalers import EngineLossScaler
 from ds_config.errors import ConfigError
 from ds_zero import ShardedModel, ShardedOptimizer, ShardOptions, safe_get_local_grad
@@ -204,7 +205,7 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
 
 
 class ModuleView:
-    """The model as upstream's coordinator shows it: its parameters, and no external ones beside them."""
+    """The model as upstream's coordinator shows it: its parameters, and the external ones that were registered with it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -214,8 +215,8 @@ class ModuleView:
         return self._model.named_parameters(prefix, recurse)
 
     def ds_external_parameters(self) -> Any:
-        """Return an empty iterator: a parameter used outside its module is gathered on access."""
-        return iter(())
+        """Iterate over what was registered with the model itself; a parameter used outside its module is gathered on access."""
+        return iter(external_of(self._model))
 
     def parameters(self, recurse: bool = True) -> Any:
         """Iterate over the model's parameters, as a module does."""

@@ -1,0 +1,145 @@
+"""`deepspeed.utils.groups`, of experts: who shares the experts of this process's MoE layers, under the name `ep_size_N`.
+
+An expert group shares one copy of all experts; the ranks of an expert data group hold the same ones. Known are those of the engines
+that have not ended, the newest before others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch.distributed as dist
+
+from deepspeed._ours.base.raising import not_supported, out_of_order
+from deepspeed._ours.communication.group_getters import _get_sequence_data_parallel_group
+from ds_comm import Group, as_group, world_group
+from ds_engine import Engine
+from ds_moe import ExpertGroups, make_places
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPair:
+    """The two groups of a name.
+
+    Attributes:
+        expert: Shares one copy of all experts.
+        data: Holds the same experts.
+    """
+
+    expert: Group
+    data: Group
+
+
+_engines: list[ref[Engine]] = []  # whose layers have the groups, the oldest first
+_sizes: WeakKeyDictionary[dist.ProcessGroup, dict[int, bool]] = WeakKeyDictionary()  # of `_create_expert...`, by world
+
+
+def share_experts(engine: Engine) -> None:
+    """Note an engine, whose MoE layers say who shares experts, until `forget_experts` or its end."""
+    _engines[:] = [known for known in _engines if known() is not None]
+    _engines.append(ref(engine))
+
+
+def forget_experts(engine: Engine) -> None:
+    """Drop the groups of an engine that has ended."""
+    _engines[:] = [known for known in _engines if known() not in (None, engine)]
+
+
+def _named(places: ExpertGroups, batch: Group) -> tuple[str, ExpertPair]:
+    """Name the groups of a layer. Where every rank has all experts, the ranks of the batch hold the same."""
+    size = places.expert.size
+    return f"ep_size_{size}", ExpertPair(places.expert, places.data if size > 1 else batch)
+
+
+def _create_expert_and_data_parallel(
+    expert_parallel_size_: int, mp_size: int | None = None, pp_size: int | None = None, mp_mode: str = "tp",
+    use_data_before_expert_parallel_: bool = False, folding_spec: Any = None,
+) -> None:  # fmt: skip
+    """Make the groups of `ep_size_N` over the world, and note them. Collective over the world."""
+    del mp_mode
+    if folding_spec is not None or any(size not in (None, 1) for size in (mp_size, pp_size)):
+        raise not_supported(
+            f"_create_expert_and_data_parallel(mp_size={mp_size}, pp_size={pp_size}, folding_spec={folding_spec!r})",
+            "Let deepspeed.initialize make the groups of a model with tensor ranks or stages.",
+        )
+    make_places(expert_parallel_size_, data_first=use_data_before_expert_parallel_)
+    if (world := world_group().link) is not None:
+        _sizes.setdefault(world, {})[expert_parallel_size_] = use_data_before_expert_parallel_
+
+
+def _pairs() -> dict[str, ExpertPair]:
+    """The groups by name; nothing here keeps one alive. Those that were made before are the same again (`ds_comm.common_group`)."""
+    sizes = {} if (world := world_group().link) is None else _sizes.get(world, {})
+    pairs = dict(_named(make_places(size, data_first=first), world_group()) for size, first in sizes.items())
+    for engine in (engine for known in _engines if (engine := known()) is not None):
+        placed = (vars(module).get("places") for module in engine.module.modules())
+        pairs |= dict(_named(p, engine.mesh["gradient"]) for p in placed if isinstance(p, ExpertGroups))
+    return pairs
+
+
+def _pair(getter: str, group_name: str) -> ExpertPair:
+    pairs = _pairs()
+    if group_name not in pairs:
+        names = " and ".join(sorted(pairs))
+        raise out_of_order(
+            f"{getter}({group_name!r}): no layer of a running engine has such experts{f'; known are {names}' if names else ''}",
+            "Build the model with deepspeed.moe.layer.MoE(..., ep_size=N) and call deepspeed.initialize first; the name is ep_size_N.",
+        )
+    return pairs[group_name]
+
+
+def _tells(getter: str, tell: Callable[[ExpertPair], Any]) -> Callable[[str], Any]:
+    """Build a getter: what it tells of the groups of a name, which raises an AssertionError for an unknown one ("compat-call-order")."""
+
+    def ask(group_name: str) -> Any:
+        return tell(_pair(getter, group_name))
+
+    ask.__name__ = ask.__qualname__ = getter
+    return ask
+
+
+_get_expert_parallel_group = _tells("_get_expert_parallel_group", lambda pair: pair.expert.pg)
+_get_expert_parallel_group_ranks = _tells("_get_expert_parallel_group_ranks", lambda pair: list(pair.expert.ranks))
+_get_expert_parallel_rank = _tells("_get_expert_parallel_rank", lambda pair: pair.expert.rank)
+_get_expert_parallel_world_size = _tells("_get_expert_parallel_world_size", lambda pair: pair.expert.size)
+_get_expert_parallel_src_rank = _tells("_get_expert_parallel_src_rank", lambda pair: pair.expert.ranks[0])
+_get_expert_data_parallel_group = _tells("_get_expert_data_parallel_group", lambda pair: pair.data.pg)
+_get_expert_data_parallel_group_ranks = _tells(
+    "_get_expert_data_parallel_group_ranks", lambda pair: list(pair.data.ranks)
+)
+_get_expert_data_parallel_rank = _tells("_get_expert_data_parallel_rank", lambda pair: pair.data.rank)
+_get_expert_data_parallel_world_size = _tells("_get_expert_data_parallel_world_size", lambda pair: pair.data.size)
+_get_expert_broadcast_src_rank = _tells("_get_expert_broadcast_src_rank", lambda pair: pair.data.ranks[0])
+
+
+def _get_expert_parallel_group_dict() -> dict[str, Any]:
+    """Return torch's expert group of every known name."""
+    return {name: pair.expert.pg for name, pair in _pairs().items()}
+
+
+def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
+    """Return torch's expert data group of every known name."""
+    return {name: pair.data.pg for name, pair in _pairs().items()}
+
+
+def _get_max_expert_size() -> int | None:
+    """Return the largest N of the known `ep_size_N`; None without one, as upstream."""
+    return max((pair.expert.size for pair in _pairs().values()), default=None)
+
+
+def _get_max_expert_size_name() -> str:
+    """Return the name of the largest expert group."""
+    return f"ep_size_{_get_max_expert_size()}"
+
+
+def _get_max_expert_parallel_group() -> Any:
+    """Return torch's largest expert group; unknown, it is an AssertionError ("compat-call-order")."""
+    return _get_expert_parallel_group(_get_max_expert_size_name())
+
+
+def _get_broadcast_src_rank() -> int:
+    """Return the world rank of the first of those that train on different samples."""
+    return as_group(_get_sequence_data_parallel_group()).ranks[0]

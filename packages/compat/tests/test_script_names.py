@@ -1,0 +1,341 @@
+"""Names and attributes that scripts for DeepSpeed expect: groups of experts, losses of cut sequences, what an engine tells."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ds_testing import world
+
+ADAM = {"type": "Adam", "params": {"lr": 1e-2}}
+
+
+class Routed(nn.Module):
+    """A layer, experts on `ep_size` ranks, and experts that every rank has."""
+
+    def __init__(self, ep_size: int) -> None:
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.moe = MoE(4, nn.Linear(4, 4), 4, ep_size=ep_size, drop_tokens=False, use_rts=False)
+        self.everywhere = MoE(4, nn.Linear(4, 4), 2, drop_tokens=False, use_rts=False)
+
+    def forward(self, x):
+        return self.everywhere(self.moe(self.first(x))[0])[0].square().mean()
+
+
+# ---- groups of experts
+
+
+@world(2)
+def test_groups_of_experts_are_those_of_the_layers() -> None:
+    import deepspeed
+    from deepspeed.utils import groups
+    from deepspeed.utils.groups import _get_expert_data_parallel_group, _get_expert_parallel_group, _get_max_expert_size
+
+    dist, rank = torch.distributed, torch.distributed.get_rank()
+    with pytest.raises(AssertionError, match=r"_get_expert_parallel_group\('ep_size_2'\).*no layer"):
+        _get_expert_parallel_group("ep_size_2")
+    assert _get_max_expert_size() is None
+    config = {"train_batch_size": 2, "optimizer": ADAM, "zero_optimization": {"stage": 1}}
+    engine, *_ = deepspeed.initialize(model=Routed(2), config=config)
+    assert _get_expert_parallel_group("ep_size_2") is engine.module.moe.deepspeed_moe.places.expert.pg
+    assert dist.get_process_group_ranks(_get_expert_parallel_group("ep_size_2")) == [0, 1]
+    assert dist.get_process_group_ranks(_get_expert_data_parallel_group("ep_size_2")) == [rank]
+    assert dist.get_process_group_ranks(_get_expert_parallel_group("ep_size_1")) == [rank]
+    assert dist.get_process_group_ranks(_get_expert_data_parallel_group("ep_size_1")) == [0, 1]
+    assert (_get_max_expert_size(), groups._get_max_expert_size_name()) == (2, "ep_size_2")
+    assert groups._get_max_expert_parallel_group() is _get_expert_parallel_group("ep_size_2")
+    assert (groups._get_expert_parallel_rank("ep_size_2"), groups._get_expert_parallel_world_size("ep_size_2")) == (
+        rank,
+        2,
+    )
+    assert groups._get_expert_data_parallel_rank("ep_size_1") == rank
+    assert groups._get_expert_data_parallel_world_size("ep_size_2") == 1
+    assert groups._get_expert_parallel_group_ranks("ep_size_2") == [0, 1]
+    assert groups._get_expert_data_parallel_group_ranks("ep_size_2") == [rank]
+    assert groups._get_expert_broadcast_src_rank("ep_size_1") == groups._get_broadcast_src_rank() == 0
+    assert (
+        sorted(engine.expert_parallel_group) == sorted(engine.expert_data_parallel_group) == ["ep_size_1", "ep_size_2"]
+    )
+    assert engine.num_experts == [4, 2]
+    assert [len(engine.moe_layers), len(engine.gate_modules)] == [2, 2]
+    with pytest.raises(AssertionError, match=r"ep_size_4.*ep_size_1 and ep_size_2"):
+        _get_expert_data_parallel_group("ep_size_4")
+    engine.backward(engine(torch.ones(1, 4)))
+    engine.step()
+    engine.destroy()
+    with pytest.raises(AssertionError):
+        _get_expert_parallel_group("ep_size_2")
+    groups._create_expert_and_data_parallel(2)
+    assert groups._get_expert_parallel_world_size("ep_size_2") == 2
+
+
+# ---- losses of cut sequences
+
+
+@world(2)
+def test_the_loss_of_a_cut_sequence_is_that_of_the_whole() -> None:
+    from deepspeed.sequence.cross_entropy import vocab_sequence_parallel_cross_entropy
+
+    rank, generator = torch.distributed.get_rank(), torch.Generator().manual_seed(3)
+    logits = torch.randn(6, 2, 11, generator=generator)  # [sequence, batch, vocabulary]
+    labels = torch.randint(11, (6, 2), generator=generator)
+    labels[4, 1] = -100
+    weights = torch.randn(6, 2, generator=generator)
+    whole = logits.clone().requires_grad_()
+    want = functional.cross_entropy(whole.flatten(0, 1), labels.flatten(), reduction="none").view(6, 2)
+    (want * weights).sum().backward()
+    part = logits.chunk(2)[rank].clone().requires_grad_()
+    loss = vocab_sequence_parallel_cross_entropy(part, labels.chunk(2)[rank], torch.distributed.group.WORLD)
+    (loss * weights).sum().backward()
+    assert torch.equal(loss, want)
+    assert torch.equal(part.grad, whole.grad.chunk(2)[rank])
+    mine = vocab_sequence_parallel_cross_entropy(
+        part, labels.chunk(2)[rank], torch.distributed.group.WORLD, gather_sequence_loss=False
+    )
+    assert torch.equal(mine, want.chunk(2)[rank])
+
+
+@world(2)
+def test_the_mean_loss_of_a_cut_sequence_counts_every_token_once() -> None:
+    from deepspeed.sequence import cross_entropy
+
+    sequence, generator = torch.distributed.group.WORLD, torch.Generator().manual_seed(3)
+    rank, logits = sequence.rank(), torch.randn(6, 2, 11, generator=generator)
+    labels = torch.randint(11, (6, 2), generator=generator)
+    labels[4:, 1] = -100
+    whole, labels_here = logits.clone().requires_grad_(), labels.chunk(2)[rank]
+    want = functional.cross_entropy(whole.flatten(0, 1), labels.flatten())
+    want.backward()
+    part = logits.chunk(2)[rank].clone().requires_grad_()
+    loss = cross_entropy.VocabParallelCrossEntropyLoss(sp_group=sequence)(part, labels_here)
+    loss.backward()
+    torch.testing.assert_close(loss, want)
+    torch.testing.assert_close(part.grad, whole.grad.chunk(2)[rank])
+    summed = cross_entropy.vocab_parallel_cross_entropy(part, labels_here, sp_group=sequence, reduction="sum")
+    torch.testing.assert_close(summed, want * 10)
+    every = cross_entropy.vocab_parallel_cross_entropy(
+        part, labels_here, None, sequence, reduction="none", gather_sequence_loss=True
+    )
+    assert every.shape == (6, 2)
+    torch.testing.assert_close(every.sum(), summed)
+
+
+@world(2)
+def test_the_loss_of_a_cut_vocabulary_is_that_of_the_whole() -> None:
+    from deepspeed.sequence.cross_entropy import vocab_sequence_parallel_cross_entropy
+
+    rank, generator = torch.distributed.get_rank(), torch.Generator().manual_seed(3)
+    logits, labels = torch.randn(6, 2, 12, generator=generator), torch.randint(12, (6, 2), generator=generator)
+    whole = logits.clone().requires_grad_()
+    want = functional.cross_entropy(whole.flatten(0, 1), labels.flatten(), reduction="none").view(6, 2)
+    want.sum().backward()
+    part = logits.chunk(2, -1)[rank].clone().requires_grad_()
+    loss = vocab_sequence_parallel_cross_entropy(part, labels, None, torch.distributed.group.WORLD)
+    loss.sum().backward()
+    torch.testing.assert_close(loss, want)
+    torch.testing.assert_close(part.grad, whole.grad.chunk(2, -1)[rank])
+    with pytest.raises(ValueError, match="reduction='mean'"):
+        vocab_sequence_parallel_cross_entropy(part, labels, None, reduction="mean")
+
+
+# ---- what an engine tells
+
+
+class Dropping(nn.Linear):
+    thetas: list[float]
+
+    def forward(self, x, progressive_layer_drop=False, pld_theta=None):
+        assert progressive_layer_drop
+        self.thetas.append(pld_theta)
+        return super().forward(x)
+
+
+def test_the_share_of_layers_is_told():
+    import deepspeed
+
+    model = Dropping(2, 2)
+    model.thetas = []
+    config = {
+        "train_batch_size": 1, "optimizer": ADAM, "progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.1},
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    drop = engine.progressive_layer_drop
+    assert drop.get_theta() == 1.0
+    for step in range(3):
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+        assert engine.get_pld_theta() == drop.get_theta() == model.thetas[-1] == 0.5 * math.exp(-0.1 * step) + 0.5
+    assert drop.get_state() == {"progressive_layer_drop": True, "pld_theta": model.thetas[-1]}
+    assert (engine.pld_theta(), engine.pld_gamma()) == (0.5, 0.1)
+    engine.destroy()
+
+
+def test_an_engine_tells_what_its_configuration_says():
+    import deepspeed
+
+    config = {
+        "train_batch_size": 1, "optimizer": ADAM, "bf16": {"enabled": True}, "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "flops_profiler": {"profile_step": 7, "top_modules": 3}, "checkpoint": {"tag_validation": "Fail"},
+    }  # fmt: skip
+    model = nn.Linear(2, 2)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    assert engine.losses is engine.progressive_layer_drop is engine.get_pld_theta() is None
+    assert (engine.seq_dp_world_size, engine.sequence_parallel_size, engine.pipeline_parallelism) == (1, 1, False)
+    assert engine.seq_data_parallel_group.size() == 1
+    assert engine.param_names == {model.weight: "weight", model.bias: "bias"}
+    assert engine.get_data_types() == (torch.bfloat16, torch.bfloat16)
+    assert engine.zero_cpu_offload()
+    assert engine.zero_use_cpu_optimizer()
+    assert not engine.zero_quantized_weights()
+    assert engine.zero_allgather_partitions()
+    assert (engine.flops_profiler_profile_step(), engine.flops_profiler_top_modules()) == (7, 3)
+    assert engine.checkpoint_tag_validation_enabled()
+    assert engine.checkpoint_tag_validation_fail()
+    assert not engine.inside_no_sync_ctxt
+    assert engine.gradient_average
+    engine.destroy()
+
+
+# ---- memory, tensors, modules
+
+
+def test_memory_is_told(caplog, capsys):
+    from deepspeed.runtime.utils import get_ma_status, memory_status
+
+    with caplog.at_level(logging.INFO, logger="DeepSpeed"):
+        memory_status("before the step")
+        memory_status("of another rank", print_rank=3)
+        memory_status("after", reset_max=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert "before the step" in lines[0]
+    assert "GiB" in lines[1]
+    assert get_ma_status() > 0
+
+
+def test_small_helpers():
+    from deepspeed.compression.helper import recursive_getattr, recursive_setattr
+    from deepspeed.constants import CROSS_RANK, CROSS_SIZE
+    from deepspeed.runtime import utils
+    from deepspeed.runtime.zero.partition_parameters import zero3_linear_wrap
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.ReLU())
+    new = nn.Linear(2, 3)
+    recursive_setattr(model, "0.0", new)
+    assert recursive_getattr(model, "0.0") is model[0][0] is new
+    assert (CROSS_RANK, CROSS_SIZE) == ("CROSS_RANK", "CROSS_SIZE")
+    assert torch.equal(zero3_linear_wrap(torch.ones(1, 2), new.weight, new.bias), new(torch.ones(1, 2)))
+    assert utils.get_only_unique_item([3, 3, 3]) == 3
+    with pytest.raises(RuntimeError, match=r"\[1, 2\]"):
+        utils.get_only_unique_item([1, 2])
+    assert utils.get_tensor_bytes([torch.ones(3), {"a": (torch.ones(2, dtype=torch.int64),)}, "text"]) == 28
+    assert utils.has_inf_or_nan(torch.tensor([1.0, math.nan]))
+    assert not utils.has_inf_or_nan(torch.ones(2))
+    first = {"a": [torch.ones(2), 3]}
+    assert utils.compare_tensors_in_structures(first, copy.deepcopy(first))
+    assert not utils.compare_tensors_in_structures(first, {"a": [torch.zeros(2), 3]})
+    assert not utils.compare_tensors_in_structures(first, {"b": [torch.ones(2), 3]})
+    with utils.noop_context():
+        pass
+
+
+# ---- parameters that another module uses
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return functional.linear(self.outer(self.inner(x)), self.inner.weight).sum()
+
+
+def test_external_parameters_are_listed():
+    import deepspeed
+
+    model = Tied()
+    with pytest.raises(RuntimeError, match="Tensor"):
+        deepspeed.zero.register_external_parameter(model, torch.ones(1))
+    with pytest.raises(RuntimeError, match="was not registered"):
+        deepspeed.zero.unregister_external_parameter(model, model.inner.weight)
+    deepspeed.zero.register_external_parameter(model, model.inner.weight)
+    assert [param for _, param in model.ds_external_parameters()] == [model.inner.weight]
+    pickle.loads(pickle.dumps(model))
+    deepspeed.zero.unregister_external_parameter(model, model.inner.weight)
+    assert list(model.ds_external_parameters()) == []
+    deepspeed.zero.register_external_parameter(model, model.inner.weight)
+    config = {"train_batch_size": 1, "optimizer": ADAM, "zero_optimization": {"stage": 3}}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    assert [param for _, param in engine.module.ds_external_parameters()] == [model.inner.weight]
+    assert list(model.inner.ds_external_parameters()) == []
+    assert [p for _, p in engine.optimizer.parameter_offload.module.ds_external_parameters()] == [model.inner.weight]
+    engine.backward(engine(torch.ones(1, 3)))
+    engine.step()
+    engine.destroy()
+    assert not hasattr(model.inner, "ds_external_parameters")
+
+
+# ---- torch's fused Adam
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_adam_of_torch_may_be_fused(stage):
+    import deepspeed
+
+    torch.manual_seed(1)
+    model = nn.Linear(3, 2)
+    twin = copy.deepcopy(model)
+    section = {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True, "fused": True, "adam_w_mode": False}}
+    config = {
+        "train_batch_size": 1,
+        "optimizer": section,
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0,
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    assert type(engine.basic_optimizer) is torch.optim.Adam
+    assert engine.basic_optimizer.defaults["fused"] is True
+    alone = torch.optim.Adam(twin.parameters(), lr=1e-2, fused=True)
+    for _ in range(3):
+        engine.backward(engine(torch.ones(1, 3)).square().sum())
+        engine.step()
+        twin(torch.ones(1, 3)).square().sum().backward()
+        alone.step()
+        alone.zero_grad()
+    torch.testing.assert_close(model.weight, twin.weight, rtol=0, atol=1e-7)
+    engine.destroy()
+
+
+# ---- inference of what no kernel knows
+
+
+def test_bert_runs_where_kernels_were_to_be_injected():
+    transformers = pytest.importorskip("transformers")
+    import deepspeed
+
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "vocab_size": 40,
+    }
+    torch.manual_seed(0)
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).eval()
+    ids = torch.randint(40, (2, 7))
+    want = model(ids).logits
+    with pytest.warns(UserWarning, match=r"2 BertLayer .*BertForMaskedLM"):
+        engine = deepspeed.init_inference(model, replace_with_kernel_inject=True, dtype=torch.float32)
+    assert torch.equal(engine(ids).logits, want)
