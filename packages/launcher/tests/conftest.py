@@ -94,6 +94,10 @@ class Sandbox:
     def file(self, name: str) -> Path:
         return self.folder / name
 
+    def told(self, *names: str) -> bool:
+        """Whether all files have been written: one that is only there may still be empty."""
+        return all(self.file(name).exists() and self.file(name).stat().st_size > 0 for name in names)
+
 
 @pytest.fixture
 def box(tmp_path: Path) -> Iterator[Sandbox]:

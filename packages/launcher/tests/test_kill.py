@@ -39,7 +39,7 @@ PROCESSES = 1 + 1 + 2 * 4  # ds, its keeper, and two ranks with three others eac
 def job_with_ranks(box: Sandbox, *options: str) -> subprocess.Popen[str]:
     job = box.start("run", "--nproc", "2", "--grace", "0.5", *options, box.script(STUBBORN))
     # A forked pair is one process more for a moment, until its middle one has ended.
-    box.wait(lambda: box.file("pid0").exists() and box.file("pid1").exists() and len(box.alive()) == PROCESSES)
+    box.wait(lambda: box.told("pid0", "pid1") and len(box.alive()) == PROCESSES)
     return job
 
 
@@ -132,7 +132,7 @@ def test_a_kernel_without_pidfds(box: Sandbox) -> None:
     script = box.script(STUBBORN)
     env = {"PYTHONPATH": str(box.folder)}
     job = box.start("run", "--nproc", "2", "--grace", "0.5", script, env=env)
-    box.wait(lambda: box.file("pid0").exists() and box.file("pid1").exists() and len(box.alive()) == PROCESSES)
+    box.wait(lambda: box.told("pid0", "pid1") and len(box.alive()) == PROCESSES)
     os.kill(rank_pid(box, 1), signal.SIGKILL)
     box.wait(lambda: not box.alive())
     assert job.wait(timeout=60) == 137
