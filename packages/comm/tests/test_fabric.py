@@ -91,6 +91,31 @@ def test_measured_times_count_instead_of_links(tmp_path):
     assert fabric.seconds("all_gather", 1000, range(2), by_torch=True) == pytest.approx(1e-4)
 
 
+def test_measured_flows_and_cores_are_told_apart_from_latency(tmp_path):
+    rows = [
+        {
+            "case": {"op": op, "backend": "gloo", "dtype": "float32", "nbytes": size},
+            "ranks": 2, "median_s": seconds, "flow_s": flow, "busy_s": flow / 2,
+        }
+        for op, slower in (("all_gather", 1), ("torch.all_gather", 2))
+        for size, seconds, flow in ((1000, 1e-4 * slower, 2e-5 * slower), (1_000_000, 1e-3 * slower, 1.5e-3 * slower))
+    ]  # fmt: skip
+    file = tmp_path / "links.json"
+    file.write_text(json.dumps(rows))
+    fabric = fabric_from(str(file))
+    small, large = (fabric.passage("all_gather", size, range(2)) for size in (1000, 1_000_000))
+    assert (small.seconds, small.link_s, small.busy_s) == pytest.approx((1e-4, 2e-5, 1e-5))
+    assert (large.seconds, large.link_s, large.busy_s) == pytest.approx(
+        (1e-3, 1e-3, 7.5e-4)
+    )  # no longer than its result takes
+    by_torch = fabric.passage("all_gather", 1000, range(2), by_torch=True)
+    assert (by_torch.seconds, by_torch.link_s, by_torch.busy_s) == pytest.approx((2e-4, 4e-5, 2e-5))
+    linked = FABRIC.passage("all_gather", 1000, range(64))
+    assert linked.link_s == linked.seconds == FABRIC.seconds("all_gather", 1000, range(64))
+    assert linked.busy_s == 0.0
+    assert FABRIC.passage("all_gather", 1000, [3]).seconds == 0.0
+
+
 def test_a_fabric_is_written_and_read(tmp_path):
     file = tmp_path / "own.json"
     data = as_json(FABRIC)

@@ -6,10 +6,12 @@ import argparse
 import json
 import textwrap
 import time
+from itertools import pairwise
 
 import pytest
 
 from ds_comm.rehearsal import rehearse_cli
+from ds_comm.rehearsal.fabric import Passage
 from ds_comm.rehearsal.pacing import HostPacer, Trip
 from ds_comm.rehearsal.rehearsal_report import result_from, table
 from ds_comm.rehearsal.rehearse_cli import rehearse
@@ -103,11 +105,27 @@ def test_who_computes_on_the_core_of_a_transport_delays_it(share, least_s, monke
     """The thread of an operation gets a quarter of its core here: what it computes takes four times as long, what links carry does not."""
     own = time.thread_time
     monkeypatch.setattr("ds_comm.rehearsal.pacing.time.thread_time", lambda: own() / 4)
-    pacer = HostPacer(share)
-    trip = Trip("all_reduce", "world", "", 2, 0, 0.02, lambda: None, ())
+    pacer = HostPacer()
+    trip = Trip("all_reduce", "world", "", 2, 0, Passage(0.02, 0.02, 0.02 * share), lambda: None, ())
     pacer.start(trip).wait()
     pacer.close()
     assert trip.end_s - trip.start_s >= least_s * 0.95
+
+
+def test_latencies_of_operations_overlap():
+    pacer = HostPacer()
+    trips = [Trip("all_reduce", "world", "", 2, 0, Passage(0.05, 0.01, 0.0), lambda: None, ()) for _ in range(5)]
+    works = [pacer.start(trip) for trip in trips]
+    assert not works[0].is_completed()
+    for work in works:
+        work.wait()
+    starts, ends = [t.start_s for t in trips], [t.end_s for t in trips]
+    assert all(b - a >= 0.0099 for a, b in pairwise(starts))
+    assert all(end - start >= 0.0495 for start, end in zip(starts, ends, strict=True))
+    assert ends == sorted(ends)
+    assert starts[-1] < ends[0]  # one after the other they would take 0.25 s
+    assert [record.end_s for record in pacer.settle()] == ends
+    pacer.close()
 
 
 def test_what_only_another_rank_knows_is_an_error_by_name(staged):

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,8 @@ from ds_comm.groups import Group
 
 __all__ = ["OPERATIONS", "BenchCase", "BenchTiming", "cases", "measure", "sweep"]
 
-Operation = Callable[[Tensor, Group], Callable[[], object]]
+Start = Callable[[bool], Any]
+Operation = Callable[[Tensor, Group], Start]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,9 @@ class BenchCase:
 class BenchTiming:
     """What a case took on the slowest rank: the median, the fastest and the 99th percentile of the repeats.
 
-    `host_share` is the part of that time in which a core of the rank was busy with it, from 0 to 1.
+    Attributes:
+        flow_s: Of one of several that are on their way together: their median time by their number. What is latency only overlaps.
+        busy_s: Of these, how long a core of the rank was busy with one.
     """
 
     case: BenchCase
@@ -45,48 +49,49 @@ class BenchTiming:
     p99_s: float
     algorithm_gbps: float
     bus_gbps: float
-    host_share: float = 0.0
+    flow_s: float
+    busy_s: float
 
 
-def _all_reduce(message: Tensor, group: Group) -> Callable[[], object]:
-    return lambda: collectives.all_reduce(message, group=group)
+def _all_reduce(message: Tensor, group: Group) -> Start:
+    return lambda later: collectives.all_reduce(message, group=group, async_op=later)
 
 
-def _all_gather(message: Tensor, group: Group) -> Callable[[], object]:
+def _all_gather(message: Tensor, group: Group) -> Start:
     part = message[: message.numel() // group.size].clone()
-    return lambda: collectives.all_gather_single(message, part, group)
+    return lambda later: collectives.all_gather_single(message, part, group, later)
 
 
-def _reduce_scatter(message: Tensor, group: Group) -> Callable[[], object]:
+def _reduce_scatter(message: Tensor, group: Group) -> Start:
     part = message[: message.numel() // group.size].clone()
-    return lambda: collectives.reduce_scatter_single(part, message, group=group)
+    return lambda later: collectives.reduce_scatter_single(part, message, group=group, async_op=later)
 
 
-def _all_to_all(message: Tensor, group: Group) -> Callable[[], object]:
+def _all_to_all(message: Tensor, group: Group) -> Start:
     out = torch.empty_like(message)
-    return lambda: collectives.all_to_all_single(out, message, group=group)
+    return lambda later: collectives.all_to_all_single(out, message, group=group, async_op=later)
 
 
-def _broadcast(message: Tensor, group: Group) -> Callable[[], object]:
-    return lambda: collectives.broadcast(message, group_src=0, group=group)
+def _broadcast(message: Tensor, group: Group) -> Start:
+    return lambda later: collectives.broadcast(message, group_src=0, group=group, async_op=later)
 
 
-def _barrier(message: Tensor, group: Group) -> Callable[[], object]:
-    return lambda: collectives.barrier(group)
+def _barrier(message: Tensor, group: Group) -> Start:
+    return lambda later: collectives.barrier(group, later)
 
 
-def _torch_all_reduce(message: Tensor, group: Group) -> Callable[[], object]:
-    return lambda: dist.all_reduce(message, group=group.pg)
+def _torch_all_reduce(message: Tensor, group: Group) -> Start:
+    return lambda later: dist.all_reduce(message, group=group.pg, async_op=later)
 
 
-def _torch_all_gather(message: Tensor, group: Group) -> Callable[[], object]:
+def _torch_all_gather(message: Tensor, group: Group) -> Start:
     part = message[: message.numel() // group.size].clone()
-    return lambda: ALL_GATHER_SINGLE(message, part, group=group.pg)
+    return lambda later: ALL_GATHER_SINGLE(message, part, group=group.pg, async_op=later)
 
 
-def _torch_reduce_scatter(message: Tensor, group: Group) -> Callable[[], object]:
+def _torch_reduce_scatter(message: Tensor, group: Group) -> Start:
     part = message[: message.numel() // group.size].clone()
-    return lambda: REDUCE_SCATTER_SINGLE(part, message, group=group.pg)
+    return lambda later: REDUCE_SCATTER_SINGLE(part, message, group=group.pg, async_op=later)
 
 
 OPERATIONS: Mapping[str, Operation] = {
@@ -100,6 +105,9 @@ OPERATIONS: Mapping[str, Operation] = {
     "torch.all_gather": _torch_all_gather,
     "torch.reduce_scatter": _torch_reduce_scatter,
 }
+_TOGETHER = 8
+"""So many operations of a case are on their way together where their flow is measured, or as many as `_TOGETHER_BYTES` are, and two at least."""
+_TOGETHER_BYTES = 128 << 20
 _SPELLED = {
     "all_gather": "all_gather_single",
     "reduce_scatter": "reduce_scatter_single",
@@ -130,44 +138,51 @@ def sweep(groups: Mapping[str, Group], together: Iterable[list[BenchCase]], budg
 
 def measure(groups: Mapping[str, Group], alternating: Sequence[BenchCase], budget_s: float) -> list[BenchTiming]:
     """Repeat cases alternately, at least three times each, and report each on its slowest rank."""
-    runs = [_prepare(case, groups[case.backend]) for case in alternating]
-    first_s = max(_time(run, groups[case.backend])[0] for case, run in zip(alternating, runs, strict=True))
+    count = max(2, min(_TOGETHER, _TOGETHER_BYTES // max(1, *(case.nbytes for case in alternating))))
+    starts = [[_prepare(case, groups[case.backend]) for _ in range(count)] for case in alternating]
+    first_s = max(_time(begin[:1], groups[case.backend])[0] for case, begin in zip(alternating, starts, strict=True))
     longest = torch.tensor([first_s], dtype=torch.float64)
     any_group = groups[alternating[0].backend]
     collectives.all_reduce(longest, collectives.ReduceOp.MAX, any_group)  # all ranks repeat equally often
-    repeats = max(3, min(200, int(budget_s / (float(longest) * len(runs) + 1e-9))))
-    seconds, busy_s = torch.tensor(
-        [
-            [_time(run, groups[case.backend]) for case, run in zip(alternating, runs, strict=True)]
-            for _ in range(repeats)
-        ],
-        dtype=torch.float64,
-    ).unbind(-1)
-    shares = (busy_s.sum(0) / seconds.sum(0)).clamp(max=1.0).tolist()
-    slowest = seconds.contiguous()
+    repeats = max(3, min(200, int(budget_s / (float(longest) * len(starts) * (1 + count) + 1e-9))))
+    alone, together = [], []
+    for _ in range(repeats):
+        alone.append([_time(begin[:1], groups[case.backend]) for case, begin in zip(alternating, starts, strict=True)])
+        together.append([_time(begin, groups[case.backend]) for case, begin in zip(alternating, starts, strict=True)])
+    both = torch.tensor([alone, together], dtype=torch.float64)  # [2, repeats, cases, seconds and seconds of a core]
+    slowest = both[..., 0].contiguous()
     collectives.all_reduce(slowest, collectives.ReduceOp.MAX, any_group)
-    return [_timing(case, any_group.size, slowest[:, i].tolist(), shares[i]) for i, case in enumerate(alternating)]
+    slowest[1] /= count
+    busy = (both[1, ..., 1].mean(0) / count).contiguous()
+    collectives.all_reduce(busy, collectives.ReduceOp.MAX, any_group)
+    return [
+        _timing(case, any_group.size, slowest[..., i].tolist(), float(busy[i])) for i, case in enumerate(alternating)
+    ]
 
 
-def _prepare(case: BenchCase, group: Group) -> Callable[[], object]:
+def _prepare(case: BenchCase, group: Group) -> Start:
     numel = -(-case.nbytes // case.dtype.itemsize // group.size) * group.size
     message = torch.ones(numel).to(case.dtype)
     return OPERATIONS[case.op](message, group)
 
 
-def _time(run: Callable[[], object], group: Group) -> tuple[float, float]:
-    """Return the seconds of a run after all ranks have come, and the seconds of a core that this process used for it."""
+def _time(begin: Sequence[Start], group: Group) -> tuple[float, float]:
+    """Return the seconds of operations on their way together after all ranks have come, and the seconds of a core that this process used for them."""
     collectives.barrier(group)
     began, used = time.perf_counter(), time.process_time()
-    run()
+    works = [start(len(begin) > 1) for start in begin]
+    for work in works if len(begin) > 1 else ():
+        work.wait()
     return time.perf_counter() - began, time.process_time() - used
 
 
-def _timing(case: BenchCase, ranks: int, seconds: list[float], share: float) -> BenchTiming:
-    median_s = statistics.median(seconds)
+def _timing(case: BenchCase, ranks: int, seconds: Sequence[Sequence[float]], busy_s: float) -> BenchTiming:
+    alone, together = seconds
+    median_s = statistics.median(alone)
     plain = case.op.removeprefix("torch.")
     op = _SPELLED.get(plain, plain)
     passed = case.nbytes // ranks if plain == "all_gather" else case.nbytes
     speed = bandwidth(op, passed, ranks, median_s)
-    p99_s = sorted(seconds)[min(len(seconds) - 1, int(len(seconds) * 0.99))]
-    return BenchTiming(case, ranks, median_s, min(seconds), p99_s, speed.algorithm_gbps, speed.bus_gbps, share)
+    p99_s = sorted(alone)[min(len(alone) - 1, int(len(alone) * 0.99))]
+    flow_s = statistics.median(together)
+    return BenchTiming(case, ranks, median_s, min(alone), p99_s, speed.algorithm_gbps, speed.bus_gbps, flow_s, busy_s)

@@ -57,7 +57,7 @@ class DevicePacer(Pacer):
         with torch.cuda.stream(stream), torch.no_grad():
             began.record(stream)
             trip.move()
-            cycles = int(trip.seconds * self._cycles_per_s)
+            cycles = int(trip.passage.seconds * self._cycles_per_s)
             for other in self._others:
                 other.wait_event(began)
                 with torch.cuda.stream(other):

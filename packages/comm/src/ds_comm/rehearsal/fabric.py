@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from ds_config.errors import ConfigError
 
-__all__ = ["Fabric", "GroupSpan", "Link", "as_json", "fabric_from", "interpolate", "preset_names"]
+__all__ = ["Curve", "Fabric", "GroupSpan", "Link", "Passage", "as_json", "fabric_from", "interpolate", "preset_names"]
 
 _GIGA: Final = 1e9
 _MICRO: Final = 1e-6
@@ -63,6 +63,24 @@ class GroupSpan:
     here: int
 
 
+Curve = tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """What one operation takes.
+
+    Attributes:
+        seconds: Until its result is there.
+        link_s: Of these, how long the next operation waits for the links. The rest is latency, which overlaps.
+        busy_s: How long a core of the host is busy with it.
+    """
+
+    seconds: float
+    link_s: float
+    busy_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Fabric:
     """The links of a cluster.
@@ -73,9 +91,10 @@ class Fabric:
         inside: Between two ranks of a node, for each rank.
         between: From a node to the others, for all of its ranks together.
         multiprocessors: Of the device, that a collective occupies while it runs.
-        host_share: Of the time of a collective in which a core of the host is busy with it, from 0 to 1.
         curves: Measured times by operation, as (bytes of the whole message, seconds); they count instead of the links. `torch.all_reduce` is
             torch's own where ds-comm's takes another way (gloo).
+        flows: Likewise, how long an operation keeps the links from the next one. Without, the whole time: latencies do not overlap.
+        busy: Likewise, how long a core of the host is busy with an operation. Without, not at all.
         curve_ranks: Of the world that was measured.
     """
 
@@ -84,8 +103,9 @@ class Fabric:
     inside: Link
     between: Link
     multiprocessors: int = 0
-    host_share: float = 0.0
-    curves: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+    flows: Mapping[str, Curve] = field(default_factory=dict)
+    busy: Mapping[str, Curve] = field(default_factory=dict)
     curve_ranks: int = 2
 
     def span(self, ranks: Sequence[int]) -> GroupSpan:
@@ -106,14 +126,23 @@ class Fabric:
             KeyError: there is no such operation.
         """
         where = ranks if isinstance(ranks, GroupSpan) else self.span(ranks)
+        return self.passage(op, nbytes, where, by_torch=by_torch).seconds
+
+    def passage(self, op: str, nbytes: int, ranks: Sequence[int] | GroupSpan, *, by_torch: bool = False) -> Passage:
+        """Return what a collective takes of time, of the links and of a core, once all ranks have come to it; see `seconds`."""
+        where = ranks if isinstance(ranks, GroupSpan) else self.span(ranks)
         if where.ranks < 2:
-            return 0.0
-        op_measured = _LIKE.get(op, op)
-        curve = self.curves.get(f"torch.{op_measured}") if by_torch else None
-        if curve is not None or (curve := self.curves.get(op_measured)) is not None:
-            share = (where.ranks - 1) / where.ranks * self.curve_ranks / (self.curve_ranks - 1)
-            return interpolate(curve, int(nbytes * share))
-        return min(way[0] for way in self._ways(op, nbytes, where))
+            return Passage(0.0, 0.0, 0.0)
+        names = (f"torch.{_LIKE.get(op, op)}", _LIKE.get(op, op))
+        name = next((name for name in names[not by_torch :] if name in self.curves), None)
+        if name is None:
+            seconds = min(way[0] for way in self._ways(op, nbytes, where))
+            return Passage(seconds, seconds, 0.0)
+        received = int(nbytes * (where.ranks - 1) / where.ranks * self.curve_ranks / (self.curve_ranks - 1))
+        seconds = interpolate(self.curves[name], received)
+        flow, busy = self.flows.get(name), self.busy.get(name)
+        link_s = seconds if flow is None else min(seconds, interpolate(flow, received))
+        return Passage(seconds, link_s, 0.0 if busy is None else interpolate(busy, received))
 
     def algorithm(self, op: str, nbytes: int, ranks: Sequence[int] | GroupSpan) -> str:
         """Return which algorithm `seconds` takes: `"ring"`, `"tree"`, `"pairs"`, or `"alone"` for one rank."""
@@ -281,20 +310,22 @@ def _from_file(file: Path) -> Fabric:
 def _from_bench(rows: list[Any], name: str) -> Fabric:
     """Return a fabric that has the measured times of `ds comm bench --json`: all ranks as one node, of the first backend and dtype."""
     first = rows[0]
-    curves: dict[str, dict[int, float]] = {}
+    figures: dict[str, dict[str, dict[int, float]]] = {"median_s": {}, "flow_s": {}, "busy_s": {}}
     for row in rows:
         case = row["case"]
         if case["backend"] == first["case"]["backend"] and case["dtype"] in (first["case"]["dtype"], "float32"):
-            curves.setdefault(case["op"], {})[int(case["nbytes"])] = float(row["median_s"])
+            for figure, by_op in figures.items():
+                if figure in row or figure == "median_s":
+                    by_op.setdefault(case["op"], {})[int(case["nbytes"])] = float(row[figure])
+    curves = figures["median_s"]
     ranks = int(first["ranks"])
     sizes = curves.get("all_gather") or curves.get("all_reduce") or next(iter(curves.values()))
     (small, least), (large, most) = min(sizes.items()), max(sizes.items())
     speed = (large - small) * (ranks - 1) / ranks / max(most - least, 1e-9) / _GIGA if large > small else 1.0
     link = _checked(Link(speed, least / _MICRO, "ds comm bench"), name)
-    ordered = {op: tuple(sorted(times.items())) for op, times in curves.items()}
-    shares = [float(row["host_share"]) for row in rows if "host_share" in row]
-    share = sorted(shares)[len(shares) // 2] if shares else 0.0
-    return Fabric(name, ranks, link, link, host_share=share, curves=ordered, curve_ranks=ranks)
+    ordered = ({op: tuple(sorted(times.items())) for op, times in by_op.items()} for by_op in figures.values())
+    times, flows, busy = ordered
+    return Fabric(name, ranks, link, link, curves=times, flows=flows, busy=busy, curve_ranks=ranks)
 
 
 def _checked(link: Link, where: str) -> Link:

@@ -1,7 +1,8 @@
 """Waiting on behalf of ranks that are not there: what a collective does to this rank's memory, and then the time its links take.
 
 All groups of a rank share one budget: operations use the links one after the other, in the order in which they were called, as the
-bytes of two of them at once would take as long. On a CPU a thread does it. On a device it is a stream of high priority, on which a kernel
+bytes of two of them at once would take as long. On a CPU a thread does it, and a second one lets those that have left the links arrive: their
+latencies overlap. On a device it is a stream of high priority, on which a kernel
 spins; as many of its blocks as a real collective occupies multiprocessors.
 """
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_comm.rehearsal.fabric import Passage
 from ds_comm.rehearsal.traffic import LinkTransfer
 
 __all__ = ["HostPacer", "PacedWork", "Pacer", "Trip"]
@@ -33,7 +35,7 @@ class Trip:
     """One operation on its way.
 
     Attributes:
-        seconds: How long the links carry it.
+        passage: What it takes of time, of the links and of a core.
         move: What it does to this rank's memory.
         tensors: Its results. Records are kept until the end of a rehearsal, memory is not: see `release_memory`.
     """
@@ -43,7 +45,7 @@ class Trip:
     unit: str
     ranks: int
     nbytes: int
-    seconds: float
+    passage: Passage
     move: Callable[[], None]
     tensors: Sequence[Tensor]
     start_s: float = 0.0
@@ -93,15 +95,12 @@ class Pacer(ABC):
 
 
 class HostPacer(Pacer):
-    """A thread that carries one operation after the other.
+    """A thread that carries one operation after the other, and computes as long for each as a transport does."""
 
-    Args:
-        host_share: Of an operation's time in which the thread keeps a core busy, as transports over sockets or shared memory do.
-    """
-
-    def __init__(self, host_share: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._share = host_share
+        self._landing: queue.SimpleQueue[Trip | None] = queue.SimpleQueue()
+        self._lander: threading.Thread | None = None
         self._queue: queue.SimpleQueue[Trip | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._waited: list[Trip] = []
@@ -128,6 +127,10 @@ class HostPacer(Pacer):
             self._queue.put(None)
             self._thread.join()
             self._thread = None
+        if self._lander is not None:
+            self._landing.put(None)
+            self._lander.join()
+            self._lander = None
 
     def _carry(self) -> None:
         torch.set_num_threads(1)
@@ -136,12 +139,30 @@ class HostPacer(Pacer):
             try:
                 with torch.no_grad():
                     trip.move()
-                self._pass(trip.start_s + trip.seconds, busy_from_s + trip.seconds * self._share)
+                self._pass(trip.start_s + trip.passage.link_s, busy_from_s + trip.passage.busy_s)
             except BaseException as error:  # whoever waits for it raises it
                 trip.error = error
             trip.release_memory()
-            trip.end_s = self.now()
-            trip.done.set()
+            if trip.start_s + trip.passage.seconds > self.now() + _SLEEP_MARGIN_S:
+                self._land(trip)
+            else:
+                self._arrive(trip)
+
+    def _land(self, trip: Trip) -> None:
+        if self._lander is None:
+            self._lander = threading.Thread(target=self._let_arrive, name="ds-rehearsal-landing", daemon=True)
+            self._lander.start()
+        self._landing.put(trip)
+
+    def _let_arrive(self) -> None:
+        while (trip := self._landing.get()) is not None:
+            if (idle := trip.start_s + trip.passage.seconds - _SLEEP_MARGIN_S / 2 - self.now()) > 0:
+                time.sleep(idle)
+            self._arrive(trip)
+
+    def _arrive(self, trip: Trip) -> None:
+        trip.end_s = self.now()
+        trip.done.set()
 
     def _pass(self, until_s: float, busy_until_s: float) -> None:
         """Let the time pass until `until_s`, and until this thread has computed until `busy_until_s` on its own clock.

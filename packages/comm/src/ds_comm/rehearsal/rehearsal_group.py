@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_comm.python_group import PythonProcessGroup
-from ds_comm.rehearsal.fabric import Fabric
+from ds_comm.rehearsal.fabric import Fabric, Passage
 from ds_comm.rehearsal.message_book import MessageBook
 from ds_comm.rehearsal.pacing import Pacer, Trip
 from ds_config.errors import CommError
@@ -245,13 +245,13 @@ class RehearsalGroup(PythonProcessGroup):
         return f"to {self.members[target]} tag {tag}"
 
     def _send_off(
-        self, op: str, nbytes: int, move: Callable[[], None], tensors: Sequence[Tensor], seconds: float | None = None
+        self, op: str, nbytes: int, move: Callable[[], None], tensors: Sequence[Tensor], passage: Passage | None = None
     ) -> dist.Work:
         unit, LABEL.unit = LABEL.unit, ""
         by_torch, LABEL.is_ours = not LABEL.is_ours, False
-        if seconds is None:
-            seconds = self._fabric.seconds(op, nbytes, self.members, by_torch=by_torch)
-        trip = Trip(op, self.group_desc, unit, self._size, nbytes, seconds, move, list(tensors))
+        if passage is None:
+            passage = self._fabric.passage(op, nbytes, self.members, by_torch=by_torch)
+        trip = Trip(op, self.group_desc, unit, self._size, nbytes, passage, move, list(tensors))
         work = self._pacers(tensors[0].device.type if tensors else "cpu").start(trip)
         if self._pending is not None:
             self._pending.append(work)
@@ -261,7 +261,7 @@ class RehearsalGroup(PythonProcessGroup):
         if not 0 <= peer < self._size:
             raise CommError(f"{op} with rank {peer} of {self._size}", code="comm-rank", fix="Name a rank of the group.")
         seconds = self._fabric.message_seconds(_bytes(tensors), self.members[self._rank], self.members[peer])
-        return self._send_off(op, _bytes(tensors), move, tensors, seconds)
+        return self._send_off(op, _bytes(tensors), move, tensors, Passage(seconds, seconds, 0.0))
 
     def _sum(self, tensors: Sequence[Tensor], op: Any) -> None:
         if op == dist.ReduceOp.SUM:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_comm.rehearsal.fabric import Fabric, Link
+from ds_comm.rehearsal.fabric import Curve, Fabric, Link
 from ds_comm.rehearsal.rehearsal_group import MissingRankError
 from ds_comm.rehearsal.staging import RehearsalOptions, rehearsal_traffic, start_rehearsal, stop_rehearsal
 from ds_comm.rehearsal.step_marks import StepClock
@@ -91,8 +91,12 @@ def main(argv: list[str]) -> int:
 def _fabric(data: Mapping[str, Any]) -> Fabric:
     fields = dict(data)
     inside, between = (Link(**fields.pop(name)) for name in ("inside", "between"))
-    curves = {op: tuple((int(n), float(s)) for n, s in points) for op, points in fields.pop("curves", {}).items()}
-    return Fabric(**fields, inside=inside, between=between, curves=curves)
+    curves, flows, busy = (_curves(fields.pop(name, {})) for name in ("curves", "flows", "busy"))
+    return Fabric(**fields, inside=inside, between=between, curves=curves, flows=flows, busy=busy)
+
+
+def _curves(by_op: Mapping[str, Any]) -> dict[str, Curve]:
+    return {op: tuple((int(n), float(s)) for n, s in points) for op, points in by_op.items()}
 
 
 def _device() -> torch.device | None:

@@ -99,7 +99,7 @@ class _Staging:
     def _pacer(self, device_type: str) -> Pacer:
         fabric = self.options.fabric
         if device_type == "cpu":
-            return HostPacer(fabric.host_share)
+            return HostPacer()
         if device_type != "cuda":
             raise CommError(
                 f"a rehearsal with tensors on {device_type}",
