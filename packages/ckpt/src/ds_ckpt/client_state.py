@@ -42,7 +42,7 @@ from ds_ckpt.jsontext import Json
 from ds_ckpt.tagged_values import KIND, StateDecoder, StateEncoder
 from ds_config.errors import UnsupportedError
 
-__all__ = ["decode", "encode", "has_tags"]
+__all__ = ["decode", "encode", "format_of", "has_tags"]
 
 _CLASSES = ("enum", "flag", "namedtuple", "dataclass", "derived")
 
@@ -81,3 +81,8 @@ def has_tags(value: Json) -> bool:
     if isinstance(value, Mapping):
         return KIND in value or any(map(has_tags, value.values()))
     return isinstance(value, list) and any(map(has_tags, value))
+
+
+def format_of(client: Json) -> int:
+    """Return the lowest format of an engine's meta that can say an encoded client state."""
+    return 2 if has_tags(client) else 1

@@ -24,12 +24,13 @@ from torch import Tensor, nn
 import ds_ckpt
 import ds_monitor
 from ds_ckpt import LoadOptions, LocalCheckpointer
+from ds_ckpt.client_state import format_of
 from ds_ckpt.engines import Checkpointer
 from ds_comm import LocalShard, Mesh
 from ds_comm.placement import TensorShard
 from ds_comm.reduction_group import logical_of, param_sharding
 from ds_config.errors import CheckpointError
-from ds_engine.client_states import FORMATS, decode_client_state, format_of
+from ds_engine.client_states import FORMATS, decode_client_state
 from ds_engine.load_differences import compare, refuse_or_name
 from ds_engine.plan import Plan
 from ds_pipe import PipelineModule

@@ -8,21 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ds_ckpt.client_state import decode, encode, has_tags
+from ds_ckpt.client_state import decode, encode
 from ds_ckpt.jsontext import Json, from_json
 from ds_comm import Group, broadcast_json
 from ds_config.errors import CheckpointError, DsError, UnsupportedError
 from ds_engine.all_or_nothing import all_or_nothing
 
-__all__ = ["FORMATS", "decode_client_state", "encode_client_state", "format_of"]
+__all__ = ["FORMATS", "decode_client_state", "encode_client_state"]
 
 FORMATS = (1, 2)
 """Formats of an engine's meta. In 2 the client state has tags, which readers of 1 would hand out as they are."""
-
-
-def format_of(client: Json) -> int:
-    """Return the lowest format that can say an encoded client state."""
-    return 2 if has_tags(client) else 1
 
 
 def encode_client_state(state: Mapping[str, Any], group: Group) -> dict[str, Json]:

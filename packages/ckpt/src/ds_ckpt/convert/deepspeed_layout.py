@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_ckpt.client_state import format_of
+from ds_ckpt.convert.client_entries import client_json
 from ds_ckpt.convert.deepspeed_folders import check_files, check_tag, named_tag, usable_tag
 from ds_ckpt.convert.pickled import load_pt, require_pickle
 from ds_ckpt.convert.tensor_source import TensorEntry, TensorSource
@@ -430,9 +432,9 @@ def _meta(collected: _Found, state: Mapping[str, Any]) -> dict[str, Json]:
             left_out.append(f"{name}: {error.message}")
             return None
 
-    client = {k: plain(v, f"client.{k}") for k, v in state.items() if k not in _INTERNAL}
+    client = client_json({k: v for k, v in state.items() if k not in _INTERNAL}, left_out)
     meta = {
-        "format": 1,
+        "format": format_of(client),
         "world": int(state.get("dp_world_size") or 1) * int(state.get("mp_world_size") or 1),
         "counters": {
             "steps": int(state.get("global_steps") or 0),
@@ -441,7 +443,7 @@ def _meta(collected: _Found, state: Mapping[str, Any]) -> dict[str, Json]:
             "skipped": int(state.get("skipped_steps") or 0),
         },
         "config": plain(state.get("ds_config") or {}, "config"),
-        "client": {k: v for k, v in client.items() if v is not None},
+        "client": client,
         "optimizer": {
             "format": 1,
             "groups": [plain(group, "optimizer.groups") for group in collected.groups],

@@ -26,6 +26,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ds_ckpt.convert.client_entries import client_entries
 from ds_ckpt.convert.deepspeed_folders import check_tag
 from ds_ckpt.convert.pickled import DynamicLossScaler, FragmentAddress, LossScaler, require_pickle, save_pt
 from ds_ckpt.convert.regular_plan import EXPERT, Flat, FlatPiece, Regular, _own, _owner, plan_flats
@@ -237,7 +238,7 @@ class _RankFileWriter:
             "ds_config": self._config(),
             "ds_version": _VERSION,
             **({"num_experts": [len(ids) for ids in moe.values()], "ds_autoep_layers": None} if moe else {}),
-            **dict(self.meta.get("client") or {}),
+            **client_entries(self.meta.get("client")),
         }
 
     def _module(self, partitioned: bool) -> dict[str, Tensor]:

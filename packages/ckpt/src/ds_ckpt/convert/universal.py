@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ds_ckpt.convert.client_entries import client_entries
 from ds_ckpt.convert.pickled import require_pickle
 from ds_ckpt.convert.tensor_source import TensorSource
 from ds_ckpt.jsontext import Json
@@ -128,5 +129,5 @@ def _model_file(source: TensorSource, trained: Mapping[str, Sequence[str]]) -> d
         "ds_config": meta.get("config") or {},
         "ds_version": str((meta.get("source") or {}).get("version") or _DEEPSPEED),
         "universal_checkpoint_info": {"universal_checkpoint_version": 0.4},
-        **dict(meta.get("client") or {}),
+        **client_entries(meta.get("client")),
     }
