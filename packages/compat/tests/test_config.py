@@ -73,6 +73,9 @@ def test_what_scripts_of_deepspeed_ask_for_and_nothing_here_depends_on_is_left_o
     ]
     deepspeed.DeepSpeedConfig(raw | {"train_batch_size": 1})
     assert accepted({"zero_optimization": {"ignore_unused_parameters": True}})["zero_optimization"]
+    for host in ({"cpu_offload": True}, {"offload_optimizer": {"device": "cpu"}}):  # there upstream looks for them
+        section = {"stage": 2, "ignore_unused_parameters": False, **host}
+        assert accepted({"zero_optimization": section})["zero_optimization"]["ignore_unused_parameters"] is False
 
 
 def test_keys_of_templates_that_do_nothing_are_told_at_info_level(said):

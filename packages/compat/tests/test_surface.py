@@ -309,9 +309,13 @@ def test_versions():
     assert deepspeed.__version__ == deepspeed.version == meta["version"]
     assert (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__) == (0, 19, 8)
     assert deepspeed.version >= "0.16.4"  # as clients compare it
-    from deepspeed.git_version_info import version
+    from deepspeed.git_version_info import torch_info, version
 
     assert version == meta["version"]
+    parts = {name: tuple(map(int, torch_info[f"{name}_version"].split(".")[:2])) for name in ("cuda", "nccl", "hip")}
+    assert (parts["cuda"] > (0, 0)) == bool(torch.version.cuda)
+    assert (parts["hip"] > (0, 0)) == bool(torch.version.hip)
+    assert (parts["nccl"] > (0, 0)) == torch.distributed.is_nccl_available()
 
 
 def test_a_model_with_experts_is_written_as_upstream_has_it():

@@ -56,15 +56,9 @@ def test_what_the_units_replace_is_accepted_with_one_line(key: str, caplog: pyte
     assert "has no effect" in caplog.records[0].getMessage()
 
 
-@pytest.mark.parametrize(
-    "section",
-    [
-        {"ignore_unused_parameters": False},
-    ],
-)
-def test_what_is_not_built_is_refused_by_name(section: dict[str, Any]) -> None:
+def test_what_is_not_built_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedConfigError) as caught:
-        zero(**section)
+        zero(legacy_stage1=True)
     assert "zero_optimization" in caught.value.message
 
 
@@ -203,6 +197,7 @@ ELSEWHERE = {  # seen by tests that need ranks or another object
     "zero_quantized_nontrainable_weights": "test_wire.py: frozen parameters travel as codes",
     "zenflow": "test_importance.py: the rules; world/test_importance.py: a run beside a loop",
     "enable_sanity_checks": "test_divergence.py: strict raises on every rank",
+    "ignore_unused_parameters": "test_divergence.py: what no rank used is an error where it is not ignored",
     "offload_param": "below: what ds-zero is given; test_offload.py: what comes of it",
     "offload_optimizer": "below: what ds-zero is given; test_offload.py: what comes of it",
 }

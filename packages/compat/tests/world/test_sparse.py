@@ -1,4 +1,4 @@
-"""`engine.sparse_gradients_enabled()` tells what happens."""
+"""`engine.sparse_gradients_enabled()` and `sparse_tensor_module_names` tell what happens."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def test_sparse_gradients_enabled_is_what_was_asked(asked):
     engine.backward(engine(torch.tensor([3, 7])).sum())
     engine.step()
     assert engine.sparse_gradients_enabled() is asked
+    assert engine.sparse_tensor_module_names == ({"weight"} if asked else set())
     assert isinstance(engine.sharding.units[0].gradients.way, EmbeddingRowReducer) == asked
     changed = (model.weight != before).any(1).nonzero().view(-1).tolist()
     assert changed == [3, 7]

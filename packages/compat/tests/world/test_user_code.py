@@ -225,6 +225,22 @@ def test_a_section_for_the_models_author_and_an_mpu_are_taken() -> None:
     engine.destroy()
 
 
+@world(1)
+def test_unused_parameters_are_an_assertion_where_upstream_looks_for_them() -> None:
+    import deepspeed
+
+    config = settings(2)
+    config["zero_optimization"] = {"stage": 2, "cpu_offload": True, "ignore_unused_parameters": False}
+    engine, *_ = deepspeed.initialize(model=Counting(), config=config)
+    for used in (True, False):
+        engine.backward(engine(torch.ones(2, 4)).sum() if used else engine.module.a(torch.ones(2, 4)).sum())
+        if used:
+            engine.step()
+    with pytest.raises(AssertionError, match=r"ignore_unused_parameters.*b\.weight"):
+        engine.step()
+    engine.destroy()
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_throughput_timer_counts_steps(accumulation: int) -> None:
     import deepspeed
@@ -240,6 +256,8 @@ def test_the_throughput_timer_counts_steps(accumulation: int) -> None:
     assert (timer.global_step_count, timer.micro_step_count) == (4, 4 * accumulation)
     assert timer.total_elapsed_time > 0.0
     assert timer.avg_samples_per_sec() == pytest.approx(2 * 2 * accumulation / timer.total_elapsed_time)
+    timer.stop(global_step=True)  # without a start
+    assert (timer.global_step_count, timer.started, timer.step_elapsed_time) == (4, False, 0.0)
     engine.destroy()
 
 

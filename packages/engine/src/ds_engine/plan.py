@@ -100,6 +100,7 @@ class ShardPlan:
         policy: Sizes of units, what stays gathered.
         overlap: Communicate while computing.
         strict: Raise if the ranks of a step used different parameters.
+        ignore_unused_parameters: Leave what no rank used in a step as it is; False raises.
         shard_size: Ranks that share one copy of what is sharded; None: all.
         sparse: Send only the rows of embedding gradients that are not zero.
         near: Neighbouring ranks that keep what was gathered until the next update; 1: none do.
@@ -121,6 +122,7 @@ class ShardPlan:
     offload_params: str | OffloadPolicy = "device"
     wire: QuantizedComm = EXACT
     split: ZenFlowConfig | None = None
+    ignore_unused_parameters: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         *_places(config, accumulates=batch.accumulation > 1),
         wire=_wire(config.zero_optimization),
         split=config.zero_optimization.zenflow,
+        ignore_unused_parameters=config.zero_optimization.ignore_unused_parameters,
     )
     if sharding.split is not None:
         sharding.split.importance(1)  # whatever is wrong with it is said before anything is made

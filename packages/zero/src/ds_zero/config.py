@@ -303,9 +303,12 @@ class ZeroConfig(StrictModel):
     )
 
     zenflow: ZenFlowConfig | None = Field(default=None, description="Split updates by importance.")
+    ignore_unused_parameters: bool = Field(
+        default=True,
+        description="A parameter without a gradient on any rank is not updated; false: that is an error on all ranks.",
+    )
 
     # Not built
-    ignore_unused_parameters: Annotated[bool, Unsupported("true; a parameter without a gradient is not updated")] = True
     legacy_stage1: Annotated[bool, Unsupported("stage 1")] = False
 
     @model_validator(mode="before")

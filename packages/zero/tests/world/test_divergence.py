@@ -119,6 +119,24 @@ def test_strict_raises_on_every_rank(stage):
 
 @STAGES
 @world(2)
+def test_what_no_rank_used_is_an_error_on_all_where_it_is_not_ignored(stage):
+    net = make()
+    optimizer = ds_zero.shard(net, sgd(net), stage=stage, policy=SMALL, ignore_unused_parameters=False)
+    x = data(0, 0)[0]
+    net(x, [0, 1, 2] if dist.get_rank() else [3, 4, 5]).sum().backward()  # each is used by one rank
+    optimizer.step()
+    optimizer.zero_grad()
+    net(x, [0, 2, 3, 4, 5]).sum().backward()
+    with pytest.raises(PlanError, match=r"ignore_unused_parameters.*experts\.1\.weight") as caught:
+        optimizer.step()
+    assert caught.value.code == "zero-unused"
+    assert "experts.2" not in caught.value.message
+    optimizer.zero_grad()
+    optimizer.close()
+
+
+@STAGES
+@world(2)
 def test_parameters_that_no_rank_used_have_no_step(stage):
     """As in torch: no decay, no moment, no step count for a parameter without a gradient."""
     net, twin = make(), make()

@@ -63,6 +63,7 @@ class Zero(Transform[ZeroTransform, ShardedOptimizer | ShardedModel]):
             "policy": plan.sharding.policy,
             "overlap": plan.sharding.overlap,
             "strict": plan.sharding.strict,
+            "ignore_unused_parameters": plan.sharding.ignore_unused_parameters,
             "shard_size": plan.sharding.shard_size,
             "sparse": plan.sharding.sparse,
             "offload_optimizer": plan.sharding.offload_optimizer,

@@ -263,6 +263,7 @@ class ShardOptions:
             norm, whether a step is skipped, and what is merged into a state dict are of all of them. None: those of `group`.
         policy: Sizes of units and of what stays gathered.
         strict: Raise on all ranks if the ranks of a step used different parameters.
+        ignore_unused_parameters: Leave a parameter that no rank used in a step as it is; False raises on all ranks.
         layout: How units are laid out: `"flat"`, `"dim0"` or `"whole"`; None: flat for an optimizer that treats elements
             independently of each other, whole for one that needs whole parameters (found out by asking it).
         shard_size: Ranks that share one copy of what is sharded; every such replica holds all of it, and gradients are summed
@@ -286,6 +287,7 @@ class ShardOptions:
     overlap: bool = True
     policy: UnitSizePolicy = field(default_factory=UnitSizePolicy)
     strict: bool = False
+    ignore_unused_parameters: bool = True
     layout: Kind | None = None
     shard_size: int | None = None
     nodes: NodeTopology | None = None

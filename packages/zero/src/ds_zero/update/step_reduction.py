@@ -86,7 +86,7 @@ def agree(sharding: ShardedModel, *, wants_norm: bool, extra: Sequence[float] = 
         failed: Whether an update that had begun in backward failed on this rank.
     Raises:
         PlanError: in strict mode, on every rank, if only some of those that have a parameter used it
-        ("ranks-diverged").
+        ("ranks-diverged"); if none did, where the options do not ignore that ("zero-unused").
     """
     units, reducing = [u for u in sharding.units if u.spec.trained], sharding.runtime.reducing
     written, replaced = reducing.attributes.writes, reducing.attributes.replaced
@@ -119,6 +119,8 @@ def agree(sharding: ShardedModel, *, wants_norm: bool, extra: Sequence[float] = 
     replaced.clear()
     if (partly or others) and sharding.options.strict:
         raise _diverged(partly, sharding.group.size)
+    if any(unused.values()) and not sharding.options.ignore_unused_parameters:
+        raise _unused([u.spec.params[i].name for u in units for i in sorted(unused[u.number])])
     square, failures = (square, failures) if beyond else (within, failing)
     return StepFacts(
         square if wants_norm else None, [unused[u.number] for u in units], tuple(extra_sums), int(failures)
@@ -157,10 +159,21 @@ def _count(
     return found, tuple(rows)
 
 
-def _diverged(names: Sequence[str], size: int) -> PlanError:
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _unused(names: Sequence[str]) -> PlanError:
     return PlanError(
-        f"some of {size} ranks used these parameters in the last step and some did not: {shown or 'those of other families'}",
+        f"ignore_unused_parameters is False, and no rank used these parameters in the last step: {_shown(names)}",
+        code="zero-unused",
+        fix="Let the loss depend on them, freeze them before they are sharded, or set ignore_unused_parameters = true.",
+    )
+
+
+def _diverged(names: Sequence[str], size: int) -> PlanError:
+    return PlanError(
+        f"some of {size} ranks used these parameters in the last step and some did not: {_shown(names) or 'those of other families'}",
         code="ranks-diverged",
         fix="Make every rank take the same path, or shard without strict=True: absent gradients then count as zeros.",
     )

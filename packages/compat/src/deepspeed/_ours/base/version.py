@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.distributed import is_nccl_available
 
 from ds_accel import get_accelerator
 
@@ -12,5 +13,10 @@ git_hash = __git_hash__ = "ds"
 git_branch = __git_branch__ = "ds"
 accelerator_name = get_accelerator().name
 installed_ops: dict[str, bool] = {}  # upstream lists what was compiled ahead; here nothing is compiled at run time
-torch_info = {"version": ".".join(torch.__version__.split(".")[:2]), "cuda_version": torch.version.cuda or "0.0"}
+torch_info = {  # of the build of torch; "0.0" for what it has not
+    "version": ".".join(torch.__version__.split(".")[:2]),
+    "cuda_version": torch.version.cuda or "0.0",
+    "nccl_version": ".".join(map(str, torch.cuda.nccl.version()[:2])) if is_nccl_available() else "0.0",
+    "hip_version": torch.version.hip or "0.0",
+}
 HAS_TRITON = bool(get_accelerator().triton())

@@ -102,6 +102,14 @@ def _off(*names: str) -> Callable[[Raw], bool]:
 
 _Z = "zero_optimization"
 _UNUSED = (_Z, "ignore_unused_parameters")
+
+
+def _looks_for_unused(raw: Raw) -> bool:
+    # Upstream looks for them where it measures the norm on the host.
+    device = section_of(section_of(raw, _Z), "offload_optimizer").get("device", "none")
+    return _zero(raw, "stage", 0) in (1, 2) and (device == "cpu" or _zero(raw, "cpu_offload") is True)
+
+
 _FORMAT = "the gradients of all parameters travel in the format that communication_data_type says"
 _VAIN: tuple[tuple[tuple[str, ...], Callable[[Raw], bool], str], ...] = (
     ((_Z, "offload_param"), _below_3, "parameters are offloaded at stage 3"),
@@ -130,8 +138,8 @@ _VAIN: tuple[tuple[tuple[str, ...], Callable[[Raw], bool], str], ...] = (
     (("seq_parallel_communication_data_type",), lambda raw: True, _FORMAT),
     (
         _UNUSED,
-        lambda raw: _zero(raw, "ignore_unused_parameters") is False,
-        "nobody looks for parameters without a gradient; they are not updated",
+        lambda raw: _zero(raw, "ignore_unused_parameters") is False and not _looks_for_unused(raw),
+        "DeepSpeed looks for parameters without a gradient at stages 1 and 2 with the optimizer on the host only",
     ),
 )
 """Keys that do nothing beside others: where, when, and what would be right."""

@@ -69,6 +69,8 @@ class _Timer:
 class SynchronizedWallClockTimer:
     """Named timers: `timers("fwd").start()`."""
 
+    Timer = _Timer
+
     def __init__(self) -> None:
         self.timers: dict[str, _Timer] = {}
 
@@ -155,26 +157,33 @@ class ThroughputTimer:
         self.config, self.batch_size, self.start_step = config, max(1, batch_size), start_step
         self.steps_per_output, self.monitor_memory = steps_per_output, monitor_memory
         self.logging = logging_fn or _log.info
+        self.initialized = self.started = False
         self.global_step_count = self.micro_step_count = self.epoch_count = 0
-        self.total_elapsed_time = self.start_time = 0.0
+        self.total_elapsed_time = self.step_elapsed_time = self.start_time = self.end_time = 0.0
 
     def start(self) -> None:
-        """Start the clock of a microbatch."""
+        """Start the clock of a microbatch, which runs from the first counted step on."""
         if self.config.enabled:
-            self.start_time = time.perf_counter()
+            self.initialized = self.started = True
+            if self.global_step_count >= self.start_step:
+                self.start_time = time.perf_counter()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """Stop the clock and count the microbatch; with `global_step` also count a step.
+        """Stop the clock and count the microbatch; with `global_step` also count a step. Without a `start` it does nothing.
 
         Waits for the device, unless `synchronized` of the configuration is False.
         """
-        if not self.config.enabled:
+        if not (self.config.enabled and self.started):
             return
         if getattr(self.config, "synchronized", True):
             get_accelerator().synchronize()
+        self.started = False
         self.micro_step_count += 1
-        if self.global_step_count >= self.start_step:
-            self.total_elapsed_time += time.perf_counter() - self.start_time
+        if self.start_time:
+            self.end_time = time.perf_counter()
+            duration = self.end_time - self.start_time
+            self.total_elapsed_time += duration
+            self.step_elapsed_time = 0.0 if global_step else self.step_elapsed_time + duration
         self.global_step_count += global_step
         due = self.steps_per_output is not None and self.global_step_count % self.steps_per_output == 0
         if global_step and report_speed and due:

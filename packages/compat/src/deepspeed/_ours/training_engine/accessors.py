@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 
-from deepspeed._ours.base.runtime_utils import EngineLayerDrop
+from deepspeed._ours.base.runtime_utils import EngineLayerDrop, aio_config
 from deepspeed._ours.communication.expert_getters import (
     _get_expert_data_parallel_group_dict,
     _get_expert_parallel_group_dict,
 )
 from deepspeed._ours.native_ops.accelerator_api import get_accelerator
+from deepspeed._ours.monitor.wall_clock_timers import SynchronizedWallClockTimer
+from ds_engine.autotuning import AutotuningConfig
 from ds_moe import MoE, MOELayer, TopKGate
+from ds_zero.runtime.reduce_strategies import tables
 
 Tells = Callable[[Any], Any]
 
@@ -34,6 +38,8 @@ _ZERO_PLAIN = (
 )  # fmt: skip
 # Keys of `flops_profiler`, told as "flops_profiler_" and the key.
 _FLOPS = ("recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed", "output_file")
+# Keys of `autotuning`, told as "autotuning_" and the key.
+_TUNING = ("start_profile_step", "end_profile_step", "metric")
 # Sections, told as whether they are enabled.
 _SECTIONS = ("fp16", "torch_autocast", "tensorboard", "wandb", "csv_monitor")
 # What `DeepSpeedConfig` has under the same name: keys, and answers of its own.
@@ -73,6 +79,18 @@ def _data_types(plan: Any) -> tuple[torch.dtype, torch.dtype]:
     config = plan.config
     params = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else torch.float32
     return params, config.data_types.grad_accum_dtype or params
+
+
+def _tuning(key: str, engine: Any) -> Any:
+    return getattr(engine.plan.config.autotuning or AutotuningConfig(), key)
+
+
+def _scale_arguments(section: Any) -> dict[str, Any]:
+    """The arguments of a DynamicLossScaler as the section `fp16` has them."""
+    return {
+        "init_scale": 2**section.initial_scale_power, "scale_window": section.loss_scale_window, "delayed_shift":
+        section.hysteresis, "consecutive_hysteresis": section.consecutive_hysteresis, "min_scale": section.min_loss_scale,
+    }  # fmt: skip
 
 
 def _modules(engine: Any, kind: type) -> list[Any]:
@@ -132,6 +150,12 @@ ACCESSORS: Mapping[str, Tells] = {
     "random_ltd_config": lambda e: e.plan.config.data_efficiency.data_routing.random_ltd.model_dump(mode="json"),
     "flops_profiler_enabled": lambda e: bool((e.config.get("flops_profiler") or {}).get("enabled", False)),
     "autotuning_enabled": lambda e: e.plan.tuning is not None,
+    **{f"autotuning_{key}": partial(_tuning, key) for key in _TUNING},
+    "autotuning_metric_path": lambda e: _tuning("metric_path", e) or os.path.abspath("autotuning_metric.json"),
+    "autotuning_model_info_path": lambda e: _tuning("model_info_path", e) or os.path.abspath("autotuning_model_info.json"),
+    "autotuning_profile_model_info": lambda e: e.plan.tuning is not None and _tuning("model_info", e).profile,
+    "aio_config": lambda e: aio_config(e.config),
+    "dynamic_loss_scale_args": lambda e: _scale_arguments(e.plan.config.fp16),
     "autotp_size": lambda e: 0 if e.plan.config.tensor_parallel is None else e.plan.config.tensor_parallel.autotp_size,
     "get_data_parallel_rank": lambda e: e.mesh["data"].rank,
     "get_data_parallel_world_size": lambda e: e.mesh["data"].size,
@@ -164,9 +188,12 @@ PROPERTIES: Mapping[str, Tells] = {
     "num_experts": lambda e: [layer.num_experts for layer in _modules(e, MoE)],
     "gate_modules": lambda e: _modules(e, TopKGate),
     "moe_layers": lambda e: _modules(e, MOELayer),
+    "sparse_tensor_module_names": lambda e: set(tables(e.module)) if e.plan.sharding.sparse else set(),
     "param_names": lambda e: {param: name for name, param in e.module.named_parameters()},
     "pipeline_parallelism": lambda e: e.plan.staging is not None,
     "progressive_layer_drop": _layer_drop,
+    "timers": lambda e: vars(e).setdefault("_named_timers", SynchronizedWallClockTimer()),
+    "enable_backward_allreduce": lambda e: e.plan.staging is None,  # stages reduce at the end of their schedule
     "losses": lambda e: None,  # upstream's is never written either
     "inside_no_sync_ctxt": lambda e: e._open is not None,
     "gradient_average": lambda e: e.plan.config.gradient_allreduce_op == "mean",
@@ -176,6 +203,7 @@ PROPERTIES: Mapping[str, Tells] = {
 
 
 OF_STAGES: Mapping[str, Tells] = {
+    "pipeline_enable_backward_allreduce": lambda e: True,
     "micro_batches": lambda e: e.gradient_accumulation_steps(),
     "micro_batch_size": lambda e: e.train_micro_batch_size_per_gpu(),
     "prev_stage": lambda e: e.stage_id - 1,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from deepspeed._errors import UnsupportedNameError
 from deepspeed._ours.base._torch import transformed, tree_leaves
-from deepspeed._ours.base.raising import not_supported, out_of_order
+from deepspeed._ours.base.raising import not_supported, out_of_order, raising
 from deepspeed._ours.communication import expert_getters, group_getters
 from deepspeed._ours.config.config import DeepSpeedConfig
 from deepspeed._ours.monitor.flops import FlopsProfiler
@@ -334,6 +334,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         batch = self.plan.batch
         return batch.train, batch.micro, batch.accumulation
 
+    @raising(AssertionError, "zero-unused")
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepResult:
         """End a microbatch; at the boundary, update. Collective there."""
         if self._open is not None:
@@ -349,6 +350,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
             self._tell_overflow(scale_before)
         return result
 
+    @raising(AssertionError, "zero-unused")
     def train_batch(self, data_iter: Iterator[Any] | Iterable[Any] | None = None) -> StepResult:
         """Run the microbatches of one step, then the update. See `ds_engine.Engine.train_batch`."""
         self.tput_timer.start()
