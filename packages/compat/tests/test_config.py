@@ -64,11 +64,16 @@ def test_what_scripts_of_deepspeed_ask_for_and_nothing_here_depends_on_is_left_o
         "zero_optimization": {"stage": 2, "ignore_unused_parameters": False},
         "torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linear"]},
         "seq_parallel_communication_data_type": "bf16",
+        "pipeline": {"stages": 3, "partition": "uniform", "seed_layers": True, "activation_checkpoint_interval": 1},
     }
-    assert accepted(raw) == {"zero_optimization": {"stage": 2}, "torch_autocast": {"enabled": True}}
+    section = {"pipeline": {"activation_checkpoint_interval": 1}}
+    assert accepted(raw) == {"zero_optimization": {"stage": 2}, "torch_autocast": {"enabled": True}} | section
     assert [message.split(" ")[0] for message in said.messages] == [
         "torch_autocast.lower_precision_safe_modules",
         "seq_parallel_communication_data_type",
+        "pipeline.stages",
+        "pipeline.partition",
+        "pipeline.seed_layers",
         "zero_optimization.ignore_unused_parameters",
     ]
     deepspeed.DeepSpeedConfig(raw | {"train_batch_size": 1})

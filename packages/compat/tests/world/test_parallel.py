@@ -26,6 +26,36 @@ class Mlp(nn.Module):
         return self.down_proj(functional.silu(gate) * up)
 
 
+@world(2)
+def test_gradients_are_clipped_by_one_norm_on_all_ranks() -> None:
+    """Experts differ between data-parallel ranks; parts of a layer, and what is on each model-parallel rank, are one norm."""
+    from deepspeed.runtime.utils import clip_grad_norm_, get_grad_norm
+
+    import ds_comm
+
+    rank = ds_comm.world_group().rank
+
+    def parameters() -> list[nn.Parameter]:
+        whole, part = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+        whole.grad, part.grad = torch.tensor([2.0, 0.0]), torch.tensor([0.0, 3.0 * rank])
+        part.model_parallel = True
+        return [whole, part, nn.Parameter(torch.zeros(1))]
+
+    params = parameters()
+    norm = clip_grad_norm_(params, 1.0)
+    expected = (2.0 + 13.0**0.5) / 2.0
+    assert float(norm) == pytest.approx(expected)
+    assert float(params[0].grad[0]) == pytest.approx(2.0 / expected, rel=1e-5)
+    mpu = SimpleNamespace(
+        get_model_parallel_group=lambda: ds_comm.world_group().pg,
+        get_model_parallel_rank=lambda: rank,
+        get_model_parallel_world_size=lambda: 2,
+    )
+    assert get_grad_norm(parameters(), mpu=mpu) == pytest.approx(13.0**0.5)
+    assert get_grad_norm(parameters(), torch.inf, mpu) == 3.0
+    assert float(clip_grad_norm_(parameters(), 1.0, mpu=mpu)) == pytest.approx(13.0**0.5)
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 import ds_comm
 from deepspeed._ours.base._torch import tree_map
 from ds_accel import get_accelerator
-from ds_engine.feature_table import LayerDropConfig
 from ds_pipe.partition import balanced, uniform
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -117,17 +117,6 @@ def ensure_directory_exists(filename: str) -> None:
 def get_global_norm(norm_list: Iterable[float]) -> float:
     """Combine the norms of parts into the norm of the whole."""
     return math.sqrt(sum(float(norm) ** 2 for norm in norm_list))
-
-
-def get_grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2, mpu: Any = None) -> float:
-    """Compute the norm of the gradients of unsharded parameters on this rank.
-
-    `engine.get_global_grad_norm` is the norm of the run.
-    """
-    del mpu
-    listed = [parameters] if isinstance(parameters, Tensor) else parameters
-    grads = [param.grad for param in listed if param.grad is not None]
-    return float(total_norm(grads, norm_type))
 
 
 def total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -233,15 +222,6 @@ def empty_cache() -> None:
     get_accelerator().empty_cache()
 
 
-def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> Tensor:
-    """torch's, over whole gradients, with squares summed in fp64; the engine clips by `gradient_clipping` itself."""
-    del mpu
-    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    norm = total_norm([param.grad for param in params if param.grad is not None], norm_type)
-    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
-    return norm.float()
-
-
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
     """Format a call as the text `base(args, key=value)`."""
     parts = [repr(arg) for arg in args] + [f"{key}={value!r}" for key, value in kwargs.items()]
@@ -291,7 +271,8 @@ class ProgressiveLayerDrop:
 
     def update_state(self, global_step: int) -> None:
         """Go to a step."""
-        self.current_theta = LayerDropConfig(enabled=True, theta=self.theta, gamma=self.gamma).keep(global_step)
+        # NumPy's exponential, as upstream: math.exp, which tells the model, differs from it in the last bit.
+        self.current_theta = (1.0 - self.theta) * float(np.exp(-self.gamma * global_step)) + self.theta
 
 
 class EngineLayerDrop(ProgressiveLayerDrop):

@@ -111,6 +111,7 @@ def _looks_for_unused(raw: Raw) -> bool:
 
 
 _FORMAT = "the gradients of all parameters travel in the format that communication_data_type says"
+_CUT = "PipelineModule(num_stages=, partition_method=, seed_layers=) says how the model is cut"
 _VAIN: tuple[tuple[tuple[str, ...], Callable[[Raw], bool], str], ...] = (
     ((_Z, "offload_param"), _below_3, "parameters are offloaded at stage 3"),
     ((_Z, "zero_hpz_partition_size"), _below_3, "secondary shards are of stage 3"),
@@ -136,6 +137,9 @@ _VAIN: tuple[tuple[tuple[str, ...], Callable[[Raw], bool], str], ...] = (
     (("torch_autocast", "dtype"), _off("torch_autocast"), "torch_autocast is not enabled"),
     (("torch_autocast", "lower_precision_safe_modules"), lambda raw: True, _FORMAT),
     (("seq_parallel_communication_data_type",), lambda raw: True, _FORMAT),
+    (("pipeline", "stages"), lambda raw: section_of(raw, "pipeline")["stages"] != "auto", _CUT),
+    (("pipeline", "partition"), lambda raw: section_of(raw, "pipeline")["partition"] != "best", _CUT),
+    (("pipeline", "seed_layers"), lambda raw: True, _CUT),
     (
         _UNUSED,
         lambda raw: _zero(raw, "ignore_unused_parameters") is False and not _looks_for_unused(raw),

@@ -1,0 +1,72 @@
+"""`deepspeed.runtime.utils`: norms of gradients that a loop of one's own has, over another library's groups and over data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed._ours.base.runtime_utils import (
+    bwc_tensor_model_parallel_group,
+    bwc_tensor_model_parallel_rank,
+    is_model_parallel_parameter,
+    total_norm,
+)
+from deepspeed._ours.communication.group_getters import get_data_parallel_group
+from ds_comm import ReduceOp, all_reduce, as_group
+
+
+def get_grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2, mpu: Any = None) -> float:
+    """Compute the norm of the gradients of unsharded parameters: this rank's, or with `mpu` of its model-parallel ranks. Collective with it.
+
+    `engine.get_global_grad_norm` is the norm of the run.
+    """
+    return float(_norm(_listed(parameters), float(norm_type), mpu))
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
+) -> Tensor:
+    """Clip gradients in place by their norm: the mean over the data-parallel ranks, whose experts may differ. Collective.
+
+    The engine clips by `gradient_clipping` itself. Squares are summed in fp64.
+
+    Args:
+        mpu: Another library's groups: the norm is of the parameters of all model-parallel ranks, those on each of them counted once.
+    Returns:
+        The norm before clipping, the same on the data-parallel ranks.
+    """
+    params = _listed(parameters)
+    norm = _norm(params, float(norm_type), mpu)
+    if dist.is_initialized():
+        ranks = as_group(get_data_parallel_group())
+        norm /= ranks.size
+        all_reduce(norm, group=ranks)
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    return norm.float()
+
+
+def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    listed = [parameters] if isinstance(parameters, Tensor) else parameters
+    return [param for param in listed if param.grad is not None]
+
+
+def _norm(params: list[Tensor], norm_type: float, mpu: Any) -> Tensor:
+    group = bwc_tensor_model_parallel_group(mpu)
+    first = group is None or bwc_tensor_model_parallel_rank(mpu) == 0
+    norm = total_norm(
+        [p.grad for p in params if p.grad is not None and (first or is_model_parallel_parameter(p))], norm_type
+    )
+    if params:
+        norm = norm.to(params[0].device)
+    if group is None:
+        return norm
+    if norm_type == torch.inf:
+        all_reduce(norm, ReduceOp.MAX, as_group(group))
+        return norm
+    power = norm**norm_type
+    all_reduce(power, group=as_group(group))
+    return power ** (1.0 / norm_type)
