@@ -6,12 +6,14 @@ import copy
 import logging
 import math
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from ds_config.errors import UnsupportedError
 from ds_testing import world
 
 ADAM = {"type": "Adam", "params": {"lr": 1e-2}}
@@ -339,3 +341,197 @@ def test_bert_runs_where_kernels_were_to_be_injected():
     with pytest.warns(UserWarning, match=r"2 BertLayer .*BertForMaskedLM"):
         engine = deepspeed.init_inference(model, replace_with_kernel_inject=True, dtype=torch.float32)
     assert torch.equal(engine(ids).logits, want)
+
+
+# ---- heads that hold a part of the vocabulary
+
+
+@world(2)
+def test_a_causal_loss_of_a_cut_vocabulary_is_that_of_the_whole() -> None:
+    from deepspeed.sequence import VocabParallelCausalLMLoss
+
+    rank, group = torch.distributed.get_rank(), torch.distributed.group.WORLD
+    logits = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(3))
+    labels = torch.randint(12, (2, 5), generator=torch.Generator().manual_seed(4))
+    labels[0, 3] = -100
+    want = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    loss = VocabParallelCausalLMLoss(tp_group=group)
+    part = logits.chunk(2, -1)[rank]
+    torch.testing.assert_close(loss(part, labels, vocab_size=12), want / 7)
+    torch.testing.assert_close(loss(part, labels, num_items_in_batch=torch.tensor(14)), want / 14)
+    torch.testing.assert_close(loss(part[:, :-1], shift_labels=labels[:, 1:]), want / 7)
+    widths = (8, 4)
+    cut = VocabParallelCausalLMLoss(group, None, 8 * rank, 8 + 4 * rank)
+    torch.testing.assert_close(cut(logits.split(widths, -1)[rank], labels), want / 7)
+    with pytest.raises(ValueError, match="shift_labels"):
+        loss(part)
+
+
+def test_a_loss_is_set_where_a_model_takes_it():
+    from deepspeed.sequence.cross_entropy import (
+        VocabParallelCausalLMLoss,
+        configure_vocab_parallel_loss,
+        validate_vocab_parallel_loss,
+    )
+
+    class Fixed(nn.Module):
+        @property
+        def loss_function(self):
+            return len
+
+    head, model = SimpleNamespace(mp_group=None, vocab_start_index=0, vocab_end_index=3), nn.Linear(2, 3)
+    with pytest.raises(ValueError, match="Linear has no loss_function"):
+        configure_vocab_parallel_loss(model, head)
+    model.loss_function = first = nn.CrossEntropyLoss()
+    validate_vocab_parallel_loss(model)
+    assert model.loss_function is first
+    assert configure_vocab_parallel_loss(model, head, ignore_index=7) is model
+    assert isinstance(model.loss_function, VocabParallelCausalLMLoss)
+    assert (model.loss_function.ignore_index, model.loss_function.vocab_end_index) == (7, 3)
+    assert model._deepspeed_original_loss_function is first
+    fixed = Fixed()
+    with pytest.raises(ValueError, match="cannot be set"):
+        validate_vocab_parallel_loss(fixed)
+    assert fixed.loss_function is len
+
+
+# ---- what an engine was given, and its section of tuning
+
+
+def test_an_engine_tells_what_it_was_given(tmp_path):
+    import deepspeed
+    from deepspeed.runtime.engine import autocast_if_enabled
+
+    model, data = nn.Linear(2, 2), [torch.ones(2)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {
+        "train_batch_size": 1, "aio": {"queue_depth": 3}, "fp16": {"enabled": True, "initial_scale_power": 5, "hysteresis": 4},
+        "autotuning": {"enabled": False, "metric": "flops", "metric_path": str(tmp_path / "m.json")},
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, training_data=data, collate_fn=torch.stack, config=config
+    )
+    assert engine.client_optimizer is optimizer
+    assert engine.client_lr_scheduler is None
+    assert engine.training_data is data
+    assert engine.collate_fn is torch.stack
+    assert engine.enable_backward_allreduce
+    assert (engine.aio_config()["queue_depth"], engine.aio_config()["block_size"]) == (3, 1 << 20)
+    assert engine.dynamic_loss_scale_args() == {
+        "init_scale": 32, "scale_window": 1000, "delayed_shift": 4, "consecutive_hysteresis": False, "min_scale": 1,
+    }  # fmt: skip
+    assert (engine.autotuning_start_profile_step(), engine.autotuning_end_profile_step()) == (3, 5)
+    assert (engine.autotuning_metric(), engine.autotuning_metric_path()) == ("flops", str(tmp_path / "m.json"))
+    assert engine.autotuning_model_info_path().endswith("autotuning_model_info.json")
+    assert engine.autotuning_profile_model_info() is False
+    with autocast_if_enabled(engine):
+        assert not torch.is_autocast_enabled("cpu")
+    engine.timers("mine").start()
+    engine.timers("mine").stop()
+    assert engine.timers("mine").elapsed() > 0
+    assert isinstance(engine.timers("mine"), deepspeed.utils.timer.SynchronizedWallClockTimer.Timer)
+    with pytest.raises(AttributeError, match="swap_tensor_config is not here"):
+        engine.swap_tensor_config()
+    engine.destroy()
+
+
+@world(2)
+def test_neighbours_keep_what_was_gathered() -> None:
+    import deepspeed
+    from deepspeed._ours.communication.group_getters import share_layers
+    from deepspeed.utils import groups
+
+    rank = torch.distributed.get_rank()
+    assert groups._get_zero_param_intra_parallel_group() is None
+    assert groups._get_zero_param_intra_parallel_group_world_size() == 2
+    assert groups.expert_tensor_parallel_world_size == groups._get_expert_model_parallel_world_size() == 1
+    section = {"stage": 3, "zero_hpz_partition_size": 2}
+    config = {"train_batch_size": 2, "optimizer": ADAM, "zero_optimization": section}
+    engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config=config)
+    group = groups._get_zero_param_intra_parallel_group()
+    assert torch.distributed.get_process_group_ranks(group) == groups._get_zero_param_intra_parallel_group_ranks()
+    assert groups._get_zero_param_intra_parallel_group_ranks() == [0, 1]
+    assert groups._get_zero_param_intra_parallel_rank_in_mygroup() == rank
+    engine.destroy()
+    assert groups._get_zero_param_intra_parallel_group() is None
+    groups._init_tp_mesh_device(2)
+    assert groups.expert_tensor_parallel_world_size == deepspeed.utils.expert_tensor_parallel_world_size == 2
+    groups._create_expert_data_and_model_parallel(2, None)
+    assert groups._get_expert_parallel_group_ranks("ep_size_2") == [0, 1]
+    apart = SimpleNamespace(get_model_parallel_world_size=lambda: 2)
+    with pytest.raises(UnsupportedError, match="mp_size=2"):
+        groups._create_expert_data_and_model_parallel(2, apart)
+    share_layers(None)
+
+
+@world(2)
+def test_the_backend_is_the_module() -> None:
+    from datetime import timedelta
+
+    import deepspeed.comm as dist
+    from deepspeed import utils
+
+    backend = dist.TorchBackend("gloo", timedelta(seconds=60), None)
+    assert (backend.initialized, backend.get_world_size()) == (True, 2)
+    value = torch.ones(2)
+    backend.all_reduce(value)
+    assert value.tolist() == [2, 2]
+    parts = torch.empty(4)
+    dist.TorchBackend.get_all_gather_function()(parts, value)
+    assert parts.tolist() == [2] * 4
+    assert dist.TorchBackend.get_reduce_scatter_function() is torch.distributed.reduce_scatter_tensor
+    assert not hasattr(backend, "os")
+    assert utils.is_initialized()
+
+
+# ---- classes by name
+
+
+def test_small_classes(tmp_path, capsys):
+    from deepspeed.checkpoint import get_layer_ckpt_name_for_rank
+    from deepspeed.inference.config import DtypeEnum
+    from deepspeed.inference.v2.ragged import DSStateManagerConfig
+    from deepspeed.ops.adam.multi_tensor_apply import MultiTensorApply
+    from deepspeed.ops.op_builder.builder import OpBuilder
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+    from deepspeed.utils.logging import print_dist
+    from deepspeed.utils.tensor_fragment import fragment_address
+    from deepspeed.utils.zero_to_fp32 import get_model_state_files
+
+    assert DtypeEnum.from_str("half").value[0] is torch.float16
+    with pytest.raises(ValueError, match="'fp4' is no format"):
+        DtypeEnum.from_str("fp4")
+    assert DSStateManagerConfig(max_ragged_batch_size=9).max_ragged_batch_size == 9
+    assert MultiTensorApply(5)(lambda *args: args, None, [[]], 1) == (5, None, [[]], 1)
+    assert OpBuilder.is_rocm_pytorch() is bool(torch.version.hip)
+    print_dist("hello", ranks=[0])
+    print_dist("other", ranks=[3])
+    assert capsys.readouterr().out == "[Rank 0] hello\n"
+    with torch.serialization.safe_globals([fragment_address]):
+        torch.save(fragment_address(3, 4), tmp_path / "mp_rank_00_model_states.pt")
+        assert torch.load(tmp_path / "mp_rank_00_model_states.pt") == fragment_address(numel=3, start=4)
+    assert get_model_state_files(str(tmp_path)) == [str(tmp_path / "mp_rank_00_model_states.pt")]
+    assert get_layer_ckpt_name_for_rank("f", "layer_03", 1).endswith("layer_03-model_01-model_states.pt")
+    with pytest.raises(AttributeError, match=r"PipelineEngine\._INSTRUCTION_MAP is not here: (?s:.*)zb-h1"):
+        PipelineEngine._INSTRUCTION_MAP.update({})
+
+
+def test_a_policy_names_a_family_that_is_found_anyway():
+    transformers = pytest.importorskip("transformers")
+    import deepspeed
+    from deepspeed.module_inject.replace_policy import HFGPT2LayerPolicy, replace_policies
+
+    block = transformers.models.gpt2.modeling_gpt2.GPT2Block
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=40, n_positions=32)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    ids = torch.randint(40, (1, 7))
+    want = model(ids).logits
+    engine = deepspeed.init_inference(
+        model, dtype=torch.float32, injection_policy={block: HFGPT2LayerPolicy}, replace_with_kernel_inject=True
+    )
+    torch.testing.assert_close(engine(ids).logits, want, rtol=1e-4, atol=1e-4)
+    assert HFGPT2LayerPolicy in replace_policies
+    assert deepspeed.module_inject.HFBertLayerPolicy in replace_policies
+    with pytest.raises(UnsupportedError, match=r"HFGPT2LayerPolicy\(\.\.\.\)"):
+        HFGPT2LayerPolicy(block)

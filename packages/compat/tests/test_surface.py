@@ -151,10 +151,10 @@ def test_the_reason_is_that_of_the_nearest_part(path, use):
 
 
 def test_a_missing_name_answers_hasattr_getattr_and_import():
-    assert not hasattr(deepspeed, "DeepSpeedTransformerLayer")
-    assert getattr(deepspeed, "DeepSpeedTransformerLayer", None) is None
-    with pytest.raises(UnsupportedNameError, match=r"deepspeed\.DeepSpeedTransformerLayer is not here"):
-        _ = deepspeed.DeepSpeedTransformerLayer
+    assert not hasattr(deepspeed, "replace_transformer_layer")
+    assert getattr(deepspeed, "replace_transformer_layer", None) is None
+    with pytest.raises(UnsupportedNameError, match=r"deepspeed\.replace_transformer_layer is not here"):
+        _ = deepspeed.replace_transformer_layer
     with pytest.raises(UnsupportedImportError, match=r"deepspeed\.zero\.DeepSpeedZeRoOffload is not here"):
         from deepspeed.zero import DeepSpeedZeRoOffload  # noqa: F401
     with pytest.raises(UnsupportedImportError, match=r"deepspeed\.moe\.layer\.TopKGate is not here"):

@@ -596,8 +596,8 @@ def test_what_an_engine_tells():
     assert deepspeed.comm.get_world_size(engine.data_parallel_group) == 2
     for missing in MISSING_ATTRIBUTES:
         assert not hasattr(engine, missing)
-    with pytest.raises(UnsupportedError, match=r"DeepSpeedEngine\.timers is not here"):
-        _ = engine.timers
+    with pytest.raises(UnsupportedError, match=r"DeepSpeedEngine\.swap_tensor_config is not here"):
+        _ = engine.swap_tensor_config
     assert not engine.monitor.enabled
     assert engine.get_summary_writer() is None
     assert (engine.mp_world_size, engine.checkpoint_mp_rank, engine.seq_parallel_group) == (1, 0, None)

@@ -70,6 +70,11 @@ def get_optim_files(checkpoint_dir: str) -> list[str]:
     return _files(checkpoint_dir, "*_optim_states.pt")
 
 
+def get_model_state_files(checkpoint_dir: str) -> list[str]:
+    """List upstream's model files in the folder of a tag, by their numbers. Raises as `get_optim_files`."""
+    return _files(checkpoint_dir, "*_model_states.pt")
+
+
 def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
     """Return the path of upstream's model file of the first rank. Raises as `get_optim_files`."""
     name = "mp_rank_00_model_states.pt" if zero_stage <= 2 else "zero_pp_rank_0_mp_rank_00_model_states.pt"

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import wraps
+from importlib import import_module
 from typing import Any
 
 import torch.distributed as dist
@@ -74,6 +75,36 @@ def init_distributed(
 def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True) -> None:
     """Initialize the process group from MPI's variables, which `init_distributed` reads."""
     init_distributed(distributed_port=distributed_port, verbose=verbose)
+
+
+class TorchBackend:
+    """torch's process group under the class that upstream keeps its functions in: its methods are those of this module.
+
+    Args:
+        backend, timeout, init_method, rank, world_size: As for torch.distributed.init_process_group; a group that exists is used.
+    """
+
+    initialized = True
+
+    def __init__(
+        self, backend: str | None, timeout: timedelta | None, init_method: str | None, rank: int = -1, world_size: int =
+        -1, name: str = "torch",
+    ) -> None:  # fmt: skip
+        self.name = name
+        init_distributed(backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size)
+
+    @classmethod
+    def get_all_gather_function(cls) -> Callable[..., Any]:
+        """Return torch's function that gathers into one tensor."""
+        return dist.all_gather_into_tensor
+
+    @classmethod
+    def get_reduce_scatter_function(cls) -> Callable[..., Any]:
+        """Return torch's function that sums and scatters one tensor."""
+        return dist.reduce_scatter_tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module("deepspeed.comm"), name)
 
 
 def destroy_process_group(group: Any = None) -> None:

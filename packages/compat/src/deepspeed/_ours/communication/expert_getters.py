@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary, ref
 import torch.distributed as dist
 
 from deepspeed._ours.base.raising import not_supported, out_of_order
+from deepspeed._ours.base.runtime_utils import bwc_tensor_model_parallel_world_size
 from deepspeed._ours.communication.group_getters import _get_sequence_data_parallel_group
 from ds_comm import Group, as_group, world_group
 from ds_engine import Engine
@@ -68,6 +69,16 @@ def _create_expert_and_data_parallel(
     make_places(expert_parallel_size_, data_first=use_data_before_expert_parallel_)
     if (world := world_group().link) is not None:
         _sizes.setdefault(world, {})[expert_parallel_size_] = use_data_before_expert_parallel_
+
+
+def _create_expert_data_and_model_parallel(
+    expert_parallel_size_: int, mpu: Any, use_data_before_expert_parallel_: bool = False
+) -> None:
+    """Make the groups of `ep_size_N` beside the ranks that `mpu` says share layers: one. Collective over the world."""
+    shared = None if mpu is None else bwc_tensor_model_parallel_world_size(mpu)
+    _create_expert_and_data_parallel(
+        expert_parallel_size_, shared, use_data_before_expert_parallel_=use_data_before_expert_parallel_
+    )
 
 
 def _pairs() -> dict[str, ExpertPair]:

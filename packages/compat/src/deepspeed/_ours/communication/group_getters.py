@@ -7,13 +7,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_comm import Mesh, MeshSpec, self_group, world_group
+from ds_comm import Group, Mesh, MeshSpec, common_group, self_group, world_group
 from ds_config.errors import PlanError
 from ds_parallel.sequence.hf_attention import SequenceRanks
 
 mpu = None
 _shared: list[SequenceRanks] = []  # who shares sequences, when somebody has said so
 _cut: list[Mesh] = []  # who shares layers
+_near: list[tuple[Mesh, Group]] = []  # who keeps what stage 3 has gathered
 
 
 def share_sequences(ranks: SequenceRanks | None) -> None:
@@ -30,6 +31,40 @@ def forget_layers(mesh: Mesh) -> None:
     """Drop the shared groups of a mesh whose engine has ended."""
     if _cut and _cut[0] is mesh:
         share_layers(None)
+    if _near and _near[0][0] is mesh:
+        _near.clear()
+
+
+def share_gathered(mesh: Mesh, size: int) -> None:
+    """Note which neighbours keep what stage 3 has gathered (`zero_hpz_partition_size`); 1: nobody. Collective over the mesh."""
+    ranks, rank = mesh["gradient"].ranks, mesh["gradient"].rank
+    first = rank // size * size
+    group = common_group(ranks[first : first + size], "zero_hpz") if size > 1 else None
+    _near[:] = [] if group is None else [(mesh, group)]
+
+
+def _get_zero_param_intra_parallel_group() -> Any:
+    """Return torch's group of the neighbours that keep what stage 3 has gathered; None where nobody does."""
+    return _near[0][1].pg if _near else None
+
+
+def _get_zero_param_intra_parallel_rank_in_mygroup() -> int:
+    """Return this rank's place among them, or in the world."""
+    return _neighbours().rank
+
+
+def _get_zero_param_intra_parallel_group_world_size() -> int:
+    """Return how many they are, or how many the world has."""
+    return _neighbours().size
+
+
+def _get_zero_param_intra_parallel_group_ranks() -> list[int]:
+    """Return their world ranks, or all."""
+    return list(_neighbours().ranks)
+
+
+def _neighbours() -> Group:
+    return _near[0][1] if _near else world_group()
 
 
 def _init_tp_mesh_device(tensor_model_parallel_size: int = 1, data_parallel_size: int | None = None) -> tuple[Any, Any]:
@@ -87,6 +122,21 @@ _get_sequence_data_parallel_group, _get_sequence_data_parallel_rank, _get_sequen
 _get_sequence_parallel_group, _get_sequence_parallel_rank, _get_sequence_parallel_world_size = (
     _asks(what, "", "sequence") for what in _WHAT
 )
+
+
+def _get_expert_model_parallel_world_size() -> int:
+    """Return over how many ranks the experts' layers are cut: as the other layers."""
+    ranks: int = get_model_parallel_world_size()
+    return ranks
+
+
+LIVE = frozenset({"expert_tensor_parallel_world_size"})  # a variable of upstream's, which changes with the groups
+
+
+def __getattr__(name: str) -> int:
+    if name not in LIVE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _get_expert_model_parallel_world_size()
 
 
 def get_tensor_model_parallel_src_rank() -> int:

@@ -83,6 +83,13 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
         logger.log(level, "[Rank %d] %s", rank, message)
 
 
+def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
+    """Print on these ranks, whatever the level of the logger is; -1, or an empty list, is all of them."""
+    rank = world_group().rank
+    if not ranks or rank in ranks or -1 in ranks:
+        print(f"[Rank {rank}] {message}", flush=True)
+
+
 @functools.cache
 def warning_once(message: str) -> None:
     """Warn, once per message."""

@@ -43,6 +43,11 @@ class OpBuilder:
     def __init__(self, name: str | None = None) -> None:
         self.name = name or self.NAME
 
+    @staticmethod
+    def is_rocm_pytorch() -> bool:
+        """Whether torch is built for AMD's devices."""
+        return torch.version.hip is not None
+
     def is_compatible(self, verbose: bool = False) -> bool:
         """Whether `load` gives something."""
         del verbose

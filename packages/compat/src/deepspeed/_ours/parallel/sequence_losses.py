@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -81,6 +82,94 @@ class VocabParallelCrossEntropyLoss(nn.Module):
     def forward(self, vocab_parallel_logits: Tensor, target: Tensor) -> Tensor:
         """Compute the loss."""
         return vocab_parallel_cross_entropy(vocab_parallel_logits, target, **self.options)
+
+
+class VocabParallelCausalLMLoss:
+    """The loss of a causal model whose head has this rank's columns, called as transformers calls `model.loss_function`.
+
+    Args:
+        sp_group: None where the engine shares sequences: it weighs the ranks' means by itself.
+    """
+
+    def __init__(
+        self, tp_group: Any = None, sp_group: Any = None, vocab_start_index: int | None = None, vocab_end_index: int |
+        None = None, ignore_index: int = -100, backend: str = "torch",
+    ) -> None:  # fmt: skip
+        self.tp_group, self.sp_group, self.ignore_index, self.backend = tp_group, sp_group, ignore_index, backend
+        self.vocab_start_index, self.vocab_end_index = vocab_start_index, vocab_end_index
+
+    def __call__(
+        self, logits: Tensor, labels: Tensor | None = None, vocab_size: int | None = None, shift_labels: Tensor | None =
+        None, num_items_in_batch: Any = None, **options: Any,
+    ) -> Tensor:  # fmt: skip
+        """Compute the mean loss of the next tokens, or their sum divided by `num_items_in_batch`.
+
+        Raises:
+            ConfigError: neither `labels` nor `shift_labels`; a ValueError, too ("compat-argument").
+        """
+        del vocab_size, options  # the head's own size holds
+        if shift_labels is None:
+            if labels is None:
+                raise wrong_argument("labels and shift_labels are None", "Pass one of them.", ValueError)
+            shift_labels, logits = labels[..., 1:], logits[..., :-1, :]
+        loss = vocab_parallel_cross_entropy(
+            logits, shift_labels, self.tp_group, self.sp_group, self.vocab_start_index, self.vocab_end_index,
+            ignore_index=self.ignore_index, reduction="mean" if num_items_in_batch is None else "sum", backend=self.backend,
+        )  # fmt: skip
+        if num_items_in_batch is None:
+            return loss
+        return loss / torch.as_tensor(num_items_in_batch, device=loss.device, dtype=loss.dtype).clamp_min(1)
+
+
+def configure_vocab_parallel_loss(
+    model: nn.Module, vocab_parallel_head: Any, sp_group: Any = None, ignore_index: int = -100, backend: str = "torch"
+) -> nn.Module:
+    """Let `model.loss_function` be the loss of a head of this rank's columns; the model.
+
+    `model._deepspeed_original_loss_function` is the one that it had first.
+
+    Args:
+        vocab_parallel_head: Has `mp_group`, `vocab_start_index` and `vocab_end_index`.
+    Raises:
+        ConfigError: the model has no such function, or it cannot be set; a ValueError, too ("compat-argument").
+    """
+    head = vocab_parallel_head
+    first = _set_loss(
+        model,
+        VocabParallelCausalLMLoss(
+            head.mp_group, sp_group, head.vocab_start_index, head.vocab_end_index, ignore_index, backend
+        ),
+    )
+    if not hasattr(model, "_deepspeed_original_loss_function"):
+        model._deepspeed_original_loss_function = first
+    return model
+
+
+def validate_vocab_parallel_loss(model: nn.Module) -> None:
+    """Check that `configure_vocab_parallel_loss` can set the model's loss, which stays. Raises as that does."""
+    _set_loss(model, _set_loss(model, VocabParallelCausalLMLoss()))
+
+
+def _set_loss(model: nn.Module, loss: Any) -> Any:
+    """Set `model.loss_function` and return what it was; a loss that is not taken leaves the model as it was."""
+    name, kind = "loss_function", type(model).__name__
+    if not hasattr(model, name):
+        raise wrong_argument(f"{kind} has no loss_function", "Use a head that gathers its logits.", ValueError)
+    before = getattr(model, name)
+    is_module = model._modules.pop(name, None) is not None  # which torch lets only a module replace
+    try:
+        model.loss_function = loss
+    except (AttributeError, TypeError):
+        taken = False
+    else:
+        taken = getattr(model, name) is loss
+    if not taken:
+        if is_module:
+            model.loss_function = before
+        raise wrong_argument(
+            f"loss_function of {kind} cannot be set", "Use a head that gathers its logits.", ValueError
+        )
+    return before
 
 
 def _check(reduction: str, gathers: bool) -> None:

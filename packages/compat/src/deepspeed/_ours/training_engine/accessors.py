@@ -15,8 +15,8 @@ from deepspeed._ours.communication.expert_getters import (
     _get_expert_data_parallel_group_dict,
     _get_expert_parallel_group_dict,
 )
-from deepspeed._ours.native_ops.accelerator_api import get_accelerator
 from deepspeed._ours.monitor.wall_clock_timers import SynchronizedWallClockTimer
+from deepspeed._ours.native_ops.accelerator_api import get_accelerator
 from ds_engine.autotuning import AutotuningConfig
 from ds_moe import MoE, MOELayer, TopKGate
 from ds_zero.runtime.reduce_strategies import tables
@@ -86,7 +86,7 @@ def _tuning(key: str, engine: Any) -> Any:
 
 
 def _scale_arguments(section: Any) -> dict[str, Any]:
-    """The arguments of a DynamicLossScaler as the section `fp16` has them."""
+    """Return the arguments of a DynamicLossScaler as the section `fp16` has them."""
     return {
         "init_scale": 2**section.initial_scale_power, "scale_window": section.loss_scale_window, "delayed_shift":
         section.hysteresis, "consecutive_hysteresis": section.consecutive_hysteresis, "min_scale": section.min_loss_scale,
@@ -152,7 +152,9 @@ ACCESSORS: Mapping[str, Tells] = {
     "autotuning_enabled": lambda e: e.plan.tuning is not None,
     **{f"autotuning_{key}": partial(_tuning, key) for key in _TUNING},
     "autotuning_metric_path": lambda e: _tuning("metric_path", e) or os.path.abspath("autotuning_metric.json"),
-    "autotuning_model_info_path": lambda e: _tuning("model_info_path", e) or os.path.abspath("autotuning_model_info.json"),
+    "autotuning_model_info_path": lambda e: (
+        _tuning("model_info_path", e) or os.path.abspath("autotuning_model_info.json")
+    ),
     "autotuning_profile_model_info": lambda e: e.plan.tuning is not None and _tuning("model_info", e).profile,
     "aio_config": lambda e: aio_config(e.config),
     "dynamic_loss_scale_args": lambda e: _scale_arguments(e.plan.config.fp16),
@@ -192,7 +194,7 @@ PROPERTIES: Mapping[str, Tells] = {
     "param_names": lambda e: {param: name for name, param in e.module.named_parameters()},
     "pipeline_parallelism": lambda e: e.plan.staging is not None,
     "progressive_layer_drop": _layer_drop,
-    "timers": lambda e: vars(e).setdefault("_named_timers", SynchronizedWallClockTimer()),
+    "timers": lambda e: e.__dict__.setdefault("_named_timers", SynchronizedWallClockTimer()),
     "enable_backward_allreduce": lambda e: e.plan.staging is None,  # stages reduce at the end of their schedule
     "losses": lambda e: None,  # upstream's is never written either
     "inside_no_sync_ctxt": lambda e: e._open is not None,

@@ -70,9 +70,14 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
     Attributes:
         config: The configuration as it was given, the same object.
         mpu: Groups of another library, as they were given, or of the stages; kept, not read.
+        client_optimizer, client_lr_scheduler, training_data, collate_fn: What `initialize` was given.
         tput_timer: Samples per second of the loop, from a forward in training to the `step` after it.
     """
 
+    client_optimizer: Any
+    client_lr_scheduler: Any
+    training_data: Any
+    collate_fn: Any
     _running_backwards: ClassVar = 0  # engines whose `backward` runs now
 
     def __init__(self, plan: Plan, components: Components, config: dict[str, Any] | None = None) -> None:

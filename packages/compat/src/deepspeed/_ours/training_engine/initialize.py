@@ -110,6 +110,8 @@ def initialize(
         restore_init_context()
     if training_data is not None and not chosen:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
+    engine.training_data, engine.collate_fn = training_data, collate_fn
     engine.mpu = engine.grid if isinstance(engine, PipelineEngine) else mpu
     _note_layers(engine, model, request)
     offload = resolved.zero_optimization.offload_optimizer
@@ -314,6 +316,7 @@ def _conflict(message: str, fix: str) -> PlanError:
 def _note_layers(engine: DeepSpeedEngine, model: nn.Module, request: _TpInitRequest | None) -> None:
     """Let `groups` and the classes of layers say what became of the model."""
     group_getters.share_layers(engine.mesh)
+    group_getters.share_gathered(engine.mesh, engine.plan.sharding.near)
     if engine.mesh["tensor"].size == 1:
         return
     set_autotp_mode(training=True)

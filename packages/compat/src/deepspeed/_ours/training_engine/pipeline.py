@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import ds_pipe
+from deepspeed._errors import UnsupportedNameError
 from deepspeed._ours.base.raising import not_supported
 from deepspeed._ours.base.runtime_utils import prime_factors
 from deepspeed._ours.training_engine.accessors import OF_STAGES, add_accessors
@@ -78,10 +79,22 @@ def _trainable(layer: Any) -> int:
     return sum(p.numel() for p in built.parameters() if p.requires_grad) if isinstance(built, nn.Module) else 0
 
 
+class _NoInstructions:
+    """Refuses upstream's table of what each instruction runs, which programs write schedules of their own into."""
+
+    def __get__(self, engine: object, kind: type) -> None:
+        raise UnsupportedNameError(
+            f"{kind.__name__}._INSTRUCTION_MAP is not here: a schedule is a program of ds-pipe, not classes of instructions",
+            code="compat-missing",
+            fix="Set pipeline.schedule of the configuration, to zb-h1 for one.",
+        )
+
+
 class PipelineEngine(StagedMethods, DeepSpeedEngine):  # type: ignore[misc]  # upstream's arguments of offload_states
     """Made by `deepspeed.initialize(model=PipelineModule(...))`. Whole steps only."""
 
     agg_train_loss: Tensor | None = None
+    _INSTRUCTION_MAP = _NoInstructions()
 
     @functools.cached_property
     def grid(self) -> PipelineParallelGrid:
