@@ -92,7 +92,7 @@ def test_a_folder_of_codes_goes_to_the_device_that_was_asked_for(tiny: Any, tmp_
     weights = {name: quantize_weight(w, INT8) if "proj" in name else w for name, w in model.state_dict().items()}
     load(model, weights=weights, device="cpu", native=False)  # type: ignore[arg-type]
     assert places
-    assert set(places) == {(QuantTensor, "cpu")}
+    assert set(places) == {(QuantTensor, torch.device("cpu"))}
 
 
 def test_the_default_device_is_the_accelerator_or_the_cpu(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,11 +108,42 @@ def test_numbers_that_are_none_are_refused(name, value):
         ({"seed": 10**5000}, "seed"),
         ({"max_new_tokens": 10**5000}, "max_new_tokens"),
         ({"n": 0}, "n >= 1"),
+        ({"n": 1.5}, "whole numbers"),
+        ({"max_new_tokens": "3"}, "whole numbers"),
+        ({"stop_token_ids": (1.5,)}, "whole numbers"),
+        ({"logprobs": True}, "whole numbers"),
+        ({"temperature": "1"}, "numbers in temperature"),
+        ({"stop": "abc"}, "several strings in stop"),
+        ({"logit_bias": [1]}, "mapping in logit_bias"),
     ],
 )
 def test_sampling_refuses(how, words):
     with pytest.raises(PlanError, match=words):
         SamplingParams(**how)
+
+
+@pytest.mark.parametrize("prompt", [[1.5], ["a"], [None], [[1]], 5])
+def test_prompts_of_no_tokens_are_refused(model, prompt):
+    with pytest.raises(PlanError, match="no text and no tokens"):
+        load(model).submit(prompt)
+    tensors, integers = (load(model).generate([some], SamplingParams(4)) for some in (torch.tensor([1, 2]), [1, 2]))
+    assert tensors[0].tokens == integers[0].tokens
+
+
+@pytest.mark.parametrize("how", [{"top_p": 1e-320}, {"min_p": 1.0, "temperature": 1e-320}])
+def test_the_smallest_numbers_leave_the_likeliest_token(model, how):
+    engine = load(model)
+    plain = engine.generate(PROMPTS, SamplingParams(6))
+    drawn = engine.generate(PROMPTS, SamplingParams(6, **{"temperature": 1.0, "seed": 1, **how}))
+    assert [a.tokens for a in drawn] == [a.tokens for a in plain]
+    assert len(engine.generate(PROMPTS[:1], SamplingParams(6, temperature=1e308, min_p=0.1))[0].tokens) == 6
+
+
+@pytest.mark.parametrize("name", ["banana", "cpu:x", *([] if torch.cuda.is_available() else ["cuda:0"])])
+def test_a_device_that_cannot_be_used_is_named(model, name):
+    with pytest.raises(PlanError, match=name) as caught:
+        load(model, device=name)
+    assert caught.value.code == "inference-device"
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -377,6 +408,29 @@ def test_whoever_waits_when_the_engine_ends_is_told(model):
     assert all(isinstance(error, RuntimeError) and "the device is lost" in str(error) for error in found)
     assert ended.is_set()
     worker.close()
+
+
+def test_a_client_whose_loop_is_closed_ends_no_engine(model):
+    """A second interrupt closes the loop of a server while its requests are under way."""
+    from ds_inference.serve.worker import Worker
+
+    engine = load(model)
+    worker = Worker(engine)
+
+    async def first():
+        async for _ in worker.answer([1, 2], SamplingParams(60)):
+            return  # the rest comes to nobody: the generator is not closed before the loop is
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(first())
+    loop.close()
+
+    async def other():
+        return [event.token async for event in worker.answer([1, 2], SamplingParams(8))]
+
+    assert len(asyncio.run(other())) == 8
+    worker.close()
+    assert worker.failure is None
 
 
 def test_orders_that_come_with_the_end_are_told(model):

@@ -76,7 +76,10 @@ REFUSED = [
     ({"response_format": {"type": "json_schema"}}, "no schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "colour"}}}}, "JSON schema"),
     ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}, "JSON schema"),
     ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"stream_options": {"include_usages": True}}, "stream_options.include_usages"),
+    ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
 ]
 
 
@@ -287,6 +290,20 @@ def test_json_mode_gives_an_object(server):
             assert isinstance(json.loads(choice["message"]["content"]), dict)
         else:
             assert choice["message"]["content"].lstrip().startswith("{")
+
+
+def test_a_grammar_that_grows_too_large_is_no_short_answer(server):
+    """The matcher ended the answer after its first brace, as if it were whole."""
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(3000)}}
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    answer = chat(server, max_tokens=40, response_format=form)
+    assert answer.status_code == 400
+    assert "items" in answer.json()["error"]["message"]
+    parts = chat(server, max_tokens=40, response_format=form, stream=True).text
+    assert '"error"' in parts
+    assert "[DONE]" not in parts
+    assert chat(server, max_tokens=1).status_code == 200
 
 
 def test_without_the_library_the_extra_is_named(folder, monkeypatch):

@@ -65,11 +65,11 @@ class Server:
         tokenizer = read_tokenizer(folder)
         self.engine = load(folder, cache_tokens=2048, budget=SchedulerConfig(64, 32), tokenizer=tokenizer, **options)
         self.tokenizer = read_tokenizer(folder)
-        app = make_app(Worker(self.engine), self.tokenizer, "tiny", limits, served)
+        self.app = make_app(Worker(self.engine), self.tokenizer, "tiny", limits, served)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        config = uvicorn.Config(app, host="127.0.0.1", port=self.port, log_level="error", timeout_keep_alive=75)
+        config = uvicorn.Config(self.app, host="127.0.0.1", port=self.port, log_level="error", timeout_keep_alive=75)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
@@ -205,6 +205,17 @@ def test_bodies_are_bounded_and_every_error_is_the_protocols(server):
             assert answer.status_code == 413
             assert "4194304 bytes" in answer.json()["error"]["message"]
         assert http.post("/v1/completions", content=b"\xff{").json()["error"]["type"] == "invalid_request_error"
+        for content, kind, words in (
+            (b'{"prompt": "a"', "application/json", "character 14 of the body"),
+            (b"[]", "application/json", "the body: "),
+            (b"", "application/json", "the body: "),
+            (b'{"prompt": "a"}', "text/plain", "send Content-Type: application/json"),
+            (json.dumps({"prompt": ["a"] * 3000}), "application/json", "and 2982 more"),
+        ):
+            refused = http.post("/v1/completions", content=content, headers={"content-type": kind})
+            assert refused.status_code == 400
+            assert words in (said := refused.json()["error"]["message"])
+            assert "functools" not in said
         assert http.get("/v1/nothing").json()["error"]["message"] == "Not Found"
         assert http.get("/v1/completions").status_code == 405
         assert http.get("/v1/completions").json()["error"]["message"] == "Method Not Allowed"
@@ -252,6 +263,36 @@ def test_streams_whose_clients_leave_hold_no_place(folder):
         done = [httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}) for _ in range(4)]
         status = max(answer.status_code for answer in done)
     assert status == 200
+    server.stop()
+    assert server.engine.scheduler.pool.num_free == server.engine.scheduler.pool.count
+
+
+def test_clients_that_stall_hold_no_place(folder):
+    """One stops in the middle of its body, one stops reading its stream; the place of this one was taken until it left."""
+    server = Server(folder, ServerLimits(requests=4, stall=0.2))
+    body = json.dumps({"prompt": "a", "max_tokens": 20, "stream": True, "ignore_eos": True}).encode()
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "asgi": {}}
+    scope |= {"headers": [(b"content-type", b"application/json")]}
+    sent = []
+
+    async def ask(part, more):
+        messages = [{"type": "http.request", "body": part, "more_body": more}]
+
+        async def receive():
+            return messages.pop() if messages else await asyncio.Event().wait()
+
+        async def send(message):
+            sent.append(message)
+            if message.get("body", b"").startswith(b"data"):
+                await asyncio.Event().wait()
+
+        await asyncio.wait_for(server.app(dict(scope), receive, send), 30)
+
+    asyncio.run(ask(body[:9], True))
+    assert sent[0]["status"] == 408
+    asyncio.run(ask(body, False))
+    whole = {"prompt": ["a"] * 4, "max_tokens": 1}
+    assert httpx.post(f"{server.url}/v1/completions", json=whole, timeout=60).status_code == 200
     server.stop()
     assert server.engine.scheduler.pool.num_free == server.engine.scheduler.pool.count
 

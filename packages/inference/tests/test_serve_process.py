@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import signal
@@ -87,6 +88,20 @@ def test_a_signal_lets_requests_finish_and_the_end_is_a_normal_one(folder: Path,
 
 
 @pytest.mark.slow
+def test_a_second_interrupt_ends_at_once_and_in_order(folder: Path) -> None:
+    """The engine's thread went on while Python ended, and the process aborted."""
+    server, answers = Process(folder, 1), list[Any]()
+    for _ in range(3):
+        server.ask(2000, answers)
+    time.sleep(0.5)
+    for _ in range(2):
+        server.popen.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    said = server.popen.communicate(timeout=60)[1]
+    assert server.popen.returncode == 0, said
+
+
+@pytest.mark.slow
 def test_a_follower_that_is_stuck_ends_the_job_within_the_deadline(folder: Path) -> None:
     server, answers = Process(folder, 2, DS_COMM_DEADLINE_S="3"), list[Any]()
     server.ask(2, answers).join(30)
@@ -118,3 +133,13 @@ def test_a_key_from_the_environment(folder: Path) -> None:
     server.popen.send_signal(signal.SIGTERM)
     server.popen.communicate(timeout=180)
     assert server.popen.returncode == 0
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "x", ""])
+def test_a_port_that_is_none_is_refused(port):
+    from ds_inference import cli_serve
+
+    parser = argparse.ArgumentParser()
+    cli_serve.register(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["folder", "--port", port])

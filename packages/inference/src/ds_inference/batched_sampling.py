@@ -263,8 +263,9 @@ def _tables(rows: Sequence[SamplingRow], elsewhere: bool) -> SamplingTables:
     params, entries, masks, masked = bytearray(), bytearray(), [], []
     for i, row in enumerate(rows):
         how = row.how
-        temperature = max(how.temperature, 1 / LARGEST_BIAS)
+        temperature = min(max(how.temperature, 1 / LARGEST_BIAS), LARGEST_BIAS)
         low = temperature * math.log(how.min_p) if how.min_p > 0 and not how.greedy else -math.inf
+        top_p = max(how.top_p, 1 / LARGEST_BIAS)  # 0 in fp32 would leave no token
         seed, place = row.seed & ((1 << 64) - 1), row.place.position & _MASK
         inverse = 0.0 if how.greedy else 1 / temperature
         params += struct.pack(
@@ -274,7 +275,7 @@ def _tables(rows: Sequence[SamplingRow], elsewhere: bool) -> SamplingTables:
             seed & _MASK,
             seed >> 32,
             inverse,
-            how.top_p,
+            top_p,
             low,
             temperature,
         )

@@ -15,7 +15,7 @@ from ds_inference.decoder_model import Runner
 from ds_inference.paged_attention import make_batch
 from ds_inference.requests import ScheduledChunk
 
-__all__ = ["cache_blocks", "default_device"]
+__all__ = ["cache_blocks", "default_device", "usable_device"]
 
 _CPU_TOKENS = 8192
 _TRIAL = 512
@@ -27,6 +27,25 @@ def default_device() -> torch.device:
         return torch.device("cpu")
     kind = torch.accelerator.current_accelerator()
     return torch.device("cpu") if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def usable_device(name: torch.device | str | None) -> torch.device:
+    """Return the device of that name, or the current accelerator of this process for None; the CPU where torch finds none.
+
+    Raises:
+        PlanError: there is no such device, or torch cannot put a tensor there ("inference-device").
+    """
+    if name is None:
+        return default_device()
+    try:
+        torch.empty(0, device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError) as error:  # torch's own for a build without the device
+        raise PlanError(
+            f"device {str(name)!r} cannot be used: {str(error).splitlines()[0]}",
+            code="inference-device",
+            fix=f"Name one that this torch has ({default_device()}), or leave it out.",
+        ) from error
 
 
 def cache_blocks(decoder: Runner, size: int, dtype: torch.dtype | None, tokens: int | None, utilization: float) -> int:

@@ -22,7 +22,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", help="what save_pretrained wrote: config.json, *.safetensors, a tokenizer")
     address = parser.add_argument_group("who may ask, and where")
     address.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this host only)")
-    address.add_argument("--port", type=int, default=8000, help="port to listen on")
+    address.add_argument("--port", type=_port, default=8000, help="port to listen on")
     address.add_argument(
         "--api-key", default="", metavar="KEY",
         help="what requests have to send as `Authorization: Bearer KEY` (default: DS_SERVE_API_KEY, or nothing)",
@@ -95,7 +95,7 @@ def main(args: argparse.Namespace) -> int:
     import uvicorn
 
     import ds_comm
-    from ds_inference.cache_size import default_device
+    from ds_inference.cache_size import usable_device
     from ds_inference.embedding import load_embedder
     from ds_inference.model_loader import load
     from ds_inference.rank_worker import follow, leading
@@ -107,12 +107,12 @@ def main(args: argparse.Namespace) -> int:
 
     group = ds_comm.init_distributed()
     tokenizer = read_tokenizer(args.folder)
-    place = default_device() if args.device is None else torch.device(args.device)
+    place = usable_device(args.device)
     engine = load(
         args.folder,
         dtype=None if args.dtype is None else getattr(torch, args.dtype),
-        device=args.device,
-        cache_tokens=args.kv_cache_tokens or (65536 if place.type == "cpu" else None),
+        device=place,
+        cache_tokens=65536 if args.kv_cache_tokens is None and place.type == "cpu" else args.kv_cache_tokens,
         gpu_memory_utilization=args.gpu_memory_utilization,
         budget=SchedulerConfig(
             args.max_num_batched_tokens,
@@ -158,10 +158,19 @@ def main(args: argparse.Namespace) -> int:
         )
         server = GracefulServer(config)
         sys.stderr.write(_banner(args, name, engine, _resident_mb()))
-        server.run()
+        try:
+            server.run()
+        finally:  # also after a second SIGINT, which skips the end of the application
+            worker.close()
         if worker.failure is not None:
             raise worker.failure
     return 0 if server.started else 1
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not int(text) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: a number from 0 to 65535")
+    return int(text)
 
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")

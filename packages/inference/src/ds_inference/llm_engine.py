@@ -9,6 +9,7 @@ for event in engine.step(): ...
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -467,7 +468,14 @@ class LLMEngine:
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
-            return list(prompt)
+            try:
+                return [operator.index(token) for token in prompt]
+            except TypeError as error:
+                raise PlanError(
+                    f"a prompt that is no text and no tokens: {error}",
+                    code="inference-request",
+                    fix="Give a string, or a sequence of whole numbers.",
+                ) from error
         if self.tokenizer is None:
             raise PlanError(
                 "a prompt of text, and no tokenizer",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ds_comm import GroupLike, as_group, self_group
 from ds_config.errors import UnsupportedError
 from ds_inference.adapters import read_adapter
-from ds_inference.cache_size import cache_blocks, default_device
+from ds_inference.cache_size import cache_blocks, usable_device
 from ds_inference.cuda_graphs import cuda_graph
 from ds_inference.decoder_model import Decoder, replay_obstacle
 from ds_inference.decoder_weights import Folder, read_config, read_weights, typed_folder_errors
@@ -164,8 +164,8 @@ def read_decoder(
     else:
         config = read_config(source)
         checkpoint = unpacked(Folder(source), config) if weights is None else weights
-    if device is None and not isinstance(source, nn.Module):
-        device = default_device()
+    if device is not None or not isinstance(source, nn.Module):
+        device = usable_device(device)
     how = as_quantize(quantize)
     wanted = {"quantize": how, "native": native, "adapters": adapters, "group": group, "graphs": graphs}
     more = [name for name, value in wanted.items() if value]

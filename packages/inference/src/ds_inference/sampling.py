@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import numbers
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +63,39 @@ class SamplingParams:
     allowed_tokens: Callable[[Sequence[int]], Tensor | None] | None = None
 
     def __post_init__(self) -> None:
-        wrong = {
+        broken = _broken(self._kinds()) or _broken(self._limits())
+        if broken:
+            try:
+                values = repr(self)
+            except ValueError:  # Python does not write integers of thousands of digits
+                values = "numbers too long to show"
+            raise PlanError(
+                f"sampling needs {', '.join(broken)}; got {values}",
+                code="inference-sampling",
+                fix="Change these values.",
+            )
+
+    def _kinds(self) -> dict[str, bool]:
+        """Return the rules of types, each with whether it holds."""
+        whole = (self.max_new_tokens, self.top_k, self.n, self.seed or 0, self.logprobs or 0, *self.stop_token_ids)
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        real = (self.temperature, self.top_p, self.min_p, *penalties)
+        return {
+            "whole numbers in max_new_tokens, top_k, n, seed, logprobs and stop_token_ids": all(
+                isinstance(value, numbers.Integral) for value in whole
+            )
+            and not isinstance(self.logprobs, bool),
+            "numbers in temperature, top_p, min_p and penalties": all(
+                isinstance(value, numbers.Real) for value in real
+            ),
+            "several strings in stop, not one": not isinstance(self.stop, str)
+            and all(isinstance(stop, str) for stop in self.stop),
+            "a mapping in logit_bias": isinstance(self.logit_bias, Mapping),
+        }
+
+    def _limits(self) -> dict[str, bool]:
+        """Return the rules of values, each with whether it holds."""
+        return {
             "max_new_tokens >= 1": 1 <= self.max_new_tokens < 1 << 63,
             "temperature >= 0": 0 <= self.temperature < math.inf,
             "top_k >= 0": self.top_k >= 0,
@@ -79,17 +112,6 @@ class SamplingParams:
             "n >= 1": self.n >= 1,
             "logprobs >= 0": self.logprobs is None or self.logprobs >= 0,
         }
-        broken = [rule for rule, holds in wrong.items() if not holds]
-        if broken:
-            try:
-                values = repr(self)
-            except ValueError:  # Python does not write integers of thousands of digits
-                values = "numbers too long to show"
-            raise PlanError(
-                f"sampling needs {', '.join(broken)}; got {values}",
-                code="inference-sampling",
-                fix="Change these values.",
-            )
 
     @property
     def greedy(self) -> bool:
@@ -126,6 +148,10 @@ def separate(hows: Sequence[SamplingParams], seeds: Sequence[int] | None = None)
             before[how.seed] += 1
         found.append(replace(how, seed=seed))
     return found
+
+
+def _broken(rules: Mapping[str, bool]) -> list[str]:
+    return [rule for rule, holds in rules.items() if not holds]
 
 
 def draw_seed() -> int:

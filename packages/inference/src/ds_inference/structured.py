@@ -61,16 +61,21 @@ class JsonGrammars:
         try:
             grammar = self._matcher.grammar_from_json_schema(json.dumps(schema), overrides=_STYLE)
             first = self._matcher(self._tokenizer, grammar)
+            first.compute_bitmask()  # a schema that describes nothing fails only here
             problem = first.get_error()
         except (ValueError, RuntimeError, TypeError) as error:
             problem = str(error)
         if problem:
-            raise PlanError(
-                f"no answer can follow this JSON schema: {problem[:500]}",
-                code="inference-schema",
-                fix="Correct the schema, or leave out what the message names.",
-            )
+            raise _refusal(problem)
         return _Follower(first, self._vocab)
+
+
+def _refusal(problem: str) -> PlanError:
+    return PlanError(
+        f"no answer can follow this JSON schema: {problem.partition(chr(10) + '<state>')[0][:500]}",
+        code="inference-schema",
+        fix="Correct the schema, or leave out what the message names.",
+    )
 
 
 class _Follower:
@@ -81,7 +86,11 @@ class _Follower:
         self._matchers: OrderedDict[tuple[int, ...], Any] = OrderedDict()
 
     def __call__(self, answer: Sequence[int]) -> Tensor:
-        """Return which tokens may come next, bool [vocab]."""
+        """Return which tokens may come next, bool [vocab].
+
+        Raises:
+            PlanError: the grammar became too large on the way; the matcher would end the answer where it stands ("inference-schema").
+        """
         matcher, tokens = self._matchers.pop(tuple(answer[:-1]), None), list(answer[-1:])
         if matcher is None or not answer:
             matcher, tokens = self._first.deep_copy(), list(answer)
@@ -92,6 +101,8 @@ class _Follower:
             self._matchers.popitem(last=False)
         mask = torch.zeros(self._vocab, dtype=torch.bool)
         packed = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
+        if matcher.is_error():
+            raise _refusal(matcher.get_error())
         bits = ((packed[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten().bool()
         mask[: min(len(bits), self._vocab)] = bits[: self._vocab]
         return mask

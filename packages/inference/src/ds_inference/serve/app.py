@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,7 +22,7 @@ from ds_inference.embedding import Embedder
 from ds_inference.llm_engine import TokenOutput
 from ds_inference.sampling import SamplingParams, separate
 from ds_inference.serve.access import AccessControl
-from ds_inference.serve.body import BodyLimit, Receive, Scope, Send
+from ds_inference.serve.body import BodyLimit, Message, Receive, Scope, Send
 from ds_inference.serve.choices import ChoiceText, make_choice
 from ds_inference.serve.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
 from ds_inference.serve.vectors import embeddings_body
@@ -31,6 +31,9 @@ from ds_inference.structured import JsonGrammars
 from ds_inference.text import HfTokenizer
 
 __all__ = ["ServerLimits", "ServerOptions", "make_app"]
+
+
+_PROBLEMS = 20  # of a body that are named; a list of wrong numbers has one for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +46,14 @@ class ServerLimits:
         answer: Tokens of an answer that names no number, as far as the prompt leaves room.
         longest: Tokens of prompt and answer together; the model and the cache may have room for fewer.
         body: Bytes of a request.
+        stall: Seconds that a client may take to send the next piece of a body, or to take the next piece of a stream.
     """
 
     requests: int = 256
     answer: int = 256
     longest: int = 4096
     body: int = 4 << 20
+    stall: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +132,14 @@ class _Server:
         self._longest = min(limits.longest, worker.max_model_len)
         self._metrics, self._busy, self._closing = _Metrics(), 0, False
         self._numbers = itertools.count()
+        self._embedding = asyncio.Semaphore(1)  # one at a time has all cores, and threads are left that read prompts
         self._begun = int(time.time())
         self.app = FastAPI(title="ds serve", lifespan=self._lifespan)
         self.app.exception_handler(RequestValidationError)(self._malformed)
         for status in (400, 404, 405):
             self.app.exception_handler(status)(self._not_served)
         self.app.exception_handler(Exception)(self._unforeseen)
-        refused = JSONResponse(_error_body(f"a request may have {limits.body} bytes", "invalid_request_error"), 413)
-        self.app.add_middleware(BodyLimit, most=limits.body, refused=refused)
+        self.app.add_middleware(BodyLimit, most=limits.body, stall=limits.stall, refuse=self._error)
         self.app.add_middleware(AccessControl, api_key=options.api_key, hosts=options.hosts, refuse=self._error)
         self.app.get("/health")(self.health)
         self.app.get("/metrics")(self.metrics)
@@ -198,7 +203,8 @@ class _Server:
             tokens = await asyncio.to_thread(lambda: [embedder.tokens(one) for one in body.inputs()])
             if not tokens:
                 return self._error(400, "no input; at least 1 is needed")
-            vectors = await asyncio.to_thread(embedder.embed, tokens)
+            async with self._embedding:
+                vectors = await asyncio.to_thread(embedder.embed, tokens)
         except Exception as error:  # of a tokenizer that does not take what the client sent, too
             return self._error(400, str(error))
         return JSONResponse(embeddings_body(body, vectors, name, sum(map(len, tokens))))
@@ -223,8 +229,7 @@ class _Server:
             room = max(1, min(self._limits.answer, self._longest - len(prompt)))
             how = body.sampling(room, logprobs)
             hows.append(how if schema is None else replace(how, allowed_tokens=self._grammars.follow(schema)))
-        usage = bool((body.stream_options or {}).get("include_usage"))
-        chat = isinstance(body, ChatRequest)
+        usage, chat = body.stream_options.include_usage, isinstance(body, ChatRequest)
         return _ParsedRequest(prompts, separate(hows), body.stream, usage, chat, self._adapter(body))
 
     @cached_property
@@ -253,7 +258,7 @@ class _Server:
             completion = await asyncio.to_thread(read)  # a long prompt is tokenised for seconds
             self._check(completion)
             if completion.stream:
-                answer = _Stream(self._streamed(completion), lambda: self._release(places))
+                answer = _Stream(self._streamed(completion), self._limits.stall, lambda: self._release(places))
             else:
                 return await self._until_gone(request, self._whole(completion))
         except DsError as error:
@@ -391,9 +396,12 @@ class _Server:
         return {"id": identity, "object": kind, "created": int(time.time()), "model": completion.adapter or self._name}
 
     async def _malformed(self, request: Request, error: Exception) -> Response:
-        del request
         problems = error.errors() if isinstance(error, RequestValidationError) else []
-        message = "; ".join(f"{'.'.join(map(str, p['loc'][1:]))}: {p['msg']}" for p in problems)
+        message = "; ".join(f"{_place(p['loc'])}: {p['msg']}" for p in problems[:_PROBLEMS])
+        if len(problems) > _PROBLEMS:
+            message += f"; and {len(problems) - _PROBLEMS} more"
+        if "json" not in (kind := request.headers.get("content-type", "")):
+            message += f"; it was sent as {kind[:100]!r}: send Content-Type: application/json"
         return self._error(400, message or str(error))
 
     async def _unforeseen(self, request: Request, error: Exception) -> Response:
@@ -410,18 +418,38 @@ class _Server:
         return JSONResponse(_error_body(message, kind), status)
 
 
-class _Stream(StreamingResponse):
-    """A stream of events, after which something is released, also if the client has gone before the first."""
+class _StalledError(Exception):
+    """A client does not take what it is sent."""
 
-    def __init__(self, lines: AsyncIterator[str], release: Callable[[], None]) -> None:
+
+class _Stream(StreamingResponse):
+    """A stream of events, after which something is released, also if the client has gone before the first or stops reading."""
+
+    def __init__(self, lines: AsyncIterator[str], stall: float, release: Callable[[], None]) -> None:
         super().__init__(lines, media_type="text/event-stream")
-        self._release = release
+        self._stall, self._release = stall, release
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            try:
+                async with asyncio.timeout(self._stall):
+                    await send(message)
+            except TimeoutError as error:
+                raise _StalledError from error
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_in_time)
+        except _StalledError:
+            pass  # the server closes the connection of an answer that is not complete
         finally:
             self._release()
+
+
+def _place(loc: Sequence[int | str]) -> str:
+    """Return the place of a problem as fields and numbers, without pydantic's names of the kinds that it tried there."""
+    if len(loc) == 2 and isinstance(loc[1], int):
+        return f"character {loc[1]} of the body"
+    return ".".join(str(part) for part in loc[1:] if isinstance(part, int) or part.isidentifier()) or "the body"
 
 
 def _error_body(message: str, kind: str) -> dict[str, Any]:

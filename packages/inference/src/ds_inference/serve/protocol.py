@@ -57,6 +57,13 @@ class _ResponseFormat(BaseModel):
         return schema
 
 
+class _StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
 class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -68,7 +75,7 @@ class _Request(BaseModel):
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     n: Annotated[int, Field(ge=1, le=32)] = 1
     stream: bool = False
-    stream_options: dict[str, bool] | None = None
+    stream_options: _StreamOptions = _StreamOptions()
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0

@@ -81,7 +81,8 @@ class Worker:
         identities: list[int] = []
 
         def sink(event: TokenOutput | BaseException) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, event)
+            with suppress(RuntimeError):  # the loop of who waited is closed
+                loop.call_soon_threadsafe(events.put_nowait, event)
 
         def begin() -> None:
             try:
@@ -170,8 +171,7 @@ class Worker:
             if (order := self._orders.get()) is not None and order.refuse is not None:
                 sinks.append(order.refuse)
         for sink in {id(s): s for s in sinks}.values():
-            with suppress(RuntimeError):  # the loop of who waited is closed
-                sink(reason)
+            sink(reason)
         if self.failure is not None and self._on_end is not None:
             self._on_end()
 
