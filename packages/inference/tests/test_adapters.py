@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ds_config.errors import CheckpointError, PlanError, UnsupportedError
 from ds_inference import QuantizationOptions, SamplingParams, SchedulerConfig, load
@@ -100,3 +100,41 @@ def test_what_cannot_be_is_said(tiny: Any, tmp_path: Path) -> None:
         load(model).submit([1], adapter="y")
     with pytest.raises(UnsupportedError, match="native"):
         load(model, native=True, adapters={"x": tmp_path / "head"})
+
+
+LORA_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+LORA_B = LORA_A.replace("lora_A", "lora_B")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {LORA_A: None},
+        {LORA_B: None},
+        {LORA_A: [3, 31]},
+        {LORA_B: [30, 3]},
+        {LORA_A: [4, 32]},
+        {LORA_A: [32]},
+        {LORA_A: [0, 32], LORA_B: [32, 0]},
+        {"lora_alpha": "much"},
+        {"lora_alpha": None},
+        {"alpha_pattern": {"(": 3}},
+        {"alpha_pattern": 5},
+        [],
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused_when_it_is_read(change: Any, tiny: Any, tmp_path: Path) -> None:
+    """Sizes were seen in the first step of a request that wore it; a B alone was nothing."""
+    model = tiny("llama")
+    adapt(model, tmp_path / "one", ("q_proj", "down_proj"), 1)
+    config, weights = tmp_path / "one" / "adapter_config.json", tmp_path / "one" / "adapter_model.safetensors"
+    state = load_file(weights)
+    for name, shape in change.items() if isinstance(change, dict) else ():
+        state.pop(name, None)
+        if isinstance(shape, list):
+            state[name] = torch.ones(shape)
+    save_file(state, weights)
+    others = {k: v for k, v in change.items() if "." not in k} if isinstance(change, dict) else {}
+    config.write_text(json.dumps(json.loads(config.read_text()) | others if isinstance(change, dict) else change))
+    with pytest.raises(CheckpointError, match="one"):
+        load(model, adapters={"x": tmp_path / "one"})

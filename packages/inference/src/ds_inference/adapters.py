@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ds_config.errors import CheckpointError, UnsupportedError
-from ds_inference.decoder_weights import Prefixed, arranged
+from ds_inference.decoder_weights import Prefixed, arranged, typed_folder_errors
 from ds_inference.families import Sources
+from ds_inference.quantize import Weight
 from ds_inference.spec import DecoderSpec, ExpertsSpec, Mlp, WeightSource
 
 __all__ = ["Adapter", "read_adapter"]
@@ -45,7 +46,20 @@ class Adapter:
             a, b = delta
             y.index_add_(0, rows, ((x[rows] @ a.t()) @ b.t()).to(y.dtype))
 
+    def check(self, folder: str | PathLike[str], weights: Mapping[str, Weight]) -> None:
+        """Refuse what does not fit the model's weights, by role: no step could compute it.
 
+        Raises:
+            CheckpointError: a matrix has another size than its layer ("inference-adapter").
+        """
+        for role, (down, up) in self.deltas.items():
+            weight = weights[f"{role}.weight"]
+            layer = tuple(weight.shape) if isinstance(weight, Tensor) else (weight.rows, weight.cols)
+            if (len(up), down.shape[1]) != layer:
+                raise _misfit(folder, f"{role} is {list(layer)}, its adapter {[len(up), down.shape[1]]}")
+
+
+@typed_folder_errors
 def read_adapter(
     folder: str | PathLike[str], spec: DecoderSpec, sources: Sources, dtype: torch.dtype, device: torch.device
 ) -> Adapter:
@@ -73,8 +87,15 @@ def read_adapter(
                 fix="Merge it into the model (merge_and_unload of PEFT) and load that.",
             )
         module, part = found_name.groups()
+        other = state.get(name.replace(part, "lora_B" if part == "lora_A" else "lora_A"))
+        if other is None or tensor.dim() != 2 or other.dim() != 2:
+            raise _misfit(
+                folder, f"{name} is {list(tensor.shape)}, the other matrix of its pair {other and list(other.shape)}"
+            )
         if part == "lora_A":
-            down, up = tensor.to(device, dtype), state[name.replace("lora_A", "lora_B")].to(device, torch.float32)
+            down, up = tensor.to(device, dtype), other.to(device, torch.float32)
+            if len(down) != up.shape[1]:
+                raise _misfit(folder, f"{name} is {list(down.shape)}, the other matrix of its pair {list(up.shape)}")
             pairs[module + ".weight"] = down, (up * _scale(config, module, len(tensor))).to(dtype)
     deltas, used = {}, set[str]()
     names = Prefixed(pairs)
@@ -101,9 +122,19 @@ def read_adapter(
     return Adapter(deltas)
 
 
+def _misfit(folder: str | PathLike[str], what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the adapter in {folder} does not fit: {what}",
+        code="inference-adapter",
+        fix="Give an adapter of this very model, as PEFT's save_pretrained wrote it.",
+    )
+
+
 def _read(folder: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         config = json.loads((Path(folder) / "adapter_config.json").read_text())
+        if not isinstance(config, dict):
+            raise ValueError(f"adapter_config.json holds a {type(config).__name__}")
         return config, load_file(Path(folder) / "adapter_model.safetensors")
     except (OSError, ValueError) as error:
         raise CheckpointError(

@@ -54,7 +54,7 @@ def typed_folder_errors(read: Callable[_P, _T]) -> Callable[_P, _T]:
             no_memory = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
             fix = "Its files do not fit each other or were cut; copy or download the folder again."
             raise CheckpointError(
-                f"the model in {source} cannot be read: {type(error).__name__}: {str(error)[:500]}",
+                f"{source} cannot be read: {type(error).__name__}: {str(error)[:500]}",
                 code="inference-folder",
                 fix="Take a smaller model, or a cache of fewer tokens; or its config.json is damaged."
                 if no_memory

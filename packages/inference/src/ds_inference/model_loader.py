@@ -246,7 +246,9 @@ def read_decoder(
                 code="inference-adapter",
                 fix="Use one rank, or merge the adapter.",
             )
-        decoder.adapters[name] = read_adapter(folder, spec, sources, decoder.dtype, decoder.device)
+        adapter = read_adapter(folder, spec, sources, decoder.dtype, decoder.device)
+        adapter.check(folder, decoder.weights)
+        decoder.adapters[name] = adapter
     return decoder
 
 
