@@ -30,7 +30,7 @@ import torch
 from bench_page import filled, markdown_table
 from peers import ensure
 from quiet import Watch
-from turns import Ranks, meet
+from turns import Ranks, first_in_line, meet
 
 from ds_comm.rehearsal.fabric import as_json, fabric_from
 from ds_comm.rehearsal.rehearse_cli import rehearse
@@ -45,7 +45,7 @@ ENGINES = ["ddp", "fsdp2", "ours1", "ours2", "ours3", "deepspeed1", "deepspeed3"
 WORLDS = [2, 8, 32, 128, 512, 1024]
 LINKS = "inside=4.5,20;between=3.6,60"
 """A rank's share: an H100 computes the 3 G model of the issue in 485 ms beside 50 GB/s; this model takes 250 ms here, of which gradients are 68 MB."""
-CYCLES, STEPS = 5, 10
+ROUNDS, TURNS, STEPS = 3, 3, 10
 KEEPS = {"MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 """glibc gives the end of its heap back and takes it again, up to 40 MB a step, or does not, by where it put things: up to a third of a step of stage 3."""
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
@@ -67,7 +67,10 @@ def measured_links(backend: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "ds_comm.cli", "bench", "--nproc", "2", "--backends", backend, "--torch"]
     sizes = ["--sizes", "4K", "64K", "1M", "4M", "16M", "64M", "--seconds", "0.5", "--json", str(file)]
     environ = os.environ | KEEPS  # as the steps that are timed: gloo allocates in a collective
-    subprocess.run([*command, *sizes], check=True, stdout=subprocess.DEVNULL, env=environ)
+    with subprocess.Popen([*command, *sizes], stdout=subprocess.DEVNULL, env=environ, start_new_session=True) as bench:
+        first_in_line(bench.pid)  # as the ranks
+        if bench.wait():
+            raise RuntimeError(f"ds comm bench over {backend} ended with {bench.returncode}")
     return file
 
 
@@ -141,34 +144,44 @@ def rehearsed(engine: str, links: str, world: int, config: str = "comm") -> dict
 
 
 def true_lines(engines: list[str]) -> list[dict]:
-    """Real ranks and a rehearsed one, alive at once, in turns of some steps; links measured right before.
+    """Real ranks and a rehearsed one, alive at once, in turns of some steps, in rounds; links measured anew in each.
 
-    The host's own speed changes by a third within minutes.
+    The host's own speed changes by a third within minutes, and so does what the links of one measurement say.
     """
     lines = []
     for backend in ("gloo", "shm"):
-        for engine in engines:
-            if backend == "shm" and engine.startswith("deepspeed"):
-                continue
-            watch = Watch()
+        watch = Watch()
+        pairs: dict[str, list[tuple[dict, dict]]] = {
+            engine: [] for engine in engines if backend == "gloo" or not engine.startswith("deepspeed")
+        }
+        memory: dict[str, tuple[float, float]] = {}
+        for _ in range(ROUNDS):
             with tempfile.TemporaryDirectory() as folder:
                 place = str(measured_links(backend, Path(folder))), Path(folder)
-                found = meet(_real_and_rehearsed(engine, backend, KEEPS, *place), CYCLES, STEPS)
-                most = meet(_real_and_rehearsed(engine, backend, GIVES_BACK, *place), 1, 4)
-            if len(found) < 2 or len(most) < 2:
-                continue
-            pairs = list(zip(found["real"], found["rehearsed"], strict=True))
-            line = {"kind": "true", "engine": engine, "backend": backend, "others": watch.others()}
-            line["real_ms"] = statistics.median(turn["ms"] for turn, _ in pairs)
-            line["error"] = statistics.median(b["ms"] / a["ms"] - 1 for a, b in pairs)
-            line["real_mb"], line["rehearsed_mb"] = (most[name][-1]["peak_mb"] for name in ("real", "rehearsed"))
-            lines.append(line)
-            print(
-                f"{engine}@{backend}: real {line['real_ms']:.1f} ms, rehearsed {100 * line['error']:+.1f} %; "
-                f"{line['real_mb']:.0f} and {line['rehearsed_mb']:.0f} MB",
-                flush=True,
-            )
+                for engine in list(pairs):
+                    found = meet(_real_and_rehearsed(engine, backend, KEEPS, *place), TURNS, STEPS)
+                    if len(found) < 2:
+                        del pairs[engine]
+                        continue
+                    pairs[engine] += zip(found["real"], found["rehearsed"], strict=True)
+                    if engine not in memory:
+                        most = meet(_real_and_rehearsed(engine, backend, GIVES_BACK, *place), 1, 4)
+                        memory[engine] = (most["real"][-1]["peak_mb"], most["rehearsed"][-1]["peak_mb"])
+        lines += [_true_line(engine, backend, pairs[engine], memory[engine], watch.others()) for engine in pairs]
     return lines
+
+
+def _true_line(
+    engine: str, backend: str, pairs: list[tuple[dict, dict]], memory: tuple[float, float], others: float | None
+) -> dict:
+    quotients = sorted(rehearsed["ms"] / real["ms"] - 1 for real, rehearsed in pairs)
+    real_ms, error = statistics.median(real["ms"] for real, _ in pairs), statistics.median(quotients)
+    shown = ", ".join(f"{100 * quotient:+.0f}" for quotient in quotients)
+    print(
+        f"{engine}@{backend}: real {real_ms:.1f} ms, rehearsed {100 * error:+.1f} % ({shown}); {memory} MB", flush=True
+    )
+    line = {"kind": "true", "engine": engine, "backend": backend, "others": others, "real_ms": real_ms, "error": error}
+    return line | {"real_mb": memory[0], "rehearsed_mb": memory[1]}
 
 
 def _real_and_rehearsed(

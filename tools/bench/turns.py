@@ -37,6 +37,12 @@ class Hosts(Protocol):
         """What runs `command` on the host of a rank."""
 
 
+def first_in_line(pid: int) -> None:
+    """Let the session of a process go before others of the machine, where the kernel groups by sessions and lets us say so."""
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/autogroup").write_text("-15")
+
+
 class Ranks:
     """The processes of one engine: `command` once per rank, with the variables that torch's rendezvous wants.
 
@@ -67,8 +73,7 @@ class Ranks:
         ]  # fmt: skip
         # From the start, so that a run is short; the rank itself says it again around what is timed.
         for p in self.processes:
-            with contextlib.suppress(OSError):
-                Path(f"/proc/{p.pid}/autogroup").write_text("-15")
+            first_in_line(p.pid)
 
     def answers(self) -> list[dict]:
         """The next line of JSON of every rank.

@@ -204,6 +204,25 @@ def test_bench_alone_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None
     assert "--nproc 2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+        {"PMI_RANK": "0", "PMI_SIZE": "1"},
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+    ],
+    ids=["torchrun", "mpich", "openmpi"],
+)
+def test_bench_under_a_launcher_starts_no_ranks_of_its_own(launcher, monkeypatch) -> None:
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    ran: list[str] = []
+    monkeypatch.setattr(cli, "_start_ranks", lambda args: ran.append("started") or 0)
+    monkeypatch.setattr(cli, "_bench", lambda args: ran.append("joined") or 0)
+    assert cli.main(arguments("bench")) == 0
+    assert ran == ["joined"]
+
+
 def test_the_commands_own_list_of_operations_is_the_sweeps() -> None:
     assert tuple(sweep.OPERATIONS) == cli.OPERATIONS + cli.TORCH_OPERATIONS
 

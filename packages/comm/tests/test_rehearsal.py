@@ -13,6 +13,7 @@ import pytest
 from ds_comm.rehearsal import rehearse_cli
 from ds_comm.rehearsal.fabric import Passage
 from ds_comm.rehearsal.pacing import HostPacer, Trip
+from ds_comm.rehearsal.peer_skew import PeerSkew
 from ds_comm.rehearsal.rehearsal_report import result_from, table
 from ds_comm.rehearsal.rehearse_cli import rehearse
 from ds_config.errors import CommError, ConfigError
@@ -85,6 +86,23 @@ def test_what_a_script_asked_for_is_known(staged, asked, of_group, found):
     """)
 
 
+@pytest.mark.parametrize(
+    ("backend", "copies"), [("gloo", True), ("cpu:gloo,cuda:nccl", True), (None, True), ("mpi", False)]
+)
+def test_gloo_reduces_a_copy_of_what_it_scatters(staged, backend, copies):
+    """torch's gloo has no reduce-scatter: it needs memory for another input, and so does its rehearsal."""
+    staged(f"""
+        from ds_comm.rehearsal.rehearsal_group import RehearsalGroup
+        dist.init_process_group({backend!r})
+        own, parts = RehearsalGroup._part, []
+        RehearsalGroup._part = lambda self, out, inp, op: (parts.append(inp), own(self, out, inp, op))
+        out, inp = torch.empty(2), torch.arange(32.0)
+        dist.reduce_scatter_tensor(out, inp)
+        assert (parts[0].data_ptr() != inp.data_ptr()) == {copies}
+        assert out.equal(16 * inp[2 * dist.get_rank() :][:2]), out
+    """)
+
+
 def test_memory_of_an_operation_that_ended_is_free_for_the_next(staged):
     staged("""
         import weakref
@@ -114,17 +132,36 @@ def test_who_computes_on_the_core_of_a_transport_delays_it(share, least_s, monke
 
 def test_latencies_of_operations_overlap():
     pacer = HostPacer()
-    trips = [Trip("all_reduce", "world", "", 2, 0, Passage(0.05, 0.01, 0.0), lambda: None, ()) for _ in range(5)]
+    trips = [Trip("all_reduce", "world", "", 2, 0, Passage(0.5, 0.01, 0.0), lambda: None, ()) for _ in range(5)]
     works = [pacer.start(trip) for trip in trips]
     assert not works[0].is_completed()
     for work in works:
         work.wait()
     starts, ends = [t.start_s for t in trips], [t.end_s for t in trips]
     assert all(b - a >= 0.0099 for a, b in pairwise(starts))
-    assert all(end - start >= 0.0495 for start, end in zip(starts, ends, strict=True))
+    assert all(end - start >= 0.495 for start, end in zip(starts, ends, strict=True))
     assert ends == sorted(ends)
-    assert starts[-1] < ends[0]  # one after the other they would take 0.25 s
+    assert starts[-1] < ends[0]  # one after the other they would take 2.5 s
     assert [record.end_s for record in pacer.settle()] == ends
+    pacer.close()
+
+
+def test_an_operation_begins_when_the_last_rank_comes_to_it():
+    skew = PeerSkew(1)
+    pacer = HostPacer(skew)
+
+    def step(computing_s: float) -> Trip:
+        trip = Trip("all_reduce", "world", "", 2, 8, Passage(0.001, 0.001, 0.0), lambda: None, ())
+        time.sleep(computing_s)
+        pacer.start(trip).wait()
+        skew.end_step()
+        return trip
+
+    for computing_s in (0.05, 0.05, 0.05):  # two of warming up and one to draw from
+        step(computing_s)
+    began_s = pacer.now()
+    trip = step(0.01)
+    assert trip.start_s - began_s >= 0.045
     pacer.close()
 
 

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ds_comm.launch import read_launch
 from ds_config.errors import DsError
 from ds_config.sizes import parse_bytes, size_argument
 
@@ -75,7 +76,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         if args.what == "debug":
             return _debug(args)
-        if args.nproc > 1 and "RANK" not in os.environ:
+        if args.nproc > 1 and read_launch(os.environ) is None:
             return _start_ranks(args)
         return _bench(args)
     except DsError as error:

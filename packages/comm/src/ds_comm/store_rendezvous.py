@@ -63,7 +63,7 @@ def rendezvous(launch: LaunchedProcess, limit_s: float) -> tuple[dist.Store, dic
     except (dist.DistError, OSError, ValueError) as error:
         raise CommError(
             f"rank {launch.rank} of {launch.world_size} ({launch.launcher}) could not reach the others at "
-            f"{address}:{launch.port} within {limit_s:.0f} s: {str(error).splitlines()[0]}",
+            f"{address}:{launch.port} in {time.monotonic() + limit_s - end_s:.0f} of {limit_s:.0f} s: {str(error).splitlines()[0]}",
             code="comm-rendezvous",
             fix="Check that all ranks were started and came as far as init_distributed, that rank 0's host is reachable and that "
             "no other job uses this port.",

@@ -96,6 +96,8 @@ class Fabric:
         flows: Likewise, how long an operation keeps the links from the next one. Without, the whole time: latencies do not overlap.
         busy: Likewise, how long a core of the host is busy with an operation. Without, not at all.
         curve_ranks: Of the world that was measured.
+        uneven: Whether ranks wait for each other's uneven steps, as those of the rehearsed rank are (on a CPU). Only where links were measured:
+            what a preset's ranks compute on is not this host.
     """
 
     name: str
@@ -107,6 +109,7 @@ class Fabric:
     flows: Mapping[str, Curve] = field(default_factory=dict)
     busy: Mapping[str, Curve] = field(default_factory=dict)
     curve_ranks: int = 2
+    uneven: bool = False
 
     def span(self, ranks: Sequence[int]) -> GroupSpan:
         """Return on which nodes `ranks` of the world are."""
@@ -325,7 +328,7 @@ def _from_bench(rows: list[Any], name: str) -> Fabric:
     link = _checked(Link(speed, least / _MICRO, "ds comm bench"), name)
     ordered = ({op: tuple(sorted(times.items())) for op, times in by_op.items()} for by_op in figures.values())
     times, flows, busy = ordered
-    return Fabric(name, ranks, link, link, curves=times, flows=flows, busy=busy, curve_ranks=ranks)
+    return Fabric(name, ranks, link, link, curves=times, flows=flows, busy=busy, curve_ranks=ranks, uneven=True)
 
 
 def _checked(link: Link, where: str) -> Link:

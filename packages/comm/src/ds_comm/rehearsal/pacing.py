@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_comm.rehearsal.fabric import Passage
+from ds_comm.rehearsal.peer_skew import PeerSkew
 from ds_comm.rehearsal.traffic import LinkTransfer
 
 __all__ = ["HostPacer", "PacedWork", "Pacer", "Trip"]
@@ -38,6 +39,7 @@ class Trip:
         passage: What it takes of time, of the links and of a core.
         move: What it does to this rank's memory.
         tensors: Its results. Records are kept until the end of a rehearsal, memory is not: see `release_memory`.
+        ready_s: When the last of the ranks has come to it.
     """
 
     op: str
@@ -48,6 +50,7 @@ class Trip:
     passage: Passage
     move: Callable[[], None]
     tensors: Sequence[Tensor]
+    ready_s: float = 0.0
     start_s: float = 0.0
     end_s: float = 0.0
     exposed_s: float = 0.0
@@ -57,6 +60,11 @@ class Trip:
     def release_memory(self) -> None:
         """Drop the references to tensors. Afterwards only the work holds the results, as a real backend's does."""
         self.move, self.tensors = _nothing, ()
+
+
+def _sleep_until(then_s: float) -> None:
+    if (idle := then_s - _SLEEP_MARGIN_S / 2 - time.perf_counter()) > 0:
+        time.sleep(idle)
 
 
 def _nothing() -> None:
@@ -95,10 +103,15 @@ class Pacer(ABC):
 
 
 class HostPacer(Pacer):
-    """A thread that carries one operation after the other, and computes as long for each as a transport does."""
+    """A thread that carries one operation after the other, and computes as long for each as a transport does.
 
-    def __init__(self) -> None:
+    Args:
+        skew: Of the other ranks; None: they come to every operation when this one does.
+    """
+
+    def __init__(self, skew: PeerSkew | None = None) -> None:
         super().__init__()
+        self._skew = skew
         self._landing: queue.SimpleQueue[Trip | None] = queue.SimpleQueue()
         self._lander: threading.Thread | None = None
         self._queue: queue.SimpleQueue[Trip | None] = queue.SimpleQueue()
@@ -111,9 +124,18 @@ class HostPacer(Pacer):
             self._thread = threading.Thread(target=self._carry, name="ds-rehearsal", daemon=True)
             self._thread.start()
         work = PacedWork(trip, self)
+        now_s = self.now()
+        trip.ready_s = now_s if self._skew is None else now_s + self._skew.issue((trip.op, trip.nbytes), now_s)
         self._queue.put(trip)
         self._waited.append(trip)
         return work
+
+    def waited(self, trip: Trip, began_s: float) -> None:
+        """Count what a caller has waited for an operation since `began_s`."""
+        now_s = self.now()
+        trip.exposed_s += now_s - began_s
+        if self._skew is not None:
+            self._skew.wait(began_s, now_s, trip.end_s)
 
     def settle(self) -> list[LinkTransfer]:
         waited, self._waited = self._waited, []
@@ -135,6 +157,7 @@ class HostPacer(Pacer):
     def _carry(self) -> None:
         torch.set_num_threads(1)
         while (trip := self._queue.get()) is not None:
+            _sleep_until(trip.ready_s)
             trip.start_s, busy_from_s = self.now(), time.thread_time()
             try:
                 with torch.no_grad():
@@ -156,8 +179,7 @@ class HostPacer(Pacer):
 
     def _let_arrive(self) -> None:
         while (trip := self._landing.get()) is not None:
-            if (idle := trip.start_s + trip.passage.seconds - _SLEEP_MARGIN_S / 2 - self.now()) > 0:
-                time.sleep(idle)
+            _sleep_until(trip.start_s + trip.passage.seconds)
             self._arrive(trip)
 
     def _arrive(self, trip: Trip) -> None:
@@ -190,11 +212,9 @@ class PacedWork(dist.Work):
         return self._trip.done.is_set() and self._trip.error is None
 
     def wait(self, timeout: Any = None) -> bool:
-        trip = self._trip
-        if not trip.done.is_set():
-            began_s = self._pacer.now()
-            trip.done.wait()
-            trip.exposed_s += self._pacer.now() - began_s
+        trip, began_s = self._trip, self._pacer.now()
+        trip.done.wait()
+        self._pacer.waited(trip, began_s)
         if trip.error is not None:
             raise trip.error
         return True

@@ -58,12 +58,22 @@ class RehearsalGroup(PythonProcessGroup):
         rank, size: Of the group.
         pacers: Returns who carries tensors of a device type.
         book: What ranks that were rehearsed before sent.
+        cpu_backend: Of torch, for which the group stands where tensors are on the CPU.
     """
 
     backend = "rehearsal"
 
-    def __init__(self, rank: int, size: int, fabric: Fabric, pacers: Callable[[str], Pacer], book: MessageBook) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        fabric: Fabric,
+        pacers: Callable[[str], Pacer],
+        book: MessageBook,
+        cpu_backend: str = "",
+    ) -> None:
         super().__init__(rank, size)
+        self._copies_to_reduce = cpu_backend == "gloo"  # it has no reduce-scatter: it all-reduces a copy
         self._book = book
         self._fabric, self._pacers = fabric, pacers
         self._members: tuple[int, ...] = ()
@@ -144,8 +154,7 @@ class RehearsalGroup(PythonProcessGroup):
         return self._send_off("gather", _bytes(inputs) * self._size, move, flat or inputs)
 
     def _reduce_scatter_base(self, output: Tensor, inp: Tensor, opts: Any = None) -> dist.Work:
-        op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
-        return self._send_off("reduce_scatter", inp.nbytes, lambda: self._part(output, inp, op), [output])
+        return self.reduce_scatter_tensor_coalesced([output], [inp], opts)
 
     reduce_scatter_single = _reduce_scatter_base
     reduce_scatter_base = _reduce_scatter_base
@@ -157,7 +166,8 @@ class RehearsalGroup(PythonProcessGroup):
 
         def move() -> None:
             for out, inp in zip(outputs, inputs, strict=True):
-                self._part(out, inp, op)
+                copied = inp.clone() if self._copies_to_reduce and inp.device.type == "cpu" else inp
+                self._part(out, copied, op)
 
         return self._send_off("reduce_scatter", _bytes(inputs), move, outputs)
 

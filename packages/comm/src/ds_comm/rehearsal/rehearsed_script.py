@@ -21,7 +21,13 @@ from torch import nn
 
 from ds_comm.rehearsal.fabric import Curve, Fabric, Link
 from ds_comm.rehearsal.rehearsal_group import MissingRankError
-from ds_comm.rehearsal.staging import RehearsalOptions, rehearsal_traffic, start_rehearsal, stop_rehearsal
+from ds_comm.rehearsal.staging import (
+    RehearsalOptions,
+    end_rehearsed_step,
+    rehearsal_traffic,
+    start_rehearsal,
+    stop_rehearsal,
+)
 from ds_comm.rehearsal.step_marks import StepClock
 from ds_config.errors import DsError
 
@@ -40,6 +46,7 @@ def main(argv: list[str]) -> int:
     mark, seconds = _clock(device)
 
     def ended(steps: int) -> None:
+        end_rehearsed_step()
         if steps == order["warm_up"] and device is not None:
             torch.cuda.reset_peak_memory_stats(device)
         if steps >= order["warm_up"] + order["steps"]:

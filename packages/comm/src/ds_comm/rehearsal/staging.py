@@ -21,6 +21,7 @@ from ds_comm.rehearsal.fabric import Fabric
 from ds_comm.rehearsal.lone_store import LoneStore
 from ds_comm.rehearsal.message_book import MessageBook
 from ds_comm.rehearsal.pacing import HostPacer, Pacer
+from ds_comm.rehearsal.peer_skew import PeerSkew
 from ds_comm.rehearsal.rehearsal_group import LABEL, MissingRankError, RehearsalGroup
 from ds_comm.rehearsal.traffic import LinkTransfer
 from ds_comm.single import SINGLE
@@ -31,6 +32,7 @@ from ds_config.rehearsing import is_rehearsal, set_rehearsal
 __all__ = [
     "RehearsalOptions",
     "asked_backends",
+    "end_rehearsed_step",
     "is_rehearsal",
     "rehearsal_traffic",
     "start_rehearsal",
@@ -84,9 +86,11 @@ class _Staging:
     def __init__(self, options: RehearsalOptions) -> None:
         self.options = options
         self.pacers: dict[str, Pacer] = {}
+        self.skew = PeerSkew(options.world_size - 1) if options.fabric.uneven else None
         self.store = LoneStore()
         self.book = MessageBook(options.messages, options.rank)
         self.script_backend = ""
+        self.cpu_backend = ""  # of the group that is being made
         self.backend_by_group: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
         self._replaced: list[tuple[Any, str, Any]] = []
         self._environment: dict[str, str | None] = {}
@@ -99,7 +103,7 @@ class _Staging:
     def _pacer(self, device_type: str) -> Pacer:
         fabric = self.options.fabric
         if device_type == "cpu":
-            return HostPacer()
+            return HostPacer(self.skew)
         if device_type != "cuda":
             raise CommError(
                 f"a rehearsal with tensors on {device_type}",
@@ -188,16 +192,30 @@ def rehearsal_traffic() -> list[LinkTransfer]:
     return [record for stage in _stage for pacer in stage.pacers.values() for record in pacer.settle()]
 
 
+def end_rehearsed_step() -> None:
+    """Note that a training step has ended: the other ranks are followed step by step."""
+    for stage in _stage:
+        if stage.skew is not None:
+            stage.skew.end_step()
+
+
 def asked_backends(pg: dist.ProcessGroup) -> dict[str, str]:
     """Return the backend of each device type that was asked for when `pg` was made: in a rehearsal another one carries the tensors."""
     names = backend_names(pg)
     for stage in _stage:
         backend_name = stage.backend_by_group.get(pg, "")
         if ":" in backend_name:
-            return dict(part.split(":", 1) for part in backend_name.split(","))
-        default = dist.Backend.default_device_backend_map
-        return {device: backend_name or default.get(device, name) for device, name in names.items()}
+            return _by_device(backend_name)
+        return names | {device: name for device, name in _by_device(backend_name).items() if device in names}
     return names
+
+
+def _by_device(backend_name: str) -> dict[str, str]:
+    """Return the backend of each device type: of `gloo`, of `cpu:gloo,cuda:nccl`, or torch's choice where nothing is named."""
+    if ":" in backend_name:
+        return dict(part.split(":", 1) for part in backend_name.split(","))
+    default = dist.Backend.default_device_backend_map
+    return {device: backend_name or name for device, name in default.items()}
 
 
 class RehearsalTransport(Transport):
@@ -216,7 +234,7 @@ class RehearsalTransport(Transport):
 
 def _group(store: dist.Store, rank: int, size: int, timeout: Any) -> RehearsalGroup:
     (stage,) = _stage
-    return RehearsalGroup(rank, size, stage.options.fabric, stage.pacer, stage.book)
+    return RehearsalGroup(rank, size, stage.options.fabric, stage.pacer, stage.book, cpu_backend=stage.cpu_backend)
 
 
 def _rehearsed_helper(helper: Callable[..., Any], stage: _Staging) -> Callable[..., Any]:
@@ -235,6 +253,7 @@ def _rehearsed_helper(helper: Callable[..., Any], stage: _Staging) -> Callable[.
         if str(backend) != SINGLE:
             backend, options["backend_options"] = dist.Backend(BACKEND), None
         options["device_id"] = None
+        stage.cpu_backend = _by_device(backend_name).get("cpu", "")
         created = helper(group_size, group_rank, global_ranks_in_group, backend, stage.store, group_name, **options)
         if isinstance(created[0], dist.ProcessGroup):
             stage.backend_by_group[created[0]] = backend_name
