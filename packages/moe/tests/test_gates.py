@@ -1,6 +1,9 @@
 """The gates against DeepSpeed's formulas, written out token by token, on drawn logits."""
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -105,8 +108,9 @@ def test_top2(tokens: int, experts: int, factor: float) -> None:
 
 @pytest.mark.parametrize(("tokens", "experts"), [(16, 4), (33, 8), (7, 3)])
 @pytest.mark.parametrize("policy", ["probs", "position"])
-def test_topk(tokens: int, experts: int, policy: str) -> None:
-    logits, k = logits_of(tokens, experts, 4), 3
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_topk(tokens: int, experts: int, k: int, policy: str) -> None:
+    logits = logits_of(tokens, experts, 4)
     p = [softmax(row) for row in logits.tolist()]
     chosen = [tuple(sorted(range(experts), key=lambda e, row=row: -row[e])[:k]) for row in p]
     width = capacity(tokens, experts, 0.6 * k, 1)
@@ -125,6 +129,32 @@ def test_topk(tokens: int, experts: int, policy: str) -> None:
     torch.testing.assert_close(weights.double(), dense(entries, tokens, experts, width), atol=1e-6, rtol=1e-6)
     assert counts.tolist() == [sum(e in c for c in chosen) for e in range(experts)]
     assert loss.item() == pytest.approx(loss_of(p, chosen, experts, k), abs=1e-5)
+
+
+@pytest.mark.parametrize("drop_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("form", "k"),
+    [
+        (partial(top1gating, use_rts=False), 1),
+        (partial(top2gating, top2_2nd_expert_sampling=False), 2),
+        (partial(topkgating, k=2), 2),
+        (partial(topkgating, k=3, drop_policy="position"), 3),
+    ],
+)
+def test_sparse_routes_are_the_entries_of_the_dense_form(form: Callable[..., Any], k: int, drop_tokens: bool) -> None:
+    options = {"logits": logits_of(33, 8, 7), "capacity_factor": 0.5, "min_capacity": 1, "drop_tokens": drop_tokens}
+    loss, weights, _, counts = form(**options)
+    thin, width, number, experts, places, gates, same = form(**options, sparse_routes=True)
+    assert (thin, width, number) == (loss, weights.shape[2], 8)
+    assert torch.equal(counts, same)
+    assert experts.shape == places.shape == gates.shape == (k, 33)
+    assert (experts < 0).any() == drop_tokens
+    built = torch.zeros_like(weights)
+    for choice in range(k):
+        for token in range(33):
+            if experts[choice, token] >= 0:
+                built[token, experts[choice, token], places[choice, token]] = gates[choice, token]
+    assert torch.equal(built, weights)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -232,7 +262,7 @@ def test_equal_probabilities_keep_the_tokens_that_topk_finds() -> None:
         lambda: gate(torch.zeros(3, 2), GateRule(1), NoiseStream("x"), torch.ones(4)),
         lambda: GateRule(0),
         lambda: GateRule(capacity_factor=0.0),
-        lambda: topkgating(torch.zeros(3, 4), 2, 1.0, 1),
+        lambda: topkgating(torch.zeros(3, 4), 5, 1.0, 1),
     ],
 )
 def test_what_cannot_be_is_said(wrong: object) -> None:

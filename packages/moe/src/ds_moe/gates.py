@@ -10,7 +10,7 @@ batch may be smaller than the minimal capacity.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ class GateRule:
         z_loss: Of the z-loss, so many times are added to the loss.
         expert_choice: Experts choose tokens; see `ds_moe.expert_choice`.
         bias_rate: Experts are chosen by scores plus a bias, which moves by this much a step.
+        general: One or two choices by the rules of more (`topkgating`): every choice counts in the loss, and weights add up to 1.
     """
 
     k: int = 1
@@ -55,6 +56,12 @@ class GateRule:
     z_loss: float = 0.0
     expert_choice: bool = False
     bias_rate: float = 0.0
+    general: bool = False
+
+    @property
+    def form(self) -> int:
+        """Whose rules: 1 top-1's, 2 top-2's, 3 top-k's."""
+        return 3 if self.general else min(self.k, 3)
 
     def __post_init__(self) -> None:
         if self.k < 1 or self.capacity_factor <= 0 or self.min_capacity < 0:
@@ -64,7 +71,7 @@ class GateRule:
             )
         if self.z_loss < 0 or self.bias_rate < 0:
             raise bad_routing(f"z_loss {self.z_loss}, bias_rate {self.bias_rate}", "Use 0 or more.")
-        drawn = self.noise == "RSample" or (self.k == 2 and self.second_sampling)
+        drawn = self.noise == "RSample" or (self.form == 2 and self.second_sampling)
         if self.bias_rate and (drawn or self.expert_choice):
             raise bad_routing(
                 f"a bias with noise {self.noise}, second_sampling {self.second_sampling}, expert_choice {self.expert_choice}",
@@ -118,13 +125,13 @@ def gate(
     if experts is None:
         experts = _choose(logits, scores, rule, stream, bias)
     # GShard's loss looks at first choices.
-    counted = torch.zeros_like(scores).scatter_(1, experts[:, :1] if rule.k == 2 else experts, 1.0)
+    counted = torch.zeros_like(scores).scatter_(1, experts[:, :1] if rule.form == 2 else experts, 1.0)
     asking, keep_mask, capacity = experts, None, None
     if used_token is not None:
         keep_mask = (used_token != 0)[:, None]
         counted = counted * keep_mask
         asking = experts.masked_fill(~keep_mask, count)
-    loss = load_balancing_loss(scores, counted, 1 if rule.k == 2 else rule.k) + _z_term(logits, used_token, rule)
+    loss = load_balancing_loss(scores, counted, 1 if rule.form == 2 else rule.k) + _z_term(logits, used_token, rule)
     counts = _counts(asking, count)
     if rule.drop_tokens:
         capacity = capacity_of(tokens, count, rule.capacity_factor * rule.k, rule.min_capacity)
@@ -133,7 +140,7 @@ def gate(
     weights = scores.gather(1, experts)
     if keep_mask is not None:
         weights = weights.masked_fill(~keep_mask, 0.0)
-    if rule.k > 1:
+    if rule.form > 1:
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
     return RouterOutput(experts, weights, counts, loss, scores.detach(), keep_mask, capacity)
 
@@ -150,13 +157,13 @@ def _z_term(logits: Tensor, used_token: Tensor | None, rule: GateRule) -> Tensor
 
 
 def _choose(logits: Tensor, scores: Tensor, rule: GateRule, stream: NoiseStream, bias: Tensor | None) -> Tensor:
-    """Choose k experts for each token, int64 [T, k]. Of equal experts the lowest wins; for k > 2 torch.topk decides."""
+    """Choose k experts for each token, int64 [T, k]. Of equal experts the lowest wins; by top-k's rules torch.topk decides."""
     if bias is not None:
         return (scores.detach() + bias).sort(dim=-1, descending=True, stable=True).indices[:, : rule.k]
-    if rule.k == 1:
+    if rule.form == 1:
         noisy = logits + gumbel(logits.shape, stream, logits.device) if rule.noise == "RSample" else scores
         return noisy.detach().argmax(-1, keepdim=True)
-    if rule.k == 2:
+    if rule.form == 2:
         first = scores.detach().argmax(-1, keepdim=True)
         rest = logits.detach()
         if rule.second_sampling:
@@ -171,22 +178,22 @@ def _room(experts: Tensor, scores: Tensor, capacity: int, rule: GateRule, stream
     Args:
         experts: int64 [T, k], each in 0..E; E for those that do not count.
     """
-    if rule.k == 2 or (rule.k > 2 and rule.drop_policy == "position"):
+    if rule.form == 2 or (rule.form == 3 and rule.drop_policy == "position"):
         return positions(experts, scores.shape[1], _order(experts, rule)) < capacity
     tokens, count = scores.shape
     mask = torch.zeros(tokens, count + 1, dtype=torch.int64, device=scores.device).scatter_(1, experts, 1)[:, :count]
-    if rule.k > 2:
+    if rule.form == 3:
         ranked = torch.where(mask.bool(), scores, 0.0)
     else:
         ranked = mask * stream.uniform(mask.shape, mask.device) if rule.use_rts else mask
-    places = torch.topk(ranked, min(capacity, tokens), dim=0, sorted=rule.k == 1).indices  # as the original calls it
+    places = torch.topk(ranked, min(capacity, tokens), dim=0, sorted=rule.form == 1).indices  # as the original calls it
     room = torch.zeros_like(mask, dtype=torch.bool).scatter_(0, places, True) & mask.bool()
     return torch.nn.functional.pad(room, (0, 1)).gather(1, experts)
 
 
 def _order(experts: Tensor, rule: GateRule) -> Tensor | None:
     """Order the choices by their priority at an expert, first to last; None for the order of their numbers."""
-    if rule.k != 2:
+    if rule.form != 2:
         return None
     # All first choices before all second ones.
     return torch.arange(experts.numel(), device=experts.device).view(experts.shape).t().reshape(-1)
@@ -200,8 +207,6 @@ def _counts(experts: Tensor, count: int) -> Tensor:
 
 # ---- the dense form --------------------------------------------------------------------------------------------------
 
-Dense = tuple[Tensor, Tensor, Tensor, Tensor]
-
 
 def top1gating(
     logits: Tensor,
@@ -212,14 +217,18 @@ def top1gating(
     drop_tokens: bool = True,
     use_rts: bool = True,
     ep_group: GroupLike = None,
-) -> Dense:
+    sparse_routes: bool = False,
+) -> tuple[Any, ...]:
     """Compute (loss, weights [T, E, C], mask [T, E, C], counts [E]) of the top-1 gate; C is the capacity.
 
-    Cost: T * E * C elements, which no layer here needs; without capacity a MAX over `ep_group`, if one is given.
+    Args:
+        sparse_routes: Compute (loss, C, E, experts, places, weights, counts) instead: int32 [k, T], the expert of each choice, -1 where it
+            was dropped, its place there, and its weight.
+    Cost: T * E * C elements, unless sparse, which no layer here needs; without capacity a MAX over `ep_group`, if one is given.
     """
     noise: Noise = "RSample" if noisy_gate_policy == "RSample" else None
     rule = GateRule(1, capacity_factor, min_capacity, drop_tokens, use_rts, noise)
-    return _dense(gate(logits, rule, NoiseStream("top1gating"), used_token), rule, ep_group)
+    return _outputs(gate(logits, rule, NoiseStream("top1gating"), used_token), rule, ep_group, sparse_routes)
 
 
 def top2gating(
@@ -229,10 +238,11 @@ def top2gating(
     drop_tokens: bool = True,
     ep_group: GroupLike = None,
     top2_2nd_expert_sampling: bool = True,
-) -> Dense:
+    sparse_routes: bool = False,
+) -> tuple[Any, ...]:
     """Compute the outputs of `top1gating` for a gate with two choices."""
     rule = GateRule(2, capacity_factor, min_capacity, drop_tokens, second_sampling=top2_2nd_expert_sampling)
-    return _dense(gate(logits, rule, NoiseStream("top2gating")), rule, ep_group)
+    return _outputs(gate(logits, rule, NoiseStream("top2gating")), rule, ep_group, sparse_routes)
 
 
 def topkgating(
@@ -243,26 +253,32 @@ def topkgating(
     drop_tokens: bool = True,
     ep_group: GroupLike = None,
     drop_policy: Literal["probs", "position"] = "probs",
-) -> Dense:
-    """Compute the outputs of `top1gating` for k choices of the highest probability; meant for k > 2."""
-    if k < 3:
-        raise bad_routing(f"topkgating with k = {k}", "Use top1gating or top2gating, whose losses differ.")
-    rule = GateRule(k, capacity_factor, min_capacity, drop_tokens, drop_policy=drop_policy)
-    return _dense(gate(logits, rule, NoiseStream("topkgating")), rule, ep_group)
+    sparse_routes: bool = False,
+) -> tuple[Any, ...]:
+    """Compute the outputs of `top1gating` for k choices of the highest probability; one or two have the loss and weights of more."""
+    rule = GateRule(k, capacity_factor, min_capacity, drop_tokens, drop_policy=drop_policy, general=True)
+    return _outputs(gate(logits, rule, NoiseStream("topkgating")), rule, ep_group, sparse_routes)
 
 
-def _dense(routed: RouterOutput, rule: GateRule, group: GroupLike) -> Dense:
+def _outputs(routed: RouterOutput, rule: GateRule, group: GroupLike, sparse: bool) -> tuple[Any, ...]:
     tokens, count = routed.scores.shape
     capacity = routed.capacity
     if capacity is None:
         most = routed.counts.max() if tokens else routed.counts.new_zeros(())
         if group is not None and as_group(group).size > 1:
             all_reduce(most, ReduceOp.MAX, as_group(group), unit="moe capacity")
-        capacity = min(int(most), tokens) if rule.k == 1 else int(most)
+        capacity = min(int(most), tokens) if rule.form == 1 else int(most)
     # GShard numbers the places of two choices before it drops any; the others number what is kept.
     order = _order(routed.experts, rule)
     gone = torch.zeros_like(routed.experts, dtype=torch.bool) if routed.kept_mask is None else ~routed.kept_mask
-    place = positions(routed.experts if rule.k == 2 else routed.experts.masked_fill(gone, count), count, order)
+    place = positions(routed.experts if rule.form == 2 else routed.experts.masked_fill(gone, count), count, order)
+    if sparse:
+        routes = (
+            routed.experts.masked_fill(gone, -1).t().int(),
+            place.masked_fill(gone, 0).t().int(),
+            routed.weights.t(),
+        )
+        return routed.loss, capacity, count, *routes, routed.counts
     width = max(capacity, 1)
     flat = torch.zeros(tokens, (count + 1) * width, dtype=routed.weights.dtype, device=routed.weights.device)
     at = (routed.experts * width + place.clamp(max=width - 1)).masked_fill(gone, count * width)
