@@ -595,6 +595,12 @@ def test_files_by_upstreams_handle(tmp_path):
     assert torch.equal(part, data[100:200])
     with pytest.raises(OSError, match="nothing"):
         handle.sync_pread(part, str(tmp_path / "nothing"))
+    locked = handle.new_cpu_locked_tensor(4096, part)
+    assert (locked.shape, locked.dtype) == ((4096,), torch.float32)
+    other = AsyncIOBuilder().load().aio_handle()
+    assert handle.is_pinned(locked)
+    assert other.is_pinned(locked[1024:2048])  # from a page's beginning
+    assert not handle.is_pinned(locked[1:])
 
 
 def test_small_modules_of_upstreams():

@@ -334,8 +334,9 @@ def test_activation_checkpointing(options, caplog):
 
 @pytest.mark.usefixtures("unconfigured")
 def test_buffers_of_contiguous_checkpointing_run_out():
-    with pytest.raises(ConfigError, match="number_checkpoints"):
+    with pytest.raises(ConfigError, match="number_checkpoints: the number of layers") as caught:
         deepspeed.checkpointing.configure(contiguous_checkpointing=True)
+    assert isinstance(caught.value, AssertionError)
     deepspeed.checkpointing.configure(contiguous_checkpointing=True, num_checkpoints=1)
     with pytest.raises(PlanError, match="number_checkpoints = 1"):
         checkpointed(deepspeed.checkpointing.checkpoint)

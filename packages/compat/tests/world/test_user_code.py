@@ -176,19 +176,23 @@ class Sinusoid(nn.Module):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_buffers_are_cast_with_the_model_unless_the_configuration_says_theirs(stage: int) -> None:
+def test_buffers_keep_their_format_but_beside_running_statistics_or_where_the_configuration_says_theirs(
+    stage: int,
+) -> None:
     import deepspeed
 
     config = settings(stage, bf16={"enabled": True})
-    for model in (Sinusoid(), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))):
-        engine, *_ = deepspeed.initialize(model=model, config=config)
+    narrow = config | {"data_types": {"buffer_dtype": "bf16"}}
+    for model, chosen in ((Sinusoid(), narrow), (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), config)):
+        engine, *_ = deepspeed.initialize(model=model, config=chosen)
         loss = engine(torch.ones(2, 4).bfloat16()).sum()
         assert loss.dtype is torch.bfloat16
         engine.backward(loss)
         engine.step()
         engine.destroy()
-    engine, *_ = deepspeed.initialize(model=Sinusoid(), config=config | {"data_types": {"buffer_dtype": "fp32"}})
+    engine, *_ = deepspeed.initialize(model=Sinusoid(), config=config)
     assert engine.module.table.dtype is torch.float32
+    assert engine._config.buffer_dtype is engine._config.param_dtype is None
     with pytest.raises(RuntimeError, match="dtype") as error:
         engine(torch.ones(2, 4).bfloat16())
     assert "1 floating-point buffers are wider (table)" in error.value.__notes__[0]

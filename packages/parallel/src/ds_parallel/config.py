@@ -50,7 +50,9 @@ class ActivationCheckpointingConfig(StrictModel):
     @model_validator(mode="after")
     def _sized(self) -> Self:
         if self.contiguous_memory_optimization and self.number_checkpoints is None:
-            raise ValueError("contiguous_memory_optimization needs number_checkpoints: how many buffers to make")
+            raise ValueError(
+                "contiguous_memory_optimization needs number_checkpoints: the number of layers, for each of which a buffer is made"
+            )
         return self
 
     @property

@@ -114,6 +114,8 @@ _TOLD: Mapping[str, Callable[[DeepSpeedConfig], Any]] = {
     "pld_enabled": lambda c: bool(section_of(c._param_dict, "progressive_layer_drop").get("enabled", False)),
     "pld_params": lambda c: dict(section_of(c._param_dict, "progressive_layer_drop")) or False,
     "grad_accum_dtype": lambda c: c.model.data_types.grad_accum_dtype,
+    "param_dtype": lambda c: section_of(c._param_dict, "data_types").get("param_dtype"),
+    "buffer_dtype": lambda c: section_of(c._param_dict, "data_types").get("buffer_dtype"),
 }
 """Attributes that upstream names otherwise than the keys of the configuration."""
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ds_accel import get_accelerator
 from ds_ops.io import AsyncIO, IOSettings
+from ds_ops.io_bench import aligned_bytes
 
 
 def _given(name: str) -> Callable[[aio_handle], Any]:
@@ -131,9 +132,11 @@ class aio_handle:  # noqa: N801  upstream's spelling
         return begun
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: Tensor) -> Tensor:
-        """Allocate [num_elem] of the example's dtype, in pinned memory where a device uses pinned memory."""
-        tensor = torch.empty(num_elem, dtype=example_tensor.dtype)
-        return tensor.pin_memory() if get_accelerator().facts.pinned else tensor
+        """Allocate [num_elem] of the example's dtype: pinned where a device uses pinned memory, else on whole pages."""
+        dtype = example_tensor.dtype
+        if get_accelerator().facts.pinned:
+            return torch.empty(num_elem, dtype=dtype).pin_memory()
+        return aligned_bytes(num_elem * dtype.itemsize).view(dtype)
 
     def free_cpu_locked_tensor(self, tensor: Tensor) -> bool:
         """Return True without freeing: the memory is freed with its last tensor."""

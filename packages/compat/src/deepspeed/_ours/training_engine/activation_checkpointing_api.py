@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from deepspeed._ours.base.raising import raising
 from deepspeed._ours.base.runtime_utils import asked_of
 from ds_comm import Group, as_group, self_group
 from ds_config import load
@@ -62,6 +63,7 @@ class _Process:
 _process = _Process()
 
 
+@raising(AssertionError)
 def configure(
     mpu_: Any = None, deepspeed_config: Any = None, partition_activations: bool | None = None, contiguous_checkpointing:
     bool | None = None, num_checkpoints: int | None = None, checkpoint_in_cpu: bool | None = None, synchronize: bool |
@@ -74,7 +76,7 @@ def configure(
     Args:
         mpu_: Has `get_tensor_model_parallel_group` or `get_model_parallel_group`: the ranks that partition activations.
     Raises:
-        ConfigError: contiguous checkpointing without a number, or the section is invalid.
+        ConfigError: contiguous checkpointing without a number, or the section is invalid; an AssertionError, too.
     """
     document = {} if deepspeed_config is None else read_all(deepspeed_config).data
     arguments = {

@@ -123,16 +123,16 @@ def initialize(
 
 
 def _as_upstream_takes(config: Config, model: nn.Module) -> Config:
-    """Return the configuration with buffers in the parameters' 16 bits, unless it says theirs: upstream casts a model as a whole.
+    """Return the configuration with buffers in the parameters' 16 bits where the model has running statistics, unless it says theirs.
 
-    Models of transformers work with fp32 buffers and keep them (tables of rotations lose much in 16 bits), but for running statistics,
-    which have the format of their weights. `sparse_attention` is left out where the model's attention is its own: upstream only hands the
+    Other models keep their buffers' format, as upstream's: tables of rotations and counters lose much in 16 bits. Running statistics have
+    the format of their weights, without which such a model does not run. `sparse_attention` is left out where the model's attention is its own: upstream only hands the
     section to the model's author.
     """
     compute_dtype = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else None
     of_transformers = any(type(module).__module__.startswith("transformers.") for module in model.modules())
     running = any(getattr(module, "running_mean", None) is not None for module in model.modules())
-    if compute_dtype is not None and config.data_types.buffer_dtype is None and (running or not of_transformers):
+    if compute_dtype is not None and config.data_types.buffer_dtype is None and running:
         config = config.model_copy(
             update={"data_types": config.data_types.model_copy(update={"buffer_dtype": compute_dtype})}
         )
