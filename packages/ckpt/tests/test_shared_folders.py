@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import threading
 
 import pytest
@@ -219,6 +220,31 @@ def test_a_checkpoint_that_a_reader_took_after_the_list_was_made_is_not_removed(
     monkeypatch.setattr(LocalStorage, "tags_in_use", tags_in_use)
     assert ds_ckpt.prune(root, keep=1) == ["b"]
     assert ds_ckpt.list_tags(root) == ["a", "c"]
+
+
+@pytest.mark.parametrize("then", ["saved again", "removed", "damaged"])
+def test_what_happens_to_a_checkpoint_between_its_index_and_its_data_is_said(tmp_path, monkeypatch, then):
+    """It was called damaged, whatever it was."""
+    from ds_ckpt import checkpoint_loader
+
+    ds_ckpt.save(tmp_path / "a", ds_ckpt.full_shards({"w": torch.ones(3000)}), {})
+    plan = checkpoint_loader.plan_load
+
+    def meanwhile(*args):
+        if then == "saved again":
+            ds_ckpt.save(tmp_path / "a", ds_ckpt.full_shards({"w": torch.zeros(3000)}), {})
+        elif then == "removed":
+            shutil.rmtree(tmp_path / "a")
+        else:
+            file = tmp_path / "a" / "data-00000.safetensors"
+            content = file.read_bytes()
+            file.write_bytes(content[:5000] + b"?" + content[5001:])
+        return plan(*args)
+
+    monkeypatch.setattr(checkpoint_loader, "plan_load", meanwhile)
+    with pytest.raises(CheckpointError) as caught:
+        ds_ckpt.load(tmp_path / "a", ds_ckpt.full_shards({"w": torch.zeros(3000)}))
+    assert caught.value.code == ("ckpt-block-damaged" if then == "damaged" else "ckpt-replaced")
 
 
 def test_a_full_disk_is_named_with_the_file(tmp_path, monkeypatch):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -33,6 +33,7 @@ from ds_config.errors import CheckpointError
 __all__ = ["load"]
 
 _SHARED: Final = 1.25  # times each byte is read, by all ranks, from which on the page cache is worth its cost
+_T = TypeVar("_T")
 _STAGING_BYTES: Final = 2**28  # host memory for tensors that cannot be read into where they are
 
 
@@ -49,8 +50,8 @@ def load(
 
     Raises:
         CheckpointError: on every rank when it is raised on one: "ckpt-not-found", "ckpt-mismatch" (missing, unexpected,
-            other shape or dtype; all of them listed), "ckpt-block-damaged" (names file, bytes and tensor), and those of
-            `format.decode`. The tensors are then partly filled.
+            other shape or dtype; all of them listed), "ckpt-block-damaged" (names file, bytes and tensor), "ckpt-replaced" (by
+            another save of that name, meanwhile), and those of `format.decode`. The tensors are then partly filled.
     """
     ranks = Coordinator.of(group)
     chosen = options or LoadOptions()
@@ -92,7 +93,7 @@ def _load(ranks: Coordinator, at: CheckpointRef, shards: Iterable[Local], option
         present = [shard for shard in local_shards if shard.name in known]  # the others have no elements
         bare = top if isinstance(top, Manifest) else join(top, [], whole=False)
         check_load(local_shards, requested, bare, options)
-        manifests.append(resolve(at, top, present))
+        manifests.append(_unless_replaced(at, top.crc32, lambda: resolve(at, top, present)))
         reads.extend(plan_load(present, manifests[0]))
 
     ranks.settle(plan)
@@ -102,9 +103,34 @@ def _load(ranks: Coordinator, at: CheckpointRef, shards: Iterable[Local], option
     stored = sum(manifest.tensors[name].nbytes for name in {known[name] for name in requested})
     with Files(at.storage, at.tag, manifest.files, direct=most <= _SHARED * stored) as files:
         partials: list[PartialRead] = []
-        ranks.settle(lambda: partials.extend(_read(files, manifest, local, reads)), patience_s=TRANSFER_S)
+
+        def read() -> None:
+            partials.extend(_unless_replaced(at, top.crc32, lambda: _read(files, manifest, local, reads)))
+
+        ranks.settle(read, patience_s=TRANSFER_S)
         _prove(ranks, at, manifest, partials)
     return dict(from_json(top.meta))
+
+
+def _unless_replaced(at: CheckpointRef, crc: str, read: Callable[[], _T]) -> _T:
+    """Read a part of the checkpoint whose index has the checksum `crc`; an error that comes of another save of the same name says so."""
+    try:
+        return read()
+    except CheckpointError as error:
+        if _index_crc(at) == crc:
+            raise
+        raise CheckpointError(
+            f"{at.storage.where(at.tag)} was replaced or removed while it was read",
+            code="ckpt-replaced",
+            fix="Load again; to save while others load, give each save a name of its own.",
+        ) from error
+
+
+def _index_crc(at: CheckpointRef) -> str | None:
+    try:
+        return read_top(at).crc32
+    except CheckpointError:
+        return None
 
 
 def _asked(ranks: Coordinator, order: Sequence[str], local_names: set[str]) -> set[str]:

@@ -179,19 +179,19 @@ def _convert(args: argparse.Namespace) -> int:
     from ds_ckpt.convert.tensor_source import write_checkpoint
 
     source = _open(args.source, args.source_format, args.allow_pickle)
+    left_out = list(source.meta.get("left_out", ()))
     if args.out_format == "ds":
         written = [write_checkpoint(source, args.out).path]
     elif args.out_format == "hf":
         written = list(write_hf(weights(source), args.out).files)
     elif args.out_format == "dcp":
-        write_dcp(source, args.out)
+        left_out += write_dcp(source, args.out)
         written = [args.out]
     elif args.stage is None:
         written = [str(write_universal(source, args.out, args.tag, allow_pickle=args.allow_pickle))]
     else:
         cut = Regular(args.stage, args.ranks, args.module_dtype, None, args.experts, tuple(args.pipeline))
         written = [str(write_regular(source, args.out, args.tag, cut, allow_pickle=args.allow_pickle))]
-    left_out = list(source.meta.get("left_out", ()))
     if args.json:
         print(json.dumps({"written": written, "left_out": left_out}))
         return 0

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections import Counter
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
@@ -22,7 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ds_ckpt.convert.pickled import require_pickle
-from ds_ckpt.convert.tensor_source import TensorEntry, TensorSource
+from ds_ckpt.convert.tensor_source import TensorEntry, TensorSource, foreign_reader
 from ds_ckpt.shard_tensors import dtype_name
 from ds_config.errors import CheckpointError
 
@@ -30,6 +32,7 @@ __all__ = ["open_dcp", "write_dcp"]
 
 _METADATA: Final = ".metadata"
 _OPTIM: Final = ("optim.state.", "optimizer.state.")
+_MODEL: Final = "model."
 _ALLOWED: Final = frozenset(
     {
         "torch.distributed.checkpoint.metadata.Metadata",
@@ -87,9 +90,12 @@ def _metadata(file: IO[bytes], where: str) -> Metadata:
             raise CheckpointError(
                 f"{where}/{_METADATA} names the file {name!r}, outside", code="ckpt-foreign", fix="Do not use it."
             )
+        if not Path(where, name).is_file():
+            raise CheckpointError(f"{where}/{name} is missing", code="ckpt-not-found", fix="Complete the directory.")
     return metadata
 
 
+@foreign_reader
 def open_dcp(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> TensorSource:
     """Open the tensors of a DCP directory under the names of this package.
 
@@ -104,7 +110,7 @@ def open_dcp(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Ten
     with open(root / _METADATA, "rb") as file:
         items_by_key = _metadata(file, str(root)).state_dict_metadata
     tensors = {key: value for key, value in items_by_key.items() if isinstance(value, TensorStorageMetadata)}
-    prefix = "model." if any(key.startswith("model.") for key in tensors) else ""
+    prefix = _prefix(tensors)
     entries = {}
     for key, value in tensors.items():
         dtype = value.properties.dtype
@@ -122,31 +128,59 @@ def _ours(key: str, prefix: str) -> str:
     return f"param/{key.removeprefix(prefix)}"
 
 
+def _theirs(name: str) -> str | None:
+    kind, _, rest = name.partition("/")
+    if kind == "optim":
+        param, _, state = rest.rpartition("/")
+        return f"{_OPTIM[0]}{param}.{state}"
+    return rest if kind in ("param", "buffer") else None
+
+
+def _prefix(keys: Collection[str]) -> str:
+    """Return what a module's names begin with where the directory holds `{"model": ..., "optim": ...}`.
+
+    A module may have names that begin so itself: its optimizer's do, too, then, or others of it do not.
+    """
+    names = [key for key in keys if not key.startswith(_OPTIM)]
+    trained = {key.partition("state.")[2] for key in keys if key.startswith(_OPTIM)}
+    own = any(name.startswith(_MODEL) for name in trained)
+    return _MODEL if names and all(name.startswith(_MODEL) for name in names) and not own else ""
+
+
 def _read(root: Path, key: str, value: TensorStorageMetadata) -> Tensor:
     out = torch.empty(value.size, dtype=value.properties.dtype)
-    dcp.load({key: out}, storage_reader=_SafeDcpReader(root), no_dist=True)
+    try:
+        dcp.load({key: out}, storage_reader=_SafeDcpReader(root), no_dist=True)
+    except dcp.CheckpointException as error:  # of this one process; it is no Exception
+        raise next(iter(error.failures.values()))[0] from error
     return out
 
 
-def write_dcp(source: TensorSource, out: str | os.PathLike[str], *, optimizer: bool = True) -> None:
+def write_dcp(source: TensorSource, out: str | os.PathLike[str], *, optimizer: bool = True) -> list[str]:
     """Write `source` as a DCP directory that `torch.distributed.checkpoint.load` reads at any world size.
 
+    Returns: Names of tensors that have no place in such a directory, which were not written.
     Raises:
-        CheckpointError: "ckpt-target-exists".
+        CheckpointError: "ckpt-target-exists"; "ckpt-foreign": two tensors would have one name there, or a state's name has a point.
     Cost: all tensors in host memory at once: DCP has no streaming interface.
     """
     root = Path(out)
     if root.exists() and any(root.iterdir()):
         raise CheckpointError(f"{root} is not empty", code="ckpt-target-exists", fix="Write into a new directory.")
-    state: dict[str, Tensor] = {}
-    for name, entry in source.entries.items():
-        kind, _, rest = name.partition("/")
-        if kind in ("param", "buffer"):
-            state[rest] = entry.read()
-        elif kind == "optim" and optimizer:
-            param, _, key = rest.rpartition("/")
-            state[f"{_OPTIM[0]}{param}.{key}"] = entry.read()
+    theirs = {name: key for name in source.entries if (key := _theirs(name)) is not None}
+    count = Counter(theirs.values())
+    back = {name: f"param/{name.removeprefix('buffer/')}" if name.startswith("buffer/") else name for name in theirs}
+    if wrong := sorted(name for name, key in theirs.items() if count[key] > 1 or _ours(key, "") != back[name]):
+        raise CheckpointError(
+            f"{', '.join(wrong[:4])} cannot be told from other tensors by their names in a DCP directory",
+            code="ckpt-foreign",
+            fix="Rename them.",
+        )
+    state = {
+        key: source.entries[name].read() for name, key in theirs.items() if optimizer or not name.startswith("optim/")
+    }
     for alias, target in source.aliases.items():
         if alias.startswith("param/"):
             state[alias.removeprefix("param/")] = state[target.removeprefix("param/")]
     dcp.save(state, storage_writer=dcp.FileSystemWriter(root), no_dist=True)
+    return sorted(source.entries.keys() - theirs.keys())

@@ -28,7 +28,7 @@ from ds_ckpt.client_state import format_of
 from ds_ckpt.convert.client_entries import client_json
 from ds_ckpt.convert.deepspeed_folders import check_files, check_tag, named_tag, usable_tag
 from ds_ckpt.convert.pickled import load_pt, require_pickle
-from ds_ckpt.convert.tensor_source import TensorEntry, TensorSource
+from ds_ckpt.convert.tensor_source import TensorEntry, TensorSource, foreign_reader
 from ds_ckpt.convert.universal import write_universal
 from ds_ckpt.jsontext import Json, to_json
 from ds_ckpt.shard_tensors import dtype_name
@@ -82,6 +82,7 @@ class _Found:
     left_out: list[str] = field(default_factory=list)
 
 
+@foreign_reader
 def open_deepspeed(path: str | os.PathLike[str], *, tag: str | None = None, allow_pickle: bool = False) -> TensorSource:
     """Open a DeepSpeed checkpoint (the folder of a tag, or the folder of tags) as unsharded tensors.
 
@@ -396,6 +397,8 @@ def _universal(collected: _Found, zero: Path, states: Sequence[Mapping[str, Any]
     shapes = {name: tuple(shape) for group in states[0].get("param_shapes") or [] for name, shape in group.items()}
     for folder in sorted(p for p in zero.iterdir() if p.is_dir()):
         name = folder.name
+        if not (folder / "fp32.pt").is_file():
+            raise CheckpointError(f"{folder}/fp32.pt is missing", code="ckpt-not-found", fix="Complete the checkpoint.")
         for file in sorted(folder.glob("*.pt")):
             key, content = file.stem, load_pt(file)
             if key == "step":

@@ -18,7 +18,7 @@ from typing import Final
 from safetensors import safe_open
 from torch import Tensor
 
-from ds_ckpt.convert.tensor_source import TensorEntry, TensorSource
+from ds_ckpt.convert.tensor_source import TensorEntry, TensorSource, foreign_reader
 from ds_ckpt.dtypes import BY_CODE, ITEMSIZE
 from ds_ckpt.jsontext import parse
 from ds_ckpt.local import Disk, LocalWriteFile
@@ -42,6 +42,7 @@ class Exported:
     nbytes: int
 
 
+@foreign_reader
 def open_hf(path: str | os.PathLike[str]) -> TensorSource:
     """Open the tensors of a safetensors file, or of a directory with such a file, an index, or several files.
 
@@ -50,7 +51,9 @@ def open_hf(path: str | os.PathLike[str]) -> TensorSource:
             directory or a tensor that its file does not have).
     """
     root = Path(path)
-    files = [root] if root.is_file() else _indexed(root) or sorted(root.glob("*.safetensors"))
+    weight_map = {} if root.is_file() else _weight_map(root)
+    indexed = [root / name for name in sorted(set(weight_map.values()))]
+    files = [root] if root.is_file() else indexed or sorted(root.glob("*.safetensors"))
     if not files:
         raise CheckpointError(
             f"{root} holds no safetensors file", code="ckpt-not-found", fix="Give the model's directory."
@@ -71,6 +74,12 @@ def open_hf(path: str | os.PathLike[str]) -> TensorSource:
                 entries[name] = TensorEntry(
                     tuple(view.get_shape()), BY_CODE[view.get_dtype()], partial(_read, file, name)
                 )
+    if absent := sorted(weight_map.keys() - entries.keys()):
+        raise CheckpointError(
+            f"{root / INDEX} names tensors that its files do not have: {', '.join(absent[:4])}",
+            code="ckpt-foreign",
+            fix="Copy the folder again; the index and the files do not belong together.",
+        )
     return TensorSource(entries)
 
 
@@ -80,17 +89,18 @@ def _read(file: Path, name: str) -> Tensor:
     return tensor
 
 
-def _indexed(root: Path) -> list[Path]:
+def _weight_map(root: Path) -> dict[str, str]:
+    """Return the file of each tensor by the directory's index; empty without one."""
     index = root / INDEX
     if not index.is_file():
-        return []
+        return {}
     content = parse(index.read_bytes()[:_MAX_INDEX], str(index))
-    names = sorted(set(content["weight_map"].values())) if isinstance(content, dict) and "weight_map" in content else []
-    if not names or any(not isinstance(n, str) or "/" in n or "\\" in n or n.startswith(".") for n in names):
+    names: dict[str, str] = content["weight_map"] if isinstance(content, dict) and "weight_map" in content else {}
+    if not names or any(not isinstance(n, str) or "/" in n or "\\" in n or n.startswith(".") for n in names.values()):
         raise CheckpointError(
             f"{index} names files outside its directory, or none", code="ckpt-foreign", fix="Do not use it."
         )
-    return [root / name for name in names]
+    return names
 
 
 def write_hf(source: TensorSource, out: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9) -> Exported:

@@ -6,9 +6,11 @@ a writer's buffers) in memory, whatever the size of the model.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,8 +24,22 @@ from ds_ckpt.save_job import SaveResult, save_from
 from ds_ckpt.save_plan import plan_load
 from ds_ckpt.shard_tensors import byte_view, dtype_name, torch_dtype
 from ds_comm.placement import TensorShard
+from ds_config.errors import CheckpointError, DsError
 
-__all__ = ["TensorEntry", "TensorSource", "cast", "from_dict", "open_checkpoint", "renamed", "write_checkpoint"]
+__all__ = [
+    "TensorEntry",
+    "TensorSource",
+    "cast",
+    "foreign_reader",
+    "from_dict",
+    "open_checkpoint",
+    "renamed",
+    "write_checkpoint",
+]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_Path = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +72,32 @@ def from_dict(tensors: Mapping[str, Tensor], meta: Mapping[str, Json] | None = N
         else:
             entries[name] = TensorEntry(tuple(tensor.shape), dtype_name(tensor.dtype), lambda t=tensor: t)  # type: ignore[misc]
     return TensorSource(entries, aliases, meta or {})
+
+
+def foreign_reader(
+    open_folder: Callable[Concatenate[_Path, _P], TensorSource],
+) -> Callable[Concatenate[_Path, _P], TensorSource]:
+    """Make an opener of another program's files, and each read of a tensor, raise CheckpointError for whatever torn files make it raise."""
+
+    def typed(path: _Path, read: Callable[[], _T]) -> _T:
+        try:
+            return read()
+        except (DsError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # readers of headers, pickles and sizes have no list of what may be wrong with them
+            raise CheckpointError(
+                f"{os.fspath(path)} cannot be read: {type(error).__name__}: {str(error)[:500]}",
+                code="ckpt-foreign",
+                fix="Its files were cut, changed, or do not belong together; copy the folder again.",
+            ) from error
+
+    @functools.wraps(open_folder)
+    def call(path: _Path, *args: _P.args, **kwargs: _P.kwargs) -> TensorSource:
+        source = typed(path, lambda: open_folder(path, *args, **kwargs))
+        entries = {n: replace(e, read=functools.partial(typed, path, e.read)) for n, e in source.entries.items()}
+        return replace(source, entries=entries)
+
+    return call
 
 
 def open_checkpoint(path: str | os.PathLike[str] | CheckpointRef) -> TensorSource:
@@ -96,8 +138,18 @@ def renamed(source: TensorSource, rename: Callable[[str], str | None]) -> Tensor
 
 
 def cast(source: TensorSource, dtype: str) -> TensorSource:
-    """Return `source` with every floating-point tensor converted to `dtype` when the tensor is read."""
+    """Return `source` with every floating-point tensor converted to `dtype` when the tensor is read.
+
+    Raises:
+        CheckpointError: `dtype` is not known, or has no fractions ("ckpt-dtype").
+    """
     wanted = torch_dtype(dtype)
+    if not wanted.is_floating_point:
+        raise CheckpointError(
+            f"floating-point tensors as {dtype} would lose their fractions",
+            code="ckpt-dtype",
+            fix="Name a floating-point type: float32, bfloat16, float16, ...",
+        )
 
     def converted(entry: TensorEntry) -> TensorEntry:
         if "float" not in entry.dtype or entry.dtype == dtype:
