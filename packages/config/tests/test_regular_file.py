@@ -1,5 +1,6 @@
 """Pipes, devices and links where files are expected: an error at once, never a wait."""
 
+import errno
 import os
 
 import pytest
@@ -71,3 +72,15 @@ def test_what_a_library_writes_takes_a_name_at_its_end_or_never(tmp_path):
     assert (tmp_path / "model.bin").read_bytes() == b"whole"
     assert (tmp_path / "theirs").read_text() == "thesis"
     assert sorted(os.listdir(tmp_path)) == ["model.bin", "theirs"]
+
+
+def test_a_disk_error_that_a_library_has_wrapped_is_raised_as_itself(tmp_path):
+    def save(draft):
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            raise RuntimeError("unexpected pos 704 vs 598")  # as torch.save does
+
+    with pytest.raises(OSError, match="No space left"), replacing(tmp_path / "model.bin") as draft:
+        save(draft)
+    assert os.listdir(tmp_path) == []

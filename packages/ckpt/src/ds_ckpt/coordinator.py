@@ -114,12 +114,14 @@ class Coordinator:
             raise CheckpointError(f"rank {rank}: {message}", code=code, fix=fix)
         return result
 
-    def first(self, action: Callable[[], Json]) -> Json:
+    def first(self, action: Callable[[], Json], *, patience_s: float = 0.0) -> Json:
         """Run `action` on rank 0 and return its result, or raise its error, on every rank. Collective.
 
+        Args:
+            patience_s: As in `settle`.
         Cost: 2 ceil(log2 N) messages, of the result's size in the second half.
         """
-        result = self.settle(lambda: action() if self.rank == 0 else None)
+        result = self.settle(lambda: action() if self.rank == 0 else None, patience_s=patience_s)
         return self.spread(result, lambda mine, theirs: theirs if mine is None else mine)
 
     def spread(self, value: Json, merge: Callable[[Json, Json], Json]) -> Json:

@@ -200,3 +200,22 @@ def test_a_run_with_idle_experts_goes_on(split, layout, client, stages, tmp_path
         torch.testing.assert_close(found[name], value, rtol=2e-5, atol=2e-6, msg=lambda said, n=name: f"{n}: {said}")
     engine.destroy()
     deepspeed.comm.destroy_process_group()
+
+
+@world(2)
+def test_upstream_files_that_cannot_be_written_are_an_error_on_all_ranks(tmp_path, monkeypatch):
+    import deepspeed
+
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    config = {"train_batch_size": 4, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 2}}
+    engine, *_ = deepspeed.initialize(model=Partial("plain", False), config=config)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        with pytest.raises(CheckpointError, match="No space left") as caught:
+            engine.save_checkpoint(str(tmp_path))
+    assert caught.value.code == "ckpt-io"
+    assert not list(tmp_path.rglob("*.pt"))
+    assert engine.load_checkpoint(str(tmp_path))[0]  # which is complete
+    engine.destroy()

@@ -114,6 +114,8 @@ def replacing(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[Path]
     try:
         yield Path(draft)
         os.replace(draft, os.path.join(folder, name))
-    except BaseException:
+    except BaseException as error:
         os.unlink(draft)
+        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+            raise error.__context__ from None  # torch's archives end a write that failed with words about positions
         raise

@@ -23,10 +23,10 @@ from ds_ckpt.convert.deepspeed_folders import check_tag, check_target, publish_f
 from ds_ckpt.convert.deepspeed_layout import open_deepspeed
 from ds_ckpt.convert.regular import Regular, write_regular
 from ds_ckpt.convert.tensor_source import open_checkpoint, write_checkpoint
-from ds_ckpt.coordinator import TRANSFER_S
+from ds_ckpt.coordinator import TRANSFER_S, Coordinator
 from ds_ckpt.format import MANIFEST
 from ds_ckpt.local import new_token
-from ds_comm import Group, all_gather_json, barrier, broadcast_json
+from ds_comm import Group, all_gather_json, barrier
 from ds_config.errors import CheckpointError, UnsupportedError
 from ds_engine.checkpoints import CheckpointedRun, load_run, save_run
 from ds_engine.client_states import encode_client_state
@@ -200,21 +200,15 @@ def translated(root: str, tag: str | None, group: Group) -> Iterator[str | None]
 
 def _on_one(work: Callable[[], str | None], group: Group, what: str) -> str | None:
     """Return what `work` gives on rank 0; every rank learns how it ended, so that no rank waits for one that failed."""
-    outcome: list[Any] = [None, None]
-    failed: Exception | None = None
-    if group.rank == 0:
+
+    def tried() -> str | None:
         try:
-            outcome[1] = work()
+            return work()
+        except CheckpointError as error:
+            raise CheckpointError(f"{what}: {error.message}", code=error.code, fix=error.fix) from error
         except Exception as error:  # sent to all ranks, whatever it is
-            failed = error
-            outcome[0] = f"{type(error).__name__}: {error}"
-            if isinstance(error, CheckpointError):
-                outcome[0] = [error.message, error.code, error.fix]
-    outcome = broadcast_json(outcome, group, unit="outcome")
-    if isinstance(outcome[0], list):
-        message, code, fix = outcome[0]
-        raise CheckpointError(f"{what}: {message}", code=code, fix=fix) from failed
-    if outcome[0] is not None:
-        raise CheckpointError(f"{what}: {outcome[0]}", code="ckpt-foreign", fix="See the error of rank 0.") from failed
-    result: str | None = outcome[1]
+            message = f"{what}: {type(error).__name__}: {error}"
+            raise CheckpointError(message, code="ckpt-foreign", fix="See the error of rank 0.") from error
+
+    result: str | None = Coordinator(group).first(tried, patience_s=TRANSFER_S)
     return result

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ds_comm import Box, Group, all_gather_object, all_reduce, barrier, param_sharding
+from ds_ckpt.coordinator import TRANSFER_S, Coordinator
+from ds_comm import Box, Group, all_gather_object, all_reduce, param_sharding
 from ds_config.regular_file import replacing
 from ds_zero import GatheredParameters, ShardedModel
 
@@ -122,20 +123,23 @@ def save_whole(state: Mapping[str, Tensor], path: Path, group: Group) -> None:
     """Write a state dict that rank 0 has: safetensors, or torch's pickle for other endings. Collective.
 
     The file is complete or not there. Safetensors hold tied tensors once, under their first name.
+
+    Raises:
+        CheckpointError: on every rank, if rank 0 could not write it ("ckpt-io").
     """
-    try:
-        if group.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as draft:
-                if path.suffix == ".safetensors":
-                    first: dict[int, str] = {}
-                    once = {n: t.contiguous() for n, t in state.items() if first.setdefault(id(t), n) == n}
-                    save_file(once, draft, metadata={"format": "pt"})
-                else:
-                    with draft.open("wb") as file:  # an archive is named after a path
-                        torch.save(dict(state), file)
-    finally:
-        barrier(group=group)
+
+    def write() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as draft:
+            if path.suffix == ".safetensors":
+                first: dict[int, str] = {}
+                once = {n: t.contiguous() for n, t in state.items() if first.setdefault(id(t), n) == n}
+                save_file(once, draft, metadata={"format": "pt"})
+            else:
+                with draft.open("wb") as file:  # an archive is named after a path
+                    torch.save(dict(state), file)
+
+    Coordinator(group).first(write, patience_s=TRANSFER_S)
 
 
 def load_whole(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:

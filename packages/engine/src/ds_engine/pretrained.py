@@ -19,8 +19,10 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
-from ds_comm import Mesh, barrier, collect_notices, post_notice
+from ds_ckpt.coordinator import TRANSFER_S
+from ds_comm import Mesh, collect_notices, extend_timeout, post_notice
 from ds_config.errors import ShardedAccessError
+from ds_engine.all_or_nothing import all_or_nothing
 from ds_engine.whole_values import whole_values
 
 __all__ = ["ExportedModel", "SavesWhole"]
@@ -113,10 +115,12 @@ class SavesWhole:
         if writes is None:
             return None
         state = engine.whole_state_of(model, lead=writes)
-        try:
-            return self._save(model, folder, state, _with_state(save, call, state)) if writes else None
-        finally:
-            barrier(engine.mesh["world"])
+
+        def write() -> Any:
+            with extend_timeout(TRANSFER_S):
+                return self._save(model, folder, state, _with_state(save, call, state)) if writes else None
+
+        return all_or_nothing(engine.mesh["world"], write)
 
     def _save(self, model: nn.Module, folder: str, state: Mapping[str, Tensor], save: Callable[[], Any]) -> Any:
         """Call the model's own method, which finds whole weights wherever it looks for them."""

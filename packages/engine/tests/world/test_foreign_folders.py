@@ -1,6 +1,7 @@
 """Checkpoint folders that others write to, too: what is outside or not ours stays; a broken `latest` costs one checkpoint, not the run."""
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_ckpt
+import ds_comm
 import ds_engine
 from ds_ckpt.checkpoint_list import hold_newest
+from ds_ckpt.coordinator import TRANSFER_S
 from ds_config.errors import CheckpointError
+from ds_engine.deepspeed_checkpoints import latest_tag
 from ds_testing import world
 
 LAYOUT = {"checkpoint": {"layout": "deepspeed"}}
@@ -173,3 +177,12 @@ def test_a_load_while_another_job_saves_and_keeps_one(tmp_path, monkeypatch):
     assert tag == "t2"
     release()
     engine.close()
+
+
+@world(2)
+def test_ranks_wait_for_the_one_that_reads_a_folder(tmp_path, monkeypatch):
+    """A translation takes longer than the watchdog's deadline."""
+    waits = []
+    monkeypatch.setattr("ds_ckpt.coordinator.extend_timeout", lambda seconds: waits.append(seconds) or nullcontext())
+    assert latest_tag(str(tmp_path), ds_comm.world_group()) is None
+    assert waits == [TRANSFER_S]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ds_engine
 import ds_zero
-from ds_config.errors import ShardedAccessError, set_place
+from ds_config.errors import CheckpointError, PlanError, ShardedAccessError, set_place
 from ds_engine.pretrained import SavesWhole
 from ds_testing import world
 
@@ -271,3 +271,18 @@ def test_a_state_that_is_known_is_not_used_after_a_step_and_all_may_call(tmp_pat
         same(tmp_path / "second" / "0.pt", again)
     engine.close()
     set_place("")
+
+
+@world(2)
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path: Path, name: str) -> None:
+    """Rank 0 alone writes, and the others would go on to a step that never comes."""
+    (tmp_path / "file").write_text("in the way")
+    engine, _ = started(Saved(), 3, 1)
+    with pytest.raises((NotADirectoryError, PlanError), match="Not a directory"):
+        engine.module.save_pretrained(str(tmp_path / "file" / "below"))
+    with pytest.raises(CheckpointError, match="FileExistsError") as caught:
+        engine.save_16bit_model(tmp_path / "file", name)
+    assert caught.value.code == "ckpt-io"
+    assert engine.full_state_dict() or torch.distributed.get_rank()
+    engine.close()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_ckpt.convert.deepspeed_folders import check_tag
 from ds_comm import Group, broadcast_object_list
-from ds_config.regular_file import replace_text
+from ds_config.regular_file import replace_text, replacing
 from ds_engine.deepspeed_checkpoints import latest_tag
 
 _log = logging.getLogger("DeepSpeed")
@@ -85,14 +85,24 @@ def leave_files(folder: str, module: Mapping[str, Tensor], facts: Mapping[str, A
         name = f"{folder}/zero_pp_rank_0_mp_rank_00_model_states.pt"
     weights = {key: value.detach().clone() for key, value in module.items()}
     try:
-        torch.save({"module": weights, **facts}, name)
+        _save({"module": weights, **facts}, name)
+    except OSError:
+        raise
     except Exception as error:  # of a class that pickle cannot import, which the checkpoint can hold
         storable = {key: value for key, value in facts.items() if _is_picklable(value)}
         _log.warning("%s lacks %s: %s", name, sorted(map(str, set(facts) - set(storable))), error)
-        torch.save({"module": weights, **storable}, name)
+        _save({"module": weights, **storable}, name)
     if stage > 0:
-        state = {key: facts[key] for key in ("zero_stage", "partition_count", "ds_version")}
-        torch.save({"optimizer_state_dict": state}, optim)
+        _save(
+            {"optimizer_state_dict": {key: facts[key] for key in ("zero_stage", "partition_count", "ds_version")}},
+            optim,
+        )
+
+
+def _save(value: Any, path: str) -> None:
+    """Write all of it or nothing."""
+    with replacing(path) as draft, draft.open("wb") as file:
+        torch.save(value, file)
 
 
 def _is_picklable(value: Any) -> bool:

@@ -21,7 +21,8 @@ from deepspeed._ours.checkpoint.checkpoint_api import (
 )
 from deepspeed._ours.checkpoint.grids import check_layers, cut_layers
 from deepspeed._ours.monitor.upstream_logging import logger
-from ds_comm import all_gather_object, barrier
+from ds_ckpt.coordinator import TRANSFER_S, Coordinator
+from ds_comm import all_gather_object
 from ds_engine import Engine
 from ds_engine.deepspeed_checkpoints import translated
 
@@ -52,16 +53,15 @@ class SavesAndLoads(Engine):
         if save_latest:
             self.checkpointer.wait()
         whole = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters) if self._one_file() else {}
-        if world.rank == 0:
-            sharded = self.plan.config.zero_optimization.stage > 0
-            leave_signs(os.fspath(save_dir), name, latest=save_latest, sharded=sharded)
+        sharded, root = self.plan.config.zero_optimization.stage > 0, os.fspath(save_dir)
+
+        def leave() -> None:
+            leave_signs(root, name, latest=save_latest, sharded=sharded)
             if self.plan.config.checkpoint.layout == "ds":
-                folder, optim = (
-                    f"{os.fspath(save_dir)}/{name}",
-                    self._get_optimizer_ckpt_name(os.fspath(save_dir), name, 0),
-                )
-                leave_files(folder, whole, self._facts(client_state or {}), optim)
-        barrier(world)
+                optim = self._get_optimizer_ckpt_name(root, name, 0)
+                leave_files(f"{root}/{name}", whole, self._facts(client_state or {}), optim)
+
+        Coordinator(world).first(leave, patience_s=TRANSFER_S)
         return True
 
     def _one_tag(self, tag: str) -> str:
