@@ -595,6 +595,13 @@ def test_files_by_upstreams_handle(tmp_path):
     assert torch.equal(part, data[100:200])
     with pytest.raises(OSError, match="nothing"):
         handle.sync_pread(part, str(tmp_path / "nothing"))
+    with open(path, "r+b") as file:
+        assert handle.async_pwrite(buffer=part.neg(), fd=file.fileno(), file_offset=400) == 0
+        assert handle.wait() == 1
+    assert handle.sync_pread(found, path) == 1
+    assert torch.equal(found, torch.cat((data[:100], -part, data[200:])))
+    with pytest.raises(TypeError, match="descriptor"):
+        handle.async_pwrite(part)
     locked = handle.new_cpu_locked_tensor(4096, part)
     assert (locked.shape, locked.dtype) == ((4096,), torch.float32)
     other = AsyncIOBuilder().load().aio_handle()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed._ours.base.raising import wrong_argument
 from ds_accel import get_accelerator
 from ds_ops.io import AsyncIO, IOSettings
 from ds_ops.io_bench import aligned_bytes
@@ -73,9 +74,23 @@ class aio_handle:  # noqa: N801  upstream's spelling
         self._begin(False, buffer, filename, file_offset)
         return 0
 
-    def async_pwrite(self, buffer: Tensor, filename: str, file_offset: int = 0) -> int:
-        """Begin to write `buffer`. 0."""
-        self._begin(True, buffer, filename, file_offset)
+    def async_pwrite(
+        self, buffer: Tensor, filename: str | None = None, file_offset: int = 0, fd: int | None = None
+    ) -> int:
+        """Begin to write `buffer` to the file of a name, or into the open one of a descriptor, which keeps its position. 0.
+
+        Raises:
+            ConfigError: neither was given, or both; a TypeError, too ("compat-argument").
+        """
+        if (filename is None) == (fd is None):
+            raise wrong_argument(
+                f"async_pwrite(filename={filename!r}, fd={fd!r})", "Give a file name or a descriptor.", TypeError
+            )
+        if filename is not None:
+            self._begin(True, buffer, filename, file_offset)
+        else:
+            self._io.write(f"/proc/self/fd/{fd}", buffer, file_offset)
+            self._begun += 1
         return 0
 
     def sync_pread(self, buffer: Tensor, filename: str, file_offset: int = 0) -> int:
