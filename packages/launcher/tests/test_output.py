@@ -67,3 +67,14 @@ def test_a_reader_that_left_is_forgotten() -> None:
         screen.line("out", b"", b"nobody hears this")
         screen.finish(5)
         assert not screen._thread.is_alive()
+
+
+def test_output_that_cannot_be_written_is_said_once(tmp_path: Path) -> None:
+    """A full disk behind `> log` took the output of a job in silence."""
+    with FileIO("/dev/full", "w") as out, FileIO(tmp_path / "err", "w") as err:
+        screen = Screen({"out": out, "err": err})  # type: ignore[dict-item]
+        screen.start()
+        for _ in range(3):
+            screen.line("out", b"", b"loss 0.5")
+        screen.finish(5)
+    assert (tmp_path / "err").read_text() == "ds run: output of the job is lost from here on: No space left on device\n"

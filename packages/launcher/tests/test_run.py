@@ -6,7 +6,10 @@ import contextlib
 import json
 import os
 import pty
+import shlex
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +36,31 @@ def test_ranks_get_their_place_and_the_scripts_arguments(box: Sandbox) -> None:
     assert {env["WORLD_SIZE"] for env, _ in seen} == {env["LOCAL_SIZE"] for env, _ in seen} == {"3"}
     assert len({env["MASTER_PORT"] for env, _ in seen}) == 1
     assert all(argv == ["--deepspeed_config", "cfg.json", "a b"] for _, argv in seen)
+
+
+def test_variables_that_are_named_reach_the_ranks_of_this_host_too(box: Sandbox) -> None:
+    """They went to other hosts only."""
+    script = box.script("import os; print(os.environ['MINE'], os.environ['OMP_NUM_THREADS'])")
+    done = box.ds("run", "--nproc", "2", "-x", "MINE=a b", "-x", "OMP_NUM_THREADS=3", script)
+    assert sorted(done.stdout.splitlines()) == ["[rank1] a b 3", "a b 3"]
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+def test_standard_files_that_are_closed_lead_nowhere(box: Sandbox, closed: str) -> None:
+    """It was a traceback; and the next file that is opened would have been taken for one of them."""
+    script = box.script("import os; print('hello'); open('seen' + os.environ['RANK'], 'w').close()")
+    words = [sys.executable, "-P", "-m", "ds_launcher", "run", "--nproc", "2", script]
+    done = subprocess.run(
+        ["bash", "-c", f"{shlex.join(words)} {closed}"],
+        cwd=box.folder,
+        env=box.env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert box.file("seen1").exists()
+    assert ("hello" in done.stdout) == closed.startswith(("2", "<"))
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two cores are needed")

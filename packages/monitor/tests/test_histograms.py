@@ -29,6 +29,18 @@ def board(folder: Path) -> Any:
     return accumulator
 
 
+@pytest.mark.parametrize(
+    "values", [[1e308, -1e308], [1e20, 1e20], [1.7e308], [-1.7e308, -1.7e308], [5e-324, 0.0], [3e38, -3e38]]
+)
+def test_numbers_at_the_ends_of_their_range_are_counted(values: list[float]) -> None:
+    """A histogram of them raised in the training loop: a difference overflowed, or was 0."""
+    for counted in (count_values(values, 4), count_values(torch.tensor(values, dtype=torch.float64), 4)):
+        assert (counted.min, counted.max, sum(counted.counts)) == (min(values), max(values), len(values))
+        assert all(math.isfinite(edge) for edge in counted.edges)
+        assert list(counted.edges) == sorted(counted.edges)
+    assert count_values(torch.tensor([3e38, -3e38]), 2).counts == (1, 1)
+
+
 def test_numbers_arrays_and_tensors_are_counted_alike() -> None:
     expected = ValueCounts(6, 0.0, 2.0, 7.0, 0.25 + 1 + 2.25 + 8, 2, (0.0, 0.5, 1.0, 1.5, 2.0), (1, 1, 1, 3))
     assert count_values(VALUES, 4) == expected

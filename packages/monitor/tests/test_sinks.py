@@ -106,6 +106,24 @@ def test_jsonl_keeps_every_record_and_values_json_has_no_number_for(tmp_path: Pa
     assert lines[2]["attrs"] == {"where": "x", "degree": 2}
 
 
+def test_an_odd_record_costs_no_sink(tmp_path: Path) -> None:
+    """A name that no file can have, or attributes that JSON cannot hold, ended the sink for the rest of the run."""
+    m.configure([m.JsonlSink(tmp_path / "a.jsonl"), m.CsvSink(tmp_path / "csv")])
+    itself: list[Any] = []
+    itself.append(itself)
+    m.event("odd", itself=itself)
+    m.event("keys", by={(1, 2): 3})
+    names = ["x" * 300 + "1", "x" * 300 + "2", "a\0b", "\ud800"]
+    for name in [*names, "loss"]:
+        m.gauge(name, 1.0)
+    assert len(m.active_sinks()) == 2
+    m.shutdown()
+    lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert [line["name"] for line in lines] == ["odd", "keys", *names, "loss"]
+    assert lines[0]["attrs"] == {"itself": "[[...]]"}
+    assert len(list((tmp_path / "csv").iterdir())) == 5
+
+
 def test_jsonl_leaves_out_kinds_and_lines_are_visible_at_once(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     m.configure([m.JsonlSink(path, kinds=[RecordKind.GAUGE])])

@@ -40,8 +40,10 @@ _CLOSED_PIPE = 141  # what a shell reports of a program that SIGPIPE ended
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `ds` with `argv` (default: the process's); return the exit status.
 
-    Whoever reads the output may stop (`| head`): that ends the command, and is no error.
+    Whoever reads the output may stop (`| head`): that ends the command, and is no error. Descriptors that are closed (`>&-`) lead nowhere:
+    else the next file that somebody opens is taken for one of them.
     """
+    _open_standard()
     try:
         status = _main(argv)
         sys.stdout.flush()
@@ -51,6 +53,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CLOSED_PIPE
+
+
+def _open_standard() -> None:
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest that is free: this one
+            os.set_inheritable(fd, True)
+            if getattr(sys, name) is None:
+                setattr(sys, name, os.fdopen(fd, "w" if fd else "r", closefd=False))
 
 
 def _main(argv: Sequence[str] | None) -> int:

@@ -185,7 +185,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="also export this variable to the hosts",
+        help="also set this variable for the ranks, on every host",
     )
     parser.add_argument("--world-info", default="", help=argparse.SUPPRESS)  # said by one `ds run` to the others
     parser.add_argument("--stop-on-eof", action="store_true", help=argparse.SUPPRESS)
@@ -267,20 +267,23 @@ def _elastic(options: RunOptions, args: argparse.Namespace) -> RunOptions:
     )
 
 
+_MOST_RANKS = 1 << 16  # of one host
+_LONGEST_S = 1_000_000  # twelve days: what waits for it counts in milliseconds of 32 bits
+
+
 def _check(options: RunOptions, manifest: bool) -> None:
     problems = []
-    if options.nproc == 0 or options.nproc < -1:
-        problems.append(f"--nproc is {options.nproc}; it must be at least 1")
+    if options.nproc != -1 and not 1 <= options.nproc <= _MOST_RANKS:
+        problems.append(f"--nproc is {options.nproc}; it must be at least 1 and at most {_MOST_RANKS}")
     if options.module and options.no_python:
         problems.append("--module and --no-python are both given; a module is Python")
     if options.launcher not in BACKENDS:
         problems.append(f"--launcher is {options.launcher!r}; known are {', '.join(BACKENDS)}")
     if (options.include or options.exclude) and (options.nproc != -1 or options.nnodes not in ("", "-1")):
         problems.append("--include/--exclude and --nproc/--nnodes are both given; each says how many ranks run where")
-    if options.grace < 0:
-        problems.append(f"--grace is {options.grace}; it cannot be negative")
-    if options.host_timeout < 0:
-        problems.append(f"--host-timeout is {options.host_timeout}; it cannot be negative")
+    for name, seconds in (("--grace", options.grace), ("--host-timeout", options.host_timeout)):
+        if not 0 <= seconds <= _LONGEST_S:
+            problems.append(f"{name} is {seconds}; it cannot be negative, nor more than {_LONGEST_S} seconds")
     if options.max_restarts < 0:
         problems.append(f"--max-restarts is {options.max_restarts}; it cannot be negative")
     if not 0 <= options.master_port < 65536:

@@ -95,17 +95,21 @@ class Screen:
                 if not self._queue:
                     return
                 name, data = self._queue.popleft()
-            if name not in closed and not _write(self._fds[name], data):
-                closed.add(name)  # the reader left (`| head`); the job goes on unseen
+            if name not in closed and (error := _write(self._fds[name], data)) is not None:
+                closed.add(name)  # the job goes on unseen
+                if not isinstance(error, BrokenPipeError):  # who left (`| head`) wants no more
+                    lost = f"ds run: output of the job is lost from here on: {error.strerror}\n"
+                    _write(self._fds["err"], lost.encode())
             with self._changed:
                 self._waiting -= len(data)
 
 
-def _write(fd: int, data: bytes) -> bool:
+def _write(fd: int, data: bytes) -> OSError | None:
+    """Write all of `data`; return the error that kept some of it back."""
     view = memoryview(data)
     try:
         while view:
             view = view[os.write(fd, view) :]
-    except OSError:
-        return False
-    return True
+    except OSError as error:
+        return error
+    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -56,11 +56,12 @@ def _of_tensor(values: Any, bins: int) -> ValueCounts:
     if not finite.numel():
         return _nothing(nonfinite)
     low, high = (float(bound) for bound in finite.aminmax())
-    top = high if high > low else low + 1.0
-    places = ((finite - low) * (bins / (top - low))).long().clamp(0, bins - 1)
+    first, width, scale = _range(low, high)
+    places = ((finite * scale - first) / width * bins).long().clamp(0, bins - 1)
     counts = places.bincount(minlength=bins).tolist()
     sums = float(finite.sum()), float(finite.square().sum())
-    return ValueCounts(finite.numel(), low, high, *sums, nonfinite, _edges(low, top, bins), tuple(counts))
+    edges = _edges(first, width, scale, bins)
+    return ValueCounts(finite.numel(), low, high, *sums, nonfinite, edges, tuple(counts))
 
 
 def _of_numbers(values: Iterable[Any], bins: int) -> ValueCounts:
@@ -70,18 +71,33 @@ def _of_numbers(values: Iterable[Any], bins: int) -> ValueCounts:
     if not finite:
         return _nothing(nonfinite)
     low, high = min(finite), max(finite)
-    top = high if high > low else low + 1.0
+    first, width, scale = _range(low, high)
     counts = [0] * bins
     for value in finite:
-        counts[min(int((value - low) * (bins / (top - low))), bins - 1)] += 1
-    squares = math.fsum(value * value for value in finite)
-    return ValueCounts(
-        len(finite), low, high, math.fsum(finite), squares, nonfinite, _edges(low, top, bins), tuple(counts)
-    )
+        counts[min(int((value * scale - first) / width * bins), bins - 1)] += 1
+    sums = _sum(finite), _sum([value * value for value in finite])
+    edges = _edges(first, width, scale, bins)
+    return ValueCounts(len(finite), low, high, *sums, nonfinite, edges, tuple(counts))
 
 
-def _edges(low: float, top: float, bins: int) -> tuple[float, ...]:
-    return (*(low + (top - low) * i / bins for i in range(bins)), top)
+def _range(low: float, high: float) -> tuple[float, float, float]:
+    """Return where the bins begin, their width together, and the factor of both: no difference of values times it overflows fp32."""
+    if not high > low:
+        below, above = low, low + max(1.0, abs(low) * 2.0**-20)
+        low, high = (below, above) if math.isfinite(above) else (low - abs(low) * 2.0**-20, low)
+    scale = 1.0 if high - low < 1e38 else 0.25
+    return low * scale, high * scale - low * scale, scale
+
+
+def _sum(values: Sequence[float]) -> float:
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return sum(values)
+
+
+def _edges(first: float, width: float, scale: float, bins: int) -> tuple[float, ...]:
+    return tuple((first + width * (i / bins)) / scale for i in range(bins + 1))
 
 
 def _nothing(nonfinite: int) -> ValueCounts:

@@ -167,20 +167,20 @@ def write_dcp(source: TensorSource, out: str | os.PathLike[str], *, optimizer: b
     root = Path(out)
     if root.exists() and any(root.iterdir()):
         raise CheckpointError(f"{root} is not empty", code="ckpt-target-exists", fix="Write into a new directory.")
-    theirs = {name: key for name in source.entries if (key := _theirs(name)) is not None}
-    count = Counter(theirs.values())
-    back = {name: f"param/{name.removeprefix('buffer/')}" if name.startswith("buffer/") else name for name in theirs}
-    if wrong := sorted(name for name, key in theirs.items() if count[key] > 1 or _ours(key, "") != back[name]):
+    keys = {name: key for name in source.entries if (key := _theirs(name)) is not None}
+    count = Counter(keys.values())
+    back = {name: f"param/{name.removeprefix('buffer/')}" if name.startswith("buffer/") else name for name in keys}
+    if wrong := sorted(name for name, key in keys.items() if count[key] > 1 or _ours(key, "") != back[name]):
         raise CheckpointError(
             f"{', '.join(wrong[:4])} cannot be told from other tensors by their names in a DCP directory",
             code="ckpt-foreign",
             fix="Rename them.",
         )
     state = {
-        key: source.entries[name].read() for name, key in theirs.items() if optimizer or not name.startswith("optim/")
+        key: source.entries[name].read() for name, key in keys.items() if optimizer or not name.startswith("optim/")
     }
     for alias, target in source.aliases.items():
         if alias.startswith("param/"):
             state[alias.removeprefix("param/")] = state[target.removeprefix("param/")]
     dcp.save(state, storage_writer=dcp.FileSystemWriter(root), no_dist=True)
-    return sorted(source.entries.keys() - theirs.keys())
+    return sorted(source.entries.keys() - keys.keys())

@@ -79,6 +79,10 @@ def main(args: argparse.Namespace) -> int:
     options = pod_options(options, os.environ)
     facts = _facts(options)
     elastic, remote = is_elastic(options), bool(remote_hosts(options, facts))
+    if options.export and not remote:
+        exports = facts.exports or {}
+        os.environ.update({name: exports[name] for name in (item.partition("=")[0] for item in options.export)})
+        facts = _facts(options)
     if elastic or remote:
         if not options.dry_run:
             _check_tools(options, elastic)

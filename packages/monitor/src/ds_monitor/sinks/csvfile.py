@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,7 +44,16 @@ class CsvSink(ScalarSink):
 
     def _open(self, name: str) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        file = open(self.directory / f"{name.replace('/', '_')}.csv", "a", newline="", encoding="utf-8")  # noqa: SIM115
+        path = self.directory / _file_name(name)
+        file = open(path, "a", newline="", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
         self._files[name], self._writers[name] = file, csv.writer(file)
         if file.tell() == 0:
             self._writers[name].writerow(["step", name.rsplit("/", 1)[-1]])
+
+
+def _file_name(name: str) -> str:
+    """Return `name` as dashboards expect it; one that no file can have is cut, with its hash so that two stay apart."""
+    plain = name.replace("/", "_").replace("\0", "_").encode("utf-8", "replace")
+    if len(plain) > 250:
+        plain = plain[:200] + hashlib.blake2b(plain, digest_size=8).hexdigest().encode()
+    return plain.decode("utf-8", "ignore") + ".csv"

@@ -50,7 +50,13 @@ class JsonlSink:
             "time_s": record.time_s,
             "attrs": dict(record.attrs),
         }
-        self._file.write(json.dumps(row, default=str, separators=(",", ":")).encode() + b"\n")
+        try:
+            line = json.dumps(row, default=str, separators=(",", ":"))
+        except (ValueError, TypeError, RecursionError):  # attributes that hold themselves, or keys that are no strings
+            line = json.dumps(
+                {**row, "attrs": {str(k): str(v) for k, v in record.attrs.items()}}, separators=(",", ":")
+            )
+        self._file.write(line.encode() + b"\n")
 
     def end_step(self, step: int) -> None:
         """Do nothing: every line is written when its record arrives."""
