@@ -3,6 +3,7 @@
 import copy
 import gc
 import json
+import pickle
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
@@ -609,3 +610,38 @@ def test_a_per_tensor_optimizer_of_the_client_is_laid_out_whole(
     engine.close()
     for one, other in zip(engine.module.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_whose_model_was_given_back_trains_and_saves_nothing(
+    make_model: Make, config: Settings, rows: Any, stage: int, tmp_path: Path
+) -> None:
+    model, data = make_model(), batches(rows)
+    older = start(model, config(zero_optimization={"stage": stage}))
+    newer = start(model, config(zero_optimization={"stage": stage}))
+    newer.train_batch(data)
+    after = values(model)
+    calls: list[Callable[[], Any]] = [
+        lambda: older.backward(older(*next(data))),
+        lambda: older.train_batch(data),
+        lambda: older.save_checkpoint(tmp_path),
+    ]
+    for engine in (older, newer):
+        engine.close()
+        for call in calls:
+            with pytest.raises(PlanError, match="given back") as caught:
+                call()
+            assert caught.value.code == "zero-closed"
+    assert close_to(values(model), after)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_engine_is_not_copied_and_backward_wants_a_tensor(make_model: Make, config: Settings) -> None:
+    engine = start(make_model(), config())
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(UnsupportedError, match="copy or a pickle of a"):
+            copied(engine)
+    for loss in (1.0, {"loss": torch.zeros(())}, (torch.zeros(()),), None):
+        with pytest.raises(PlanError, match=f"called with a {type(loss).__name__}"):
+            engine.backward(loss)  # type: ignore[arg-type]
+    engine.close()

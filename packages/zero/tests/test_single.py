@@ -13,6 +13,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import ds_zero
+from ds_config.errors import PlanError
 
 
 def net():
@@ -173,3 +174,19 @@ def test_memory_that_is_not_the_parameters_alone_is_left_to_its_owner():
 def test_a_parameter_that_does_not_fill_its_unit_is_copied():
     layer = nn.Linear(5, 3, bias=False)
     assert not _as_it_was(layer)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_another_format_after_shard_is_named_at_every_stage(stage, dtype):
+    model = net()
+    optimizer = ds_zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    model.to(dtype)
+
+    def step():
+        model(torch.ones(1, 4, dtype=dtype)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(PlanError, match=r"0\.weight was sharded as torch\.float32") as caught:
+        step()
+    assert caught.value.code == "zero-replaced"

@@ -51,6 +51,7 @@ from ds_pipe import PipelineSpec
 from ds_zero import ShardedOptimizer
 from ds_zero.layout.model_checks import check_scripted
 from ds_zero.layout.shard_options import OptimizerTraits, describe
+from ds_zero.runtime.sharded_model import end_sharding
 
 __all__ = ["InitArgs", "assemble", "build", "initialize", "shapes_of"]
 
@@ -146,6 +147,7 @@ def assemble(plan: Plan, model: nn.Module, parts: InitArgs) -> Components:
         ds_ops.compile_ahead(index, first=int(os.environ.get("LOCAL_RANK", "0")))
     watch = watch_of(plan, model, TrialSetup(mesh, accelerator, shapes_of(model))) if is_trial(plan) else None
     loader, sinks, comms = all_or_nothing(mesh["world"], lambda: _beside(plan, mesh, parts))
+    end_sharding(model)  # before it is cast
     with (
         placed(model, device, plan.casting),
         apply_all(TRANSFORMS, site := BuildContext(model, plan, mesh, device, parts)) as applied,

@@ -250,6 +250,12 @@ class Engine(EngineState):
     def _start(self, loss: Tensor | SumLoss, divide: bool = True) -> tuple[Tensor, Tensor]:
         """Return a loss as its part of the step's loss, and the scaled scalar that backward starts from."""
         value = loss.total if isinstance(loss, SumLoss) else loss
+        if not isinstance(value, Tensor):
+            raise PlanError(
+                f"backward() was called with a {type(value).__name__} where a scalar loss is needed",
+                code="loss-missing",
+                fix="Pass the tensor: outputs.loss of a model of transformers.",
+            )
         part = value / len(self._backwards) if divide else value
         before = part / self.plan.predivide if self.plan.predivide != 1.0 else part
         return part, self._trains("backward").scale(before)

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -124,6 +124,13 @@ class EngineState(nn.Module):
     def skipped_steps(self) -> int:
         """Steps whose update was left out."""
         return self.counters.skipped
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise UnsupportedError(
+            f"a copy or a pickle of a {type(self).__name__}, which holds process groups, hooks and threads of this process",
+            code="engine-copy",
+            fix="Copy engine.module, or write files with save_checkpoint() or save_16bit_model().",
+        )
 
     def follower(self, kind: type[F]) -> F | None:
         """Return the follower of a class, for example a compression schedule; None if the engine has none."""

@@ -553,3 +553,37 @@ def test_numbers_ride_with_what_ranks_agree_on_for_one_step(bench):
         seen.append(optimizer.last.extra)
     optimizer.close()
     assert seen == [(2.0, 4.0), ()]
+
+
+@STAGES
+@world(2)
+def test_a_model_that_is_sharded_again_belongs_to_the_newer_optimizer(bench, stage):
+    """A notebook's cell that is run twice."""
+    policy = ds_zero.UnitSizePolicy(max_numel=1, persist_numel=0)
+    net, twin, zero_grads = bench.model("tied"), bench.model("tied"), set()
+    optimizers = []
+    for step in range(3):
+        optimizers.append(ds_zero.shard(net, torch.optim.SGD(net.parameters(), lr=0.1), stage=stage, policy=policy))
+        zero_grads.add(vars(net)["zero_grad"]._before)
+        bench.loss(net, bench.batch(step, 0, dist.get_rank())).backward()
+        optimizers[-1].step()
+        optimizers[-1].zero_grad()
+        twin.zero_grad()
+        (sum(bench.loss(twin, bench.batch(step, 0, rank)) for rank in range(2)) / 2).backward()
+        torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    assert zero_grads == {None}, "older optimizers are held by the model"
+    bench.loss(net, bench.batch(3, 0, 0)).backward()
+    for call in (
+        optimizers[0].step,
+        optimizers[0].shards,
+        optimizers[0].state_dict,
+        lambda: optimizers[0].load_state_dict({}),
+        optimizers[0].no_sync,
+    ):
+        with pytest.raises(PlanError, match="sharded anew") as caught:
+            call()
+        assert caught.value.code == "zero-closed"
+    optimizers[0].close()
+    optimizers[-1].close()
+    for (n, a), b in zip(net.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, msg=n)

@@ -325,15 +325,19 @@ class GradAttributes:
                 present = self.present.get(unit.number) if summed and self.measured is not None else None
                 for member, param in enumerate(unit.params):
                     if (member in present) if present is not None else (member not in absent):
-                        self._show(param, 0, self._grad_of(param, unit, member, accumulate, plain))
+                        self._show(unit, param, 0, self._grad_of(param, unit, member, accumulate, plain))
                 for number, part in enumerate(unit.parts if self._of_parts and access.agreement is not None else ()):
                     members = part.members or tuple(range(len(unit.params)))
                     if not absent.issuperset(members) or (present is not None and present.intersection(members)):
-                        self._show(part.tensor, 1, self._grad_of_part(unit, number, members, accumulate, plain))
+                        self._show(unit, part.tensor, 1, self._grad_of_part(unit, number, members, accumulate, plain))
 
-    def _show(self, tensor: Tensor, kind: int, grad: Tensor | None) -> None:
+    def _show(self, unit: Unit, tensor: Tensor, kind: int, grad: Tensor | None) -> None:
         if grad is not None and (tensor.grad is None or tensor.grad is grad):
-            tensor.grad = self._gradients[tensor] = grad
+            try:
+                tensor.grad = self._gradients[tensor] = grad
+            except RuntimeError:  # the parameter has another shape or dtype than when it was sharded, which this names
+                unit.storage.take_back()
+                raise
             self._on[kind].append(tensor)
 
     def _grad_of(

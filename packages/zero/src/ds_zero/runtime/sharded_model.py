@@ -52,7 +52,7 @@ from ds_zero.runtime.unit import OptimizerSlice, Unit
 from ds_zero.runtime.unit_groups import GroupTable
 from ds_zero.runtime.weight_arrivals import WeightArrivals
 
-__all__ = ["Runtime", "ShardOptions", "ShardedModel", "group_for", "sharding_of"]
+__all__ = ["Runtime", "ShardOptions", "ShardedModel", "end_sharding", "group_for", "sharding_of"]
 
 
 class Runtime(Backward):
@@ -205,6 +205,8 @@ class ShardedModel:
         habits: What the optimizer needs and keeps, by number of its group; by default the layout of the options for all.
     Attributes:
         plan: What was decided, unit by unit, before anything was allocated.
+        closed: Whether the model was given back.
+        end: Closes this, and the optimizer that it is a part of.
     """
 
     def __init__(
@@ -214,7 +216,8 @@ class ShardedModel:
         options: ShardOptions,
         habits: Mapping[int, OptimizerTraits] | None = None,
     ) -> None:
-        self.model, self.options = model, options
+        end_sharding(model)
+        self.model, self.options, self.closed = model, options, False
         self.group = group_for(options)
         self.precision = Precision.of(options.precision)
         check_model(model, self.precision, self.group.size)
@@ -256,6 +259,7 @@ class ShardedModel:
         self._where = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
         self.grad_factor: Callable[[Unit], float] = lambda unit: 1.0 / unit.groups.reduction_group.divisor
         self.state_of: Callable[[OptimizerSlice], Mapping[str, Any]] = lambda part: {}
+        self.end: Callable[[], None] = self.close
         for param in by_name.values():
             setattr(param, _TICKET, _Ticket(self))
 
@@ -392,6 +396,7 @@ class ShardedModel:
 
     def check_here(self) -> None:
         """Raise if a step cannot be made, because state is away or has no values yet. Waits for the weights of the step before."""
+        self.check_open("step")
         self.arrivals.finish()
         if self.away:
             raise ShardedAccessError(
@@ -406,12 +411,22 @@ class ShardedModel:
                 fix="Call ds_zero.load_pretrained(model, path), or set the shards and call `refresh`.",
             )
 
+    def check_open(self, what: str) -> None:
+        """Raise if the model was given back: what is left would train and save nothing."""
+        if self.closed:
+            raise PlanError(
+                f"{what} after the model was given back: by close(), or because it was sharded anew",
+                code="zero-closed",
+                fix="Use the newer optimizer or engine, or shard the model again. Of several optimizers for one model, make groups of one.",
+            )
+
     def param_shards(self) -> list[LocalShard]:
         """Return this rank's elements of every parameter, in master dtype, as views: `param/<name>`.
 
         Offloaded shards are fetched, and stay until the next update or `refresh`.
         """
         shards = []
+        self.check_open("shards()")
         self.arrivals.finish()  # who writes a shard, a load, must not write what peers still gather
         for unit in self.units:
             unit.state_store.fetch()
@@ -430,8 +445,11 @@ class ShardedModel:
         return owned
 
     def close(self) -> None:
-        """Gather every parameter into memory of its own and take back hooks, buffers and groups. Collective."""
+        """Gather every parameter into memory of its own and take back hooks, buffers and groups. Collective, the first time."""
+        if self.closed:  # the parameters may be another's by now
+            return
         self.resume()
+        self.closed = True
         self.arrivals.detach()
         for unit in self.units:
             unit.gradients.finish()
@@ -469,3 +487,14 @@ def sharding_of(param: Tensor) -> ShardedModel | None:
     """Return the ShardedModel that a parameter belongs to; None for a parameter that is not sharded."""
     ticket = getattr(param, _TICKET, None)
     return None if ticket is None or ticket.owner is None else ticket.owner()
+
+
+def end_sharding(model: nn.Module) -> None:
+    """Give a model back whole that is sharded already, as in a notebook's cell that is run again. Collective where it is.
+
+    The optimizers and engines that have sharded it are closed for use.
+    """
+    for param in model.parameters():
+        sharding = sharding_of(param)
+        if sharding is not None:
+            sharding.end()

@@ -138,6 +138,7 @@ class ShardedOptimizer(Optimizer):
         self.sharding = ShardedModel(model, self._groups, options, habits)
         if owns_reduction(inner):
             self.sharding.keep_gradients_local()
+        self.sharding.end = self.close
         self.sharding.runtime.begun = self._begin_backward
         self._zero_grad = ZeroGrad(model, self.zero_grad)
         self._zero_grad.attach()
@@ -358,6 +359,7 @@ class ShardedOptimizer(Optimizer):
 
         Without reduction a rank holds the gradients of all its parameters, in the accumulate format, until `step`.
         """
+        self.sharding.check_open("backward")
         return self.sharding.runtime.reducing.reduction(now)
 
     def reduce(self) -> None:
@@ -439,6 +441,7 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Groups, scalars and the loss scale: everything that is not a tensor of a parameter's elements. JSON-able."""
+        self.sharding.check_open("state_dict()")
         self.ahead.take_back_all()
         return {
             "format": 1,
@@ -470,6 +473,7 @@ class ShardedOptimizer(Optimizer):
             CheckpointError: it is of an optimizer of another class ("optimizer-class"), or has another number of groups
                 ("optimizer-groups"), or the tensors of that optimizer's state were not loaded ("zero-state-missing"); nothing is changed then.
         """
+        self.sharding.check_open("load_state_dict()")
         keys = state_dict.get("tensors") or ()
         if keys and any(unit.parts for unit in self.sharding.units) and not self.state_store.has_any(keys):
             raise CheckpointError(

@@ -40,7 +40,7 @@ from ds_engine.rank_config import check_configuration
 from ds_inference import InferenceConfig
 from ds_parallel.config import TensorParallelConfig
 from ds_parallel.tensor import facts_of
-from ds_zero.runtime.sharded_model import sharding_of
+from ds_zero.runtime.sharded_model import end_sharding
 
 _ASKED = "_ds_tensor_parallel"
 
@@ -84,7 +84,7 @@ def initialize(
     _check_host_optimizer(raw, resolved, optimizer)
     _check_untested_optimizer(raw, resolved, optimizer)
     tell_steps()
-    _give_back(model)
+    end_sharding(model)
     if resolved.zero_optimization.stage == 3:
         mark_leaf_modules(model, get_zero_config(raw).leaf_module)
     resolved, counted = _with_own_batch(resolved, world_group().size)
@@ -219,14 +219,6 @@ def _choose_device(args: argparse.Namespace | Mapping[str, Any] | None) -> None:
     rank = values.get("device_rank")
     if rank is not None and int(rank) >= 0:
         os.environ.setdefault("LOCAL_RANK", str(int(rank)))
-
-
-def _give_back(model: nn.Module) -> None:
-    """End the sharding of a model whose engine was dropped, so that it can be sharded again. Collective."""
-    for param in model.parameters():
-        sharding = sharding_of(param)
-        if sharding is not None:
-            sharding.close()
 
 
 @dataclass(frozen=True, slots=True)
