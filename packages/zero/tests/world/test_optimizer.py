@@ -587,3 +587,39 @@ def test_a_model_that_is_sharded_again_belongs_to_the_newer_optimizer(bench, sta
     optimizers[-1].close()
     for (n, a), b in zip(net.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(a, b, msg=n)
+
+
+@STAGES
+@pytest.mark.parametrize("frozen", [True, False])
+@world(2)
+def test_models_share_what_neither_trains(stage, frozen):
+    def build():
+        torch.manual_seed(0)
+        trunk = nn.Linear(6, 8).requires_grad_(not frozen)
+        models = [nn.Sequential(trunk, nn.Tanh(), nn.Linear(8, 1)) for _ in range(2)]
+        return models, [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in models]
+
+    def rows(step, rank):
+        return torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+    models, inners = build()
+    policy = ds_zero.UnitSizePolicy(max_numel=1, persist_numel=0)
+    optimizers = [ds_zero.shard(m, o, stage=stage, policy=policy) for m, o in zip(models, inners, strict=True)]
+    if not frozen or stage == 3:
+        with pytest.raises(PlanError, match="shares its parameters") as caught:
+            optimizers[0].step()
+        assert caught.value.code == "zero-closed"
+    else:
+        twins, plain = build()
+        for step in range(3):
+            for model, optimizer, twin, reference in zip(models, optimizers, twins, plain, strict=True):
+                model(rows(step, dist.get_rank())).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                (sum(twin(rows(step, rank)).square().mean() for rank in range(2)) / 2).backward()
+                reference.step()
+                reference.zero_grad()
+        for model, twin in zip(models, twins, strict=True):
+            torch.testing.assert_close(model.state_dict(), twin.state_dict())
+    for optimizer in optimizers:
+        optimizer.close()

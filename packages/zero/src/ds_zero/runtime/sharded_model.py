@@ -415,7 +415,7 @@ class ShardedModel:
         """Raise if the model was given back: what is left would train and save nothing."""
         if self.closed:
             raise PlanError(
-                f"{what} after the model was given back: by close(), or because it was sharded anew",
+                f"{what} after the model was given back: by close(), or because it, or one that shares its parameters, was sharded anew",
                 code="zero-closed",
                 fix="Use the newer optimizer or engine, or shard the model again. Of several optimizers for one model, make groups of one.",
             )
@@ -492,9 +492,11 @@ def sharding_of(param: Tensor) -> ShardedModel | None:
 def end_sharding(model: nn.Module) -> None:
     """Give a model back whole that is sharded already, as in a notebook's cell that is run again. Collective where it is.
 
-    The optimizers and engines that have sharded it are closed for use.
+    The optimizers and engines that have sharded it are closed for use. Models may share frozen parameters that stay gathered: these end nothing.
     """
     for param in model.parameters():
         sharding = sharding_of(param)
-        if sharding is not None:
+        if sharding is None or (place := sharding.find(param)) is None:
+            continue
+        if param.requires_grad or place[0].spec.trained or place[0].releases:
             sharding.end()
