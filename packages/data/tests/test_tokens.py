@@ -122,12 +122,8 @@ def test_values_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert error.value.code == "data-dtype"
     with pytest.raises(ConfigError, match="no code"):
         TokenWriter(tmp_path / "b", np.uint64)
-    assert [
-        smallest_int_dtype(0, 255),
-        smallest_int_dtype(0, 256),
-        smallest_int_dtype(-1, 127),
-        smallest_int_dtype(-200, 0),
-    ] == [np.dtype(n) for n in ("u1", "u2", "i1", "i2")]
+    chosen = [smallest_int_dtype(low, high) for low, high in ((0, 255), (0, 256), (-1, 127), (-200, 0))]
+    assert chosen == [np.dtype(n) for n in ("u1", "u2", "i1", "i2")]
 
 
 def legacy(items: list[list[int]], code: int, dtype: str) -> tuple[bytes, bytes]:

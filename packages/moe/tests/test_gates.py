@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_config.errors import PlanError
-from ds_moe import GateRule, NoiseStream, gate, top1gating, top2gating, topkgating
+from ds_moe import GateRule, NoiseStream, capacity_of, gate, top1gating, top2gating, topkgating
 
 SHAPES = [(16, 4), (33, 8), (64, 5), (7, 3), (4, 4)]
 
@@ -268,3 +268,19 @@ def test_equal_probabilities_keep_the_tokens_that_topk_finds() -> None:
 def test_what_cannot_be_is_said(wrong: object) -> None:
     with pytest.raises(PlanError, match="moe-routing"):
         wrong()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "factor", "minimum", "expected"),
+    [
+        (10, 4, 1.0, 0, 3),
+        (10, 4, 1.25, 0, 4),
+        (8, 4, 1.0, 0, 2),
+        (8, 4, 1.0, 4, 4),
+        (0, 4, 1.0, 0, 0),
+        (0, 4, 1.0, 2, 2),
+    ],
+)
+def test_capacity_is_an_even_share_rounded_up(tokens, experts, factor, minimum, expected):
+    places = capacity_of(tokens, experts, factor, minimum)
+    assert places == expected
