@@ -108,6 +108,7 @@ OPERATIONS: Mapping[str, Operation] = {
 _TOGETHER = 8
 """So many operations of a case are on their way together where their flow is measured, or as many as `_TOGETHER_BYTES` are, and two at least."""
 _TOGETHER_BYTES = 128 << 20
+_PASSES = 4
 _SPELLED = {
     "all_gather": "all_gather_single",
     "reduce_scatter": "reduce_scatter_single",
@@ -126,34 +127,56 @@ def cases(
 
 
 def sweep(groups: Mapping[str, Group], together: Iterable[list[BenchCase]], budget_s: float) -> Iterator[BenchTiming]:
-    """Measure lists of cases in order. Collective over the groups, which are the same ranks on each backend.
+    """Measure lists of cases in passes over all of them. Collective over the groups, which are the same ranks on each backend.
+
+    A machine that is slow for some seconds then slows a part of the repeats of every list, which medians leave out, not one list alone.
 
     Args:
         groups: By name of the backend.
-        budget_s: About how long to repeat a list.
+        budget_s: About how long to repeat a list in all passes.
     """
-    for alternating in together:
-        yield from measure(groups, alternating, budget_s)
+    lists = list(together)
+    passes = [
+        [_repeat(groups, alternating, budget_s / _PASSES, 1) for alternating in lists] for _ in range(_PASSES - 1)
+    ]
+    for i, alternating in enumerate(lists):
+        last = _repeat(groups, alternating, budget_s / _PASSES, 1)
+        yield from _slowest(groups, alternating, torch.cat([*(before[i] for before in passes), last], 1))
 
 
 def measure(groups: Mapping[str, Group], alternating: Sequence[BenchCase], budget_s: float) -> list[BenchTiming]:
     """Repeat cases alternately, at least three times each, and report each on its slowest rank."""
-    count = max(2, min(_TOGETHER, _TOGETHER_BYTES // max(1, *(case.nbytes for case in alternating))))
+    return _slowest(groups, alternating, _repeat(groups, alternating, budget_s, 3))
+
+
+def _together(alternating: Sequence[BenchCase]) -> int:
+    return max(2, min(_TOGETHER, _TOGETHER_BYTES // max(1, *(case.nbytes for case in alternating))))
+
+
+def _repeat(groups: Mapping[str, Group], alternating: Sequence[BenchCase], budget_s: float, least: int) -> Tensor:
+    """Return [alone and together, repeats, cases, seconds and seconds of a core] of this rank."""
+    count = _together(alternating)
     starts = [[_prepare(case, groups[case.backend]) for _ in range(count)] for case in alternating]
+    for case, begin in zip(alternating, starts, strict=True):
+        _time(begin, groups[case.backend])  # a backend's own buffers: their pages are new to the process once
     first_s = max(_time(begin[:1], groups[case.backend])[0] for case, begin in zip(alternating, starts, strict=True))
     longest = torch.tensor([first_s], dtype=torch.float64)
     any_group = groups[alternating[0].backend]
     collectives.all_reduce(longest, collectives.ReduceOp.MAX, any_group)  # all ranks repeat equally often
-    repeats = max(3, min(200, int(budget_s / (float(longest) * len(starts) * (1 + count) + 1e-9))))
+    repeats = max(least, min(200, int(budget_s / (float(longest) * len(starts) * (1 + count) + 1e-9))))
     alone, together = [], []
     for _ in range(repeats):
         alone.append([_time(begin[:1], groups[case.backend]) for case, begin in zip(alternating, starts, strict=True)])
         together.append([_time(begin, groups[case.backend]) for case, begin in zip(alternating, starts, strict=True)])
-    both = torch.tensor([alone, together], dtype=torch.float64)  # [2, repeats, cases, seconds and seconds of a core]
+    return torch.tensor([alone, together], dtype=torch.float64)
+
+
+def _slowest(groups: Mapping[str, Group], alternating: Sequence[BenchCase], both: Tensor) -> list[BenchTiming]:
+    any_group, count = groups[alternating[0].backend], _together(alternating)
     slowest = both[..., 0].contiguous()
     collectives.all_reduce(slowest, collectives.ReduceOp.MAX, any_group)
     slowest[1] /= count
-    busy = (both[1, ..., 1].mean(0) / count).contiguous()
+    busy = (both[1, ..., 1].median(0).values / count).contiguous()
     collectives.all_reduce(busy, collectives.ReduceOp.MAX, any_group)
     return [
         _timing(case, any_group.size, slowest[..., i].tolist(), float(busy[i])) for i, case in enumerate(alternating)
