@@ -24,13 +24,16 @@ START = """
     torch.set_num_threads(1)
     start_rehearsal(RehearsalOptions(fabric_from("free"), 16, 5))
 """
+MEASURED = START.replace(
+    'fabric_from("free")', 'replace(fabric_from("free"), curves={"barrier": ((0, 0.0),)})'
+).replace("import sys,", "from dataclasses import replace\n    import sys,")
 
 
 @pytest.fixture
 def staged(forked, tmp_path):
-    def run(body: str) -> str:
+    def run(body: str, start: str = START) -> str:
         file = tmp_path / "staged.py"
-        file.write_text(textwrap.dedent(START) + textwrap.dedent(body))
+        file.write_text(textwrap.dedent(start) + textwrap.dedent(body))
         (ended,) = forked([([str(file)], {})])
         assert ended.code == 0, ended.output
         return ended.output
@@ -75,15 +78,17 @@ def test_collectives_leave_what_equal_ranks_would(staged):
         ("shm", "gloo", "gloo"),
     ],
 )
-def test_what_a_script_asked_for_is_known(staged, asked, of_group, found):
-    staged(f"""
+def test_what_a_script_asked_for_is_known_over_measured_links(staged, asked, of_group, found):
+    body = f"""
         import ds_comm.shm
         from ds_comm.rehearsal.staging import asked_backends
         dist.init_process_group({asked!r})
         group = dist.new_group(list(range(16)), backend={of_group!r})
-        assert asked_backends(group)["cpu"] == {found!r}, asked_backends(group)
+        assert asked_backends(group)["cpu"] == FOUND, asked_backends(group)
         assert dist.get_backend(group) == "rehearsal"
-    """)
+    """
+    staged(body.replace("FOUND", repr(found)), MEASURED)
+    staged(body.replace("FOUND", "'nccl'"))  # a preset is a cluster of devices, also where this host has none
 
 
 @pytest.mark.parametrize(
@@ -91,7 +96,8 @@ def test_what_a_script_asked_for_is_known(staged, asked, of_group, found):
 )
 def test_gloo_reduces_a_copy_of_what_it_scatters(staged, backend, copies):
     """torch's gloo has no reduce-scatter: it needs memory for another input, and so does its rehearsal."""
-    staged(f"""
+    staged(
+        f"""
         from ds_comm.rehearsal.rehearsal_group import RehearsalGroup
         dist.init_process_group({backend!r})
         own, parts = RehearsalGroup._part, []
@@ -100,7 +106,9 @@ def test_gloo_reduces_a_copy_of_what_it_scatters(staged, backend, copies):
         dist.reduce_scatter_tensor(out, inp)
         assert (parts[0].data_ptr() != inp.data_ptr()) == {copies}
         assert out.equal(16 * inp[2 * dist.get_rank() :][:2]), out
-    """)
+    """,
+        MEASURED,
+    )
 
 
 def test_memory_of_an_operation_that_ended_is_free_for_the_next(staged):

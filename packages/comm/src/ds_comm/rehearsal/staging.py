@@ -200,7 +200,10 @@ def end_rehearsed_step() -> None:
 
 
 def asked_backends(pg: dist.ProcessGroup) -> dict[str, str]:
-    """Return the backend of each device type that was asked for when `pg` was made: in a rehearsal another one carries the tensors."""
+    """Return the backend of each device type that was asked for when `pg` was made: in a rehearsal another one carries the tensors.
+
+    A rehearsal over links that were not measured stands for NCCL, whatever was asked for.
+    """
     names = backend_names(pg)
     for stage in _stage:
         backend_name = stage.backend_by_group.get(pg, "")
@@ -250,6 +253,9 @@ def _rehearsed_helper(helper: Callable[..., Any], stage: _Staging) -> Callable[.
         **options: Any,
     ) -> Any:
         backend_name = stage.script_backend if str(backend) == BACKEND else str(backend)
+        if not stage.options.fabric.curves:
+            # Who has no device here asks for gloo, but rehearses a cluster of devices: gloo's ways are only true over links measured with it.
+            backend_name = "nccl"
         if str(backend) != SINGLE:
             backend, options["backend_options"] = dist.Backend(BACKEND), None
         options["device_id"] = None
