@@ -12,6 +12,7 @@ import pytest
 
 import ds_monitor as m
 from ds_monitor import BackgroundSink, Measurement, MemorySink, RecordKind
+from ds_monitor.sinks import aside
 
 
 def steps(count: int) -> None:
@@ -132,3 +133,26 @@ def test_a_service_that_is_not_there_delays_no_step(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "True\n")
     assert "Hung did not write" in done.stderr
+
+
+@pytest.mark.parametrize("end", ["shutdown", "detach"])
+def test_services_that_are_not_there_are_waited_for_together(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aside, "CLOSE_S", 1.0)
+    over = threading.Event()
+
+    class Hung(MemorySink):
+        def end_step(self, step: int) -> None:
+            over.wait(60)
+
+    sinks = [m.BackgroundSink(Hung()) for _ in range(6)]
+    m.configure(sinks)
+    m.gauge("loss", 1.0)
+    m.set_step(1)
+    begun = time.perf_counter()
+    if end == "shutdown":
+        m.shutdown()
+    else:
+        m.detach(sinks)
+    took_s = time.perf_counter() - begun
+    over.set()
+    assert 0.9 < took_s < 4

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol
@@ -234,10 +234,12 @@ def detach(sinks: Iterable[Sink]) -> None:
         if not gone:
             return
         _end_step()
-        for sink in gone:
-            if sink in _sinks:  # a sink that failed in the last step has left by itself
-                _sinks.remove(sink)
-                _close(sink)
+        leaving_now = [
+            sink for sink in gone if sink in _sinks
+        ]  # a sink that failed in the last step has left by itself
+        for sink in leaving_now:
+            _sinks.remove(sink)
+        _close_all(leaving_now)
         if not _sinks:
             atexit.unregister(shutdown)
 
@@ -251,8 +253,7 @@ def shutdown() -> None:
         closing = list(_sinks)
         _sinks.clear()
         atexit.unregister(shutdown)
-        for sink in closing:
-            _close(sink)
+        _close_all(closing)
 
 
 def _emit(kind: RecordKind, name: str, value: Any, attrs: dict[str, Any] | None, time_s: float) -> None:
@@ -295,6 +296,14 @@ def _drop(sink: Sink) -> None:
     if sink in _sinks:
         _sinks.remove(sink)
     _close(sink)
+
+
+def _close_all(sinks: Sequence[Sink]) -> None:
+    for sink in sinks:
+        if (begin := getattr(sink, "begin_close", None)) is not None:
+            begin()
+    for sink in sinks:
+        _close(sink)
 
 
 def _close(sink: Sink) -> None:

@@ -15,7 +15,7 @@ __all__ = ["BackgroundSink"]
 LIMIT = 100_000
 """Records that wait for a sink; about 30 MB. The oldest of more are left out."""
 CLOSE_S = 30.0
-"""Longest time that the end of a run waits for a sink that does not answer."""
+"""Longest time that the end of a run waits for sinks that do not answer, all together."""
 
 EVERY_S = 0.2
 """Least time between two hand-overs: waking a thread takes as long as writing ten records."""
@@ -48,6 +48,7 @@ class BackgroundSink:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._closing = False
+        self._closed_by_s: float | None = None
 
     def write(self, record: Measurement) -> None:
         """Keep it until a step ends."""
@@ -65,22 +66,29 @@ class BackgroundSink:
         if time.monotonic() - self._handed_s >= EVERY_S:
             self._hand_over()
 
+    def begin_close(self) -> None:
+        """Let the thread write what waits and end; `close` waits for it. Sinks that begin together wait together."""
+        if self._closed_by_s is not None:
+            return
+        if self._failure is None and self._batch:
+            self._hand_over()
+        self._closed_by_s = time.monotonic() + CLOSE_S
+        with self._ready:
+            self._closing = True
+            self._ready.notify()
+
     def close(self) -> None:
         """Wait until all is written, and end the thread.
 
         Raises:
-            TimeoutError: the sink did not take what was waiting in 30 s; it is left behind.
+            TimeoutError: the sink did not take what was waiting within 30 s of `begin_close`; it is left behind.
         """
-        if self._failure is None and self._batch:
-            self._hand_over()
+        self.begin_close()
         thread = self._thread
         if thread is None:
             self.sink.close()
             return
-        with self._ready:
-            self._closing = True
-            self._ready.notify()
-        thread.join(CLOSE_S)
+        thread.join(max(0.0, (self._closed_by_s or 0.0) - time.monotonic()))
         if thread.is_alive():
             raise TimeoutError(f"{self.label} did not write {self._num_waiting} records in {CLOSE_S:g} s")
         if self._failure is not None:
