@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,17 +93,21 @@ def _anchor(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Codes in the source: `raised` by a `code="..."` argument (with a place), and every string there is."""
+    """Codes in the source: `raised` by a `code="..."` argument or a row of a `refusals.toml` (with a place), and every string there is."""
 
     raised: Mapping[str, str]
     strings: frozenset[str]
 
 
 def codes(projects: Iterable[Project]) -> Codes:
-    """Read the codes of all packages. A code counts as raised where it is the keyword `code` of any call."""
+    """Read the codes of all packages. A code counts as raised where it is the keyword `code` of any call, or in a table of refusals."""
     raised: dict[str, str] = {}
     strings: set[str] = set()
     for project in projects:
+        for table in project.source.rglob("refusals.toml"):
+            for name, row in tomllib.loads(table.read_text()).items():
+                raised.setdefault(row["code"], f"{table.name}:{name}")
+                strings.add(row["code"])
         for module in modules(project):
             for node in module.nodes:
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):

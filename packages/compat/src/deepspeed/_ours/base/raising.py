@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pkgutil import get_data
 from typing import Any
 
-from ds_config.errors import ConfigError, DsError, PlanError, UnsupportedError
+from ds_config import errors
+from ds_config.errors import ConfigError, DsError, UnsupportedError
 
 _twins: dict[tuple[type, type], type[DsError]] = {}
 
@@ -28,9 +32,18 @@ def also(kind: type[DsError], builtin: type[Exception]) -> type[DsError]:
     return twin
 
 
-def out_of_order(what: str, fix: str, builtin: type[Exception] = AssertionError) -> DsError:
-    """Build the error for a call at the wrong time ("compat-call-order"), where upstream asserts, or raises `builtin`."""
-    return also(PlanError, builtin)(what, code="compat-call-order", fix=fix)
+@functools.cache
+def _rows() -> dict[str, dict[str, str]]:
+    return tomllib.loads((get_data(__package__ or "", "refusals.toml") or b"").decode())
+
+
+def refused(name: str, *values: object) -> DsError:
+    """Build the error of a row of `refusals.toml`; its texts show the values."""
+    row = _rows()[name]
+    kind: type[DsError] = getattr(errors, row["kind"])
+    if "upstream" in row:
+        kind = also(kind, getattr(builtins, row["upstream"]))
+    return kind(row["what"].format(*values), code=row["code"], fix=row["fix"].format(*values))
 
 
 def wrong_argument(what: str, fix: str, builtin: type[Exception] = ConfigError) -> DsError:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed._ours.base.raising import wrong_argument
+from deepspeed._ours.base.raising import refused
 
 
 class DtypeEnum(Enum):
@@ -32,7 +32,7 @@ class DtypeEnum(Enum):
         for member in cls:
             if value in member.value:
                 return member
-        raise wrong_argument(f"{value!r} is no format", f"Use one of {', '.join(cls.__members__)}.", ValueError)
+        raise refused("format-word", value, ", ".join(cls.__members__))
 
 
 @dataclass

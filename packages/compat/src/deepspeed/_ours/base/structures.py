@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed._ours.base._torch import tree_leaves
-from deepspeed._ours.base.raising import wrong_argument
+from deepspeed._ours.base.raising import refused
 from ds_accel import get_accelerator
 
 noop_context = nullcontext
@@ -25,9 +25,7 @@ def get_only_unique_item(items: Iterable[Any]) -> Any:
     """
     unique = set(items)
     if len(unique) != 1:
-        raise wrong_argument(
-            f"{sorted(unique, key=repr)} are not one value", "Pass items that are equal.", RuntimeError
-        )
+        raise refused("one-value", sorted(unique, key=repr))
     return unique.pop()
 
 

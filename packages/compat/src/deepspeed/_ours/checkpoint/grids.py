@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed._ours.base.raising import refused
 from deepspeed._ours.base.runtime_utils import asked_of
 from ds_comm import MeshSpec
-from ds_config.errors import CheckpointError, PlanError
+from ds_config.errors import CheckpointError
 from ds_config.regular_file import leads_out, replacing
 from ds_moe.expert_groups import place_ranks
 from ds_moe.module_list_block import ListedBlock
@@ -104,11 +105,7 @@ class model_3d_desc:  # noqa: N801  upstream's name
         del verbose
         fits, wrong = self.can_reshape(target)
         if not fits:
-            raise PlanError(
-                f"a checkpoint of {self.get_desc()} cannot be read as {target.get_desc()}: {', '.join(wrong)}",
-                code="compat-argument",
-                fix="Choose degrees that divide the ones it was written with.",
-            )
+            raise refused("degrees-divide", self.get_desc(), target.get_desc(), ", ".join(wrong))
         plans = [model_2d_descriptor(target.pp_degree, target.tp_degree) for _ in range(target.dp_degree)]
         stages, tensors = self.pp_degree // target.pp_degree, self.tp_degree // target.tp_degree
         layer = self.pp_degree * self.tp_degree
@@ -245,9 +242,7 @@ def expert_layers(model_state_metadata: Sequence[Mapping[str, Any]]) -> list[Any
     for state in model_state_metadata:
         entries = state.get("ds_autoep_layers", [])
         if not isinstance(entries, list):
-            raise CheckpointError(
-                "AutoEP metadata must be a list", code="compat-files", fix="Save the checkpoint again."
-            )
+            raise refused("layers-list")
         layers += entries
     return layers
 
@@ -278,9 +273,7 @@ def check_layers(layers: Any) -> None:
             if lacking
             else f"a {type(layers).__name__}, expected a list"
         )
-        raise CheckpointError(
-            f"ds_autoep_layers is malformed: {what}", code="compat-files", fix="Save the checkpoint again."
-        )
+        raise refused("layers-malformed", what)
 
 
 def fragment_path(temp_dir: str, param_name: str, state_name: str, dp_rank: int) -> str:
@@ -300,17 +293,9 @@ def join_expert_fragments(
     for name, info in expert_param_info.items():
         ranks, folder = info["ep_size"], Path(output_dir, "zero", name)
         if leads_out(output_dir, f"zero/{name}"):
-            raise CheckpointError(
-                f"{name!r} leaves the directory {output_dir}",
-                code="compat-files",
-                fix="Write into a directory without links to others.",
-            )
+            raise refused("experts-outside", name, output_dir)
         if tp_degree != 1 or dp_degree % ranks or slice_shapes[name][0] * ranks != info["num_experts"]:
-            raise CheckpointError(
-                f"{name}: parts of {slice_shapes[name][0]} experts on {dp_degree} x {tp_degree} ranks of {info}",
-                code="compat-files",
-                fix="Resume from the checkpoint itself, which needs no conversion: engine.load_checkpoint.",
-            )
+            raise refused("experts-parts", name, slice_shapes[name][0], dp_degree, tp_degree, info)
         owners = torch.arange(dp_degree)
         # Those of one expert group after the other: neighbours, or every so many-th rank.
         owners = owners if use_data_before_expert_parallel else owners.view(-1, ranks).t().flatten()

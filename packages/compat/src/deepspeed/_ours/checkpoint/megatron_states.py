@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed._ours.base.raising import not_supported, wrong_argument
+from deepspeed._ours.base.raising import refused, wrong_argument
 from deepspeed._ours.checkpoint.checkpoint_api import TorchCheckpointEngine
 
 _ROWS = ("mlp.dense_h_to_4h.weight", "mlp.dense_h_to_4h.bias", "word_embeddings.weight", "final_linear.weight")
@@ -61,9 +61,7 @@ class MegatronSDLoader:
         """
         del quantize_bits, quantize_groups, mlp_extra_grouping
         if quantize:
-            raise not_supported(
-                "load(quantize=True)", "Quantise the loaded model with deepspeed.init_inference(quant=...)."
-            )
+            raise refused("megatron-quantize")
         self.module_key, files = module_key, len(self.ckpt_list)
         if is_pipe_parallel and module_key is not None and mp_world_size != files:
             mp_world_size, mp_rank = files, 0

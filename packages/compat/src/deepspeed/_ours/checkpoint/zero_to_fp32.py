@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed._ours.base.raising import wrong_argument
+from deepspeed._ours.base.raising import refused
 from ds_ckpt.convert import fp32
 from ds_ckpt.convert.huggingface import write_hf
 from ds_ckpt.convert.tensor_source import cast
-from ds_config.errors import CheckpointError
 from ds_config.regular_file import replacing
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -84,11 +83,7 @@ def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
 def _files(folder: str, pattern: str) -> list[str]:
     paths = sorted(map(str, Path(folder).glob(pattern)), key=_by_number)
     if not paths:
-        raise CheckpointError(
-            f"{folder} has no {pattern}: checkpoints that were saved here are safetensors and one manifest",
-            code="compat-files",
-            fix="Use get_fp32_state_dict_from_zero_checkpoint or convert_zero_checkpoint_to_fp32_state_dict.",
-        )
+        raise refused("no-files", folder, pattern)
     return paths
 
 
@@ -100,7 +95,7 @@ def _by_number(path: str) -> list[Any]:
 def _size(text: str | None) -> int:
     match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)B?\s*", text or "1000TB", re.IGNORECASE)
     if match is None:
-        raise wrong_argument(f"max_shard_size = {text!r} is no size", 'Write "5GB".')
+        raise refused("shard-size", text)
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 

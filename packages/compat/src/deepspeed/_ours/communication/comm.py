@@ -17,12 +17,12 @@ from typing import Any
 import torch.distributed as dist
 
 import ds_comm
-from deepspeed._ours.base.raising import also
+from deepspeed._ours.base.forwarding import method
+from deepspeed._ours.base.raising import refused
 from deepspeed._ours.communication.comms_log import collected, collector, print_collected, switch
 from ds_accel import get_accelerator
 from ds_comm.config import CommsLoggerConfig
 from ds_comm.process_group import DEFAULT_TIMEOUT
-from ds_config.errors import CommError
 
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 _log = logging.getLogger("DeepSpeed")
@@ -53,11 +53,7 @@ def init_distributed(
     """
     del auto_mpi_discovery, verbose, config
     if dist_init_required is False and not dist.is_initialized():
-        raise also(CommError, AssertionError)(
-            "dist_init_required=False, and torch.distributed has no process group",
-            code="comm-world",
-            fix="Call torch.distributed.init_process_group first, or leave dist_init_required out.",
-        )
+        raise refused("no-process-group")
     minutes = os.environ.get("DEEPSPEED_TIMEOUT")
     limit = timeout or (timedelta(minutes=float(minutes)) if minutes else DEFAULT_TIMEOUT)
     if not dist.is_initialized() and init_method is not None:
@@ -93,15 +89,12 @@ class TorchBackend:
         self.name = name
         init_distributed(backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size)
 
-    @classmethod
-    def get_all_gather_function(cls) -> Callable[..., Any]:
-        """Return torch's function that gathers into one tensor."""
-        return dist.all_gather_into_tensor
-
-    @classmethod
-    def get_reduce_scatter_function(cls) -> Callable[..., Any]:
-        """Return torch's function that sums and scatters one tensor."""
-        return dist.reduce_scatter_tensor
+    get_all_gather_function: Any = classmethod(
+        method(lambda cls: dist.all_gather_into_tensor, "Return torch's function that gathers into one tensor.")
+    )
+    get_reduce_scatter_function: Any = classmethod(
+        method(lambda cls: dist.reduce_scatter_tensor, "Return torch's function that sums and scatters one tensor.")
+    )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(import_module("deepspeed.comm"), name)
@@ -118,39 +111,25 @@ def destroy_process_group(group: Any = None) -> None:
 # ---- who is there
 
 
-def get_rank(group: Any = None) -> int:
-    """Return this process's rank in the group; 0 before a process group exists."""
-    return ds_comm.as_group(group).rank
-
-
-def get_world_size(group: Any = None) -> int:
-    """Ranks of the group; 1 before there is one."""
-    return ds_comm.as_group(group).size
-
-
-def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """Return the world rank of a rank of the group."""
-    return ds_comm.as_group(group).ranks[group_rank]
-
-
-def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """Ranks in the world of all members."""
-    return list(ds_comm.as_group(group).ranks)
-
-
-def new_group(ranks: Sequence[int]) -> Any:
-    """Create torch's process group of these ranks. Collective over the world."""
-    return dist.new_group(list(ranks))
-
-
-def in_aml() -> bool:
-    """Whether this job runs on Azure Machine Learning."""
-    return "AZUREML_EXPERIMENT_ID" in os.environ
-
-
-def in_aws_sm() -> bool:
-    """Whether this job runs on SageMaker."""
-    return "SM_TRAINING_ENV" in os.environ
+get_rank = method(
+    lambda group=None: ds_comm.as_group(group).rank,
+    "Return this process's rank in the group; 0 before a process group exists.",
+)
+get_world_size = method(
+    lambda group=None: ds_comm.as_group(group).size, "Return the number of ranks of the group; 1 before there is one."
+)
+get_global_rank = method(
+    lambda group=None, group_rank=0: ds_comm.as_group(group).ranks[group_rank],
+    "Return the world rank of a rank of the group.",
+)
+get_all_ranks_from_group = method(
+    lambda group=None: list(ds_comm.as_group(group).ranks), "Return the ranks in the world of all members."
+)
+new_group = method(
+    lambda ranks: dist.new_group(list(ranks)), "Create torch's process group of these ranks. Collective over the world."
+)
+in_aml = method(lambda: "AZUREML_EXPERIMENT_ID" in os.environ, "Whether this job runs on Azure Machine Learning.")
+in_aws_sm = method(lambda: "SM_TRAINING_ENV" in os.environ, "Whether this job runs on SageMaker.")
 
 
 # ---- collectives
@@ -173,27 +152,18 @@ def _adapted(function: Callable[..., Any], keywords: Mapping[str, str] | None = 
     return call
 
 
-all_reduce = _adapted(ds_comm.all_reduce)
-all_reduce_coalesced = _adapted(ds_comm.all_reduce_coalesced)
-all_gather = _adapted(ds_comm.all_gather)
-all_gather_coalesced = _adapted(ds_comm.all_gather_coalesced)
-all_gather_into_tensor = _adapted(ds_comm.all_gather_into_tensor, {"tensor": "input_tensor"})
+_KEYWORDS: Mapping[str, Mapping[str, str]] = {
+    "all_gather_into_tensor": {"tensor": "input_tensor"},
+    "all_to_all_single": {"tensor": "input"},
+    "reduce_scatter_tensor": {"output_tensor": "output", "tensor": "input"},
+}
+for _name in (
+    "all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object",
+    "all_to_all", "all_to_all_single", "barrier", "broadcast", "gather", "monitored_barrier", "reduce", "reduce_scatter",
+    "reduce_scatter_tensor", "scatter", "send", "recv", "isend", "irecv",
+):  # fmt: skip
+    globals()[_name] = _adapted(getattr(ds_comm, _name), _KEYWORDS.get(_name, {}))
 allgather_fn = _adapted(ds_comm.all_gather_into_tensor)
-all_gather_object = _adapted(ds_comm.all_gather_object)
-all_to_all = _adapted(ds_comm.all_to_all)
-all_to_all_single = _adapted(ds_comm.all_to_all_single, {"tensor": "input"})
-barrier = _adapted(ds_comm.barrier)
-broadcast = _adapted(ds_comm.broadcast)
-gather = _adapted(ds_comm.gather)
-monitored_barrier = _adapted(ds_comm.monitored_barrier)
-reduce = _adapted(ds_comm.reduce)
-reduce_scatter = _adapted(ds_comm.reduce_scatter)
-reduce_scatter_tensor = _adapted(ds_comm.reduce_scatter_tensor, {"output_tensor": "output", "tensor": "input"})
-scatter = _adapted(ds_comm.scatter)
-send = _adapted(ds_comm.send)
-recv = _adapted(ds_comm.recv)
-isend = _adapted(ds_comm.isend)
-irecv = _adapted(ds_comm.irecv)
 
 
 def has_all_gather_into_tensor() -> bool:

@@ -124,27 +124,19 @@ class CommsLogger:
 
 
 def _summed(size: int, row: list[Any]) -> dict[str, Any]:
-    count, latencies, algorithm, bus = row
-    return {
-        "count": count,
-        "total_latency_ms": sum(latencies),
-        "avg_latency_ms": trimmed_mean(latencies, _TRIMMED),
-        "tput_avg_gbps": trimmed_mean(algorithm, _TRIMMED),
-        "busbw_avg_gbps": trimmed_mean(bus, _TRIMMED),
-        "msg_size_bytes": size,
-        "msg_size_str": convert_size(size),
-    }
+    count, latencies, *speeds = row
+    means = [trimmed_mean(numbers, _TRIMMED) for numbers in (latencies, *speeds)]
+    return _counted(size, count) | dict(zip(_NUMBERS, (sum(latencies), *means), strict=True))
 
 
+def _counted(size: int, count: int) -> dict[str, Any]:
+    return {"count": count, "msg_size_bytes": size, "msg_size_str": convert_size(size)}
+
+
+_NUMBERS = ("total_latency_ms", "avg_latency_ms", "tput_avg_gbps", "busbw_avg_gbps")
 _HEAD = (
-    "Comm. Op",
-    "Message Size",
-    "Count",
-    "Total Latency(ms)",
-    "Avg Latency(ms)",
-    "tput_avg (Gbps)",
-    "busbw_avg (Gbps)",
-)
+    "Comm. Op", "Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)", "tput_avg (Gbps)", "busbw_avg (Gbps)",
+)  # fmt: skip
 
 
 def _print(summaries: dict[str, Any]) -> None:
@@ -153,8 +145,7 @@ def _print(summaries: dict[str, Any]) -> None:
         print(name)
         for size in sorted(sizes):
             row = sizes[size]
-            numbers = (row["total_latency_ms"], row["avg_latency_ms"], row["tput_avg_gbps"], row["busbw_avg_gbps"])
-            cells = ["", row["msg_size_str"], str(row["count"]), *(f"{number:.2f}" for number in numbers)]
+            cells = ["", row["msg_size_str"], str(row["count"]), *(f"{row[name]:.2f}" for name in _NUMBERS)]
             print("".join(f"{cell:<20}" for cell in cells))
 
 
@@ -177,13 +168,9 @@ def collected(logger: Collector | None, show_straggler: bool = False) -> dict[st
     straggling: dict[str, Any] = {}
     for row in [] if logger is None else logger.as_dict(show_straggler)["summary"]:
         size = row["message_bytes"]
-        base = {"count": row["count"], "msg_size_bytes": size, "msg_size_str": convert_size(size)}
-        summaries.setdefault(row["op"], {})[size] = base | {
-            "total_latency_ms": row["total_ms"],
-            "avg_latency_ms": row["average_ms"],
-            "tput_avg_gbps": row["algorithm_gbps"],
-            "busbw_avg_gbps": row["bus_gbps"],
-        }
+        base = _counted(size, row["count"])
+        ours = ("total_ms", "average_ms", "algorithm_gbps", "bus_gbps")
+        summaries.setdefault(row["op"], {})[size] = base | {n: row[o] for n, o in zip(_NUMBERS, ours, strict=True)}
         if show_straggler:
             straggling.setdefault(row["op"], {})[size] = base | {
                 "total_comm_lat_ms": row["comm_ms"],

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
-from deepspeed._ours.base.raising import not_supported, out_of_order
+from deepspeed._ours.base.raising import refused
 from deepspeed._ours.base.runtime_utils import bwc_tensor_model_parallel_world_size
 from deepspeed._ours.communication.group_getters import _get_sequence_data_parallel_group
 from ds_comm import Group, as_group, world_group
@@ -62,10 +62,7 @@ def _create_expert_and_data_parallel(
     """Make the groups of `ep_size_N` over the world, and note them. Collective over the world."""
     del mp_mode
     if folding_spec is not None or any(size not in (None, 1) for size in (mp_size, pp_size)):
-        raise not_supported(
-            f"_create_expert_and_data_parallel(mp_size={mp_size}, pp_size={pp_size}, folding_spec={folding_spec!r})",
-            "Let deepspeed.initialize make the groups of a model with tensor ranks or stages.",
-        )
+        raise refused("expert-groups-of-degrees", mp_size, pp_size, folding_spec)
     make_places(expert_parallel_size_, data_first=use_data_before_expert_parallel_)
     if (world := world_group().link) is not None:
         _sizes.setdefault(world, {})[expert_parallel_size_] = use_data_before_expert_parallel_
@@ -95,10 +92,7 @@ def _pair(getter: str, group_name: str) -> ExpertPair:
     pairs = _pairs()
     if group_name not in pairs:
         names = " and ".join(sorted(pairs))
-        raise out_of_order(
-            f"{getter}({group_name!r}): no layer of a running engine has such experts{f'; known are {names}' if names else ''}",
-            "Build the model with deepspeed.moe.layer.MoE(..., ep_size=N) and call deepspeed.initialize first; the name is ep_size_N.",
-        )
+        raise refused("expert-group-name", getter, group_name, f"; known are {names}" if names else "")
     return pairs[group_name]
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from deepspeed._ours.base.raising import refused
 from ds_comm import Group, Mesh, MeshSpec, common_group, self_group, world_group
-from ds_config.errors import PlanError
 from ds_parallel.sequence.hf_attention import SequenceRanks
 
 mpu = None
@@ -75,11 +75,7 @@ def _init_tp_mesh_device(tensor_model_parallel_size: int = 1, data_parallel_size
     """
     world = world_group().size
     if data_parallel_size not in (None, world // tensor_model_parallel_size):
-        raise PlanError(
-            f"{data_parallel_size} data-parallel x {tensor_model_parallel_size} tensor-parallel ranks in a world of {world}",
-            code="mesh-size",
-            fix="Leave data_parallel_size out.",
-        )
+        raise refused("mesh-of-world", data_parallel_size, tensor_model_parallel_size, world)
     share_layers(Mesh.build(MeshSpec.fit(world, tensor=tensor_model_parallel_size)))
     return get_data_parallel_group(), get_model_parallel_group()
 

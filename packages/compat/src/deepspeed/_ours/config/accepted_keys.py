@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from deepspeed._ours.base.raising import wrong_argument
+from deepspeed._ours.base.raising import refused
 from ds_config import classify, dotted, keys, nearest
-from ds_config.errors import ConfigError
 from ds_engine import Config
 
 _log = logging.getLogger("DeepSpeed")
@@ -64,11 +63,7 @@ def _check_tag_validation(section: Raw) -> None:
     """
     mode = section.get("tag_validation", "Warn")
     if str(mode).upper() not in _TAG_MODES:
-        raise ConfigError(
-            f"checkpoint.tag_validation = {mode!r}, expected Ignore, Warn or Fail",
-            code="config-value",
-            fix="Use one of them, in any case; Warn is the default.",
-        )
+        raise refused("tag-validation", mode)
 
 
 def section_of(raw: Raw, name: str) -> Raw:
@@ -231,7 +226,7 @@ def get_gradient_allreduce_op(param_dict: Raw) -> str:
     reduce_op = str(param_dict.get("gradient_allreduce_op", "mean")).lower()
     clash = next((name for name, there in _NOT_WITH_SUM if reduce_op == "sum" and there(param_dict)), None)
     if reduce_op not in ("mean", "sum"):
-        raise wrong_argument(f"Invalid gradient_allreduce_op {reduce_op!r}", 'Write "mean" or "sum".')
+        raise refused("reduce-operation", reduce_op)
     if clash is not None:
-        raise wrong_argument(f"gradient_allreduce_op = sum is not supported with {clash}", 'Use "mean".')
+        raise refused("reduce-sum", clash)
     return reduce_op

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from deepspeed._ours.base.raising import raising, wrong_argument
+from deepspeed._ours.base.raising import raising, refused
 from deepspeed._ours.config.accepted_keys import accepted, section_of
 from deepspeed._ours.config.section_models import (
     get_bfloat16_config,
@@ -18,7 +18,6 @@ from deepspeed._ours.config.section_models import (
 from ds_comm import world_group
 from ds_config import read
 from ds_config.config_file import Source
-from ds_config.errors import ConfigError
 from ds_engine import Config, Plan, load_config, resolve_batch
 from ds_engine.batch import BatchRequest, BatchSizes
 from ds_engine.config import source_of
@@ -61,7 +60,7 @@ def get_log_level(param_dict: Mapping[str, Any]) -> str | None:
         return None
     level = str(name).upper()
     if level not in logging.getLevelNamesMapping():
-        raise wrong_argument(f"log_level {name!r}", "Use debug, info, warning, error or critical.")
+        raise refused("log-level", name)
     return level
 
 
@@ -78,9 +77,7 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[str, Any]])
     if len(mapping) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = sorted({key for key in keys if keys.count(key) > 1})
-        raise ConfigError(
-            f"keys given twice in one object: {', '.join(twice)}", code="config-duplicate-key", fix="Keep one of each."
-        )
+        raise refused("duplicate-keys", ", ".join(twice))
     return mapping
 
 
@@ -142,9 +139,7 @@ class DeepSpeedConfig:
         self, config: Source, mpu: object = None, mesh_device: object = None, *, plan: Plan | None = None
     ) -> None:
         if mpu is not None or mesh_device is not None:
-            raise ConfigError(
-                "DeepSpeedConfig was given groups of another library", code="compat-mpu", fix="Leave mpu= out."
-            )
+            raise refused("mpu")
         self._param_dict = raw_config(config)
         self.model = load_config(accepted(self._param_dict)) if plan is None else plan.config
         self.world_size = world_group().size

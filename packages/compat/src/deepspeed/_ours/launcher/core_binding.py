@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepspeed._ours.base.raising import wrong_argument
+from deepspeed._ours.base.raising import refused
 from ds_launcher import cpu_binding
 
 _NODES = Path("/sys/devices/system/node")
@@ -37,15 +37,11 @@ def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank
         ValueError: KMP_AFFINITY is set, which would bind threads another way, or there are fewer cores than ranks.
     """
     if "KMP_AFFINITY" in os.environ:
-        raise wrong_argument(
-            "KMP_AFFINITY is set and would move threads off the cores of their rank", "Unset it for this command."
-        )
+        raise refused("kmp-affinity")
     usable = sorted(os.sched_getaffinity(0)) if bind_core_list is None else parse_range_list(bind_core_list)
     each = len(usable) // num_local_procs
     if each < 1:
-        raise wrong_argument(
-            f"{num_local_procs} ranks share {len(usable)} cores", "Give a core to each rank.", AssertionError
-        )
+        raise refused("cores-of-ranks", num_local_procs, len(usable))
     rank_cores = usable[each * local_rank : each * (local_rank + 1)]
     return each, ["numactl", "-C", _text(rank_cores), *_memory(rank_cores)]
 

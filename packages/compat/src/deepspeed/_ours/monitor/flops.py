@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed._ours.base.raising import not_supported
+from deepspeed._ours.base.raising import refused
 from ds_engine.feature_table import FlopsProfilerConfig
 from ds_engine.flops import ForwardCounter
 from ds_engine.profiling import Profile, profile_text
@@ -128,7 +128,7 @@ def get_model_profile(
         UnsupportedError: another mode ("compat-argument").
     """
     if mode not in ("forward", "generate"):
-        raise not_supported(f"get_model_profile(mode={mode!r})", 'Use "forward" or "generate".')
+        raise refused("profile-mode", mode)
     inputs = [torch.ones(tuple(input_shape))] if input_shape is not None else list(args)
     call: Any = model if mode == "forward" else model.generate
     profiler = FlopsProfiler(model)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import ds_monitor
-from deepspeed._ours.base.raising import wrong_argument
+from deepspeed._ours.base.raising import refused
 from ds_accel import get_accelerator
 from ds_comm import world_group
 
@@ -60,7 +60,7 @@ class LoggerFactory:
             ValueError: no name.
         """
         if name is None:
-            raise wrong_argument("create_logger() was called without a name", "Pass name=.")
+            raise refused("logger-name")
         log = logging.getLogger(name)
         if not log.handlers:
             handler = _Stdout()
@@ -104,7 +104,7 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
     """
     level = log_levels.get(log_level_str.lower())
     if level is None:
-        raise wrong_argument(f"{log_level_str!r} is not a log level", f"Use one of {', '.join(log_levels)}.")
+        raise refused("logger-level", log_level_str, ", ".join(log_levels))
     (custom_logger or logger).setLevel(level)
 
 

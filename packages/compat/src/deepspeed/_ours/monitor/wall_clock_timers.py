@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from deepspeed._ours.base.forwarding import answers, calls, method, tells
 from ds_accel import get_accelerator
 from ds_comm import world_group
 from ds_monitor.stats import trimmed_mean
@@ -77,13 +78,9 @@ class SynchronizedWallClockTimer:
     def __call__(self, name: str) -> _Timer:
         return self.timers.setdefault(name, _Timer(name))
 
-    def get_timers(self) -> dict[str, _Timer]:
-        """Return all timers by name."""
-        return self.timers
+    get_timers = tells("timers", "Return all timers by name.")
 
-    def has_timer(self, name: str) -> bool:
-        """Whether there is one."""
-        return name in self.timers
+    has_timer = calls("timers.__contains__", "Whether there is one.", "name")
 
     @staticmethod
     def memory_usage() -> str:
@@ -112,11 +109,7 @@ class NoopTimer:
     class Timer:
         """A timer that does nothing, and measures 0."""
 
-        def elapsed(self, *args: Any, **options: Any) -> float:
-            """Return 0: this timer measures nothing."""
-            return 0.0
-
-        start = stop = reset = mean = elapsed
+        start = stop = reset = mean = elapsed = answers(0.0, "Return 0: this timer measures nothing.")
 
     def __init__(self) -> None:
         self.timer = self.Timer()
@@ -124,20 +117,10 @@ class NoopTimer:
     def __call__(self, name: str) -> Timer:
         return self.timer
 
-    def get_timers(self) -> dict[str, Any]:
-        """Return an empty dict: there are no timers."""
-        return {}
-
-    def has_timer(self, name: str) -> bool:
-        """Return True for every name: any timer exists and does nothing."""
-        return True
-
-    def log(self, names: Sequence[str], **options: Any) -> None:
-        """Do nothing: there are no times to log."""
-
-    def get_mean(self, names: Sequence[str], **options: Any) -> dict[str, float]:
-        """Return an empty dict: no times are recorded."""
-        return {}
+    get_timers = method(lambda self: {}, "Return an empty dict: there are no timers.")
+    has_timer = answers(True, "Return True for every name: any timer exists and does nothing.")
+    log = answers(None, "Do nothing: there are no times to log.")
+    get_mean = method(lambda self, names, **options: {}, "Return an empty dict: no times are recorded.")
 
 
 class ThroughputTimer:

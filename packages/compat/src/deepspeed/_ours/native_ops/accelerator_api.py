@@ -12,6 +12,7 @@ import torch
 
 import ds_accel
 from deepspeed._ours.base._torch import compilers
+from deepspeed._ours.base.forwarding import answers, calls, method, tells
 from deepspeed._ours.native_ops.builders import BUILDERS
 from ds_accel import Accelerator
 from ds_accel.detection import facts_of
@@ -48,21 +49,17 @@ class FacadeAccelerator:
         """Return the device's name, `"cuda"` or `"cuda:1"`; the CPU is `"cpu"` whatever the index."""
         return str(self.ours.device(None if device_index is None else int(device_index)))
 
-    def device(self, device_index: int | None = None) -> torch.device:
-        """Return the device as a torch.device."""
-        return self.ours.device(device_index)
-
-    def set_device(self, device_index: int) -> None:
-        """Make the device of this index the default for new tensors."""
-        self.ours.set_device(device_index)
+    device = calls("ours.device", "Return the device as a torch.device.", "device_index")
+    set_device = calls("ours.set_device", "Make the device of this index the default for new tensors.", "device_index")
 
     def current_device(self) -> int | str:
         """Return the index of the current device; its name on the CPU."""
         return "cpu" if self._name == "cpu" else self.ours.current_index()
 
-    def current_device_name(self) -> str:
-        """Return the current device's name, a string for `.to()`."""
-        return self.device_name(self.ours.current_index())
+    current_device_name = method(
+        lambda self: self.device_name(self.ours.current_index()),
+        "Return the current device's name, a string for `.to()`.",
+    )
 
     def device_count(self) -> int:
         """Return the number of devices that this process sees.
@@ -72,49 +69,25 @@ class FacadeAccelerator:
         local_size = int(os.environ.get("LOCAL_SIZE", "0")) if self._name == "cpu" else 0
         return max(local_size, 0) or self.ours.device_count()
 
-    def is_available(self) -> bool:
-        """Whether there is one."""
-        return self.ours.device_count() > 0
-
-    def is_synchronized_device(self) -> bool:
-        """Whether operations are done when they return."""
-        return self.ours.facts.synchronous
-
-    def use_host_timers(self) -> bool:
-        """Whether time is read on the host."""
-        return self.ours.facts.host_timers or self.ours.facts.synchronous
-
+    is_available = method(lambda self: self.ours.device_count() > 0, "Whether there is one.")
+    is_synchronized_device = tells("ours.facts.synchronous", "Whether operations are done when they return.")
+    use_host_timers = method(
+        lambda self: self.ours.facts.host_timers or self.ours.facts.synchronous, "Whether time is read on the host."
+    )
     resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
 
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Wait for everything."""
-        self.ours.synchronize(device_index)
-
-    def communication_backend_name(self) -> str:
-        """Return the name of torch.distributed's backend for this device."""
-        return self.ours.comm_backend
-
-    def get_compile_backend(self) -> str:
-        """Return the name of torch.compile's backend."""
-        return self._compile_backend
-
-    def is_triton_supported(self) -> bool:
-        """Whether Triton kernels run."""
-        return bool(self.ours.triton())
-
-    def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on this kind of device."""
-        return self.ours.holds(tensor)
-
+    synchronize = calls("ours.synchronize", "Wait for everything.", "device_index")
+    communication_backend_name = tells(
+        "ours.comm_backend", "Return the name of torch.distributed's backend for this device."
+    )
+    get_compile_backend = tells("_compile_backend", "Return the name of torch.compile's backend.")
+    is_triton_supported = method(lambda self: bool(self.ours.triton()), "Whether Triton kernels run.")
+    on_accelerator = calls("ours.holds", "Whether a tensor is on this kind of device.", "tensor")
     # ---- formats
 
-    def is_bf16_supported(self) -> bool:
-        """Whether bf16 computes here."""
-        return bool(self.ours.supports(torch.bfloat16))
+    is_bf16_supported = method(lambda self: bool(self.ours.supports(torch.bfloat16)), "Whether bf16 computes here.")
 
-    def is_fp16_supported(self) -> bool:
-        """Whether fp16 computes here."""
-        return bool(self.ours.supports(torch.float16))
+    is_fp16_supported = method(lambda self: bool(self.ours.supports(torch.float16)), "Whether fp16 computes here.")
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """Formats to train in."""
@@ -124,10 +97,7 @@ class FacadeAccelerator:
 
     random, initial_seed = staticmethod(lambda: torch.random), staticmethod(torch.initial_seed)
 
-    def manual_seed(self, seed: int) -> None:
-        """Seed host and device."""
-        self.ours.manual_seed(seed)
-
+    manual_seed = calls("ours.manual_seed", "Seed host and device.", "seed")
     manual_seed_all = manual_seed
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
@@ -153,15 +123,10 @@ class FacadeAccelerator:
     total_memory = _bytes("total", "Bytes there are.")
     available_memory = _bytes("free", "Bytes that are free.")
 
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Start the peaks anew."""
-        self.ours.reset_peak_memory(device_index)
-
+    reset_peak_memory_stats = calls("ours.reset_peak_memory", "Start the peaks anew.", "device_index")
     reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
 
-    def empty_cache(self) -> None:
-        """Give unused memory back."""
-        self.ours.empty_cache()
+    empty_cache = calls("ours.empty_cache", "Give unused memory back.")
 
     def pin_memory(
         self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True, align_bytes: int = 1
@@ -179,9 +144,7 @@ class FacadeAccelerator:
             pinned = torch.empty_like(tensor)
         return pinned if match_shape else pinned.reshape(-1)
 
-    def unpin_memory(self, tensor: torch.Tensor) -> None:
-        """Do nothing: pinned memory is freed with its last tensor."""
-        del tensor
+    unpin_memory = answers(None, "Do nothing: pinned memory is freed with its last tensor.")
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether it is."""
@@ -199,10 +162,7 @@ class FacadeAccelerator:
         if self.ours.facts.ranges:
             getattr(self.ours.module, self.ours.facts.ranges).range_pop()
 
-    def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Send work to a stream inside; None does nothing."""
-        return self.ours.on_stream(stream)
-
+    stream = calls("ours.on_stream", "Send work to a stream inside; None does nothing.", "stream")
     # ---- graphs of work
 
     def create_graph(self) -> Any:
@@ -236,16 +196,13 @@ class FacadeAccelerator:
         stats = getattr(self.ours.module, "memory_stats", None)
         return {"allocated_bytes.all.current": self.memory_allocated()} if stats is None else dict(stats(device_index))
 
-    def op_builder_dir(self) -> str:
-        """Return the name of the module with the op builders."""
-        return "deepspeed.ops.op_builder"
-
-    def get_op_builder(self, class_name: str) -> Any:
-        """Return the class of a builder by its name; None for an unknown name.
-
-        See `deepspeed.ops.op_builder`.
-        """
-        return BUILDERS.get(class_name)
+    op_builder_dir = answers("deepspeed.ops.op_builder", "Return the name of the module with the op builders.")
+    get_op_builder = staticmethod(
+        method(
+            lambda class_name: BUILDERS.get(class_name),
+            "Return a builder's class by its name; None for an unknown name.",
+        )
+    )
 
     def create_op_builder(self, class_name: str) -> Any:
         """Create a builder by its class's name; None for an unknown name."""
@@ -262,9 +219,10 @@ class FacadeAccelerator:
         """Return the prefixes of environment variables that a launcher exports to other hosts."""
         return ["NCCL"] if self._name == "cuda" else []
 
-    def visible_devices_envs(self) -> list[str]:
-        """Return the environment variables that select the devices a process sees."""
-        return ["CUDA_VISIBLE_DEVICES"]
+    visible_devices_envs = method(
+        lambda self: ["CUDA_VISIBLE_DEVICES"],
+        "Return the environment variables that select the devices a process sees.",
+    )
 
     def set_visible_devices_envs(
         self, current_env: MutableMapping[str, str], local_accelerator_ids: Iterable[int]

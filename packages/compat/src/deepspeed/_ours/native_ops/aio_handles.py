@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepspeed._ours.base.raising import wrong_argument
+from deepspeed._ours.base.forwarding import answers, tells
+from deepspeed._ours.base.raising import refused
 from ds_accel import get_accelerator
 from ds_ops.io import AsyncIO, IOSettings
 from ds_ops.io_bench import aligned_bytes
-
-
-def _given(name: str) -> Callable[[aio_handle], Any]:
-    def ask(self: aio_handle) -> Any:
-        return self._given[name]
-
-    ask.__doc__ = f"Return the `{name}` that the handle was created with."
-    return ask
 
 
 class aio_handle:  # noqa: N801  upstream's spelling
@@ -43,22 +36,24 @@ class aio_handle:  # noqa: N801  upstream's spelling
             block_bytes=max(4096, block_size // 4096 * 4096), queue_depth=queue_depth, workers=intra_op_parallelism,
             single_submit=single_submit, overlap=overlap_events,
         )  # fmt: skip
-        self._given = {
-            "block_size": block_size, "queue_depth": queue_depth, "single_submit": single_submit,
-            "overlap_events": overlap_events, "intra_op_parallelism": intra_op_parallelism,
-        }  # fmt: skip
+        self._given = SimpleNamespace(
+            block_size=block_size, queue_depth=queue_depth, single_submit=single_submit,
+            overlap_events=overlap_events, intra_op_parallelism=intra_op_parallelism,
+        )  # fmt: skip
         self._io = AsyncIO(self._settings)
         self._begun = 0
 
-    get_block_size = _given("block_size")
-    get_queue_depth = _given("queue_depth")
-    get_single_submit = _given("single_submit")
-    get_overlap_events = _given("overlap_events")
-    get_intra_op_parallelism = _given("intra_op_parallelism")
+    get_block_size = tells("_given.block_size", "Return the `block_size` that the handle was created with.")
+    get_queue_depth = tells("_given.queue_depth", "Return the `queue_depth` that the handle was created with.")
+    get_single_submit = tells("_given.single_submit", "Return the `single_submit` that the handle was created with.")
+    get_overlap_events = tells("_given.overlap_events", "Return the `overlap_events` that the handle was created with.")
+    get_intra_op_parallelism = tells(
+        "_given.intra_op_parallelism", "Return the `intra_op_parallelism` that the handle was created with."
+    )
 
-    def get_alignment(self) -> int:
-        """Return the address alignment in bytes of a buffer that is read or written without a copy."""
-        return 4096
+    get_alignment = answers(
+        4096, "Return the address alignment in bytes of a buffer that is read or written without a copy."
+    )
 
     def _begin(self, write: bool, buffer: Tensor, filename: str | os.PathLike[str], offset: int) -> None:
         if write and not offset:
@@ -83,9 +78,7 @@ class aio_handle:  # noqa: N801  upstream's spelling
             ConfigError: neither was given, or both; a TypeError, too ("compat-argument").
         """
         if (filename is None) == (fd is None):
-            raise wrong_argument(
-                f"async_pwrite(filename={filename!r}, fd={fd!r})", "Give a file name or a descriptor.", TypeError
-            )
+            raise refused("pwrite-target", filename, fd)
         if filename is not None:
             self._begin(True, buffer, filename, file_offset)
         else:
@@ -153,10 +146,7 @@ class aio_handle:  # noqa: N801  upstream's spelling
             return torch.empty(num_elem, dtype=dtype).pin_memory()
         return aligned_bytes(num_elem * dtype.itemsize).view(dtype)
 
-    def free_cpu_locked_tensor(self, tensor: Tensor) -> bool:
-        """Return True without freeing: the memory is freed with its last tensor."""
-        del tensor
-        return True
+    free_cpu_locked_tensor = answers(True, "Return True without freeing: the memory is freed with its last tensor.")
 
     def is_pinned(self, buffer: Tensor) -> bool:
         """Whether transfers use the memory in place."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed._ours.base.raising import not_supported, wrong_argument
+from deepspeed._ours.base.raising import refused
 
 
 class DeepSpeedTransformerConfig:
@@ -140,7 +140,7 @@ class DeepSpeedTransformerLayer(nn.Module):
             output_attentions or None, "grads": grads,
         }  # fmt: skip
         if given := [name for name, value in others.items() if value is not None]:
-            raise not_supported(f"DeepSpeedTransformerLayer was called with {', '.join(given)}", "Leave it out.")
+            raise refused("bert-arguments", ", ".join(given))
         attend = self._again(self._attend, self.config.attn_dropout_checkpoint)
         if self.config.pre_layer_norm:
             rest = hidden_states + attend(self._norm("norm_", hidden_states), attention_mask)
@@ -200,13 +200,9 @@ def _check(config: DeepSpeedTransformerConfig) -> None:
     if config.adjust_init_range:
         sizes["num_hidden_layers"] = config.num_hidden_layers
     if wrong := [f"{name} = {size}" for name, size in sizes.items() if size < 1]:
-        raise wrong_argument(f"DeepSpeedTransformerConfig: {', '.join(wrong)}", "Give sizes above 0.", ValueError)
+        raise refused("bert-sizes", ", ".join(wrong))
     if config.hidden_size % config.heads:
-        raise wrong_argument(
-            f"DeepSpeedTransformerConfig: {config.heads} heads do not divide hidden_size = {config.hidden_size}",
-            "Choose a divisor.",
-            ValueError,
-        )
+        raise refused("bert-heads", config.heads, config.hidden_size)
 
 
 def revert_transformer_layer(

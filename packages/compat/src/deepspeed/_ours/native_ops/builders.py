@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from deepspeed._ours.base._torch import flatten, unflatten
+from deepspeed._ours.base.raising import refused
 from deepspeed._ours.native_ops.aio_handles import functions as file_functions
-from ds_config.errors import UnsupportedError
 from ds_ops.apply_update import update
 from ds_ops.update_rules import (
     AdamHyper,
@@ -70,11 +70,7 @@ class OpBuilder:
         del verbose
         functions = type(self).functions
         if functions is None:
-            raise UnsupportedError(
-                f"{type(self).__name__}().load(): the functions of upstream's {self.name} are not here",
-                code="compat-missing",
-                fix="Use ds_ops; `ds doctor` lists what it has.",
-            )
+            raise refused("builder-functions", type(self).__name__, self.name)
         return SimpleNamespace(**functions())
 
     jit_load = load

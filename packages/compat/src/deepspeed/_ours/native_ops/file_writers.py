@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed._ours.base.raising import out_of_order, wrong_argument
+from deepspeed._ours.base.raising import refused
 
 _BASE = ("close", "fileno", "flush", "write", "bytes", "write_secs", "write_GB/s")
 _FAST = (
@@ -139,17 +139,9 @@ class FastFileWriter(_CountingFile):
         self._handle, memory = config.dnvme_handle, config.pinned_tensor.view(torch.uint8)
         halves = 2 if config.double_buffer else 1
         if not memory.numel() or memory.dim() != 1 or memory.numel() % (halves * self._handle.get_alignment()):
-            raise wrong_argument(
-                f"pinned_tensor has {memory.numel()} bytes in {memory.dim()} dims",
-                f"Make it one dim of a multiple of {halves * self._handle.get_alignment()} bytes.",
-                ValueError,
-            )
+            raise refused("pinned-bytes", memory.numel(), memory.dim(), halves * self._handle.get_alignment())
         if not 0 <= config.writer_rank < config.num_parallel_writers:
-            raise wrong_argument(
-                f"writer_rank {config.writer_rank} of {config.num_parallel_writers} writers",
-                "Count from 0.",
-                ValueError,
-            )
+            raise refused("writer-rank", config.writer_rank, config.num_parallel_writers)
         self._part = (config.writer_rank, config.num_parallel_writers)
         self._halves = list(memory.chunk(halves))
         self._filled = self._offset = 0
@@ -192,7 +184,7 @@ class FastFileWriter(_CountingFile):
 
     def _write(self, data: Tensor) -> int:
         if self._closed:
-            raise out_of_order(f"write to {self._file_path} after close()", "Write before.", ValueError)
+            raise refused("write-after-close", self._file_path)
         began, done = time.perf_counter(), 0
         while done < data.numel():
             half = self._halves[0]

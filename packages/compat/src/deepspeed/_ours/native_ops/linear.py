@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deepspeed._ours.base.raising import also, wrong_argument
+from deepspeed._ours.base.raising import also, refused
 from ds_comm import world_group
 from ds_config.errors import PlanError
 from ds_ops.formats import QuantSpec, QuantTensor
@@ -144,9 +144,7 @@ class WeightCodes:
     def quantize(self, values: Tensor) -> Tensor:
         """Quantize values [..., n] into codes, uint8."""
         if values.dtype is not torch.bfloat16:
-            raise wrong_argument(
-                f"a weight of {values.dtype} was to be quantized", "Use torch.bfloat16.", AssertionError
-            )
+            raise refused("codes-of-bfloat16", values.dtype)
         columns = values.shape[-1]
         spec = QuantSpec(float_format(self.config.q_bits, _mantissa(self.config)), min(self.config.group_size, columns))
         self.quantized_from = (spec, columns, tuple(values.shape))
@@ -178,10 +176,7 @@ class QuantizedParameter(nn.Parameter):
         None, quantizer: WeightCodes | None = None,
     ) -> QuantizedParameter:  # fmt: skip
         if requires_grad:
-            raise wrong_argument(
-                "QuantizedParameter(requires_grad=True): codes have no gradient",
-                "Train an update beside it: OptimizedLinear with a LoRAConfig.",
-            )
+            raise refused("codes-trained")
         values = torch.empty(0) if data is None else data.detach().as_subclass(Tensor)
         parameter: QuantizedParameter = torch.Tensor._make_subclass(cls, values, False)
         parameter.quantization_config = quantization_config or QuantizationConfig()
@@ -207,9 +202,7 @@ class QuantizedLinear(nn.Linear):
         None, dtype: torch.dtype = torch.bfloat16,
     ) -> None:  # fmt: skip
         if dtype is not torch.bfloat16:
-            raise also(PlanError, AssertionError)(
-                f"QuantizedLinear(dtype={dtype})", code="compat-argument", fix="Use torch.bfloat16."
-            )
+            raise refused("quantized-dtype", dtype)
         super().__init__(input_dim, output_dim, bias=bias, dtype=dtype)
         self.weight = QuantizedParameter(self.weight.data, quantization_config=quantization_config)
 
@@ -233,9 +226,7 @@ class OptimizedLinear(nn.Module):
     ) -> nn.Module:
         for option, wanted in ((lora_config, "LoRAConfig"), (quantization_config, "QuantizationConfig")):
             if option is not None and not dataclasses.is_dataclass(option):
-                raise wrong_argument(
-                    f"expected a {wanted}, got a {type(option).__name__}", f"Pass deepspeed.linear.{wanted}(...)."
-                )
+                raise refused("linear-config", wanted, type(option).__name__, wanted)
         if lora_config is not None:
             return LoRAOptimizedLinear(input_dim, output_dim, bias, lora_config, quantization_config, device, dtype)
         if quantization_config is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from deepspeed._ours.base.raising import out_of_order
+from deepspeed._ours.base.raising import refused
 from ds_ops.attention import evoformer_attention
 
 
@@ -30,7 +30,7 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
         PlanError: more, or other shapes; an AssertionError, too ("compat-call-order").
     """
     if len(biases) > 2:
-        raise out_of_order(f"{len(biases)} biases", "Pass a mask's and a pair's.")
+        raise refused("biases", len(biases))
     first, second = [*biases, None, None][:2]
     for number, bias in enumerate((first, second), 1):
         if bias is None:
@@ -38,5 +38,5 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
         batch, rows, length, heads = Q.shape[:4]
         shape = (batch, rows, 1, 1, length) if number == 1 else (batch, 1, heads, length, length)
         if tuple(bias.shape) != shape:
-            raise out_of_order(f"bias{number} shape is incorrect: {tuple(bias.shape)}, not {shape}", "Reshape it.")
+            raise refused("bias-shape", number, tuple(bias.shape), shape)
     return EvoformerFusedAttention.apply(Q, K, V, first, second)

@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from deepspeed._ours.base.raising import not_supported
-from ds_config.errors import ConfigError, UnsupportedError
+from deepspeed._ours.base.raising import refused
 from ds_ops.apply_update import update
 from ds_ops.optim import Adagrad, Adam, AdamW, Lamb, Lion
 from ds_ops.optim.muon import orthogonalize
@@ -22,8 +21,6 @@ from ds_ops.update_rules import (
     adam_undo_coefficients,
     dither_of,
 )
-
-_NO_AMSGRAD = "Use torch.optim.AdamW(amsgrad=True)."
 
 
 def _states(wide: bool, params: Params) -> torch.dtype:
@@ -47,7 +44,7 @@ def _pair(betas: Sequence[float]) -> tuple[float, float]:
 
 def _no_kept_gradients(name: str, set_grad_none: bool) -> None:
     if not set_grad_none:
-        raise not_supported(f"{name}(set_grad_none=False)", "Call zero_grad(set_to_none=False) instead.")
+        raise refused("kept-gradients", name)
 
 
 class _Adam(Adam):
@@ -78,7 +75,7 @@ class DeepSpeedCPUAdam(_Adam):
         fp32_optimizer_states: bool = True,
     ) -> None:  # fmt: skip
         if amsgrad:
-            raise UnsupportedError("DeepSpeedCPUAdam(amsgrad=True)", code="optimizer-amsgrad", fix=_NO_AMSGRAD)
+            raise refused("amsgrad", "DeepSpeedCPUAdam")
         params = _fixed(model_params)
         super().__init__(
             params,
@@ -131,11 +128,7 @@ class DeepSpeedCPUAdam(_Adam):
         for hyper, param in self._of_subgroup(subgroup_id):
             state = self.state[subgroup_id]  # type: ignore[index]
             if hyper.weight_decay and not hyper.decoupled:
-                raise UnsupportedError(
-                    "rollback_subgroup() needs decoupled weight decay: L2 decay mixes the old parameter into both moments",
-                    code="optimizer-undo",
-                    fix="Use adamw_mode=True.",
-                )
+                raise refused("rollback-decay")
             _update(UpdateSpec(UpdateRule.ADAM_UNDO, adam_undo_coefficients(hyper, state["step"])), param, state)
             state["step"] -= 1
         return loss
@@ -145,11 +138,11 @@ class DeepSpeedCPUAdam(_Adam):
         first_moment = self.state[subgroup_id].get("exp_avg") if subgroup_id in self.state else None  # type: ignore[index]
         if len(updates) > 1 or (updates and first_moment is not None and first_moment.shape != updates[0][1].shape):
             shapes = ", ".join(str(tuple(param.shape)) for _, param in updates)
-            raise ConfigError(
-                f"subgroup {subgroup_id} is one tensor{'' if first_moment is None else f' of shape {tuple(first_moment.shape)}'}; "
-                f"gradients are there for shapes {shapes}",
-                code="optimizer-subgroup",
-                fix="Leave a gradient on the parameter that is the subgroup, and on no other.",
+            raise refused(
+                "subgroup",
+                subgroup_id,
+                "" if first_moment is None else f" of shape {tuple(first_moment.shape)}",
+                shapes,
             )
         return updates
 
@@ -172,7 +165,7 @@ class FusedAdam(_Adam):
         bool = True,
     ) -> None:  # fmt: skip
         if amsgrad:
-            raise UnsupportedError("FusedAdam(amsgrad=True)", code="optimizer-amsgrad", fix=_NO_AMSGRAD)
+            raise refused("amsgrad", "FusedAdam")
         _no_kept_gradients("FusedAdam", set_grad_none)
         super().__init__(
             _fixed(params),
@@ -246,10 +239,7 @@ class FusedLamb(Lamb):
         max_coeff: float = 10.0, min_coeff: float = 0.01, amsgrad: bool = False,
     ) -> None:  # fmt: skip
         if amsgrad or max_grad_norm:
-            raise not_supported(
-                "FusedLamb with amsgrad or max_grad_norm",
-                "Leave them out; gradient_clipping of the configuration clips.",
-            )
+            raise refused("lamb-options")
         super().__init__(
             _fixed(params),
             lr=lr,

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed._ours.base.raising import refused
 from deepspeed._ours.communication import group_getters
 from deepspeed._ours.parallel.tp_layers import dress
 from deepspeed._ours.parallel.tp_shards import get_shard_size, get_shard_size_list
 from ds_comm import as_group, world_group
-from ds_config.errors import PlanError
 from ds_parallel.config import TensorParallelConfig
 from ds_parallel.tensor import ShardKind, TensorOptions, facts_of, make_tensor_plan, parallelize_model
 from ds_parallel.tensor.layer_rules import PLAN_STYLES
@@ -58,11 +58,7 @@ class TPLayerSpec:
         self.shape = tuple(tuple(entry) if isinstance(entry, Sequence) else entry for entry in self.shape)
         nested = [at for at, entry in enumerate(self.shape) if isinstance(entry, tuple)]
         if nested and nested != [self.get_partition_dim()]:
-            raise PlanError(
-                f"shape {list(self.shape)}: nested tuple only allowed at partition_dim, which is {self.get_partition_dim()}",
-                code="tensor-parts",
-                fix="Put the list of part sizes where the dim that is cut stands.",
-            )
+            raise refused("spec-shape", list(self.shape), self.get_partition_dim())
 
     def get_partition_dim(self) -> int:
         """Return the dim that is sharded, or that holds the fused parts."""
@@ -138,11 +134,7 @@ class TPPlanConverter:
         """
         unknown = sorted({style for style in hf_tp_plan.values() if style.lower() not in SUPPORTED_STYLES})
         if unknown:
-            raise PlanError(
-                f"the tp_plan has entries of an unsupported partition style: {unknown}; known are {sorted(SUPPORTED_STYLES)}",
-                code="tensor-style",
-                fix="Say what becomes of these layers in tensor_parallel.partition_config.",
-            )
+            raise refused("plan-style", unknown, sorted(SUPPORTED_STYLES))
         rules = []
         for name, style in hf_tp_plan.items():
             kind, flags = PLAN_STYLES[style.lower()]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ds_comm
-from deepspeed._ours.base.raising import out_of_order
+from deepspeed._ours.base.raising import refused
 from ds_accel import get_accelerator
 from ds_comm import Group, as_group
 from ds_comm.groups import self_group
@@ -53,10 +53,7 @@ class NoOper(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         handle = ctx.handle_dic.get(ctx.h_id)
         if handle is None:
-            raise out_of_order(
-                f"a wait for the sum of {ctx.h_id!r}, and no column layer has started one under this key",
-                "Give the column layer that reads the result the same dictionary and key.",
-            )
+            raise refused("domino-wait", ctx.h_id)
         handle.wait()
         return grads[0], None, None
 
@@ -77,10 +74,7 @@ class DominoAsyncColumnParallelLinearImpl:
     def apply(inp: Tensor, weight: Tensor, bias: Tensor | None, handle_dic: Handles, h_id: str) -> Tensor:
         groups = {layer.group.ranks: layer.group for layer in _layers}
         if len(groups) != 1:
-            raise out_of_order(
-                f"DominoAsyncColumnParallelLinearImpl.apply, where DominoAsyncColumnParallelLinear layers of {len(groups)} groups say the ranks",
-                "Call the layer.",
-            )
+            raise refused("domino-groups", len(groups))
         result: Tensor = _AsyncColumn.apply(inp, weight, bias, (handle_dic, h_id, *groups.values()))
         return result
 

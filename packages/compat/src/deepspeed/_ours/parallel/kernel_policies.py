@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from deepspeed._ours.base.raising import not_supported
+from deepspeed._ours.base.raising import refused
 
 _NAMES = (
     "HFBertLayerPolicy", "HFGPTNEOLayerPolicy", "GPTNEOXLayerPolicy", "HFGPTJLayerPolicy", "MegatronLayerPolicy", "HFGPT2LayerPolicy",
@@ -28,10 +28,7 @@ class DSPolicy(metaclass=_NamesNoLayer):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         del args, options
-        raise not_supported(
-            f"{type(self).__name__}(...): layers are not taken apart by a policy",
-            "Pass the class to init_inference, or the names of row-parallel linears.",
-        )
+        raise refused("policy-made", type(self).__name__)
 
 
 replace_policies = [_NamesNoLayer(name, (DSPolicy,), {"__doc__": DSPolicy.__doc__}) for name in _NAMES]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deepspeed._ours.base.raising import wrong_argument
+from deepspeed._ours.base.raising import refused
 from ds_comm import ReduceOp, all_gather_json, all_reduce, as_group, differentiable
 from ds_parallel.tensor import vocab_parallel_cross_entropy as cut_cross_entropy
 
@@ -110,7 +110,7 @@ class VocabParallelCausalLMLoss:
         del vocab_size, options  # the head's own size holds
         if shift_labels is None:
             if labels is None:
-                raise wrong_argument("labels and shift_labels are None", "Pass one of them.", ValueError)
+                raise refused("no-labels")
             shift_labels, logits = labels[..., 1:], logits[..., :-1, :]
         loss = vocab_parallel_cross_entropy(
             logits, shift_labels, self.tp_group, self.sp_group, self.vocab_start_index, self.vocab_end_index,
@@ -154,7 +154,7 @@ def _set_loss(model: nn.Module, loss: Any) -> Any:
     """Set `model.loss_function` and return what it was; a loss that is not taken leaves the model as it was."""
     name, kind = "loss_function", type(model).__name__
     if not hasattr(model, name):
-        raise wrong_argument(f"{kind} has no loss_function", "Use a head that gathers its logits.", ValueError)
+        raise refused("no-loss-function", kind)
     before = getattr(model, name)
     is_module = model._modules.pop(name, None) is not None  # which torch lets only a module replace
     try:
@@ -166,19 +166,13 @@ def _set_loss(model: nn.Module, loss: Any) -> Any:
     if not taken:
         if is_module:
             model.loss_function = before
-        raise wrong_argument(
-            f"loss_function of {kind} cannot be set", "Use a head that gathers its logits.", ValueError
-        )
+        raise refused("loss-function-set", kind)
     return before
 
 
 def _check(reduction: str, gathers: bool) -> None:
     if reduction not in ("none", "sum", "mean") or (gathers and reduction != "none"):
-        raise wrong_argument(
-            f"reduction={reduction!r} with gather_sequence_loss={gathers}",
-            'Use "none", or "sum" or "mean" of losses that are not gathered.',
-            ValueError,
-        )
+        raise refused("reduction-of-gathered", reduction, gathers)
 
 
 def _token_losses(

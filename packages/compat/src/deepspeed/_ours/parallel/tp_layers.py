@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed._ours.base.raising import also
+from deepspeed._ours.base.raising import refused
 from deepspeed._ours.parallel.tp_shards import get_shard_size_list
 from ds_comm import Group, as_group
 from ds_comm.differentiable import copy, reduce
 from ds_comm.groups import self_group
-from ds_config.errors import PlanError, UnsupportedError
 from ds_parallel.tensor import DimShards, ShardKind, TensorParallelModel, kind_of, tensor_parallel_of, unsharded_params
 from ds_parallel.tensor.sharded_linear import ShardedLinear
 
@@ -128,11 +127,7 @@ class TensorParallel_Layer(ShardedLinear, metaclass=_AlsoCut):  # noqa: N801  up
 
     def _check_parts(self) -> None:
         if self.__dict__["_subparam_sizes"] is None:
-            raise UnsupportedError(
-                f"{self.name}: a fused weight that interleaves or replicates blocks cannot be put together by parts",
-                code="tensor-parts",
-                fix="Let the engine cut the model: `tensor_parallel` of the configuration knows such layers.",
-            )
+            raise refused("interleaved-parts", self.name)
 
     def _tp_partition(self, params: Iterable[nn.Parameter | None]) -> None:
         """Keep this rank's part of whole parameters."""
@@ -149,11 +144,7 @@ def _cut_of(dim: int, sizes: Sequence[int], ranks: int, name: str | None) -> Dim
     for size in sizes:
         widths = get_shard_size_list(size, ranks, name)
         if len(sizes) > 1 and 0 in widths:
-            raise also(PlanError, RuntimeError)(
-                f"{name}: {ranks} ranks leave one with an empty query/key/value shard",
-                code="tensor-parts",
-                fix="Use fewer tensor-parallel ranks.",
-            )
+            raise refused("empty-part", name, ranks)
         parts.append(tuple(pairwise(accumulate(widths, initial=start))))
         start += size
     return DimShards(dim, start, tuple(parts))
@@ -243,9 +234,7 @@ def _sizes_of(shape: Sizes | None, size: int, dim: int) -> tuple[int, ...]:
         return tuple(size - known if part == -1 else part for part in extent)
     equal = shape[0] if shape is not None and dim == 0 and isinstance(extent, int) and len(shape) > 1 else 1
     if not isinstance(equal, int) or equal < 1 or size % equal:
-        raise PlanError(
-            f"a dim of {size} in the parts of shape {shape}", code="tensor-parts", fix="Give sizes that add up."
-        )
+        raise refused("part-sizes", size, shape)
     return (size // equal,) * equal
 
 

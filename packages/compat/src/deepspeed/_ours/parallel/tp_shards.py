@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from deepspeed._ours.base.raising import refused
 from deepspeed._ours.communication import comm as dist
-from ds_config.errors import PlanError
 
 num_kv_heads: int | None = None
 num_attention_heads: int | None = None
@@ -72,12 +72,7 @@ def get_shard_size(
     """
     if rank is None:
         if mp_group is None and dist.get_world_size() != mp_size:
-            raise PlanError(
-                f"get_shard_size needs a group-local rank or process group: {mp_size} ranks share the dim, the world has "
-                f"{dist.get_world_size()}",
-                code="tensor-sizes",
-                fix="Pass rank= or mp_group=.",
-            )
+            raise refused("shard-of-group", mp_size, dist.get_world_size())
         rank = dist.get_rank() if mp_group is None else dist.get_rank(group=mp_group)
     heads = globals()["num_kv_heads"] if num_kv_heads is None else num_kv_heads
     apart = str(name) in _NO_HEADS or any(part in str(name) for part in _NO_HEADS_IN)

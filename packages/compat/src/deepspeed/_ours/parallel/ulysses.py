@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed._ours.base.raising import refused
 from deepspeed._ours.communication import group_getters
-from ds_config.errors import PlanError
 from ds_parallel.sequence import SequenceDataLoader
 from ds_parallel.sequence.hf_attention import SequenceRanks, register_with_transformers
 from ds_parallel.tiling import sequence_tiled_compute, tiled, tiled_loss
@@ -48,11 +48,7 @@ class UlyssesSPDataLoaderAdapter(SequenceDataLoader):
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
         super().__init__(dl, sp_group, device)
         if (sp_rank, sp_world_size) != (self.group.rank, self.group.size):
-            raise PlanError(
-                f"sp_rank = {sp_rank} of sp_world_size = {sp_world_size}, and the group says {self.group.rank} of {self.group.size}",
-                code="sequence-loader",
-                fix="Give the rank and the size of sp_group.",
-            )
+            raise refused("sequence-rank", sp_rank, sp_world_size, self.group.rank, self.group.size)
         self.dl = dl
 
 
@@ -84,7 +80,7 @@ class TiledFusedLogitsLoss:
         Sequence[Tensor] | None = None, output_reduction: str = "mean",
     ) -> Tensor:  # fmt: skip
         if output_reduction not in ("mean", "sum"):
-            raise PlanError(f"output_reduction = {output_reduction!r}", code="tiled-shapes", fix='Use "mean" or "sum".')
+            raise refused("tiled-reduction", output_reduction)
         others = [y] if mask is None else [y, mask]
         params = list(compute_params) if compute_params else _reached(fn, self, x, others)
         return tiled_loss(

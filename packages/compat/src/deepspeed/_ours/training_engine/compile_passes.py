@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed._ours.base.raising import not_supported
+from deepspeed._ours.base.raising import refused
 from ds_config.errors import PlanError
 from ds_engine.compiling.schedule_passes import BUILTIN as OURS
 from ds_engine.compiling.schedule_passes import Contract, Pass, PassEntry, check_schedule, named
@@ -69,7 +69,7 @@ def _check(
 def _stands_for(upstream: str) -> Callable[..., Any]:
     def refuse_call(*args: Any, **kwargs: Any) -> Any:
         del args, kwargs
-        raise not_supported(f"{upstream} was called with a graph", "Put it, or its name, into a schedule of compile().")
+        raise refused("pass-called", upstream)
 
     refuse_call.__name__ = upstream
     return refuse_call
@@ -125,10 +125,7 @@ class _Given:
 
 
 def _no_inputs() -> Any:
-    raise not_supported(
-        "a compile pass asked for inputs to run its graph with: graphs are measured while a step runs, and no inputs are kept",
-        "Read times and bytes of each node from what the pass is given as profiling results.",
-    )
+    raise refused("pass-inputs")
 
 
 _ARGUMENTS = 8  # of upstream's passes; ds_engine's take seven

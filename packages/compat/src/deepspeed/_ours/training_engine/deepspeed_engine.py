@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from deepspeed._errors import UnsupportedNameError
 from deepspeed._ours.base._torch import transformed, tree_leaves
-from deepspeed._ours.base.raising import not_supported, out_of_order, raising
+from deepspeed._ours.base.raising import raising, refused
 from deepspeed._ours.communication import expert_getters, group_getters
 from deepspeed._ours.config.config import DeepSpeedConfig
 from deepspeed._ours.monitor.flops import FlopsProfiler
@@ -112,8 +112,8 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
     @property
     def flops_profiler(self) -> FlopsProfiler | None:
         """What `flops_profiler` of the configuration counted; None where it is not enabled. Counts are rank 0's."""
-        section = self.plan.telling.flops
-        if section is None:
+        section = self.plan.config.flops_profiler
+        if not section.enabled:
             return None
         return FlopsProfiler(self.module, self, section.recompute_fwd_factor, counter=self._telemetry.counter)
 
@@ -154,10 +154,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         """
         stage = self.plan.config.zero_optimization.stage
         if stage > 1:
-            raise out_of_order(
-                f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage {stage}",
-                "Use coalesce_grad_reduction, which has no such limit.",
-            )
+            raise refused("no-sync-stage", stage)
         return self._without_reducing("no_sync")
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
@@ -169,17 +166,13 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
             PlanError: where the training loop decides when a step ends; an AssertionError, too ("compat-call-order").
         """
         if not self.plan.managed:
-            raise out_of_order(
-                "coalesce_grad_reduction() without managed_gradient_accumulation", "Nothing reduces before step()."
-            )
+            raise refused("coalesce-unmanaged")
         return self._without_reducing("coalesce_grad_reduction")
 
     @contextmanager
     def _without_reducing(self, name: str) -> Iterator[None]:
         if self._open is not None:
-            raise out_of_order(
-                f"{name} context manager reentry is unsupported: nested in {self._open}", "Leave that first."
-            )
+            raise refused("no-sync-nested", name, self._open)
         self._open = name
         try:
             with super().no_sync():
@@ -211,11 +204,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         if (
             not self._scaled and not DeepSpeedEngine._running_backwards
         ):  # another engine's loss, through this one's output, is scaled by that
-            raise out_of_order(
-                "Direct calls to tensor.backward() are not supported at ZeRO stage 0: nothing would divide it by the microbatches",
-                "Call engine.backward(loss), or engine.scale(loss).backward().",
-                RuntimeError,
-            )
+            raise refused("plain-backward")
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Accumulate the gradients of one microbatch's loss. See `ds_engine.Engine.backward`."""
@@ -235,9 +224,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set whether the next backward and the following step end a gradient accumulation, until the next call."""
         if not self.plan.managed:
-            raise out_of_order(
-                "set_gradient_accumulation_boundary() without managed_gradient_accumulation", "Call step() instead."
-            )
+            raise refused("boundary-unmanaged")
         self._boundary = bool(is_boundary)
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -260,9 +247,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
     def scale(self, loss: Tensor) -> Tensor:
         """Scale `loss` for a plain `.backward()`: divide by the microbatches, multiply by the loss scale."""
         if loss.numel() != 1:
-            raise out_of_order(
-                f"scale() wants a scalar tensor, got one of shape {tuple(loss.shape)}", "Reduce the loss first."
-            )
+            raise refused("scale-scalar", tuple(loss.shape))
         self._scaled = True
         return self._trains("scale").scale(loss / self.plan.batch.accumulation)
 
@@ -290,7 +275,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
             PassContractError: passes that do not go together ("compile-contract").
         """
         if compiled_autograd_enabled:
-            raise not_supported("compile(compiled_autograd_enabled=True)", "Leave it out.")
+            raise refused("compiled-autograd")
         if self.is_compiled:
             return
         if schedule is not None:
@@ -310,11 +295,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
             PlanError: the name is one of upstream's passes, or of ours ("compile-register").
         """
         if name in BUILTIN:
-            raise PlanError(
-                f"a pass {name!r} was registered, which is built in",
-                code="compile-register",
-                fix="Give it another name.",
-            )
+            raise refused("pass-built-in", name)
         # Of its contract ds_engine, which is given the schedule in its own words, gets what can speak of those.
         conflicts = frozenset() if contract is None else contract.conflicts_with
         super().register_compile_pass(name, as_ours(fn), Contract(conflicts=conflicts))
@@ -343,11 +324,7 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepResult:
         """End a microbatch; at the boundary, update. Collective there."""
         if self._open is not None:
-            raise out_of_order(
-                "It is illegal to call Engine.step() inside no_sync context manager"
-                + (f": {self._open} is one" if self._open != "no_sync" else ""),
-                "Leave the context first.",
-            )
+            raise refused("step-in-context", f": {self._open} is one" if self._open != "no_sync" else "")
         scale_before = None if self.optimizer is None else self.optimizer._scale
         result = super().step(lr_kwargs)
         self.tput_timer.stop(global_step=result.applied or result.skipped)

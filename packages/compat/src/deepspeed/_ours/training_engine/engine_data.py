@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from deepspeed._ours.base.raising import out_of_order
+from deepspeed._ours.base.raising import refused
 from deepspeed._ours.data.data_pipeline import CurriculumScheduler, RandomLTDScheduler
 from ds_compress import CompressionScheduler
-from ds_config.errors import UnsupportedError
 from ds_engine import Engine
 from ds_engine.loader import CurriculumLoader, ResumableLoader
 from ds_engine.transforms.token_routing import RandomLTD
@@ -43,11 +42,7 @@ class DeepSpeedDataLoader:
     ) -> None:  # fmt: skip
         del local_rank, tput_timer, deepspeed_dataloader_config
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-            raise UnsupportedError(
-                f"training_data is a {type(dataset).__name__}, which has no len() and no index",
-                code="data-iterable",
-                fix="Pass a map-style dataset, or your own iterator to train_batch(data_iter).",
-            )
+            raise refused("iterable-dataset", type(dataset).__name__)
         if data_sampler is None:
             data_sampler = DistributedSampler(dataset, data_parallel_world_size, data_parallel_rank)
         self.dataset, self.data_sampler, self.batch_size, self.collate_fn = (
@@ -107,9 +102,7 @@ class ReadsData(Engine):
             PlanError: the configuration does not enable random-LTD ("compat-argument").
         """
         if self.random_ltd_scheduler is None:
-            raise out_of_order(
-                "random_ltd_initialize() without data_routing.random_ltd", "Enable it in the configuration."
-            )
+            raise refused("no-random-ltd")
 
     def set_data_post_process_func(self, post_process_func: Callable[[Any, Mapping[str, Any]], Any]) -> None:
         """Call this with every microbatch of the engine's loader, and where its order stands; what it returns is trained on."""

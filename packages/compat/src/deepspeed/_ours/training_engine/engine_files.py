@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from deepspeed._ours.base.raising import not_supported, out_of_order, wrong_argument
+from deepspeed._ours.base.raising import refused
 from deepspeed._ours.base.version import version
 from deepspeed._ours.checkpoint.checkpoint_api import (
     get_model_ckpt_name_for_rank,
@@ -46,7 +46,7 @@ class SavesAndLoads(Engine):
             client_state: Values of the caller's own, see `ds_ckpt.client_state`; rank 0's is stored.
         """
         if not save_dir:
-            raise wrong_argument(f"save_checkpoint(save_dir={save_dir!r})", "Give a directory.")
+            raise refused("no-directory", save_dir)
         world = self.mesh["world"]
         name = self._one_tag(str(tag or f"global_step{self.global_steps}"))
         super().save_checkpoint(save_dir, name, client_state, exclude_frozen_parameters)
@@ -72,7 +72,7 @@ class SavesAndLoads(Engine):
             message = f"ranks save under different tags: {sorted(set(map(str, tags)))[:5]}"
             mode = str((self.config.get("checkpoint") or {}).get("tag_validation", "Warn")).upper()
             if mode == "FAIL":
-                raise out_of_order(message, "Give every rank the same tag.")
+                raise refused("tags-differ", message)
             if mode == "WARN":
                 _log.warning("%s; the one of rank 0 is used", message)
         return str(tags[0])
@@ -110,10 +110,7 @@ class SavesAndLoads(Engine):
             UnsupportedError: files of experts are to be read by themselves ("compat-argument").
         """
         check_layers(autoep_layers or [])
-        raise not_supported(
-            f"load_moe_state_dict({checkpoint_path!r}, {tag!r})",
-            "Call engine.load_checkpoint, which reads experts for any number of ranks.",
-        )
+        raise refused("load-experts", checkpoint_path, tag)
 
     def _get_ckpt_name(
         self, checkpoints_path: str, tag: str, mp_placeholder: str | None = None, pp_placeholder: str | None = None
@@ -156,10 +153,7 @@ class SavesAndLoads(Engine):
             UnsupportedError: `custom_load_fn` ("compat-argument").
         """
         if custom_load_fn is not None:
-            raise not_supported(
-                "load_checkpoint(custom_load_fn=...)",
-                "Read tensors with ds_ckpt.load and set them with deepspeed.utils.safe_set_full_fp32_param.",
-            )
+            raise refused("custom-load")
         root, world = os.fspath(load_dir), self.mesh["world"]
         name = name_of_tag(root, tag, world)
         if name is None and not Path(root).is_dir():

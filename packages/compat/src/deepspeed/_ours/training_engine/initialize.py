@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed._ours.base.raising import raising, wrong_argument
+from deepspeed._ours.base.raising import raising, refused
 from deepspeed._ours.base.version import version
 from deepspeed._ours.communication import group_getters
 from deepspeed._ours.communication.comm import TORCH_DISTRIBUTED_DEFAULT_PORT, init_distributed
@@ -30,7 +30,7 @@ from deepspeed._ours.zero.zero_api import restore_init_context, shutdown_init_co
 from deepspeed._ours.zero.zero_optimizer import DeepSpeedZeroOptimizer
 from ds_comm import as_group, world_group
 from ds_config.config_file import Source
-from ds_config.errors import ConfigError, PlanError, UnsupportedError
+from ds_config.errors import PlanError
 from ds_engine import load_config, make_plan
 from ds_engine.builder import InitArgs, assemble, shapes_of
 from ds_engine.config import Config
@@ -64,7 +64,7 @@ def initialize(
         PlanError, ConfigError, UnsupportedError: before anything is changed. They are AssertionErrors, too, as upstream's are.
     """
     if model is None:
-        raise PlanError("initialize() was called without a model", code="engine-no-model", fix="Pass model=.")
+        raise refused("no-model")
     raw = raw_config(config, config_params, args)
     level = get_log_level(raw)
     if level is not None:
@@ -152,10 +152,7 @@ def _check_buckets(raw: Mapping[str, Any]) -> None:
     zero = section_of(raw, "zero_optimization")
     size = zero.get("allgather_bucket_size", 2)
     if zero.get("stage") in (1, 2) and isinstance(size, int) and size % 2:
-        raise wrong_argument(
-            "allgather_bucket_size must be a multiple of nccl_start_alignment_factor, 2",
-            f"Use {size - 1}, or leave the key out.",
-        )
+        raise refused("odd-bucket", size - 1)
 
 
 def _check_host_optimizer(raw: Mapping[str, Any], config: Config, optimizer: Any) -> None:
@@ -167,12 +164,7 @@ def _check_host_optimizer(raw: Mapping[str, Any], config: Config, optimizer: Any
     if raw.get("zero_force_ds_cpu_optimizer") is not True or offload is None or offload.device == "none":
         return
     if isinstance(optimizer, torch.optim.Optimizer) and not type(optimizer).__module__.startswith("ds_ops"):
-        raise ConfigError(
-            f"zero_force_ds_cpu_optimizer is true, optimizer state is offloaded, and the optimizer is a {type(optimizer).__name__} "
-            "of another library",
-            code="compat-host-optimizer",
-            fix="Use deepspeed.ops.adam.DeepSpeedCPUAdam, or set zero_force_ds_cpu_optimizer = false: it works all the same.",
-        )
+        raise refused("host-optimizer", type(optimizer).__name__)
 
 
 def _check_untested_optimizer(raw: Mapping[str, Any], config: Config, optimizer: Any) -> None:
@@ -184,11 +176,8 @@ def _check_untested_optimizer(raw: Mapping[str, Any], config: Config, optimizer:
         return
     home = type(optimizer).__module__.partition(".")[0]
     if isinstance(optimizer, torch.optim.Optimizer) and home not in ("torch", "ds_ops", "deepspeed"):
-        raise ConfigError(
-            f"zero_allow_untested_optimizer is false, ZeRO stage {config.zero_optimization.stage} is asked for, and the optimizer "
-            f"is a {type(optimizer).__name__} of {type(optimizer).__module__}",
-            code="compat-untested-optimizer",
-            fix="Leave the key out, or set it to true: an optimizer that cannot be sharded is refused by name.",
+        raise refused(
+            "untested-optimizer", config.zero_optimization.stage, type(optimizer).__name__, type(optimizer).__module__
         )
 
 
@@ -247,11 +236,7 @@ def tp_model_init(
     del config
     unknown = sorted(key for key, value in options.items() if value is not None)
     if unknown:
-        raise UnsupportedError(
-            f"tp_model_init({', '.join(unknown)}=...)",
-            code="compat-missing",
-            fix="Leave it out: the engine makes the groups from the number of ranks.",
-        )
+        raise refused("tp-init-options", ", ".join(unknown))
     model.__dict__[_ASKED] = _TpInitRequest(tp_size, dtype, tp_group)
     set_autotp_mode(training=True)
     return model.to(dtype)
@@ -308,7 +293,7 @@ def _conflict(message: str, fix: str) -> PlanError:
 def _note_layers(engine: DeepSpeedEngine, model: nn.Module, request: _TpInitRequest | None) -> None:
     """Let `groups` and the classes of layers say what became of the model."""
     group_getters.share_layers(engine.mesh)
-    group_getters.share_gathered(engine.mesh, engine.plan.sharding.near)
+    group_getters.share_gathered(engine.mesh, max(1, engine.plan.config.zero_optimization.zero_hpz_partition_size))
     if engine.mesh["tensor"].size == 1:
         return
     set_autotp_mode(training=True)

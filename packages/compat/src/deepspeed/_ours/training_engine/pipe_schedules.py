@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from deepspeed._ours.base.config_translation import reads
+from deepspeed._ours.base.forwarding import reads
 
 
 class PipeInstruction:

@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import nn
 
-from deepspeed._ours.base.raising import wrong_argument
+from deepspeed._ours.base.raising import refused
 
 _NAMES = ("_external_params", "ds_external_parameters")
 
@@ -23,11 +23,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
         ConfigError: it is no Parameter; a RuntimeError, too ("compat-argument").
     """
     if not isinstance(parameter, nn.Parameter):
-        raise wrong_argument(
-            f"register_external_parameter was given a {type(parameter).__name__}",
-            "Pass a torch.nn.Parameter.",
-            RuntimeError,
-        )
+        raise refused("external-kind", type(parameter).__name__)
     list_external(module)
     vars(module)["_external_params"][id(parameter)] = parameter
 
@@ -39,17 +35,9 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
         ConfigError: it is no Parameter, or not on the list; a RuntimeError, too ("compat-argument").
     """
     if not isinstance(parameter, nn.Parameter):
-        raise wrong_argument(
-            f"unregister_external_parameter was given a {type(parameter).__name__}",
-            "Pass a torch.nn.Parameter.",
-            RuntimeError,
-        )
+        raise refused("external-kind-removed", type(parameter).__name__)
     if vars(module).get("_external_params", {}).pop(id(parameter), None) is None:
-        raise wrong_argument(
-            f"a parameter of shape {tuple(parameter.shape)} was not registered with this {type(module).__name__}",
-            "Call register_external_parameter first.",
-            RuntimeError,
-        )
+        raise refused("external-unlisted", tuple(parameter.shape), type(module).__name__)
 
 
 def external_of(module: nn.Module) -> ItemsView[int, nn.Parameter]:

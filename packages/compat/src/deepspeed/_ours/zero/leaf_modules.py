@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ds_config.errors import ConfigError
+from deepspeed._ours.base.raising import refused
 
 _LEAF = "_z3_leaf"
 
@@ -105,11 +105,7 @@ def _flag(
 ) -> list[nn.Module]:
     matches = [module for name, module in model.named_modules() if fits(name, module)]
     if required and not matches:
-        raise ConfigError(
-            f"{type(model).__name__} has no modules of {what}",
-            code="compat-leaf",
-            fix="Check with model.named_modules().",
-        )
+        raise refused("no-leaf", type(model).__name__, what)
     for module in matches:
         set_z3_leaf_module(module, flag)
     return matches

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed._ours.base.config_translation import reads
+from deepspeed._ours.base.forwarding import reads
 from ds_zero.layout.dtypes_plan import LossScale, ScaleState, next_scale
 
 

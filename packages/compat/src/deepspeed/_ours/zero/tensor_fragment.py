@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import ds_comm
-from deepspeed._ours.base.raising import also
+from deepspeed._ours.base.raising import refused
 from ds_comm.differentiable import seq_all_to_all
-from ds_config.errors import PlanError
 
 
 def prefix_sum_inc(weights: Sequence[int]) -> list[int]:
@@ -72,11 +71,7 @@ class SparseTensor:
     def add(self, b: SparseTensor) -> None:
         """Add another matrix of the same size."""
         if self.dense_size != b.dense_size:
-            raise also(PlanError, AssertionError)(
-                f"matrices of {self.dense_size} and {b.dense_size} were to be added",
-                code="compat-argument",
-                fix="Add matrices of one size.",
-            )
+            raise refused("add-sizes", self.dense_size, b.dense_size)
         self.indices = torch.cat([self.indices, b.indices])
         self.values = torch.cat([self.values, b.values])
 

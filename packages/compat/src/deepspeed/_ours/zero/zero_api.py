@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parameter import Parameter
 
 import ds_zero
-from deepspeed._ours.base.raising import out_of_order, raising, wrong_argument
+from deepspeed._ours.base.raising import raising, refused
 from deepspeed._ours.communication.comm import init_distributed
 from deepspeed._ours.zero.init_buffers import CONSTRUCTORS, BufferFormat
 from deepspeed._ours.zero.params import mark_scattered
@@ -98,7 +98,7 @@ class Init(ds_zero.Init):
             else None
         )
         if wrong is not None:
-            raise out_of_order(wrong, "Call deepspeed.init_distributed() first.", RuntimeError)
+            raise refused("single-rank", wrong)
         source = config if config_dict_or_path is None else config_dict_or_path
         keeps = tensor_overrides is not None and "dtype" not in {getattr(one, "name", one) for one in tensor_overrides}
         wanted = _format(source) if dtype is None and enabled else dtype
@@ -158,10 +158,7 @@ class MiCS_Init(Init):  # noqa: N801  upstream's name
         source = bound.get("config_dict_or_path", bound.get("config"))
         section = {} if source is None else read(source).data.get("zero_optimization", {})
         if self.enabled and int(section.get("mics_shard_size", -1)) < 1:
-            raise wrong_argument(
-                f"MiCS_Init with zero_optimization.mics_shard_size = {section.get('mics_shard_size')}",
-                "Set it in the configuration that MiCS_Init and initialize get, or use zero.Init.",
-            )
+            raise refused("mics-size", section.get("mics_shard_size"))
 
 
 def _format(source: Any) -> torch.dtype | None:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import ds_zero
-from deepspeed._ours.base.config_translation import reads
+from deepspeed._ours.base.forwarding import reads
+from deepspeed._ours.base.raising import refused
 from deepspeed._ours.zero.external_params import external_of
 from deepspeed._ours.zero.scalers import EngineLossScaler
-from ds_config.errors import ConfigError
 from ds_zero import ShardedModel, ShardedOptimizer, ShardOptions, safe_get_local_grad
 
 _KINDS = {
@@ -37,7 +37,7 @@ def kinds_of(include: Collection[Any] | None, device: Any) -> frozenset[str]:
     """
     target = str(getattr(device, "value", device))
     if target != "cpu":
-        raise ConfigError(f"offload_states(device={target!r})", code="compat-offload", fix='Use "cpu".')
+        raise refused("offload-device", target)
     selected = _KINDS if include is None else {str(getattr(kind, "value", kind)) for kind in include}
     return frozenset(_KINDS[kind] for kind in selected)
 
