@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from deepspeed._ours.base.raising import not_supported, raising, wrong_argument
-from ds_config.errors import ConfigError
+from deepspeed._ours.base.raising import raising, refused
 from ds_data import DistributedDataAnalyzer, RankSlice, Router, RouterConfig, TokenFile, TokenWriter
 from ds_data.codes import smallest_int_dtype
 from ds_data.config import DataEfficiencyConfig
@@ -39,9 +38,7 @@ class CurriculumScheduler:
     def __init__(self, config: Mapping[str, Any]) -> None:
         missing = sorted({"min_difficulty", "max_difficulty", "schedule_type"} - config.keys())
         if missing:
-            raise ConfigError(
-                f"a curriculum without {', '.join(missing)}", code="data-schedule", fix="Give these keys."
-            )
+            raise refused("curriculum-keys", ", ".join(missing))
         names = ("min_difficulty", "max_difficulty", "schedule_type", "schedule_config")
         self.state: dict[str, Any] = {name: config[name] for name in names if name in config}
         self.state["current_difficulty"] = config["min_difficulty"]
@@ -193,11 +190,7 @@ class DeepSpeedDataSampler:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from `state_dict`. States that upstream's sampler saved hold a position, and no way to what follows it: refused."""
         if "curriculum" not in state_dict:
-            raise ConfigError(
-                "the state was saved by another library's sampler, whose random draws cannot be drawn again",
-                code="data-schedule",
-                fix="Begin the data anew; the difficulty follows the steps.",
-            )
+            raise refused("sampler-state")
         self._before = state_dict["curriculum"]
         self.consumed_samples = int(state_dict["consumed_samples"])
         self.curriculum.load_state_dict(self._before)
@@ -275,9 +268,7 @@ class MMapIndexedDatasetBuilder:
             ConfigError: `index_file` is not the `.idx` beside the `.bin` ("compat-argument").
         """
         if os.path.abspath(index_file) != os.path.abspath(f"{self._out.prefix}.idx"):
-            raise wrong_argument(
-                f"finalize({index_file!r}) of {self._out.prefix}.bin", "Both files have one name, with .bin and .idx."
-            )
+            raise refused("finalize-name", index_file, self._out.prefix)
         self._out.finish()
 
 
@@ -303,7 +294,7 @@ def make_builder(out_file: str, impl: str, vocab_size: int | None = None) -> MMa
     Only the layout `mmap` is written.
     """
     if impl != "mmap":
-        raise not_supported(f"make_builder(impl={impl!r}): the older layouts are read, not written", "Use mmap.")
+        raise refused("builder-layout", impl)
     return MMapIndexedDatasetBuilder(out_file, np.uint16 if vocab_size is not None and vocab_size < 65500 else np.int32)
 
 
@@ -335,11 +326,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     plan = engine.plan
     batching, lane = plan.reading.batching, engine.mesh["data"]
     if batching is None:
-        raise ConfigError(
-            "dynamic_batching is not enabled",
-            code="data-max-tokens",
-            fix="Enable it, with max_tokens, in data_sampling.",
-        )
+        raise refused("no-dynamic-batching")
     if dataset_seqlens is None:
         dataset_seqlens = _lengths(dataset, engine, batching.metrics_path, batch_seqlens_fn, dataloader_collate_fn)
     staged = plan.staging is not None
@@ -370,11 +357,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
 
 def _lengths(dataset: Any, engine: Any, folder: str | None, measure: Any, collate: Any) -> NDArray[np.int64]:
     if folder is None:
-        raise ConfigError(
-            "dynamic_batching without metrics_path, and no dataset_seqlens",
-            code="data-max-tokens",
-            fix="Pass dataset_seqlens, or name a folder for the lengths.",
-        )
+        raise refused("no-lengths")
     left = os.path.exists(os.path.join(folder, "seqlen", "seqlen_sample_to_metric.idx"))
     if not left and measure is not None:
         DistributedDataAnalyzer(
