@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
 from typing import Any
 
 import torch
@@ -66,24 +65,46 @@ def outside_transforms() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack()
 
 
-def uncaptured(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` as torch.compile calls it between graphs, with all that it calls: collectives of a backend are no part of a graph.
+class _Uncaptured:
+    """A hook that torch.compile calls between graphs. A copied or pickled one, as a model's copy has it, does nothing."""
 
-    It does what `torch._dynamo.disable` does, without importing the compiler.
-    """
+    def __init__(self, function: Callable[..., Any], pickled: Callable[[], None]) -> None:
+        self._function, self._pickled = function, pickled
 
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         capturing = set_eval_frame(None)
         try:
-            return function(*args, **kwargs)
+            return self._function(*args, **kwargs)
         finally:
             set_eval_frame(capturing)
 
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    # Called from a graph's break, the frame itself would be captured, and the compiler warns of the builtin in it. What it calls decides for itself.
-    set_code_exec_strategy(call.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))  # type: ignore[attr-defined]
-    return call
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Uncaptured:
+        return _Uncaptured(_nothing, _nothing)
+
+    def __reduce__(self) -> tuple[type[_Uncaptured], tuple[Callable[..., Any], Callable[[], None]]]:
+        self._pickled()
+        return _Uncaptured, (_nothing, _nothing)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Do nothing, as the hook of a model that is not sharded."""
+
+
+_Uncaptured.call._torchdynamo_disable = True  # type: ignore[attr-defined]
+# Called from a graph's break, the frame itself would be captured, and the compiler warns of the builtin in it. What it calls decides for itself.
+set_code_exec_strategy(_Uncaptured.call.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+
+
+def uncaptured(function: Callable[..., Any], pickled: Callable[[], None] = _nothing) -> Callable[..., Any]:
+    """Return `function` as torch.compile calls it between graphs, with all that it calls: collectives of a backend are no part of a graph.
+
+    It does what `torch._dynamo.disable` does, without importing the compiler.
+
+    Args:
+        function: A hook of a module.
+        pickled: Is called when the module is pickled, and may refuse that.
+    """
+    return _Uncaptured(function, pickled).call
 
 
 _compile_callbacks: list[Callable[[], None]] = []

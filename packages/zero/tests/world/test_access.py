@@ -127,6 +127,32 @@ def test_a_copy_of_a_sharded_model_is_a_model_with_the_same_values(bench, stage,
 
 @STAGES
 @world(2)
+def test_a_pickled_model_is_a_plain_one(bench, stage):
+    """The whole module, as `torch.save(model)` writes it: hooks stay behind, and a file of empty weights is refused."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)))
+    optimizer = ds_zero.shard(net, torch.optim.SGD(net.parameters(), lr=0.1), stage=stage, policy=SMALL)
+    for _ in range(2):
+        net(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if stage == 3:
+        with pytest.raises(ShardedAccessError, match=r"module .* was pickled while"):
+            torch.save(net, io.BytesIO())
+    with ds_zero.GatheredParameters(net):
+        torch.save(net, file := io.BytesIO())
+    file.seek(0)
+    plain = torch.load(file, weights_only=False)
+    assert torch.equal(plain(torch.ones(2, 4)), net(torch.ones(2, 4)))
+    plain(torch.ones(2, 4)).sum().backward()
+    assert all(type(p) is nn.Parameter and p.grad is not None for p in plain.parameters())
+    net(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.close()
+
+
+@STAGES
+@world(2)
 def test_gathered_parameters_are_whole_inside(bench, stage):
     plain = bench.model("plain")
     net, optimizer = make(bench, stage)

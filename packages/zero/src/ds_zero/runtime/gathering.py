@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
+from ds_config.errors import ShardedAccessError
 from ds_zero._torch import graph_task_id, outside_transforms, uncaptured
 from ds_zero.runtime.autograd import Backward, ForwardCall
 from ds_zero.runtime.gather_agreement import GatherAgreement
@@ -102,7 +103,9 @@ class Gathering(AccessHandler):
             module = modules[name]
             below = [n for n in self.released if f"{self.units[n].spec.module}.".startswith(name and f"{name}.")]
             self._forwards.setdefault(name, self._order(below))
-            pre, post = (self.hooked(uncaptured(hook)) for hook in self._forward_hooks(module, name, tuple(numbers)))
+            pickled = partial(self._refuse_pickle, name, tuple(numbers))
+            hooks = self._forward_hooks(module, name, tuple(numbers))
+            pre, post = (self.hooked(uncaptured(hook, pickled)) for hook in hooks)
             self._handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(post, always_call=True))
         self._agreement = GatherAgreement(self.units, self.released, list(of_module))
@@ -164,6 +167,15 @@ class Gathering(AccessHandler):
         return Copier(unit.groups.shard_group).like(
             param, name, chunk.to(param.device), [piece.interval for piece in pieces]
         )
+
+    def _refuse_pickle(self, name: str, numbers: tuple[int, ...]) -> None:
+        """Raise where a module is pickled whose weights are not here: the file would hold empty ones."""
+        if any(self.units[number].state is Full.RELEASED for number in numbers):
+            raise ShardedAccessError(
+                f"module {name or 'of the model'} was pickled while this rank holds only its shards of the parameters",
+                code="sharded-access",
+                fix="Pickle it inside `with GatheredParameters(model.parameters())`, or save the engine's state: full_state_dict(), save_16bit_model().",
+            )
 
     def _share(self, number: int) -> None:
         """Mark a unit as used outside its module: never released during a phase (see the note on persistent units)."""

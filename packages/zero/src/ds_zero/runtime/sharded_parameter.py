@@ -75,6 +75,22 @@ class AccessHandler(ABC):
         return None
 
 
+class _Link:
+    """Leads from a parameter to its handler. A pickled or copied one leads nowhere."""
+
+    __slots__ = ("_handler",)
+
+    def __init__(self, handler: Any = None) -> None:
+        self._handler = handler
+
+    @property
+    def handler(self) -> Any:
+        return self._handler() if isinstance(self._handler, weakref.ref) else self._handler
+
+    def __reduce__(self) -> tuple[type[_Link], tuple[()]]:
+        return _Link, ()
+
+
 def keep(param: Tensor, keeper: AccessHandler, weakly: bool = False) -> None:
     """Register the access handler of `param`, once; needed before `release`.
 
@@ -84,13 +100,13 @@ def keep(param: Tensor, keeper: AccessHandler, weakly: bool = False) -> None:
         weakly: Whether somebody else holds the handler as long as the model lives. A graph holds parameters, and Python's collector does not
             look into graphs: with a strong reference a model that keeps an output of its own would never be freed.
     """
-    setattr(param, _KEEPER, weakref.ref(keeper) if weakly else keeper)
+    setattr(param, _KEEPER, _Link(weakref.ref(keeper) if weakly else keeper))
 
 
 def keeper_of(param: Tensor) -> Any:
     """Return the access handler of `param`; None for a parameter without a handler, or whose model is gone."""
-    keeper = param.__dict__.get(_KEEPER)
-    return keeper() if isinstance(keeper, weakref.ref) else keeper
+    link = param.__dict__.get(_KEEPER)
+    return None if link is None else link.handler
 
 
 def unkeep(param: Parameter) -> None:
