@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from operator import attrgetter
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from functools import cache, reduce
+from operator import attrgetter, itemgetter
+from pkgutil import get_data
 from typing import Any
 
 
@@ -40,3 +44,23 @@ def calls(path: str, meaning: str, *names: str) -> Any:
 def answers(constant: Any, meaning: str) -> Any:
     """Build a method that returns `constant`, whatever it is given: upstream's has nothing to do here."""
     return method(lambda self, *args, **options: constant, meaning)
+
+
+@cache
+def told(kind: str) -> Mapping[str, Callable[[Any], Any]]:
+    """Return a part of `attributes.toml`: functions of the owner, by upstream's names of what they tell."""
+    table = tomllib.loads((get_data(__package__ or "", "attributes.toml") or b"").decode())
+    return {name: _answer_at(text) for name, text in table[kind].items()}
+
+
+def _answer_at(text: str) -> Callable[[Any], Any]:
+    path, _, state = text.removeprefix("not ").partition(" is ")
+    steps = [itemgetter(axis) if axis else attrgetter(name) for name, axis in re.findall(r"(\w+)|\[(\w+)\]", path)]
+
+    def answer(owner: Any) -> Any:
+        value = reduce(lambda at, step: step(at), steps, owner)
+        if state:
+            return (value is None) is (state == "None")
+        return not value if text.startswith("not ") else value
+
+    return answer

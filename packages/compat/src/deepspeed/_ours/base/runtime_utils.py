@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.utils` and its like: types, values of dicts, other libraries' groups, tensors, loaders, parts of lists."""
+"""`deepspeed.runtime.utils` and its like: types, values of dicts, other libraries' groups, tensors, loaders, parts of lists, nested values."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -15,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import ds_comm
-from deepspeed._ours.base._torch import tree_map
+from deepspeed._ours.base._torch import tree_leaves, tree_map
+from deepspeed._ours.base.raising import refused
 from ds_accel import get_accelerator
 from ds_pipe.partition import balanced, uniform
 
@@ -290,3 +295,132 @@ class EngineLayerDrop(ProgressiveLayerDrop):
         """Return theta of the engine's last step; 1 before the first."""
         self.update_state(max(self._steps() - 1, 0))
         return self.current_theta
+
+
+noop_context = nullcontext
+
+
+def get_only_unique_item(items: Iterable[Any]) -> Any:
+    """Return the one value that all items are.
+
+    Raises:
+        ConfigError: they differ, or there are none; a RuntimeError, too ("compat-argument").
+    """
+    unique = set(items)
+    if len(unique) != 1:
+        raise refused("one-value", sorted(unique, key=repr))
+    return unique.pop()
+
+
+def get_tensor_bytes(item: Any) -> int:
+    """Return the bytes of all tensors in nested lists, tuples and dicts."""
+    return sum(leaf.nbytes for leaf in tree_leaves(item) if isinstance(leaf, Tensor))
+
+
+def has_inf_or_nan(x: Tensor) -> Tensor:
+    """Return whether an element is not finite, as a tensor on the device."""
+    return ~torch.isfinite(x).all()
+
+
+def compare_tensors_in_structures(inputs1: Any, inputs2: Any) -> bool:
+    """Whether two nested structures have the same form, equal tensors and equal other values."""
+    if isinstance(inputs1, Tensor) or isinstance(inputs2, Tensor):
+        both = isinstance(inputs1, Tensor) and isinstance(inputs2, Tensor)
+        return both and torch.equal(inputs1, inputs2.to(inputs1.device))
+    if type(inputs1) is not type(inputs2):
+        return False
+    if isinstance(inputs1, Mapping):
+        same = inputs1.keys() == inputs2.keys()
+        return same and all(compare_tensors_in_structures(inputs1[key], inputs2[key]) for key in inputs1)
+    if isinstance(inputs1, list | tuple):
+        same = len(inputs1) == len(inputs2)
+        return same and all(map(compare_tensors_in_structures, inputs1, inputs2))
+    return bool(inputs1 == inputs2)
+
+
+def filter_empty_parameters(params: Any) -> Any:
+    """Leave out parameters without elements, of a list or of each group's; a parameter stays as it is."""
+    if isinstance(params, Tensor):
+        return params
+    given = list(params)
+    if given and isinstance(given[0], Mapping):
+        return [{**group, "params": filter_empty_parameters(group["params"])} for group in given]
+    return [param for param in given if param.numel() > 0]
+
+
+def get_ma_status() -> int:
+    """Return the bytes that the device holds."""
+    return get_accelerator().memory().allocated
+
+
+def recursive_getattr(model: nn.Module, module_name: str) -> Any:
+    """Return what a dotted name inside a module stands for."""
+    return attrgetter(module_name)(model)
+
+
+def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
+    """Put `module` where a dotted name inside a module points to."""
+    parent, _, name = module_name.rpartition(".")
+    setattr(attrgetter(parent)(model) if parent else model, name, module)
+
+
+class DtypeEnum(Enum):
+    """Formats of inference, each with the words for it."""
+
+    fp16 = (torch.float16, "torch.float16", "fp16", "float16", "half")
+    fp32 = (torch.float32, "torch.float32", "fp32", "float32", "float")
+    bf16 = (torch.bfloat16, "torch.bfloat16", "bf16", "bfloat16", "bfloat")
+    int8 = (torch.int8, "torch.int8", "int8")
+
+    @classmethod
+    def from_str(cls, value: str) -> DtypeEnum:
+        """Return the format of a word.
+
+        Raises:
+            ConfigError: there is none; a ValueError, too ("compat-argument").
+        """
+        for member in cls:
+            if value in member.value:
+                return member
+        raise refused("format-word", value, ", ".join(cls.__members__))
+
+
+@dataclass
+class fragment_address:  # noqa: N801  upstream's name
+    """Where a parameter lies in a flat tensor, in elements. Files that DeepSpeed wrote name it: `torch.serialization.add_safe_globals` takes it."""
+
+    numel: int
+    start: int
+
+
+fragment_address.__module__ = "deepspeed.utils.tensor_fragment"
+
+
+def autocast_if_enabled(engine: Any) -> AbstractContextManager[Any]:
+    """Return the context of `torch_autocast` that the engine's forward runs in; one that does nothing where it is off."""
+    context: AbstractContextManager[Any] = engine._autocast()
+    return context
+
+
+class MultiTensorApply:
+    """Calls an operation over lists of tensors, which goes through them by `chunk_size` elements."""
+
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+
+    def __call__(
+        self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *args: Any
+    ) -> Any:
+        """Call `op(chunk_size, noop_flag_buffer, tensor_lists, *args)`."""
+        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
+
+
+def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
+    """Whether torch is at least, and at most, a version written as a number (2.11 is two point eleven)."""
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    low = min_version is None or version >= _parts(min_version)
+    return low and (max_version is None or version <= _parts(max_version))
+
+
+def _parts(version: float) -> tuple[int, ...]:
+    return tuple(int(part) for part in str(version).split("."))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed._ours.base.forwarding import method, tells
 from deepspeed._ours.base.raising import refused
 from deepspeed._ours.base.runtime_utils import asked_of
 from ds_comm import MeshSpec
@@ -169,9 +170,7 @@ class ZeROCheckpoint:
         self.file_list = DeepSpeedCheckpoint(dir).zero_files
         self.num_files = len(self.file_list)
 
-    def get_src_tp_degree(self) -> int:
-        """Return the checkpoint's tensor-parallel degree."""
-        return self.src_3d.tp_degree
+    get_src_tp_degree = tells("src_3d.tp_degree", "Return the checkpoint's tensor-parallel degree.")
 
     def reshape(self, target_3d_desc: model_3d_desc) -> None:
         """Read it as one of these degrees."""
@@ -182,6 +181,11 @@ class ZeROCheckpoint:
         """List the files that a position of the target degrees reads."""
         plan = self.src_3d.reshape(self.target_3d)[dp_index]
         return [self.file_list[file] for file in plan.get_data(pp_index, tp_index)]
+
+
+def _differs(axis: str, meaning: str) -> Any:
+    name = f"{axis}_degree"
+    return method(lambda self: getattr(self, name) != getattr(self.original, name), meaning)
 
 
 class DeepSpeedCheckpoint:
@@ -219,17 +223,11 @@ class DeepSpeedCheckpoint:
         """Steps that were done."""
         return int(self.get_checkpoint_info("iteration") or self.get_checkpoint_info("global_steps") or 0)
 
-    def is_change_tp_degree(self) -> bool:
-        """Whether it is to be read with other tensor ranks than it was written with."""
-        return self.tp_degree != self.original.tp_degree
+    is_change_tp_degree = _differs("tp", "Whether it is to be read with other tensor ranks than it was written with.")
 
-    def is_change_pp_degree(self) -> bool:
-        """Whether with other stages."""
-        return self.pp_degree != self.original.pp_degree
+    is_change_pp_degree = _differs("pp", "Whether with other stages.")
 
-    def is_change_dp_degree(self) -> bool:
-        """Whether with other data-parallel ranks."""
-        return self.dp_degree != self.original.dp_degree
+    is_change_dp_degree = _differs("dp", "Whether with other data-parallel ranks.")
 
 
 def expert_layers(model_state_metadata: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -6,7 +6,7 @@ that have not ended, the newest before others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -96,28 +96,30 @@ def _pair(getter: str, group_name: str) -> ExpertPair:
     return pairs[group_name]
 
 
-def _tells(getter: str, tell: Callable[[ExpertPair], Any]) -> Callable[[str], Any]:
-    """Build a getter: what it tells of the groups of a name, which raises an AssertionError for an unknown one ("compat-call-order")."""
+_GETTERS: Mapping[str, Callable[[ExpertPair], Any]] = {
+    "_get_expert_parallel_group": lambda pair: pair.expert.pg,
+    "_get_expert_parallel_group_ranks": lambda pair: list(pair.expert.ranks),
+    "_get_expert_parallel_rank": lambda pair: pair.expert.rank,
+    "_get_expert_parallel_world_size": lambda pair: pair.expert.size,
+    "_get_expert_parallel_src_rank": lambda pair: pair.expert.ranks[0],
+    "_get_expert_data_parallel_group": lambda pair: pair.data.pg,
+    "_get_expert_data_parallel_group_ranks": lambda pair: list(pair.data.ranks),
+    "_get_expert_data_parallel_rank": lambda pair: pair.data.rank,
+    "_get_expert_data_parallel_world_size": lambda pair: pair.data.size,
+    "_get_expert_broadcast_src_rank": lambda pair: pair.data.ranks[0],
+}
+"""Functions of a name that tell something of its groups; an unknown name raises an AssertionError ("compat-call-order")."""
 
+
+def _getter(name: str, tell: Callable[[ExpertPair], Any]) -> Callable[[str], Any]:
     def ask(group_name: str) -> Any:
-        return tell(_pair(getter, group_name))
+        return tell(_pair(name, group_name))
 
-    ask.__name__ = ask.__qualname__ = getter
+    ask.__name__ = ask.__qualname__ = name
     return ask
 
 
-_get_expert_parallel_group = _tells("_get_expert_parallel_group", lambda pair: pair.expert.pg)
-_get_expert_parallel_group_ranks = _tells("_get_expert_parallel_group_ranks", lambda pair: list(pair.expert.ranks))
-_get_expert_parallel_rank = _tells("_get_expert_parallel_rank", lambda pair: pair.expert.rank)
-_get_expert_parallel_world_size = _tells("_get_expert_parallel_world_size", lambda pair: pair.expert.size)
-_get_expert_parallel_src_rank = _tells("_get_expert_parallel_src_rank", lambda pair: pair.expert.ranks[0])
-_get_expert_data_parallel_group = _tells("_get_expert_data_parallel_group", lambda pair: pair.data.pg)
-_get_expert_data_parallel_group_ranks = _tells(
-    "_get_expert_data_parallel_group_ranks", lambda pair: list(pair.data.ranks)
-)
-_get_expert_data_parallel_rank = _tells("_get_expert_data_parallel_rank", lambda pair: pair.data.rank)
-_get_expert_data_parallel_world_size = _tells("_get_expert_data_parallel_world_size", lambda pair: pair.data.size)
-_get_expert_broadcast_src_rank = _tells("_get_expert_broadcast_src_rank", lambda pair: pair.data.ranks[0])
+globals().update({name: _getter(name, tell) for name, tell in _GETTERS.items()})
 
 
 def _get_expert_parallel_group_dict() -> dict[str, Any]:
@@ -142,7 +144,7 @@ def _get_max_expert_size_name() -> str:
 
 def _get_max_expert_parallel_group() -> Any:
     """Return torch's largest expert group; unknown, it is an AssertionError ("compat-call-order")."""
-    return _get_expert_parallel_group(_get_max_expert_size_name())
+    return _pair("_get_expert_parallel_group", _get_max_expert_size_name()).expert.pg
 
 
 def _get_broadcast_src_rank() -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from deepspeed._ours.base.forwarding import method
 from deepspeed._ours.base.raising import refused
 from ds_comm import Group, Mesh, MeshSpec, common_group, self_group, world_group
 from ds_parallel.sequence.hf_attention import SequenceRanks
@@ -48,19 +49,15 @@ def _get_zero_param_intra_parallel_group() -> Any:
     return _near[0][1].pg if _near else None
 
 
-def _get_zero_param_intra_parallel_rank_in_mygroup() -> int:
-    """Return this rank's place among them, or in the world."""
-    return _neighbours().rank
-
-
-def _get_zero_param_intra_parallel_group_world_size() -> int:
-    """Return how many they are, or how many the world has."""
-    return _neighbours().size
-
-
-def _get_zero_param_intra_parallel_group_ranks() -> list[int]:
-    """Return their world ranks, or all."""
-    return list(_neighbours().ranks)
+_get_zero_param_intra_parallel_rank_in_mygroup = method(
+    lambda: _neighbours().rank, "Return this rank's place among them, or in the world."
+)
+_get_zero_param_intra_parallel_group_world_size = method(
+    lambda: _neighbours().size, "Return how many they are, or how many the world has."
+)
+_get_zero_param_intra_parallel_group_ranks = method(
+    lambda: list(_neighbours().ranks), "Return their world ranks, or all."
+)
 
 
 def _neighbours() -> Group:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from deepspeed._ours.base.forwarding import told
 from deepspeed._ours.base.raising import raising, refused
 from deepspeed._ours.config.accepted_keys import accepted, section_of
 from deepspeed._ours.config.section_models import (
@@ -84,33 +85,22 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[str, Any]])
 # ---- the whole
 
 _TOLD: Mapping[str, Callable[[DeepSpeedConfig], Any]] = {
+    **told("configuration"),
     "zero_config": lambda c: get_zero_config(c._param_dict),
-    "zero_optimization_stage": lambda c: c.model.zero_optimization.stage,
     "zero_enabled": lambda c: c.model.zero_optimization.stage > 0,
-    "mics_shard_size": lambda c: c.model.zero_optimization.mics_shard_size,
     "float16_config": lambda c: get_float16_config(c._param_dict),
     "bfloat16_config": lambda c: get_bfloat16_config(c._param_dict),
     "log_level": lambda c: get_log_level(c._param_dict),
     "monitor_config": lambda c: get_monitor_config(c._param_dict),
-    "fp16_enabled": lambda c: c.model.fp16.enabled,
-    "bfloat16_enabled": lambda c: c.model.bf16.enabled,
     "amp_enabled": lambda c: False,
-    "torch_autocast_enabled": lambda c: c.model.torch_autocast.enabled,
     "optimizer_name": lambda c: None if c.model.optimizer is None else c.model.optimizer.type.lower(),
     "optimizer_params": lambda c: section_of(c._param_dict, "optimizer").get("params"),
     "scheduler_name": lambda c: None if c.model.scheduler is None else c.model.scheduler.type,
     "scheduler_params": lambda c: section_of(c._param_dict, "scheduler").get("params"),
-    "sparse_gradients_enabled": lambda c: c.model.sparse_gradients,
-    "activation_checkpointing_config": lambda c: c.model.activation_checkpointing,
-    "flops_profiler_config": lambda c: c.model.flops_profiler,
-    "comms_config": lambda c: c.model.comms_logger,
-    "checkpoint_config": lambda c: c.model.checkpoint,
-    "elasticity_enabled": lambda c: c.model.elasticity.enabled,
     "eigenvalue_enabled": lambda c: bool(section_of(c._param_dict, "eigenvalue").get("enabled", False)),
     "eigenvalue_verbose": lambda c: bool(section_of(c._param_dict, "eigenvalue").get("verbose", False)),
     "pld_enabled": lambda c: bool(section_of(c._param_dict, "progressive_layer_drop").get("enabled", False)),
     "pld_params": lambda c: dict(section_of(c._param_dict, "progressive_layer_drop")) or False,
-    "grad_accum_dtype": lambda c: c.model.data_types.grad_accum_dtype,
     "param_dtype": lambda c: section_of(c._param_dict, "data_types").get("param_dtype"),
     "buffer_dtype": lambda c: section_of(c._param_dict, "data_types").get("buffer_dtype"),
 }

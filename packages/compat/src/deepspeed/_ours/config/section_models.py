@@ -7,6 +7,7 @@ here from the strict ones: the same keys, types, defaults and older names, witho
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -14,11 +15,38 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from deepspeed._ours.config.offload_enums import OffloadDeviceEnum
 from ds_config import Alias, Deprecated
 from ds_config.schema_fields import Retired
 from ds_monitor.config import CometConfig, CsvMonitorConfig, TensorBoardConfig, WandbConfig
 from ds_zero import config as strict
+
+
+class OffloadDeviceEnum(enum.StrEnum):
+    """Where state may rest."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(enum.StrEnum):
+    """What `offload_states` may move."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class ZeroStageEnum(int, enum.Enum):
+    """The ZeRO stages."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
 
 
 class DeepSpeedConfigModel(BaseModel):

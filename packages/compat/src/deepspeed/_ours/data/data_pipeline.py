@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from deepspeed._ours.base.forwarding import calls, method, tells
 from deepspeed._ours.base.raising import raising, refused
 from ds_data import DistributedDataAnalyzer, RankSlice, Router, RouterConfig, TokenFile, TokenWriter
 from ds_data.codes import smallest_int_dtype
@@ -68,9 +69,7 @@ class CurriculumScheduler:
         """Set it."""
         self.state["current_difficulty"] = difficulty
 
-    def get_state(self) -> dict[str, Any]:
-        """Return the scheduler's state, from which training can resume."""
-        return self.state
+    get_state = tells("state", "Return the scheduler's state, from which training can resume.")
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from `get_state`."""
@@ -102,9 +101,7 @@ class RandomLTDScheduler:
         """Go to a step."""
         self.router.update(global_steps, self.global_batch_size)
 
-    def get_current_seq(self) -> int:
-        """Return the number of tokens that the layers process now."""
-        return self.router.num_kept
+    get_current_seq = tells("router.num_kept", "Return the number of tokens that the layers process now.")
 
     def get_total_layer_tokens(self, train_iters: int) -> int:
         """Count tokens times layers over `train_iters` steps from the first step; advances the schedule."""
@@ -215,9 +212,7 @@ class MMapIndexedDataset(TokenFile, Dataset[Any]):
         """int64 [documents + 1]: first item of each document, and the end."""
         return self.index.bounds
 
-    def get_doc_idx(self) -> NDArray[np.int64]:
-        """Return the document boundaries, `doc_idx`."""
-        return self.doc_idx
+    get_doc_idx = tells("doc_idx", "Return the document boundaries, `doc_idx`.")
 
     def size(self, index: int) -> int:
         """Return the number of values of an item."""
@@ -244,22 +239,18 @@ class MMapIndexedDatasetBuilder:
         """Append an item: a tensor or any array-like."""
         self.add_item_numpy(tensor.numpy() if isinstance(tensor, torch.Tensor) else np.asarray(tensor))
 
-    def add_item_numpy(self, np_array: NDArray[Any]) -> None:
-        """Append an item given as a numpy array."""
-        self._out.add(np_array, ends_document=False)
+    add_item_numpy = method(
+        lambda self, np_array: self._out.add(np_array, ends_document=False), "Append an item given as a numpy array."
+    )
 
     def add_items(self, arr_list: Sequence[Any]) -> None:
         """Append several items in their order."""
         for item in arr_list:
             self.add_item(item)
 
-    def end_document(self) -> None:
-        """End a document: all items added since the previous end."""
-        self._out.end_document()
+    end_document = calls("_out.end_document", "End a document: all items added since the previous end.")
 
-    def merge_file_(self, another_file: str) -> None:
-        """Append all items and documents of another file."""
-        self._out.merge(another_file)
+    merge_file_ = calls("_out.merge", "Append all items and documents of another file.", "another_file")
 
     def finalize(self, index_file: str) -> None:
         """Make the files what readers see.
@@ -330,28 +321,24 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     if dataset_seqlens is None:
         dataset_seqlens = _lengths(dataset, engine, batching.metrics_path, batch_seqlens_fn, dataloader_collate_fn)
     staged = plan.staging is not None
+    same = ("lr_scaling_method", "min_batch_size", "max_batch_size", "sequence_picking_order", "verbose")
+    loading = {
+        "batch_size": plan.batch.micro, "rank": lane.rank, "num_replicas": lane.size, "num_workers": plan.reading.workers,
+        "collate_fn": dataloader_collate_fn, "pin_memory": plan.reading.pin_memory,
+    }  # fmt: skip
     return get_dataloader_and_lr_scheduler_for_variable_batch_size(
         dataset,
         dataset_seqlens,
         batching.max_tokens or 0,
         plan.batch.train,
         dataset_filter_ids=dataset_filter_ids,
-        lr_scaling_method=batching.lr_scaling_method,
-        min_batch_size=batching.min_batch_size,
-        max_batch_size=batching.max_batch_size,
-        sequence_picking_order=batching.sequence_picking_order,
-        dataloader_batch_size=plan.batch.micro,
-        dataloader_rank=lane.rank,
-        dataloader_num_replicas=lane.size,
-        dataloader_num_workers=plan.reading.workers,
-        dataloader_collate_fn=dataloader_collate_fn,
-        dataloader_pin_memory=plan.reading.pin_memory,
         lr_scheduler_or_optimizer=engine.lr_scheduler or engine.optimizer,
         required_microbatches_of_same_size=staged,
         required_microbatches_of_same_seqlen=staged,
         sample_padding_fn=sample_padding_fn,
-        verbose=batching.verbose,
         seed=plan.reading.order.seed,
+        **{name: getattr(batching, name) for name in same},
+        **{f"dataloader_{name}": value for name, value in loading.items()},
     )
 
 

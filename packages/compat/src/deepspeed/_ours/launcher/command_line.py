@@ -66,12 +66,20 @@ def cli_main() -> int:
     return report()
 
 
+def _parsed(prog: str, description: str, *options: tuple[str, dict[str, Any]], args: Sequence[str] | None) -> Any:
+    """Parse a program's command line by a table of its options."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    for name, how in options:
+        parser.add_argument(*name.split(), **how)
+    return parser.parse_args(args)
+
+
 def ssh(args: Sequence[str] | None = None) -> int:
     """Run the program `ds_ssh [-f HOSTFILE] COMMAND...` by `ds ssh`."""
-    parser = argparse.ArgumentParser(prog="ds_ssh", description="Run a command on all hosts.")
-    parser.add_argument("-f", "--hostfile", default="/job/hostfile")
-    parser.add_argument("command", nargs=argparse.REMAINDER)
-    options = parser.parse_args(args)
+    options = _parsed(
+        "ds_ssh", "Run a command on all hosts.",
+        ("-f --hostfile", {"default": "/job/hostfile"}), ("command", {"nargs": argparse.REMAINDER}), args=args,
+    )  # fmt: skip
     return ds(["ssh", "--hostfile", options.hostfile, *options.command])
 
 
@@ -82,18 +90,13 @@ def bench(args: Sequence[str] | None = None) -> int:
 
 def io(args: Sequence[str] | None = None) -> int:
     """Run the program `ds_io --folder DIR [--read] [--io_size SIZE] ...` by `ds io bench`."""
-    parser = argparse.ArgumentParser(prog="ds_io", description="Measure file I/O.")
-    parser.add_argument("--folder", required=True)
-    parser.add_argument("--read", action="store_true", help="reads only; writes only without it")
-    parser.add_argument("--io_size", default="256M")
-    parser.add_argument("--block_size")
-    parser.add_argument("--queue_depth")
-    parser.add_argument("--io_parallel", help="workers")
-    parser.add_argument("--loops", default="3")
-    parsed = parser.parse_args(args)
-    options = {
-        "--block-size": parsed.block_size, "--queue-depth": parsed.queue_depth, "--workers": parsed.io_parallel,
-    }  # fmt: skip
+    parsed = _parsed(
+        "ds_io", "Measure file I/O.",
+        ("--folder", {"required": True}), ("--read", {"action": "store_true", "help": "reads only; writes only without it"}),
+        ("--io_size", {"default": "256M"}), ("--block_size", {}), ("--queue_depth", {}), ("--io_parallel", {"help": "workers"}),
+        ("--loops", {"default": "3"}), args=args,
+    )  # fmt: skip
+    options = {"--block-size": parsed.block_size, "--queue-depth": parsed.queue_depth, "--workers": parsed.io_parallel}
     chosen = [word for name, value in options.items() if value is not None for word in (name, value)]
     only = "--no-write" if parsed.read else "--no-read"
     return ds(["io", "bench", parsed.folder, "--size", parsed.io_size, only, "--loops", parsed.loops, *chosen])
@@ -101,23 +104,21 @@ def io(args: Sequence[str] | None = None) -> int:
 
 def tune(args: Sequence[str] | None = None) -> int:
     """Run the program `ds_nvme_tune --nvme_dir DIR...` by `ds io tune`."""
-    parser = argparse.ArgumentParser(prog="ds_nvme_tune", description="Find the best settings for file I/O.")
-    parser.add_argument("--nvme_dir", nargs="+", required=True)
-    parser.add_argument("--io_size", default="400M")
-    parser.add_argument("--no_read", action="store_true")
-    parser.add_argument("--no_write", action="store_true")
-    parser.add_argument("--loops", default="1")
-    options = parser.parse_args(args)
+    options = _parsed(
+        "ds_nvme_tune", "Find the best settings for file I/O.",
+        ("--nvme_dir", {"nargs": "+", "required": True}), ("--io_size", {"default": "400M"}),
+        ("--no_read", {"action": "store_true"}), ("--no_write", {"action": "store_true"}), ("--loops", {"default": "1"}), args=args,
+    )  # fmt: skip
     flags = [flag for flag, on in (("--no-read", options.no_read), ("--no-write", options.no_write)) if on]
     return ds(["io", "tune", *options.nvme_dir, "--size", options.io_size, "--loops", options.loops, *flags])
 
 
 def elastic(args: Sequence[str] | None = None) -> int:
     """Run the program `ds_elastic -c CONFIG [-w RANKS]`: print the batch sizes of the `elasticity` section."""
-    parser = argparse.ArgumentParser(prog="ds_elastic", description="Show what elasticity comes to.")
-    parser.add_argument("-c", "--config", required=True)
-    parser.add_argument("-w", "--world-size", type=int, default=0)
-    options = parser.parse_args(args)
+    options = _parsed(
+        "ds_elastic", "Show what elasticity comes to.",
+        ("-c --config", {"required": True}), ("-w --world-size", {"type": int, "default": 0}), args=args,
+    )  # fmt: skip
     results = compute_elastic_config(read(options.config).data, version, options.world_size)
     names = ("train batch size", "numbers of ranks", "microbatch size")
     for name, value in zip(names, results, strict=False):

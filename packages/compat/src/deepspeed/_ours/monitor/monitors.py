@@ -6,7 +6,7 @@ The engine's own metrics go through ds-monitor; these write with the same sinks,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,13 +153,10 @@ class CometMonitor(Monitor):
         if not self._writes:
             return
         key = comet_config.api_key
+        same = ("project", "workspace", "experiment_key", "mode", "online")
         self.experiment = require("comet_ml", "comet").start(
             api_key=key.get_secret_value() if hasattr(key, "get_secret_value") else key,
-            project=comet_config.project,
-            workspace=comet_config.workspace,
-            experiment_key=comet_config.experiment_key,
-            mode=comet_config.mode,
-            online=comet_config.online,
+            **{name: getattr(comet_config, name) for name in same},
         )
         if comet_config.experiment_name is not None:
             self.experiment.set_name(comet_config.experiment_name)
@@ -181,26 +178,30 @@ class MonitorMaster(Monitor):
         tb_monitor, csv_monitor, wandb_monitor, comet_monitor: Each, or None.
     """
 
+    tb_monitor: TensorBoardMonitor | None
+    csv_monitor: csvMonitor | None
+    wandb_monitor: WandbMonitor | None
+    comet_monitor: CometMonitor | None
+
     def __init__(self, monitor_config: Any) -> None:
         super().__init__(monitor_config)
-        kinds = {
-            "tb_monitor": (TensorBoardMonitor, monitor_config.tensorboard),
-            "wandb_monitor": (WandbMonitor, monitor_config.wandb),
-            "csv_monitor": (csvMonitor, monitor_config.csv_monitor),
-            "comet_monitor": (CometMonitor, monitor_config.comet),
-        }
-        self.tb_monitor: TensorBoardMonitor | None = None
-        self.csv_monitor: csvMonitor | None = None
-        self.wandb_monitor: WandbMonitor | None = None
-        self.comet_monitor: CometMonitor | None = None
         self._monitors: list[Monitor] = []
-        for name, (kind, section) in kinds.items():
+        for name, (kind, section_name) in _KINDS.items():
+            section = getattr(monitor_config, section_name)
             monitor = kind(section) if section.enabled and world_group().rank == 0 else None
             setattr(self, name, monitor)
-            if monitor is not None:
-                self._monitors.append(monitor)
+            self._monitors += [] if monitor is None else [monitor]
 
     def write_events(self, event_list: Sequence[Event]) -> None:
         """Write the events to each enabled monitor."""
         for monitor in self._monitors:
             monitor.write_events(event_list)
+
+
+_KINDS: Mapping[str, tuple[type[Any], str]] = {
+    "tb_monitor": (TensorBoardMonitor, "tensorboard"),
+    "wandb_monitor": (WandbMonitor, "wandb"),
+    "csv_monitor": (csvMonitor, "csv_monitor"),
+    "comet_monitor": (CometMonitor, "comet"),
+}
+"""Attributes of a `MonitorMaster`: the class, and its section."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from deepspeed._ours.base._torch import flatten, unflatten
+from deepspeed._ours.base.forwarding import method
 from deepspeed._ours.base.raising import refused
 from deepspeed._ours.native_ops.aio_handles import functions as file_functions
 from ds_ops.apply_update import update
@@ -48,18 +49,15 @@ class OpBuilder:
         """Whether torch is built for AMD's devices."""
         return torch.version.hip is not None
 
-    def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether `load` gives something."""
-        del verbose
-        return type(self).functions is not None
+    is_compatible = method(
+        lambda self, verbose=False: type(self).functions is not None, "Whether `load` gives something."
+    )
 
-    def absolute_name(self) -> str:
-        """Return the name of the module that upstream would have compiled."""
-        return f"deepspeed.ops.{self.name}_op"
+    absolute_name = method(
+        lambda self: f"deepspeed.ops.{self.name}_op", "Return the name of the module that upstream would have compiled."
+    )
 
-    def sources(self) -> list[str]:
-        """Return an empty list: nothing is compiled here."""
-        return []
+    sources = method(lambda self: [], "Return an empty list: nothing is compiled here.")
 
     def load(self, verbose: bool = False) -> Any:
         """Return an object with the operation's functions.
@@ -85,20 +83,18 @@ class CUDAOpBuilder(OpBuilder):
 _hypers: dict[tuple[str, int], dict[str, Any]] = {}
 
 
-def _made(kind: str, *names: str) -> Callable[..., int]:
+def _numbered(kind: str, update: Callable[..., int], *names: str) -> Mapping[str, Any]:
+    """Return the functions of an optimizer: what makes one of a number, with the values of these names, updates, and ends it."""
+
     def create(optimizer_id: int, *values: Any, **named: Any) -> int:
         _hypers[kind, optimizer_id] = dict(zip(names, values, strict=False)) | named
         return 0
 
-    return create
-
-
-def _ended(kind: str) -> Callable[[int], int]:
     def destroy(optimizer_id: int) -> int:
         _hypers.pop((kind, optimizer_id), None)
         return 0
 
-    return destroy
+    return {f"create_{kind}": create, f"{kind}_update": update, f"destroy_{kind}": destroy}
 
 
 def _run(spec: UpdateSpec, param: Tensor, grad: Tensor, *states: Tensor) -> int:
@@ -116,8 +112,9 @@ def _cpu_adam() -> Mapping[str, Any]:
         spec = UpdateSpec(UpdateRule.ADAM, adam_coefficients(hyper, step), dither=dither_of(step))
         return _run(spec, param, grad, exp_avg, exp_avg_sq)
 
-    names = ("alpha", "betta1", "betta2", "eps", "weight_decay", "adamw_mode", "should_log")
-    return {"create_adam": _made("adam", *names), "adam_update": adam_update, "destroy_adam": _ended("adam")}
+    return _numbered(
+        "adam", adam_update, "alpha", "betta1", "betta2", "eps", "weight_decay", "adamw_mode", "should_log"
+    )
 
 
 def _cpu_adagrad() -> Mapping[str, Any]:
@@ -129,11 +126,7 @@ def _cpu_adagrad() -> Mapping[str, Any]:
         spec = UpdateSpec(UpdateRule.ADAGRAD, adagrad_coefficients(lr, eps, decay), dither=dither_of(step))
         return _run(spec, param, grad, exp_avg_sq)
 
-    return {
-        "create_adagrad": _made("adagrad", "alpha", "eps", "weight_decay", "should_log"),
-        "adagrad_update": adagrad_update,
-        "destroy_adagrad": _ended("adagrad"),
-    }
+    return _numbered("adagrad", adagrad_update, "alpha", "eps", "weight_decay", "should_log")
 
 
 def _cpu_lion() -> Mapping[str, Any]:
@@ -144,11 +137,7 @@ def _cpu_lion() -> Mapping[str, Any]:
         del optimizer_id, step
         return _run(UpdateSpec(UpdateRule.LION, lion_coefficients(lr, (beta1, beta2), decay)), param, grad, exp_avg)
 
-    return {
-        "create_lion": _made("lion", "alpha", "betta1", "betta2", "weight_decay", "should_log"),
-        "lion_update": lion_update,
-        "destroy_lion": _ended("lion"),
-    }
+    return _numbered("lion", lion_update, "alpha", "betta1", "betta2", "weight_decay", "should_log")
 
 
 def _fused_adam() -> Mapping[str, Any]:
@@ -165,10 +154,6 @@ def _fused_adam() -> Mapping[str, Any]:
     return {"multi_tensor_adam": multi_tensor_adam}
 
 
-def _files() -> Mapping[str, Any]:
-    return file_functions()
-
-
 # ---- flat buffers
 
 
@@ -178,56 +163,56 @@ def _bytes(tensors: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
     return [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
 
 
-def _utils() -> Mapping[str, Any]:
-    return {"flatten": flatten, "unflatten": unflatten, "cast_to_byte_tensor": _bytes}
-
-
 # ---- the classes
 
-_NAMES: Mapping[str, tuple[str, Callable[[], Mapping[str, Any]] | None]] = {
-    "AsyncIOBuilder": ("async_io", _files),
-    "CCLCommBuilder": ("deepspeed_ccl_comm", None),
-    "CPUAdagradBuilder": ("cpu_adagrad", _cpu_adagrad),
-    "CPUAdamBuilder": ("cpu_adam", _cpu_adam),
-    "CPULionBuilder": ("cpu_lion", _cpu_lion),
-    "DeepCompileBuilder": ("dc", None),
-    "EvoformerAttnBuilder": ("evoformer_attn", None),
-    "FPQuantizerBuilder": ("fp_quantizer", None),
-    "FusedAdamBuilder": ("fused_adam", _fused_adam),
-    "FusedLambBuilder": ("fused_lamb", None),
-    "FusedLionBuilder": ("fused_lion", None),
-    "GDSBuilder": ("gds", None),
-    "InferenceBuilder": ("transformer_inference", None),
-    "InferenceCoreBuilder": ("inference_core_ops", None),
-    "InferenceCutlassBuilder": ("cutlass_ops", None),
-    "NotImplementedBuilder": ("deepspeed_not_implemented", None),
-    "PinMemoryBuilder": ("pin_memory", None),
-    "QuantizerBuilder": ("quantizer", None),
-    "RaggedOpsBuilder": ("ragged_device_ops", None),
-    "RaggedUtilsBuilder": ("ragged_ops", None),
-    "RandomLTDBuilder": ("random_ltd", None),
-    "ShareMemCommBuilder": ("deepspeed_shm_comm", None),
-    "SparseAttnBuilder": ("sparse_attn", None),
-    "SpatialInferenceBuilder": ("spatial_inference", None),
-    "StochasticTransformerBuilder": ("stochastic_transformer", None),
-    "TransformerBuilder": ("transformer", None),
-    "UtilsBuilder": ("utils", _utils),
-}
+_OPS: Mapping[str, str] = dict(
+    pair.split("=")
+    for pair in [
+        "AsyncIO=async_io",
+        "CCLComm=deepspeed_ccl_comm",
+        "CPUAdagrad=cpu_adagrad",
+        "CPUAdam=cpu_adam",
+        "CPULion=cpu_lion",
+        "DeepCompile=dc",
+        "EvoformerAttn=evoformer_attn",
+        "FPQuantizer=fp_quantizer",
+        "FusedAdam=fused_adam",
+        "FusedLamb=fused_lamb",
+        "FusedLion=fused_lion",
+        "GDS=gds",
+        "Inference=transformer_inference",
+        "InferenceCore=inference_core_ops",
+        "InferenceCutlass=cutlass_ops",
+        "NotImplemented=deepspeed_not_implemented",
+        "PinMemory=pin_memory",
+        "Quantizer=quantizer",
+        "RaggedOps=ragged_device_ops",
+        "RaggedUtils=ragged_ops",
+        "RandomLTD=random_ltd",
+        "ShareMemComm=deepspeed_shm_comm",
+        "SparseAttn=sparse_attn",
+        "SpatialInference=spatial_inference",
+        "StochasticTransformer=stochastic_transformer",
+        "Transformer=transformer",
+        "Utils=utils",
+    ]
+)
+"""Upstream's operations by the beginnings of their builders' names."""
+_FUNCTIONS: Mapping[str, Callable[[], Mapping[str, Any]]] = {
+    "async_io": file_functions, "cpu_adagrad": _cpu_adagrad, "cpu_adam": _cpu_adam, "cpu_lion": _cpu_lion, "fused_adam": _fused_adam,
+    "utils": lambda: {"flatten": flatten, "unflatten": unflatten, "cast_to_byte_tensor": _bytes},
+}  # fmt: skip
+"""What those that are here load."""
 
 
-def _builder(name: str) -> type[OpBuilder]:
-    op, functions = _NAMES[name]
-    there = {
-        "__module__": __name__,
-        "__doc__": f"Upstream's operation `{op}`.",
-        "NAME": op,
-        "BUILD_VAR": f"DS_BUILD_{op.upper()}",
-        "functions": None if functions is None else staticmethod(functions),
-    }
-    return type(name, (CUDAOpBuilder,), there)
+def _builder(name: str, op: str) -> type[OpBuilder]:
+    functions = staticmethod(_FUNCTIONS[op]) if op in _FUNCTIONS else None
+    there = {"NAME": op, "BUILD_VAR": f"DS_BUILD_{op.upper()}", "functions": functions}
+    meaning = {"__module__": __name__, "__doc__": f"Upstream's operation `{op}`."}
+    return type(f"{name}Builder", (CUDAOpBuilder,), meaning | there)
 
 
-BUILDERS: Mapping[str, type[OpBuilder]] = {name: _builder(name) for name in _NAMES}
+BUILDERS: Mapping[str, type[OpBuilder]] = {f"{name}Builder": _builder(name, op) for name, op in _OPS.items()}
 """Class by its name."""
 globals().update(BUILDERS)
 ALL_OPS: Mapping[str, OpBuilder] = {builder.NAME: builder() for builder in BUILDERS.values()}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from deepspeed._ours.base.forwarding import calls, reads
 from deepspeed._ours.base.raising import also, refused
 from ds_comm import world_group
 from ds_config.errors import PlanError
@@ -85,27 +86,15 @@ class LoRAOptimizedLinear(LoRALinear):
         bound = math.sqrt(6 / (self.weight.numel() / self.out_features + self.out_features))
         nn.init.uniform_(self.weight, -bound, bound)
 
-    def init_lora(self) -> None:
-        """Begin the update, with the base as it is now."""
-        self.start()
+    init_lora = calls("start", "Begin the update, with the base as it is now.")
 
-    def full_weight(self) -> Tensor:
-        """Return the full base weight. Collective where the weight is sharded."""
-        return self.base()
+    full_weight = calls("base", "Return the full base weight. Collective where the weight is sharded.")
 
-    @property
-    def _initialized(self) -> bool:
-        return self.started
+    _initialized = reads("started", "Whether the update has begun.")
 
-    @property
-    def lora_weight_1(self) -> nn.Module:
-        """[in] to [rank]."""
-        return self.lora_A
+    lora_weight_1 = reads("lora_A", "[in] to [rank].")
 
-    @property
-    def lora_weight_2(self) -> nn.Module:
-        """[rank] to [out]."""
-        return self.lora_B
+    lora_weight_2 = reads("lora_B", "[rank] to [out].")
 
 
 def _mantissa(config: QuantizationConfig) -> int:

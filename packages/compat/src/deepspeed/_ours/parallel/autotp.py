@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -314,3 +314,27 @@ def build_bloom_alibi_tensor(
     alibi = torch.tensor(slopes, device=attention_mask.device)[None, :, None] * positions
     sizes = get_head_shard_sizes(total) if head_shard_sizes is None else head_shard_sizes
     return _mine(alibi, 1, sizes).flatten(0, 1).unsqueeze(1).to(dtype)
+
+
+_NAMES = (
+    "HFBertLayerPolicy", "HFGPTNEOLayerPolicy", "GPTNEOXLayerPolicy", "HFGPTJLayerPolicy", "MegatronLayerPolicy", "HFGPT2LayerPolicy",
+    "BLOOMLayerPolicy", "HFOPTLayerPolicy", "HFCLIPLayerPolicy", "HFDistilBertLayerPolicy", "LLAMALayerPolicy", "LLAMA2LayerPolicy",
+    "InternLMLayerPolicy",
+)  # fmt: skip
+
+
+class _NamesNoLayer(type):
+    def __iter__(cls) -> Iterator[str]:
+        return iter(())
+
+
+class DSPolicy(metaclass=_NamesNoLayer):
+    """A value of `injection_policy`: the layers of the family are found by init_inference."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        del args, options
+        raise refused("policy-made", type(self).__name__)
+
+
+replace_policies = [_NamesNoLayer(name, (DSPolicy,), {"__doc__": DSPolicy.__doc__}) for name in _NAMES]
+globals().update({policy.__name__: policy for policy in replace_policies})

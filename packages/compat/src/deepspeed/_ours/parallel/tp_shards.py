@@ -5,8 +5,10 @@ ds-parallel cuts by a plan of its own (`ds_parallel.heads`); this answers progra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from deepspeed._ours.base.forwarding import method
 from deepspeed._ours.base.raising import refused
 from deepspeed._ours.communication import comm as dist
 
@@ -18,43 +20,23 @@ _NO_HEADS = ("lm_head", "embed_out")
 _NO_HEADS_IN = ("mlp", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
-def set_num_kv_heads(num: int | None) -> None:
-    """Set the number of key-value heads, between which dims that are whole heads are split; None: split anywhere."""
-    global num_kv_heads
-    num_kv_heads = num
+def _setting(name: str, meaning: str) -> tuple[Callable[[int | None], None], Callable[[], int | None]]:
+    """Build the functions that set and return a variable of this module."""
+
+    def assign(num: int | None) -> None:
+        globals()[name] = num
+
+    return method(assign, f"Set {meaning}."), method(lambda: globals()[name], f"Return {meaning}, as it was set.")
 
 
-def get_num_kv_heads() -> int | None:
-    """Return the number of key-value heads that was set."""
-    return num_kv_heads
-
-
-def set_num_attention_heads(num: int | None) -> None:
-    """Set the number that `get_num_attention_heads` returns."""
-    global num_attention_heads
-    num_attention_heads = num
-
-
-def get_num_attention_heads() -> int | None:
-    """Return the number of attention heads that was set."""
-    return num_attention_heads
-
-
-def set_n_embd(num: int | None) -> None:
-    """Set the number that `get_n_embd` returns."""
-    global n_embd
-    n_embd = num
-
-
-def get_n_embd() -> int | None:
-    """Return the embedding size that was set."""
-    return n_embd
-
-
-def set_tp_grain_size(num: int) -> None:
-    """Set the grain size: other dims are split between its multiples; the last rank has the remainder."""
-    global tp_grain_size
-    tp_grain_size = num
+set_num_kv_heads, get_num_kv_heads = _setting(
+    "num_kv_heads", "the number of key-value heads, between which dims that are whole heads are split; None: anywhere"
+)
+set_num_attention_heads, get_num_attention_heads = _setting("num_attention_heads", "the number of attention heads")
+set_n_embd, get_n_embd = _setting("n_embd", "the embedding size")
+set_tp_grain_size, _ = _setting(
+    "tp_grain_size", "the grain size: other dims are split between its multiples; the last rank has the remainder"
+)
 
 
 def get_shard_size(

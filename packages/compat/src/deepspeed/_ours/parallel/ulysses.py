@@ -29,15 +29,9 @@ class UlyssesSPAttentionHF:
         See `ds_parallel.sequence.hf.register_with_transformers`.
         """
         ranks = register_with_transformers(
-            model_name_or_path,
-            core_attn_implementation,
-            sequence_parallel_size,
-            micro_batch_size,
-            seq_length,
-            seq_length_is_variable,
-            disable_in_eval,
-            max_length,
-        )
+            model_name_or_path, core_attn_implementation, sequence_parallel_size, micro_batch_size, seq_length,
+            seq_length_is_variable, disable_in_eval, max_length,
+        )  # fmt: skip
         group_getters.share_sequences(ranks)
         return ranks
 
@@ -130,16 +124,8 @@ class SequenceTiledCompute:
         cut = dict(zip(keys_to_shard, args, strict=False))
         passed = dict(zip(keys_to_pass, args[len(keys_to_shard) :], strict=True))
         return sequence_tiled_compute(
-            fn,
-            seqlen,
-            shards,
-            cut,
-            passed,
-            grad_requiring_tensor_key,
-            compute_params,
-            output_unshard_dimension,
-            output_reduction,
-        )
+            fn, seqlen, shards, cut, passed, grad_requiring_tensor_key, compute_params, output_unshard_dimension, output_reduction
+        )  # fmt: skip
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:

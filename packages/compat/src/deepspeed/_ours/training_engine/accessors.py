@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
 
+from deepspeed._ours.base.forwarding import told
 from deepspeed._ours.base.runtime_utils import EngineLayerDrop, aio_config
 from deepspeed._ours.communication.expert_getters import (
     _get_expert_data_parallel_group_dict,
@@ -24,32 +24,8 @@ from ds_zero.runtime.reduce_strategies import tables
 Tells = Callable[[Any], Any]
 
 
-# Keys of `zero_optimization`, told as "zero_" and the key.
-_ZERO = (
-    "reduce_bucket_size", "contiguous_gradients", "reduce_scatter", "allgather_bucket_size", "sub_group_size",
-    "param_persistence_threshold", "model_persistence_threshold", "prefetch_bucket_size", "max_live_parameters",
-    "max_reuse_distance", "ignore_unused_parameters", "offload_optimizer", "offload_param", "elastic_checkpoint",
-    "round_robin_gradients", "allgather_partitions", "parameter_alignment", "load_from_fp32_weights", "legacy_stage1",
-    "module_granularity_threshold", "save_muon_momentum_buffer_in_memory", "log_trace_cache_warnings", "compute_grad_norm",
-)  # fmt: skip
-# Keys that already begin so.
-_ZERO_PLAIN = (
-    "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients",
-)  # fmt: skip
-# Keys of `flops_profiler`, told as "flops_profiler_" and the key.
-_FLOPS = ("recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed", "output_file")
 # Keys of `autotuning`, told as "autotuning_" and the key.
 _TUNING = ("start_profile_step", "end_profile_step", "metric")
-# Sections, told as whether they are enabled.
-_SECTIONS = ("fp16", "torch_autocast", "tensorboard", "wandb", "csv_monitor")
-# What `DeepSpeedConfig` has under the same name: keys, and answers of its own.
-_KEYS = (
-    "gradient_clipping", "gradient_predivide_factor", "prescale_gradients", "steps_per_print", "wall_clock_breakdown",
-    "log_level", "memory_breakdown", "dataloader_drop_last",
-    "amp_enabled", "bfloat16_enabled", "elasticity_enabled", "optimizer_name", "optimizer_params", "pld_enabled", "scheduler_name",
-    "scheduler_params", "sparse_gradients_enabled", "zero_optimization_stage", "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer", "pld_params", "dump_state",
-)  # fmt: skip
 
 
 def _gathers(section: Any) -> bool:
@@ -98,58 +74,30 @@ def _modules(engine: Any, kind: type) -> list[Any]:
 
 
 ACCESSORS: Mapping[str, Tells] = {
-    **{f"zero_{key}": attrgetter(f"plan.config.zero_optimization.{key}") for key in _ZERO},
-    **{key: attrgetter(f"plan.config.zero_optimization.{key}") for key in _ZERO_PLAIN},
-    **{f"flops_profiler_{key}": attrgetter(f"_config.flops_profiler.{key}") for key in _FLOPS},
-    **{f"{section}_enabled": attrgetter(f"_config.{section}.enabled") for section in _SECTIONS},
-    **{key: attrgetter(f"_config.{key}") for key in _KEYS},
-    "train_batch_size": lambda e: e.plan.batch.train,
-    "train_micro_batch_size_per_gpu": lambda e: e.plan.batch.micro,
-    "gradient_accumulation_steps": lambda e: e.plan.batch.accumulation,
+    **told("methods"),
     "zero_optimization": lambda e: e.plan.config.zero_optimization.stage > 0,
-    "zero_optimization_partition_gradients": lambda e: e.plan.residency.shard_grads,
-    "zero_optimization_partition_weights": lambda e: e.plan.residency.shard_params,
     "zero_gather_16bit_weights_on_model_save": lambda e: _gathers(e.config.get("zero_optimization", {})),
     "zero_overlap_comm": lambda e: e.plan.config.zero_optimization.overlap_comm is not False,
-    "fp16_auto_cast": attrgetter("_config.fp16.auto_cast"),
-    "loss_scale": attrgetter("_config.fp16.loss_scale"),
     "dynamic_loss_scale": lambda e: e.plan.config.fp16.enabled and e.plan.config.fp16.loss_scale == 0,
     "initial_dynamic_scale": lambda e: 2**e.plan.config.fp16.initial_scale_power,
-    "postscale_gradients": lambda e: not e.plan.config.prescale_gradients,
     "pld_theta": lambda e: getattr(e.plan.layer_drop, "theta", None),
     "pld_gamma": lambda e: getattr(e.plan.layer_drop, "gamma", None),
     "get_pld_theta": lambda e: None if (drop := _layer_drop(e)) is None else drop.get_theta(),
     "zero_cpu_offload": lambda e: _offload_device(e) == "cpu",
     "zero_nvme_offload_optimizer": lambda e: _offload_device(e) == "nvme",
     "zero_use_cpu_optimizer": lambda e: _offload_device(e) in ("cpu", "nvme"),
-    "zero_multi_rank_bucket_allreduce": attrgetter("plan.config.zero_optimization.use_multi_rank_bucket_allreduce"),
-    "zenflow_config": attrgetter("plan.config.zero_optimization.zenflow"),
-    "tensor_parallel_config": attrgetter("plan.config.tensor_parallel"),
-    "is_sanity_checks_enabled": attrgetter("plan.config.zero_optimization.enable_sanity_checks"),
-    "is_first_weights_partition_group": attrgetter("plan.residency.shard_params"),
-    "fp16_master_weights_and_gradients": attrgetter("_config.float16_config.fp16_master_weights_and_grads"),
-    "bf16_master_weights_and_gradients": attrgetter("_config.bfloat16_config.bf16_master_weights_and_grads"),
-    "bf16_optimizer_states": attrgetter("_config.bfloat16_config.bf16_optimizer_states"),
-    "checkpoint_serialization_enabled": attrgetter("_config.checkpoint_config.checkpoint_serialization"),
     "checkpoint_tag_validation_enabled": lambda e: _tag_validation(e) != "ignore",
     "checkpoint_tag_validation_fail": lambda e: _tag_validation(e) == "fail",
     "get_data_types": lambda e: _data_types(e.plan),
-    "dump_state_enabled": attrgetter("_config.dump_state"),
     "load_universal_checkpoint": lambda e: False,
-    "managed_gradient_accumulation": lambda e: e.plan.managed,
     "use_node_local_storage": lambda e: False,
-    "curriculum_enabled_legacy": lambda e: e.plan.curriculum is not None,
     "data_efficiency_enabled": lambda e: bool((e.config.get("data_efficiency") or {}).get("enabled", False)),
     "data_efficiency_config": lambda e: e.plan.config.data_efficiency.model_dump(mode="json"),
-    "data_sampling_enabled": lambda e: e.plan.config.data_efficiency.sampling is not None,
     "data_sampling_config": lambda e: e.plan.config.data_efficiency.data_sampling.model_dump(mode="json"),
-    "curriculum_learning_enabled": lambda e: e.plan.config.data_efficiency.curriculum is not None,
     "curriculum_learning_config": lambda e: e.data_sampling_config()["curriculum_learning"],
     "curriculum_params_legacy": lambda e: e.config.get("curriculum_learning") or {},
-    "random_ltd_enabled": lambda e: e.plan.config.data_efficiency.random_ltd is not None,
     "random_ltd_config": lambda e: e.plan.config.data_efficiency.data_routing.random_ltd.model_dump(mode="json"),
     "flops_profiler_enabled": lambda e: bool((e.config.get("flops_profiler") or {}).get("enabled", False)),
-    "autotuning_enabled": lambda e: e.plan.tuning is not None,
     **{f"autotuning_{key}": partial(_tuning, key) for key in _TUNING},
     "autotuning_metric_path": lambda e: _tuning("metric_path", e) or os.path.abspath("autotuning_metric.json"),
     "autotuning_model_info_path": lambda e: (
@@ -159,32 +107,16 @@ ACCESSORS: Mapping[str, Tells] = {
     "aio_config": lambda e: aio_config(e.config),
     "dynamic_loss_scale_args": lambda e: _scale_arguments(e.plan.config.fp16),
     "autotp_size": lambda e: 0 if e.plan.config.tensor_parallel is None else e.plan.config.tensor_parallel.autotp_size,
-    "get_data_parallel_rank": lambda e: e.mesh["data"].rank,
-    "get_data_parallel_world_size": lambda e: e.mesh["data"].size,
-    "get_tensor_parallel_rank": lambda e: e.mesh["tensor"].rank,
-    "get_model_parallel_rank": lambda e: e.mesh["tensor"].rank,
-    "get_sequence_parallel_group": lambda e: e.seq_parallel_group,
     "get_type": lambda e: [type(e.basic_optimizer).__name__ for _ in e.get_lr()],
-    "is_deepcompile_enabled": lambda e: e.plan.compiling is not None,
-    "is_deepcompile_active": lambda e: e.compiled.session is not None,
     "get_compile_time": lambda e: 0.0 if e.compiled.session is None else e.compiled.session.seconds,
 }
-"""Methods without arguments that only tell something: name -> what it tells."""
+"""Methods without arguments that only tell something: name -> what it tells. Those that tell what lies at a path: `attributes.toml`."""
 
 PROPERTIES: Mapping[str, Tells] = {
+    **told("properties"),
     "basic_optimizer": lambda e: None if e.optimizer is None else e.optimizer.inner,
-    "global_rank": lambda e: e.mesh.rank,
-    "world_size": lambda e: e.mesh["world"].size,
     "local_rank": lambda e: int(os.environ.get("LOCAL_RANK", "0")),
-    "dp_world_size": lambda e: e.mesh["data"].size,
-    "data_parallel_group": lambda e: e.mesh["data"].pg,
     "seq_parallel_group": lambda e: e.mesh["sequence"].pg if e.mesh["sequence"].size > 1 else None,
-    "mp_world_size": lambda e: e.mesh["tensor"].size,
-    "checkpoint_mp_rank": lambda e: e.mesh["tensor"].rank,
-    "communication_data_type": lambda e: e.plan.precision.reduce,
-    "seq_dp_world_size": lambda e: e.mesh["gradient"].size,
-    "seq_data_parallel_group": lambda e: e.mesh["gradient"].pg,
-    "sequence_parallel_size": lambda e: e.mesh["sequence"].size,
     "expert_parallel_group": lambda e: _get_expert_parallel_group_dict(),
     "expert_data_parallel_group": lambda e: _get_expert_data_parallel_group_dict(),
     "num_experts": lambda e: [layer.num_experts for layer in _modules(e, MoE)],
@@ -192,12 +124,9 @@ PROPERTIES: Mapping[str, Tells] = {
     "moe_layers": lambda e: _modules(e, MOELayer),
     "sparse_tensor_module_names": lambda e: set(tables(e.module)) if e.plan.sharding.sparse else set(),
     "param_names": lambda e: {param: name for name, param in e.module.named_parameters()},
-    "pipeline_parallelism": lambda e: e.plan.staging is not None,
     "progressive_layer_drop": _layer_drop,
     "timers": lambda e: e.__dict__.setdefault("_named_timers", SynchronizedWallClockTimer()),
-    "enable_backward_allreduce": lambda e: e.plan.staging is None,  # stages reduce at the end of their schedule
     "losses": lambda e: None,  # upstream's is never written either
-    "inside_no_sync_ctxt": lambda e: e._open is not None,
     "gradient_average": lambda e: e.plan.config.gradient_allreduce_op == "mean",
     "dist_backend": lambda e: get_accelerator().communication_backend_name(),
 }

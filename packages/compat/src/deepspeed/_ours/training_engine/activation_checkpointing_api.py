@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from deepspeed._ours.base.forwarding import calls
 from deepspeed._ours.base.raising import raising
 from deepspeed._ours.base.runtime_utils import asked_of
 from ds_comm import Group, as_group, self_group
@@ -30,13 +31,9 @@ from ds_parallel.config import ActivationCheckpointingConfig
 class CudaRNGStatesTracker(RngTracker):
     """Named random states of the device, under upstream's names; `fork(name)` computes with one of them."""
 
-    def get_states(self) -> dict[str, torch.Tensor]:
-        """Return a copy of the table of random states."""
-        return self.states()
+    get_states = calls("states", "Return a copy of the table of random states.")
 
-    def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Replace the table."""
-        self.restore(states)
+    set_states = calls("restore", "Replace the table.", "states")
 
 
 _CUDA_RNG_STATE_TRACKER = CudaRNGStatesTracker()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from deepspeed._errors import UnsupportedNameError
 from deepspeed._ours.base._torch import transformed, tree_leaves
+from deepspeed._ours.base.forwarding import answers
 from deepspeed._ours.base.raising import raising, refused
 from deepspeed._ours.communication import expert_getters, group_getters
 from deepspeed._ours.config.config import DeepSpeedConfig
@@ -215,11 +216,10 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
         finally:
             DeepSpeedEngine._running_backwards -= 1
 
-    def _backward_epilogue(self) -> None:
-        """Do nothing: gradients of a plain `loss.backward()` are processed on arrival.
-
-        For losses that several engines share.
-        """
+    _backward_epilogue = answers(
+        None,
+        "Do nothing: gradients of a plain `loss.backward()`, also of losses that engines share, are processed on arrival.",
+    )
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set whether the next backward and the following step end a gradient accumulation, until the next call."""
@@ -240,9 +240,9 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
             return super().next_backward()
         return replace(self._backwards[-1], reduce=self._boundary or self.plan.residency.shard_grads)
 
-    def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
-        """Do nothing: the last backward of a step reduces, and `step` finishes pending reductions."""
-        del bucket_size
+    allreduce_gradients = answers(
+        None, "Do nothing: the last backward of a step reduces, and `step` finishes pending reductions."
+    )
 
     def scale(self, loss: Tensor) -> Tensor:
         """Scale `loss` for a plain `.backward()`: divide by the microbatches, multiply by the loss scale."""
@@ -256,8 +256,9 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
     def _holder(self) -> ShardedOptimizer | ShardedModel:
         return self.optimizer or self.sharding
 
-    def empty_partition_cache(self) -> None:
-        """Do nothing: no partitions are cached, a unit is released when its graph no longer needs its parameters."""
+    empty_partition_cache = answers(
+        None, "Do nothing: no partitions are cached, a unit is released when its graph no longer needs its parameters."
+    )
 
     def compile(  # type: ignore[override]
         self,

@@ -25,7 +25,7 @@ from deepspeed._ours.parallel.tp_layers import collect_autotp_universal_checkpoi
 from deepspeed._ours.training_engine.deepspeed_engine import DeepSpeedEngine
 from deepspeed._ours.training_engine.hybrid import DeepSpeedHybridEngine
 from deepspeed._ours.training_engine.pipeline import PipelineEngine
-from deepspeed._ours.zero.leaf_modules import mark_leaf_modules
+from deepspeed._ours.zero.module_marks import mark_leaf_modules
 from deepspeed._ours.zero.zero_api import restore_init_context, shutdown_init_context
 from deepspeed._ours.zero.zero_optimizer import DeepSpeedZeroOptimizer
 from ds_comm import as_group, world_group

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed._ours.config.offload_enums import OffloadStateTypeEnum
+from deepspeed._ours.config.section_models import OffloadStateTypeEnum
 from deepspeed._ours.training_engine.deepspeed_engine import DeepSpeedEngine
 from ds_zero import safe_get_local_fp32_param, safe_get_local_grad, safe_get_local_optimizer_state
 

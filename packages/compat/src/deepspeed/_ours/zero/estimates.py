@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -26,40 +28,29 @@ def _cold(total_params: int, largest_layer_params: int) -> list[ParamInfo]:
     return [ParamInfo(f"layer{i}", (size,), "float32", f"layer{i}", 0) for i in range(layers)]
 
 
-def estimate_zero2_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
-) -> int:
-    """Estimate and log the peak bytes of model states on a rank at stage 2.
+def _estimates(
+    stage: int, of: str, sizes: Callable[..., nn.Module | list[ParamInfo]], count: int
+) -> Callable[..., int]:
+    """Build the estimator of a stage: the peak bytes of a rank, for what `sizes` makes of the first `count` arguments."""
 
+    def estimate(*args: Any, **options: Any) -> int:
+        names = ("num_gpus_per_node", "num_nodes", "additional_buffer_factor")
+        settings = {"num_gpus_per_node": 1, "num_nodes": 1} | dict(zip(names, args[count:], strict=False))
+        settings |= {name: options.pop(name) for name in names if name in options}
+        return _estimate(sizes(*args[:count], **options), stage, settings["num_gpus_per_node"] * settings["num_nodes"])
+
+    estimate.__name__ = estimate.__qualname__ = f"estimate_zero{stage}_model_states_mem_needs_all_{of}"
+    estimate.__doc__ = f"""Estimate and log the peak bytes of model states on a rank at stage {stage}.
+
+    Args: {"model" if of == "live" else "total_params, and at stage 3 largest_layer_params"}, num_gpus_per_node = 1, num_nodes = 1.
     `additional_buffer_factor` is ignored: the estimate has no buffers to multiply.
     """
-    del additional_buffer_factor
-    return _estimate(model, 2, num_gpus_per_node * num_nodes)
+    return estimate
 
 
-def estimate_zero3_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
-) -> int:
-    """Estimate and log the peak bytes of model states on a rank at stage 3."""
-    del additional_buffer_factor
-    return _estimate(model, 3, num_gpus_per_node * num_nodes)
-
-
-def estimate_zero2_model_states_mem_needs_all_cold(
-    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
-) -> int:
-    """Estimate and log the peak bytes of model states on a rank at stage 2 for a number of parameters."""
-    del additional_buffer_factor
-    return _estimate(_cold(total_params, total_params), 2, num_gpus_per_node * num_nodes)
-
-
-def estimate_zero3_model_states_mem_needs_all_cold(
-    total_params: int, largest_layer_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1,
-    additional_buffer_factor: float = 1.5,
-) -> int:  # fmt: skip
-    """Estimate and log the peak bytes of model states on a rank at stage 3 for a number of parameters.
-
-    The largest layer has `largest_layer_params` parameters.
-    """
-    del additional_buffer_factor
-    return _estimate(_cold(total_params, largest_layer_params), 3, num_gpus_per_node * num_nodes)
+estimate_zero2_model_states_mem_needs_all_live = _estimates(2, "live", lambda model: model, 1)
+estimate_zero3_model_states_mem_needs_all_live = _estimates(3, "live", lambda model: model, 1)
+estimate_zero2_model_states_mem_needs_all_cold = _estimates(
+    2, "cold", lambda total_params: _cold(total_params, total_params), 1
+)
+estimate_zero3_model_states_mem_needs_all_cold = _estimates(3, "cold", _cold, 2)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from deepspeed._ours.base.forwarding import reads
-from deepspeed._ours.zero.external_params import list_external, unlist_external
+from deepspeed._ours.zero.module_marks import list_external, unlist_external
 from ds_zero import ShardedModel, ShardedParameter, safe_get_local_fp32_param
 from ds_zero.runtime.init_shards import chunk_of
 

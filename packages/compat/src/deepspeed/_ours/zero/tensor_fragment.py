@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_comm
+from deepspeed._ours.base.forwarding import calls, tells
 from deepspeed._ours.base.raising import refused
 from ds_comm.differentiable import seq_all_to_all
 
@@ -121,13 +122,9 @@ class PartitionedTensor:
         """Return the shape of the full tensor, int64."""
         return torch.tensor(self.orig_size, dtype=torch.int64, device=self.local_data.device)
 
-    def data(self) -> Tensor:
-        """Return this rank's shard of the tensor."""
-        return self.local_data
+    data = tells("local_data", "Return this rank's shard of the tensor.")
 
-    def local_size(self) -> torch.Size:
-        """Return the shape of this rank's shard."""
-        return self.local_data.size()
+    local_size = calls("local_data.size", "Return the shape of this rank's shard.")
 
     def full(self, device: Any = None) -> Tensor:
         """Gather the full tensor from all shards. Collective over the group."""

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import ds_zero
-from deepspeed._ours.base.forwarding import reads
+from deepspeed._ours.base.forwarding import answers, reads
 from deepspeed._ours.base.raising import refused
-from deepspeed._ours.zero.external_params import external_of
+from deepspeed._ours.zero.module_marks import external_of
 from deepspeed._ours.zero.scalers import EngineLossScaler
 from ds_zero import ShardedModel, ShardedOptimizer, ShardOptions, safe_get_local_grad
 
@@ -102,9 +102,7 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
         """Whether the loss scale changes by itself."""
         return self.sharding.precision.scale is not None and self.sharding.precision.scale.static is None
 
-    @property
-    def _global_grad_norm(self) -> float | None:
-        return None if self.last is None else self.last.norm
+    _global_grad_norm = property(lambda self: None if self.last is None else self.last.norm)
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[Tensor]:
@@ -138,14 +136,14 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
 
     bit16_groups = fp16_groups
 
-    def _set_fp32_optimizer_param_groups(self) -> None:
-        """Do nothing: the state of `optimizer` can always be read.
+    _set_fp32_optimizer_param_groups = answers(
+        None,
+        "Do nothing: the state of `optimizer` can always be read. Programs that read it at stage 3 call this before.",
+    )
 
-        Programs that read that state at stage 3 call this before.
-        """
-
-    def _clear_fp32_optimizer_param_groups(self) -> None:
-        """Do nothing: `_set_fp32_optimizer_param_groups` set nothing to clear."""
+    _clear_fp32_optimizer_param_groups = answers(
+        None, "Do nothing: `_set_fp32_optimizer_param_groups` set nothing to clear."
+    )
 
     def needs_scaler(self) -> bool:
         """Whether a loss must go through `engine.scale` before a plain `backward()`."""

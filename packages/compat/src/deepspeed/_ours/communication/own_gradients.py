@@ -1,13 +1,15 @@
-"""`deepspeed.runtime.utils`: norms of gradients that a loop of one's own has, over another library's groups and over data-parallel ranks."""
+"""Gradients that a loop of one's own has: their norms (`deepspeed.runtime.utils`), and averages of which each rank gets its part
+(`deepspeed.runtime.comm.coalesced_collectives`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed._ours.base.runtime_utils import (
     bwc_tensor_model_parallel_group,
@@ -16,7 +18,7 @@ from deepspeed._ours.base.runtime_utils import (
     total_norm,
 )
 from deepspeed._ours.communication.group_getters import get_data_parallel_group
-from ds_comm import ReduceOp, all_reduce, as_group
+from ds_comm import ReduceOp, all_reduce, as_group, reduce_scatter_single
 
 
 def get_grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2, mpu: Any = None) -> float:
@@ -70,3 +72,33 @@ def _norm(params: list[Tensor], norm_type: float, mpu: Any) -> Tensor:
     power = norm**norm_type
     all_reduce(power, group=as_group(group))
     return power ** (1.0 / norm_type)
+
+
+def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> list[Tensor]:
+    """Reduce-scatter the average of every rank's `tensors`. Collective.
+
+    The shards are flat and in order; the last ranks' shards may be shorter.
+    """
+    ranks = as_group(group)
+    shards = []
+    for tensor in tensors:
+        part = -(-tensor.numel() // ranks.size)
+        padded = nn.functional.pad(tensor.reshape(-1) / ranks.size, (0, part * ranks.size - tensor.numel()))
+        out = padded.new_empty(part)
+        reduce_scatter_single(out, padded, group=ranks)
+        shards.append(out[: max(0, min(part, tensor.numel() - ranks.rank * part))])
+    return shards
+
+
+def all_to_all_quant_reduce(tensors: Sequence[Tensor], groups: Mapping[str, Any]) -> list[Tensor]:
+    """`reduce_scatter_coalesced` over all ranks: exact, as upstream's for tensors that cannot be coded. Collective."""
+    del groups
+    return reduce_scatter_coalesced(tensors)
+
+
+def all_to_all_loco_quant_reduce(
+    params: Sequence[nn.Parameter], groups: Mapping[str, Any], loco_param: Any = None
+) -> list[Tensor]:
+    """Reduce-scatter the average of gradients, exact: without rounding there is no error to feed back. Collective."""
+    del loco_param
+    return all_to_all_quant_reduce([param.grad for param in params if param.grad is not None], groups)

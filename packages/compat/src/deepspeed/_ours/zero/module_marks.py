@@ -1,8 +1,14 @@
-"""Modules whose whole subtree is one unit at stage 3: `deepspeed.utils.set_z3_leaf_modules` and its like."""
+"""Marks on modules: those whose whole subtree is one unit at stage 3, and the parameters of others that a module uses in its forward.
+
+A parameter of ds-zero is gathered when it is touched, in whatever module, and stays for backward; so a list of external parameters is of
+what a program has registered, and nothing else depends on it. `module.ds_external_parameters()` is there on modules of a stage 3 model, and
+where something was registered.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, ItemsView, Iterable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -109,3 +115,52 @@ def _flag(
     for module in matches:
         set_z3_leaf_module(module, flag)
     return matches
+
+
+_NAMES = ("_external_params", "ds_external_parameters")
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """List a parameter of another module among those that `module` uses.
+
+    Raises:
+        ConfigError: it is no Parameter; a RuntimeError, too ("compat-argument").
+    """
+    _check_parameter("register_external_parameter", parameter)
+    list_external(module)
+    vars(module)["_external_params"][id(parameter)] = parameter
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Take a parameter off the list of `register_external_parameter`.
+
+    Raises:
+        ConfigError: it is no Parameter, or not on the list; a RuntimeError, too ("compat-argument").
+    """
+    _check_parameter("unregister_external_parameter", parameter)
+    if vars(module).get("_external_params", {}).pop(id(parameter), None) is None:
+        raise refused("external-unlisted", tuple(parameter.shape), type(module).__name__)
+
+
+def _check_parameter(function: str, parameter: object) -> None:
+    if not isinstance(parameter, nn.Parameter):
+        raise refused("external-kind", function, type(parameter).__name__)
+
+
+def external_of(module: nn.Module) -> ItemsView[int, nn.Parameter]:
+    """Return the list of a module: the id of each parameter, and the parameter."""
+    listed: dict[int, nn.Parameter] = vars(module).get("_external_params", {})
+    return listed.items()
+
+
+def list_external(module: nn.Module) -> None:
+    """Give a module its list, empty at first, and `ds_external_parameters`."""
+    vars(module).setdefault("_external_params", {})
+    vars(module).setdefault("ds_external_parameters", partial(external_of, module))
+
+
+def unlist_external(model: nn.Module) -> None:
+    """Take the lists of all modules of a model away."""
+    for module in model.modules():
+        for name in _NAMES:
+            vars(module).pop(name, None)
