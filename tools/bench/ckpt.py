@@ -12,7 +12,6 @@ moments in fp32; DeepSpeed (stage 2, one process, its own environment) adds a se
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import mmap
@@ -317,7 +316,7 @@ PARTS: dict[str, Callable[[Path, Path, int], dict[str, object]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = records.parser_of("ckpt", None)
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all without one")
     parser.add_argument("--directory", help="on the disk to measure")
     parser.add_argument("--repeats", type=int, default=5)

@@ -9,7 +9,6 @@ is left out. A save ends when the manifest is there, a load when every block is 
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -38,10 +37,7 @@ server.stop()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--megabytes", type=int, default=256)
-    args = parser.parse_args()
+    args = records.parser_of("ckpt_s3", __doc__, rounds=6, megabytes=256).parse_args()
     server = subprocess.Popen(
         [sys.executable, "-c", SERVER],
         stdin=subprocess.PIPE,

@@ -19,6 +19,9 @@ MODES = ["collectives", "arena", "ddp", "recorder"]
 
 def main(words: list[str]) -> None:
     """Run and write one mode after the other, and then the page."""
+    parser = records.parser_of("comm", __doc__)
+    parser.add_argument("modes", nargs="*", metavar="MODE")
+    words = parser.parse_args(words).modes
     if wrong := [word for word in words if word not in MODES]:
         sys.exit(f"{', '.join(wrong)}: not one of {', '.join(MODES)}")
     for mode in words or MODES:

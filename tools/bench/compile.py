@@ -5,7 +5,6 @@ Engines are alive at once and take turns (`turns.py`). All have the same weights
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 
@@ -18,7 +17,7 @@ MEETINGS = {"shm": ["compiled@shm", "eager@shm", "fsdp2"], "gloo": ["compiled", 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = records.parser_of("compile", __doc__)
     parser.add_argument("meetings", nargs="*", choices=[*MEETINGS, []])
     parser.add_argument("--cycles", type=int, default=6)
     parser.add_argument("--steps", type=int, default=6)

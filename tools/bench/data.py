@@ -6,7 +6,6 @@ analyzers measure the same samples (rows of that file) with the same function an
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -95,11 +94,7 @@ def analysis(python: str, which: str, samples: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cycles", type=int, default=7)
-    parser.add_argument("--batches", type=int, default=200)
-    parser.add_argument("--samples", type=int, default=1_000_000)
-    args = parser.parse_args()
+    args = records.parser_of("data", __doc__, cycles=7, batches=200, samples=1_000_000).parse_args()
     torch.set_num_threads(1)
     lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -91,4 +91,7 @@ def main(rounds: int = 24, turns: int = 5) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+    parser = records.parser_of("engine", __doc__)
+    parser.add_argument("rounds", nargs="?", type=int, default=24)
+    parser.add_argument("turns", nargs="?", type=int, default=5)
+    sys.exit(main(**vars(parser.parse_args())))

@@ -6,10 +6,10 @@ same weights, one after another in one process, and their losses are recorded.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +20,7 @@ import tables
 import torch
 import torch.distributed as dist
 from kernels import Case, norm_cases
+from meetings import WORKERS
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -28,6 +29,9 @@ from ds_ops import convert
 from ds_ops.formats import FP8_E4M3, INT4, INT8, QuantSpec
 from ds_ops.optim.adam import AdamW
 from ds_ops.quant import dequantize, quantize
+
+sys.path.insert(0, str(WORKERS))
+from steps import engine_step, stepping
 
 VOCABULARY = 32_000
 
@@ -142,17 +146,7 @@ def make_model(size: dict[str, int]) -> Gpt:
 
 def stepped(model: nn.Module, loss_of: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """A step with clipping and torch's fused AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def step(batch: Tensor) -> Tensor:
-        loss = loss_of(batch)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step
+    return stepping(loss_of, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), clipped=model)
 
 
 def plain(size: dict[str, int]) -> tuple[Callable[[Tensor], Tensor], Callable[[], None]]:
@@ -185,21 +179,11 @@ def fsdp2(size: dict[str, int]) -> tuple[Callable[[Tensor], Tensor], Callable[[]
 def ours(zero: dict[str, Any]) -> Callable[[dict[str, int]], tuple[Callable[[Tensor], Tensor], Callable[[], None]]]:
     def start(size: dict[str, int]) -> tuple[Callable[[Tensor], Tensor], Callable[[], None]]:
         config = {
-            "train_micro_batch_size_per_gpu": 8,
-            "gradient_clipping": 1.0,
-            "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
-            "zero_optimization": zero,
-        }
+            "train_micro_batch_size_per_gpu": 8, "gradient_clipping": 1.0, "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}}, "zero_optimization": zero,
+        }  # fmt: skip
         engine = ds_engine.initialize(model=make_model(size), config=config)[0]
-
-        def step(batch: Tensor) -> Tensor:
-            loss = engine(batch)
-            engine.backward(loss)
-            engine.step()
-            return loss
-
-        return step, engine.close
+        return engine_step(engine), engine.close
 
     return start
 
@@ -316,15 +300,8 @@ def generation(size: str, rows: int, prompt: int, new: int, device: str = "cuda"
             begin = time.perf_counter()
             answers[name] = call(count)
             seconds.append(time.perf_counter() - begin)
-        row = {
-            "size": size,
-            "rows": rows,
-            "prompt": prompt,
-            "new": new,
-            "engine": name,
-            "first_s": seconds[0],
-            "s": seconds[1],
-        }
+        row: dict[str, Any] = {"size": size, "rows": rows, "prompt": prompt, "new": new, "engine": name}
+        row |= {"first_s": seconds[0], "s": seconds[1]}
         row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
         row["weights_gib"] = sum(p.nbytes for p in model.parameters()) / 2**30
         same = [
@@ -338,7 +315,7 @@ def generation(size: str, rows: int, prompt: int, new: int, device: str = "cuda"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = records.parser_of("gpu", __doc__)
     parser.add_argument("parts", nargs="*", default=["kernels", "training", "generation"])
     parser.add_argument("--steps", type=int, default=12)
     args = parser.parse_args()

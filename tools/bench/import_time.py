@@ -58,4 +58,6 @@ def main(repeats: int = 9) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+    parser = records.parser_of("import_time", __doc__)
+    parser.add_argument("repeats", nargs="?", type=int, default=9)
+    sys.exit(main(**vars(parser.parse_args())))

@@ -71,10 +71,7 @@ def measured(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--cycles", type=int, default=3)
+    parser = records.parser_of("inference", __doc__, layers=24, threads=2, cycles=3)
     parser.add_argument("--batch-cycles", type=int, default=2, help="of the 32 requests, which take longest")
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--parts", default=",".join(PARTS))

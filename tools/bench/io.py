@@ -11,7 +11,6 @@ import json
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -50,7 +49,9 @@ def ours_once(path: Path, io: AsyncIO, write: bool, data: object) -> float:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.gettempdir())
+    parser = records.parser_of("io", __doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(tempfile.gettempdir()))
+    folder = parser.parse_args().folder
     path, data = folder / "ds-bench-io", aligned_bytes(TOTAL)
     data.random_(0, 256)
     have_fio = shutil.which("fio") is not None

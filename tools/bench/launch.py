@@ -83,4 +83,7 @@ def main(repeats: int = 5, beside_others: str = "") -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:2]), *sys.argv[2:3]))
+    parser = records.parser_of("launch", __doc__)
+    parser.add_argument("repeats", nargs="?", type=int, default=5)
+    parser.add_argument("beside_others", nargs="?", choices=("beside-others",), default="")
+    sys.exit(main(**vars(parser.parse_args())))

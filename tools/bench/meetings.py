@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from peers import ensure
+from peers import python_of
 from quiet import Watch
 from turns import Ranks, Told, meet
 
@@ -41,8 +41,7 @@ class Met:
 
     def start(self, engine: str) -> Ranks:
         """The ranks of an engine, DeepSpeed's in its own environment."""
-        python = str(ensure("deepspeed")) if engine.startswith("deepspeed") else sys.executable
-        command = [python, str(self._worker), engine, *self._words]
+        command = [python_of(engine), str(self._worker), engine, *self._words]
         return Told(command, self._ranks, lambda found: self.first.update({engine: found}))
 
     def ms(self, engine: str) -> float:

@@ -5,7 +5,6 @@ Engines are alive at once and take turns (`turns.py`). All have the same weights
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 
 import records
@@ -24,10 +23,7 @@ MEETINGS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="nox -s bench -- moe", description=__doc__)
-    parser.add_argument("--cycles", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=6)
-    args = parser.parse_args()
+    args = records.parser_of("moe", __doc__, cycles=8, steps=6).parse_args()
     meetings = [replace(one, cycles=args.cycles, steps=args.steps) for one in MEETINGS]
     lines = list(compared("moe", meetings, computes_less=["copies@shm", "least@shm"]))
     records.write("moe", others=max(line["others"] for line in lines), lines=lines)

@@ -7,7 +7,6 @@ can be counted: the processor time of the engine's report of a step, of spans an
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -94,9 +93,7 @@ class Meter:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=50)
+    parser = records.parser_of("monitor", __doc__, turns=6, steps=50)
     parser.add_argument("--dry", action="store_true", help="write no data and no page")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -6,7 +6,6 @@ DeepSpeed's files need libaio's headers (Debian: libaio-dev). The rate of the fi
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -58,7 +57,7 @@ def line_of(met: Met, stage: int, where: str, kind: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="nox -s bench -- offload", description=__doc__)
+    parser = records.parser_of("offload", __doc__)
     parser.add_argument(
         "--config", default="comm", choices=("comm", "compute"), help="of `zero.py`: 1 x 32 or 2 x 128 tokens"
     )

@@ -11,7 +11,6 @@ starts of the same program), so all processes are started again several times, i
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import os
 import statistics
@@ -141,7 +140,7 @@ def table(all_rows: list[dict[str, object]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = records.parser_of("ops", __doc__)
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--restarts", type=int, default=3, help="of all processes, in another order each time")

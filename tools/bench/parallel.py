@@ -6,7 +6,6 @@ compared first. Writes its data; `docs/benchmarks/parallel.md` shows them.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 
 import records
@@ -28,7 +27,7 @@ MEETINGS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="nox -s bench -- parallel", description=__doc__)
+    parser = records.parser_of("parallel", __doc__)
     parser.add_argument("configs", nargs="*", default=[one.config for one in MEETINGS])
     parser.add_argument(
         "--cycles", type=int, help="turns of each engine; by default as many as the configuration is short"

@@ -15,21 +15,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+_DEEPSPEED = ("deepspeed==0.19.8", "setuptools", "ninja")
+_CLIENTS = ("accelerate==1.15.0", "transformers==5.23.0", "trl==1.16.0", "peft==0.21.2", "lightning==2.6.6")
 PEERS: Mapping[str, tuple[str, ...]] = {
-    "deepspeed": ("deepspeed==0.19.8", "setuptools", "ninja"),
+    "deepspeed": _DEEPSPEED,
     "transformers": ("transformers==5.23.0",),
     "openvino": ("openvino==2026.4.1", "openvino-genai", "openvino-tokenizers", "optimum-intel==2.2.0"),
     "llamacpp": ("llama-cpp-python==0.3.36", "gguf==0.19.0", "safetensors"),
-    "deepspeed-clients": (
-        "deepspeed==0.19.8",
-        "setuptools",
-        "ninja",
-        "accelerate==1.15.0",
-        "transformers==5.23.0",
-        "trl==1.16.0",
-        "peft==0.21.2",
-        "lightning==2.6.6",
-    ),
+    "deepspeed-clients": _DEEPSPEED + _CLIENTS,
 }
 _ENV = {name: {"DS_BUILD_OPS": "0", "DS_SKIP_CUDA_CHECK": "1"} for name in ("deepspeed", "deepspeed-clients")}
 
@@ -58,6 +51,11 @@ def ensure(peer: str) -> Path:
     subprocess.run([str(python), "-m", "pip", "uninstall", "-q", "-y", "torchvision"], check=True, env=env)
     stamp.write_text(wanted)
     return python
+
+
+def python_of(engine: str) -> str:
+    """The interpreter that an engine runs under: DeepSpeed's is its own."""
+    return str(ensure("deepspeed")) if engine.startswith("deepspeed") else sys.executable
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ Eight microbatches. Engines take turns: those that sleep live in the same four p
 
 from __future__ import annotations
 
-import argparse
 import statistics
 
 import records
@@ -49,10 +48,7 @@ def action_us(microbatches: int = 64, rounds: int = 15) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cycles", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4)
-    args = parser.parse_args()
+    args = records.parser_of("pipe", __doc__, cycles=5, steps=4).parse_args()
     watch = Watch()
     found = answer_of("pipe", ",".join(ENGINES), args.cycles, args.steps, ranks=RANKS)
     ideal_ms = 3 * PASS_MS * MICROBATCHES

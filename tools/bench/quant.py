@@ -7,7 +7,6 @@ the first time. Plain torch is the reference implementation of the same op (quan
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -107,8 +106,7 @@ def measure(cases: list[Case], copy: Case, threads: int, rounds: int) -> list[Ro
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser = records.parser_of("quant", __doc__, rounds=9)
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
     arguments = parser.parse_args()
     x, y = torch.randn(N), torch.empty(N)

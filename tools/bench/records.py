@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -12,6 +13,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "benchmarks"
+
+
+def parser_of(name: str, about: str | None, **numbers: int) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark, which knows these numbers, with their defaults, as `--cycles 5`."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=f"nox -s bench -- {name}", description=about, formatter_class=raw)
+    for option, default in numbers.items():
+        parser.add_argument(f"--{option}", type=int, default=default)
+    return parser
 
 
 def file_of(name: str) -> Path:

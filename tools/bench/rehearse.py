@@ -10,35 +10,31 @@ by the rehearsal over such a link. The model is that of `nox -s bench -- zero` (
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
-import platform
 import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from unittest import mock
 
-import torch
+import records
 from bench_page import filled, markdown_table
-from peers import ensure
+from peers import python_of
 from quiet import Watch
+from tables import HEADS, WORDS
 from turns import Ranks, first_in_line, meet
 
 from ds_comm.rehearsal.fabric import as_json, fabric_from
 from ds_comm.rehearsal.rehearse_cli import rehearse
 from ds_config.errors import DsError
 
-ROOT = Path(__file__).resolve().parents[2]
-DATA = ROOT / "docs" / "benchmarks" / "data" / "rehearse.json"
-PAGE = ROOT / "docs" / "benchmarks" / "rehearse.md"
+PAGE = records.PAGES / "rehearse.md"
 WORKER = Path(__file__).parent / "workers" / "zero.py"
 MODE_WORKER = WORKER.with_name("modes.py")
 ENGINES = ["ddp", "fsdp2", "ours1", "ours2", "ours3", "deepspeed1", "deepspeed3"]
@@ -102,29 +98,24 @@ class Cores:
 
 
 def _command(engine: str, backend: str) -> list[str]:
-    python = str(ensure("deepspeed")) if engine.startswith("deepspeed") else sys.executable
-    return [python, str(WORKER), f"{engine}@{backend}", "comm", "0"]
+    return [python_of(engine), str(WORKER), f"{engine}@{backend}", "comm", "0"]
 
 
 @contextlib.contextmanager
 def lent_sources(engine: str) -> Iterator[None]:
     """Inside, a peer's interpreter finds the sources of ds-comm, which it does not have."""
-    sources = [ROOT / "packages" / name / "src" for name in ("comm", "config", "monitor", "accel", "ops")]
+    sources = [records.ROOT / "packages" / name / "src" for name in ("comm", "config", "monitor", "accel", "ops")]
     lent = {"PYTHONPATH": os.pathsep.join(map(str, sources))} if engine.startswith("deepspeed") else {}
     with mock.patch.dict(os.environ, lent):
         yield
 
 
-MODES = {
-    "tp8": "tensor-parallel by 8, stage 1",
-    "ep8": "experts over 8 ranks, stage 1",
-    "pp4": "four stages, 8 microbatches, stage 1",
-}
+MODES = WORDS["modes"]
 
 
 def rehearsed(engine: str, links: str, world: int, config: str = "comm") -> dict:
     """One rehearsal on one core."""
-    python = str(ensure("deepspeed")) if engine.startswith("deepspeed") else sys.executable
+    python = python_of(engine)
     os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
@@ -234,21 +225,7 @@ class TwoHosts:
             _ip("-n", name, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", name)
             for device in (name, "lo"):
                 _ip("-n", name, "link", "set", device, "up")
-            shape = [
-                "tc",
-                "qdisc",
-                "add",
-                "dev",
-                name,
-                "root",
-                "tbf",
-                "rate",
-                f"{gbits}gbit",
-                "burst",
-                "1mb",
-                "latency",
-                "100ms",
-            ]
+            shape = f"tc qdisc add dev {name} root tbf rate {gbits}gbit burst 1mb latency 100ms".split()
             _ip("netns", "exec", name, *shape)
 
     def command(self, rank: int, command: list[str]) -> list[str]:
@@ -277,8 +254,9 @@ def host_lines() -> list[dict]:
             watch, hosts = Watch(), TwoHosts(gbits)
 
             def ranks(engine: str, config: str = config, hosts: TwoHosts = hosts) -> Ranks:
-                python = str(ensure("deepspeed")) if engine.startswith("deepspeed") else sys.executable
-                return Ranks([python, str(WORKER), f"{engine}@gloo", config, "0"], 2, interactive=True, hosts=hosts)
+                return Ranks(
+                    [python_of(engine), str(WORKER), f"{engine}@gloo", config, "0"], 2, interactive=True, hosts=hosts
+                )
 
             try:
                 seen = meet({engine: partial(ranks, engine) for engine in engines}, 3, 8)
@@ -297,14 +275,10 @@ def host_lines() -> list[dict]:
     return lines
 
 
-NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "ours3_int8": "ds-zero, stage 3, weights in int8",
-         "ours3_int8_int4": "ds-zero, stage 3, weights in int8, gradients in int4"}  # fmt: skip
-
-
 def name_of(engine: str) -> str:
     """How pages call an engine."""
     peer = engine.removeprefix("deepspeed")
-    return (NAMES | MODES).get(engine) or (
+    return (WORDS["rehearse"] | MODES).get(engine) or (
         f"DeepSpeed, stage {peer}" if peer != engine else f"ds-zero, stage {engine[-1]}"
     )
 
@@ -315,16 +289,7 @@ def tables_of(lines: list[dict]) -> dict[str, str]:
         {},
         {kind: [line for line in lines if line["kind"] == kind] for kind in ("true", "curve", "hosts")},
     )
-    head = [
-        "",
-        "backend",
-        "a real step, ms",
-        "two real runs apart",
-        "rehearsed",
-        "real memory, MB",
-        "rehearsed",
-        "others took",
-    ]
+    head = HEADS["rehearse"]
     rows = [[name_of(line["engine"]), line["backend"], f"{line['real_ms']:.1f}",
              f"{100 * line['apart']:.1f} %", f"{100 * line['error']:+.1f} %",
              f"{line['real_mb']:.0f}", f"{100 * (line['rehearsed_mb'] / line['real_mb'] - 1):+.1f} %",
@@ -355,20 +320,17 @@ def show(lines: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="nox -s bench -- rehearse", description=__doc__)
+    parser = records.parser_of("rehearse", __doc__)
     parser.add_argument("--only", choices=("true", "curves", "hosts"))
     parser.add_argument("--engines", nargs="+", default=ENGINES)
     args = parser.parse_args()
-    kept = json.loads(DATA.read_text())["lines"] if DATA.exists() else []
+    kept = records.read("rehearse").get("lines", [])
     kinds = {"true": "true", "curves": "curve", "hosts": "hosts"}
     lines = [line for line in kept if args.only and line["kind"] != kinds[args.only]]
     for kind, measure in {"true": true_lines, "curves": curve_lines}.items():
         lines += measure(args.engines) if args.only in (None, kind) else []
     lines += host_lines() if args.only in (None, "hosts") else []
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-    DATA.write_text(
-        json.dumps({"date": time.strftime("%Y-%m-%d"), "machine": machine, "lines": lines}, indent=1) + "\n"
-    )
+    records.write("rehearse", lines=lines)
     show(lines)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import statistics
 import sys
+import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from zero_record import floor_mb, rows_of
 sys.path.insert(0, str(records.ROOT / "tools"))
 from repo import pictures
 
+WORDS: Mapping[str, Mapping[str, str]] = tomllib.loads(Path(__file__).with_name("tables.toml").read_text())
+"""How pages call what records name; `heads` are those of tables, separated by bars."""
+HEADS = {name: head.split("|") for name, head in WORDS["heads"].items()}
 TABLE = fenced(r"table((?: \w+)*)", "end")
 Record = Mapping[str, Any]
 
@@ -54,14 +58,7 @@ def zero(record: Record, config: str, world: str, transport: str) -> str:
     return markdown_table(head, lines) + f"\nMeasured on {entry['date']}{others}.\n"
 
 
-_ZERO = {
-    "fwdbwd": "forward + backward alone",
-    "local": "AdamW on each rank, no communication",
-    "ddp": "DDP",
-    "zero_redundancy": "ZeroRedundancyOptimizer",
-    "fsdp2": "FSDP2",
-    "fsdp2_keep": "FSDP2, not resharding",
-}
+_ZERO = WORDS["zero"]
 
 
 def _engine(engine: str) -> str:
@@ -85,13 +82,7 @@ def _chosen(engine: str, transport: str) -> bool:
     return True
 
 
-_MOE = {
-    "zipf": "64 experts, Zipf(1.0) routing", "balanced": "8 experts, even routing",
-    "ours": "ds-moe over gloo", "ours@shm": "ds-moe", "ours_drop@shm": "ds-moe, capacity 1.0",
-    "deepspeed": "DeepSpeed", "deepspeed_drop": "DeepSpeed, capacity 1.0", "loop": "a loop by hand",
-    "moving@shm": "dispatch and combine alone", "copies@shm": "one copy there and one back",
-    "least@shm": "the same, rows known before",
-}  # fmt: skip
+_MOE = WORDS["moe"]
 
 
 def moe(record: Record) -> str:
@@ -107,10 +98,7 @@ def moe(record: Record) -> str:
     return markdown_table(head, rows, "lrrlrrl") + "\n" + _measured(record, record.get("others"))
 
 
-_STAGES = {
-    "ours": "ds-pipe", "torch": "torch", "deepspeed": "DeepSpeed", "alone": "what each rank computes, waiting for nobody",
-    "gpt": "a GPT of 17 million parameters, 1 x 32 tokens", "small": "24 layers of 64 x 64",
-}  # fmt: skip
+_STAGES = WORDS["stages"]
 
 
 def pipe(record: Record) -> str:
@@ -136,16 +124,7 @@ def _stage_engine(engine: str) -> str:
     return _STAGES[name] + (f", `{schedule}`" if schedule else "") + (f", {via or 'gloo'}" if name == "ours" else "")
 
 
-_SHARDS = {
-    "exchange": "exchanges of Ulysses alone: 2,048 tokens, 16 heads of 64",
-    "ulysses": "Ulysses attention: 1,024 tokens, 16 heads of 64, causal",
-    "tensor": "two Llama blocks cut in two: width 1,024, 256 tokens",
-    "long": "causal attention of 4,096 tokens, 8 heads of 64",
-    "loss": "loss of 8,192 tokens over 32,768 words, one rank",
-    "ours": "ds-parallel, gloo", "ours@shm": "ds-parallel, shm", "deepspeed": "DeepSpeed", "torch": "torch's tensor parallelism",
-    "half": "half of the model, no exchange", "ring@shm": "ring, shm", "zigzag@shm": "zigzag ring, shm",
-    "tiled": "tiled loss", "whole": "logits as one tensor",
-}  # fmt: skip
+_SHARDS = WORDS["shards"]
 
 
 def parallel(record: Record) -> str:
@@ -172,8 +151,7 @@ def offload(record: Record) -> str:
             cell(engines.get(mine)), cell(peer), f"**{shm['of_deepspeed']:.2f}**" if shm.get("of_deepspeed") else "-",
             cell(shm, "mb"), cell(peer, "mb"),
         ])  # fmt: skip
-    head = ["stage", "optimizer state", "format", "all on the device", "ds-zero", "early", "ds-zero, gloo", "DeepSpeed",
-            "of its step", "MB, ds-zero", "MB, DeepSpeed"]  # fmt: skip
+    head = HEADS["offload"]
     rate = record["file"]
     said = f"reads {rate['read']:.1f}, writes {rate['write']:.1f}, both at once {rate['both']:.1f}. "
     said = "\nMilliseconds of a step. The file, GB/s by ds-ops alone: " + said
@@ -186,14 +164,7 @@ def monitor(record: Record) -> str:
          f"{line['step_ms']:.2f}", f"{line['with_ms']:.2f}"]
         for line in record["lines"]
     ]  # fmt: skip
-    head = [
-        "sinks",
-        "µs of the step's thread",
-        "µs of the sinks' threads",
-        "of a step of 20 ms",
-        "ms without",
-        "ms with",
-    ]
+    head = HEADS["monitor"]
     return markdown_table(head, rows) + "\n" + _measured(record, record["others"])
 
 
@@ -252,12 +223,7 @@ def ckpt_s3(record: Record) -> str:
     return text + markdown_table(["MB/s", "ds-ckpt", "s3fs, plain", "median of ratios"], rows, "l")
 
 
-_COMPILED = {
-    "compiled": "compiled (`compile.deepcompile`)",
-    "kept": "compiled, `prefetch` and `keep` from step 2 on",
-    "eager": "eager",
-    "fsdp2": "torch.compile and FSDP2",
-}
+_COMPILED = WORDS["compiled"]
 
 
 def compiled(record: Record) -> str:
@@ -274,13 +240,7 @@ def compiled(record: Record) -> str:
             rows.append(
                 [f"{_COMPILED[plain]}, {via or 'gloo'}", f"{row['ms']:.1f} ms", of, passing, f"{row['loss']:.6f}"]
             )
-        head = [
-            f"two ranks, ZeRO stage 3, {name}",
-            "a step",
-            "compiled takes",
-            "comes and goes within a step",
-            "loss after 4 steps",
-        ]
+        head = [words.format(name) for words in HEADS["compile"]]
         took = [["with an empty cache", f"{least['compile_s']:.1f} s ({least['graphs']} graphs, two ranks)"],
                 ["the same run again, from torch's cache on disk", f"{least['warm_compile_s']:.1f} s"]]  # fmt: skip
         parts += [
@@ -335,14 +295,7 @@ def inference(record: Record) -> str:
         rows.append(
             [title, rates["decode"], share, rates["first"], rates["batch"], f"{entry['resident_bytes'] / 1e6:.0f}"]
         )
-    head = [
-        "2 threads",
-        "one request, tokens/s",
-        "of what could be read",
-        "first token of 512, s",
-        "32 requests, tokens/s",
-        "resident MB",
-    ]
+    head = HEADS["inference"]
     others, when = max(e["others_share"] for e in every), sorted(e["when"] for e in every)
     said = f"Read bandwidth of two threads {read / 1e9:.0f} GB/s; measured {when[0]} to {when[-1]} on {record['machine']}; while an\n"
     said += f"engine was measured, background load was at most {100 * others:.1f} %.\n"
@@ -382,15 +335,7 @@ def tune(record: Record, what: str = "") -> str:
         cells = [f"{e[key]:.1%}" for key in ("memory", "above the process", "time")]
         rows.append([form, str(found["candidates"]), *cells, str(found["trials"]), slower])
     rows.append(["aim", "", "5 %", "", "15 %", "a quarter", "3 %"])
-    head = [
-        "model",
-        "configurations",
-        "memory, median error",
-        "above the bare process",
-        "time of a step",
-        "trials",
-        "the choice beside the best of the grid",
-    ]
+    head = HEADS["tune"]
     text = markdown_table(head, rows, "l").replace("|  |", "| |")
     if (found := record.get("limits")) is not None:
         drawn = len(found["rows"])

@@ -8,7 +8,6 @@ page          the page and the picture, from the record
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import importlib
 import json
@@ -132,13 +131,8 @@ def _line(form: str, found: dict[str, Any]) -> str:
 
 def limits(count: int) -> None:
     """Drawn models and configurations, each forked from one process that has imported everything, under a limit of address space."""
-    os.environ |= {
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "MALLOC_ARENA_MAX": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "WORLD_SIZE": "2",
-    }
+    os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "MALLOC_ARENA_MAX": "1"}
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
     if os.environ.get("DS_TUNE_LIMITS") != "again":  # malloc reads its setting when a process starts
         os.environ["DS_TUNE_LIMITS"] = "again"
         os.execv(sys.executable, [sys.executable, *sys.argv])
@@ -165,14 +159,14 @@ def _of_model(sizes: dict[str, int], draw: random.Random, count: int) -> list[di
     found, _ = candidates_of(TuningTask(CONFIG, shapes, 2), space, SearchLimits())
     by_name = {c.name: c for c in found}
     results = []
-    probes = (
+    probes = [
         "z1_gas8_tmbspg1",
         "z1_gas1_tmbspg8",
         "z0_gas2_tmbspg4",
         "z2_gas2_tmbspg4",
         "z3_gas2_tmbspg4",
         "z1_gas2_tmbspg4_ckpt",
-    )
+    ]
     for i, name in enumerate(probes):
         measured = _forked(by_name[name], sizes, 0, detail=i == 0)
         if i == 0 and measured is not None:  # measuring the links has taken memory of its own by the end
@@ -264,7 +258,7 @@ def _rank(rank: int, candidate: Any, sizes: dict[str, int], how: tuple[Path, int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = records.parser_of("tune", __doc__)
     parser.add_argument("part", choices=("grid", "limits", "page"))
     parser.add_argument("what", nargs="?", default="")
     args = parser.parse_args()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import records
 import tables
-from peers import ensure
+from peers import python_of
 from quiet import Watch
 from turns import RankFailedError, Ranks, meet
 from zero_record import ENGINES, MEETINGS, beside, floor_mb, quotient, rows_of
@@ -45,8 +45,9 @@ USUAL = {"compute": ENGINES, "comm": ENGINES, "small": FEW, "bf16": FEW}
 
 
 def ranks(engine: str, config: str, world: int, *, turns: bool) -> Ranks:
-    python = str(ensure("deepspeed")) if engine.startswith("deepspeed") else sys.executable
-    return Ranks([python, str(WORKER), engine, config, "0" if turns else str(STEPS[config])], world, interactive=turns)
+    return Ranks(
+        [python_of(engine), str(WORKER), engine, config, "0" if turns else str(STEPS[config])], world, interactive=turns
+    )
 
 
 def run(engine: str, config: str, world: int) -> dict | None:
@@ -122,9 +123,7 @@ def record(kept: dict, rounds: int, where: tuple[str, int], chosen: list[str], e
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="nox -s bench -- zero", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser_of("zero", __doc__)
     parser.add_argument(
         "what", nargs="*", help="number of rounds (1), configurations and engines (the usual ones of each)"
     )

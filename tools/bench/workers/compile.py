@@ -8,13 +8,12 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from answering import answering
-from rank import connect, passing_bytes, take_turns
+from rank import begin, passing_bytes, take_turns
+from steps import Step, engine_step, stepping
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 WIDTH, HEADS, LAYERS, VOCABULARY, LENGTH, BATCH = 256, 8, 4, 4096, 128, 4
-Step = Callable[[Tensor], float]
 
 
 class Block(nn.Module):
@@ -65,21 +64,11 @@ def ours(schedule: list | None) -> tuple[Step, Callable[[], dict]]:
     if schedule is not None:
         engine.compile(schedule=schedule)
 
-    def step(tokens: Tensor) -> float:
-        loss = engine(tokens)
-        engine.backward(loss)
-        engine.step()
-        return loss.item()
+    def told() -> dict:
+        session = engine.compiled.session
+        return {} if session is None else {"compile_s": session.seconds, "graphs": len(session.pieces)}
 
-    session = engine.compiled
-    return (
-        step,
-        lambda: (
-            {}
-            if session.session is None
-            else {"compile_s": session.session.seconds, "graphs": len(session.session.pieces)}
-        ),
-    )
+    return engine_step(engine), told
 
 
 def fsdp2() -> tuple[Step, Callable[[], dict]]:
@@ -93,16 +82,7 @@ def fsdp2() -> tuple[Step, Callable[[], dict]]:
     fully_shard(model, mesh=mesh)
     model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, foreach=True)
-
-    def step(tokens: Tensor) -> float:
-        loss = model(tokens)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    return step, dict
+    return stepping(model, optimizer, clipped=model), dict
 
 
 BASE = [(0, ["reduce", "gather"])]
@@ -115,14 +95,12 @@ ENGINES: dict[str, Callable[[], tuple[Step, Callable[[], dict]]]] = {
 
 
 def main(name: str) -> None:
-    engine, _, backend = name.partition("@")
-    answer = answering()
-    connect(engine, backend)
+    engine, answer = begin(name)
     generator = torch.Generator().manual_seed(dist.get_rank())
     batches = [torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator) for _ in range(8)]
     begun = time.perf_counter()
     step, told = ENGINES[engine]()
-    losses = [step(batches[at]) for at in range(4)]
+    losses = [step(batches[at]).item() for at in range(4)]
     facts = {"start_s": time.perf_counter() - begun, "losses": losses}
     dist.barrier()
     facts |= {"passing": passing_bytes(lambda: step(batches[0])), **told()}

@@ -11,8 +11,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from answering import answering
-from rank import connect, take_turns
+from rank import begin, take_turns
 from torch import Tensor, nn
 
 # tokens of a rank, width, inner width, experts, choices, skewed
@@ -159,9 +158,7 @@ class Copies(nn.Module):
 
 
 def main(name: str, which: str) -> None:
-    engine, _, backend = name.partition("@")
-    answer = answering()
-    connect(engine, backend)
+    engine, answer = begin(name)
     config, rank = CONFIGS[which], dist.get_rank()
     layer = layer_of(config, engine)
     model = {

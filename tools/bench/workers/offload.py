@@ -8,14 +8,14 @@ and what the state's folder is asked to move.
 from __future__ import annotations
 
 import sys
+from functools import partial
 
-import torch
 import torch.distributed as dist
-from answering import answering
 from process_memory import pss_bytes
-from rank import connect, take_turns
+from rank import begin, take_turns
+from steps import Step, engine_step, stepping
 from torch import nn
-from zero import CLIP, CONFIGS, Config, Step, adamw
+from zero import CLIP, CONFIGS, Config, adamw
 
 
 def ours(config: Config, model: nn.Module, stage: int, where: str, bf16: bool, folder: str) -> Step:
@@ -35,15 +35,7 @@ def ours(config: Config, model: nn.Module, stage: int, where: str, bf16: bool, f
     optimizer = ds_zero.shard(
         model, made, stage=stage, clip=CLIP, offload_optimizer=tier, precision="bf16" if bf16 else None
     )
-
-    def step(data: torch.Tensor) -> torch.Tensor:
-        loss = config.loss(model, data)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return stepping(partial(config.loss, model), optimizer)
 
 
 def deepspeed(config: Config, model: nn.Module, stage: int, where: str, bf16: bool, folder: str) -> Step:
@@ -58,14 +50,7 @@ def deepspeed(config: Config, model: nn.Module, stage: int, where: str, bf16: bo
         "aio": {"block_size": 1 << 20, "queue_depth": 16, "overlap_events": True, "single_submit": False},
     }  # fmt: skip
     engine, *_ = peer.initialize(model=model, model_parameters=model.parameters(), config=settings)
-
-    def step(data: torch.Tensor) -> torch.Tensor:
-        loss = config.loss(engine, data)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
-
-    return step
+    return engine_step(engine, partial(config.loss, engine))
 
 
 def moved_bytes() -> tuple[int, int]:
@@ -76,10 +61,8 @@ def moved_bytes() -> tuple[int, int]:
 
 
 def main(name: str, which: str, folder: str) -> None:
-    name, _, backend = name.partition("@")
+    name, answer = begin(name)
     engine, where, *more = name.split("-")
-    answer = answering()
-    connect(engine, backend)
     make = deepspeed if engine.startswith("deepspeed") else ours
     config, rank, base = CONFIGS[which], dist.get_rank(), pss_bytes()
     step = make(config, config.model(), int(engine[-1]), where, "bf16" in more, folder)

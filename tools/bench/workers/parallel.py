@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from answering import answering
-from rank import connect, passing_bytes, take_turns
+from rank import begin, passing_bytes, take_turns
 from torch import Tensor, nn
 
 WIDTH, INNER, HEADS, KV_HEADS, TOKENS = 1024, 2816, 16, 8, 256  # of the block that is cut
@@ -187,9 +186,7 @@ def make(engine: str, config: str) -> Step:
 
 
 def main(name: str, config: str) -> None:
-    engine, _, backend = name.partition("@")
-    answer = answering()
-    connect(engine, backend)
+    engine, answer = begin(name)
     step = make(engine, config)
     total = step()
     if config != "tensor":

@@ -62,6 +62,11 @@ def half(config: Config, rank: int) -> nn.Sequential:
     return nn.Sequential(*(made[:at] if rank == 0 else made[at:]))
 
 
+def hidden_of(config: Config, x: Tensor) -> Tensor:
+    """What comes between the two stages."""
+    return torch.zeros(4, 64, requires_grad=True) if config.small else torch.zeros(*x.shape, WIDTH, requires_grad=True)
+
+
 Step = Callable[[list[tuple[Tensor, Tensor]]], float]
 
 
@@ -91,9 +96,7 @@ def torchs(config: Config, schedule: str) -> Step:
 
     rank, module = dist.get_rank(), half(config, dist.get_rank())
     (given, _), *_ = data(config, 0)
-    hidden = (
-        torch.zeros(4, 64, requires_grad=True) if config.small else torch.zeros(*given.shape, WIDTH, requires_grad=True)
-    )
+    hidden = hidden_of(config, given)
     first, last = (
         (given if rank == 0 else hidden),
         (hidden if rank == 0 or config.small else torch.zeros(*given.shape, 8192)),
@@ -128,17 +131,12 @@ def alone(config: Config, _: str) -> Step:
                 out = module(x)
                 out.backward(torch.ones_like(out))
             else:
-                loss = loss_fn(module(hidden(x)), y) / MICROBATCHES
+                loss = loss_fn(module(hidden_of(config, x)), y) / MICROBATCHES
                 loss.backward()
                 total += float(loss)
         optimizer.step()
         optimizer.zero_grad()
         return total
-
-    def hidden(x: Tensor) -> Tensor:
-        return (
-            torch.zeros(4, 64, requires_grad=True) if config.small else torch.zeros(*x.shape, WIDTH, requires_grad=True)
-        )
 
     return step
 

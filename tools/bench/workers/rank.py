@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from answering import Answer, serve
+from answering import Answer, answering, serve
 from process_memory import status_bytes
-from zero import burst
+from zero import burst, clocks
+
+
+def begin(name: str) -> tuple[str, Answer]:
+    """Join the other ranks for `ENGINE[@BACKEND]`: the engine, and what answers."""
+    engine, _, backend = name.partition("@")
+    answer = answering()
+    connect(engine.partition("-")[0], backend)
+    return engine, answer
 
 
 def connect(engine: str, backend: str) -> None:
@@ -59,11 +66,6 @@ def take_turns(
         return {"ms": [wall for wall, _ in counted], "cpu_ms": [cpu for _, cpu in counted]}
 
     serve(answer, turn)
-
-
-def clocks() -> tuple[float, float]:
-    """Now, by the wall's clock and by this process's."""
-    return time.perf_counter(), time.process_time()
 
 
 def passing_bytes(step: Callable[[], object]) -> int:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
+from steps import engine_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -55,10 +56,9 @@ def main() -> None:
     torch.manual_seed(0)
     engine, *_ = ds_engine.initialize(args=args, model=FORMS[args.form]())
     generator = torch.Generator().manual_seed(engine.mesh.rank)
+    step = engine_step(engine)
     while True:
-        loss = engine(torch.randint(256, (engine.plan.batch.micro, 129), generator=generator))
-        engine.backward(loss)
-        engine.step()
+        step(torch.randint(256, (engine.plan.batch.micro, 129), generator=generator))
 
 
 if __name__ == "__main__":

@@ -21,11 +21,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from process_memory import pss_bytes, status_bytes
+from steps import Step, engine_step, stepping
 from torch import Tensor, nn
 
 WIDTH, LAYERS, HEADS, VOCAB, CLIP = 384, 6, 6, 8192, 1.0
@@ -107,9 +109,6 @@ CONFIGS = {
     "comm_bf16": Config(1, 32, bf16=True),
 }
 
-Step = Callable[[Tensor], Tensor]
-"""One whole training step on this rank's data; returns the loss."""
-
 
 def adamw(params: object, **keys: object) -> torch.optim.AdamW:
     return torch.optim.AdamW(params, lr=1e-4, weight_decay=0.01, **{"fused": True, **keys})
@@ -117,18 +116,8 @@ def adamw(params: object, **keys: object) -> torch.optim.AdamW:
 
 def plain(config: Config, model: nn.Module, *, update: bool) -> Step:
     model = model.bfloat16() if config.bf16 else model
-    optimizer = adamw(model.parameters())
-
-    def step(data: Tensor) -> Tensor:
-        loss = config.loss(model, data)
-        loss.backward()
-        if update:
-            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-            optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step
+    clipped = model if update else None
+    return stepping(partial(config.loss, model), adamw(model.parameters()), clipped=clipped, update=update)
 
 
 def ours(config: Config, model: nn.Module, stage: int, codes: str = "") -> Step:
@@ -141,15 +130,7 @@ def ours(config: Config, model: nn.Module, stage: int, codes: str = "") -> Step:
     optimizer = ds_zero.shard(
         model, adamw(model.parameters()), stage=stage, clip=CLIP, precision=precision, memory=memory, **sent
     )
-
-    def step(data: Tensor) -> Tensor:
-        loss = config.loss(model, data)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step
+    return stepping(partial(config.loss, model), optimizer)
 
 
 def ddp(config: Config, model: nn.Module, *, redundant: bool) -> Step:
@@ -164,16 +145,11 @@ def ddp(config: Config, model: nn.Module, *, redundant: bool) -> Step:
     else:
         optimizer = adamw(model.parameters())
 
-    def step(data: Tensor) -> Tensor:
+    def loss_of(data: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=config.bf16):
-            loss = config.loss(wrapped, data)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+            return config.loss(wrapped, data)
 
-    return step
+    return stepping(loss_of, optimizer, clipped=model)
 
 
 def fsdp2(config: Config, model: nn.Module, *, reshard: bool) -> Step:
@@ -185,17 +161,7 @@ def fsdp2(config: Config, model: nn.Module, *, reshard: bool) -> Step:
     for block in getattr(model, "blocks", [] if config.small else model):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=formats)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=formats)
-    optimizer = adamw(model.parameters())
-
-    def step(data: Tensor) -> Tensor:
-        loss = config.loss(model, data)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step
+    return stepping(partial(config.loss, model), adamw(model.parameters()), clipped=model)
 
 
 def deepspeed(config: Config, model: nn.Module, stage: int, *, tuned: bool) -> Step:
@@ -210,14 +176,7 @@ def deepspeed(config: Config, model: nn.Module, stage: int, *, tuned: bool) -> S
         "bf16": {"enabled": config.bf16}, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
     }  # fmt: skip
     engine, *_ = peer.initialize(model=model, optimizer=adamw(model.parameters()), config=settings)
-
-    def step(data: Tensor) -> Tensor:
-        loss = config.loss(engine, data)
-        engine.backward(loss)
-        engine.step()
-        return loss
-
-    return step
+    return engine_step(engine, partial(config.loss, engine))
 
 
 ENGINES: dict[str, Callable[[Config, nn.Module], Step]] = {
@@ -287,18 +246,18 @@ def timed(config: Config, step: Step, steps: int, first: int = 0) -> tuple[list[
     rank = int(os.environ["RANK"])
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
-    marks, losses = [_clocks()], []
+    marks, losses = [clocks()], []
     for i in range(first, first + steps):
         losses.append(step(config.data(i, rank)).item())
-        marks.append(_clocks())
+        marks.append(clocks())
     left_out = min(1, steps - 1)
     pairs = list(itertools.pairwise(marks))[left_out:]
     return [b[0] - a[0] for a, b in pairs], losses, [b[1] - a[1] for a, b in pairs]
 
 
-def _clocks() -> tuple[float, float]:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return time.perf_counter(), used.ru_utime + used.ru_stime
+def clocks() -> tuple[float, float]:
+    """Now, by the wall's clock and by this process's."""
+    return time.perf_counter(), time.process_time()
 
 
 def turns(config: Config, step: Step, base: int) -> None:
