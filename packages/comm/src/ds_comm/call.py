@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import ds_monitor
-from ds_comm.groups import Group
+from ds_comm.groups import Group, check_fork
 from ds_comm.transports import Started, Transport
 from ds_comm.watch.recorder import current
 from ds_comm.watch.stamp_ring import MESSAGES
@@ -164,11 +164,12 @@ class CollectiveCall:
             peer: The root, or the other rank of a message, within the group.
             nbytes: What is passed in, where that is not the tensor alone.
         Raises:
-            CommError: the backend gave up; see `PendingWork.wait`.
+            CommError: the backend gave up; see `PendingWork.wait`. In a child that was forked from a rank ("comm-forked").
         """
         pg, order = self.group.link, self.group.order
         if pg is None or order is None:
             return DONE
+        check_fork(self)
         transport = self._transport(order.transports, tensor)
         mark = 0  # messages have no place in the group's order: only two ranks see them
         if self.op not in MESSAGES:

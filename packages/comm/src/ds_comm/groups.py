@@ -8,6 +8,7 @@ own functions take: for a group of one a process group of this rank alone, becau
 from __future__ import annotations
 
 import hashlib
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ __all__ = [
     "GroupLike",
     "OpSequence",
     "as_group",
+    "check_fork",
     "common_group",
     "destroy_group",
     "destroy_when_dropped",
@@ -43,6 +45,30 @@ __all__ = [
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _timeout: list[timedelta | None] = [None]  # of process groups made here; None: torch's own
+
+
+_parents: list[weakref.ref[Any]] = []  # in a forked child: the world that its parent communicates through
+
+
+def _note_fork() -> None:
+    _parents[:] = [weakref.ref(dist.group.WORLD)] if dist.is_initialized() else []
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def check_fork(what: object) -> None:
+    """Raise in a child that was forked from a rank, whose connections and shared memory the rank itself goes on using.
+
+    Raises:
+        CommError: "comm-forked". A child that makes a process group of its own may communicate.
+    """
+    if _parents and dist.is_initialized() and _parents[0]() is dist.group.WORLD:
+        raise CommError(
+            f"{what} in process {os.getpid()}, which was forked from a rank (process {os.getppid()}) and is no rank itself",
+            code="comm-forked",
+            fix="Communicate in the rank, before or after; or start the process by multiprocessing's spawn, with a process group of its own.",
+        )
 
 
 def use_timeout(timeout: timedelta | None) -> None:

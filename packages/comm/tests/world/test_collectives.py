@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import ds_comm
+from ds_config.errors import CommError
 from ds_testing import world
 
 
@@ -168,3 +171,27 @@ def test_a_tensor_with_a_history_is_its_values_here() -> None:
     (loss / 2).backward()
     assert leaf.grad is not None
     assert leaf.grad.item() == 0.5
+
+
+@world(2)
+def test_a_forked_child_is_no_rank() -> None:
+    """What it sends, the rank would read as its own; the rank itself goes on."""
+    ds_comm.all_reduce(torch.ones(3))
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        told = "no error"
+        try:
+            ds_comm.all_reduce(torch.ones(3), unit="step")
+        except CommError as error:
+            told = f"{error.code} {error.message}"
+        finally:
+            os.write(writes, told.encode())
+            os._exit(0)
+    os.waitpid(child, 0)
+    told = os.read(reads, 1000).decode()
+    assert told.startswith(
+        f"comm-forked all_reduce[step] of group 'world' in process {child}, which was forked from a rank"
+    )
+    ds_comm.all_reduce(total := torch.ones(3))
+    assert total.tolist() == [2.0, 2.0, 2.0]
