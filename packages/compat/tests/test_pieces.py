@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from datetime import timedelta
 from functools import partial
 
 import deepspeed
@@ -96,6 +97,28 @@ def test_a_group_that_is_said_to_exist_and_does_not():
         torch.distributed.destroy_process_group()
     with pytest.raises(AssertionError, match="dist_init_required"):
         deepspeed.init_distributed(dist_init_required=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "variables", "deadline_s"),
+    [
+        (None, {}, None),
+        (timedelta(minutes=30), {}, 1800.0),
+        (None, {"DEEPSPEED_TIMEOUT": "20"}, 1200.0),
+        (timedelta(minutes=30), {"DS_COMM_DEADLINE_S": "15"}, None),
+    ],
+)
+def test_ranks_may_wait_as_long_as_the_timeout_says(monkeypatch, given, variables, deadline_s):
+    """A rank that prepares data for two minutes was taken for one that hangs, on CPUs after 60 s."""
+    for name in ("DEEPSPEED_TIMEOUT", "DS_COMM_DEADLINE_S"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    told = {}
+    monkeypatch.setattr("ds_comm.init_distributed", lambda backend, **options: told.update(options))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    deepspeed.init_distributed("gloo", timeout=given)
+    assert told["deadline_s"] == deadline_s
 
 
 def stepped(kind, **options):

@@ -44,7 +44,8 @@ def init_distributed(
         dist_backend: torch's name; by default ds-comm's choice for the device.
         auto_mpi_discovery, verbose: MPI's variables are always read; what is chosen is logged.
         distributed_port: Of the rendezvous, where no launcher gave one.
-        timeout: Of the rendezvous and of torch's collectives; default ten minutes, or DEEPSPEED_TIMEOUT minutes.
+        timeout: Of the rendezvous, of torch's collectives, and how long ranks may wait for one that is busy or diverged; default ten
+            minutes, or DEEPSPEED_TIMEOUT minutes. Where neither is given, `ds_comm.init_distributed` says how long ranks wait.
         init_method, rank, world_size: As for torch.distributed.init_process_group, where given.
         dist_init_required: False says that a group exists.
         config: Not read.
@@ -61,7 +62,9 @@ def init_distributed(
         dist.init_process_group(chosen, init_method=init_method, rank=rank, world_size=world_size, timeout=limit)
     if distributed_port != TORCH_DISTRIBUTED_DEFAULT_PORT:
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
-    ds_comm.init_distributed(dist_backend, timeout=limit)
+    # A wait that the caller allows is no hang; DS_COMM_DEADLINE_S, which whoever starts the job sets, counts more.
+    allowed = (timeout or minutes) and not os.environ.get("DS_COMM_DEADLINE_S")
+    ds_comm.init_distributed(dist_backend, timeout=limit, deadline_s=limit.total_seconds() if allowed else None)
     if not dist.is_initialized():
         dist.init_process_group(
             dist_backend or get_accelerator().comm_backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit
