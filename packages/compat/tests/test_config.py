@@ -38,6 +38,27 @@ def test_unknown_keys_of_sections_that_upstream_reads_key_by_key_are_left_out_wi
     assert ["'flops_profiler.step'" in said.messages[0], "'optimizer.torch_adam'" in said.messages[1]] == [True, True]
 
 
+def test_quoted_values_of_typed_sections_are_what_they_say():
+    """Upstream's pydantic models read them so; what it reads key by key stays as it is, and so does what says nothing."""
+    zero = {"stage": "2", "reduce_bucket_size": "500000", "overlap_comm": "false"}
+    raw = {
+        "zero_optimization": {**zero, "offload_optimizer": {"device": "cpu", "pin_memory": "True", "ratio": "0.5"}},
+        "fp16": {"enabled": "yes", "initial_scale_power": "12", "loss_scale_window": "many"},
+        "train_batch_size": "4",
+    }
+    zero = {"stage": 2, "reduce_bucket_size": 500000, "overlap_comm": False}
+    assert accepted(raw) == {
+        "zero_optimization": {**zero, "offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": 0.5}},
+        "fp16": {"enabled": True, "initial_scale_power": 12, "loss_scale_window": "many"},
+        "train_batch_size": "4",
+    }
+
+
+def test_a_key_that_is_no_string_is_unknown(said):
+    assert accepted({1: 2, "train_batch_size": 4}) == {"train_batch_size": 4}
+    assert "key 1 is unknown" in said.text
+
+
 def test_auto_inside_zero_is_the_default(said):
     raw = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_param": {"device": "auto"}}}
     assert accepted(raw) == {"zero_optimization": {"stage": 3, "offload_param": {}}}

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 from deepspeed._ours.base.raising import refused
 from ds_config import classify, dotted, keys, nearest
@@ -27,8 +28,8 @@ LAYOUT = "DS_CHECKPOINT_LAYOUT"
 
 
 def accepted(raw: Raw) -> dict[str, Any]:
-    """Return `raw` without the keys that upstream ignores; 0 and 1 become truth values where the key is a flag."""
-    document = _known_of(_with_truth(raw, ()), "")
+    """Return `raw` without the keys that upstream ignores; 0 and 1 become truth values where the key is a flag, quoted values plain ones."""
+    document = _known_of(_with_values(raw, ()), "")
     for section in [name for name in document if name in _LAX]:
         if isinstance(document[section], Mapping):
             document[section] = _known_of(document[section], section)
@@ -165,7 +166,7 @@ def _known_of(section: Raw, name: str) -> dict[str, Any]:
     known = _keys_of(name)
     for key in section:
         if key not in known:
-            close = nearest(key.rpartition(".")[2], known)
+            close = nearest(str(key).rpartition(".")[2], known)
             hint = f" (nearest known key: {close[0]!r})" if close else ""
             there = f"{name}.{key}" if name else key
             _log.warning(
@@ -183,20 +184,52 @@ def _keys_of(section: str) -> frozenset[str]:
     return frozenset(str(key.path[1]) for key in keys(Config) if len(key.path) > 1 and key.path[0] == section)
 
 
+# Sections that upstream holds as pydantic models, which take "true" and "500" for what they say.
+_TYPED = frozenset({
+    "bf16", "bfloat16", "comet", "comms_logger", "compile", "csv_monitor", "fp16", "hybrid_engine", "tensorboard", "wandb", _Z,
+})  # fmt: skip
+_TRUTHS = {
+    **dict.fromkeys(("1", "on", "t", "true", "y", "yes"), True),
+    **dict.fromkeys(("0", "off", "f", "false", "n", "no"), False),
+}
+
+
 @cache
-def _truths() -> frozenset[tuple[str | int, ...]]:
-    return frozenset(key.path for key in keys(Config) if key.model.model_fields[key.field].annotation is bool)
+def _types() -> dict[tuple[str | int, ...], frozenset[type]]:
+    """Return of every key the types that its value may have; of fixed choices the types of these."""
+    types = {}
+    for key in keys(Config):
+        annotation = key.model.model_fields[key.field].annotation
+        parts = get_args(annotation) or (annotation,)
+        types[key.path] = frozenset(part if isinstance(part, type) else type(part) for part in parts)
+    return types
 
 
-def _with_truth(section: Raw, path: tuple[str, ...]) -> dict[str, Any]:
+def _with_values(section: Raw, path: tuple[str, ...]) -> dict[str, Any]:
     converted: dict[str, Any] = {}
     for key, value in section.items():
         there = (*path, key)
         if isinstance(value, Mapping):
-            converted[key] = _with_truth(value, there)
+            converted[key] = _with_values(value, there)
+        elif type(value) is int and value in (0, 1) and _types().get(there) == {bool}:
+            converted[key] = bool(value)
+        elif isinstance(value, str) and there[0] in _TYPED:
+            converted[key] = _unquoted(value, _types().get(there, frozenset()))
         else:
-            converted[key] = bool(value) if type(value) is int and value in (0, 1) and there in _truths() else value
+            converted[key] = value
     return converted
+
+
+def _unquoted(text: str, types: frozenset[type]) -> Any:
+    """Return what `text` says as one of `types`; `text` where it says none of them."""
+    if str in types:
+        return text
+    if bool in types and text.lower() in _TRUTHS:
+        return _TRUTHS[text.lower()]
+    for kind in (kind for kind in (int, float) if kind in types):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def _without_auto(section: Raw, path: tuple[str, ...]) -> dict[str, Any]:
