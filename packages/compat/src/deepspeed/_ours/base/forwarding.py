@@ -47,7 +47,7 @@ def answers(constant: Any, meaning: str) -> Any:
 
 
 @cache
-def told(kind: str) -> Mapping[str, Callable[[Any], Any]]:
+def attributes_of(kind: str) -> Mapping[str, Callable[[Any], Any]]:
     """Return a part of `attributes.toml`: functions of the owner, by upstream's names of what they tell."""
     table = tomllib.loads((get_data(__package__ or "", "attributes.toml") or b"").decode())
     return {name: _answer_at(text) for name, text in table[kind].items()}

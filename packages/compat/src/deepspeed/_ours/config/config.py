@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from deepspeed._ours.base.forwarding import told
+from deepspeed._ours.base.forwarding import attributes_of
 from deepspeed._ours.base.raising import raising, refused
 from deepspeed._ours.config.accepted_keys import accepted, section_of
 from deepspeed._ours.config.section_models import (
@@ -85,7 +85,7 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[str, Any]])
 # ---- the whole
 
 _TOLD: Mapping[str, Callable[[DeepSpeedConfig], Any]] = {
-    **told("configuration"),
+    **attributes_of("configuration"),
     "zero_config": lambda c: get_zero_config(c._param_dict),
     "zero_enabled": lambda c: c.model.zero_optimization.stage > 0,
     "float16_config": lambda c: get_float16_config(c._param_dict),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deepspeed._ours.base.forwarding import told
+from deepspeed._ours.base.forwarding import attributes_of
 from deepspeed._ours.base.runtime_utils import EngineLayerDrop, aio_config
 from deepspeed._ours.communication.expert_getters import (
     _get_expert_data_parallel_group_dict,
@@ -74,7 +74,7 @@ def _modules(engine: Any, kind: type) -> list[Any]:
 
 
 ACCESSORS: Mapping[str, Tells] = {
-    **told("methods"),
+    **attributes_of("methods"),
     "zero_optimization": lambda e: e.plan.config.zero_optimization.stage > 0,
     "zero_gather_16bit_weights_on_model_save": lambda e: _gathers(e.config.get("zero_optimization", {})),
     "zero_overlap_comm": lambda e: e.plan.config.zero_optimization.overlap_comm is not False,
@@ -113,7 +113,7 @@ ACCESSORS: Mapping[str, Tells] = {
 """Methods without arguments that only tell something: name -> what it tells. Those that tell what lies at a path: `attributes.toml`."""
 
 PROPERTIES: Mapping[str, Tells] = {
-    **told("properties"),
+    **attributes_of("properties"),
     "basic_optimizer": lambda e: None if e.optimizer is None else e.optimizer.inner,
     "local_rank": lambda e: int(os.environ.get("LOCAL_RANK", "0")),
     "seq_parallel_group": lambda e: e.mesh["sequence"].pg if e.mesh["sequence"].size > 1 else None,

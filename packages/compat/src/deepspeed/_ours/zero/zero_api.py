@@ -41,14 +41,25 @@ def GatheredParameters(  # noqa: N802  upstream's name
     """Gather `params` inside the context, as full tensors. Collective. See `ds_zero.GatheredParameters`.
 
     A change without `modifier_rank` is dropped with a warning, where ds-zero raises. Contexts may be nested.
+
+    Raises:
+        ShardedAccessError: such a change of a model with `zero_optimization.enable_sanity_checks` ("sharded-write").
     """
+    if not isinstance(params, nn.Module | Parameter):
+        params = list(params)
     try:
         with ds_zero.GatheredParameters(params, modifier_rank, fwd_module, enabled):
             yield
     except ShardedAccessError as error:
-        if error.code != "sharded-write":
+        if error.code != "sharded-write" or _checked(params):
             raise
         _log.warning("%s", error)
+
+
+def _checked(params: Iterable[Parameter] | Parameter | nn.Module) -> bool:
+    """Whether the configuration of a model that these parameters belong to asks for sanity checks."""
+    several = params.parameters() if isinstance(params, nn.Module) else [params] if isinstance(params, Parameter) else params
+    return any(s is not None and s.options.strict for p in several if isinstance(p, Parameter) if (s := sharding_of(p)) or True)
 
 
 def single_rank_error(
