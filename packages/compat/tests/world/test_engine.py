@@ -227,6 +227,27 @@ def test_parameters_of_stage_3():
     deepspeed.comm.destroy_process_group()
 
 
+@world(2)
+def test_sanity_checks_make_a_change_that_would_be_lost_an_error():
+    """Upstream's RuntimeError; without the checks it is dropped with a warning."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    config = settings(3)
+    zero = {**config["zero_optimization"], "enable_sanity_checks": True}
+    net = Net()
+    engine, *_ = deepspeed.initialize(
+        model=net, model_parameters=net.parameters(), config={**config, "zero_optimization": zero}
+    )
+    for params in (engine.module.first.weight, engine.module.parameters(), engine.module):
+        refused = pytest.raises(RuntimeError, match=r"first\.weight changed inside GatheredParameters")
+        with refused, torch.no_grad(), deepspeed.zero.GatheredParameters(params):
+            engine.module.first.weight.fill_(9.0)
+    with deepspeed.zero.GatheredParameters(engine.module.first.weight):
+        assert not bool((engine.module.first.weight == 9.0).any())
+    engine.destroy()
+
+
 @world(2, backend=None)
 def test_a_model_made_inside_init(monkeypatch):
     """Transformers' way under stage 3: made cut, filled on rank 0 inside GatheredParameters, a layer replaced, initialized."""

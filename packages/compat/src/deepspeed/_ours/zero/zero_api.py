@@ -26,6 +26,7 @@ from ds_config import read
 from ds_config.errors import ShardedAccessError
 from ds_engine import load_config
 from ds_engine.mixed_precision import Casting, casting_of
+from ds_zero.runtime.sharded_model import sharding_of
 
 _log = logging.getLogger("DeepSpeed")
 _orig_torch_arange = torch.arange
@@ -58,8 +59,10 @@ def GatheredParameters(  # noqa: N802  upstream's name
 
 def _checked(params: Iterable[Parameter] | Parameter | nn.Module) -> bool:
     """Whether the configuration of a model that these parameters belong to asks for sanity checks."""
-    several = params.parameters() if isinstance(params, nn.Module) else [params] if isinstance(params, Parameter) else params
-    return any(s is not None and s.options.strict for p in several if isinstance(p, Parameter) if (s := sharding_of(p)) or True)
+    one = [params] if isinstance(params, Parameter) else params
+    several = one.parameters() if isinstance(one, nn.Module) else one
+    owners = [sharding_of(param) for param in several if isinstance(param, Parameter)]
+    return any(owner is not None and owner.options.strict for owner in owners)
 
 
 def single_rank_error(
