@@ -45,12 +45,8 @@ class DeepSpeedDataLoader:
             raise refused("iterable-dataset", type(dataset).__name__)
         if data_sampler is None:
             data_sampler = DistributedSampler(dataset, data_parallel_world_size, data_parallel_rank)
-        self.dataset, self.data_sampler, self.batch_size, self.collate_fn = (
-            dataset,
-            data_sampler,
-            batch_size,
-            collate_fn,
-        )
+        self.dataset, self.data_sampler = dataset, data_sampler
+        self.batch_size, self.collate_fn = batch_size, collate_fn
         self.dataloader = DataLoader(
             dataset,
             batch_size,

@@ -31,18 +31,6 @@ class PipeInstruction:
     __hash__ = None  # type: ignore[assignment]
 
 
-class OptimizerStep(PipeInstruction):
-    """Update."""
-
-
-class ReduceGrads(PipeInstruction):
-    """Add gradients up over data-parallel ranks."""
-
-
-class ReduceTiedGrads(PipeInstruction):
-    """Add gradients of tied parameters up over stages."""
-
-
 class BufferOpInstruction(PipeInstruction):
     """Something done with the values of one buffer."""
 
@@ -50,17 +38,20 @@ class BufferOpInstruction(PipeInstruction):
         super().__init__(buffer_id=buffer_id, **kwargs)
 
 
-def _of_buffer(name: str, meaning: str) -> type[BufferOpInstruction]:
-    return type(name, (BufferOpInstruction,), {"__doc__": meaning, "__module__": __name__})
+def _instruction(name: str, base: type[PipeInstruction], meaning: str) -> Any:
+    return type(name, (base,), {"__doc__": meaning, "__module__": __name__})
 
 
-LoadMicroBatch = _of_buffer("LoadMicroBatch", "Take the next microbatch.")
-ForwardPass = _of_buffer("ForwardPass", "Run the stage.")
-BackwardPass = _of_buffer("BackwardPass", "Run its backward.")
-SendActivation = _of_buffer("SendActivation", "Give the output to the next stage.")
-RecvActivation = _of_buffer("RecvActivation", "Take the input from the stage before.")
-SendGrad = _of_buffer("SendGrad", "Give the input's gradient to the stage before.")
-RecvGrad = _of_buffer("RecvGrad", "Take the output's gradient from the next stage.")
+OptimizerStep = _instruction("OptimizerStep", PipeInstruction, "Update.")
+ReduceGrads = _instruction("ReduceGrads", PipeInstruction, "Add gradients up over data-parallel ranks.")
+ReduceTiedGrads = _instruction("ReduceTiedGrads", PipeInstruction, "Add gradients of tied parameters up over stages.")
+LoadMicroBatch = _instruction("LoadMicroBatch", BufferOpInstruction, "Take the next microbatch.")
+ForwardPass = _instruction("ForwardPass", BufferOpInstruction, "Run the stage.")
+BackwardPass = _instruction("BackwardPass", BufferOpInstruction, "Run its backward.")
+SendActivation = _instruction("SendActivation", BufferOpInstruction, "Give the output to the next stage.")
+RecvActivation = _instruction("RecvActivation", BufferOpInstruction, "Take the input from the stage before.")
+SendGrad = _instruction("SendGrad", BufferOpInstruction, "Give the input's gradient to the stage before.")
+RecvGrad = _instruction("RecvGrad", BufferOpInstruction, "Take the output's gradient from the next stage.")
 
 
 class PipeSchedule(ABC):

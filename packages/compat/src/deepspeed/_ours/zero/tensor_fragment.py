@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_comm
-from deepspeed._ours.base.forwarding import calls, tells
+from deepspeed._ours.base.forwarding import answers, calls, method, tells
 from deepspeed._ours.base.raising import refused
 from ds_comm.differentiable import seq_all_to_all
 
@@ -142,9 +142,19 @@ class NoGatherHandle:
     def __init__(self, param: Any = None) -> None:
         self.param = param
 
-    def wait(self, **options: Any) -> None:
-        """Do nothing: no all-gather was started."""
-        del options
+    wait = answers(None, "Do nothing: no all-gather was started.")
+
+
+class MultipleAllGatherHandles:
+    """Several gathers."""
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self.handles = list(handles)
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Wait until all all-gathers are complete."""
+        for handle in self.handles:
+            handle.wait(handle_dependency=handle_dependency)
 
 
 class AllGatherHandle:
@@ -154,22 +164,9 @@ class AllGatherHandle:
         del quantization, options
         self.handle, self.param = handle, param
 
-    def wait(self, handle_dependency: bool = True) -> None:
-        """Wait until the parameter's all-gather is complete."""
-        del handle_dependency
-        self.handle.wait()
-
-
-class MultipleAllGatherHandles:
-    """Several of them."""
-
-    def __init__(self, handles: Sequence[Any]) -> None:
-        self.handles = list(handles)
-
-    def wait(self, handle_dependency: bool = True) -> None:
-        """Wait until all all-gathers are complete."""
-        for handle in self.handles:
-            handle.wait(handle_dependency=handle_dependency)
+    wait = method(
+        lambda self, handle_dependency=True: self.handle.wait(), "Wait until the parameter's all-gather is complete."
+    )
 
 
 # ---- linear layers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain
 from typing import Any
@@ -13,9 +13,17 @@ from torch import Tensor, nn
 import ds_zero
 from deepspeed._ours.base.forwarding import answers, reads
 from deepspeed._ours.base.raising import refused
+from deepspeed._ours.config.section_models import OffloadStateTypeEnum
 from deepspeed._ours.zero.module_marks import external_of
 from deepspeed._ours.zero.scalers import EngineLossScaler
-from ds_zero import ShardedModel, ShardedOptimizer, ShardOptions, safe_get_local_grad
+from ds_zero import (
+    ShardedModel,
+    ShardedOptimizer,
+    ShardOptions,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+)
 
 _KINDS = {
     "optim_states": "optimizer",
@@ -240,3 +248,15 @@ class _Hooks:
         if self._stack is not None:
             self._stack.close()
             self._stack = None
+
+
+def get_state_devices(model: Any, state: OffloadStateTypeEnum) -> set[torch.device]:
+    """Return the devices of a kind of an engine's state; an empty set while the state is moved away."""
+    params = [param for param in model.module.parameters() if param.requires_grad]
+    reads_of: Mapping[str, Callable[[nn.Parameter], Sequence[Any]]] = {
+        "lp_params": lambda param: [param.data],
+        "hp_params": lambda param: [safe_get_local_fp32_param(param)],
+        "optim_states": lambda param: [safe_get_local_optimizer_state(param, key) for key in ("exp_avg", "exp_avg_sq")],
+    }
+    tensors_of = reads_of.get(state.value, lambda param: [safe_get_local_grad(param)])
+    return {tensor.device for param in params for tensor in tensors_of(param) if isinstance(tensor, Tensor)}
