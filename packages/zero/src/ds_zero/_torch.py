@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy, set_eval_frame
 from torch.autograd import Variable
 from torch.optim import Optimizer
@@ -25,6 +25,7 @@ __all__ = [
     "outside_transforms",
     "plain_step",
     "queue_callback",
+    "running_modules",
     "uncaptured",
     "unpack_hook",
     "without_torch_function",
@@ -35,6 +36,8 @@ foreach_add: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_add_
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Which backward this thread is running; -1 outside of any. A checkpointed segment's inner backward has its own."""
 
+
+_CALL = nn.Module._call_impl.__code__
 
 can_watch_saved: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 """Whether hooks on what autograd saves are allowed here; inside transforms of functions (torch.func.grad) they are not."""
@@ -52,6 +55,15 @@ def unpack_hook() -> Callable[..., Any] | None:
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether somebody looks at the gradients before every step of this optimizer, or of all."""
     return bool(optimizer._optimizer_step_pre_hooks or _optimizer._global_optimizer_pre_hooks)
+
+
+def running_modules() -> Iterator[nn.Module]:
+    """Yield the modules whose call is on this thread's stack, the innermost first. Walks the stack: for paths that are not taken often."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            yield frame.f_locals["self"]
+        frame = frame.f_back  # type: ignore[assignment]
 
 
 def outside_transforms() -> AbstractContextManager[Any]:

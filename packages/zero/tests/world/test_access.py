@@ -14,6 +14,8 @@ from torch import nn
 import ds_zero
 from ds_config.errors import PlanError, ShardedAccessError
 from ds_testing import world
+from ds_zero.runtime.sharded_model import sharding_of
+from ds_zero.runtime.unit import Full
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 SMALL = ds_zero.UnitSizePolicy(max_numel=600, persist_numel=40)
@@ -123,6 +125,57 @@ def test_a_copy_of_a_sharded_model_is_a_model_with_the_same_values(bench, stage,
         for name, value in average.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
     optimizer.close()
+
+
+class Tied(nn.Module):
+    """A head that shares the embedding's weight, and a layer that reads its weight by `detach`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.block = nn.Embedding(7, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.LayerNorm(6))
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.block[0].register_forward_hook(lambda module, args, out: out * module.weight.detach().norm())
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.embed(ids)))
+
+
+@pytest.mark.parametrize("numel", [0, 60, 10_000], ids=["a unit a layer", "a unit a block", "one unit"])
+@world(2)
+def test_a_module_may_be_called_alone_whose_weights_are_in_a_unit_around_it(bench, numel):
+    """As an encoder is, with the embedding that it shares: whichever module the unit belongs to, and without the model's forward."""
+    ids, plain, net = torch.arange(7), Tied(), Tied()
+    alone = torch.optim.SGD(plain.parameters(), lr=0.1)
+    policy = ds_zero.UnitSizePolicy(max_numel=numel, persist_numel=0)
+    optimizer = ds_zero.shard(net, torch.optim.SGD(net.parameters(), lr=0.1), stage=3, policy=policy)
+    for _ in range(3):
+        with torch.no_grad():
+            for name, inp in (
+                ("embed", ids),
+                ("block.0", torch.ones(2, 6)),
+                ("block.2", torch.ones(2, 6)),
+                ("head", torch.ones(2, 6)),
+            ):
+                torch.testing.assert_close(net.get_submodule(name)(inp), plain.get_submodule(name)(inp))
+            torch.testing.assert_close(net(ids), plain(ids))
+        assert not any(unit.state is Full.CURRENT for unit in net_units(net))
+        for model, one in ((net, optimizer), (plain, alone)):
+            out = model.block(model.embed(ids))
+            (model.head(out).square().mean() + model(ids).mean()).backward()
+            one.step()
+            one.zero_grad()
+    with ds_zero.GatheredParameters(net):
+        for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, other)
+    with pytest.raises(ShardedAccessError):
+        net.embed.weight + 1
+    optimizer.close()
+
+
+def net_units(net):
+    return sharding_of(next(net.parameters())).units
 
 
 @STAGES

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from ds_config.errors import ShardedAccessError
-from ds_zero._torch import graph_task_id, outside_transforms, uncaptured
+from ds_zero._torch import graph_task_id, outside_transforms, running_modules, uncaptured
 from ds_zero.runtime.autograd import Backward, ForwardCall
 from ds_zero.runtime.gather_agreement import GatherAgreement
 from ds_zero.runtime.gather_order import Arrivals, GatherOrder
@@ -130,10 +130,13 @@ class Gathering(AccessHandler):
         return self.units[number].spec.params[member].name
 
     def on_access(self, param: Parameter, what: str) -> bool:
-        """Gather a parameter that is used outside its module, if a forward or backward is running, or a loss is computed between both."""
+        """Gather a parameter that is used outside its module, if a forward or backward is running, or a loss is computed between both.
+
+        A module may be called alone whose unit belongs to a module around it, or to one that shares its weight: an encoder's embedding.
+        """
         del what
         number, order = self._where[id(param)][0], self.phase()
-        if order is None and not (self._awaits_backward and torch.is_grad_enabled()):
+        if order is None and not (self._awaits_backward and torch.is_grad_enabled()) and not self._is_called(param):
             return False
         self.gather(number, order)
         if torch.is_grad_enabled():
@@ -142,10 +145,14 @@ class Gathering(AccessHandler):
             self._strays.add(number)
         return True
 
+    def _is_called(self, param: Parameter) -> bool:
+        """Whether a module that has `param` itself, not in a module below, runs now."""
+        return any(param is own for module in running_modules() for own in module._parameters.values())
+
     def materialize(self, param: Parameter, what: str) -> Tensor | None:
         """Return a placeholder for a sharded parameter outside of any forward or backward; warn the first time."""
         self._drop_ended()
-        if graph_task_id() != -1 or self._forward is not None:
+        if graph_task_id() != -1 or self._forward is not None or self._is_called(param):
             return None
         if not self._warned:
             self._warned = True
