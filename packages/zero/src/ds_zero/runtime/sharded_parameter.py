@@ -75,7 +75,7 @@ class AccessHandler(ABC):
         return None
 
 
-class _Link:
+class _KeeperLink:
     """Leads from a parameter to its handler. A pickled or copied one leads nowhere."""
 
     __slots__ = ("_handler",)
@@ -87,8 +87,8 @@ class _Link:
     def handler(self) -> Any:
         return self._handler() if isinstance(self._handler, weakref.ref) else self._handler
 
-    def __reduce__(self) -> tuple[type[_Link], tuple[()]]:
-        return _Link, ()
+    def __reduce__(self) -> tuple[type[_KeeperLink], tuple[()]]:
+        return _KeeperLink, ()
 
 
 def keep(param: Tensor, keeper: AccessHandler, weakly: bool = False) -> None:
@@ -100,7 +100,7 @@ def keep(param: Tensor, keeper: AccessHandler, weakly: bool = False) -> None:
         weakly: Whether somebody else holds the handler as long as the model lives. A graph holds parameters, and Python's collector does not
             look into graphs: with a strong reference a model that keeps an output of its own would never be freed.
     """
-    setattr(param, _KEEPER, _Link(weakref.ref(keeper) if weakly else keeper))
+    setattr(param, _KEEPER, _KeeperLink(weakref.ref(keeper) if weakly else keeper))
 
 
 def keeper_of(param: Tensor) -> Any:
