@@ -114,6 +114,29 @@ def test_gradients_have_the_words_of_dtensor(stage):
     optimizer.close()
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@world(2)
+def test_a_gradient_that_somebody_keeps_is_never_that_of_another_step(stage):
+    model, optimizer = sharded(stage)
+    backward(model)
+    first, kept = [id(grad) for grad in grads(model)], model.b.weight.grad
+    doubled = kept * 2.0  # a value of its own
+    norm = float(doubled.norm())
+    optimizer.zero_grad()
+    backward(model, seed=1)
+    again = [id(grad) for grad in grads(model)]
+    assert [one == two for one, two in zip(first, again, strict=True)] == [True, True, False, True, True, True]
+    assert model.b.weight.grad is not kept
+    assert float(doubled.norm()) == norm != float(model.b.weight.grad.norm())
+    for read in (kept.norm, kept.to_local, kept.full_tensor):
+        with pytest.raises(ShardedAccessError) as caught:
+            read()
+        assert caught.value.code == "sharded-gradient-dropped"
+    finite = model.a.weight.grad.isfinite()
+    assert bool(finite.all())
+    optimizer.close()
+
+
 @STAGES
 @world(2)
 def test_gradients_that_ranks_write_differently_raise(stage):

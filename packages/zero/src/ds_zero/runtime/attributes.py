@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.autograd.graph import increment_version
 
 import ds_comm as comm
 from ds_config.errors import ShardedAccessError
-from ds_zero._torch import queue_callback, without_torch_function
+from ds_zero._torch import graph_task_id, queue_callback, without_torch_function
 from ds_zero.runtime.autograd import Backward
 from ds_zero.runtime.gradient_norms import GradientAgreement, GradientMeasurements
 from ds_zero.runtime.sharded_gradient import GradientNorms, GradientShard, ShardedGradient, copy_into
@@ -78,19 +79,17 @@ class _Shard(GradientShard):
 
 class _ParamShard(_Shard):
     def __init__(self, owner: GradAttributes, unit: Unit, member: int) -> None:
-        info = unit.spec.params[member]
-        super().__init__(owner, unit, info.name)
+        super().__init__(owner, unit, unit.spec.params[member].name)
         self.member = member
-        self._owned = [p for p in unit.owned if p.name == info.name]
-        self.spans = tuple((p.interval.start, p.interval.numel) for p in self._owned)
+        self._pieces, self.spans = owner.pieces_of(unit, member)
 
     def pieces(self) -> list[Tensor]:
         self.owner().average(self.unit)
         return self._views()
 
     def _views(self) -> list[Tensor]:
-        views = [self.unit.gradients.view(p.start, p.start + p.interval.numel) for p in self._owned]
-        return [view for view in views if view is not None]
+        gradients = self.unit.gradients
+        return gradients.cut(self._pieces) if self._pieces and gradients.has_sums else []
 
     def norms(self) -> GradientNorms | None:
         measured = self.owner().measured
@@ -190,10 +189,14 @@ class GradAttributes:
         # The thread of early updates reads the gradients of all parts of a group while others would see stand-ins there.
         self._of_parts = not any(unit.plan.early for unit in units)
         self._backward, self._forget = backward, weakref.WeakMethod(forget)
-        self._gradients: dict[Tensor, Tensor] = {}
         self._versions: dict[Tensor, tuple[Unit, int]] = {}  # of plain gradients, when they were shown
-        self._shards: dict[Tensor, ShardedGradient] = {}
-        self._on: tuple[list[Tensor], list[Tensor]] = ([], [])  # parameters, parts
+        self._shards: dict[
+            int, tuple[Tensor, ShardedGradient]
+        ] = {}  # by id of the parameter or part, which stays meanwhile
+        self._pieces: dict[tuple[int, int], tuple[list[tuple[int, int]], tuple[tuple[int, int], ...]]] = {}
+        self._on: tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]] = ([], [])  # of parameters, of parts
+        self._task: int | None = None  # the graph task that has begun to add gradients since they were shown
+        self._added = _accumulates(weakref.ref(self))
         self._places: dict[Tensor, tuple[Unit, int]] = {}
         self._first: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
         self._access: GradientAccess | None = None
@@ -203,6 +206,16 @@ class GradAttributes:
     def writes(self) -> int:
         """How many writes to gradients this rank has made since the ranks last agreed."""
         return 0 if self.measured is None else self.measured.writes
+
+    def pieces_of(self, unit: Unit, member: int) -> tuple[list[tuple[int, int]], tuple[tuple[int, int], ...]]:
+        """Return (start, stop) in the shard, and (first element, elements) in the parameter, of what this rank has of it."""
+        key = (unit.number, member)
+        if key not in self._pieces:
+            name = unit.spec.params[member].name
+            owned = [piece for piece in unit.owned if piece.name == name]
+            spans = tuple((piece.interval.start, piece.interval.numel) for piece in owned)
+            self._pieces[key] = [(piece.start, piece.stop) for piece in owned], spans
+        return self._pieces[key]
 
     @property
     def attached(self) -> bool:
@@ -310,9 +323,8 @@ class GradAttributes:
         access = self._access
         if access is None:
             return
-        self._gradients, self.added, self._on = {}, None, ([], [])
+        self.added, self._on, self._task = None, ([], []), None
         self._versions.clear()
-        accumulate = _accumulates(weakref.ref(self))
         with without_torch_function():
             for unit, absent in self._units:
                 summed = unit.gradients.has_sums and not unit.gradients.open
@@ -325,30 +337,32 @@ class GradAttributes:
                 present = self.present.get(unit.number) if summed and self.measured is not None else None
                 for member, param in enumerate(unit.params):
                     if (member in present) if present is not None else (member not in absent):
-                        self._show(unit, param, 0, self._grad_of(param, unit, member, accumulate, plain))
+                        grad = self._whole(unit, member, param.shape) if plain else self._sharded(param, unit, member)
+                        self._show(unit, param, 0, grad)
                 for number, part in enumerate(unit.parts if self._of_parts and access.agreement is not None else ()):
                     members = part.members or tuple(range(len(unit.params)))
                     if not absent.issuperset(members) or (present is not None and present.intersection(members)):
-                        self._show(unit, part.tensor, 1, self._grad_of_part(unit, number, members, accumulate, plain))
+                        self._show(unit, part.tensor, 1, self._grad_of_part(unit, number, members, plain))
 
     def _show(self, unit: Unit, tensor: Tensor, kind: int, grad: Tensor | None) -> None:
-        if grad is not None and (tensor.grad is None or tensor.grad is grad):
+        if grad is None:
+            return
+        now = tensor.grad
+        if now is None or now is grad:
             try:
-                tensor.grad = self._gradients[tensor] = grad
+                tensor.grad = grad
             except RuntimeError:  # the parameter has another shape or dtype than when it was sharded, which this names
                 unit.storage.take_back()
                 raise
-            self._on[kind].append(tensor)
+            self._on[kind].append((tensor, grad))
 
-    def _grad_of(
-        self, param: Tensor, unit: Unit, member: int, accumulate: Callable[[ShardedGradient, Tensor], None], plain: bool
-    ) -> Tensor | None:
-        if plain:
-            return self._whole(unit, member, param.shape)
-        grad = self._shards.get(param)
-        if grad is None:
-            shard = _ParamShard(self, unit, member)
-            grad = self._shards[param] = ShardedGradient(param, shard.of, shard, accumulate)
+    def _sharded(self, param: Tensor, unit: Unit, member: int) -> ShardedGradient:
+        known = self._shards.get(id(param))
+        if known is not None:
+            return known[1]
+        shard = _ParamShard(self, unit, member)
+        grad = ShardedGradient(param, shard.of, shard, self._added)
+        self._shards[id(param)] = param, grad
         return grad
 
     def _alias(self, unit: Unit, view: Tensor, shape: torch.Size) -> Tensor:
@@ -367,24 +381,18 @@ class GradAttributes:
         view = unit.gradients.view(starts[0], starts[0] + shape.numel()) if starts else None
         return None if view is None else self._alias(unit, view[: shape.numel()], shape)
 
-    def _grad_of_part(
-        self,
-        unit: Unit,
-        number: int,
-        members: Sequence[int],
-        accumulate: Callable[[ShardedGradient, Tensor], None],
-        plain: bool,
-    ) -> Tensor:
+    def _grad_of_part(self, unit: Unit, number: int, members: Sequence[int], plain: bool) -> Tensor:
         part = unit.parts[number]
         if plain and unit.dtypes.accumulate == part.tensor.dtype:
             view = unit.gradients.view(part.start, part.stop)
             if view is not None:
                 return self._alias(unit, view, part.tensor.shape)
-        grad = self._shards.get(part.tensor)
-        if grad is None:
-            names = ", ".join([unit.spec.params[i].name for i in members[:3]] + ["..."] * (len(members) > 3))
-            shard = _PartShard(self, unit, number, names)
-            grad = self._shards[part.tensor] = ShardedGradient(part.tensor, names, shard, accumulate)
+        known = self._shards.get(id(part.tensor))
+        if known is not None:
+            return known[1]
+        names = ", ".join([unit.spec.params[i].name for i in members[:3]] + ["..."] * (len(members) > 3))
+        grad = ShardedGradient(part.tensor, names, _PartShard(self, unit, number, names), self._added)
+        self._shards[id(part.tensor)] = part.tensor, grad
         return grad
 
     def _hook(self, param: Tensor) -> None:
@@ -403,9 +411,14 @@ class GradAttributes:
         if not any(self._on):
             return
         with without_torch_function():
-            changed = [self._changed(tensors) for tensors in self._on]
-        dropped = [all(tensor.grad is None for tensor in tensors) and bool(tensors) for tensors in self._on]
-        if any(dropped):
+            changed = [
+                [tensor for tensor, grad in on if (now := tensor.grad) is not grad and not _is_same(now, grad)]
+                for on in self._on
+            ]
+        if not any(changed):
+            self.remove(but)
+            return
+        if any(on and all(tensor.grad is None for tensor, _ in on) for on in self._on):
             every = {unit.number: set(range(len(unit.params))) - absent for unit, absent in self._units}
             self.remove(but)
             if (forget := self._forget()) is not None:
@@ -426,9 +439,6 @@ class GradAttributes:
         for param, unit, member, grad in sets:
             self._replace(param, unit, member, grad)
         self.remove(but)
-
-    def _changed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensor for tensor in tensors if not _is_same(tensor.grad, self._gradients[tensor])]
 
     def _replace_local(self, param: Tensor, unit: Unit, member: int, grad: Tensor | None) -> None:
         """Write what was assigned to the `param.grad` of a gradient that is this rank's own until it is summed."""
@@ -467,24 +477,28 @@ class GradAttributes:
         if written:  # what is known of the sums is known by their version, and aliases have one of their own
             increment_version([total for unit in written for total in unit.gradients.sums or ()])
         self._versions.clear()
-        views: list[tuple[Unit, weakref.ref[Tensor]]] = []
+        views = [(self._places[tensor][0], weakref.ref(grad)) for tensor, grad in on[0] if type(grad) is Tensor]
         with without_torch_function():
-            for tensor in (*on[0], *on[1]):
-                grad = self._gradients.pop(tensor)
-                if grad is not but and _is_same(tensor.grad, grad):
-                    tensor.grad = None
-                if type(grad) is Tensor and tensor in self._places:
-                    views.append((self._places[tensor][0], weakref.ref(grad)))
-                del grad
+            for shown in on:
+                while shown:  # whoever else has a view of a gradient is found below
+                    tensor, grad = shown.pop()
+                    now = tensor.grad
+                    if grad is not but and (now is grad or _is_same(now, grad)):
+                        tensor.grad = None
+                    del grad, now
         for unit in {unit for unit, view in views if view() is not None}:
             unit.gradients.leave_memory()
 
     def dropped(self) -> None:
         """Let go of gradients that were dropped: who has one of them gets an error from now on."""
-        for grad in self._shards.values():
-            if isinstance(grad.shard, _Shard):
+        again: dict[int, tuple[Tensor, ShardedGradient]] = {}
+        for key, (tensor, grad) in self._shards.items():
+            if getrefcount(grad) <= _OURS and isinstance(grad.shard, _ParamShard):
+                grad.answers.clear()
+                again[key] = tensor, grad
+            elif isinstance(grad.shard, _Shard):
                 grad.shard.alive = False
-        self._shards.clear()
+        self._shards = again
         self.present.clear()
         self.replaced.clear()
         if self.measured is not None:
@@ -492,6 +506,7 @@ class GradAttributes:
 
     def begin(self) -> None:
         """A gradient comes that is added, or only asked for (`torch.autograd.grad`): after that, gradients come back."""
+        self._task = graph_task_id()
         if (before := self.before()) is not None:
             before()
         if any(self._on):
@@ -514,6 +529,10 @@ class GradAttributes:
             with without_torch_function():
                 if param.grad is grad:
                     param.grad, self.added = copy, None
+
+
+_OURS = 3
+"""References to a gradient that nobody else has: of `_shards`, of the loop over it, and of the call that counts."""
 
 
 def _is_same(now: Tensor | None, shown: Tensor) -> bool:
@@ -551,7 +570,7 @@ def _begins(owner: weakref.ref[GradAttributes]) -> Callable[[Tensor], None]:
     def begins(grad: Tensor) -> None:
         del grad
         attributes = owner()
-        if attributes is not None:
+        if attributes is not None and attributes._task != graph_task_id():  # else it is not the first
             attributes.begin()
 
     return begins

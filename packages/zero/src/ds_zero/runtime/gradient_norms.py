@@ -110,16 +110,34 @@ class _UnitNorms:
     stale: set[int] = field(default_factory=set)
 
 
-def _pieces_of(unit: Unit) -> list[tuple[int, int]]:
-    """Return (start, stop) in its shard of every piece of a parameter that this rank has of a unit."""
-    return [(piece.start, piece.stop) for piece in unit.owned if piece.interval.numel]
+class _Places:
+    """Where the norms of one unit's pieces and members belong. Computed once: neither pieces nor ranges of a unit change.
 
+    Args:
+        tensors: Of each trained parameter, by unit and member, the place of its logical tensor's norms.
+    Attributes:
+        pieces: (start, stop) in the shard of every piece of a parameter that this rank has.
+        all: Of each piece the place of its tensor, int64 [pieces], on the unit's device.
+        members: The same of each member, [members].
+        in_ranges: Numbers of the ranges of the sums that are one piece, [n], and the places of those pieces.
+        others: The other pieces, and their places.
+    """
 
-def _view(unit: Unit, piece: tuple[int, int]) -> Tensor:
-    view = unit.gradients.view(*piece)
-    if view is None:
-        raise RuntimeError(f"unit {unit.spec.name} has no sums to measure")
-    return view.detach()
+    def __init__(self, unit: Unit, tensors: Mapping[tuple[int, int], int]) -> None:
+        def index(numbers: Sequence[int]) -> Tensor:
+            return torch.tensor(numbers, dtype=torch.int64, device=unit.device)
+
+        members = {info.name: member for member, info in enumerate(unit.spec.params)}
+        owned = [piece for piece in unit.owned if piece.interval.numel]
+        places = [tensors[unit.number, members[piece.name]] for piece in owned]
+        ranges = {at: number for number, at in enumerate(unit.gradients.ranges)}
+        self.pieces = [(piece.start, piece.stop) for piece in owned]
+        self.all = index(places)
+        self.members = index([tensors[unit.number, member] for member in range(len(unit.params))])
+        within = [(ranges[at], place) for at, place in zip(self.pieces, places, strict=True) if at in ranges]
+        apart = [(at, place) for at, place in zip(self.pieces, places, strict=True) if at not in ranges]
+        self.in_ranges = index([number for number, _ in within]), index([place for _, place in within])
+        self.others = [at for at, _ in apart], index([place for _, place in apart])
 
 
 class GradientMeasurements:
@@ -138,6 +156,10 @@ class GradientMeasurements:
         self._units, self._remaining = list(units), remaining
         self._norms: dict[int, _UnitNorms] = {}
         self._scaled_parts: dict[tuple[int, int], Any] = {}
+        self._places = {unit.number: _Places(unit, agreement.tensors) for unit in self._units}
+        self._users = [0.0] * agreement.sizes[1]  # of a backward that every parameter took part in
+        for place in agreement.parts.values():
+            self._users[place] += 1.0
 
     def measure(
         self, absent: Mapping[int, set[int]], replaced: Mapping[int, set[int]], *, norms: bool
@@ -153,102 +175,120 @@ class GradientMeasurements:
         Raises:
             PlanError: a gradient was dropped or replaced on some of its ranks only, or ranks wrote different numbers of times
                 ("sharded-gradient-ranks").
-        Cost: 24 bytes a parameter in two all-reduces; a read of this rank's sums on a CPU, two on a device, none where the pass that made them
+        Cost: 24 bytes a parameter in two all-reduces, beside one another; a read of this rank's sums on a CPU, two on a device, none where the pass that made them
             has measured them (`Gradients.norms`).
         """
-        tensors, counted = self.agreement.sizes
-        used = [0.0] * counted
-        for (number, member), place in self.agreement.parts.items():
-            used[place] += float(member not in absent[number]) + REPLACED * (member in replaced.get(number, ()))
+        (tensors, counted), parts, used = self.agreement.sizes, self.agreement.parts, list(self._users)
+        for unit in self._units:
+            for member in absent[unit.number]:
+                used[parts[unit.number, member]] -= 1.0
+            for member in replaced.get(unit.number, ()):
+                used[parts[unit.number, member]] += REPLACED
         counts = torch.tensor([*used, self.writes, self.writes**2], dtype=torch.float64)
         device = self._units[0].device if self._units else torch.device("cpu")
         squares = torch.zeros(tensors if norms else 0, dtype=torch.float64, device=device)
         peaks = torch.zeros_like(squares)
         if norms:
             self._local(squares, peaks)
-        group = self.agreement.group
-        if group.size > 1:
-            counts = counts.to(metadata_device(group))
-            if device == counts.device:
-                message = torch.cat([counts, squares])
-                comm.all_reduce(message, group=group, unit="gradients")
-                counts, squares = message[: counted + 2], message[counted + 2 :]
-            else:
-                comm.all_reduce(counts, group=group, unit="gradients")
-                comm.all_reduce(squares, group=group, unit="gradients") if norms else None
-            if norms:
-                comm.all_reduce(peaks, dist.ReduceOp.MAX, group=group, unit="gradients")
+        counts, squares, peaks = self._over_ranks(counts, squares, peaks)
         numbers: list[float] = counts.tolist()
         self._check(numbers)
         self.writes = 0
         self._scaled_parts.clear()
         self._norms.clear()
-        users = numbers
+        users = numbers[:counted]
+        every = min(users, default=1.0) > 0.0 and max(users, default=1.0) < REPLACED
         present: dict[int, set[int]] = {}
         for unit in self._units:
-            places = [(unit.number, member) for member in range(len(unit.params))]
-            present[unit.number] = {m for n, m in places if users[self.agreement.parts[n, m]] % REPLACED > 0.0}
+            number, members = unit.number, range(len(unit.params))
+            present[number] = {m for m in members if every or users[parts[number, m]] % REPLACED > 0.0}
             if norms:
-                at = torch.tensor([self.agreement.tensors[place] for place in places], device=squares.device)
-                self._norms[unit.number] = _UnitNorms(squares[at], peaks[at], unit.gradients.version)
+                at = self._places[number].members
+                self._norms[number] = _UnitNorms(squares[at], peaks[at], unit.gradients.version)
         return present
+
+    def _over_ranks(self, counts: Tensor, squares: Tensor, peaks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sum counts and squares over the ranks, and take the largest of the magnitudes, by messages that travel beside one another."""
+        group = self.agreement.group
+        if group.size == 1:
+            return counts, squares, peaks
+        counts = counts.to(metadata_device(group))
+        joined = counts.device == squares.device
+        message = torch.cat([counts, squares]) if joined else counts
+        works = [comm.all_reduce(message, group=group, async_op=True, unit="gradients")]
+        if len(squares) and not joined:
+            works.append(comm.all_reduce(squares, group=group, async_op=True, unit="gradients"))
+        if len(peaks):
+            works.append(comm.all_reduce(peaks, dist.ReduceOp.MAX, group=group, async_op=True, unit="gradients"))
+        for work in works:
+            work.wait()
+        return message[: len(counts)], message[len(counts) :] if joined else squares, peaks
 
     def measurement_of(self, unit: Unit) -> Callable[[], Tensor]:
         """Return what measures the pieces of one unit before its sums leave the device."""
-        owner = weakref.ref(unit)
+        owner, pieces = weakref.ref(unit), self._places[unit.number].pieces
 
         def measure() -> Tensor:
             alive = owner()
-            views = [] if alive is None else [_view(alive, piece) for piece in _pieces_of(alive)]
+            views = [] if alive is None else alive.gradients.cut(pieces)
             return norms_of(views) if views else torch.zeros(0, 2, dtype=torch.float64)
 
         return measure
 
     def _local(self, squares: Tensor, peaks: Tensor) -> None:
         """Add this rank's share of the squares, and write the magnitudes of its elements."""
-        device, norms = squares.device, list[Tensor]()
-        rows: list[tuple[float, float, int]] = []  # of each piece: weight of its square, factor of its magnitude, place
-        unmeasured: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[tuple[float, float, int]]]] = {}
+        device = squares.device
+        norms, places, factors, counts = list[Tensor](), list[Tensor](), list[tuple[float, float]](), list[int]()
+        unmeasured: dict[
+            tuple[torch.device, torch.dtype], tuple[list[Tensor], list[tuple[Tensor, tuple[float, float]]]]
+        ]
+        unmeasured = {}
         for unit in self._units:
             if not unit.gradients.has_sums:
                 continue
-            factor, measured, summed = self._remaining(unit), unit.gradients.measured, unit.gradients.norms
-            members = {info.name: i for i, info in enumerate(unit.spec.params)}
-            places = [
-                self.agreement.tensors[unit.number, members[piece.name]] for piece in unit.owned if piece.interval.numel
-            ]
-            of_unit = [(factor * factor / unit.groups.counts, abs(factor), place) for place in places]
-            if measured is not None:
+            known, remaining = self._places[unit.number], self._remaining(unit)
+            factor = remaining * remaining / unit.groups.counts, abs(remaining)
+            rests, at = known.pieces, known.all
+            if (measured := unit.gradients.measured) is not None:
                 norms.append(measured.to(device))
-                rows += of_unit
-                continue
-            ranges = {} if summed is None else {at: number for number, at in enumerate(unit.gradients.ranges)}
-            for piece, row in zip(_pieces_of(unit), of_unit, strict=True):
-                if summed is not None and (number := ranges.get(piece)) is not None:
-                    norms.append(summed[number : number + 1].to(device))
-                    rows.append(row)
-                    continue
-                view = _view(unit, piece)
-                before = unmeasured.setdefault((view.device, view.dtype), ([], []))
-                before[0].append(view)
-                before[1].append(row)
-        for views, of_views in unmeasured.values():
+                places.append(known.all)
+                rests = []
+            elif (summed := unit.gradients.norms) is not None:
+                numbers, at = known.in_ranges
+                norms.append(summed.index_select(0, numbers.to(summed.device)).to(device))
+                places.append(at)
+                rests, at = known.others
+            if rests is not known.pieces:
+                factors.append(factor)
+                counts.append(len(places[-1]))
+            if rests:
+                views = unit.gradients.cut(rests)
+                before = unmeasured.setdefault((views[0].device, views[0].dtype), ([], []))
+                before[0].extend(views)
+                before[1].append((at, factor))
+        for views, of_units in unmeasured.values():
             norms.append(norms_of(views).to(device))
-            rows += of_views
-        if not rows:
+            for at, factor in of_units:
+                places.append(at)
+                factors.append(factor)
+                counts.append(len(at))
+        if not norms:
             return
-        of_squares, of_peaks, at = zip(*rows, strict=True)
-        factors = torch.tensor((of_squares, of_peaks), dtype=torch.float64, device=device).t()
-        sums, largest = torch.cat(norms).mul_(factors).unbind(1)
-        index = torch.tensor(at, device=device)
+        weights = torch.tensor(factors[:1] if len(set(factors)) == 1 else factors, dtype=torch.float64, device=device)
+        if len(weights) > 1:
+            weights = weights.repeat_interleave(torch.tensor(counts, device=device), 0, output_size=sum(counts))
+        sums, largest = (torch.cat(norms) * weights).unbind(1)
+        index = torch.cat(places).to(device)
         squares.index_add_(0, index, sums)
         peaks.scatter_reduce_(0, index, largest, "amax")
 
     def _check(self, numbers: list[float]) -> None:
         *users, writes, squares = numbers
+        unequal = self.agreement.group.size * squares != writes * writes
+        if not unequal and max(users, default=0.0) < REPLACED:
+            return
         names = {place: key for key, place in self.agreement.parts.items()}
         partly = [names.get(i) for i, n in enumerate(users) if 0 < n // REPLACED < self.agreement.owners[i]]
-        unequal = self.agreement.group.size * squares != writes * writes
         if partly or unequal:
             known = {unit.number: unit for unit in self._units}
             shown = [known[at[0]].spec.params[at[1]].name for at in partly if at is not None]

@@ -363,6 +363,13 @@ class Gradients:
         sums = self.sums
         return None if sums is None else self._cut(sums, start, stop)
 
+    def cut(self, pieces: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Return elements [start, stop) of the shard of the sum for each of pieces, which are sorted; each lies in one range."""
+        sums = self.sums
+        if sums is None:
+            raise RuntimeError(f"unit {self._name} has no sums to cut")
+        return [self._cut(sums, start, stop) for start, stop in pieces]
+
     def narrow_view(self, start: int, stop: int) -> Tensor:
         """Return `view` of sums on the host, in the format in which they are there: to be read alone."""
         if self.host is None:

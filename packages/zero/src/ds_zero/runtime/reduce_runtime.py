@@ -210,11 +210,12 @@ class GradientReductions:
             reducing = owner()
             if reducing is None:
                 return
-            if reducing.attributes.added is not None:
-                reducing.attributes.land(param)
-            if not reducing.attributes.shows:
+            attributes = reducing.attributes
+            if attributes.added is not None:
+                attributes.land(param)
+            if not attributes.shows:
                 reducing.hooks.call_of((number, member))
-            if not reducing._is_empty(number, member, param):
+            if not reducing._handed or not reducing._is_empty(number, member, param):
                 reducing.arrived(number, member)
 
         return fired
