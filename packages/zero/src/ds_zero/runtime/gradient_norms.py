@@ -110,7 +110,7 @@ class _UnitNorms:
     stale: set[int] = field(default_factory=set)
 
 
-class _Places:
+class _NormPlaces:
     """Where the norms of one unit's pieces and members belong. Computed once: neither pieces nor ranges of a unit change.
 
     Args:
@@ -156,7 +156,7 @@ class GradientMeasurements:
         self._units, self._remaining = list(units), remaining
         self._norms: dict[int, _UnitNorms] = {}
         self._scaled_parts: dict[tuple[int, int], Any] = {}
-        self._places = {unit.number: _Places(unit, agreement.tensors) for unit in self._units}
+        self._places = {unit.number: _NormPlaces(unit, agreement.tensors) for unit in self._units}
         self._users = [0.0] * agreement.sizes[1]  # of a backward that every parameter took part in
         for place in agreement.parts.values():
             self._users[place] += 1.0
