@@ -29,7 +29,8 @@ def test_a_checkpoint_of_two_ranks_gives_its_output() -> None:
         engine.load_checkpoint(str(BEFORE / "checkpoint"), tag="three")
         assert engine.global_steps == 3
         expected = json.loads((BEFORE / "expected.json").read_text())["output_of_ones"]
-        assert engine(torch.ones(1, 8)).item() == torch.tensor(expected).item()
+        # Hosts add up a product in other orders: the last bit of fp32.
+        torch.testing.assert_close(engine(torch.ones(1, 8)), torch.tensor([[expected]]), rtol=1e-6, atol=0.0)
         loss = engine(torch.ones(1, 8)).square().mean()
         engine.backward(loss)
         engine.step()  # the optimizer's state came along
