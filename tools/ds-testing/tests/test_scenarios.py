@@ -101,3 +101,25 @@ def test_a_failure_does_not_wait_for_the_deadline(outcomes):
     assert "ValueError: gave up" in text
     assert "rank 1/2: did not answer; its stacks" in text
     assert "deadline" not in text
+
+
+SET_BY_A_FIXTURE = """
+import os
+import pytest
+from ds_testing import world
+
+@pytest.fixture(autouse=True)
+def forced():
+    os.environ["FORCED"] = "1"
+    yield
+    del os.environ["FORCED"]
+
+@world(2)
+def test_of_ranks():
+    assert "FORCED" not in os.environ
+"""
+
+
+def test_ranks_have_the_environment_that_pytest_began_with(run_pytest, tmp_path):
+    """They outlive the test that starts them: what it had set stayed with the tests after it."""
+    assert run_pytest(tmp_path, SET_BY_A_FIXTURE)["test_of_ranks"][0] == "passed"

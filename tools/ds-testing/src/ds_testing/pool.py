@@ -54,7 +54,7 @@ class WorldRun:
 
 
 class Pool:
-    """Workers kept between tests.
+    """Workers kept between tests, in the environment of the moment when the pool is made: that of no test.
 
     Args:
         capture: Whether the workers' stdout and stderr go to files that a failure shows, instead of the terminal.
@@ -62,6 +62,7 @@ class Pool:
 
     def __init__(self, *, capture: bool = True) -> None:
         self._capture = capture
+        self._environment = _environment()
         self._workers: list[_Worker] = []
         self._count = 0
         self.num_started = 0
@@ -93,7 +94,7 @@ class Pool:
     def _take(self, size: int) -> list[_Worker]:
         if any(not worker.alive for worker in self._workers):
             self.close()
-        fresh = [_Worker(self._capture) for _ in range(size - len(self._workers))]
+        fresh = [_Worker(self._capture, self._environment) for _ in range(size - len(self._workers))]
         self._workers += fresh
         self.num_started += len(fresh)
         for worker in fresh:
@@ -177,15 +178,15 @@ def _free_port() -> int:
 class _Worker:
     """One worker process, seen from the pool."""
 
-    def __init__(self, capture: bool) -> None:
+    def __init__(self, capture: bool, environment: dict[str, str]) -> None:
         self.connection, theirs = multiprocessing.Pipe()
         life_read, self._life = os.pipe()
         self._stacks: IO[bytes] = _temporary_file()
         self._output = _temporary_file() if capture else None
         output = None if self._output is None else Fd(self._output.fileno())
         plumbing = Plumbing(theirs, Fd(life_read), Fd(self._stacks.fileno()), output)
-        arguments = (plumbing, _environment())
-        self._process = _forking().Process(target=worker_main, args=arguments, name="ds-testing-rank")
+        arguments = (plumbing, environment)
+        self._process = _forking(environment).Process(target=worker_main, args=arguments, name="ds-testing-rank")
         self._process.start()
         theirs.close()
         os.close(life_read)
@@ -297,10 +298,10 @@ def _environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
 
 
-def _forking() -> ForkServerContext:
+def _forking(environment: dict[str, str]) -> ForkServerContext:
     """Processes forked from one that imports torch once, at the first call; it ends when pytest does."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ds_testing.preload"])
-    with mock.patch.dict(os.environ, _environment()):
+    with mock.patch.dict(os.environ, environment, clear=True):
         forkserver.ensure_running()
     return context
