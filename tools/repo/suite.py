@@ -27,11 +27,12 @@ def side_by_side(arguments: Sequence[str], cores: int) -> list[str]:
     """What to add to pytest's arguments so that several files run at a time.
 
     Nothing where `arguments` choose themselves, or need one process (a debugger, output as it comes). Tests of one file stay in one
-    process and in their order, so that fixtures of a module are made once.
+    process and in their order, so that fixtures of a module are made once. Files begin in the order of ds_testing's `long_files`,
+    not by their number of tests.
     """
     if any(_OWN_CHOICE.fullmatch(argument) for argument in arguments):
         return []
-    return ["-n", str(min(_PROCESSES_A_CORE * cores, _MOST_PROCESSES)), "--dist", "loadfile"]
+    return ["-n", str(min(_PROCESSES_A_CORE * cores, _MOST_PROCESSES)), "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
 def above(touched: Collection[str], projects: Mapping[str, Project]) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 from repo import ROOT
 from repo.suite import above, changed_files, folders_of, side_by_side
 
-BY_FILE = ["--dist", "loadfile"]
+BY_FILE = ["--dist", "loadfile", "--no-loadscope-reorder"]
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,22 @@ BY_FILE = ["--dist", "loadfile"]
 )
 def test_files_run_side_by_side_unless_asked_otherwise(arguments, cores, added):
     assert side_by_side(arguments, cores) == added
+
+
+@pytest.mark.parametrize("name", ["few_cases.txt", "long_files.txt"])
+def test_lists_name_files_and_functions_that_are_there(name):
+    """A name that a file or a function had before would change nothing, and be seen by nobody."""
+    lines = [line.split() for line in (ROOT / "tools/repo" / name).read_text().splitlines() if not line.startswith("#")]
+    gone = []
+    for number, place in lines:
+        assert int(number) > 0
+        path, _, function = place.partition("::")
+        file = ROOT / path
+        if not file.is_file() or (function and f"def {function.rpartition('::')[2]}(" not in file.read_text()):
+            gone.append(place)
+    assert gone == []
+    assert name != "few_cases.txt" or {number for number, _ in lines} == {"1", "2"}
+    assert len({place for _, place in lines}) == len(lines) > 0
 
 
 def test_what_is_above_a_package(projects):
@@ -77,9 +93,3 @@ def test_changed_files_are_committed_uncommitted_and_new(tmp_path):
     assert changed_files("main", tmp_path) == ["committed", "edited", "new"]
     with pytest.raises(ValueError, match="nowhere"):
         changed_files("nowhere", tmp_path)
-
-
-def test_files_of_few_cases_are_there() -> None:
-    lines = [line.split() for line in (ROOT / "tools/repo/few_cases.txt").read_text().splitlines() if line[0] != "#"]
-    assert [path for _, path in lines if not (ROOT / path).is_file()] == []
-    assert {number for number, _ in lines} == {"1", "2"}

@@ -44,6 +44,23 @@ def test_a_sample_has_less_of_long_files(run_pytest, tmp_path):
     assert sorted(name.partition("[")[0] for name in outcomes) == ["test_few", "test_many"]
 
 
+def test_a_function_of_the_list_has_a_number_of_its_own(run_pytest, tmp_path):
+    (tmp_path / "few.txt").write_text("1 test_written.py\n3 test_written.py::test_many\n")
+    outcomes = run_pytest(tmp_path, BODY, "--cases=sample", settings="\nfew_cases = few.txt\n")
+    names = [name.partition("[")[0] for name in outcomes]
+    assert (names.count("test_many"), names.count("test_few")) == (3, 1)
+
+
+def test_a_long_file_begins_first_where_files_run_side_by_side(run_pytest, tmp_path):
+    pytest.importorskip("xdist")
+    (tmp_path / "test_a.py").write_text("def test_a():\n    pass\n")
+    (tmp_path / "long.txt").write_text("9 test_written.py\n")
+    words = ("-n", "1", "--dist", "loadfile", "--no-loadscope-reorder", "test_a.py")
+    outcomes = run_pytest(tmp_path, BODY, *words, settings="\nlong_files = long.txt\n")
+    assert next(iter(outcomes)).startswith("test_many")
+    assert list(outcomes)[-1] == "test_a"
+
+
 def test_a_sample_draws_fewer_examples(run_pytest, tmp_path):
     body = """
 from hypothesis import given, settings, strategies as st

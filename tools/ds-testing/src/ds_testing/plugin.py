@@ -58,7 +58,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addini("every_case", "folders and files of which --cases=sample leaves nothing out", "args", default=[])
     parser.addini(
-        "few_cases", "a file with lines `number path`: how many cases of a function --cases=sample draws in long files"
+        "few_cases",
+        "a file with lines `number path[::function]`: how many cases of a function --cases=sample draws there",
+    )
+    parser.addini(
+        "long_files", "a file with lines `seconds path`: with pytest-xdist these files run first, longest first"
     )
 
 
@@ -104,12 +108,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     A world has a deadline of its own, which names the ranks that wait: pytest-timeout must not come before it.
     """
     if config.getoption("cases") == "sample":
-        few = _few_cases(config.rootpath, config.getini("few_cases"))
+        few = _listed(config.rootpath, config.getini("few_cases"))
         left_out = _left_out(items, config.rootpath, config.getini("every_case"), few)
         config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
         items[:] = [item for item in items if id(item) not in left_out]
         for item in items:
             _fewer_examples(getattr(item, "obj", None))
+    if hasattr(config, "workerinput"):  # of pytest-xdist: a long file that begins last is waited for by idle processes
+        seconds = _listed(config.rootpath, config.getini("long_files"))
+        items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0))  # stable: files stay whole
     if not config.pluginmanager.hasplugin("timeout"):
         return
     for item in items:
@@ -118,15 +125,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(spec.timeout + _START_S))
 
 
-def _few_cases(root: Path, name: str) -> dict[Path, int]:
-    """How many cases of a function are drawn in the files that the list `name` has; none without a list."""
+def _listed(root: Path, name: str) -> dict[str, int]:
+    """The numbers that the list `name` has for files and functions, by their names in pytest; none without a list."""
     if not name:
         return {}
     lines = [line.split() for line in (root / name).read_text().splitlines() if line and not line.startswith("#")]
-    return {root / path: int(number) for number, path in lines}
+    return {place: int(number) for number, place in lines}
 
 
-def _left_out(items: Sequence[pytest.Item], root: Path, every_case: Sequence[str], few: Mapping[Path, int]) -> set[int]:
+def _left_out(items: Sequence[pytest.Item], root: Path, every_case: Sequence[str], few: Mapping[str, int]) -> set[int]:
     """The cases that a sample does not have, as ids. What is drawn depends on the function's name and the seed, not on other tests."""
     kept_whole = [root / name for name in every_case]
     cases: dict[str, list[pytest.Item]] = {}
@@ -140,7 +147,7 @@ def _left_out(items: Sequence[pytest.Item], root: Path, every_case: Sequence[str
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out: set[int] = set()
     for name, group in cases.items():
-        number = few.get(group[0].path)
+        number = few.get(name, few.get(name.partition("::")[0]))
         if len(group) > (number or _LARGE):
             draw = random.Random(f"{os.environ.get('DS_CASES_SEED', '0')} {name}")
             drawn = {id(item) for item in draw.sample(group, number or _DRAWN)}
