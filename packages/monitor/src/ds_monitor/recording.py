@@ -234,9 +234,8 @@ def detach(sinks: Iterable[Sink]) -> None:
         if not gone:
             return
         _end_step()
-        leaving_now = [
-            sink for sink in gone if sink in _sinks
-        ]  # a sink that failed in the last step has left by itself
+        # A sink that failed in the last step has left by itself.
+        leaving_now = [sink for sink in gone if sink in _sinks]
         for sink in leaving_now:
             _sinks.remove(sink)
         _close_all(leaving_now)

@@ -190,9 +190,8 @@ class GradAttributes:
         self._of_parts = not any(unit.plan.early for unit in units)
         self._backward, self._forget = backward, weakref.WeakMethod(forget)
         self._versions: dict[Tensor, tuple[Unit, int]] = {}  # of plain gradients, when they were shown
-        self._shards: dict[
-            int, tuple[Tensor, ShardedGradient]
-        ] = {}  # by id of the parameter or part, which stays meanwhile
+        # By id of the parameter or part, which stays meanwhile.
+        self._shards: dict[int, tuple[Tensor, ShardedGradient]] = {}
         self._pieces: dict[tuple[int, int], tuple[list[tuple[int, int]], tuple[tuple[int, int], ...]]] = {}
         self._on: tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]] = ([], [])  # of parameters, of parts
         self._task: int | None = None  # the graph task that has begun to add gradients since they were shown

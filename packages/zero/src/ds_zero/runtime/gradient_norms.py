@@ -110,22 +110,29 @@ class _UnitNorms:
     stale: set[int] = field(default_factory=set)
 
 
+_Factors = tuple[float, float]
+"""What sums of squares, and magnitudes, are to be multiplied by."""
+_Chunk = tuple[Tensor, Tensor, _Factors]
+"""Norms of pieces [n, 2], the places of their tensors [n], and their factors."""
+
+
 class _NormPlaces:
     """Where the norms of one unit's pieces and members belong. Computed once: neither pieces nor ranges of a unit change.
 
     Args:
         tensors: Of each trained parameter, by unit and member, the place of its logical tensor's norms.
+        device: Where norms are added up.
     Attributes:
         pieces: (start, stop) in the shard of every piece of a parameter that this rank has.
-        all: Of each piece the place of its tensor, int64 [pieces], on the unit's device.
+        all: Of each piece the place of its tensor, int64 [pieces].
         members: The same of each member, [members].
         in_ranges: Numbers of the ranges of the sums that are one piece, [n], and the places of those pieces.
         others: The other pieces, and their places.
     """
 
-    def __init__(self, unit: Unit, tensors: Mapping[tuple[int, int], int]) -> None:
+    def __init__(self, unit: Unit, tensors: Mapping[tuple[int, int], int], device: torch.device) -> None:
         def index(numbers: Sequence[int]) -> Tensor:
-            return torch.tensor(numbers, dtype=torch.int64, device=unit.device)
+            return torch.tensor(numbers, dtype=torch.int64, device=device)
 
         members = {info.name: member for member, info in enumerate(unit.spec.params)}
         owned = [piece for piece in unit.owned if piece.interval.numel]
@@ -156,7 +163,8 @@ class GradientMeasurements:
         self._units, self._remaining = list(units), remaining
         self._norms: dict[int, _UnitNorms] = {}
         self._scaled_parts: dict[tuple[int, int], Any] = {}
-        self._places = {unit.number: _NormPlaces(unit, agreement.tensors) for unit in self._units}
+        self._device = self._units[0].device if self._units else torch.device("cpu")
+        self._places = {unit.number: _NormPlaces(unit, agreement.tensors, self._device) for unit in self._units}
         self._users = [0.0] * agreement.sizes[1]  # of a backward that every parameter took part in
         for place in agreement.parts.values():
             self._users[place] += 1.0
@@ -185,8 +193,7 @@ class GradientMeasurements:
             for member in replaced.get(unit.number, ()):
                 used[parts[unit.number, member]] += REPLACED
         counts = torch.tensor([*used, self.writes, self.writes**2], dtype=torch.float64)
-        device = self._units[0].device if self._units else torch.device("cpu")
-        squares = torch.zeros(tensors if norms else 0, dtype=torch.float64, device=device)
+        squares = torch.zeros(tensors if norms else 0, dtype=torch.float64, device=self._device)
         peaks = torch.zeros_like(squares)
         if norms:
             self._local(squares, peaks)
@@ -237,48 +244,36 @@ class GradientMeasurements:
 
     def _local(self, squares: Tensor, peaks: Tensor) -> None:
         """Add this rank's share of the squares, and write the magnitudes of its elements."""
-        device = squares.device
-        norms, places, factors, counts = list[Tensor](), list[Tensor](), list[tuple[float, float]](), list[int]()
-        unmeasured: dict[
-            tuple[torch.device, torch.dtype], tuple[list[Tensor], list[tuple[Tensor, tuple[float, float]]]]
-        ]
-        unmeasured = {}
+        device, chunks = squares.device, list[_Chunk]()
+        unmeasured: dict[tuple[torch.device, torch.dtype], list[tuple[list[Tensor], Tensor, _Factors]]] = {}
         for unit in self._units:
             if not unit.gradients.has_sums:
                 continue
             known, remaining = self._places[unit.number], self._remaining(unit)
-            factor = remaining * remaining / unit.groups.counts, abs(remaining)
-            rests, at = known.pieces, known.all
+            factors = remaining * remaining / unit.groups.counts, abs(remaining)
+            pieces, places = known.pieces, known.all
             if (measured := unit.gradients.measured) is not None:
-                norms.append(measured.to(device))
-                places.append(known.all)
-                rests = []
-            elif (summed := unit.gradients.norms) is not None:
-                numbers, at = known.in_ranges
-                norms.append(summed.index_select(0, numbers.to(summed.device)).to(device))
-                places.append(at)
-                rests, at = known.others
-            if rests is not known.pieces:
-                factors.append(factor)
-                counts.append(len(places[-1]))
-            if rests:
-                views = unit.gradients.cut(rests)
-                before = unmeasured.setdefault((views[0].device, views[0].dtype), ([], []))
-                before[0].extend(views)
-                before[1].append((at, factor))
-        for views, of_units in unmeasured.values():
-            norms.append(norms_of(views).to(device))
-            for at, factor in of_units:
-                places.append(at)
-                factors.append(factor)
-                counts.append(len(at))
-        if not norms:
+                chunks.append((measured.to(device), places, factors))
+                continue
+            if (summed := unit.gradients.norms) is not None:
+                numbers, of_ranges = known.in_ranges
+                chunks.append((summed.to(device).index_select(0, numbers), of_ranges, factors))
+                pieces, places = known.others
+            if pieces:
+                views = unit.gradients.cut(pieces)
+                unmeasured.setdefault((views[0].device, views[0].dtype), []).append((views, places, factors))
+        for several in unmeasured.values():
+            norms = norms_of([view for views, _, _ in several for view in views]).to(device)
+            parts = norms.split([len(views) for views, _, _ in several])
+            chunks += [(part, places, factors) for part, (_, places, factors) in zip(parts, several, strict=True)]
+        if not chunks:
             return
-        weights = torch.tensor(factors[:1] if len(set(factors)) == 1 else factors, dtype=torch.float64, device=device)
+        sizes, every = [len(norms) for norms, _, _ in chunks], [factors for _, _, factors in chunks]
+        weights = torch.tensor(every[:1] if len(set(every)) == 1 else every, dtype=torch.float64, device=device)
         if len(weights) > 1:
-            weights = weights.repeat_interleave(torch.tensor(counts, device=device), 0, output_size=sum(counts))
-        sums, largest = (torch.cat(norms) * weights).unbind(1)
-        index = torch.cat(places).to(device)
+            weights = weights.repeat_interleave(torch.tensor(sizes, device=device), 0, output_size=sum(sizes))
+        sums, largest = (torch.cat([norms for norms, _, _ in chunks]) * weights).unbind(1)
+        index = torch.cat([places for _, places, _ in chunks])
         squares.index_add_(0, index, sums)
         peaks.scatter_reduce_(0, index, largest, "amax")
 
