@@ -1,7 +1,9 @@
 """`ds plan` and `ds config` say what is asked and exit with 1 where something is wrong."""
 
 import argparse
+import importlib
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from ds_engine import cli_config, cli_elastic, cli_plan
+from ds_engine.models import model_from
 
 Write = Callable[[Any], Path]
 MODEL = "from torch import nn\n\ndef make():\n    return nn.Linear(1000, 1000)\n\nNOTHING = 3\n\ndef number():\n    return 3\n"
@@ -34,6 +37,27 @@ def test_plan_of_a_model_on_meta(written: Write, tmp_path: Path, capsys: pytest.
     rows = json.loads(capsys.readouterr().out)
     assert rows["model"].startswith("1,001,000 parameters")
     assert "stage 3" in rows["ZeRO"]
+
+
+@pytest.mark.parametrize(
+    "name", ["queue", "wave", "some_twin"]
+)  # loaded; of Python, but not loaded; loaded from elsewhere
+def test_a_file_may_have_the_name_of_another_module(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = importlib.import_module("queue")
+    monkeypatch.setitem(sys.modules, "some_twin", ModuleType("some_twin"))
+    for width in (8, 16):
+        folder = tmp_path / str(width)
+        folder.mkdir()
+        (folder / "beside.py").write_text("BIAS = False\n")
+        file = folder / f"{name}.py"
+        file.write_text(
+            f"from torch import nn\nimport beside\ndef make():\n    return nn.Linear({width}, 4, bias=beside.BIAS)\n"
+        )
+        for _ in range(2):
+            shapes, _ = model_from(f"{file}:make")
+            assert [param.shape for param in shapes.params] == [(4, width)]
+    assert sys.modules["queue"] is before
+    monkeypatch.delitem(sys.modules, "beside")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -74,18 +76,40 @@ def _find(spec: str) -> Callable[[], object]:
             f"{spec!r} does not say which model", "Write module:function, file.py:function, or a model's folder."
         )
     path = Path(place)
-    if path.suffix == ".py":
-        if not path.is_file():
-            raise _wrong(f"there is no file {path}", "Check the path.")
-        sys.path.insert(0, str(path.parent.resolve()))
-        place = path.stem
+    if path.suffix == ".py" and not path.is_file():
+        raise _wrong(f"there is no file {path}", "Check the path.")
     try:
-        factory = getattr(importlib.import_module(place), name, None)
+        module = _module_of(path.resolve()) if path.suffix == ".py" else importlib.import_module(place)
     except ModuleNotFoundError as error:
         raise _wrong(f"{spec}: {error}", "Install it, or give a file.") from error
+    factory = getattr(module, name, None)
     if not callable(factory):
         raise _wrong(f"{place} has nothing callable named {name!r}", "Check the name.")
     return factory
+
+
+def _module_of(file: Path) -> ModuleType:
+    """Import `file` with its folder in front of `sys.path`, also where another module of its name is loaded."""
+    name = file.stem
+    loaded = sys.modules.get(name)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(file):
+        return loaded
+    if loaded is not None or name in sys.stdlib_module_names:
+        name = f"{name} of {file.parent}"
+        if name in sys.modules:
+            return sys.modules[name]
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
+    loader = SourceFileLoader(name, str(file))
+    module = importlib.util.module_from_spec(ModuleSpec(name, loader, origin=str(file)))
+    module.__file__ = str(file)
+    sys.modules[name] = module  # dataclasses and pickle look there for what the file defines
+    try:
+        loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 # ---- Hugging Face
