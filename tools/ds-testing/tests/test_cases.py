@@ -51,6 +51,17 @@ def test_a_function_of_the_list_has_a_number_of_its_own(run_pytest, tmp_path):
     assert (names.count("test_many"), names.count("test_few")) == (3, 1)
 
 
+def test_a_number_below_one_is_the_chance_that_a_function_runs(run_pytest, tmp_path, monkeypatch):
+    body = "\n".join(f"def test_{number}():\n    pass\n" for number in range(40))
+    (tmp_path / "few.txt").write_text("0.25 test_written.py\n1 test_written.py::test_0\n")
+    draws = []
+    for seed in ("0", "1"):
+        monkeypatch.setenv("DS_CASES_SEED", seed)
+        draws.append({*run_pytest(tmp_path, body, "--cases=sample", settings="\nfew_cases = few.txt\n")})
+    assert all("test_0" in draw and 3 <= len(draw) <= 20 for draw in draws)
+    assert draws[0] != draws[1]
+
+
 def test_a_long_file_begins_first_where_files_run_side_by_side(run_pytest, tmp_path):
     pytest.importorskip("xdist")
     (tmp_path / "test_a.py").write_text("def test_a():\n    pass\n")

@@ -59,7 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("every_case", "folders and files of which --cases=sample leaves nothing out", "args", default=[])
     parser.addini(
         "few_cases",
-        "a file with lines `number path[::function]`: how many cases of a function --cases=sample draws there",
+        "a file with lines `number path[::function]`: how many cases of a function --cases=sample draws there; below one: its chance to run",
     )
     parser.addini(
         "long_files", "a file with lines `seconds path`: with pytest-xdist these files run first, longest first"
@@ -125,15 +125,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(spec.timeout + _START_S))
 
 
-def _listed(root: Path, name: str) -> dict[str, int]:
+def _listed(root: Path, name: str) -> dict[str, float]:
     """The numbers that the list `name` has for files and functions, by their names in pytest; none without a list."""
     if not name:
         return {}
     lines = [line.split() for line in (root / name).read_text().splitlines() if line and not line.startswith("#")]
-    return {place: int(number) for number, place in lines}
+    return {place: float(number) for number, place in lines}
 
 
-def _left_out(items: Sequence[pytest.Item], root: Path, every_case: Sequence[str], few: Mapping[str, int]) -> set[int]:
+def _left_out(
+    items: Sequence[pytest.Item], root: Path, every_case: Sequence[str], few: Mapping[str, float]
+) -> set[int]:
     """The cases that a sample does not have, as ids. What is drawn depends on the function's name and the seed, not on other tests."""
     kept_whole = [root / name for name in every_case]
     cases: dict[str, list[pytest.Item]] = {}
@@ -150,7 +152,8 @@ def _left_out(items: Sequence[pytest.Item], root: Path, every_case: Sequence[str
         number = few.get(name, few.get(name.partition("::")[0]))
         if len(group) > (number or _LARGE):
             draw = random.Random(f"{os.environ.get('DS_CASES_SEED', '0')} {name}")
-            drawn = {id(item) for item in draw.sample(group, number or _DRAWN)}
+            count = int(number or _DRAWN) or int(draw.random() < (number or 0))
+            drawn = {id(item) for item in draw.sample(group, count)}
             left_out |= {id(item) for item in group} - drawn
     return left_out
 
