@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import ds_zero
 from ds_accel import streams
 from ds_engine.compiling import ops
+from ds_engine.compiling.config import CompileConfig
 from ds_engine.compiling.parking import Parking
 from ds_engine.device_placement import to_device
 from ds_testing.late_device import drawn_orders, late_device
@@ -59,7 +60,7 @@ def test_parked_state(order: int) -> None:
 
 
 class Target:
-    pin = True
+    section = CompileConfig()
 
 
 @drawn_orders

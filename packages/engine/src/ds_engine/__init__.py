@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ds_comm.rehearsal.rehearse_cli import rehearse
     from ds_engine.arguments import add_config_arguments
     from ds_engine.batch import BatchRequest, BatchSizes, resolve_batch
     from ds_engine.builder import InitArgs, build, initialize, shapes_of
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from ds_engine.lr_schedules import LRScheduler
     from ds_engine.plan import Plan, Shapes
     from ds_engine.planner import make_plan
-    from ds_engine.rehearsing import rehearse
     from ds_engine.result import StepResult
     from ds_engine.rollout import Rollout
     from ds_engine.transforms.sparse import SparseSelfAttention
@@ -57,21 +57,21 @@ __all__ = [
 ]
 
 _HOMES = {
-    "arguments": ("add_config_arguments",),
-    "batch": ("BatchSizes", "BatchRequest", "resolve_batch"),
-    "rehearsing": ("rehearse",),
-    "builder": ("InitArgs", "build", "initialize", "shapes_of"),
-    "config": ("Config", "explain_config", "load_config"),
-    "engine": ("Engine",),
-    "uneven_inputs": ("WeightedBatch", "even_batches"),
-    "generating": ("HybridEngine",),
-    "loss_total": ("SumLoss",),
-    "plan": ("Plan", "Shapes"),
-    "planner": ("make_plan",),
-    "result": ("StepResult",),
-    "rollout": ("Rollout",),
-    "lr_schedules": ("LRScheduler",),
-    "transforms.sparse": ("SparseSelfAttention",),
+    "ds_comm.rehearsal.rehearse_cli": ("rehearse",),
+    "ds_engine.arguments": ("add_config_arguments",),
+    "ds_engine.batch": ("BatchSizes", "BatchRequest", "resolve_batch"),
+    "ds_engine.builder": ("InitArgs", "build", "initialize", "shapes_of"),
+    "ds_engine.config": ("Config", "explain_config", "load_config"),
+    "ds_engine.engine": ("Engine",),
+    "ds_engine.generating": ("HybridEngine",),
+    "ds_engine.loss_total": ("SumLoss",),
+    "ds_engine.lr_schedules": ("LRScheduler",),
+    "ds_engine.plan": ("Plan", "Shapes"),
+    "ds_engine.planner": ("make_plan",),
+    "ds_engine.result": ("StepResult",),
+    "ds_engine.rollout": ("Rollout",),
+    "ds_engine.transforms.sparse": ("SparseSelfAttention",),
+    "ds_engine.uneven_inputs": ("WeightedBatch", "even_batches"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -79,7 +79,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 def __getattr__(name: str) -> object:
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
     globals()[name] = value
     return value
 

@@ -44,7 +44,7 @@ from ds_engine.planner import make_plan
 from ds_engine.rank_config import check_configuration
 from ds_engine.step_telemetry import Telemetry
 from ds_engine.transforms import TRANSFORMS, BuildContext, apply_all
-from ds_engine.trial_recorder import TrialSetup, is_trial, watch_of
+from ds_engine.trial_recorder import TrialSetup, watch_of
 from ds_monitor.config import make_sinks
 from ds_parallel.tensor import facts_of
 from ds_pipe import PipelineSpec
@@ -145,7 +145,7 @@ def assemble(plan: Plan, model: nn.Module, parts: InitArgs) -> Components:
     device = accelerator.device(index)
     if device.type == "cuda":
         ds_ops.compile_ahead(index, first=int(os.environ.get("LOCAL_RANK", "0")))
-    watch = watch_of(plan, model, TrialSetup(mesh, accelerator, shapes_of(model))) if is_trial(plan) else None
+    watch = watch_of(plan, model, lambda: TrialSetup(mesh, accelerator, shapes_of(model)))
     loader, sinks, comms = all_or_nothing(mesh["world"], lambda: _beside(plan, mesh, parts))
     end_sharding(model)  # before it is cast
     with (

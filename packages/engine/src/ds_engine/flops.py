@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ds_engine._torch import in_backward
 
-__all__ = ["ForwardCounter", "ModuleFlops"]
+__all__ = ["ForwardCounter", "ModuleFlops", "Operations"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class _Count:
             register_module_forward_hook(self._leave, always_call=True),
         ]
         try:
-            with _Operations(self._operation):
+            with Operations(self._operation):
                 yield
         finally:
             for handle in handles:
@@ -151,7 +151,7 @@ class _Count:
             self.flops[key] = self.flops.get(key, 0) + flops
 
 
-class _Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode):
     """Counts the operations of every call that torch dispatches."""
 
     supports_higher_order_operators = True

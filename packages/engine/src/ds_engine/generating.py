@@ -15,11 +15,11 @@ from ds_config.errors import PlanError
 from ds_engine.engine import Engine
 from ds_zero import unwrap_model_for_generation
 
-__all__ = ["GeneratingMethods", "HybridEngine"]
+__all__ = ["HybridEngine"]
 
 
-class GeneratingMethods(Engine):
-    """What an engine of any class has besides, where `hybrid_engine.enabled`."""
+class HybridEngine(Engine):
+    """Made where the configuration says `hybrid_engine.enabled`."""
 
     def generate(self, *inputs: Any, **options: Any) -> Any:
         """Generate with the model's own `generate` and its arguments, without gradients. Collective at stage 3.
@@ -57,7 +57,3 @@ class GeneratingMethods(Engine):
                 code="engine-generate",
                 fix="Raise hybrid_engine.max_out_tokens, or ask for fewer tokens.",
             )
-
-
-class HybridEngine(GeneratingMethods):
-    """Made where the configuration says `hybrid_engine.enabled`."""

@@ -26,7 +26,7 @@ from ds_engine.result import StepResult
 from ds_monitor import metric_names
 from ds_zero import NonfiniteDetector
 
-__all__ = ["Health", "HealthWatch", "LossTrend", "Seen", "SkipRun", "finding_text"]
+__all__ = ["Health", "HealthWatch", "LossTrend", "Seen", "finding_text", "skips_after"]
 
 _log = logging.getLogger("ds_engine")
 
@@ -84,26 +84,19 @@ class LossTrend:
         return replace(self, mean=mean, variance=variance, steps=self.steps + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class SkipRun:
-    """Skipped steps in a row."""
+def skips_after(skips: int, skipped: bool) -> int:
+    """Return the number of skipped steps in a row after one more step.
 
-    length: int = 0
-
-    def after(self, skipped: bool) -> SkipRun:
-        """Return the run of skipped steps after one more step.
-
-        Raises:
-            TrainingError: the run is `LONGEST_RUN` steps long ("training-skips").
-        """
-        run = SkipRun(self.length + 1 if skipped else 0)
-        if run.length >= LONGEST_RUN:
-            raise TrainingError(
-                f"{run.length} steps in a row were skipped, because their gradients were not finite",
-                code="training-skips",
-                fix="Go back to a checkpoint, with a smaller learning rate, or with bf16 in place of fp16.",
-            )
-        return run
+    Raises:
+        TrainingError: they are `LONGEST_RUN` ("training-skips").
+    """
+    if skipped and skips + 1 >= LONGEST_RUN:
+        raise TrainingError(
+            f"{skips + 1} steps in a row were skipped, because their gradients were not finite",
+            code="training-skips",
+            fix="Go back to a checkpoint, with a smaller learning rate, or with bf16 in place of fp16.",
+        )
+    return skips + 1 if skipped else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +142,7 @@ class HealthWatch:
         self.health, self._model, self._group, self._samples = health, model, group, samples
         self._microbatches: deque[_Microbatch] = deque(maxlen=_KEPT)
         self._losses: list[Tensor] = []
-        self._trend, self._skips = LossTrend(), SkipRun()
+        self._trend, self._skips = LossTrend(), 0
         self._forwards, self._moves, self._num_reports = 0, 0, 0
         self._finding: str | None = None
         self.step_number = 0
@@ -215,7 +208,7 @@ class HealthWatch:
                 code="training-nonfinite",
                 fix="Look at those samples and that tensor. The weights are those before this step; save_checkpoint() keeps them.",
             )
-        self._skips, limit = self._skips.after(result.skipped), self.health.loss_spike_threshold
+        self._skips, limit = skips_after(self._skips, result.skipped), self.health.loss_spike_threshold
         if result.mean is None or not (limit is not None or ds_monitor.active()):
             return
         loss = result.loss

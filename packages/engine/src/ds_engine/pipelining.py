@@ -17,11 +17,11 @@ from ds_engine.result import StepResult
 from ds_engine.transforms.stages import StagedExecutor
 from ds_pipe import StagedModel
 
-__all__ = ["PipelineEngine", "StagedMethods"]
+__all__ = ["PipelineEngine"]
 
 
-class StagedMethods(Engine):
-    """What an engine of any class has besides, when its model is a PipelineModule."""
+class PipelineEngine(Engine):
+    """Runs a plan on a model in stages. Made by `ds_engine.initialize(model=PipelineModule(...))`."""
 
     @property
     def stages(self) -> StagedExecutor:
@@ -60,12 +60,15 @@ class StagedMethods(Engine):
             fix="Call train_batch() or eval_batch(), which run all microbatches of a step.",
         )
 
-    def train_step(self, data_iter: Iterator[Any] | Iterable[Any] | None = None) -> StepResult:
-        """Run the program and update: `Engine.train_batch`. Ranks without the first and the last stage need no data."""
-        return Engine.train_batch(self, data_iter if data_iter is not None or self._draws() else iter(()))
+    def train_batch(self, data_iter: Iterator[Any] | Iterable[Any] | None = None) -> StepResult:
+        """Run the program: every microbatch of one step on all stages, then the update. Collective; the loss is on all ranks.
 
-    def _draws(self) -> bool:
-        return self._feed.has_data or self.stages.needs_data
+        Args:
+            data_iter: Yields microbatches, the same on the ranks of the first and of the last stage; by default the engine's loader.
+                The other ranks need none.
+        """
+        draws = data_iter is not None or self._feed.has_data or self.stages.needs_data
+        return Engine.train_batch(self, data_iter if draws else iter(()))
 
     @torch.no_grad()
     def evaluate(
@@ -153,18 +156,6 @@ class StagedMethods(Engine):
     def set_has_attention_mask(self, value: bool) -> None:
         """Do nothing: masks, and any other tensor, are sent unchanged."""
         del value
-
-
-class PipelineEngine(StagedMethods):
-    """Runs a plan on a model in stages. Made by `ds_engine.initialize(model=PipelineModule(...))`."""
-
-    def train_batch(self, data_iter: Iterator[Any] | Iterable[Any] | None = None) -> StepResult:
-        """Run the program: every microbatch of one step on all stages, then the update. Collective; the loss is on all ranks.
-
-        Args:
-            data_iter: Yields microbatches, the same on the ranks of the first and of the last stage; by default the engine's loader.
-        """
-        return self.train_step(data_iter)
 
 
 def _joined(outputs: list[Any]) -> Any:

@@ -10,43 +10,32 @@ import itertools
 import statistics
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 import ds_monitor
-from ds_accel.device_memory import MemoryStats
+from ds_accel.accelerator import Accelerator
 from ds_comm import Group, Mesh, all_gather_object
 from ds_comm.sweep import BenchCase, measure
 from ds_config.errors import ConfigError
 from ds_config.rehearsing import is_rehearsal
 from ds_engine.autotuning import AutotuningConfig
+from ds_engine.flops import Operations
 from ds_engine.plan import Plan, Shapes
 from ds_engine.trial_results import LayerFacts, LinkCost, TrialResult, write_json
 from ds_engine.trial_spec import TrialSpec, order_here
 from ds_monitor import Measurement, RecordKind
 
-__all__ = ["TrialSetup", "TrialWatch", "is_trial", "layer_groups", "metrics_of", "order_of", "watch_of"]
+__all__ = ["TrialSetup", "TrialWatch", "layer_groups", "metrics_of", "order_of", "watch_of"]
 
 _SWEPT = (1 << 16, 1 << 22)
 _OPS = ("all_gather", "reduce_scatter", "all_reduce")
-
-
-class DeviceProbe(Protocol):
-    """What is asked of the accelerator."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has done what it was given."""
-
-    def memory(self) -> MemoryStats:
-        """Return the device memory in use, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +43,7 @@ class TrialSetup:
     """Where a trial runs, and the shapes of its model as they were."""
 
     mesh: Mesh
-    device: DeviceProbe
+    device: Accelerator
     shapes: Shapes
 
 
@@ -83,15 +72,10 @@ def order_of(section: AutotuningConfig | None) -> TrialSpec | None:
     return order
 
 
-def watch_of(plan: Plan, model: nn.Module, place: TrialSetup) -> TrialWatch | None:
+def watch_of(plan: Plan, model: nn.Module, place: Callable[[], TrialSetup]) -> TrialWatch | None:
     """Build the recorder of a run that is a trial, before the model is changed; None for other runs."""
     order = order_of(plan.tuning)
-    return None if order is None else TrialWatch(order, plan, model, place)
-
-
-def is_trial(plan: Plan) -> bool:
-    """Whether this process measures its steps and ends."""
-    return order_of(plan.tuning) is not None
+    return None if order is None else TrialWatch(order, plan, model, place())
 
 
 def layer_groups(model: nn.Module) -> dict[str, list[nn.Module]]:
@@ -108,20 +92,6 @@ def layer_groups(model: nn.Module) -> dict[str, list[nn.Module]]:
     return groups
 
 
-class _Flops(TorchDispatchMode):
-    """Counts operations of matrix products, convolutions and attentions, by torch's own formulas."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
-        self.total += 0 if formula is None else int(formula(*args, **(kwargs or {}), out_val=out))
-        return out
-
-
 class _SavedActivations:
     """What one forward keeps for backward, by layer; hooks that take themselves away after it."""
 
@@ -130,7 +100,7 @@ class _SavedActivations:
         self.groups = layer_groups(model)
         self.bytes, self.inputs = dict.fromkeys(self.groups, 0), dict.fromkeys(self.groups, 0)
         self.seconds = dict.fromkeys(self.groups, 0.0)
-        self.flops = _Flops()
+        self.flops = 0
         self._open: list[str] = []
         self._counted: set[tuple[int, int]] = set()
         self._stack = ExitStack()
@@ -160,8 +130,11 @@ class _SavedActivations:
 
     def _begin(self, *_: Any) -> None:
         if torch.is_grad_enabled() and self._handles:
-            self._stack.enter_context(self.flops)
+            self._stack.enter_context(Operations(self._count))
             self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
+
+    def _count(self, flops: int) -> None:
+        self.flops += flops
 
     def _end(self, *_: Any) -> None:
         self._stack.close()
@@ -284,7 +257,7 @@ class TrialWatch:
             layers=self._saved.facts() if order.detail else (),
             links=links,
             shapes=self._place.shapes if order.detail else None,
-            flops=self._saved.flops.total,
+            flops=self._saved.flops,
             rehearsed=is_rehearsal(),
         )
         if world.rank == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from ds_comm import Group, MeshSpec
 from ds_config.errors import PlanError
@@ -11,22 +11,12 @@ from ds_engine.compiling.config import CompileConfig
 from ds_engine.compiling.schedule_passes import PassEntry, check_schedule, default_schedule, schedule_text
 from ds_zero.config import ZeroConfig
 
-__all__ = ["BACKENDS", "CUTS", "Compiling", "Shares", "Syncs", "compiling_of"]
+__all__ = ["BACKENDS", "CUTS", "Compiling", "Shares", "compiling_of"]
 
 BACKENDS = ("inductor", "eager")
 CUTS = {"autosp": "sequence_parallel_size", "autotp": "tensor_parallel.autotp_size"}
 """Passes that cut the model, and the key that says over how many ranks."""
 _BUCKET = 25 * 2**20 // 4  # elements: what torch's DistributedDataParallel sums at once, of fp32
-
-
-@dataclass(frozen=True, slots=True)
-class Syncs:
-    """Where the device is waited for, to see what a run's time is made of."""
-
-    before_gather: bool = False
-    after_gather: bool = False
-    before_reduce: bool = False
-    after_reduce: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +40,13 @@ class Compiling:
 
     Attributes:
         schedule: Passes from which step on.
-        syncs: Where the device is waited for.
-        least: Smallest saved result that is freed or offloaded, bytes.
-        pin: Offloaded results are page-locked.
-        double: Gradients are collected while others are summed.
-        warned: Log every action.
+        section: Where the device is waited for, which saved results count, and where they go.
         bucket: Elements of the gradients that the pass `bucket` sums by one message.
         cuts: Passes that cut layers or sequences and have ranks to cut them over.
     """
 
     schedule: tuple[PassEntry, ...]
-    syncs: Syncs
-    least: int
-    pin: bool
-    double: bool
-    warned: bool
+    section: CompileConfig
     bucket: int = _BUCKET
     cuts: frozenset[str] = frozenset()
 
@@ -79,12 +61,22 @@ class Compiling:
     @property
     def handling(self) -> str:
         """How graphs and what they pass on are treated, in words."""
-        waits = [name.replace("_", " ") for name, on in asdict(self.syncs).items() if on]
+        section = self.section
+        waited = {
+            "before gather": section.sync_before_allgather,
+            "after gather": section.sync_after_allgather,
+            "before reduce": section.sync_before_reduce,
+            "after reduce": section.sync_after_reduce,
+        }
+        waits = [where for where, on in waited.items() if on]
+        memory = "page-locked" if section.offload_activation_pin_memory else "pageable"
         sentences = [
-            f"saved results count from {bytes_text(self.least)} on, in {'page-locked' if self.pin else 'pageable'} memory when offloaded",
-            "a gradient buffer is filled while another is summed" if self.double else "each reduction is waited for",
+            f"saved results count from {bytes_text(section.free_activation_threshold)} on, in {memory} memory when offloaded",
+            "a gradient buffer is filled while another is summed"
+            if section.double_buffer
+            else "each reduction is waited for",
             *([f"the device is waited for {', '.join(waits)}"] if waits else []),
-            *(["every action is logged"] if self.warned else []),
+            *(["every action is logged"] if section.debug_log else []),
         ]
         return "; ".join(sentences)
 
@@ -127,21 +119,8 @@ def compiling_of(section: CompileConfig | None, zero: ZeroConfig, mesh: MeshSpec
         cuts=sorted(cuts),
     )
     check_schedule(schedule)
-    return Compiling(
-        schedule=schedule,
-        syncs=Syncs(
-            section.sync_before_allgather,
-            section.sync_after_allgather,
-            section.sync_before_reduce,
-            section.sync_after_reduce,
-        ),
-        least=section.free_activation_threshold,
-        pin=section.offload_activation_pin_memory,
-        double=section.double_buffer,
-        warned=section.debug_log,
-        bucket=zero.reduce_bucket_size if "reduce_bucket_size" in zero.model_fields_set else _BUCKET,
-        cuts=cuts,
-    )
+    bucket = zero.reduce_bucket_size if "reduce_bucket_size" in zero.model_fields_set else _BUCKET
+    return Compiling(schedule, section, bucket, cuts)
 
 
 def _check_offload(section: CompileConfig, zero: ZeroConfig) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from ds_zero.layout.elements import UnitLayout
 from ds_zero.runtime.gradients import Gradients, Pieces
 from ds_zero.runtime.unit_groups import GroupSet
 
-__all__ = ["JointMessage", "Member", "buckets_of", "reduce_together"]
+__all__ = ["JointMessage", "buckets_of", "reduce_together"]
 
 _PACKED_BYTES = 512 * 1024
 """Pieces below are packed; above a message of their own takes no longer than copying them."""
@@ -168,17 +167,8 @@ def reduce_together(several: Sequence[Gradients]) -> None:
     joint.send()
 
 
-class Member(Protocol):
-    """Of a unit what buckets are made from: `Gradients`."""
-
-    groups: GroupSet
-
-    @property
-    def joins(self) -> bool: ...
-
-
 def buckets_of(
-    sequence: Sequence[int], members: Sequence[Member], numels: Sequence[int], limit: int
+    sequence: Sequence[int], members: Sequence[Gradients], numels: Sequence[int], limit: int
 ) -> list[tuple[int, ...]]:
     """Group neighbours in `sequence`, the reduction order, into buckets of at most `limit` elements. Pure.
 
@@ -193,7 +183,7 @@ def buckets_of(
 
 
 def _runs(
-    sequence: Sequence[int], members: Sequence[Member], numels: Sequence[int], limit: int
+    sequence: Sequence[int], members: Sequence[Gradients], numels: Sequence[int], limit: int
 ) -> Iterator[tuple[int, ...]]:
     run, total = list[int](), 0
     for number in sequence:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ds_accel import get_accelerator, streams
-from ds_engine.compiling.backends import Syncs
+from ds_engine.compiling.config import CompileConfig
 from ds_engine.compiling.verbs import Graphs
 
 __all__ = ["OPS", "Target", "register_target"]
@@ -32,13 +32,11 @@ class Target:
 
     Attributes:
         graphs: Verbs of the model.
-        syncs: Where to wait.
-        pin: Whether saved results go into page-locked memory.
+        section: Where to wait, and whether saved results go into page-locked memory.
     """
 
     graphs: Graphs
-    syncs: Syncs
-    pin: bool
+    section: CompileConfig
 
 
 _targets: weakref.WeakValueDictionary[int, Target] = weakref.WeakValueDictionary()
@@ -52,50 +50,35 @@ def register_target(target: Target) -> int:
     return key
 
 
-def _expect(params: list[Tensor], key: int, unit: int) -> None:
-    del params
-    _targets[key].graphs.expect(unit)
+def _verb(name: str) -> Callable[[list[Tensor], int, int], None]:
+    """Return the operation that calls a verb of `Graphs` with a unit; its tensors say which memory it changes, and are not looked at."""
+
+    def run(tensors: list[Tensor], key: int, unit: int) -> None:
+        del tensors
+        getattr(_targets[key].graphs, name)(unit)
+
+    return run
 
 
 def _need(params: list[Tensor], key: int, unit: int) -> None:
     del params
     target = _targets[key]
-    if target.syncs.before_gather:
+    if target.section.sync_before_allgather:
         get_accelerator().synchronize()
     target.graphs.need(unit)
-    if target.syncs.after_gather:
+    if target.section.sync_after_allgather:
         get_accelerator().synchronize()
-
-
-def _spare(params: list[Tensor], key: int, unit: int) -> None:
-    del params
-    _targets[key].graphs.spare(unit)
-
-
-def _load(params: list[Tensor], key: int, unit: int) -> None:
-    del params
-    _targets[key].graphs.load(unit)
-
-
-def _park(anchors: list[Tensor], key: int, unit: int) -> None:
-    del anchors
-    _targets[key].graphs.put_state(unit)
-
-
-def _unpark(anchors: list[Tensor], key: int, unit: int) -> None:
-    del anchors
-    _targets[key].graphs.get_state(unit)
 
 
 def _arrived(grads: list[Tensor], params: list[Tensor], key: int, units: list[int], members: list[int]) -> None:
     del params  # whose units may be released now: what reads them stands before
     target = _targets[key]
-    if target.syncs.before_reduce:
+    if target.section.sync_before_reduce:
         get_accelerator().synchronize()
     for unit in dict.fromkeys(units):
         positions = [at for at, of in enumerate(units) if of == unit]
         target.graphs.arrived(unit, [members[at] for at in positions], [_plain(grads[at]) for at in positions])
-    if target.syncs.after_reduce:
+    if target.section.sync_after_reduce:
         target.graphs.drain()
         get_accelerator().synchronize()
 
@@ -111,7 +94,7 @@ def _free(tensors: list[Tensor]) -> None:
 
 def _store(tensor: Tensor, key: int) -> Tensor:
     """Copy an activation to the host; where that is queued, only `_fetch` on the same stream may read the copy."""
-    if not _targets[key].pin or not streams.is_device_memory(tensor):
+    if not _targets[key].section.offload_activation_pin_memory or not streams.is_device_memory(tensor):
         return torch.empty_like(tensor, device="cpu").copy_(tensor)
     host = streams.page_locked(tensor.shape, tensor.dtype)
     streams.copy_into(host, tensor)
@@ -138,13 +121,14 @@ def _nothing(*args: object) -> None:
     del args
 
 
+_OF_UNIT = "(Tensor(a!)[] tensors, int key, int unit) -> ()"
 _DEFINED: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
-    "expect": ("(Tensor(a!)[] params, int key, int unit) -> ()", _expect, _nothing),
-    "need": ("(Tensor(a!)[] params, int key, int unit) -> ()", _need, _nothing),
-    "spare": ("(Tensor(a!)[] params, int key, int unit) -> ()", _spare, _nothing),
-    "load": ("(Tensor(a!)[] params, int key, int unit) -> ()", _load, _nothing),
-    "park": ("(Tensor(a!)[] anchors, int key, int unit) -> ()", _park, _nothing),
-    "unpark": ("(Tensor(a!)[] anchors, int key, int unit) -> ()", _unpark, _nothing),
+    "expect": (_OF_UNIT, _verb("expect"), _nothing),
+    "need": (_OF_UNIT, _need, _nothing),
+    "spare": (_OF_UNIT, _verb("spare"), _nothing),
+    "load": (_OF_UNIT, _verb("load"), _nothing),
+    "park": (_OF_UNIT, _verb("put_state"), _nothing),
+    "unpark": (_OF_UNIT, _verb("get_state"), _nothing),
     "arrived": (
         "(Tensor(a!)[] grads, Tensor(b!)[] params, int key, int[] units, int[] members) -> ()",
         _arrived,

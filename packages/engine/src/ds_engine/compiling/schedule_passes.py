@@ -11,21 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ds_engine.compiling.pass_choice as pass_choice
 from ds_config.errors import PlanError
 from ds_engine.compiling.graph import Graph, PassInputs
-from ds_engine.compiling.pass_choice import (
-    bucket,
-    free,
-    insert,
-    keep,
-    load,
-    park,
-    park_all,
-    prefetch,
-    reduce,
-    store,
-    store_all,
-)
 
 __all__ = [
     "BUILTIN",
@@ -95,10 +83,6 @@ class PassEntry:
         return any(each.name == name for each in self.passes)
 
 
-def _pass(name: str, what: str, decide: Decide, contract: Contract, *, measured: bool = False) -> Pass:
-    return Pass(name, what, contract, decide, measured=measured)
-
-
 _GATHERS, _REDUCES = frozenset({"gathers"}), frozenset({"reduces"})
 _RESULTS = frozenset({"offload_activation", "offload_activation_all"})
 _STATES = frozenset({"offload_opt_states", "offload_opt_states_all"})
@@ -106,9 +90,9 @@ _PARAMETERS = frozenset({"offload_parameters"})
 # Each of these moves something else to the host for the same budget, and would count what another one has moved.
 
 _ALL = (
-    _pass(
-        "reduce", "hand each unit's gradients over behind the last of them", reduce,
-        Contract(provides=_REDUCES),
+    Pass(
+        "reduce", "hand each unit's gradients over behind the last of them",
+        Contract(provides=_REDUCES), pass_choice.reduce,
     ),
     Pass(
         "autotp", "add the gradients that layers cut over ranks have of one input before they are summed",
@@ -118,45 +102,45 @@ _ALL = (
         "autosp", "cut sequences over ranks, and exchange heads around attention",
         Contract(provides=frozenset({"cuts sequences"})),
     ),
-    _pass(
-        "bucket", "sum the gradients of several small units by one message", bucket,
-        Contract(requires=_REDUCES),
+    Pass(
+        "bucket", "sum the gradients of several small units by one message",
+        Contract(requires=_REDUCES), pass_choice.bucket,
     ),
-    _pass(
-        "gather", "gather each unit before its first use, release it behind the last one", insert,
-        Contract(provides=_GATHERS),
+    Pass(
+        "gather", "gather each unit before its first use, release it behind the last one",
+        Contract(provides=_GATHERS), pass_choice.insert,
     ),
-    _pass(
-        "prefetch", "begin gathers early, as far as measured memory and time go", prefetch,
-        Contract(requires=_GATHERS), measured=True,
+    Pass(
+        "prefetch", "begin gathers early, as far as measured memory and time go",
+        Contract(requires=_GATHERS), pass_choice.prefetch, measured=True,
     ),
-    _pass(
-        "keep", "keep the units with the most expensive gathers per byte gathered, as far as measured memory goes", keep,
-        Contract(requires=_GATHERS), measured=True,
+    Pass(
+        "keep", "keep the units with the most expensive gathers per byte gathered, as far as measured memory goes",
+        Contract(requires=_GATHERS), pass_choice.keep, measured=True,
     ),
-    _pass(
-        "offload_parameters", "bring what gathers send from host memory to the device before they begin", load,
-        Contract(requires=_GATHERS, conflicts=_RESULTS | _STATES),
+    Pass(
+        "offload_parameters", "bring what gathers send from host memory to the device before they begin",
+        Contract(requires=_GATHERS, conflicts=_RESULTS | _STATES), pass_choice.load,
     ),
-    _pass(
-        "offload_opt_states_all", "keep the optimizer's state in host memory while graphs run", park_all,
-        Contract(provides=frozenset({"parks"}), conflicts=_RESULTS | _PARAMETERS | {"offload_opt_states"}),
+    Pass(
+        "offload_opt_states_all", "keep the optimizer's state in host memory while graphs run",
+        Contract(provides=frozenset({"parks"}), conflicts=_RESULTS | _PARAMETERS | {"offload_opt_states"}), pass_choice.park_all,
     ),
-    _pass(
-        "offload_opt_states", "keep as much of the optimizer's state in host memory as measured memory asks for", park,
-        Contract(provides=frozenset({"parks"}), conflicts=_RESULTS | _PARAMETERS), measured=True,
+    Pass(
+        "offload_opt_states", "keep as much of the optimizer's state in host memory as measured memory asks for",
+        Contract(provides=frozenset({"parks"}), conflicts=_RESULTS | _PARAMETERS), pass_choice.park, measured=True,
     ),
-    _pass(
-        "free_activation", "give saved results back behind their last use", free,
-        Contract(provides=frozenset({"frees"})),
+    Pass(
+        "free_activation", "give saved results back behind their last use",
+        Contract(provides=frozenset({"frees"})), pass_choice.free,
     ),
-    _pass(
-        "offload_activation_all", "keep saved results in host memory between forward and backward", store_all,
-        Contract(provides=frozenset({"stores"}), conflicts=frozenset({"offload_activation", "free_activation"})),
+    Pass(
+        "offload_activation_all", "keep saved results in host memory between forward and backward",
+        Contract(provides=frozenset({"stores"}), conflicts=frozenset({"offload_activation", "free_activation"})), pass_choice.store_all,
     ),
-    _pass(
-        "offload_activation", "keep as few saved results in host memory as measured memory asks for", store,
-        Contract(provides=frozenset({"stores"}), conflicts=frozenset({"free_activation"})), measured=True,
+    Pass(
+        "offload_activation", "keep as few saved results in host memory as measured memory asks for",
+        Contract(provides=frozenset({"stores"}), conflicts=frozenset({"free_activation"})), pass_choice.store, measured=True,
     ),
 )  # fmt: skip
 

@@ -96,7 +96,7 @@ class Session:
     ) -> None:
         self.model, self.plan, self.settings, self.everyone = model, plan, settings, everyone
         self.graphs = Graphs(sharding)
-        self._target = Target(self.graphs, plan.syncs, plan.pin)
+        self._target = Target(self.graphs, plan.section)
         self.key = register_target(self._target)
         self.steps, self.seconds = 0, 0.0
         self.pieces: list[Lowered] = []
@@ -128,7 +128,7 @@ class Session:
             seconds,
             self.settings.budget,
             persistent,
-            self.plan.least,
+            self.plan.section.free_activation_threshold,
             states={
                 n: unit.plan.bytes.optim for n, unit in all_units if unit.state_store.parks and unit.plan.bytes.optim
             },
@@ -165,7 +165,7 @@ class Session:
 
         self.model._compiled_call_impl = forward
         self._watch.enter_context(_torch.watch_compiles(self._begin_capture, self._end_capture))
-        if not self.plan.double:
+        if not self.plan.section.double_buffer:
             self._watch.callback(self.graphs.in_flight, self.graphs.in_flight(0))
 
     def _run(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -285,7 +285,7 @@ class Session:
 
     def lower(self, piece: Lowered, gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
         """Lower a graph to code with the chosen backend."""
-        if self.plan.warned:
+        if self.plan.section.debug_log:
             side = "backward" if piece.backward else "forward"
             for line in self._describe(piece.actions):
                 _log.info("graph %d %s, step %d: %s", len(self.pieces), side, self.steps, line)
@@ -333,7 +333,7 @@ class Session:
         self.graphs.keep(self._known.saved if entry.has("keep") else ())
         self.graphs.sum_together(self._known.buckets if entry.has("bucket") else ())
         if entry.has("offload_opt_states") or entry.has("offload_opt_states_all"):
-            self.graphs.park(pin=self.plan.pin)
+            self.graphs.park(pin=self.plan.section.offload_activation_pin_memory)
         else:
             self.graphs.stay()
         for piece in self.pieces:

@@ -12,10 +12,10 @@ from torch import Tensor
 from deepspeed._ours.base.raising import not_supported
 from deepspeed._ours.training_engine.deepspeed_engine import DeepSpeedEngine
 from ds_compress import generalized_divergence
-from ds_engine.generating import GeneratingMethods
+from ds_engine.generating import HybridEngine
 
 
-class DeepSpeedHybridEngine(GeneratingMethods, DeepSpeedEngine):  # type: ignore[misc]  # upstream's arguments of offload_states
+class DeepSpeedHybridEngine(HybridEngine, DeepSpeedEngine):  # type: ignore[misc]  # upstream's arguments of offload_states
     """Made by `deepspeed.initialize` where `hybrid_engine.enabled`. See `ds_engine.generating`."""
 
 

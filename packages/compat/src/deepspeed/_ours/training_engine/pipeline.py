@@ -15,7 +15,7 @@ from deepspeed._ours.base.runtime_utils import prime_factors
 from deepspeed._ours.training_engine.accessors import OF_STAGES, add_accessors
 from deepspeed._ours.training_engine.deepspeed_engine import DeepSpeedEngine
 from ds_comm import as_group, world_group
-from ds_engine.pipelining import StagedMethods
+from ds_engine.pipelining import PipelineEngine as StagedEngine
 from ds_pipe.topology import PipelineGroups
 
 
@@ -90,7 +90,7 @@ class _NoInstructions:
         )
 
 
-class PipelineEngine(StagedMethods, DeepSpeedEngine):  # type: ignore[misc]  # upstream's arguments of offload_states
+class PipelineEngine(StagedEngine, DeepSpeedEngine):  # type: ignore[misc]  # upstream's arguments of offload_states
     """Made by `deepspeed.initialize(model=PipelineModule(...))`. Whole steps only."""
 
     agg_train_loss: Tensor | None = None
@@ -103,7 +103,7 @@ class PipelineEngine(StagedMethods, DeepSpeedEngine):  # type: ignore[misc]  # u
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:  # type: ignore[override]
         """Run a step of all microbatches and return the mean loss over microbatches and replicas, on every rank."""
-        result = self.train_step(data_iter)
+        result = StagedEngine.train_batch(self, data_iter)
         if result.mean is None:
             raise RuntimeError("a step of a pipeline ended without a loss")
         self.agg_train_loss = result.mean
