@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
-from deepspeed.runtime.data_pipeline.data_routing.helper import convert_to_random_ltd
+from deepspeed.runtime.data_pipeline.data_routing.basic_layer import RandomLayerTokenDrop
+from deepspeed.runtime.data_pipeline.data_routing.helper import convert_to_random_ltd, save_without_random_ltd
 from deepspeed.runtime.data_pipeline.data_routing.scheduler import RandomLTDScheduler
 from deepspeed.runtime.data_pipeline.data_sampling.data_analyzer import DataAnalyzer
 from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
@@ -163,6 +164,37 @@ def test_layers_that_are_routed():
     assert (again.get_current_seq(), again.state_dict()["consumed_layer_tokens"]) == (2, 0)
     with pytest.raises(AssertionError, match="random_ltd"):
         start({}).random_ltd_initialize()
+
+
+def test_layers_are_converted_when_the_engine_runs() -> None:
+    """Megatron-DeepSpeed and DeepSpeedExamples convert the engine's layers, and read the schedule's state."""
+    ltd = {
+        "enabled": True, "total_layer_num": 3, "random_ltd_layer_num": 1, "random_ltd_layer_id": [1],
+        "random_ltd_schedule": {
+            "min_value": 2, "max_value": 4, "schedule_type": "fixed_linear", "schedule_config": {"require_steps": 4, "seq_per_step": 2},
+        },
+    }  # fmt: skip
+    engine = start({"enabled": True, "data_routing": {"enabled": True, "random_ltd": ltd}}, Net())
+    with pytest.raises(ConfigError, match="0 layers that can be routed"):
+        engine.random_ltd_initialize()
+    engine.backward(engine(torch.randn(1, 4, 4), None))
+    engine.step()
+    assert convert_to_random_ltd(engine, nn.Linear) is engine
+    lengths = []
+    hooks = [
+        layer.register_forward_hook(lambda module, args, output: lengths.append(module.random_ltd_router is not None))
+        for layer in engine.module.modules()
+        if isinstance(layer, RandomLayerTokenDrop)
+    ]
+    engine.backward(engine(torch.randn(1, 4, 4), None))
+    engine.step()
+    assert sum(lengths) == 1 < len(hooks)
+    scheduler = engine.random_ltd_scheduler
+    assert (scheduler.get_random_ltd_layer_num(), scheduler.model_layer_num) == (1, 3)
+    assert scheduler.state["consumed_layer_tokens"] == scheduler.state_dict()["consumed_layer_tokens"] > 0
+    scheduler.set_current_seq(4)
+    assert engine.random_ltd_scheduler.get_current_seq() == 4
+    assert save_without_random_ltd(engine).keys() == Net().state_dict().keys()
 
 
 def test_token_files_are_built_and_read(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ __all__ = [
     "Router",
     "RouterConfig",
     "convert_to_random_ltd",
+    "is_converted",
     "remove_random_ltd_state_dict",
     "save_without_random_ltd",
     "start_routing",
@@ -252,23 +253,28 @@ def convert_to_random_ltd(model: nn.Module, layer: type[nn.Module]) -> nn.Module
     return model
 
 
-def start_routing(model: nn.Module, config: RouterConfig) -> Router:
+def is_converted(model: nn.Module) -> bool:
+    """Return whether the model has layers that `start_routing` can route tokens around."""
+    return any(isinstance(module, RandomLayerTokenDrop) for module in model.modules())
+
+
+def start_routing(model: nn.Module, config: RouterConfig | Router) -> Router:
     """Route only a part of the tokens through the layers that the configuration names, from now on.
 
-    Layers are counted in the order of the model.
+    Layers are counted in the order of the model. A router given instead of a configuration goes on from its step.
 
     Raises:
         ConfigError: the model's layers were not converted, or the model has fewer ("data-routing").
     """
+    router = config if isinstance(config, Router) else Router(config)
     layers = [module for module in model.modules() if isinstance(module, RandomLayerTokenDrop)]
-    if not layers or max(config.layers) >= len(layers):
+    if not layers or max(router.config.layers) >= len(layers):
         raise ConfigError(
-            f"the model has {len(layers)} layers that can be routed; asked for {config.layers}",
+            f"the model has {len(layers)} layers that can be routed; asked for {router.config.layers}",
             code="data-routing",
             fix="Call convert_to_random_ltd(model, the class of its layers) first, and name layers counted from 0.",
         )
-    router = Router(config)
-    for number in config.layers:
+    for number in router.config.layers:
         layers[number].random_ltd_router = router
     return router
 

@@ -37,6 +37,7 @@ class InitArgs:
         data: A map-style dataset, or None.
         collate_fn: As in torch's DataLoader.
         sharded: Class of the sharded optimizer: one that adds names to it.
+        routes_later: Whether a model without converted layers may be given with random-LTD: `start_routing` then follows.
     """
 
     optimizer: OptimizerLike = None
@@ -45,3 +46,4 @@ class InitArgs:
     data: Any = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     sharded: type[ShardedOptimizer] = ShardedOptimizer
+    routes_later: bool = False

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from ds_config.errors import UnsupportedError
-from ds_data.token_dropping import Router, RouterConfig, start_routing, stop_routing
+from ds_data.token_dropping import Router, RouterConfig, is_converted, start_routing, stop_routing
 from ds_engine.transforms.transform import BuildContext, Transform, TransformInput
 
 __all__ = ["RandomLTD", "Routing"]
@@ -38,7 +38,10 @@ class Routing(Transform[RouterConfig, nn.Module]):
         return {"random-LTD": f"{routed}, {what.max_value} after {what.require_steps} updates"}
 
     def apply(self, what: RouterConfig, site: BuildContext) -> nn.Module:
-        site.followers.append(RandomLTD(start_routing(site.model, what), site.plan.batch.train))
+        router = Router(what)
+        if not site.parts.routes_later or is_converted(site.model):
+            start_routing(site.model, router)
+        site.followers.append(RandomLTD(router, site.plan.batch.train))
         return site.model
 
     def undo(self, applied: nn.Module) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from torch.utils.data import Dataset
 
+import ds_data
 from deepspeed._ours.base.forwarding import calls, method, tells
 from deepspeed._ours.base.raising import raising, refused
 from ds_data import DistributedDataAnalyzer, RankSlice, Router, RouterConfig, TokenFile, TokenWriter
@@ -102,6 +104,14 @@ class RandomLTDScheduler:
         self.router.update(global_steps, self.global_batch_size)
 
     get_current_seq = tells("router.num_kept", "Return the number of tokens that the layers process now.")
+    get_random_ltd_layer_num = tells(
+        "random_ltd_layer_num", "Return the number of layers that tokens are routed around."
+    )
+    state = property(lambda self: self.get_state(), doc="`get_state()`: a copy.")
+
+    def set_current_seq(self, seq_length: int) -> None:
+        """Set the number of tokens that the layers process until the schedule's next step."""
+        self.router.num_kept = int(seq_length)
 
     def get_total_layer_tokens(self, train_iters: int) -> int:
         """Count tokens times layers over `train_iters` steps from the first step; advances the schedule."""
@@ -136,6 +146,30 @@ class RandomLTDScheduler:
         self.router.load_state_dict({ours: state_dict[upstream_key] for ours, upstream_key in keys.items()})
 
     set_state = load_state_dict
+
+
+def convert_to_random_ltd(model: Any, convert_type: type[nn.Module]) -> Any:
+    """Make all layers of a class routable, of a model before `initialize` or of an engine, which routes them from now on. Returns `model`.
+
+    Raises:
+        ConfigError: there is no such layer, it is converted already, or the configuration names layers that are not there ("data-routing").
+        PlanError: the engine's configuration does not enable random-LTD ("compat-call-order").
+    """
+    ds_data.convert_to_random_ltd(_module_of(model), convert_type)
+    if hasattr(model, "random_ltd_initialize"):
+        model.random_ltd_initialize()
+    return model
+
+
+def save_without_random_ltd(model: Any) -> dict[str, Any]:
+    """Return the state dict of a routed model, or of an engine's, under the plain model's names."""
+    return ds_data.save_without_random_ltd(_module_of(model))
+
+
+def _module_of(model: Any) -> nn.Module:
+    """Return the module that an engine, or another wrapper of a model, has; the model itself where it has none."""
+    module: nn.Module = getattr(model, "module", model)
+    return module
 
 
 class DeepSpeedDataSampler:

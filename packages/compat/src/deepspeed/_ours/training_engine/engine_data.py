@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from deepspeed._ours.base.raising import refused
 from deepspeed._ours.data.data_pipeline import CurriculumScheduler, RandomLTDScheduler
 from ds_compress import CompressionScheduler
+from ds_data.token_dropping import start_routing
 from ds_engine import Engine
 from ds_engine.loader import CurriculumLoader, ResumableLoader
 from ds_engine.transforms.token_routing import RandomLTD
@@ -92,13 +93,16 @@ class ReadsData(Engine):
         )
 
     def random_ltd_initialize(self) -> None:
-        """Do nothing but check: `initialize` has already routed the converted layers.
+        """Route tokens around the layers that `convert_to_random_ltd` converted, from the step that comes next.
 
         Raises:
-            PlanError: the configuration does not enable random-LTD ("compat-argument").
+            PlanError: the configuration does not enable random-LTD ("compat-call-order").
+            ConfigError: the module has no converted layers, or fewer than the configuration names ("data-routing").
         """
-        if self.random_ltd_scheduler is None:
+        random_ltd = self.follower(RandomLTD)
+        if random_ltd is None:
             raise refused("no-random-ltd")
+        start_routing(self.module, random_ltd.router)
 
     def set_data_post_process_func(self, post_process_func: Callable[[Any, Mapping[str, Any]], Any]) -> None:
         """Call this with every microbatch of the engine's loader, and where its order stands; what it returns is trained on."""

@@ -31,12 +31,14 @@ from deepspeed._ours.zero.zero_optimizer import DeepSpeedZeroOptimizer
 from ds_comm import as_group, world_group
 from ds_config.config_file import Source
 from ds_config.errors import PlanError
+from ds_data.token_dropping import is_converted
 from ds_engine import load_config, make_plan
 from ds_engine.builder import InitArgs, assemble, shapes_of
 from ds_engine.config import Config
 from ds_engine.loader import ResumableLoader
 from ds_engine.parallel_degrees import degrees_of, with_degrees
 from ds_engine.rank_config import check_configuration
+from ds_engine.transforms.token_routing import RandomLTD
 from ds_inference import InferenceConfig
 from ds_parallel.config import TensorParallelConfig
 from ds_parallel.tensor import facts_of
@@ -100,7 +102,7 @@ def initialize(
         )
     chosen = plan.reading.curriculum is not None or plan.reading.batching is not None
     data = training_data if chosen else None
-    parts = InitArgs(optimizer, model_parameters, lr_scheduler, data, collate_fn, DeepSpeedZeroOptimizer)
+    parts = InitArgs(optimizer, model_parameters, lr_scheduler, data, collate_fn, DeepSpeedZeroOptimizer, True)
     shutdown_init_context()
     try:
         plain = DeepSpeedEngine if plan.answer_tokens is None else DeepSpeedHybridEngine
@@ -114,6 +116,8 @@ def initialize(
     engine.training_data, engine.collate_fn = training_data, collate_fn
     engine.mpu = engine.grid if isinstance(engine, PipelineEngine) else mpu
     _note_layers(engine, model, request)
+    if engine.follower(RandomLTD) is not None and not is_converted(engine.module) and world_group().rank == 0:
+        logger.warning("random_ltd: all layers see all tokens until convert_to_random_ltd(engine, the layers' class)")
     offload = resolved.zero_optimization.offload_optimizer
     if optimizer is None and engine.optimizer is not None:
         dress_optimizer(engine.optimizer.inner, offload is not None and offload.device != "none")
