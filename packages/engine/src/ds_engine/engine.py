@@ -675,6 +675,8 @@ class Engine(nn.Module):
         self._health.step_number = counters.steps + 1
         with self._telemetry.phase("step"):
             optimizer.step()
+        if optimizer.keeps_gradients:
+            optimizer.zero_grad()
         self._position, waited_s, report = 0, feed.complete(), optimizer.last
         totals, skipped = _totals_after(optimizer, totals), report is not None and report.skipped
         tokens = 0 if totals is None else int(totals.count or 0)

@@ -57,17 +57,20 @@ def plain(write=None, micros: int = 1, steps: int = 2) -> tuple[list[Tensor], li
     return [p.detach().clone() for p in model.parameters()], seen
 
 
-def run(stage: int, micros: int = 1, write=None, prepare=None, **changes: object):
+def run(stage: int, micros: int = 1, write=None, prepare=None, shown: bool = False, **changes: object):
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     model = Net()
     engine, *_ = ds_engine.initialize(model=model, config=settings(stage, 8 // size, micros, **changes))
     if prepare is not None:
         prepare(model)
+    if shown:
+        engine.optimizer.show_gradients()
     grads = []
     for step in range(2):
         for micro in range(micros):
             engine.backward(loss_of(engine, rows(10 * step + micro, size, rank)))
-            grads.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+            if not shown:  # those that wait for their sum over the ranks are only there at stage 0
+                grads.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
             if write is not None:
                 write(model)
             engine.step()
@@ -113,6 +116,22 @@ def test_what_is_written_at_stage_0_is_stepped(write, micros: int) -> None:
 
     weights, _ = plain(lambda model, calls=[0]: last(model), micros)
     found, _ = run(0, micros, last)
+    torch.testing.assert_close(found, weights)
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=SLOW), 2, 3])
+@pytest.mark.parametrize("micros", [1, 2])
+@world(2)
+def test_gradients_that_are_asked_for_are_clipped_stepped_and_dropped(stage: int, micros: int) -> None:
+    """They were added to those of the next step: ds-zero's optimizer leaves them for `zero_grad`, as torch's do."""
+
+    def last(model: nn.Module, calls: list[int]) -> None:
+        calls.append(1)
+        if len(calls) % micros == 0:
+            clip(model)
+
+    weights, _ = plain(lambda model, calls=[]: last(model, calls), micros)
+    found, _ = run(stage, micros, lambda model, calls=[]: last(model, calls), shown=True)
     torch.testing.assert_close(found, weights)
 
 

@@ -384,6 +384,11 @@ class ShardedOptimizer(Optimizer):
         attributes.measure()
         attributes.put()
 
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether `step` leaves gradients for `zero_grad`, as torch's optimizers do: those that `param.grad` shows."""
+        return self.sharding.runtime.reducing.attributes.keeps
+
     def show_gradients(self, *, sharded: bool = True) -> None:
         """Set `param.grad` to the averaged gradient from the end of a backward to `zero_grad`, from now on. Collective.
 
