@@ -7,7 +7,7 @@ import torch
 from torch.nn.parameter import Parameter
 
 import ds_ops.optim
-from ds_zero.update.wrapped_optimizer import step_with
+from ds_zero.update.apply_step import step_with
 
 MAKERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),

@@ -18,7 +18,7 @@ from ds_zero.layout.dtypes_plan import LossScale
 from ds_zero.offload.host_gradients import GradientCopies
 from ds_zero.offload.weight_copies import WeightCopies
 from ds_zero.runtime import param_storage
-from ds_zero.update.wrapped_optimizer import Updater
+from ds_zero.update.apply_step import Updater
 
 UNITS = ds_zero.UnitSizePolicy(max_numel=64, persist_numel=0)
 BF16 = Precision(param=torch.bfloat16, skip_nonfinite=True)

@@ -21,7 +21,7 @@ from torch.nn.parameter import Parameter
 import ds_comm as comm
 from ds_config.errors import PlanError, ShardedAccessError
 from ds_zero.runtime.attributes import ShardedGradient
-from ds_zero.runtime.autograd import alias_saved
+from ds_zero.runtime.forward_backward import alias_saved
 from ds_zero.runtime.init_shards import Scatter, is_scattered, number_of, scatter_of
 from ds_zero.runtime.param_storage import parts_of
 from ds_zero.runtime.sharded_model import ShardedModel, sharding_of

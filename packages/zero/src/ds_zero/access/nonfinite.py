@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ds_zero.runtime.autograd import tensors_in
+from ds_zero.runtime.forward_backward import tensors_in
 
 __all__ = ["Nonfinite", "NonfiniteDetector"]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 import torch
 
@@ -79,7 +80,7 @@ def next_scale(rule: LossScale, state: ScaleState, overflow: bool) -> ScaleState
     return ScaleState(scale, tolerance, step, state.last_overflow)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Dtypes:
     """The formats of one unit, resolved."""
 
@@ -89,7 +90,7 @@ class Dtypes:
     master: torch.dtype
     state: torch.dtype | None = None
 
-    @property
+    @cached_property
     def same(self) -> bool:
         """Whether the master shard has the full copy's format, so that it can be a part of it."""
         return self.param == self.master

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
@@ -93,7 +94,7 @@ class ParamPiece:
         return self.start + self.interval.numel
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UnitLayout:
     """A unit's full buffer and its shards.
 
@@ -109,22 +110,22 @@ class UnitLayout:
     segments: tuple[ShardChunk, ...]
     kind: Kind
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         """Elements of one shard, padding included."""
         return sum(s.chunk for s in self.segments)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the full buffer, padding included."""
         return self.shard_numel * self.world
 
-    @property
+    @cached_property
     def gaps(self) -> tuple[Interval, ...]:
         """Ranges of the full buffer that belong to no parameter."""
         return gaps_between([(slot.offset, slot.offset + slot.numel) for slot in self.slots], self.numel)
 
-    @property
+    @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
         """(start, stop) of each segment in the full buffer."""
         return tuple((s.start, s.start + s.chunk * self.world) for s in self.segments)
@@ -220,7 +221,7 @@ class PublishedRange:
     at: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ReduceRange:
     """Elements [start, stop) of the shard are the sum over ranks of what begins at `at` of their full buffers.
 
@@ -234,7 +235,7 @@ class ReduceRange:
     member: int | None = None
     first: int = 0
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements."""
         return self.stop - self.start
@@ -283,7 +284,7 @@ def plan_sums(layout: UnitLayout, rank: int, least: int) -> ReducePlan:
     return ReducePlan(tuple(published), tuple(runs) or (ReduceRange(0, 0, 0),))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class P2PBucket:
     """What one rank gets from each other rank, in a buffer as long as its shard: large runs first, each in a message of its own, then
     all others in one.
@@ -302,7 +303,7 @@ class P2PBucket:
     small: tuple[int, ...]
     packed: int
 
-    @property
+    @cached_property
     def messages(self) -> list[tuple[int, int]]:
         """(start, stop) of each in the buffer."""
         bounds = [(self.places[i], self.places[i] + self.plan.runs[i].numel) for i in self.large]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from ds_zero.layout.elements import Kind
@@ -157,7 +158,7 @@ class UnitSizePolicy:
     leaves: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UnitSpec:
     """One unit: its parameters in registration order, and what is kept of them."""
 
@@ -170,11 +171,11 @@ class UnitSpec:
     def numel(self) -> int:
         return sum(p.numel for p in self.params)
 
-    @property
+    @cached_property
     def trained(self) -> bool:
         return self.params[0].trained
 
-    @property
+    @cached_property
     def family(self) -> str:
         return self.params[0].family
 

@@ -7,7 +7,7 @@ A *tier* keeps the master shard and the state. `ShardedOptimizer` updates every 
     publish  the shard's new values go where gathers send them from, in the format forward uses
     store    the shard and the state go back to their tier
 
-Units of the tier `device` are updated together, by one call of the optimizer; for them fetch and store are nothing. A unit of a tier
+Units of the tier `device` are updated together, by one call of the optimizer; for them a step neither fetches nor stores. A unit of a tier
 that is *alone* is updated by a call for it, while the next one is fetched. Forward and backward never need a tier.
 
 The optimizer updates state in host memory there: a step moves the gradient one way and the new parameters the other way. In a file a
@@ -47,7 +47,6 @@ __all__ = [
     "ParamStore",
     "make_param_store",
     "make_state_store",
-    "nothing",
     "store_kind",
 ]
 
@@ -134,7 +133,7 @@ class OptimizerStateStore(ParamStore):
     """The tier `device`: master and state are kept where the model is. Made once for each unit, on all ranks alike.
 
     Attributes:
-        resident: The shard is always readable, and may be a range of the buffer that forward uses.
+        resident: The shard is always readable, so that a step need not fetch and store; it may be a range of the buffer that forward uses.
         alone: A unit is updated by itself.
         unit: Whose state this is.
         states: The optimizer's state of a part of the unit; empty before its first step, and where there is no optimizer.
@@ -253,7 +252,7 @@ class HostStateStore(HostParamStore, OptimizerStateStore):
     """In memory of the host, where the optimizer updates it.
 
     Attributes:
-        wanted: Called by `fetch`: what was done to the state before its step is taken back, see `update/overlapped_update.py`.
+        wanted: Called by `fetch`, unless it is None: what was done to the state before its step is taken back, see `update/overlapped_update.py`.
     """
 
     resident = False
@@ -261,24 +260,21 @@ class HostStateStore(HostParamStore, OptimizerStateStore):
 
     def __init__(self, placement: OffloadPolicy, unit: OffloadedUnit) -> None:
         super().__init__(placement, unit)
-        self.wanted: Callable[[], None] = nothing
+        self.wanted: Callable[[], None] | None = None
         self._landings: dict[Tensor, Tensor] = {}
 
     def fetch(self) -> None:
-        self.wanted()
+        self.fetch_to_send()
         self._settle()
 
     def fetch_to_send(self) -> None:
-        self.wanted()
+        if self.wanted is not None:
+            self.wanted()
 
     def landing(self, part: Tensor) -> Tensor:
         if part not in self._landings:  # one for each part: all are updated by one call
             self._landings[part] = self.memory(part.numel(), part.dtype, self.unit.device)
         return self._landings[part]
-
-
-def nothing() -> None:
-    """Do nothing: default callback without a listener."""
 
 
 class _FileBacked(ParamStore, ABC):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -83,7 +84,7 @@ class ShardGroupInfo:
     on_host: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UnitPlan:
     """One unit.
 
@@ -112,7 +113,7 @@ class UnitPlan:
     wire: CommFormat = PLAIN
     on_host: bool = False
 
-    @property
+    @cached_property
     def name(self) -> str:
         return self.spec.name
 
@@ -120,19 +121,19 @@ class UnitPlan:
     def numel(self) -> int:
         return self.spec.numel
 
-    @property
+    @cached_property
     def aliased(self) -> bool:
         """Whether the master shard is a range of the buffer that forward uses."""
         separate = self.storage is ParamStorage.RELEASED or not store_kind(self.offload_optimizer).resident
         return self.dtypes.same and len(self.layout.segments) == 1 and not separate
 
-    @property
+    @cached_property
     def grads_leave(self) -> bool:
         """Whether its summed gradients go to the host at once: the model is on a device, and the optimizer is not."""
         offloaded = self.spec.strategy.shard_optim and isinstance(self.offload_optimizer, OffloadPolicy)
         return self.spec.trained and offloaded and not self.on_host
 
-    @property
+    @cached_property
     def early(self) -> bool:
         """Whether its update may begin while backward goes on."""
         return (
@@ -149,12 +150,12 @@ class UnitPlan:
         state = (self.dtypes.state or self.dtypes.master).itemsize * self.spec.params[0].states
         return self.layout.shard_numel * (self.dtypes.master.itemsize + state)
 
-    @property
+    @cached_property
     def keeps_sent(self) -> bool:
         """Whether a copy of the shard is kept in the format and place that gathers send from."""
         return self.storage is ParamStorage.RELEASED and self.spec.trained and not self.sends_shard
 
-    @property
+    @cached_property
     def sends_shard(self) -> bool:
         """Whether the master shard is what gathers send: nothing else is made of it."""
         if self.storage is ParamStorage.RELEASED and not self.spec.trained:

@@ -30,7 +30,8 @@ from ds_ops.update_rules import UpdateSpec, UpdateTensors, dither_of
 from ds_zero.layout.units import DENSE
 from ds_zero.runtime.sharded_model import ShardedModel
 from ds_zero.runtime.unit import OptimizerSlice, Unit
-from ds_zero.update.wrapped_optimizer import WAITING, Updater, group_of
+from ds_zero.update.apply_step import Updater
+from ds_zero.update.wrapped_optimizer import WAITING, group_of
 
 __all__ = ["Calendar", "Votes", "ZenFlowOptions", "ZenFlowStep", "ZenFlowUpdater", "bad", "columns_of", "top_columns"]
 

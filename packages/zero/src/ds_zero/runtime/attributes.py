@@ -27,7 +27,7 @@ from torch.autograd.graph import increment_version
 import ds_comm as comm
 from ds_config.errors import ShardedAccessError
 from ds_zero._torch import graph_task_id, queue_callback, without_torch_function
-from ds_zero.runtime.autograd import Backward
+from ds_zero.runtime.forward_backward import Backward
 from ds_zero.runtime.gradient_norms import GradientAgreement, GradientMeasurements
 from ds_zero.runtime.sharded_gradient import GradientNorms, GradientShard, ShardedGradient, copy_into
 from ds_zero.runtime.unit import OptimizerSlice, Unit
@@ -97,7 +97,7 @@ class _ParamShard(_Shard):
 
     def write(self, update: Callable[[list[Tensor]], None], factor: Any = None) -> None:
         owner = self.owner()
-        self.unit.gradients.changing()
+        self.unit.gradients.change()
         run = partial(update, self._views() if factor is not None else self.pieces())
         if owner.measured is None:
             run()
@@ -123,9 +123,9 @@ class _ParamShard(_Shard):
 
 
 class _PartShard(_Shard):
-    def __init__(self, owner: GradAttributes, unit: Unit, number: int, of: str) -> None:
+    def __init__(self, owner: GradAttributes, unit: Unit, part: OptimizerSlice, of: str) -> None:
         super().__init__(owner, unit, of)
-        self.part, self.number = unit.parts[number], number
+        self.part = part
         self.spans = ((0, self.part.stop - self.part.start),)
 
     def pieces(self) -> list[Tensor]:
@@ -147,12 +147,12 @@ class _PartShard(_Shard):
 
     def write(self, update: Callable[[list[Tensor]], None], factor: Any = None) -> None:
         owner = self.owner()
-        self.unit.gradients.changing()
+        self.unit.gradients.change()
         run = partial(update, self._views() if factor is not None else self.pieces())
         if owner.measured is None:
             run()
         else:
-            owner.measured.write_part(self.unit, self.number, run, factor)
+            owner.measured.write_part(self.unit, self.part, run, factor)
 
     def full(self) -> Tensor:
         raise ShardedAccessError(
@@ -261,7 +261,7 @@ class GradAttributes:
         remaining = 1.0 if self._access is None else self._access.remaining(unit)
         if remaining != 1.0:
             before = unit.gradients.version
-            unit.gradients.changing()
+            unit.gradients.change()
             unit.gradients.scale(remaining)
             if self.measured is not None:
                 self.measured.moved(unit, before)
@@ -277,7 +277,7 @@ class GradAttributes:
 
     def multiply(self, unit: Unit, factor: float) -> None:
         """Multiply the gradients of a unit by `factor`: the elements when they are averaged, or now where the factor has no inverse."""
-        unit.gradients.changing()
+        unit.gradients.change()
         if _LEAST < factor < 1.0 / _LEAST:
             unit.gradients.applied /= factor
             if self.measured is not None:
@@ -338,10 +338,10 @@ class GradAttributes:
                     if (member in present) if present is not None else (member not in absent):
                         grad = self._whole(unit, member, param.shape) if plain else self._sharded(param, unit, member)
                         self._show(unit, param, 0, grad)
-                for number, part in enumerate(unit.parts if self._of_parts and access.agreement is not None else ()):
+                for part in unit.parts if self._of_parts and access.agreement is not None else ():
                     members = part.members or tuple(range(len(unit.params)))
                     if not absent.issuperset(members) or (present is not None and present.intersection(members)):
-                        self._show(unit, part.tensor, 1, self._grad_of_part(unit, number, members, plain))
+                        self._show(unit, part.tensor, 1, self._grad_of_part(unit, part, members, plain))
 
     def _show(self, unit: Unit, tensor: Tensor, kind: int, grad: Tensor | None) -> None:
         if grad is None:
@@ -380,8 +380,7 @@ class GradAttributes:
         view = unit.gradients.view(starts[0], starts[0] + shape.numel()) if starts else None
         return None if view is None else self._alias(unit, view[: shape.numel()], shape)
 
-    def _grad_of_part(self, unit: Unit, number: int, members: Sequence[int], plain: bool) -> Tensor:
-        part = unit.parts[number]
+    def _grad_of_part(self, unit: Unit, part: OptimizerSlice, members: Sequence[int], plain: bool) -> Tensor:
         if plain and unit.dtypes.accumulate == part.tensor.dtype:
             view = unit.gradients.view(part.start, part.stop)
             if view is not None:
@@ -390,7 +389,7 @@ class GradAttributes:
         if known is not None:
             return known[1]
         names = ", ".join([unit.spec.params[i].name for i in members[:3]] + ["..."] * (len(members) > 3))
-        grad = ShardedGradient(part.tensor, names, _PartShard(self, unit, number, names), self._added)
+        grad = ShardedGradient(part.tensor, names, _PartShard(self, unit, part, names), self._added)
         self._shards[id(part.tensor)] = part.tensor, grad
         return grad
 
@@ -492,11 +491,13 @@ class GradAttributes:
         """Let go of gradients that were dropped: who has one of them gets an error from now on."""
         again: dict[int, tuple[Tensor, ShardedGradient]] = {}
         for key, (tensor, grad) in self._shards.items():
-            if getrefcount(grad) <= _OURS and isinstance(grad.shard, _ParamShard):
+            shard = grad.shard
+            is_split = isinstance(shard, _PartShard) and shard.part not in shard.unit.parts
+            if getrefcount(grad) <= _OURS and not is_split:
                 grad.answers.clear()
                 again[key] = tensor, grad
-            elif isinstance(grad.shard, _Shard):
-                grad.shard.alive = False
+            elif isinstance(shard, _Shard):
+                shard.alive = False
         self._shards = again
         self.present.clear()
         self.replaced.clear()

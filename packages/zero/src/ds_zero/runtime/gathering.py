@@ -27,11 +27,10 @@ from torch.nn.parameter import Parameter
 
 from ds_config.errors import ShardedAccessError
 from ds_zero._torch import graph_task_id, outside_transforms, running_modules, uncaptured
-from ds_zero.runtime.autograd import Backward, ForwardCall
+from ds_zero.runtime.forward_backward import Backward, ForwardCall, OpenCall, OpenCalls
 from ds_zero.runtime.gather_agreement import GatherAgreement
 from ds_zero.runtime.gather_order import Arrivals, GatherOrder
 from ds_zero.runtime.init_shards import Copier
-from ds_zero.runtime.open_calls import OpenCall, OpenCalls
 from ds_zero.runtime.sharded_parameter import AccessHandler, keep, placeholder_of, unkeep
 from ds_zero.runtime.unit import Full, Unit
 

@@ -34,7 +34,7 @@ from ds_config.errors import PlanError, ShardedAccessError
 from ds_ops.stream import norms_of
 from ds_zero.layout.units import DENSE
 from ds_zero.runtime.sharded_gradient import GradientNorms
-from ds_zero.runtime.unit import Unit
+from ds_zero.runtime.unit import OptimizerSlice, Unit
 
 __all__ = ["REPLACED", "GradientAgreement", "GradientMeasurements", "replaced_on_some"]
 
@@ -339,13 +339,13 @@ class GradientMeasurements:
         norms.version = unit.gradients.version
         self._follow(norms, members, factor)
 
-    def write_part(self, unit: Unit, number: int, update: Callable[[], None], factor: Any) -> None:
+    def write_part(self, unit: Unit, part: OptimizerSlice, update: Callable[[], None], factor: Any) -> None:
         """Run a write to a part of a unit; see the note "writes of parts"."""
         update()
         norms = self._norms.get(unit.number)
         if norms is not None:
             norms.version = unit.gradients.version
-        done, key = self._scaled_parts, (unit.number, number)
+        done, key = self._scaled_parts, (unit.number, part.start)
         done[key] = None if factor is None or key in done else factor
         first = next(iter(done.values()))
         every = sum(len(u.parts) for u in self._units)

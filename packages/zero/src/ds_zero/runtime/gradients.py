@@ -27,10 +27,9 @@ from torch.nn.parameter import Parameter
 import ds_comm as comm
 from ds_comm import Group, Work
 from ds_ops.stream import total_squares
-from ds_zero._torch import foreach_add, foreach_copy
+from ds_zero._torch import foreach_add, foreach_copy, without_torch_function
 from ds_zero.layout.elements import UnitLayout
 from ds_zero.offload.host_gradients import HostGradients
-from ds_zero.offload.state_stores import nothing
 from ds_zero.planning.unit_plan import UnitPlan
 from ds_zero.runtime.unit_groups import GroupSet
 
@@ -164,8 +163,8 @@ class Gradients:
         way: How they are summed.
         group_set: Over which ranks they are summed.
         applied: What `sums` were multiplied by since they were summed: they are `applied` times the sum over ranks.
-        changing: Called before `sums` change: more is collected, or all of it is forgotten.
-        summed: Called when a reduction is over. Both are called by the thread that does it, and do nothing by default.
+        changing: Called before `sums` change: more is collected, or all of it is forgotten; None: nobody watches.
+        summed: Called when a reduction is over. Both are called by the thread that does it.
         host: Where sums go at once; None: they stay on the device.
         measure: Called before sums leave the device, while `view` shows them there; the result is `measured` until they change.
     """
@@ -189,8 +188,8 @@ class Gradients:
         self._reducing: tuple[list[Tensor], Tensor | None] | None = None
         self._square: tuple[Tensor, int] | None = None  # of sums that have left
         self._norms: tuple[Tensor, int] | None = None
-        self.changing: Callable[[], None] = nothing
-        self.summed: Callable[[], None] = nothing
+        self.changing: Callable[[], None] | None = None
+        self.summed: Callable[[], None] | None = None
         self._spares: list[Tensor | None] = [None] * len(self.ranges)
 
     @property
@@ -205,7 +204,7 @@ class Gradients:
             now: Whether a reduction follows at once. Then the arena is in the reduce format, else in the accumulate format.
         """
         self._finish()
-        self.changing()
+        self.change()
         params = self._params
         grads = {i: grad for i, param in enumerate(params) if (grad := param.grad) is not None}
         with torch.no_grad():
@@ -229,6 +228,11 @@ class Gradients:
                 views[i].zero_()
         if grads:
             (foreach_copy if fresh else foreach_add)([views[i] for i in grads], list(grads.values()))
+
+    def change(self) -> None:
+        """Tell who watches, if anybody does, that `sums` change now."""
+        if self.changing is not None:
+            self.changing()
 
     def reduce(self) -> None:
         """Start to sum the arena over the ranks and add this rank's shard of the sum to `sums`. Sends (N-1)/N of it."""
@@ -256,7 +260,7 @@ class Gradients:
 
     def finish(self) -> None:
         """Wait for `reduce`: `sums` is valid afterwards."""
-        if self._finish():
+        if self._finish() and self.summed is not None:
             self.summed()
 
     def _finish(self) -> bool:
@@ -310,7 +314,7 @@ class Gradients:
     @property
     def sums(self) -> list[Tensor] | None:
         """This rank's shard of the sum over ranks; see the class. Waits for what is on its way to the host."""
-        return self.host.wide() if self.leaves and self.host is not None else self._sums
+        return self._sums if self.host is None or not self.host.filled else self.host.wide()
 
     @property
     def has_sums(self) -> bool:
@@ -387,7 +391,7 @@ class Gradients:
     def version(self) -> int:
         """Another one after every write to `sums`."""
         moved = 0 if self.host is None else self.host.version
-        return moved + sum(total._version for total in self._sums or ())
+        return moved + sum([total._version for total in self._sums or ()])
 
     @property
     def norms(self) -> Tensor | None:
@@ -409,13 +413,14 @@ class Gradients:
     def clear(self) -> None:
         """Forget every gradient, reduced or not."""
         self._finish()
-        self.changing()
+        self.change()
         if self.host is not None:
             self.host.clear()
         self._sums, self.open, self._sums_in_arena, self.applied = None, False, False, 1.0
         self._square = self._measured = self._norms = None
-        for param in self._params:
-            param.grad = None
+        with without_torch_function():
+            for param in self._params:
+                param.grad = None
         there = self._device.type != "cpu"
         if self._layout.world > 1 or there:  # else it held the sums until now, so no other unit could have used it
             self._give_arena()

@@ -28,7 +28,7 @@ from ds_comm.hierarchical import HierarchicalGather
 from ds_config.errors import PlanError
 from ds_ops.stream import differs_from_cast
 from ds_zero.layout.elements import ParamPiece, ParamSlot, UnitLayout, gaps_between
-from ds_zero.layout.shard_options import PLAIN, CommFormat, OffloadPolicy
+from ds_zero.layout.shard_options import CommFormat, OffloadPolicy
 from ds_zero.offload.state_stores import OptimizerStateStore, ParamStore, make_param_store
 from ds_zero.offload.weight_copies import WeightCopies, crosses_link
 from ds_zero.planning.unit_plan import ParamStorage, UnitPlan
@@ -76,9 +76,10 @@ class PrivateStorage:
         sent: What gathers send where that is a copy of the shard; None elsewhere.
         coarse: Full holds what codes said.
         common: Once every rank has published and all have passed a barrier, full is current.
+        rests: What gathers send is elsewhere than on the device between uses.
     """
 
-    common = False
+    common = rests = False
 
     def __init__(self, unit: StorageUnit) -> None:
         self._unit, self._layout = unit, unit.plan.layout
@@ -132,7 +133,7 @@ class PrivateStorage:
         del exact
         self.await_weights()
         if self._layout.world > 1:
-            self._gather(channel, PLAIN)
+            self._gather(channel)
 
     def await_weights(self) -> None:
         """Let the current stream wait for new values that are on their way from the host."""
@@ -140,7 +141,7 @@ class PrivateStorage:
         if arrived is not None:
             arrived.wait(streams.current_stream(self._unit.device))
 
-    def _gather(self, channel: comm.Group | None, wire: CommFormat) -> None:
+    def _gather(self, channel: comm.Group | None, codes: CommFormat | None = None) -> None:
         group_set = self._unit.groups
         route = (
             group_set.route
@@ -149,7 +150,8 @@ class PrivateStorage:
         )
         start = partial(self._send, route, channel)
         for (begin, end), source in zip(self._layout.spans, self._sources(), strict=True):
-            self._works.append(wire.gather(self.full[begin:end], self._load(source), start))
+            there, shard = self.full[begin:end], self._load(source)
+            self._works.append(start(there, shard) if codes is None else codes.gather(there, shard, start))
 
     def _load(self, source: Tensor) -> Tensor:
         """Return what a gather sends, valid on the current stream; where it is copied there, its place is not written before that is done."""
@@ -178,7 +180,8 @@ class PrivateStorage:
         """
         if not self._unit.plan.sends_shard:
             return self.chunks()
-        self._unit.state_store.fetch_to_send()
+        if not self._unit.state_store.resident:
+            self._unit.state_store.fetch_to_send()
         return parts_of(self._unit.shard, self._layout)
 
     def finish(self) -> bool:
@@ -206,11 +209,6 @@ class PrivateStorage:
 
     def release(self, *, spare_aliases: bool) -> None:
         """Give full's memory back, if this strategy does."""
-
-    @property
-    def rests(self) -> bool:
-        """Whether what gathers send is elsewhere than on the device between uses."""
-        return False
 
     def load(self) -> bool:
         """Start to copy what the next gather sends from where it rests to the device. Whether there is anything to copy."""
@@ -261,7 +259,7 @@ class PrivateStorage:
     def _publish_to(self, places: Sequence[Tensor], written: Tensor | None) -> None:
         shard = self._unit.shard
         self.await_weights()
-        if places and crosses_link(shard, places[0]):
+        if places and not self._unit.state_store.resident and crosses_link(shard, places[0]):
             if written is None:  # cast here: half the bytes on the link
                 written = self._copies.take(shard.numel(), places[0].dtype).copy_(shard)
             self._arrived = self._copies.send(written, places)
@@ -372,6 +370,8 @@ class ReleasedStorage(PrivateStorage):
         if plan.keeps_sent:
             self.sent = self.param_store.memory(plan.layout.shard_numel, plan.dtypes.param, unit.device)
             clear_gaps(self.sent, unit.owned)
+        self.rests = self.param_store.apart and self.sent is not None
+        self._codes = plan.wire if plan.wire.codes_gathers else None
         self._loaded: Tensor | None = None
         self._on_device = streams.is_device_memory(self.full)
         near = nodes is not None and nodes.secondary_partition
@@ -391,24 +391,20 @@ class ReleasedStorage(PrivateStorage):
         self._uses, self._nbytes = storage_uses(self.full), self.full.untyped_storage().nbytes()
         self._is_out = False
         self.release(spare_aliases=False)
-        if self.sent is not None:
+        if self.rests:
             self.param_store.store()
 
     def start(self, channel: comm.Group | None, *, exact: bool) -> None:
         self.await_weights()
         if self._is_out:
             self.full.untyped_storage().resize_(self._nbytes)
-        wire = PLAIN if exact else self._unit.plan.wire
-        self.coarse = wire.codes_gathers
+        codes = None if exact else self._codes
+        self.coarse = codes is not None
         if channel is None and not exact and self._near is not None and self._near.valid:
             self._works += self._near.gather(self.full)
             return
         self.forget()
-        self._gather(channel, wire)
-
-    @property
-    def rests(self) -> bool:
-        return self.param_store.apart and self.sent is not None
+        self._gather(channel, codes)
 
     def load(self) -> bool:
         on_node = self._near is not None and self._near.valid
@@ -426,16 +422,16 @@ class ReleasedStorage(PrivateStorage):
     def _sources(self) -> list[Tensor]:
         if self.sent is None:
             return super()._sources()
-        if self._loaded is None:
+        if self._loaded is None and self.rests:
             self.param_store.fetch_to_send()
         return parts_of(self.sent if self._loaded is None else self._loaded, self._layout)
 
     def finish(self) -> bool:
         gathered = super().finish()
         self._loaded = None
-        if gathered and self.sent is not None:
+        if gathered and self.rests:
             self.param_store.drop()
-        elif gathered and not self._unit.plan.spec.trained:
+        elif gathered and self.sent is None and not self._unit.state_store.resident:
             self._unit.state_store.drop()
         if gathered and self._near is not None:
             self._near.keep(self.full)
@@ -466,15 +462,18 @@ class ReleasedStorage(PrivateStorage):
     def publish_target(self) -> Tensor | None:
         if self.sent is None or not self._on_device:
             return None
-        self.param_store.fetch()
+        if self.rests:
+            self.param_store.fetch()
         crosses = crosses_link(self._unit.shard, self.sent)
         return self._copies.take(self.sent.numel(), self.sent.dtype) if crosses else self.sent
 
     def publish(self, written: Tensor | None = None) -> None:
         self._loaded = None
-        if self.sent is not None:
+        if self.rests:
             self.param_store.fetch()
+        if self.sent is not None:
             self._publish_to(parts_of(self.sent, self._layout), written)
+        if self.rests:
             self.param_store.store()
 
     @property

@@ -8,6 +8,11 @@ calls it after a backward it does not want would step them later. So the instanc
 
 Note "handed over". A compiled graph gives gradients away where they are made, and returns none of them; autograd calls the hooks of those
 parameters all the same. Such a call must not count as a second gradient: the unit would be summed twice, and late from then on.
+
+Note "hooks of users" (`register_post_accumulate_grad_hook`). autograd would call them with this rank's gradient, or with None where that was
+taken into a buffer already. So they are looked for when a backward begins, replaced by nothing while it runs, and called when it is over and
+`param.grad` is the averaged gradient. Where gradients are not shown (the engine from stage 1 on) they are called with this rank's own gradient
+before that is taken into a buffer, whenever they were registered; what they write to it is summed.
 """
 
 from __future__ import annotations
@@ -16,8 +21,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +31,13 @@ from torch import Tensor, nn
 from ds_accel import streams
 from ds_zero._torch import graph_task_id, without_torch_function
 from ds_zero.runtime.attributes import GradAttributes
-from ds_zero.runtime.autograd import Backward
+from ds_zero.runtime.forward_backward import Backward
 from ds_zero.runtime.gather_order import ReduceOrder
 from ds_zero.runtime.gathering import Gathering
 from ds_zero.runtime.gradients import Gradients
 from ds_zero.runtime.unit import Unit
-from ds_zero.runtime.user_hooks import AccumulatedHooks
 
-__all__ = ["GradientReductions", "Helper", "ZeroGrad"]
+__all__ = ["AccumulatedHooks", "GradientReductions", "Helper", "ZeroGrad"]
 
 
 _PATIENCE_S = 0.02
@@ -137,6 +142,63 @@ class ZeroGrad:
 
     def __reduce__(self) -> tuple[type[ZeroGrad], tuple[nn.Module | None]]:
         return ZeroGrad, (self._model(),)
+
+
+def _nothing(param: Tensor) -> None:
+    """Do nothing: the hook in whose place this is runs at the end of the backward."""
+
+
+class AccumulatedHooks:
+    """The users' hooks on accumulated gradients of one model; see the note "hooks of users".
+
+    Args:
+        params: Those that are trained, by unit and member.
+    Attributes:
+        library: Numbers of the hooks that are ds-zero's.
+    """
+
+    def __init__(self, params: dict[tuple[int, int], Tensor]) -> None:
+        self._params = params
+        self.library: set[tuple[tuple[int, int], int]] = set()
+        self._silent: list[tuple[tuple[int, int], dict[int, Any], int, Callable[[Tensor], Any]]] = []
+
+    def silence(self) -> None:
+        """Take the place of all hooks until `restore`. Their handles stay good."""
+        self.restore()
+        with without_torch_function():
+            accumulated = [getattr(param, "_post_accumulate_grad_hooks", None) or {} for param in self._params.values()]
+        for place, hooks in zip(self._params, accumulated, strict=True):
+            for key in list(hooks) if len(hooks) > 1 else ():
+                if (place, key) in self.library:
+                    continue
+                # Values may be replaced while autograd goes through the hooks, keys may not.
+                self._silent.append((place, hooks, key, hooks[key]))
+                hooks[key] = _nothing
+
+    def call_of(self, place: tuple[int, int]) -> None:
+        """Call the hooks of one parameter, whose gradient was accumulated and will be taken; they keep silent until `restore`."""
+        for other, hooks, key, hook in list(self._silent):
+            if other == place and hooks.get(key) is _nothing:
+                hook(self._params[place])
+
+    def restore(self) -> None:
+        """Give hooks their places back; those that were removed meanwhile stay away."""
+        for _, hooks, key, hook in self._silent:
+            if hooks.get(key) is _nothing:
+                hooks[key] = hook
+        self._silent.clear()
+
+    def call(self, missing: Sequence[Collection[int]]) -> None:
+        """Call the hooks, and give them their places back.
+
+        Args:
+            missing: Of each unit the members that got no gradient in this backward.
+        """
+        silent = [(place, hook) for place, hooks, key, hook in self._silent if hooks.get(key) is _nothing]
+        self.restore()
+        for (number, member), hook in silent:
+            if member not in missing[number]:
+                hook(self._params[number, member])
 
 
 def _one_by_one(several: Sequence[Gradients]) -> None:
@@ -365,10 +427,11 @@ class GradientReductions:
                 may need what this one has not sent yet.
         """
         self.attributes.take()
-        for number in self.trained:
-            present = {i for i, p in enumerate(self.units[number].params) if p.grad is not None}
-            self.unused[number] -= present
-            self._deferred |= bool(present) and number not in self._apart
+        with without_torch_function():
+            for number in self.trained:
+                present = {i for i, p in enumerate(self.units[number].params) if p.grad is not None}
+                self.unused[number] -= present
+                self._deferred |= bool(present) and number not in self._apart
         due = self.trained if self._deferred else self._apart
         for number in reversed([n for n in due if apart or n not in self._apart]):
             self._gather_leftovers(number)
@@ -405,7 +468,7 @@ class GradientReductions:
         self.close()
         for number in self.trained:
             gradients = self.units[number].gradients
-            gradients.changing()
+            gradients.change()
             for total in gradients.sums or ():
                 total.zero_()
         if self.attributes.measured is not None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ds_config.errors import ShardedAccessError
 from ds_zero._torch import graph_task_id, without_torch_function
-from ds_zero.runtime.autograd import tensors_in
+from ds_zero.runtime.forward_backward import tensors_in
 
 __all__ = ["GradientNorms", "GradientShard", "ShardedGradient", "copy_into"]
 

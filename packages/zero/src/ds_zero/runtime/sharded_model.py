@@ -41,7 +41,7 @@ from ds_zero.layout.reduction_groups import check_same, family_name, find_reduct
 from ds_zero.layout.shard_options import OptimizerTraits, ShardOptions, describe, dtype_name
 from ds_zero.layout.units import DENSE, plan_units
 from ds_zero.planning.unit_plan import ZeroPlan, plan_all
-from ds_zero.runtime.autograd import Backward
+from ds_zero.runtime.forward_backward import Backward
 from ds_zero.runtime.gather_order import merge_orders
 from ds_zero.runtime.gathering import Gathering
 from ds_zero.runtime.init_shards import check_scattered, is_scattered, whole

@@ -27,7 +27,7 @@ from torch.nn.parameter import Parameter
 
 from ds_config.errors import ShardedAccessError
 from ds_zero._torch import without_torch_function
-from ds_zero.runtime.autograd import tensors_in
+from ds_zero.runtime.forward_backward import tensors_in
 
 __all__ = [
     "AccessHandler",

@@ -56,6 +56,8 @@ class Unit:
     """See the module's docstring. Made on all ranks of the group set alike; every verb that communicates is called on all of them.
 
     Attributes:
+        plan, spec, layout, dtypes: What was decided, and three parts of that.
+        releases: Whether full has no memory between uses.
         owned: What this rank has of each parameter.
         pins: How many contexts keep the parameters gathered.
         parts: What the optimizer sees of the shard; empty for parameters that are not trained.
@@ -64,6 +66,10 @@ class Unit:
     def __init__(self, plan: UnitPlan, params: Sequence[Parameter], group_set: GroupSet, number: int = 0) -> None:
         self.number = number
         self.plan = plan
+        self.spec: UnitSpec = plan.spec
+        self.layout: UnitLayout = plan.layout
+        self.dtypes: Dtypes = plan.dtypes
+        self.releases = plan.storage is ParamStorage.RELEASED
         self.groups = group_set
         self.params = list(params)
         self.owned = plan.layout.owned(group_set.shard_group.rank)
@@ -92,18 +98,6 @@ class Unit:
         return f"Unit({self.spec.name}: {len(self.params)} parameters, {self.layout.numel} elements, {self.state.name})"
 
     @property
-    def spec(self) -> UnitSpec:
-        return self.plan.spec
-
-    @property
-    def layout(self) -> UnitLayout:
-        return self.plan.layout
-
-    @property
-    def dtypes(self) -> Dtypes:
-        return self.plan.dtypes
-
-    @property
     def device(self) -> torch.device:
         """Of its parameters; while these are on meta torch's default device, or the accelerator's where nobody set one."""
         param = self.params[0]
@@ -119,11 +113,6 @@ class Unit:
     def full(self) -> Tensor:
         """The flat buffer, [numel]."""
         return self.storage.full
-
-    @property
-    def releases(self) -> bool:
-        """Whether full has no memory between uses."""
-        return self.plan.storage is ParamStorage.RELEASED
 
     @property
     def has_aliases(self) -> bool:

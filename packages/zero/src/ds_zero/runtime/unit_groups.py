@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -88,7 +89,7 @@ class Secondary:
         return ((start, stop, part) for (start, stop), part in zip(self._layout.spans, parts, strict=True))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class GroupSet:
     """What the units of one family share.
 
@@ -123,12 +124,12 @@ class GroupSet:
     created: list[Group] = field(default_factory=list)
     _late: list[Group] = field(default_factory=list)  # made when first needed, at most one
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Ranks a gradient is summed over."""
         return self.shard_group.size * self.replicate_group.size
 
-    @property
+    @cached_property
     def counts(self) -> int:
         """How often each element of a gradient is there, over all ranks."""
         return self.replicate_group.size * self.reduction_group.copies
@@ -153,6 +154,8 @@ class GroupTable:
         families: Dense first; the others in the same order on every rank.
         host: Whether all parameters are on the host.
         tables: See `GroupSet`.
+    Attributes:
+        hosts: Shared memories, each once, in the order of families; none before `share`.
     """
 
     def __init__(
@@ -171,6 +174,7 @@ class GroupTable:
             destroy_when_dropped(self, self._created_groups)
         self._dense_shards: Group | None = None
         self.group_sets: dict[str, GroupSet] = {}
+        self.hosts: list[ShmUnitMemory] = []
         if options.nodes is not None and not options.residency.shard_params:
             raise PlanError(
                 f"nodes of {options.nodes.size} ranks were told with {options.residency}: no parameter is gathered in forward or "
@@ -281,15 +285,9 @@ class GroupTable:
             ]
             fulls = {number: (unit.layout.numel, unit.dtypes.param) for number, unit in local_units.items()}
             host = ShmUnitMemory(group_set.shard_group, fulls, max(widths, default=0))
+            self.hosts.append(host)
             for name in alike:
                 self.group_sets[name] = replace(self.group_sets[name], host=host)
-
-    @property
-    def hosts(self) -> list[ShmUnitMemory]:
-        """Shared memories, each once, in the order of families."""
-        return list(
-            dict.fromkeys(group_set.host for group_set in self.group_sets.values() if group_set.host is not None)
-        )
 
     def drop(self) -> None:
         """Destroy the groups that were made. Collective."""

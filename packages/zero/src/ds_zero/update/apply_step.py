@@ -2,24 +2,32 @@
 
 Units whose gradients are on the host are updated one after another, so that the new weights of one go back to the device while the next is
 updated; all others by one call of the optimizer.
+
+A step has one factor for all gradients: the average over ranks, the loss scale and the clipping coefficient in one. ds-ops' optimizers
+take it as an argument; torch's fused ones divide by the attribute `grad_scale`, as torch.amp.GradScaler uses it, and write what they
+divided. With all others the gradients are multiplied first: one read and one write more.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from ds_ops.optim import FusedOps, OpsOptimizer
+from ds_zero._torch import has_step_hooks, plain_step
 from ds_zero.runtime.attributes import GradAttributes
+from ds_zero.runtime.sharded_model import ShardedModel
 from ds_zero.runtime.unit import OptimizerSlice, Unit
 from ds_zero.update.optimizer_state import OptimizerState
-from ds_zero.update.overlapped_update import Ahead, scales_before_cast
-from ds_zero.update.wrapped_optimizer import Updater
+from ds_zero.update.wrapped_optimizer import WAITING, group_of
 
-__all__ = ["Due", "apply", "due_of", "scale_in_place"]
+__all__ = ["Due", "Updater", "apply", "due_of", "scale_in_place", "scales_before_cast", "step_with"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +86,14 @@ def scale_in_place(
     return False
 
 
-def apply(due: Due, state: OptimizerState, ahead: Ahead, updater: Updater) -> None:
-    """Update all units. Gradients are used up, and stay for who clears them."""
+def apply(
+    due: Due, state: OptimizerState, updater: Updater, settle: Callable[[float, bool], list[Unit]] | None = None
+) -> None:
+    """Update all units. Gradients are used up, and stay for who clears them.
+
+    Args:
+        settle: Returns the units that an early update has updated on the terms of this step, see `Ahead.settle`; None: there are none.
+    """
     for unit in [unit for unit in due.units if unit.state_store.parked is not None]:
         unit.state_store.fetch_state()  # policies of updates read it before any unit is updated
     state.sharding.adopt_edits()
@@ -87,7 +101,7 @@ def apply(due: Due, state: OptimizerState, ahead: Ahead, updater: Updater) -> No
     direct = {unit for unit in due.units if updater.reads_host_gradients(unit)}
     grads = [(unit, grad) for unit in due.units if not unit.gradients.leaves for grad in unit.gradients.sums or ()]
     first = any((grad.dtype, grad.device) != (unit.shard.dtype, unit.shard.device) for unit, grad in grads)
-    early = ahead.settle(factor, first=first)
+    early = [] if settle is None else settle(factor, first)
     done = set(early)
     grads = [(unit, grad) for unit, grad in grads if unit not in done]
     for unit in dict.fromkeys(unit for unit, _ in grads):
@@ -106,7 +120,8 @@ def apply(due: Due, state: OptimizerState, ahead: Ahead, updater: Updater) -> No
     batches = [[unit for unit in gone if unit not in set(single)], *([unit] for unit in single)]
     for batch, after in zip(batches, [*batches[1:], []], strict=True):
         for unit in batch:
-            unit.state_store.fetch_state()
+            if not unit.state_store.resident:
+                unit.state_store.fetch_state()
         for unit in after:
             unit.state_store.begin_fetch()
         if batch and batch[0] in direct:
@@ -125,7 +140,7 @@ def _update(units: Mapping[Unit, set[int]], factor: float, updater: Updater) -> 
         for part in _used_parts(unit, absent):
             grad = unit.gradients.view(part.start, part.stop)
             if grad is not None:
-                part.tensor.grad = unit.state_store.gradient(grad, part.tensor)
+                part.tensor.grad = _converted(grad, part.tensor, unit)
     written, copies = _targets(units, updater)
     if copies:
         grads: dict[Tensor, Tensor] = {
@@ -138,6 +153,18 @@ def _update(units: Mapping[Unit, set[int]], factor: float, updater: Updater) -> 
         for part in unit.parts:
             part.tensor.grad = None
     publish(written)
+
+
+def scales_before_cast(unit: Unit) -> bool:
+    """Whether gradients on the host are multiplied in their own format, because that of the master holds less."""
+    return unit.dtypes.accumulate != unit.dtypes.master
+
+
+def _converted(grad: Tensor, part: Tensor, unit: Unit) -> Tensor:
+    """Return a summed gradient in the shape and dtype of the optimizer's part, on its device."""
+    if (grad.shape, grad.dtype, grad.device) == (part.shape, part.dtype, part.device):
+        return grad
+    return unit.state_store.gradient(grad, part)
 
 
 def _update_direct(unit: Unit, absent: set[int], factor: float, updater: Updater) -> None:
@@ -184,4 +211,134 @@ def publish(units: Mapping[Unit, Tensor | None]) -> None:
     """
     for unit, target in units.items():
         unit.mark_updated(target)
-        unit.state_store.store()
+        if not unit.state_store.resident:
+            unit.state_store.store()
+
+
+# ---- the optimizer's step
+
+_FUSED = (Adam, AdamW, SGD, Adagrad)
+_LARGEST = 1e30  # its inverse is a normal fp32, too
+
+
+def step_with(optimizer: Optimizer, grads: Sequence[Tensor], factor: float) -> None:
+    """Call `optimizer.step()` with every gradient multiplied by `factor`.
+
+    Args:
+        grads: The memory of all gradients, each element once; it may be changed.
+    """
+    if factor == 1.0:
+        optimizer.step()
+    elif isinstance(optimizer, OpsOptimizer):
+        optimizer.step(fusion=FusedOps(grad_scale=factor))
+    elif _divides(optimizer, grads) and 1 / _LARGEST < factor < _LARGEST:
+        _step_divided(optimizer, 1.0 / factor)
+    else:
+        for grad in grads:
+            grad.mul_(factor)
+        optimizer.step()
+
+
+def _divides(optimizer: Optimizer, grads: Sequence[Tensor]) -> bool:
+    # The divisor is an fp32, which is not enough for wider gradients. A subclass may do something else in its step.
+    fused = type(optimizer) in _FUSED and all(group.get("fused") for group in optimizer.param_groups)
+    return fused and all(grad.dtype.itemsize <= 4 for grad in grads)
+
+
+@functools.cache
+def _leaves_divided(kind: str, device: str) -> bool:
+    """Whether torch's fused step of this kind leaves divided gradients in their memory: asked of torch, which promises it nowhere."""
+    param = torch.nn.Parameter(torch.ones(1, device=device))
+    param.grad = torch.full((1,), 8.0, device=device)
+    (untyped,) = (made([param], lr=1e-3, fused=True) for made in _FUSED if made.__name__ == kind)
+    _step_divided(untyped, 4.0)
+    return param.grad.item() == 2.0
+
+
+def _step_divided(optimizer: Optimizer, divisor: float) -> None:
+    untyped: Any = optimizer  # both attributes exist during a step only
+    untyped.grad_scale = torch.tensor(divisor, dtype=torch.float32)
+    untyped.found_inf = torch.zeros((), dtype=torch.float32)
+    try:
+        optimizer.step()
+    finally:
+        del untyped.grad_scale, untyped.found_inf
+
+
+class Updater:
+    """Steps every element in every step. The extension point of policies that do otherwise, see `ShardOptions.updates`."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+
+    def moved(self, sharding: ShardedModel) -> None:
+        """Update references to the model's units after the model was planned anew."""
+
+    def begin(self, units: Sequence[Unit]) -> None:
+        """Decide what this step does, on all ranks alike; gradients are final."""
+
+    def update(self, units: Mapping[Unit, set[int]], factor: float) -> None:
+        """Step the parts of units that have a gradient, which is multiplied by `factor`. Gradients may be changed."""
+        step_with(self.inner, [grad for u in units for grad in u.gradients.sums or ()], factor)
+
+    def leaves_scaled(self, units: Sequence[Unit], factor: float) -> bool:
+        """Whether `update` of these units with `factor` also multiplies what lies in the memory of their sums."""
+        inner, grads = self.inner, [grad for unit in units for grad in unit.gradients.sums or ()]
+        if type(self).update is not Updater.update or not grads or not _divides(inner, grads):
+            return False
+        if has_step_hooks(inner) or factor == 1.0:
+            return False  # hooks see averages
+        stepped = {id(param) for group in inner.param_groups for param in group["params"]}
+        if any(id(part.tensor) not in stepped for unit in units for part in unit.parts):
+            return False  # nobody divides what was taken out of the groups
+        return (
+            1 / _LARGEST < factor < _LARGEST
+            and not any(group.get("maximize") for group in inner.param_groups)
+            and all(
+                not unit.gradients.leaves and (grad.dtype, grad.device) == (unit.shard.dtype, unit.shard.device)
+                for unit in units
+                for grad in unit.gradients.sums or ()
+            )
+            and _leaves_divided(type(inner).__name__, grads[0].device.type)
+        )
+
+    def reads_host_gradients(self, unit: Unit) -> bool:
+        """Whether the unit's gradients are on the host, and are read there in the format in which they came: by ds-ops' optimizers."""
+        return self.writes_copies() and unit.gradients.leaves
+
+    def writes_copies(self) -> bool:
+        """Whether an update writes the new values in another format, too, in the same pass."""
+        inner = self.inner
+        if not isinstance(inner, OpsOptimizer) or plain_step(type(inner)) is not plain_step(OpsOptimizer):
+            return False
+        return inner.elementwise and type(inner).step_bucket is OpsOptimizer.step_bucket
+
+    def update_fused(self, fusion: FusedOps) -> None:
+        """Step the parameters that `fusion` has gradients of."""
+        if isinstance(self.inner, OpsOptimizer):
+            self.inner.step(fusion=fusion)
+
+    def finish(self) -> None:
+        """Finish the update after all units were stepped."""
+
+    def foresees(self) -> bool:
+        """Whether what the coming step does is decided before its gradients are there, so that units can be updated early."""
+        return True
+
+    def early(self, unit: Unit, grads: Mapping[Tensor, Tensor], factor: float) -> None:
+        """Update one unit before its step, on a thread of its own.
+
+        Args:
+            grads: By part; they stay as they are.
+        """
+        if isinstance(self.inner, OpsOptimizer):
+            self.inner.step_group(group_of(self.inner, unit), FusedOps(grad_scale=factor, grads=grads))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the entries added to the optimizer's state dict. JSON-able, the same on every rank. Collective."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the optimizer's `state_dict`. What waited in a run with a policy would never be used here."""
+        for entries in self.inner.state.values():
+            entries.pop(WAITING, None)

@@ -28,14 +28,15 @@ from ds_ops.stream import copy_ranges
 from ds_ops.threads import at_most
 from ds_zero.layout.shard_options import OffloadPolicy
 from ds_zero.layout.units import DENSE
-from ds_zero.offload.state_stores import HostStateStore, OptimizerSlice, nothing
+from ds_zero.offload.state_stores import HostStateStore, OptimizerSlice
 from ds_zero.runtime.sharded_model import ShardedModel
 from ds_zero.runtime.unit import Unit
+from ds_zero.update.apply_step import Updater, scales_before_cast
 from ds_zero.update.overlap_plan import Outlook, OverlapLedger, OverlapState, Terms
-from ds_zero.update.step_reduction import weight_of
-from ds_zero.update.wrapped_optimizer import Updater, check_early, settings_of
+from ds_zero.update.rank_agreement import weight_of
+from ds_zero.update.wrapped_optimizer import check_early, settings_of
 
-__all__ = ["Ahead", "PendingStep", "scales_before_cast"]
+__all__ = ["Ahead", "PendingStep"]
 
 
 class PendingStep(Protocol):
@@ -55,6 +56,8 @@ class Ahead:
         sharding: Units whose tier is early (`OffloadPolicy.overlap_ratio`) are watched; there may be none.
         step: The coming one.
         outlook: What to expect of it.
+    Attributes:
+        units: Those that may be updated early, by number. Where there are none, nothing has to be called in a step.
     Raises:
         PlanError: the optimizer's updates cannot begin early ("zero-early").
     """
@@ -62,14 +65,14 @@ class Ahead:
     def __init__(self, sharding: ShardedModel, step: PendingStep, outlook: Outlook) -> None:
         self.outlook = outlook
         self._sharding, self._step = sharding, step
-        self._units = {unit.number: unit for unit in sharding.units if unit.plan.early}
-        self.ledger = OverlapLedger(self._units)
-        if not self._units:
+        self.units = {unit.number: unit for unit in sharding.units if unit.plan.early}
+        self.ledger = OverlapLedger(self.units)
+        if not self.units:
             return
         check_early(step.updater.inner)
         self._changed, self._jobs = threading.Condition(), SimpleQueue[Callable[[], None] | None]()
         self._thread: threading.Thread | None = None
-        self._retained = {number: _Kept() for number in self._units}
+        self._retained = {number: _Kept() for number in self.units}
         self._errors: dict[int, BaseException] = {}
         self._open = False
         self._side: Any = None
@@ -78,7 +81,7 @@ class Ahead:
             for unit in sharding.units
             if unit.spec.trained and unit.gradients.host is None
         )
-        for unit in self._units.values():
+        for unit in self.units.values():
             unit.gradients.changing = partial(self._changing, unit)
             unit.gradients.summed = partial(self._summed, unit)
             if isinstance(unit.state_store, HostStateStore):
@@ -186,20 +189,18 @@ class Ahead:
 
     def finish(self) -> BaseException | None:
         """Stop the update thread for the step, which does the queued updates. Returns the thread's error, or None."""
-        if not self._units:
-            return None
         with self._changed:
-            for number in self._units:
+            for number in self.units:
                 self.ledger.call_off(number)
             self._changed.wait_for(lambda: not self.ledger.writing)
         self._open = False
         return next(iter(self._errors.values()), None)
 
-    def settle(self, factor: float, *, first: bool) -> list[Unit]:
+    def settle(self, factor: float, first: bool) -> list[Unit]:
         """Return the units whose early update used exactly this step's terms; undo the other early updates."""
         updated = []
         for number in self.ledger.busy:
-            unit = self._units[number]
+            unit = self.units[number]
             if self.ledger.holds(number, self._terms(unit, factor, first)):
                 updated.append(unit)
             else:
@@ -226,7 +227,7 @@ class Ahead:
     def take_back_all(self) -> None:
         """Undo the early update of every unit."""
         for number in self.ledger.busy:
-            self.take_back(self._units[number])
+            self.take_back(self.units[number])
 
     def failed(self, ranks: int, error: BaseException | None) -> KernelError:
         """Take everything back, and say that a thread failed, on this rank or on another one."""
@@ -243,19 +244,14 @@ class Ahead:
     def close(self) -> None:
         """Take everything back, and end the thread."""
         self.take_back_all()
-        for unit in self._units.values():
-            unit.gradients.changing = unit.gradients.summed = nothing
+        for unit in self.units.values():
+            unit.gradients.changing = unit.gradients.summed = None
             if isinstance(unit.state_store, HostStateStore):
-                unit.state_store.wanted = nothing
-        if self._units and self._thread is not None:
+                unit.state_store.wanted = None
+        if self.units and self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
             self._thread = None
-
-
-def scales_before_cast(unit: Unit) -> bool:
-    """Whether gradients on the host are multiplied in their own format, because that of the master holds less."""
-    return unit.dtypes.accumulate != unit.dtypes.master
 
 
 def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:

@@ -8,7 +8,7 @@ has its own state and step count, exactly as if it had never been joined.
 An inner optimizer with `owns_reduction = True` (1-bit Adam) averages gradients itself: at stage 0 it gets each rank's own.
 
 `step` consumes gradients, or leaves them until `zero_grad` where `param.grad` shows them. The averaged gradient is sum / (divisor of the family x loss scale x divisor); that factor and
-clipping are one factor, see `wrapped_optimizer.py`. Names in what is kept are those of logical tensors, see `reduction_groups.py`.
+clipping are one factor, see `apply_step.py`. Names in what is kept are those of logical tensors, see `reduction_groups.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -39,14 +39,20 @@ from ds_zero.runtime.reduce_runtime import ZeroGrad
 from ds_zero.runtime.sharded_model import ShardedModel, group_for
 from ds_zero.runtime.suspend import KINDS
 from ds_zero.runtime.unit import Unit
-from ds_zero.update.apply_step import apply, due_of, scale_in_place
+from ds_zero.update.apply_step import Updater, apply, due_of, scale_in_place
 from ds_zero.update.optimizer_state import OptimizerState, PartStates
 from ds_zero.update.overlap_plan import Outlook
 from ds_zero.update.overlapped_update import Ahead
-from ds_zero.update.rank_settings import check_differences, group_settings, option_settings, pair_of, same_pairs
-from ds_zero.update.step_reduction import agree, first_nonfinite, weight_of
+from ds_zero.update.rank_agreement import (
+    agree,
+    check_differences,
+    first_nonfinite,
+    group_settings,
+    option_settings,
+    weight_of,
+)
 from ds_zero.update.weight_views import WeightViews, not_published
-from ds_zero.update.wrapped_optimizer import Updater, check_inner, class_name_of, owns_reduction, traits_of
+from ds_zero.update.wrapped_optimizer import check_inner, class_name_of, owns_reduction, traits_of
 
 __all__ = ["ShardedOptimizer", "StepReport", "shard"]
 
@@ -138,6 +144,7 @@ class ShardedOptimizer(Optimizer):
         self.sharding = ShardedModel(model, self._groups, options, habits)
         if owns_reduction(inner):
             self.sharding.keep_gradients_local()
+        self._divisor = self.sharding.families[DENSE].divisor  # the ranks that the batch is split over
         self.sharding.end = self.close
         self.sharding.runtime.begun = self._begin_backward
         self._zero_grad = ZeroGrad(model, self.zero_grad)
@@ -156,11 +163,6 @@ class ShardedOptimizer(Optimizer):
         self.updater.moved(self.sharding)
 
     # ---- one step
-
-    @property
-    def _divisor(self) -> int:
-        """Of the dense family: the ranks that the batch is split over."""
-        return self.sharding.families[DENSE].divisor
 
     def average(self, divisor: float) -> float:
         """Return the factor that turns a summed gradient into the gradient divided by `divisor`.
@@ -282,18 +284,15 @@ class ShardedOptimizer(Optimizer):
         self._check_trainable()
         runtime.reducing.close()
         runtime.settle(self.sharding.group)
-        error = self.ahead.finish()
+        error = self.ahead.finish() if self.ahead.units else None
         units = [u for u in self.sharding.units if u.spec.trained]
         scale = 1.0 if self._scale is None else self._scale.scale
         average = self.average(self.divisor)
         wants = (
             self.sharding.precision.skip_nonfinite or self._scale is not None or self.sharding.options.clip is not None
         )
-        pair = pair_of(group_settings(self.inner), self.divisor)
-        facts = agree(self.sharding, wants_norm=wants, extra=(*self.extra, *pair), failed=error is not None)
-        if not same_pairs(facts.extra[-2:], self.sharding.families[DENSE].group.size):
-            settings = group_settings(self.inner) | {"divisor": repr(self.divisor)}
-            check_differences(settings, self.sharding.families[DENSE].group, "step")
+        settings = {**group_settings(self.inner), "divisor": repr(self.divisor)}
+        facts = agree(self.sharding, settings, wants_norm=wants, extra=self.extra, failed=error is not None)
         if facts.failed:
             raise self.ahead.failed(facts.failed, error)
         norm = None if facts.square is None else math.sqrt(facts.square) * average if facts.square >= 0 else math.nan
@@ -306,13 +305,14 @@ class ShardedOptimizer(Optimizer):
             divided = stay and scale_in_place(units, clip, self._remaining, attributes, self.updater)
             due = due_of(units, self.sharding.grad_factor, average, 1.0 if stay else clip, facts.unused)
             self._check_published(stepping=True)
-            with self._views.stepping():
-                apply(due, self.state_store, self.ahead, self.updater)
+            with self._views.stepping() if self._views.methods else nullcontext():
+                apply(due, self.state_store, self.updater, self.ahead.settle if self.ahead.units else None)
             for unit in units if divided else ():
                 attributes.averaged(unit)
-        self.ahead.outlook.stepped(self.backwards, self.divisor, altered=skipped or clip != 1.0)
+        if self.ahead.units:
+            self.ahead.outlook.stepped(self.backwards, self.divisor, altered=skipped or clip != 1.0)
         for unit in units:  # either takes back what was made of them early, where the step was skipped
-            unit.gradients.changing() if stay else unit.gradients.clear()
+            unit.gradients.change() if stay else unit.gradients.clear()
         runtime.stepped(keep_gradients=stay)
         if not skipped:
             self.sharding.gather_kept()
@@ -321,7 +321,7 @@ class ShardedOptimizer(Optimizer):
         factor = 0.0 if skipped else 1.0 if self._scale is None else self._scale.scale / scale
         for unit in units if factor != 1.0 else ():
             unit.gradients.way.rescale(factor)
-        self.last = StepReport(norm, skipped, scale, culprit, facts.extra[:-2])
+        self.last = StepReport(norm, skipped, scale, culprit, facts.extra)
         self.divisor, self._scaled, self.backwards, self.extra = 1.0, 0, 0, ()
         if stay:
             for unit in units:  # the next loss scale is another one, the gradients that stay are the same

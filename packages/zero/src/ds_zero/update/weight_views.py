@@ -38,6 +38,7 @@ class WeightViews:
         after: Brings copies of the shards up to date. Collective.
     Attributes:
         switches: By name, those that publish.
+        methods: By name, all that may write: those, and the watched ones.
     """
 
     def __init__(self, inner: Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
@@ -46,8 +47,8 @@ class WeightViews:
         names = _methods_of(type(inner))
         self.switches: dict[str, Callable[..., Any]] = {n: partial(self._switch, n) for n in names if n in _SWITCHES}
         watched = {n: partial(self._watch, n) for n in names if n not in _SWITCHES and not n.startswith("_")}
-        self._put = self.switches | watched
-        vars(inner).update(self._put)
+        self.methods: dict[str, Callable[..., Any]] = self.switches | watched
+        vars(inner).update(self.methods)
 
     def _switch(self, name: str, *args: Any, **kwargs: Any) -> Any:
         with self.publishing():
@@ -89,11 +90,11 @@ class WeightViews:
 
     def detach(self) -> None:
         """Give the optimizer its own methods back."""
-        for name, method in self._put.items():
+        for name, method in self.methods.items():
             if vars(self._inner).get(name) is method:
                 del vars(self._inner)[name]
         self.switches.clear()
-        self._put.clear()
+        self.methods.clear()
 
 
 class _PublishingContext:

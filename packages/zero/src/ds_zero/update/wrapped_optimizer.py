@@ -1,40 +1,32 @@
-"""What the user's optimizer can do, found out by asking it and not by its name: take shards, and multiply gradients while it updates.
+"""What the user's optimizer can do, found out by asking it and not by its name, when a model is sharded: take shards, and in which layout.
 
 An optimizer is *elementwise* if updating a tensor in pieces gives what updating it whole gives; then any shard will do. It is *per
 tensor* if tensors do not influence each other, though their elements do (Muon, LAMB, Adafactor); then every parameter must be whole on
 one rank. One that is neither (L-BFGS) cannot be sharded. `probe.py` finds out.
-
-A step has one factor for all gradients: the average over ranks, the loss scale and the clipping coefficient in one. ds-ops' optimizers
-take it as an argument; torch's fused ones divide by the attribute `grad_scale`, as torch.amp.GradScaler uses it, and write what they
-divided. With all others the gradients are multiplied first: one read and one write more.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from ds_config.errors import PlanError, UnsupportedError
-from ds_ops.optim import FusedOps, OpsOptimizer
-from ds_zero._torch import has_step_hooks, plain_step
+from ds_ops.optim import OpsOptimizer
+from ds_zero._torch import plain_step
 from ds_zero.layout.dtypes_plan import Precision
 from ds_zero.layout.elements import Kind
 from ds_zero.layout.shard_options import OffloadPolicy, OptimizerTraits, ShardOptions, dtype_name
-from ds_zero.runtime.sharded_model import ShardedModel
 from ds_zero.runtime.unit import Unit
 from ds_zero.update.probe import CannotStepError, ask, shapes_of
 
 __all__ = [
     "WAITING",
-    "Updater",
     "check_early",
     "check_inner",
     "class_name_of",
@@ -42,7 +34,6 @@ __all__ = [
     "owns_reduction",
     "settings_of",
     "state_format",
-    "step_with",
     "traits_of",
 ]
 
@@ -190,130 +181,3 @@ def settings_of(optimizer: Optimizer, unit: Unit) -> tuple[tuple[str, Any], ...]
     """Return the current settings of a unit's optimizer group, without its parameters."""
     settings = [(k, v) for k, v in list(group_of(optimizer, unit).items()) if k != "params"]
     return tuple((k, v.tolist() if isinstance(v, Tensor) else v) for k, v in settings)
-
-
-_FUSED = (Adam, AdamW, SGD, Adagrad)
-_LARGEST = 1e30  # its inverse is a normal fp32, too
-
-
-def step_with(optimizer: Optimizer, grads: Sequence[Tensor], factor: float) -> None:
-    """Call `optimizer.step()` with every gradient multiplied by `factor`.
-
-    Args:
-        grads: The memory of all gradients, each element once; it may be changed.
-    """
-    if factor == 1.0:
-        optimizer.step()
-    elif isinstance(optimizer, OpsOptimizer):
-        optimizer.step(fusion=FusedOps(grad_scale=factor))
-    elif _divides(optimizer, grads) and 1 / _LARGEST < factor < _LARGEST:
-        _step_divided(optimizer, 1.0 / factor)
-    else:
-        for grad in grads:
-            grad.mul_(factor)
-        optimizer.step()
-
-
-def _divides(optimizer: Optimizer, grads: Sequence[Tensor]) -> bool:
-    # The divisor is an fp32, which is not enough for wider gradients. A subclass may do something else in its step.
-    fused = type(optimizer) in _FUSED and all(group.get("fused") for group in optimizer.param_groups)
-    return fused and all(grad.dtype.itemsize <= 4 for grad in grads)
-
-
-@functools.cache
-def _leaves_divided(kind: str, device: str) -> bool:
-    """Whether torch's fused step of this kind leaves divided gradients in their memory: asked of torch, which promises it nowhere."""
-    param = torch.nn.Parameter(torch.ones(1, device=device))
-    param.grad = torch.full((1,), 8.0, device=device)
-    (untyped,) = (made([param], lr=1e-3, fused=True) for made in _FUSED if made.__name__ == kind)
-    _step_divided(untyped, 4.0)
-    return param.grad.item() == 2.0
-
-
-def _step_divided(optimizer: Optimizer, divisor: float) -> None:
-    untyped: Any = optimizer  # both attributes exist during a step only
-    untyped.grad_scale = torch.tensor(divisor, dtype=torch.float32)
-    untyped.found_inf = torch.zeros((), dtype=torch.float32)
-    try:
-        optimizer.step()
-    finally:
-        del untyped.grad_scale, untyped.found_inf
-
-
-class Updater:
-    """Steps every element in every step. The extension point of policies that do otherwise, see `ShardOptions.updates`."""
-
-    def __init__(self, inner: Optimizer) -> None:
-        self.inner = inner
-
-    def moved(self, sharding: ShardedModel) -> None:
-        """Update references to the model's units after the model was planned anew."""
-
-    def begin(self, units: Sequence[Unit]) -> None:
-        """Decide what this step does, on all ranks alike; gradients are final."""
-
-    def update(self, units: Mapping[Unit, set[int]], factor: float) -> None:
-        """Step the parts of units that have a gradient, which is multiplied by `factor`. Gradients may be changed."""
-        step_with(self.inner, [grad for u in units for grad in u.gradients.sums or ()], factor)
-
-    def leaves_scaled(self, units: Sequence[Unit], factor: float) -> bool:
-        """Whether `update` of these units with `factor` also multiplies what lies in the memory of their sums."""
-        inner, grads = self.inner, [grad for unit in units for grad in unit.gradients.sums or ()]
-        if type(self).update is not Updater.update or not grads or not _divides(inner, grads):
-            return False
-        if has_step_hooks(inner) or factor == 1.0:
-            return False  # hooks see averages
-        stepped = {id(param) for group in inner.param_groups for param in group["params"]}
-        if any(id(part.tensor) not in stepped for unit in units for part in unit.parts):
-            return False  # nobody divides what was taken out of the groups
-        return (
-            1 / _LARGEST < factor < _LARGEST
-            and not any(group.get("maximize") for group in inner.param_groups)
-            and all(
-                not unit.gradients.leaves and (grad.dtype, grad.device) == (unit.shard.dtype, unit.shard.device)
-                for unit in units
-                for grad in unit.gradients.sums or ()
-            )
-            and _leaves_divided(type(inner).__name__, grads[0].device.type)
-        )
-
-    def reads_host_gradients(self, unit: Unit) -> bool:
-        """Whether the unit's gradients are on the host, and are read there in the format in which they came: by ds-ops' optimizers."""
-        return self.writes_copies() and unit.gradients.leaves
-
-    def writes_copies(self) -> bool:
-        """Whether an update writes the new values in another format, too, in the same pass."""
-        inner = self.inner
-        if not isinstance(inner, OpsOptimizer) or plain_step(type(inner)) is not plain_step(OpsOptimizer):
-            return False
-        return inner.elementwise and type(inner).step_bucket is OpsOptimizer.step_bucket
-
-    def update_fused(self, fusion: FusedOps) -> None:
-        """Step the parameters that `fusion` has gradients of."""
-        if isinstance(self.inner, OpsOptimizer):
-            self.inner.step(fusion=fusion)
-
-    def finish(self) -> None:
-        """Finish the update after all units were stepped."""
-
-    def foresees(self) -> bool:
-        """Whether what the coming step does is decided before its gradients are there, so that units can be updated early."""
-        return True
-
-    def early(self, unit: Unit, grads: Mapping[Tensor, Tensor], factor: float) -> None:
-        """Update one unit before its step, on a thread of its own.
-
-        Args:
-            grads: By part; they stay as they are.
-        """
-        if isinstance(self.inner, OpsOptimizer):
-            self.inner.step_group(group_of(self.inner, unit), FusedOps(grad_scale=factor, grads=grads))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the entries added to the optimizer's state dict. JSON-able, the same on every rank. Collective."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the optimizer's `state_dict`. What waited in a run with a policy would never be used here."""
-        for entries in self.inner.state.values():
-            entries.pop(WAITING, None)

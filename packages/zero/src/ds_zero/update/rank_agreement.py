@@ -1,4 +1,8 @@
-"""What the ranks agree on before an update: the gradient's norm, and which parameters nobody used.
+"""What the ranks agree on: when a model is sharded the settings, before an update settings, the gradient's norm, and which parameters nobody used.
+
+A rank with another learning rate, clipping or weight decay would update its shard in another way, and nothing else would tell. So settings
+are compared as text: the options of `shard` once, before anything is changed; the values of optimizer groups in every step, by a digest that
+travels in the message of 8 bytes a parameter in which ranks agree on a step anyway.
 
 An element that several ranks hold counts once in the norm. The ranks of a family agree on its parameters; all ranks that the model was
 given to on everything else, and where the model is on more ranks than those, all of them on the norm. Every rank asks in the order of
@@ -7,24 +11,127 @@ families, then for the model, then for the norm.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 import ds_comm as comm
-from ds_comm.metadata import metadata_device
+from ds_comm import Group, find_differences
+from ds_comm.metadata import digest_of, metadata_device
 from ds_comm.reduction_group import ReductionGroup
 from ds_config.errors import PlanError
 from ds_ops.stream import total_squares
+from ds_zero.layout.shard_options import ShardOptions
 from ds_zero.layout.units import DENSE
 from ds_zero.runtime.gradient_norms import REPLACED, replaced_on_some
 from ds_zero.runtime.sharded_model import ShardedModel
 from ds_zero.runtime.unit import Unit
 
-__all__ = ["StepFacts", "agree", "first_nonfinite", "square_of", "weight_of"]
+__all__ = [
+    "StepFacts",
+    "agree",
+    "check_differences",
+    "first_nonfinite",
+    "group_settings",
+    "option_settings",
+    "square_of",
+    "weight_of",
+]
+
+# ---- settings
+
+
+# Groups are compared where they communicate, scratch files of ranks are where their hosts have room.
+_OF_ONE_RANK = frozenset({"group", "norm", "folder", "io"})
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
+
+
+def option_settings(options: ShardOptions, inner: Optimizer | None = None) -> dict[str, str]:
+    """Return the options of `shard` as text by dotted name, with the class of the optimizer and the values of its groups."""
+    settings: dict[str, str] = {}
+    for field in dataclasses.fields(options):
+        if field.name not in _OF_ONE_RANK:
+            _collect(field.name, getattr(options, field.name), settings)
+    if inner is not None:
+        settings |= {"optimizer": type(inner).__name__, **group_settings(inner)}
+    return settings
+
+
+def _collect(name: str, value: Any, settings: dict[str, str]) -> None:
+    if isinstance(value, Enum):
+        settings[name] = value.name
+    elif isinstance(value, _PLAIN) or (
+        isinstance(value, (tuple, list)) and all(isinstance(one, _PLAIN) for one in value)
+    ):
+        settings[name] = repr(value)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            if field.name not in _OF_ONE_RANK:
+                _collect(f"{name}.{field.name}", getattr(value, field.name), settings)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _collect(f"{name}.{key}", item, settings)
+    elif isinstance(value, (tuple, list)):
+        for i, item in enumerate(value):
+            _collect(f"{name}[{i}]", item, settings)
+    elif isinstance(value, Tensor):
+        if value.device.type == "cpu":  # a device would be waited for
+            settings[name] = repr(value.tolist())
+    else:  # functions and objects: their texts hold addresses
+        settings[name] = type(value).__name__
+
+
+def group_settings(inner: Optimizer) -> dict[str, str]:
+    """Return what the user may set of each group, as text: `lr of group 0`. What an optimizer counts for itself is left out."""
+    settings: dict[str, str] = {"groups": str(len(inner.param_groups))}
+    for number, group in enumerate(inner.param_groups):
+        for key in ("lr", *(key for key in inner.defaults if key != "lr")):
+            if key in group:
+                _collect(f"{key} of group {number}", group[key], settings)
+    return settings
+
+
+def check_differences(settings: Mapping[str, str], group: Group, what: str) -> None:
+    """Compare settings over `group`, and raise on every rank what differs. Collective.
+
+    Raises:
+        PlanError: with the values of all ranks, or of the first and the first that differs ("zero-ranks-differ").
+    """
+    differing = find_differences(settings, group, unit=what)
+    if not differing:
+        return
+    lines = [f"{key}: {_by_rank(values, group)}" for key, values in list(differing.items())[:8]]
+    more = f"\n  and {len(differing) - 8} more" if len(differing) > 8 else ""
+    raise PlanError(
+        f"the ranks {what} with different settings:\n  " + "\n  ".join(lines) + more,
+        code="zero-ranks-differ",
+        fix="Give every rank the same values; what depends on the rank (data, seeds) is no setting of `shard` or of an optimizer group.",
+    )
+
+
+def _by_rank(values: Sequence[str | None], group: Group) -> str:
+    other = next(i for i, value in enumerate(values) if value != values[0])
+    return " and ".join(f"{values[i] or 'absent'} on rank {group.ranks[i]}" for i in (0, other))
+
+
+def _pair_of(settings: Mapping[str, str]) -> tuple[float, float]:
+    """Return two numbers whose sums over ranks tell whether all ranks have the same settings: a digest of 15 bits and its square."""
+    digest = digest_of(settings, 2)
+    return float(digest), float(digest * digest)
+
+
+def _is_same(total: float, squares: float, ranks: int) -> bool:
+    """Whether `_pair_of` was the same on all ranks: only then is the mean of squares the square of the mean. Sums are exact in fp64."""
+    return int(squares) * ranks == int(total) ** 2
+
+
+# ---- a step
 
 
 def weight_of(unit: Unit, divisor: int) -> float:
@@ -75,18 +182,26 @@ class StepFacts:
     failed: int = 0
 
 
-def agree(sharding: ShardedModel, *, wants_norm: bool, extra: Sequence[float] = (), failed: bool = False) -> StepFacts:
+def agree(
+    sharding: ShardedModel,
+    settings: Mapping[str, str],
+    *,
+    wants_norm: bool,
+    extra: Sequence[float] = (),
+    failed: bool = False,
+) -> StepFacts:
     """Agree over ranks on the step's norm, unused parameters and failures, by an all-reduce of 8 bytes a parameter.
 
     Another all-reduce for each reduction group but dense, and one of 16 bytes where the model is on more ranks.
 
     Args:
+        settings: What is to be the same on every rank.
         wants_norm: Whether to measure the gradient.
         extra: Numbers of the caller to sum over the ranks, as many on every rank.
         failed: Whether an update that had begun in backward failed on this rank.
     Raises:
         PlanError: in strict mode, on every rank, if only some of those that have a parameter used it
-        ("ranks-diverged"); if none did, where the options do not ignore that ("zero-unused").
+        ("ranks-diverged"); if none did, where the options do not ignore that ("zero-unused"); if settings differ ("zero-ranks-differ").
     """
     units, reducing = [u for u in sharding.units if u.spec.trained], sharding.runtime.reducing
     written, replaced = reducing.attributes.writes, reducing.attributes.replaced
@@ -104,8 +219,8 @@ def agree(sharding: ShardedModel, *, wants_norm: bool, extra: Sequence[float] = 
     for name in sorted(sharding.families, key=lambda name: name == DENSE):
         group_units = [u for u in units if u.spec.family == name]
         totals = (0.0, 0.0) if beyond else (square, failures)
-        more = (*totals, float(len(partly)), written, written**2, float(len(unequal)), *extra) if name == DENSE else ()
-        users, more = _count(group_units, (absent, replaced), sharding.families[name], more)
+        mine = (*totals, float(len(partly)), written, written**2, float(len(unequal)), *_pair_of(settings), *extra)
+        users, more = _count(group_units, (absent, replaced), sharding.families[name], mine if name == DENSE else ())
         size = sharding.families[name].group.size
         for unit, counts in zip(group_units, users, strict=True):
             names = [info.name for info in unit.spec.params]
@@ -113,7 +228,7 @@ def agree(sharding: ShardedModel, *, wants_norm: bool, extra: Sequence[float] = 
             counts = [n % REPLACED for n in counts]
             unused[unit.number] = {i for i, n in enumerate(counts) if n == 0}
             partly += [names[i] for i, n in enumerate(counts) if 0 < n < size]
-    within, failing, others, writes, squares, replacing, *extra_sums = more
+    within, failing, others, writes, squares, replacing, digests, digest_squares, *extra_sums = more
     if unequal or replacing or size * squares != writes**2:
         raise replaced_on_some(unequal)
     replaced.clear()
@@ -121,6 +236,8 @@ def agree(sharding: ShardedModel, *, wants_norm: bool, extra: Sequence[float] = 
         raise _diverged(partly, sharding.group.size)
     if any(unused.values()) and not sharding.options.ignore_unused_parameters:
         raise _unused([u.spec.params[i].name for u in units for i in sorted(unused[u.number])])
+    if not _is_same(digests, digest_squares, size):
+        check_differences(settings, sharding.families[DENSE].group, "step")
     square, failures = (square, failures) if beyond else (within, failing)
     return StepFacts(
         square if wants_norm else None, [unused[u.number] for u in units], tuple(extra_sums), int(failures)

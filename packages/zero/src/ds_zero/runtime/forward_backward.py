@@ -1,4 +1,4 @@
-"""What autograd does: which backward is running, and one call of a module as its graph sees it.
+"""Which calls of modules and which backward of a model run now: what hooks cannot say, but frames of Python and autograd can.
 
 autograd numbers its backwards. One that runs inside another (a checkpointed segment) has its own number and belongs to the
 outermost one. A backward that raised has no end; the next event notices.
@@ -6,25 +6,36 @@ outermost one. A backward that raised has no end; the next event notices.
 A graph may outlive its model (a loss that is kept, a layer that keeps its last balancing loss), and Python's collector does not look into
 graphs. So what they hold of a model, they hold weakly.
 
-A call of a module ends when its backward has computed the gradients of all its inputs. Its tensors are found in tuples, lists,
-mappings and records; a module that hides its results anywhere else is noticed by having none.
+The backward of a module's call (`ForwardCall`) ends when it has computed the gradients of all inputs of the call. Its tensors are found in
+tuples, lists, mappings and records; a module that hides its results anywhere else is noticed by having none.
+
+The forward of a call (`OpenCall`) ends with the module's forward hook. torch runs that after an exception, but not after what is no
+`Exception`: Ctrl-C, SystemExit, a cancelled task. Such a call is known by its Python frame: the frame is on the stack of a thread exactly as
+long as the call runs.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules import module as torch_module
 
 from ds_config.errors import ShardedAccessError
 from ds_zero._torch import can_watch_saved, graph_task_id, queue_callback, unpack_hook
 
-__all__ = ["Backward", "ForwardCall", "Watcher", "alias_saved", "tensors_in"]
+__all__ = ["Backward", "ForwardCall", "OpenCall", "OpenCalls", "Watcher", "alias_saved", "tensors_in"]
+
+_CALLER = torch_module.__file__
 
 
 class Watcher(Protocol):
@@ -180,6 +191,94 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
     elif hasattr(value, "__dict__"):
         for item in vars(value).values():
             yield from tensors_in(item, depth + 1)
+
+
+@dataclass(slots=True, eq=False)
+class OpenCall:
+    """One call of a module between its two hooks.
+
+    Attributes:
+        key: Identifies the pair of hooks.
+        numbers: Units of the module.
+        frame: Of torch's function that called the first hook; None where there is no such frame, and so no way to see the call's end.
+        error: What is handled where the call began; another one at its end means that the call raised.
+        counted: The call is part of a forward phase; a recomputation in backward is not.
+        watched: What autograd saves in the call; None where nothing is watched.
+    """
+
+    key: object
+    numbers: tuple[int, ...]
+    frame: FrameType | None
+    error: BaseException | None
+    counted: bool = False
+    watched: ForwardCall | None = None
+
+    @property
+    def raised(self) -> bool:
+        """Whether the call ends with an exception; asked in its forward hook."""
+        return sys.exc_info()[1] is not self.error
+
+
+class OpenCalls:
+    """The stacks of one model's open calls, one for each thread: a layer may run its half batches in two."""
+
+    def __init__(self) -> None:
+        self._stacks: dict[int, list[OpenCall]] = {}
+
+    def begin(self, key: object, numbers: tuple[int, ...]) -> OpenCall:
+        """Open a call, in the forward pre-hook of its module."""
+        call = OpenCall(key, numbers, _calling_frame(), sys.exc_info()[1])
+        self._stacks.setdefault(threading.get_ident(), []).append(call)
+        return call
+
+    def end(self, key: object) -> tuple[OpenCall | None, list[OpenCall]]:
+        """Close this thread's innermost call with this pair of hooks.
+
+        Returns:
+            The call, None where its first hook did not run because a hook before that raised; and the calls inside, innermost first,
+            that ended without their second hook.
+        """
+        calls = self._stacks.get(threading.get_ident(), [])
+        place = next((i for i in reversed(range(len(calls))) if calls[i].key is key), None)
+        if place is None:
+            return None, []
+        call, inside = calls[place], calls[place + 1 :]
+        del calls[place:]
+        return call, inside[::-1]
+
+    def take_ended(self) -> list[OpenCall]:
+        """Close the calls that do not run any more, innermost first. Cost: a look at the few frames since the last open call."""
+        ended = []
+        for thread, calls in list(self._stacks.items()):
+            while calls and not _is_running(calls[-1].frame):
+                ended.append(calls.pop())
+            if not calls:
+                del self._stacks[thread]
+        return ended
+
+
+def _calling_frame() -> FrameType | None:
+    """Return the frame of torch's function that calls this thread's hook; between them is at most what wraps the hook."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(12):
+        if frame is None or frame.f_code.co_filename == _CALLER:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _is_running(frame: FrameType | None) -> bool:
+    if frame is None or _is_below(frame, sys._getframe(1)):
+        return True
+    # A module may be called in one thread inside the forward of another.
+    return any(_is_below(frame, other) for other in sys._current_frames().values())
+
+
+def _is_below(frame: FrameType, top: FrameType | None) -> bool:
+    """Whether `frame` is on the stack that ends with `top`."""
+    while top is not None and top is not frame:
+        top = top.f_back
+    return top is frame
 
 
 class Backward(ABC):
