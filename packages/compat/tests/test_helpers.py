@@ -28,6 +28,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import Field, ValidationError
 
 from ds_config.errors import ConfigError, PlanError, UnsupportedError
+from ds_launcher import launch_options
 from ds_zero.config import ZeroConfig
 
 # ---- sections
@@ -264,6 +265,33 @@ def test_programs_are_commands_of_ds(monkeypatch, tmp_path, capsys):
     file.write_text(json.dumps(ELASTIC))
     assert command_line.elastic(["-c", str(file), "-w", "64"]) == 0
     assert "train batch size: 9792" in capsys.readouterr().out
+
+
+def test_a_hostfile_that_is_not_there_means_this_host(monkeypatch, tmp_path, capsys):
+    calls = []
+    monkeypatch.setattr(command_line, "ds", lambda words: calls.append(options_of_run(words)) or 0)
+    default = tmp_path / "job"
+    monkeypatch.setattr(command_line, "HOSTFILE", str(default))
+    given = ["--hostfile", "no/such", "--num_gpus", "2", "t.py", "--hostfile", "of_the_script"]
+    command_line.main(given)
+    assert "no hostfile no/such" in capsys.readouterr().err
+    command_line.main(["-H=no/such", "t.py"])
+    command_line.main(["t.py"])
+    default.write_text("node1 slots=2\n")
+    command_line.main(["t.py", "-x"])
+    command_line.main(["--hostfile", str(tmp_path / "job"), "t.py"])
+    files = [options.hostfile for options in calls]
+    assert files == ["", "", "", str(default), str(default)]
+    assert calls[0].script_args == ("--hostfile", "of_the_script")
+    assert calls[0].nproc == 2
+    assert capsys.readouterr().err.count("no hostfile") == 1
+
+
+def options_of_run(words):
+    parser = argparse.ArgumentParser()
+    launch_options.register(parser)
+    assert words[0] == "run"
+    return launch_options.options_of(parser.parse_args(words[1:]))
 
 
 @pytest.mark.slow

@@ -14,18 +14,39 @@ from deepspeed._ours.launcher.launching import decode_world_info, parse_args
 from ds_ckpt.convert.deepspeed_layout import write_universal
 from ds_ckpt.convert.fp32 import open_training
 from ds_config import read
+from ds_config.errors import ConfigError
 from ds_launcher.cli import main as ds
+
+HOSTFILE = "/job/hostfile"
+"""Where upstream's programs look for the hosts of a job."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run `ds run` as upstream does: the script gets `--local_rank=N` unless `--no_local_rank` is given.
 
+    The hostfile is `/job/hostfile` where there is one and none is named. One that is named and not there is no error, as upstream: the
+    job runs on this host alone, and a line says so.
+
     Raises:
         ConfigError: `args` contradict each other ("launch-options"). The program prints the error and exits with 2.
     """
-    if args is not None:
-        parse_args(args)
-    return ds(["run", "--local-rank-arg", *(sys.argv[1:] if args is None else args)])
+    words = list(sys.argv[1:] if args is None else args)
+    try:
+        options = parse_args(words)
+    except ConfigError:
+        if args is not None:
+            raise
+        return ds(["run", "--local-rank-arg", *words])  # which prints the error
+    default = ["--hostfile", HOSTFILE] if not options.hostfile and Path(HOSTFILE).is_file() else []
+    if options.hostfile and not Path(options.hostfile).is_file():
+        print(
+            f"deepspeed: there is no hostfile {options.hostfile}: the job runs on this host alone",
+            file=sys.stderr,
+            flush=True,
+        )
+        # Of an option that is given twice the last one counts; all behind the script is the script's.
+        words.insert(len(words) - len(options.user_args) - 1, "--hostfile=")
+    return ds(["run", "--local-rank-arg", *default, *words])
 
 
 def launch(args: Sequence[str] | None = None) -> int:
@@ -78,7 +99,7 @@ def ssh(args: Sequence[str] | None = None) -> int:
     """Run the program `ds_ssh [-f HOSTFILE] COMMAND...` by `ds ssh`."""
     options = _parsed(
         "ds_ssh", "Run a command on all hosts.",
-        ("-f --hostfile", {"default": "/job/hostfile"}), ("command", {"nargs": argparse.REMAINDER}), args=args,
+        ("-f --hostfile", {"default": HOSTFILE}), ("command", {"nargs": argparse.REMAINDER}), args=args,
     )  # fmt: skip
     return ds(["ssh", "--hostfile", options.hostfile, *options.command])
 
