@@ -141,6 +141,21 @@ class External(Net):
         return self.head(x) + x @ self.embed.weight.t()
 
 
+class TiedTwice(Tied):
+    """The embedding is called twice, and stays gathered meanwhile; its weight is the head's, too."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.body(self.embed(tokens) + self.embed(tokens.flip(1))))
+
+
+class ExternalBetween(Net):
+    """The embedding's weight is used as it is between two calls of the embedding."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.body(self.embed(tokens))
+        return self.head(x + self.embed((x.detach() @ self.embed.weight.t()).argmax(-1))) + x @ self.embed.weight.t()
+
+
 class SideOutput(Net):
     """Part of the loss leaves the block through an attribute."""
 
@@ -153,6 +168,7 @@ MODELS: dict[str, Callable[[], Net]] = {
     "plain": Net, "tied": Tied, "reused": Reused, "unused": Unused, "frozen": Frozen, "checkpointed": Checkpointed, "selective": Selective,
     "reentrant": Reentrant, "reentrant_reused": ReentrantReused, "reentrant_frozen": ReentrantFrozen,
     "zero_size": ZeroSize, "mixed": Mixed, "external": External, "side_output": SideOutput,
+    "tied_twice": TiedTwice, "external_between": ExternalBetween,
 }  # fmt: skip
 
 

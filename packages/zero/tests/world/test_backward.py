@@ -57,6 +57,15 @@ def test_two_backwards_of_two_forwards(bench, stage):
     pair.check()
 
 
+@pytest.mark.parametrize("kind", ["tied_twice", "external_between"])
+@STAGES
+@world(2)
+def test_a_weight_that_its_module_uses_twice_and_others_use(bench, stage, kind):
+    pair = Pair(bench, kind, stage)
+    pair.step(lambda net, step, rank, share: (bench.loss(net, bench.batch(step, 0, rank)) / share).backward())
+    pair.check()
+
+
 @STAGES
 @world(2)
 def test_one_backward_of_two_forwards(bench, stage):

@@ -7,7 +7,7 @@ the module's inputs') has arrived.
 Note "persistent units". A parameter used outside the forward of the module its unit belongs to (tied weights, a functional head), or a module
 whose results leave it by another way than its outputs (an attribute, an unknown container), is in a graph that no hook on outputs
 guards. Such a unit stays gathered until the next optimizer step, which makes older graphs unusable in any case. The first is seen when
-the released parameter is touched; the second by watching what autograd unpacks, in every backward, since a path may be taken late:
+the released parameter is touched, or a parameter that stays gathered for its module's next call (`Unit.guard`); the second by watching what autograd unpacks, in every backward, since a path may be taken late:
 about 1 % of the time of a small transformer layer on a CPU.
 """
 
@@ -80,6 +80,7 @@ class Gathering(AccessHandler):
         self._shared: set[int] = set()
         self._strays: set[int] = set()
         self._repeated: set[int] = set()  # stay until the end of this phase
+        self._guarded: set[int] = set()  # of those that stay in a forward, between uses
         self._several: set[int] = set()  # needed more than once in a forward since the update
         self.rounds = True
         self._warned = self._awaits_backward = False
@@ -355,6 +356,7 @@ class Gathering(AccessHandler):
                     self._agreement.check_on_the_spot(number)
                 unit.start_unshard(channel=unit.groups.gather_group)
         unit.finish_unshard()
+        unit.unguard()
 
     @property
     def _has_rounds(self) -> bool:
@@ -378,13 +380,17 @@ class Gathering(AccessHandler):
     def put_back(self, number: int) -> None:
         """Release a unit that its caller no longer needs.
 
-        The unit stays gathered while another use needs it, or if it was prefetched for a later use.
+        The unit stays gathered while another use needs it, or if it was prefetched for a later use. What uses it in between without being
+        its module is noticed, as where it was released: a head that is tied to an embedding which is called twice.
         """
         if self.running[number]:
             return
         order = self._forward if graph_task_id() == -1 else self._backward
         if order is None or not order.is_waiting(number):
             self._release(number)
+        if order is not None and order is self._forward and number not in self._sticky | self._persistent:
+            self.units[number].guard()
+            self._guarded.add(number)
 
     def _release(self, number: int) -> None:
         if number not in self._sticky and number not in self._persistent and number not in self._repeated:
@@ -420,6 +426,8 @@ class Gathering(AccessHandler):
         repeated, self._repeated = self._repeated, set()
         for number in repeated:
             self._release(number)
+        while self._guarded:
+            self.units[self._guarded.pop()].unguard()
         self._push()
 
     def _push(self) -> None:

@@ -37,6 +37,7 @@ from ds_zero.runtime.gradients import Gradients
 from ds_zero.runtime.init_shards import whole
 from ds_zero.runtime.param_storage import clear_gaps, storage_of
 from ds_zero.runtime.reduce_strategies import make_reducer
+from ds_zero.runtime.sharded_parameter import release, restore
 from ds_zero.runtime.unit_groups import GroupSet
 
 __all__ = ["Full", "OptimizerSlice", "Unit"]
@@ -60,6 +61,7 @@ class Unit:
         releases: Whether full has no memory between uses.
         owned: What this rank has of each parameter.
         pins: How many contexts keep the parameters gathered.
+        guarded: Whether gathered parameters are watched, see `guard`.
         parts: What the optimizer sees of the shard; empty for parameters that are not trained.
     """
 
@@ -74,6 +76,7 @@ class Unit:
         self.params = list(params)
         self.owned = plan.layout.owned(group_set.shard_group.rank)
         self.pins = 0
+        self.guarded = False
         self.state = Full.CURRENT
         self.parts: list[OptimizerSlice] = []
         self.state_store = make_state_store(plan.offload_optimizer, self)
@@ -157,6 +160,21 @@ class Unit:
         """Make every parameter usable on this rank, to the last bit. Sends (N-1)/N of full's bytes unless it is current."""
         self.start_unshard(channel=channel, exact=True)
         self.finish_unshard()
+        self.unguard()
+
+    def guard(self) -> None:
+        """Make every use of the gathered parameters ask their access handler, as of released ones. Sends and frees nothing."""
+        if self.releases and self.state is Full.CURRENT and not self.pins and not self.guarded:
+            for param in self.params:
+                release(param)
+            self.guarded = True
+
+    def unguard(self) -> None:
+        """End `guard`: the parameters may be used freely. Does nothing where they are not guarded."""
+        if self.guarded:
+            self.guarded = False
+            for param in self.params:
+                restore(param)
 
     def start_unshard(self, *, again: bool = False, channel: comm.Group | None = None, exact: bool = False) -> None:
         """Start `unshard` and return while the all-gather runs. Parameters are unusable until `finish_unshard`.
@@ -206,7 +224,7 @@ class Unit:
             return
         self.finish_unshard()
         self.storage.release(spare_aliases=spare_aliases)
-        self.state = Full.RELEASED
+        self.state, self.guarded = Full.RELEASED, False
 
     def mark_updated(self, written: Tensor | None = None) -> None:
         """Mark the shard as written and refresh its copies.
