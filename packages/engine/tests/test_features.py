@@ -125,7 +125,7 @@ def test_the_length_of_the_curriculum_is_told_in_training_only(start: Callable[.
 
 
 def test_flops_are_counted_once_and_written(start: Callable[..., Engine], rows: Any, tmp_path: Path) -> None:
-    out = tmp_path / "flops.txt"
+    out = tmp_path / "new" / "flops.txt"
     engine = start(
         flops_profiler={"enabled": True, "profile_step": 2, "output_file": str(out), "recompute_fwd_factor": 1}
     )
@@ -143,6 +143,18 @@ def test_flops_are_counted_once_and_written(start: Callable[..., Engine], rows: 
     changed = out.stat().st_mtime_ns
     engine.train_batch(batches(rows, 2))
     assert out.stat().st_mtime_ns == changed
+
+
+def test_a_profile_that_cannot_be_written_is_a_warning(
+    start: Callable[..., Engine], rows: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not the end of a training whose step has been applied already on this rank, while others go on."""
+    engine = start(flops_profiler={"enabled": True, "profile_step": 1, "output_file": str(tmp_path)})
+    with caplog.at_level(logging.WARNING, "ds_engine"):
+        engine.train_batch(batches(rows, 2))
+    (line,) = [r.getMessage() for r in caplog.records if "was not written" in r.getMessage()]
+    assert "Is a directory" in line
+    assert "MACs" in line
 
 
 def test_memory_is_told_after_each_phase(

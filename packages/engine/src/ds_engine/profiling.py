@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ds_engine.feature_table import FlopsProfilerConfig
 from ds_engine.flops import ModuleFlops
 
-__all__ = ["Profile", "profile_text"]
+__all__ = ["Profile", "profile_text", "write_profile"]
 
+_log = logging.getLogger("ds_engine")
 _PHASES = ("forward", "backward", "step")
 
 
@@ -33,6 +36,18 @@ class Profile:
     def flops(self) -> int:
         """Operations of the whole forward."""
         return self.modules[0].flops
+
+
+def write_profile(text: str, output_file: str) -> None:
+    """Write a report to a file, in a folder that is made where it is missing.
+
+    A report ends no training: where the file cannot be written (a full disk, no permission), a warning holds the report.
+    """
+    try:
+        Path(output_file).parent.mkdir(parents=True, exist_ok=True)
+        Path(output_file).write_text(text + "\n")
+    except OSError as error:
+        _log.warning("flops_profiler: %s was not written (%s); the profile:\n%s", output_file, error, text)
 
 
 def profile_text(profile: Profile, section: FlopsProfilerConfig) -> str:

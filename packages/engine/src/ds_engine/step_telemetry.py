@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from torch import nn
@@ -27,7 +26,7 @@ from ds_accel.device_memory import MemoryStats
 from ds_comm.logger import CommsLogger
 from ds_engine.flops import ForwardCounter
 from ds_engine.plan import LoggingPlan
-from ds_engine.profiling import Profile, profile_text
+from ds_engine.profiling import Profile, profile_text, write_profile
 from ds_engine.result import StepResult
 from ds_monitor import log_requested, metric_names
 from ds_monitor.throughput import Rates, StepWork, ThroughputMeter
@@ -269,7 +268,7 @@ class Telemetry:
             if flops.output_file is None:
                 log_requested(_log, f"[Rank 0] {text}")
             else:
-                Path(flops.output_file).write_text(text + "\n")
+                write_profile(text, flops.output_file)
 
     def _times(self, result: StepResult, ending: str) -> str:
         """Format the milliseconds of each phase: of a microbatch with the ending `_microstep`, of the step without."""

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 from deepspeed._ours.base.raising import refused
 from ds_engine.feature_table import FlopsProfilerConfig
 from ds_engine.flops import ForwardCounter
-from ds_engine.profiling import Profile, profile_text
+from ds_engine.profiling import Profile, profile_text, write_profile
 
 _log = logging.getLogger("DeepSpeed")
 
@@ -105,7 +104,7 @@ class FlopsProfiler:
         if output_file is None:
             _log.info("%s", text)
         else:
-            Path(output_file).write_text(text + "\n")
+            write_profile(text, output_file)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
         """Log totals and the largest modules of each level."""
