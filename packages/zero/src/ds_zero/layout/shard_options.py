@@ -181,6 +181,7 @@ class CommFormat:
 
     Attributes:
         codes_gathers, codes_sums: Whether what arrives is not what was sent, to the bit.
+            Only a format that codes gathers is asked to `gather`.
     """
 
     @property
