@@ -388,8 +388,8 @@ class Gathering(AccessHandler):
         order = self._forward if graph_task_id() == -1 else self._backward
         if order is None or not order.is_waiting(number):
             self._release(number)
-        if order is not None and order is self._forward and number not in self._sticky | self._persistent:
-            self.units[number].guard()
+        stays = number in self._sticky or number in self._persistent
+        if order is not None and order is self._forward and not stays and self.units[number].guard():
             self._guarded.add(number)
 
     def _release(self, number: int) -> None:

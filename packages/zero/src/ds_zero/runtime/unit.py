@@ -162,12 +162,16 @@ class Unit:
         self.finish_unshard()
         self.unguard()
 
-    def guard(self) -> None:
-        """Make every use of the gathered parameters ask their access handler, as of released ones. Sends and frees nothing."""
+    def guard(self) -> bool:
+        """Make every use of the gathered parameters ask their access handler, as of released ones. Sends and frees nothing.
+
+        Returns whether they are guarded now; not where they are released, or a context keeps them gathered.
+        """
         if self.releases and self.state is Full.CURRENT and not self.pins and not self.guarded:
             for param in self.params:
                 release(param)
             self.guarded = True
+        return self.guarded
 
     def unguard(self) -> None:
         """End `guard`: the parameters may be used freely. Does nothing where they are not guarded."""
