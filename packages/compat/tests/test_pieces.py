@@ -482,9 +482,12 @@ def test_counting_operations(tmp_path, caplog):
 
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     flops = 2 * 3 * (8 * 16 + 16 * 4)
-    found = get_model_profile(model, (3, 8), as_string=False, output_file=str(tmp_path / "profile.txt"))
+    there = tmp_path / "made" / "profile.txt"
+    found = get_model_profile(model, (3, 8), as_string=False, output_file=str(there))
     assert found == (flops, flops // 2, sum(p.numel() for p in model.parameters()))
-    assert "Linear" in (tmp_path / "profile.txt").read_text()
+    assert "Linear" in there.read_text()
+    assert get_model_profile(model, (3, 8), as_string=False, output_file=str(tmp_path)) == found  # a folder: a warning
+    assert "was not written" in caplog.text
     given = get_model_profile(model, kwargs={"input": torch.ones(3, 8)}, print_profile=False)
     assert given == ("1.152 KFLOPs", "576 MACs", "212")
     profiler = FlopsProfiler(model)
