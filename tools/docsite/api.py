@@ -21,6 +21,7 @@ from pathlib import Path
 from docsite.examples import Use, find_uses, first_block, relative
 from docsite.generated import projects
 from repo import ROOT
+from repo.imports import BLOCKS, parse, walk
 from repo.projects import Project
 
 __all__ = ["GROUPS", "Module", "api_pages", "option_table", "public_modules"]
@@ -128,13 +129,18 @@ def _home(name: str, module: object, symbol: str) -> str:
         if home and qualified and home.startswith("ds_") and "<" not in qualified:
             return f"{home}.{qualified}"
     file = getattr(module, "__file__", None)
-    if file:
-        for node in ast.walk(ast.parse(Path(file).read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-                for alias in node.names:
-                    if (alias.asname or alias.name) == symbol:
-                        return f"{node.module}.{alias.name}"
-    return f"{name}.{symbol}"
+    return _imports_of(Path(file)).get(symbol, f"{name}.{symbol}") if file else f"{name}.{symbol}"
+
+
+@cache
+def _imports_of(file: Path) -> Mapping[str, str]:
+    """Name -> the path from which `file` imports it, first of all."""
+    found: dict[str, str] = {}
+    for node in walk(parse(file)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            for alias in node.names:
+                found.setdefault(alias.asname or alias.name, f"{node.module}.{alias.name}")
+    return found
 
 
 def _kind(module: str, symbol: str) -> str:
@@ -228,7 +234,30 @@ class _Writer:
 
 
 def _line_of(value: object) -> int:
-    try:
-        return inspect.getsourcelines(inspect.unwrap(value))[1] if callable(value) else 0
-    except (OSError, TypeError):
-        return 0
+    """Return the first line of a function or class, that of its decorators if it has any; 0 of other values."""
+    value = inspect.unwrap(value) if callable(value) else None
+    if isinstance(value, type):
+        file = getattr(sys.modules.get(value.__module__), "__file__", None)
+        return _class_lines(Path(file)).get(value.__qualname__, 0) if file else 0
+    code = getattr(value, "__code__", None)
+    return code.co_firstlineno if code else 0
+
+
+@cache
+def _class_lines(file: Path) -> Mapping[str, int]:
+    """Qualified name -> first line of every class of `file`. `inspect.getsourcelines` parses the file again for each."""
+    lines: dict[str, int] = {}
+
+    def enter(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            inside = prefix
+            if isinstance(child, ast.ClassDef):
+                lines.setdefault(prefix + child.name, min([child.lineno, *(d.lineno for d in child.decorator_list)]))
+                inside = f"{prefix}{child.name}."
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                inside = f"{prefix}{child.name}.<locals>."
+            if isinstance(child, BLOCKS):
+                enter(child, inside)
+
+    enter(parse(file), "")
+    return lines

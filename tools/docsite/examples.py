@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 
 from repo import ROOT
+from repo.imports import collector_paused, walk
 
 __all__ = ["Use", "find_uses", "first_block", "relative"]
 
@@ -57,10 +58,11 @@ def _tested() -> dict[str, list[Use]]:
     found: dict[str, Use] = {}
     for file in sorted(ROOT.glob("packages/*/tests/**/test_*.py")):
         path = PurePosixPath(file.relative_to(ROOT).as_posix())
-        for name, statement in _used(file.read_text(), {}):
+        with collector_paused():
+            uses = [use for use in _used(file.read_text(), {}, longest=_MOST_LINES) if use[1]]
+        for name, statement in uses:
             if (
-                statement
-                and not statement.startswith(_UNFIT)
+                not statement.startswith(_UNFIT)
                 and "raises" not in statement
                 and (name not in found or len(statement) < len(found[name].statement))
             ):
@@ -90,25 +92,31 @@ def _pages() -> Iterator[tuple[PurePosixPath, str]]:
         yield PurePosixPath("packages", f"{file.parent.name}.md"), file.read_text()
 
 
-def _used(code: str, imported: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield (name, statement) of each use. `imported`, local name -> full name, grows by what the block imports."""
+def _used(code: str, imported: dict[str, str], *, longest: int | None = None) -> Iterator[tuple[str, str]]:
+    """Yield (name, statement) of each use. `imported`, local name -> full name, grows by what the block imports.
+
+    Args:
+        longest: Leave out statements with more lines than this; None for all, of which those too long for an example are empty.
+    """
     try:
         tree = ast.parse(code)
     except SyntaxError:
         return
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ds_"):
             imported.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
     lines = code.splitlines()
     for statement in _statements(tree):
         count = (statement.end_lineno or statement.lineno) - statement.lineno + 1
+        if longest is not None and count > longest:
+            continue
         shown = ""
         if count <= _MOST_LINES:
             rows = lines[statement.lineno - 1 : statement.end_lineno]
             shown = "\n".join(
                 row[statement.col_offset :] if not row[: statement.col_offset].strip() else row for row in rows
             )
-        for node in ast.walk(statement):
+        for node in walk(statement):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _dotted(node).startswith("ds_"):
                 yield _dotted(node), shown
             elif isinstance(node, ast.Name) and node.id in imported:
@@ -116,7 +124,7 @@ def _used(code: str, imported: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _statements(tree: ast.AST) -> Iterator[ast.stmt]:
-    for node in ast.walk(tree):
+    for node in walk(tree):
         is_import = isinstance(node, ast.Import | ast.ImportFrom)
         if isinstance(node, ast.stmt) and not is_import and not isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node

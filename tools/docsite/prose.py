@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from repo import ROOT
+from repo.imports import collector_paused, parse, walk
 
 __all__ = [
     "MOST_WORDS",
@@ -67,6 +68,7 @@ RIDDLES_OF_PAGES = {
     r"\bwears?\b": "uses, has",
     r"\bspeaks? of\b": "applies to, concerns",
 }
+_ANY_RIDDLE = re.compile("|".join(RIDDLES), re.IGNORECASE)
 _CODE = re.compile(r"^ *```.*?^ *```|^    .*?$|<!--.*?-->|^---$.*?^---$", re.MULTILINE | re.DOTALL)
 _LINE = re.compile(r"^\s*(\||#|!!!|\?\?\?|===|:::)")
 
@@ -103,7 +105,7 @@ def problems(text: str) -> list[str]:
 
 def spoken(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield line and text of docstrings, of messages and fixes of errors, and of the help of commands."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if text := ast.get_docstring(node):
                 yield getattr(node, "lineno", 1), text
@@ -114,15 +116,18 @@ def spoken(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def _texts(node: ast.AST) -> Iterator[ast.Constant]:
-    return (part for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str))
+    return (part for part in walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str))
 
 
 def words_of_code() -> list[str]:
     """Return what is wrong with the words of docstrings, messages and help in packages/*/src, by file and line."""
     wrong = []
     for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
-        for line, text in spoken(ast.parse(path.read_text())):
-            plain = re.sub(r"`[^`]*`", "", text)
+        with collector_paused():
+            texts = [(line, re.sub(r"`[^`]*`", "", text)) for line, text in spoken(parse(path))]
+        if not _ANY_RIDDLE.search("\n".join(text for _, text in texts)):
+            continue
+        for line, plain in texts:
             for pattern, better in RIDDLES.items():
                 for match in re.finditer(pattern, plain, re.IGNORECASE):
                     wrong.append(f"{path.relative_to(ROOT)}:{line}: {match[0]!r}: write {better}")

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from repo import ROOT
-from repo.imports import modules
+from repo.imports import BLOCKS, modules
 from repo.projects import load
 from repo.wording import wording
 
 __all__ = ["RATCHETS", "Ratchet", "compare", "config_keys", "sizes"]
 
+_Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+_Counted = ast.Module | ast.stmt
 FOLDER = ROOT / "tools" / "ratchets"
 _KEPT = 10
 
@@ -48,34 +50,71 @@ def config_keys() -> list[str]:
 
 def sizes() -> dict[str, dict[str, int]]:
     """The ten largest of each kind: code lines of modules and functions, parameters, attributes of classes."""
-    found: dict[str, dict[str, int]] = {"modules": {}, "functions": {}, "parameters": {}, "attributes": {}}
+    files, functions = dict[str, _Counted](), dict[str, _Counted]()
+    parameters, attributes = dict[str, int](), dict[str, int]()
     for project in load().values():
         for module in modules(project):
-            found["modules"][module.name] = _code_lines(module.tree)
+            files[module.name] = module.tree
             for name, node in _definitions(module.tree, module.name):
                 if isinstance(node, ast.ClassDef):
-                    found["attributes"][name] = _num_attributes(node)
+                    attributes[name] = _num_attributes(node)
                 else:
-                    found["functions"][name] = _code_lines(node)
-                    found["parameters"][name] = _num_parameters(node)
-    return {kind: _largest(values) for kind, values in found.items()}
+                    functions[name] = node
+                    parameters[name] = _num_parameters(node)
+    return {
+        "modules": longest(files),
+        "functions": longest(functions),
+        "parameters": _largest(parameters),
+        "attributes": _largest(attributes),
+    }
 
 
-def _definitions(
-    node: ast.AST, prefix: str
-) -> Iterator[tuple[str, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
+def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, _Definition]]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(child, _Definition):
             name = f"{prefix}.{child.name}"
             yield name, child
             yield from _definitions(child, name)
-        else:
+        elif isinstance(child, BLOCKS):
             yield from _definitions(child, prefix)
 
 
-def _code_lines(node: ast.AST) -> int:
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, BLOCKS):
+            yield child
+            yield from _statements(child)
+
+
+def longest(nodes: Mapping[str, _Counted]) -> dict[str, int]:
+    """Return the code lines of the ten longest. To write the code of all takes seconds: the bound says which may be among them."""
+    lines: dict[str, int] = {}
+    for bound, name in sorted(((most_code_lines(node), name) for name, node in nodes.items()), reverse=True):
+        if len(lines) >= _KEPT and bound < sorted(lines.values())[-_KEPT]:
+            break
+        lines[name] = code_lines(nodes[name])
+    return _largest(lines)
+
+
+def code_lines(node: ast.AST) -> int:
     """Lines as `ast.unparse` writes them: formatting, comments and blank lines do not count."""
     return len(ast.unparse(node).splitlines())
+
+
+def most_code_lines(node: _Counted) -> int:
+    """Bound `code_lines` from above by the lines of the source, in which ruff gives each statement and decorator one of its own.
+
+    `def f(): ...` takes three where it is written: an empty line before it, and its body's.
+    """
+    inside = [node, *_statements(node)]
+    definitions = [inner for inner in inside if isinstance(inner, _Definition)]
+    blocks: Sequence[ast.stmt] = node.body if isinstance(node, ast.Module) else [node]
+    span = sum((block.end_lineno or block.lineno) - _first_line(block) + 1 for block in blocks)
+    return span + 2 * len(definitions)
+
+
+def _first_line(node: ast.stmt) -> int:
+    return min((node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))))
 
 
 def _num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -87,7 +126,7 @@ def _num_attributes(node: ast.ClassDef) -> int:
     """Attributes set on self anywhere in the class, and annotated fields of its body."""
     assigned = {
         target.attr
-        for inner in ast.walk(node)
+        for inner in _statements(node)
         if isinstance(inner, ast.Assign | ast.AnnAssign)
         for target in (inner.targets if isinstance(inner, ast.Assign) else [inner.target])
         if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from repo.imports import modules
+from repo.imports import modules, walk
 from repo.projects import load
 
 __all__ = ["FORBIDDEN", "begins_with_verb", "forbidden_names", "stale_entries", "unresolved", "wording"]
@@ -71,7 +71,7 @@ def forbidden_names(function: Function) -> Iterator[str]:
             yield argument.arg
     first: dict[str, int] = {}
     last: dict[str, int] = {}
-    for node in ast.walk(function):
+    for node in walk(function):
         if isinstance(node, ast.Name) and node.id in FORBIDDEN:
             if isinstance(node.ctx, ast.Store):
                 first[node.id] = min(node.lineno, first.get(node.id, node.lineno))
@@ -114,7 +114,7 @@ def _fields(node: ast.ClassDef) -> set[str]:
     }
     stored = {
         inner.attr
-        for inner in ast.walk(node)
+        for inner in walk(node)
         if isinstance(inner, ast.Attribute)
         and isinstance(inner.ctx, ast.Store)
         and isinstance(inner.value, ast.Name)
@@ -167,7 +167,7 @@ def stale_entries(node: ast.ClassDef | Function) -> list[str]:
     }
     if not entries:
         return []
-    inside = ast.walk(node) if isinstance(node, ast.ClassDef) else ast.walk(node.args)
+    inside = walk(node) if isinstance(node, ast.ClassDef) else walk(node.args)
     names: set[str] = set()
     for inner in inside:
         if isinstance(inner, ast.arg):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from repo import ROOT
+from repo.imports import parse
+
 PAGE = ROOT / "docs/developing/faults.md"
 
 
@@ -21,8 +24,9 @@ def rows() -> list[list[str]]:
     return found
 
 
+@cache
 def names_in(path: Path) -> set[str]:
-    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+    return {node.name for node in ast.walk(parse(path)) if isinstance(node, ast.FunctionDef)}
 
 
 def test_every_test_it_names_exists() -> None:

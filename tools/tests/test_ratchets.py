@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import json
 
 import pytest
 
-from repo.ratchets import RATCHETS, compare
+from repo.imports import modules
+from repo.ratchets import RATCHETS, code_lines, compare, longest, most_code_lines
+
+COUNTED = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @pytest.mark.parametrize("name", list(RATCHETS))
@@ -33,3 +37,16 @@ def test_files_are_stable():
     for ratchet in RATCHETS.values():
         text = ratchet.file.read_text()
         assert text == json.dumps(json.loads(text), indent=1) + "\n"
+
+
+def test_the_bound_of_code_lines_is_one(projects):
+    """The ten longest are looked for among what the bound leaves."""
+    nodes = [node for module in modules(projects["ds-config"]) for node in module.nodes if isinstance(node, COUNTED)]
+    assert len(nodes) > 100
+    assert [node for node in nodes if code_lines(node) > most_code_lines(node)] == []
+
+
+def test_the_longest_are_the_same_as_without_the_bound():
+    short, long = (ast.parse("def f(): ...\n" * count).body for count in (1, 30))
+    nodes = {f"m{i}": ast.Module([*short, *long[:i]], []) for i in range(30)}
+    assert longest(nodes) == {f"m{i}": code_lines(nodes[f"m{i}"]) for i in range(29, 19, -1)}

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 import pytest
 
 from repo import ROOT
+from repo.imports import parse
 
 HOME = {"packages/accel/src/ds_accel/streams.py", "packages/accel/src/ds_accel/device_timer.py"}
 # A rehearsal paces and times torch's streams themselves.
 TIMED = "packages/comm/src/ds_comm/rehearsal/"
 METHODS = {"record_stream", "wait_event", "is_current_stream_capturing"}
 KINDS = {"Event", "Stream", "ExternalStream"}
+NAMES = {*METHODS, *KINDS, "current_stream", "stream", "wait_stream", "pin_memory"}
 FACTORIES = {"empty", "zeros", "ones", "full", "empty_like", "zeros_like", "tensor", "rand", "randn"}
 
 
@@ -22,8 +24,10 @@ def raw_calls(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
-        name, base = node.func.attr, ast.unparse(node.func.value)
-        keywords = {keyword.arg for keyword in node.keywords}
+        name, keywords = node.func.attr, {keyword.arg for keyword in node.keywords}
+        if name not in NAMES and not keywords & {"non_blocking", "pin_memory"}:
+            continue
+        base = ast.unparse(node.func.value)
         of_torch = base.split(".")[0] == "torch"
         if "non_blocking" in keywords:
             yield node.lineno, f"{name}(non_blocking=)"
@@ -68,5 +72,5 @@ def test_no_other_file_makes_them(package: str) -> None:
         name = file.relative_to(ROOT).as_posix()
         if name in HOME or name.startswith(TIMED):
             continue
-        found += [f"{name}:{line}: {what}" for line, what in raw_calls(ast.parse(file.read_text()))]
+        found += [f"{name}:{line}: {what}" for line, what in raw_calls(parse(file))]
     assert not found, "call ds_accel.streams instead:\n" + "\n".join(found)
