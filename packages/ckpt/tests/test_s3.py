@@ -6,12 +6,12 @@ import torch
 import ds_ckpt
 from ds_config.errors import CheckpointError
 
-server_module = pytest.importorskip("moto.server", reason="the group `tests` of ds-ckpt is not installed")
 pytest.importorskip("s3fs", reason="the group `tests` of ds-ckpt is not installed")
 
 
 @pytest.fixture(scope="module")
 def server():
+    server_module = pytest.importorskip("moto.server", reason="the group `tests` of ds-ckpt is not installed")
     made = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     made.start()
     yield made

@@ -14,7 +14,6 @@ from ds_config.errors import CheckpointError
 sys.path.insert(0, str(Path(__file__).parent))
 from fault_proxy import KINDS, FaultProxy
 
-server_module = pytest.importorskip("moto.server", reason="the group `tests` of ds-ckpt is not installed")
 s3fs = pytest.importorskip("s3fs", reason="the group `tests` of ds-ckpt is not installed")
 
 OPTIONS = {"key": "key", "secret": "secret", "use_listings_cache": False}
@@ -24,6 +23,7 @@ NEVER = ds_ckpt.RetryPolicy(attempts=2, first_s=0.01, limit_s=0.01)
 
 @pytest.fixture(scope="module")
 def store():
+    server_module = pytest.importorskip("moto.server", reason="the group `tests` of ds-ckpt is not installed")
     server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 pytest.importorskip("fastapi")
-openai = pytest.importorskip("openai")
 transformers = pytest.importorskip("transformers")
 httpx = pytest.importorskip("httpx")
 from ds_config.errors import UnsupportedError  # noqa: E402
@@ -33,7 +32,7 @@ assert _where is not None
 assert _where.loader is not None
 serving_tests: Any = importlib.util.module_from_spec(_where)
 _where.loader.exec_module(serving_tests)
-Server, said, folder = serving_tests.Server, serving_tests.said, serving_tests.folder
+Server, said, folder, openai = serving_tests.Server, serving_tests.said, serving_tests.folder, serving_tests.openai
 USER = [{"role": "user", "content": "hello"}]
 
 
@@ -46,7 +45,7 @@ def server(folder):
 
 
 @pytest.fixture
-def client(server):
+def client(server, openai):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as asked:
         yield asked
 
@@ -145,7 +144,7 @@ def test_a_template_that_reads_names_gets_them(folder):
     assert answer == said(folder, "ann: hello", 9)
 
 
-def test_models_are_retrieved(client):
+def test_models_are_retrieved(client, openai):
     assert client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
         client.models.retrieve("other/one")
@@ -229,7 +228,7 @@ def test_each_prompt_counts_as_a_request(folder):
         serving.stop()
 
 
-def test_a_key_and_a_host_are_asked_for(folder):
+def test_a_key_and_a_host_are_asked_for(folder, openai):
     serving = Server(folder, ServerLimits(), ServerOptions("sesame", ("localhost", "127.0.0.1")))
     try:
         with httpx.Client(base_url=serving.url) as http:
@@ -342,7 +341,7 @@ def embedding_server(folder):
 
 
 @pytest.mark.parametrize("inputs", ["hello", ["hello", "def test"], [5, 6, 7], [[5], [6, 7]]])
-def test_embeddings_are_the_embedders(embedding_server, inputs):
+def test_embeddings_are_the_embedders(embedding_server, inputs, openai):
     serving, embedder = embedding_server
     several = inputs if isinstance(inputs, list) and not isinstance(inputs[0], int) else [inputs]
     wanted = embedder.embed(several)
@@ -372,7 +371,7 @@ def test_embeddings_of_nothing_are_refused(embedding_server, body):
     assert answer.json()["error"]["message"]
 
 
-def test_a_server_without_an_embedder_says_so(client):
+def test_a_server_without_an_embedder_says_so(client, openai):
     with pytest.raises(openai.NotFoundError, match="--embedder"):
         client.embeddings.create(model="tiny", input="a")
 

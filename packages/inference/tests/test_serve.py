@@ -16,7 +16,6 @@ import pytest
 import torch
 
 pytest.importorskip("fastapi")
-openai = pytest.importorskip("openai")
 transformers = pytest.importorskip("transformers")
 httpx = pytest.importorskip("httpx")
 import uvicorn  # noqa: E402
@@ -28,6 +27,12 @@ from ds_inference.cli_generate import register  # noqa: E402
 from ds_inference.serve.app import ServerLimits, ServerOptions, make_app  # noqa: E402
 from ds_inference.serve.worker import Worker  # noqa: E402
 from ds_inference.text import TextStream, read_tokenizer  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def openai():
+    """The client library: it takes a second to import, and only tests that run need it."""
+    return pytest.importorskip("openai")
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +97,7 @@ def server(folder):
 
 
 @pytest.fixture
-def client(server):
+def client(server, openai):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
         yield made
 
@@ -433,7 +438,7 @@ def test_serve_ends_with_the_error_of_an_engine_that_fails(folder, monkeypatch):
     assert len(ended) == 1
 
 
-def test_an_adapter_is_a_model(folder, tmp_path):
+def test_an_adapter_is_a_model(folder, tmp_path, openai):
     """Two models of one server in the same batch: the folder's, and the same with an adapter."""
     from safetensors.torch import save_file
 
@@ -459,7 +464,7 @@ def test_an_adapter_is_a_model(folder, tmp_path):
     assert texts["tiny"] != texts["poet"]
 
 
-def test_another_model_is_not_found(client):
+def test_another_model_is_not_found(client, openai):
     with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
         client.completions.create(model="other", prompt="a")
 
