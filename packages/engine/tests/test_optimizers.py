@@ -66,6 +66,23 @@ def test_muon_takes_matrices_that_are_neither_embedding_nor_head() -> None:
     assert {g["use_muon"]: g["lr"] for g in optimizer.param_groups} == {True: 0.5, False: 0.1}
 
 
+def test_muon_steps_weights_of_three_dims_as_stacks_unless_told() -> None:
+    """DeepSpeed's Muon takes a Conv1d or a positional embedding; it orthogonalizes the matrices of the last two dims."""
+    model = nn.ModuleDict({"conv": nn.Conv1d(3, 5, 2), "flat": nn.Conv1d(3, 5, 2)})
+    model["flat"].weight.muon_matrices = "flat"
+    optimizer = made({"type": "Muon", "params": {"lr": 0.1, "momentum": 0.0}}, model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
+    optimizer.step()
+    moves = {name: p.detach() - before[name] for name, p in model.named_parameters()}
+    for move in moves["conv.weight"]:  # each [3, 2] has singular values near one another
+        low, high = torch.linalg.svdvals(move).aminmax()
+        assert low > high / 2
+    low, high = torch.linalg.svdvals(moves["flat.weight"].flatten(1)).aminmax()
+    assert low > high / 2
+
+
 def test_muon_groups_of_the_caller_are_kept(make_model: Make) -> None:
     model = make_model()
     section = load_config({"optimizer": {"type": "Muon"}}).optimizer

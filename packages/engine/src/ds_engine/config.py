@@ -97,9 +97,9 @@ class Config(MonitorConfig):
     gradient_predivide_factor: float = Field(
         default=1.0, gt=0, description="Divide gradients by it before they are added up, and by the rest after."
     )
-    on_nonfinite: Literal["warn", "skip", "stop"] = Field(
-        default="warn",
-        description="A gradient that is not finite: warn once and update, leave such updates out, or stop with an error before the update.",
+    on_nonfinite: Literal["warn", "skip", "stop"] | None = Field(
+        default=None,
+        description="A gradient that is not finite: warn once and update, leave such updates out, or stop with an error before the update. null: skip, but warn where `bf16.check_grad_overflow` is false.",
     )
     loss_spike_threshold: float | None = Field(
         default=None,

@@ -45,7 +45,7 @@ class Health:
         loss_spike_threshold: End the run when a loss is so many standard deviations above the running mean; None never does.
     """
 
-    on_nonfinite: Literal["warn", "skip", "stop"] = "warn"
+    on_nonfinite: Literal["warn", "skip", "stop"] = "skip"
     loss_spike_threshold: float | None = None
 
     def __str__(self) -> str:

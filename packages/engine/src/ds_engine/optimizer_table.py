@@ -188,6 +188,9 @@ def _muon_groups(params: Sequence[Any], names: Mapping[int, str]) -> list[dict[s
             continue
         # Both, also without parameters: every pipeline stage has as many groups.
         whole = [p for p in group["params"] if _for_muon(names.get(id(p), ""), p)]
+        for param in whole:
+            if param.ndim not in (2, 4) and not (hasattr(param, "muon_matrices") or "muon_matrices" in group):
+                param.muon_matrices = "stack"  # as DeepSpeed's: those of the last two dims, one by one
         chosen = {id(p) for p in whole}
         rest = [p for p in group["params"] if id(p) not in chosen]
         split_groups += [{**group, "params": part, "use_muon": use} for part, use in ((whole, True), (rest, False))]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -101,7 +102,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         # A pipeline reads data in its own order, as DeepSpeed's does.
         reading=reading_of(config.data_efficiency, multiple=_multiple(config, batch), shuffle=shapes.staging is None),
         telling=_telling(config),
-        health=Health(config.on_nonfinite, config.loss_spike_threshold),
+        health=Health(_on_nonfinite(config), config.loss_spike_threshold),
         predivide=float(mesh.data * mesh.sequence) if config.prescale_gradients else config.gradient_predivide_factor,
         managed=config.managed_gradient_accumulation,
         curriculum=curriculum.schedule()
@@ -181,6 +182,12 @@ def _states(config: Config, shapes: Shapes, precision: Precision) -> torch.dtype
     wide = getattr(params, "fp32_optimizer_states", True) and not config.bf16.bf16_optimizer_states
     of_model = next((getattr(torch, p.dtype) for p in shapes.params), None)
     return None if wide else precision.param or of_model
+
+
+def _on_nonfinite(config: Config) -> Literal["warn", "skip", "stop"]:
+    """Return what is done with a step whose gradient is not finite; by default the step is skipped, as DeepSpeed's ZeRO does in every format."""
+    unchecked = config.bf16.enabled and not config.bf16.check_grad_overflow
+    return config.on_nonfinite or ("warn" if unchecked else "skip")
 
 
 def _telling(config: Config) -> LoggingPlan:

@@ -71,7 +71,7 @@ def weights(engine: Engine) -> list[Tensor]:
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_warned_once_with_the_cause(stage: int, clip: float) -> None:
-    engine = engine_of(stage, gradient_clipping=clip)
+    engine = engine_of(stage, gradient_clipping=clip, on_nonfinite="warn")
     memory = ds_monitor.MemorySink()
     ds_monitor.attach([memory])
     try:
@@ -94,12 +94,28 @@ def test_warned_once_with_the_cause(stage: int, clip: float) -> None:
 @world(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_skipped_steps_leave_the_weights_and_the_run_goes_on(stage: int) -> None:
-    engine = engine_of(stage, on_nonfinite="skip")
+    engine = engine_of(stage)  # by default, as DeepSpeed's ZeRO does
     bad = step_of_the_bad_sample(engine)
     skipped = [engine.train_batch().skipped for _ in range(4)]
     assert skipped == [step == bad for step in range(1, 5)]
     assert all(bool(w.isfinite().all()) for w in weights(engine))
     assert engine.skipped_steps == 1
+    engine.close()
+
+
+@world(2)
+@pytest.mark.parametrize("told", ["unchecked", "warn"])
+def test_updates_are_made_where_the_configuration_says_so(told: str) -> None:
+    changes = {
+        "unchecked": {"bf16": {"enabled": True, "check_grad_overflow": False}, "data_types": {"buffer_dtype": "bf16"}},
+        "warn": {"on_nonfinite": "warn", "torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    }[told]
+    engine = engine_of(2, **changes)
+    for x in torch.full((2, 2, 4), float("nan")):
+        engine.backward(engine(x.to(engine.module.first.weight.dtype)))
+        engine.step()
+    assert engine.skipped_steps == 0
+    assert not all(bool(w.isfinite().all()) for w in weights(engine))
     engine.close()
 
 
