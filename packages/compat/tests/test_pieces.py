@@ -6,6 +6,7 @@ import logging
 import pickle
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 
 import deepspeed
 import pytest
@@ -365,6 +366,39 @@ def test_buffers_of_contiguous_checkpointing_run_out():
         checkpointed(deepspeed.checkpointing.checkpoint)
     deepspeed.checkpointing.set_num_layers(2)
     checkpointed(deepspeed.checkpointing.checkpoint)
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "non_reentrant_checkpoint"])
+@pytest.mark.usefixtures("unconfigured")
+def test_several_outputs_of_a_checkpointed_call_are_a_tuple_and_one_is_itself(name):
+    form, x = getattr(deepspeed.checkpointing, name), torch.ones(2, requires_grad=True)
+    several = form(lambda t: [t * 2, None, t * 3], x)
+    assert isinstance(several, tuple)
+    assert several[1] is None
+    single = form(lambda t: (t * 5,), x)
+    (several[0] + several[2] + single).sum().backward()
+    assert x.grad.tolist() == [10, 10]
+
+
+@pytest.mark.usefixtures("unconfigured")
+def test_checkpoint_function_fills_the_list_of_outputs():
+    x, outputs = torch.ones(2, requires_grad=True), []
+    tensors = deepspeed.checkpointing.CheckpointFunction.apply(lambda t, k: (t * k, "said", t), outputs, x, 3)
+    assert len(tensors) == 2
+    assert outputs[1] == "said"
+    assert outputs[0] is tensors[0]
+    only = deepspeed.checkpointing.CheckpointFunction.apply(torch.sin, outputs, x)
+    assert outputs[3] is only
+    (tensors[0] + only).sum().backward()
+    assert torch.allclose(x.grad, 3 + torch.ones(2).cos())
+
+
+@pytest.mark.usefixtures("unconfigured")
+def test_an_mpu_stays_until_another_is_given():
+    mpu = SimpleNamespace(get_model_parallel_group=lambda: self_group("tensor"))
+    deepspeed.checkpointing.configure(mpu)
+    deepspeed.checkpointing.configure(None, checkpoint_in_cpu=True)
+    assert deepspeed.checkpointing.mpu is mpu
 
 
 @pytest.mark.usefixtures("unconfigured")

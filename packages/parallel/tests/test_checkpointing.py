@@ -301,3 +301,22 @@ def test_a_policy_survives_a_copy_of_the_model(stack: Any) -> None:
     done.remove()
     model(x)
     assert policy.calls == 8
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "shape",
+    [lambda a, b: [a, b], lambda a, b: {"a": a, "b": (b,)}, lambda a, b: ((a, 3), [b])],
+    ids=["list", "dict", "nested"],
+)
+def test_outputs_in_any_shape_have_gradients(form: str, shape: Callable[[Tensor, Tensor], Any]) -> None:
+    """Torch's reentrant form gives none to tensors outside a plain tuple, and says nothing."""
+    weight, x = torch.full((3,), 2.0, requires_grad=True), torch.ones(3, requires_grad=True)
+    outputs = getattr(ActivationCheckpointing(), form)(lambda t: shape(t * weight, t + weight), x)
+    plain = shape(x * weight, x + weight)
+    assert str(flatten(outputs)[1]([0, 1])) == str(flatten(plain)[1]([0, 1]))  # type: ignore[list-item]
+    sum((t * (i + 2)).sum() for i, t in enumerate(flatten(outputs)[0])).backward()  # type: ignore[union-attr]
+    assert x.grad is not None
+    assert x.grad.tolist() == [7.0] * 3
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [5.0] * 3

@@ -15,7 +15,7 @@ does this around its forwards, so several engines in one process do not disturb 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -94,7 +94,9 @@ class ActivationCheckpointing:
         return self._run(partial(torch_checkpoint.checkpoint, use_reentrant=False, **context), function, args, kwargs)
 
     def checkpoint_reentrant(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `function`, which returns a tensor or a tuple, with reentrant activation checkpointing.
+        """Run `function(*args, **kwargs)` with reentrant activation checkpointing.
+
+        Tensors may be in lists, tuples and dicts, at any depth, those that are returned too.
 
         Raises:
             PlanError: as `checkpoint`; also when results of operations are to be saved ("activations-form").
@@ -105,7 +107,16 @@ class ActivationCheckpointing:
                 code="activations-form",
                 fix="Use checkpoint(), which can.",
             )
-        return self._run(partial(torch_checkpoint.checkpoint, use_reentrant=True), function, args, kwargs)
+        builders: list[Callable[[Sequence[Tensor]], Any]] = []
+
+        def flat(*inner: Any, **options: Any) -> tuple[Tensor, ...]:
+            # Torch's function gives gradients to tensors of a tuple, and to none inside anything else.
+            tensors, build = flatten(function(*inner, **options))
+            builders[:] = [build]
+            return tuple(tensors)
+
+        results = self._run(partial(torch_checkpoint.checkpoint, use_reentrant=True), flat, args, kwargs)
+        return builders[0](results)
 
     @contextmanager
     def active(self) -> Iterator[None]:

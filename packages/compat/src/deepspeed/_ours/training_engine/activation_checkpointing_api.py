@@ -71,7 +71,7 @@ def configure(
     Of a configuration only `activation_checkpointing` is read.
 
     Args:
-        mpu_: Has `get_tensor_model_parallel_group` or `get_model_parallel_group`: the ranks that partition activations.
+        mpu_: Has `get_tensor_model_parallel_group` or `get_model_parallel_group`: the ranks that partition activations. None: as before.
     Raises:
         ConfigError: contiguous checkpointing without a number, or the section is invalid; an AssertionError, too.
     """
@@ -87,7 +87,9 @@ def configure(
     section = {**(document.get("activation_checkpointing") or {})}
     section |= {name: value for name, value in arguments.items() if value is not None}
     config = load(ActivationCheckpointingConfig, section)
-    _process.group, _process.mpu, _process.layers = _tensor_group(mpu_), mpu_, config.number_checkpoints
+    if mpu_ is not None:
+        _process.group, _process.mpu = _tensor_group(mpu_), mpu_
+    _process.layers = config.number_checkpoints
     _process.keep(config.keeping)
 
 
@@ -152,13 +154,33 @@ def _policy() -> ActivationCheckpointing:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `function` and keep only its inputs; it runs again in backward."""
-    return _policy().checkpoint_reentrant(function, *args, **kwargs)
+    """Run `function` and keep only its inputs; it runs again in backward. Several outputs are a tuple, a single one is itself."""
+    return _unpacked(_policy().checkpoint_reentrant(function, *args, **kwargs))
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run `function` with activation checkpointing by saved-tensor hooks, without a reentrant backward."""
-    return _policy().checkpoint(function, *args, **kwargs)
+    return _unpacked(_policy().checkpoint(function, *args, **kwargs))
+
+
+def _unpacked(outputs: Any) -> Any:
+    if not isinstance(outputs, list | tuple):
+        return outputs
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+class CheckpointFunction:
+    """What `checkpoint` calls, for programs that call it themselves."""
+
+    @staticmethod
+    def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
+        """Run `run_function`, put its outputs into `all_outputs`, and return the tensors among them: one, or a tuple."""
+        outputs = _policy().checkpoint_reentrant(run_function, *args)
+        if isinstance(outputs, torch.Tensor):
+            all_outputs.append(outputs)
+            return outputs
+        all_outputs.extend(outputs)
+        return tuple(output for output in outputs if isinstance(output, torch.Tensor))
 
 
 # ---- random states by name
