@@ -19,6 +19,7 @@ from ds_config.errors import ConfigError, DsError, PlanError, UnsupportedError
 from ds_engine import Engine, SumLoss
 from ds_monitor import MemorySink, metric_names
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Make = Callable[[], nn.Module]
 Settings = Callable[..., dict[str, Any]]
 
@@ -453,6 +454,46 @@ def test_inputs_are_cast_and_operations_under_autocast(make_model: Make, config:
         wanted = torch.bfloat16 if "data_types" in changes else torch.float32
         assert buffers == {"table": wanted, "index": torch.int64}
         engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("section", "cast"), [("bf16", "bf16"), ("bf16", "fp16"), ("fp16", "bf16")])
+def test_parameters_of_few_bits_under_autocast_are_those_of_torch(
+    make_model: Make, config: Settings, rows: Any, section: str, cast: str, stage: int
+) -> None:
+    """As DeepSpeed, the engine casts the parameters by one section, and operations by the other."""
+    low, operations = DTYPES[section], DTYPES[cast]
+    master = make_model()
+    optimizer = torch.optim.SGD(master.parameters(), lr=0.1)
+    copy_of_it = copy.deepcopy(master).to(low)
+    changes = {section: {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": cast}}
+    changes |= {
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0,
+    }
+    if "fp16" in (section, cast):
+        changes["fp16"] = changes.get("fp16", {}) | {"initial_scale_power": 0}
+    engine = start(make_model(), config(**changes, zero_optimization={"stage": stage}))
+    assert (engine.plan.precision.scale is not None) == ("fp16" in (section, cast))
+    data = batches(rows, 8)
+    for _ in range(3):
+        x, y = next(data)
+        x, y = x.to(low), y.to(low)
+        with torch.autocast("cpu", operations):
+            expected = copy_of_it(x, y)
+        expected.backward()
+        for wide, narrow in zip(master.parameters(), copy_of_it.parameters(), strict=True):
+            wide.grad, narrow.grad = narrow.grad.float(), None  # type: ignore[union-attr]
+        optimizer.step()
+        with torch.no_grad():
+            for wide, narrow in zip(master.parameters(), copy_of_it.parameters(), strict=True):
+                narrow.copy_(wide)
+        loss = engine(x, y)
+        assert torch.equal(loss, expected)
+        engine.backward(loss)
+        engine.step()
+    engine.close()
 
 
 class Routed(nn.Module):

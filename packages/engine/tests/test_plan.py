@@ -167,7 +167,6 @@ def broken(world: int = 2, **changes: Any) -> DsError:
     ("changes", "code", "said"),
     [
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "precision-both", "both true"),
-        ({"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}}, "precision-autocast", "bf16"),
         ({"data_types": {"param_dtype": "bf16"}}, "precision-param-dtype", "mode is fp32"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "precision-states", "bf16_master"),
         ({"fp16": {"auto_cast": True}}, "precision-off", "fp16.auto_cast"),

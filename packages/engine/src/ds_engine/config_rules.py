@@ -41,12 +41,6 @@ def _of_precision(c: Config, mesh: MeshSpec) -> Iterator[Broken]:
     fp16, bf16, autocast, param = c.fp16, c.bf16, c.torch_autocast, c.data_types.param_dtype
     if fp16.enabled and bf16.enabled:
         yield "precision-both", "fp16.enabled and bf16.enabled are both true", "Keep one; bf16 needs no loss scale."
-    if autocast.enabled and (fp16.enabled or bf16.enabled):
-        yield (
-            "precision-autocast",
-            f"torch_autocast and {_mode(c)} are both enabled",
-            "Keep one: autocast casts operations, fp16 and bf16 cast the parameters.",
-        )
     if param not in (None, _mode(c)):
         yield (
             "precision-param-dtype",

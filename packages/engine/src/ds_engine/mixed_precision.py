@@ -64,14 +64,16 @@ def precision_of(config: Config) -> Precision:
     formats = Precision(
         reduce=_dtype(config.communication_data_type), accumulate=_dtype(config.data_types.grad_accum_dtype)
     )
+    if autocast is torch.float16 or fp16.enabled:
+        formats = replace(formats, scale=_scale(config), skip_nonfinite=True)
     if bf16.enabled:
         low = torch.bfloat16 if bf16.bf16_master_weights_and_grads else None
         formats = replace(formats, param=torch.bfloat16, skip_nonfinite=bf16.check_grad_overflow)
     elif fp16.enabled:
         low = torch.float16 if fp16.fp16_master_weights_and_grads else None
-        formats = replace(formats, param=torch.float16, scale=_scale(config), skip_nonfinite=True)
+        formats = replace(formats, param=torch.float16)
     else:
-        return replace(formats, scale=_scale(config), skip_nonfinite=True) if autocast is torch.float16 else formats
+        return formats
     return formats if low is None else replace(formats, master=low, accumulate=formats.accumulate or low)
 
 
