@@ -61,3 +61,13 @@ def test_an_iterator_is_drawn_to_its_end_and_an_empty_loader_ends():
     assert list(feed.stream()) == [1, 2]
     feed.draw_from([])
     assert list(feed.stream()) == []
+
+
+def test_data_that_are_drawn_from_outlive_a_checkpoint_and_end_with_a_new_loader(own):
+    feed = BatchSource(own)
+    feed.draw_from(iter([1, 2, 3]))
+    first = next(feed.stream())
+    feed.restart()
+    assert [first, next(feed.stream())] == [1, 2]
+    feed.replace([7])
+    assert next(feed.stream()) == 7

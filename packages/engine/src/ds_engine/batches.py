@@ -26,7 +26,8 @@ class BatchSource:
     def __init__(self, loader: ResumableLoader | None) -> None:
         self._resumable, self.consumed = loader, 0
         self._brought: Iterable[Any] | None = None
-        self._stream: Iterator[Any] | None = None
+        self._stream: Iterator[Any] | None = None  # of the own loader
+        self._lent: Iterator[Any] | None = None  # `draw_from`: it outlives checkpoints
         self._borrowed: tuple[Iterable[Any], Iterator[Any]] | None = None  # what a call brought last, and where it is
         self._waited_s = 0.0
 
@@ -41,16 +42,16 @@ class BatchSource:
             self._resumable, self._brought, self.consumed = loader, None, loader.consumed
         else:
             self._resumable, self._brought, self.consumed = None, loader, 0
-        self._stream = None
+        self._stream = self._lent = None
 
     def draw_from(self, data: Iterator[Any] | Iterable[Any]) -> None:
         """Read `data` where a call brings none: an iterator to its end, anything else again and again."""
-        self._stream = data if isinstance(data, Iterator) else _forever(data)
+        self._lent = data if isinstance(data, Iterator) else _forever(data)
 
     @property
     def has_data(self) -> bool:
         """Whether a call may bring none."""
-        return self._stream is not None or self.loader is not None
+        return self._lent is not None or self.loader is not None
 
     def restart(self) -> None:
         """Begin the next stream where the loader is, not where it was read ahead to."""
@@ -58,7 +59,7 @@ class BatchSource:
 
     def close(self) -> None:
         """Let go of what is being read."""
-        self._stream = self._borrowed = None
+        self._stream = self._lent = self._borrowed = None
 
     def rebatch(self, micro: int, train: int) -> None:
         """Set the loader's microbatches to `micro` samples, in steps of `train` samples over all ranks."""
@@ -72,9 +73,9 @@ class BatchSource:
         Raises:
             PlanError: there is no data ("data-missing").
         """
-        if brought is None and self._stream is not None:
+        source = brought if brought is not None else self._brought if self._lent is None else self._lent
+        if source is None and self._stream is not None:
             return self._stream
-        source = self._brought if brought is None else brought
         if isinstance(source, Iterator):
             return self._timed(source)
         if source is not None:

@@ -50,6 +50,7 @@ from ds_engine.uneven_inputs import WeightedBatch
 from ds_engine.whole_values import KnownState
 from ds_parallel.tensor import tensor_parallel_of
 from ds_pipe import Action
+from ds_pipe.staged import evaluating
 from ds_zero import ShardedModel, ShardedOptimizer
 from ds_zero.runtime.suspend import KINDS
 
@@ -229,15 +230,10 @@ class Engine(nn.Module):
             num_micro_batches: Number of microbatches; by default that of a training step.
         """
         count = num_micro_batches or len(self._backwards)
-        # One by one: a frozen BatchNorm evaluates in a model that trains.
-        ledger, training = LossAccumulator(), [module for module in self.module.modules() if module.training]
-        self.module.eval()
-        try:
+        ledger = LossAccumulator()
+        with evaluating(self.module):
             for loss in self._executor.evaluate(count, iter(data_iter), self._passes()):
                 ledger.add(loss)
-        finally:
-            for module in training:
-                module.training = True
         totals = ledger.close(self._averaging)
         self._telemetry.pause()
         return float("nan") if totals is None else float(totals.loss)

@@ -16,6 +16,7 @@ from ds_engine.loss_total import LossAccumulator
 from ds_engine.result import StepResult
 from ds_engine.transforms.stages import StagedExecutor
 from ds_pipe import StagedModel
+from ds_pipe.staged import evaluating
 
 __all__ = ["PipelineEngine"]
 
@@ -79,6 +80,7 @@ class PipelineEngine(Engine):
         compute_loss: bool = True,
         share_loss: bool = True,
         num_micro_batches: int | None = None,
+        reduce: bool = True,
     ) -> tuple[Tensor | list[Any] | None, Any]:
         """Forwards of some microbatches in evaluation mode. Collective.
 
@@ -87,27 +89,26 @@ class PipelineEngine(Engine):
             compute_loss: Else outputs are what is returned.
             share_loss: Have the mean loss over microbatches and data on every rank; else on those of the last stage.
             num_micro_batches: How many; those of a training step by default.
+            reduce: Average the losses; else they are returned by microbatch, on ranks of the last stage.
         Returns:
             The mean loss, a float32 scalar (outputs by microbatch without `compute_loss`, None where there are none); and the outputs,
             concatenated along dim 0 if they are tensors, on ranks of the last stage with `return_logits`.
         """
         count = num_micro_batches or len(self._backwards)
         outputs: dict[int, Any] = {}
-        ledger, training, stages = LossAccumulator(), self.module.training, self.stages
+        ledger, stages = LossAccumulator(), self.stages
 
         def done(microbatch: int, out: Any, labels: Any) -> None:
             outputs[microbatch] = (out, stages.loss(out, labels) if compute_loss else None)
 
-        self.module.eval()
-        try:
+        with evaluating(self.module):
             stages.forwards(count, data_iter, self._passes(), done)
-        finally:
-            self.module.train(training)
         self._telemetry.pause()
         results = [outputs[m][0] for m in sorted(outputs)]
         logits = (_joined(results) if results else None) if return_logits else None
-        if not compute_loss:
-            return (results or None), logits
+        if not compute_loss or not reduce:
+            each = results if not compute_loss else [outputs[m][1] for m in sorted(outputs)]
+            return (each or None), logits
         for m in sorted(outputs):
             ledger.add(outputs[m][1])
         totals = ledger.close(self._averaging) if outputs else None

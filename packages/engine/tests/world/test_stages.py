@@ -173,8 +173,17 @@ def test_evaluation_gives_losses_and_logits():
         assert logits is None
     outputs, _ = engine.evaluate(iter(data), compute_loss=False, num_micro_batches=2)
     assert (outputs is None) == (not engine.is_last_stage())
+    frozen = next(engine.module.children()).eval()
+    losses, _ = engine.evaluate(iter(data), reduce=False)
+    if engine.is_last_stage():
+        assert [float(loss) for loss in losses] == [
+            float(loss_fn(out, labels)) for out, labels in zip(logits.split(MICRO), (y for _, y in data), strict=True)
+        ]
+    else:
+        assert losses is None
     assert torch.is_grad_enabled()
     assert engine.module.training
+    assert not frozen.training
     engine.set_batch_fn(lambda batch: (batch["x"], batch["y"]))
     engine.set_dataloader([{"x": x, "y": y} for x, y in data])
     assert engine.train_batch().loss == pytest.approx(mean, rel=1e-6)

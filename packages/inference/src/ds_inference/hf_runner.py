@@ -183,15 +183,15 @@ _LONGEST = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 
 @contextmanager
 def _answering(module: nn.Module) -> Iterator[None]:
-    """Put a module into eval mode inside the context, without dropout."""
-    training = module.training
+    """Put a module into eval mode inside the context, without dropout. A frozen part of a model that trains stays in it."""
+    training = [part for part in module.modules() if part.training] if module.training else []
     if training:
         module.eval()
     try:
         yield
     finally:
-        if training:
-            module.train()
+        for part in training:
+            part.training = True
 
 
 def read_module(

@@ -22,7 +22,7 @@ from ds_pipe.loss_weights import LossWeights, check_weights, weighted
 from ds_pipe.module import PipelineModule
 from ds_pipe.program_passes import add_comms, mark_reduce
 from ds_pipe.programs import inference, list_scheduled, make_program
-from ds_pipe.staged import StagedModel
+from ds_pipe.staged import StagedModel, evaluating
 from ds_pipe.traced_stages import TracedStages
 from ds_pipe.verify import verify
 
@@ -212,12 +212,8 @@ class Pipeline:
                 losses[microbatch] = out if self.model.loss is None else self.model.loss(out, labels)
 
         data, shares = self._shares(data, count, weights if with_loss else None)
-        training = self.model.module.training
-        self.model.module.eval()
-        try:
+        with evaluating(self.model.module):
             self.executor.evaluate(self.forwards(count), self._feed(data), done)
-        finally:
-            self.model.module.train(training)
         divisor = count if weights is None else 1
         return outputs, self._shared(losses, divisor, shares) if with_loss else None
 

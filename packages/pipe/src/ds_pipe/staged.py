@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from ds_comm import Group
 from ds_pipe.topology import PipelineGroups
 
-__all__ = ["StagedModel", "Tie"]
+__all__ = ["StagedModel", "Tie", "evaluating"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,3 +72,18 @@ class StagedModel:
         """Yield the parameters of this rank by their names in the unsplit model."""
         for name, param in self.module.named_parameters():
             yield self.logical_name(name), param
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put `module` into evaluation mode inside the context, and every part of it back into the mode it was in.
+
+    A frozen BatchNorm evaluates in a model that trains.
+    """
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
