@@ -5,12 +5,13 @@ import itertools
 import deepspeed
 import pytest
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import nn
 
-from ds_config.errors import UnsupportedError
+from ds_config.errors import CheckpointError, UnsupportedError
 from ds_testing import world
 
 CONFIG = {
@@ -65,11 +66,95 @@ def test_train_and_evaluate():
     loss, logits = engine.eval_batch(batches(), return_logits=True)
     assert 0 < float(loss) < losses[0]
     assert (logits is None) == (not engine.is_last_stage())
+    check_evaluations(engine, data, loss)
     with pytest.raises(UnsupportedError, match="reduce_output"):
         engine.eval_batch(batches(), reduce_output="sum")
     with pytest.raises(UnsupportedError, match="train_batch"):
         engine(torch.zeros(2, 6))
     optimizer.close()
+    engine.close()
+
+
+def check_evaluations(engine, data, loss):
+    """What `eval_batch` returns where nothing is averaged, or outputs are; and that it goes on training with what it was given."""
+    losses = engine.eval_batch(batches(), reduce_output=None, bcast_loss=False)
+    outputs = engine.eval_batch(batches(), compute_loss=False, reduce_output=None)
+    mean = engine.eval_batch(batches(), compute_loss=False)
+    if engine.is_last_stage():
+        assert float(sum(losses)) / len(losses) == pytest.approx(float(loss))
+        assert [out.shape for out in outputs] == [(2, 1)] * 8
+        assert torch.allclose(mean, sum(outputs) / 8)
+    else:
+        assert losses is outputs is mean is None
+    next(data)
+    engine.eval()
+    engine.train_batch()
+    assert engine.module.training
+    again = list(itertools.islice(batches(), 2))[1][0]
+    assert torch.equal(next(data)[0], again)  # 8 of 8 batches that come again were drawn between
+
+
+@world(2, backend=None)
+def test_layers_of_a_rank_and_files_of_them(tmp_path):
+    deepspeed.init_distributed("gloo")
+    tied = {"forward_fn": lambda layer, x: x @ layer.weight, "tied_weight_attr": "weight"}
+
+    def build():
+        return PipelineModule(
+            [TiedLayerSpec("e", nn.Linear, 3, 3), torch.tanh, nn.Linear(3, 3), TiedLayerSpec("e", nn.Linear, 3, 3, **tied)],
+            num_stages=2, partition_method="uniform",
+        )  # fmt: skip
+
+    torch.manual_seed(1)
+    net = build()
+    grid, rank = net.mpu(), net.global_rank
+    assert (net.world_size, net._num_layers, net._local_start, net._local_stop) == (2, 4, 2 * rank, 2 * rank + 2)
+    assert len(net.forward_funcs) == 2
+    assert net.fwd_map == ({} if rank == 0 else {"2": 0})
+    assert net.tied_comms["e"]["ranks"] == [0, 1]
+    assert net.tied_comms["e"]["weight_attr"] == net.tied_weight_attrs["e"] == ["weight"]
+    assert net.tied_comms["e"]["module"] is net.tied_modules["e"]
+    assert (grid.p2p_groups, grid.slice_group, grid.get_data_parallel_group_ranks()) == (
+        [[0, 1], [1, 0]],
+        [rank],
+        [rank],
+    )
+    assert (grid.get_pipeline_model_parallel_rank(), grid.get_pipeline_model_parallel_world_size()) == (rank, 2)
+    assert net.ckpt_prefix("a", "b") == f"a/b/module-pipe_0{rank}"
+    files = TorchCheckpointEngine()
+    net.save_state_dict(str(tmp_path), files)
+    torch.distributed.barrier()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"layer_0{i}-model_states.pt" for i in (0, 2)]
+    if rank == 1:
+        assert net.ckpt_layer_path_list(str(tmp_path), 0) == [net.ckpt_layer_path(str(tmp_path), 0)]
+    torch.manual_seed(2)
+    other = build()
+    other.load_state_dir(str(tmp_path), files)
+    assert torch.equal(other.tied_modules["e"].weight, net.tied_modules["e"].weight)
+    assert rank == 0 or torch.equal(other.get_parameter("2.weight"), net.get_parameter("2.weight"))
+    with pytest.raises(CheckpointError, match="has no file"):
+        other.load_state_dir(str(tmp_path / "nowhere"), files)
+    torch.distributed.barrier()
+
+
+@world(2, backend=None)
+def test_forwards_of_seeded_layers_draw_what_upstreams_draw():
+    deepspeed.init_distributed("gloo")
+    seeds = []
+
+    def seed(number):
+        seeds.append(number)
+        torch.manual_seed(number)
+
+    net = PipelineModule(
+        layers=layers(), num_stages=2, loss_fn=nn.MSELoss(), partition_method="uniform", seed_layers=True, seed_fn=seed, base_seed=100
+    )  # fmt: skip
+    engine, *_ = deepspeed.initialize(
+        model=net, model_parameters=net.parameters(), config=CONFIG | {"pipeline": {}, "train_batch_size": 4}
+    )
+    engine.train_batch(batches())
+    mine = range(net._local_start, net._local_stop)
+    assert seeds == [base + layer for base in (100, 200, 300) for layer in mine]
     engine.close()
 
 

@@ -253,7 +253,7 @@ class PipelineModule(nn.Module):
         def run(value: Any) -> Any:
             for index in range(start, stop):
                 if self.seed_layers:
-                    self._seed(self.base_seed * (offset + 1) + index)
+                    self._seed(self.base_seed * (offset + 2) + index)  # + 1 seeded its construction
                 value = self._uses[index](value)
             return value
 

@@ -142,6 +142,7 @@ OF_STAGES: Mapping[str, Tells] = {
     "is_pipe_parallel": lambda e: e.grid.pipe_parallel_size > 1,
     "is_data_parallel": lambda e: e.grid.data_parallel_size > 1,
     "is_model_parallel": lambda e: e.grid.model_parallel_size > 1,
+    "dynamic_shape": lambda e: True,
 }
 """What an engine of stages tells besides."""
 

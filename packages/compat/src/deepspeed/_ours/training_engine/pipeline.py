@@ -3,80 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-import ds_pipe
 from deepspeed._errors import UnsupportedNameError
 from deepspeed._ours.base.raising import not_supported
-from deepspeed._ours.base.runtime_utils import prime_factors
 from deepspeed._ours.training_engine.accessors import OF_STAGES, add_accessors
 from deepspeed._ours.training_engine.deepspeed_engine import DeepSpeedEngine
-from ds_comm import as_group, world_group
+from deepspeed._ours.training_engine.pipeline_module import PipelineParallelGrid
+from ds_comm import Group, all_reduce
 from ds_engine.pipelining import PipelineEngine as StagedEngine
-from ds_pipe.topology import PipelineGroups
-
-
-class PipelineParallelGrid(ds_pipe.PipelineParallelGrid):
-    """`ds_pipe.PipelineParallelGrid` from a topology. Collective over the world.
-
-    Args:
-        topology: Ranks by axes; None: data x pipe, as square as the number of ranks allows.
-        process_group: None, the world.
-        places: Groups that are made already.
-    Attributes:
-        is_first_stage, is_last_stage: Of this rank's stage.
-        pp_group, dp_group: Ranks of the world in this rank's pipeline, and of those that share its batch.
-    """
-
-    is_first_stage: bool  # type: ignore[assignment]  # methods of ds-pipe's
-    is_last_stage: bool  # type: ignore[assignment]
-
-    def __init__(
-        self,
-        topology: ds_pipe.ProcessTopology | None = None,
-        process_group: Any = None,
-        places: PipelineGroups | None = None,
-    ) -> None:
-        if process_group is not None and as_group(process_group).size != world_group().size:
-            raise not_supported(
-                "PipelineParallelGrid(process_group=...) of a part of the world",
-                "Leave it out, and start as many ranks as the topology has.",
-            )
-        super().__init__(places or PipelineGroups.build(topology or _squarish(world_group().size)))
-        self.is_first_stage = self.stage_id == 0
-        self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
-        self.pp_group, self.dp_group = list(self._places.pipe.ranks), list(self._places.data.ranks)
-
-    def _is_grid_valid(self) -> bool:
-        """Whether the axes multiply to the ranks; others are refused before."""
-        return self._topo.world_size() == self.world_size
-
-
-def _squarish(ranks: int) -> ds_pipe.ProcessTopology:
-    pipe = data = 1
-    for number, prime in enumerate(prime_factors(ranks)):
-        if number % 2:
-            data *= prime
-        else:
-            pipe *= prime
-    return ds_pipe.PipeDataParallelTopology(num_pp=pipe, num_dp=data)
-
-
-class PipelineModule(ds_pipe.PipelineModule):
-    """`ds_pipe.PipelineModule`, which builds every layer once to count its parameters, as upstream: later draws come after those."""
-
-    def _partition(self, method: str | Sequence[float], parts: int) -> tuple[int, ...]:
-        if isinstance(method, str) and method.lower() == "parameters":
-            method = list(map(_trainable, self.specs))
-        return super()._partition(method, parts)
-
-
-def _trainable(layer: Any) -> int:
-    built = layer.build() if isinstance(layer, ds_pipe.LayerSpec) else layer
-    return sum(p.numel() for p in built.parameters() if p.requires_grad) if isinstance(built, nn.Module) else 0
 
 
 class _NoInstructions:
@@ -99,10 +37,18 @@ class PipelineEngine(StagedEngine, DeepSpeedEngine):  # type: ignore[misc]  # up
     @functools.cached_property
     def grid(self) -> PipelineParallelGrid:
         """The groups of this rank."""
-        return PipelineParallelGrid(places=self.module.places)  # type: ignore[arg-type]
+        known = getattr(self.module, "_mpu", None)
+        return known if isinstance(known, PipelineParallelGrid) else PipelineParallelGrid(places=self.module.places)  # type: ignore[arg-type]
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:  # type: ignore[override]
-        """Run a step of all microbatches and return the mean loss over microbatches and replicas, on every rank."""
+        """Run a step of all microbatches and return the mean loss over microbatches and replicas, on every rank.
+
+        A later call without data goes on with this iterator.
+        """
+        if isinstance(data_iter, Iterator):
+            self._feed.draw_from(data_iter)
+        if not self.module.training:
+            self.module.train()
         result = StagedEngine.train_batch(self, data_iter)
         if result.mean is None:
             raise RuntimeError("a step of a pipeline ended without a loss")
@@ -120,25 +66,39 @@ class PipelineEngine(StagedEngine, DeepSpeedEngine):  # type: ignore[misc]  # up
     ) -> Any:
         """Compute the loss of some microbatches without gradients; with `return_logits` also the last stage's outputs.
 
-        Without `compute_loss` the outputs by microbatch, on the last stage's ranks; with `reduce_output=None` the same.
+        With `reduce_output=None` the losses by microbatch, and without `compute_loss` the outputs, their mean over microbatches and
+        replicas or, with `reduce_output=None`, by microbatch: on the last stage's ranks.
         """
         if reduce_output not in ("avg", None):
             raise not_supported(
-                f"eval_batch(reduce_output={reduce_output!r}): the losses of microbatches are averaged or left alone",
+                f"eval_batch(reduce_output={reduce_output!r}): losses and outputs of microbatches are averaged or left alone",
                 'Pass "avg", or None and reduce the outputs.',
             )
-        loss, logits = self.evaluate(
+        reduce = reduce_output is not None
+        result, logits = self.evaluate(
             data_iter,
             return_logits=return_logits,
-            compute_loss=compute_loss and reduce_output is not None,
+            compute_loss=compute_loss,
             share_loss=bcast_loss,
             num_micro_batches=num_micro_batches,
+            reduce=reduce,
         )
-        return (loss, logits) if return_logits else loss
+        if not compute_loss and reduce and isinstance(result, list):
+            result = _mean(result, self.staged.places.data)
+        return (result, logits) if return_logits else result
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return True: every call of `train_batch` ends a step."""
         return True
+
+
+def _mean(outputs: list[Any], replicas: Group) -> Any:
+    """Average outputs over microbatches and replicas; what are no tensors stay a list."""
+    if not all(isinstance(output, Tensor) for output in outputs):
+        return outputs
+    mean = sum(outputs) / len(outputs)
+    all_reduce(mean, group=replicas, unit="outputs")
+    return mean / replicas.size
 
 
 add_accessors(PipelineEngine, {}, OF_STAGES)
