@@ -11,12 +11,18 @@ from ds_monitor.config import MonitorConfig
 
 __all__ = ["check_configuration", "comparable"]
 
-_OF_ONE_RANK = frozenset({*MonitorConfig.model_fields, "steps_per_print", "dump_state", "log_level", "aio"})
+_LOGS = ("steps_per_print", "dump_state", "log_level", "memory_breakdown", "flops_profiler", "comms_logger")
+_OF_ONE_RANK = frozenset({*MonitorConfig.model_fields, *_LOGS, "aio"})
 _PLACES = ("path", "_dir", "folder", "output_file")
+_LOG_SWITCHES = ("verbose", "debug_log", "activation_checkpointing.profile")
+_OF_ONE_HOST = ("num_workers", "pin_memory")
 
 
 def comparable(config: Config) -> dict[str, str]:
-    """Return the values of a configuration as text by dotted key, without what may differ between ranks: logs, sinks, places on disk."""
+    """Return the values of a configuration as text by dotted key, without what may differ between ranks.
+
+    Logs, sinks and places on disk may, and how a host reads its samples.
+    """
     values: dict[str, str] = {}
     for key, value in config.model_dump(mode="json").items():
         if key not in _OF_ONE_RANK:
@@ -28,7 +34,7 @@ def _collect(key: str, value: Any, values: dict[str, str]) -> None:
     if isinstance(value, dict):
         for name, item in value.items():
             _collect(f"{key}.{name}", item, values)
-    elif not key.endswith(_PLACES):
+    elif not key.endswith((*_PLACES, *_LOG_SWITCHES, *_OF_ONE_HOST)):
         values[key] = repr(value)
 
 
@@ -50,5 +56,5 @@ def check_configuration(config: Config, group: Group) -> None:
     raise PlanError(
         "the ranks were given different configurations:\n  " + "\n  ".join(lines) + more,
         code="engine-ranks-differ",
-        fix="Give every rank the same configuration; only logs, sinks and folders may differ.",
+        fix="Give every rank the same configuration; only logs, sinks, folders and workers may differ.",
     )

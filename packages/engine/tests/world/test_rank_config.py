@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_engine
+import ds_zero
 from ds_config.errors import PlanError
 from ds_testing import world
 
@@ -47,6 +48,34 @@ def test_logs_and_folders_of_one_rank_may_differ(tmp_path):
     config["flops_profiler"] = {"enabled": True, "output_file": None if rank else str(tmp_path / "flops.txt")}
     engine, *_ = ds_engine.initialize(model=nn.Linear(4, 4), config=config)
     engine.close()
+
+
+LOGS = {
+    "flops_profiler": {"enabled": True, "profile_step": 1},
+    "comms_logger": {"enabled": True, "verbose": True},
+    "memory_breakdown": True,
+    "wall_clock_breakdown": True,
+    "activation_checkpointing": {"profile": True},
+    "quantize_training": {"quantize_verbose": True},
+}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@world(2)
+def test_one_rank_logs_alone(stage, tmp_path):
+    """As scripts do that write `"verbose": rank == 0` into a configuration: the steps are those of ranks that log nothing."""
+    weights = []
+    for logs in ({}, LOGS if dist.get_rank() == 0 else {}):
+        torch.manual_seed(0)
+        settings = configured(zero_optimization={"stage": stage}, **logs)
+        engine, *_ = ds_engine.initialize(model=nn.Linear(4, 4), config=settings)
+        for _ in range(3):
+            engine.backward(engine(torch.ones(2, 4)).square().mean())
+            engine.step()
+        with ds_zero.GatheredParameters(list(engine.module.parameters())):
+            weights.append(engine.module.weight.detach().clone())
+        engine.close()
+    assert torch.equal(*weights)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
