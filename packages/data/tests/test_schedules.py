@@ -101,6 +101,9 @@ def test_the_last_sample_is_taken_too() -> None:
     micro, sizes, longest = batch_by_seqlens([3, 4, 5, 6, 7], 7)
     assert micro == [(0, [0, 1]), (1, [2]), (2, [3]), (3, [4])]
     assert (sizes, longest) == ([2, 1, 1, 1], [4, 5, 6, 7])
+    # As a filter of samples, which DeepSpeed's loader passes on: one number a sample.
+    micro, sizes, longest = batch_by_seqlens([9, 1, 2, 9, 3], 4, np.array([1, 2, 4]))
+    assert (micro, sizes, longest) == ([(0, [1, 2]), (1, [4])], [2, 1], [2, 3])
     micro, sizes, _ = batch_by_seqlens([1, 1, 2, 2], 4, [[0, 2], [1, 3]], effective_batch_size=2)
     assert micro == [(0, [0, 2]), (0, [1, 3])]
     assert sizes == [4]

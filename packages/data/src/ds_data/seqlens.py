@@ -102,7 +102,7 @@ def pack_by_seqlens(
 def batch_by_seqlens(
     seqlens: ArrayLike,
     max_tokens: int,
-    sequence_ids_per_mb: Sequence[Sequence[int]] | None = None,
+    sequence_ids_per_mb: Sequence[int] | Sequence[Sequence[int]] | None = None,
     min_batch_size: int = 1,
     max_batch_size: int | None = None,
     sequence_picking_order: PickingOrder = "dataloader",
@@ -114,15 +114,15 @@ def batch_by_seqlens(
     """`pack_by_seqlens` with DeepSpeed's names.
 
     Args:
-        sequence_ids_per_mb: Groups of samples that stay together, each counted as one sample as long as all its members; None is each alone.
+        sequence_ids_per_mb: The samples to take; None takes all. A group in place of a sample stays together, and counts as one sample that is as
+            long as all its members.
         verbose: Log what was dropped.
     Returns:
         (batch, sample ids) of every microbatch; samples of each batch; longest sample of each batch.
     """
     lengths = np.asarray(seqlens, np.int64)
-    groups = (
-        [[i] for i in range(len(lengths))] if sequence_ids_per_mb is None else [list(g) for g in sequence_ids_per_mb]
-    )
+    taken = range(len(lengths)) if sequence_ids_per_mb is None else sequence_ids_per_mb
+    groups = [[int(i) for i in np.atleast_1d(np.asarray(entry))] for entry in taken]
     packed = pack_by_seqlens(
         [int(lengths[group].sum()) for group in groups],
         max_tokens,
