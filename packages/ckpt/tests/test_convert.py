@@ -315,6 +315,43 @@ def test_regular_layouts_of_any_world_size(tmp_path, stage, world):
             open_deepspeed(tmp_path, allow_pickle=True)
 
 
+@pytest.mark.parametrize("form", ["torch", "masters", "flat"])
+def test_without_zero_the_optimizer_is_read_by_places_in_its_groups(tmp_path, form):
+    groups = [["a", "c"], ["b"]]
+    full = {"a": torch.randn(4, 3), "b": torch.randn(5), "c": torch.randn(2, 7)}
+    moments = {name: torch.randn_like(value) for name, value in full.items()}
+    module = {name: value if form == "torch" else value.bfloat16() for name, value in full.items()}
+
+    def laid(values):
+        return [torch.cat([values[n].flatten() for n in names]) for names in groups]
+
+    if form == "flat":
+        places, state = [[0], [1]], [{"step": 4, "exp_avg": flat} for flat in laid(moments)]
+    else:
+        places, state = [[0, 1], [2]], [{"step": torch.tensor(4.0), "exp_avg": moments[n]} for n in ("a", "c", "b")]
+    inner = {"state": dict(enumerate(state)), "param_groups": [{"lr": 0.1, "params": params} for params in places]}
+    saved = {"optimizer_state_dict": inner, "dynamic_loss_scale": True, "cur_scale": 64.0, "cur_iter": 4}
+    saved |= (
+        {"fp32_groups_flat": laid(full)} if form == "flat" else {"fp32_groups": [[full[n] for n in g] for g in groups]}
+    )
+    states = {"module": {**module, "tied": module["a"]}, "optimizer": inner if form == "torch" else saved}
+    torch.save(states, tmp_path / "mp_rank_00_model_states.pt")
+    source = open_deepspeed(tmp_path, allow_pickle=True, groups=groups)
+    _equal(
+        source, {**{f"param/{n}": t for n, t in full.items()}, **{f"optim/{n}/exp_avg": t for n, t in moments.items()}}
+    )
+    assert source.aliases == {"param/tied": "param/a"}
+    optimizer = source.meta["optimizer"]
+    assert (optimizer["names"], len(optimizer["groups"])) == (groups, 2)
+    assert optimizer["scalars"] == {"step": {"a": 4.0, "b": 4.0, "c": 4.0}}
+    assert (optimizer["loss_scale"] or {"scale": None})["scale"] == (None if form == "torch" else 64.0)
+    for names in (None, [["a", "b"], ["c"]], [["a"], ["b"]] if form != "flat" else [["a", "c"], ["x"]]):
+        source = open_deepspeed(tmp_path, allow_pickle=True, groups=names)
+        assert source.meta["left_out"] == ["optimizer (no ZeRO: its states carry no parameter names)"]
+        assert source.meta["optimizer"] is None
+        assert set(source.entries) == {"param/a", "param/b", "param/c"}
+
+
 def test_layouts_that_do_not_say_how_to_join_are_refused(tmp_path):
     tp = {"checkpoint_parallel_dimensions": {"tp_degree": 2, "pp_degree": 1}}
     _regular(tmp_path / "tp", 2, 1, {"a": (3,)}, tp)

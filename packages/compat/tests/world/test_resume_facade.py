@@ -123,6 +123,55 @@ def test_a_run_goes_on(kind, layout, client, stages, tmp_path):
     deepspeed.comm.destroy_process_group()
 
 
+def grouped(model):
+    biases = [p for n, p in model.named_parameters() if "bias" in n]
+    return torch.optim.AdamW(
+        [{"params": [p for p in model.parameters() if p.dim() > 1]}, {"params": biases, "lr": 0.02}], lr=0.05
+    )
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+@world(2, backend=None)
+def test_a_run_goes_on_from_files_without_zero(optimizer, tmp_path):
+    import deepspeed
+
+    model = Partial("", False)
+    single_optimizer = grouped(model)
+
+    def alone(first):
+        for step in range(first, first + 3):
+            single_optimizer.zero_grad()
+            model(batch(step)).backward()
+            single_optimizer.step()
+
+    alone(0)
+    states = {"module": model.state_dict(), "optimizer": single_optimizer.state_dict(), "global_steps": 3}
+    if not optimizer:  # the weights in the format of the module, as of fp16 and bf16
+        model.bfloat16().float()
+        states = {"module": {n: p.bfloat16() for n, p in model.state_dict().items()}, "optimizer": None}
+    folder = str(tmp_path)
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True}
+    fresh = Partial("", False)
+    with torch.no_grad():
+        fresh.body.weight.zero_()
+    engine = deepspeed.initialize(model=fresh, optimizer=grouped(fresh), config=config)[0]
+    if engine.mesh.rank == 0:
+        (tmp_path / "three").mkdir(exist_ok=True)
+        torch.save(states, tmp_path / "three" / "mp_rank_00_model_states.pt")
+    deepspeed.comm.barrier()
+    path, _ = engine.load_checkpoint(folder, "three", load_optimizer_states=optimizer)
+    assert path is not None
+    if optimizer:
+        assert engine.global_steps == 3
+        alone(3)
+        train(engine, 3)
+    found = engine.full_state_dict()
+    for name, value in model.state_dict().items() if engine.mesh.rank == 0 else ():
+        torch.testing.assert_close(found[name], value, rtol=2e-5, atol=2e-6, msg=lambda said, n=name: f"{n}: {said}")
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()
+
+
 class Sparse(nn.Module):
     """Two of four experts never get a token."""
 

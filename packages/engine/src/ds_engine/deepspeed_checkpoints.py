@@ -6,6 +6,7 @@ other way, through an unpickler that can make tensors, numbers and text, and not
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -31,9 +32,11 @@ from ds_config.errors import CheckpointError, UnsupportedError
 from ds_engine.checkpoints import CheckpointedRun, load_run, save_run
 from ds_engine.client_states import encode_client_state
 from ds_pipe import PipelineModule, TiedLayerSpec
-from ds_zero import STAGES, ShardingStrategy
+from ds_zero import STAGES, ShardedOptimizer, ShardingStrategy
 
 __all__ = ["latest_tag", "layout_of", "load", "save", "translated"]
+
+_log = logging.getLogger("ds_engine")
 
 
 def save(run: CheckpointedRun, root: str, tag: str, client: Mapping[str, Any], *, frozen: bool) -> str:
@@ -68,7 +71,7 @@ def load(
         with _newest(root, run.mesh["world"]) if tag is None and near is None else nullcontext(tag) as chosen:
             return load_run(run, root, chosen, parts, near)
     tag = tag or latest_tag(root, run.mesh["world"])
-    with translated(root, tag, run.mesh["world"]) as copy:
+    with translated(root, tag, run.mesh["world"], run.optimizer) as copy:
         path, client = load_run(run, root, copy or tag, parts)
     return (f"{root}/{tag}" if copy and path else path), client
 
@@ -174,19 +177,29 @@ def latest_tag(root: str, group: Group) -> str | None:
 
 
 @contextmanager
-def translated(root: str, tag: str | None, group: Group) -> Iterator[str | None]:
+def translated(
+    root: str, tag: str | None, group: Group, optimizer: ShardedOptimizer | None = None
+) -> Iterator[str | None]:
     """Translate DeepSpeed's checkpoint `root/tag`; yield the tag of the result, None for another format. Collective.
 
     The translated checkpoint is removed at exit.
+
+    Args:
+        optimizer: Whose groups name the parameters where the files do not (stage 0).
     """
     source = Path(root) / (tag or "")
     if tag is None or (source / MANIFEST).is_file() or not any(source.glob("*model_states.pt")):
         yield None
         return
 
+    names = None if optimizer is None else optimizer.state_dict()["names"]
+
     def write() -> str:
         target = Path(root) / f"{tag}.translated-{new_token()}"  # a name that nobody else has
-        write_checkpoint(open_deepspeed(source, allow_pickle=True), target)
+        content = open_deepspeed(source, allow_pickle=True, groups=names)
+        for what in content.meta["left_out"]:
+            _log.warning("%s: not read: %s", source, what)
+        write_checkpoint(content, target)
         return target.name
 
     copy = _on_one(write, group, f"{source} was not read")

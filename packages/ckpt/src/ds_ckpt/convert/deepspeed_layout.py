@@ -6,6 +6,8 @@ end to end, hold ceil(n / world) elements of every parameter in order. Optimizer
 Pipeline stages are model-parallel ranks with optimizer files of their own, and one model file per layer. Experts are numbered
 on each of the ranks that share them; their optimizer groups are spread over every n-th rank.
 Universal: one folder per parameter with whole tensors.
+Without ZeRO (stage 0) the model's file has torch's own optimizer state, by the place of a parameter in its group, and of fp16
+and bf16 the fp32 weights beside it, whole or flat by group.
 
 Names become `param/<name>` (fp32 master, or what the module file has for frozen ones), `buffer/<name>`,
 `optim/<name>/<state>`. Scalars and counters become meta as `ds_engine` keeps it, so the result can be resumed from.
@@ -15,10 +17,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -83,9 +86,18 @@ class _Found:
 
 
 @foreign_reader
-def open_deepspeed(path: str | os.PathLike[str], *, tag: str | None = None, allow_pickle: bool = False) -> TensorSource:
+def open_deepspeed(
+    path: str | os.PathLike[str],
+    *,
+    tag: str | None = None,
+    allow_pickle: bool = False,
+    groups: Sequence[Sequence[str]] | None = None,
+) -> TensorSource:
     """Open a DeepSpeed checkpoint (the folder of a tag, or the folder of tags) as unsharded tensors.
 
+    Args:
+        groups: Names of the parameters of each optimizer group, in order. Files of stage 0 do not say them: without `groups`,
+            a single group is all parameters in the order of the model, and state that does not fit is left out.
     Raises:
         UnsupportedError: "ckpt-pickle" without `allow_pickle`; "ckpt-foreign-layout": tensor parallelism or AutoEP in
             the regular layout (convert to the universal layout with DeepSpeed first).
@@ -117,7 +129,7 @@ def open_deepspeed(path: str | os.PathLike[str], *, tag: str | None = None, allo
         if ranks and not universal:
             _optimizer(collected, states, [rank["optimizer_state_dict"] for rank in ranks])
         elif not universal and states[0].get("optimizer") is not None:
-            collected.left_out.append("optimizer (no ZeRO: its states carry no parameter names)")
+            _replicated(collected, states[0]["optimizer"], groups if len(by_mp) == 1 else None)
     if universal:
         _universal(collected, folder / "zero", by_mp[min(by_mp)])
     return TensorSource(collected.entries, collected.aliases, _meta(collected, by_mp[min(by_mp)][0]))
@@ -180,7 +192,7 @@ def _module(collected: _Found, states: Sequence[Mapping[str, Any]]) -> None:
     """Buffers, frozen parameters, tied names; parameters too, until the optimizer's master copy replaces them."""
     first = states[0]
     buffers = set(first.get("buffer_names") or ())
-    shared = dict(first.get("shared_params") or {})
+    shared = dict(first.get("shared_params") or _same_memory(first.get("module") or {}, buffers))
     known = {
         *(first.get("frozen_param_shapes") or ()),
         *(n for group in first.get("param_shapes") or () for n in group),
@@ -204,6 +216,18 @@ def _module(collected: _Found, states: Sequence[Mapping[str, Any]]) -> None:
             tuple(shape), dtype_name(parts[0].dtype), partial(_assembled, pieces, tuple(shape))
         )
     collected.aliases.update({f"param/{name}": f"param/{target}" for name, target in shared.items()})
+
+
+def _same_memory(module: Mapping[str, Any], buffers: set[str]) -> dict[str, str]:
+    """Map further names of tied parameters to the first: files of stage 0 list every name, with one memory."""
+    first: dict[tuple[Any, ...], str] = {}
+    shared = {}
+    for name, tensor in module.items():
+        if isinstance(tensor, Tensor) and tensor.numel() and name not in buffers:
+            owner = first.setdefault((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()), name)
+            if owner != name:
+                shared[name] = owner
+    return shared
 
 
 def _layers_and_experts(collected: _Found, folder: Path, states: Sequence[Mapping[str, Any]]) -> None:
@@ -251,6 +275,48 @@ def _optimizer(collected: _Found, states: Sequence[Mapping[str, Any]], ranks: Se
             _names_of(states[0]["param_shapes"], group["params"] if stage3 else [index], count)
         )
     collected.scale = collected.scale or _scale(ranks[0].get("loss_scaler"))
+
+
+def _replicated(collected: _Found, saved: Mapping[str, Any], names: Sequence[Sequence[str]] | None) -> None:
+    """Collect the optimizer of stage 0: state by a parameter's place in its group, or flat with one state a group."""
+    inner = saved.get("optimizer_state_dict", saved)
+    groups, states = inner.get("param_groups") or [], inner.get("state") or {}
+    flat, masters = "fp32_groups_flat" in saved, saved.get("fp32_groups")
+    masters = [[part] for part in saved["fp32_groups_flat"]] if flat else masters
+    shapes = {key.removeprefix("param/"): e.shape for key, e in collected.entries.items() if key.startswith("param/")}
+    names = names or ([list(shapes)] if len(groups) == 1 else [])
+    tensors: dict[tuple[str, str], tuple[Tensor, int]] = {}
+    scalars: dict[str, dict[str, float]] = {}
+    for index, (group, owners) in enumerate(zip(groups, names, strict=False)):
+        offset = 0
+        for place, name in enumerate(owners if flat else owners[: len(group["params"])]):
+            part = 0 if flat else place
+            state = {"": masters[index][part]} if masters else {}
+            for key, value in {**state, **states.get(group["params"][part], {})}.items():
+                if isinstance(value, Tensor) and value.dim():
+                    tensors[name, key] = (value.reshape(-1), offset)
+                elif value is not None:
+                    scalars.setdefault(key, {})[name] = float(value)
+            offset += torch.Size(shapes.get(name, ())).numel() if flat else 0
+    whole = len(names) == len(groups) and all(
+        flat or len(group["params"]) == len(owners) for group, owners in zip(groups, names, strict=True)
+    )
+    sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+    if not whole or any(
+        n not in sizes or not (t.numel() >= o + sizes[n] if flat else t.numel() == sizes[n])
+        for (n, _), (t, o) in tensors.items()
+    ):
+        collected.left_out.append("optimizer (no ZeRO: its states carry no parameter names)")
+        return
+    for (name, key), (tensor, offset) in tensors.items():
+        _add(collected, name, shapes[name], [(tensor, offset, sizes[name])], key)
+    collected.scalars.update(scalars)
+    collected.groups.extend({k: v for k, v in group.items() if k != "params"} for group in groups)
+    collected.names.extend(list(owners) for owners in names)
+    if "cur_scale" in saved:
+        counts = {"cur_iter": saved.get("cur_iter", 0), "last_overflow_iter": saved.get("last_overflow_iter", -1)}
+        dynamic = saved.get("dynamic_loss_scale", False)
+        collected.scale = _scale(SimpleNamespace(cur_scale=saved["cur_scale"], dynamic=dynamic, **counts))
 
 
 def _names_of(shapes: Sequence[Mapping[str, Any]], flats: Sequence[int], count: Any) -> list[str]:
@@ -447,19 +513,25 @@ def _meta(collected: _Found, state: Mapping[str, Any]) -> dict[str, Json]:
         },
         "config": plain(state.get("ds_config") or {}, "config"),
         "client": client,
-        "optimizer": {
-            "format": 1,
-            "groups": [plain(group, "optimizer.groups") for group in collected.groups],
-            "scalars": collected.scalars,
-            "loss_scale": collected.scale,
-            **({"names": collected.names} if collected.names else {}),
-        },
+        "optimizer": _optimizer_meta(collected, plain),
         "scheduler": plain(state.get("lr_scheduler"), "scheduler"),
         "data": None,
         "source": {"program": "deepspeed", "version": str(state.get("ds_version"))},
     }
     meta["left_out"] = left_out
     return meta
+
+
+def _optimizer_meta(collected: _Found, plain: Callable[[Any, str], Json]) -> Json:
+    if not collected.groups and not collected.scalars:
+        return None
+    return {
+        "format": 1,
+        "groups": [plain(group, "optimizer.groups") for group in collected.groups],
+        "scalars": dict(collected.scalars),
+        "loss_scale": collected.scale,
+        **({"names": list(collected.names)} if collected.names else {}),
+    }
 
 
 def _simple(value: Any) -> Any:

@@ -159,7 +159,7 @@ class SavesAndLoads(Engine):
         if name is None and not Path(root).is_dir():
             _log.warning("there is no checkpoint directory %s", root)
             return None, None
-        with translated(root, name, world) as copy:
+        with translated(root, name, world, self.optimizer) as copy:
             path, client = super().load_checkpoint(
                 root,
                 copy or name,
