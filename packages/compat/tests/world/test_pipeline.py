@@ -5,12 +5,15 @@ import itertools
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 from torch import nn
 
+from ds_comm import as_group
+from ds_comm.differentiable import copy, reduce
 from ds_config.errors import CheckpointError, UnsupportedError
 from ds_testing import world
 
@@ -135,6 +138,78 @@ def test_layers_of_a_rank_and_files_of_them(tmp_path):
     with pytest.raises(CheckpointError, match="has no file"):
         other.load_state_dir(str(tmp_path / "nowhere"), files)
     torch.distributed.barrier()
+
+
+class Halves(nn.Module):
+    """A linear layer over the ranks of a group, by its inputs; every rank sees all of them."""
+
+    def __init__(self, inputs, outputs, group):
+        super().__init__()
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.weight = nn.Parameter(torch.randn(outputs, inputs).chunk(self.size, 1)[self.rank].clone() * 0.3)
+        self.weight.model_parallel = True
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x):
+        mine = copy(x, as_group(self.group), unit="x").chunk(self.size, -1)[self.rank]
+        return reduce(mine @ self.weight.t(), as_group(self.group), unit="y") + self.bias
+
+
+@world(4, backend=None)
+def test_layers_that_are_parallel_by_themselves_train_in_stages(tmp_path):
+    deepspeed.init_distributed("gloo")
+    folder = [str(tmp_path)]
+    dist.broadcast_object_list(folder)
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
+    rank, slices, pipelines = dist.get_rank(), [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+    assert (topology.get_axis_comm_lists("model"), topology.get_axis_comm_lists("pipe")) == (slices, pipelines)
+    group = [dist.new_group(ranks) for ranks in slices][rank // 2]
+
+    def begin():
+        torch.manual_seed(4)
+        layers = [LayerSpec(Halves, 6, 8, group), torch.tanh, LayerSpec(Halves, 8, 1, group)]
+        net = PipelineModule(layers, topology=topology, loss_fn=nn.MSELoss(), partition_method=[1.0, 0.0, 1.0])
+        config = {**CONFIG, "gradient_clipping": 0.1}
+        return deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)[0]
+
+    engine = begin()
+    grid, ranks_of = engine.grid, dist.get_process_group_ranks
+    assert engine.mpu is grid is engine.module.mpu()
+    assert (ranks_of(grid.get_slice_parallel_group()), grid.get_slice_parallel_rank()) == (slices[rank // 2], rank % 2)
+    assert (ranks_of(grid.get_model_parallel_group()), grid.get_model_parallel_rank()) == ([0, 1, 2, 3], rank)
+    assert (ranks_of(grid.get_pipe_parallel_group()), grid.get_pipe_parallel_rank()) == (pipelines[rank % 2], rank // 2)
+    assert (grid.dp_group, grid.get_data_parallel_world_size(), grid.slice_group) == ([rank], 1, slices[rank // 2])
+    assert (engine.mp_world_size, engine.dp_world_size, engine.is_model_parallel) == (4, 1, True)
+    assert (engine.train_batch_size(), engine.gradient_accumulation_steps()) == (16, 8)
+    wanted, data = train_alone(3), batches()
+    for loss, norm in wanted[:2]:
+        assert float(engine.train_batch(data)) == pytest.approx(loss, rel=1e-5)
+        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5)
+    engine.save_checkpoint(folder[0], "t")
+    engine.destroy()
+    engine = begin()
+    path, _ = engine.load_checkpoint(folder[0], "t")
+    assert path == f"{folder[0]}/t/mp_rank_0{rank}_model_states.pt"
+    assert float(engine.eval_batch(batches())) == pytest.approx(wanted[2][0], rel=1e-5)
+    assert float(engine.train_batch(batches())) == pytest.approx(wanted[2][0], rel=1e-5)
+    engine.close()
+
+
+def train_alone(steps):
+    """Return loss and norm of each step of the same layers, whole and by torch alone."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    for layer in (model[0], model[2]):
+        torch.manual_seed(4)  # every stage draws for itself
+        layer.weight.data = torch.randn(layer.weight.shape) * 0.3
+        layer.bias.data.zero_()
+    optimizer, told = torch.optim.Adam(model.parameters(), lr=3e-2), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        losses = [nn.functional.mse_loss(model(x), y) / 8 for x, y in itertools.islice(batches(), 8)]
+        sum(losses).backward()
+        told.append((float(sum(losses)), float(nn.utils.clip_grad_norm_(model.parameters(), 0.1))))
+        optimizer.step()
+    return told
 
 
 @world(2, backend=None)

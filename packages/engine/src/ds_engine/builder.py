@@ -47,13 +47,13 @@ from ds_engine.transforms import TRANSFORMS, BuildContext, apply_all
 from ds_engine.trial_recorder import TrialSetup, watch_of
 from ds_monitor.config import make_sinks
 from ds_parallel.tensor import facts_of
-from ds_pipe import PipelineSpec
+from ds_pipe import DecoderStages, PipelineModule, PipelineSpec
 from ds_zero import ShardedOptimizer
 from ds_zero.layout.model_checks import check_scripted
 from ds_zero.layout.shard_options import OptimizerTraits, describe
 from ds_zero.runtime.sharded_model import end_sharding
 
-__all__ = ["InitArgs", "assemble", "build", "initialize", "shapes_of"]
+__all__ = ["InitArgs", "assemble", "build", "initialize", "shapes_of", "slices_of"]
 
 _log = logging.getLogger("ds_engine")
 
@@ -98,7 +98,7 @@ def initialize(
             different configurations ("engine-ranks-differ").
     """
     model = _check_model(model)
-    resolved = with_degrees(load_config(source_of(config, config_params, args)), mesh_param, mpu)
+    resolved = with_degrees(load_config(source_of(config, config_params, args)), mesh_param, mpu, slices_of(model))
     if dist_init_required is not False:
         if distributed_port != _USUAL_PORT:
             os.environ.setdefault("MASTER_PORT", str(distributed_port))
@@ -123,6 +123,11 @@ def shapes_of(model: nn.Module, *, structure: bool = True) -> Shapes:
     staging: PipelineSpec | None = getattr(model, "pipe_staging", None)
     stages = 1 if staging is None else staging.ranks
     return Shapes(tuple(params), tuple(modules), stages, facts_of(model, structure=structure), staging)
+
+
+def slices_of(model: nn.Module) -> int:
+    """Return how many ranks share each layer of a model in stages, by its topology; 1 of any other model."""
+    return model.staged.places.slice.size if isinstance(model, PipelineModule | DecoderStages) else 1
 
 
 def build(plan: Plan, model: nn.Module, parts: InitArgs) -> Engine:

@@ -37,28 +37,27 @@ _OF_MPU: Mapping[str, tuple[str, ...]] = {
 _KEYS = {"data": "data_parallel_size", "sequence": "sequence_parallel_size"}
 
 
-def with_degrees(config: Config, mesh_param: tuple[int, int] | None = None, mpu: Any = None) -> Config:
+def with_degrees(config: Config, mesh_param: tuple[int, int] | None = None, mpu: Any = None, slices: int = 1) -> Config:
     """Merge the degrees that `initialize` was given besides `config` into it.
 
     Args:
         mesh_param: (data, sequence).
         mpu: An object of another library that reports degrees, which must be the configuration's. Tensor-parallel ranks
-        that the
-            configuration does not mention are those of the model's own layers.
+            that the configuration does not mention are those of the model's own layers.
+        slices: Tensor-parallel ranks of the topology that a model in stages was cut for; its own layers', as those of `mpu`.
     Raises:
         PlanError: invalid degrees, or others than the configuration's ("mesh-param", "mesh-mpu").
     """
     if mesh_param is not None:
         config = _with_param(config, mesh_param)
     if mpu is not None:
-        config = _with_own_layers(config, mpu)
+        config = _with_own_layers(config, _of_mpu(mpu).get("tensor", 1))
         _check_mpu(config, mpu)
-    return config
+    return _with_own_layers(config, slices)
 
 
-def _with_own_layers(config: Config, mpu: Any) -> Config:
-    tensor = _of_mpu(mpu).get("tensor", 1)
-    if tensor == 1 or config.tensor_parallel is not None:
+def _with_own_layers(config: Config, tensor: int) -> Config:
+    if tensor == 1 or degrees_of(config)["tensor"] > 1:
         return config
     return config.model_copy(update={"tensor_parallel": TensorParallelConfig(autotp_size=tensor, megatron_layers=True)})
 

@@ -271,6 +271,7 @@ def test_ranks_in_another_order_are_refused():
     model = cut(None, topology=ProcessTopology(("data", "pipe"), (2, 1)))
     engine, _, _, _ = ds_engine.initialize(model=model, config=config(1))  # one stage: the same groups
     engine.close()
+    slices = {"tensor_parallel": {"autotp_size": 2, "megatron_layers": True}}
     with pytest.raises(PlanError) as caught:
-        ds_engine.initialize(model=cut(None, topology=ProcessTopology(("pipe", "model"), (1, 2))), config=config(1))
+        ds_engine.initialize(model=cut(1), config=config(1, **slices))  # cut for two replicas
     assert caught.value.code == "engine-stages"

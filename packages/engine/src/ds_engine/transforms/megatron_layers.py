@@ -52,18 +52,25 @@ class OwnTensor(Transform[OwnLayers, Own]):
         tensor, gradient = site.mesh["tensor"], site.mesh["gradient"]
         part = ReductionGroup("tensor", gradient, gradient.size)
         same = ReductionGroup(f"tensor-{tensor.size}", gradient, gradient.size, copies=tensor.size)
-        # Stages have said more of theirs: that stays; layers of experts say theirs after this.
+        # Stages have named theirs, and tied some; layers of experts say theirs after this.
         named = [(name, param, param_sharding(param)) for name, param in site.model.named_parameters()]
-        free = [(name, param, was) for name, param, was in named if was.family is None]
-        for name, param, was in free:
+        tied = {id(f): _tied(f, tensor.size) for _, _, was in named if (f := was.family) is not None}
+        for name, param, was in named:
+            mine, copied = (part, same) if was.family is None else (was.family, tied[id(was.family)])
             set_param_sharding(
-                param, _part(name, param, part, tensor) if _is_part(param) else replace(was, family=same)
+                param,
+                _part(was.name or name, param, mine, tensor) if _is_part(param) else replace(was, family=copied),
             )
-        return Own(tuple((param, was) for _, param, was in free))
+        return Own(tuple((param, was) for _, param, was in named))
 
     def undo(self, applied: Own) -> None:
         for param, was in applied.before:
             set_param_sharding(param, was)
+
+
+def _tied(family: ReductionGroup, copies: int) -> ReductionGroup:
+    """Return the family of parameters that stages of other tensor-parallel ranks tie with equal values, too."""
+    return replace(family, name=f"{family.name}, tensor-{copies}", copies=family.copies * copies)
 
 
 def _is_part(param: Tensor) -> bool:

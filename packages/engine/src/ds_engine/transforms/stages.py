@@ -59,7 +59,7 @@ class Stages(Transform[StageTransform, Pipeline]):
                 f"the model's pipeline is ranks {places.pipe.ranks} and its copies {places.data.ranks}, the engine's are "
                 f"{site.mesh['pipe'].ranks} and {site.mesh['data'].ranks}",
                 code="engine-stages",
-                fix="Use num_stages=, or a topology with pipe outermost and data next; with another order use ds_pipe.pipeline alone.",
+                fix="Use num_stages=, or a topology with pipe outermost, data next, and the degrees of the configuration; with another order use ds_pipe.pipeline alone.",
             )
         if what.interval:
             model.set_checkpoint_interval(what.interval)

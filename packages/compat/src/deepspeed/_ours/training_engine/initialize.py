@@ -33,7 +33,7 @@ from ds_config.config_file import Source
 from ds_config.errors import PlanError
 from ds_data.token_dropping import is_converted
 from ds_engine import load_config, make_plan
-from ds_engine.builder import InitArgs, assemble, shapes_of
+from ds_engine.builder import InitArgs, assemble, shapes_of, slices_of
 from ds_engine.config import Config
 from ds_engine.loader import ResumableLoader
 from ds_engine.parallel_degrees import degrees_of, with_degrees
@@ -78,7 +78,7 @@ def initialize(
     shared = mpu.get_sequence_parallel_world_size() if hasattr(mpu, "get_sequence_parallel_world_size") else 1
     if shared > 1 and mesh_param is None and "sequence_parallel_size" not in resolved.model_fields_set:
         mesh_param = (world_group().size // shared, shared)
-    resolved = with_degrees(resolved, mesh_param, None if _is_of_sequences(mpu, shared) else mpu)
+    resolved = with_degrees(resolved, mesh_param, None if _is_of_sequences(mpu, shared) else mpu, slices_of(model))
     if resolved.sequence_parallel_size > 1:
         _let_share(model)
     resolved = _as_upstream_takes(resolved, model)
