@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
+
+from ds_config.errors import UnsupportedError
 
 
 def test_contracts_are_checked_by_step_and_both_ways() -> None:
@@ -54,6 +57,19 @@ def test_schedules_of_upstream_name_our_passes() -> None:
         (1, ["reduce", "gather", "offload_opt_states"]),
     ]
     assert translated_schedule([(0, [mine, "other"])], {"named": mine}) == [(0, ["named", "other"])]
+
+
+def test_a_batch_is_given_whole_to_the_pass_that_cuts_it() -> None:
+    from deepspeed.compile.passes.sp_compile import prepare_autosp_inputs
+
+    ids, mask = torch.ones(2, 8, dtype=torch.long), torch.ones(2, 8)
+    assert prepare_autosp_inputs(ids, ids, attention_mask=mask) == (ids, ids, None, mask)
+    with pytest.raises(ValueError, match="label_id is None"):
+        prepare_autosp_inputs(ids, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"position_id has the shape \(8,\)"):
+        prepare_autosp_inputs(ids, ids, torch.arange(8))
+    with pytest.raises(UnsupportedError, match="seq_dim=0"):
+        prepare_autosp_inputs(ids, ids, seq_dim=0)
 
 
 def test_what_a_schedule_breaks_is_told_in_upstreams_words() -> None:

@@ -301,6 +301,21 @@ def texts(steps: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": ids, "labels": ids} for ids in found]
 
 
+@world(2)
+def test_padding_of_a_shared_sequence_is_that_of_one_process() -> None:
+    """On the left of one row and on the right of the other, with labels in it: the loss is that of the whole batch on one rank."""
+    data = texts(2)
+    for batch in data:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][0, :3] = batch["attention_mask"][1, -5:] = 0
+    expected = [llama()(**batch).loss.item() for batch in data]
+    settings = configured(1, ["autosp"], sequence_parallel_size=2)
+    engine, *_ = ds_engine.initialize(model=llama(), config=settings)
+    engine.compile(backend="eager")
+    assert [engine(**batch).loss.item() for batch in data] == pytest.approx(expected, rel=1e-5)
+    engine.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("stage", range(4))

@@ -124,13 +124,16 @@ class Attending(nn.Module):
         self.is_causal, self.sliding_window, self.num_key_value_groups = causal, window, 1
 
 
-def _attend(module: nn.Module, padding: list[int], mask_of: str, **options: object) -> tuple[Tensor, Tensor]:
-    """(this rank's part of the shared attention, that of one process), of two rows whose last tokens are padding."""
+def _attend(
+    module: nn.Module, padding: list[int], mask_of: str, left: bool = False, **options: object
+) -> tuple[Tensor, Tensor]:
+    """(this rank's part of the shared attention, that of one process), of two rows whose last (`left`: first) tokens are padding."""
     group, length = world_group(), 8
     pytest.importorskip("transformers")
     generator = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(2, 4, length, 4, generator=generator) for _ in range(3))
     tokens = torch.arange(length) < length - torch.tensor(padding)[:, None]
+    tokens = tokens.flip(1) if left else tokens
     positions = torch.arange(length).expand(2, -1)
     at = torch.arange(length)
     distance = at[:, None] - at
@@ -145,9 +148,9 @@ def _attend(module: nn.Module, padding: list[int], mask_of: str, **options: obje
             t.chunk(group.size, dim)[group.rank]
             for t, dim in ((q, 2), (k, 2), (v, 2), (tokens, 1), (wanted, 1), (positions, 1))
         )
-        mask = (
-            None if bool(local.all()) else local[:, None, None].expand(2, 1, 4, 4)
-        )  # as transformers makes it of a part
+        # As transformers makes it of a part.
+        mask = None if bool(local.all()) else local[:, None, None].expand(2, 1, 4, 4)
+        mask = mask.tril() if mask is not None and module.is_causal else mask
         if mask is not None and mask_of == "numbers":
             mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
         found, _ = ulysses(module, q, k, v, mask, position_ids=positions, dropout=0.0, scaling=None, **options)
@@ -158,12 +161,15 @@ def _attend(module: nn.Module, padding: list[int], mask_of: str, **options: obje
 
 @pytest.mark.parametrize("mask_of", ["truth", "numbers"])
 @pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padding", [[0, 0], [3, 0], [5, 1]], ids=str)
 @world(2)
-def test_padding_is_not_attended_where_attention_looks_both_ways(
-    padding: list[int], window: int | None, mask_of: str
+def test_padding_is_not_attended(
+    padding: list[int], causal: bool, left: bool, window: int | None, mask_of: str
 ) -> None:
-    torch.testing.assert_close(*_attend(Attending(False, window), padding, mask_of), atol=1e-6, rtol=1e-5)
+    module = Attending(causal, window)
+    torch.testing.assert_close(*_attend(module, padding, mask_of, left), atol=1e-6, rtol=1e-5)
 
 
 @world(2)

@@ -63,6 +63,8 @@ class SharedBatch:
         self.length = part["position_ids"].shape[-1]
         if self.attention is not None:
             self.attention.documents = named_inputs.get("position_ids") is not None
+            mask = named_inputs.get("attention_mask")
+            self.attention.padding = isinstance(mask, Tensor) and not bool(mask.all())
         self._check_taken(part)
         labels = part.get("shift_labels")
         if labels is not None and "labels" in named_inputs and "shift_labels" not in self._signature.parameters:

@@ -5,8 +5,8 @@
 
 A rank is given its part of the sequence with the positions of the whole (`position_ids`), as `sequence_part` makes it.
 Masks that a model makes from its part say nothing of the whole: attention is causal, or looks both ways, within documents, which
-begin where positions do not follow each other, and windows are kept. Where it looks both ways, a token that no query of its part attends is
-padding, for all parts. Where it is causal, padding belongs at the end of a sequence.
+begin where positions do not follow each other, and windows are kept. A token that no query of its part attends is padding, for all parts
+(with causal flex attention, whose masks do not say which tokens those are, padding belongs at the end of a sequence).
 """
 
 from __future__ import annotations
@@ -53,11 +53,13 @@ class UlyssesAttention:
         in_eval: Whether modules in evaluation mode share sequences, too.
     Attributes:
         documents: Whether a sequence may be several documents; None: its positions are looked at, which a graph cannot.
+        padding: Whether a sequence may have padding; None: masks of all parts are looked at.
     """
 
     def __init__(self, core: Callable[..., Any], name: str, group: GroupLike, *, in_eval: bool = True) -> None:
         self.core, self.name, self.group, self.in_eval = core, name, as_group(group), in_eval
         self.documents: bool | None = None
+        self.padding: bool | None = None
 
     @classmethod
     def register(cls, name: str, group: GroupLike, *, in_eval: bool = True) -> UlyssesAttention:
@@ -128,14 +130,14 @@ class UlyssesAttention:
             )
         dealt = assign_heads(HeadCounts(query.shape[_HEADS], key.shape[_HEADS]), ranks)
         query, key, value = to_heads(query, key, value, dealt, (_HEADS, _SEQUENCE), group)
-        whole: Tensor = all_gather(positions.expand(query.shape[0], -1), group, 1)
         causal = kwargs.pop("is_causal", None)
         causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
+        whole, tokens = self._gathered(positions.expand(query.shape[0], -1), attention_mask, causal)
         # A layer that passes None has no window, whatever its module says.
         window = kwargs["sliding_window"] if "sliding_window" in kwargs else getattr(module, "sliding_window", None)
         mask = document_mask(whole, causal, window, self.documents) if self.name in _MASKED else None
-        if not causal:
-            mask = self._with_padding(mask, attention_mask, positions.expand(query.shape[0], -1))
+        if tokens is not None:
+            mask = _exclude(mask, tokens, causal) if self.name in _MASKED else tokens
         ratio = query.shape[_HEADS] // key.shape[_HEADS]
         attention_module = module if getattr(module, "num_key_value_groups", ratio) == ratio else _Groups(module, ratio)
         plain = causal and mask is None
@@ -144,33 +146,44 @@ class UlyssesAttention:
         )
         return to_sequence(out, dealt, (2, 1), group), weights
 
-    def _with_padding(self, mask: Tensor | None, local_mask: Any, positions: Tensor) -> Tensor | None:
-        """Exclude padding of the whole sequence from `mask`. Every rank calls this, whether its part has padding or not.
+    def _gathered(self, positions: Tensor, local_mask: Any, causal: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the positions of whole sequences, and which of their tokens are no padding: both [batch, sequence].
+
+        Every rank calls this, whether its part has padding or not. The second is None where no part has any.
 
         Args:
-            local_mask: What the model made of this rank's part; None where it saw no padding.
-            positions: [batch, sequence / N].
-        Returns:
-            [batch, 1, queries, keys] for functions that take such masks; for others [batch, keys], True for tokens. None without padding.
+            positions: Of this part, [batch, sequence / N].
+            local_mask: What the model made of this part; None where it saw no padding.
         """
-        local = torch.ones_like(positions, dtype=torch.bool) if local_mask is None else _attended(local_mask, positions)
-        tokens = all_gather(local.to(torch.uint8), self.group, 1).bool()
-        if self.documents is None and bool(tokens.all()):
-            return mask
-        if self.name not in _MASKED:
-            return tokens
-        rows, length = tokens.shape
-        keys = tokens.view(rows, 1, 1, length).expand(rows, 1, length, length)
-        mask = keys if mask is None else mask & keys
-        return mask | ~mask.any(-1, keepdim=True)  # a row of padding that attends nothing would be NaN
+        attended = None if self.padding is False else _attended(local_mask, positions, causal)
+        # Padding is the sign of a position: one message.
+        part = positions if attended is None else torch.where(attended, positions, ~positions)
+        whole: Tensor = all_gather(part, self.group, 1)
+        if self.padding is False:
+            return whole, None
+        tokens = whole >= 0
+        if self.padding is None and bool(tokens.all()):
+            return whole, None
+        return torch.where(tokens, whole, ~whole), tokens
 
 
-def _attended(mask: Any, positions: Tensor) -> Tensor:
-    """Return which tokens of this part some query attends, [batch, sequence / N].
+def _exclude(mask: Tensor | None, tokens: Tensor, causal: bool) -> Tensor:
+    """Return `mask` [batch, 1, queries, keys] without keys that are padding; None: of all pairs, or all that look back."""
+    rows, length = tokens.shape
+    keys = tokens.view(rows, 1, 1, length).expand(rows, 1, length, length)
+    if mask is None:
+        return keys.tril() if causal else keys
+    return mask & keys
+
+
+def _attended(mask: Any, positions: Tensor, causal: bool) -> Tensor | None:
+    """Return which tokens of this part some query attends, [batch, sequence / N]; None for all.
 
     Raises:
         UnsupportedError: the mask is no tensor of this part, or adds numbers to scores ("sequence-attention").
     """
+    if mask is None or (causal and not isinstance(mask, Tensor)):
+        return None
     rows, length = positions.shape
     if isinstance(mask, Tensor) and mask.shape[-1] == length and mask.dim() in (2, 4):
         if mask.is_floating_point() and mask.dim() == 4:
@@ -186,7 +199,7 @@ def _attended(mask: Any, positions: Tensor) -> Tensor:
         return keys.expand(rows, length)
     shape = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
     raise UnsupportedError(
-        f"sequence parallelism of an attention that looks both ways with a mask of {shape}, where this rank has {length} tokens",
+        f"sequence parallelism of an attention with a mask of {shape}, where this rank has {length} tokens",
         code="sequence-attention",
         fix='Load the model with attn_implementation="sdpa", and give batches without padding or a mask of [batch, sequence].',
     )

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed._ours.base.raising import refused
+from torch import Tensor
+
+from deepspeed._ours.base.raising import not_supported, refused, wrong_argument
 from ds_config.errors import PlanError
 from ds_engine.compiling.schedule_passes import BUILTIN as OURS
 from ds_engine.compiling.schedule_passes import Contract, Pass, PassEntry, check_schedule, named
@@ -195,3 +197,30 @@ def check_passes(schedule: Sequence[tuple[int, Sequence[Any]]], functions: Mappi
         for step, passes in schedule
     ]
     _check(named_schedule, {**known, **functions}, {**_KNOWN, **_pass_contracts})
+
+
+def prepare_autosp_inputs(
+    input_id: Tensor,
+    label_id: Tensor,
+    position_id: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    seq_dim: int = 1,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Check the whole batch [batch, sequence] of a run with the pass `autosp`, and return it: the compiled run cuts it over ranks by itself.
+
+    Raises:
+        ConfigError: also a ValueError: ids or labels are missing, or a tensor has no such dim.
+        UnsupportedError: sequences do not lie along dim 1.
+    """
+    named = {"input_id": input_id, "label_id": label_id, "position_id": position_id, "attention_mask": attention_mask}
+    for name, value in named.items():
+        if value is None and name in ("input_id", "label_id"):
+            raise wrong_argument(f"{name} is None", "Give the whole batch.", ValueError)
+        if value is not None and not 0 <= seq_dim < value.ndim:
+            what = f"seq_dim = {seq_dim}, and {name} has the shape {tuple(value.shape)}"
+            raise wrong_argument(what, "Name the dim along which sequences lie.", ValueError)
+    if seq_dim != 1:
+        raise not_supported(
+            f"prepare_autosp_inputs(seq_dim={seq_dim})", "Give tensors [batch, sequence], and seq_dim 1."
+        )
+    return input_id, label_id, position_id, attention_mask
