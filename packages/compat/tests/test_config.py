@@ -146,6 +146,18 @@ def test_where_a_configuration_comes_from(tmp_path):
         raw_config(None)
 
 
+def test_sections_under_upstreams_names() -> None:
+    raw = {"train_batch_size": 1, "compile": {"deepcompile": True}, "tensor_parallel": {"autotp_size": 1}}
+    config = deepspeed.DeepSpeedConfig(raw)
+    assert config.compile_config.deepcompile
+    assert config.tensor_parallel_config.autotp_size == 1
+    assert config.timers_config.throughput.enabled
+    assert (config.expert_parallel_config, config.autotuning_config) == (
+        config.expert_parallel,
+        config.autotuning,
+    )
+
+
 def test_deepspeed_config_tells_the_batch():
     config = deepspeed.DeepSpeedConfig({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2})
     assert (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps) == (

@@ -302,6 +302,8 @@ def test_timers():
         meter.start()
         meter.stop(global_step=True)
     assert meter.avg_samples_per_sec() > 0
+    meter.update_epoch_count()
+    assert (meter.epoch_count, meter.micro_step_count, meter.global_step_count) == (1, 0, 3)
 
 
 # ---- activation checkpointing

@@ -144,6 +144,11 @@ class ThroughputTimer:
         self.global_step_count = self.micro_step_count = self.epoch_count = 0
         self.total_elapsed_time = self.step_elapsed_time = self.start_time = self.end_time = 0.0
 
+    def update_epoch_count(self) -> None:
+        """Count an epoch, whose microbatches are counted from 0."""
+        self.epoch_count += 1
+        self.micro_step_count = 0
+
     def start(self) -> None:
         """Start the clock of a microbatch, which runs from the first counted step on."""
         if self.config.enabled:
