@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import ds_ckpt
 from ds_ckpt.convert.deepspeed_layout import open_deepspeed
 from ds_ckpt.convert.fp32 import get_fp32_state_dict_from_zero_checkpoint
+from ds_ckpt.convert.pickled import load_pt
 from ds_ckpt.convert.regular import Regular, plan_flats, write_regular
 from ds_ckpt.convert.tensor_source import from_dict, open_checkpoint, write_checkpoint
 from ds_config.errors import CheckpointError, UnsupportedError
@@ -27,11 +28,13 @@ def _expert_names(layers, numbers, leaves):
     ranks=st.integers(1, 5),
     stage=st.sampled_from([1, 3]),
     sub_group=st.integers(1, 60),
+    dealt=st.booleans(),
+    aligned=st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
-def test_every_element_lies_once_in_the_flats_of_some_rank(sizes, ranks, stage, sub_group):
+def test_every_element_lies_once_in_the_flats_of_some_rank(sizes, ranks, stage, sub_group, dealt, aligned):
     groups = [{f"p{g}.{i}": n for i, n in enumerate(group)} for g, group in enumerate(sizes)]
-    layout = Regular(stage, ranks, sub_group_size=sub_group)
+    layout = Regular(stage, ranks, sub_group_size=sub_group, round_robin=dealt, aligned=aligned)
     each = [plan_flats(groups, layout, rank) for rank in range(ranks)]
     assert len({tuple((f.group, f.numel) for f in flats) for flats in each}) == 1  # the same on every rank
     seen = {name: [] for group in groups for name in group}
@@ -53,6 +56,13 @@ def test_parts_of_a_group_start_where_deepspeed_starts_them():
     first, second = (plan_flats(groups, Regular(2, 2), rank)[0] for rank in (0, 1))
     assert (first.numel, first.padding, second.numel, second.padding) == (6, 0, 6, 1)
     assert [(p.name, p.start, p.stop) for p in second.pieces] == [("a", 6, 7), ("b", 0, 4)]
+    first, second = (plan_flats(groups, Regular(2, 2, "bfloat16", aligned=True), rank)[0] for rank in (0, 1))
+    assert (first.numel, first.padding, second.numel, second.padding) == (6, 0, 6, 0)
+    assert [(p.name, p.start, p.stop, p.pad) for p in second.pieces] == [("a", 6, 7, 1), ("b", 0, 4, 0)]
+    groups = [dict.fromkeys("abcde", 2)]
+    dealt = [plan_flats(groups, Regular(1, 2, round_robin=True), rank)[0].pieces for rank in (0, 1)]
+    assert [[p.name for p in pieces] for pieces in dealt] == [["a", "c", "e"], ["b", "d"]]
+    groups = [{"a": 7, "b": 4}]
     (flat,) = plan_flats(groups, Regular(3, 2), 1)
     assert [(p.name, p.start, p.stop, p.pad) for p in flat.pieces] == [("a", 4, 7, 1), ("b", 2, 4, 0)]
 
@@ -118,6 +128,40 @@ def test_there_and_back(tmp_path, stage, ranks):
     other = Regular(1 + stage % 3, 4 - ranks)
     write_regular(open_checkpoint(tmp_path / "ours" / "s"), tmp_path / "again", "t", other, allow_pickle=True)
     _same(open_deepspeed(tmp_path / "again", allow_pickle=True), source)
+
+
+KEYS = [{"round_robin_gradients": True}, {"parameter_alignment": True}]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("zero", [*KEYS, KEYS[0] | KEYS[1]])
+def test_the_configuration_says_how_parameters_lie_in_a_group(tmp_path, stage, ranks, zero):
+    shapes = {n: (3 + i,) for i, n in enumerate("abcdef")}
+    source = _state(shapes, groups=[("f", "b", "a", "d", "c"), ("e",)], config={"zero_optimization": zero})
+    path = write_regular(source, tmp_path, "t", Regular(stage, ranks), allow_pickle=True)
+    model = torch.load(path / "mp_rank_00_model_states.pt", weights_only=True)
+    orders = {2: "facbd", 3: "fdbca"} if "round_robin_gradients" in zero else dict.fromkeys((2, 3), "fbadc")
+    assert "".join(model["param_shapes"][0]) == orders[ranks]
+    sizes = [shapes[n][0] for n in orders[ranks]]
+    paddings = [-size % 4 for size in sizes[:-1]] + [0] if "parameter_alignment" in zero else [0] * 5
+    parts = [
+        load_pt(path / f"zero_pp_rank_{r}_mp_rank_00_optim_states.pt")["optimizer_state_dict"] for r in range(ranks)
+    ]
+    assert all(part["param_alignment_paddings"] == [paddings, [0]] for part in parts)
+    flat = torch.cat([part["single_partition_of_fp32_groups"][0] for part in parts])
+    lengths = [n for size, padding in zip(sizes, paddings, strict=True) for n in (size, padding)]
+    for name, values in zip(orders[ranks], flat.split(lengths)[::2], strict=True):
+        assert torch.equal(values, source.entries[f"param/{name}"].read())
+    _same(open_deepspeed(tmp_path, allow_pickle=True), source)
+
+
+def test_the_configuration_says_how_large_sub_groups_are(tmp_path):
+    source = _state(dict.fromkeys("abc", (4,)), config={"zero_optimization": {"sub_group_size": 4}})
+    path = write_regular(source, tmp_path, "t", Regular(3, 2), allow_pickle=True)
+    part = load_pt(path / "zero_pp_rank_1_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
+    assert [len(flat) for flat in part["fp32_flat_groups"]] == [4, 2]
+    _same(open_deepspeed(tmp_path, allow_pickle=True), source)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -31,6 +31,7 @@ from ds_ckpt.client_state import format_of
 from ds_ckpt.convert.client_entries import client_json
 from ds_ckpt.convert.deepspeed_folders import check_files, check_tag, named_tag, usable_tag
 from ds_ckpt.convert.pickled import load_pt, require_pickle
+from ds_ckpt.convert.regular_plan import round_robin_order
 from ds_ckpt.convert.tensor_source import TensorEntry, TensorSource, foreign_reader
 from ds_ckpt.convert.universal import write_universal
 from ds_ckpt.jsontext import Json, to_json
@@ -271,9 +272,7 @@ def _optimizer(collected: _Found, states: Sequence[Mapping[str, Any]], ranks: Se
         if index == len(collected.groups):  # later pipeline stages have the groups of the first again
             collected.groups.append({k: v for k, v in group.items() if k != "params"})
             collected.names.append([])
-        collected.names[index].extend(
-            _names_of(states[0]["param_shapes"], group["params"] if stage3 else [index], count)
-        )
+        collected.names[index].extend(_names_of(states[0], group["params"] if stage3 else [index], count))
     collected.scale = collected.scale or _scale(ranks[0].get("loss_scaler"))
 
 
@@ -319,12 +318,22 @@ def _replicated(collected: _Found, saved: Mapping[str, Any], names: Sequence[Seq
         collected.scale = _scale(SimpleNamespace(cur_scale=saved["cur_scale"], dynamic=dynamic, **counts))
 
 
-def _names_of(shapes: Sequence[Mapping[str, Any]], flats: Sequence[int], count: Any) -> list[str]:
-    """List the parameters of an optimizer group in order, with those of the experts of all ranks."""
+def _names_of(state: Mapping[str, Any], flats: Sequence[int], count: Any) -> list[str]:
+    """List the parameters of an optimizer group in order, with those of the experts of all ranks.
+
+    Args:
+        count: Ranks that share each flat; one number for all at stage 3.
+    """
+    shapes, config = state["param_shapes"], state.get("ds_config")
+    zero = (config.get("zero_optimization") or {}) if isinstance(config, Mapping) else {}
     out = []
     for flat in flats:
-        owners = max(count) // int(count[flat]) if isinstance(count, list | tuple) else 1
-        out += [_global_name(name, shapes[flat], owner) for owner in range(owners) for name in shapes[flat]]
+        names, by_flat = list(shapes[flat]), isinstance(count, list | tuple)
+        if by_flat and zero.get("round_robin_gradients") is True:  # they lie dealt out, `param_shapes` names them so
+            order = round_robin_order(len(names), int(count[flat]))
+            names = [name for _, name in sorted(zip(order, names, strict=True))]
+        owners = max(count) // int(count[flat]) if by_flat else 1
+        out += [_global_name(name, shapes[flat], owner) for owner in range(owners) for name in names]
     return out
 
 

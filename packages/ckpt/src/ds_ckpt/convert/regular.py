@@ -3,8 +3,9 @@
 Words: a *flat* is one flat tensor of one rank, the part of an optimizer group (of a sub-group at stage 3) that the rank
 updates; its *pieces* are ranges of parameters, end to end. Optimizer states have the layout of the fp32 flats.
 
-- Stages 1 and 2: a group's parameters end to end, padded to a multiple of 2 * ranks, cut into equal parts. The fp32 flats are
-  stored without the padding at the end, the optimizer's states with it.
+- Stages 1 and 2: a group's parameters end to end (dealt out by rank with `round_robin_gradients`, each at 16 bytes with
+  `parameter_alignment`), padded to a multiple of 2 * ranks, cut into equal parts. The fp32 flats are stored without the
+  padding at the end, the optimizer's states with it.
 - Stage 3: of every parameter each rank has ceil(n / ranks) elements, padded; a flat is those of a sub-group end to end.
 - Experts belong to groups of their own, spread over every `experts`-th rank; files have one global expert each, flats
   use the numbers that the experts have on their rank.
@@ -29,7 +30,16 @@ from torch import Tensor
 from ds_ckpt.convert.client_entries import client_entries
 from ds_ckpt.convert.deepspeed_folders import check_tag
 from ds_ckpt.convert.pickled import DynamicLossScaler, FragmentAddress, LossScaler, require_pickle, save_pt
-from ds_ckpt.convert.regular_plan import EXPERT, Flat, FlatPiece, Regular, _own, _owner, plan_flats
+from ds_ckpt.convert.regular_plan import (
+    EXPERT,
+    Flat,
+    FlatPiece,
+    Regular,
+    _own,
+    _owner,
+    alignment_paddings,
+    plan_flats,
+)
 from ds_ckpt.convert.tensor_source import TensorSource
 from ds_ckpt.jsontext import Json
 from ds_ckpt.local import new_token
@@ -62,6 +72,7 @@ def write_regular(
     target, draft = root / tag, root / f".tmp-{tag}-{new_token()}"
     if target.exists():
         raise CheckpointError(f"{target} exists", code="ckpt-target-exists", fix="Choose another tag or directory.")
+    layout = layout.completed(source.meta.get("config") or {})
     stages = _stages(source, layout)
     draft.mkdir(parents=True)
     try:
@@ -134,7 +145,9 @@ class _RankFileWriter:
                 f[: p.numel - p.padding].clone() for f, p in zip(fp32, flats, strict=True)
             ],
             "group_paddings": [flat.padding for flat in flats],
-            "param_alignment_paddings": [[0] * len(self._local(names)) for names in self.groups],
+            "param_alignment_paddings": [
+                alignment_paddings(_own(self._sizes(names), self.layout, rank)[0], self.layout) for names in self.groups
+            ],
             "partition_count": parts,
             "ds_version": _VERSION,
             "param_slice_mappings": [self._addresses(flat) for flat in flats],
@@ -197,8 +210,9 @@ class _RankFileWriter:
     def _addresses(self, flat: Flat) -> dict[str, FragmentAddress]:
         out, at = {}, 0
         for piece in flat.pieces:
-            out[self._local_name(piece.name)] = FragmentAddress(piece.stop - piece.start, at)
-            at += piece.stop - piece.start
+            if piece.start < piece.stop:
+                out[self._local_name(piece.name)] = FragmentAddress(piece.stop - piece.start, at)
+            at += piece.stop - piece.start + piece.pad
         return out
 
     def _scaler(self) -> tuple[LossScaler | DynamicLossScaler, bool]:

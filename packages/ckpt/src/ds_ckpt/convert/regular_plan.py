@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self
 
 from ds_config.errors import CheckpointError, UnsupportedError
 
-__all__ = ["EXPERT", "Flat", "FlatPiece", "Regular", "plan_flats"]
+__all__ = ["EXPERT", "Flat", "FlatPiece", "Regular", "alignment_paddings", "plan_flats", "round_robin_order"]
 
 
 EXPERT: Final = re.compile(r"(.*\bdeepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
 
 
 _ALIGN: Final = 2  # elements: a part of a flat group starts at four bytes of fp16
+
+
+_SUB_GROUP: Final = 10**9  # elements
+
+
+_PARAM_BYTES: Final = 16  # what `aligned` parameters begin at, in the model's dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,11 @@ class Regular:
         layers: Of the pipeline, all stages together; 0: up to the last that has parameters.
         tied: Keys of tied layers with the numbers of the layers that share their parameters, `tied_modules.KEY.*`.
         sub_group_size: `zero_optimization.sub_group_size`, in elements; stage 3 only.
+        round_robin: `zero_optimization.round_robin_gradients`: a group's parameters lie dealt out, one to each rank in turn;
+            stages 1 and 2 only.
+        aligned: `zero_optimization.parameter_alignment`: every parameter begins at 16 bytes; stages 1 and 2 only.
+
+    The last three are None for what the configuration in the meta says.
     """
 
     stage: int
@@ -42,7 +53,9 @@ class Regular:
     pipeline: tuple[int, ...] = ()
     layers: int = 0
     tied: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    sub_group_size: int = 10**9
+    sub_group_size: int | None = None
+    round_robin: bool | None = None
+    aligned: bool | None = None
 
     def __post_init__(self) -> None:
         reasons = []
@@ -58,6 +71,18 @@ class Regular:
                 code="ckpt-foreign-layout",
                 fix="Pipelines go with stage 1, experts with stages 1 and 2; the ranks of experts divide the ranks.",
             )
+
+    def completed(self, config: Mapping[str, Any]) -> Self:
+        """Return the layout with what is None taken from the configuration of a DeepSpeed run."""
+        zero = config.get("zero_optimization") or {}
+        size, dealt, aligned = (zero.get(k) for k in ("sub_group_size", "round_robin_gradients", "parameter_alignment"))
+        known = int(size) if isinstance(size, int | float) and size else _SUB_GROUP
+        return replace(
+            self,
+            sub_group_size=known if self.sub_group_size is None else self.sub_group_size,
+            round_robin=dealt is True if self.round_robin is None else self.round_robin,
+            aligned=aligned is True if self.aligned is None else self.aligned,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,21 +120,38 @@ def plan_flats(groups: Sequence[Mapping[str, int]], layout: Regular, rank: int) 
             out.extend(_parts_of_each(number, group, layout, rank))
         else:
             shared, part, parts = _own(group, layout, rank)
-            out.append(_part_of_all(number, shared, part, parts))
+            out.append(_part_of_all(number, shared, alignment_paddings(shared, layout), part, parts))
     return tuple(out)
 
 
+def round_robin_order(number: int, parts: int) -> list[int]:
+    """List which of `number` parameters lie one behind the other where they are dealt out over `parts` ranks."""
+    return [index for part in range(parts) for index in range(part, number, parts)]
+
+
+def alignment_paddings(group: Mapping[str, int], layout: Regular) -> list[int]:
+    """List the zeros behind each parameter of a group that has them in this order; none behind the last."""
+    align = _PARAM_BYTES // (4 if layout.dtype == "float32" else 2) if layout.aligned else 1
+    out, at = [], 0
+    for index, numel in enumerate(group.values(), 1):
+        out.append(-(at + numel) % align if index < len(group) else 0)
+        at += numel + out[-1]
+    return out
+
+
 def _own(group: Mapping[str, int], layout: Regular, rank: int) -> tuple[Mapping[str, int], int, int]:
-    """Return the parameters of a group that `rank` shares, the index of its partition, and their number.
+    """Return the parameters of a group that `rank` shares as they lie, the index of its partition, and their number.
 
     These are all parameters of the group, or the experts that the rank owns.
     """
-    if layout.experts == 1 or not any(EXPERT.fullmatch(name) for name in group):
-        return group, rank, layout.ranks
-    rank_experts = {
-        n: size for n, size in group.items() if _owner(n, group, layout.experts)[0] == rank % layout.experts
-    }
-    return rank_experts, rank // layout.experts, layout.ranks // layout.experts
+    part, parts = rank, layout.ranks
+    if layout.experts > 1 and any(EXPERT.fullmatch(name) for name in group):
+        group = {n: size for n, size in group.items() if _owner(n, group, layout.experts)[0] == rank % layout.experts}
+        part, parts = rank // layout.experts, layout.ranks // layout.experts
+    if layout.round_robin:
+        names = list(group)
+        group = {names[i]: group[names[i]] for i in round_robin_order(len(names), parts)}
+    return group, part, parts
 
 
 def _owner(name: str, group: Mapping[str, int], experts: int) -> tuple[int, str]:
@@ -133,22 +175,24 @@ def _owner(name: str, group: Mapping[str, int], experts: int) -> tuple[int, str]
     return number // each, f"{match[1]}{number % each}{match[3]}"
 
 
-def _part_of_all(number: int, group: Mapping[str, int], part: int, parts: int) -> Flat:
-    total = sum(group.values())
+def _part_of_all(number: int, group: Mapping[str, int], paddings: Sequence[int], part: int, parts: int) -> Flat:
     step = _ALIGN * parts
-    each = -(-total // step) * step // parts
+    each = -(-(sum(group.values()) + sum(paddings)) // step) * step // parts
     low, high, at = part * each, (part + 1) * each, 0
     pieces = []
-    for name, numel in group.items():
-        start, stop = max(low, at), min(high, at + numel)
-        if start < stop:
-            pieces.append(FlatPiece(name, start - at, stop - at))
-        at += numel
+    for (name, numel), padding in zip(group.items(), paddings, strict=True):
+        end = at + numel
+        start, stop = min(max(low, at), end), max(min(high, end), at)
+        pad = max(0, min(high, end + padding) - max(low, end))
+        if start < stop or pad:
+            pieces.append(FlatPiece(name, start - at, stop - at, pad))
+        at = end + padding
     return Flat(number, tuple(pieces), each)
 
 
 def _parts_of_each(number: int, group: Mapping[str, int], layout: Regular, rank: int) -> Iterator[Flat]:
-    whole = sum(-(-numel // layout.ranks) for numel in group.values()) <= layout.sub_group_size
+    most = _SUB_GROUP if layout.sub_group_size is None else layout.sub_group_size
+    whole = sum(-(-numel // layout.ranks) for numel in group.values()) <= most
     pieces: list[FlatPiece] = []
     size = 0
     for index, (name, numel) in enumerate(group.items(), 1):
@@ -156,6 +200,6 @@ def _parts_of_each(number: int, group: Mapping[str, int], layout: Regular, rank:
         start, stop = min(rank * each, numel), min((rank + 1) * each, numel)
         pieces.append(FlatPiece(name, start, stop, each - (stop - start)))
         size += each
-        if index == len(group) or (size >= layout.sub_group_size and not whole):
+        if index == len(group) or (size >= most and not whole):
             yield Flat(number, tuple(pieces), size)
             pieces, size = [], 0
