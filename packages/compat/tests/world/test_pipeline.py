@@ -10,6 +10,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
+from deepspeed.utils import groups
 from torch import nn
 
 from ds_comm import as_group
@@ -59,6 +60,8 @@ def test_train_and_evaluate():
     assert engine.gradient_accumulation_steps() == engine._config.gradient_accumulation_steps == 8
     assert engine.is_first_stage() != engine.is_last_stage()
     assert engine.mpu is engine.grid
+    assert set(engine.module_state_dict()) == {name for name, _ in net.named_parameters()}  # on every rank
+    assert (groups._get_data_parallel_world_size(), groups._get_model_parallel_world_size()) == (1, 2)
     assert (engine.micro_batches, engine.micro_batch_size) == (8, 2)
     assert (engine.is_pipe_parallel, engine.is_data_parallel, engine.is_model_parallel) == (True, False, False)
     assert (engine.prev_stage, engine.next_stage) == (engine.stage_id - 1, engine.stage_id + 1)
@@ -181,6 +184,8 @@ def test_layers_that_are_parallel_by_themselves_train_in_stages(tmp_path):
     assert (grid.dp_group, grid.get_data_parallel_world_size(), grid.slice_group) == ([rank], 1, slices[rank // 2])
     assert (engine.mp_world_size, engine.dp_world_size, engine.is_model_parallel) == (4, 1, True)
     assert (engine.train_batch_size(), engine.gradient_accumulation_steps()) == (16, 8)
+    assert (groups._get_data_parallel_world_size(), groups._get_model_parallel_world_size()) == (1, 4)
+    assert groups.get_model_parallel_world_size() == 2
     wanted, data = train_alone(3), batches()
     for loss, norm in wanted[:2]:
         assert float(engine.train_batch(data)) == pytest.approx(loss, rel=1e-5)

@@ -14,7 +14,7 @@ from ds_parallel.sequence.hf_attention import SequenceRanks
 
 mpu = None
 _shared: list[SequenceRanks] = []  # who shares sequences, when somebody has said so
-_cut: list[Mesh] = []  # who shares layers
+_cut: list[Mesh] = []  # who shares layers, or holds other stages
 _near: list[tuple[Mesh, Group]] = []  # who keeps what stage 3 has gathered
 
 
@@ -24,8 +24,8 @@ def share_sequences(ranks: SequenceRanks | None) -> None:
 
 
 def share_layers(mesh: Mesh | None) -> None:
-    """Note who shares layers, and so who trains on different samples; None, or a mesh whose layers are whole: nobody."""
-    _cut[:] = [] if mesh is None or mesh["tensor"].size == 1 else [mesh]
+    """Note who shares the model, and so who trains on different samples; None, or a mesh whose ranks have it whole: nobody."""
+    _cut[:] = [] if mesh is None or mesh["model"].size == 1 else [mesh]
 
 
 def forget_layers(mesh: Mesh) -> None:
@@ -109,6 +109,7 @@ get_data_parallel_group, get_data_parallel_rank, get_data_parallel_world_size = 
 get_model_parallel_group, get_model_parallel_rank, get_model_parallel_world_size = (
     _asks(what, "tensor") for what in _WHAT
 )
+_get_model_parallel_world_size = _asks("world_size", "model")  # stages count, too, as for an mpu of a pipeline
 _get_sequence_data_parallel_group, _get_sequence_data_parallel_rank, _get_sequence_data_parallel_world_size = (
     _asks(what, "gradient", whole=True) for what in _WHAT
 )

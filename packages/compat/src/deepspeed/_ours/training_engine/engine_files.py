@@ -182,7 +182,7 @@ class SavesAndLoads(Engine):
         Collective where parameters are sharded.
         """
         del destination, keep_vars
-        if self.plan.residency.shard_params or self.mp_world_size > 1:
+        if self.plan.residency.shard_params or self.mesh["tensor"].size > 1:
             full_state = self.full_state_dict(exclude_frozen=exclude_frozen_parameters)
             return {prefix + name: value for name, value in full_state.items()}
         frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
