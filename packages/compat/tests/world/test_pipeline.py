@@ -9,6 +9,7 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineError
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 from deepspeed.utils import groups
 from torch import nn
@@ -77,6 +78,15 @@ def test_train_and_evaluate():
         engine.eval_batch(batches(), reduce_output="sum")
     with pytest.raises(UnsupportedError, match="train_batch"):
         engine(torch.zeros(2, 6))
+    with pytest.raises(PipelineError, match="train_batch"):
+        engine.step()
+    state = {name: torch.ones_like(value) for name, value in engine.module.state_dict().items()}
+    name, value = state.popitem()
+    engine.load_module_state_dict({"module": state}, fetch_z3_params=True, allowed_missing_keys={name})
+    assert all(torch.equal(engine.module.state_dict()[key], one) for key, one in state.items())
+    with pytest.raises(CheckpointError, match="unexpected keys") as caught:
+        engine.load_module_state_dict({"module": {**state, "other": value}}, allowed_missing_keys={name})
+    assert isinstance(caught.value, RuntimeError)
     optimizer.close()
     engine.close()
 

@@ -22,7 +22,7 @@ from ds_comm import all_gather_single, differentiable
 from ds_config.errors import CommError, PlanError
 from ds_moe._torch import in_backward
 from ds_moe.dispatch import Compute, WithShared, through_experts
-from ds_moe.expert_groups import ExpertGroups, alone
+from ds_moe.expert_groups import ExpertGroups, alone, make_places
 from ds_moe.experts import Experts, draw_seed
 from ds_moe.gates import GateRule, Noise, gate
 from ds_moe.load import ExpertLoad
@@ -266,6 +266,13 @@ class MoE(nn.Module):
         if use_residual:
             self.mlp = expert
             self.coefficient = nn.Linear(hidden_size, 2)
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Give the experts their ranks, all of which split the batch, so that the layer runs without an engine. Collective over the world.
+
+        `place_experts`, which an engine calls, names the parameters, too, and says which gradients are summed where.
+        """
+        self.deepspeed_moe.places = make_places(self.ep_size, data_first=use_data_before_expert_parallel_)
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output [..., hidden_size], the balance loss, and the choices of each expert (int64 [E]).

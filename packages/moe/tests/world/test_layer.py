@@ -145,3 +145,17 @@ def test_load_is_read_once_for_all_layers(bench):
     assert load.dropped == 3 * (2 * 12 - 2 * 3)
     assert load.largest == pytest.approx(4.0)
     assert not expert_load(net)
+
+
+@world(2)
+def test_a_layer_runs_without_an_engine_once_it_has_its_ranks(bench):
+    net = bench.model(2, dist.get_rank(), 1, False, "uneven")
+    layers = [module for module in net.modules() if isinstance(module, MoE)]
+    for layer in layers:
+        layer.set_deepspeed_parallelism()
+    losses, _ = wanted(bench, 1, False, "uneven", 2)
+    assert layers
+    torch.testing.assert_close(
+        net(bench.batch(dist.get_rank(), "uneven")), losses[dist.get_rank()], atol=1e-9, rtol=1e-9
+    )
+    place_experts(net).close()  # as an engine does later

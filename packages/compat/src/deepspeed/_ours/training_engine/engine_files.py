@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -190,15 +190,25 @@ class SavesAndLoads(Engine):
         return {prefix + k: v for k, v in state.items() if not (exclude_frozen_parameters and k in frozen)}
 
     def load_module_state_dict(
-        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., Any] | None = None
-    ) -> None:
-        """Load a whole state dict, or the `module` of a checkpoint dict; the same on every rank. Collective."""
+        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False, z3_params_to_fetch: Any = None, allowed_missing_keys: Collection[str] | None = None,
+    ) -> None:  # fmt: skip
+        """Load a whole state dict, or the `module` of a checkpoint dict; the same on every rank. Collective.
+
+        Args:
+            fetch_z3_params, z3_params_to_fetch: Change nothing: sharded parameters are always loaded.
+            allowed_missing_keys: Of a strict load; others that are missing, or unexpected, are an error afterwards, as upstream's.
+        """
+        del fetch_z3_params, z3_params_to_fetch
         state = checkpoint.get("module", checkpoint)
         if custom_load_fn is not None:
             custom_load_fn(src=state, dst=self.module)
             self.sharding.refresh()
         else:
-            self.load_full_state_dict(state, strict)
+            missing, unexpected = self.load_full_state_dict(state, strict and allowed_missing_keys is None)
+            missing = [key for key in missing if key not in (allowed_missing_keys or ())]
+            if strict and (missing or unexpected):
+                raise refused("keys-differ", missing, unexpected)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Return the full state dict in the compute dtype on rank 0; None on other ranks. Collective."""

@@ -9,11 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed._errors import UnsupportedNameError
-from deepspeed._ours.base.raising import not_supported
+from deepspeed._ours.base.raising import also, not_supported
 from deepspeed._ours.training_engine.accessors import OF_STAGES, add_accessors
 from deepspeed._ours.training_engine.deepspeed_engine import DeepSpeedEngine
-from deepspeed._ours.training_engine.pipeline_module import PipelineParallelGrid
+from deepspeed._ours.training_engine.pipeline_module import PipelineError, PipelineParallelGrid
 from ds_comm import Group, all_reduce
+from ds_config.errors import DsError
 from ds_engine.pipelining import PipelineEngine as StagedEngine
 
 
@@ -39,6 +40,10 @@ class PipelineEngine(StagedEngine, DeepSpeedEngine):  # type: ignore[misc]  # up
         """The groups of this rank."""
         known = getattr(self.module, "_mpu", None)
         return known if isinstance(known, PipelineParallelGrid) else PipelineParallelGrid(places=self.module.places)  # type: ignore[arg-type]
+
+    def _whole_steps(self, name: str) -> DsError:  # type: ignore[override]
+        error = super()._whole_steps(name)
+        return also(type(error), PipelineError)(error.message, code=error.code, fix=error.fix)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:  # type: ignore[override]
         """Run a step of all microbatches and return the mean loss over microbatches and replicas, on every rank.

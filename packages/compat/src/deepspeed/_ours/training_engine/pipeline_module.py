@@ -19,6 +19,10 @@ from ds_pipe.building import broadcast_ties
 from ds_pipe.topology import PipelineGroups
 
 
+class PipelineError(Exception):
+    """Raised where an engine of stages is called as one of a whole model."""
+
+
 class PipelineParallelGrid(ds_pipe.PipelineParallelGrid):
     """`ds_pipe.PipelineParallelGrid` from a topology. Collective over the world.
 
