@@ -52,10 +52,17 @@ def test_an_end_token_pads_behind_it():
     assert torch.equal(engine.generate(IDS, max_new_tokens=9, eos_token_id=end, pad_token_id=0), wanted)
 
 
+def test_the_configuration_is_the_modules():
+    """Pipelines of transformers and the scripts around them read the number of layers and of tokens there."""
+    module = small()
+    assert init_inference(module, dtype="fp32").config is module.config
+    assert init_inference(torch.nn.Linear(2, 2), dtype="fp32").config is None
+
+
 def test_an_injection_policy_has_classes_as_keys():
     policy = {torch.nn.Linear: ("attn.c_proj",), torch.nn.Conv2d: "mlp.c_proj"}
     for keys in ({"injection_policy": policy}, {"config": {"injection_dict": policy}}):
-        config = init_inference(small(), dtype="fp32", **keys).config
+        config = init_inference(small(), dtype="fp32", **keys).inference_config
         assert list(config.injection_policy.values()) == [("attn.c_proj",), "mlp.c_proj"]
 
 

@@ -82,12 +82,12 @@ class InferenceEngine(nn.Module):
 
     Attributes:
         module: The model.
-        config: What was asked.
+        inference_config: What `init_inference` was given.
     """
 
     def __init__(self, model: nn.Module, config: InferenceConfig) -> None:
         super().__init__()
-        self.config = config
+        self.inference_config = config
         self._check(model)
         self.module = model
         checkpoint = config.checkpoint or config.checkpoint_config.checkpoint_dir
@@ -111,7 +111,7 @@ class InferenceEngine(nn.Module):
         self.is_compiled = False
 
     def _check(self, model: nn.Module) -> None:
-        config = self.config
+        config = self.inference_config
         parallel = config.tensor_parallel
         self._ranks = ranks_of(parallel.tp_size if parallel.enabled else 1, parallel.tp_group)
         if config.enable_cuda_graph and self._ranks is not None:
@@ -148,6 +148,11 @@ class InferenceEngine(nn.Module):
             "family is not declared in ds_inference.families; the module runs its own forward",
             stacklevel=4,
         )
+
+    @property
+    def config(self) -> Any:
+        """The module's own configuration, as a transformers model has one: pipelines read it. None: it has none."""
+        return getattr(self.module, "config", None)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -200,9 +205,9 @@ class InferenceEngine(nn.Module):
                 fix="Use one beam, or samples.",
             )
         ids = keywords.get("input_ids", inputs[0] if inputs else None)
-        if isinstance(ids, Tensor) and ids.shape[-1] > self.config.max_out_tokens:
+        if isinstance(ids, Tensor) and ids.shape[-1] > self.inference_config.max_out_tokens:
             raise PlanError(
-                f"a prompt of {ids.shape[-1]} tokens; max_out_tokens is {self.config.max_out_tokens}",
+                f"a prompt of {ids.shape[-1]} tokens; max_out_tokens is {self.inference_config.max_out_tokens}",
                 code="inference-too-long",
                 fix="Raise max_out_tokens, or shorten the prompt.",
             )
@@ -235,11 +240,11 @@ class InferenceEngine(nn.Module):
         if self._generator is None:
             self._generator = load(
                 self.module,
-                cache_tokens=max(8192, 4 * self.config.max_out_tokens),
+                cache_tokens=max(8192, 4 * self.inference_config.max_out_tokens),
                 native=self._ranks is None,
                 group=self._ranks,
-                cuda_graphs=self.config.enable_cuda_graph or None,
-                quantize=_quantize(self.config.quant, cast(Any, self.module).config.hidden_size),
+                cuda_graphs=self.inference_config.enable_cuda_graph or None,
+                quantize=_quantize(self.inference_config.quant, cast(Any, self.module).config.hidden_size),
             )
         answers = self._generator.generate(prompts, how)
         longest = max(len(answer.tokens) for answer in answers)
@@ -262,7 +267,7 @@ class InferenceEngine(nn.Module):
         )
         end = options.pop("eos_token_id", None)
         pad = options.pop("pad_token_id", None)
-        room = self.config.max_out_tokens - prompt
+        room = self.inference_config.max_out_tokens - prompt
         count = options.pop("max_new_tokens", None)
         whole = options.pop("max_length", None)
         if count is None:
