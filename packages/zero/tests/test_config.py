@@ -43,7 +43,6 @@ def test_both_spellings_are_one_key() -> None:
     "key",
     [
         "contiguous_gradients",
-        "round_robin_gradients",
         "stage3_max_live_parameters",
         "sub_group_size",
         "elastic_checkpoint",
@@ -198,9 +197,16 @@ ELSEWHERE = {  # seen by tests that need ranks or another object
     "zenflow": "test_importance.py: the rules; world/test_importance.py: a run beside a loop",
     "enable_sanity_checks": "test_divergence.py: strict raises on every rank",
     "ignore_unused_parameters": "test_divergence.py: what no rank used is an error where it is not ignored",
+    "round_robin_gradients": "ds_ckpt's test_regular.py: how parameters lie in files",
+    "parameter_alignment": "ds_ckpt's test_regular.py: how parameters lie in files",
     "offload_param": "below: what ds-zero is given; test_offload.py: what comes of it",
     "offload_optimizer": "below: what ds-zero is given; test_offload.py: what comes of it",
 }
+
+
+def test_what_says_how_files_lie_is_recorded_in_checkpoints() -> None:
+    record = zero(round_robin_gradients=True, parameter_alignment=True).model_dump(mode="json")
+    assert (record["round_robin_gradients"], record["parameter_alignment"]) == (True, True)
 
 
 def test_every_other_key_changes_what_is_done() -> None:

@@ -273,9 +273,15 @@ class ZeroConfig(StrictModel):
     allgather_sequential: Annotated[
         bool, Alias("stage3_allgather_sequential"), NoEffect("a unit is one gather without a copy")
     ] = False
-    parameter_alignment: Annotated[bool, NoEffect("every parameter begins at a multiple of 64 bytes")] = False
+    parameter_alignment: bool = Field(
+        default=False,
+        description="Of files in DeepSpeed's layout: parameters begin at multiples of 16 bytes. In memory, of 64 in any case.",
+    )
     compute_grad_norm: Annotated[bool, NoEffect("the norm is summed beside what else a step must agree on")] = True
-    round_robin_gradients: Annotated[bool, NoEffect("every rank owns the same share of every unit")] = False
+    round_robin_gradients: bool = Field(
+        default=False,
+        description="Of files in DeepSpeed's layout: parameters lie dealt out over ranks. In memory, every rank owns the same share of every unit.",
+    )
     memory_efficient_linear: Annotated[bool, NoEffect("released parameters are gathered again in backward")] = True
     override_module_apply: Annotated[bool, NoEffect("nothing in torch is patched")] = True
     log_trace_cache_warnings: Annotated[bool, NoEffect("the recorded order is only a hint")] = False
