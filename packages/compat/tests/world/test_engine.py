@@ -381,6 +381,24 @@ def test_checkpoints(tmp_path, stage):
 
 
 @world(2, backend=None)
+def test_what_a_function_loads_into_the_module_stays(tmp_path):
+    """The masters of a bf16 model took it back."""
+    import deepspeed
+
+    engine, *_ = start(2, bf16={"enabled": True})
+    state = {name: torch.full_like(value, 0.5) for name, value in engine.module.state_dict().items()}
+
+    def load(src, dst):
+        dst.load_state_dict(src)
+
+    engine.load_module_state_dict({"module": state}, custom_load_fn=load)
+    masters = [deepspeed.utils.safe_get_full_fp32_param(param) for param in engine.module.parameters()]
+    assert all(bool((master == 0.5).all()) for master in masters)
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()
+
+
+@world(2, backend=None)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_checkpoint_in_the_files_of_deepspeed(tmp_path, stage):
     """It has no random states and does not say how much data was taken; the run goes on all the same."""

@@ -203,6 +203,7 @@ class SavesAndLoads(Engine):
         state = checkpoint.get("module", checkpoint)
         if custom_load_fn is not None:
             custom_load_fn(src=state, dst=self.module)
+            self.sharding.adopt_edits()
             self.sharding.refresh()
         else:
             missing, unexpected = self.load_full_state_dict(state, strict and allowed_missing_keys is None)
