@@ -42,7 +42,7 @@ def run_pytest() -> Callable[..., Outcomes]:
         (folder / "conftest.py").write_text(CONFTEST)
         (folder / "pytest.ini").write_text(SETTINGS + settings)
         command = [sys.executable, "-m", "pytest", "-q", "--junitxml=report.xml", *words, "test_written.py"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
         if not (folder / "report.xml").is_file():
             raise RuntimeError(done.stdout + done.stderr)
         outcomes = Outcomes(map(_outcome, ElementTree.parse(folder / "report.xml").iter("testcase")))
