@@ -316,3 +316,13 @@ def test_gradients_that_go_to_the_host_are_counted_as_they_travel(stage: int, mi
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
     row = make_plan(load_config(content), shapes_of(model), 2).rows()["offload"]
     assert f"a step moves {moved * 8} KiB of gradients there and 16 KiB of parameters back" in row
+
+
+def test_how_files_lie_is_told_where_none_are_written(caplog: pytest.LogCaptureFixture) -> None:
+    zero = {"stage": 1, "round_robin_gradients": True, "parameter_alignment": True}
+    document = {"train_batch_size": 4, "zero_optimization": zero}
+    load_config(document | {"checkpoint": {"layout": "deepspeed"}})
+    assert "has no effect" not in caplog.text
+    load_config(document)
+    for key in ("round_robin_gradients", "parameter_alignment"):
+        assert f"zero_optimization.{key} has no effect" in caplog.text

@@ -8,6 +8,7 @@ No key is accepted and ignored.
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 from collections.abc import Mapping
 from functools import cache
@@ -56,6 +57,8 @@ from ds_parallel.config import ActivationCheckpointingConfig, TensorParallelConf
 from ds_zero.config import BF16Config, DataTypesConfig, FP16Config, TorchAutocastConfig, ZeroConfig
 
 __all__ = ["Config", "default_auto", "examine_config", "explain_config", "load_config", "source_of"]
+
+_log = logging.getLogger("ds_engine")
 
 Section = dict[str, Any] | None
 DType = Literal["fp32", "fp16", "bf16"]
@@ -222,7 +225,15 @@ def load_config(source: Source | Document, *, auto: Auto | None = None, provenan
         UnsupportedError: nothing is wrong but that it asks for what is not built here.
     """
     document = read_all(source)
-    return validate(Config, document, auto=_answers(document, auto), provenance=provenance)
+    config = validate(Config, document, auto=_answers(document, auto), provenance=provenance)
+    zero = config.zero_optimization
+    files = {
+        "round_robin_gradients": zero.round_robin_gradients,
+        "parameter_alignment": zero.parameter_alignment,
+    }
+    for key in [key for key, asked in files.items() if asked and config.checkpoint.layout != "deepspeed"]:
+        _log.warning("zero_optimization.%s has no effect: it says how files of checkpoint.layout = deepspeed lie", key)
+    return config
 
 
 def examine_config(source: Source | Document, *, auto: Auto | None = None) -> tuple[Config | None, ConfigError | None]:

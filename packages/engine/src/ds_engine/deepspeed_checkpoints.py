@@ -31,8 +31,9 @@ from ds_comm import Group, all_gather_json, barrier
 from ds_config.errors import CheckpointError, UnsupportedError
 from ds_engine.checkpoints import CheckpointedRun, load_run, save_run
 from ds_engine.client_states import encode_client_state
+from ds_engine.plan import Plan
 from ds_pipe import PipelineModule, TiedLayerSpec
-from ds_zero import STAGES, ShardedOptimizer, ShardingStrategy
+from ds_zero import STAGES, ShardedOptimizer
 
 __all__ = ["latest_tag", "layout_of", "load", "save", "translated"]
 
@@ -48,7 +49,7 @@ def save(run: CheckpointedRun, root: str, tag: str, client: Mapping[str, Any], *
     plan = run.plan
     check_tag(root, tag)
     client = encode_client_state(client, run.mesh["world"])
-    layout = plan.foreign and layout_of(plan.residency, run.mesh["data"], plan.precision.param, run.module)
+    layout = plan.foreign and layout_of(plan, run.mesh["data"], run.module)
     if layout:
         _on_one(lambda: check_target(root, tag), run.mesh["world"], f"{root}/{tag} was not written")
     if layout:
@@ -108,7 +109,7 @@ def _check_shared(root: str, group: Group) -> None:
         )
 
 
-def layout_of(residency: ShardingStrategy, group: Group, dtype: torch.dtype | None, model: nn.Module) -> Regular:
+def layout_of(plan: Plan, group: Group, model: nn.Module) -> Regular:
     """Determine how the files of a run are sharded over the ranks that share the optimizer state.
 
     A PipelineModule is written with one file per layer and with ZeRO 1, the one stage that DeepSpeed's pipelines resume
@@ -117,8 +118,11 @@ def layout_of(residency: ShardingStrategy, group: Group, dtype: torch.dtype | No
     Raises:
         UnsupportedError: a rank has several stages of the model, which DeepSpeed has not ("ckpt-foreign-layout").
     """
-    stage = next(number for number, strategy in STAGES.items() if strategy == residency)
-    cut = Regular(stage, group.size, str(dtype or torch.float32).removeprefix("torch."))
+    stage = next(number for number, strategy in STAGES.items() if strategy == plan.residency)
+    dtype, files = str(plan.precision.param or torch.float32).removeprefix("torch."), plan.foreign
+    cut = Regular(stage, group.size, dtype)
+    if files is not None:
+        cut = replace(cut, round_robin=files.round_robin, aligned=files.aligned)
     if not isinstance(model, PipelineModule):
         return cut
     if model.rank_of != tuple(range(model.num_stages)):

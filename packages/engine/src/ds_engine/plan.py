@@ -29,7 +29,7 @@ from ds_zero.config import ZenFlowConfig
 from ds_zero.layout.units import ModuleInfo, ParamInfo
 from ds_zero.policies.quantized_comm import EXACT, QuantizedComm, certificates
 
-__all__ = ["LoggingPlan", "MemoryEstimate", "Plan", "Shapes", "ShardPlan"]
+__all__ = ["ForeignFiles", "LoggingPlan", "MemoryEstimate", "Plan", "Shapes", "ShardPlan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +172,19 @@ class TransformPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class ForeignFiles:
+    """How a group's parameters lie in files of DeepSpeed's layout, at stages 1 and 2.
+
+    Attributes:
+        round_robin: Dealt out, one to each rank in turn; else one behind the other.
+        aligned: Each begins at a multiple of 16 bytes.
+    """
+
+    round_robin: bool
+    aligned: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What will be done. `print(plan)` is the first debugging tool.
 
@@ -198,7 +211,7 @@ class Plan:
         health: What is done about numbers that go wrong.
         transforms: What is applied to the model, in order.
         staging: How a model in stages was cut.
-        foreign: Whether checkpoints are written in DeepSpeed's layout.
+        foreign: How checkpoints in DeepSpeed's layout lie; None: they are written in ours.
         answer_tokens: Most tokens of a prompt and its answer, of an engine that generates; None: it does not.
         compiling: Passes over the graphs of the model, once it is compiled; None: graphs have no actions in them.
         tuning: What is measured before the process ends, and how a tuner looks for more; None: this is a run.
@@ -226,7 +239,7 @@ class Plan:
     curriculum: Schedule | None = None
     transforms: tuple[TransformPlan, ...] = ()
     staging: PipelineSpec | None = None
-    foreign: bool = False
+    foreign: ForeignFiles | None = None
     answer_tokens: int | None = None
     compiling: Compiling | None = None
     tuning: AutotuningConfig | None = None

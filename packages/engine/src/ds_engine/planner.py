@@ -19,7 +19,7 @@ from ds_engine.data_plan import reading_of
 from ds_engine.health import Health
 from ds_engine.mixed_precision import casting_of, precision_of
 from ds_engine.optimizer_table import state_tensors
-from ds_engine.plan import LoggingPlan, Plan, Shapes, ShardPlan
+from ds_engine.plan import ForeignFiles, LoggingPlan, Plan, Shapes, ShardPlan
 from ds_engine.transforms import TRANSFORMS, TransformInput, decide_all
 from ds_pipe import PipelineSpec, Program, add_comms, mark_reduce, verify
 from ds_zero import (
@@ -111,7 +111,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         layer_drop=drop if (drop := config.progressive_layer_drop) is not None and drop.enabled else None,
         transforms=transforms,
         staging=shapes.staging,
-        foreign=config.checkpoint.layout == "deepspeed",
+        foreign=_foreign(config),
         tuning=tuning if (tuning := config.autotuning) is not None and tuning.enabled else None,
         pause_gc=config.disable_python_gc,
         compiling=compiling_of(config.compile, config.zero_optimization, mesh),
@@ -188,6 +188,13 @@ def _on_nonfinite(config: Config) -> Literal["warn", "skip", "stop"]:
     """Return what is done with a step whose gradient is not finite; by default the step is skipped, as DeepSpeed's ZeRO does in every format."""
     unchecked = config.bf16.enabled and not config.bf16.check_grad_overflow
     return config.on_nonfinite or ("warn" if unchecked else "skip")
+
+
+def _foreign(config: Config) -> ForeignFiles | None:
+    zero = config.zero_optimization
+    if config.checkpoint.layout != "deepspeed":
+        return None
+    return ForeignFiles(zero.round_robin_gradients, zero.parameter_alignment)
 
 
 def _telling(config: Config) -> LoggingPlan:
