@@ -62,7 +62,7 @@ def test_missing_data_is_one_message_and_a_status(tmp_path: Path) -> None:
     (tmp_path / "cfg.json").write_text(config())
     command = [sys.executable, str(EXAMPLE / "train.py"), "--deepspeed_config", str(tmp_path / "cfg.json")]
     done = subprocess.run(
-        [*command, "--data", str(tmp_path / "nowhere")], capture_output=True, text=True, timeout=100, check=False
+        [*command, "--data", str(tmp_path / "nowhere")], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 2
     assert "nowhere" in done.stderr

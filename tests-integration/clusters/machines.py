@@ -139,7 +139,7 @@ def _boot(folder: Path, name: str) -> subprocess.Popen[bytes]:
 
 def _inside(process: subprocess.Popen[bytes], up: Path) -> int:
     """The id of the host's first process, once it runs: `unshare` is its parent."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 150
     while not up.exists():
         if process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"the host of {up.name} did not start")

@@ -26,7 +26,7 @@ def launcher(request: pytest.FixtureRequest, site: Site) -> str:
 
 
 def finish(job: subprocess.Popen[str]) -> tuple[int, str]:
-    out, err = job.communicate(timeout=30)
+    out, err = job.communicate(timeout=200)
     return job.returncode, out + err
 
 

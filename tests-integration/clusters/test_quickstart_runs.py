@@ -42,7 +42,7 @@ def training(folder: Path) -> list[str]:
 
 
 def judged(folder: Path, job: subprocess.Popen[str], ranks: int) -> None:
-    out, err = job.communicate(timeout=100)
+    out, err = job.communicate(timeout=200)
     assert job.returncode == 0, out[-2000:] + err[-4000:]
     result = json.loads((folder / "result.json").read_text())
     assert result["step"] == STEPS
@@ -81,7 +81,7 @@ def test_torchrun_starts_it_on_three_nodes(site: Site) -> None:
     jobs = [site.start("ssh", node.name, line) for node in site.cluster.nodes]
     judged(site.folder, jobs[0], 3)
     for job in jobs[1:]:
-        job.communicate(timeout=60)
+        job.communicate(timeout=200)
         assert job.returncode == 0
 
 

@@ -55,10 +55,10 @@ def served(folder: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[byte
             [*command, "serve", str(folder), "--port", str(port)], stdout=out, stderr=out, start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
         )  # fmt: skip
-    url, end = f"http://127.0.0.1:{port}", time.monotonic() + 90
+    url, end = f"http://127.0.0.1:{port}", time.monotonic() + 150
     while True:
         try:
-            httpx.get(f"{url}/health")
+            httpx.get(f"{url}/health", timeout=200)
             break
         except httpx.TransportError:
             assert job.poll() is None, log.read_text()
@@ -72,7 +72,7 @@ def served(folder: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[byte
 
 def ask(url: str, count: int = 9) -> Any:
     body = {"prompt": "hello", "max_tokens": count, "temperature": 0}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=200)
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def test_a_rank_that_is_killed_ends_all(served: Any) -> None:
     assert job.wait(60) != 0
     assert re.search(r"rank 1|SIGKILL", log.read_text()), log.read_text()
     with pytest.raises(httpx.TransportError):
-        httpx.get(f"{url}/health")
+        httpx.get(f"{url}/health", timeout=200)
 
 
 def _children(pid: int) -> list[int]:

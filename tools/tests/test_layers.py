@@ -20,7 +20,7 @@ def _lint(folder: Path, text: str, sources: list[Path]) -> subprocess.CompletedP
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sources))}
     program = Path(sys.executable).with_name("lint-imports")
     command = [str(program), "--no-cache", "--config", "contracts.ini"]
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=200, check=False)
 
 
 def test_contracts_hold(tmp_path, projects):

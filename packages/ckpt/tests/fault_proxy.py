@@ -38,7 +38,7 @@ class FaultProxy:
                     return
                 if fault == "slow":
                     time.sleep(proxy.delay_s)
-                link = http.client.HTTPConnection(host, port, timeout=60)
+                link = http.client.HTTPConnection(host, port, timeout=200)
                 headers = {
                     k: v for k, v in self.headers.items() if k.lower() not in ("transfer-encoding", "content-length")
                 }

@@ -105,7 +105,7 @@ def test_a_training_process_that_is_killed_leaves_no_checkpoint_and_no_writer(tm
     assert answer["killed"], answer
     writer = int(answer["answer"])
     os.kill(writer, signal.SIGCONT)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 150
     while Path(f"/proc/{writer}/status").exists() and "Z (zombie)" not in Path(f"/proc/{writer}/status").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -80,7 +80,7 @@ def _job(nodes, root, steps, port):
     finally:
         for rank in ranks:
             rank.kill()
-            rank.communicate(timeout=30)
+            rank.communicate(timeout=200)
 
 
 def _said(rank):

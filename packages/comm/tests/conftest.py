@@ -56,7 +56,7 @@ class Forked:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(timeout=60)
+        self._process.wait(timeout=200)
 
 
 @pytest.fixture(scope="session")

@@ -318,7 +318,7 @@ def test_deepspeed_starts_ranks_as_a_module_and_passes_arguments(tmp_path):
             "--prompt",
             'I\'m "it"',
         ]
-        done = subprocess.run(command, env=environ, text=True, capture_output=True, timeout=100)
+        done = subprocess.run(command, env=environ, text=True, capture_output=True, timeout=200)
         lines = sorted(line.split("] ")[-1] for line in done.stdout.splitlines() if "seen" in line)
         assert lines == ['seen I\'m "it" 0 True 2', 'seen I\'m "it" 1 True 2'], done.stderr
 

@@ -71,7 +71,7 @@ def attending(**changes: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **changes))
 
 
-@world(1, timeout=60)
+@world(1)
 def test_a_transformers_model_sees_the_blocks_of_the_section() -> None:
     tokens = torch.arange(24).reshape(1, 24)
     plain = attending()(tokens, labels=tokens).loss

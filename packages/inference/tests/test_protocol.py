@@ -51,7 +51,9 @@ def client(server, openai):
 
 
 def chat(server, **body):
-    return httpx.post(f"{server.url}/v1/chat/completions", json={"messages": USER, "max_tokens": 4, **body}, timeout=60)
+    return httpx.post(
+        f"{server.url}/v1/chat/completions", json={"messages": USER, "max_tokens": 4, **body}, timeout=200
+    )
 
 
 REFUSED = [
@@ -153,7 +155,7 @@ def test_models_are_retrieved(client, openai):
 @pytest.mark.parametrize("length", [260, 299, 40])
 def test_an_answer_without_a_limit_gets_what_is_left(server, length):
     body = {"prompt": [5] * length, "ignore_eos": True}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=200).json()
     assert answer["usage"]["completion_tokens"] == min(256, 300 - length)
 
 
@@ -193,7 +195,7 @@ def test_prompts_of_one_request_are_computed_together(server, folder):
     server.engine.step = lambda: [steps.append(len(server.engine.scheduler.requests)), step()][1]
     try:
         body = {"prompt": prompts, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-        found = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"]
+        found = httpx.post(f"{server.url}/v1/completions", json=body, timeout=200).json()["choices"]
     finally:
         server.engine.step = step
     assert max(steps) >= 6
@@ -213,7 +215,7 @@ def test_each_prompt_counts_as_a_request(folder):
     try:
 
         async def both():
-            async with httpx.AsyncClient(base_url=serving.url, timeout=60) as http:
+            async with httpx.AsyncClient(base_url=serving.url, timeout=200) as http:
                 long = {"prompt": ["a"] * 3, "max_tokens": 200, "ignore_eos": True}
                 first = asyncio.ensure_future(http.post("/v1/completions", json=long))
                 await asyncio.sleep(0.3)
@@ -223,7 +225,7 @@ def test_each_prompt_counts_as_a_request(folder):
 
         assert asyncio.run(both()) == [200, 429, 200]
         many = {"prompt": ["a"] * 9, "max_tokens": 1}
-        assert len(httpx.post(f"{serving.url}/v1/completions", json=many, timeout=60).json()["choices"]) == 9
+        assert len(httpx.post(f"{serving.url}/v1/completions", json=many, timeout=200).json()["choices"]) == 9
     finally:
         serving.stop()
 
@@ -231,7 +233,7 @@ def test_each_prompt_counts_as_a_request(folder):
 def test_a_key_and_a_host_are_asked_for(folder, openai):
     serving = Server(folder, ServerLimits(), ServerOptions("sesame", ("localhost", "127.0.0.1")))
     try:
-        with httpx.Client(base_url=serving.url) as http:
+        with httpx.Client(base_url=serving.url, timeout=200) as http:
             assert http.get("/health").status_code == 200
             for path in ("/v1/models", "/docs", "/openapi.json", "/metrics", "/nothing"):
                 for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "sesame"}):
@@ -354,9 +356,9 @@ def test_embeddings_are_the_embedders(embedding_server, inputs, openai):
         assert len(short.data[0].embedding) == 8
         assert abs(torch.tensor(short.data[0].embedding).norm() - 1) < 1e-5
         assert "vectors" in [m.id for m in asked.models.list()]
-    raw = httpx.post(f"{serving.url}/v1/embeddings", json={"input": inputs, "encoding_format": "base64"}).json()[
-        "data"
-    ][0]["embedding"]
+    raw = httpx.post(
+        f"{serving.url}/v1/embeddings", json={"input": inputs, "encoding_format": "base64"}, timeout=200
+    ).json()["data"][0]["embedding"]
     assert struct.unpack("<32f", base64.b64decode(raw)) == pytest.approx(wanted[0].tolist(), abs=1e-6)
 
 
@@ -366,7 +368,7 @@ def test_embeddings_are_the_embedders(embedding_server, inputs, openai):
 def test_embeddings_of_nothing_are_refused(embedding_server, body):
     content = json.dumps(body)
     url = f"{embedding_server[0].url}/v1/embeddings"
-    answer = httpx.post(url, content=content, headers={"content-type": "application/json"})
+    answer = httpx.post(url, content=content, headers={"content-type": "application/json"}, timeout=200)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
 
@@ -441,12 +443,12 @@ def soak(server, folder, requests: int, seed: int) -> Counter[str]:
         return outcomes
 
     outcomes = asyncio.run(all_of())
-    end = time.monotonic() + 20
+    end = time.monotonic() + 150
     while not server.engine.idle and time.monotonic() < end:
         time.sleep(0.05)
     assert server.engine.idle
     assert server.engine.scheduler.pool.num_free == server.engine.scheduler.pool.count
-    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{server.url}/health", timeout=200).json() == {"status": "ok"}
     return outcomes
 
 

@@ -184,7 +184,7 @@ def test_a_stop_string_is_not_said(client, folder):
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_requests_say_what_is_wrong(server, body, word, stream):
     """Before anything is computed, and before a stream begins; and the next one is answered."""
-    with httpx.Client(base_url=server.url) as http:
+    with httpx.Client(base_url=server.url, timeout=200) as http:
         content = json.dumps({**body, "stream": stream})  # httpx itself sends neither NaN nor halves of surrogates
         answer = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
         assert answer.status_code == 400
@@ -196,13 +196,13 @@ def test_several_samples_of_the_longest_answer(server):
     """Prompt and answer fill what the server takes, and what a sequence may have."""
     for length in (100, 200):
         body = {"prompt": [5] * length, "max_tokens": 300 - length, "n": 3, "ignore_eos": True}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=200)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 3 * (300 - length)
 
 
 def test_bodies_are_bounded_and_every_error_is_the_protocols(server):
-    with httpx.Client(base_url=server.url, timeout=60) as http:
+    with httpx.Client(base_url=server.url, timeout=200) as http:
         large = json.dumps({"prompt": "a" * (5 << 20)})
         pieces = (large[i : i + 65536].encode() for i in range(0, len(large), 65536))
         for content in (large, pieces):  # of a length that is said, and not
@@ -240,13 +240,16 @@ def test_others_are_answered_while_a_long_prompt_is_read(folder):
     server.tokenizer.encode = encode
     answers = []
     thread = threading.Thread(
-        target=lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json={"prompt": "long"}, timeout=60))
+        target=lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json={"prompt": "long"}, timeout=200))
     )
     thread.start()
     try:
         assert begun.wait(20)
-        assert httpx.get(f"{server.url}/health").status_code == 200
-        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+        assert httpx.get(f"{server.url}/health", timeout=200).status_code == 200
+        assert (
+            httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=200).status_code
+            == 200
+        )
         assert not answers
     finally:
         go.set()
@@ -262,10 +265,13 @@ def test_streams_whose_clients_leave_hold_no_place(folder):
     for _ in range(40):
         with socket.create_connection(("127.0.0.1", server.port)) as client:
             client.sendall(head.encode() + b"\r\n\r\n" + body)
-    end, status = time.monotonic() + 20, 429
+    end, status = time.monotonic() + 150, 429
     while status == 429 and time.monotonic() < end:
         time.sleep(0.1)
-        done = [httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}) for _ in range(4)]
+        done = [
+            httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=200)
+            for _ in range(4)
+        ]
         status = max(answer.status_code for answer in done)
     assert status == 200
     server.stop()
@@ -297,7 +303,7 @@ def test_clients_that_stall_hold_no_place(folder):
     assert sent[0]["status"] == 408
     asyncio.run(ask(body, False))
     whole = {"prompt": ["a"] * 4, "max_tokens": 1}
-    assert httpx.post(f"{server.url}/v1/completions", json=whole, timeout=60).status_code == 200
+    assert httpx.post(f"{server.url}/v1/completions", json=whole, timeout=200).status_code == 200
     server.stop()
     assert server.engine.scheduler.pool.num_free == server.engine.scheduler.pool.count
 
@@ -315,7 +321,7 @@ def test_draws_of_a_server_follow_the_distribution(server, folder, way):
     drawn = Counter()
     asked = {"equal prompts": (1, ["hello"] * 400, 1), "samples": (20, "hello", 20), "requests": (400, "hello", 1)}
     requests, prompt, samples = asked[way]
-    with httpx.Client(base_url=server.url, timeout=60) as http:
+    with httpx.Client(base_url=server.url, timeout=200) as http:
         for _ in range(requests):
             body = {"prompt": prompt, "n": samples, "max_tokens": 1, "temperature": 1}
             drawn.update(c["text"] for c in http.post("/v1/completions", json=body).json()["choices"])
@@ -328,13 +334,14 @@ def test_draws_of_a_server_follow_the_distribution(server, folder, way):
 def test_a_seed_makes_a_list_of_equal_prompts_repeat(server):
     body = {"prompt": ["a"] * 4, "n": 2, "max_tokens": 8, "seed": 5, "ignore_eos": True}
     said = [
-        [c["text"] for c in httpx.post(f"{server.url}/v1/completions", json=body).json()["choices"]] for _ in range(2)
+        [c["text"] for c in httpx.post(f"{server.url}/v1/completions", json=body, timeout=200).json()["choices"]]
+        for _ in range(2)
     ]
     assert said[0] == said[1]
     assert len(set(said[0])) == 8
     body["stream"] = True
     parts = Counter()
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as stream:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=200) as stream:
         for line in stream.iter_lines():
             if line.startswith("data: {"):
                 (choice,) = json.loads(line.removeprefix("data: "))["choices"]
@@ -347,7 +354,7 @@ def test_a_template_that_refuses_is_the_clients_error(folder):
     try:
         inner = server.tokenizer.inner
         inner.chat_template = "{{ raise_exception('only users may speak') }}"
-        with httpx.Client(base_url=server.url) as http:
+        with httpx.Client(base_url=server.url, timeout=200) as http:
             for stream in (False, True):
                 body = {"messages": [{"role": "system", "content": "a"}], "stream": stream}
                 answer = http.post("/v1/chat/completions", json=body)
@@ -370,7 +377,7 @@ def test_a_request_that_raises_in_a_step_ends_alone(folder):
     body = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
 
     async def all_of():
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=server.url, timeout=200) as http:
             prompts = [[5, 399] if i % 3 == 1 else "hello" for i in range(12)]
             asked = [
                 http.post("/v1/completions", json={**body, "prompt": p, "stream": i > 8}) for i, p in enumerate(prompts)
@@ -389,17 +396,17 @@ def test_a_request_that_raises_in_a_step_ends_alone(folder):
             assert answer.json()["choices"][0]["text"] == wanted
         else:
             assert answer.text.endswith("data: [DONE]\n\n")
-    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{server.url}/health", timeout=200).json() == {"status": "ok"}
     server.stop()
     assert server.engine.scheduler.pool.num_free == server.engine.scheduler.pool.count
 
 
 def test_a_long_stop_string_costs_no_more_than_the_text(folder):
-    begin = time.monotonic()
+    begin = time.process_time()
     stream = TextStream(read_tokenizer(folder), ["x" * 3_000_000])
     for token in read_tokenizer(folder).encode("some words " * 20):
         stream.push(token)
-    assert time.monotonic() - begin < 5
+    assert time.process_time() - begin < 5
 
 
 def test_serve_ends_with_the_error_of_an_engine_that_fails(folder, monkeypatch):
@@ -426,10 +433,10 @@ def test_serve_ends_with_the_error_of_an_engine_that_fails(folder, monkeypatch):
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    end = time.monotonic() + 30
+    end = time.monotonic() + 150
     while time.monotonic() < end:
         try:
-            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "a"})
+            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "a"}, timeout=200)
             break
         except httpx.TransportError:
             time.sleep(0.05)
@@ -470,10 +477,10 @@ def test_another_model_is_not_found(client, openai):
 
 
 def test_health_models_and_metrics(server, client):
-    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{server.url}/health", timeout=200).json() == {"status": "ok"}
     assert [m.id for m in client.models.list()] == ["tiny"]
     client.completions.create(model="tiny", prompt="a", max_tokens=2)
-    text = httpx.get(f"{server.url}/metrics").text
+    text = httpx.get(f"{server.url}/metrics", timeout=200).text
     assert 'ds_requests_total{outcome="answered"}' in text
     assert "ds_first_token_seconds_bucket" in text
 
@@ -520,14 +527,14 @@ def crowd(server, folder, clients: int, seconds: float) -> list[float]:
 
     async def all_of() -> None:
         limits = httpx.Limits(max_connections=clients)
-        async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=200) as http:
             end = time.monotonic() + seconds
             await asyncio.gather(*(client(http, i, end) for i in range(clients)))
 
     asyncio.run(all_of())
     assert outcomes.count("answered") > len(outcomes) // 2
     assert {"malformed", "cancelled"} <= set(outcomes)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 150
     while not server.engine.idle and time.monotonic() < end:
         time.sleep(0.05)
     assert server.engine.scheduler.pool.num_free == server.engine.scheduler.pool.count
@@ -553,10 +560,10 @@ def test_two_hundred_clients_for_two_minutes(folder):
 def test_an_engine_that_fails_tells_everybody(folder):
     server = Server(folder, ServerLimits())
     server.engine.decoder.forward = None  # type: ignore[assignment,method-assign]
-    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}, timeout=200)
     assert answer.status_code == 500
     assert "the engine failed" in answer.json()["error"]["message"]
-    assert httpx.get(f"{server.url}/health").status_code == 503
+    assert httpx.get(f"{server.url}/health", timeout=200).status_code == 503
     server.stop()
 
 

@@ -45,7 +45,7 @@ class Sandbox:
             input=stdin,
             capture_output=True,
             text=True,
-            timeout=100,  # importing torch on a busy machine takes long
+            timeout=200,  # importing torch on a busy machine takes long
         )
 
     def start(

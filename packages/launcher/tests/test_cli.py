@@ -48,7 +48,7 @@ def test_help_lists_commands_without_importing_them_or_torch(box: Sandbox) -> No
         env={**box.env, "PYTHONPATH": str(box.folder)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert (done.returncode, done.stderr) == (0, "")
     lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.startswith("  ")}

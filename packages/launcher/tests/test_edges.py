@@ -162,7 +162,9 @@ def test_pdsh_leaves_the_scripts_own_arguments_alone() -> None:
 def _ds(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if name not in ("HOME", "USER")}
     command = [sys.executable, "-m", "ds_launcher", "run", *words]
-    return subprocess.run(command, cwd=folder, env=clean | env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=clean | env, capture_output=True, text=True, timeout=200, check=False
+    )
 
 
 def test_an_open_quotation_mark(tmp_path: Path) -> None:
@@ -187,7 +189,7 @@ def test_a_user_without_a_home_and_a_folder_that_is_gone(tmp_path: Path, monkeyp
     )
     for place, expected in ((tmp_path, 0), (gone, 1)):
         command = [sys.executable, "-c", code, place.name]
-        done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == expected, done
         assert "Traceback" not in done.stderr
     assert "launch-cwd" in done.stderr
@@ -205,6 +207,6 @@ def test_a_reader_that_stops_ends_the_command_without_a_traceback(words: list[st
     os.close(read)
     with os.fdopen(write, "w") as closed:
         command = [sys.executable, "-m", "ds_launcher", *words]
-        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=200, check=False)
     assert done.stderr == ""
     assert done.returncode == 141

@@ -172,7 +172,7 @@ def test_threads_report_whole_records(memory: MemorySink) -> None:
 
 
 def run(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=200)
 
 
 def test_sinks_are_complete_after_an_uncaught_exception(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_an_event_does_not_wait_for_the_step() -> None:
     inner = MemorySink()
     m.configure([BackgroundSink(inner)])
     m.event("config", stage=2)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 150
     while not inner.records and time.monotonic() < deadline:
         time.sleep(0.01)
     assert [record.kind for record in inner.records] == [RecordKind.EVENT]
@@ -130,7 +130,7 @@ def test_a_service_that_is_not_there_delays_no_step(tmp_path: Path) -> None:
         "    m.gauge('loss', 1.0)\n"
         "print(time.perf_counter() - begun < 1)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, cwd=tmp_path)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "True\n")
     assert "Hung did not write" in done.stderr
 

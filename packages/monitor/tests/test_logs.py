@@ -39,7 +39,7 @@ log_requested(log, "asked for")
 
 def stderr(code: str, **env: str) -> list[str]:
     base = {key: value for key, value in os.environ.items() if key not in ("RANK", "PMI_RANK", "SLURM_PROCID")}
-    done = subprocess.run([sys.executable, "-c", code], env=base | env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], env=base | env, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout) == (0, "")
     return [line.rpartition("] ")[2] for line in done.stderr.splitlines()]
 

@@ -225,6 +225,6 @@ def test_the_lowest_level_gives_the_same_bits() -> None:
         )
         for level, threads in programs
     ]
-    digests = [run.communicate(timeout=100)[0].strip() for run in runs]
+    digests = [run.communicate(timeout=200)[0].strip() for run in runs]
     assert digests[0] == digests[1]
     assert len(digests[0]) == 64

@@ -63,7 +63,7 @@ def test_a_process_group_of_others_is_watched_until_they_end_it() -> None:
     assert current().watching()
     ds_comm.barrier()
     dist.destroy_process_group()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 150
     while watchdogs() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not current().watching()
@@ -111,7 +111,7 @@ def test_a_forgotten_watchdog_ends_with_the_process_group() -> None:
         ds_comm.barrier()
         assert watchdogs() == 1
         dist.destroy_process_group()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 150
         while watchdogs() and time.monotonic() < deadline:
             time.sleep(0.02)
         assert watchdogs() == 0

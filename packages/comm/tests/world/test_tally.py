@@ -67,7 +67,7 @@ def test_one_who_does_not_come_is_named() -> None:
         with pytest.raises(CommError, match=r"post\[layers.0\] #1 of group 'world': rank 1 did not come") as caught:
             tally.wait(tally.advance("layers.0"), "layers.0")
         assert caught.value.code == "comm-timeout"
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 60
     dist.barrier()
 
 

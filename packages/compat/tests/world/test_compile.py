@@ -12,7 +12,7 @@ from ds_testing import world
 torch.hub.tqdm.monitor_interval = 0  # else torch.fx starts a thread that outlives the test
 
 
-@world(2, backend=None, timeout=60)
+@world(2, backend=None)
 def test_passes_of_upstreams_form_run_in_schedules_that_keep_their_contracts() -> None:
     import deepspeed
     from deepspeed.compile.passes import contract, prefetch, zero3_compile

@@ -111,7 +111,7 @@ def compare(one: Any, other: Any, tolerance: float = 0.0) -> None:
         torch.testing.assert_close(other[1][name], weight, atol=10 * tolerance, rtol=tolerance, msg=name)
 
 
-@world(2, timeout=60)
+@world(2)
 def test_every_pass_at_stage_3_leaves_the_numbers_alone() -> None:
     config = configured(3)
     eager = trained(Model(), config, 4)
@@ -124,7 +124,7 @@ def test_every_pass_at_stage_3_leaves_the_numbers_alone() -> None:
     assert session.breaks == {}
 
 
-@world(2, timeout=60)
+@world(2)
 def test_a_unit_is_summed_once_in_each_step_and_inside_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     # autograd calls the hooks of parameters whose gradients a graph has handed over: no second gradient, and nothing late.
     summed, left = [], []
@@ -144,7 +144,7 @@ def test_a_unit_is_summed_once_in_each_step_and_inside_of_the_graph(monkeypatch:
     assert len(summed) == 2 * units
 
 
-@world(2, timeout=60)
+@world(2)
 def test_a_graph_that_ends_early_leaves_the_rest_to_hooks() -> None:
     config = configured(3, gradient_accumulation_steps=1)
     eager = trained(Model(breaks=3), config, 3)
@@ -157,7 +157,7 @@ def test_a_graph_that_ends_early_leaves_the_rest_to_hooks() -> None:
 
 
 @pytest.mark.slow
-@world(2, timeout=60)
+@world(2)
 def test_reductions_stand_in_graphs_where_nothing_is_gathered() -> None:
     config = configured(1)
     eager = trained(Model(frozen=True), config, 2)
@@ -168,7 +168,7 @@ def test_reductions_stand_in_graphs_where_nothing_is_gathered() -> None:
 
 
 @pytest.mark.slow
-@world(2, timeout=60)
+@world(2)
 def test_two_engines_of_one_class_are_compiled_apart_and_given_back_whole() -> None:
     first, second = Model(), Model()
     config = {**configured(3, gradient_accumulation_steps=1), "compile": {"deepcompile": True}}
@@ -189,7 +189,7 @@ def test_two_engines_of_one_class_are_compiled_apart_and_given_back_whole() -> N
 
 
 @pytest.mark.slow
-@world(2, timeout=60)
+@world(2)
 def test_a_pass_of_the_user_edits_the_graphs_of_its_steps() -> None:
     model, seen = Model(), []
 
@@ -221,7 +221,7 @@ class Recomputed(Model):
 
 
 @pytest.mark.slow
-@world(2, timeout=60)
+@world(2)
 def test_recomputation_is_left_to_the_partitioner_and_holds_less() -> None:
     config = configured(3, gradient_accumulation_steps=1)
     compare(trained(Model(), config, 3), trained(Recomputed(), config, 3, backend="eager"), 1e-6)
@@ -238,7 +238,7 @@ def test_recomputation_is_left_to_the_partitioner_and_holds_less() -> None:
 
 
 @pytest.mark.slow
-@world(2, timeout=60)
+@world(2)
 def test_batches_of_many_lengths_are_one_piece_where_sizes_are_symbols() -> None:
     config, lengths = configured(3), iter(list(range(3, 11)) * 2)
 

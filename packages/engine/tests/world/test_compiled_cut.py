@@ -254,7 +254,7 @@ class Plain(nn.Module):
         return functional.cross_entropy(self.table(input_ids).flatten(0, 1), shift_labels.flatten())
 
 
-@world(2, timeout=90)
+@world(2)
 def test_models_whose_sequences_cannot_be_cut_are_refused_with_what_was_found() -> None:
     (batch,) = batches(1)
     tokens = {"tokens": torch.zeros(2, LENGTH + 1, dtype=torch.long)}

@@ -138,7 +138,7 @@ def step(engine: Any) -> None:
 def in_use() -> collections.Counter[str]:
     """Count this process's descriptors and threads by kind, and the host's shared memory files, after a collection of garbage on all ranks."""
     gc.collect()
-    until = time.monotonic() + 60  # a dropped engine's save goes on behind; its threads end with it
+    until = time.monotonic() + 150  # a dropped engine's save goes on behind; its threads end with it
     while any(thread.name.startswith("ds-ckpt") for thread in threading.enumerate()) and time.monotonic() < until:
         time.sleep(0.01)
         gc.collect()

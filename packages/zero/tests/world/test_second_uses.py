@@ -89,7 +89,7 @@ LOOPS_MARKED = [
 
 
 @pytest.mark.parametrize(("kind", "paths", "memory"), LOOPS_MARKED)
-@world(2, backend=None, timeout=40)
+@world(2, backend=None)
 def test_units_used_once_on_one_rank_and_more_often_on_the_other(kind: str, paths: str, memory: str) -> None:
     """Steps at stage 3 equal plain torch on both ranks' batches, evaluations between them included."""
     ds_comm.init_distributed("gloo" if memory == "gloo" else "cpu:shm", deadline_s=20)
@@ -131,7 +131,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("head", ["functional", "module"])
-@world(2, timeout=30)
+@world(2)
 def test_second_uses_and_branches_equal_one_process(head: str, call: str) -> None:
     """Three steps at stage 3 equal plain torch on both ranks' batches; the second and third with the paths of the ranks exchanged, too."""
     rank = dist.get_rank()

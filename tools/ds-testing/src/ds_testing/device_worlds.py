@@ -25,7 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def device_world(
-    size: int, *, host: Literal["device-only", "cpu"] = "device-only", timeout: float = 60.0
+    size: int, *, host: Literal["device-only", "cpu"] = "device-only", timeout: float = 180.0
 ) -> Callable[[F], F]:
     """Mark a test so that its body runs on `size` ranks, on the device that stands for a card and on a card.
 

@@ -36,7 +36,7 @@ def import_effects(module: str, *, baseline: tuple[str, ...] = ()) -> ImportEffe
 def import_effects_each(modules: Sequence[str], *, baseline: tuple[str, ...] = ()) -> dict[str, ImportEffects]:
     """As `import_effects`, by module: each in a process of its own, with one import of `baseline` for all."""
     command = [sys.executable, "-B", "-m", "ds_testing.import_probe", ",".join(modules), *baseline]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"importing {', '.join(modules)} failed:\n{done.stderr}")
     found = [json.loads(line) for line in done.stdout.splitlines()[-len(modules) :]]

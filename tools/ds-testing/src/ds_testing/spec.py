@@ -31,7 +31,7 @@ class World:
 
     size: int
     backend: str | None = "gloo"
-    timeout: float = 60.0
+    timeout: float = 180.0
     device: str = "cpu"
     cards: int = 0
 
@@ -44,7 +44,7 @@ class World:
             raise ValueError(f"a world is on one of {DEVICES}, not on {self.device!r}")
 
 
-def world(size: int, backend: str | None = "gloo", timeout: float = 60.0, *, device: str = "cpu") -> Callable[[F], F]:
+def world(size: int, backend: str | None = "gloo", timeout: float = 180.0, *, device: str = "cpu") -> Callable[[F], F]:
     """Mark a test so that its body runs on every rank of a world.
 
     The function itself is returned unchanged: the plugin sends its name to the ranks, and each of them imports the file
