@@ -99,6 +99,28 @@ def test_to_hugging_face_and_back(path, tmp_path, limit):
     assert caught.value.code == "ckpt-target-exists"
 
 
+@pytest.mark.parametrize("limit", [10**9, 510])
+def test_to_files_of_torch_with_every_name_and_over_former_ones(path, tmp_path, limit):
+    source, out = weights(open_checkpoint(path)), tmp_path / "bin"
+    done = write_hf(source, out, max_shard_bytes=limit, pickled=True)
+    loaded = {}
+    for file in done.files:
+        loaded |= torch.load(out / file, weights_only=True)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in MODEL.items())
+    assert loaded["head.weight"].data_ptr() == loaded["embed.weight"].data_ptr()
+    index = out / "pytorch_model.bin.index.json"
+    assert index.is_file() == (limit == 510)
+    if index.is_file():
+        assert set(json.loads(index.read_text())["weight_map"]) == {*MODEL, "head.weight"} == set(loaded)
+    (out / "adapter_model.bin").touch()
+    with pytest.raises(CheckpointError, match="already holds bin files"):
+        write_hf(source, out, pickled=True)
+    write_hf(source, out, max_shard_bytes=700, pickled=True, overwrite=True)
+    assert len(list(out.glob("pytorch_model-*.bin"))) == 2
+    write_hf(source, out, pickled=True, overwrite=True)
+    assert sorted(p.name for p in out.iterdir()) == ["adapter_model.bin", "pytorch_model.bin"]
+
+
 def test_transformers_loads_an_export_strictly(tmp_path):
     """Several files, a tied head that is written once, and another dtype than the checkpoint's."""
     transformers = pytest.importorskip("transformers")

@@ -25,6 +25,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
 from torch import nn
 
+import ds_ckpt
 from ds_comm import self_group
 from ds_config.errors import CheckpointError, ConfigError, PlanError, UnsupportedError
 
@@ -486,6 +487,36 @@ def test_signs_of_a_checkpoint(tmp_path):
     assert "deepspeed.utils.zero_to_fp32" in (tmp_path / "zero_to_fp32.py").read_text()
     with pytest.raises(CheckpointError, match="_optim_states"):
         deepspeed.utils.zero_to_fp32.get_optim_files(str(tmp_path))
+
+
+def test_weights_are_converted_as_upstreams_programs_do(tmp_path, caplog):
+    from deepspeed.utils import zero_to_fp32, zero_to_torch
+
+    state = {"param/a.weight": torch.randn(4, 6), "param/b.weight": torch.randn(6, 4), "buffer/count": torch.tensor(3)}
+    ds_ckpt.save(tmp_path / "t", ds_ckpt.full_shards(state), {})
+    leave_signs(str(tmp_path), "t", latest=True, sharded=True)
+    out = tmp_path / "out"
+    zero_to_fp32.main([str(tmp_path), str(out), "--max_shard_size", "110B"])
+    assert sorted(p.name for p in out.iterdir())[:2] == [
+        "pytorch_model-00001-of-00002.bin",
+        "pytorch_model-00002-of-00002.bin",
+    ]
+    for _ in range(2):  # a second one takes the place of the first
+        zero_to_torch.main([str(tmp_path), str(out), "--dtype", "bf16", "-t", "t"])
+    assert [p.name for p in out.iterdir()] == ["pytorch_model.bin"]
+    loaded = torch.load(out / "pytorch_model.bin")
+    assert torch.equal(loaded["a.weight"], state["param/a.weight"].bfloat16())
+    assert loaded["count"].dtype == torch.int64
+    with pytest.raises(ValueError, match="'int8' is none"):
+        zero_to_fp32.convert_zero_checkpoint_to_state_dict(tmp_path, out, dtype="int8")
+    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, out, max_shard_size=100, safe_serialization=True)
+    assert (out / "model.safetensors.index.json").is_file()
+
+    model = nn.ModuleDict({"a": nn.Linear(6, 4), "c": nn.Linear(2, 2)})
+    assert zero_to_fp32.load_state_dict_from_zero_checkpoint(model, str(tmp_path)) is model
+    assert torch.equal(model["a"].weight, state["param/a.weight"])
+    assert "b.weight" in caplog.text
+    assert "c.weight" in caplog.text
 
 
 def test_status_looks_like_its_enum():

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -25,11 +27,10 @@ from ds_ckpt.local import Disk, LocalWriteFile
 from ds_ckpt.shard_tensors import byte_view
 from ds_ckpt.writer import safetensors_header
 from ds_config.errors import CheckpointError
-from ds_config.regular_file import replace_text
+from ds_config.regular_file import replace_text, replacing
 
-__all__ = ["INDEX", "SINGLE", "Exported", "open_hf", "write_hf"]
+__all__ = ["INDEX", "Exported", "open_hf", "write_hf"]
 
-SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 _MAX_INDEX: Final = 2**28
 
@@ -103,31 +104,57 @@ def _weight_map(root: Path) -> dict[str, str]:
     return names
 
 
-def write_hf(source: TensorSource, out: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9) -> Exported:
+def write_hf(
+    source: TensorSource,
+    out: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = 5 * 10**9,
+    pickled: bool = False,
+    overwrite: bool = False,
+) -> Exported:
     """Write `source` into the directory `out`; one file when everything fits into `max_shard_bytes`.
 
+    Args:
+        pickled: Write `pytorch_model.bin`, files of `torch.save`, with a name of its own for each tied tensor.
+        overwrite: Take the place of a former export: its files go when the new ones are complete.
+
     Raises:
-        CheckpointError: "ckpt-target-exists": `out` already holds safetensors files.
-    Cost: one tensor of host memory; every byte is written once.
+        CheckpointError: "ckpt-target-exists": `out` already holds files of that kind.
+    Cost: one tensor of host memory, or with `pickled` one file's; every byte is written once.
     """
     root = Path(out)
     root.mkdir(parents=True, exist_ok=True)
-    if any(root.glob("*.safetensors")):
+    stem, suffix = ("pytorch_model", ".bin") if pickled else ("model", ".safetensors")
+    if not overwrite and any(root.glob(f"*{suffix}")):
         raise CheckpointError(
-            f"{root} already holds safetensors files", code="ckpt-target-exists", fix="Export into an empty directory."
+            f"{root} already holds {suffix.removeprefix('.')} files",
+            code="ckpt-target-exists",
+            fix="Export into an empty directory.",
         )
+    own = re.compile(re.escape(stem) + r"(-\d+-of-\d+)?" + re.escape(suffix) + r"(\.index\.json)?")
+    former = {path for path in root.iterdir() if own.fullmatch(path.name)}
     shards = _shards(source, max_shard_bytes)
     files = [
-        SINGLE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        f"{stem}{suffix}" if len(shards) == 1 else f"{stem}-{i + 1:05d}-of-{len(shards):05d}{suffix}"
         for i in range(len(shards))
     ]
+    if pickled:
+        for names in shards:
+            names += [alias for alias, target in source.aliases.items() if target in names]
     for file, names in zip(files, shards, strict=True):
-        _write_file(root / file, [(name, source.entries[name]) for name in names])
+        if pickled:
+            _write_pickled(root / file, source, names)
+        else:
+            _write_file(root / file, [(name, source.entries[name]) for name in names])
     total = sum(_nbytes(entry) for entry in source.entries.values())
+    index = root / f"{stem}{suffix}.index.json"
     if len(files) > 1:
         where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-        replace_text(root / INDEX, json.dumps(index, indent=2) + "\n")
+        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        replace_text(index, json.dumps(content, indent=2) + "\n")
+        former.discard(index)
+    for path in former - {root / file for file in files}:
+        path.unlink()
     return Exported(tuple(files), total)
 
 
@@ -166,3 +193,13 @@ def _write_file(path: Path, entries: Sequence[tuple[str, TensorEntry]]) -> None:
     except BaseException:
         file.abandon()
         raise
+
+
+def _write_pickled(path: Path, source: TensorSource, names: Sequence[str]) -> None:
+    """Write tensors by `torch.save`; names of one tensor share its storage, as they did in the model."""
+    read: dict[str, Tensor] = {}
+    for name in names:
+        target = source.aliases.get(name, name)
+        read[name] = read[target] if target in read else source.entries[target].read()
+    with replacing(path) as draft, draft.open("wb") as file:
+        torch.save(read, file)

@@ -1,4 +1,4 @@
-"""Checkpoint folders as clients expect them: `latest`, the tag's folder, `zero_to_fp32.py`; our format inside; and whole fp32 weights out of one."""
+"""Checkpoint folders as clients expect them: `latest`, the tag's folder, `zero_to_fp32.py`; our format inside; and whole weights out of one."""
 
 from __future__ import annotations
 
@@ -25,10 +25,14 @@ from ds_config.regular_file import replace_text, replacing
 from ds_engine.deepspeed_checkpoints import latest_tag
 
 _log = logging.getLogger("DeepSpeed")
+_SCRIPTS = {
+    "zero_to_fp32": "Write the whole fp32 weights of the checkpoints beside this file: python zero_to_fp32.py . OUTPUT_DIR",
+    "zero_to_torch": "Write the whole weights of the checkpoints beside this file: python zero_to_torch.py . OUTPUT_DIR --dtype bf16",
+}
 _SCRIPT = '''#!/usr/bin/env python3
-"""Write the whole fp32 weights of the checkpoints beside this file: python zero_to_fp32.py . OUTPUT_DIR"""
+"""{what}"""
 
-from deepspeed.utils.zero_to_fp32 import main
+from deepspeed.utils.{name} import main
 
 if __name__ == "__main__":
     main()
@@ -65,11 +69,11 @@ def leave_signs(save_dir: str, tag: str, *, latest: bool, sharded: bool) -> None
 
     Args:
         latest: Write the file `latest`.
-        sharded: Write `zero_to_fp32.py`, as upstream does from stage 1.
+        sharded: Write `zero_to_fp32.py` and `zero_to_torch.py`, as upstream does from stage 1.
     """
     folder = Path(save_dir)
-    if sharded:
-        replace_text(folder / "zero_to_fp32.py", _SCRIPT, 0o777)
+    for name, what in _SCRIPTS.items() if sharded else ():
+        replace_text(folder / f"{name}.py", _SCRIPT.format(name=name, what=what), 0o777)
     if latest:
         replace_text(folder / "latest", tag)
 
@@ -172,6 +176,10 @@ class TorchCheckpointEngine:
     commit = answers(True, "Return True: a file is complete when `save` returns.")
 
 
+OUTPUT_DTYPE_NAMES = {
+    "float32": torch.float32, "fp32": torch.float32, "float16": torch.float16, "fp16": torch.float16,
+    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
+}  # fmt: skip
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -190,29 +198,50 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> nn.Module:
-    """Load the whole weights into a model that is not sharded, and return it."""
-    return fp32.load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag, allow_pickle=True)
+    """Load the whole weights into a model that is not sharded, on the CPU, and return it.
+
+    Names that only one of them has are told in a warning, and left as they are.
+    """
+    weights = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    apart = model.cpu().load_state_dict(weights, strict=False)
+    if any(apart):
+        _log.warning("%s and the model differ: %s", checkpoint_dir, apart)
+    return model
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: str, output_dir: str, dtype: str | torch.dtype = torch.float32, max_shard_size: str | int | None =
+    "5GB", safe_serialization: bool = False, tag: str | None = None, exclude_frozen_parameters: bool = False,
+) -> None:  # fmt: skip
+    """Write the whole weights into `output_dir`: `pytorch_model.bin` or `model.safetensors`, in files of at most `max_shard_size`.
+
+    Files of a former conversion are replaced.
+
+    Args:
+        dtype: Of floating-point tensors; others keep theirs.
+
+    Raises:
+        ConfigError: `max_shard_size` is no size, or `dtype` none of `OUTPUT_DTYPE_NAMES` ("compat-argument").
+    """
+    wanted = OUTPUT_DTYPE_NAMES.get(str(dtype).removeprefix("torch.").lower())
+    if wanted is None:
+        raise refused("output-dtype", dtype, ", ".join(sorted(OUTPUT_DTYPE_NAMES)))
+    limit = _size(max_shard_size)
+    source = fp32.weights(
+        fp32.open_training(checkpoint_dir, tag, allow_pickle=True), exclude_frozen_parameters=exclude_frozen_parameters
+    )
+    model = cast(source, str(wanted).removeprefix("torch."))
+    write_hf(model, output_dir, max_shard_bytes=limit, pickled=not safe_serialization, overwrite=True)
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: str, output_dir: str, max_shard_size: str | None = "5GB", safe_serialization: bool = False, tag: str
-    | None = None, exclude_frozen_parameters: bool = False,
+    checkpoint_dir: str, output_dir: str, max_shard_size: str | int | None = "5GB", safe_serialization: bool = False,
+    tag: str | None = None, exclude_frozen_parameters: bool = False,
 ) -> None:  # fmt: skip
-    """Write the whole fp32 weights into `output_dir`: `pytorch_model.bin`, or safetensors of at most `max_shard_size`.
-
-    Raises:
-        ConfigError: `max_shard_size` is no size ("compat-argument").
-    """
-    out = Path(output_dir)
-    if not safe_serialization:
-        out.mkdir(parents=True, exist_ok=True)
-        whole = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
-        with replacing(out / "pytorch_model.bin") as draft, draft.open("wb") as file:
-            torch.save(whole, file)
-        return
-    source = fp32.open_training(checkpoint_dir, tag, allow_pickle=True)
-    model = cast(fp32.weights(source, exclude_frozen_parameters=exclude_frozen_parameters), "float32")
-    write_hf(model, out, max_shard_bytes=_size(max_shard_size))
+    """Write the whole fp32 weights, see `convert_zero_checkpoint_to_state_dict`."""
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+    )
 
 
 def get_optim_files(checkpoint_dir: str) -> list[str]:
@@ -247,8 +276,8 @@ def _by_number(path: str) -> list[Any]:
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path)]
 
 
-def _size(text: str | None) -> int:
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)B?\s*", text or "1000TB", re.IGNORECASE)
+def _size(text: str | int | None) -> int:
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)B?\s*", str(text or "1000TB"), re.IGNORECASE)
     if match is None:
         raise refused("shard-size", text)
     return int(float(match[1]) * _UNITS[match[2].upper()])
@@ -256,14 +285,29 @@ def _size(text: str | None) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program `zero_to_fp32.py`: write the full fp32 weights of a checkpoint."""
-    parser = argparse.ArgumentParser(description="Write the whole fp32 weights of a checkpoint.")
+    convert_zero_checkpoint_to_fp32_state_dict(**_options(_parser("fp32 "), arguments))
+
+
+def main_with_dtype(arguments: Sequence[str] | None = None) -> None:
+    """Run the program `zero_to_torch.py`: write the full weights of a checkpoint in the dtype that is asked for."""
+    parser = _parser("")
+    parser.add_argument("--dtype", required=True, choices=sorted(OUTPUT_DTYPE_NAMES), help="of floating-point tensors")
+    convert_zero_checkpoint_to_state_dict(**_options(parser, arguments))
+
+
+def _parser(kind: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=f"Write the whole {kind}weights of a checkpoint.")
     parser.add_argument("checkpoint_dir", help="folder of checkpoints, the one with the file `latest`")
     parser.add_argument("output_dir", help="folder to write into")
-    parser.add_argument("--max_shard_size", default="5GB", help="largest safetensors file")
+    parser.add_argument("--max_shard_size", default="5GB", help="largest file")
     parser.add_argument("--safe_serialization", action="store_true", help="safetensors instead of pytorch_model.bin")
     parser.add_argument("-t", "--tag", default=None, help="which checkpoint; the newest complete one by default")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave frozen parameters out")
     parser.add_argument("-d", "--debug", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _options(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> dict[str, Any]:
     options = vars(parser.parse_args(arguments))
     options.pop("debug")
-    convert_zero_checkpoint_to_fp32_state_dict(**options)
+    return options
