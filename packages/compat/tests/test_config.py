@@ -38,6 +38,24 @@ def test_unknown_keys_of_sections_that_upstream_reads_key_by_key_are_left_out_wi
     assert ["'flops_profiler.step'" in said.messages[0], "'optimizer.torch_adam'" in said.messages[1]] == [True, True]
 
 
+def test_keys_of_optimizers_that_upstream_does_not_read_are_left_out_with_a_warning(said):
+    """Of Muon's parameters upstream picks those that it knows; of torch's Adam it drops the format of states."""
+    muon = {"type": "Muon", "params": {"momentum": 0.9, "nesterov": False}}
+    assert accepted({"optimizer": muon})["optimizer"]["params"] == {"momentum": 0.9}
+    adam = {"type": "Adam", "params": {"torch_adam": True, "fp32_optimizer_states": False}}
+    assert accepted({"optimizer": adam})["optimizer"]["params"] == {"torch_adam": True}
+    assert [
+        key in message for key, message in zip(("nesterov", "fp32_optimizer_states"), said.messages, strict=True)
+    ] == [True, True]
+
+
+def test_sections_without_a_type_are_none_and_an_unknown_rise_is_logarithmic(said):
+    assert accepted({"optimizer": {}, "scheduler": {"type": None, "params": {}}}) == {}
+    warmup = {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cosine", "warmup_num_steps": 3}}}
+    assert accepted(warmup)["scheduler"]["params"] == {"warmup_num_steps": 3}
+    assert "'cosine'" in said.text
+
+
 def test_quoted_values_of_typed_sections_are_what_they_say():
     """Upstream's pydantic models read them so; what it reads key by key stays as it is, and so does what says nothing."""
     zero = {"stage": "2", "reduce_bucket_size": "500000", "overlap_comm": "false"}
@@ -193,7 +211,7 @@ def test_arguments_of_scripts():
     assert given.deepspeed_config == "x.json"
     tuned = deepspeed.add_tuning_arguments(argparse.ArgumentParser()).parse_args(["--lr_schedule", "WarmupLR"])
     assert tuned.lr_schedule == "WarmupLR"
-    assert tuned.warmup_num_steps is None
+    assert tuned.warmup_num_steps == 1000
 
 
 SECTIONS = {

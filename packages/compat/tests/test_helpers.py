@@ -594,10 +594,21 @@ def test_values_of_schedules_given_as_arguments():
     from deepspeed.runtime import lr_schedules
 
     parser = lr_schedules.add_tuning_arguments(argparse.ArgumentParser())
+    parser.add_argument("--total_num_steps", type=int)  # a script's own
     given = parser.parse_args(["--lr_schedule", "WarmupLR", "--warmup_max_lr", "0.5", "--warmup_num_steps", "7"])
     config, why = lr_schedules.get_config_from_args(given)
     assert why is None
-    assert config == {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 7}}
+    rise = {"warmup_min_lr": 0.0, "warmup_type": "log"}
+    assert config == {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 7, **rise}}
+    switches = parser.parse_args(["--lr_range_test_staircase", "--cycle_momentum", "--lr_schedule", "OneCycle"])
+    cycle, _ = lr_schedules.get_config_from_args(switches)
+    assert (switches.lr_range_test_staircase, cycle["params"]["cycle_max_lr"], "cycle_momentum" in cycle["params"]) == (
+        True,
+        0.1,
+        False,
+    )
+    lr_schedules.OneCycle(torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]), **cycle["params"]).step()
+    assert lr_schedules.get_lr_from_config({"type": "WarmupCosineLR", "params": {}})[0] is None
     assert lr_schedules.get_lr_from_config(config) == (0.5, "")
     assert lr_schedules.get_lr_from_config({"type": "Nothing", "params": {}})[0] is None
     assert lr_schedules.get_config_from_args(argparse.Namespace())[0] is None

@@ -214,6 +214,24 @@ def test_torch_schedulers_and_callables(make_model: Make, config: Settings, rows
     by_callable.close()
 
 
+def test_groups_without_parameters_are_dropped(make_model: Make, config: Settings) -> None:
+    """As DeepSpeed drops them: values of a schedule by group are of those that train, unless a scheduler has counted them all."""
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": [0.5], "warmup_num_steps": 2}}
+    for client in (False, True):
+        model = make_model()
+        groups = [{"params": []}, {"params": list(model.parameters())}, {"params": []}]
+        given = {"optimizer": torch.optim.SGD(groups)} if client else {"model_parameters": groups}
+        optimizer = {"optimizer": None} if client else {"optimizer": {"type": "Muon", "params": {"muon_lr": 0.5}}}
+        engine = start(model, config(**optimizer, **({"scheduler": schedule} if client else {})), **given)
+        assert [len(group["params"]) > 0 for group in engine.optimizer.param_groups] == [True] * (1 if client else 2)  # type: ignore[union-attr]
+        engine.close()
+    inner = torch.optim.SGD([{"params": []}, {"params": list((model := make_model()).parameters())}])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1.0)
+    engine = start(model, config(optimizer=None), optimizer=inner, lr_scheduler=scheduler)
+    assert engine.get_mom() == [0, 0]
+    engine.close()
+
+
 def test_a_client_optimizer_keeps_its_groups(make_model: Make, config: Settings, rows: Any) -> None:
     model = make_model()
     groups = [

@@ -1,5 +1,6 @@
 """Every optimizer type of the schema is made as its parameters say, and shards without changing its result."""
 
+import inspect
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
@@ -81,6 +82,30 @@ def test_muon_steps_weights_of_three_dims_as_stacks_unless_told() -> None:
         assert low > high / 2
     low, high = torch.linalg.svdvals(moves["flat.weight"].flatten(1)).aminmax()
     assert low > high / 2
+
+
+@pytest.mark.parametrize(
+    ("section", "peer"),
+    [
+        ({"type": "Adagrad", "params": {"lr_decay": 0.1, "initial_accumulator_value": 0.3, "maximize": True}}, torch.optim.Adagrad),
+        ({"type": "Adam", "params": {"torch_adam": True, "adam_w_mode": False, "maximize": True, "foreach": False}}, torch.optim.Adam),
+        ({"type": "AdamW", "params": {"maximize": True, "set_grad_none": True, "weight_decay": 0.2}}, torch.optim.AdamW),
+        ({"type": "Muon", "params": {"adam_w_mode": False, "weight_decay": 0.2, "torch_adam": True}}, torch.optim.Adam),
+    ],
+)  # fmt: skip
+def test_keys_that_deepspeed_hands_on_to_torch_act(section: dict[str, Any], peer: Any) -> None:
+    ours, theirs = nn.Linear(3, 1), nn.Linear(3, 1)
+    theirs.load_state_dict(ours.state_dict())
+    names = inspect.signature(peer.__init__).parameters
+    values = {key: value for key, value in section["params"].items() if key in names}
+    if section["type"] == "Muon":
+        values |= {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10}
+    optimizers = made(section, ours), peer(theirs.parameters(), **({"weight_decay": 0.0} | values))
+    for _ in range(3):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(ours.bias, theirs.bias)
 
 
 def test_muon_groups_of_the_caller_are_kept(make_model: Make) -> None:

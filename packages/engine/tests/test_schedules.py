@@ -107,6 +107,8 @@ def test_one_cycle(t: int, first: int, second: int, up: int, down: int, decay: i
 
 
 def test_one_cycle_defaults_to_equal_halves() -> None:
+    negative = OneCycle(cycle_min_lr=0.0, cycle_max_lr=1.0, cycle_first_step_size=4, cycle_first_stair_count=-1)
+    assert [negative.lr(t, 0) for t in range(4)] == [0.25, 0.5, 0.75, 1.0]
     schedule = OneCycle(cycle_min_lr=0.0, cycle_max_lr=1.0, cycle_first_step_size=4, cycle_first_stair_count=2)
     assert [schedule.lr(t, 1.0) for t in range(-1, 8)] == [0.0, 0.0, 0.5, 0.5, 1.0, 0.5, 0.5, 0.0, 0.0]
     assert schedule.model_copy(update={"cycle_momentum": False}).momentum(3) is None
@@ -241,3 +243,10 @@ def test_a_schedule_without_steps_needs_no_optimizer(kind: str) -> None:
         with pytest.raises(ConfigError, match="total_num_steps is 0") as caught:
             ds_engine.initialize(model=model, optimizer=chosen, config=config)
         assert caught.value.code == "schedule-params"
+
+
+def test_betas_of_an_optimizer_without_them_are_not_scheduled(caplog: pytest.LogCaptureFixture) -> None:
+    groups: list[dict[str, Any]] = [{"lr": 0.1, "momentum": 0.5}]
+    scheduler = LRScheduler(OneCycle(cycle_min_lr=0.1, cycle_max_lr=0.3), groups)
+    assert (scheduler.get_mom(), groups[0]["momentum"]) == (None, 0.5)
+    assert "cycle_momentum" in caplog.text

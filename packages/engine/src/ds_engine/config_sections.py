@@ -74,6 +74,10 @@ class _OptimizerParams(StrictModel):
     max_grad_norm: Annotated[float | None, Unsupported("gradient_clipping, next to the optimizer section")] = None
 
 
+_AT_ONCE = "all tensors of a group are updated at once"
+_DROPPED = "a step drops the gradients that it used"
+
+
 class _StateParams(_OptimizerParams):
     fp32_optimizer_states: bool = Field(
         default=True, description="Keep state in fp32; false keeps it in the format of the parameters."
@@ -98,6 +102,9 @@ class AdamParams(_StateParams):
         default=False,
         description="With torch's implementation: its fused one. Ours updates all tensors at once anyway.",
     )
+    maximize: bool = Field(default=False, description="Go up the gradient, not down.")
+    foreach: Annotated[bool | None, NoEffect(_AT_ONCE)] = None
+    set_grad_none: Annotated[bool, NoEffect(_DROPPED)] = True
     adam_w_mode: bool = Field(
         default=True,
         description="Decoupled weight decay (AdamW). True also for the type Adam; false adds the decay to the gradient.",
@@ -110,6 +117,11 @@ class AdagradParams(_StateParams):
     lr: Rate = Field(default=1e-2, description="Learning rate.")
     eps: Rate = Field(default=1e-10, description="Added to the root of the sum of squares.")
     weight_decay: Rate = Field(default=0.0, description="Added to the gradient, times the parameter.")
+    lr_decay: Rate = Field(default=0.0, description="Fall of the rate: lr / (1 + lr_decay t) at step t, from 0.")
+    initial_accumulator_value: Rate = Field(default=0.0, description="What the sum of squares starts with.")
+    maximize: bool = Field(default=False, description="Go up the gradient, not down.")
+    foreach: Annotated[bool | None, NoEffect(_AT_ONCE)] = None
+    amsgrad: Annotated[bool, NoEffect("Adagrad has no such variant")] = False
 
 
 class LionParams(_StateParams):
@@ -118,6 +130,7 @@ class LionParams(_StateParams):
     lr: Rate = Field(default=1e-3, description="Learning rate.")
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="Weights of the update and of the momentum.")
     weight_decay: Rate = Field(default=0.0, description="Decay of the parameters per step, times lr.")
+    set_grad_none: Annotated[bool, NoEffect(_DROPPED)] = True
 
 
 class LambParams(_StateParams):
@@ -147,6 +160,8 @@ class MuonParams(_StateParams):
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="AdamW's, for the rest.")
     eps: Rate = Field(default=1e-10, description="AdamW's, for the rest.")
     ns_method: Literal["gram", "standard"] = Field(default="gram", description="How matrices are orthogonalized.")
+    adam_w_mode: bool = Field(default=True, description="Decoupled decay of the rest; false adds it to the gradient.")
+    torch_adam: Annotated[bool, NoEffect("torch's Adam takes the same step")] = False
 
 
 class _OneBitParams(_OptimizerParams):

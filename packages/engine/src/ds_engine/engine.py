@@ -345,7 +345,7 @@ class Engine(nn.Module):
         set_rates(self._groups("set_lr"), lr)
 
     def get_mom(self) -> list[Any]:
-        """Return the momentum of each parameter group: its betas, or its momentum where it has no betas."""
+        """Return the momentum of each parameter group: its betas, or its momentum where it has no betas, or 0."""
         return momentum_of(self._groups("get_mom"))
 
     def set_mom(self, momentum: Any) -> None:

@@ -10,6 +10,7 @@ staircase never misses a stair by rounding, and an unknown `warmup_type` is an e
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Annotated, Any, Literal
@@ -35,6 +36,7 @@ __all__ = [
     "set_rates",
 ]
 
+_log = logging.getLogger("ds_engine")
 PerGroup = float | tuple[float, ...]
 Steps = Annotated[int, Field(gt=0)]
 TotalSteps = Annotated[int, Field(ge=0)]
@@ -102,10 +104,8 @@ class OneCycle(Schedule):
     cycle_second_step_size: int | None = Field(
         None, ge=0, description="Steps of the falling half; the first half's if null."
     )
-    cycle_first_stair_count: int = Field(default=0, ge=0, description="Stairs in the rising half; 0 is continuous.")
-    cycle_second_stair_count: int | None = Field(
-        None, ge=0, description="Stairs in the falling half; the first's if null."
-    )
+    cycle_first_stair_count: int = Field(default=0, description="Stairs in the rising half; 0 or less is continuous.")
+    cycle_second_stair_count: int | None = Field(None, description="Stairs in the falling half; the first's if null.")
     decay_step_size: int = Field(default=0, ge=0, description="Steps of one decay interval; 0 does not decay.")
     cycle_momentum: bool = Field(default=True, description="Whether the betas follow the cycle.")
     cycle_min_mom: PerGroup = Field(default=0.8, description="beta1 at the highest rate; one value, or one per group.")
@@ -227,7 +227,7 @@ def _warmup(t: int, steps: int, shape: WarmupType) -> float:
 
 
 def _stairs(at: int, size: int, count: int) -> float:
-    return at / size if count == 0 else (count * at // size) / count
+    return at / size if count <= 0 else (count * at // size) / count
 
 
 def _of(value: PerGroup, group: int) -> float:
@@ -258,7 +258,12 @@ class LRScheduler:
         self.schedule, self._groups, self.last_batch_iteration = schedule, groups, schedule.last_batch_iteration
         for group in groups:
             group.setdefault("initial_lr", float(group["lr"]))
+        if schedule.momentum(0) is not None and not self._has_betas():
+            _log.warning("%s schedules betas (cycle_momentum), which the optimizer has not", type(schedule).__name__)
         self._write()
+
+    def _has_betas(self) -> bool:
+        return any("betas" in group for group in self._groups)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Go to the next t, or to the one given."""
@@ -281,7 +286,7 @@ class LRScheduler:
         Before the first step these are the schedule's own, which one cycle does not use for its first update (`first_momentum`).
         """
         betas = [self.schedule.momentum(self.last_batch_iteration, i) for i in range(len(self._groups))]
-        return None if None in betas else betas  # type: ignore[return-value]
+        return None if None in betas or not self._has_betas() else betas  # type: ignore[return-value]
 
     def state_dict(self) -> dict[str, int]:
         """Return the complete state to resume from: t."""
@@ -324,8 +329,8 @@ def set_rates(groups: Sequence[MutableMapping[str, Any]], rates: float | Sequenc
 
 
 def momentum_of(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """Return the momentum of each parameter group: its betas, or its momentum where it has no betas."""
-    return [group.get("betas", group.get("momentum")) for group in groups]
+    """Return the momentum of each parameter group: its betas, or its momentum where it has no betas, or 0."""
+    return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
 
 
 def set_momentum(groups: Iterable[MutableMapping[str, Any]], momentum: Any) -> None:

@@ -53,7 +53,7 @@ Made = tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]
 def _adam(section: AdamSection | AdamWSection, states: dict[str, Any]) -> Made:
     p = section.params
     decoupled = p.adam_w_mode or isinstance(section, AdamWSection)
-    values = {"lr": p.lr, "betas": p.betas, "eps": p.eps, "weight_decay": p.weight_decay}
+    values = {"lr": p.lr, "betas": p.betas, "eps": p.eps, "weight_decay": p.weight_decay, "maximize": p.maximize}
     if p.amsgrad or p.torch_adam:
         torchs = {"amsgrad": p.amsgrad} | ({"fused": True} if p.fused else {})  # False would forbid foreach, too
         return (torch.optim.AdamW if decoupled else torch.optim.Adam), values | torchs
@@ -62,8 +62,8 @@ def _adam(section: AdamSection | AdamWSection, states: dict[str, Any]) -> Made:
 
 
 def _adagrad(section: AdagradSection, states: dict[str, Any]) -> Made:
-    p = section.params
-    return ds_ops.optim.Adagrad, {"lr": p.lr, "eps": p.eps, "weight_decay": p.weight_decay} | states
+    names = ("lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "maximize")
+    return ds_ops.optim.Adagrad, {name: getattr(section.params, name) for name in names} | states
 
 
 def _lion(section: LionSection, states: dict[str, Any]) -> Made:
@@ -79,7 +79,7 @@ def _lamb(section: LambSection, states: dict[str, Any]) -> Made:
 def _muon(section: MuonSection, states: dict[str, Any]) -> Made:
     p = section.params
     rates = {"lr": _first(p.muon_lr, p.lr, 2e-2), "adam_lr": _first(p.adam_lr, p.lr, 3e-4)}
-    rest = {"adam_betas": p.betas, "adam_eps": p.eps, "ns_method": p.ns_method}
+    rest = {"adam_betas": p.betas, "adam_eps": p.eps, "adam_decoupled": p.adam_w_mode, "ns_method": p.ns_method}
     return ds_ops.optim.Muon, rates | rest | states | {"momentum": p.momentum, "weight_decay": p.weight_decay}
 
 

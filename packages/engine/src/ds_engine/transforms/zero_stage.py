@@ -120,6 +120,9 @@ def _wire(sharding: ShardPlan, ranks: int) -> QuantizedComm:
 
 def _optimizer_and_scheduler(site: BuildContext) -> tuple[torch.optim.Optimizer | None, Any]:
     inner = _optimizer(site)
+    if inner is not None and site.mesh["pipe"].size == 1 and not hasattr(site.parts.scheduler, "state_dict"):
+        # As DeepSpeed does. Stages keep theirs, so that all have as many; so does the optimizer of a scheduler that has counted them.
+        inner.param_groups[:] = [group for group in inner.param_groups if group["params"]] or inner.param_groups[:1]
     return inner, None if inner is None else _scheduler(site, inner)
 
 

@@ -111,8 +111,8 @@ def matrices_of(group: Mapping[str, Any], p: Tensor) -> Matrices:
 class Muon(OpsOptimizer):
     """Muon for matrices, AdamW for the rest; `elementwise` is False: matrices are stepped whole.
 
-    A group with `use_muon=False` is stepped by AdamW with its own `lr`, `betas`, `eps`; `adam_lr` and `muon_lr` set the
-    defaults of the two kinds. Parameters with fewer than two dims are AdamW's in every group.
+    A group with `use_muon=False` is stepped by AdamW (by Adam with `adam_decoupled=False`) with its own `lr`, `betas`, `eps`; `adam_lr`
+    and `muon_lr` set the defaults of the two kinds. Parameters with fewer than two dims are AdamW's in every group.
 
     Of weights with three dims, or five and more, say which form the matrix: `muon_matrices` of the group, or of the parameter, which
     counts first: `conv1d.weight.muon_matrices = "flat"`, `experts.muon_matrices = "stack"`.
@@ -138,6 +138,7 @@ class Muon(OpsOptimizer):
         adam_lr: float = 3e-4,
         adam_betas: tuple[float, float] = (0.9, 0.95),
         adam_eps: float = 1e-10,
+        adam_decoupled: bool = True,
         nesterov: bool = True,
         ns_steps: int = 5,
         ns_method: Method = "gram",
@@ -158,6 +159,7 @@ class Muon(OpsOptimizer):
             "adam_lr": adam_lr,
             "betas": adam_betas,
             "eps": adam_eps,
+            "decoupled_weight_decay": adam_decoupled,
             "nesterov": nesterov,
             "ns_steps": ns_steps,
             "ns_method": ns_method,
@@ -207,7 +209,8 @@ class Muon(OpsOptimizer):
     def spec(self, group: dict[str, Any], step: int) -> UpdateSpec:
         lr = float(group["lr"]) if not group["use_muon"] else float(group["adam_lr"]) * self._schedule(group)
         b1, b2 = group["betas"]
-        hyper = AdamHyper(lr, (float(b1), float(b2)), float(group["eps"]), float(group["weight_decay"]))
+        eps, decay = float(group["eps"]), float(group["weight_decay"])
+        hyper = AdamHyper(lr, (float(b1), float(b2)), eps, decay, group.get("decoupled_weight_decay", True))
         return UpdateSpec(UpdateRule.ADAM, adam_coefficients(hyper, step))
 
     @staticmethod

@@ -17,6 +17,7 @@ from typing import Any, get_args
 from deepspeed._ours.base.raising import refused
 from ds_config import classify, dotted, keys, nearest
 from ds_engine import Config
+from ds_engine.config_sections import MuonParams
 
 _log = logging.getLogger("DeepSpeed")
 Raw = Mapping[str, Any]
@@ -33,13 +34,23 @@ def accepted(raw: Raw) -> dict[str, Any]:
     for section in [name for name in document if name in _LAX]:
         if isinstance(document[section], Mapping):
             document[section] = _known_of(document[section], section)
+    for section in ("optimizer", "scheduler"):
+        if isinstance(document.get(section), Mapping) and document[section].get("type") is None:
+            del document[section]  # to upstream a section without a type is none
+    shape = _at(document, _WARMUP)
+    if shape not in (None, "auto", "log", "linear"):
+        _log.warning("%s = %r is unknown (log, linear): the rate rises as with log", ".".join(_WARMUP), shape)
+        document = _without(document, _WARMUP)
+    optimizer = section_of(document, "optimizer")
+    if str(optimizer.get("type")).lower() == "muon" and isinstance(optimizer.get("params"), Mapping):
+        document["optimizer"] = {**optimizer, "params": _known_of(optimizer["params"], _MUON)}
     if isinstance(document.get("zero_optimization"), Mapping):
         document["zero_optimization"] = _without_auto(document["zero_optimization"], ("zero_optimization",))
     for path, vain, reason in _VAIN:
         value = _at(document, path)
         if value is not None and vain(document):
             document = _without(document, path)
-            if value not in (False, {}) or path == _UNUSED:
+            if value not in (False, {}) or path in (_UNUSED, _TORCH_STATES):
                 _log.warning("%s does nothing here and was left out: %s", ".".join(path), reason)
     _check_tag_validation(section_of(document, "checkpoint"))
     for report in classify(Config, document):
@@ -97,6 +108,9 @@ def _off(*names: str) -> Callable[[Raw], bool]:
 
 
 _Z = "zero_optimization"
+_MUON = "optimizer.params"  # of the one optimizer whose parameters upstream reads one at a time
+_WARMUP = ("scheduler", "params", "warmup_type")
+_TORCH_STATES = ("optimizer", "params", "fp32_optimizer_states")
 _UNUSED = (_Z, "ignore_unused_parameters")
 
 
@@ -133,6 +147,11 @@ _VAIN: tuple[tuple[tuple[str, ...], Callable[[Raw], bool], str], ...] = (
     (("torch_autocast", "dtype"), _off("torch_autocast"), "torch_autocast is not enabled"),
     (("torch_autocast", "lower_precision_safe_modules"), lambda raw: True, _FORMAT),
     (("seq_parallel_communication_data_type",), lambda raw: True, _FORMAT),
+    (
+        _TORCH_STATES,
+        lambda raw: bool(raw["optimizer"]["params"].get("torch_adam")),
+        "torch's Adam keeps its state in the format of what it updates",
+    ),
     (("pipeline", "stages"), lambda raw: section_of(raw, "pipeline")["stages"] != "auto", _CUT),
     (("pipeline", "partition"), lambda raw: section_of(raw, "pipeline")["partition"] != "best", _CUT),
     (("pipeline", "seed_layers"), lambda raw: True, _CUT),
@@ -181,6 +200,8 @@ def _known_of(section: Raw, name: str) -> dict[str, Any]:
 def _keys_of(section: str) -> frozenset[str]:
     if not section:
         return frozenset(str(key.path[0]) for key in keys(Config))
+    if section == _MUON:
+        return frozenset(MuonParams.model_fields)
     return frozenset(str(key.path[1]) for key in keys(Config) if len(key.path) > 1 and key.path[0] == section)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, get_args
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -130,25 +130,32 @@ class WarmupCosineLR(_Attached):
         return float(self.schedule.ratio(self.last_batch_iteration))  # type: ignore[attr-defined]
 
 
+_ARGUMENTS: Mapping[str, Any] = {
+    "lr_range_test_min_lr": 0.001, "lr_range_test_step_rate": 1.0, "lr_range_test_step_size": 1000, "lr_range_test_staircase": False,
+    "cycle_first_step_size": 1000, "cycle_first_stair_count": -1, "cycle_second_stair_count": -1, "decay_step_size": 1000,
+    "cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "decay_lr_rate": 0.0,
+    "cycle_momentum": False, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9, "decay_mom_rate": 0.0,
+    "warmup_min_lr": 0.0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000, "warmup_type": WARMUP_LOG_RATE,
+    "warmup_min_ratio": 0.01, "cos_min_ratio": 0.01,
+}  # fmt: skip
+"""Upstream's defaults, which are not those of its classes; a script may have arguments of any other name."""
+
+
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--lr_schedule` and one argument for each parameter of a schedule, all None unless given; returns the parser."""
+    """Add `--lr_schedule` and upstream's arguments for the parameters of schedules; returns the parser."""
     group = parser.add_argument_group("Convergence Tuning", "Convergence tuning configurations")
     group.add_argument("--lr_schedule", type=str, default=None, help="LR schedule for training.")
-    known: set[str] = set()
-    for schedule in SCHEDULES.values():
-        for name, field in schedule.model_fields.items():
-            if name not in known:
-                known.add(name)
-                group.add_argument(f"--{name}", type=_reader(field.annotation), default=None, help=field.description)
+    # Upstream's default of this one, -1, is a size that its schedule refuses.
+    group.add_argument("--cycle_second_step_size", type=int, default=None, help=_help("cycle_second_step_size"))
+    for name, default in _ARGUMENTS.items():
+        reads: dict[str, Any] = {"action": "store_true"} if default is False else {"type": type(default)}
+        group.add_argument(f"--{name}", default=default, help=_help(name), **reads)
     return parser
 
 
-def _reader(annotation: Any) -> Callable[[str], Any]:
-    """Return the converter from an argument's text to a value of the parameter's type."""
-    kinds = get_args(annotation) or (annotation,)
-    if bool in kinds:
-        return lambda text: text.lower() in ("1", "true", "yes")
-    return int if int in kinds and float not in kinds else float if float in kinds else str
+def _help(name: str) -> str:
+    fields = {key: field for schedule in SCHEDULES.values() for key, field in schedule.model_fields.items()}
+    return str(fields[name].description)
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
@@ -163,7 +170,9 @@ def override_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
 
 
 def _override(names: Iterable[str], args: argparse.Namespace, params: dict[str, Any]) -> None:
-    params.update({name: getattr(args, name) for name in names if getattr(args, name, None) is not None})
+    # Upstream does not read the switch, whose default is not the schedule's.
+    given = {name: getattr(args, name, None) for name in names if name != "cycle_momentum"}
+    params.update({name: value for name, value in given.items() if value is not None})
 
 
 def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
@@ -186,5 +195,7 @@ def get_lr_from_config(config: Mapping[str, Any]) -> tuple[Any, str]:
     name, params = config["type"], config["params"]
     if name not in SCHEDULES:
         return None, f"{name} is not a valid LR schedule"
+    if name == "WarmupCosineLR":
+        return None, f"{name} scales the optimizer's own learning rate, its params have none"
     keys = {"LRRangeTest": "lr_range_test_min_lr", "OneCycle": "cycle_max_lr"}
     return params[keys.get(name, "warmup_max_lr")], ""
