@@ -199,7 +199,7 @@ def test_layers_are_converted_when_the_engine_runs() -> None:
 
 def test_token_files_are_built_and_read(tmp_path: Path) -> None:
     path = str(tmp_path / "tokens")
-    builder = MMapIndexedDatasetBuilder(f"{path}.bin", dtype=np.int32)
+    builder = MMapIndexedDatasetBuilder(f"{path}.bin", dtype=torch.int32)
     builder.add_item(torch.tensor([1, 2, 3]))
     builder.add_items([torch.tensor([4]), np.array([5, 6])])
     builder.end_document()

@@ -3,7 +3,8 @@
 A *difficulty* is a whole number in the unit of its metric: tokens of a sequence, a percentile, a rarity. With t the step:
 
     fixed_discrete  the first of `difficulty` whose `max_step` is not below t; the last has none
-    fixed_root      floor((t / total)**(1 / degree) * (max - min) + min), down to a multiple of `difficulty_step`, at most max
+    fixed_root      floor((t / total)**(1 / degree) * (max - min) + min), down to a multiple of `difficulty_step`, at least the first such
+                    multiple that is not below min, at most max
     fixed_linear    that with degree 1
     custom          a function of the caller's: t -> difficulty
 """
@@ -46,8 +47,9 @@ class Root:
     Attributes:
         low, high: Difficulty at step 0, and the most there is. It is reached at `total` if it is a multiple, else a little later.
         total: Steps until `high`.
-        multiple: What it is rounded down to, even below `low`, as DeepSpeed has it.
+        multiple: What it is rounded down to, even below `low`, as DeepSpeed has it for random-LTD.
         degree: Of the root; 1 is a line.
+        least: What it is raised to.
     """
 
     low: int
@@ -55,10 +57,11 @@ class Root:
     total: int
     multiple: int = 1
     degree: float = 1
+    least: int = 0
 
     def __call__(self, step: int) -> int:
         value = math.floor((step / self.total) ** (1.0 / self.degree) * (self.high - self.low) + self.low)
-        return min(value - value % self.multiple, self.high)
+        return min(max(value - value % self.multiple, self.least), self.high)
 
 
 def make_schedule(
@@ -94,7 +97,7 @@ def make_schedule(
     degree = float(options["root_degree"]) if kind == "fixed_root" else 1.0
     if total < 1 or multiple < 1 or degree <= 0 or low > high:
         raise _bad(kind, options, f"with {low} to {high} it does not count up", "Give positive steps, and min <= max.")
-    return Root(low, high, total, multiple, degree)
+    return Root(low, high, total, multiple, degree, least=-(-low // multiple) * multiple)
 
 
 def _bad(kind: str, options: Mapping[str, Any], problem: str, fix: str) -> ConfigError:

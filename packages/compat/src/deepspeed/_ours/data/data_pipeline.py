@@ -263,10 +263,11 @@ class MMapIndexedDatasetBuilder:
 
     Args:
         out_file: Path of the `.bin` file.
-        dtype: Format of the values, of numpy.
+        dtype: Format of the values, of numpy or torch.
     """
 
     def __init__(self, out_file: str, dtype: Any = np.int64) -> None:
+        dtype = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
         self._out = TokenWriter(out_file, dtype, table="deepspeed")
 
     def add_item(self, tensor: Any) -> None:
