@@ -545,6 +545,7 @@ def test_estimators_come_from_the_plan():
 
 
 def test_counting_operations(tmp_path, caplog):
+    from deepspeed.profiling import flops_profiler
     from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
 
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
@@ -556,11 +557,17 @@ def test_counting_operations(tmp_path, caplog):
     assert get_model_profile(model, (3, 8), as_string=False, output_file=str(tmp_path)) == found  # a folder: a warning
     assert "was not written" in caplog.text
     given = get_model_profile(model, kwargs={"input": torch.ones(3, 8)}, print_profile=False)
-    assert given == ("1.152 KFLOPs", "576 MACs", "212")
+    assert given == ("1.15 K", "576 MACs", "212")
     profiler = FlopsProfiler(model)
     profiler.start_profile()
-    model(torch.ones(3, 8)).sum().backward()
+    loss = model(torch.ones(3, 8)).sum()
+    under_way = profiler.get_total_flops(), profiler.get_total_macs(), profiler.get_total_duration() > 0
+    assert under_way == (flops, flops // 2, True)  # the documented loop asks here
+    profiler.print_model_profile(output_file=str(tmp_path / "loop.txt"))
+    assert "Linear" in (tmp_path / "loop.txt").read_text()
+    loss.backward()
     profiler.stop_profile()
+    assert profiler.started
     assert profiler.get_total_flops() == flops  # backward is counted apart
     profiler.start_profile(ignore_list=[nn.Linear])
     model(torch.ones(3, 8))
@@ -570,11 +577,23 @@ def test_counting_operations(tmp_path, caplog):
     caplog.set_level(logging.INFO, "DeepSpeed")
     profiler.print_model_aggregated_profile()
     profiler.end_profile()
-    assert profiler.get_total_flops(as_string=True) == "0 FLOPs"
+    assert profiler.get_total_flops(as_string=True) == "0 "
+    profiler.print_model_profile()  # before start_profile there is none
     without = get_model_profile(model, (3, 8), ignore_modules=[nn.Linear], as_string=False, print_profile=False)
     assert without[:2] == (0, 0)
     with pytest.raises(UnsupportedError):
         get_model_profile(model, (3, 8), mode="backward")
+    with pytest.raises(AssertionError, match="input_shape"):
+        get_model_profile(model)
+    norm = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).bfloat16()
+    assert get_model_profile(norm, (4, 8), print_profile=False)[2] == "88"  # inputs of the model's format
+    assert (norm.training, float(norm[1].running_mean.abs().sum())) == (True, 0.0)
+    strings = (
+        flops_profiler.params_to_string(2_500_000_000),
+        flops_profiler.flops_to_string(0.5),
+        flops_profiler.number_to_string(1e4, "M", 3),
+    )
+    assert (*strings, flops_profiler.duration_to_string(2e-5)) == ("2.5 B", "500 mFLOPS", "0.01 M", "20 us")
 
 
 def test_tiles_of_a_linear_layer():

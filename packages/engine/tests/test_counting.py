@@ -61,6 +61,24 @@ def test_every_way_to_ask_for_a_product(call: Callable[..., Any], shapes: list[t
     assert counter.modules[0].flops == flops
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_counted(kind: Any) -> None:
+    model, counter = kind(6, 8, 2, bidirectional=True), ForwardCounter()
+    with counter.watch(model), torch.no_grad():
+        model(torch.randn(5, 3, 6))
+        under_way = counter.modules[0].flops
+    flops = 2 * 5 * 3 * sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    assert (under_way, counter.modules[0].flops) == (flops, flops)
+
+
+def test_layers_of_nn_transformer_are_counted_in_evaluation() -> None:
+    model, counter = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval(), ForwardCounter()
+    with counter.watch(model), torch.no_grad():
+        model(torch.randn(2, 6, 16))
+    assert counter.modules[0].flops == 2 * (12 * (4 * 16 * 16 + 2 * 16 * 32) + 2 * 2 * 6 * 6 * 16)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 def test_flex_attention_runs_and_is_counted() -> None:
     from torch.nn.attention.flex_attention import flex_attention
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.backends import mha
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -50,16 +51,20 @@ class ForwardCounter:
     """Counts inside `watch`.
 
     Attributes:
-        modules: What the watched forwards did, the model first.
+        modules: What the forwards did that are watched, or were last, the model first.
         backward: Operations of watched backwards, without what was computed again.
         again: Operations that watched backwards computed again.
         has_backward: Whether a backward was watched.
     """
 
     def __init__(self) -> None:
-        self.modules: tuple[ModuleFlops, ...] = ()
+        self._watched: tuple[_Count, nn.Module] | None = None
         self.backward = self.again = 0
         self.has_backward = False
+
+    @property
+    def modules(self) -> tuple[ModuleFlops, ...]:
+        return () if self._watched is None else self._watched[0].module_flops(self._watched[1])
 
     @contextmanager
     def watch(self, model: nn.Module, ignore: Sequence[type[nn.Module]] = ()) -> Iterator[None]:
@@ -69,9 +74,9 @@ class ForwardCounter:
             ignore: Modules of these classes, and what is in them, count as nothing.
         """
         count = _Count(model, tuple(ignore))
+        self._watched = count, model
         with count.watching():
             yield
-        self.modules = count.module_flops(model)
         self._add(count)
 
     @contextmanager
@@ -107,10 +112,13 @@ class _Count:
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
+        fast = mha.get_fastpath_enabled()
+        mha.set_fastpath_enabled(False)  # one operation for a whole layer of nn.Transformer
         try:
             with Operations(self._operation):
                 yield
         finally:
+            mha.set_fastpath_enabled(fast)
             for handle in handles:
                 handle.remove()
 
@@ -205,6 +213,15 @@ def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: An
     return _attention(q, k, v) * 5 // 2
 
 
+def _lstm(x: Tensor, w_input: Tensor, w_hidden: Tensor, *args: Any, **named: Any) -> int:
+    """Count one layer and direction: every step multiplies by both weights."""
+    return 2 * math.prod(x.shape[:-1]) * (w_input.numel() + w_hidden.numel())
+
+
+def _cudnn_rnn(x: Tensor, weights: Sequence[Tensor], *args: Any, **named: Any) -> int:
+    return 2 * math.prod(x.shape[:-1]) * sum(weight.numel() for weight in weights if weight.dim() == 2)
+
+
 def _grouped(a: Tensor, b: Tensor, *args: Any, **named: Any) -> int:
     """Count a grouped matmul: each row meets the matrix of its group, unless both are stacks of matrices."""
     stacks = a.shape[0] if a.dim() == b.dim() == 3 else 1
@@ -221,6 +238,8 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "aten._scaled_dot_product_fused_attention_overrideable": _attention,
     "aten._scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
+    "aten.mkldnn_rnn_layer": _lstm,
+    "aten._cudnn_rnn": _cudnn_rnn,
     "aten._grouped_mm": _grouped,
     "aten._scaled_grouped_mm": _grouped,
 }
