@@ -62,11 +62,10 @@ def test_what_is_wrong_or_not_built_is_an_error(section):
 
 def test_keys_that_no_longer_matter_say_so(caplog):
     with caplog.at_level(logging.WARNING, logger="ds_config"):
-        config = load({"load_universal": True, "checkpoint_serialization": False, "writer": {"io_multiplier": 2}})
-    text = caplog.text
-    assert config.load_universal is False
-    for key in ("load_universal", "checkpoint_serialization", "io_multiplier"):
-        assert key in text
+        config = load({"checkpoint_serialization": False, "writer": {"io_multiplier": 2}})
+    assert config.checkpoint_serialization is True
+    for key in ("checkpoint_serialization", "io_multiplier"):
+        assert key in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ for step in range(6):
     engine.backward(loss)
     engine.step()
     print("norm of step", step, engine.get_global_grad_norm())
+engine.load_checkpoint(".")
 """
 
 
@@ -34,6 +35,7 @@ def test_lines_about_steps(tmp_path):
     path = os.pathsep.join([str(source), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, str(script)],
+        cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": path},
         text=True,
         capture_output=True,
@@ -58,6 +60,7 @@ def test_lines_about_steps(tmp_path):
     assert re.search(overflow + "16, but hysteresis is 2. Reducing hysteresis to 1", out)
     assert re.search(overflow + "16, reducing to 8", out)
     assert out.count("step=2,") == 1
+    assert "holds no complete checkpoint" in done.stderr
     norms = re.findall(r"^norm of step \d (\S+)$", out, re.M)
     assert norms[:2] == ["inf", "inf"]  # of skipped steps, also where a gradient is nan
     assert all(0 < float(norm) < 100 for norm in norms[2:])

@@ -100,8 +100,8 @@ class CheckpointConfig(StrictModel):
 
     Attributes:
         tag_validation: Checked and without effect: as if Fail.
-        load_universal: Nothing to choose for our checkpoints: every one loads at any world size. Convert DeepSpeed's
-            universal checkpoints with `ds ckpt convert --from deepspeed --to ds`.
+        load_universal: Without a tag go on from the checkpoint that `latest_universal` names, where there is such a file. Layouts
+            are told apart without it, and all load at any world size.
         layout: "ds", or "deepspeed": DeepSpeed's own files, which need pickle and resume there on as many ranks, at the same
             stage. They are read again here on any number.
         local: Null, or what `load_checkpoint` without a tag goes on from first: copies in the memory or on the disks of the nodes.
@@ -112,9 +112,7 @@ class CheckpointConfig(StrictModel):
         _Validation,
         NoEffect("tags that differ between ranks are always an error, before anything is written"),
     ] = "Warn"
-    load_universal: Annotated[
-        bool, NoEffect("every checkpoint loads in any layout; bring others in with `ds ckpt convert --from deepspeed`")
-    ] = False
+    load_universal: bool = False
     use_node_local_storage: Annotated[
         bool, Unsupported("`near` keeps copies on the nodes, and drains them to a directory that all share")
     ] = False

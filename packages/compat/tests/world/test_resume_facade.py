@@ -67,6 +67,8 @@ def start(kind, late, stage, client, layout):
     }
     if layout == "deepspeed":
         config["checkpoint"] = {"layout": "deepspeed"}
+    if layout == "universal" and late:
+        config["checkpoint"] = {"load_universal": True}
     if client:
         return deepspeed.initialize(model=model, optimizer=adamw(model), config=config)[0]
     config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.0}}
@@ -100,13 +102,16 @@ def test_a_run_goes_on(kind, layout, client, stages, tmp_path):
     engine = start(kind, False, stages[0], client, layout)
     train(engine, 0)
     engine.save_checkpoint(folder, "three")
+    if layout == "universal":  # `latest` goes on, `latest_universal` does not
+        train(engine, 9)
+        engine.save_checkpoint(folder, "six")
     engine.destroy()
     if layout == "universal":
         if engine.mesh.rank == 0:
             arguments = ["--input_folder", f"{folder}/three", "--output_folder", f"{folder}/universal"]
             ds_to_universal.main(ds_to_universal.parse_arguments(arguments))
         deepspeed.comm.barrier()
-    tag = "universal" if layout == "universal" else "three"
+    tag = None if layout == "universal" else "three"
     engine = start(kind, True, stages[1], client, layout)
     if kind == "added":
         with pytest.raises(CheckpointError) as caught:  # upstream's default

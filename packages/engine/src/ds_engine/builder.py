@@ -55,7 +55,6 @@ from ds_zero.runtime.sharded_model import end_sharding
 
 __all__ = ["InitArgs", "assemble", "build", "initialize", "shapes_of", "slices_of"]
 
-_log = logging.getLogger("ds_engine")
 
 _USUAL_PORT = 29500  # torch's; another one is a wish of the caller
 _LOGGERS = ("ds_ckpt", "ds_comm", "ds_compress", "ds_config", "ds_engine", "ds_monitor", "ds_parallel", "ds_zero")
@@ -167,7 +166,8 @@ def assemble(plan: Plan, model: nn.Module, parts: InitArgs) -> Components:
     ds_monitor.event("engine/plan", plan=str(plan), config=plan.config.model_dump_json())
     if plan.telling.state and mesh.rank == 0:
         ds_monitor.log_requested(
-            _log, f"[Rank 0] configuration:\n{plan.config.model_dump_json(indent=1)}\nplan:\n{plan}"
+            logging.getLogger("ds_engine.steps"),
+            f"[Rank 0] configuration:\n{plan.config.model_dump_json(indent=1)}\nplan:\n{plan}",
         )
     return Components(
         module=site.model,

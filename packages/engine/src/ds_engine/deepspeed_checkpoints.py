@@ -20,7 +20,7 @@ from torch import nn
 
 from ds_ckpt import LocalCheckpointer, find_latest
 from ds_ckpt.checkpoint_list import hold_newest
-from ds_ckpt.convert.deepspeed_folders import check_tag, check_target, publish_folder, usable_tag
+from ds_ckpt.convert.deepspeed_folders import check_tag, check_target, named_tag, publish_folder, usable_tag
 from ds_ckpt.convert.deepspeed_layout import open_deepspeed
 from ds_ckpt.convert.regular import Regular, write_regular
 from ds_ckpt.convert.tensor_source import open_checkpoint, write_checkpoint
@@ -68,10 +68,11 @@ def load(
     """Go on from `root/tag`, or from the newest of `root`, in whichever layout it is. Collective. See `checkpoints.load_run`."""
     if tag is not None:
         check_tag(root, tag)
-    if not run.plan.foreign:
+    universal = run.plan.config.checkpoint.load_universal
+    if not run.plan.foreign and not universal:
         with _newest(root, run.mesh["world"]) if tag is None and near is None else nullcontext(tag) as chosen:
             return load_run(run, root, chosen, parts, near)
-    tag = tag or latest_tag(root, run.mesh["world"])
+    tag = tag or latest_tag(root, run.mesh["world"], universal)
     with translated(root, tag, run.mesh["world"], run.optimizer) as copy:
         path, client = load_run(run, root, copy or tag, parts)
     return (f"{root}/{tag}" if copy and path else path), client
@@ -163,15 +164,17 @@ def _write_as_deepspeed(root: str, tag: str, layout: Regular, group: Group) -> s
     return f"{root}/{tag}"
 
 
-def latest_tag(root: str, group: Group) -> str | None:
+def latest_tag(root: str, group: Group, universal: bool = False) -> str | None:
     """Return the tag of the checkpoint to load, on every rank: see `deepspeed_folders.usable_tag`. Collective.
+
+    With `universal` the file `latest_universal` goes before.
 
     None where a checkpoint of our own format is to be looked for: there is no file `latest`, or it names none, and there is one.
     """
 
     def choose() -> str | None:
         try:
-            return usable_tag(root)
+            return (named_tag(root, "latest_universal") if universal else None) or usable_tag(root)
         except CheckpointError:
             if "://" not in root and find_latest(root) is not None:
                 return None

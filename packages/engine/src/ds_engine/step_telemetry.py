@@ -34,7 +34,7 @@ from ds_monitor.timers import Timers
 
 __all__ = ["RunStatus", "Telemetry", "TelemetryDevice"]
 
-_log = logging.getLogger("ds_engine")
+_log = logging.getLogger("ds_engine.steps")  # a name of its own, so that a program can send these lines elsewhere
 _GIB = 2**30
 _MEMORY_EVERY_S = 1.0  # reading it takes 0.1 ms on a CPU, which every step would be 1 % of a step of 10 ms
 _SHORT = {

@@ -49,14 +49,16 @@ def same_everywhere(value: Any, group: Group) -> Any:
     return holder[0]
 
 
-def name_of_tag(load_dir: str, tag: str | None, group: Group) -> str | None:
+def name_of_tag(load_dir: str, tag: str | None, group: Group, universal: bool = False) -> str | None:
     """Return the tag to load: `tag`, or the content of `latest`; None selects the newest complete checkpoint. Collective.
+
+    With `universal` the file `latest_universal` goes before `latest`.
 
     Raises:
         CheckpointError: the tag leads out of the directory ("ckpt-outside"); `latest` is broken, and nothing is sound ("ckpt-latest").
     """
     if tag is None:
-        return latest_tag(load_dir, group)
+        return latest_tag(load_dir, group, universal)
     name: str = same_everywhere(str(tag), group)
     check_tag(load_dir, name)
     return name

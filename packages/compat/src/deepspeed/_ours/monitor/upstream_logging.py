@@ -33,10 +33,6 @@ class _Stdout(logging.Handler):
 class _Steps(logging.Handler):
     """Lets lines that the configuration asks for (`steps_per_print`, `wall_clock_breakdown`) come out where upstream's do."""
 
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.addFilter(lambda record: record.getMessage().startswith("[Rank "))
-
     def emit(self, record: logging.LogRecord) -> None:
         already = logging.getLogger().handlers
         for handler in logger.handlers:
@@ -46,10 +42,10 @@ class _Steps(logging.Handler):
 
 def tell_steps() -> None:
     """Route log lines about steps to this module's logger, whatever its level. Does nothing when called again."""
-    ours = logging.getLogger("ds_engine")
-    if not any(isinstance(handler, _Steps) for handler in ours.handlers):
-        ours.addHandler(_Steps())
-        ours.setLevel(min(ours.level or logging.INFO, logging.INFO))
+    steps = logging.getLogger("ds_engine.steps")
+    if not any(isinstance(handler, _Steps) for handler in steps.handlers):
+        steps.addHandler(_Steps())
+        steps.setLevel(logging.INFO)
 
 
 class LoggerFactory:

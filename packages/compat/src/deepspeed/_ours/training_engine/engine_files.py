@@ -155,7 +155,7 @@ class SavesAndLoads(Engine):
         if custom_load_fn is not None:
             raise refused("custom-load")
         root, world = os.fspath(load_dir), self.mesh["world"]
-        name = name_of_tag(root, tag, world)
+        name = name_of_tag(root, tag, world, self.load_universal_checkpoint())
         if name is None and not Path(root).is_dir():
             _log.warning("there is no checkpoint directory %s", root)
             return None, None
