@@ -8,12 +8,14 @@ import json
 import math
 import os
 import pickle
+import random
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import deepspeed
+import numpy as np
 import pytest
 import torch
 from deepspeed._ours.base.raising import also, raising
@@ -683,3 +685,14 @@ def test_small_modules_of_upstreams():
     assert get_accelerator() is other
     set_accelerator(None)
     assert get_accelerator() is before
+
+
+def test_every_generator_is_seeded():
+    from deepspeed.runtime.utils import set_random_seed
+
+    def drawn():
+        set_random_seed(7 + 2**32)
+        return random.random(), np.random.rand(), float(torch.rand(1))
+
+    assert drawn() == drawn()
+    assert drawn()[1] == np.random.RandomState(7).rand()

@@ -217,9 +217,10 @@ def move_to_device(item: Any, device: torch.device | str, criterion_func: Callab
 
 
 def set_random_seed(seed: int) -> None:
-    """Seed Python and torch. NumPy is the caller's."""
+    """Seed Python, NumPy, whose legacy generator takes 32 bits, and torch on all devices."""
     random.seed(seed)
-    get_accelerator().manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed % 2**63)
 
 
 def empty_cache() -> None:
