@@ -6,9 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import ds_comm
+import ds_ops.optim
 import ds_zero
-from ds_config.errors import PlanError
+from ds_config.errors import CommError, PlanError
 from ds_testing import world
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -178,3 +181,132 @@ def test_different_values_become_rank_zeros(stage):
     torch.manual_seed(0)
     assert torch.equal(net[0].weight, nn.Linear(4, 4).weight)
     assert not net[1].running_mean.any()
+
+
+class Repeated(nn.Module):
+    """Calls a block as often as its caller says, each time checkpointed by a nested backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 1)
+
+    def forward(self, x, times):
+        x = self.first(x)
+        for _ in range(times):
+            x = checkpoint(self.block, x, use_reentrant=True).tanh()
+        return self.last(x)
+
+
+def check_repeats(optimizer, net, twin, plain, steps):
+    """Train with blocks called `steps[i][rank]` times; the same numbers as one process."""
+    for number, times in enumerate(steps):
+        inputs = [data(number, rank)[0].to(next(twin.parameters()).dtype) for rank in range(2)]
+        optimizer.scale(net(inputs[dist.get_rank()], times[dist.get_rank()]).square().mean()).backward()
+        for x, repeats in zip(inputs, times, strict=True):
+            (twin(x, repeats).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.step()
+        plain.zero_grad()
+        for name, param in twin.named_parameters():
+            full = ds_zero.safe_get_full_fp32_param(net.get_parameter(name))
+            torch.testing.assert_close(full.to(param.dtype), param.data, rtol=1e-5, atol=1e-6, msg=f"{name} {times}")
+    optimizer.close()
+
+
+TIMES = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 0), (0, 3), (1, 1)]
+
+
+@pytest.mark.parametrize("shows", [True, False])
+@STAGES
+@world(2)
+def test_a_block_that_ranks_checkpoint_another_number_of_times(stage, shows):
+    torch.manual_seed(0)
+    net, twin = Repeated().double(), Repeated().double()
+    twin.load_state_dict(net.state_dict())
+    optimizer = ds_zero.shard(net, sgd(net), stage=stage, policy=SMALL)
+    optimizer.show_gradients(sharded=shows)
+    check_repeats(optimizer, net, twin, sgd(twin), TIMES)
+
+
+@world(2)
+def test_updates_that_began_in_backward_take_back_what_came_late():
+    torch.manual_seed(0)
+    net, twin = Repeated(), Repeated()
+    twin.load_state_dict(net.state_dict())
+    early = ds_zero.OffloadPolicy("host", overlap_ratio=1.0)
+    options = {"stage": 2, "policy": SMALL, "offload_optimizer": early, "clip": float("inf")}
+    optimizer = ds_zero.shard(net, ds_ops.optim.AdamW(net.parameters(), lr=1e-2), **options)
+    check_repeats(optimizer, net, twin, torch.optim.AdamW(twin.parameters(), lr=1e-2), TIMES)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("shows", [True, False])
+@pytest.mark.parametrize("steps", [[((0, 1), ()), ((0,), (0,))], [((0,), ()), ((), (0,))], [((), (0,)), ((0,), ())]])
+@STAGES
+@world(2, backend=None)
+def test_modules_of_some_ranks_in_microbatches_that_are_not_sent(stage, steps, shows, backend):
+    """Of bf16, which waits in fp32 on the ranks that have some, and travels in one format."""
+    ds_comm.init_distributed(backend)
+    net, twin = make().float(), make().float()
+    optimizer = ds_zero.shard(net, sgd(net), stage=stage, policy=SMALL, precision="bf16")
+    optimizer.show_gradients(sharded=shows)
+    for micro, routes in enumerate(steps):
+        inputs = [data(micro, rank)[0].float() for rank in range(2)]
+        with optimizer.reduction(micro == 1):
+            net(inputs[dist.get_rank()].bfloat16(), routes[dist.get_rank()]).float().square().mean().backward()
+        for x, route in zip(inputs, routes, strict=True):
+            (twin(x, route).square().mean() / 2).backward()
+    before = {name: param.detach().clone() for name, param in twin.named_parameters()}
+    optimizer.step()
+    sgd(twin).step()
+    for name, param in twin.named_parameters():
+        moved, wanted = ds_zero.safe_get_full_fp32_param(net.get_parameter(name)) - before[name], param - before[name]
+        assert torch.linalg.vector_norm(moved - wanted) <= 0.05 * torch.linalg.vector_norm(wanted), name
+    optimizer.close()
+
+
+@STAGES
+@world(2)
+def test_a_gradient_that_one_rank_has_set_is_summed(stage):
+    net, twin = make(), make()
+    optimizer = ds_zero.shard(net, sgd(net), stage=stage, policy=SMALL)
+    optimizer.show_gradients(sharded=False)
+    net(data(0, 0)[0], [0]).square().mean().backward()
+    twin(data(0, 0)[0], [0]).square().mean().backward()
+    if dist.get_rank() == 1:
+        net.experts[3].bias.grad = torch.ones(16, dtype=torch.float64)
+    twin.experts[3].bias.grad = torch.full((16,), 0.5, dtype=torch.float64)
+    optimizer.step()
+    sgd(twin).step()
+    optimizer.close()
+    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("out of memory")
+
+
+@world(2, backend=None)
+def test_a_backward_that_one_rank_begins_again_is_no_sum_of_other_gradients():
+    """Its reductions would meet those of the others' first backward; units of one size would add up without a word."""
+    ds_comm.init_distributed("shm")
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    optimizer = ds_zero.shard(net, sgd(net), stage=2, policy=ds_zero.UnitSizePolicy(max_numel=72))
+    x = torch.ones(2, 8)
+    with pytest.raises(CommError, match="came with") as caught:
+        if dist.get_rank() == 1:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                net[2:](_Fails.apply(net[:2](x))).sum().backward()
+            optimizer.zero_grad()
+        net(x).sum().backward()
+        optimizer.step()
+    assert caught.value.code == "comm-mismatch"

@@ -287,21 +287,26 @@ class GradAttributes:
         if self.measured is not None:
             self.measured.write(unit, range(len(unit.params)), partial(_multiply, views, factor), factor)
 
-    def measure(self) -> None:
-        """Measure all gradients, which are summed. Collective over the ranks of the agreement."""
+    def measure(self, held: int = 0) -> bool:
+        """Measure all gradients, which are summed. Collective over the ranks of the agreement.
+
+        Args:
+            held: How many units' gradients this rank holds that are not.
+        Returns:
+            Whether some rank holds any; then norms are not those of all gradients.
+        """
         if self.measured is None or self._access is None:
-            return
+            return False
         absent = {unit.number: members for unit, members in self._units}
         norms = not all(self._is_plain(unit) for unit, _ in self._units)
-        self.present = self.measured.measure(absent, self.replaced, norms=norms)
+        self.present, some_hold = self.measured.measure(absent, self.replaced, held, norms=norms)
         self.replaced.clear()
+        return some_hold
 
-    def measure_after_backward(self) -> None:
-        """Measure all gradients if the ranks of the agreement end their backwards together."""
-        if self._access is not None and self._access.together:
-            self.measure()
-        else:
-            self.present.clear()
+    @property
+    def together(self) -> bool:
+        """Whether the ranks of the agreement end their backwards together."""
+        return self._access is not None and self._access.together
 
     def first_of_group(self, unit: Unit) -> OptimizerSlice | None:
         """Return the first part of an optimizer group on this rank; None if some group has no part here."""

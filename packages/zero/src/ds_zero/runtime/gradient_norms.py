@@ -170,16 +170,17 @@ class GradientMeasurements:
             self._users[place] += 1.0
 
     def measure(
-        self, absent: Mapping[int, set[int]], replaced: Mapping[int, set[int]], *, norms: bool
-    ) -> dict[int, set[int]]:
+        self, absent: Mapping[int, set[int]], replaced: Mapping[int, set[int]], held: int, *, norms: bool
+    ) -> tuple[dict[int, set[int]], bool]:
         """Measure all gradients. Collective over the ranks of the agreement; every sum over ranks is there.
 
         Args:
             absent: Of each unit the members without a gradient on this rank.
             replaced: Those whose gradient was dropped or replaced by an assignment since the last time.
+            held: How many units' gradients this rank holds that are not summed.
             norms: Whether to measure norms, and not only who has a gradient.
         Returns:
-            Of each unit the members that have a gradient on some rank.
+            Of each unit the members that have a gradient on some rank; and whether some rank holds gradients.
         Raises:
             PlanError: a gradient was dropped or replaced on some of its ranks only, or ranks wrote different numbers of times
                 ("sharded-gradient-ranks").
@@ -192,13 +193,13 @@ class GradientMeasurements:
                 used[parts[unit.number, member]] -= 1.0
             for member in replaced.get(unit.number, ()):
                 used[parts[unit.number, member]] += REPLACED
-        counts = torch.tensor([*used, self.writes, self.writes**2], dtype=torch.float64)
+        counts = torch.tensor([*used, self.writes, self.writes**2, held], dtype=torch.float64)
         squares = torch.zeros(tensors if norms else 0, dtype=torch.float64, device=self._device)
         peaks = torch.zeros_like(squares)
         if norms:
             self._local(squares, peaks)
         counts, squares, peaks = self._over_ranks(counts, squares, peaks)
-        numbers: list[float] = counts.tolist()
+        *numbers, holding = counts.tolist()
         self._check(numbers)
         self.writes = 0
         self._scaled_parts.clear()
@@ -212,7 +213,7 @@ class GradientMeasurements:
             if norms:
                 at = self._places[number].members
                 self._norms[number] = _UnitNorms(squares[at], peaks[at], unit.gradients.version)
-        return present
+        return present, holding > 0.0
 
     def _over_ranks(self, counts: Tensor, squares: Tensor, peaks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sum counts and squares over the ranks, and take the largest of the magnitudes, by messages that travel beside one another."""

@@ -197,11 +197,12 @@ class Gradients:
         """Whether it may be reduced with others, see `GradientReductions.sum_together`."""
         return self.way.joins and self.groups.size > 1
 
-    def collect(self, *, now: bool = True) -> None:
+    def collect(self, *, now: bool = True, waits: bool = False) -> None:
         """Move the parameters' gradients into the arena; parameters without one contribute zeros.
 
         Args:
-            now: Whether a reduction follows at once. Then the arena is in the reduce format, else in the accumulate format.
+            now: Whether to use the reduce format for the arena, else the accumulate format.
+            waits: Whether the reduction may be that of a later backward, so that autograd's own memory is not kept for it.
         """
         self._finish()
         self.change()
@@ -209,7 +210,7 @@ class Gradients:
         grads = {i: grad for i, param in enumerate(params) if (grad := param.grad) is not None}
         with torch.no_grad():
             strided = {i: grad if grad.layout is torch.strided else grad.to_dense() for i, grad in grads.items()}
-            if now and not self.open and self.way.take(strided, self._dtypes.reduce, self.finish):
+            if now and not waits and not self.open and self.way.take(strided, self._dtypes.reduce, self.finish):
                 self.open = True
             else:
                 self._collect(strided, now=now)
@@ -220,7 +221,7 @@ class Gradients:
         fresh = not self.open
         if fresh:
             self._open(self._dtypes.reduce if now else self._dtypes.accumulate)
-        elif self.arena is not None and self.arena.dtype != self._dtypes.accumulate:
+        elif not now and self.arena is not None and self.arena.dtype != self._dtypes.accumulate:
             self._recast(self.arena, self._dtypes.accumulate)
         views = self._views
         if fresh:

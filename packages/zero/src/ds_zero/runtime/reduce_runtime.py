@@ -9,6 +9,11 @@ calls it after a backward it does not want would step them later. So the instanc
 Note "handed over". A compiled graph gives gradients away where they are made, and returns none of them; autograd calls the hooks of those
 parameters all the same. Such a call must not count as a second gradient: the unit would be summed twice, and late from then on.
 
+Note "leftovers". How often a rank needs a unit in one backward (a block that is checkpointed by nested backwards), and which gradients wait
+for the step, may be a matter of its data. So what comes after a unit was sent is not sent when it comes, because nobody else may be there: the
+rank keeps it until the next backward sends the unit, or until the message in which ranks measure gradients or agree on a step says that some
+rank holds something. Then all of them reduce once more.
+
 Note "hooks of users" (`register_post_accumulate_grad_hook`). autograd would call them with this rank's gradient, or with None where that was
 taken into a buffer already. So they are looked for when a backward begins, replaced by nothing while it runs, and called when it is over and
 `param.grad` is the averaged gradient. Where gradients are not shown (the engine from stage 1 on) they are called with this rank's own gradient
@@ -219,6 +224,7 @@ class GradientReductions:
         now: Whether a backward reduces its gradients.
         unused: Of each unit the parameters that no backward of this step has given a gradient.
         attributes: What `param.grad` is between backwards.
+        leftovers: Units of which this rank holds gradients that no backward sends, see the note "leftovers".
     """
 
     def __init__(self, units: Sequence[Unit], backward: Backward, gathering: Gathering, inflight_bytes: int) -> None:
@@ -236,6 +242,7 @@ class GradientReductions:
         self._apart = [n for n in self.trained if self.units[n].groups.external]
         self._order = ReduceOrder([n for n in reversed(self.trained) if n not in self._apart])
         self._inflight: deque[int] = deque()
+        self.leftovers: set[int] = set()
         self._bucket_of: dict[int, tuple[int, ...]] = {}
         self._reduce_several: Callable[[Sequence[Gradients]], None] = _one_by_one
         self._waiting: dict[tuple[int, ...], list[int]] = {}  # collected, and waiting for the rest of their bucket
@@ -332,11 +339,11 @@ class GradientReductions:
         for number in self.trained:
             self.unused[number] &= arrivals.missing[number]
         if arrivals.any and self.now:
-            missed = sorted((n for n in arrivals.again if self._order.was_issued(n)), reverse=True)
+            missed = [n for n in arrivals.again if self._order.was_issued(n)]
             for number in self._order.finish():
                 self._reduce(number)
             for number in missed:
-                self._reduce(number, alone=True)
+                self._hold(number)
             arrivals.late.update(missed)
             self._deferred = False
             for number in self._apart:
@@ -350,7 +357,7 @@ class GradientReductions:
             arrivals.known = True
         if arrivals.any and self.now and self.attributes.shows:
             self.drain()
-            self.attributes.measure_after_backward()
+            self.measure_after_backward()
         self.attributes.put()
         if not self.attributes.shows:
             self.hooks.restore()
@@ -371,7 +378,9 @@ class GradientReductions:
 
     def _reduce(self, number: int, *, alone: bool = False) -> None:
         gradients = self.units[number].gradients
-        gradients.collect()
+        # What waited is wide on the ranks that had any, and all send the same format.
+        gradients.collect(now=not (self._deferred or number in self._apart))
+        self.leftovers.discard(number)
         bucket = None if alone else self._bucket_of.get(number)
         if bucket is None:
             gradients.reduce()
@@ -406,6 +415,11 @@ class GradientReductions:
         if any(p.grad is not None for p in unit.params):
             unit.gradients.collect(now=False)
 
+    def _hold(self, number: int) -> None:
+        """Keep gradients until the ranks agree to sum what some of them hold."""
+        self.units[number].gradients.collect(waits=True)
+        self.leftovers.add(number)
+
     # ---- between backwards
 
     @contextmanager
@@ -420,7 +434,9 @@ class GradientReductions:
             self.now = before
 
     def close(self, *, apart: bool = True) -> None:
-        """Reduce what earlier backwards left, and wait for every reduction. Collective if any rank deferred; then all did.
+        """Reduce what backwards without reduction left, and wait for every reduction. Collective if they were any.
+
+        Gradients that this rank alone may have (an error in backward was caught, somebody set `param.grad`) become `leftovers`.
 
         Args:
             apart: False: units that are summed over ranks outside this backward (tied over stages) are left for the next call. Those ranks
@@ -431,13 +447,34 @@ class GradientReductions:
             for number in self.trained:
                 present = {i for i, p in enumerate(self.units[number].params) if p.grad is not None}
                 self.unused[number] -= present
-                self._deferred |= bool(present) and number not in self._apart
+                if present and number not in self._apart and not self._deferred:
+                    self._hold(number)
         due = self.trained if self._deferred else self._apart
         for number in reversed([n for n in due if apart or n not in self._apart]):
             self._gather_leftovers(number)
             self._reduce(number)
         self._deferred = False
         self.drain()
+
+    def reduce_leftovers(self) -> None:
+        """Sum what some rank holds. Collective; every rank takes part with all of its units."""
+        for number in reversed(self.trained):
+            if number not in self._apart:
+                self._reduce(number, alone=True)
+        self.drain()
+
+    def measure(self) -> None:
+        """Measure all gradients, after what some rank holds was summed. Collective over the ranks of the agreement."""
+        if self.attributes.measure(len(self.leftovers)):
+            self.reduce_leftovers()
+            self.attributes.measure()
+
+    def measure_after_backward(self) -> None:
+        """Measure all gradients if the ranks of the agreement end their backwards together."""
+        if self.attributes.together:
+            self.measure()
+        else:
+            self.attributes.present.clear()
 
     def sum_together(self, buckets: Sequence[tuple[int, ...]], reduce: Callable[[Sequence[Gradients]], None]) -> None:
         """Reduce the units of each bucket by one call of `reduce` from now on. Between steps, the same on every rank.
@@ -458,6 +495,7 @@ class GradientReductions:
         self.attributes.remove()
         self.drain()
         self._deferred = False
+        self.leftovers.clear()
         for number in self.trained:
             self.units[number].gradients.clear()
         self.stepped()
@@ -469,7 +507,7 @@ class GradientReductions:
         for number in self.trained:
             gradients = self.units[number].gradients
             gradients.change()
-            for total in gradients.sums or ():
+            for total in (*(gradients.sums or ()), *([gradients.arena] if number in self.leftovers else ())):
                 total.zero_()
         if self.attributes.measured is not None:
             self.attributes.measured.zero()

@@ -192,6 +192,8 @@ def agree(
 ) -> StepFacts:
     """Agree over ranks on the step's norm, unused parameters and failures, by an all-reduce of 8 bytes a parameter.
 
+    Where some rank holds gradients that were not sent they are summed first, and the ranks agree once more.
+
     Another all-reduce for each reduction group but dense, and one of 16 bytes where the model is on more ranks.
 
     Args:
@@ -206,11 +208,12 @@ def agree(
     units, reducing = [u for u in sharding.units if u.spec.trained], sharding.runtime.reducing
     written, replaced = reducing.attributes.writes, reducing.attributes.replaced
     square = square_of(units, sharding.families[DENSE].divisor) if wants_norm else 0.0
-    beyond, failures = wants_norm and sharding.everyone.ranks != sharding.group.ranks, float(failed)
+    beyond = wants_norm and sharding.everyone.ranks != sharding.group.ranks
+    totals = [square, float(failed), float(len(reducing.leftovers))]
     if beyond:
-        total = torch.tensor([square, failures], dtype=torch.float64, device=metadata_device(sharding.everyone))
-        comm.all_reduce(total, group=sharding.everyone, unit="norm")
-        square, failures = total.tolist()
+        message = torch.tensor(totals, dtype=torch.float64, device=metadata_device(sharding.everyone))
+        comm.all_reduce(message, group=sharding.everyone, unit="norm")
+        totals = message.tolist()
     absent = {n: reducing.unused[n] for n in reducing.trained}
     unused: dict[int, set[int]] = {}
     partly: list[str] = []
@@ -218,8 +221,15 @@ def agree(
     size = 1
     for name in sorted(sharding.families, key=lambda name: name == DENSE):
         group_units = [u for u in units if u.spec.family == name]
-        totals = (0.0, 0.0) if beyond else (square, failures)
-        mine = (*totals, float(len(partly)), written, written**2, float(len(unequal)), *_pair_of(settings), *extra)
+        mine = (
+            *((0.0,) * len(totals) if beyond else totals),
+            float(len(partly)),
+            written,
+            written**2,
+            float(len(unequal)),
+            *_pair_of(settings),
+            *extra,
+        )
         users, more = _count(group_units, (absent, replaced), sharding.families[name], mine if name == DENSE else ())
         size = sharding.families[name].group.size
         for unit, counts in zip(group_units, users, strict=True):
@@ -228,7 +238,12 @@ def agree(
             counts = [n % REPLACED for n in counts]
             unused[unit.number] = {i for i, n in enumerate(counts) if n == 0}
             partly += [names[i] for i, n in enumerate(counts) if 0 < n < size]
-    within, failing, others, writes, squares, replacing, digests, digest_squares, *extra_sums = more
+    square, failures, held, others, writes, squares, replacing, digests, digest_squares, *extra_sums = more
+    if beyond:
+        square, failures, held = totals
+    if held:
+        reducing.reduce_leftovers()
+        return agree(sharding, settings, wants_norm=wants_norm, extra=extra, failed=failed)
     if unequal or replacing or size * squares != writes**2:
         raise replaced_on_some(unequal)
     replaced.clear()
@@ -238,7 +253,6 @@ def agree(
         raise _unused([u.spec.params[i].name for u in units for i in sorted(unused[u.number])])
     if not _is_same(digests, digest_squares, size):
         check_differences(settings, sharding.families[DENSE].group, "step")
-    square, failures = (square, failures) if beyond else (within, failing)
     return StepFacts(
         square if wants_norm else None, [unused[u.number] for u in units], tuple(extra_sums), int(failures)
     )

@@ -371,7 +371,7 @@ class ShardedOptimizer(Optimizer):
         reducing.close(apart=False)
         # Stages of a pipeline reduce one after the other: a measurement over all of them would wait in the middle of a step.
         reducing.attributes.take()
-        reducing.attributes.measure_after_backward()
+        reducing.measure_after_backward()
         reducing.attributes.put()
 
     def measure_gradients(self) -> None:
@@ -379,10 +379,10 @@ class ShardedOptimizer(Optimizer):
 
         Cost: that of the end of a backward, see `show_gradients`.
         """
-        attributes = self.sharding.runtime.reducing.attributes
-        attributes.take()
-        attributes.measure()
-        attributes.put()
+        reducing = self.sharding.runtime.reducing
+        reducing.attributes.take()
+        reducing.measure()
+        reducing.attributes.put()
 
     @property
     def keeps_gradients(self) -> bool:
@@ -445,7 +445,7 @@ class ShardedOptimizer(Optimizer):
         self.sharding.refresh()
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups, scalars and the loss scale: everything that is not a tensor of a parameter's elements. JSON-able."""
+        """Groups, scalars and the loss scale: everything that is not a tensor of a parameter's elements. JSON-able. Collective."""
         self.sharding.check_open("state_dict()")
         self.ahead.take_back_all()
         return {
