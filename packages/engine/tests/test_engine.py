@@ -311,6 +311,25 @@ def test_the_monitor_hears_of_every_step(make_model: Make, config: Settings, row
     ds_monitor.shutdown()
 
 
+def test_engines_of_a_process_have_metrics_of_their_own(
+    make_model: Make, config: Settings, rows: Any, tmp_path: Path
+) -> None:
+    """A generator and its critic: one wrote into the other's files, at the steps of whichever had been stepped last."""
+    engines = []
+    for name, lr in (("actor", 0.1), ("critic", 0.2), ("reward", 0.3)):
+        sections = {"optimizer": {"type": "SGD", "params": {"lr": lr}}}
+        if name != "reward":
+            sections["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path), "job_name": name}
+        engines.append(start(make_model(), config(**sections), training_data=rows))
+    for steps in ((0, 1, 2), (0, 1, 2), (0, 2)):
+        for which in steps:
+            engines[which].train_batch()
+    for engine in engines:
+        engine.close()
+    rates = {name: (tmp_path / name / "Train_Samples_lr.csv").read_text().split() for name in ("actor", "critic")}
+    assert rates == {"actor": ["step,lr", "8,0.1", "16,0.1", "24,0.1"], "critic": ["step,lr", "8,0.2", "16,0.2"]}
+
+
 def test_metrics_of_a_run_reach_a_sink_of_the_configuration(
     make_model: Make, config: Settings, rows: Any, tmp_path: Path
 ) -> None:

@@ -234,6 +234,32 @@ def test_attached_sinks_join_those_that_listen_and_leave_alone() -> None:
     assert not m.active()
 
 
+def test_runs_of_a_process_have_metrics_of_their_own() -> None:
+    all_of_them, first, second = MemorySink(), MemorySink(), MemorySink()
+    runs = m.Run(), m.Run()
+    m.configure([all_of_them])
+    for run, sink in zip(runs, (first, second), strict=True):
+        m.attach([sink], run)
+    for step in (1, 2):
+        for run, value in zip(runs, (10, 20), strict=True):
+            with run:
+                m.set_step(step + value, samples=step)
+                m.gauge("lr", value)
+                assert m.current_step() == step + value
+    m.gauge("nobody's", 5)
+    told = [[(r.name, r.value, r.step) for r in sink.records] for sink in (first, second)]
+    assert told == [
+        [("lr", 10, 11), ("lr", 10, 12), ("nobody's", 5, 12)],
+        [("lr", 20, 21), ("lr", 20, 22), ("nobody's", 5, 22)],
+    ]
+    assert [r.value for r in all_of_them.records] == [10, 20, 10, 20, 5]
+    assert (first.steps, second.steps, all_of_them.steps) == ([11], [21], [11, 21, 12])
+    m.detach([first])
+    with runs[0]:
+        m.gauge("lr", 1)
+    assert (len(first.records), len(second.records), len(all_of_them.records)) == (3, 3, 6)
+
+
 def test_attaching_nothing_changes_nothing() -> None:
     m.attach([])
     assert not m.active()

@@ -162,8 +162,10 @@ def assemble(plan: Plan, model: nn.Module, parts: InitArgs) -> Components:
         raise RuntimeError("a plan without ZeRO")
     plan = replace(plan, zero=site.sharding.plan)
     sinks = sinks if watch is None else (*sinks, watch)
-    ds_monitor.attach(sinks)
-    ds_monitor.event("engine/plan", plan=str(plan), config=plan.config.model_dump_json())
+    run = ds_monitor.Run()
+    ds_monitor.attach(sinks, run)
+    with run:
+        ds_monitor.event("engine/plan", plan=str(plan), config=plan.config.model_dump_json())
     if plan.telling.state and mesh.rank == 0:
         ds_monitor.log_requested(
             logging.getLogger("ds_engine.steps"),
@@ -185,7 +187,7 @@ def assemble(plan: Plan, model: nn.Module, parts: InitArgs) -> Components:
         applied=applied,
         shares=site.shares,
         followers=(*site.followers, *([] if watch is None else [watch])),
-        sinks=sinks,
+        run=run,
         health=HealthWatch(plan.health, site.model, mesh["world"], partial(_samples, loader)),
     )
 

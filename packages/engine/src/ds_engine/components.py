@@ -46,7 +46,7 @@ class Components:
         followers: What goes on with each applied update.
         shares: How a compiled run shares sequences that all ranks are given whole; None: it is given parts.
         near: Copies on the nodes; None without `checkpoint.local`.
-        sinks: Monitor sinks that this engine added and takes away when it is closed.
+        run: Whose metrics the engine's are; its sinks are those that the engine added and takes away when it is closed.
     """
 
     module: nn.Module
@@ -62,10 +62,10 @@ class Components:
     executor: ProgramExecutor
     health: HealthWatch
     applied: Applied
+    run: ds_monitor.Run
     followers: tuple[Follower, ...] = ()
     shares: Shares | None = None
     near: LocalCheckpointer | None = None
-    sinks: tuple[ds_monitor.Sink, ...] = ()
 
 
 @dataclass(slots=True)

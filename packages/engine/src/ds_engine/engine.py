@@ -87,7 +87,7 @@ class Engine(nn.Module):
         self.checkpointer = components.checkpointer
         self.activations, self._applied = components.activations, components.applied
         self._executor, self._averaging = components.executor, components.mesh["gradient"]
-        self._telemetry, self._sinks = components.telemetry, components.sinks
+        self._telemetry, self._run = components.telemetry, components.run
         self._followers, self._near = components.followers, components.near
         self._compilation = CompiledRun(
             self.module, self._sharding, plan.compiling, self.mesh["world"], components.shares
@@ -280,8 +280,7 @@ class Engine(nn.Module):
         self._telemetry.close()
         self._compilation.close()
         self._applied.undo()
-        ds_monitor.detach(self._sinks)
-        self._sinks = ()
+        ds_monitor.detach(self._run.sinks)
         self._feed.close()
         self._resume_gc()
 
@@ -567,7 +566,8 @@ class Engine(nn.Module):
         """Go on with these counters."""
         self._position, self._feed.consumed = 0, saved.get("taken", 0)  # another library's checkpoint does not say
         self.counters = RunCounters(**{name: value for name, value in saved.items() if name != "taken"})
-        ds_monitor.set_step(self.counters.steps, self.counters.samples)
+        with self._run:
+            ds_monitor.set_step(self.counters.steps, self.counters.samples)
         for follower in self._followers:
             follower.resume(self.counters.steps - self.counters.skipped)
 
@@ -663,6 +663,10 @@ class Engine(nn.Module):
         self._ledger.add(loss if divide or isinstance(loss, SumLoss) else loss * len(self._backwards))
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> StepResult:
+        with self._run:
+            return self._updated(lr_kwargs)
+
+    def _updated(self, lr_kwargs: Mapping[str, Any]) -> StepResult:
         optimizer, counters, feed = self._trains("step"), self.counters, self._feed
         samples = feed.samples() or self._samples(self._ledger.losses)
         totals = _settle(self._ledger, optimizer, self.plan, self._averaging, self.device)

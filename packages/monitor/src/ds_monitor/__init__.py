@@ -9,6 +9,7 @@ from __future__ import annotations
 from ds_monitor.logs import configure_logging, log_requested
 from ds_monitor.record import Measurement, RecordKind
 from ds_monitor.recording import (
+    Run,
     Sink,
     active,
     active_sinks,
@@ -55,6 +56,7 @@ __all__ = [
     "ProgressSink",
     "PrometheusSink",
     "RecordKind",
+    "Run",
     "ScalarSink",
     "Sink",
     "TensorBoardSink",

@@ -4,6 +4,8 @@ There is one sink list in a process and it starts empty. While it is empty every
 README), so library code reports without asking. Who builds the job decides who listens: the usual policy, sinks on rank 0
 and none elsewhere, is `configure(sinks if rank == 0 else [])`.
 
+Several runs in a process (a generator and its critic) have a `Run` each, so that the metrics of one do not end up among another's.
+
 A sink that raises is taken off the list with one warning: a full disk under the metrics does not stop training.
 Sinks are called under one lock, so they need none of their own. A forked child starts with an empty list.
 """
@@ -19,6 +21,7 @@ import time
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -27,6 +30,7 @@ from ds_monitor.record import Measurement, RecordKind
 from ds_monitor.value_counts import count_values
 
 __all__ = [
+    "Run",
     "Sink",
     "active",
     "active_sinks",
@@ -67,16 +71,39 @@ class Sink(Protocol):
         """Make everything durable and release files and threads. Called once."""
 
 
+class Run:
+    """One of the runs of a process: where its training stands, and sinks of its own (`attach(sinks, run)`).
+
+    What is reported inside `with run:` is the run's: its own sinks are told, and those of no run, but not those of other runs. What is
+    reported outside is of nobody, and all are told, each at the step where its run stands.
+    """
+
+    def __init__(self) -> None:
+        self.sinks: list[Sink] = []
+        self.step = 0
+        self.samples: int | None = None
+        self.open_step = False  # something was reported since the last end_step
+        self._before: list[Token[Run | None]] = []
+
+    def __enter__(self) -> None:
+        self._before.append(_present.set(self))
+
+    def __exit__(self, *exc: object) -> None:
+        _present.reset(self._before.pop())
+
+
+_present: ContextVar[Run | None] = ContextVar("ds_monitor_run", default=None)
+
+
 class _MonitorState:
-    """Where training stands, and who is told. One instance a process."""
+    """Who is told. One instance a process."""
 
     def __init__(self) -> None:
         self.sinks: list[Sink] = []  # the same list object for ever: the reporting functions hold it
         self.lock = threading.RLock()
-        self.step = 0
-        self.samples: int | None = None
+        self.nobodys = Run()  # the sinks of no run
+        self.runs = [self.nobodys]  # and those with sinks
         self.spent_s: dict[str, float] = {}  # seconds of the spans that ended since the step began, by name
-        self.open_step = False  # something was reported since the last end_step
         self.fork_hook = False
         self.inherited: list[Sink] = []  # in a forked child: the parent's sinks, unused
 
@@ -187,7 +214,7 @@ def span_seconds(prefix: str) -> float:
 
 def current_step() -> int:
     """Return the step of the last `set_step` call; 0 before the first call."""
-    return _state.step
+    return (_present.get() or _state.nobodys).step
 
 
 def set_step(step: int, samples: int | None = None) -> None:
@@ -196,10 +223,11 @@ def set_step(step: int, samples: int | None = None) -> None:
     The step before it is complete: sinks write what they collected for it.
     """
     with _state.lock:
-        if step != _state.step:
-            _end_step()
-            _state.spent_s.clear()
-        _state.step, _state.samples = step, samples
+        for run in _told():
+            if step != run.step:
+                _end_step(run)
+                _state.spent_s.clear()
+            run.step, run.samples = step, samples
 
 
 def configure(sinks: Iterable[Sink]) -> None:
@@ -209,8 +237,8 @@ def configure(sinks: Iterable[Sink]) -> None:
         attach(sinks)
 
 
-def attach(sinks: Iterable[Sink]) -> None:
-    """Add sinks to those that listen already: what a library does, which does not own the list."""
+def attach(sinks: Iterable[Sink], run: Run | None = None) -> None:
+    """Add sinks to those that listen already: what a library does, which does not own the list. `run`: they are this one's."""
     new = list(sinks)
     if is_rehearsal() and any(getattr(sink, "outlives_process", False) for sink in new):
         _log.warning("a rehearsal keeps no metrics: sinks that write files or send records are left out")
@@ -219,6 +247,10 @@ def attach(sinks: Iterable[Sink]) -> None:
         if not new:
             return
         _sinks.extend(new)
+        run = run or _state.nobodys
+        run.sinks.extend(new)
+        if run not in _state.runs:
+            _state.runs.append(run)
         atexit.register(shutdown)
         if not _state.fork_hook and hasattr(os, "register_at_fork"):
             # A forked data-loader worker shares our open files; two writers would tear each other's lines.
@@ -233,11 +265,12 @@ def detach(sinks: Iterable[Sink]) -> None:
         gone = [sink for sink in _sinks if id(sink) in leaving]
         if not gone:
             return
-        _end_step()
+        for run in [run for run in _state.runs if any(id(sink) in leaving for sink in run.sinks)]:
+            _end_step(run)
         # A sink that failed in the last step has left by itself.
         leaving_now = [sink for sink in gone if sink in _sinks]
         for sink in leaving_now:
-            _sinks.remove(sink)
+            _remove(sink)
         _close_all(leaving_now)
         if not _sinks:
             atexit.unregister(shutdown)
@@ -248,9 +281,11 @@ def shutdown() -> None:
     with _state.lock:
         if not _sinks:
             return
-        _end_step()
+        for run in tuple(_state.runs):
+            _end_step(run)
         closing = list(_sinks)
-        _sinks.clear()
+        for sink in closing:
+            _remove(sink)
         atexit.unregister(shutdown)
         _close_all(closing)
 
@@ -258,30 +293,44 @@ def shutdown() -> None:
 def _emit(kind: RecordKind, name: str, value: Any, attrs: dict[str, Any] | None, time_s: float) -> None:
     with _state.lock:
         number = float(value)
-        record = (
-            Measurement(kind, name, number, _state.step, _state.samples, time_s, attrs)
-            if attrs
-            else Measurement(kind, name, number, _state.step, _state.samples, time_s)
-        )
-        _state.open_step = True
         if kind is RecordKind.SPAN:
             _state.spent_s[name] = _state.spent_s.get(name, 0.0) + number
-        for sink in tuple(_sinks):
-            try:
-                sink.write(record)
-            except Exception:
-                _drop(sink)
+        for run in _told():
+            record = (
+                Measurement(kind, name, number, run.step, run.samples, time_s, attrs)
+                if attrs
+                else Measurement(kind, name, number, run.step, run.samples, time_s)
+            )
+            run.open_step = True
+            for sink in tuple(run.sinks):
+                try:
+                    sink.write(record)
+                except Exception:
+                    _drop(sink)
 
 
-def _end_step() -> None:
-    if not _state.open_step:
+def _told() -> Sequence[Run]:
+    """Return whose sinks are told of what is reported now."""
+    run = _present.get()
+    return tuple(_state.runs) if run is None else (_state.nobodys, run)
+
+
+def _end_step(run: Run) -> None:
+    if not run.open_step:
         return
-    _state.open_step = False
-    for sink in tuple(_sinks):
+    run.open_step = False
+    for sink in tuple(run.sinks):
         try:
-            sink.end_step(_state.step)
+            sink.end_step(run.step)
         except Exception:
             _drop(sink)
+
+
+def _remove(sink: Sink) -> None:
+    _sinks.remove(sink)
+    for run in [run for run in _state.runs if sink in run.sinks]:
+        run.sinks.remove(sink)
+    _state.runs[:] = [run for run in _state.runs if run.sinks or run is _state.nobodys]
 
 
 def _drop(sink: Sink) -> None:
@@ -293,7 +342,7 @@ def _drop(sink: Sink) -> None:
     )
     _log.info("monitor sink %s failed and is removed", _label(sink), exc_info=True)
     if sink in _sinks:
-        _sinks.remove(sink)
+        _remove(sink)
     _close(sink)
 
 
@@ -318,6 +367,7 @@ def _label(sink: Sink) -> str:
 
 def _forget() -> None:
     _state.inherited = list(_sinks)  # kept alive: collecting one would close, and so write, the parent's file
-    _sinks.clear()
+    for sink in _state.inherited:
+        _remove(sink)
     _state.lock = threading.RLock()  # the parent's copy may be held by a thread that does not exist here
-    _state.open_step = False
+    _state.nobodys.open_step = False
