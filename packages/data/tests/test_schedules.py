@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from ds_config.errors import ConfigError
 from ds_data.difficulty_schedules import make_schedule
 from ds_data.seqlens import batch_by_seqlens, pack_by_seqlens, scale_lr
+from ds_data.variable import VariableBatchSizeLR
 
 
 @given(
@@ -115,3 +117,28 @@ def test_rates_follow_batches() -> None:
     with pytest.raises(ConfigError):
         scale_lr(4, 8, 0.1, "cubic")
     assert np.isclose(scale_lr(10, 5), 0.5)
+
+
+def test_random_batches_and_rates_are_deepspeeds() -> None:
+    """Recorded from DeepSpeed 0.19.8: the shuffle of Python's generator, and a schedule that stands at 0 for the first batch."""
+    batches, _, _ = batch_by_seqlens([3, 9, 4, 7, 2, 8, 5, 6], 16, sequence_picking_order="random", seed=3)
+    order = [sample for _, samples in batches for sample in samples]
+    assert order == [0, 5, 7, 2, 1, 6, 4, 3]
+    assert scale_lr(4, 8, 0.1, None) == scale_lr(4, 8, 0.1, "NONE") == 0.1
+
+    class Warmup:
+        last_batch_iteration = -1
+
+        def __init__(self) -> None:
+            self.optimizer = SimpleNamespace(param_groups=[{"lr": 0.0}])
+
+        def step(self, t: int | None = None) -> None:
+            self.last_batch_iteration = self.last_batch_iteration + 1 if t is None else t
+            self.optimizer.param_groups[0]["lr"] = 0.1 * self.last_batch_iteration
+
+    schedule = VariableBatchSizeLR(Warmup(), 4, [8, 4])
+    rates = []
+    for _ in range(3):
+        rates += schedule.get_lr()
+        schedule.step()
+    assert rates == pytest.approx([0.0, 0.1, 0.4])

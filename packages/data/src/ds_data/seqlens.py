@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +18,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ds_config.errors import ConfigError
-from ds_data.permutation import KeyedPermutation, mix_keys
 
 __all__ = ["BatchPacking", "PickingOrder", "batch_by_seqlens", "pack_by_seqlens", "scale_lr"]
 
@@ -148,14 +148,15 @@ def batch_by_seqlens(
     )
 
 
-def scale_lr(base_batch_size: int, batch_size: int, base_lr: float = 1.0, method: str = "linear") -> float:
-    """Scale `base_lr` from `base_batch_size` to `batch_size`: times k, times sqrt(k), or unchanged ("none").
+def scale_lr(base_batch_size: int, batch_size: int, base_lr: float = 1.0, method: str | None = "linear") -> float:
+    """Scale `base_lr` from `base_batch_size` to `batch_size`: times k, times sqrt(k), or unchanged ("none", or None).
 
     Raises:
         ConfigError: there is no such method ("data-max-tokens").
     """
     k = batch_size / base_batch_size
     factors = {"linear": k, "sqrt": math.sqrt(k), "none": 1.0}
+    method = "none" if method is None else method.lower()
     if method not in factors:
         raise ConfigError(
             f"there is no way {method!r} to scale", code="data-max-tokens", fix=f"Use {', '.join(factors)}."
@@ -170,7 +171,9 @@ def _ordered(lengths: NDArray[np.int64], order: str, seed: int) -> NDArray[Any]:
     if order == "dataloader" or not len(lengths):
         return ids
     if order == "random":
-        return KeyedPermutation(len(lengths), mix_keys(seed, 3))(ids)
+        shuffled = ids.tolist()
+        random.Random(seed).shuffle(shuffled)
+        return np.array(shuffled)
     raise ConfigError(
         f"there is no picking order {order!r}", code="data-max-tokens", fix="Use dataloader, random or seqlen."
     )

@@ -113,7 +113,10 @@ class VariableBatchSizeLR:
         self._groups = lr_scheduler.optimizer.param_groups if groups is None else groups
         self.base_lrs = [float(group["lr"]) for group in self._groups]
         self._unscaled, self.last_epoch = list(self.base_lrs), last_epoch + 1
-        self._scale()
+        if getattr(lr_scheduler, "last_batch_iteration", 0) < 0:
+            self.step(self.last_epoch)  # as DeepSpeed: its schedules are moved to the first batch
+        else:
+            self._scale()
 
     @property
     def optimizer(self) -> Any:
@@ -127,7 +130,7 @@ class VariableBatchSizeLR:
         """
         for group, rate in zip(self._groups, self.base_lrs if epoch == 0 else self._unscaled, strict=True):
             group["lr"] = rate
-        if epoch != 0:
+        if epoch != 0 or hasattr(self.base_lr_scheduler, "last_batch_iteration"):
             self.base_lr_scheduler.step(*([] if epoch is None else [epoch]), **options)
         self._unscaled = [float(group["lr"]) for group in self._groups]
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
