@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ds_ckpt
-from ds_ckpt.convert.deepspeed_layout import open_deepspeed
+from ds_ckpt.convert.deepspeed_layout import open_deepspeed, write_universal
 from ds_ckpt.convert.fp32 import get_fp32_state_dict_from_zero_checkpoint
 from ds_ckpt.convert.pickled import load_pt
 from ds_ckpt.convert.regular import Regular, plan_flats, write_regular
@@ -339,6 +339,39 @@ def test_frozen_and_empty_parameters_are_in_no_group(tmp_path):
     back = open_deepspeed(tmp_path, allow_pickle=True)
     assert {n for n in back.entries if n.startswith("param/")} == {f"param/{n}" for n in shapes}
     assert back.meta["optimizer"]["names"] == [["a"]]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_parameters_without_a_gradient_so_far_have_a_state_of_zeros(tmp_path, stage):
+    """DeepSpeed's optimizer has one, and refuses files without. What is frozen is in no group."""
+    shapes = {"a": (4, 3), "spare": (5,), "ice": (2,)}
+    source = _state(shapes, frozen=("spare", "ice"), groups=[("spare", "a", "ice")])
+    source.meta["frozen"] = ["ice"]
+    for out in ("regular", "universal"):
+        if out == "regular":
+            write_regular(source, tmp_path / out, "t", Regular(stage, 2), allow_pickle=True)
+        else:
+            write_universal(source, tmp_path / out, "t", allow_pickle=True)
+        back = open_deepspeed(tmp_path / out, allow_pickle=True)
+        for name, value in [
+            ("param/spare", source.entries["param/spare"].read()),
+            ("optim/spare/exp_avg", torch.zeros(5)),
+        ]:
+            assert torch.equal(back.entries[name].read(), value)
+        assert torch.equal(back.entries["optim/a/exp_avg"].read(), source.entries["optim/a/exp_avg"].read())
+        assert "optim/ice/exp_avg" not in back.entries
+
+
+def test_universal_files_of_deepspeed_repeat_buffers_and_tied_names(tmp_path):
+    source = _state(SHAPES, buffers=("count",), config={"gradient_clipping": 0.5})
+    zero = write_universal(source, tmp_path, "t", allow_pickle=True) / "zero"
+    for name, value in [("count", torch.tensor([1.0, 2.0])), ("tied", source.entries["param/a"].read())]:
+        (zero / name).mkdir()
+        torch.save({"param": value}, zero / name / "fp32.pt")
+    back = open_deepspeed(tmp_path, allow_pickle=True)
+    assert set(back.entries) == set(source.entries)
+    assert back.aliases == {"param/tied": "param/a"}
+    assert torch.load(zero / "optimizer_state.pt")["clip_grad"] == 0.5
 
 
 def test_the_order_of_a_group_is_kept(tmp_path):

@@ -481,6 +481,9 @@ def test_signs_of_a_checkpoint(tmp_path):
     leave_signs(str(tmp_path), "global_step3", latest=True, sharded=True)
     assert name_of_tag(str(tmp_path), None, alone) == "global_step3"
     assert name_of_tag(str(tmp_path), "other", alone) == "other"
+    (tmp_path / "latest_universal").write_text("global_step3")
+    (tmp_path / "latest").unlink()
+    assert [name_of_tag(str(tmp_path), None, alone, universal) for universal in (False, True)] == [None, "global_step3"]
     with pytest.raises(CheckpointError) as caught:
         name_of_tag(str(tmp_path), "../other", alone)
     assert caught.value.code == "ckpt-outside"
@@ -512,6 +515,11 @@ def test_weights_are_converted_as_upstreams_programs_do(tmp_path, caplog):
     zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, out, max_shard_size=100, safe_serialization=True)
     assert (out / "model.safetensors.index.json").is_file()
 
+    lazy = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), lazy_mode=True)["a.weight"]
+    assert (lazy.shape.numel(), lazy.dtype) == (24, torch.float32)
+    for tag, kind in (("other", FileNotFoundError), (None, ValueError)):
+        with pytest.raises(kind):
+            zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(out), tag)
     model = nn.ModuleDict({"a": nn.Linear(6, 4), "c": nn.Linear(2, 2)})
     assert zero_to_fp32.load_state_dict_from_zero_checkpoint(model, str(tmp_path)) is model
     assert torch.equal(model["a"].weight, state["param/a.weight"])

@@ -89,6 +89,7 @@ def contents_of(
     if run.optimizer is not None:
         run.optimizer.synchronise()
     counters, loader = run.progress(), run.training_dataloader
+    still = sorted({run.sharding.logical[n].name for n, p in run.module.named_parameters() if not p.requires_grad})
     meta = {
         "format": format_of(client),
         "world": run.mesh["world"].size,
@@ -96,13 +97,14 @@ def contents_of(
         "config": run.record(),
         "client": dict(client),
         "optimizer": None if run.optimizer is None else run.optimizer.state_dict(),
+        # For layouts that know frozen parameters from those without a gradient so far; None where ranks hold different ones.
+        "frozen": still if len(run.sharding.families) == 1 else None,
         "onebit": getattr(_inner(run), "error_numels", {}),
         "scheduler": None if run.lr_scheduler is None else run.lr_scheduler.state_dict(),
         # None of torch's DataLoader and of others that do not know where they stand: a resumed run begins their order again.
         "data": loader.state_dict() | {"taken": counters["taken"]} if hasattr(loader, "state_dict") else None,
     }
-    still = [n for n, p in run.module.named_parameters() if not p.requires_grad]
-    left_out = set() if frozen else {f"param/{run.sharding.logical[n].name}" for n in still}
+    left_out = set() if frozen else {f"param/{name}" for name in still}
     buffer_shards = [s for n, s in _buffers(run.module) if buffers or _gives(run, n)]
     model = [*(s for s in run.sharding.param_shards() if s.shard.name not in left_out), *buffer_shards]
     aliases = {name: stored for name, stored in _aliases(run).items() if stored not in left_out}

@@ -470,7 +470,9 @@ def _does_not_add_up(group: int, wanted: int, have: int) -> CheckpointError:
 
 def _universal(collected: _Found, zero: Path, states: Sequence[Mapping[str, Any]]) -> None:
     shapes = {name: tuple(shape) for group in states[0].get("param_shapes") or [] for name, shape in group.items()}
-    for folder in sorted(p for p in zero.iterdir() if p.is_dir()):
+    # DeepSpeed repeats buffers and further names of tied parameters here, which the model's file has.
+    again = {*(states[0].get("buffer_names") or ()), *(key.removeprefix("param/") for key in collected.aliases)}
+    for folder in sorted(p for p in zero.iterdir() if p.is_dir() and p.name not in again):
         name = folder.name
         if not (folder / "fp32.pt").is_file():
             raise CheckpointError(f"{folder}/fp32.pt is missing", code="ckpt-not-found", fix="Complete the checkpoint.")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from ds_ckpt.checkpoint_list import find_latest
@@ -18,6 +19,7 @@ from ds_ckpt.convert.deepspeed_layout import open_deepspeed
 from ds_ckpt.convert.huggingface import Exported, write_hf
 from ds_ckpt.convert.tensor_source import TensorSource, cast, open_checkpoint, renamed
 from ds_ckpt.format import MANIFEST
+from ds_ckpt.shard_tensors import torch_dtype
 from ds_config.errors import CheckpointError
 
 __all__ = [
@@ -33,7 +35,8 @@ __all__ = [
 class LazyTensor:
     """A tensor that is read by `contiguous()`, each time."""
 
-    shape: tuple[int, ...]
+    shape: torch.Size
+    dtype: torch.dtype
     contiguous: Callable[[], Tensor]
 
 
@@ -93,7 +96,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     source = open_training(checkpoint_dir, tag, allow_pickle=allow_pickle)
     model = cast(weights(source, exclude_frozen_parameters=exclude_frozen_parameters), "float32")
     if lazy_mode:
-        lazy = {name: LazyTensor(entry.shape, entry.read) for name, entry in model.entries.items()}
+        lazy = {name: LazyTensor(torch.Size(entry.shape), torch_dtype(entry.dtype), entry.read) for name, entry in model.entries.items()}
         return {**lazy, **{alias: lazy[target] for alias, target in model.aliases.items()}}
     read = {name: entry.read() for name, entry in model.entries.items()}
     return {**read, **{alias: read[target] for alias, target in model.aliases.items()}}

@@ -40,7 +40,7 @@ from ds_ckpt.convert.regular_plan import (
     alignment_paddings,
     plan_flats,
 )
-from ds_ckpt.convert.tensor_source import TensorSource
+from ds_ckpt.convert.tensor_source import TensorSource, never_stepped
 from ds_ckpt.jsontext import Json
 from ds_ckpt.local import new_token
 from ds_ckpt.shard_tensors import torch_dtype
@@ -103,6 +103,7 @@ class _RankFileWriter:
         self.source, self.layout, self.folder = source, layout, folder
         self.names, self.groups, self.known, self.layers = stage.names, stage.groups, stage.known, stage.layers
         self.trained = {n for group in stage.groups for n in group}
+        self.unused = {n for group in never_stepped(source) for n in group}
         self.meta, self.optimizer = source.meta, dict(source.meta.get("optimizer") or {})
 
     def write(self, mp: int) -> None:
@@ -163,7 +164,7 @@ class _RankFileWriter:
         return out
 
     def _states(self, flat: Flat) -> dict[str, Any]:
-        names = list(self._sizes(self.groups[flat.group]))
+        names = [name for name in self.groups[flat.group] if name not in self.unused]
         states: dict[str, Any] = {}
         for key, values in (self.optimizer.get("scalars") or {}).items():
             numbers = {values[n] for n in names if n in values}
@@ -200,10 +201,10 @@ class _RankFileWriter:
         out = torch.zeros(flat.numel)
         at = 0
         for piece in flat.pieces:
-            key = f"optim/{piece.name}/{state}" if state else f"param/{piece.name}"
+            entry = self.source.entries.get(f"optim/{piece.name}/{state}" if state else f"param/{piece.name}")
             numel = piece.stop - piece.start
-            if numel:
-                out[at : at + numel] = self.source.entries[key].read().reshape(-1)[piece.start : piece.stop]
+            if numel and entry is not None:
+                out[at : at + numel] = entry.read().reshape(-1)[piece.start : piece.stop]
             at += numel + piece.pad
         return out
 
@@ -402,9 +403,10 @@ def _groups(source: TensorSource, layout: Regular) -> list[list[str]]:
         )
     trained = {k.removeprefix("optim/").rpartition("/")[0] for k in source.entries if k.startswith("optim/")}
     shapes = {k.removeprefix("param/"): e.shape for k, e in source.entries.items() if k.startswith("param/")}
-    empty = {n for n in trained if 0 in shapes.get(n, ())}  # DeepSpeed counts them as frozen
-    skipped = empty | (shapes.keys() - trained)
-    groups = [[str(n) for n in names if not trained or n not in skipped] for names in named]
+    empty = {n for n, shape in shapes.items() if 0 in shape}  # DeepSpeed counts them as frozen
+    frozen = source.meta.get("frozen")
+    skipped = empty | ((shapes.keys() if frozen is None else set(frozen)) - trained)
+    groups = [[str(n) for n in names if (frozen is None and not trained) or n not in skipped] for names in named]
     flat, trained = [n for names in groups for n in names], trained - empty
     wrong = sorted((set(flat) ^ trained) & (trained | (set(flat) - shapes.keys())))
     if wrong or len(set(flat)) != len(flat) or not all(groups):

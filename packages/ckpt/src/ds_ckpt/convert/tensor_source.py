@@ -32,6 +32,7 @@ __all__ = [
     "cast",
     "foreign_reader",
     "from_dict",
+    "never_stepped",
     "open_checkpoint",
     "renamed",
     "write_checkpoint",
@@ -124,6 +125,21 @@ def open_checkpoint(path: str | os.PathLike[str] | CheckpointRef) -> TensorSourc
         for name, record in manifest.tensors.items()
     }
     return TensorSource(entries, manifest.aliases, dict(from_json(manifest.meta)))
+
+
+def never_stepped(source: TensorSource) -> list[list[str]]:
+    """List, by optimizer group, the parameters that had no gradient so far, for which DeepSpeed keeps a state of zeros.
+
+    Empty where the meta does not say which parameters are frozen.
+    """
+    frozen, optimizer = source.meta.get("frozen"), source.meta.get("optimizer") or {}
+    if frozen is None:
+        return []
+    known = {*frozen, *(key.removeprefix("optim/").rpartition("/")[0] for key in source.entries if key[:6] == "optim/")}
+    return [
+        [n for n in names if n not in known and f"param/{n}" in source.entries]
+        for names in optimizer.get("names") or []
+    ]
 
 
 def renamed(source: TensorSource, rename: Callable[[str], str | None]) -> TensorSource:

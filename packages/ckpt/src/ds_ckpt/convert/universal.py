@@ -11,7 +11,7 @@ import torch
 
 from ds_ckpt.convert.client_entries import client_entries
 from ds_ckpt.convert.pickled import require_pickle
-from ds_ckpt.convert.tensor_source import TensorSource
+from ds_ckpt.convert.tensor_source import TensorSource, never_stepped
 from ds_ckpt.jsontext import Json
 from ds_config.errors import CheckpointError
 from ds_config.regular_file import replace_text
@@ -53,8 +53,11 @@ def write_universal(source: TensorSource, out: str | os.PathLike[str], tag: str,
         folder.mkdir()
         torch.save({"param": source.entries[f"param/{name}"].read().float(), "cat_dim": 0}, folder / "fp32.pt")
         for state in states:
-            entry = source.entries[f"optim/{name}/{state}"]
-            if entry.shape == source.entries[f"param/{name}"].shape:
+            entry = source.entries.get(f"optim/{name}/{state}")
+            if entry is None:
+                zeros = torch.zeros(source.entries[f"param/{name}"].shape)
+                torch.save({"param": zeros, "cat_dim": 0}, folder / f"{state}.pt")
+            elif entry.shape == source.entries[f"param/{name}"].shape:
                 torch.save({"param": entry.read().float(), "cat_dim": 0}, folder / f"{state}.pt")
             elif state == "step":
                 steps[name] = float(entry.read())
@@ -86,6 +89,11 @@ def _trained(source: TensorSource) -> dict[str, list[str]]:
             name, _, state = key.removeprefix("optim/").rpartition("/")
             if f"param/{name}" in source.entries:
                 out.setdefault(name, []).append(state)
+    for names, unused in zip(
+        (source.meta.get("optimizer") or {}).get("names") or (), never_stepped(source), strict=False
+    ):
+        like_the_group = next((out[name] for name in names if name in out), [])
+        out.update({name: [state for state in like_the_group if state != "step"] for name in unused})
     return out
 
 
@@ -93,7 +101,9 @@ def _common(groups: Sequence[Json], steps: Mapping[str, float], meta: Mapping[st
     step = torch.tensor(float(next(iter(steps.values()), 0.0)))
     with_params = [{**group, "params": []} for group in groups]
     version = str((meta.get("source") or {}).get("version") or _DEEPSPEED)
-    common: dict[str, Any] = {"param_groups": with_params, "ds_version": version, "clip_grad": 0.0}
+    # DeepSpeed clips by what it loads, not by its own configuration.
+    clip = float((meta.get("config") or {}).get("gradient_clipping") or 0.0)
+    common: dict[str, Any] = {"param_groups": with_params, "ds_version": version, "clip_grad": clip}
     common["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": with_params}
     return common
 

@@ -7,7 +7,7 @@ import io
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed._ours.base.forwarding import answers
-from deepspeed._ours.base.raising import refused
+from deepspeed._ours.base.raising import raising, refused
 from ds_ckpt.convert import fp32
 from ds_ckpt.convert.deepspeed_folders import check_tag
 from ds_ckpt.convert.huggingface import write_hf
@@ -192,11 +192,12 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     Upstream's files are read, too, through a restricted unpickler.
     """
-    return dict(
-        fp32.get_fp32_state_dict_from_zero_checkpoint(
-            checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode, allow_pickle=True
-        )
-    )
+    read = _not_found(tag)(fp32.get_fp32_state_dict_from_zero_checkpoint)
+    return dict(read(checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode, allow_pickle=True))
+
+
+def _not_found(tag: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return raising(ValueError if tag is None else FileNotFoundError, "ckpt-not-found")
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> nn.Module:
@@ -229,9 +230,8 @@ def convert_zero_checkpoint_to_state_dict(
     if wanted is None:
         raise refused("output-dtype", dtype, ", ".join(sorted(OUTPUT_DTYPE_NAMES)))
     limit = _size(max_shard_size)
-    source = fp32.weights(
-        fp32.open_training(checkpoint_dir, tag, allow_pickle=True), exclude_frozen_parameters=exclude_frozen_parameters
-    )
+    stored = _not_found(tag)(fp32.open_training)(checkpoint_dir, tag, allow_pickle=True)
+    source = fp32.weights(stored, exclude_frozen_parameters=exclude_frozen_parameters)
     model = cast(source, str(wanted).removeprefix("torch."))
     write_hf(model, output_dir, max_shard_bytes=limit, pickled=not safe_serialization, overwrite=True)
 

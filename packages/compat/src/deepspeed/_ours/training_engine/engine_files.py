@@ -150,25 +150,30 @@ class SavesAndLoads(Engine):
             Path of this rank's model states in upstream's layout (whose folder is the tag's), and client state; (None, None) where
             there is none.
         Raises:
+            CheckpointError: `checkpoint.load_universal` is on, and there is nothing to load ("ckpt-not-found").
             UnsupportedError: `custom_load_fn` ("compat-argument").
         """
         if custom_load_fn is not None:
             raise refused("custom-load")
         root, world = os.fspath(load_dir), self.mesh["world"]
-        name = name_of_tag(root, tag, world, self.load_universal_checkpoint())
+        universal = self.load_universal_checkpoint()
+        name = name_of_tag(root, tag, world, universal)
+        path, client = None, None
         if name is None and not Path(root).is_dir():
             _log.warning("there is no checkpoint directory %s", root)
-            return None, None
-        with translated(root, name, world, self.optimizer) as copy:
-            path, client = super().load_checkpoint(
-                root,
-                copy or name,
-                load_optimizer_states=load_optimizer_states,
-                load_lr_scheduler_states=load_lr_scheduler_states,
-                load_module_only=load_module_only,
-                load_data_state=not load_module_only,
-                strict="model" if load_module_strict else False,
-            )
+        else:
+            with translated(root, name, world, self.optimizer) as copy:
+                path, client = super().load_checkpoint(
+                    root,
+                    copy or name,
+                    load_optimizer_states=load_optimizer_states,
+                    load_lr_scheduler_states=load_lr_scheduler_states,
+                    load_module_only=load_module_only,
+                    load_data_state=not load_module_only,
+                    strict="model" if load_module_strict else False,
+                )
+        if path is None and universal:
+            raise refused("no-universal", root)
         if path is None:
             return None, None
         return self._get_ckpt_name(root, name or os.path.basename(path)), client or {}
