@@ -17,7 +17,7 @@ from ds_config.errors import CheckpointError, ConfigError
 from ds_data.mixing import BlendedDataset
 from ds_data.packed_sequences import IGNORE_INDEX, FillInMiddle, PackedSequences
 from ds_data.permutation import KeyedPermutation
-from ds_data.sample_order import BlendOrder, RankBatchSampler, RankSlice, SampleStream, split_ranges
+from ds_data.sample_order import BlendOrder, RankBatchSampler, RankSlice, SampleStream, _block_layout, split_ranges
 from ds_data.token_loader import TokenLoader
 from ds_data.token_writer import write_items
 from ds_data.tokens import TokenFile
@@ -269,3 +269,14 @@ def test_an_open_iteration_follows_a_loaded_state(corpus, threads, epoch_end):
         assert other.consumed == state["taken"] + 2 * lane.row
         other.consumed = state["taken"]
         assert torch.equal(next(batches)["labels"], wanted[0])
+
+
+def test_mixtures_that_take_turns_do_not_draw_their_blocks_again() -> None:
+    orders = [BlendOrder([SampleStream(100), SampleStream(50)], [3.0, 1.0], seed) for seed in range(3)]
+    edge = range((1 << 16) - 4, (1 << 16) + 4)  # a batch at the end of a block is of two
+    drawn = []
+    for _ in range(2):
+        for order in orders:
+            order.samples(list(edge))
+        drawn.append(_block_layout.cache_info().misses)
+    assert drawn[0] == drawn[1]

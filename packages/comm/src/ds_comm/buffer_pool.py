@@ -7,6 +7,7 @@ meanwhile.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -27,16 +28,23 @@ class BufferPool:
     """
 
     def __init__(self) -> None:
-        self._idle: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+        self._idle: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}  # the smallest first
         self._shared: dict[Hashable, Any] = {}
         self.fresh = 0
         self.bytes = 0
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialized flat buffer [numel], exclusively the caller's until `give`."""
-        idle = self._idle.get((numel, dtype, device))
-        if idle:
-            return idle.pop()
+        """Return an uninitialized flat buffer [numel], exclusively the caller's until `give`.
+
+        It is part of a larger one where that is idle. Of many sizes there are then as many buffers as are in use at one time, not one of each.
+        """
+        idle = self._idle.get((dtype, device), [])
+        at = bisect_left(idle, numel, key=torch.numel)
+        if at < len(idle):
+            whole = idle.pop(at)
+            return whole if whole.numel() == numel else whole[:numel]
+        if idle:  # too small for this, and the new one will do in its place
+            self.bytes -= idle.pop().nbytes
         self.fresh += 1
         self.bytes += numel * dtype.itemsize
         return torch.empty(numel, dtype=dtype, device=device)
@@ -46,7 +54,8 @@ class BufferPool:
         if buffer.device.type != "cpu" or streams.is_device_memory(buffer):
             self.bytes -= buffer.nbytes
             return
-        self._idle.setdefault((buffer.numel(), buffer.dtype, buffer.device), []).append(buffer)
+        whole = buffer if buffer._base is None else buffer._base
+        insort(self._idle.setdefault((whole.dtype, whole.device), []), whole, key=torch.numel)
 
     def shared(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Return the object under `key` that several units share, building it with `make` on first use.

@@ -179,7 +179,7 @@ class BlendOrder:
         return source, out
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)  # two for each of a few loaders that take turns: 1 MiB each
 def _block_layout(quotas: tuple[int, ...], key: int) -> tuple[Places, Places]:
     """Return of each slot of a block its source, and how many slots before it have the same: a source is read in its own order."""
     drawn = KeyedPermutation(_BLOCK, key)(np.arange(_BLOCK, dtype=np.int64))

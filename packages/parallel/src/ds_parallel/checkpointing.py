@@ -186,6 +186,7 @@ class ActivationCheckpointing:
 
         def end(at: int, _: Tensor) -> None:
             waiting.discard(at)
+            handles.pop(at).remove()  # an input may be a leaf, which outlives the graph
             if not waiting:
                 self.boundary()
                 stack.close()
@@ -193,8 +194,7 @@ class ActivationCheckpointing:
         for tensor in results:
             if tensor.requires_grad:
                 tensor.register_hook(begin)
-        for at in tuple(waiting):
-            inputs[at].register_hook(partial(end, at))
+        handles = {at: inputs[at].register_hook(partial(end, at)) for at in tuple(waiting)}
 
     def boundary(self) -> None:
         """Wait for the device, if calls are timed one by one."""

@@ -409,3 +409,34 @@ def test_many_models_in_one_process_and_one_loss():
     for net, twin in zip(nets, twins, strict=True):
         for a, b in zip(net.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+@world(2)
+def test_an_input_that_is_trained_keeps_no_hook_of_a_graph_that_is_gone():
+    net = even()
+    optimizer = ds_zero.shard(net, sgd(net), stage=3, policy=EVEN, memory="private")
+    x = torch.randn(2, 32, requires_grad=True)
+    for _ in range(3):
+        net(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        net(x)  # and no backward
+    assert not x._backward_hooks
+    optimizer.close()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@world(2)
+def test_units_of_many_sizes_have_as_many_buffers_as_are_in_use_at_one_time(precision):
+    torch.manual_seed(0)
+    sizes = [32, 48, 64, 80, 100, 128, 150, 175, 200]
+    net = nn.Sequential(*(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)))
+    policy = ds_zero.UnitSizePolicy(max_numel=1)
+    optimizer = ds_zero.shard(net, sgd(net), stage=2, policy=policy, memory="private", precision=precision)
+    for _ in range(2):
+        net(torch.randn(2, 32).to(net[0].weight.dtype)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    largest = max(unit.layout.numel for unit in optimizer.sharding.units)
+    assert optimizer.sharding.pool.bytes <= 3 * 4 * largest < 4 * sum(u.layout.numel for u in optimizer.sharding.units)
+    optimizer.close()

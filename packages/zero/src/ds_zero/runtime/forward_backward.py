@@ -69,7 +69,11 @@ class ForwardCall:
         for tensor in tensors_in(inputs):
             if tensor.requires_grad:
                 self.inputs += 1
-                tensor.register_hook(self.left)
+                if tensor.is_leaf:  # outlives the graph, which alone keeps this call
+                    handle = tensor.register_hook(_weakly(weakref.WeakMethod(self.left)))
+                    weakref.finalize(self, handle.remove).atexit = False
+                else:
+                    tensor.register_hook(self.left)
         around = unpack_hook() if can_watch_saved() else None
         if not can_watch_saved() or not (around is None or isinstance(around, _Unpack)):
             return self
@@ -117,6 +121,14 @@ class ForwardCall:
         watcher = self._watcher()
         if self.pending <= 0 and watcher is not None:
             watcher.left(self)
+
+
+def _weakly(method: weakref.WeakMethod[Callable[[Tensor], None]]) -> Callable[[Tensor], None]:
+    def call(grad: Tensor) -> None:
+        if (alive := method()) is not None:
+            alive(grad)
+
+    return call
 
 
 class _Unpack:
