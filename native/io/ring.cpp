@@ -91,7 +91,7 @@ class AioRing final : public Ring {
     long got;
     do got = ::syscall(SYS_io_getevents, context_, n ? 0L : 1L, static_cast<long>(under_way_), events_.data(), nullptr);
     while (got < 0 && errno == EINTR);
-    if (got < 0) return -errno;
+    if (got < 0) return give_up(errno);
     under_way_ -= static_cast<int>(got);
     for (long i = 0; i < got; ++i)
       out[n++] = {static_cast<int>(events_[static_cast<size_t>(i)].data), events_[static_cast<size_t>(i)].res};
@@ -99,6 +99,16 @@ class AioRing final : public Ring {
   }
 
  private:
+  // io_destroy waits for what is under way: nothing writes to memory that callers have back.
+  int give_up(int error) {
+    ::syscall(SYS_io_destroy, context_);
+    context_ = 0;
+    under_way_ = 0;
+    queued_.clear();
+    if (open()) context_ = 0;  // every later submission is refused
+    return -error;
+  }
+
   int depth_, under_way_ = 0;
   aio_context_t context_ = 0;
   std::vector<iocb> blocks_;
@@ -157,20 +167,26 @@ class Uring final : public Ring {
   }
   void flush() override {
     // What is not taken now (interrupted, completions waiting) is submitted by the next reap().
-    const long k = ::syscall(SYS_io_uring_enter, fd_, queued_, 0u, 0u, nullptr, 0);
-    if (k > 0) queued_ -= static_cast<unsigned>(k);
+    enter(0u, 0u);
   }
   int reap(Result *out) override {
     for (;;) {
       const int n = drain(out);
       // What is queued is submitted even when results are there already: the device should not wait for us.
       if (n && !queued_) return n;
-      const long k = ::syscall(SYS_io_uring_enter, fd_, queued_, n ? 0u : 1u, IORING_ENTER_GETEVENTS, nullptr, 0);
-      if (k >= 0)
-        queued_ -= static_cast<unsigned>(k);
-      else if (errno != EINTR && errno != EAGAIN && errno != EBUSY)
-        return -errno;
+      const long k = enter(n ? 0u : 1u, IORING_ENTER_GETEVENTS);
       if (n) return n;
+      if (k < 0 && errno != EINTR && errno != EAGAIN && errno != EBUSY) {
+        const int error = errno;
+        // The kernel writes to memory of what it has taken, so that is waited for: its results are had without the call that fails.
+        if (under_way_ > 0) {
+          ::usleep(1000);
+          continue;
+        }
+        __atomic_store_n(sq_tail_, *sq_tail_ - queued_, __ATOMIC_RELEASE);  // what it has not taken it never shall
+        queued_ = 0;
+        return -error;
+      }
     }
   }
 
@@ -180,6 +196,14 @@ class Uring final : public Ring {
   }
   static unsigned *word(void *base, unsigned offset) {
     return reinterpret_cast<unsigned *>(static_cast<char *>(base) + offset);
+  }
+  long enter(unsigned least, unsigned flags) {
+    const long k = ::syscall(SYS_io_uring_enter, fd_, queued_, least, flags, nullptr, 0);
+    if (k > 0) {
+      queued_ -= static_cast<unsigned>(k);
+      under_way_ += static_cast<int>(k);
+    }
+    return k;
   }
   int drain(Result *out) {
     int n = 0;
@@ -191,10 +215,11 @@ class Uring final : public Ring {
       ++head;
     }
     __atomic_store_n(cq_head_, head, __ATOMIC_RELEASE);
+    under_way_ -= n;
     return n;
   }
 
-  int depth_, fd_ = -1;
+  int depth_, fd_ = -1, under_way_ = 0;
   unsigned queued_ = 0;
   void *sq_ = MAP_FAILED, *cq_ = MAP_FAILED, *sqes_ = MAP_FAILED;
   size_t sq_bytes_ = 0, cq_bytes_ = 0, sqes_bytes_ = 0;

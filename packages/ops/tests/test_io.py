@@ -317,3 +317,55 @@ def test_descriptors_and_threads_are_given_back(tmp_path: Path) -> None:
         found = counts()
     assert found[0] == files
     assert found[1] <= threads
+
+
+REFUSES = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdarg.h>
+#include <sys/syscall.h>
+
+/* io_uring_enter takes what it is given, and has no memory when it shall wait. */
+long syscall(long number, ...) {
+  static long (*real)(long, ...);
+  va_list list;
+  long a[6];
+  int i;
+  va_start(list, number);
+  for (i = 0; i < 6; ++i) a[i] = va_arg(list, long);
+  va_end(list);
+  if (!real) real = (long (*)(long, ...))dlsym(RTLD_NEXT, "syscall");
+  if (number == SYS_io_uring_enter && a[1]) return real(number, a[0], a[1], 0L, 0L, 0L, 0L);
+  if (number == SYS_io_uring_enter) { errno = ENOMEM; return -1; }
+  return real(number, a[0], a[1], a[2], a[3], a[4], a[5]);
+}
+"""
+
+READS = """
+import os, sys, threading, time
+from ds_ops.io import AsyncIO, IOSettings
+pipe = sys.argv[1]
+def write():
+    with open(pipe, "wb") as end:
+        time.sleep(0.3)  # the read is with the kernel, and the ring has failed
+        end.write(bytes(range(100)))
+thread = threading.Thread(target=write)
+thread.start()
+memory = bytearray(100)
+io = AsyncIO(IOSettings(backend="io_uring", direct=False))
+io.read(pipe, memory).wait()
+thread.join()
+assert memory == bytes(range(100)), memory
+"""
+
+
+@pytest.mark.skipif("io_uring" not in WORKING or shutil.which("cc") is None, reason="needs io_uring and a compiler")
+def test_a_ring_that_fails_ends_no_transfer_that_the_kernel_still_has(tmp_path: Path) -> None:
+    (tmp_path / "refuses.c").write_text(REFUSES)
+    library, pipe = tmp_path / "refuses.so", tmp_path / "pipe"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "refuses.c", "-ldl"], check=True)
+    os.mkfifo(pipe)
+    env = os.environ | {"LD_PRELOAD": str(library)}
+    done = subprocess.run([sys.executable, "-c", READS, pipe], env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr

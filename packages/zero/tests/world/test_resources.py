@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import threading
 import time
@@ -430,7 +431,7 @@ def test_an_input_that_is_trained_keeps_no_hook_of_a_graph_that_is_gone():
 def test_units_of_many_sizes_have_as_many_buffers_as_are_in_use_at_one_time(precision):
     torch.manual_seed(0)
     sizes = [32, 48, 64, 80, 100, 128, 150, 175, 200]
-    net = nn.Sequential(*(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)))
+    net = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
     policy = ds_zero.UnitSizePolicy(max_numel=1)
     optimizer = ds_zero.shard(net, sgd(net), stage=2, policy=policy, memory="private", precision=precision)
     for _ in range(2):
