@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from ds_comm.watch import peer_rings
 from ds_comm.watch.alarms import SideChannel
 from ds_comm.watch.peer_rings import open_peer
-from ds_comm.watch.stamp_ring import StampRing
+from ds_comm.watch.stamp_ring import Stamp, StampRing
 from ds_comm.watch.watchdog import EXIT_CODE, Watchdog, WatchSettings
 
 X = torch.ones(4)
@@ -315,7 +316,18 @@ def test_what_a_rank_leaves_is_its_users_alone(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
 
 
-def test_where_the_deadline_is_far_a_long_wait_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("jitter", [False, True])
+def test_where_the_deadline_is_far_a_long_wait_is_told_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], jitter: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = Watchdog._longest_wait
+
+    def seen(watchdog: Watchdog) -> Stamp | None:  # what torch recorded has a time of another clock
+        wait = longest(watchdog)
+        return wait and replace(wait, waited_s=wait.waited_s + random.random() / 1e3)
+
+    if jitter:
+        monkeypatch.setattr(Watchdog, "_longest_wait", seen)
     with job(2, tmp_path, deadline_s=300, warn_s=0.6) as ranks:
         ranks[0].stamp(1, wait=True)
         time.sleep(2.5)

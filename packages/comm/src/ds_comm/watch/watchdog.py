@@ -115,7 +115,7 @@ class Watchdog:
         self._next_tick_s = 0.0
         self._joining_until_s = time.monotonic() + _JOINING_S
         self._ticks = 0
-        self._warned_s = 0.0
+        self._warned_s = -1.0
         self._launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._host = socket.gethostname()
         self._store_error = ""
@@ -271,7 +271,9 @@ class Watchdog:
         return self._compare()
 
     def _warn(self, wait: Stamp, blocked_s: float) -> None:
-        if self._warned_s == wait.waited_s:
+        if (
+            abs(self._warned_s - wait.waited_s) < 1.0
+        ):  # the same: torch's times come from another clock, each time a little off
             return
         self._warned_s = wait.waited_s
         limit_s = self._settings.deadline_s
