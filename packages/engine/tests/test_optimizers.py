@@ -4,7 +4,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +14,10 @@ from torch import nn
 import ds_engine
 import ds_ops
 from ds_comm.optim.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
-from ds_config.errors import DsError, PlanError
+from ds_config.errors import ConfigError, DsError, PlanError
 from ds_engine import Shapes, load_config, make_plan
 from ds_engine.optimizer_table import FROM_MUP, check_optimizer, make_optimizer, make_torch_scheduler
+from ds_ops.optim import orthogonalize
 
 Make = Callable[[], nn.Module]
 Settings = Callable[..., dict[str, Any]]
@@ -106,6 +107,35 @@ def test_keys_that_deepspeed_hands_on_to_torch_act(section: dict[str, Any], peer
             model(torch.ones(1, 3)).sum().backward()
             optimizer.step()
     torch.testing.assert_close(ours.bias, theirs.bias)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        widths = {"q_proj": 8, "k_proj": 4, "o_proj": 8, "kv_b_proj": 12, "query_key_value": 24}
+        self.attn = nn.ModuleDict({name: nn.Linear(8, rows, bias=False) for name, rows in widths.items()})
+
+
+def test_muon_takes_the_heads_of_projections_apart() -> None:
+    config = SimpleNamespace(
+        hidden_size=8, num_attention_heads=4, num_key_value_heads=2, qk_nope_head_dim=1, v_head_dim=2
+    )
+    model = Attention(config)
+    optimizer = made({"type": "Muon", "params": {"lr": 0.1, "momentum": 0.0, "per_head_muon": True}}, model)
+    names = {id(p): name.split(".")[1] for name, p in model.named_parameters()}
+    found = {names[id(p)]: group.get("heads") for group in optimizer.param_groups for p in group["params"]}
+    assert found == {"q_proj": 4, "k_proj": 2, "o_proj": None, "kv_b_proj": 4, "query_key_value": None}
+    query: Any = model.attn["q_proj"]
+    heads = query.weight.detach().clone().view(4, 2, 8)
+    grad = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
+    query.weight.grad = grad.clone()
+    optimizer.step()
+    moved = (heads - query.weight.detach().view(4, 2, 8)) / 0.1
+    torch.testing.assert_close(moved, orthogonalize(grad.view(4, 2, 8), method="gram"))
+    with pytest.raises(ConfigError) as caught:
+        made({"type": "Muon", "params": {"per_head_muon": True}}, nn.Linear(4, 4))
+    assert caught.value.code == "optimizer-heads"
 
 
 def test_muon_groups_of_the_caller_are_kept(make_model: Make) -> None:

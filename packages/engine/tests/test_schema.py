@@ -31,7 +31,10 @@ OURS = {
     "kernels",
     "loss_spike_threshold",
     "on_nonfinite",
-    *(f"optimizer.params.{key}" for key in ("foreach", "fused", "initial_accumulator_value", "lr_decay", "maximize")),
+    *(
+        f"optimizer.params.{key}"
+        for key in ("foreach", "fused", "initial_accumulator_value", "lr_decay", "maximize", "per_head_muon")
+    ),
     "optimizer.params.set_grad_none",
     "tensor_parallel.megatron_layers",
     "tensor_parallel.half_batches",

@@ -162,6 +162,9 @@ class MuonParams(_StateParams):
     ns_method: Literal["gram", "standard"] = Field(default="gram", description="How matrices are orthogonalized.")
     adam_w_mode: bool = Field(default=True, description="Decoupled decay of the rest; false adds it to the gradient.")
     torch_adam: Annotated[bool, NoEffect("torch's Adam takes the same step")] = False
+    per_head_muon: bool = Field(
+        default=False, description="Orthogonalize each head of query, key and value projections apart."
+    )
 
 
 class _OneBitParams(_OptimizerParams):

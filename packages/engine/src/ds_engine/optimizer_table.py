@@ -143,6 +143,7 @@ def make_optimizer(
     kind, arguments = _TABLE[type(section)](section, {} if states is None else {"state_dtype": states})
     if isinstance(section, MuonSection):
         params = _muon_groups(params, {id(p): name for name, p in model.named_parameters()})
+        params = _by_heads(params, muon_heads(model)) if section.params.per_head_muon else params
     if reduces_itself(section):
         arguments["group"] = group
     # A pipeline stage may have nothing to train; torch takes a group without parameters, and no list without groups.
@@ -195,6 +196,69 @@ def _muon_groups(params: Sequence[Any], names: Mapping[int, str]) -> list[dict[s
         rest = [p for p in group["params"] if id(p) not in chosen]
         split_groups += [{**group, "params": part, "use_muon": use} for part, use in ((whole, True), (rest, False))]
     return split_groups
+
+
+def _by_heads(groups: Sequence[dict[str, Any]], heads: Mapping[int, int]) -> list[dict[str, Any]]:
+    """Split groups of matrices by the number of heads of their projections: 0 for the rest."""
+    split = []
+    for group in groups:
+        counts = {id(p): heads.get(id(p), 0) for p in group["params"]}
+        for count in sorted(set(counts.values()) or {0}):
+            members = [p for p in group["params"] if counts[id(p)] == count]
+            split.append({**group, "params": members, **({"heads": count} if count else {})})
+    return split
+
+
+def muon_heads(model: nn.Module) -> dict[int, int]:
+    """Find the heads of attention's projections by their names, the model's configuration and their rows, by the id of the weight.
+
+    Also of weights that tensor parallelism has cut, which have whole heads.
+
+    Raises:
+        ConfigError: there is none ("optimizer-heads").
+    """
+    config: Any = getattr(model, "config", None)
+    config = getattr(config, "text_config", config)
+    found = {}
+    for name, param in model.named_parameters():
+        leaf = name.split(".")[-2].lower() if "." in name else name.lower()
+        widths = {
+            (heads, width)
+            for starts, heads, width in _head_shapes(config)
+            if heads and width and leaf.startswith(starts) and not leaf.startswith("query_key_value")
+        }
+        rows = param.shape[0] if param.ndim == 2 else 0
+        counts = {rows // width for heads, width in widths if rows and rows % width == 0 and heads * width % rows == 0}
+        if len(counts) == 1:
+            found[id(param)] = counts.pop()
+    if not found:
+        raise ConfigError(
+            "optimizer.params.per_head_muon = true, and no projection of query, key or value was recognized by its name and "
+            f"the number and width of heads in the configuration of {type(model).__name__}",
+            code="optimizer-heads",
+            fix="Leave per_head_muon out, or give groups with use_muon=True and heads=<their number>.",
+        )
+    return found
+
+
+def _head_shapes(config: Any) -> list[tuple[tuple[str, ...], int | None, int | None]]:
+    """Return (first letters of a layer's name, heads, rows of a head) of projections, also of latent attention's."""
+    names = ("num_attention_heads", "n_head", "num_heads")
+    heads = next((value for name in names if (value := getattr(config, name, None))), None)
+    hidden = getattr(config, "hidden_size", None)
+    width = getattr(config, "head_dim", None) or (hidden // heads if hidden and heads and hidden % heads == 0 else None)
+    nope, rope, value = (getattr(config, f"{name}_head_dim", None) for name in ("qk_nope", "qk_rope", "v"))
+    latent_query = nope + rope if nope and rope else None
+    return [
+        (("q_proj", "query", "wq"), heads, width),
+        (("q_proj", "query", "wq", "q_b_proj"), heads, latent_query),
+        (
+            ("k_proj", "key", "wk", "v_proj", "value", "wv"),
+            getattr(config, "num_key_value_heads", None) or heads,
+            width,
+        ),
+        (("kv_b_proj",), heads, nope + value if nope and value else None),
+    ]
 
 
 def _for_muon(name: str, param: torch.Tensor) -> bool:

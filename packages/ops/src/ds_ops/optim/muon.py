@@ -117,6 +117,8 @@ class Muon(OpsOptimizer):
     Of weights with three dims, or five and more, say which form the matrix: `muon_matrices` of the group, or of the parameter, which
     counts first: `conv1d.weight.muon_matrices = "flat"`, `experts.muon_matrices = "stack"`.
 
+    A group with `heads` has weights [heads * width, in]: the rows of each head are a matrix of their own. A weight that is not so is one.
+
     A matrix that is a DTensor is gathered once a step: its direction, of the dtype of its gradient or fp32. Each rank then steps its elements.
 
     State: `momentum_buffer` (matrices), or `exp_avg` and `exp_avg_sq`.
@@ -227,12 +229,16 @@ class Muon(OpsOptimizer):
         """Step matrices of one shape together: their Newton-Schulz iterations are one batched product."""
         directions = torch.stack([self._direction(group, p, fusion) for p in params])
         matrices = directions.flatten(2) if flat else directions
+        if (
+            group.get("heads") and matrices.shape[1] % group["heads"] == 0
+        ):  # rows that heads do not share stay one matrix
+            matrices = matrices.unflatten(1, (group["heads"], -1))
         rows, cols = matrices.shape[-2:]
         matrices = orthogonalize(matrices, steps=group["ns_steps"], method=group["ns_method"])
         lr, scale = float(group["lr"]), max(1.0, rows / cols) ** 0.5
         for p, o in zip(params, matrices, strict=True):
             local = _local(p)
-            new = _elements_of(p, o.view(p.shape)).to(p.dtype)
+            new = _elements_of(p, o.reshape(p.shape)).to(p.dtype)
             local.mul_(1 - lr * float(group["weight_decay"])).add_(new, alpha=-lr * scale)
             if p in fusion.copies:
                 fusion.copies[p].copy_(p)
