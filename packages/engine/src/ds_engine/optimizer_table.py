@@ -219,7 +219,7 @@ def muon_heads(model: nn.Module) -> dict[int, int]:
     """
     config: Any = getattr(model, "config", None)
     config = getattr(config, "text_config", config)
-    found = {}
+    heads_of = {}
     for name, param in model.named_parameters():
         leaf = name.split(".")[-2].lower() if "." in name else name.lower()
         widths = {
@@ -230,15 +230,15 @@ def muon_heads(model: nn.Module) -> dict[int, int]:
         rows = param.shape[0] if param.ndim == 2 else 0
         counts = {rows // width for heads, width in widths if rows and rows % width == 0 and heads * width % rows == 0}
         if len(counts) == 1:
-            found[id(param)] = counts.pop()
-    if not found:
+            heads_of[id(param)] = counts.pop()
+    if not heads_of:
         raise ConfigError(
             "optimizer.params.per_head_muon = true, and no projection of query, key or value was recognized by its name and "
             f"the number and width of heads in the configuration of {type(model).__name__}",
             code="optimizer-heads",
             fix="Leave per_head_muon out, or give groups with use_muon=True and heads=<their number>.",
         )
-    return found
+    return heads_of
 
 
 def _head_shapes(config: Any) -> list[tuple[tuple[str, ...], int | None, int | None]]:
