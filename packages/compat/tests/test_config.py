@@ -123,11 +123,11 @@ def test_what_scripts_of_deepspeed_ask_for_and_nothing_here_depends_on_is_left_o
 
 
 def test_keys_of_templates_that_do_nothing_are_told_at_info_level(said):
-    raw = {"zero_optimization": {"stage": 3, "sub_group_size": 10**9, "reduce_bucket_size": 10**6}}
+    raw = {"zero_optimization": {"stage": 3, "max_reuse_distance": 10**9, "reduce_bucket_size": 10**6}}
     with said.at_level(logging.INFO, "DeepSpeed"):
         assert accepted(raw) == {"zero_optimization": {"stage": 3, "reduce_bucket_size": 10**6}}
     assert [(r.levelname, r.getMessage().split(" ")[0]) for r in said.records] == [
-        ("INFO", "zero_optimization.sub_group_size")
+        ("INFO", "zero_optimization.max_reuse_distance")
     ]
 
 

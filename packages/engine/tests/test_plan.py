@@ -319,10 +319,11 @@ def test_gradients_that_go_to_the_host_are_counted_as_they_travel(stage: int, mi
 
 
 def test_how_files_lie_is_told_where_none_are_written(caplog: pytest.LogCaptureFixture) -> None:
-    zero = {"stage": 1, "round_robin_gradients": True, "parameter_alignment": True}
+    caplog.set_level("INFO")
+    zero = {"stage": 1, "round_robin_gradients": True, "parameter_alignment": True, "sub_group_size": 50}
     document = {"train_batch_size": 4, "zero_optimization": zero}
     load_config(document | {"checkpoint": {"layout": "deepspeed"}})
     assert "has no effect" not in caplog.text
     load_config(document)
-    for key in ("round_robin_gradients", "parameter_alignment"):
+    for key in ("round_robin_gradients", "parameter_alignment", "sub_group_size"):
         assert f"zero_optimization.{key} has no effect" in caplog.text

@@ -217,6 +217,7 @@ FILES_OF_DEEPSPEED = {"checkpoint": {"layout": "deepspeed"}, "zero_optimization"
 BASES: dict[str, Mapping[str, Any]] = {
     "zero_optimization.round_robin_gradients": FILES_OF_DEEPSPEED,
     "zero_optimization.parameter_alignment": FILES_OF_DEEPSPEED,
+    "zero_optimization.sub_group_size": FILES_OF_DEEPSPEED,
     "monitor.sinks": {"monitor": {"sinks": [{"sink": "jsonl"}]}},
     "checkpoint.local": {"checkpoint": {"local": {"folder": "node", "root": "store", "every": 10, "persist_every": 1000}}},
     "weight_quantization.quantized_initialization": {"weight_quantization": {"quantized_initialization": {"num_bits": 8}}},

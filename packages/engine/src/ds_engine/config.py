@@ -230,9 +230,15 @@ def load_config(source: Source | Document, *, auto: Auto | None = None, provenan
     files = {
         "round_robin_gradients": zero.round_robin_gradients,
         "parameter_alignment": zero.parameter_alignment,
+        "sub_group_size": zero.sub_group_size != type(zero).model_fields["sub_group_size"].default,
     }
     for key in [key for key, asked in files.items() if asked and config.checkpoint.layout != "deepspeed"]:
-        _log.warning("zero_optimization.%s has no effect: it says how files of checkpoint.layout = deepspeed lie", key)
+        level = (
+            logging.INFO if key == "sub_group_size" else logging.WARNING
+        )  # of that DeepSpeed's own templates are full
+        _log.log(
+            level, "zero_optimization.%s has no effect: it says how files of checkpoint.layout = deepspeed lie", key
+        )
     return config
 
 

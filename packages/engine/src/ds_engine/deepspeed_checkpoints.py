@@ -68,11 +68,10 @@ def load(
     """Go on from `root/tag`, or from the newest of `root`, in whichever layout it is. Collective. See `checkpoints.load_run`."""
     if tag is not None:
         check_tag(root, tag)
-    universal = run.plan.config.checkpoint.load_universal
-    if not run.plan.foreign and not universal:
+    if not run.plan.foreign and not run.plan.universal:
         with _newest(root, run.mesh["world"]) if tag is None and near is None else nullcontext(tag) as chosen:
             return load_run(run, root, chosen, parts, near)
-    tag = tag or latest_tag(root, run.mesh["world"], universal)
+    tag = tag or latest_tag(root, run.mesh["world"], run.plan.universal)
     with translated(root, tag, run.mesh["world"], run.optimizer) as copy:
         path, client = load_run(run, root, copy or tag, parts)
     return (f"{root}/{tag}" if copy and path else path), client
@@ -123,7 +122,8 @@ def layout_of(plan: Plan, group: Group, model: nn.Module) -> Regular:
     dtype, files = str(plan.precision.param or torch.float32).removeprefix("torch."), plan.foreign
     cut = Regular(stage, group.size, dtype)
     if files is not None:
-        cut = replace(cut, round_robin=files.round_robin, aligned=files.aligned)
+        size = files.sub_group_size or None
+        cut = replace(cut, round_robin=files.round_robin, aligned=files.aligned, sub_group_size=size)
     if not isinstance(model, PipelineModule):
         return cut
     if model.rank_of != tuple(range(model.num_stages)):

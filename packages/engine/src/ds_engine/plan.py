@@ -173,15 +173,17 @@ class TransformPlan:
 
 @dataclass(frozen=True, slots=True)
 class ForeignFiles:
-    """How a group's parameters lie in files of DeepSpeed's layout, at stages 1 and 2.
+    """How a group's parameters lie in files of DeepSpeed's layout.
 
     Attributes:
-        round_robin: Dealt out, one to each rank in turn; else one behind the other.
-        aligned: Each begins at a multiple of 16 bytes.
+        round_robin: At stages 1 and 2: dealt out, one to each rank in turn; else one behind the other.
+        aligned: At stages 1 and 2: each begins at a multiple of 16 bytes.
+        sub_group_size: At stage 3: elements of a flat tensor.
     """
 
     round_robin: bool
     aligned: bool
+    sub_group_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +214,7 @@ class Plan:
         transforms: What is applied to the model, in order.
         staging: How a model in stages was cut.
         foreign: How checkpoints in DeepSpeed's layout lie; None: they are written in ours.
+        universal: A load without a tag follows `latest_universal`.
         answer_tokens: Most tokens of a prompt and its answer, of an engine that generates; None: it does not.
         compiling: Passes over the graphs of the model, once it is compiled; None: graphs have no actions in them.
         tuning: What is measured before the process ends, and how a tuner looks for more; None: this is a run.
@@ -240,6 +243,7 @@ class Plan:
     transforms: tuple[TransformPlan, ...] = ()
     staging: PipelineSpec | None = None
     foreign: ForeignFiles | None = None
+    universal: bool = False
     answer_tokens: int | None = None
     compiling: Compiling | None = None
     tuning: AutotuningConfig | None = None

@@ -112,6 +112,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         transforms=transforms,
         staging=shapes.staging,
         foreign=_foreign(config),
+        universal=config.checkpoint.load_universal,
         tuning=tuning if (tuning := config.autotuning) is not None and tuning.enabled else None,
         pause_gc=config.disable_python_gc,
         compiling=compiling_of(config.compile, config.zero_optimization, mesh),
@@ -194,7 +195,7 @@ def _foreign(config: Config) -> ForeignFiles | None:
     zero = config.zero_optimization
     if config.checkpoint.layout != "deepspeed":
         return None
-    return ForeignFiles(zero.round_robin_gradients, zero.parameter_alignment)
+    return ForeignFiles(zero.round_robin_gradients, zero.parameter_alignment, zero.sub_group_size)
 
 
 def _telling(config: Config) -> LoggingPlan:

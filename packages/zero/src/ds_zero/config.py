@@ -254,7 +254,10 @@ class ZeroConfig(StrictModel):
     use_multi_rank_bucket_allreduce: Annotated[bool, NoEffect("what is sharded is reduce-scattered")] = True
     allgather_partitions: Annotated[bool, NoEffect("parameters are gathered by units")] = True
     allgather_bucket_size: Annotated[Count, NoEffect("units of reduce_bucket_size are gathered, too")] = 500_000_000
-    sub_group_size: Annotated[Count, NoEffect("the optimizer updates unit by unit")] = 1_000_000_000
+    sub_group_size: Count = Field(
+        default=1_000_000_000,
+        description="Of files in DeepSpeed's layout at stage 3: elements of a flat tensor. In memory, the optimizer updates unit by unit.",
+    )
     prefetch_bucket_size: Annotated[
         Count, Alias("stage3_prefetch_bucket_size"), NoEffect("the next unit is gathered ahead with overlap_comm")
     ] = 50_000_000

@@ -89,7 +89,7 @@ ACCESSORS: Mapping[str, Tells] = {
     "checkpoint_tag_validation_enabled": lambda e: _tag_validation(e) != "ignore",
     "checkpoint_tag_validation_fail": lambda e: _tag_validation(e) == "fail",
     "get_data_types": lambda e: _data_types(e.plan),
-    "load_universal_checkpoint": lambda e: e.plan.config.checkpoint.load_universal,
+    "load_universal_checkpoint": lambda e: e.plan.universal,
     "use_node_local_storage": lambda e: False,
     "data_efficiency_enabled": lambda e: bool((e.config.get("data_efficiency") or {}).get("enabled", False)),
     "data_efficiency_config": lambda e: e.plan.config.data_efficiency.model_dump(mode="json"),
