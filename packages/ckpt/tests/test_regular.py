@@ -363,7 +363,8 @@ def test_parameters_without_a_gradient_so_far_have_a_state_of_zeros(tmp_path, st
 
 
 def test_universal_files_of_deepspeed_repeat_buffers_and_tied_names(tmp_path):
-    source = _state(SHAPES, buffers=("count",), config={"gradient_clipping": 0.5})
+    scale = {"scale": 1024.0, "tolerance": 2, "step": 3, "last_overflow": 1}
+    source = _state(SHAPES, buffers=("count",), config={"gradient_clipping": 0.5}, scale=scale)
     zero = write_universal(source, tmp_path, "t", allow_pickle=True) / "zero"
     for name, value in [("count", torch.tensor([1.0, 2.0])), ("tied", source.entries["param/a"].read())]:
         (zero / name).mkdir()
@@ -371,7 +372,8 @@ def test_universal_files_of_deepspeed_repeat_buffers_and_tied_names(tmp_path):
     back = open_deepspeed(tmp_path, allow_pickle=True)
     assert set(back.entries) == set(source.entries)
     assert back.aliases == {"param/tied": "param/a"}
-    assert torch.load(zero / "optimizer_state.pt")["clip_grad"] == 0.5
+    assert load_pt(zero / "optimizer_state.pt")["clip_grad"] == 0.5
+    assert back.meta["optimizer"]["loss_scale"] == scale
 
 
 def test_the_order_of_a_group_is_kept(tmp_path):

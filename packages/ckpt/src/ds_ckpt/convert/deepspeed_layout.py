@@ -485,6 +485,7 @@ def _universal(collected: _Found, zero: Path, states: Sequence[Mapping[str, Any]
             shape = shapes.get(name, tuple(tensor.shape)) if tensor.dim() == 1 else tuple(tensor.shape)
             _add(collected, name, shape, [(tensor.reshape(-1), 0, tensor.numel())], "" if key == "fp32" else key)
     common = load_pt(zero / "optimizer_state.pt")
+    collected.scale = _scale(common.get("loss_scaler"))
     inner = common.get("optimizer_state_dict", common)
     groups = common.get("param_groups") or inner.get("param_groups") or []
     collected.groups.extend({k: v for k, v in g.items() if k != "params"} for g in groups)

@@ -96,7 +96,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
     source = open_training(checkpoint_dir, tag, allow_pickle=allow_pickle)
     model = cast(weights(source, exclude_frozen_parameters=exclude_frozen_parameters), "float32")
     if lazy_mode:
-        lazy = {name: LazyTensor(torch.Size(entry.shape), torch_dtype(entry.dtype), entry.read) for name, entry in model.entries.items()}
+        lazy = {
+            name: LazyTensor(torch.Size(entry.shape), torch_dtype(entry.dtype), entry.read)
+            for name, entry in model.entries.items()
+        }
         return {**lazy, **{alias: lazy[target] for alias, target in model.aliases.items()}}
     read = {name: entry.read() for name, entry in model.entries.items()}
     return {**read, **{alias: read[target] for alias, target in model.aliases.items()}}

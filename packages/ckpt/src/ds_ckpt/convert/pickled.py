@@ -62,6 +62,15 @@ class DynamicLossScaler:
         self.dtype = torch.float16
 
 
+def scaler_of(meta: Mapping[str, Any]) -> LossScaler | DynamicLossScaler | None:
+    """Return DeepSpeed's form of the loss scale in the meta of a checkpoint of ours; None without one."""
+    state = (meta.get("optimizer") or {}).get("loss_scale")
+    rule = dict((meta.get("config") or {}).get("fp16") or {})
+    if state is None:
+        return None
+    return LossScaler(float(state["scale"])) if float(rule.get("loss_scale") or 0) else DynamicLossScaler(state, rule)
+
+
 class FragmentAddress:
     """Where a parameter lies in a flat tensor, in elements."""
 

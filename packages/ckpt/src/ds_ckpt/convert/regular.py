@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ds_ckpt.convert.client_entries import client_entries
 from ds_ckpt.convert.deepspeed_folders import check_tag
-from ds_ckpt.convert.pickled import DynamicLossScaler, FragmentAddress, LossScaler, require_pickle, save_pt
+from ds_ckpt.convert.pickled import FragmentAddress, LossScaler, require_pickle, save_pt, scaler_of
 from ds_ckpt.convert.regular_plan import (
     EXPERT,
     Flat,
@@ -130,8 +130,8 @@ class _RankFileWriter:
         }
         fp32 = [self._filled(flat, "") for flat in flats]
         ranks = self.layout.ranks
-        scaler, dynamic = self._scaler()
-        body: dict[str, Any] = {"loss_scaler": scaler, "dynamic_loss_scale": dynamic, "overflow": False}
+        scaler = (scaler_of(self.meta) if self.layout.dtype == "float16" else None) or LossScaler(1.0)
+        body: dict[str, Any] = {"loss_scaler": scaler, "dynamic_loss_scale": scaler.dynamic, "overflow": False}
         body["zero_stage"] = self.layout.stage
         if self.layout.stage == 3:
             return {**body, "partition_count": ranks, "optimizer_state_dict": inner, "fp32_flat_groups": fp32}
@@ -215,14 +215,6 @@ class _RankFileWriter:
                 out[self._local_name(piece.name)] = FragmentAddress(piece.stop - piece.start, at)
             at += piece.stop - piece.start + piece.pad
         return out
-
-    def _scaler(self) -> tuple[LossScaler | DynamicLossScaler, bool]:
-        state, rule = self.optimizer.get("loss_scale"), dict((self.meta.get("config") or {}).get("fp16") or {})
-        if self.layout.dtype != "float16" or state is None:
-            return LossScaler(1.0), False
-        if float(rule.get("loss_scale") or 0):
-            return LossScaler(float(state["scale"])), False
-        return DynamicLossScaler(state, rule), True
 
     # ---- the model's files
 

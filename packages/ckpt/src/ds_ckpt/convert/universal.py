@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ds_ckpt.convert.client_entries import client_entries
-from ds_ckpt.convert.pickled import require_pickle
+from ds_ckpt.convert.pickled import require_pickle, save_pt, scaler_of
 from ds_ckpt.convert.tensor_source import TensorSource, never_stepped
 from ds_ckpt.jsontext import Json
 from ds_config.errors import CheckpointError
@@ -63,7 +63,7 @@ def write_universal(source: TensorSource, out: str | os.PathLike[str], tag: str,
                 steps[name] = float(entry.read())
         if name in steps:
             torch.save(torch.tensor(float(steps[name])), folder / "step.pt")
-    torch.save(_common(groups, steps, source.meta), zero / "optimizer_state.pt")
+    save_pt(_common(groups, steps, source.meta), zero / "optimizer_state.pt")
     model = _model_file(source, trained)
     for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
         torch.save(model, target / file)
@@ -104,6 +104,8 @@ def _common(groups: Sequence[Json], steps: Mapping[str, float], meta: Mapping[st
     # DeepSpeed clips by what it loads, not by its own configuration.
     clip = float((meta.get("config") or {}).get("gradient_clipping") or 0.0)
     common: dict[str, Any] = {"param_groups": with_params, "ds_version": version, "clip_grad": clip}
+    if (scaler := scaler_of(meta)) is not None:
+        common |= {"loss_scaler": scaler, "dynamic_loss_scale": scaler.dynamic}
     common["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": with_params}
     return common
 
