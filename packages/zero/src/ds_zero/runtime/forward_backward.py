@@ -31,9 +31,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as torch_module
 
 from ds_config.errors import ShardedAccessError
-from ds_zero._torch import can_watch_saved, graph_task_id, queue_callback, unpack_hook
+from ds_zero._torch import can_watch_saved, graph_task_id, queue_callback, unpack_hook, without_torch_function
 
-__all__ = ["Backward", "ForwardCall", "OpenCall", "OpenCalls", "Watcher", "alias_saved", "tensors_in"]
+__all__ = ["Backward", "ForwardCall", "OpenCall", "OpenCalls", "Watcher", "alias_saved", "has_memory", "tensors_in"]
 
 _CALLER = torch_module.__file__
 
@@ -45,7 +45,7 @@ class Watcher(Protocol):
         self, call: ForwardCall
     ) -> None: ...  # the gradient of an output has arrived: the backward of the call begins
     def left(self, call: ForwardCall) -> None: ...  # the gradients of all inputs have arrived
-    def unpacked(self, numbers: tuple[int, ...]) -> None: ...  # autograd needs something that the call saved
+    def unpacked(self, numbers: tuple[int, ...], saved: Tensor) -> None: ...  # autograd needs what the call saved
     def unseen(
         self, numbers: tuple[int, ...], output: Any
     ) -> None: ...  # the call returned no tensor that can be found
@@ -147,8 +147,8 @@ class _Unpack:
     def __call__(self, packed: tuple[Tensor, int]) -> Tensor:
         watcher = self._watcher()
         if watcher is not None:
-            watcher.unpacked(self.numbers)
-        elif packed[0].numel() and not packed[0].untyped_storage().nbytes():
+            watcher.unpacked(self.numbers, packed[0])
+        elif not has_memory(packed[0]):
             raise ShardedAccessError(
                 f"a backward needs {tuple(packed[0].shape)} of a sharded model that is gone, whose weights nobody can gather any more",
                 code="sharded-access",
@@ -161,6 +161,15 @@ class _Unpack:
                 f"{tensor._version}, saved at {version}): a step of the optimizer, or an edit, between forward and backward"
             )
         return tensor
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor's elements are there; those of a released unit's parameters, and of their views, are not."""
+    try:
+        with without_torch_function():
+            return not tensor.numel() or tensor.untyped_storage().nbytes() > 0
+    except (RuntimeError, NotImplementedError):  # a subclass without a storage of its own
+        return False
 
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int]:

@@ -27,7 +27,7 @@ from torch.nn.parameter import Parameter
 
 from ds_config.errors import ShardedAccessError
 from ds_zero._torch import graph_task_id, outside_transforms, running_modules, uncaptured
-from ds_zero.runtime.forward_backward import Backward, ForwardCall, OpenCall, OpenCalls
+from ds_zero.runtime.forward_backward import Backward, ForwardCall, OpenCall, OpenCalls, has_memory
 from ds_zero.runtime.gather_agreement import GatherAgreement
 from ds_zero.runtime.gather_order import Arrivals, GatherOrder
 from ds_zero.runtime.init_shards import Copier
@@ -84,6 +84,9 @@ class Gathering(AccessHandler):
         self._several: set[int] = set()  # needed more than once in a forward since the update
         self.rounds = True
         self._warned = self._awaits_backward = False
+        self._records = (
+            False  # whether the forward that runs makes a graph, whatever parts of it that are checkpointed do
+        )
         self._persistent: frozenset[int] = frozenset()
         self._agreement: GatherAgreement | None = None
 
@@ -139,7 +142,7 @@ class Gathering(AccessHandler):
         if order is None and not (self._awaits_backward and torch.is_grad_enabled()) and not self._is_called(param):
             return False
         self.gather(number, order)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or (order is self._forward and self._records):
             self._share(number)
         else:
             self._strays.add(number)
@@ -227,7 +230,7 @@ class Gathering(AccessHandler):
                     call.watched.guard(output)
                 if not call.counted:
                     return
-                if call.watched is not None and self._shared:
+                if self._records and self._shared:
                     self._sticky.update(self._shared.intersection(numbers))
                 for number in numbers:
                     self.running[number] -= 1
@@ -248,6 +251,7 @@ class Gathering(AccessHandler):
         if self._depth == 1 or order is None:
             self._in_backward.abandon()
             self._finish_interrupted()
+            self._records = torch.is_grad_enabled()
             order = self._forward = self._order_for(name)
             order.begin()
         return order
@@ -370,9 +374,9 @@ class Gathering(AccessHandler):
         wanted, over = self._agreement.meet(number)
         for other in wanted:
             unit, was_released = self.units[other], self.units[other].state is Full.RELEASED
-            unit.finish_unshard()  # of the order, which its ranks have issued before
+            unit.finish_unneeded()  # of the order, which its ranks have issued before
             unit.start_unshard(again=True, channel=unit.groups.gather_group)
-            unit.finish_unshard()
+            unit.finish_unneeded()
             if was_released and other != number:
                 unit.reshard()
         return over
@@ -498,11 +502,18 @@ class Gathering(AccessHandler):
                 inner.add(number)
             self.gather(number, self._backward)
 
-    def unpacked(self, numbers: tuple[int, ...]) -> None:
-        """Gather the units whose saved tensors autograd unpacks, if they are not gathered by now (watcher)."""
+    def unpacked(self, numbers: tuple[int, ...], saved: Tensor) -> None:
+        """Gather the units whose saved tensors autograd unpacks, if they are not gathered by now (watcher).
+
+        A unit that has had its turn in this backward is gathered once more only for a tensor in its memory: ranks that took another path
+        save other activations in a module, and would not come.
+        """
         for number in numbers:
-            if self.units[number].state is not Full.CURRENT and graph_task_id() != -1:
+            unit = self.units[number]
+            if unit.state is not Full.CURRENT and graph_task_id() != -1:
                 self._in_backward.enter()
+                if unit.state is Full.RELEASED and not self._backward.awaits(number) and has_memory(saved):
+                    continue
                 self.gather(number, self._backward)
                 self._share(number)
 

@@ -37,7 +37,7 @@ from ds_zero.runtime.gradients import Gradients
 from ds_zero.runtime.init_shards import whole
 from ds_zero.runtime.param_storage import clear_gaps, storage_of
 from ds_zero.runtime.reduce_strategies import make_reducer
-from ds_zero.runtime.sharded_parameter import release, restore
+from ds_zero.runtime.sharded_parameter import ShardedParameter, release, restore
 from ds_zero.runtime.unit_groups import GroupSet
 
 __all__ = ["Full", "OptimizerSlice", "Unit"]
@@ -193,7 +193,7 @@ class Unit:
             self.finish_unshard()
             again = True
         if again:
-            self.finish_unshard()  # twice in a row in the order: each of them is one that other ranks count on
+            self.finish_unneeded()  # twice in a row in the order: each of them is one that other ranks count on
         if self.state is Full.GATHERING or (self.state is Full.CURRENT and not again):
             return
         if self.state is Full.AWAY:
@@ -210,6 +210,13 @@ class Unit:
         if self.state is Full.GATHERING:
             self.storage.arrived() if arrived else self.storage.finish()
             self.state = Full.CURRENT
+
+    def finish_unneeded(self) -> None:
+        """Wait for `start_unshard` of a unit that nobody here has needed yet: a use without its module is still noticed afterwards."""
+        unneeded = self.state is Full.GATHERING and any(type(param) is ShardedParameter for param in self.params)
+        self.finish_unshard()
+        if unneeded:
+            self.guard()
 
     def start_renew(self) -> None:
         """Mark the full buffer current, or start its all-gather. Call after all ranks published and passed a barrier."""
