@@ -144,7 +144,7 @@ def load_run(
     """Go on from the checkpoint `root/tag`, or from the newest in `root`. Collective.
 
     Args:
-        parts: Which of "optimizer", "scheduler", "data" and "run" (counters, random states) to restore besides the model;
+        parts: Which of "weights" (and buffers), "optimizer", "scheduler", "data" and "run" (counters, random states) to restore;
             "exact", "model" and "any-optimizer" say what may differ, see `load_differences.py`: without them what the
             checkpoint lacks begins as it is, what nothing asks for is not used, and each is named in a line.
         near: Without a tag, a newer copy on the nodes goes before.
@@ -217,8 +217,10 @@ def _wanted(run: CheckpointedRun, path: str, stored: _Stored, parts: frozenset[s
     random_states = any(name.startswith("rng/") for name in stored.shapes)
     as_many = stored.meta.get("world") == run.mesh["world"].size
     resumed = "run" in parts and random_states and as_many
-    buffers = _buffers(run.module)
-    shards, prefixes = [*run.sharding.param_shards(), *(shard for _, shard in buffers)], ["param/", "buffer/"]
+    buffers = _buffers(run.module) if "weights" in parts else []
+    weights = run.sharding.param_shards() if "weights" in parts else []
+    shards = [*weights, *(shard for _, shard in buffers)]
+    prefixes = ["param/", "buffer/"] if "weights" in parts else []
     sources, fresh = _sources(run, stored), []
     if "optimizer" in parts and run.optimizer is not None:
         shapes = _optim_shapes(stored.shapes, sources)

@@ -522,6 +522,7 @@ class Engine(nn.Module):
         load_module_only: bool = False,
         load_data_state: bool = True,
         strict: bool | Literal["model"] | None = None,
+        load_module: bool = True,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from a checkpoint, whatever number of ranks and ZeRO stage wrote it. Collective.
 
@@ -534,6 +535,7 @@ class Engine(nn.Module):
                 was never trained begins as it is, and a line names it, as well as what is not used. True refuses every
                 tensor that only one of them has; "model" those of the model. False also accepts an optimizer of another
                 class than the saved one, whose state then begins anew.
+            load_module: False leaves parameters and buffers as they are.
         Returns:
             Path and client state; (None, None) when the directory holds no complete checkpoint.
         Raises:
@@ -541,6 +543,7 @@ class Engine(nn.Module):
                 state is not imported here, or has changed ("ckpt-client-class"). The run is as it was.
         """
         parts = {
+            "weights": load_module,
             "optimizer": load_optimizer_states and not load_module_only,
             "scheduler": load_lr_scheduler_states and not load_module_only,
             "data": load_data_state and not load_module_only,

@@ -13,6 +13,7 @@ from torch import Tensor
 from deepspeed._ours.base.raising import refused
 from deepspeed._ours.base.version import version
 from deepspeed._ours.checkpoint.checkpoint_api import (
+    get_fp32_state_dict_from_zero_checkpoint,
     get_model_ckpt_name_for_rank,
     get_zero_ckpt_name_for_rank,
     leave_files,
@@ -25,6 +26,7 @@ from ds_ckpt.coordinator import TRANSFER_S, Coordinator
 from ds_comm import all_gather_object
 from ds_engine import Engine
 from ds_engine.deepspeed_checkpoints import translated
+from ds_zero import GatheredParameters
 
 _log = logging.getLogger("DeepSpeed")
 
@@ -146,15 +148,15 @@ class SavesAndLoads(Engine):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from a checkpoint of ours or of upstream's, saved on any number of ranks. Collective.
 
+        Args:
+            custom_load_fn: Called as `custom_load_fn(src=state_dict, dst=module)` on every rank, after all else was loaded, with the whole
+                weights in fp32, instead of loading them; at stage 3 while all parameters are gathered.
         Returns:
             Path of this rank's model states in upstream's layout (whose folder is the tag's), and client state; (None, None) where
             there is none.
         Raises:
             CheckpointError: `checkpoint.load_universal` is on, and there is nothing to load ("ckpt-not-found").
-            UnsupportedError: `custom_load_fn` ("compat-argument").
         """
-        if custom_load_fn is not None:
-            raise refused("custom-load")
         root, world = os.fspath(load_dir), self.mesh["world"]
         universal = self.load_universal_checkpoint()
         name = name_of_tag(root, tag, world, universal)
@@ -171,11 +173,15 @@ class SavesAndLoads(Engine):
                     load_module_only=load_module_only,
                     load_data_state=not load_module_only,
                     strict="model" if load_module_strict else False,
+                    load_module=custom_load_fn is None,
                 )
         if path is None and universal:
             raise refused("no-universal", root)
         if path is None:
             return None, None
+        if custom_load_fn is not None:
+            weights = get_fp32_state_dict_from_zero_checkpoint(root, name or os.path.basename(path))
+            self.load_module_state_dict(weights, custom_load_fn=custom_load_fn)
         return self._get_ckpt_name(root, name or os.path.basename(path)), client or {}
 
     def module_state_dict(
@@ -207,7 +213,9 @@ class SavesAndLoads(Engine):
         del fetch_z3_params, z3_params_to_fetch
         state = checkpoint.get("module", checkpoint)
         if custom_load_fn is not None:
-            custom_load_fn(src=state, dst=self.module)
+            released = list(self.module.parameters()) if self.plan.residency.shard_params else []
+            with GatheredParameters(released, modifier_rank=0):
+                custom_load_fn(src=state, dst=self.module)
             self.sharding.adopt_edits()
             self.sharding.refresh()
         else:
