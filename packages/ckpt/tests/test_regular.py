@@ -1,6 +1,7 @@
 """DeepSpeed's regular layout: where elements lie, and that what is written reads back the same, however it is cut."""
 
 import itertools
+import math
 import pickle
 
 import pytest
@@ -176,6 +177,17 @@ def test_half_precision_models_keep_their_master_copies(tmp_path, dtype):
     assert {value.dtype for value in module.values()} == {getattr(torch, dtype)}
     assert module["tied"].data_ptr() == module["a"].data_ptr()
     _same(open_deepspeed(tmp_path, allow_pickle=True), source)
+
+
+def test_values_that_json_does_not_have_are_there_again(tmp_path):
+    """As transformers writes `steps_per_print` into every configuration."""
+    source = _state(SHAPES, frozen=("ice",), config={"steps_per_print": float("inf")})
+    source.meta["optimizer"]["groups"][0]["lr"] = float("nan")
+    write_regular(source, tmp_path, "t", Regular(2, 2), allow_pickle=True)
+    write_checkpoint(open_deepspeed(tmp_path, allow_pickle=True), tmp_path / "ours")
+    meta = open_checkpoint(tmp_path / "ours").meta
+    assert meta["config"]["steps_per_print"] == float("inf")
+    assert math.isnan(meta["optimizer"]["groups"][0]["lr"])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -34,7 +34,7 @@ from ds_ckpt.convert.pickled import load_pt, require_pickle
 from ds_ckpt.convert.regular_plan import round_robin_order
 from ds_ckpt.convert.tensor_source import TensorEntry, TensorSource, foreign_reader
 from ds_ckpt.convert.universal import write_universal
-from ds_ckpt.jsontext import Json, to_json
+from ds_ckpt.jsontext import Json, from_json, to_json
 from ds_ckpt.shard_tensors import dtype_name
 from ds_config.errors import CheckpointError, UnsupportedError
 
@@ -508,7 +508,7 @@ def _meta(collected: _Found, state: Mapping[str, Any]) -> dict[str, Json]:
 
     def plain(value: Any, name: str) -> Json:
         try:
-            return to_json(_simple(value))
+            return from_json(to_json(_simple(value)))  # a copy: who writes the meta turns it into JSON
         except CheckpointError as error:
             left_out.append(f"{name}: {error.message}")
             return None
