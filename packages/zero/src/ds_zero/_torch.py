@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy, set_eval_frame
 from torch.autograd import Variable
+from torch.autograd import graph as _graph
+from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizer
 
@@ -21,6 +23,7 @@ __all__ = [
     "graph_task_id",
     "has_compiled",
     "has_step_hooks",
+    "node_around",
     "on_compile_start",
     "outside_transforms",
     "plain_step",
@@ -38,6 +41,7 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 _CALL = nn.Module._call_impl.__code__
+_RUN, _APPLY = _graph._engine_run_backward.__code__, BackwardCFunction.apply.__code__
 
 can_watch_saved: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 """Whether hooks on what autograd saves are allowed here; inside transforms of functions (torch.func.grad) they are not."""
@@ -64,6 +68,20 @@ def running_modules() -> Iterator[nn.Module]:
         if frame.f_code is _CALL:
             yield frame.f_locals["self"]
         frame = frame.f_back  # type: ignore[assignment]
+
+
+def node_around() -> _graph.Node | None:
+    """Return the node of the outermost backward whose Python code runs the backward that this thread is in; None in the outermost.
+
+    Walks the stack: once a backward.
+    """
+    frame, found, inner = sys._getframe(1), None, False
+    while frame is not None:
+        inner = inner or frame.f_code is _RUN
+        if inner and frame.f_code is _APPLY:
+            found = frame.f_locals["self"]
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
 
 
 def outside_transforms() -> AbstractContextManager[Any]:

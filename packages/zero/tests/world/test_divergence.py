@@ -229,6 +229,32 @@ def test_a_block_that_ranks_checkpoint_another_number_of_times(stage, shows):
     check_repeats(optimizer, net, twin, sgd(twin), TIMES)
 
 
+class Enclosed(Repeated):
+    """The first layer and the last share all that they train, so that a backward's first gradients are those of a block."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(8, 16, bias=False)
+        self.first.bias, self.last.weight = None, self.first.weight
+
+    def forward(self, x, times):
+        x = self.first(x)
+        for _ in range(times):
+            x = checkpoint(self.block, x, use_reentrant=True).tanh()
+        return x @ self.last.weight
+
+
+@STAGES
+@world(2)
+def test_a_backward_that_begins_inside_a_nested_one_is_one_backward(stage):
+    torch.manual_seed(0)
+    net, twin = Enclosed(), Enclosed()
+    twin.load_state_dict(net.state_dict())
+    policy = ds_zero.UnitSizePolicy(max_numel=300, persist_numel=1000)
+    optimizer = ds_zero.shard(net, torch.optim.SGD(net.parameters(), lr=0.1), stage=stage, policy=policy)
+    check_repeats(optimizer, net, twin, torch.optim.SGD(twin.parameters(), lr=0.1), TIMES)
+
+
 @world(2)
 def test_updates_that_began_in_backward_take_back_what_came_late():
     torch.manual_seed(0)

@@ -1,7 +1,9 @@
 """Which calls of modules and which backward of a model run now: what hooks cannot say, but frames of Python and autograd can.
 
 autograd numbers its backwards. One that runs inside another (a checkpointed segment) has its own number and belongs to the
-outermost one. A backward that raised has no end; the next event notices.
+outermost one. A backward that raised has no end; the next event notices. The first event may be one of an inner backward (what is before
+the segment and after it is shared, or not the model's). Then the outermost is known from what it computes next: the inputs of the node
+that runs the inner one.
 
 A graph may outlive its model (a loss that is kept, a layer that keeps its last balancing loss), and Python's collector does not look into
 graphs. So what they hold of a model, they hold weakly.
@@ -20,18 +22,26 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
 
 from ds_config.errors import ShardedAccessError
-from ds_zero._torch import can_watch_saved, graph_task_id, queue_callback, unpack_hook, without_torch_function
+from ds_zero._torch import (
+    can_watch_saved,
+    graph_task_id,
+    node_around,
+    queue_callback,
+    unpack_hook,
+    without_torch_function,
+)
 
 __all__ = ["Backward", "ForwardCall", "OpenCall", "OpenCalls", "Watcher", "alias_saved", "has_memory", "tensors_in"]
 
@@ -319,15 +329,22 @@ class Backward(ABC):
         task = graph_task_id()
         if task == self.task:
             return
-        if self.task is not None and self._end() is None:
+        end = self._end()
+        if self.task is not None and end is None:
             self.abandon()
-        if self.task is None:
+        if self.task is None or end is None:
             self.begin_backward()
-            self.task = task
             end = _End(self)
             self._end = weakref.ref(end)
-            queue_callback(end)
-        elif task != self.task and task not in self._inner:
+            around = node_around()
+            if around is None or not _await(around, end):
+                end.queue()
+                return
+            self.task = _LATER
+        elif self.task == _LATER and node_around() is None:
+            end.queue()
+            return
+        if task not in self._inner:
             self._inner[task] = set()
             queue_callback(lambda: self._end_inner(task))
 
@@ -382,5 +399,29 @@ class _End:
     def __init__(self, backward: Backward) -> None:
         self.backward = backward
 
+    def queue(self) -> None:
+        """Run at the end of the backward that this thread is in, which is the outermost."""
+        self.backward.task = graph_task_id()
+        queue_callback(self)
+
     def __call__(self) -> None:
         self.backward.end()
+
+
+_LATER = -2
+"""A number of no backward: the outermost has had no event yet, an inner one has."""
+
+
+def _await(node: Node, end: _End) -> bool:
+    """Queue `end` when the outermost backward comes to an input of `node`, which it runs; return whether there is one."""
+    handles: list[RemovableHandle] = []
+
+    def comes(grads: Sequence[Tensor | None]) -> None:
+        del grads
+        for handle in handles:  # an input may be a leaf, whose node outlives the graph
+            handle.remove()
+        if end.backward.task == _LATER:
+            end.queue()
+
+    handles += [following.register_prehook(comes) for following, _ in node.next_functions if following is not None]
+    return bool(handles)
