@@ -340,3 +340,22 @@ def test_a_backward_that_one_rank_begins_again_is_no_sum_of_other_gradients():
     with pytest.raises(CommError, match="came with") as caught:
         train()
     assert caught.value.code == "comm-mismatch"
+
+
+@STAGES
+@world(2)
+def test_a_gradient_that_waits_is_read_on_ranks_that_have_none(stage):
+    net = make()
+    optimizer = ds_zero.shard(net, sgd(net), stage=stage, policy=SMALL)
+    with optimizer.no_sync():
+        net(data(0, 0)[0], [0] if dist.get_rank() == 0 else []).square().mean().backward()
+    weight = net.experts[0].weight
+    for _ in range(2):
+        read = ds_zero.safe_get_full_grad(weight)
+        assert (read is None or not read.any()) == (dist.get_rank() == 1)
+    optimizer.reduce()
+    summed = ds_zero.safe_get_full_grad(weight)
+    assert summed is not None
+    assert summed.any()
+    optimizer.step()
+    optimizer.close()

@@ -20,7 +20,6 @@ from torch.nn.parameter import Parameter
 
 import ds_comm as comm
 from ds_config.errors import PlanError, ShardedAccessError
-from ds_zero.runtime.attributes import ShardedGradient
 from ds_zero.runtime.forward_backward import alias_saved
 from ds_zero.runtime.init_shards import Scatter, is_scattered, number_of, scatter_of
 from ds_zero.runtime.param_storage import parts_of
@@ -381,12 +380,12 @@ def _written(param: Parameter) -> Iterator[None]:
 def safe_get_full_grad(param: Parameter) -> Tensor | None:
     """Return the averaged gradient in accumulation dtype and original shape; None if no rank has any. Collective.
 
-    Before any gradient of a step was reduced (inside `no_sync`): this rank's gradient, as if all ranks had the same.
+    Before any gradient of a step was reduced (inside `no_sync`): this rank's gradient, as if all ranks had the same; None if this rank has none.
     """
     place = _place(param)
-    local_grad = None if place is None else place.unit.gradients.local_grad(place.member)
-    if local_grad is not None and not isinstance(local_grad, ShardedGradient) and place is not None:
-        return _scaled(param, local_grad.detach() * place.unit.groups.size)
+    if place is not None and place.sharding.runtime.reducing.waits(place.unit.number):
+        local_grad = place.unit.gradients.local_grad(place.member)
+        return None if local_grad is None else _scaled(param, local_grad.detach() * place.unit.groups.size)
     return _scaled(param, _get_full(param, _grad))
 
 

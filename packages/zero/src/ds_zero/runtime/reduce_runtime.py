@@ -518,6 +518,10 @@ class GradientReductions:
         for number in self.trained:
             self.unused[number].update(range(len(self.units[number].params)))
 
+    def waits(self, number: int) -> bool:
+        """Whether no gradient of a unit was summed in this step, and those that ranks may have wait for a later reduction. The same on every rank."""
+        return (self._deferred or number in self._apart) and not self.units[number].gradients.has_sums
+
     def absent(self, number: int) -> set[int]:
         """Return the parameters of a unit that have no gradient from this rank's backwards in this step so far."""
         return self.unused[number] & self._arrivals.missing[number]
