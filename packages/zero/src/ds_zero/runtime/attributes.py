@@ -287,11 +287,11 @@ class GradAttributes:
         if self.measured is not None:
             self.measured.write(unit, range(len(unit.params)), partial(_multiply, views, factor), factor)
 
-    def measure(self, held: int = 0) -> bool:
+    def measure(self, leftovers: int = 0) -> bool:
         """Measure all gradients, which are summed. Collective over the ranks of the agreement.
 
         Args:
-            held: How many units' gradients this rank holds that are not.
+            leftovers: How many units' gradients this rank holds that are not.
         Returns:
             Whether some rank holds any; then norms are not those of all gradients.
         """
@@ -299,7 +299,7 @@ class GradAttributes:
             return False
         absent = {unit.number: members for unit, members in self._units}
         norms = not all(self._is_plain(unit) for unit, _ in self._units)
-        self.present, some_hold = self.measured.measure(absent, self.replaced, held, norms=norms)
+        self.present, some_hold = self.measured.measure(absent, self.replaced, leftovers, norms=norms)
         self.replaced.clear()
         return some_hold
 

@@ -170,14 +170,14 @@ class GradientMeasurements:
             self._users[place] += 1.0
 
     def measure(
-        self, absent: Mapping[int, set[int]], replaced: Mapping[int, set[int]], held: int, *, norms: bool
+        self, absent: Mapping[int, set[int]], replaced: Mapping[int, set[int]], leftovers: int, *, norms: bool
     ) -> tuple[dict[int, set[int]], bool]:
         """Measure all gradients. Collective over the ranks of the agreement; every sum over ranks is there.
 
         Args:
             absent: Of each unit the members without a gradient on this rank.
             replaced: Those whose gradient was dropped or replaced by an assignment since the last time.
-            held: How many units' gradients this rank holds that are not summed.
+            leftovers: How many units' gradients this rank holds that are not summed.
             norms: Whether to measure norms, and not only who has a gradient.
         Returns:
             Of each unit the members that have a gradient on some rank; and whether some rank holds gradients.
@@ -193,7 +193,7 @@ class GradientMeasurements:
                 used[parts[unit.number, member]] -= 1.0
             for member in replaced.get(unit.number, ()):
                 used[parts[unit.number, member]] += REPLACED
-        counts = torch.tensor([*used, self.writes, self.writes**2, held], dtype=torch.float64)
+        counts = torch.tensor([*used, self.writes, self.writes**2, leftovers], dtype=torch.float64)
         squares = torch.zeros(tensors if norms else 0, dtype=torch.float64, device=self._device)
         peaks = torch.zeros_like(squares)
         if norms:

@@ -238,10 +238,10 @@ def agree(
             counts = [n % REPLACED for n in counts]
             unused[unit.number] = {i for i, n in enumerate(counts) if n == 0}
             partly += [names[i] for i, n in enumerate(counts) if 0 < n < size]
-    square, failures, held, others, writes, squares, replacing, digests, digest_squares, *extra_sums = more
+    square, failures, leftovers, others, writes, squares, replacing, digests, digest_squares, *extra_sums = more
     if beyond:
-        square, failures, held = totals
-    if held:
+        square, failures, leftovers = totals
+    if leftovers:
         reducing.reduce_leftovers()
         return agree(sharding, settings, wants_norm=wants_norm, extra=extra, failed=failed)
     if unequal or replacing or size * squares != writes**2:
