@@ -342,6 +342,26 @@ def test_a_backward_that_one_rank_begins_again_is_no_sum_of_other_gradients():
     assert caught.value.code == "comm-mismatch"
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@world(2)
+def test_sums_of_two_models_that_meet_are_an_error(stage):
+    """One backward through both: each sum has its like, of the other model."""
+    nets = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    optimizers = [ds_zero.shard(net, sgd(net), stage=stage) for net in nets]
+    for swapped in (False, True):
+        order = nets[:: -1 if swapped and dist.get_rank() else 1]
+        sum(net(torch.ones(2, 8)).square().mean() for net in order).backward()
+        if swapped:
+            with pytest.raises(PlanError, match="in another order on each of them"):
+                optimizers[0].step()
+        for optimizer in optimizers:
+            if not swapped:
+                optimizer.step()
+            optimizer.zero_grad()
+    for optimizer in optimizers:
+        optimizer.close()
+
+
 @STAGES
 @world(2)
 def test_a_gradient_that_waits_is_read_on_ranks_that_have_none(stage):

@@ -14,6 +14,10 @@ for the step, may be a matter of its data. So what comes after a unit was sent i
 rank keeps it until the next backward sends the unit, or until the message in which ranks measure gradients or agree on a step says that some
 rank holds something. Then all of them reduce once more.
 
+Note "sums of several models". One backward may go through several models (a loss of two engines). Each sends its units in its own order, but which
+model comes next is a matter of the ranks' paths, and units of one size would be summed with those of another model without a word. So the place of
+each sum among all over the same ranks is part of a digest, `sent`, which the ranks compare in a step.
+
 Note "hooks of users" (`register_post_accumulate_grad_hook`). autograd would call them with this rank's gradient, or with None where that was
 taken into a buffer already. So they are looked for when a backward begins, replaced by nothing while it runs, and called when it is over and
 `param.grad` is the averaged gradient. Where gradients are not shown (the engine from stage 1 on) they are called with this rank's own gradient
@@ -25,6 +29,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -35,6 +40,7 @@ from torch import Tensor, nn
 
 from ds_accel import streams
 from ds_zero._torch import graph_task_id, without_torch_function
+from ds_zero.layout.units import DENSE
 from ds_zero.runtime.attributes import GradAttributes
 from ds_zero.runtime.forward_backward import Backward
 from ds_zero.runtime.gather_order import ReduceOrder
@@ -206,6 +212,10 @@ class AccumulatedHooks:
                 hook(self._params[number, member])
 
 
+_PLACES: dict[tuple[int, ...], int] = {}
+"""Of ranks, how many sums of any model were sent over them since one of the models was sharded or stepped."""
+
+
 def _one_by_one(several: Sequence[Gradients]) -> None:
     for gradients in several:
         gradients.reduce()
@@ -225,6 +235,7 @@ class GradientReductions:
         unused: Of each unit the parameters that no backward of this step has given a gradient.
         attributes: What `param.grad` is between backwards.
         leftovers: Units of which this rank holds gradients that no backward sends, see the note "leftovers".
+        sent: Digest of the sums since the last step, see the note "sums of several models".
     """
 
     def __init__(self, units: Sequence[Unit], backward: Backward, gathering: Gathering, inflight_bytes: int) -> None:
@@ -243,6 +254,9 @@ class GradientReductions:
         self._order = ReduceOrder([n for n in reversed(self.trained) if n not in self._apart])
         self._inflight: deque[int] = deque()
         self.leftovers: set[int] = set()
+        self._ranks = next((u.groups.reduction_group.group.ranks for u in units if u.spec.family == DENSE), ())
+        self.sent = 0
+        self.forget_sent()
         self._bucket_of: dict[int, tuple[int, ...]] = {}
         self._reduce_several: Callable[[Sequence[Gradients]], None] = _one_by_one
         self._waiting: dict[tuple[int, ...], list[int]] = {}  # collected, and waiting for the rest of their bucket
@@ -381,6 +395,9 @@ class GradientReductions:
         # What waited is wide on the ranks that had any, and all send the same format.
         gradients.collect(now=not (self._deferred or number in self._apart))
         self.leftovers.discard(number)
+        if self.units[number].spec.family == DENSE and gradients.groups.size > 1:
+            place = _PLACES[self._ranks] = _PLACES.get(self._ranks, 0) + 1
+            self.sent = zlib.crc32(b"%d %d" % (place, number), self.sent)
         bucket = None if alone else self._bucket_of.get(number)
         if bucket is None:
             gradients.reduce()
@@ -421,6 +438,10 @@ class GradientReductions:
         self.leftovers.add(number)
 
     # ---- between backwards
+
+    def forget_sent(self) -> None:
+        """Begin `sent` anew, on all ranks at once."""
+        self.sent = _PLACES[self._ranks] = 0
 
     @contextmanager
     def reduction(self, now: bool) -> Iterator[None]:

@@ -203,7 +203,8 @@ def agree(
         failed: Whether an update that had begun in backward failed on this rank.
     Raises:
         PlanError: in strict mode, on every rank, if only some of those that have a parameter used it
-        ("ranks-diverged"); if none did, where the options do not ignore that ("zero-unused"); if settings differ ("zero-ranks-differ").
+        ("ranks-diverged"); if none did, where the options do not ignore that ("zero-unused"); if settings differ ("zero-ranks-differ"),
+        or the order of what was summed ("zero-sums-differ").
     """
     units, reducing = [u for u in sharding.units if u.spec.trained], sharding.runtime.reducing
     written, replaced = reducing.attributes.writes, reducing.attributes.replaced
@@ -227,7 +228,7 @@ def agree(
             written,
             written**2,
             float(len(unequal)),
-            *_pair_of(settings),
+            *_pair_of({**settings, "sums": str(reducing.sent)}),
             *extra,
         )
         users, more = _count(group_units, (absent, replaced), sharding.families[name], mine if name == DENSE else ())
@@ -253,6 +254,8 @@ def agree(
         raise _unused([u.spec.params[i].name for u in units for i in sorted(unused[u.number])])
     if not _is_same(digests, digest_squares, size):
         check_differences(settings, sharding.families[DENSE].group, "step")
+        raise _mixed(sharding.families[DENSE].group)
+    reducing.forget_sent()
     return StepFacts(
         square if wants_norm else None, [unused[u.number] for u in units], tuple(extra_sums), int(failures)
     )
@@ -307,6 +310,15 @@ def _diverged(names: Sequence[str], size: int) -> PlanError:
         f"some of {size} ranks used these parameters in the last step and some did not: {_shown(names) or 'those of other families'}",
         code="ranks-diverged",
         fix="Make every rank take the same path, or shard without strict=True: absent gradients then count as zeros.",
+    )
+
+
+def _mixed(group: Group) -> PlanError:
+    return PlanError(
+        f"the gradients of this step were summed over ranks {list(group.ranks)} in another order on each of them: one backward went through several "
+        "models while the ranks took different paths, or some ranks began a backward again",
+        code="zero-sums-differ",
+        fix="Make one model of those that share a loss, or call one backward for each; after an error in backward, begin anew on all ranks.",
     )
 
 
