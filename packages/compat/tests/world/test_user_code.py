@@ -55,6 +55,44 @@ def test_initialize_runs_nothing_of_the_model(stage: int) -> None:
     engine.destroy()
 
 
+class Adapted(nn.Module):
+    """Layers with fp32 adapters beside them, as PEFT makes them of a model that transformers loaded."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers).requires_grad_(False)
+        self.adapters = nn.ParameterList(torch.full((4, 4), 0.1) for _ in layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, adapter in zip(self.layers, self.adapters, strict=True):
+            assert adapter.dtype == torch.float32
+            x = layer(x) + (x.float() @ adapter).bfloat16()
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@world(2)
+def test_fp32_parameters_beside_those_made_inside_init_keep_their_format(inside: bool) -> None:
+    import deepspeed
+
+    config = settings(3, bf16={"enabled": True})
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=inside):
+        layers: list[nn.Module] = [nn.Linear(4, 4) for _ in range(2)]
+    model = Adapted(layers)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.adapters.parameters(), config=config)
+    formats = {p.dtype for p in model.adapters.parameters()}, {p.dtype for p in model.layers.parameters()}
+    assert formats == ({torch.float32 if inside else torch.bfloat16}, {torch.bfloat16})
+    if inside:
+        before = engine.full_state_dict()["adapters.1"].clone() if engine.mesh.rank == 0 else engine.full_state_dict()
+        engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16)))
+        engine.step()
+        after = engine.full_state_dict()
+        if engine.mesh.rank == 0:
+            assert not torch.equal(after["adapters.1"], before)
+            assert not torch.equal(after["adapters.1"], after["adapters.1"].bfloat16().float())
+    engine.destroy()
+
+
 class Buffered(nn.Module):
     """Buffers as models make them: by a constructor, computed from one, and computed in another format."""
 

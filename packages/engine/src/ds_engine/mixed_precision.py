@@ -99,6 +99,8 @@ def precision_text(precision: Precision, casting: Casting) -> str:
     if travel is not None:
         gradients = f"in {gradient_text(travel, precision.accumulate or torch.promote_types(travel, torch.float32))}"
     text = f"parameters {_name(precision.param, 'as the model')}, gradients travel {gradients}"
+    for rule in precision.rules:
+        text += f", {rule.names} {_name(rule.param, 'as the others')}"
     if precision.master is not None:
         text += f", masters {_name(precision.master, '')}"
     if precision.scale is not None:

@@ -68,7 +68,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
     )
     if sharding.split is not None:
         sharding.split.importance(1)  # whatever is wrong with it is said before anything is made
-    precision = precision_of(config)
+    precision = replace(precision_of(config), rules=shapes.formats)
     states = _states(config, shapes, precision)
     # The optimizer of the caller, and its groups, are not known yet; what is built is planned again from them, by the same function.
     state_count = state_tensors(config.optimizer) + (sharding.split is not None)
@@ -82,7 +82,7 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
         offload_optimizer=sharding.offload_optimizer,
         offload_params=sharding.offload_params,
     )
-    params = [replace(p, states=state_count) for p in shapes.params]
+    params = [replace(p, states=state_count, rule=precision.rule_of(p.name)) for p in shapes.params]
     ranks = mesh.data * mesh.sequence
     experts = {p.family: max(1, ranks // mesh.expert) for p in params if p.family.startswith("expert")}
     zero = plan_sharding(params, ranks, options, modules=shapes.modules, families=experts)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from deepspeed._ours.training_engine.deepspeed_engine import DeepSpeedEngine
 from deepspeed._ours.training_engine.hybrid import DeepSpeedHybridEngine
 from deepspeed._ours.training_engine.pipeline import PipelineEngine
 from deepspeed._ours.zero.module_marks import mark_leaf_modules
+from deepspeed._ours.zero.params import is_zero_param
 from deepspeed._ours.zero.zero_api import restore_init_context, shutdown_init_context
 from deepspeed._ours.zero.zero_optimizer import DeepSpeedZeroOptimizer
 from ds_comm import as_group, world_group
@@ -36,12 +39,14 @@ from ds_engine import load_config, make_plan
 from ds_engine.builder import InitArgs, assemble, shapes_of, slices_of
 from ds_engine.config import Config
 from ds_engine.loader import ResumableLoader
+from ds_engine.mixed_precision import precision_of
 from ds_engine.parallel_degrees import degrees_of, with_degrees
 from ds_engine.rank_config import check_configuration
 from ds_engine.transforms.token_routing import RandomLTD
 from ds_inference import InferenceConfig
 from ds_parallel.config import TensorParallelConfig
 from ds_parallel.tensor import facts_of
+from ds_zero import PrecisionRule
 from ds_zero.runtime.sharded_model import end_sharding
 
 _ASKED = "_ds_tensor_parallel"
@@ -91,7 +96,9 @@ def initialize(
         mark_leaf_modules(model, get_zero_config(raw).leaf_module)
     resolved, counted = _with_own_batch(resolved, world_group().size)
     check_configuration(resolved, world_group())
-    shapes = shapes_of(model, structure=degrees_of(resolved)["tensor"] > 1)
+    shapes = replace(
+        shapes_of(model, structure=degrees_of(resolved)["tensor"] > 1), formats=_own_formats(resolved, model)
+    )
     plan = make_plan(resolved, shapes, world_group().size)
     if counted is not None and world_group().rank == 0:
         logger.warning(
@@ -146,6 +153,25 @@ def _as_upstream_takes(config: Config, model: nn.Module) -> Config:
         )
         config = config.model_copy(update={"sparse_attention": None})
     return config
+
+
+def _own_formats(config: Config, model: nn.Module) -> tuple[PrecisionRule, ...]:
+    """Return the formats of parameters beside those that were made inside `zero.Init`, which upstream does not cast: fp32 adapters of PEFT.
+
+    A rule stands for the same parameter of all layers. Empty for a model of which nothing was made inside.
+    """
+    dtypes = {name: param.dtype for name, param in model.named_parameters()}
+    low = precision_of(config).param
+    inside = {name for name, param in model.named_parameters() if is_zero_param(param)}
+    rules: dict[str, torch.dtype] = {}
+    for name in dtypes.keys() - inside if inside and low is not None else ():
+        dtype = dtypes[name]
+        if dtype == low or not dtype.is_floating_point:
+            continue
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", re.sub(r"([\[?*])", r"[\1]", name))
+        alike = all(other == dtype for known, other in dtypes.items() if fnmatchcase(known, pattern))
+        rules[pattern if alike else name] = dtype
+    return tuple(PrecisionRule(names, param=dtype) for names, dtype in sorted(rules.items()))
 
 
 def _check_buckets(raw: Mapping[str, Any]) -> None:
