@@ -342,6 +342,27 @@ def test_a_backward_that_one_rank_begins_again_is_no_sum_of_other_gradients():
     assert caught.value.code == "comm-mismatch"
 
 
+@world(2, backend=None)
+def test_sums_of_two_models_in_shared_memory_do_not_meet():
+    ds_comm.init_distributed("shm")
+    torch.manual_seed(0)
+    nets, twins = [nn.Linear(8, 8).double() for _ in range(2)], [nn.Linear(8, 8).double() for _ in range(2)]
+    for net, twin in zip(nets, twins, strict=True):
+        twin.load_state_dict(net.state_dict())
+    optimizers = [ds_zero.shard(net, sgd(net), stage=2) for net in nets]
+    optimizers[0].show_gradients(sharded=False)
+    optimizers[1].show_gradients(sharded=False)
+    x = torch.ones(2, 8, dtype=torch.float64)
+    sum(net(x).square().mean() for net in nets[:: -1 if dist.get_rank() else 1]).backward()
+    sum(twin(x).square().mean() for twin in twins).backward()
+    for optimizer, twin in zip(optimizers, twins, strict=True):
+        optimizer.step()
+        sgd(twin).step()
+        optimizer.close()
+    for net, twin in zip(nets, twins, strict=True):
+        torch.testing.assert_close(net.weight, twin.weight)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @world(2)
 def test_sums_of_two_models_that_meet_are_an_error(stage):

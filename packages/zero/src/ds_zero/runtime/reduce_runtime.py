@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from ds_accel import streams
 from ds_zero._torch import graph_task_id, without_torch_function
 from ds_zero.layout.units import DENSE
+from ds_zero.planning.unit_plan import ReduceStrategy
 from ds_zero.runtime.attributes import GradAttributes
 from ds_zero.runtime.forward_backward import Backward
 from ds_zero.runtime.gather_order import ReduceOrder
@@ -213,7 +214,7 @@ class AccumulatedHooks:
 
 
 _PLACES: dict[tuple[int, ...], int] = {}
-"""Of ranks, how many sums of any model were sent over them since one of the models was sharded or stepped."""
+"""Of ranks, how many sums of any model were sent over them in messages since one of the models was sharded or stepped."""
 
 
 def _one_by_one(several: Sequence[Gradients]) -> None:
@@ -254,7 +255,14 @@ class GradientReductions:
         self._order = ReduceOrder([n for n in reversed(self.trained) if n not in self._apart])
         self._inflight: deque[int] = deque()
         self.leftovers: set[int] = set()
-        self._ranks = next((u.groups.reduction_group.group.ranks for u in units if u.spec.family == DENSE), ())
+        dense = [n for n, unit in enumerate(units) if unit.spec.family == DENSE]
+        self._ranks = units[dense[0]].groups.reduction_group.group.ranks if dense else ()
+        # Places are alike on ranks that have parameters of other families; sums in shared memory are in places of their own.
+        self._in_messages = {
+            n: place
+            for place, n in enumerate(dense)
+            if units[n].groups.size > 1 and units[n].plan.reduction is not ReduceStrategy.POSTING
+        }
         self.sent = 0
         self.forget_sent()
         self._bucket_of: dict[int, tuple[int, ...]] = {}
@@ -395,9 +403,9 @@ class GradientReductions:
         # What waited is wide on the ranks that had any, and all send the same format.
         gradients.collect(now=not (self._deferred or number in self._apart))
         self.leftovers.discard(number)
-        if self.units[number].spec.family == DENSE and gradients.groups.size > 1:
+        if number in self._in_messages:
             place = _PLACES[self._ranks] = _PLACES.get(self._ranks, 0) + 1
-            self.sent = zlib.crc32(b"%d %d" % (place, number), self.sent)
+            self.sent = zlib.crc32(b"%d %d" % (place, self._in_messages[number]), self.sent)
         bucket = None if alone else self._bucket_of.get(number)
         if bucket is None:
             gradients.reduce()
