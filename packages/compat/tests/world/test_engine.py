@@ -136,6 +136,27 @@ def test_the_caller_decides_where_a_step_ends(stage):
     deepspeed.comm.destroy_process_group()
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+@world(2, backend=None)
+def test_a_whole_step_of_an_engine_without_stages(stage):
+    import deepspeed
+
+    class Losses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x, y):
+            return (self.net(x) - y).square().mean()
+
+    engine, *_ = start(stage, Losses())
+    for step in range(3):
+        assert engine.train_batch(iter([rows(step, engine.mesh.rank)])).applied
+    same(engine, {f"net.{name}": value for name, value in single(3).items()})
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()
+
+
 @world(2, backend=None)
 def test_who_steps_the_schedule():
     """The engine steps one that it was given or made; a client's own acts on the group dicts that the engine shares."""

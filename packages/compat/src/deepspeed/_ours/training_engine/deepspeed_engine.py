@@ -209,12 +209,15 @@ class DeepSpeedEngine(OffloadsStates, SavesAndLoads, ReadsData, Engine):  # type
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Accumulate the gradients of one microbatch's loss. See `ds_engine.Engine.backward`."""
-        self._scaled = True
         DeepSpeedEngine._running_backwards += 1
         try:
             return super().backward(loss, retain_graph, scale_wrt_gas)
         finally:
             DeepSpeedEngine._running_backwards -= 1
+
+    def _start(self, loss: Any, divide: bool = True) -> Any:
+        self._scaled = True
+        return super()._start(loss, divide)
 
     _backward_epilogue = answers(
         None,
