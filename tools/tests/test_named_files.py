@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NAMED = re.compile(r"`((?:[\w.-]+/)*\w+\.py)`")
 PAGES = ("docs/concepts", "docs/developing", "docs/decisions")
-UPSTREAMS = {"ds_to_universal.py", "zero_to_fp32.py"}  # files of DeepSpeed's
+UPSTREAMS = {"ds_to_universal.py", "zero_to_fp32.py", "zero_to_torch.py"}  # files of DeepSpeed's
 PATTERNS = {"NAME.py"}
 
 

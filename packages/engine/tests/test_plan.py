@@ -18,7 +18,6 @@ from ds_config.errors import ConfigError, DsError, PlanError, UnsupportedError
 from ds_engine import Shapes, load_config, make_plan, shapes_of
 from ds_engine.models import _shapes, decoder_shapes, shapes_from
 from ds_pipe import PipelineSpec
-from ds_zero import PrecisionRule
 from ds_zero.layout.units import ModuleInfo, ParamInfo
 
 
@@ -332,7 +331,7 @@ def test_how_files_lie_is_told_where_none_are_written(caplog: pytest.LogCaptureF
 
 def test_parameters_may_have_formats_of_their_own() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    shapes = replace(shapes_of(model), formats=(PrecisionRule("*.bias", param=torch.float32),))
+    shapes = replace(shapes_of(model), formats=(("*.bias", "float32"),))
     plan = make_plan(load_config({"train_batch_size": 4, "bf16": {"enabled": True}}), shapes, 2)
     assert "parameters bfloat16, " in plan.rows()["precision"]
     assert "*.bias float32" in plan.rows()["precision"]

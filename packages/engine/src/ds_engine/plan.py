@@ -24,7 +24,7 @@ from ds_engine.optimizer_table import reduces_itself
 from ds_engine.support import features_of, never_run
 from ds_parallel.tensor import ModelFacts
 from ds_pipe import PipelineSpec, Program
-from ds_zero import OffloadPolicy, Precision, PrecisionRule, ShardingStrategy, UnitPlan, UnitSizePolicy, ZeroPlan
+from ds_zero import OffloadPolicy, Precision, ShardingStrategy, UnitPlan, UnitSizePolicy, ZeroPlan
 from ds_zero.config import ZenFlowConfig
 from ds_zero.layout.units import ModuleInfo, ParamInfo
 from ds_zero.policies.quantized_comm import EXACT, QuantizedComm, certificates
@@ -40,7 +40,7 @@ class Shapes:
         stages: Ranks of one pipeline.
         facts: Layers and heads, for cutting layers; None where only names and shapes are known.
         staging: How a model in stages was cut; None for a whole model.
-        formats: Parameters that have formats of their own, whatever the mode says.
+        formats: Globs of parameters that have formats of their own, whatever the mode says, and the formats: ("*.lora_A.*", "float32").
     """
 
     params: tuple[ParamInfo, ...]
@@ -48,7 +48,7 @@ class Shapes:
     stages: int = 1
     facts: ModelFacts | None = None
     staging: PipelineSpec | None = None
-    formats: tuple[PrecisionRule, ...] = ()
+    formats: tuple[tuple[str, str], ...] = ()
 
     @property
     def numel(self) -> int:

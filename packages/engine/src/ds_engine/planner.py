@@ -30,6 +30,7 @@ from ds_zero import (
     NodeTopology,
     OffloadPolicy,
     Precision,
+    PrecisionRule,
     QuantizedComm,
     ShardingStrategy,
     ShardOptions,
@@ -68,7 +69,8 @@ def make_plan(config: Config, shapes: Shapes, world: int) -> Plan:
     )
     if sharding.split is not None:
         sharding.split.importance(1)  # whatever is wrong with it is said before anything is made
-    precision = replace(precision_of(config), rules=shapes.formats)
+    rules = tuple(PrecisionRule(names, param=getattr(torch, dtype)) for names, dtype in shapes.formats)
+    precision = replace(precision_of(config), rules=rules)
     states = _states(config, shapes, precision)
     # The optimizer of the caller, and its groups, are not known yet; what is built is planned again from them, by the same function.
     state_count = state_tensors(config.optimizer) + (sharding.split is not None)

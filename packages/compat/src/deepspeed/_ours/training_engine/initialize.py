@@ -46,7 +46,6 @@ from ds_engine.transforms.token_routing import RandomLTD
 from ds_inference import InferenceConfig
 from ds_parallel.config import TensorParallelConfig
 from ds_parallel.tensor import facts_of
-from ds_zero import PrecisionRule
 from ds_zero.runtime.sharded_model import end_sharding
 
 _ASKED = "_ds_tensor_parallel"
@@ -155,7 +154,7 @@ def _as_upstream_takes(config: Config, model: nn.Module) -> Config:
     return config
 
 
-def _own_formats(config: Config, model: nn.Module) -> tuple[PrecisionRule, ...]:
+def _own_formats(config: Config, model: nn.Module) -> tuple[tuple[str, str], ...]:
     """Return the formats of parameters beside those that were made inside `zero.Init`, which upstream does not cast: fp32 adapters of PEFT.
 
     A rule stands for the same parameter of all layers. Empty for a model of which nothing was made inside.
@@ -163,15 +162,15 @@ def _own_formats(config: Config, model: nn.Module) -> tuple[PrecisionRule, ...]:
     dtypes = {name: param.dtype for name, param in model.named_parameters()}
     low = precision_of(config).param
     inside = {name for name, param in model.named_parameters() if is_zero_param(param)}
-    rules: dict[str, torch.dtype] = {}
+    rules: dict[str, str] = {}
     for name in dtypes.keys() - inside if inside and low is not None else ():
         dtype = dtypes[name]
         if dtype == low or not dtype.is_floating_point:
             continue
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", re.sub(r"([\[?*])", r"[\1]", name))
         alike = all(other == dtype for known, other in dtypes.items() if fnmatchcase(known, pattern))
-        rules[pattern if alike else name] = dtype
-    return tuple(PrecisionRule(names, param=dtype) for names, dtype in sorted(rules.items()))
+        rules[pattern if alike else name] = str(dtype).removeprefix("torch.")
+    return tuple(sorted(rules.items()))
 
 
 def _check_buckets(raw: Mapping[str, Any]) -> None:
