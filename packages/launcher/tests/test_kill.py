@@ -103,7 +103,10 @@ def test_a_second_signal_does_not_wait(box: Sandbox) -> None:
     box.wait(lambda: rank_pid(box, 1) not in box.alive())
     job.send_signal(signal.SIGTERM)  # rank 0 took the first as KeyboardInterrupt or is still ending
     box.wait(lambda: not box.alive())
-    assert job.wait(timeout=200) == 130
+    assert job.wait(timeout=200) in (
+        130,
+        -signal.SIGTERM,
+    )  # the latter where both ranks had ended, and the launcher was about to
     job.communicate()
 
 
