@@ -3,6 +3,7 @@
 import itertools
 import math
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -386,6 +387,23 @@ def test_universal_files_of_deepspeed_repeat_buffers_and_tied_names(tmp_path):
     assert back.aliases == {"param/tied": "param/a"}
     assert load_pt(zero / "optimizer_state.pt")["clip_grad"] == 0.5
     assert back.meta["optimizer"]["loss_scale"] == scale
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_frozen_tied_parameters_that_were_left_out_are_no_names_either(tmp_path, stage):
+    """As transformers' Trainer saves a model of PEFT whose head is tied."""
+    source = _state({"a": (4, 3), "ice": (2,)}, frozen=("ice",))
+    source = replace(source, aliases={"param/head": "param/ice"})
+    folder = write_regular(source, tmp_path, "t", Regular(stage, 1), allow_pickle=True)
+    (file,) = folder.glob("*model_states.pt")
+    state = load_pt(file)
+    state |= {"frozen_param_shapes": None, "frozen_param_fragments": None}
+    state["module"] = {name: value for name, value in state["module"].items() if name not in ("ice", "head")}
+    torch.save(state, tmp_path / "new")  # not over the file that the tensors are mapped from
+    (tmp_path / "new").replace(file)
+    back = open_deepspeed(tmp_path, allow_pickle=True)
+    assert (back.aliases, [n for n in back.entries if n.startswith("param/")]) == ({}, ["param/a"])
+    write_checkpoint(back, tmp_path / "ours")
 
 
 def test_the_order_of_a_group_is_kept(tmp_path):

@@ -133,7 +133,9 @@ def open_deepspeed(
             _replicated(collected, states[0]["optimizer"], groups if len(by_mp) == 1 else None)
     if universal:
         _universal(collected, folder / "zero", by_mp[min(by_mp)])
-    return TensorSource(collected.entries, collected.aliases, _meta(collected, by_mp[min(by_mp)][0]))
+    # Frozen parameters may have been left out, names of tied ones with them.
+    aliases = {alias: target for alias, target in collected.aliases.items() if target in collected.entries}
+    return TensorSource(collected.entries, aliases, _meta(collected, by_mp[min(by_mp)][0]))
 
 
 def _tag_folder(path: Path, tag: str | None) -> Path:
