@@ -233,9 +233,8 @@ def load_config(source: Source | Document, *, auto: Auto | None = None, provenan
         "sub_group_size": zero.sub_group_size != type(zero).model_fields["sub_group_size"].default,
     }
     for key in [key for key, asked in files.items() if asked and config.checkpoint.layout != "deepspeed"]:
-        level = (
-            logging.INFO if key == "sub_group_size" else logging.WARNING
-        )  # of that DeepSpeed's own templates are full
+        # DeepSpeed's own templates are full of the one, so it is no warning.
+        level = logging.INFO if key == "sub_group_size" else logging.WARNING
         _log.log(
             level, "zero_optimization.%s has no effect: it says how files of checkpoint.layout = deepspeed lie", key
         )

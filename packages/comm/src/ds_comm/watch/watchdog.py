@@ -271,9 +271,8 @@ class Watchdog:
         return self._compare()
 
     def _warn(self, wait: Stamp, blocked_s: float) -> None:
-        if (
-            abs(self._warned_s - wait.waited_s) < 1.0
-        ):  # the same: torch's times come from another clock, each time a little off
+        # The same wait is told once; torch's times come from another clock, each time a little off.
+        if abs(self._warned_s - wait.waited_s) < 1.0:
             return
         self._warned_s = wait.waited_s
         limit_s = self._settings.deadline_s
