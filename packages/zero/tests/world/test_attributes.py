@@ -302,6 +302,22 @@ def test_an_optimizer_that_was_not_told_to_shows_none(stage):
 
 
 @STAGES
+@world(2)
+def test_norms_are_alike_however_many_ranks_measure_them(stage, monkeypatch):
+    norms = []
+    for limit in (8, 1):  # gathered, or summed
+        monkeypatch.setattr("ds_zero.runtime.gradient_norms._GATHERED", limit)
+        model, optimizer = sharded(stage)
+        backward(model, "ab", seed=dist.get_rank())
+        every = [p.grad for p in (*model.a.parameters(), *model.b.parameters())]
+        norms.append([torch.linalg.vector_norm(grad, order) for grad in every for order in (2.0, float("inf"))])
+        assert all(p.grad is None for p in model.c.parameters())
+        del every
+        optimizer.close()
+    torch.testing.assert_close(*norms, rtol=1e-6, atol=0.0)
+
+
+@STAGES
 @world(2, backend=None)
 def test_ranks_without_a_group_train_one_model(stage):
     assert not dist.is_initialized()

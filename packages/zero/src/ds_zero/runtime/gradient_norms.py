@@ -40,6 +40,8 @@ __all__ = ["REPLACED", "GradientAgreement", "GradientMeasurements", "replaced_on
 
 REPLACED = float(2**24)
 """What a parameter whose gradient was dropped or replaced adds to the count of its users: more than there are ranks."""
+_GATHERED = 8
+"""Up to so many ranks send what they have measured to one another; more ranks sum it by all-reduces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +186,8 @@ class GradientMeasurements:
         Raises:
             PlanError: a gradient was dropped or replaced on some of its ranks only, or ranks wrote different numbers of times
                 ("sharded-gradient-ranks").
-        Cost: 24 bytes a parameter in two all-reduces, beside one another; a read of this rank's sums on a CPU, two on a device, none where the pass that made them
-            has measured them (`Gradients.norms`).
+        Cost: 24 bytes a parameter, in one all-gather (in two all-reduces beside one another from nine ranks on); a read of this rank's
+            sums on a CPU, two on a device, none where the pass that made them has measured them (`Gradients.norms`).
         """
         (tensors, counted), parts, used = self.agreement.sizes, self.agreement.parts, list(self._users)
         for unit in self._units:
@@ -216,21 +218,32 @@ class GradientMeasurements:
         return present, holding > 0.0
 
     def _over_ranks(self, counts: Tensor, squares: Tensor, peaks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sum counts and squares over the ranks, and take the largest of the magnitudes, by messages that travel beside one another."""
-        group = self.agreement.group
+        """Sum counts and squares over the ranks, and take the largest of the magnitudes."""
+        group, counted = self.agreement.group, len(counts)
         if group.size == 1:
             return counts, squares, peaks
         counts = counts.to(metadata_device(group))
-        joined = counts.device == squares.device
-        message = torch.cat([counts, squares]) if joined else counts
-        works = [comm.all_reduce(message, group=group, async_op=True, unit="gradients")]
-        if len(squares) and not joined:
-            works.append(comm.all_reduce(squares, group=group, async_op=True, unit="gradients"))
+        if counts.device != squares.device:
+            works = [
+                comm.all_reduce(t, group=group, async_op=True, unit="gradients") for t in (counts, squares) if len(t)
+            ]
+        elif (
+            group.size <= _GATHERED
+        ):  # one message to each other rank, and one wait: all-reduces of sums and of maxima have two
+            own = torch.cat([counts, squares, peaks])
+            rows = own.new_empty(group.size, len(own))
+            comm.all_gather_into_tensor(rows, own, group=group, unit="gradients")
+            sums, kept = rows.sum(0), counted + len(squares)
+            return sums[:counted], sums[counted:kept], rows[:, kept:].amax(0)
+        else:
+            sums = torch.cat([counts, squares])
+            works = [comm.all_reduce(sums, group=group, async_op=True, unit="gradients")]
+            counts, squares = sums[:counted], sums[counted:]
         if len(peaks):
             works.append(comm.all_reduce(peaks, dist.ReduceOp.MAX, group=group, async_op=True, unit="gradients"))
         for work in works:
             work.wait()
-        return message[: len(counts)], message[len(counts) :] if joined else squares, peaks
+        return counts, squares, peaks
 
     def measurement_of(self, unit: Unit) -> Callable[[], Tensor]:
         """Return what measures the pieces of one unit before its sums leave the device."""

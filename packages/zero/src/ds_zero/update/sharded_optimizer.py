@@ -396,8 +396,9 @@ class ShardedOptimizer(Optimizer):
 
         Args:
             sharded: False: gradients of which this rank has a part stay None, nothing is measured, and `step` consumes gradients.
-        Cost, of a backward that reduces: a wait for its reductions; 24 bytes a parameter in two all-reduces; two reads of this rank's
-        gradients on a device, one on a CPU, and none where the sum over the ranks has measured them. At stage 0 a write of the gradients, and one all-reduce of 8 bytes a parameter.
+        Cost, of a backward that reduces: a wait for its reductions; 24 bytes a parameter in one all-gather (in two all-reduces from nine
+        ranks on); two reads of this rank's gradients on a device, one on a CPU, and none where the sum over the ranks has measured them. At
+        stage 0 a write of the gradients, and one all-reduce of 8 bytes a parameter.
         """
         self._shows = sharded
         sharding, residency = self.sharding, self.sharding.plan.residency
