@@ -86,6 +86,7 @@ class OpSequence:
         ranks: Ranks of the world, in group order.
         mark: Operations started so far; ranks that agree have the same operation at the same mark.
         transports: How tensors of each device type travel.
+        sums: Gradients of all models that were sent to be summed since one of the models was sharded or stepped; sharded models count them.
     """
 
     key: str
@@ -93,6 +94,7 @@ class OpSequence:
     ranks: tuple[int, ...]
     transports: dict[str, type[Transport]]
     mark: int = 0
+    sums: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_accel import streams
-from ds_zero._torch import graph_task_id, without_torch_function
+from ds_zero._torch import accumulates, graph_task_id, without_torch_function
 from ds_zero.layout.units import DENSE
 from ds_zero.planning.unit_plan import ReduceStrategy
 from ds_zero.runtime.attributes import GradAttributes
@@ -213,10 +213,6 @@ class AccumulatedHooks:
                 hook(self._params[number, member])
 
 
-_PLACES: dict[tuple[int, ...], int] = {}
-"""Of ranks, how many sums of any model were sent over them in messages since one of the models was sharded or stepped."""
-
-
 def _one_by_one(several: Sequence[Gradients]) -> None:
     for gradients in several:
         gradients.reduce()
@@ -242,7 +238,7 @@ class GradientReductions:
     def __init__(self, units: Sequence[Unit], backward: Backward, gathering: Gathering, inflight_bytes: int) -> None:
         self.units, self.inflight_bytes = list(units), inflight_bytes
         self.trained = [i for i, u in enumerate(units) if u.spec.trained]
-        self.now, self._deferred = True, False
+        self.now, self._deferred, self._adds = True, False, False
         self.unused: list[set[int]] = [set(range(len(u.params))) for u in units]
         self.attributes = GradAttributes(units, self.unused, backward, self.forget)
         self.hooks = AccumulatedHooks({(n, i): p for n in self.trained for i, p in enumerate(units[n].params)})
@@ -256,7 +252,8 @@ class GradientReductions:
         self._inflight: deque[int] = deque()
         self.leftovers: set[int] = set()
         dense = [n for n, unit in enumerate(units) if unit.spec.family == DENSE]
-        self._ranks = units[dense[0]].groups.reduction_group.group.ranks if dense else ()
+        groups = units[dense[0]].groups if dense else None
+        self._sequence = None if groups is None else groups.shard_group.order or groups.replicate_group.order
         # Places are alike on ranks that have parameters of other families; sums in shared memory are in places of their own.
         self._in_messages = {
             n: place
@@ -343,7 +340,7 @@ class GradientReductions:
         """Reset arrivals, open buckets and the reduction order for the outermost backward."""
         self.look_for_hooks()
         self.attributes.take()
-        self._arrivals.any = False
+        self._arrivals.any, self._adds = False, accumulates()
         self._waiting.clear()
         self._order.begin()
 
@@ -354,10 +351,12 @@ class GradientReductions:
             self._looked = task
             self.hooks.silence()
 
-    def finish_backward(self) -> None:
+    def finish_backward(self, *, raised: bool = False) -> None:
         """Reduce every trained unit not reduced yet, unless no parameter took part (torch.autograd.grad)."""
         self._handed.clear()
         arrivals = self._arrivals
+        if raised and self._adds:
+            arrivals.any = True  # on other ranks, if not here
         for number in self.trained:
             self.unused[number] &= arrivals.missing[number]
         if arrivals.any and self.now:
@@ -403,9 +402,9 @@ class GradientReductions:
         # What waited is wide on the ranks that had any, and all send the same format.
         gradients.collect(now=not (self._deferred or number in self._apart))
         self.leftovers.discard(number)
-        if number in self._in_messages:
-            place = _PLACES[self._ranks] = _PLACES.get(self._ranks, 0) + 1
-            self.sent = zlib.crc32(b"%d %d" % (place, self._in_messages[number]), self.sent)
+        if self._sequence is not None and number in self._in_messages:
+            self._sequence.sums += 1
+            self.sent = zlib.crc32(b"%d %d" % (self._sequence.sums, self._in_messages[number]), self.sent)
         bucket = None if alone else self._bucket_of.get(number)
         if bucket is None:
             gradients.reduce()
@@ -449,7 +448,9 @@ class GradientReductions:
 
     def forget_sent(self) -> None:
         """Begin `sent` anew, on all ranks at once."""
-        self.sent = _PLACES[self._ranks] = 0
+        self.sent = 0
+        if self._sequence is not None:
+            self._sequence.sums = 0
 
     @contextmanager
     def reduction(self, now: bool) -> Iterator[None]:
@@ -471,6 +472,7 @@ class GradientReductions:
             apart: False: units that are summed over ranks outside this backward (tied over stages) are left for the next call. Those ranks
                 may need what this one has not sent yet.
         """
+        self._backward.end_raised()
         self.attributes.take()
         with without_torch_function():
             for number in self.trained:
@@ -516,11 +518,13 @@ class GradientReductions:
 
     def drain(self) -> None:
         """Wait for every reduction that was started."""
+        self._backward.end_raised()
         while self._inflight:
             self.units[self._inflight.popleft()].gradients.finish()
 
     def forget(self) -> None:
         """Drop every gradient of this step."""
+        self._backward.end_raised()
         self.attributes.remove()
         self.drain()
         self._deferred = False
