@@ -126,7 +126,9 @@ def test_an_unknown_family_runs_its_own_forward_and_a_warning_says_so():
     plain, x = torch.nn.Linear(4, 4), torch.ones(4)
     want = plain(x)
     assert torch.equal(init_inference(plain, dtype=torch.float32)(x), want)
-    with pytest.warns(UserWarning, match=r"the layers of a Linear \(model_type None\) are not replaced"):
+    with pytest.warns(
+        UserWarning, match="the layers of a Linear are not replaced, because model_type None is not declared"
+    ):
         engine = init_inference(plain, replace_with_kernel_inject=True, dtype=torch.float32)
     assert torch.equal(engine(x), want)
     with pytest.raises(UnsupportedError, match=r"quant\.weight\.num_bits = 8 for a Linear"):

@@ -45,7 +45,7 @@ from ds_ops.host_arena import trim
 from ds_ops.moe_routing import permute, sort_slots, unpermute
 from ds_ops.triton_kernels.kernel_arguments import NormWeights
 
-__all__ = ["Cache", "Decoder", "Runner", "replay_obstacle"]
+__all__ = ["Cache", "Decoder", "Runner", "refuse_unknown", "replay_obstacle"]
 
 
 def replay_obstacle(spec: DecoderSpec, weights: Mapping[str, Weight], group: ds_comm.Group) -> str:
@@ -62,6 +62,19 @@ def replay_obstacle(spec: DecoderSpec, weights: Mapping[str, Weight], group: ds_
             if reason:
                 return f"the host is told which experts were chosen ({reason})"
     return ""
+
+
+def refuse_unknown(spec: DecoderSpec) -> None:
+    """Raise UnsupportedError for parts of a spec that `Decoder` cannot compute ("inference-family", "rotary-scaling")."""
+    unknown = {y.feed.activation for y in spec.layers} - set(ACTIVATIONS)
+    if unknown:
+        raise UnsupportedError(
+            f"a {spec.family} model with activation {', '.join(sorted(unknown))}",
+            code="inference-family",
+            fix=f"Known are {', '.join(sorted(ACTIVATIONS))}; leave native, quantize, adapters and group out: it then runs its own forward.",
+        )
+    for rope in {y.attention.rope for y in spec.layers if y.attention.rope}:
+        Rotation(rope, spec.max_seq_len, torch.device("cpu"))
 
 
 class Runner(Protocol):
@@ -152,13 +165,6 @@ class Decoder:
         # The same table, for the roles that are never quantised: who changes weights changes one table.
         self._floats = cast("dict[str, Tensor]", self.weights)
         self.device, self.dtype = self._floats["embed.weight"].device, self._floats["embed.weight"].dtype
-        unknown = {f.activation for f in (y.feed for y in spec.layers)} - set(ACTIVATIONS)
-        if unknown:
-            raise UnsupportedError(
-                f"a {spec.family} model with activation {', '.join(sorted(unknown))}",
-                code="inference-family",
-                fix=f"Known are {', '.join(sorted(ACTIVATIONS))}; load the model with transformers and pass the module.",
-            )
         self._rotations = {
             y.attention.rope: Rotation(y.attention.rope, length or spec.max_seq_len, self.device)
             for y in spec.layers

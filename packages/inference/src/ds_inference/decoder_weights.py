@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import functools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -27,10 +28,11 @@ from ds_inference.quantize import Weight, dequantised
 from ds_inference.spec import DecoderSpec, ExpertsSpec, WeightSource
 from ds_ops.formats import QuantTensor
 
-__all__ = ["Folder", "Prefixed", "arranged", "read_config", "read_weights", "typed_folder_errors"]
+__all__ = ["Folder", "Prefixed", "arranged", "read_config", "read_weights", "typed_folder_errors", "unread"]
 
 _MOST_CONFIG_BYTES: Final = 2**24
 _MOST_LAYERS: Final = 10_000
+_LAYER_NUMBER: Final = re.compile(r"\.(\d+)\.")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -64,13 +66,15 @@ def typed_folder_errors(read: Callable[_P, _T]) -> Callable[_P, _T]:
     return call
 
 
-def read_config(folder: str | PathLike[str]) -> dict[str, Any]:
-    """Read the `config.json` of a folder.
+def read_config(folder: str | PathLike[str], name: str = "config.json") -> dict[str, Any]:
+    """Read the `config.json` of a folder, or another one, which may be missing: it is empty then.
 
     Raises:
         CheckpointError: there is none, or it is not JSON ("inference-folder").
     """
-    file = Path(folder) / "config.json"
+    file = Path(folder) / name
+    if name != "config.json" and not file.exists():
+        return {}
     try:
         config: dict[str, Any] = json.loads(read_regular_text(file, _MOST_CONFIG_BYTES))
         if type(config) is not dict:
@@ -166,6 +170,31 @@ def read_weights(
             fix="Check that the folder is complete and that config.json belongs to it.",
         )
     return weights
+
+
+def unread(spec: DecoderSpec, sources: Sources, checkpoint: Mapping[str, Weight]) -> list[str]:
+    """List the weights of layers that no role reads: what they do to an answer, a runner of these roles would leave out."""
+    named, known = Prefixed(checkpoint), set[str]()
+    for role, choices in sources.items():
+        for name in (name for choice in choices for name in choice.names):
+            for i in range(len(spec.layers)) if "{i}" in role else range(1):
+                feed = spec.layers[i].feed
+                experts = feed.count if "{e}" in name and isinstance(feed, ExpertsSpec) else 1
+                each = (name.replace("{i}", str(i)).replace("{e}", str(e)) for e in range(experts))
+                known.update(named.checkpoint_name(one) for one in each if one in named)
+    left = []
+    for name in checkpoint:
+        of_layer = _LAYER_NUMBER.search(name)
+        if (
+            name in known or of_layer is None or int(of_layer[1]) >= len(spec.layers)
+        ):  # further ones predict several tokens
+            continue
+        module, _, kind = name.rpartition(".")
+        if kind == "weight" or (
+            kind == "bias" and f"{module}.weight" in checkpoint
+        ):  # else a mask that files of old models have
+            left.append(name)
+    return left
 
 
 class Prefixed(Mapping[str, Any]):

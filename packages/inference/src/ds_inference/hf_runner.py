@@ -23,6 +23,7 @@ from ds_accel import streams
 from ds_config.errors import UnsupportedError
 from ds_inference.adapters import Adapter
 from ds_inference.cache import Cache
+from ds_inference.families import sees_later_tokens
 from ds_inference.paged_attention import BatchIndices, keep
 from ds_inference.recurrent_state import RecurrentState, strange
 from ds_inference.spec import AttentionSpec, DecoderLayerSpec, DecoderSpec, Mlp, Norm
@@ -101,6 +102,8 @@ class HFModelRunner:
 
     def _learn(self) -> DecoderSpec:
         config = cast("Any", self.module).config
+        if sees_later_tokens(config.to_dict()):
+            raise strange(str(config.model_type), "its tokens see those that come later")
         text: Any = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
         kind = str(config.model_type)
         past = self._memory.new_past()

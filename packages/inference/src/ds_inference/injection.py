@@ -29,7 +29,7 @@ from ds_inference.config import InferenceConfig, QuantConfig
 from ds_inference.cuda_graphs import CudaGraphRunner, cuda_graph
 from ds_inference.families import FAMILIES
 from ds_inference.llm_engine import LLMEngine
-from ds_inference.model_loader import load
+from ds_inference.model_loader import declared, load
 from ds_inference.quantize import QuantizationOptions
 from ds_inference.sampling import SamplingParams
 from ds_inference.tensor_parallel import ranks_of
@@ -132,20 +132,20 @@ class InferenceEngine(nn.Module):
                 code="inference-quantize",
                 fix="Set replace_with_kernel_inject, or leave quant out.",
             )
-        kind = getattr(getattr(model, "config", None), "model_type", None)
-        self._injected = config.replace_with_kernel_inject and kind in FAMILIES
-        if self._injected == config.replace_with_kernel_inject:
+        obstacle = _obstacle(model) if config.replace_with_kernel_inject else ""
+        self._injected = config.replace_with_kernel_inject and not obstacle
+        if not obstacle:
             return
         if _quantize(config.quant, 8) is not None:
             raise UnsupportedError(
-                f"quant.weight.num_bits = {config.quant.weight.num_bits} for a {type(model).__name__} (model_type {kind!r}); "
+                f"quant.weight.num_bits = {config.quant.weight.num_bits} for a {type(model).__name__}: {obstacle}; "
                 f"declared are {', '.join(sorted(FAMILIES))}",
                 code="inference-family",
                 fix="Leave quant out: the module then runs its own forward.",
             )
         warnings.warn(
-            f"replace_with_kernel_inject: {_layers(model)} of a {type(model).__name__} (model_type {kind!r}) are not replaced, because that "
-            "family is not declared in ds_inference.families; the module runs its own forward",
+            f"replace_with_kernel_inject: {_layers(model)} of a {type(model).__name__} are not replaced, because {obstacle}; the module "
+            "runs its own forward",
             stacklevel=4,
         )
 
@@ -326,6 +326,18 @@ class InferenceEngine(nn.Module):
     def _wait(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+
+
+def _obstacle(model: nn.Module) -> str:
+    """Return why the paged engine cannot compute a module; empty: it can."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind not in FAMILIES:
+        return f"model_type {kind!r} is not declared in ds_inference.families"
+    try:
+        declared(cast(Any, model).config.to_dict())
+    except UnsupportedError as error:
+        return error.message
+    return ""
 
 
 def _layers(model: nn.Module) -> str:

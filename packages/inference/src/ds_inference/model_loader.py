@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from os import PathLike
 from typing import Any, cast
 
@@ -14,9 +15,9 @@ from ds_config.errors import UnsupportedError
 from ds_inference.adapters import read_adapter
 from ds_inference.cache_size import cache_blocks, usable_device
 from ds_inference.cuda_graphs import cuda_graph
-from ds_inference.decoder_model import Decoder, replay_obstacle
-from ds_inference.decoder_weights import Folder, read_config, read_weights, typed_folder_errors
-from ds_inference.families import family_of
+from ds_inference.decoder_model import Decoder, refuse_unknown, replay_obstacle
+from ds_inference.decoder_weights import Folder, read_config, read_weights, typed_folder_errors, unread
+from ds_inference.families import DecoderFamily, ends_of, family_of, undeclared
 from ds_inference.hf_runner import HFModelRunner, read_module
 from ds_inference.llm_engine import LLMEngine, Tokenizer
 from ds_inference.packed_checkpoints import PackedCheckpoint, unpacked
@@ -40,7 +41,7 @@ from ds_ops.host_arena import trim
 from ds_ops.product_choice import CodeLayout
 from ds_ops.quant import quantize as quantize_rows
 
-__all__ = ["load", "read_decoder", "refresh_weights"]
+__all__ = ["declared", "load", "read_decoder", "refresh_weights"]
 
 
 @typed_folder_errors
@@ -178,12 +179,14 @@ def read_decoder(
             )
         return HFModelRunner(read_module(source, dtype, device, weights))
     try:
-        family = family_of(config)
-        spec: DecoderSpec = family.spec(config)
+        family, spec = declared(config)
+        if left := unread(spec, family.sources(config), checkpoint):
+            raise undeclared(f"a {spec.family} model with {', '.join(left[:4])}{' and more' if left[4:] else ''}")
     except UnsupportedError:
         if more:
             raise
         return HFModelRunner(read_module(source, dtype, device, weights))
+    spec = replace(spec, eos_ids=_ends(source, spec.eos_ids))
 
     if native and adapters:
         raise UnsupportedError(
@@ -250,6 +253,30 @@ def read_decoder(
         adapter.check(folder, decoder.weights)
         decoder.adapters[name] = adapter
     return decoder
+
+
+def declared(config: Mapping[str, Any]) -> tuple[DecoderFamily, DecoderSpec]:
+    """Return the family of a configuration, and what it means.
+
+    Raises:
+        UnsupportedError: the family or this variant is not declared, or has a part that `Decoder` does not compute ("inference-family",
+            "rotary-scaling").
+    """
+    family = family_of(config)
+    spec = family.spec(config)
+    refuse_unknown(spec)
+    return family, spec
+
+
+def _ends(source: str | PathLike[str] | nn.Module, said: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the tokens that end an answer: of the generation configuration, as `generate` reads it; else `said`, of the model's own.
+
+    Models that were taught to chat end a turn with tokens that only the former names (Phi-3, Qwen 2.5).
+    """
+    if isinstance(source, nn.Module):
+        defaults = getattr(source, "generation_config", None)
+        return ends_of({"eos_token_id": getattr(defaults, "eos_token_id", None)}) or said
+    return ends_of(read_config(source, "generation_config.json")) or said
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ds_config.errors import UnsupportedError
 from ds_inference.spec import (
     AttentionSpec,
     DecoderLayerSpec,
@@ -32,6 +33,8 @@ __all__ = [
     "plain",
     "rope_of",
     "rows",
+    "sees_later_tokens",
+    "undeclared",
     "windows_of",
 ]
 
@@ -58,6 +61,20 @@ def first_of(config: Config, *names: str, default: Any = None) -> Any:
         if config.get(name) is not None:
             return config[name]
     return default
+
+
+def sees_later_tokens(config: Config) -> bool:
+    """Whether attention is not causal, as in decoders that were made into embedders."""
+    return config.get("is_causal") is False or config.get("use_bidirectional_attention") in (True, "all")
+
+
+def undeclared(what: str) -> UnsupportedError:
+    """Build the error for a variant of a family that has no declaration."""
+    return UnsupportedError(
+        f"{what} has no declaration",
+        code="inference-family",
+        fix="Load the model with transformers and pass the module: it then runs through its own forward, slower.",
+    )
 
 
 def ends_of(config: Config) -> tuple[int, ...]:
@@ -105,9 +122,15 @@ def grouped_attention(config: Config, **more: Any) -> AttentionSpec:
 
 
 def windows_of(config: Config, layers: int) -> list[int | None]:
-    """Return the sliding window of every layer; None for full attention."""
+    """Return the sliding window of every layer; None for full attention.
+
+    Raises:
+        UnsupportedError: the configuration says that some layers have windows, and that none has ("inference-family").
+    """
     window = config.get("sliding_window")
     kinds = config.get("layer_types")
+    if config.get("use_sliding_window") is False and "sliding_attention" in (kinds or ()):
+        raise undeclared(f"a {config['model_type']} model of layer_types {kinds} with use_sliding_window false")
     if window is None or config.get("use_sliding_window") is False:
         return [None] * layers
     if kinds is not None:

@@ -43,7 +43,9 @@ def _gemma(config: Config) -> DecoderSpec:
     count = config["num_hidden_layers"]
     norm = Norm("rms", config.get("rms_norm_eps", 1e-6), offset=1.0)
     feed = Mlp(
-        config["intermediate_size"], first_of(config, "hidden_activation", default="gelu_pytorch_tanh"), gated=True
+        config["intermediate_size"],
+        first_of(config, "hidden_activation", "hidden_act", default="gelu_pytorch_tanh"),
+        gated=True,
     )
     scale = math.sqrt(config["hidden_size"])
     return llama_like(config, [grouped_attention(config)] * count, [feed] * count, norm=norm, embed_scale=scale)
@@ -80,8 +82,14 @@ def _gemma3(config: Config) -> DecoderSpec:
     near = rope_of(config, width, kind="sliding_attention")
     if not isinstance((config.get("rope_parameters") or {}).get("sliding_attention"), Mapping):  # transformers 4
         near = RopeSpec(width, float(config.get("rope_local_base_freq", 10000.0)))
+    # transformers' forward reads no attn_logit_softcapping here.
     layers = tuple(
-        replace(y, attention=replace(y.attention, head_norm=spec.norm, rope=near if k == "sliding_attention" else full))
+        replace(
+            y,
+            attention=replace(
+                y.attention, softcap=None, head_norm=spec.norm, rope=near if k == "sliding_attention" else full
+            ),
+        )
         for y, k in zip(spec.layers, kinds, strict=True)
     )
     return replace(spec, layers=layers)

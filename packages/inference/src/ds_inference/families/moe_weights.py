@@ -21,6 +21,7 @@ from ds_inference.families.family_spec import (
     plain,
     rope_of,
     rows,
+    undeclared,
     windows_of,
 )
 from ds_inference.families.variants import multiplied
@@ -63,10 +64,13 @@ def _routed(config: Config, width: int, family: MoEFamily | None = None, **more:
     """
     family = FAMILIES[config["model_type"]] if family is None else family
     how = family.selection(SimpleNamespace(**{family.k_attr: config[family.k_attr], **config}))
+    count = first_of(config, *family.count_attrs)
+    how.check(count)
     return ExpertsSpec(
-        first_of(config, *family.count_attrs),
+        count,
         how.k,
         width,
+        first_of(config, "hidden_act", default="silu"),
         score="softmax_chosen" if how.score == "softmax_of_chosen" else how.score,
         normalized=how.normalize,
         scale=how.scale,
@@ -130,6 +134,8 @@ _QWEN_MOE = {
 
 
 def _olmoe(config: Config) -> DecoderSpec:
+    if config.get("clip_qkv") is not None:  # after the norms
+        raise undeclared(f"OLMoE with clip_qkv = {config['clip_qkv']}")
     count = config["num_hidden_layers"]
     feed = _routed(config, config["intermediate_size"])
     norm = Norm("rms", config.get("rms_norm_eps", 1e-5))
@@ -260,8 +266,8 @@ _MINIMAX_M2 = {
 
 def _granite_moe(config: Config) -> DecoderSpec:
     family = MoEFamily("granitemoe", "softmax_of_chosen", normalize=False)
-    shared, activation = config.get("shared_intermediate_size") or 0, config.get("hidden_act", "silu")
-    feed = _routed(config, config["intermediate_size"], family, shared=shared, activation=activation)
+    shared = config.get("shared_intermediate_size") or 0
+    feed = _routed(config, config["intermediate_size"], family, shared=shared)
     count = config["num_hidden_layers"]
     return multiplied(config, llama_like(config, [grouped_attention(config)] * count, [feed] * count))
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ds_config.errors import UnsupportedError
 from ds_inference.families.family_spec import (
     Config,
     DecoderFamily,
@@ -17,6 +16,7 @@ from ds_inference.families.family_spec import (
     plain,
     rope_of,
     rows,
+    undeclared,
 )
 from ds_inference.spec import Alibi, AttentionSpec, DecoderLayerSpec, DecoderSpec, Mlp, Norm, RopeSpec, WeightSource
 
@@ -126,6 +126,8 @@ def _opt(config: Config) -> DecoderSpec:
     attention = AttentionSpec(heads, heads, width, width, width**-0.5)
     feed = Mlp(config["ffn_dim"], config.get("activation_function", "relu"), gated=False)
     before = config.get("do_layer_norm_before", True)
+    if not config.get("layer_norm_elementwise_affine", True):
+        raise undeclared("OPT whose norms have no weights (layer_norm_elementwise_affine false)")
     return _older(
         config,
         attention,
@@ -168,11 +170,7 @@ def _bloom(config: Config) -> DecoderSpec:
     attention = AttentionSpec(heads, heads, width, width, width**-0.5, alibi=Alibi())
     feed = Mlp(4 * hidden, "gelu_new", gated=False)
     if config.get("apply_residual_connection_post_layernorm"):
-        raise UnsupportedError(
-            "BLOOM with apply_residual_connection_post_layernorm has no declaration",
-            code="inference-family",
-            fix="Load the model with transformers and pass the module.",
-        )
+        raise undeclared("BLOOM with apply_residual_connection_post_layernorm")
     settings = {**config, "hidden_size": hidden}
     return _older(
         settings, attention, feed, config.get("layer_norm_epsilon", 1e-5), embed_norm=True, max_seq_len=1 << 20
@@ -281,11 +279,7 @@ def _mpt(config: Config) -> DecoderSpec:
     odd = {"alibi": True, "alibi_bias_max": 8, "qk_ln": False, "prefix_lm": False, "attn_type": "multihead_attention"}
     wrong = {k: inner[k] for k, usual in odd.items() if inner.get(k, usual) != usual}
     if wrong:
-        raise UnsupportedError(
-            f"MPT with {wrong} has no declaration",
-            code="inference-family",
-            fix="Load the model with transformers and pass the module: it then runs through its own forward, slower.",
-        )
+        raise undeclared(f"MPT with {wrong}")
     width = hidden // heads
     scale = first_of(inner, "softmax_scale", default=width**-0.5)
     attention = AttentionSpec(

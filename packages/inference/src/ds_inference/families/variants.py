@@ -203,7 +203,7 @@ def _smollm3(config: Config) -> DecoderSpec:
     count, every = config["num_hidden_layers"], config.get("no_rope_layer_interval", 4)
     turns = config.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(count)]
     base = grouped_attention(config)
-    windows = windows_of(config, count) if config.get("use_sliding_window") else [None] * count
+    windows = windows_of({"use_sliding_window": False, **config}, count)
     attentions = [
         replace(base, window=window, rope=base.rope if turn else None)
         for window, turn in zip(windows, turns, strict=True)
