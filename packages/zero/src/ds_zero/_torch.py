@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizer
 
 __all__ = [
+    "accumulates",
     "can_watch_saved",
     "foreach_add",
     "foreach_copy",
@@ -59,6 +61,20 @@ def unpack_hook() -> Callable[..., Any] | None:
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether somebody looks at the gradients before every step of this optimizer, or of all."""
     return bool(optimizer._optimizer_step_pre_hooks or _optimizer._global_optimizer_pre_hooks)
+
+
+def accumulates() -> bool:
+    """Whether the backward that this thread is in was asked for the gradients of all leaves, not of chosen ones (`torch.autograd.grad`)."""
+    try:
+        return bool(torch._C._will_engine_execute_node(_of_no_graph()))
+    except RuntimeError:  # in none
+        return False
+
+
+@cache
+def _of_no_graph() -> Any:
+    with torch.enable_grad():
+        return torch.empty(0, device="cpu", requires_grad=True).view(0).grad_fn
 
 
 def running_modules() -> Iterator[nn.Module]:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import ds_comm
 import ds_ops.optim
 import ds_zero
-from ds_config.errors import CommError, PlanError
+from ds_config.errors import PlanError
 from ds_testing import world
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -320,26 +320,48 @@ class _Fails(torch.autograd.Function):
         raise RuntimeError("out of memory")
 
 
+@pytest.mark.parametrize("where", ["one rank", "other places"])
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @world(2, backend=None)
-def test_a_backward_that_one_rank_begins_again_is_no_sum_of_other_gradients():
-    """Its reductions would meet those of the others' first backward; units of one size would add up without a word."""
-    ds_comm.init_distributed("shm")
+def test_a_backward_that_raises_on_one_rank_or_elsewhere_leaves_the_ranks_together(stage, backend, where):
+    """What it had not sent met the next backward's reductions; a rank that did not raise waited, or added up other gradients."""
+    ds_comm.init_distributed(backend)
     torch.manual_seed(0)
-    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    optimizer = ds_zero.shard(net, sgd(net), stage=2, policy=ds_zero.UnitSizePolicy(max_numel=72))
-    x = torch.ones(2, 8)
-
-    def train():
-        if dist.get_rank() == 1:
-            with pytest.raises(RuntimeError, match="out of memory"):
-                net[2:](_Fails.apply(net[:2](x))).sum().backward()
-            optimizer.zero_grad()
+    net, twin = (nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))) for _ in range(2))
+    twin.load_state_dict(net.state_dict())
+    policy = ds_zero.UnitSizePolicy(max_numel=72, persist_numel=0)
+    optimizer, plain = ds_zero.shard(net, sgd(net), stage=stage, policy=policy), sgd(twin)
+    optimizer.show_gradients()
+    x, rank = torch.ones(2, 8), dist.get_rank()
+    for _ in range(2):
+        fails = rank == 1 or where == "other places"
+        split = 2 if rank else 3
+        error = "out of memory" if fails else "on another rank"
+        with pytest.raises(RuntimeError, match=error):
+            (net[split:](_Fails.apply(net[:split](x))) if fails else net[2:](net[:2](x))).sum().backward()
+        optimizer.zero_grad()
         net(x).sum().backward()
-        optimizer.step()
+        twin(x).sum().backward()
+        for one in (optimizer, plain):
+            one.step()
+            one.zero_grad()
+    optimizer.close()
+    torch.testing.assert_close(list(net.parameters()), list(twin.parameters()))
 
-    with pytest.raises(CommError, match="came with") as caught:
-        train()
-    assert caught.value.code == "comm-mismatch"
+
+@world(2)
+def test_a_step_after_a_backward_that_raised_on_one_rank_is_an_error():
+    net = nn.Linear(8, 8)
+    optimizer = ds_zero.shard(net, sgd(net), stage=1)
+    optimizer.show_gradients(sharded=False)
+    if dist.get_rank():
+        with pytest.raises(RuntimeError, match="out of memory"):
+            (net(_Fails.apply(torch.ones(2, 8, requires_grad=True)))).sum().backward()
+    else:
+        net(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(PlanError, match="backwards that raised: 0 on rank 0 and 1 on rank 1"):
+        optimizer.step()
 
 
 @world(2, backend=None)

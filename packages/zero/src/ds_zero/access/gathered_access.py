@@ -152,6 +152,8 @@ def _sharded(wanted: list[Parameter], modifier_rank: int | None, write: bool) ->
     order = {s: i for i, s in enumerate(dict.fromkeys(p.sharding for p in places))}
     places.sort(key=lambda p: (order[p.sharding], p.unit.number, p.member))
     units = list(dict.fromkeys(p.unit for p in places))
+    for sharding in order:
+        sharding.runtime.end_raised()
     channels = {p.unit: p.unit.groups.late_group() for p in places if p.unit.releases}
     for unit in units:
         unit.unshard(channels.get(unit))

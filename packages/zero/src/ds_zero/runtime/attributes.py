@@ -287,21 +287,22 @@ class GradAttributes:
         if self.measured is not None:
             self.measured.write(unit, range(len(unit.params)), partial(_multiply, views, factor), factor)
 
-    def measure(self, leftovers: int = 0) -> bool:
+    def measure(self, leftovers: int = 0, raised: int = 0) -> tuple[bool, bool]:
         """Measure all gradients, which are summed. Collective over the ranks of the agreement.
 
         Args:
             leftovers: How many units' gradients this rank holds that are not.
+            raised: How many backwards an error has ended on this rank.
         Returns:
-            Whether some rank holds any; then norms are not those of all gradients.
+            Whether some rank holds any, then norms are not those of all gradients; and whether an error has ended one on some rank.
         """
         if self.measured is None or self._access is None:
-            return False
+            return False, False
         absent = {unit.number: members for unit, members in self._units}
         norms = not all(self._is_plain(unit) for unit, _ in self._units)
-        self.present, some_hold = self.measured.measure(absent, self.replaced, leftovers, norms=norms)
+        self.present, holding, ended = self.measured.measure(absent, self.replaced, (leftovers, raised), norms=norms)
         self.replaced.clear()
-        return some_hold
+        return holding > 0.0, ended > 0.0
 
     @property
     def together(self) -> bool:

@@ -1,7 +1,8 @@
 """Which calls of modules and which backward of a model run now: what hooks cannot say, but frames of Python and autograd can.
 
 autograd numbers its backwards. One that runs inside another (a checkpointed segment) has its own number and belongs to the
-outermost one. A backward that raised has no end; the next event notices. The first event may be one of an inner backward (what is before
+outermost one. A backward that raised has no end; the next event notices, and ends it: others may have raised elsewhere in it, or not at
+all, and wait for what this rank has not sent. The first event may be one of an inner backward (what is before
 the segment and after it is shared, or not the model's). Then the outermost is known from what it computes next: the inputs of the node
 that runs the inner one.
 
@@ -329,9 +330,8 @@ class Backward(ABC):
         task = graph_task_id()
         if task == self.task:
             return
+        self.end_raised()
         end = self._end()
-        if self.task is not None and end is None:
-            self.abandon()
         if self.task is None or end is None:
             self.begin_backward()
             end = _End(self)
@@ -358,18 +358,16 @@ class Backward(ABC):
         """Units entered in the backward inside the outermost one that this thread runs; None outside of any."""
         return self._inner.get(graph_task_id())
 
-    def end(self) -> None:
+    def end(self, *, raised: bool = False) -> None:
         """Finish the outermost backward after its last event."""
         self.task = None
-        self.end_backward()
+        self.end_backward(raised=raised)
         self._inner.clear()
 
-    def abandon(self) -> None:
-        """Forget a backward that has no end."""
-        if self.task is not None:
-            self.task = None
-            self._inner.clear()
-            self.abandon_backward()
+    def end_raised(self) -> None:
+        """Finish a backward that has no end. What autograd gave before it raised is summed, and stays, as in torch."""
+        if self.task is not None and (graph_task_id() == -1 or self._end() is None):
+            self.end(raised=True)
 
     def _end_inner(self, task: int) -> None:
         self.end_inner(self._inner.pop(task, set()))
@@ -379,12 +377,8 @@ class Backward(ABC):
         """Start the outermost backward. If this raises, the backward counts as never begun."""
 
     @abstractmethod
-    def end_backward(self) -> None:
-        """Finish the outermost backward: reduce and release what is left."""
-
-    @abstractmethod
-    def abandon_backward(self) -> None:
-        """Discard the progress of a backward that has no end."""
+    def end_backward(self, *, raised: bool) -> None:
+        """Finish the outermost backward: reduce and release what is left. `raised`: it had no end."""
 
     @abstractmethod
     def end_inner(self, units: set[int]) -> None:

@@ -249,7 +249,7 @@ class Gathering(AccessHandler):
             for number in call.numbers:
                 self.running[number] += 1
         if self._depth == 1 or order is None:
-            self._in_backward.abandon()
+            self._in_backward.end_raised()
             self._finish_interrupted()
             self._records = torch.is_grad_enabled()
             order = self._forward = self._order_for(name)

@@ -172,17 +172,17 @@ class GradientMeasurements:
             self._users[place] += 1.0
 
     def measure(
-        self, absent: Mapping[int, set[int]], replaced: Mapping[int, set[int]], leftovers: int, *, norms: bool
-    ) -> tuple[dict[int, set[int]], bool]:
+        self, absent: Mapping[int, set[int]], replaced: Mapping[int, set[int]], own: tuple[int, int], *, norms: bool
+    ) -> tuple[dict[int, set[int]], float, float]:
         """Measure all gradients. Collective over the ranks of the agreement; every sum over ranks is there.
 
         Args:
             absent: Of each unit the members without a gradient on this rank.
             replaced: Those whose gradient was dropped or replaced by an assignment since the last time.
-            leftovers: How many units' gradients this rank holds that are not summed.
+            own: How many units' gradients this rank holds that are not summed, and how many of its backwards an error has ended.
             norms: Whether to measure norms, and not only who has a gradient.
         Returns:
-            Of each unit the members that have a gradient on some rank; and whether some rank holds gradients.
+            Of each unit the members that have a gradient on some rank; and `own`, summed over the ranks.
         Raises:
             PlanError: a gradient was dropped or replaced on some of its ranks only, or ranks wrote different numbers of times
                 ("sharded-gradient-ranks").
@@ -195,13 +195,13 @@ class GradientMeasurements:
                 used[parts[unit.number, member]] -= 1.0
             for member in replaced.get(unit.number, ()):
                 used[parts[unit.number, member]] += REPLACED
-        counts = torch.tensor([*used, self.writes, self.writes**2, leftovers], dtype=torch.float64)
+        counts = torch.tensor([*used, self.writes, self.writes**2, *own], dtype=torch.float64)
         squares = torch.zeros(tensors if norms else 0, dtype=torch.float64, device=self._device)
         peaks = torch.zeros_like(squares)
         if norms:
             self._local(squares, peaks)
         counts, squares, peaks = self._over_ranks(counts, squares, peaks)
-        *numbers, holding = counts.tolist()
+        *numbers, holding, ended = counts.tolist()
         self._check(numbers)
         self.writes = 0
         self._scaled_parts.clear()
@@ -215,7 +215,7 @@ class GradientMeasurements:
             if norms:
                 at = self._places[number].members
                 self._norms[number] = _UnitNorms(squares[at], peaks[at], unit.gradients.version)
-        return present, holding > 0.0
+        return present, holding, ended
 
     def _over_ranks(self, counts: Tensor, squares: Tensor, peaks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sum counts and squares over the ranks, and take the largest of the magnitudes."""

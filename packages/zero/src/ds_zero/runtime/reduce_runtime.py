@@ -14,6 +14,10 @@ for the step, may be a matter of its data. So what comes after a unit was sent i
 rank keeps it until the next backward sends the unit, or until the message in which ranks measure gradients or agree on a step says that some
 rank holds something. Then all of them reduce once more.
 
+Note "a backward that raised". The ranks may have raised in different places, or only one of them did, and the others wait for its sums. So it
+is finished by what comes next on its rank: what has no gradient is sent as zeros. A rank that did not raise is told where gradients are
+measured (its own backward raises then, too), or else in the step.
+
 Note "sums of several models". One backward may go through several models (a loss of two engines). Each sends its units in its own order, but which
 model comes next is a matter of the ranks' paths, and units of one size would be summed with those of another model without a word. So the place of
 each sum among all over the same ranks is part of a digest, `sent`, which the ranks compare in a step.
@@ -39,6 +43,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_accel import streams
+from ds_config.errors import TrainingError
 from ds_zero._torch import accumulates, graph_task_id, without_torch_function
 from ds_zero.layout.units import DENSE
 from ds_zero.planning.unit_plan import ReduceStrategy
@@ -232,13 +237,15 @@ class GradientReductions:
         unused: Of each unit the parameters that no backward of this step has given a gradient.
         attributes: What `param.grad` is between backwards.
         leftovers: Units of which this rank holds gradients that no backward sends, see the note "leftovers".
+        raised: How many backwards that send gradients an error has ended on this rank since the ranks last compared that.
         sent: Digest of the sums since the last step, see the note "sums of several models".
     """
 
     def __init__(self, units: Sequence[Unit], backward: Backward, gathering: Gathering, inflight_bytes: int) -> None:
         self.units, self.inflight_bytes = list(units), inflight_bytes
         self.trained = [i for i, u in enumerate(units) if u.spec.trained]
-        self.now, self._deferred, self._adds = True, False, False
+        self.now, self._sends, self._deferred, self._adds = True, True, False, False
+        self.raised = 0
         self.unused: list[set[int]] = [set(range(len(u.params))) for u in units]
         self.attributes = GradAttributes(units, self.unused, backward, self.forget)
         self.hooks = AccumulatedHooks({(n, i): p for n in self.trained for i, p in enumerate(units[n].params)})
@@ -340,7 +347,7 @@ class GradientReductions:
         """Reset arrivals, open buckets and the reduction order for the outermost backward."""
         self.look_for_hooks()
         self.attributes.take()
-        self._arrivals.any, self._adds = False, accumulates()
+        self._arrivals.any, self._adds, self._sends = False, accumulates(), self.now
         self._waiting.clear()
         self._order.begin()
 
@@ -355,11 +362,12 @@ class GradientReductions:
         """Reduce every trained unit not reduced yet, unless no parameter took part (torch.autograd.grad)."""
         self._handed.clear()
         arrivals = self._arrivals
-        if raised and self._adds:
+        if raised and self._sends and (self._adds or arrivals.any):
+            self.raised += 1
             arrivals.any = True  # on other ranks, if not here
         for number in self.trained:
             self.unused[number] &= arrivals.missing[number]
-        if arrivals.any and self.now:
+        if arrivals.any and self._sends:
             missed = [n for n in arrivals.again if self._order.was_issued(n)]
             for number in self._order.finish():
                 self._reduce(number)
@@ -376,7 +384,7 @@ class GradientReductions:
         if not arrivals.known:
             arrivals.late &= arrivals.again
             arrivals.known = True
-        if arrivals.any and self.now and self.attributes.shows:
+        if arrivals.any and self._sends and self.attributes.shows:
             self.drain()
             self.measure_after_backward()
         self.attributes.put()
@@ -495,8 +503,23 @@ class GradientReductions:
         self.drain()
 
     def measure(self) -> None:
-        """Measure all gradients, after what some rank holds was summed. Collective over the ranks of the agreement."""
-        if self.attributes.measure(len(self.leftovers)):
+        """Measure all gradients, after what some rank holds was summed. Collective over the ranks of the agreement.
+
+        Raises:
+            TrainingError: an error has ended this backward on another rank, and not on this one ("zero-backward-raised").
+        """
+        own = self.raised
+        some_hold, raised = self.attributes.measure(len(self.leftovers), own)
+        if self.attributes.measured is not None:
+            self.raised = 0
+        if raised and not own:
+            raise TrainingError(
+                "an error has ended this backward on another rank: the sums have only a part of that rank's gradients",
+                code="zero-backward-raised",
+                fix="Read the other ranks' output. A loop that catches errors of a backward goes on if it does that on every rank: "
+                "zero_grad(), then the next batch.",
+            )
+        if some_hold:
             self.reduce_leftovers()
             self.attributes.measure()
 

@@ -102,16 +102,14 @@ class Runtime(Backward):
         self.reducing.begin_backward()
         self.gathering.begin_backward()
 
-    def end_backward(self) -> None:
+    def end_backward(self, *, raised: bool) -> None:
         """Reduce every trained unit and reshard every released unit."""
         self.gathering.finish_backward()
-        self.reducing.finish_backward()
-        self.abandon_backward()
-        self.gathering.release_all()
-
-    def abandon_backward(self) -> None:
-        """Discard the state of an unfinished backward. Its gradients stay, as in torch."""
-        self.gathering.clear_backward()
+        try:
+            self.reducing.finish_backward(raised=raised)
+        finally:
+            self.gathering.clear_backward()
+            self.gathering.release_all()
 
     def end_inner(self, units: set[int]) -> None:
         self.gathering.end_inner(units)
@@ -450,6 +448,7 @@ class ShardedModel:
             return
         self.resume()
         self.closed = True
+        self.runtime.end_raised()
         self.arrivals.detach()
         for unit in self.units:
             unit.gradients.finish()

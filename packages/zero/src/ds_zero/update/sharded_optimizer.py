@@ -291,7 +291,8 @@ class ShardedOptimizer(Optimizer):
         wants = (
             self.sharding.precision.skip_nonfinite or self._scale is not None or self.sharding.options.clip is not None
         )
-        settings = {**group_settings(self.inner), "divisor": repr(self.divisor)}
+        raised, runtime.reducing.raised = runtime.reducing.raised, 0
+        settings = {**group_settings(self.inner), "divisor": repr(self.divisor), "backwards that raised": str(raised)}
         facts = agree(self.sharding, settings, wants_norm=wants, extra=self.extra, failed=error is not None)
         if facts.failed:
             raise self.ahead.failed(facts.failed, error)
