@@ -314,6 +314,12 @@ def test_without_the_library_the_extra_is_named(folder, monkeypatch):
     assert caught.value.code == "inference-structured"
 
 
+def test_a_grammar_needs_an_end_token(folder):
+    pytest.importorskip("llguidance")
+    with pytest.raises(UnsupportedError, match="no end token"):
+        JsonGrammars(read_tokenizer(folder).inner, 400, ())
+
+
 def test_offline_and_with_drafts(folder):
     """The callback is the engine's own: `generate` takes it, with drafts too, and samples share it."""
     pytest.importorskip("llguidance")

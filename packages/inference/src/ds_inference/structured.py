@@ -27,7 +27,7 @@ class JsonGrammars:
         vocab: Tokens of the model, at least those of the tokenizer.
         eos_ids: Tokens that end an answer; they may come when the text is complete, and nothing else then.
     Raises:
-        UnsupportedError: llguidance is not installed, or it cannot read this tokenizer ("inference-structured").
+        UnsupportedError: llguidance is not installed, it cannot read this tokenizer, or nothing ends an answer ("inference-structured").
     """
 
     def __init__(self, tokenizer: Any, vocab: int, eos_ids: Sequence[int]) -> None:
@@ -35,8 +35,9 @@ class JsonGrammars:
             import llguidance
             from llguidance.hf import from_tokenizer
 
-            ends = list(eos_ids) or None
-            self._tokenizer = from_tokenizer(tokenizer, n_vocab=max(vocab, len(tokenizer)), eos_token=ends)
+            if not eos_ids:  # it would take token 0 for one
+                raise ValueError("the model has no end token")
+            self._tokenizer = from_tokenizer(tokenizer, n_vocab=max(vocab, len(tokenizer)), eos_token=list(eos_ids))
         except ImportError as error:
             raise UnsupportedError(
                 "answers that follow a JSON schema need llguidance",
@@ -45,9 +46,9 @@ class JsonGrammars:
             ) from error
         except (ValueError, RuntimeError, TypeError) as error:
             raise UnsupportedError(
-                f"llguidance cannot read this tokenizer: {error}",
+                f"no answers that follow a JSON schema with this model and tokenizer: {error}",
                 code="inference-structured",
-                fix="Use a model with a tokenizer.json and an end token.",
+                fix="Use a model with a tokenizer.json, and an end token (eos_token_id).",
             ) from error
         self._matcher = llguidance.LLMatcher
         self._vocab = vocab
