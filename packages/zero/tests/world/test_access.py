@@ -21,6 +21,46 @@ STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 SMALL = ds_zero.UnitSizePolicy(max_numel=600, persist_numel=40)
 
 
+REPLACE = {
+    "data=": lambda p: setattr(p, "data", torch.full_like(p.data, 0.5)),
+    "data.fill_": lambda p: p.data.fill_(0.5),
+    "fill_": lambda p: p.detach().fill_(0.5),
+}
+
+
+@pytest.mark.parametrize("edit", REPLACE)
+@pytest.mark.parametrize("access", [{"modifier_rank": 0}, {"write": True}], ids=str)
+@pytest.mark.parametrize("memory", ["private", "shared"])
+@STAGES
+@world(2)
+def test_each_way_to_write_is_kept_and_masters_beside_it_keep_their_digits(stage, memory, access, edit):
+    torch.manual_seed(0)
+    net = nn.Linear(8, 8)
+    fine = net.bias.detach().clone()
+    optimizer = ds_zero.shard(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), stage=stage, memory=memory, precision="bf16"
+    )
+    with ds_zero.GatheredParameters(net, **access):
+        if "write" in access or dist.get_rank() == 0:
+            REPLACE[edit](net.weight)
+    for param, expected in ((net.weight, torch.full((8, 8), 0.5)), (net.bias, fine)):
+        torch.testing.assert_close(ds_zero.safe_get_full_fp32_param(param), expected, rtol=0, atol=0)
+        with ds_zero.GatheredParameters(param):
+            torch.testing.assert_close(param.detach(), expected.bfloat16(), rtol=0, atol=0)
+    optimizer.close()
+
+
+@world(2)
+def test_data_that_is_replaced_in_a_model_inside_init_is_every_ranks():
+    with ds_zero.Init():
+        net = nn.Linear(8, 8)
+    with ds_zero.GatheredParameters(net.weight, modifier_rank=0):
+        if dist.get_rank() == 0:
+            net.weight.data = torch.full((8, 8), 0.5)
+    with ds_zero.GatheredParameters(net.weight):
+        assert net.weight.eq(0.5).all()
+
+
 def make(bench, stage, **options):
     net = bench.model("plain")
     return net, ds_zero.shard(net, bench.adamw(net), stage=stage, policy=SMALL, **options)

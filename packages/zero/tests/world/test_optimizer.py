@@ -406,6 +406,20 @@ RATES = {
 }
 
 
+@STAGES
+@world(2)
+def test_replan_where_a_rank_has_only_padding_of_a_unit(stage):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = ds_zero.shard(net, torch.optim.AdamW(net.parameters()), stage=stage, policy=ds_zero.UnitSizePolicy(1))
+    for trains in (True, False):
+        net[0].requires_grad_(trains)
+        optimizer.replan()
+        net(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+
+
 @pytest.mark.parametrize(
     ("name", "stage", "memory"),
     [*(("AdamW", stage, memory) for stage in range(4) for memory in ("private", "shared")), ("SGD", 1, "private"),

@@ -22,7 +22,7 @@ import ds_comm as comm
 from ds_config.errors import PlanError, ShardedAccessError
 from ds_zero.runtime.forward_backward import alias_saved
 from ds_zero.runtime.init_shards import Scatter, is_scattered, number_of, scatter_of
-from ds_zero.runtime.param_storage import parts_of
+from ds_zero.runtime.param_storage import copy_edits, parts_of
 from ds_zero.runtime.sharded_model import ShardedModel, sharding_of
 from ds_zero.runtime.unit import Unit
 
@@ -165,17 +165,22 @@ def _sharded(wanted: list[Parameter], modifier_rank: int | None, write: bool) ->
                 graphs.enter_context(alias_saved(places[0].sharding.runtime.gathering))
             yield
     finally:
-        changed = [p for p, v in zip(places, before, strict=True) if p.unit.params[p.member]._version != v]
-        lost = [p for p in changed if p.unit.releases and modifier_rank is None and not write]
         for unit in units:
             unit.pins -= 1
+        replaced = {unit: unit.storage.take_back() for unit in units}
+        versions = [p.unit.params[p.member]._version for p in places]
+        changed = [
+            p for p, a, b in zip(places, versions, before, strict=True) if a != b or p.member in replaced[p.unit]
+        ]
+        lost = [p for p in changed if p.unit.releases and modifier_rank is None and not write]
+        if modifier_rank is not None or write:
+            changed = places  # a write through `param.data` changes no version
         if modifier_rank is not None:
             for place in places:
                 group = place.unit.groups.reduction_group.group
                 comm.broadcast(
                     place.unit.storage.views[place.member], group=group, group_src=modifier_rank, unit=place.name
                 )
-            changed = places
         changed = _quiet(changed, modifier_rank is not None or write, places)
         _keep([p for p in changed if p not in lost])
         for unit in units:
@@ -205,13 +210,13 @@ def _quiet(changed: list[_Place], agreed: bool, places: Sequence[_Place]) -> lis
 
 
 def _keep(places: Sequence[_Place]) -> None:
-    """Copy the full parameter's values into this rank's shard."""
+    """Copy what was edited of full parameters into this rank's shard, which may have more digits than a parameter."""
     with torch.no_grad():
         for place in places:
             place.unit.state_store.fetch()
             flat = place.unit.storage.views[place.member].reshape(-1)
             for start, at, numel in place.ranges():
-                place.unit.shard[at : at + numel].copy_(flat[start : start + numel])
+                copy_edits(flat[start : start + numel], place.unit.shard[at : at + numel])
     for unit in dict.fromkeys(place.unit for place in places):
         unit.storage.forget()
         unit.storage.publish()

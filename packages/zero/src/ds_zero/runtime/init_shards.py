@@ -116,6 +116,11 @@ class Scatter(AccessHandler):
         """
         record = self._record(param)
         record.pins -= 1
+        with torch.no_grad():
+            view = record.full[: param.numel()].view_as(param)
+            if param.data_ptr() != view.data_ptr() and param.dtype == view.dtype:  # `param.data = other`
+                view.copy_(param)
+                param.data = view
         if source is not None or alike:
             self._store(record, source)
         if not record.pins:

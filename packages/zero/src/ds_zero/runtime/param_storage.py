@@ -36,7 +36,7 @@ from ds_zero.runtime.init_shards import is_scattered
 from ds_zero.runtime.sharded_parameter import AccessHandler, keep, release, restore, unkeep
 from ds_zero.runtime.unit_groups import GroupSet, Secondary
 
-__all__ = ["PrivateStorage", "ReleasedStorage", "SharedStorage", "clear_gaps", "parts_of", "storage_of"]
+__all__ = ["PrivateStorage", "ReleasedStorage", "SharedStorage", "clear_gaps", "copy_edits", "parts_of", "storage_of"]
 
 _AT_A_TIME, _AT_A_TIME_THERE = 1 << 16, 1 << 25  # elements: what is made stays in a cache; a device gets few launches
 
@@ -65,6 +65,12 @@ def clear_gaps(shard: Tensor, owned: Sequence[ParamPiece]) -> None:
     """Zeros where a shard belongs to no parameter."""
     for gap in gaps_between([(piece.start, piece.stop) for piece in owned], shard.numel()):
         shard[gap.start : gap.stop].zero_()
+
+
+def copy_edits(full: Tensor, shard: Tensor) -> None:
+    """Copy values of `full` into `shard` where they are not those of the shard, rounded to full's format."""
+    wide = torch.promote_types(full.dtype, shard.dtype) is shard.dtype
+    torch.where(full != shard.to(full.dtype), full if wide else full.to(shard.dtype), shard, out=shard)
 
 
 class PrivateStorage:
@@ -268,26 +274,30 @@ class PrivateStorage:
                 for out, some in zip(there.split(_AT_A_TIME_THERE), part.split(_AT_A_TIME_THERE), strict=True):
                     out.copy_(some)
 
-    def take_back(self) -> None:
-        """Copy parameters whose memory `param.data = other` replaced into the full buffer, and restore the views.
+    def take_back(self) -> set[int]:
+        """Copy parameters whose memory `param.data = other` replaced into the full buffer, and restore the views; return their numbers.
 
         Raises:
             PlanError: the new memory has another shape, dtype or device ("zero-replaced").
         """
-        for info, param, view in zip(self._unit.plan.spec.params, self._unit.params, self.views, strict=True):
+        replaced = set()
+        for i, (param, view) in enumerate(zip(self._unit.params, self.views, strict=True)):
             if param.data_ptr() == view.data_ptr():
                 continue
             current, expected = (param.shape, param.dtype, param.device), (view.shape, view.dtype, view.device)
             if current != expected:
+                info = self._unit.plan.spec.params[i]
                 raise PlanError(
                     f"{info.name} was sharded as {expected[1]} {tuple(expected[0])} on {expected[2]}; its `data` was replaced by {current[1]} "
                     f"{tuple(current[0])} on {current[2]}",
                     code="zero-replaced",
                     fix="Convert or move the model before `shard`, or write values in place.",
                 )
+            replaced.add(i)
             with torch.no_grad():
                 view.copy_(param.data)
                 param.data = view
+        return replaced
 
     @torch.no_grad()
     def adopt_edits(self, written: Collection[int]) -> Tensor | None:
@@ -315,26 +325,21 @@ class PrivateStorage:
         if streams.is_device_memory(self.full):
             return torch.stack([differs_from_cast(full, shard) for full, shard in self._compared()]).any()
         for full, shard in self._compared():
-            if not torch.equal(full, rounded := shard.to(full.dtype)):
-                self._copy_edits(full, shard, rounded)
+            if not torch.equal(full, shard.to(full.dtype)):
+                copy_edits(full, shard)
         return None
 
     @torch.no_grad()
     def copy_edits(self) -> None:
         """Copy edits of the full buffer into the shard where both differ. Valid on the current stream."""
         for full, shard in self._compared():
-            self._copy_edits(full, shard, shard.to(full.dtype))
+            copy_edits(full, shard)
 
     def _compared(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (range of full, the same of the shard), a part at a time."""
         for there, here in zip(self.chunks(), parts_of(self._unit.shard, self._layout), strict=True):
             at_a_time = _AT_A_TIME_THERE if streams.is_device_memory(there) else _AT_A_TIME
             yield from zip(there.split(at_a_time), here.split(at_a_time), strict=True)
-
-    @staticmethod
-    def _copy_edits(full: Tensor, shard: Tensor, rounded: Tensor) -> None:
-        wide = torch.promote_types(full.dtype, shard.dtype) is shard.dtype
-        torch.where(full != rounded, full if wide else full.to(shard.dtype), shard, out=shard)
 
     def adopt_overlay(self) -> None:
         """Publish this rank's private edits to its peers. Does nothing where the full buffer is not shared."""

@@ -276,13 +276,13 @@ class Unit:
         Every rank is expected to have made the same change. Returns what `storage.adopt_edits` does.
         """
         whole = self.state is Full.CURRENT and not self.releases  # what is released is whole during a use only
-        if whole:
-            self.storage.take_back()
+        replaced = self.storage.take_back() if whole else set()
         versions, before = [param._version for param in self.params], self._versions
         self._versions = versions
         if not whole:
             return None
-        return self.storage.adopt_edits({i for i, (a, b) in enumerate(zip(versions, before, strict=True)) if a != b})
+        written = {i for i, (a, b) in enumerate(zip(versions, before, strict=True)) if a != b}
+        return self.storage.adopt_edits(written | replaced)
 
     @property
     def bytes(self) -> dict[str, int]:

@@ -231,7 +231,7 @@ class OptimizerState:
         info = unit.spec.params[member]
         unit.state_store.fetch_state()
         pieces = [p for p in self.sharding.pieces(unit) if p.name == info.name]
-        for part in (p for p in unit.parts if member in p.members):
+        for part in (p for p in unit.parts if member in (p.members or (0,))):  # padding alone: as in `materialize`
             entries = self.inner.state[part.tensor]
             for key, whole in state.items():
                 if whole.numel() != info.numel:
