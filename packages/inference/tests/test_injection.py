@@ -122,13 +122,78 @@ def test_beams_and_long_prompts_are_refused():
         engine.generate(IDS)
 
 
+def test_without_a_length_so_many_tokens_as_transformers_gives():
+    model = small()
+    engine = init_inference(small(), dtype=torch.float32, replace_with_kernel_inject=True)
+    for ids in (IDS, torch.arange(25)[None]):
+        assert torch.equal(engine.generate(ids), model.generate(ids))
+    model.generation_config.max_length = engine.module.generation_config.max_length = 7
+    assert torch.equal(engine.generate(IDS), model.generate(IDS))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"min_new_tokens": 9},
+        {"min_length": 9},
+        {"no_repeat_ngram_size": 1},
+        {"bad_words_ids": [[3], [5]]},
+        {"return_dict_in_generate": True, "output_scores": True},
+        {"max_new_tokens": 0},
+        {"max_new_tokens": 9, "num_return_sequences": 2},
+        {"forced_eos_token_id": 0},
+    ],
+    ids=lambda m: next(iter(m)),
+)
+def test_what_the_paged_engine_does_not_do_the_module_does(more):
+    model = small()
+    engine = init_inference(small(), dtype=torch.float32, replace_with_kernel_inject=True)
+
+    def answer(of):
+        try:
+            return of.generate(IDS, **{"max_new_tokens": 9, **more})
+        except ValueError as error:
+            return str(error)
+
+    with pytest.warns(UserWarning, match="own generate runs"):
+        found = answer(engine)
+    wanted = answer(model)
+    if isinstance(wanted, str):
+        assert found == wanted
+    else:
+        assert torch.equal(getattr(found, "sequences", found), getattr(wanted, "sequences", wanted))
+    quantised = init_inference(
+        small(), dtype=torch.float32, replace_with_kernel_inject=True, quant={"weight": {"num_bits": 8}}
+    )
+    with pytest.raises(UnsupportedError, match="whose weights are quantised"):
+        answer(quantised)
+
+
+def test_options_of_configurations_count(recwarn):
+    model = small()
+    (first,) = model.generate(IDS[:1], max_new_tokens=3)[:, -1].tolist()
+    config = transformers.GenerationConfig(max_new_tokens=6, eos_token_id=first, pad_token_id=0, repetition_penalty=1.5)
+    engine = init_inference(small(), dtype=torch.float32, replace_with_kernel_inject=True)
+    assert torch.equal(engine.generate(IDS, generation_config=config), model.generate(IDS, generation_config=config))
+    assert not [w for w in recwarn if "own generate" in str(w.message)]
+    model.generation_config.no_repeat_ngram_size = engine.module.generation_config.no_repeat_ngram_size = 1
+    assert torch.equal(engine.generate(IDS, max_new_tokens=9), model.generate(IDS, max_new_tokens=9))
+
+
+def test_padding_is_known_by_its_token():
+    model = small()
+    engine = init_inference(small(), dtype=torch.float32, replace_with_kernel_inject=True)
+    padded = torch.tensor([[0, 0, 5, 9], [7, 0, 3, 2]])
+    for more in ({"pad_token_id": 0}, {"pad_token_id": 0, "eos_token_id": [0, 1]}, {}):
+        more = {"max_new_tokens": 5, "do_sample": False, **more}
+        assert torch.equal(engine.generate(padded, **more), model.generate(padded, **more))
+
+
 def test_an_unknown_family_runs_its_own_forward_and_a_warning_says_so():
     plain, x = torch.nn.Linear(4, 4), torch.ones(4)
     want = plain(x)
     assert torch.equal(init_inference(plain, dtype=torch.float32)(x), want)
-    with pytest.warns(
-        UserWarning, match="the layers of a Linear are not replaced, because model_type None is not declared"
-    ):
+    with pytest.warns(UserWarning, match="the layers of a Linear are not replaced: model_type None has no declaration"):
         engine = init_inference(plain, replace_with_kernel_inject=True, dtype=torch.float32)
     assert torch.equal(engine(x), want)
     with pytest.raises(UnsupportedError, match=r"quant\.weight\.num_bits = 8 for a Linear"):

@@ -74,6 +74,12 @@ def refuse_unknown(spec: DecoderSpec) -> None:
             fix=f"Known are {', '.join(sorted(ACTIVATIONS))}; leave native, quantize, adapters and group out: it then runs its own forward.",
         )
     for rope in {y.attention.rope for y in spec.layers if y.attention.rope}:
+        if rope.dim < 2 or rope.dim % 2:
+            raise UnsupportedError(
+                f"a {spec.family} model that turns {rope.dim} features of a head",
+                code="inference-family",
+                fix="Turn whole pairs; or leave native, quantize, adapters and group out: it then runs its own forward.",
+            )
         Rotation(rope, spec.max_seq_len, torch.device("cpu"))
 
 

@@ -12,9 +12,9 @@ import re
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,11 +27,13 @@ from ds_config import load as load_config
 from ds_config.errors import CheckpointError, PlanError, UnsupportedError
 from ds_inference.config import InferenceConfig, QuantConfig
 from ds_inference.cuda_graphs import CudaGraphRunner, cuda_graph
-from ds_inference.families import FAMILIES
+from ds_inference.families import FAMILIES, undeclared
 from ds_inference.llm_engine import LLMEngine
 from ds_inference.model_loader import declared, load
 from ds_inference.quantize import QuantizationOptions
 from ds_inference.sampling import SamplingParams
+from ds_inference.scheduler import SchedulerConfig
+from ds_inference.spec import DecoderSpec
 from ds_inference.tensor_parallel import ranks_of
 from ds_parallel.config import LayerSpecConfig
 from ds_parallel.tensor import TensorOptions, TensorParallelModel, facts_of, make_tensor_plan, parallelize_model
@@ -75,6 +77,22 @@ def _resolved(config: Any, keys: Mapping[str, Any]) -> InferenceConfig:
         if isinstance(values.get(name), Mapping):  # its keys are classes, which no configuration file has
             values[name] = {k if isinstance(k, str) else repr(k): names for k, names in values[name].items()}
     return load_config(InferenceConfig, values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What a call of `generate` asks for.
+
+    Attributes:
+        pad: Token behind answers that are shorter than others.
+        padding: Token of prompts that is none, where no attention mask says so.
+        foreign: Keywords that the paged engine does not do.
+    """
+
+    how: SamplingParams
+    pad: int = 0
+    padding: int | None = None
+    foreign: Sequence[str] = ()
 
 
 class InferenceEngine(nn.Module):
@@ -132,10 +150,14 @@ class InferenceEngine(nn.Module):
                 code="inference-quantize",
                 fix="Set replace_with_kernel_inject, or leave quant out.",
             )
-        obstacle = _obstacle(model) if config.replace_with_kernel_inject else ""
-        self._injected = config.replace_with_kernel_inject and not obstacle
-        if not obstacle:
+        self._injected, obstacle = config.replace_with_kernel_inject, ""
+        if not self._injected:
             return
+        try:
+            self._spec = _spec_of(model)
+            return
+        except UnsupportedError as error:
+            self._injected, obstacle = False, error.message
         if _quantize(config.quant, 8) is not None:
             raise UnsupportedError(
                 f"quant.weight.num_bits = {config.quant.weight.num_bits} for a {type(model).__name__}: {obstacle}; "
@@ -144,7 +166,7 @@ class InferenceEngine(nn.Module):
                 fix="Leave quant out: the module then runs its own forward.",
             )
         warnings.warn(
-            f"replace_with_kernel_inject: {_layers(model)} of a {type(model).__name__} are not replaced, because {obstacle}; the module "
+            f"replace_with_kernel_inject: {_layers(model)} of a {type(model).__name__} are not replaced: {obstacle}; the module "
             "runs its own forward",
             stacklevel=4,
         )
@@ -194,27 +216,43 @@ class InferenceEngine(nn.Module):
     def generate(self, *inputs: Any, **keywords: Any) -> Any:
         """As the module's `generate`, for one beam; prompts may have at most `max_out_tokens` tokens.
 
-        With kernel injection: greedy or sampled (`do_sample`, `temperature`, `top_k`, `top_p`, `repetition_penalty`,
+        With kernel injection: greedy or sampled (`do_sample`, `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`,
         `num_return_sequences`; every row has a stream of its own), prompts padded on either side by `attention_mask`. The result is [rows, tokens], the prompts as
-        they came, padded behind with `pad_token_id`.
+        they came, padded behind with `pad_token_id`. A call that asks for more runs the module's own `generate`, with a warning; one of
+        quantised weights is refused.
         """
-        if keywords.get("num_beams", 1) > 1:
+        given = keywords.get("generation_config", inputs[1] if len(inputs) > 1 else None)
+        beams = keywords.get("num_beams") or getattr(given, "num_beams", None) or 1
+        if beams > 1:
             raise UnsupportedError(
-                f"generate with num_beams = {keywords['num_beams']}",
+                f"generate with num_beams = {beams}",
                 code="inference-beams",
                 fix="Use one beam, or samples.",
             )
-        ids = keywords.get("input_ids", inputs[0] if inputs else None)
+        ids = keywords.get("input_ids", keywords.get("inputs", inputs[0] if inputs else None))
         if isinstance(ids, Tensor) and ids.shape[-1] > self.inference_config.max_out_tokens:
             raise PlanError(
                 f"a prompt of {ids.shape[-1]} tokens; max_out_tokens is {self.inference_config.max_out_tokens}",
                 code="inference-too-long",
                 fix="Raise max_out_tokens, or shorten the prompt.",
             )
-        if not self._injected or not isinstance(ids, Tensor):
-            with torch.inference_mode(), self._drawing_alike():
-                return self.module.generate(*inputs, **keywords)  # type: ignore[operator]
-        return self._paged(ids, {k: v for k, v in keywords.items() if k != "input_ids"})
+        if self._injected and isinstance(ids, Tensor) and not inputs[1:]:
+            request = self._request(ids.shape[1], keywords)
+            if not request.foreign:
+                return self._paged(ids, keywords.get("attention_mask"), request)
+            self._runs_its_own(request.foreign)
+        with torch.inference_mode(), self._drawing_alike():
+            return self.module.generate(*inputs, **keywords)  # type: ignore[operator]
+
+    def _runs_its_own(self, foreign: Sequence[str]) -> None:
+        said = f"generate with {', '.join(foreign)} through injected kernels"
+        if _quantize(self.inference_config.quant, 8) is not None:
+            raise UnsupportedError(
+                f"{said}, whose weights are quantised",
+                code="inference-generate",
+                fix="Leave these out, or leave quant out: the module's own generate takes everything.",
+            )
+        warnings.warn(f"{said} is not done: the module's own generate runs, slower", stacklevel=3)
 
     @contextmanager
     def _drawing_alike(self) -> Iterator[None]:
@@ -228,19 +266,23 @@ class InferenceEngine(nn.Module):
             torch.manual_seed(seed)
             yield
 
-    def _paged(self, ids: Tensor, keywords: dict[str, Any]) -> Tensor:
-        mask = keywords.pop("attention_mask", None)
-        prompts = [
-            row[keep.bool()].tolist()
-            for row, keep in zip(ids, torch.ones_like(ids) if mask is None else mask, strict=True)
-        ]
-        how, pad = self._sampling(ids.shape[1], keywords)
-        if self._ranks is not None and not how.greedy:  # whatever the ranks' own generators would have drawn
-            how = replace(how, seed=ds_comm.broadcast_json(how.seed, self._ranks, unit="seed"))
+    def _paged(self, ids: Tensor, mask: Tensor | None, request: _Request) -> Tensor:
+        if mask is None:  # as transformers does
+            mask = torch.ones_like(ids) if request.padding is None else ids.ne(request.padding)
+        prompts = [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]
+        how = request.how
+        if (
+            not how.greedy
+        ):  # from torch's generator, as the module's own `generate` draws: `torch.manual_seed` makes a call repeat
+            seed = int(torch.randint(1 << 62, (), device="cpu"))
+            how = replace(
+                how, seed=seed if self._ranks is None else ds_comm.broadcast_json(seed, self._ranks, unit="seed")
+            )
         if self._generator is None:
             self._generator = load(
                 self.module,
                 cache_tokens=max(8192, 4 * self.inference_config.max_out_tokens),
+                budget=SchedulerConfig(max_model_len=self.inference_config.max_out_tokens + 1),
                 native=self._ranks is None,
                 group=self._ranks,
                 cuda_graphs=self.inference_config.enable_cuda_graph or None,
@@ -249,52 +291,54 @@ class InferenceEngine(nn.Module):
         answers = self._generator.generate(prompts, how)
         longest = max(len(answer.tokens) for answer in answers)
         rows = ids.repeat_interleave(how.n, 0)
-        out = torch.full((len(answers), ids.shape[1] + longest), pad, dtype=ids.dtype, device=ids.device)
+        out = torch.full((len(answers), ids.shape[1] + longest), request.pad, dtype=ids.dtype, device=ids.device)
         out[:, : ids.shape[1]] = rows
         for row, answer in zip(out, answers, strict=True):
             row[ids.shape[1] : ids.shape[1] + len(answer.tokens)] = torch.tensor(answer.tokens, dtype=ids.dtype)
         return out
 
-    def _sampling(self, prompt: int, keywords: dict[str, Any]) -> tuple[SamplingParams, int]:
-        """Build the sampling parameters and the pad token from transformers' keywords.
-
-        The module's generation configuration gives the defaults.
-        """
-        defaults = getattr(self.module, "generation_config", None)
-        options = {**(defaults.to_diff_dict() if defaults is not None else {}), **keywords}
-        take = dict.fromkeys(
-            ("bos_token_id", "decoder_start_token_id", "use_cache", "transformers_version", "num_beams")
+    def _request(self, prompt: int, keywords: Mapping[str, Any]) -> _Request:
+        """Read transformers' keywords; the call's generation configuration, and then the module's own, give the defaults."""
+        own, given = (
+            _said(c) for c in (getattr(self.module, "generation_config", None), keywords.get("generation_config"))
         )
-        end = options.pop("eos_token_id", None)
-        pad = options.pop("pad_token_id", None)
-        room = self.inference_config.max_out_tokens - prompt
-        count = options.pop("max_new_tokens", None)
-        whole = options.pop("max_length", None)
-        if count is None:
-            count = (whole or 20) - prompt
-        sample = options.pop("do_sample", False)
+        options = {**own, **given, **keywords}
+        for name in ("input_ids", "inputs", "attention_mask", "generation_config", *_NEUTRAL):
+            options.pop(name, None)
+        end, pad = options.pop("eos_token_id", None), options.pop("pad_token_id", None)
+        longest = self._spec.max_seq_len
+        count, whole = options.pop("max_new_tokens", None), options.pop("max_length", None)
+        if count is None and whole:
+            count = whole - prompt
+        elif count is None:  # as many as transformers gives then, whatever the prompt has
+            count = min(20, longest - prompt)
+        count = min(count, max(1, self.inference_config.max_out_tokens - prompt))
+        sample, n = options.pop("do_sample", None), options.pop("num_return_sequences", None) or 1
+        repetition = options.pop("repetition_penalty", None)
+        chosen = {name: options.pop(name, None) for name in ("temperature", "top_k", "top_p", "min_p")}
+        defaults = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
+        draws: dict[str, Any] = (
+            {k: type(v)(v if chosen[k] is None else chosen[k]) for k, v in defaults.items()} if sample else {}
+        )
+        foreign = sorted(name for name, value in options.items() if _asks(name, value))
+        if count < 1 or prompt + count > longest:
+            foreign.append(f"{count} tokens after {prompt}")
+        if n > 1 and not sample:
+            foreign.append(f"num_return_sequences = {n}")
+        if foreign:
+            return _Request(SamplingParams(), foreign=foreign)
         ends = () if end is None else tuple(end) if isinstance(end, list | tuple) else (int(end),)
-        vocab = cast(Any, self.module).config.get_text_config(decoder=True).vocab_size
-        how = {
-            "max_new_tokens": max(1, min(count, room)),
-            "temperature": float(options.pop("temperature", 1.0)) if sample else 0.0,
-            "top_k": options.pop("top_k", 50) if sample else 0,
-            "top_p": float(options.pop("top_p", 1.0)) if sample else 1.0,
-            "repetition_penalty": float(options.pop("repetition_penalty", 1.0)),
-            "n": options.pop("num_return_sequences", 1),
-            "stop_token_ids": tuple(t for t in ends if 0 <= t < vocab),  # -1, and ends of another tokenizer, never come
-            "ignore_eos": "eos_token_id" in keywords,
-            # From torch's generator, as the module's own `generate` draws: `torch.manual_seed` makes a call repeat.
-            "seed": int(torch.randint(1 << 62, (), device="cpu")) if sample else None,
-        }
-        unknown = sorted(k for k, v in options.items() if k not in take and k in keywords and v is not None)
-        if unknown:
-            raise UnsupportedError(
-                f"generate with {', '.join(unknown)} through injected kernels",
-                code="inference-generate",
-                fix="Leave these out, or leave replace_with_kernel_inject out: the module's own generate takes everything.",
-            )
-        return SamplingParams(**how), int(pad if pad is not None else ends[0] if ends else 0)
+        how = SamplingParams(
+            max_new_tokens=count,
+            repetition_penalty=1.0 if repetition is None else float(repetition),
+            n=n,
+            stop_token_ids=tuple(
+                t for t in ends if 0 <= t < self._spec.vocab
+            ),  # -1, and ends of another tokenizer, never come
+            ignore_eos=True,  # what ends an answer is said above
+            **draws,
+        )
+        return _Request(how, int(pad if pad is not None else ends[0] if ends else 0), None if pad in ends else pad)
 
     # ---- measuring, compiling, ending
 
@@ -328,16 +372,43 @@ class InferenceEngine(nn.Module):
             torch.cuda.synchronize()
 
 
-def _obstacle(model: nn.Module) -> str:
-    """Return why the paged engine cannot compute a module; empty: it can."""
+_NEUTRAL = (
+    "bos_token_id",
+    "decoder_start_token_id",
+    "use_cache",
+    "transformers_version",
+    "_from_model_config",
+    "early_stopping",
+    "length_penalty",
+    "synced_gpus",
+)
+"""Options that change no token of an answer of one beam."""
+
+
+def _said(config: Any) -> dict[str, Any]:
+    """Return what a generation configuration says, without its defaults."""
+    return {} if config is None else {k: v for k, v in config.to_diff_dict().items() if v is not None}
+
+
+def _asks(name: str, value: object) -> bool:
+    """Whether an option asks for something besides one beam."""
+    if value is None or value is False:
+        return False
+    if not isinstance(value, int | float) or name.endswith("token_id"):
+        return True
+    return value != (1 if name in ("num_beams", "num_beam_groups", "typical_p") else 0)
+
+
+def _spec_of(model: nn.Module) -> DecoderSpec:
+    """Return what the paged engine computes for a module.
+
+    Raises:
+        UnsupportedError: it cannot ("inference-family").
+    """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in FAMILIES:
-        return f"model_type {kind!r} is not declared in ds_inference.families"
-    try:
-        declared(cast(Any, model).config.to_dict())
-    except UnsupportedError as error:
-        return error.message
-    return ""
+        raise undeclared(f"model_type {kind!r}")
+    return declared(cast(Any, model).config.to_dict(), model.state_dict())[1]
 
 
 def _layers(model: nn.Module) -> str:

@@ -179,9 +179,7 @@ def read_decoder(
             )
         return HFModelRunner(read_module(source, dtype, device, weights))
     try:
-        family, spec = declared(config)
-        if left := unread(spec, family.sources(config), checkpoint):
-            raise undeclared(f"a {spec.family} model with {', '.join(left[:4])}{' and more' if left[4:] else ''}")
+        family, spec = declared(config, checkpoint)
     except UnsupportedError:
         if more:
             raise
@@ -255,8 +253,8 @@ def read_decoder(
     return decoder
 
 
-def declared(config: Mapping[str, Any]) -> tuple[DecoderFamily, DecoderSpec]:
-    """Return the family of a configuration, and what it means.
+def declared(config: Mapping[str, Any], checkpoint: Mapping[str, Weight]) -> tuple[DecoderFamily, DecoderSpec]:
+    """Return the family of a configuration, and what it means for these weights.
 
     Raises:
         UnsupportedError: the family or this variant is not declared, or has a part that `Decoder` does not compute ("inference-family",
@@ -265,6 +263,8 @@ def declared(config: Mapping[str, Any]) -> tuple[DecoderFamily, DecoderSpec]:
     family = family_of(config)
     spec = family.spec(config)
     refuse_unknown(spec)
+    if left := unread(spec, family.sources(config), checkpoint):
+        raise undeclared(f"a {spec.family} model with {', '.join(left[:4])}{' and more' if left[4:] else ''}")
     return family, spec
 
 
