@@ -59,6 +59,32 @@ def test_an_engine_compresses_by_itself_too() -> None:
     assert convert_conv1d_to_linear(nn.ReLU()) is not None
 
 
+def test_a_teacher_engine_of_the_same_configuration_is_not_compressed_and_heads_are_counted_by_the_program() -> None:
+    def build(layers: int) -> nn.Module:
+        torch.manual_seed(layers)
+        model = nn.Module()
+        model.layers = nn.ModuleList(nn.ModuleDict({"q": nn.Linear(8, 8), "o": nn.Linear(8, 8)}) for _ in range(layers))
+        for layer in model.layers:
+            layer.num_attention_heads = 4
+        return model
+
+    reduction = {"enabled": True, "keep_number_layer": 1, "module_name_prefix": "layers", "teacher_layer": [1]}
+    heads = {"shared_parameters": {"enabled": True, "method": "topk", "num_heads": 4, "schedule_offset": 0}, "different_groups": {
+        "h": {"params": {"dense_ratio": 0.5}, "modules": ["o"], "related_modules": [["q"]]}}}  # fmt: skip
+    config = {"train_batch_size": 1, "compression_training": {"layer_reduction": reduction, "head_pruning": heads}}
+    student, teacher = build(1), build(2)
+    init_compression(student, config, teacher_model=teacher)
+    engine, *_ = deepspeed.initialize(model=teacher, config=config)
+    assert not list(compression_scheduler(teacher).layers)
+    engine.close()
+    assert redundancy_clean(student, config).layers[0]["o"].weight.shape == (8, 4)
+    assert student.layers[0].num_attention_heads == 4
+    alone = {**config, "compression_training": {"layer_reduction": reduction}}
+    fewer = init_compression(build(1), alone, teacher_model=teacher)
+    engine, *_ = deepspeed.initialize(model=fewer, config=alone)
+    assert redundancy_clean(engine, alone) is engine
+
+
 def test_moq_is_asked_for_by_quantize_training() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))

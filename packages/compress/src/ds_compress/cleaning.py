@@ -22,7 +22,7 @@ from ds_compress.recipe import LayerRecipe
 from ds_config.config_file import Source
 from ds_config.errors import PlanError
 
-__all__ = ["redundancy_clean", "resize_to_state_dict"]
+__all__ = ["clean_layers", "redundancy_clean", "resize_to_state_dict"]
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads")
 
@@ -88,6 +88,19 @@ def redundancy_clean(
         PlanError: the model is not compressed, or related layers do not fit; nothing was changed.
     """
     del mpu
+    layers = list(compressed_layers(model))
+    before = _heads(model, layers)
+    clean_layers(model, deepspeed_config)
+    _tell_heads(model, layers, before)
+    return model
+
+
+def clean_layers(model: nn.Module, deepspeed_config: Source | CompressionConfig | None = None) -> None:
+    """Make the layers of a compressed model final, as `redundancy_clean` does, and leave what is said of head counts as it was.
+
+    Raises:
+        PlanError: as `redundancy_clean` raises it.
+    """
     if deepspeed_config is not None:
         compression_of(deepspeed_config)
     if not is_compressed(model):
@@ -101,7 +114,7 @@ def redundancy_clean(
         name: compression.final(_param(module, "weight"), _maybe(module, "bias"))
         for name, module, compression in layers
     }
-    cuts, before = _Cuts(model), _heads(model, layers)
+    cuts = _Cuts(model)
     for name, module, compression in layers:
         _plan(name, module, compression, cuts)
     with torch.no_grad():
@@ -112,10 +125,8 @@ def redundancy_clean(
                 _param(module, "bias").copy_(bias)
         for name, cut in cuts.cuts.items():
             _shrink(model.get_submodule(name), cut)
-    _tell_heads(model, layers, before)
     for _, module, compression in layers:
         _finish(module, compression)
-    return model
 
 
 def _param(module: nn.Module, name: str) -> nn.Parameter:

@@ -14,7 +14,7 @@ from ds_compress.layer_kinds import BatchNorms, Convolutions
 from ds_compress.pruned_paths import check_path
 from ds_compress.quantised import refuse_quantised
 from ds_compress.recipe import CompressibleLayer, CompressionRecipe, Kind, LayerRecipe, Pruned, make_recipe
-from ds_compress.students import student_initialization
+from ds_compress.students import student_initialization, teaches
 from ds_config.config_file import Source
 from ds_config.errors import PlanError, UnsupportedError
 
@@ -68,7 +68,7 @@ def init_compression(
     Args:
         model: On one rank or as each rank holds it, not yet sharded.
         deepspeed_config: A whole configuration (dict, path, text), or the section.
-        teacher_model: Where layers of a student come from, if `layer_reduction` is enabled.
+        teacher_model: Where layers of a student come from, if `layer_reduction` is enabled. An engine of it does not compress it.
         mpu: Its `get_data_parallel_group()` says whose batches are one batch; by default those of all ranks.
     Raises:
         ConfigError: the section is wrong. PlanError: it does not fit the model; nothing was changed.
@@ -84,6 +84,8 @@ def init_compression(
                 fix="Pass teacher_model= to init_compression, before the engine is made.",
             )
         student_initialization(model, teacher_model, section)
+    if teacher_model is not None:
+        teaches(teacher_model)
     group = None if mpu is None else as_group(mpu.get_data_parallel_group())
     compress(model, recipe, group)
     return model

@@ -12,9 +12,10 @@ from ds_compress.config import CompressionConfig, compression_of
 from ds_config.config_file import Source
 from ds_config.errors import PlanError
 
-__all__ = ["convert_conv1d_to_linear", "is_student", "student_initialization"]
+__all__ = ["convert_conv1d_to_linear", "is_student", "is_teacher", "student_initialization", "teaches"]
 
 _students: WeakSet[nn.Module] = WeakSet()
+_teachers: WeakSet[nn.Module] = WeakSet()
 
 
 def student_initialization(
@@ -59,12 +60,23 @@ def student_initialization(
         for into, value in copies:
             into.copy_(value)
     _students.add(student_model)
+    teaches(teacher_model)
     return student_model
 
 
 def is_student(model: nn.Module) -> bool:
     """Whether layers of a teacher were copied into it."""
     return model in _students
+
+
+def teaches(model: nn.Module) -> None:
+    """Remember that a model is a teacher: an engine of it leaves its layers as they are, whatever its configuration says."""
+    _teachers.add(model)
+
+
+def is_teacher(model: nn.Module) -> bool:
+    """Whether a student was made for it by `init_compression` or `student_initialization`."""
+    return model in _teachers
 
 
 def _module(model: nn.Module, name: str, whose: str) -> nn.Module:

@@ -12,7 +12,7 @@ from ds_compress import CompressionScheduler, compress, is_compressed
 from ds_compress.compress import layers_of
 from ds_compress.config import CompressionConfig, EigenvalueConfig
 from ds_compress.recipe import CompressionRecipe, make_recipe
-from ds_compress.students import is_student
+from ds_compress.students import is_student, is_teacher
 from ds_config.errors import PlanError, UnsupportedError
 from ds_engine.transforms.transform import BuildContext, Transform, TransformInput
 
@@ -71,6 +71,8 @@ class CompressionTransform(Transform[Compressing, nn.Module | None]):
 
     def apply(self, what: Compressing, site: BuildContext) -> nn.Module | None:
         model, section = site.model, what.section
+        if not is_compressed(model) and is_teacher(model):
+            return None  # programs give a teacher's engine the configuration of its student
         if section.layer_reduction.enabled and not is_student(model):
             raise PlanError(
                 "compression_training.layer_reduction is enabled, and no layers of a teacher were copied",
