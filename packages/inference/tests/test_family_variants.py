@@ -89,12 +89,30 @@ def test_what_is_added_to_a_layer_is_not_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{"use_bidirectional_attention": True}, {"is_causal": False}], ids=lambda m: next(iter(m))
+    ("name", "more"),
+    [
+        ("Gemma3TextConfig", {"use_bidirectional_attention": True}),
+        ("LlamaConfig", {"is_causal": False}),
+        ("OlmoConfig", {"is_causal": False}),
+    ],
 )
-def test_attention_that_is_not_causal_is_refused(more: dict[str, Any]) -> None:
-    for name in ("Gemma3TextConfig", "OlmoConfig"):
-        with pytest.raises(UnsupportedError, match="see those that come later"):
-            load(made(name, {"head_dim": 8, "query_pre_attn_scalar": 8, **more}), cache_tokens=64)
+def test_attention_that_is_not_causal_is_refused(name: str, more: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match="see those that come later"):
+        load(made(name, {"head_dim": 8, "query_pre_attn_scalar": 8, **more}), cache_tokens=64)
+
+
+def test_an_encoder_with_a_head_is_refused() -> None:
+    config = transformers.BertConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, vocab_size=97
+    )
+    for decodes in (False, True):
+        config.is_decoder = decodes
+        model = transformers.BertLMHeadModel(config).eval()
+        if decodes:
+            load(model, cache_tokens=64).generate([[3, 4]], SamplingParams(max_new_tokens=2))
+        else:
+            with pytest.raises(UnsupportedError, match="see those that come later"):
+                load(model, cache_tokens=64)
 
 
 def test_layers_with_windows_in_a_model_without() -> None:

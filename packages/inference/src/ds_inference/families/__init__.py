@@ -13,7 +13,7 @@ from ds_inference.families.moe_weights import SPARSE
 from ds_inference.families.older import OLDER
 from ds_inference.families.variants import VARIANTS
 
-__all__ = ["FAMILIES", "Config", "DecoderFamily", "Sources", "ends_of", "family_of", "sees_later_tokens", "undeclared"]
+__all__ = ["FAMILIES", "Config", "DecoderFamily", "Sources", "ends_of", "family_of", "undeclared"]
 
 FAMILIES: dict[str, DecoderFamily] = dict(sorted({**LLAMA_LIKE, **SPARSE, **OLDER, **VARIANTS}.items()))
 
