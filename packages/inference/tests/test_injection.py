@@ -244,3 +244,19 @@ def test_a_full_cache_is_said():
     engine = build_hf_engine(small(), RaggedConfig(state_manager={"memory_config": {"mode": "allocate", "size": 1}}))
     engine.put([0], [torch.tensor([1])])
     assert engine.can_schedule([1], [1]) is SchedulingResult.KVCacheLimitExceeded
+
+
+def test_what_a_put_cannot_compute_changes_nothing(tmp_path):
+    engine = ragged()
+    engine.put([1], [torch.tensor([5, 6])])
+    before = engine.query(1, 99, 99), engine.query(2, 99, 99), int(engine.free_blocks)
+    for wrong in ([61], [-1], [1.5]):
+        with pytest.raises(PlanError, match=f"{wrong[0]}"):
+            engine.put([1, 2], [torch.tensor([7]), torch.tensor(wrong)])
+    forward, engine.model.forward = engine.model.forward, lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.put([1, 2], [torch.arange(9), torch.tensor([7])])
+    engine.model.forward = forward
+    assert before == (engine.query(1, 99, 99), engine.query(2, 99, 99), int(engine.free_blocks))
+    with pytest.raises(UnsupportedError, match="save_pretrained"):
+        engine.serialize(str(tmp_path))

@@ -16,7 +16,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from ds_config.errors import PlanError
+from ds_config.errors import PlanError, UnsupportedError
 from ds_inference.blocks import BlockPool
 from ds_inference.config import RaggedConfig
 from ds_inference.decoder_model import Cache, Decoder, Runner
@@ -97,12 +97,13 @@ class RaggedEngine:
 
         Args:
             batch_tokens: int64 [.] each, prompts, parts of prompts or single tokens.
-            do_checks: Whether the batch is checked before; without the check, a batch that does not fit is an error in
-            the middle.
+            do_checks: Whether limits are checked before; without the check, only blocks that are missing are an error.
         Returns: fp32 [sequences, vocab], logits of each sequence's last token.
         Raises:
             SchedulingError: the batch does not fit; nothing was changed.
-            PlanError: a sequence occurs twice, or has no tokens ("inference-batch"); nothing was changed.
+            PlanError: a sequence occurs twice, or has no tokens ("inference-batch"), or one that the model does not have
+                ("inference-request"); nothing was changed.
+            Exception: of the forward; the sequences are as they were.
         """
         uids, tokens = list(batch_uids), [t.flatten().tolist() for t in batch_tokens]
         if len(set(uids)) != len(uids) or not all(tokens):
@@ -111,20 +112,41 @@ class RaggedEngine:
                 code="inference-batch",
                 fix="Put the tokens of a sequence together, and leave sequences without new tokens out.",
             )
+        vocab = self.model.spec.vocab
+        foreign = [t for new in tokens for t in new if not (isinstance(t, int) and 0 <= t < vocab)]
+        if foreign:
+            raise PlanError(
+                f"tokens {foreign[:4]} for a model of {vocab} tokens",
+                code="inference-request",
+                fix="Put whole numbers of the model's own tokenizer.",
+            )
         status = self.can_schedule(uids, [len(t) for t in tokens]) if do_checks else SchedulingResult.Success
         if status is not SchedulingResult.Success:
             raise SchedulingError(status)
-        chunks = []
-        for uid, new in zip(uids, tokens, strict=True):
-            known = self._known.setdefault(uid, _Sequence())
-            missing = self._pool.num_blocks_for(known.num_seen + len(new)) - len(known.blocks)
-            new_blocks = self._pool.allocate(max(0, missing))
-            if new_blocks is None:
-                raise SchedulingError(SchedulingResult.KVCacheLimitExceeded)
-            known.blocks += new_blocks
-            chunks.append(ScheduledChunk(uid, tuple(new), known.num_seen, tuple(known.blocks), 1))
-        batch, order = make_batch(chunks, _BLOCK, self.model.device)
-        logits = cast("Tensor", self.model.forward(batch, self._cache))  # the batch does not ask for likeliest tokens
+        before = {uid: len(self._known[uid].blocks) for uid in uids if uid in self._known}
+        try:
+            chunks = []
+            for uid, new in zip(uids, tokens, strict=True):
+                known = self._known.setdefault(uid, _Sequence())
+                missing = self._pool.num_blocks_for(known.num_seen + len(new)) - len(known.blocks)
+                new_blocks = self._pool.allocate(max(0, missing))
+                if new_blocks is None:
+                    raise SchedulingError(SchedulingResult.KVCacheLimitExceeded)
+                known.blocks += new_blocks
+                chunks.append(ScheduledChunk(uid, tuple(new), known.num_seen, tuple(known.blocks), 1))
+            batch, order = make_batch(chunks, _BLOCK, self.model.device)
+            logits = cast(
+                "Tensor", self.model.forward(batch, self._cache)
+            )  # the batch does not ask for likeliest tokens
+        except BaseException:
+            for uid in uids:
+                if uid not in before:
+                    self.flush(uid)
+                else:
+                    blocks = self._known[uid].blocks
+                    self._pool.release(reversed(blocks[before[uid] :]))
+                    del blocks[before[uid] :]
+            raise
         for chunk in chunks:
             self._known[chunk.request].num_seen += len(chunk.tokens)
         row = {chunk.request: i for i, chunk in enumerate(order)}
@@ -171,6 +193,14 @@ class RaggedEngine:
         if known is not None:
             self._pool.release(reversed(known.blocks))
             self._cache.states.forget(known.blocks[:1])
+
+    def serialize(self, save_path: str | PathLike[str]) -> None:
+        """Raise UnsupportedError: engines are read from the folders of `save_pretrained`, faster than from flattened weights ("inference-folder")."""
+        raise UnsupportedError(
+            f"serialize({str(save_path)!r}): an engine writes no weights of its own",
+            code="inference-folder",
+            fix="Keep the folder that save_pretrained wrote, and give it to build_hf_engine.",
+        )
 
 
 def build_hf_engine(
