@@ -99,6 +99,7 @@ def test_weights_of_a_folder_go_into_a_module_on_meta(tmp_path):
     [
         ({"dtpye": "fp16"}, ConfigError, "dtype"),
         ({"dtype": "int7"}, ConfigError, "int7"),
+        ({"dtype": torch.int32}, ConfigError, "int32"),
         ({"tensor_parallel": {"tp_size": 2}}, PlanError, "2 ranks, and 1"),
         ({"mp_size": 2}, PlanError, "2 ranks, and 1"),
         ({"enable_cuda_graph": True}, UnsupportedError, "no CUDA device"),
@@ -114,10 +115,19 @@ def test_what_cannot_be_is_said(keys, error, said):
         init_inference(small(), given, **keys)
 
 
-def test_beams_and_long_prompts_are_refused():
+def test_eight_bits_are_asked_for_by_the_dtype():
+    wanted = init_inference(
+        small(), dtype=torch.float32, replace_with_kernel_inject=True, quant={"weight": {"num_bits": 8}}
+    ).generate(IDS, max_new_tokens=5)
+    for dtype in (torch.int8, "int8"):
+        engine = init_inference(small(), dtype=dtype, replace_with_kernel_inject=True)
+        assert torch.equal(engine.generate(IDS, max_new_tokens=5), wanted)
+    with pytest.raises(UnsupportedError, match=r"dtype torch\.int8"):
+        init_inference(small(), dtype=torch.int8)
+
+
+def test_long_prompts_are_refused():
     engine = init_inference(small(), dtype=torch.float32, max_out_tokens=3)
-    with pytest.raises(UnsupportedError, match="num_beams = 4"):
-        engine.generate(IDS, num_beams=4)
     with pytest.raises(PlanError, match="max_out_tokens is 3"):
         engine.generate(IDS)
 
@@ -134,6 +144,7 @@ def test_without_a_length_so_many_tokens_as_transformers_gives():
 @pytest.mark.parametrize(
     "more",
     [
+        {"num_beams": 3},
         {"min_new_tokens": 9},
         {"min_length": 9},
         {"no_repeat_ngram_size": 1},

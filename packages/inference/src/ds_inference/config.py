@@ -24,14 +24,19 @@ _DTYPES = {
     "float": torch.float32,
     "float32": torch.float32,
 }
+_CODES = {"int8": torch.int8}
+"""Formats of `init_inference` besides these: weights become codes."""
 
 
 def _dtype(value: Any) -> Any:
-    if isinstance(value, str):
-        name = value.removeprefix("torch.")
-        if name not in _DTYPES:
-            raise ValueError(f"{value!r} is no format of weights here; use one of {', '.join(_DTYPES)}")
-        return _DTYPES[name]
+    known = {**_DTYPES, **_CODES}
+    if isinstance(value, torch.dtype) and (value.is_floating_point or value in _CODES.values()):
+        return value
+    if isinstance(value, str | torch.dtype):
+        name = str(value).removeprefix("torch.")
+        if name not in known:
+            raise ValueError(f"{value} is no format of weights here; use one of {', '.join(known)}")
+        return known[name]
     return value
 
 
@@ -104,7 +109,10 @@ class InferenceConfig(StrictModel):
         default=False,
         description="`generate` runs through the paged engine. A model of a family that is not declared runs as it is, with a warning.",
     )
-    dtype: Dtype = Field(default=torch.float16, description="Format the module is cast to.")
+    dtype: Dtype = Field(
+        default=torch.float16,
+        description="Format the module is cast to. int8: linears and the head are quantised, as by `quant.weight.num_bits` 8.",
+    )
     tensor_parallel: Annotated[InferenceTensorParallelConfig, Alias("tp")] = Field(
         default_factory=InferenceTensorParallelConfig, description="Over how many ranks layers are cut."
     )

@@ -105,13 +105,15 @@ class InferenceEngine(nn.Module):
 
     def __init__(self, model: nn.Module, config: InferenceConfig) -> None:
         super().__init__()
-        self.inference_config = config
+        self.inference_config, self._quant = config, _quant(config)
         self._check(model)
         self.module = model
         checkpoint = config.checkpoint or config.checkpoint_config.checkpoint_dir
         if checkpoint is not None:
             _load_into(model, checkpoint, config.base_dir or config.checkpoint_config.base_dir or "")
-        if config.dtype is not torch.float32 or any(p.dtype != torch.float32 for p in model.parameters()):
+        if config.dtype is torch.int8:  # floats stay as they are: linears become codes in the paged engine
+            pass
+        elif config.dtype is not torch.float32 or any(p.dtype != torch.float32 for p in model.parameters()):
             model.to(config.dtype)
         if not config.keep_module_on_host and torch.cuda.is_available():
             model.to(torch.device("cuda", torch.cuda.current_device()))
@@ -144,11 +146,11 @@ class InferenceEngine(nn.Module):
                 code="inference-cuda-graph",
                 fix="Leave it out on a CPU.",
             )
-        if _quantize(config.quant, 8) is not None and not config.replace_with_kernel_inject:
+        if _quantize(self._quant, 8) is not None and not config.replace_with_kernel_inject:
             raise UnsupportedError(
-                f"quant.weight.num_bits = {config.quant.weight.num_bits} for a module that runs its own forward",
+                f"quant.weight.num_bits = {self._quant.weight.num_bits} (dtype {config.dtype}) for a module that runs its own forward",
                 code="inference-quantize",
-                fix="Set replace_with_kernel_inject, or leave quant out.",
+                fix="Set replace_with_kernel_inject, or leave quant out and give a dtype of floats.",
             )
         self._injected, obstacle = config.replace_with_kernel_inject, ""
         if not self._injected:
@@ -158,9 +160,9 @@ class InferenceEngine(nn.Module):
             return
         except UnsupportedError as error:
             self._injected, obstacle = False, error.message
-        if _quantize(config.quant, 8) is not None:
+        if _quantize(self._quant, 8) is not None:
             raise UnsupportedError(
-                f"quant.weight.num_bits = {config.quant.weight.num_bits} for a {type(model).__name__}: {obstacle}; "
+                f"quant.weight.num_bits = {self._quant.weight.num_bits} for a {type(model).__name__}: {obstacle}; "
                 f"declared are {', '.join(sorted(FAMILIES))}",
                 code="inference-family",
                 fix="Leave quant out: the module then runs its own forward.",
@@ -214,21 +216,13 @@ class InferenceEngine(nn.Module):
         return not (getattr(config, "use_cache", False) if use_cache is None else use_cache)
 
     def generate(self, *inputs: Any, **keywords: Any) -> Any:
-        """As the module's `generate`, for one beam; prompts may have at most `max_out_tokens` tokens.
+        """As the module's `generate`; prompts may have at most `max_out_tokens` tokens.
 
         With kernel injection: greedy or sampled (`do_sample`, `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`,
         `num_return_sequences`; every row has a stream of its own), prompts padded on either side by `attention_mask`. The result is [rows, tokens], the prompts as
         they came, padded behind with `pad_token_id`. A call that asks for more runs the module's own `generate`, with a warning; one of
         quantised weights is refused.
         """
-        given = keywords.get("generation_config", inputs[1] if len(inputs) > 1 else None)
-        beams = keywords.get("num_beams") or getattr(given, "num_beams", None) or 1
-        if beams > 1:
-            raise UnsupportedError(
-                f"generate with num_beams = {beams}",
-                code="inference-beams",
-                fix="Use one beam, or samples.",
-            )
         ids = keywords.get("input_ids", keywords.get("inputs", inputs[0] if inputs else None))
         if isinstance(ids, Tensor) and ids.shape[-1] > self.inference_config.max_out_tokens:
             raise PlanError(
@@ -246,7 +240,7 @@ class InferenceEngine(nn.Module):
 
     def _runs_its_own(self, foreign: Sequence[str]) -> None:
         said = f"generate with {', '.join(foreign)} through injected kernels"
-        if _quantize(self.inference_config.quant, 8) is not None:
+        if _quantize(self._quant, 8) is not None:
             raise UnsupportedError(
                 f"{said}, whose weights are quantised",
                 code="inference-generate",
@@ -286,7 +280,7 @@ class InferenceEngine(nn.Module):
                 native=self._ranks is None,
                 group=self._ranks,
                 cuda_graphs=self.inference_config.enable_cuda_graph or None,
-                quantize=_quantize(self.inference_config.quant, cast(Any, self.module).config.hidden_size),
+                quantize=_quantize(self._quant, cast(Any, self.module).config.hidden_size),
             )
         answers = self._generator.generate(prompts, how)
         longest = max(len(answer.tokens) for answer in answers)
@@ -382,7 +376,7 @@ _NEUTRAL = (
     "length_penalty",
     "synced_gpus",
 )
-"""Options that change no token of an answer of one beam."""
+"""Options that change no token of an answer without beams."""
 
 
 def _said(config: Any) -> dict[str, Any]:
@@ -391,7 +385,7 @@ def _said(config: Any) -> dict[str, Any]:
 
 
 def _asks(name: str, value: object) -> bool:
-    """Whether an option asks for something besides one beam."""
+    """Whether an option asks for something besides what is usual."""
     if value is None or value is False:
         return False
     if not isinstance(value, int | float) or name.endswith("token_id"):
@@ -432,6 +426,16 @@ def _options(config: InferenceConfig, degree: int) -> TensorOptions:
         for name in dict.fromkeys(names)
     )
     return TensorOptions(degree=degree, specs=specs)
+
+
+def _quant(config: InferenceConfig) -> QuantConfig:
+    """Return the `quant` section; dtype int8 asks for weights of 8 bits."""
+    weight = config.quant.weight
+    if config.dtype is not torch.int8 or weight.num_bits:
+        return config.quant
+    return config.quant.model_copy(
+        update={"enabled": True, "weight": weight.model_copy(update={"enabled": True, "num_bits": 8})}
+    )
 
 
 def _quantize(quant: QuantConfig, inputs: int) -> QuantizationOptions | None:
