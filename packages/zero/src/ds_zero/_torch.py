@@ -25,6 +25,7 @@ __all__ = [
     "graph_task_id",
     "has_compiled",
     "has_step_hooks",
+    "keeps_graph",
     "node_around",
     "on_compile_start",
     "outside_transforms",
@@ -40,6 +41,8 @@ foreach_copy: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy
 foreach_add: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_add_
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Which backward this thread is running; -1 outside of any. A checkpointed segment's inner backward has its own."""
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the backward that this thread is running keeps its graph for another one."""
 
 
 _CALL = nn.Module._call_impl.__code__

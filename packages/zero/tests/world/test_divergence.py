@@ -49,18 +49,24 @@ def sgd(net):
     return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 
 
-def check_routing(stage, steps, memory="private"):
+def check_routing(stage, steps, memory="private", frozen=(), forwards=1):
     net, twin = make(), make()
+    for model in (net, twin):
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+
+    def loss(model, step, rank):
+        every = [data(step + 100_000 * again, rank) for again in range(forwards)]
+        return torch.stack([model(x, route).square().mean() for x, route in every]).sum()
+
     optimizer = ds_zero.shard(net, sgd(net), stage=stage, policy=SMALL, memory=memory)
     plain = sgd(twin)
     for step in range(steps):
-        x, route = data(step, dist.get_rank())
-        net(x, route).square().mean().backward()
+        loss(net, step, dist.get_rank()).backward()
         optimizer.step()
         optimizer.zero_grad()
         for rank in range(2):
-            x, route = data(step, rank)
-            (twin(x, route).square().mean() / 2).backward()
+            (loss(twin, step, rank) / 2).backward()
         plain.step()
         plain.zero_grad()
     optimizer.close()
@@ -72,6 +78,21 @@ def check_routing(stage, steps, memory="private"):
 @world(2, timeout=120)
 def test_random_routing_for_many_steps(stage):
     check_routing(stage, 120)
+
+
+@STAGES
+@world(2)
+def test_one_backward_of_several_forwards(stage):
+    """At stage 3 a frozen unit was gathered once more for the second graph, where other ranks had no use for it."""
+    check_routing(stage, 12, frozen=[f"experts.{i}.weight" for i in range(6)], forwards=2)
+
+
+@pytest.mark.parametrize("frozen", [("first.weight",), ("first.weight", "first.bias", "experts.0.weight")], ids=str)
+@STAGES
+@world(2)
+def test_routing_beside_parameters_that_are_frozen(stage, frozen):
+    """At stage 3 those before the first that is trained were in no order of the backward."""
+    check_routing(stage, 6, frozen=frozen)
 
 
 @pytest.mark.slow

@@ -93,6 +93,7 @@ def sent(run):
         if record.name.startswith("comm/all_gather_") and record.attrs.get("unit") not in (
             "step",
             "settle",
+            "gradients",
             "order of gathers",
         ):
             link = record.attrs["group"]

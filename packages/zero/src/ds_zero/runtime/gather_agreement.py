@@ -61,27 +61,32 @@ class GatherAgreement:
         """Whether a round reads its answer from a device, which waits for what the device has to do before."""
         return self._round_group is not None and metadata_device(self._round_group).type != "cpu"
 
-    def meet(self, number: int | None) -> tuple[list[int], bool]:
+    def meet(self, number: int | None, path: Sequence[int] = ()) -> tuple[list[int], bool, bool]:
         """Have a round: say which unit this rank needs once more in its forward, None where the forward is over.
 
+        Args:
+            path: The units that the forward needed, where it is over.
         Returns:
-            The units that ranks need and this rank has a shard of, in an order that is the same on all ranks; whether every rank's forward is over.
-        Cost: an all-gather of 16 bytes a rank; waits for it.
+            The units that ranks need and this rank has a shard of, in an order that is the same on all ranks; whether every rank's forward is
+            over, and whether all said the same path.
+        Cost: an all-gather of 24 bytes a rank; waits for it.
         """
         group = self._round_group
         if group is None:
             raise RuntimeError("a round without a group")
         key = (0, 0) if number is None else (self._keys[number][0], self._keys[number][1] + 1)
-        rows = torch.empty((group.size, 2), dtype=torch.int64, device=metadata_device(group))
-        comm.all_gather_single(rows, torch.tensor([key], device=rows.device), group, unit="order of gathers")
+        digest = zlib.crc32(repr([self._keys[one] for one in path]).encode())
+        rows = torch.empty((group.size, 3), dtype=torch.int64, device=metadata_device(group))
+        comm.all_gather_single(rows, torch.tensor([[*key, digest]], device=rows.device), group, unit="order of gathers")
         wanted: dict[int, None] = {}
-        over = True
-        for rank, (family, place) in zip(group.ranks, rows.tolist(), strict=True):
+        over, paths = True, set()
+        for rank, (family, place, one) in zip(group.ranks, rows.tolist(), strict=True):
+            paths.add(one)
             over = over and not place
             match = self._numbers.get((family, place - 1)) if place else None
             if match is not None and rank in self._units[match].groups.shard_group.ranks:
                 wanted[match] = None
-        return list(wanted), over
+        return list(wanted), over, len(paths) == 1
 
     def modules_of_phase(self, name: str) -> list[str]:
         """Return the modules whose forwards begin now on some rank, each once, by rank; `name` is this rank's.

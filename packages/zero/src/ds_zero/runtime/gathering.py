@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from ds_config.errors import ShardedAccessError
-from ds_zero._torch import graph_task_id, outside_transforms, running_modules, uncaptured
+from ds_zero._torch import graph_task_id, keeps_graph, outside_transforms, running_modules, uncaptured
 from ds_zero.runtime.forward_backward import Backward, ForwardCall, OpenCall, OpenCalls, has_memory
 from ds_zero.runtime.gather_agreement import GatherAgreement
 from ds_zero.runtime.gather_order import Arrivals, GatherOrder
@@ -51,6 +51,7 @@ class Gathering(AccessHandler):
         arrivals: Which gradients have arrived in this backward.
         hooked: What becomes of a function before it is put on a module. Set it while there are no hooks.
         calls: Of each unit the calls whose backward is under way.
+        idle: Frozen units that no backward needs, as far as is known.
         running: How many calls of modules that own a unit run now; by its number.
         rounds: Whether ranks meet at the end of each forward (`gather_agreement`). The same on every rank.
     """
@@ -72,9 +73,12 @@ class Gathering(AccessHandler):
         self._forward: GatherOrder | None = None
         self._interrupted: GatherOrder | None = None  # of a forward that Ctrl-C ended
         self._open = OpenCalls()
-        # Gradients flow through a frozen unit only if something before it is trained.
-        first = min((i for i, u in enumerate(self.units) if u.spec.trained), default=len(self.units))
-        self._backward = self._order([n for n in reversed(self.released) if n >= first])
+        self._backward = self._order(self.released[::-1])
+        # Gradients flow through a frozen unit only if something before it is trained, or in its module.
+        trained = [i for i, u in enumerate(self.units) if u.spec.trained]
+        around = {name for i in trained for name in _modules_around(self.units[i].spec.module)}
+        before = self.released if not trained else [n for n in self.released if n < trained[0]]
+        self.idle = {n for n in before if self.units[n].spec.module not in around}
         self.calls: list[set[ForwardCall]] = [set() for _ in units]
         self._sticky: set[int] = set()
         self._shared: set[int] = set()
@@ -82,6 +86,8 @@ class Gathering(AccessHandler):
         self._repeated: set[int] = set()  # stay until the end of this phase
         self._guarded: set[int] = set()  # of those that stay in a forward, between uses
         self._several: set[int] = set()  # needed more than once in a forward since the update
+        self._uses: Counter[int] = Counter()  # in the forwards whose graph a backward may go through
+        self._apart = self._keeps_graph = False  # ranks took other paths since the update
         self.rounds = True
         self._warned = self._awaits_backward = False
         self._records = (
@@ -366,12 +372,13 @@ class Gathering(AccessHandler):
     def _has_rounds(self) -> bool:
         return self.rounds and self._agreement is not None and self._agreement.has_rounds
 
-    def _meet(self, number: int | None) -> bool:
+    def _meet(self, number: int | None, path: Sequence[int] = ()) -> bool:
         """Take part in a round and in the gathers that it brings; return whether the forward of every rank is over."""
         if self._agreement is None:
             return True
         self._push()
-        wanted, over = self._agreement.meet(number)
+        wanted, over, alike = self._agreement.meet(number, path)
+        self._apart |= over and not alike
         for other in wanted:
             unit, was_released = self.units[other], self.units[other].state is Full.RELEASED
             unit.finish_unneeded()  # of the order, which its ranks have issued before
@@ -410,7 +417,10 @@ class Gathering(AccessHandler):
         self._awaits_backward = self._awaits_backward or torch.is_grad_enabled()
         if order is not None:
             self._finish(order, rounds=self._has_rounds)
-            self._several.update(number for number, times in Counter(order.recorded).items() if times > 1)
+            uses = Counter(order.recorded)
+            self._several.update(number for number, times in uses.items() if times > 1)
+            if self._records:
+                self._uses.update(uses)
         self._put_back_strays()
         if self._persistent and order is self._forwards[""]:  # every rank has them now, and until the update
             for phase in (*self._forwards.values(), self._backward):
@@ -425,7 +435,7 @@ class Gathering(AccessHandler):
             self.units[number].start_unshard(again=True)
             self.units[number].finish_unshard()
             self._release(number)
-        while rounds and not self._meet(None):
+        while rounds and not self._meet(None, order.recorded):
             pass
         repeated, self._repeated = self._repeated, set()
         for number in repeated:
@@ -448,6 +458,9 @@ class Gathering(AccessHandler):
         self._backward.begin()
         # How often a unit is used may differ between ranks, and nobody waits for rounds beside reductions: it is gathered once.
         self._repeated.update(self._several)
+        if self._apart:  # also of several forwards that one loss is made of
+            self._repeated.update(number for number, times in self._uses.items() if times > 1)
+        self._keeps_graph = keeps_graph()
 
     def finish_backward(self) -> None:
         """Finish the gather order of the backward.
@@ -455,11 +468,14 @@ class Gathering(AccessHandler):
         Ranks that took another path may count on all-gathers that were not needed here.
         """
         if self.released:
+            self.idle.difference_update(self._backward.recorded)
             self._finish(self._backward, rounds=False)
 
     def clear_backward(self) -> None:
         """Forget the calls whose backward was under way, and the gradients that arrived in it."""
         self._awaits_backward = False
+        if not self._keeps_graph:
+            self._uses.clear()
         self.arrivals.clear()
         for calls in self.calls:
             calls.clear()
@@ -558,10 +574,11 @@ class Gathering(AccessHandler):
             followed = [orders[name] for name in phases]
             self.rounds = any(one is None or len(set(one)) < len(one) for one in followed)
 
-    def share(self, numbers: set[int]) -> None:
-        """Mark units used outside their modules on some rank, which no backward may expect. The same on every rank."""
-        self._shared = numbers
-        self._backward.drop(numbers)
+    def share(self, numbers: set[int], idle: set[int]) -> None:
+        """Mark units used outside their modules on some rank, which no backward may expect, nor those that are idle on all of them. The
+        same on every rank."""
+        self._shared, self.idle = numbers, idle
+        self._backward.drop(numbers | idle)
 
     def stepped(self) -> None:
         """Reshard the units that stayed gathered: after an update no earlier graph is usable."""
@@ -570,7 +587,14 @@ class Gathering(AccessHandler):
         self._awaits_backward = False
         for number in self._sticky | self._persistent:
             self.units[number].reshard()
-        self._sticky = set()
+        self._sticky, self._apart = set(), False
         self._several.clear()
+        self._uses.clear()
         for order in (*self._forwards.values(), self._backward):
             order.skip = frozenset()
+
+
+def _modules_around(name: str) -> set[str]:
+    """Return the names of a module and of all modules that it is in."""
+    parts = name.split(".")
+    return {"", *(".".join(parts[:depth]) for depth in range(1, len(parts) + 1))}

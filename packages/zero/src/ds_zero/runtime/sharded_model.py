@@ -123,7 +123,12 @@ class Runtime(Backward):
         self._settled = True
         # What is at a place among the units of its family is the same on all of the family's ranks; numbers need not be.
         orders = {"reduces": self.reducing.observed_order, **self.gathering.observed_orders}
-        summary = {"seen": orders, "keys": self._keys, "shared": [self._keys[n] for n in self.gathering.shared]}
+        summary = {
+            "seen": orders,
+            "keys": self._keys,
+            "shared": [self._keys[n] for n in self.gathering.shared],
+            "idle": [self._keys[n] for n in self.gathering.idle],
+        }
         everyone: list[dict[str, Any]] = all_gather_json(summary, group, unit="settle")
         if all(one["keys"] == everyone[0]["keys"] for one in everyone):
             merged = {name: merge_orders([one["seen"][name] for one in everyone]) for name in orders}
@@ -131,7 +136,8 @@ class Runtime(Backward):
                 self.reducing.adopt(orders["reduces"])
             self.gathering.adopt(merged)
         shared = {(family, place) for one in everyone for family, place in one["shared"]}
-        self.gathering.share({number for number, key in enumerate(self._keys) if key in shared})
+        idle = set.intersection(*({(family, place) for family, place in one["idle"]} for one in everyone))
+        self.gathering.share(*({n for n, key in enumerate(self._keys) if key in keys} for keys in (shared, idle)))
 
     def stepped(self, *, keep_gradients: bool) -> None:
         """Reset gathering after an update, or a skipped update; and what gradients there are, unless they stay."""
