@@ -93,6 +93,21 @@ def test_fp32_parameters_beside_those_made_inside_init_keep_their_format(inside:
     engine.destroy()
 
 
+@world(2)
+def test_a_head_that_is_trained_beside_a_body_made_inside_init_has_the_body_format() -> None:
+    import deepspeed
+
+    config = settings(3, bf16={"enabled": True})
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        body = nn.Linear(4, 4)
+    model = nn.Sequential(body, nn.Linear(4, 1))
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16)).float().mean())
+    engine.step()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    engine.destroy()
+
+
 class Buffered(nn.Module):
     """Buffers as models make them: by a constructor, computed from one, and computed in another format."""
 

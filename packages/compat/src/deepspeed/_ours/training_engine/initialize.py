@@ -157,9 +157,12 @@ def _as_upstream_takes(config: Config, model: nn.Module) -> Config:
 def _own_formats(config: Config, model: nn.Module) -> tuple[tuple[str, str], ...]:
     """Return the formats of parameters beside those that were made inside `zero.Init`, which upstream does not cast: fp32 adapters of PEFT.
 
-    A rule stands for the same parameter of all layers. Empty for a model of which nothing was made inside.
+    A rule stands for the same parameter of all layers. Empty for a model of which nothing was made inside, and where parameters of
+    several formats would be trained, which upstream refuses: a head beside a body, as DeepSpeed-Chat's reward models have it.
     """
     dtypes = {name: param.dtype for name, param in model.named_parameters()}
+    if len({param.dtype for param in model.parameters() if param.requires_grad}) > 1:
+        return ()
     low = precision_of(config).param
     inside = {name for name, param in model.named_parameters() if is_zero_param(param)}
     rules: dict[str, str] = {}
