@@ -22,6 +22,7 @@ from ds_ckpt.convert.fp32 import (
     weights,
 )
 from ds_ckpt.convert.huggingface import open_hf, write_hf
+from ds_ckpt.convert.tensor_parallel import PartJoins
 from ds_ckpt.convert.tensor_source import cast, from_dict, open_checkpoint, write_checkpoint
 from ds_config.errors import CheckpointError, UnsupportedError
 
@@ -276,11 +277,13 @@ def test_to_deepspeeds_universal_layout_and_back(path, tmp_path):
     assert caught.value.code == "ckpt-target-exists"
 
 
-def _regular(folder, stage, world, shapes, states):
-    """Files as DeepSpeed lays them out: `shapes` name -> shape, in one optimizer group."""
-    folder.mkdir(parents=True)
+def _regular(folder, stage, world, shapes, states, mp=0, alike=None):
+    """Files as DeepSpeed lays them out: `shapes` name -> shape, in one optimizer group, of one model-parallel rank."""
+    folder.mkdir(parents=True, exist_ok=True)
     full = {name: torch.randn(shape) for name, shape in shapes.items()}
     moments = {name: torch.randn(shape) for name, shape in shapes.items()}
+    if alike is not None:
+        full[alike], moments[alike] = torch.ones(shapes[alike]), torch.zeros(shapes[alike])
 
     def flat(values, rank):
         if stage < 3:
@@ -300,12 +303,12 @@ def _regular(folder, stage, world, shapes, states):
         per = [{"step": torch.tensor(4.0), "exp_avg": m} for m in flat(moments, rank)]
         inner = {"state": dict(enumerate(per)), "param_groups": [{"lr": 0.1, "params": [0]}]}
         if stage < 3:
-            body = {"single_partition_of_fp32_groups": groups, "base_optimizer_state": inner}
+            body = {"single_partition_of_fp32_groups": groups, "base_optimizer_state": inner, "clip_grad": 0.25}
         else:
             body = {"fp32_flat_groups": groups, "optimizer_state_dict": inner}
         body |= {"zero_stage": stage, "partition_count": world if stage == 3 else [world]}
-        torch.save({"optimizer_state_dict": body}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-        name = "mp_rank_00" if stage < 3 else f"zero_pp_rank_{rank}_mp_rank_00"
+        torch.save({"optimizer_state_dict": body}, folder / f"zero_pp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt")
+        name = f"mp_rank_{mp:02d}" if stage < 3 else f"zero_pp_rank_{rank}_mp_rank_{mp:02d}"
         model = {
             "module": {},
             "param_shapes": [{n: torch.Size(s) for n, s in shapes.items()}],
@@ -377,15 +380,121 @@ def test_without_zero_the_optimizer_is_read_by_places_in_its_groups(tmp_path, fo
 def test_layouts_that_do_not_say_how_to_join_are_refused(tmp_path):
     tp = {"checkpoint_parallel_dimensions": {"tp_degree": 2, "pp_degree": 1}}
     _regular(tmp_path / "tp", 2, 1, {"a": (3,)}, tp)
-    with pytest.raises(UnsupportedError, match="tensor parallelism of degree 2"):
+    with pytest.raises(CheckpointError, match="of 2 tensor-parallel ranks, and has files of 1 model-parallel ranks"):
         open_deepspeed(tmp_path / "tp", allow_pickle=True)
+    _regular(tmp_path / "tp2", 2, 1, {"a": (3,)}, tp)
+    _regular(tmp_path / "tp2", 2, 1, {"a": (3,)}, tp, mp=1)
+    with pytest.raises(UnsupportedError, match="2 tensor-parallel ranks and no universal_checkpoint_info"):
+        open_deepspeed(tmp_path / "tp2", allow_pickle=True)
     _regular(tmp_path / "moe", 2, 1, {"a": (3,)}, {"ds_autoep_layers": [{"moe_layer_id": 0}]})
     with pytest.raises(UnsupportedError, match="experts of AutoEP"):
         open_deepspeed(tmp_path / "moe", allow_pickle=True)
     _regular(tmp_path / "cut", 1, 1, {"a": (3,)}, {})
     torch.save({}, tmp_path / "cut" / "layer_00-model_01-model_states.pt")
-    with pytest.raises(UnsupportedError, match="layers cut by tensor parallelism"):
+    with pytest.raises(CheckpointError, match="of 2 tensor-parallel ranks"):
         open_deepspeed(tmp_path / "cut", allow_pickle=True)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parts_of_tensor_parallel_ranks_join_as_their_files_say(tmp_path, stage):
+    """Two stages of a pipeline, each of two tensor-parallel ranks; model-parallel ranks are numbered stage by stage."""
+    info = {
+        "universal_checkpoint_version": 0.4,
+        "tp_replicated_parameter_patterns": [r".*norm$"],
+        "parameter_with_row_parallelism_patterns": [r".*down$"],
+        "parameter_with_sub_params": [{"patterns": [r".*qkv$"], "shape": [(4, 2, 2), -1], "partition_dim": 0}],
+        "sub_param_shard_widths": {r".*qkv$": [[3, 1], [1, 1], [2, 0]]},
+    }
+    kept = {}
+    for mp in range(4):
+        at, rank = f"{mp // 2}.", mp % 2
+        shapes = {f"{at}norm": (5,), f"{at}up": (2, 5), f"{at}down": (5, 2), f"{at}qkv": ((6, 3), (2, 3))[rank]}
+        states = {"universal_checkpoint_info": info, "buffer_names": ["mask"]}
+        states["checkpoint_parallel_dimensions"] = {"tp_degree": 2, "pp_degree": 2}
+        kept[mp] = _regular(tmp_path / "s", stage, 2, shapes, states, mp=mp, alike=f"{at}norm")
+    source = open_deepspeed(tmp_path / "s", allow_pickle=True)
+    for kind, index in (("param/{}", 0), ("optim/{}/exp_avg", 1)):
+        for at in ("0.", "1."):
+            first, second = (kept[int(at[0]) * 2 + rank][index] for rank in range(2))
+            whole = {f"{at}norm": first[f"{at}norm"]}
+            whole[f"{at}up"] = torch.cat([first[f"{at}up"], second[f"{at}up"]])
+            whole[f"{at}down"] = torch.cat([first[f"{at}down"], second[f"{at}down"]], 1)
+            (q, k, v), (q2, k2, v2) = first[f"{at}qkv"].split([3, 1, 2]), second[f"{at}qkv"].split([1, 1, 0])
+            whole[f"{at}qkv"] = torch.cat([q, q2, k, k2, v, v2])
+            for name, tensor in whole.items():
+                entry = source.entries[kind.format(name)]
+                assert (entry.shape, torch.equal(entry.read(), tensor)) == (tuple(tensor.shape), True)
+    assert source.meta["optimizer"]["names"] == [[f"{i}.{n}" for i in "01" for n in ("norm", "up", "down", "qkv")]]
+    write_universal(source, tmp_path / "u", "t", allow_pickle=True)
+    clip = torch.load(tmp_path / "u" / "t" / "zero" / "optimizer_state.pt", weights_only=True)["clip_grad"]
+    assert clip == (
+        0.25 if stage == 1 else 1.0
+    )  # files of stage 3 do not say it: what DeepSpeed clips to unless told otherwise
+    _equal(open_deepspeed(tmp_path / "u", allow_pickle=True), {n: e.read() for n, e in source.entries.items()})
+    several = b"cdeepspeed.checkpoint.universal_checkpoint\nSubparamShape\n"
+    for name, words in {"0.norm": [], "0.up": [b"cat_dim"], "1.qkv": [b"sub_param_shape", several]}.items():
+        file = (tmp_path / "u" / "t" / "zero" / name / "exp_avg.pt").read_bytes()
+        assert [word in file for word in (b"cat_dim", b"sub_param_shape", several)] == [
+            w in words for w in (b"cat_dim", b"sub_param_shape", several)
+        ]
+    assert torch.load(tmp_path / "u" / "t" / "zero" / "1.down" / "fp32.pt")["cat_dim"] == 1
+    told = {**info, "tp_replicated_parameter_patterns": []}
+    other = open_deepspeed(tmp_path / "s", allow_pickle=True, parallel_info=told)
+    assert other.entries["param/0.norm"].shape == (10,)
+
+
+def test_joins_of_parts():
+    a, b = torch.arange(8.0).view(4, 2), torch.arange(8.0, 16.0).view(4, 2)
+    blocks = {"logical_shape": [2, 8], "ranks": {}}
+    for rank in (0, 1):  # columns in turn
+        piece = {"shape": [2, 4], "source": [rank, [8, 2]], "dest": [0, [4, 1]], "locations": [rank]}
+        blocks["ranks"][rank] = {"shard_shape": [4, 2], "pieces": [piece]}
+    info = {
+        "affine_map": {"version": 1, "params": {"turns": blocks}},
+        "parameter_to_average_patterns": ["mean"],
+        "parameter_with_2_sub_params_cat_dim_0": ["glu"],
+        "parameter_with_sub_params": [{"patterns": ["three"], "shape": (2, -1), "partition_dim": 0}],
+        "vocabulary_parameter_patterns": ["words"],
+        "original_vocab_size": 7,
+    }
+    joins = PartJoins(info, 2)
+    assert joins.join("mean", [a, b]).equal((a + b) / 2)
+    for name in ("glu", "three"):
+        assert joins.join(name, [a, b]).equal(torch.cat([a[:2], b[:2], a[2:], b[2:]]))
+    assert joins.join("words", [a, b]).equal(torch.cat([a, b])[:7])
+    turns = torch.stack([a.view(2, 4), b.view(2, 4)], 2).view(2, 8)
+    assert joins.join("turns", [a, b]).equal(turns)
+    assert joins.shape("turns", [(4, 2), (4, 2)]) == (2, 8)
+    blocks["ranks"][0]["pieces"][0]["scale"] = 0.5
+    assert joins.join("turns", [a / 2, b]).equal(turns)
+    with pytest.raises(UnsupportedError, match=r"multiplied by 0\.5"):
+        joins.join("turns", [a, b], state=True)
+    with pytest.raises(CheckpointError, match="leaves 8 elements out"):
+        PartJoins({"affine_map": {"params": {"t": {**blocks, "ranks": {1: blocks["ranks"][1]}}}}}, 2).join("t", [a, b])
+    with pytest.raises(CheckpointError, match="every rank should have the same"):
+        PartJoins({"tp_replicated_parameter_patterns": ["a"]}, 2).join("a", [a, b])
+    uneven = {"patterns": ["a"], "shape": [(5, 3), 2], "partition_dim": 0}
+    with pytest.raises(CheckpointError, match="do not divide"):
+        PartJoins({"parameter_with_sub_params": [uneven]}, 2).join("a", [a, b])
+    for hostile in ({"autotp_unsupported_parameter_patterns": {"a": "why"}}, {"affine_map": {"version": 2}}):
+        with pytest.raises(UnsupportedError, match="not known"):
+            PartJoins(hostile, 2)
+    far = {"logical_shape": [2], "ranks": {0: {"pieces": [{"shape": [2], "source": [2**40, [1]], "dest": [0, [1]]}]}}}
+    with pytest.raises(CheckpointError):
+        PartJoins({"affine_map": {"params": {"a": far}}}, 2).join("a", [a, b])
+
+
+def test_a_universal_vector_is_whole_where_the_model_file_has_shapes_of_parts(tmp_path):
+    """Of a model of tensor-parallel ranks: the first rank's file says `param_shapes`."""
+    folder = tmp_path / "u" / "zero" / "bias"
+    folder.mkdir(parents=True)
+    for name in ("fp32", "exp_avg"):
+        torch.save({"param": torch.arange(6.0), "cat_dim": 0}, folder / f"{name}.pt")
+    torch.save({"param_groups": [{"lr": 0.1}], "optimizer_state_dict": {}}, folder.parent / "optimizer_state.pt")
+    model = {"module": {}, "param_shapes": [{"bias": torch.Size([3])}], "global_steps": 1}
+    torch.save(model, tmp_path / "u" / "mp_rank_00_model_states.pt")
+    source = open_deepspeed(tmp_path / "u", allow_pickle=True)
+    assert source.entries["param/bias"].read().equal(torch.arange(6.0))
 
 
 def test_full_fp32_weights_of_our_checkpoints(path, tmp_path):

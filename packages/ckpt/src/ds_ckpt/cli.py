@@ -8,9 +8,10 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ds_config.errors import CheckpointError, DsError
+from ds_config.regular_file import read_regular_text
 from ds_config.sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ __all__ = ["HELP", "main", "register"]
 HELP = "inspect, verify, convert, compare and export checkpoints"
 _PATH = "a checkpoint, or a directory of checkpoints (the newest is taken)"
 _FORMATS = ("ds", "hf", "dcp", "deepspeed")
+_MAX_INFO_BYTES = 2**24
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +64,9 @@ def register(parser: argparse.ArgumentParser) -> None:
     )
     convert.add_argument(
         "--allow-pickle", action="store_true", help="dcp and deepspeed inputs can be written to run code"
+    )
+    convert.add_argument(
+        "--parallel-info", help="JSON file: how tensor-parallel parts join, where deepspeed inputs do not say it"
     )
     convert.add_argument("--json", action="store_true", help="machine-readable")
 
@@ -178,7 +183,7 @@ def _convert(args: argparse.Namespace) -> int:
     from ds_ckpt.convert.regular import Regular, write_regular
     from ds_ckpt.convert.tensor_source import write_checkpoint
 
-    source = _open(args.source, args.source_format, args.allow_pickle)
+    source = _open(args.source, args.source_format, args.allow_pickle, args.parallel_info)
     left_out = list(source.meta.get("left_out", ()))
     if args.out_format == "ds":
         written = [write_checkpoint(source, args.out).path]
@@ -201,7 +206,7 @@ def _convert(args: argparse.Namespace) -> int:
     return 0
 
 
-def _open(path: str, form: str, allow_pickle: bool) -> TensorSource:
+def _open(path: str, form: str, allow_pickle: bool, parallel_info: str | None) -> TensorSource:
     from ds_ckpt.convert.dcp import open_dcp
     from ds_ckpt.convert.deepspeed_layout import open_deepspeed
     from ds_ckpt.convert.huggingface import open_hf
@@ -211,9 +216,22 @@ def _open(path: str, form: str, allow_pickle: bool) -> TensorSource:
         return open_checkpoint(_checkpoint(path))
     if form == "hf":
         return renamed(open_hf(path), lambda name: f"param/{name}")
-    return (
-        open_dcp(path, allow_pickle=allow_pickle) if form == "dcp" else open_deepspeed(path, allow_pickle=allow_pickle)
-    )
+    if form == "dcp":
+        return open_dcp(path, allow_pickle=allow_pickle)
+    info = None if parallel_info is None else _object(parallel_info)
+    return open_deepspeed(path, allow_pickle=allow_pickle, parallel_info=info)
+
+
+def _object(file: str) -> dict[str, Any]:
+    try:
+        value = json.loads(read_regular_text(file, _MAX_INFO_BYTES))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {error}", code="ckpt-not-found", fix="Give a file with a JSON object."
+        ) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} has no JSON object", code="ckpt-not-found", fix="Give a file with one.")
+    return value
 
 
 def _checkpoint(path: str) -> str:

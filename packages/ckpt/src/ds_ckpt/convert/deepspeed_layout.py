@@ -5,6 +5,7 @@ end to end, are the group's parameters in the order of `param_shapes` (padding a
 end to end, hold ceil(n / world) elements of every parameter in order. Optimizer states have exactly the layout of the fp32 slices.
 Pipeline stages are model-parallel ranks with optimizer files of their own, and one model file per layer. Experts are numbered
 on each of the ranks that share them; their optimizer groups are spread over every n-th rank.
+Tensor-parallel ranks are model-parallel ranks, too, within each stage; how their parts join: `tensor_parallel`.
 Universal: one folder per parameter with whole tensors.
 Without ZeRO (stage 0) the model's file has torch's own optimizer state, by the place of a parameter in its group, and of fp16
 and bf16 the fp32 weights beside it, whole or flat by group.
@@ -32,6 +33,7 @@ from ds_ckpt.convert.client_entries import client_json
 from ds_ckpt.convert.deepspeed_folders import check_files, check_tag, named_tag, usable_tag
 from ds_ckpt.convert.pickled import load_pt, require_pickle
 from ds_ckpt.convert.regular_plan import round_robin_order
+from ds_ckpt.convert.tensor_parallel import PartJoins
 from ds_ckpt.convert.tensor_source import TensorEntry, TensorSource, foreign_reader
 from ds_ckpt.convert.universal import write_universal
 from ds_ckpt.jsontext import Json, from_json, to_json
@@ -83,6 +85,7 @@ class _Found:
     groups: list[Json] = field(default_factory=list)
     names: list[list[str]] = field(default_factory=list)
     scale: Json = None
+    clip: float | None = None
     left_out: list[str] = field(default_factory=list)
 
 
@@ -93,15 +96,19 @@ def open_deepspeed(
     tag: str | None = None,
     allow_pickle: bool = False,
     groups: Sequence[Sequence[str]] | None = None,
+    parallel_info: Mapping[str, Any] | None = None,
 ) -> TensorSource:
     """Open a DeepSpeed checkpoint (the folder of a tag, or the folder of tags) as unsharded tensors.
 
     Args:
+        parallel_info: Takes the place of `universal_checkpoint_info` in files of tensor-parallel ranks, and is needed where they have none:
+            lists of patterns of parameter names by `tp_replicated_parameter_patterns`, `parameter_with_row_parallelism_patterns`
+            and the others. Tensors that none of them names are cut along their first dimension.
         groups: Names of the parameters of each optimizer group, in order. Files of stage 0 do not say them: without `groups`,
             a single group is all parameters in the order of the model, and state that does not fit is left out.
     Raises:
-        UnsupportedError: "ckpt-pickle" without `allow_pickle`; "ckpt-foreign-layout": tensor parallelism or AutoEP in
-            the regular layout (convert to the universal layout with DeepSpeed first).
+        UnsupportedError: "ckpt-pickle" without `allow_pickle`; "ckpt-foreign-layout": AutoEP, or tensor-parallel ranks whose files do
+            not say how their parts join, in the regular layout (convert to the universal layout with DeepSpeed first).
         CheckpointError: "ckpt-not-found", "ckpt-foreign": missing files, sizes that do not add up; "ckpt-latest",
             "ckpt-damaged".
     Cost: every file is read once for its checksum; then files are mapped, and a tensor is assembled when it is read.
@@ -120,22 +127,65 @@ def open_deepspeed(
         del dp
         by_mp.setdefault(mp, []).append(load_pt(file))
     universal = (folder / "zero").is_dir()
-    if not universal:
-        _refuse_other_layouts(folder, by_mp)
-    optims = _files(folder, _OPTIM)
-    _layers_and_experts(collected, folder, [states[0] for states in by_mp.values()])
-    for mp, states in sorted(by_mp.items()):
-        _module(collected, states)
-        ranks = [load_pt(file) for (_, m), file in sorted(optims.items()) if m == mp]
-        if ranks and not universal:
-            _optimizer(collected, states, [rank["optimizer_state_dict"] for rank in ranks])
-        elif not universal and states[0].get("optimizer") is not None:
-            _replicated(collected, states[0]["optimizer"], groups if len(by_mp) == 1 else None)
+    degree = 1 if universal else _tensor_degree(folder, by_mp)
+    joins = PartJoins({}, 1) if universal else _joins(folder, by_mp, degree, parallel_info)
+    optims = {} if universal else _files(folder, _OPTIM)
+    collected = _joined([_collected(folder, by_mp, optims, (rank, degree), groups) for rank in range(degree)], joins)
     if universal:
         _universal(collected, folder / "zero", by_mp[min(by_mp)])
     # Frozen parameters may have been left out, names of tied ones with them.
     aliases = {alias: target for alias, target in collected.aliases.items() if target in collected.entries}
-    return TensorSource(collected.entries, aliases, _meta(collected, by_mp[min(by_mp)][0]))
+    meta = _meta(collected, by_mp[min(by_mp)][0])
+    if degree > 1:
+        names = [key.removeprefix("param/") for key in collected.entries if key.startswith("param/")]
+        meta["cuts"] = from_json(to_json({name: joins.cut_of(name) for name in names}))
+    return TensorSource(collected.entries, aliases, meta)
+
+
+def _collected(
+    folder: Path,
+    by_mp: Mapping[int, Sequence[Mapping[str, Any]]],
+    optims: Mapping[tuple[int, int], Path],
+    tensor_rank: tuple[int, int],
+    groups: Sequence[Sequence[str]] | None,
+) -> _Found:
+    """Collect what one tensor-parallel rank (of so many) has, over all stages. Without files of optimizers the model is all there is."""
+    collected, (rank, degree) = _Found(), tensor_rank
+    stages = {mp: states for mp, states in sorted(by_mp.items()) if mp % degree == rank}
+    _layers_and_experts(collected, folder, [states[0] for states in stages.values()], tensor_rank)
+    for mp, states in stages.items():
+        _module(collected, states)
+        ranks = [load_pt(file) for (_, m), file in sorted(optims.items()) if m == mp]
+        if ranks:
+            _optimizer(collected, states, [one["optimizer_state_dict"] for one in ranks])
+        elif not (folder / "zero").is_dir() and states[0].get("optimizer") is not None:
+            _replicated(collected, states[0]["optimizer"], groups if len(stages) == 1 else None)
+    return collected
+
+
+def _joined(every: Sequence[_Found], joins: PartJoins) -> _Found:
+    """Join what tensor-parallel ranks have; groups, scalars and buffers are those of the first."""
+    first = every[0]
+    for key in dict.fromkeys(key for each in every for key in each.entries) if len(every) > 1 else ():
+        kind, _, name = key.partition("/")
+        state, parts = kind == "optim", [each.entries.get(key) for each in every]
+        present = [part for part in parts if part is not None]
+        if len(present) < len(parts):
+            raise CheckpointError(
+                f"{key} is on {len(present)} of {len(parts)} tensor-parallel ranks",
+                code="ckpt-foreign",
+                fix="Complete the checkpoint.",
+            )
+        if kind == "buffer":
+            continue
+        name = name.rpartition("/")[0] if state else name
+        shape = joins.shape(name, [part.shape for part in present], state=state)
+        first.entries[key] = TensorEntry(shape, present[0].dtype, partial(_read_joined, joins, name, present, state))
+    return first
+
+
+def _read_joined(joins: PartJoins, name: str, parts: Sequence[TensorEntry], state: bool) -> Tensor:
+    return joins.join(name, [part.read() for part in parts], state=state).contiguous()
 
 
 def _tag_folder(path: Path, tag: str | None) -> Path:
@@ -161,34 +211,58 @@ def _files(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, int], Path
 _TIED = "tied_modules."
 
 
-def _refuse_other_layouts(folder: Path, by_mp: Mapping[int, Sequence[Mapping[str, Any]]]) -> None:
-    reasons = []
+def _tensor_degree(folder: Path, by_mp: Mapping[int, Sequence[Mapping[str, Any]]]) -> int:
+    """Return how many ranks have a part of each layer."""
     first = by_mp[min(by_mp)][0]
+    degrees = first.get("checkpoint_parallel_dimensions") or {}
+    # Of a stage of a pipeline that is cut, the files of a layer are numbered: model_00 alone is the whole layer.
+    numbers = [
+        int(number)
+        for file in folder.iterdir()
+        if (match := _LAYER.fullmatch(file.name))
+        for number in re.findall(r"_(\d+)-", match[2])
+    ]
+    degree = max(int(degrees.get("tp_degree") or 1), max(numbers, default=0) + 1)
+    if degree == 1 and not numbers:
+        names: set[str] = set()
+        for states in by_mp.values():
+            shapes = {name for group in states[0].get("param_shapes") or [] for name in group}
+            local_names = {name for name in shapes if not name.startswith(_TIED)}  # which every stage has whole
+            degree = len(by_mp) if names & local_names else degree
+            names |= local_names
+    if len(by_mp) % degree:
+        raise CheckpointError(
+            f"{folder} is of {degree} tensor-parallel ranks, and has files of {len(by_mp)} model-parallel ranks",
+            code="ckpt-foreign",
+            fix="Complete the checkpoint.",
+        )
+    return degree
+
+
+def _joins(
+    folder: Path, by_mp: Mapping[int, Sequence[Mapping[str, Any]]], degree: int, said: Mapping[str, Any] | None
+) -> PartJoins:
+    """Return how the parts of tensor-parallel ranks join; raise UnsupportedError where nobody says it."""
+    first, reasons = by_mp[min(by_mp)][0], []
+    info = first.get("universal_checkpoint_info") if said is None else said
+    if info is not None and said is None and set(info) <= {"universal_checkpoint_version"}:
+        info = None  # of a program that knew of no tensor-parallel ranks
     if first.get("ds_autoep_layers"):
         reasons.append("experts of AutoEP")
-    slices = {match[2] for file in folder.iterdir() if (match := _LAYER.fullmatch(file.name))}
-    if any(
-        int(number) for local_names in slices for number in re.findall(r"_(\d+)-", local_names)
-    ):  # model_00 alone is the whole layer
-        reasons.append("layers cut by tensor parallelism")
-    degrees = first.get("checkpoint_parallel_dimensions") or {}
-    if int(degrees.get("tp_degree", 1)) > 1:
-        reasons.append(f"tensor parallelism of degree {degrees['tp_degree']}")
-    names: set[str] = set()
-    for states in by_mp.values():
-        local_names = {name for group in states[0].get("param_shapes") or [] for name in group}
-        local_names -= {
-            name for name in local_names if name.startswith(_TIED)
-        }  # each stage that has them has all of them
-        if names & local_names:
-            reasons.append(f"the parameter {min(names & local_names)!r} in several model-parallel ranks")
-        names |= local_names
+    if degree > 1 and info is None:
+        reasons.append(
+            f"{degree} tensor-parallel ranks and no universal_checkpoint_info, which says how their parts join"
+        )
+    if degree > 1 and any(_EXPERT.fullmatch(file.name) for file in folder.iterdir()):
+        reasons.append("experts on tensor-parallel ranks")
     if reasons:
         raise UnsupportedError(
-            f"{folder} has {', '.join(reasons)}; how the parts join is not in the regular layout",
+            f"{folder} has {', '.join(reasons)}",
             code="ckpt-foreign-layout",
-            fix="Convert it with DeepSpeed's ds_to_universal.py, and read the result.",
+            fix="Give `parallel_info` (of ds ckpt convert: --parallel-info FILE), or convert the checkpoint with DeepSpeed's "
+            "ds_to_universal.py, and read the result.",
         )
+    return PartJoins(info if degree > 1 and info else {}, degree)
 
 
 def _module(collected: _Found, states: Sequence[Mapping[str, Any]]) -> None:
@@ -233,8 +307,10 @@ def _same_memory(module: Mapping[str, Any], buffers: set[str]) -> dict[str, str]
     return shared
 
 
-def _layers_and_experts(collected: _Found, folder: Path, states: Sequence[Mapping[str, Any]]) -> None:
-    """Collect the tensors in the model files of pipeline layers and of experts.
+def _layers_and_experts(
+    collected: _Found, folder: Path, states: Sequence[Mapping[str, Any]], tensor_rank: tuple[int, int]
+) -> None:
+    """Collect the tensors in the model files of pipeline layers and of experts, of one tensor-parallel rank (of so many).
 
     The optimizer's master copies replace these tensors later.
     """
@@ -243,6 +319,8 @@ def _layers_and_experts(collected: _Found, folder: Path, states: Sequence[Mappin
     tied = {name.removeprefix(_TIED).partition(".")[2] for name in known if name.startswith(_TIED)}
     for file in sorted(folder.iterdir()):
         layer, expert = _LAYER.fullmatch(file.name), _EXPERT.fullmatch(file.name)
+        if layer and tensor_rank[1] > 1 and f"model_{tensor_rank[0]:02d}-" not in layer[2]:
+            continue
         for name, tensor in load_pt(file).items() if layer or expert else ():
             whole = f"{int(layer[1])}.{name}" if layer else name
             if isinstance(tensor, Tensor) and not (layer and name in tied and whole not in known | buffers):
@@ -276,6 +354,7 @@ def _optimizer(collected: _Found, states: Sequence[Mapping[str, Any]], ranks: Se
             collected.names.append([])
         collected.names[index].extend(_names_of(states[0], group["params"] if stage3 else [index], count))
     collected.scale = collected.scale or _scale(ranks[0].get("loss_scaler"))
+    collected.clip = ranks[0].get("clip_grad")
 
 
 def _replicated(collected: _Found, saved: Mapping[str, Any], names: Sequence[Sequence[str]] | None) -> None:
@@ -484,10 +563,14 @@ def _universal(collected: _Found, zero: Path, states: Sequence[Mapping[str, Any]
                 collected.scalars.setdefault("step", {})[name] = float(content)
                 continue
             tensor = content["param"] if isinstance(content, dict) else content
-            shape = shapes.get(name, tuple(tensor.shape)) if tensor.dim() == 1 else tuple(tensor.shape)
+            shape = tuple(
+                tensor.shape
+            )  # of stage 3 it may be flat; of tensor-parallel ranks the model's file has shapes of parts
+            if tensor.dim() == 1 and torch.Size(shapes.get(name, ())).numel() == tensor.numel():
+                shape = shapes[name]
             _add(collected, name, shape, [(tensor.reshape(-1), 0, tensor.numel())], "" if key == "fp32" else key)
     common = load_pt(zero / "optimizer_state.pt")
-    collected.scale = _scale(common.get("loss_scaler"))
+    collected.scale, collected.clip = _scale(common.get("loss_scaler")), common.get("clip_grad")
     inner = common.get("optimizer_state_dict", common)
     groups = common.get("param_groups") or inner.get("param_groups") or []
     collected.groups.extend({k: v for k, v in g.items() if k != "params"} for g in groups)
@@ -525,7 +608,10 @@ def _meta(collected: _Found, state: Mapping[str, Any]) -> dict[str, Json]:
             "micro_steps": int(state.get("global_steps") or 0),
             "skipped": int(state.get("skipped_steps") or 0),
         },
-        "config": plain(state.get("ds_config") or {}, "config"),
+        "config": {
+            **({} if collected.clip is None else {"gradient_clipping": float(collected.clip)}),
+            **(plain(state.get("ds_config") or {}, "config") or {}),
+        },
         "client": client,
         "optimizer": _optimizer_meta(collected, plain),
         "scheduler": plain(state.get("lr_scheduler"), "scheduler"),

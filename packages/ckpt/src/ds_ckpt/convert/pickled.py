@@ -71,11 +71,25 @@ def scaler_of(meta: Mapping[str, Any]) -> LossScaler | DynamicLossScaler | None:
     return LossScaler(float(state["scale"])) if float(rule.get("loss_scale") or 0) else DynamicLossScaler(state, rule)
 
 
+def clip_of(meta: Mapping[str, Any]) -> float:
+    """Return the gradient norm that a run clipped to; where its configuration does not say it, the default of both engines."""
+    clip = (meta.get("config") or {}).get("gradient_clipping", 1.0)
+    return float(clip or 0.0)
+
+
 class FragmentAddress:
     """Where a parameter lies in a flat tensor, in elements."""
 
     def __init__(self, numel: int, start: int) -> None:
         self.numel, self.start = numel, start
+
+
+class SubparamShape:
+    """Of a parameter that is several in one: the sizes of these in a dimension, and which that is."""
+
+    def __init__(self, patterns: Sequence[str], shape: Sequence[Any], partition_dim: int) -> None:
+        self.patterns, self.partition_dim = list(patterns), partition_dim
+        self.shape = tuple(tuple(size) if isinstance(size, list | tuple) else size for size in shape)
 
 
 _KNOWN: Final[Sequence[tuple[Callable[..., Any], str]]] = (
@@ -92,6 +106,7 @@ _WRITTEN: Final[Mapping[type, str]] = {
     LossScaler: "deepspeed.runtime.fp16.loss_scaler LossScaler",
     DynamicLossScaler: "deepspeed.runtime.fp16.loss_scaler DynamicLossScaler",
     FragmentAddress: "deepspeed.utils.tensor_fragment fragment_address",
+    SubparamShape: "deepspeed.checkpoint.universal_checkpoint SubparamShape",
 }
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ds_ckpt.convert.client_entries import client_entries
 from ds_ckpt.convert.deepspeed_folders import check_tag
-from ds_ckpt.convert.pickled import FragmentAddress, LossScaler, require_pickle, save_pt, scaler_of
+from ds_ckpt.convert.pickled import FragmentAddress, LossScaler, clip_of, require_pickle, save_pt, scaler_of
 from ds_ckpt.convert.regular_plan import (
     EXPERT,
     Flat,
@@ -139,7 +139,7 @@ class _RankFileWriter:
         return {
             **body,
             # DeepSpeed clips by what it loads, not by its own configuration.
-            "clip_grad": float((self.meta.get("config") or {}).get("gradient_clipping") or 0.0),
+            "clip_grad": clip_of(self.meta),
             "base_optimizer_state": inner,
             # Copies: a view would be stored with all it is a part of.
             "single_partition_of_fp32_groups": [

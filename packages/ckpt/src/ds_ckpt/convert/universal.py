@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ds_ckpt.convert.client_entries import client_entries
-from ds_ckpt.convert.pickled import require_pickle, save_pt, scaler_of
+from ds_ckpt.convert.pickled import SubparamShape, clip_of, require_pickle, save_pt, scaler_of
 from ds_ckpt.convert.tensor_source import TensorSource, never_stepped
 from ds_ckpt.jsontext import Json
 from ds_config.errors import CheckpointError
@@ -47,18 +47,18 @@ def write_universal(source: TensorSource, out: str | os.PathLike[str], tag: str,
     for part in (tag, *trained, *(state for states in trained.values() for state in states)):
         _check_part(part)
     zero.mkdir(parents=True)
-    steps = dict((optimizer.get("scalars") or {}).get("step") or {})
+    steps, cuts = dict((optimizer.get("scalars") or {}).get("step") or {}), source.meta.get("cuts") or {}
     for name, states in trained.items():
-        folder = zero / name
+        folder, cut = zero / name, _cut(cuts.get(name))
         folder.mkdir()
-        torch.save({"param": source.entries[f"param/{name}"].read().float(), "cat_dim": 0}, folder / "fp32.pt")
+        save_pt({"param": source.entries[f"param/{name}"].read().float(), **cut}, folder / "fp32.pt")
         for state in states:
             entry = source.entries.get(f"optim/{name}/{state}")
             if entry is None:
                 zeros = torch.zeros(source.entries[f"param/{name}"].shape)
-                torch.save({"param": zeros, "cat_dim": 0}, folder / f"{state}.pt")
+                save_pt({"param": zeros, **cut}, folder / f"{state}.pt")
             elif entry.shape == source.entries[f"param/{name}"].shape:
-                torch.save({"param": entry.read().float(), "cat_dim": 0}, folder / f"{state}.pt")
+                save_pt({"param": entry.read().float(), **cut}, folder / f"{state}.pt")
             elif state == "step":
                 steps[name] = float(entry.read())
         if name in steps:
@@ -69,6 +69,14 @@ def write_universal(source: TensorSource, out: str | os.PathLike[str], tag: str,
         torch.save(model, target / file)
     replace_text(root / "latest_universal", tag)
     return target
+
+
+def _cut(said: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what stands beside a tensor: how tensor-parallel ranks are to cut it. What nobody said anything of has one rank."""
+    if said is None:
+        return {"cat_dim": 0}
+    several = said.get("sub_param_shape")
+    return {**said, "sub_param_shape": SubparamShape(**several)} if several else dict(said)
 
 
 def _check_part(name: str) -> None:
@@ -102,8 +110,7 @@ def _common(groups: Sequence[Json], steps: Mapping[str, float], meta: Mapping[st
     with_params = [{**group, "params": []} for group in groups]
     version = str((meta.get("source") or {}).get("version") or _DEEPSPEED)
     # DeepSpeed clips by what it loads, not by its own configuration.
-    clip = float((meta.get("config") or {}).get("gradient_clipping") or 0.0)
-    common: dict[str, Any] = {"param_groups": with_params, "ds_version": version, "clip_grad": clip}
+    common: dict[str, Any] = {"param_groups": with_params, "ds_version": version, "clip_grad": clip_of(meta)}
     if (scaler := scaler_of(meta)) is not None:
         common |= {"loss_scaler": scaler, "dynamic_loss_scale": scaler.dynamic}
     common["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": with_params}
