@@ -181,6 +181,26 @@ def test_forks_share_what_is_computed_and_go_their_own_way() -> None:
     assert pool.num_free == pool.count
 
 
+def test_blocks_of_a_fork_are_known_by_its_own_tokens() -> None:
+    scheduler = Scheduler(BlockPool(9, 4), SchedulerConfig())
+    parent = Request(0, [1] * 7, limit=8)
+    scheduler.add(parent)
+    scheduler.schedule()
+    scheduler.update({0: StepOutcome((2,))})  # fills the parent's second block, as far as tokens are known
+    child = scheduler.fork(parent, 1)
+    child.tokens[7:] = [3]
+    scheduler.cancel(0)
+    scheduler.schedule()
+    scheduler.update({1: StepOutcome((4,))})
+    scheduler.cancel(1)
+    for identity, token, found in ((2, 2, 4), (3, 3, 8)):
+        scheduler.add(Request(identity, [*[1] * 7, token, 5], limit=1))
+        scheduler.schedule()
+        assert scheduler.requests[identity].num_cached_tokens == found
+        scheduler.cancel(identity)
+        scheduler.update({})
+
+
 def test_what_never_fits_is_refused_at_once() -> None:
     scheduler = Scheduler(BlockPool(4, 4), SchedulerConfig(8, 4))
     with pytest.raises(PlanError, match="may grow to 17 tokens") as caught:

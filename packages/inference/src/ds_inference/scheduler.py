@@ -122,7 +122,7 @@ class Scheduler:
         child.blocks = [*parent.blocks[:full], *tail_blocks]
         child.num_computed_tokens, child.block_hashes, child.num_hashed_blocks = (
             parent.num_computed_tokens,
-            list(parent.block_hashes),
+            parent.block_hashes[:full],  # the parent's next block begins with its own token
             parent.num_hashed_blocks,
         )
         self._waiting.remove(child)
