@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -195,6 +196,47 @@ def test_a_layer_that_a_program_cuts_by_rows(kind: str) -> None:
     assert layer.bias.shape == (5,)
     layer.gather_params([layer.weight, layer.bias])
     assert torch.equal(layer.weight, plain.weight)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@world(2)
+def test_layers_that_a_program_cut_are_parts_of_the_model_that_is_trained(stage: int) -> None:
+    from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, SubParamLinearLayer
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), nn.LayerNorm(4))
+    model, everyone = copy.deepcopy(plain), torch.distributed.group.WORLD
+    model[0], model[2] = LinearLayer(model[0], everyone), LinearAllreduce(model[2], everyone)
+    skip = {"use_default_specs": False, "layer_specs": [{"patterns": [".*"], "partition_type": "skip"}]}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.01, "torch_adam": True}},
+        "gradient_clipping": 0.1,
+        "zero_optimization": {"stage": stage},
+        "tensor_parallel": {"autotp_size": 2, "partition_config": skip},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.01)
+    for seed in range(3):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(seed))
+        loss = plain(x).exp().mean()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        mine = engine(x).exp().mean()
+        torch.testing.assert_close(mine, loss)
+        engine.backward(mine)
+        engine.step()
+        assert engine.get_global_grad_norm() == pytest.approx(float(norm), rel=1e-4)
+    state = engine._consolidated_16bit_state_dict() if stage < 3 else engine._zero3_consolidated_16bit_state_dict()
+    if engine.global_rank == 0:
+        torch.testing.assert_close(dict(state), dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
+    engine.destroy()
+    fused = nn.Sequential(SubParamLinearLayer(nn.Linear(4, 8), everyone, shape=(2, -1), partition_dim=0))
+    with pytest.raises(UnsupportedError, match="was cut before, in 2 parts"):
+        deepspeed.initialize(model=fused, config=config)
+    share_layers(None)
 
 
 @world(2)

@@ -30,6 +30,7 @@ from ds_parallel.tensor.layer_rules import ShardKind
 from ds_parallel.tensor.parallel_layers import CopyToTensorRegion, LayerShard, cut_class, part_names
 from ds_parallel.tensor.parallel_losses import causal_loss
 from ds_parallel.tensor.partial_gradients import PartialGradients, ReplicaGradientCheck
+from ds_parallel.tensor.sharded_linear import ShardedLinear
 from ds_parallel.tensor.tp_plan import Decision, TensorPlan
 
 __all__ = ["Held", "TensorParallelModel", "parallelize_model", "tensor_parallel_of", "unsharded_params"]
@@ -76,6 +77,7 @@ class TensorParallelModel:
         plan: How.
         group: The tensor-parallel ranks.
         shards: Its parameters that are parts, by their names in the model. One that is one part is the parameter it was.
+        given: Names of those of `shards` that the program had cut before: a `ShardedLinear` in its model.
         replaced: Parameters in several parts, and what took their place: for optimizers that were made before.
         turns: Of the two halves of a layer, where layers run in halves.
     """
@@ -84,6 +86,7 @@ class TensorParallelModel:
         self.model, self.plan, self.group = model, plan, group
         self.turns = Turns()
         self.shards: dict[str, Held] = {}
+        self.given: set[str] = set()
         self.replaced: dict[nn.Parameter, list[nn.Parameter]] = {}
         self._were: list[_Was] = []
         self._param_shardings: dict[nn.Parameter, ParamSharding] = {}
@@ -228,12 +231,13 @@ class TensorParallelModel:
         if self._loss is not None:
             self.model.loss_function = self._loss
         whole: dict[int, Tensor] = {}
-        for shard in self.shards.values():
+        shards = [shard for name, shard in self.shards.items() if name not in self.given]
+        for shard in shards:
             key = id(self._origin(shard))
             if key not in whole:
                 whole[key] = shard.param.new_empty(shard.shape)
             self._fill(whole[key], shard)
-        origins = {id(self._origin(shard)): self._origin(shard) for shard in self.shards.values()}
+        origins = {id(self._origin(shard)): self._origin(shard) for shard in shards}
         for key, origin in origins.items():
             origin.data, origin.grad = whole[key], None
             self._param_shardings.setdefault(origin, ParamSharding())
@@ -244,6 +248,7 @@ class TensorParallelModel:
         for was in reversed(self._were):
             was.restore()
         self.shards.clear()
+        self.given.clear()
         self._were.clear()
         self.model.__dict__.pop(_MARK, None)
 
@@ -277,7 +282,8 @@ class _Was:
 def parallelize_model(model: nn.Module, plan: TensorPlan, group: Group) -> TensorParallelModel:
     """Cut `model` in place: each rank keeps its part of every weight, and frees the rest. Parameters may be on meta.
 
-    Every rank holds the whole model with equal values, or its shapes; ranks decide alike, nothing is communicated.
+    Every rank holds the whole model with equal values, or its shapes; ranks decide alike, nothing is communicated. A `ShardedLinear` over the
+    same ranks is part of the cut model as it is.
 
     Raises:
         PlanError: the plan is for another number of ranks, or a tied parameter is cut in two ways ("tensor-tied").
@@ -313,6 +319,7 @@ def parallelize_model(model: nn.Module, plan: TensorPlan, group: Group) -> Tenso
         layers = {name: modules[name] for name in plan.halves}
         result._were += [_Was.note(layer) for layer in layers.values()]
         run_layers_in_halves(layers, HalfBatches(result.turns, plan.head_arguments))
+    _note_given(result, modules)
     _note_holders(result)
     _mark_parts(result)
     result._were += [_Was.note(modules[name]) for name in plan.heads]
@@ -329,6 +336,26 @@ def parallelize_model(model: nn.Module, plan: TensorPlan, group: Group) -> Tenso
         )
     model.__dict__[_MARK] = result
     return result
+
+
+def _note_given(result: TensorParallelModel, modules: Mapping[str, nn.Module]) -> None:
+    """Register the parts of layers that the program has cut over the same ranks."""
+    for name, module in modules.items():
+        if not isinstance(module, ShardedLinear) or module.group.ranks != result.group.ranks:
+            continue
+        if len(module.cut.parts) > 1:
+            raise UnsupportedError(
+                f"{name} was cut before, in {len(module.cut.parts)} parts of one weight",
+                code="tensor-layer",
+                fix="Leave the layer whole, and name its parts in partition_config, or cut a layer for each.",
+            )
+        for key, param in module.named_parameters(recurse=False):
+            dim = module.sharded_dim(param)
+            if dim is not None:
+                shape = (*param.shape[:dim], module.cut.size, *param.shape[dim + 1 :])
+                cut = replace(module.cut, dim=dim)
+                result.shards[f"{name}.{key}"] = Held(param, f"{name}.{key}", shape, cut, 0)
+                result.given.add(f"{name}.{key}")
 
 
 def _layer_shard(

@@ -11,6 +11,7 @@ from torch import nn
 from ds_parallel.heads import HeadCounts
 from ds_parallel.tensor.layer_rules import LayerRule
 from ds_parallel.tensor.presets import Scalar, preset_for
+from ds_parallel.tensor.sharded_linear import ShardedLinear
 from ds_parallel.tensor.structure import rules_of_structure
 
 __all__ = ["AttentionInfo", "LayerInfo", "ModelFacts", "facts_of"]
@@ -49,8 +50,8 @@ class LayerInfo:
 
     Attributes:
         name: Qualified.
-        role: `linear`, `embedding`, `experts`; `parametrized` for a linear layer or embedding whose weight is computed from other parameters;
-            `other` for one with parameters of its own that is none of these.
+        role: `linear`, `embedding`, `experts`; `cut` for a `ShardedLinear`; `parametrized` for a linear layer or embedding whose weight
+            is computed from other parameters; `other` for one with parameters of its own that is none of these.
         shapes: Of its own parameters.
         transposed: A linear layer whose weight is [in, out].
     """
@@ -171,6 +172,8 @@ def _layers(model: nn.Module) -> Iterator[LayerInfo]:
             yield LayerInfo(name, "linear", shapes, transposed=True)
         elif len(shapes.get("gate_up_proj", ())) == len(shapes.get("down_proj", ())) == 3:
             yield LayerInfo(name, "experts", shapes)
+        elif isinstance(module, ShardedLinear):
+            yield LayerInfo(name, "cut", shapes)
         else:
             yield LayerInfo(name, "other", shapes)
 

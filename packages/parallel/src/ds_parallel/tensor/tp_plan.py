@@ -167,7 +167,7 @@ class TensorPlan:
     def __str__(self) -> str:
         rows: Counter[tuple[str, ...]] = Counter()
         for decision in self.decisions:
-            if decision.layer.role == "other" and not decision.sum_gradient:
+            if decision.layer.role in ("other", "cut") and not decision.sum_gradient:
                 continue
             rows[(_starred(decision.name), decision.kind.value, _describe(decision), decision.reason)] += 1
         local, total = self.numel(0)
@@ -393,7 +393,8 @@ def _check(decisions: tuple[Decision, ...], facts: ModelFacts, options: TensorOp
         )
     linear = [decision for decision in decisions if decision.layer.role == "linear"]
     all_skipped = bool(linear) and not unmatched and all(decision.kind is ShardKind.SKIP for decision in linear)
-    if options.degree > 1 and not all_skipped and not any(decision.cuts for decision in decisions):
+    was_cut = any(decision.cuts or decision.layer.role == "cut" for decision in decisions)
+    if options.degree > 1 and not all_skipped and not was_cut:
         known = f"a model of type {facts.model_type!r}" if facts.model_type else "a model of no known type"
         raise PlanError(
             f"no layer of {known} is cut: no preset and no plan of its own, and its layers are in no rule",

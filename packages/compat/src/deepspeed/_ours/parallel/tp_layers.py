@@ -257,6 +257,8 @@ def dress(model: nn.Module) -> None:
         attributes.update({key: value for key, value in zip(_TOLD, layer_values, strict=True) if key not in attributes})
         attributes["_dressed"] = True
     for name, shard in cut.shards.items():
+        if name in cut.given:  # of one of the classes above
+            continue
         saved: list[Tensor] = []
         values = (True, partial(_make_whole, cut, name, saved), partial(_cut_again, cut, name, saved))
         vars(shard.param).update(zip(_GIVEN, values, strict=True))
