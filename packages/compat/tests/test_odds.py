@@ -118,6 +118,39 @@ def test_an_engine_answers_what_programs_ask_of_its_optimizer_and_profile(name, 
         engine.step()
     assert (optimizer.loss_scale_config.cur_scale, told.cur_iter, told.last_overflow_iter) == (8.0, 2, 1)
     assert (engine.flops_profiler.flops, engine.flops_profiler.params) == (2 * 3 * 2, 8)
+    optimizer.override_loss_scale(4.0)
+    for bad in (False, True, False):
+        x = torch.full((1, 3), float("inf") if bad else 1.0, dtype=torch.half)
+        before = engine.module.weight.detach().clone()
+        engine.backward(engine(x).float().sum())
+        engine.step()
+        assert optimizer.overflow == bad == torch.equal(engine.module.weight, before)
+        assert optimizer.loss_scale == optimizer.external_loss_scale == 4.0
+    assert optimizer.quantize_nontrainable_params() is None
+    assert optimizer.persistent_parameters == []
+    engine.destroy()
+
+
+def test_an_engine_gives_its_times_and_writes_the_file_of_a_model_alone(tmp_path):
+    import deepspeed
+
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "wall_clock_breakdown": True}
+    engine, *_ = deepspeed.initialize(model=nn.Linear(3, 2), config=config)
+    assert engine.get_wall_clock_timers() == {}
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    engine.step()
+    times = engine.get_wall_clock_timers()
+    names = {"fwd", "bwd", "bwd_inner", "bwd_allreduce", "step"}
+    assert set(times) == names | {f"{name}_microstep" for name in names}
+    assert times["fwd"] > 0
+    assert engine._create_checkpoint_file(str(tmp_path), "7", False)
+    engine._save_checkpoint(str(tmp_path), "7", client_state={"iteration": 7})
+    assert [path.name for path in tmp_path.rglob("*.pt")] == ["mp_rank_00_model_states.pt"]
+    saved = torch.load(tmp_path / "7" / "mp_rank_00_model_states.pt")
+    assert torch.equal(saved["module"]["weight"], engine.module.weight)
+    assert saved["iteration"] == 7
+    (tmp_path / "file").touch()
+    assert not engine._create_checkpoint_file(str(tmp_path / "file"), "7", False)
     engine.destroy()
 
 

@@ -99,6 +99,7 @@ class Telemetry:
 
     Attributes:
         counter: Holds the operations of the profiled step's forward; None where nothing is counted.
+        times: Milliseconds of the last step under the names of the lines above, where `wall_clock_breakdown` is on.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Telemetry:
         self._listener = _Listener() if telling.breakdown and lead else None
         if self._listener is not None:
             ds_monitor.attach([self._listener])
+        self.times: dict[str, float] = {}
         self._memory: dict[str, MemoryStats] = {}
         self._memory_read_s = float("-inf")
         measured = telling.peak_flops_per_s is not None
@@ -252,10 +254,12 @@ class Telemetry:
 
     def _tell_more(self, result: StepResult) -> None:
         flops, counter = self._telling.flops, self.counter
+        lines = [self._times(result, ending) for ending in ("_microstep", "") if self._telling.breakdown]
+        self.times = {name: ms for line in lines for name, ms in line.items()}
         if self._lead and result.step % (self._telling.every or 1) == 0:
-            if self._telling.breakdown and result.timings:
-                for ending in ("_microstep", ""):
-                    log_requested(_log, f"[Rank 0] time (ms) | {self._times(result, ending)}")
+            for line in filter(None, lines):
+                columns = " | ".join(f"{name}: {ms:.2f}" for name, ms in line.items())
+                log_requested(_log, f"[Rank 0] time (ms) | {columns}")
             if self._memory:
                 used = ", ".join(f"{name} {m.allocated / _GIB:.2f} GiB" for name, m in self._memory.items())
                 peak = max(m.peak for m in self._memory.values())
@@ -270,14 +274,14 @@ class Telemetry:
             else:
                 write_profile(text, flops.output_file)
 
-    def _times(self, result: StepResult, ending: str) -> str:
-        """Format the milliseconds of each phase: of a microbatch with the ending `_microstep`, of the step without."""
-        columns = []
+    def _times(self, result: StepResult, ending: str) -> dict[str, float]:
+        """Return the milliseconds of each phase: of a microbatch with the ending `_microstep`, of the step without."""
+        columns = {}
         for name, short in _SHORT.items():
             if name in result.timings:
                 parts = self._calls.get(name.partition("_")[0], 1) if ending else 1
-                columns.append(f"{short}{ending}: {result.timings[name] / parts * 1e3:.2f}")
-        return " | ".join(columns)
+                columns[f"{short}{ending}"] = result.timings[name] / parts * 1e3
+        return columns
 
     def _speed(self, result: StepResult, read: bool) -> Rates | None:
         """Note the step; its speed if it is to be read and is known yet."""

@@ -96,6 +96,16 @@ def leave_files(folder: str, module: Mapping[str, Tensor], facts: Mapping[str, A
     name = get_model_ckpt_name_for_rank(folder, "00")
     if stage == 3:
         name = f"{folder}/zero_pp_rank_0_mp_rank_00_model_states.pt"
+    leave_model(name, module, facts)
+    if stage > 0:
+        _save(
+            {"optimizer_state_dict": {key: facts[key] for key in ("zero_stage", "partition_count", "ds_version")}},
+            optim,
+        )
+
+
+def leave_model(name: str, module: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Write a model's file of upstream's: `module` and the facts, without those that pickle cannot write."""
     weights = {key: value.detach().clone() for key, value in module.items()}
     try:
         _save({"module": weights, **facts}, name)
@@ -105,11 +115,6 @@ def leave_files(folder: str, module: Mapping[str, Tensor], facts: Mapping[str, A
         storable = {key: value for key, value in facts.items() if _is_picklable(value)}
         _log.warning("%s lacks %s: %s", name, sorted(map(str, set(facts) - set(storable))), error)
         _save({"module": weights, **storable}, name)
-    if stage > 0:
-        _save(
-            {"optimizer_state_dict": {key: facts[key] for key in ("zero_stage", "partition_count", "ds_version")}},
-            optim,
-        )
 
 
 def _save(value: Any, path: str) -> None:

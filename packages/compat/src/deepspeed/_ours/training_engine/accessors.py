@@ -108,6 +108,7 @@ ACCESSORS: Mapping[str, Tells] = {
     "dynamic_loss_scale_args": lambda e: _scale_arguments(e.plan.config.fp16),
     "autotp_size": lambda e: 0 if e.plan.config.tensor_parallel is None else e.plan.config.tensor_parallel.autotp_size,
     "get_type": lambda e: [type(e.basic_optimizer).__name__ for _ in e.get_lr()],
+    "get_wall_clock_timers": lambda e: dict(e._telemetry.times),
     "get_compile_time": lambda e: 0.0 if e.compiled.session is None else e.compiled.session.seconds,
 }
 """Methods without arguments that only tell something: name -> what it tells. Those that tell what lies at a path: `attributes.toml`."""

@@ -17,6 +17,7 @@ from deepspeed._ours.checkpoint.checkpoint_api import (
     get_model_ckpt_name_for_rank,
     get_zero_ckpt_name_for_rank,
     leave_files,
+    leave_model,
     leave_signs,
     name_of_tag,
 )
@@ -128,6 +129,34 @@ class SavesAndLoads(Engine):
         """Return the path of the file with a rank's optimizer state, in upstream's layout."""
         name = os.path.basename(get_zero_ckpt_name_for_rank("", expp_rank, 0))
         return f"{checkpoints_path}/{tag}/{'bf16_' if self.bfloat16_enabled() else ''}{name}"
+
+    def _create_checkpoint_file(self, save_dir: str, tag: str, zero_checkpoint: bool) -> bool:
+        """Make the folder of a tag; whether that could be done."""
+        del zero_checkpoint
+        try:
+            Path(save_dir, str(tag)).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            logger.error("Failed saving model checkpoint to %s with tag %s: %s", save_dir, tag, error)
+            return False
+        return True
+
+    def _save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str,
+        client_state: Mapping[str, Any] | None = None,
+        exclude_frozen_parameters: bool = False,
+    ) -> None:
+        """Write the model's file of a checkpoint in upstream's layout and nothing else, for programs that save no optimizer.
+
+        Not collective: the weights are of a model that this rank has whole; at stage 3 the file has none.
+        """
+        whole = (
+            {}
+            if self.plan.residency.shard_params
+            else self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        )
+        leave_model(self._get_ckpt_name(save_dir, tag), whole, self._facts(client_state or {}))
 
     def _change_recovery_script_permissions(self, dst: str) -> None:
         """Make `zero_to_fp32.py` a program. Some file systems have no such permission, which is no reason to stop."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -79,7 +80,10 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
     Attributes:
         parameter_offload: At stage 3, what clients take the forward hooks away with; there is none at other stages.
         loss_scaler, loss_scale_config: The loss scale, and the rule by which it changes.
+        external_loss_scale: What `override_loss_scale` was given; None before.
     """
+
+    external_loss_scale: float | None = None
 
     def __init__(self, model: nn.Module, inner: torch.optim.Optimizer, options: ShardOptions) -> None:
         super().__init__(model, inner, options)
@@ -104,6 +108,18 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
         return 1.0 if self._scale is None else self._scale.scale
 
     cur_scale = reads("loss_scale", "`loss_scale`.")
+
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """Multiply losses by this from now on, whatever overflows: the program keeps the scale. Between two steps."""
+        self.external_loss_scale = float(loss_scale)
+        precision = self.sharding.precision
+        if self._scale is None or precision.scale is None:
+            return
+        for unit in self.sharding.units:
+            if unit.spec.trained:
+                unit.gradients.way.rescale(self.external_loss_scale / self._scale.scale)
+        self.sharding.precision = replace(precision, scale=replace(precision.scale, static=self.external_loss_scale))
+        self._scale = replace(self._scale, scale=self.external_loss_scale)
 
     @property
     def dynamic_loss_scale(self) -> bool:
@@ -143,6 +159,15 @@ class DeepSpeedZeroOptimizer(OffloadsStates, ShardedOptimizer):
         return [list(unit.params) for unit in self.sharding.units if unit.spec.trained]
 
     bit16_groups = fp16_groups
+
+    quantize_nontrainable_params = answers(
+        None, "Do nothing: what is frozen is known when the engine is made, and travels as the configuration says."
+    )
+
+    @property
+    def persistent_parameters(self) -> list[nn.Parameter]:
+        """None: parameters that stay whole need no gathering, for which programs ask."""
+        return []
 
     _set_fp32_optimizer_param_groups = answers(
         None,
