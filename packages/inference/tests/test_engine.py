@@ -69,6 +69,18 @@ def test_drafts_change_steps_and_not_answers(model, temperature):
     assert [a.tokens for a in found] == [a.tokens for a in wanted]
 
 
+def test_samples_begin_with_one_token_where_drafts_would_be_right(model):
+    """The last token of the prompt is computed alone, as one that is generated; a sample of it had no token left to compute."""
+    how = SamplingParams(max_new_tokens=6, logit_bias={7: 1e30}, n=2, logprobs=0)
+    plain, drafted = (
+        load(model, budget=SchedulerConfig(7, 2), num_speculative_tokens=count).generate([[7] * 8], how)
+        for count in (0, 3)
+    )
+    for one, other in zip(plain, drafted, strict=True):
+        assert one.tokens == other.tokens == [7] * 6
+        assert torch.allclose(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-4)
+
+
 def test_drafts_save_steps_where_text_repeats(model):
     with torch.no_grad():  # a model that repeats: the next token is a function of the last one
         repeating = transformers.LlamaForCausalLM(model.config).eval()

@@ -517,7 +517,9 @@ class LLMEngine:
         return separate(hows, fresh)
 
     def _drafts(self) -> dict[int, Sequence[int]]:
-        return {i: _guess(a.request.tokens, self.speculate) for i, a in self._asks.items() if a.request.generates}
+        """Guess tokens of requests that generate; not where samples begin with the next token, and with that alone."""
+        asks = {i: a.request for i, a in self._asks.items() if a.request.generates and not a.copies}
+        return {i: _guess(request.tokens, self.speculate) for i, request in asks.items()}
 
 
 def _check_states(decoder: Runner, share: bool | None, speculate: int, cache_dtype: torch.dtype | None) -> None:
