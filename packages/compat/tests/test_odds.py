@@ -212,3 +212,31 @@ def test_marked_inputs_of_checkpointed_calls_leave_and_come_back(monkeypatch):
     assert stats.offloaded_bytes == stats.restored_bytes == 2 * 24
     with pytest.raises(ValueError, match="keep_last_count"):
         make(keep_last_count=-1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"zero_optimization": {"stage": 1}}, {"bf16": {"enabled": True}}])
+def test_without_zero_in_fp32_the_optimizer_says_it_is_the_one_that_was_given(settings):
+    import deepspeed
+    from deepspeed._ours.zero.zero_optimizer import DeepSpeedZeroOptimizer
+    from deepspeed.ops.adam import FusedAdam
+
+    def begin(**given):
+        model = torch.nn.Linear(4, 4)
+        if callable(given.get("optimizer")):
+            given["optimizer"] = given["optimizer"](model.parameters())
+        config = {"train_batch_size": 1, "zero_allow_untested_optimizer": True, **settings, **given.pop("config", {})}
+        engine, made, *_ = deepspeed.initialize(model=model, config=config, **given)
+        x = torch.ones(1, 4, dtype=next(model.parameters()).dtype)
+        engine.backward(engine(x).float().square().sum())
+        engine.step()
+        torch.optim.lr_scheduler.StepLR(made, 1).step()
+        assert isinstance(made, DeepSpeedZeroOptimizer)
+        assert len({made, made}) == 1
+        engine.destroy()
+        return given.get("optimizer"), made
+
+    theirs, made = begin(optimizer=lambda params: torch.optim.Adagrad(params, lr=0.1))
+    assert (made == theirs, theirs == made, isinstance(made, torch.optim.Adagrad)) == (not settings,) * 3
+    assert not isinstance(made, FusedAdam)
+    _, made = begin(config={"optimizer": {"type": "Adam", "params": {"lr": 0.1}}})
+    assert isinstance(made, FusedAdam) is (not settings)
